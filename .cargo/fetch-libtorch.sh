@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# fetch-libtorch.sh VERSION [cpu|cuda]  puts libtorch, out of PyTorch's wheels, into .libtorch/
+# fetch-libtorch.sh VERSION pytorch     puts a whole PyTorch with its own Python into .pytorch/
+#
+# "cpu" is the torch wheel and the two libraries without which it does not load; "cuda" has all that
+# torch depends on. Without either, an NVIDIA driver decides. What is complete is not fetched again,
+# and whoever has set LIBTORCH or LIBTORCH_USE_PYTORCH keeps their own libtorch.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=$1 set=${2:-}
+cpu_wheels=("torch==$version" nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85)
+
+die() { echo "libtorch: $*" >&2; exit 1; }
+
+# need PACKAGE COMMAND...: PACKAGE is missing where COMMAND fails.
+missing=()
+need() { "${@:2}" >/dev/null 2>&1 || missing+=("$1"); }
+install_missing() {
+    [ ${#missing[@]} -gt 0 ] || return 0
+    if [ ! -e /etc/debian_version ] || ! command -v apt-get >/dev/null; then
+        die "please install ${missing[*]} (the names are Debian's)"
+    elif [ "$(id -u)" != 0 ]; then
+        die "please install what is missing: sudo apt-get install ${missing[*]}"
+    fi
+    echo "libtorch: installing ${missing[*]}" >&2
+    export DEBIAN_FRONTEND=noninteractive
+    { apt-get update -qq && apt-get install -yqq --no-install-recommends "${missing[@]}"; } </dev/null >/dev/null ||
+        die "apt-get could not install ${missing[*]}, for the reason above"
+}
+
+# A virtual environment may be without pip: then the system's Python does.
+find_python() { # find_python ARGUMENTS: the first Python that runs with them
+    for python in python3 /usr/bin/python3; do
+        "$python" "$@" >/dev/null 2>&1 && return
+    done
+    return 1
+}
+
+# In the background, so that a signal is acted upon at once.
+run() { "$@" & child=$!; wait "$child" && child=; }
+
+case $set in
+pytorch)
+    has_python=(-c 'import ensurepip, venv') python_package=python3-venv
+    is_complete() { [ -e ".pytorch/complete-$version" ]; }
+    ;;
+cpu | cuda | '')
+    read -ra compiler <<<"${CXX:-c++}"
+    need g++ "${compiler[@]}" --version
+    if [ -n "${LIBTORCH+x}${LIBTORCH_USE_PYTORCH+x}" ]; then
+        install_missing
+        exit
+    fi
+    arch=$(uname -m)
+    case $(uname -s)-$arch-$(getconf GNU_LIBC_VERSION 2>/dev/null) in
+    Linux-x86_64-glibc* | Linux-aarch64-glibc*) ;;
+    *) die "wheels are for Linux with glibc on x86_64 or aarch64: elsewhere set LIBTORCH to a libtorch $version" ;;
+    esac
+    accepted=$set
+    if [ -z "$set" ]; then
+        set=cpu accepted='cpu|cuda' # the larger set does for a machine without a GPU, too
+        libraries=$(PATH=$PATH:/sbin ldconfig -p 2>/dev/null || true)
+        if [ -e /dev/nvidiactl ] || [[ $libraries == *libcuda.so.1* ]]; then
+            set=cuda accepted=cuda
+        fi
+    fi
+    has_python=(-m pip --version) python_package=python3-pip
+    is_complete() {
+        [ -e .libtorch/torch/lib/libtorch_cpu.so ] &&
+            [[ $(cat .libtorch/complete 2>/dev/null) =~ ^"torch $version $arch "($accepted)$ ]]
+    }
+    ;;
+*) die "the set is cpu or cuda, not '$set'" ;;
+esac
+
+# One at a time: a second run waits for the first, and then finds all done. The lock goes with the
+# last process that has it open, so a partial download that is there under it is a killed run's.
+exec 9<.cargo
+if [ ${#missing[@]} -eq 0 ] && is_complete; then
+    if flock -n 9; then rm -rf .libtorch.partial.*; fi
+    exit
+fi
+flock -n 9 || { echo "libtorch: waiting for another run that fetches it" >&2; flock 9; }
+rm -rf .libtorch.partial.*
+is_complete || need "$python_package" find_python "${has_python[@]}"
+install_missing
+if is_complete; then exit; fi
+find_python "${has_python[@]}" || die "no python3 here runs '${has_python[*]}'"
+
+partial=$(mktemp -d .libtorch.partial.XXXXXX) child=
+trap '{ [ -z "$child" ] || kill "$child" && wait "$child"; } 2>/dev/null || true; rm -rf "$partial"' EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# Of the user's settings for pip, those that say where to install or what are not meant for this.
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PLATFORM PIP_PYTHON_VERSION PIP_ABI PIP_CONSTRAINT PIP_NO_BINARY
+export PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 PIP_REQUIRE_HASHES=0 PIP_DRY_RUN=0 PIP_NO_DEPS=0
+export PYTHONUNBUFFERED=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
+TMPDIR=$PWD/$partial/tmp && mkdir "$TMPDIR" && export TMPDIR
+
+failed="pip could not fetch it, for the reason above"
+if [ "$set" = pytorch ]; then
+    echo "libtorch: fetching PyTorch $version (about 3 GB) into .pytorch" >&2
+    run "$python" -m venv --clear .pytorch || die "could not make a virtual environment in .pytorch"
+    run .pytorch/bin/python -m pip install "torch==$version" numpy || die "$failed"
+    touch ".pytorch/complete-$version"
+    exit
+fi
+
+# The wheels are chosen for one Python, whichever it is that runs pip; only their libraries are used.
+pip=("$python" -m pip install --target "$partial/new" --prefix= --no-compile --only-binary=:all:
+    --python-version 3.12 --implementation cp --platform "manylinux2014_$arch")
+for glibc in {17..28}; do pip+=(--platform "manylinux_2_${glibc}_$arch"); done
+if [ "$set" = cpu ]; then
+    echo "libtorch: fetching torch $version for the CPU (about 530 MB) into .libtorch" >&2
+    run "${pip[@]}" --no-deps "${cpu_wheels[@]}" || die "$failed"
+else
+    echo "libtorch: fetching torch $version with CUDA (about 3 GB) into .libtorch" >&2
+    run "${pip[@]}" "torch==$version" || die "$failed"
+fi
+echo "torch $version $arch $set" >"$partial/new/complete"
+[ ! -e .libtorch ] || mv .libtorch "$partial/old"
+mv -T "$partial/new" .libtorch

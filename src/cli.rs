@@ -1,0 +1,228 @@
+//! What was typed on the command line, as typed; `config` says what it means.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use ddp_mp::commands::SamplerRequest;
+use serde::Serialize;
+
+/// Data-parallel training: one rank per visible GPU, each a thread of this process.
+///
+/// Without a command it trains: the defaults are a random data set of 4096 samples and one dense layer.
+#[derive(Debug, Parser)]
+#[command(version, args_conflicts_with_subcommands = true, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+    #[command(flatten)]
+    pub(crate) train: TrainFlags,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Train a model on all ranks (the default)
+    Train(TrainFlags),
+    /// Show which sample goes to which rank
+    Sampler(SamplerFlags),
+    /// Show what was found on this machine, and what would be run with these options
+    Env(TrainFlags),
+}
+
+/// The flags that `config::Config` has keys for; those not given are not there.
+#[derive(Debug, Args, Serialize)]
+pub(crate) struct TrainFlags {
+    /// How often to go through the data [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    max_epochs: Option<u64>,
+    /// How many samples a step takes, on each rank [default: 32]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    batch_size: Option<u64>,
+    /// The learning rate of SGD [default: 0.001]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Training")]
+    lr: Option<f64>,
+    /// The model [default: linear]
+    #[arg(long, value_name = "NAME", value_parser = ["linear", "mlp"], help_heading = "Training")]
+    model: Option<String>,
+    /// The widths of an mlp's hidden layers, with commas [default: 64,64]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Training")]
+    hidden: Option<Vec<i64>>,
+    /// What is to become small [default: mse]
+    #[arg(long, value_name = "NAME", value_parser = ["mse", "cross-entropy"], help_heading = "Training")]
+    loss: Option<String>,
+    /// What all randomness starts from [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Training")]
+    seed: Option<u64>,
+
+    /// How many samples the random data set has [default: 4096]
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    num_samples: Option<i64>,
+    /// How many numbers each sample has [default: 20]
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    in_features: Option<i64>,
+    /// How many numbers the model predicts; the number of classes for cross-entropy [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    out_features: Option<i64>,
+    /// Don't shuffle the samples
+    #[arg(long, help_heading = "Data")]
+    #[serde(skip_serializing_if = "is_false")]
+    no_shuffle: bool,
+    /// Drop the samples that don't go round between the ranks, instead of dealing some twice
+    #[arg(long, help_heading = "Data")]
+    #[serde(skip_serializing_if = "is_false")]
+    drop_last: bool,
+
+    /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
+    /// [default: auto]
+    #[arg(long, value_name = "auto|gpu|cpu|N", help_heading = "Run")]
+    nproc_per_node: Option<String>,
+    /// What carries the tensors: auto (nccl on GPUs, else threaded) [default: auto]
+    #[arg(long, value_name = "NAME", value_parser = ["auto", "nccl", "threaded"], help_heading = "Run")]
+    backend: Option<String>,
+    /// When a bucket of gradients is full, in MiB [default: 25]
+    #[arg(long, value_name = "MIB", help_heading = "Run")]
+    bucket_cap_mb: Option<f64>,
+    /// How long a rank waits for the others, as 500ms, 30s or 10m [default: 10m]
+    #[arg(long, value_name = "TIME", help_heading = "Run")]
+    timeout: Option<String>,
+    /// How long the other ranks get to come back after one has failed [default: 30s]
+    #[arg(long, value_name = "TIME", help_heading = "Run")]
+    grace_period: Option<String>,
+    /// How results are written on stdout [default: text]
+    #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], help_heading = "Run")]
+    log_format: Option<String>,
+    /// Make a rank fail, to see what happens. KIND: error, panic, stall. STAGE: rendezvous, init,
+    /// broadcast, step, barrier
+    #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]", help_heading = "Run")]
+    fault: Option<String>,
+    /// Read options from a TOML file; flags win over it
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    #[serde(skip)]
+    pub(crate) config: Option<PathBuf>,
+}
+
+impl TrainFlags {
+    /// The given flags under the keys of a configuration file.
+    pub(crate) fn table(&self) -> Result<toml::Table, toml::ser::Error> {
+        toml::Table::try_from(self)
+    }
+}
+
+/// The flags of `sampler`.
+#[derive(Debug, Args)]
+pub(crate) struct SamplerFlags {
+    /// How many samples there are
+    #[arg(long, value_name = "N")]
+    len: usize,
+    /// How many ranks they are dealt to
+    #[arg(long, value_name = "W")]
+    world_size: usize,
+    /// Show this rank only
+    #[arg(long, value_name = "R")]
+    rank: Option<usize>,
+    /// The epoch
+    #[arg(long, value_name = "E", default_value_t = 0)]
+    epoch: u64,
+    /// What the shuffle starts from
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    seed: u64,
+    /// Drop the samples that don't go round between the ranks, instead of dealing some twice
+    #[arg(long)]
+    drop_last: bool,
+    /// Don't shuffle the samples
+    #[arg(long)]
+    no_shuffle: bool,
+    /// text (one index a line) or json (one object a rank)
+    #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], default_value = "text")]
+    log_format: String,
+}
+
+impl SamplerFlags {
+    pub(crate) fn request(&self) -> SamplerRequest {
+        SamplerRequest {
+            len: self.len,
+            world_size: self.world_size,
+            rank: self.rank,
+            epoch: self.epoch,
+            seed: self.seed,
+            drop_last: self.drop_last,
+            no_shuffle: self.no_shuffle,
+        }
+    }
+
+    pub(crate) fn json(&self) -> bool {
+        self.log_format == "json"
+    }
+}
+
+/// Reads the command line. `_` is as good as `-` in a flag's name, as Python programs write them.
+///
+/// # Errors
+/// What clap wants to say and leave with: a mistake, or the help that was asked for.
+pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::Error> {
+    let mut flags_end = false;
+    Cli::try_parse_from(args.map(|arg| {
+        flags_end |= arg == "--";
+        match arg.to_str() {
+            Some(text) if text.starts_with("--") && !flags_end => {
+                let (name, rest) = text.split_at(text.find('=').unwrap_or(text.len()));
+                OsString::from(name.replace('_', "-") + rest)
+            }
+            _ => arg,
+        }
+    }))
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+    use ddp_mp::config::Config;
+
+    use super::*;
+
+    fn train_flags(line: &str) -> TrainFlags {
+        let args = line.split(' ').map(OsString::from);
+        parse(std::iter::once("ddp-mp".into()).chain(args)).unwrap().train
+    }
+
+    #[test]
+    fn clap_is_content() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn underscores_are_as_good_as_dashes() {
+        let table = train_flags("--max_epochs=2 --batch_size 8 --no_shuffle").table().unwrap();
+        let expected = "max_epochs = 2\nbatch_size = 8\nno_shuffle = true";
+        assert_eq!(table, expected.parse::<toml::Table>().unwrap());
+    }
+
+    #[test]
+    fn every_key_of_the_configuration_is_a_flag_and_its_help_tells_the_default() {
+        let defaults = Config::default().to_string().parse::<toml::Table>().unwrap();
+        let command = Cli::command();
+        let arguments: Vec<_> = command.get_arguments().collect();
+        for (key, default) in &defaults {
+            let argument = arguments.iter().find(|a| a.get_id().as_str() == key);
+            let argument = argument.unwrap_or_else(|| panic!("no flag for {key}"));
+            let help = argument.get_help().unwrap().to_string();
+            let value = match default {
+                toml::Value::Boolean(_) => continue,
+                toml::Value::String(text) => text.clone(),
+                toml::Value::Array(items) => {
+                    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+                }
+                toml::Value::Float(x) => format!("{x}"),
+                other => other.to_string(),
+            };
+            assert!(help.ends_with(&format!("[default: {value}]")), "{key} is {value}: {help}");
+        }
+        let flags = Config::default();
+        assert_eq!(flags.fault, None, "the only key without a default");
+    }
+}

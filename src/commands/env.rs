@@ -1,0 +1,109 @@
+//! `ddp-mp env`: what was found on this machine, and what would be run.
+
+use std::io::Write;
+
+use serde::Serialize;
+
+use super::{cores, plan};
+use crate::config::Config;
+use crate::launch::Backend;
+use crate::observe::{LogFormat, Printer};
+use crate::process_group::{nccl_version, rank_label};
+use crate::torch::{self, cuda::Cuda};
+
+#[derive(Serialize)]
+struct Report {
+    version: &'static str,
+    cpu_cores: usize,
+    cuda_driver: Option<String>,
+    cuda_visible_devices: Option<String>,
+    gpus: Vec<String>,
+    gpu_problem: Option<String>,
+    libtorch: String,
+    libtorch_folder: Option<String>,
+    nccl: Option<String>,
+    launcher: &'static str,
+    plan: Option<Plan>,
+    plan_problem: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Plan {
+    world_size: usize,
+    backend: &'static str,
+    devices: Vec<String>,
+    threads_per_rank: usize,
+}
+
+/// Prints what was found, and what `ddp-mp` with `config` would run.
+///
+/// # Errors
+/// When stdout can't be written. A configuration that can't be run here is part of the report.
+pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()> {
+    let plan = plan(config, cuda);
+    let report = Report {
+        version: env!("CARGO_PKG_VERSION"),
+        cpu_cores: cores(),
+        cuda_driver: cuda.driver.clone(),
+        cuda_visible_devices: std::env::var_os("CUDA_VISIBLE_DEVICES")
+            .map(|value| value.to_string_lossy().into_owned()),
+        gpus: cuda.gpus.clone(),
+        gpu_problem: cuda.problem.clone(),
+        libtorch: torch::version(),
+        libtorch_folder: torch::library_folder().map(|folder| folder.display().to_string()),
+        nccl: nccl_version(),
+        launcher: "local",
+        plan_problem: plan.as_ref().err().map(ToString::to_string),
+        plan: plan.ok().map(|placement| Plan {
+            world_size: placement.devices.len(),
+            backend: match placement.backend {
+                Backend::Nccl => "nccl",
+                Backend::Threaded => "threaded",
+            },
+            devices: placement
+                .devices
+                .iter()
+                .enumerate()
+                .map(|(local_rank, &device)| rank_label(device, local_rank))
+                .collect(),
+            threads_per_rank: placement.threads_per_rank,
+        }),
+    };
+    match printer.format() {
+        LogFormat::Json => printer.object(&report)?,
+        LogFormat::Text => printer.lines(|out| write_text(&report, config, out))?,
+    }
+    Ok(())
+}
+
+fn write_text(report: &Report, config: &Config, out: &mut dyn Write) -> std::io::Result<()> {
+    let none = || "none".to_string();
+    let mut row = |name: &str, value: String| writeln!(out, "{name:<22}{value}");
+    row("ddp-mp", report.version.into())?;
+    row("CPU cores", report.cpu_cores.to_string())?;
+    row("NVIDIA driver", report.cuda_driver.as_ref().map_or_else(none, |v| format!("CUDA {v}")))?;
+    if let Some(value) = &report.cuda_visible_devices {
+        row("CUDA_VISIBLE_DEVICES", format!("{value:?}"))?;
+    }
+    row("visible GPUs", report.gpus.len().to_string())?;
+    for (index, name) in report.gpus.iter().enumerate() {
+        row(&format!("  GPU {index}"), name.clone())?;
+    }
+    if let Some(problem) = &report.gpu_problem {
+        row("  cannot be used", problem.clone())?;
+    }
+    row("libtorch", report.libtorch.clone())?;
+    row("  loaded from", report.libtorch_folder.clone().unwrap_or_else(none))?;
+    row("NCCL", report.nccl.clone().unwrap_or_else(none))?;
+    row("launcher", format!("{} (ranks are threads of this process)", report.launcher))?;
+    match (&report.plan, &report.plan_problem) {
+        (Some(plan), _) => {
+            let Plan { world_size, backend, devices, threads_per_rank } = plan;
+            row("would run", format!("{world_size} ranks, backend {backend}"))?;
+            row("  devices", devices.join(" "))?;
+            row("  threads per rank", threads_per_rank.to_string())?;
+        }
+        (None, problem) => row("would fail", problem.clone().unwrap_or_default())?,
+    }
+    writeln!(out, "\nconfiguration, as a file for --config:\n\n{config}")
+}

@@ -1,0 +1,69 @@
+//! `ddp-mp sampler`: which sample goes to which rank.
+
+use serde::Serialize;
+
+use crate::data::DistributedSampler;
+use crate::error::{Error, Result};
+use crate::observe::{LogFormat, Printer};
+
+/// What to show.
+#[derive(Debug, Clone)]
+pub struct SamplerRequest {
+    /// How many samples there are.
+    pub len: usize,
+    /// How many ranks they are dealt to.
+    pub world_size: usize,
+    /// The rank to show; all, one after the other, if none.
+    pub rank: Option<usize>,
+    /// The epoch, from 0.
+    pub epoch: u64,
+    /// What the shuffle starts from.
+    pub seed: u64,
+    /// Drop the samples that don't go round.
+    pub drop_last: bool,
+    /// Don't shuffle.
+    pub no_shuffle: bool,
+}
+
+#[derive(Serialize)]
+struct Shard {
+    rank: usize,
+    epoch: u64,
+    indices: Vec<usize>,
+}
+
+/// Prints the samples of the asked ranks: one index a line, or one object a rank.
+///
+/// # Errors
+/// [`Error::Input`] when they can't be dealt, and when stdout can't be written.
+pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()> {
+    let shards: Vec<DistributedSampler> = match request.rank {
+        Some(rank) => vec![sampler_of(request, rank)?],
+        None => {
+            sampler_of(request, 0)?; // there may be no rank at all
+            (0..request.world_size).map(|rank| sampler_of(request, rank)).collect::<Result<_>>()?
+        }
+    };
+    let ranks = request.rank.map_or(0..request.world_size, |rank| rank..rank + 1);
+    for (rank, shard) in ranks.zip(shards) {
+        let indices = shard.indices(request.epoch);
+        match printer.format() {
+            LogFormat::Json => {
+                printer.object(&Shard { rank, epoch: request.epoch, indices })?;
+            }
+            LogFormat::Text => printer
+                .lines(|out| indices.iter().try_for_each(|index| writeln!(out, "{index}")))?,
+        }
+    }
+    Ok(())
+}
+
+fn sampler_of(request: &SamplerRequest, rank: usize) -> Result<DistributedSampler> {
+    if request.world_size == 0 {
+        return Err(Error::Input("--world-size: 0 ranks get nothing; use 1 or more".into()));
+    }
+    DistributedSampler::new(request.len, request.world_size, rank)?
+        .shuffle(!request.no_shuffle)
+        .seed(request.seed)
+        .drop_last(request.drop_last)
+}

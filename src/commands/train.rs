@@ -1,0 +1,133 @@
+//! `ddp-mp train`: starts the ranks, and trains on each.
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use tch::Device;
+
+use super::plan;
+use crate::config::Config;
+use crate::data::{DataLoader, Dataset, DistributedSampler, Targets};
+use crate::ddp::{DdpOptions, DistributedDataParallel};
+use crate::launch::{Placement, Rank, Spawn, SpawnError};
+use crate::models::ModelKind;
+use crate::observe::{End, Event, Failure, Printer, Start};
+use crate::optim::Sgd;
+use crate::torch::cuda::Cuda;
+use crate::trainer::{Loss, Trainer};
+
+/// What all ranks share.
+struct Job {
+    config: Config,
+    placement: Placement,
+    dataset: Dataset,
+    printer: Arc<Printer>,
+}
+
+/// Trains as `config` says; returns when every rank has ended.
+///
+/// # Errors
+/// [`Error::Input`](crate::Error::Input) when that can't be done here, and [`SpawnError`] when a rank
+/// failed.
+pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    let placement = plan(&config, cuda)?;
+    if let Some(note) = &placement.note {
+        printer.note(note);
+    }
+    let targets = match config.loss {
+        Loss::Mse => Targets::Values(config.out_features),
+        Loss::CrossEntropy => Targets::Classes(config.out_features),
+    };
+    // Threads of libtorch's own that are started here would be idle later: the ranks have their own.
+    tch::set_num_threads(1);
+    let dataset =
+        Dataset::random(config.num_samples, config.in_features, targets, data_seed(config.seed))?;
+    let spawn = Spawn::at(&placement)
+        .timeout(config.timeout)
+        .grace_period(config.grace_period)
+        .fault(config.fault);
+    let job = Job { config, placement, dataset, printer: printer.clone() };
+
+    let result = spawn.run(move |rank| train_on(rank, &job));
+    if let Err(error) = &result {
+        printer.flush_epochs().context("writing to stdout")?;
+        printer.event(&failure(error)).context("writing to stdout")?;
+    }
+    Ok(result?)
+}
+
+/// What one rank does, from its first to its last line.
+fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
+    let config = &job.config;
+    let group = rank.init_process_group(job.placement.backend)?;
+
+    let (vs, model) = config.model_config().build(rank.device(), config.seed)?;
+    let options = DdpOptions { bucket_cap_mb: config.bucket_cap_mb, ..DdpOptions::default() };
+    let ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+    if rank.rank() == 0 {
+        let start = start(job, ddp.num_parameters());
+        job.printer.event(&Event::Start(start)).context("writing to stdout")?;
+    }
+
+    let sampler = DistributedSampler::new(job.dataset.len(), rank.world_size(), rank.rank())?
+        .shuffle(!config.no_shuffle)
+        .seed(config.seed)
+        .drop_last(config.drop_last)?;
+    let loader = DataLoader::new(&job.dataset, sampler, config.batch_size, rank.device())?;
+    let optimizer = Sgd::new(ddp.flat_buffers(), config.lr);
+    let batches = (loader, config.batch_size);
+    let mut trainer = Trainer::new(ddp, optimizer, batches, config.loss)?;
+    let summary = trainer.train(config.max_epochs, |epoch| {
+        job.printer.epoch(epoch, rank.world_size()).context("writing to stdout")
+    })?;
+
+    group.barrier()?;
+    if rank.rank() == 0 {
+        let seconds = summary.elapsed.as_secs_f64();
+        let end = End {
+            seconds,
+            steps: summary.steps,
+            loss: summary.last_loss,
+            us_per_step: seconds * 1e6 / summary.steps as f64,
+            parameters_hash: format!("{:016x}", trainer.ddp().parameters_hash()?),
+            first_loss: summary.first_loss,
+        };
+        job.printer.event(&Event::End(end)).context("writing to stdout")?;
+    }
+    Ok(())
+}
+
+/// The data must not be the numbers that the model starts from, so it has a seed of its own.
+fn data_seed(seed: u64) -> u64 {
+    seed.wrapping_add(1)
+}
+
+fn start(job: &Job, parameters: usize) -> Start {
+    let on_gpus = matches!(job.placement.devices[0], Device::Cuda(_));
+    Start {
+        world_size: job.placement.devices.len(),
+        nnodes: 1,
+        backend: match job.placement.backend {
+            crate::launch::Backend::Nccl => "nccl",
+            crate::launch::Backend::Threaded => "threaded",
+        },
+        device: if on_gpus { "GPU" } else { "CPU" },
+        model: match job.config.model {
+            ModelKind::Linear => "linear".into(),
+            ModelKind::Mlp => "mlp".into(),
+        },
+        parameters,
+        gpu_count: job.placement.gpu_count,
+    }
+}
+
+fn failure(error: &SpawnError) -> Event {
+    let failure = &error.failure;
+    Event::Failure(Failure {
+        rank: failure.rank,
+        device: failure.device.clone(),
+        operation: failure.at.operation.to_string(),
+        sequence: failure.at.sequence,
+        error: failure.error.clone(),
+    })
+}

@@ -1,0 +1,403 @@
+//! Everything a run can be told, as plain data: defaults, then a TOML file, then flags.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use toml::Table;
+
+use crate::error::{Error, Result};
+use crate::launch::{BackendChoice, Nproc, Spawn};
+use crate::models::{ModelConfig, ModelKind};
+use crate::observe::LogFormat;
+use crate::sync::{Fault, Stage};
+use crate::trainer::Loss;
+
+/// A whole configuration. Every field is a flag (with `-` for `_`) and a key of a TOML file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// How often to go through the data.
+    #[serde(alias = "max-epochs")]
+    pub max_epochs: u64,
+    /// How many samples a step takes, on each rank.
+    #[serde(alias = "batch-size")]
+    pub batch_size: usize,
+    /// The learning rate.
+    pub lr: f64,
+    /// The model.
+    pub model: ModelKind,
+    /// The widths of an mlp's hidden layers.
+    pub hidden: Vec<i64>,
+    /// What is to become small.
+    pub loss: Loss,
+
+    /// How many samples the random data set has.
+    #[serde(alias = "num-samples")]
+    pub num_samples: i64,
+    /// How many numbers each sample has.
+    #[serde(alias = "in-features")]
+    pub in_features: i64,
+    /// How many numbers the model predicts; with cross-entropy, how many classes there are.
+    #[serde(alias = "out-features")]
+    pub out_features: i64,
+    /// Don't shuffle the samples.
+    #[serde(alias = "no-shuffle")]
+    pub no_shuffle: bool,
+    /// Drop the samples that don't go round between the ranks, instead of dealing some twice.
+    #[serde(alias = "drop-last")]
+    pub drop_last: bool,
+    /// What all randomness starts from.
+    pub seed: u64,
+
+    /// How many ranks to start.
+    #[serde(alias = "nproc-per-node", with = "text")]
+    pub nproc_per_node: Nproc,
+    /// What carries the tensors.
+    pub backend: BackendChoice,
+    /// When a bucket of gradients is full, in MiB.
+    #[serde(alias = "bucket-cap-mb")]
+    pub bucket_cap_mb: f64,
+    /// How long a rank waits for the others.
+    #[serde(with = "duration")]
+    pub timeout: Duration,
+    /// How long the others get to come back after one rank has failed.
+    #[serde(alias = "grace-period", with = "duration")]
+    pub grace_period: Duration,
+    /// How results are written.
+    #[serde(alias = "log-format")]
+    pub log_format: LogFormat,
+    /// A rank that is to fail.
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "some_fault")]
+    pub fault: Option<Fault>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            max_epochs: 1,
+            batch_size: 32,
+            lr: 0.001,
+            model: ModelKind::Linear,
+            hidden: vec![64, 64],
+            loss: Loss::Mse,
+            num_samples: 4096,
+            in_features: 20,
+            out_features: 1,
+            no_shuffle: false,
+            drop_last: false,
+            seed: 0,
+            nproc_per_node: Nproc::Auto,
+            backend: BackendChoice::Auto,
+            bucket_cap_mb: 25.0,
+            timeout: Spawn::TIMEOUT,
+            grace_period: Spawn::GRACE_PERIOD,
+            log_format: LogFormat::Text,
+            fault: None,
+        }
+    }
+}
+
+impl fmt::Display for Config {
+    /// As a TOML file that gives this very configuration.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(toml::to_string(self).map_err(|_| fmt::Error)?.trim_end())
+    }
+}
+
+impl Config {
+    /// The configuration that `flags` give on top of those of `file` on top of the defaults. `flags` has
+    /// the same keys as a file.
+    ///
+    /// # Errors
+    /// [`Error::Input`], naming the file or flag, the value and the remedy.
+    pub fn resolve(file: Option<&Path>, flags: Table) -> Result<Self> {
+        let from_file = file.map(read).transpose()?.unwrap_or_default();
+        let mut merged = from_file.clone();
+        merged.extend(flags.clone());
+        let origin = Origin { file: file.map(PathBuf::from), from_file, flags };
+        let config = Config::deserialize(merged).map_err(|error| {
+            let key = origin.flags.keys().find(|key| {
+                let one = Table::from_iter([((*key).clone(), origin.flags[*key].clone())]);
+                Config::deserialize(one).is_err()
+            });
+            let flag = key.map_or(String::new(), |key| format!("{}: ", flag_name(key)));
+            Error::Input(format!("{flag}{}", error.message()))
+        })?;
+        config.validate().map_err(|Invalid { key, problem }| {
+            Error::Input(format!("{}: {problem}", origin.name(key)))
+        })?;
+        Ok(config)
+    }
+
+    /// The model that this asks for.
+    pub fn model_config(&self) -> ModelConfig {
+        ModelConfig {
+            kind: self.model,
+            in_features: self.in_features,
+            out_features: self.out_features,
+            hidden: self.hidden.clone(),
+        }
+    }
+
+    /// Checks what depends on the number of ranks as well.
+    ///
+    /// # Errors
+    /// [`Error::Input`], naming the remedy.
+    pub fn validate_for(&self, world_size: usize) -> Result<()> {
+        let samples = self.num_samples as usize;
+        if world_size > samples {
+            return Err(Error::Input(format!(
+                "{world_size} ranks for {samples} samples: some would have nothing to train on; use \
+                 --nproc-per-node {samples} or fewer, or more samples"
+            )));
+        }
+        let Some(fault) = self.fault else { return Ok(()) };
+        if fault.rank >= world_size {
+            return Err(Error::Input(format!(
+                "--fault: there is no rank {}; this run has ranks 0 to {}",
+                fault.rank,
+                world_size - 1
+            )));
+        }
+        let share =
+            if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
+        let steps = self.max_epochs.saturating_mul(share.div_ceil(self.batch_size) as u64);
+        if fault.at == Stage::Step && fault.step >= steps {
+            return Err(Error::Input(format!(
+                "--fault: there is no step {}; this run has steps 0 to {}",
+                fault.step,
+                steps - 1
+            )));
+        }
+        Ok(())
+    }
+
+    fn validate(&self) -> Result<(), Invalid> {
+        let at_least = |key, value: i64, least: i64| {
+            let problem = || format!("{value} is too small; use {least} or more");
+            if value >= least { Ok(()) } else { Err(Invalid { key, problem: problem() }) }
+        };
+        let refuse = |key, problem: String| Err(Invalid { key, problem });
+        at_least("max_epochs", self.max_epochs as i64, 1)?;
+        at_least("batch_size", self.batch_size as i64, 1)?;
+        at_least("num_samples", self.num_samples, 1)?;
+        at_least("in_features", self.in_features, 1)?;
+        at_least("out_features", self.out_features, 1)?;
+        if !(self.lr >= 0.0 && self.lr.is_finite()) {
+            let problem = format!("{} is not a learning rate; use a number from 0", self.lr);
+            return refuse("lr", problem);
+        }
+        if !(self.bucket_cap_mb > 0.0 && self.bucket_cap_mb.is_finite()) {
+            let problem = format!("{} is no size; use a number above 0", self.bucket_cap_mb);
+            return refuse("bucket_cap_mb", problem);
+        }
+        if self.hidden.is_empty() {
+            let problem =
+                "an mlp needs at least one hidden layer; use model linear for none".into();
+            return refuse("hidden", problem);
+        }
+        for &width in &self.hidden {
+            at_least("hidden", width, 1)?;
+        }
+        if self.timeout.is_zero() {
+            return refuse("timeout", "0 leaves no time to wait; use for example 30s".into());
+        }
+        if self.loss == Loss::CrossEntropy && self.out_features < 2 {
+            let problem = "cross-entropy over one column is always 0, and so is its gradient: nothing \
+                           would be learned; use --out-features 2 or more, or --loss mse";
+            return refuse("loss", problem.into());
+        }
+        Ok(())
+    }
+}
+
+/// A value that has the right type and makes no sense.
+struct Invalid {
+    key: &'static str,
+    problem: String,
+}
+
+/// Where values came from, for error messages.
+struct Origin {
+    file: Option<PathBuf>,
+    from_file: Table,
+    flags: Table,
+}
+
+impl Origin {
+    fn name(&self, key: &str) -> String {
+        match &self.file {
+            Some(file) if !self.flags.contains_key(key) && has_key(&self.from_file, key) => {
+                format!("{}: {key}", file.display())
+            }
+            _ => flag_name(key),
+        }
+    }
+}
+
+fn has_key(table: &Table, key: &str) -> bool {
+    table.contains_key(key) || table.contains_key(&key.replace('_', "-"))
+}
+
+fn flag_name(key: &str) -> String {
+    format!("--{}", key.replace('_', "-"))
+}
+
+/// Reads a file on its own first, so that an error shows the line it is in.
+fn read(file: &Path) -> Result<Table> {
+    let name = file.display();
+    let text = fs::read_to_string(file)
+        .map_err(|error| Error::Input(format!("--config {name}: {error}")))?;
+    let wrong = |error: toml::de::Error| {
+        Error::Input(format!("--config {name}: {}", once_each(error.to_string().trim_end())))
+    };
+    toml::from_str::<Config>(&text).map_err(wrong)?;
+    let table: Table = toml::from_str(&text).map_err(wrong)?;
+    Ok(table.into_iter().map(|(key, value)| (key.replace('-', "_"), value)).collect())
+}
+
+/// Takes the second spelling of each key out of the list of keys that an error gives.
+fn once_each(message: &str) -> String {
+    const LIST: &str = "expected one of ";
+    let Some((before, list)) = message.split_once(LIST) else { return message.into() };
+    let keys: Vec<&str> = list.split(", ").collect();
+    let twin = |key: &str| key.contains('-') && keys.contains(&key.replace('-', "_").as_str());
+    let kept: Vec<&str> = keys.iter().copied().filter(|key| !twin(key)).collect();
+    format!("{before}{LIST}{}", kept.join(", "))
+}
+
+/// Values that are written as text, or as a plain number.
+mod text {
+    use super::*;
+
+    pub(super) fn serialize<S: Serializer>(nproc: &Nproc, to: S) -> Result<S::Ok, S::Error> {
+        match nproc {
+            Nproc::Auto => to.serialize_str("auto"),
+            Nproc::Gpu => to.serialize_str("gpu"),
+            Nproc::Cpu => to.serialize_str("cpu"),
+            Nproc::Count(count) => to.serialize_u64(*count as u64),
+        }
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Nproc, D::Error> {
+        TextOrNumber::deserialize(from)?.to_string().parse().map_err(D::Error::custom)
+    }
+}
+
+/// `500ms`, `30s`, `10m`; a plain number counts seconds.
+mod duration {
+    use super::*;
+
+    pub(super) fn serialize<S: Serializer>(duration: &Duration, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&humantime::format_duration(*duration).to_string())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+        let text = TextOrNumber::deserialize(from)?.to_string();
+        let with_unit = if text.parse::<u64>().is_ok() { format!("{text}s") } else { text.clone() };
+        humantime::parse_duration(&with_unit).map_err(|_| {
+            D::Error::custom(format!(
+                "{text:?} is no duration; write for example 500ms, 30s or 10m"
+            ))
+        })
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a text or a whole number")]
+enum TextOrNumber {
+    Text(String),
+    Number(i64),
+}
+
+impl fmt::Display for TextOrNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TextOrNumber::Text(text) => f.write_str(text),
+            TextOrNumber::Number(number) => write!(f, "{number}"),
+        }
+    }
+}
+
+impl Serialize for Fault {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+fn some_fault<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Fault>, D::Error> {
+    String::deserialize(from)?.parse().map(Some).map_err(D::Error::custom)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flags(toml: &str) -> Table {
+        toml.parse().unwrap()
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_the_file_over_defaults() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        fs::write(&file, "max-epochs = 3\nbatch_size = 16\ntimeout = \"90s\"\n").unwrap();
+        let config = Config::resolve(Some(&file), flags("batch_size = 8")).unwrap();
+        let expected = Config {
+            max_epochs: 3,
+            batch_size: 8,
+            timeout: Duration::from_secs(90),
+            ..Config::default()
+        };
+        assert_eq!(config, expected);
+    }
+
+    #[test]
+    fn a_configuration_reads_what_it_prints() {
+        let given = "model = \"mlp\"\nhidden = [3, 4]\nnproc_per_node = 3\ntimeout = \"1m 30s\"\n\
+                     fault = \"stall:rank=1,at=step,step=4\"\nlog_format = \"json\"";
+        let config = Config::resolve(None, flags(given)).unwrap();
+        assert_eq!(Config::resolve(None, flags(&config.to_string())).unwrap(), config);
+        assert_eq!(config.nproc_per_node, Nproc::Count(3));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_by_name() {
+        for (given, complaint) in [
+            ("batch_size = 0", "--batch-size: 0 is too small; use 1 or more"),
+            ("max_epochs = 0", "--max-epochs: 0 is too small"),
+            ("lr = -0.1", "--lr: -0.1 is not a learning rate"),
+            ("lr = nan", "--lr: NaN is not a learning rate"),
+            ("bucket_cap_mb = 0.0", "--bucket-cap-mb: 0 is no size"),
+            ("hidden = [8, 0]", "--hidden: 0 is too small"),
+            ("hidden = []", "--hidden: an mlp needs"),
+            ("timeout = \"soon\"", "--timeout: \"soon\" is no duration"),
+            ("timeout = 0", "--timeout: 0 leaves no time"),
+            ("nproc_per_node = 0", "--nproc-per-node: \"0\" is no number of ranks"),
+            ("loss = \"cross-entropy\"", "--loss: cross-entropy over one column is always 0"),
+            ("fault = \"melt:rank=0,at=step\"", "--fault: KIND \"melt\" is not one of"),
+            ("colour = 1", "--colour: unknown field"),
+        ] {
+            let error = Config::resolve(None, flags(given)).unwrap_err().to_string();
+            assert!(error.starts_with(complaint), "{given} gave {error:?}");
+        }
+    }
+
+    #[test]
+    fn what_the_ranks_cannot_do_is_refused() {
+        let config = |toml| Config::resolve(None, flags(toml)).unwrap();
+        let error = |toml, world| config(toml).validate_for(world).unwrap_err().to_string();
+        assert!(error("num_samples = 3", 4).starts_with("4 ranks for 3 samples"));
+        assert!(config("num_samples = 4").validate_for(4).is_ok());
+        let fault = "fault = \"error:rank=2,at=init\"";
+        assert!(error(fault, 2).contains("there is no rank 2"));
+        assert!(config(fault).validate_for(3).is_ok());
+        // ceil(ceil(4096 / 3) / 32) = 43 steps.
+        assert!(error("fault = \"error:rank=0,at=step,step=43\"", 3).contains("no step 43"));
+        assert!(config("fault = \"error:rank=0,at=step,step=42\"").validate_for(3).is_ok());
+    }
+}

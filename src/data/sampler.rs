@@ -1,0 +1,172 @@
+//! Which sample goes to which rank, in PyTorch's order bit for bit.
+
+use rand_mt::Mt;
+
+use crate::error::{Error, Result};
+
+/// Deals the samples of a data set to the ranks.
+///
+/// Follows `torch.utils.data.DistributedSampler`: shuffle all samples with a generator seeded with
+/// `seed + epoch`, the same on every rank; repeat samples from the front until every rank gets as many
+/// (or drop the rest); then rank `r` of `R` takes every `R`-th, starting at `r`. Where PyTorch lets you
+/// forget `set_epoch` and then trains every epoch in the same order, here an order can only be had for
+/// an epoch.
+///
+/// ```
+/// # fn main() -> ddp_mp::Result<()> {
+/// use ddp_mp::DistributedSampler;
+///
+/// // 10 samples for 4 ranks: two of them are dealt twice.
+/// let expected = [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]];
+/// for (rank, expected) in expected.into_iter().enumerate() {
+///     let sampler = DistributedSampler::new(10, 4, rank)?.shuffle(false);
+///     assert_eq!(sampler.indices(0), expected);
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DistributedSampler {
+    len: usize,
+    num_replicas: usize,
+    rank: usize,
+    shuffle: bool,
+    seed: u64,
+    drop_last: bool,
+}
+
+impl DistributedSampler {
+    /// The share of `rank` in `len` samples dealt to `num_replicas` ranks; shuffled, with seed 0, and
+    /// padded.
+    ///
+    /// # Errors
+    /// [`Error::Input`] without samples, without ranks, or when there is no such rank.
+    pub fn new(len: usize, num_replicas: usize, rank: usize) -> Result<Self> {
+        if len == 0 {
+            return Err(Error::Input("the data set has no samples".into()));
+        }
+        if rank >= num_replicas {
+            return Err(Error::Input(format!(
+                "there is no rank {rank} among {num_replicas} ranks; ranks count from 0"
+            )));
+        }
+        Ok(Self { len, num_replicas, rank, shuffle: true, seed: 0, drop_last: false })
+    }
+
+    /// Whether to shuffle.
+    pub fn shuffle(mut self, shuffle: bool) -> Self {
+        self.shuffle = shuffle;
+        self
+    }
+
+    /// What the shuffle starts from; the same on every rank. As in PyTorch, its lower 32 bits count.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Whether to drop the samples that don't go round, instead of dealing some twice.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with fewer samples than ranks: nobody would get any. (PyTorch lets that
+    /// through, and trains on nothing.)
+    pub fn drop_last(mut self, drop_last: bool) -> Result<Self> {
+        if drop_last && self.len < self.num_replicas {
+            return Err(Error::Input(format!(
+                "drop_last leaves nothing of {} samples for {} ranks; use fewer ranks, or don't drop",
+                self.len, self.num_replicas
+            )));
+        }
+        self.drop_last = drop_last;
+        Ok(self)
+    }
+
+    /// How many samples each rank gets in an epoch.
+    pub fn num_samples(&self) -> usize {
+        if self.drop_last {
+            self.len / self.num_replicas
+        } else {
+            self.len.div_ceil(self.num_replicas)
+        }
+    }
+
+    /// How many samples all ranks together get in an epoch.
+    pub fn total_size(&self) -> usize {
+        self.num_samples() * self.num_replicas
+    }
+
+    /// This rank's samples in `epoch`, in order.
+    pub fn indices(&self, epoch: u64) -> Vec<usize> {
+        // PyTorch's padding repeats the whole order from its front, as often as it takes.
+        let mine = (self.rank..self.total_size()).step_by(self.num_replicas).map(|i| i % self.len);
+        if self.shuffle {
+            let order = randperm(self.len, self.seed.wrapping_add(epoch));
+            mine.map(|i| order[i]).collect()
+        } else {
+            mine.collect()
+        }
+    }
+}
+
+/// `torch.randperm(n, generator=g)` on a CPU after `g.manual_seed(seed)`.
+fn randperm(n: usize, seed: u64) -> Vec<usize> {
+    // From here on PyTorch draws 64 bits for each place, so that every order can come out.
+    const LARGE: usize = u32::MAX as usize / 20;
+    // PyTorch's generator takes a 64-bit seed and uses the lower half.
+    let mut generator = Mt::new(seed as u32);
+    let mut draw = || {
+        if n < LARGE {
+            u64::from(generator.next_u32())
+        } else {
+            u64::from(generator.next_u32()) << 32 | u64::from(generator.next_u32())
+        }
+    };
+    let mut order: Vec<usize> = (0..n).collect();
+    for i in 0..n.saturating_sub(1) {
+        let left = (n - i) as u64;
+        order.swap(i, i + (draw() % left) as usize);
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_sample_is_dealt_and_none_twice_before_the_padding() {
+        for len in 1..40 {
+            for ranks in 1..8 {
+                let shards: Vec<Vec<usize>> = (0..ranks)
+                    .map(|rank| DistributedSampler::new(len, ranks, rank).unwrap().indices(3))
+                    .collect();
+                assert!(shards.iter().all(|shard| shard.len() == len.div_ceil(ranks)));
+                // Dealt in turn: the i-th sample of the order went to rank i % ranks.
+                let order = |i: usize| shards[i % ranks][i / ranks];
+                let mut first_round: Vec<usize> = (0..len).map(order).collect();
+                let padding: Vec<usize> = (len..len.div_ceil(ranks) * ranks).map(order).collect();
+                assert!(padding.iter().enumerate().all(|(i, &p)| p == first_round[i % len]));
+                first_round.sort_unstable();
+                assert_eq!(first_round, (0..len).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn another_epoch_is_another_order() {
+        let sampler = DistributedSampler::new(100, 2, 0).unwrap();
+        assert_ne!(sampler.indices(0), sampler.indices(1));
+        assert_eq!(sampler.indices(1), sampler.clone().seed(1).indices(0));
+    }
+
+    #[test]
+    fn what_cannot_be_dealt_is_refused() {
+        let error = |result: Result<DistributedSampler>| result.unwrap_err().to_string();
+        assert!(error(DistributedSampler::new(0, 1, 0)).contains("no samples"));
+        assert!(error(DistributedSampler::new(5, 2, 2)).contains("no rank 2 among 2"));
+        assert!(error(DistributedSampler::new(5, 0, 0)).contains("no rank 0 among 0"));
+        let few = DistributedSampler::new(3, 4, 0).unwrap();
+        assert!(few.clone().drop_last(false).is_ok());
+        assert!(error(few.drop_last(true)).contains("nothing of 3 samples for 4 ranks"));
+    }
+}

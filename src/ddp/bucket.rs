@@ -1,0 +1,85 @@
+//! Which parameter goes into which bucket: pure arithmetic, no tensors.
+
+use tch::Kind;
+
+/// What decides a parameter's place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Size {
+    pub kind: Kind,
+    pub num_bytes: usize,
+}
+
+/// Puts parameters into buckets, last parameter first: backward computes the gradients roughly in that
+/// order. A bucket holds one kind and is closed when it reaches its cap; the first of each kind has the
+/// smaller cap.
+///
+/// Follows `torch::dist::compute_bucket_assignment_by_size`. Returns indices into `sizes`, every index
+/// once, buckets in the order in which they were begun.
+pub(super) fn assign(sizes: &[Size], first_cap: usize, cap: usize) -> Vec<Vec<usize>> {
+    struct Open {
+        kind: Kind,
+        bucket: usize,
+        num_bytes: usize,
+        cap: usize,
+    }
+    let mut buckets: Vec<Vec<usize>> = Vec::new();
+    let mut open: Vec<Open> = Vec::new();
+    for (index, size) in sizes.iter().enumerate().rev() {
+        let at = open.iter().position(|o| o.kind == size.kind).unwrap_or_else(|| {
+            let (kind, bucket) = (size.kind, usize::MAX);
+            open.push(Open { kind, bucket, num_bytes: 0, cap: first_cap });
+            open.len() - 1
+        });
+        let current = &mut open[at];
+        if current.bucket == usize::MAX {
+            current.bucket = buckets.len();
+            buckets.push(Vec::new());
+        }
+        buckets[current.bucket].push(index);
+        current.num_bytes += size.num_bytes;
+        if current.num_bytes >= current.cap {
+            *current = Open { kind: size.kind, bucket: usize::MAX, num_bytes: 0, cap };
+        }
+    }
+    buckets
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn floats(sizes: &[usize]) -> Vec<Size> {
+        sizes.iter().map(|&num_bytes| Size { kind: Kind::Float, num_bytes }).collect()
+    }
+
+    #[test]
+    fn a_small_model_is_one_bucket_in_reverse() {
+        assert_eq!(assign(&floats(&[80, 4]), 1 << 20, 25 << 20), [[1, 0]]);
+    }
+
+    #[test]
+    fn a_bucket_is_closed_when_it_reaches_its_cap() {
+        // Last first: 3 alone reaches the first cap, 2 and 1 the second one.
+        assert_eq!(assign(&floats(&[7, 60, 50, 10]), 10, 100), [vec![3], vec![2, 1], vec![0]]);
+        // A parameter larger than the cap has room: buckets close after, not before.
+        assert_eq!(assign(&floats(&[5, 1000, 5]), 10, 100), [vec![2, 1], vec![0]]);
+    }
+
+    #[test]
+    fn kinds_do_not_mix() {
+        let mut sizes = floats(&[4, 4, 4]);
+        sizes[1].kind = Kind::Double;
+        assert_eq!(assign(&sizes, 100, 100), [vec![2, 0], vec![1]]);
+    }
+
+    #[test]
+    fn every_parameter_has_one_place() {
+        for count in 0..30 {
+            let sizes: Vec<usize> = (0..count).map(|i| (i * 37) % 50).collect();
+            let mut seen: Vec<usize> =
+                assign(&floats(&sizes), 20, 60).into_iter().flatten().collect();
+            seen.sort_unstable();
+            assert_eq!(seen, (0..count).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! A model's tensors by name, and whether two ranks have the same ones.
+
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+use xxhash_rust::xxh3::Xxh3Default;
+
+use crate::error::{Error, Result};
+use crate::process_group::{ProcessGroup, kind_name, num_bytes};
+
+/// A parameter, or a buffer that is not trained.
+#[derive(Debug)]
+pub(super) struct NamedTensor {
+    pub name: String,
+    pub tensor: Tensor,
+    pub trainable: bool,
+}
+
+/// Parameters in the order of their creation, then buffers in the order of their names: an order that
+/// is the same on all ranks. (A `VarStore` lists names in no order at all, and parameters without names.)
+pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
+    #[allow(clippy::disallowed_methods)] // its order is not used
+    let mut named: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
+    named.sort_by(|a, b| a.0.cmp(&b.0));
+    let mut tensors = Vec::with_capacity(named.len());
+    for tensor in vs.trainable_variables() {
+        // The C++ tensors are the same objects: same memory, or both empty and then interchangeable.
+        let same = |(_, other): &(String, Tensor)| {
+            other.data_ptr() == tensor.data_ptr() && other.size() == tensor.size()
+        };
+        let Some(at) = named.iter().position(same) else {
+            return Err(Error::Input("the VarStore has a parameter without a name".into()));
+        };
+        let name = named.remove(at).0;
+        tensors.push(NamedTensor { name, tensor, trainable: true });
+    }
+    let buffers =
+        named.into_iter().map(|(name, tensor)| NamedTensor { name, tensor, trainable: false });
+    tensors.extend(buffers);
+    Ok(tensors)
+}
+
+impl NamedTensor {
+    /// "parameter `weight`, float32 [1, 20]".
+    fn describe(&self) -> String {
+        let Self { name, tensor, trainable } = self;
+        let what = if *trainable { "parameter" } else { "buffer" };
+        format!("{what} `{name}`, {} {:?}", kind_name(tensor.kind()), tensor.size())
+    }
+}
+
+/// Checks that this rank has the tensors that rank 0 has: a collective. Follows
+/// `_verify_param_shape_across_processes`, and compares names as well.
+pub(super) fn compare(tensors: &[NamedTensor], group: &ProcessGroup) -> Result<()> {
+    let mine: Vec<String> = tensors.iter().map(NamedTensor::describe).collect();
+    let theirs = broadcast_text(&mine.join("\n"), group)?;
+    let theirs: Vec<&str> = theirs.lines().collect();
+    let count = theirs.len().max(mine.len());
+    let first_difference =
+        (0..count).find(|&i| mine.get(i).map(String::as_str) != theirs.get(i).copied());
+    let Some(at) = first_difference else { return Ok(()) };
+    let side = |it: Option<&str>| it.map_or("nothing".into(), |it| format!("({it})"));
+    Err(Error::ModelMismatch(format!(
+        "at tensor {at} (of {} on rank 0, {} on rank {}) rank 0 has {}, rank {} has {}",
+        theirs.len(),
+        mine.len(),
+        group.rank(),
+        side(theirs.get(at).copied()),
+        group.rank(),
+        side(mine.get(at).map(String::as_str)),
+    )))
+}
+
+/// Rank 0's `text`, on every rank.
+fn broadcast_text(text: &str, group: &ProcessGroup) -> Result<String> {
+    let torch = || Error::torch("exchanging the models' descriptions");
+    let mut length = Tensor::f_from_slice(&[text.len() as i64])
+        .and_then(|t| t.f_to_device(group.device()))
+        .map_err(torch())?;
+    group.broadcast(&mut length, 0)?;
+    group.synchronize()?;
+    let length = length.f_int64_value(&[0]).map_err(torch())?;
+    let mut bytes = text.as_bytes().to_vec();
+    bytes.resize(length as usize, 0);
+    let mut bytes =
+        Tensor::f_from_slice(&bytes).and_then(|t| t.f_to_device(group.device())).map_err(torch())?;
+    group.broadcast(&mut bytes, 0)?;
+    group.synchronize()?;
+    let bytes = Vec::<u8>::try_from(bytes.f_to_device(Device::Cpu).map_err(torch())?);
+    let bytes = bytes.map_err(torch())?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// 64 bits over names, shapes and values of all tensors in `vs`. Equal models have equal hashes,
+/// whichever device they are on.
+///
+/// # Errors
+/// [`Error::Torch`] when a tensor cannot be read.
+pub fn parameters_hash(vs: &VarStore) -> Result<u64> {
+    hash(&named_tensors(vs)?)
+}
+
+pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
+    let mut in_order: Vec<&NamedTensor> = tensors.iter().collect();
+    in_order.sort_by(|a, b| a.name.cmp(&b.name));
+    let mut hasher = Xxh3Default::new();
+    for NamedTensor { name, tensor, .. } in in_order {
+        // With lengths, so that no two different lists of tensors read as the same bytes.
+        hasher.update(&(name.len() as u64).to_le_bytes());
+        hasher.update(name.as_bytes());
+        let shape = tensor.size();
+        hasher.update(kind_name(tensor.kind()).as_bytes());
+        hasher.update(&(shape.len() as u64).to_le_bytes());
+        shape.iter().for_each(|n| hasher.update(&n.to_le_bytes()));
+        hasher.update(&bytes_of(tensor)?);
+    }
+    Ok(hasher.digest())
+}
+
+fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; num_bytes(tensor.kind(), tensor.numel())];
+    let mut read = || {
+        let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
+        // As bytes, because tch copies out some kinds only.
+        let local = if local.kind() == Kind::Bool { local.f_to_kind(Kind::Uint8)? } else { local };
+        local.f_copy_data_u8(&mut bytes, tensor.numel())
+    };
+    read().map_err(Error::torch("reading the parameters"))?;
+    Ok(bytes)
+}

@@ -1,0 +1,127 @@
+//! What can go wrong between ranks: each error names who, where, and what to do.
+
+use std::time::Duration;
+
+use crate::sync::At;
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of the library. A rank function returns `anyhow::Error`, into which this converts.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Another rank failed first, and this one left what it waited in. Never a root cause.
+    #[error("stopped, because rank {by} failed")]
+    Cancelled {
+        /// The rank that failed first.
+        by: usize,
+    },
+
+    /// Ranks that the others wait for did not come in time.
+    #[error(
+        "rank {waiting} waited {waited:?} in {at} for {}; look for what keeps it, or raise --timeout",
+        list_late(late)
+    )]
+    Timeout {
+        /// What the waiting rank was doing.
+        at: At,
+        /// The rank that waited and reports.
+        waiting: usize,
+        /// For how long it waited.
+        waited: Duration,
+        /// Who did not come, and what each was last seen doing.
+        late: Vec<LateRank>,
+    },
+
+    /// A rank has ended its function while the others still wait for it.
+    #[error(
+        "rank {waiting} waits for it in {at}, to which it will not come; every rank must make the same \
+         collective calls"
+    )]
+    Left {
+        /// What the waiting rank was doing.
+        at: At,
+        /// The rank that waited and reports.
+        waiting: usize,
+        /// The rank that is gone.
+        left: usize,
+    },
+
+    /// The ranks called different things at the same point.
+    #[error(
+        "collective #{sequence} differs between ranks: {calls}; \
+         every rank must make the same calls, in the same order, with the same kinds and shapes"
+    )]
+    Mismatch {
+        /// The number of the collective in the order of every rank's calls, from 0.
+        sequence: u64,
+        /// Who called what.
+        calls: String,
+    },
+
+    /// The model of one rank is not the model of rank 0.
+    #[error("the model differs between ranks: {0}; build the same model on every rank")]
+    ModelMismatch(String),
+
+    /// NCCL reported an error.
+    #[error("{call} failed: {reason}")]
+    Nccl {
+        /// The NCCL function.
+        call: &'static str,
+        /// NCCL's own words.
+        reason: String,
+    },
+
+    /// libtorch reported an error.
+    #[error("libtorch failed in {doing}: {reason}")]
+    Torch {
+        /// What was being done.
+        doing: &'static str,
+        /// The first line of libtorch's message.
+        reason: String,
+    },
+
+    /// The operation exists, but not for these arguments.
+    #[error("{0}")]
+    Unsupported(String),
+
+    /// What was asked for is wrong: a flag, a key, an argument.
+    #[error("{0}")]
+    Input(String),
+
+    /// An error that the user asked for with a fault plan.
+    #[error("injected by --fault {0}")]
+    Fault(String),
+}
+
+/// A rank that others wait for.
+#[derive(Debug, Clone)]
+pub struct LateRank {
+    /// Its rank.
+    pub rank: usize,
+    /// What it was last seen doing, such as "step #3".
+    pub last_seen: String,
+}
+
+fn list_late(late: &[LateRank]) -> String {
+    if late.is_empty() {
+        return "its device".into();
+    }
+    let names: Vec<String> =
+        late.iter().map(|l| format!("rank {} (last seen: {})", l.rank, l.last_seen)).collect();
+    names.join(", ")
+}
+
+impl Error {
+    /// Turns a `tch` error into one that says what was being done.
+    pub(crate) fn torch(doing: &'static str) -> impl FnOnce(tch::TchError) -> Error {
+        move |error| Error::Torch { doing, reason: first_line(&error.to_string()) }
+    }
+}
+
+/// libtorch appends a C++ stack trace to its messages; the first line is the message.
+pub(crate) fn first_line(message: &str) -> String {
+    let line = message.lines().find(|line| !line.trim().is_empty()).unwrap_or("no reason given");
+    line.trim_start_matches("Internal torch error: ").trim().to_string()
+}

@@ -1,0 +1,96 @@
+//! What the user is told when a run fails: the first failure, and not its echoes.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::error::Error;
+use crate::sync::{At, Operation, Run};
+
+/// How one rank failed.
+#[derive(Debug)]
+pub struct RankFailure {
+    /// The rank to blame. When another rank waited for it in vain, that one is only the reporter.
+    pub rank: usize,
+    /// Its device, as `CPU:1` or `GPU:0`.
+    pub device: String,
+    /// What it was doing.
+    pub at: At,
+    /// Why, with all causes on one line.
+    pub error: String,
+}
+
+impl fmt::Display for RankFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} ({}) ", self.rank, self.device)?;
+        match self.at.operation {
+            Operation::Start => write!(f, "failed at its start")?,
+            Operation::Done => write!(f, "ended too early")?,
+            _ => write!(f, "failed in {}", self.at)?,
+        }
+        write!(f, ": {}", self.error)
+    }
+}
+
+impl RankFailure {
+    /// Looks at what `rank` reported; `None` for an echo of another rank's failure.
+    pub(super) fn from_report(
+        run: &Run,
+        devices: &[String],
+        rank: usize,
+        report: &anyhow::Error,
+    ) -> Option<Self> {
+        let ours = report.chain().find_map(|cause| cause.downcast_ref::<Error>());
+        let blame = match ours {
+            Some(Error::Cancelled { .. }) => return None,
+            Some(Error::Timeout { late, .. }) => late.first().map_or(rank, |late| late.rank),
+            Some(Error::Left { left, .. }) => *left,
+            _ => rank,
+        };
+        let (at, device) = (run.activity[blame].now(), devices[blame].clone());
+        Some(Self { rank: blame, device, at, error: format!("{report:#}") })
+    }
+}
+
+/// A rank that did not come back after the run had failed.
+#[derive(Debug)]
+pub struct StuckRank {
+    /// The rank.
+    pub rank: usize,
+    /// Its device, as `CPU:1` or `GPU:0`.
+    pub device: String,
+    /// What it was last seen doing.
+    pub last_seen: String,
+}
+
+/// Why [`spawn`](super::spawn) returned an error.
+#[derive(Debug)]
+pub struct SpawnError {
+    /// The earliest failure: the root cause.
+    pub failure: RankFailure,
+    /// Ranks that failed later and for reasons of their own, in the order of time.
+    pub also_failed: Vec<RankFailure>,
+    /// Ranks that had not come back when the grace period ended. Their threads still run, because a
+    /// thread cannot be killed: the process should exit, without running destructors.
+    pub stuck: Vec<StuckRank>,
+    /// How long the others were waited for.
+    pub grace_period: Duration,
+}
+
+impl fmt::Display for SpawnError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.failure)?;
+        for failure in &self.also_failed {
+            write!(f, "\n  then {failure}")?;
+        }
+        for StuckRank { rank, device, last_seen } in &self.stuck {
+            write!(
+                f,
+                "\n  rank {rank} ({device}) did not come back within {:?}; last seen: {last_seen}",
+                self.grace_period
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for SpawnError {}

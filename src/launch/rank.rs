@@ -1,0 +1,127 @@
+//! What a rank function is given: who it is, where it runs, and the way into the process group.
+
+use std::cell::{OnceCell, RefCell};
+use std::fmt;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tch::Device;
+
+use super::rendezvous::{Invitation, Rendezvous};
+use crate::error::{Error, Result};
+use crate::process_group::{Nccl, ProcessGroup, Shared, Threaded, UniqueId};
+use crate::sync::{Barrier, Operation, Run, Stage};
+
+/// What carries the tensors of a process group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// NCCL: each rank on a GPU of its own.
+    Nccl,
+    /// Shared memory: ranks on the CPU, or on one GPU together.
+    Threaded,
+}
+
+/// One rank, as its function sees it.
+///
+/// Lives on the rank's thread and stays there.
+pub struct Rank {
+    rank: usize,
+    device: Device,
+    run: Arc<Run>,
+    /// Taken by the first `init_process_group`.
+    rendezvous: RefCell<Option<Rendezvous>>,
+    /// Kept here as well, so that it outlives the rank function: a rank that fails must first tell
+    /// the others and then part from the group.
+    group: OnceCell<Rc<ProcessGroup>>,
+}
+
+impl fmt::Debug for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rank")
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size())
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Rank {
+    pub(super) fn new(rank: usize, device: Device, run: Arc<Run>, rendezvous: Rendezvous) -> Self {
+        let rendezvous = RefCell::new(Some(rendezvous));
+        Self { rank, device, run, rendezvous, group: OnceCell::new() }
+    }
+
+    /// This rank's number, from 0.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// This rank's number on its machine, from 0.
+    pub fn local_rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many ranks there are.
+    pub fn world_size(&self) -> usize {
+        self.run.activity.len()
+    }
+
+    /// This rank's device. If it is a GPU, it is the thread's current device already.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Meets the other ranks and joins them in a process group. Every rank must call it, once.
+    ///
+    /// Follows `torch.distributed.init_process_group`, without an address: rank 0 hands the others
+    /// what they need over a channel.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when called twice or with a backend that the device does not allow,
+    /// [`Error::Unsupported`] when NCCL is not there, [`Error::Timeout`], [`Error::Left`] and
+    /// [`Error::Cancelled`] when others don't come.
+    pub fn init_process_group(&self, backend: Backend) -> Result<Rc<ProcessGroup>> {
+        let Some(rendezvous) = self.rendezvous.take() else {
+            return Err(Error::Input(
+                "init_process_group was called twice on this rank; keep the group it returned"
+                    .into(),
+            ));
+        };
+        let activity = &self.run.activity[self.rank];
+        let before = activity.enter(Operation::Rendezvous, 0);
+        self.run.fault_point(self.rank, Stage::Rendezvous, 0)?;
+        let invitation = rendezvous.meet(&self.run, self.rank, || match backend {
+            Backend::Threaded => Ok(Invitation::Threaded(Arc::new(Shared::new(self.run.clone())))),
+            Backend::Nccl => {
+                let barrier = Arc::new(Barrier::new(self.run.clone()));
+                Ok(Invitation::Nccl(UniqueId::new()?, barrier))
+            }
+        })?;
+
+        activity.enter(Operation::Init, 0);
+        self.run.fault_point(self.rank, Stage::Init, 0)?;
+        let backend: Box<dyn crate::process_group::Backend> = match (invitation, self.device) {
+            (Invitation::Threaded(shared), _) => Box::new(Threaded::join(self.rank, shared)?),
+            (Invitation::Nccl(id, local), Device::Cuda(gpu)) => {
+                Box::new(Nccl::new(self.rank, gpu, self.run.clone(), local, id)?)
+            }
+            (Invitation::Nccl(..), _) => {
+                return Err(Error::Input(
+                    "backend nccl needs a GPU for each rank; use threaded for ranks on the CPU"
+                        .into(),
+                ));
+            }
+        };
+        activity.restore(before);
+        let group =
+            ProcessGroup::new(self.rank, self.local_rank(), self.device, self.run.clone(), backend);
+        Ok(self.group.get_or_init(|| Rc::new(group)).clone())
+    }
+
+    /// Parts from the other ranks, after everybody has been told how this rank ended.
+    pub(super) fn shut_down(&self) {
+        if let Some(group) = self.group.get() {
+            group.shut_down();
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! `spawn`: a thread for each rank, and what happens when one of them fails.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, Sender, unbounded};
+use crossbeam::select;
+use tch::Device;
+
+use super::rendezvous::{self, Rendezvous};
+use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, panics};
+use crate::process_group::rank_label;
+use crate::sync::{Fault, Run};
+use crate::torch;
+
+/// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
+/// is used becomes memory.
+const STACK_BYTES: usize = 64 << 20;
+
+/// Runs `f` on `world_size` CPU ranks and returns when all have ended: [`Spawn`] with its defaults.
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// ddp_mp::spawn(4, |rank| {
+///     println!("rank {} of {}", rank.rank(), rank.world_size());
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// As [`Spawn::run`].
+pub fn spawn<F>(world_size: usize, f: F) -> Result<(), Box<SpawnError>>
+where
+    F: Fn(&Rank) -> anyhow::Result<()> + Send + Sync + 'static,
+{
+    Spawn::new(world_size).run(f)
+}
+
+/// How to start the ranks. Follows `torch.multiprocessing.spawn`, with threads for processes:
+///
+/// * Nothing is pickled: `f` is shared, and what it captures exists once.
+/// * The first rank that returns an error or panics ends the run. A thread cannot be killed, so the
+///   others are asked to stop: whatever of this crate they wait in returns
+///   [`Error::Cancelled`](crate::Error::Cancelled) at once, and they end at their next `?`. A rank that computes goes on until
+///   its next collective. One that does not come back within the grace period is named in the error,
+///   and its thread is left behind: exit the process then.
+/// * What takes the process down (a segmentation fault, `abort`, the out-of-memory killer) takes all
+///   ranks down. In exchange no rank can be orphaned.
+/// * Return values are dropped, as there; send results through what `f` captures.
+#[derive(Debug, Clone)]
+pub struct Spawn {
+    devices: Vec<Device>,
+    threads_per_rank: usize,
+    timeout: Duration,
+    grace_period: Duration,
+    fault: Option<Fault>,
+}
+
+impl Spawn {
+    /// `world_size` ranks on the CPU.
+    pub fn new(world_size: usize) -> Self {
+        Self::on(vec![Device::Cpu; world_size])
+    }
+
+    /// One rank for each of `devices`.
+    pub fn on(devices: Vec<Device>) -> Self {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            threads_per_rank: (cores / devices.len().max(1)).max(1),
+            devices,
+            timeout: Self::TIMEOUT,
+            grace_period: Self::GRACE_PERIOD,
+            fault: None,
+        }
+    }
+
+    /// The ranks of `placement`.
+    pub fn at(placement: &Placement) -> Self {
+        Self::on(placement.devices.clone()).threads_per_rank(placement.threads_per_rank)
+    }
+
+    /// How long a rank waits for the others, unless told otherwise: PyTorch's 10 minutes for NCCL.
+    pub const TIMEOUT: Duration = Duration::from_secs(600);
+
+    /// How long ranks get to come back after a failure, unless told otherwise: PyTorch's 30 seconds.
+    pub const GRACE_PERIOD: Duration = Duration::from_secs(30);
+
+    /// How many threads libtorch uses in each rank; otherwise the cores, divided by the ranks.
+    pub fn threads_per_rank(mut self, threads: usize) -> Self {
+        self.threads_per_rank = threads;
+        self
+    }
+
+    /// How long a rank waits in a collective for the others before that is an error.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How long the others get to come back after one rank has failed.
+    pub fn grace_period(mut self, grace_period: Duration) -> Self {
+        self.grace_period = grace_period;
+        self
+    }
+
+    /// Makes one rank fail, to see what happens.
+    pub fn fault(mut self, fault: Option<Fault>) -> Self {
+        self.fault = fault;
+        self
+    }
+
+    /// Starts the ranks, runs `f` on each, and returns when all have ended.
+    ///
+    /// # Errors
+    /// The first failure of a rank, and which ranks did not come back; see [`Spawn`].
+    pub fn run<F>(self, f: F) -> Result<(), Box<SpawnError>>
+    where
+        F: Fn(&Rank) -> anyhow::Result<()> + Send + Sync + 'static,
+    {
+        let world_size = self.devices.len();
+        let run = Arc::new(Run::new(world_size, self.timeout, self.fault));
+        let labels = self.devices.iter().enumerate().map(|(i, &d)| rank_label(d, i)).collect();
+        let failures = Arc::new(Failures { labels, list: Mutex::new(Vec::new()) });
+        let (ended, ends) = unbounded();
+        let f = Arc::new(f);
+
+        let mut threads: Vec<Option<JoinHandle<()>>> = Vec::with_capacity(world_size);
+        for (rank, rendezvous) in rendezvous::channels(world_size).into_iter().enumerate() {
+            let start = RankThread {
+                rank,
+                device: self.devices[rank],
+                threads: self.threads_per_rank,
+                rendezvous,
+                run: run.clone(),
+                failures: failures.clone(),
+                ended: ended.clone(),
+            };
+            let f = f.clone();
+            let thread = thread::Builder::new()
+                .name(format!("{}{rank}", panics::THREAD_NAME))
+                .stack_size(STACK_BYTES)
+                .spawn(move || start.main(&*f));
+            match thread {
+                Ok(thread) => threads.push(Some(thread)),
+                Err(error) => {
+                    let error = anyhow::Error::new(error).context("starting the rank's thread");
+                    failures.report(&run, rank, &error);
+                    break;
+                }
+            }
+        }
+        drop(ended);
+        self.wait(&run, &ends, &mut threads);
+        let stuck = (0..world_size).filter(|&rank| matches!(threads.get(rank), Some(Some(_))));
+        let stuck: Vec<StuckRank> = stuck
+            .map(|rank| StuckRank {
+                rank,
+                device: failures.labels[rank].clone(),
+                last_seen: run.activity[rank].now().to_string(),
+            })
+            .collect();
+        failures.result(stuck, self.grace_period)
+    }
+
+    /// Joins the threads as they end; gives up on the rest when the grace period is over. What is left
+    /// in `threads` did not come back.
+    fn wait(&self, run: &Run, ends: &Receiver<usize>, threads: &mut [Option<JoinHandle<()>>]) {
+        let mut running = threads.len();
+        let mut join = |rank: usize| {
+            if let Some(thread) = threads[rank].take() {
+                // Panics of `f` were caught, and this thread has said that it is past everything else.
+                let _ = thread.join();
+            }
+        };
+        while running > 0 && run.cancel.cancelled_by().is_none() {
+            select! {
+                recv(ends) -> rank => match rank {
+                    Ok(rank) => join(rank),
+                    Err(_) => return,
+                },
+                recv(run.cancel.tripped()) -> _ => break,
+            }
+            running -= 1;
+        }
+        let deadline = Instant::now() + self.grace_period;
+        while running > 0 {
+            let Ok(rank) = ends.recv_deadline(deadline) else { break };
+            join(rank);
+            running -= 1;
+        }
+    }
+}
+
+/// The failures so far, in the order of time, and the ranks' names.
+struct Failures {
+    labels: Vec<String>,
+    list: Mutex<Vec<RankFailure>>,
+}
+
+impl Failures {
+    /// Notes how `rank` failed, unless that is an echo, and then has everybody stop.
+    fn report(&self, run: &Run, rank: usize, error: &anyhow::Error) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(failure) = RankFailure::from_report(run, &self.labels, rank, error) {
+            // Two ranks that waited in vain for the same third one tell the same story, and so do all
+            // ranks that found their calls to differ.
+            if list.iter().all(|known| known.rank != failure.rank && known.error != failure.error) {
+                list.push(failure);
+            }
+        }
+        let by = list.first().map_or(rank, |first| first.rank);
+        drop(list);
+        run.cancel.cancel(by);
+    }
+
+    fn result(&self, stuck: Vec<StuckRank>, grace_period: Duration) -> Result<(), Box<SpawnError>> {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        if list.is_empty() {
+            return Ok(());
+        }
+        let failure = list.remove(0);
+        let also_failed = std::mem::take(&mut *list);
+        Err(Box::new(SpawnError { failure, also_failed, stuck, grace_period }))
+    }
+}
+
+/// What one rank's thread needs.
+struct RankThread {
+    rank: usize,
+    device: Device,
+    threads: usize,
+    rendezvous: Rendezvous,
+    run: Arc<Run>,
+    failures: Arc<Failures>,
+    ended: Sender<usize>,
+}
+
+impl RankThread {
+    fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<()>) {
+        let Self { rank, device, threads, rendezvous, run, failures, ended } = self;
+        run.cancel.register();
+        let context = Rank::new(rank, device, run.clone(), rendezvous);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            prepare(device, threads)?;
+            f(&context)
+        }))
+        .unwrap_or_else(|panic| Err(anyhow::Error::msg(panics::describe(&*panic))));
+        // In this order: tell how it ended, so that nobody waits for this rank; then part from the
+        // group, for which the others may be needed; then say that the thread can be joined.
+        if let Err(error) = &result {
+            failures.report(&run, rank, error);
+        }
+        run.finish(rank);
+        context.shut_down();
+        drop(context);
+        // Nobody listens any more if the grace period is over.
+        let _ = ended.send(rank);
+    }
+}
+
+/// What every rank thread does before its function: its device, its share of the cores, and backward
+/// on this very thread, so that its errors belong to this rank.
+fn prepare(device: Device, threads: usize) -> crate::Result<()> {
+    if let Device::Cuda(index) = device {
+        torch::cuda::set_device(index)?;
+    }
+    tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
+    torch::set_multithreading_enabled(false);
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! Data-parallel training in Rust the way `torch.multiprocessing.spawn` and `DistributedDataParallel` do
+//! it in Python: one rank per GPU, here a thread each.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use ddp_mp::{
+//!     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, Sgd,
+//!     Targets, spawn,
+//! };
+//! use ddp_mp::models::{ModelConfig, ModelKind};
+//! use tch::Reduction;
+//!
+//! # fn main() -> anyhow::Result<()> {
+//! let dataset = Arc::new(Dataset::random(256, 20, Targets::Values(1), 1)?);
+//! spawn(2, move |rank| {
+//!     let group = rank.init_process_group(Backend::Threaded)?;
+//!     let config =
+//!         ModelConfig { kind: ModelKind::Linear, in_features: 20, out_features: 1, hidden: vec![] };
+//!     let (vs, model) = config.build(rank.device(), 0)?;
+//!     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+//!     let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.1);
+//!     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
+//!     let loader = DataLoader::new(&dataset, sampler, 32, rank.device())?;
+//!     for epoch in 0..2 {
+//!         for batch in loader.epoch(epoch)? {
+//!             let batch = batch?;
+//!             ddp.zero_grad()?;
+//!             let loss = ddp.forward(&batch.inputs).mse_loss(&batch.targets, Reduction::Mean);
+//!             ddp.backward(&loss)?;
+//!             optimizer.step()?;
+//!         }
+//!     }
+//!     Ok(())
+//! })?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Reading order
+//!
+//! To learn how data parallelism works, follow one run from the top to the bottom; a file uses those
+//! below it in this list, and not those above.
+//!
+//! | module | what happens there |
+//! |---|---|
+//! | `main` | load CUDA, parse, resolve, run, exit code |
+//! | [`config`] | what can be said: defaults, then a file, then flags |
+//! | [`commands`] | `train` puts the pieces together; `sampler`, `env` |
+//! | [`launch`] | a thread for each rank; how they meet and how they fail |
+//! | [`trainer`] | the loop: epochs, batches, steps |
+//! | [`ddp`] | same start, averaged gradients: same model on all ranks |
+//! | [`optim`] | steps the flat buffers |
+//! | [`data`] | which sample goes to which rank |
+//! | [`models`] | models by name |
+//! | [`process_group`] | all_reduce, broadcast, barrier, over threads or NCCL |
+//! | [`observe`] | the only place that prints |
+//! | [`torch`] | what `tch` lacks |
+//! | [`sync`] | who does what, and the cancellable barrier |
+//!
+//! # Invariants
+//!
+//! * Every blocking wait ends: done, cancelled, or past its deadline.
+//! * The earliest failure is the root cause, and what the user sees.
+//! * Buckets are reduced in the order of their index on every rank, never in the order of readiness.
+//! * Sums run in the order of the ranks, so the same flags give the same bits, on all ranks.
+//! * Every NCCL launch stands between two meetings of the ranks of the process.
+//! * No global state: the group, the configuration and the printer are passed on.
+
+pub mod commands;
+pub mod config;
+pub mod data;
+pub mod ddp;
+mod error;
+pub mod launch;
+pub mod models;
+pub mod observe;
+pub mod optim;
+pub mod process_group;
+pub mod sync;
+pub mod torch;
+pub mod trainer;
+
+pub use data::{Batch, DataLoader, Dataset, DistributedSampler, Targets};
+pub use ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
+pub use error::{Error, LateRank, Result};
+pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
+pub use optim::{FlatBuffer, Sgd};
+pub use process_group::{ProcessGroup, ReduceOp};

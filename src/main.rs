@@ -1,0 +1,57 @@
+//! The program: load CUDA, parse, resolve, run, leave.
+
+mod cli;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use ddp_mp::commands;
+use ddp_mp::config::Config;
+use ddp_mp::launch::install_panic_hook;
+use ddp_mp::observe::{LogFormat, Printer};
+use ddp_mp::torch::{self, cuda};
+
+use cli::{Command, TrainFlags};
+
+/// The run failed.
+const FAILED: u8 = 1;
+/// What was asked for is wrong, or cannot be done here.
+const WRONG_INPUT: u8 = 2;
+
+fn main() -> ExitCode {
+    install_panic_hook();
+    let cli = match cli::parse(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(message) => message.exit(),
+    };
+    let result = match cli.command {
+        None => train(&cli.train),
+        Some(Command::Train(flags)) => train(&flags),
+        Some(Command::Env(flags)) => env(&flags),
+        Some(Command::Sampler(flags)) => {
+            let format = if flags.json() { LogFormat::Json } else { LogFormat::Text };
+            commands::sampler(&flags.request(), &Printer::new(format))
+        }
+    };
+    let code = match result {
+        Ok(()) => 0,
+        Err(error) => {
+            Printer::new(LogFormat::Text).note(&format!("{error:#}"));
+            let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::Input(_)));
+            if wrong_input { WRONG_INPUT } else { FAILED }
+        }
+    };
+    torch::exit(code)
+}
+
+fn train(flags: &TrainFlags) -> anyhow::Result<()> {
+    let config = Config::resolve(flags.config.as_deref(), flags.table()?)?;
+    let printer = Arc::new(Printer::new(config.log_format));
+    commands::train(config, &cuda::load(), &printer)
+}
+
+fn env(flags: &TrainFlags) -> anyhow::Result<()> {
+    let config = Config::resolve(flags.config.as_deref(), flags.table()?)?;
+    let printer = Printer::new(config.log_format);
+    commands::env(&config, &cuda::load(), &printer)
+}

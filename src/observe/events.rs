@@ -1,0 +1,91 @@
+//! What a run reports: the fields are the contract of `--log-format json`.
+
+use serde::Serialize;
+
+/// One line of `--log-format json`; its `event` field comes first.
+#[derive(Debug, Clone, Serialize)]
+#[serde(tag = "event", rename_all = "lowercase")]
+pub enum Event {
+    /// The ranks have met.
+    Start(Start),
+    /// One rank is through with one epoch.
+    Epoch(Epoch),
+    /// The run is done.
+    End(End),
+    /// The run failed.
+    Failure(Failure),
+}
+
+/// The ranks have met and hold the same model.
+#[derive(Debug, Clone, Serialize)]
+pub struct Start {
+    /// How many ranks there are.
+    pub world_size: usize,
+    /// On how many machines.
+    pub nnodes: usize,
+    /// What carries the tensors.
+    pub backend: &'static str,
+    /// `GPU` or `CPU`.
+    pub device: &'static str,
+    /// The model's name.
+    pub model: String,
+    /// How many numbers are trained.
+    pub parameters: usize,
+    /// How many usable GPUs are visible; in text only.
+    #[serde(skip)]
+    pub gpu_count: usize,
+}
+
+/// One rank is through with one epoch.
+#[derive(Debug, Clone, Serialize)]
+pub struct Epoch {
+    /// The rank.
+    pub rank: usize,
+    /// Its number on its machine.
+    pub local_rank: usize,
+    /// `GPU:n` or `CPU:n`, n being the local rank.
+    pub device: String,
+    /// The epoch, from 0.
+    pub epoch: u64,
+    /// How many samples a step takes on each rank.
+    pub batch_size: usize,
+    /// How many steps this rank made.
+    pub steps: u64,
+    /// The mean loss over the samples of all ranks.
+    pub loss: f64,
+    /// How many samples this rank took a second.
+    pub samples_per_second: f64,
+}
+
+/// The run is done.
+#[derive(Debug, Clone, Serialize)]
+pub struct End {
+    /// How long the training took.
+    pub seconds: f64,
+    /// How many steps each rank made.
+    pub steps: u64,
+    /// The mean loss of the last epoch.
+    pub loss: f64,
+    /// The training time, divided by the steps, in microseconds.
+    pub us_per_step: f64,
+    /// 64 bits in hex over names, shapes and bytes of the parameters.
+    pub parameters_hash: String,
+    /// The mean loss of the first epoch; in text only.
+    #[serde(skip)]
+    pub first_loss: f64,
+}
+
+/// The run failed.
+#[derive(Debug, Clone, Serialize)]
+pub struct Failure {
+    /// The rank that failed first.
+    pub rank: usize,
+    /// Its device.
+    pub device: String,
+    /// What it was doing.
+    pub operation: String,
+    /// The number of that operation, from 0.
+    pub sequence: u64,
+    /// Why.
+    pub error: String,
+}

@@ -1,0 +1,9 @@
+//! Everything the program prints, and the only place that prints.
+//!
+//! stdout carries results: text for people, or one JSON object a line. stderr carries the rest.
+
+mod events;
+mod printer;
+
+pub use events::{End, Epoch, Event, Failure, Start};
+pub use printer::{LogFormat, Printer};

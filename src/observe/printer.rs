@@ -1,0 +1,152 @@
+//! The one writer that all ranks share.
+
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, StderrLock, StdoutLock, Write};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Epoch, Event};
+
+/// How results are written: `--log-format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Writes results to stdout and everything else to stderr, a whole line at a time.
+///
+/// Ranks end an epoch in any order; their lines come out in the order of the ranks, when all are there.
+#[derive(Debug)]
+pub struct Printer {
+    format: LogFormat,
+    /// Lines of epochs that not all ranks have ended.
+    waiting: Mutex<BTreeMap<u64, Vec<Epoch>>>,
+}
+
+impl Printer {
+    /// A printer for the process's stdout and stderr.
+    pub fn new(format: LogFormat) -> Self {
+        Self { format, waiting: Mutex::default() }
+    }
+
+    /// How this printer writes.
+    pub fn format(&self) -> LogFormat {
+        self.format
+    }
+
+    /// Prints an event.
+    ///
+    /// # Errors
+    /// When stdout cannot be written, unless its reader has just left.
+    pub fn event(&self, event: &Event) -> io::Result<()> {
+        match (self.format, event) {
+            (LogFormat::Json, event) => self.object(event),
+            (LogFormat::Text, Event::Start(start)) => {
+                self.line(&format!("GPU_Count: {}", start.gpu_count))
+            }
+            (LogFormat::Text, Event::Epoch(epoch)) => self.line(&epoch_line(epoch)),
+            (LogFormat::Text, Event::End(end)) => {
+                let (first, last) = (end.first_loss, end.loss);
+                let losses = if first == last {
+                    format!("{last:.6}")
+                } else {
+                    format!("{first:.6} -> {last:.6}")
+                };
+                self.note(&format!(
+                    "loss {losses}; {} steps in {:.3} s, {:.0} us each; parameters {}",
+                    end.steps, end.seconds, end.us_per_step, end.parameters_hash
+                ));
+                Ok(())
+            }
+            // The text of a failure is for stderr, with all that is known.
+            (LogFormat::Text, Event::Failure(_)) => Ok(()),
+        }
+    }
+
+    /// Takes one rank's report of an epoch; prints those of all `world_size` ranks once the last is in.
+    ///
+    /// # Errors
+    /// As [`Printer::event`].
+    pub fn epoch(&self, epoch: Epoch, world_size: usize) -> io::Result<()> {
+        let mut waiting = self.waiting();
+        let reports = waiting.entry(epoch.epoch).or_default();
+        let number = epoch.epoch;
+        reports.push(epoch);
+        if reports.len() < world_size {
+            return Ok(());
+        }
+        let mut reports = waiting.remove(&number).unwrap_or_default();
+        reports.sort_by_key(|report| report.rank);
+        // Still locked: the lines of two epochs must not mix.
+        reports.into_iter().try_for_each(|report| self.event(&Event::Epoch(report)))
+    }
+
+    /// Prints what ranks reported of epochs that not all ranks came to the end of.
+    ///
+    /// # Errors
+    /// As [`Printer::event`].
+    pub fn flush_epochs(&self) -> io::Result<()> {
+        let reports = std::mem::take(&mut *self.waiting());
+        reports.into_values().flatten().try_for_each(|r| self.event(&Event::Epoch(r)))
+    }
+
+    /// Prints one object as a line of JSON.
+    ///
+    /// # Errors
+    /// As [`Printer::event`].
+    pub fn object(&self, object: &impl Serialize) -> io::Result<()> {
+        self.line(&serde_json::to_string(object).map_err(io::Error::other)?)
+    }
+
+    /// Prints a line on stdout.
+    ///
+    /// # Errors
+    /// As [`Printer::event`].
+    pub fn line(&self, line: &str) -> io::Result<()> {
+        self.lines(|out| writeln!(out, "{line}"))
+    }
+
+    /// Prints many lines on stdout at once.
+    ///
+    /// # Errors
+    /// As [`Printer::event`].
+    pub fn lines(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+        let mut out = io::BufWriter::new(stdout());
+        match write(&mut out).and_then(|()| out.flush()) {
+            // Who reads us has seen enough (`| head`): that is no failure.
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                let _ = out.into_parts(); // drops what could not be written
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Prints a remark on stderr.
+    pub fn note(&self, note: &str) {
+        // With stderr gone there is nobody to tell.
+        let _ = writeln!(stderr(), "ddp-mp: {note}");
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, BTreeMap<u64, Vec<Epoch>>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn epoch_line(epoch: &Epoch) -> String {
+    let Epoch { device, epoch, batch_size, steps, .. } = epoch;
+    format!("{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}")
+}
+
+fn stdout() -> StdoutLock<'static> {
+    io::stdout().lock()
+}
+
+fn stderr() -> StderrLock<'static> {
+    io::stderr().lock()
+}

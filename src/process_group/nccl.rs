@@ -1,0 +1,334 @@
+//! The `nccl` backend: one GPU a rank, NCCL between them, reached at run time through `cudarc`.
+//!
+//! NCCL with one thread per GPU in one process needs more care than with one process per GPU, and these
+//! rules follow from it:
+//!
+//! * Every launch stands between two meetings of the local ranks. Otherwise one rank may already wait
+//!   in its kernel while another sits in a driver call that waits for all GPUs to become idle.
+//! * The communicator is non-blocking: every call may return "in progress", and is then polled, so that
+//!   it can be cancelled and has a deadline.
+//! * Each rank aborts or destroys its own communicator; NCCL frees them when the last one has.
+//! * The host waits for the GPU only by polling an event ([`Backend::synchronize`]): a kernel whose peer
+//!   has failed never ends by itself.
+//!
+//! Collectives go to the stream that the rank's own operations go to, so nothing else orders them.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
+use tch::{Device, Kind, Tensor};
+
+use super::{Backend, Call, ReduceOp, kind_name, num_bytes};
+use crate::error::{Error, LateRank, Result};
+use crate::sync::{Barrier, Run};
+use crate::torch::cuda;
+
+/// What rank 0 makes and all ranks need to find each other.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct UniqueId(sys::ncclUniqueId);
+
+impl UniqueId {
+    /// Follows `ncclGetUniqueId`.
+    pub(crate) fn new() -> Result<Self> {
+        require_library()?;
+        let mut id = sys::ncclUniqueId { internal: [0; 128] };
+        // SAFETY: the library is there, and fills the id it is given.
+        let result = unsafe { sys::ncclGetUniqueId(&mut id) };
+        check("ncclGetUniqueId", result, std::ptr::null_mut())?;
+        Ok(Self(id))
+    }
+}
+
+/// NCCL's version, such as `2.28.9`; `None` where there is no NCCL.
+pub(crate) fn version() -> Option<String> {
+    require_library().ok()?;
+    let mut version = 0;
+    // SAFETY: the library is there, and writes one number to a valid place.
+    let result = unsafe { sys::ncclGetVersion(&mut version) };
+    check("ncclGetVersion", result, std::ptr::null_mut()).ok()?;
+    Some(format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100))
+}
+
+/// cudarc panics at the first call where the library is missing, so this asks first.
+fn require_library() -> Result<()> {
+    // SAFETY: tries to load the library, and nothing more.
+    if unsafe { sys::is_culib_present() } {
+        return Ok(());
+    }
+    Err(Error::Unsupported(
+        "backend nccl: libnccl was not found; `make libtorch` fetches it on a machine with an NVIDIA \
+         driver, or use --backend threaded"
+            .into(),
+    ))
+}
+
+/// One rank's communicator.
+pub(crate) struct Nccl {
+    comm: sys::ncclComm_t,
+    rank: usize,
+    gpu: usize,
+    run: Arc<Run>,
+    /// Where the ranks of this process meet around every launch.
+    local: Arc<Barrier>,
+    done: cuda::Event,
+    /// What `barrier` reduces. Allocated once: allocating may stop all GPUs.
+    token: Tensor,
+}
+
+impl Nccl {
+    /// Joins the communicator `id`; returns once all ranks have.
+    ///
+    /// The calling thread's current device must be `gpu`.
+    pub(crate) fn new(
+        rank: usize,
+        gpu: usize,
+        run: Arc<Run>,
+        local: Arc<Barrier>,
+        UniqueId(id): UniqueId,
+    ) -> Result<Self> {
+        let token = Tensor::f_zeros([1], (Kind::Float, Device::Cuda(gpu)))
+            .map_err(Error::torch("allocating on the GPU"))?;
+        let done = cuda::Event::new()?;
+        let comm = std::ptr::null_mut();
+        let mut nccl = Self { comm, rank, gpu, run, local, done, token };
+        nccl.between_meetings("ncclCommInitRankConfig", |nccl| {
+            let world_size = nccl.run.activity.len() as c_int;
+            let mut config = non_blocking();
+            // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on
+            // `comm` is set, and `shut_down` ends it on every path.
+            unsafe {
+                sys::ncclCommInitRankConfig(
+                    &mut nccl.comm,
+                    world_size,
+                    id,
+                    rank as c_int,
+                    &mut config,
+                )
+            }
+        })?;
+        Ok(nccl)
+    }
+
+    /// Meets the local ranks, makes one NCCL call and sees it through, meets them again.
+    fn between_meetings(
+        &mut self,
+        call: &'static str,
+        launch: impl FnOnce(&mut Self) -> ncclResult_t,
+    ) -> Result<()> {
+        self.meet()?;
+        let result = launch(self);
+        self.see_through(call, result)?;
+        self.meet()
+    }
+
+    fn meet(&self) -> Result<()> {
+        self.local.wait(self.rank).map_err(|why| why.during(&self.run, self.rank))
+    }
+
+    /// Polls until a call that returned "in progress" is done.
+    fn see_through(&self, call: &'static str, result: ncclResult_t) -> Result<()> {
+        check(call, result, self.comm)?;
+        self.poll(|| match self.async_state() {
+            ncclResult_t::ncclInProgress => Ok(false),
+            state => check(call, state, self.comm).map(|()| true),
+        })
+    }
+
+    /// NCCL's own view of the communicator: fine, in progress, or failed on the way.
+    fn async_state(&self) -> ncclResult_t {
+        let mut state = ncclResult_t::ncclSuccess;
+        // SAFETY: `comm` is live, and `state` a valid place.
+        match unsafe { sys::ncclCommGetAsyncError(self.comm, &mut state) } {
+            ncclResult_t::ncclSuccess => state,
+            failed => failed,
+        }
+    }
+
+    /// Asks `is_done` until it is, the run is cancelled, or the timeout has passed.
+    ///
+    /// Neither NCCL nor CUDA offers an event that a cancel could also wake, so this asks again and
+    /// again: at once for the first while, then after short parks, which a cancel does cut short.
+    fn poll(&self, is_done: impl Fn() -> Result<bool>) -> Result<()> {
+        const AT_ONCE: Duration = Duration::from_millis(1);
+        const PARK: Duration = Duration::from_micros(200);
+        let began = Instant::now();
+        while !is_done()? {
+            self.run.cancel.check()?;
+            let waited = began.elapsed();
+            if waited >= self.run.timeout {
+                return Err(self.timed_out());
+            }
+            if waited < AT_ONCE { thread::yield_now() } else { thread::park_timeout(PARK) }
+        }
+        Ok(())
+    }
+
+    /// NCCL cannot tell who is late; the ranks that do something else than this one are suspects.
+    fn timed_out(&self) -> Error {
+        let at = self.run.activity[self.rank].now();
+        let elsewhere = |rank: &usize| self.run.activity[*rank].now() != at;
+        let suspects = (0..self.run.activity.len()).filter(elsewhere);
+        let late: Vec<LateRank> = suspects.map(|rank| self.run.late(rank)).collect();
+        Error::Timeout { at, waiting: self.rank, waited: self.run.timeout, late }
+    }
+}
+
+impl Backend for Nccl {
+    fn name(&self) -> &'static str {
+        "nccl"
+    }
+
+    fn all_reduce(&mut self, _: &Call, tensor: &Tensor, op: ReduceOp) -> Result<()> {
+        let kind = data_type(tensor.kind())?;
+        let nccl_op = match op {
+            ReduceOp::Sum => ncclRedOp_t::ncclSum,
+            ReduceOp::Avg => ncclRedOp_t::ncclAvg,
+            ReduceOp::PremulSum(factor) => {
+                let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
+                tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
+                ncclRedOp_t::ncclSum
+            }
+        };
+        let stream = cuda::current_stream(self.gpu)?.cast();
+        let data: *mut c_void = tensor.data_ptr();
+        self.between_meetings("ncclAllReduce", |nccl| {
+            // SAFETY: `data` holds that many elements of that kind on this rank's GPU. It is read and
+            // written in the order of the stream on which it was made and on which it will be freed.
+            unsafe {
+                sys::ncclAllReduce(data, data, tensor.numel(), kind, nccl_op, nccl.comm, stream)
+            }
+        })
+    }
+
+    fn broadcast(&mut self, _: &Call, tensor: &Tensor, src: usize) -> Result<()> {
+        let bytes = num_bytes(tensor.kind(), tensor.numel());
+        let stream = cuda::current_stream(self.gpu)?.cast();
+        let data: *mut c_void = tensor.data_ptr();
+        self.between_meetings("ncclBroadcast", |nccl| {
+            // SAFETY: as in `all_reduce`; any kind can travel as bytes.
+            unsafe {
+                let (byte, src) = (ncclDataType_t::ncclUint8, src as c_int);
+                sys::ncclBroadcast(data, data, bytes, byte, src, nccl.comm, stream)
+            }
+        })
+    }
+
+    fn barrier(&mut self, call: &Call) -> Result<()> {
+        let token = self.token.shallow_clone();
+        self.all_reduce(call, &token, ReduceOp::Sum)?;
+        self.synchronize()
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.done.record(self.gpu)?;
+        self.poll(|| {
+            check("a collective", self.async_state(), self.comm)?;
+            self.done.is_done()
+        })
+    }
+
+    fn shut_down(&mut self) {
+        if self.comm.is_null() {
+            return;
+        }
+        let together = self.run.cancel.cancelled_by().is_none() && {
+            // SAFETY: `comm` is live. All ranks come here, so that finalising can end.
+            let result = unsafe { sys::ncclCommFinalize(self.comm) };
+            self.see_through("ncclCommFinalize", result).is_ok()
+        };
+        let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
+        // SAFETY: `comm` is live and this is its last use. After a failed finalise, or when peers are
+        // gone, only abort is sure to return. Errors have nobody left to be told to.
+        unsafe {
+            if together {
+                sys::ncclCommDestroy(comm)
+            } else {
+                sys::ncclCommAbort(comm)
+            };
+        }
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+/// `NCCL_CONFIG_INITIALIZER` with `blocking = 0`: cudarc doesn't have the macro.
+fn non_blocking() -> sys::ncclConfig_t {
+    const UNDEFINED: c_int = c_int::MIN;
+    sys::ncclConfig_t {
+        size: size_of::<sys::ncclConfig_t>(),
+        magic: 0xcafe_beef,
+        version: 22809,
+        blocking: 0,
+        cgaClusterSize: UNDEFINED,
+        minCTAs: UNDEFINED,
+        maxCTAs: UNDEFINED,
+        netName: std::ptr::null(),
+        splitShare: UNDEFINED,
+        trafficClass: UNDEFINED,
+        commName: std::ptr::null(),
+        collnetEnable: UNDEFINED,
+        CTAPolicy: UNDEFINED,
+        shrinkShare: UNDEFINED,
+        nvlsCTAs: UNDEFINED,
+        nChannelsPerNetPeer: UNDEFINED,
+        nvlinkCentricSched: UNDEFINED,
+    }
+}
+
+fn data_type(kind: Kind) -> Result<ncclDataType_t> {
+    Ok(match kind {
+        Kind::Double => ncclDataType_t::ncclFloat64,
+        Kind::Float => ncclDataType_t::ncclFloat32,
+        Kind::Half => ncclDataType_t::ncclFloat16,
+        Kind::BFloat16 => ncclDataType_t::ncclBfloat16,
+        Kind::Int64 => ncclDataType_t::ncclInt64,
+        Kind::Int => ncclDataType_t::ncclInt32,
+        Kind::Int8 => ncclDataType_t::ncclInt8,
+        Kind::Uint8 => ncclDataType_t::ncclUint8,
+        kind => {
+            return Err(Error::Unsupported(format!(
+                "backend nccl cannot reduce {} tensors, because NCCL has no such type; convert first",
+                kind_name(kind)
+            )));
+        }
+    })
+}
+
+/// Turns NCCL's result into an error with NCCL's own words. "In progress" is no error.
+fn check(call: &'static str, result: ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
+    if matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress) {
+        return Ok(());
+    }
+    // SAFETY: both return strings of NCCL's that live as long as the library; a null communicator is
+    // allowed, and asks for the last error of this thread.
+    let (what, last) = unsafe {
+        let text = |string| CStr::from_ptr(string).to_string_lossy().into_owned();
+        let last = sys::ncclGetLastError(comm);
+        (
+            text(sys::ncclGetErrorString(result)),
+            if last.is_null() { String::new() } else { text(last) },
+        )
+    };
+    let reason = if last.is_empty() { what } else { format!("{what} ({})", last.trim()) };
+    Err(Error::Nccl { call, reason })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_an_error_and_not_a_panic() {
+        match UniqueId::new() {
+            Ok(_) => println!("NCCL is installed here: nothing to see"),
+            Err(error) => assert!(error.to_string().contains("libnccl was not found"), "{error}"),
+        }
+    }
+}

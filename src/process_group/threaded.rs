@@ -1,0 +1,318 @@
+//! The `threaded` backend: ranks that are threads read and write each other's tensors directly.
+//!
+//! For CPU tensors, and for CUDA tensors of ranks that share one GPU. Every collective has the same
+//! shape:
+//!
+//! 1. announce: each rank writes what it calls, and where its tensor lies, into its own slot;
+//! 2. meet: from here on every rank knows every call, so all find the same differences, or none;
+//! 3. work: in `all_reduce` each rank reduces one slice over all ranks and writes it to all, so every
+//!    element is read once and written once per rank, and summed by one rank in the order of the ranks;
+//! 4. meet again: nobody leaves while another still works on its memory.
+//!
+//! Only the first meeting can be cancelled or time out; between the two no rank waits for anything.
+
+use std::cell::UnsafeCell;
+use std::sync::Arc;
+
+use crossbeam::utils::CachePadded;
+use tch::{Device, Kind, Tensor};
+
+use super::element;
+use super::{Backend, Call, ReduceOp, device_name, kind_name, num_bytes};
+use crate::error::{Error, Result};
+use crate::sync::{Barrier, Operation, Run};
+use crate::torch::cuda;
+
+/// What all ranks of the group share. Rank 0 makes it and hands it to the others.
+pub(crate) struct Shared {
+    run: Arc<Run>,
+    barrier: Barrier,
+    slots: Box<[CachePadded<Slot>]>,
+}
+
+/// A rank's announcements, for collectives with even and odd numbers.
+///
+/// Two, because a rank that is through with one collective may announce the next while a slow rank
+/// still reads the last; it cannot come to the one after that before the slow rank has moved on.
+struct Slot([UnsafeCell<Announced>; 2]);
+
+// SAFETY: a slot is written by its own rank only, before that rank enters the barrier of the call, and
+// read by others only after they have passed that barrier and before they enter the next one; the
+// alternation of the two cells keeps the next write away from those reads. The pointers in it are
+// followed under the rules of `Threaded::meet`.
+unsafe impl Sync for Slot {}
+// SAFETY: as above; the pointers are plain data.
+unsafe impl Send for Slot {}
+
+/// One rank's call: everything that must be equal on all ranks, and where its tensor lies.
+#[derive(Clone)]
+struct Announced {
+    operation: Operation,
+    reduce_op: Option<ReduceOp>,
+    src: usize,
+    kind: Kind,
+    device: Device,
+    /// The CUDA stream that the rank's work goes to; 0 on a CPU. Equal, so the work is in order.
+    stream: usize,
+    shape: Vec<i64>,
+    data: *mut u8,
+}
+
+impl Shared {
+    pub(crate) fn new(run: Arc<Run>) -> Self {
+        let nothing = || {
+            UnsafeCell::new(Announced {
+                operation: Operation::Start,
+                reduce_op: None,
+                src: 0,
+                kind: Kind::Uint8,
+                device: Device::Cpu,
+                stream: 0,
+                shape: Vec::with_capacity(8),
+                data: std::ptr::null_mut(),
+            })
+        };
+        let slots = run.activity.iter().map(|_| CachePadded::new(Slot([nothing(), nothing()])));
+        Self { slots: slots.collect(), barrier: Barrier::new(run.clone()), run }
+    }
+}
+
+/// One rank's side of the backend.
+pub(crate) struct Threaded {
+    rank: usize,
+    shared: Arc<Shared>,
+    /// Where the tensors of this collective lie; kept to be filled again without allocating.
+    tensors: Vec<*mut u8>,
+}
+
+impl Threaded {
+    /// Joins the group; returns once all ranks have.
+    pub(crate) fn join(rank: usize, shared: Arc<Shared>) -> Result<Self> {
+        shared.barrier.wait(rank).map_err(|why| why.during(&shared.run, rank))?;
+        let tensors = Vec::with_capacity(shared.slots.len());
+        Ok(Self { rank, shared, tensors })
+    }
+
+    /// Steps 1 and 2: announces this rank's call, waits for the others' and compares.
+    ///
+    /// On success all tensors have the same kind, shape and device, no two overlap, and they stay where
+    /// they are until every rank has called [`Threaded::leave`]: their owners are in this collective and
+    /// hold them.
+    fn meet(
+        &mut self,
+        call: &Call,
+        args: Option<(&Tensor, Option<ReduceOp>, usize)>,
+    ) -> Result<()> {
+        let parity = (call.sequence % 2) as usize;
+        // SAFETY: our own slot, before the barrier (see `Slot`).
+        let mine = unsafe { &mut *self.shared.slots[self.rank].0[parity].get() };
+        mine.operation = call.operation;
+        mine.shape.clear();
+        if let Some((tensor, reduce_op, src)) = args {
+            (mine.reduce_op, mine.src) = (reduce_op, src);
+            (mine.kind, mine.device) = (tensor.kind(), tensor.device());
+            mine.stream = match mine.device {
+                Device::Cuda(index) => cuda::current_stream(index)? as usize,
+                _ => 0,
+            };
+            mine.shape.extend_from_slice(&tensor.size());
+            mine.data = tensor.data_ptr().cast();
+        } else {
+            (mine.reduce_op, mine.src, mine.kind) = (None, 0, Kind::Uint8);
+            (mine.device, mine.stream, mine.data) = (Device::Cpu, 0, std::ptr::null_mut());
+        }
+
+        let shared = &self.shared;
+        shared.barrier.wait(self.rank).map_err(|why| why.during(&shared.run, self.rank))?;
+
+        // SAFETY: after the barrier of this call and before the next (see `Slot`).
+        let call_of = |rank: usize| unsafe { &*shared.slots[rank].0[parity].get() };
+        let calls = || (0..shared.slots.len()).map(call_of);
+        if calls().skip(1).any(|other| !other.agrees_with(call_of(0))) {
+            return Err(Error::Mismatch { sequence: call.sequence, calls: describe(calls()) });
+        }
+        self.tensors.clear();
+        self.tensors.extend(calls().map(|announced| announced.data));
+        self.check_overlap(call_of(0).num_bytes())
+    }
+
+    /// Step 4.
+    fn leave(&self) {
+        self.shared.barrier.wait_to_leave(self.rank);
+    }
+
+    /// All ranks see the same pointers, so all come to the same answer.
+    fn check_overlap(&self, bytes: usize) -> Result<()> {
+        let starts = || self.tensors.iter().map(|&data| data as usize).enumerate();
+        for (first, a) in starts() {
+            for (second, b) in starts().skip(first + 1) {
+                if bytes > 0 && a.abs_diff(b) < bytes {
+                    return Err(Error::Unsupported(format!(
+                        "ranks {first} and {second} passed the same memory to one collective; \
+                         give each rank a tensor of its own"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The elements that this rank reduces: equal parts, in whole cache lines.
+    fn my_slice(&self, numel: usize) -> std::ops::Range<usize> {
+        let part = numel.div_ceil(self.tensors.len()).next_multiple_of(64);
+        let start = (part * self.rank).min(numel);
+        start..(start + part).min(numel)
+    }
+
+    fn reduce_on_cpu(&self, tensor: &Tensor, op: ReduceOp) {
+        let slice = self.my_slice(tensor.numel());
+        // SAFETY: between `meet` and `leave` all pointers are to tensors of this kind and shape that do
+        // not overlap, and each rank touches the elements of its own slice only.
+        unsafe { element::reduce(tensor.kind(), &self.tensors, slice, op) }
+    }
+
+    /// As on the CPU, with libtorch's kernels. All ranks launch into one stream, so everything that was
+    /// launched before a barrier is done before anything that is launched after it.
+    fn reduce_on_gpu(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
+        let (kind, device) = (tensor.kind(), tensor.device());
+        let slice = self.my_slice(tensor.numel());
+        if slice.is_empty() {
+            return Ok(());
+        }
+        let wide = if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind };
+        let offset = num_bytes(kind, slice.start);
+        let len = slice.len() as i64;
+        // SAFETY: as in `reduce_on_cpu`; the views are dropped before `leave`.
+        let view = |&data: &*mut u8| unsafe {
+            Tensor::f_from_blob(data.add(offset), &[len], &[1], kind, device)
+        };
+        let reduce = || -> Result<(), tch::TchError> {
+            let views = self.tensors.iter().map(view).collect::<Result<Vec<_>, _>>()?;
+            let term = |view: &Tensor| -> Result<Tensor, tch::TchError> {
+                let term = view.f_to_kind(wide)?;
+                match op {
+                    ReduceOp::PremulSum(factor) => term.f_mul_scalar(factor),
+                    ReduceOp::Sum | ReduceOp::Avg => Ok(term),
+                }
+            };
+            let mut sum = Tensor::f_zeros([len], (wide, device))?;
+            sum.f_copy_(&term(&views[0])?)?;
+            for view in &views[1..] {
+                let _ = sum.f_add_(&term(view)?)?;
+            }
+            if op == ReduceOp::Avg {
+                let _ = sum.f_div_scalar_(self.tensors.len() as f64)?;
+            }
+            for mut view in views {
+                view.f_copy_(&sum)?;
+            }
+            Ok(())
+        };
+        tch::no_grad(reduce).map_err(Error::torch("all_reduce"))
+    }
+}
+
+impl Backend for Threaded {
+    fn name(&self) -> &'static str {
+        "threaded"
+    }
+
+    fn all_reduce(&mut self, call: &Call, tensor: &Tensor, op: ReduceOp) -> Result<()> {
+        self.meet(call, Some((tensor, Some(op), 0)))?;
+        let result = match tensor.device() {
+            Device::Cpu => {
+                self.reduce_on_cpu(tensor, op);
+                Ok(())
+            }
+            _ => self.reduce_on_gpu(tensor, op),
+        };
+        self.leave();
+        result
+    }
+
+    fn broadcast(&mut self, call: &Call, tensor: &Tensor, src: usize) -> Result<()> {
+        self.meet(call, Some((tensor, None, src)))?;
+        let (from, to) = (self.tensors[src], self.tensors[self.rank]);
+        let result = match tensor.device() {
+            _ if src == self.rank => Ok(()),
+            Device::Cpu => {
+                let bytes = num_bytes(tensor.kind(), tensor.numel());
+                // SAFETY: between `meet` and `leave` both are live tensors of `bytes` bytes that do not
+                // overlap; only this rank writes to `to`, and nobody writes to `from`.
+                unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+                Ok(())
+            }
+            device => {
+                let numel = tensor.numel() as i64;
+                // SAFETY: as above; the views are dropped before `leave`.
+                let view = |data: *mut u8| unsafe {
+                    Tensor::f_from_blob(data, &[numel], &[1], tensor.kind(), device)
+                };
+                tch::no_grad(|| view(to)?.f_copy_(&view(from)?)).map_err(Error::torch("broadcast"))
+            }
+        };
+        self.leave();
+        result
+    }
+
+    fn barrier(&mut self, call: &Call) -> Result<()> {
+        self.meet(call, None)
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        // CPU work is done when it returns, and no CUDA work of this backend waits for another rank.
+        self.shared.run.cancel.check()
+    }
+
+    fn shut_down(&mut self) {}
+}
+
+impl Announced {
+    fn agrees_with(&self, other: &Announced) -> bool {
+        self.operation == other.operation
+            && self.reduce_op == other.reduce_op
+            && self.src == other.src
+            && self.kind == other.kind
+            && self.device == other.device
+            && self.stream == other.stream
+            && self.shape == other.shape
+    }
+
+    /// How many bytes lie at `data`; none for a barrier.
+    fn num_bytes(&self) -> usize {
+        if self.data.is_null() {
+            return 0;
+        }
+        num_bytes(self.kind, self.shape.iter().map(|&n| n as usize).product())
+    }
+
+    fn describe(&self) -> String {
+        let Announced { operation, kind, device, shape, .. } = self;
+        let call = match (operation, self.reduce_op) {
+            (Operation::Barrier, _) => return operation.to_string(),
+            (_, Some(op)) => format!("{operation}({op})"),
+            (_, None) => format!("{operation}(src {})", self.src),
+        };
+        let place = match device {
+            Device::Cpu => String::new(),
+            device => format!(" on {}, stream {:#x}", device_name(*device), self.stream),
+        };
+        format!("{call} of {} {shape:?}{place}", kind_name(*kind))
+    }
+}
+
+/// "rank 0 called all_reduce(sum) of float32 [4]; ranks 1, 2 called barrier".
+fn describe<'a>(calls: impl Iterator<Item = &'a Announced>) -> String {
+    let mut groups: Vec<(String, Vec<String>)> = Vec::new();
+    for (rank, call) in calls.enumerate() {
+        let text = call.describe();
+        match groups.iter_mut().find(|(known, _)| *known == text) {
+            Some((_, ranks)) => ranks.push(rank.to_string()),
+            None => groups.push((text, vec![rank.to_string()])),
+        }
+    }
+    let named = groups.iter().map(|(text, ranks)| {
+        format!("rank{} {} called {text}", if ranks.len() > 1 { "s" } else { "" }, ranks.join(", "))
+    });
+    named.collect::<Vec<_>>().join("; ")
+}

@@ -1,0 +1,87 @@
+//! The token that a failing rank trips, so that the others leave whatever they wait in.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, Thread};
+
+use crossbeam::channel::{Receiver, Sender, bounded};
+
+use crate::error::{Error, Result};
+
+const NOBODY: usize = usize::MAX;
+
+/// Tripped once, by the first rank that fails; seen by all.
+///
+/// A thread cannot be killed from outside, so every wait of this crate asks this token:
+/// a thread that parks is registered here and gets unparked, and a thread that waits on a
+/// channel selects on [`CancelToken::tripped`] as well.
+#[derive(Debug, Clone)]
+pub struct CancelToken(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    /// The rank that failed first, or `NOBODY`.
+    by: AtomicUsize,
+    /// Who parks: woken when the token trips.
+    threads: Mutex<Vec<Thread>>,
+    /// Nothing is ever sent; the channel closes when the token trips.
+    closes: Receiver<Infallible>,
+    keeps_open: Mutex<Option<Sender<Infallible>>>,
+}
+
+impl Default for CancelToken {
+    fn default() -> Self {
+        let (sender, closes) = bounded(0);
+        Self(Arc::new(Inner {
+            by: AtomicUsize::new(NOBODY),
+            threads: Mutex::new(Vec::new()),
+            closes,
+            keeps_open: Mutex::new(Some(sender)),
+        }))
+    }
+}
+
+impl CancelToken {
+    /// Trips the token in the name of rank `by`; only the first call counts.
+    pub fn cancel(&self, by: usize) {
+        let inner = &self.0;
+        if inner.by.compare_exchange(NOBODY, by, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            drop(inner.keeps_open.lock().unwrap_or_else(PoisonError::into_inner).take());
+            self.wake_all();
+        }
+    }
+
+    /// The rank that failed first, if one did.
+    pub fn cancelled_by(&self) -> Option<usize> {
+        match self.0.by.load(Ordering::SeqCst) {
+            NOBODY => None,
+            by => Some(by),
+        }
+    }
+
+    /// An error once the token is tripped.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] with the rank that failed first.
+    pub fn check(&self) -> Result<()> {
+        self.cancelled_by().map_or(Ok(()), |by| Err(Error::Cancelled { by }))
+    }
+
+    /// A channel on which nothing arrives and which closes when the token trips: for `select!`.
+    pub fn tripped(&self) -> &Receiver<Infallible> {
+        &self.0.closes
+    }
+
+    /// Registers the calling thread: it will be unparked when the token trips.
+    pub(crate) fn register(&self) {
+        self.0.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread::current());
+    }
+
+    /// Lets every registered thread look again at what it waits for.
+    pub(crate) fn wake_all(&self) {
+        for thread in self.0.threads.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+            thread.unpark();
+        }
+    }
+}

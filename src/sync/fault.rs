@@ -1,0 +1,160 @@
+//! Failures on demand, to see (and to test) what the others do when one rank fails.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+
+/// How a rank is made to fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultKind {
+    /// Its function returns an error.
+    Error,
+    /// It panics.
+    Panic,
+    /// It goes on for ever without doing anything, and does not notice that it should stop.
+    Stall,
+}
+
+/// Where in a run a rank is made to fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Before it gives or gets what the ranks need to meet.
+    Rendezvous,
+    /// Before it joins the process group.
+    Init,
+    /// On the way into the first broadcast, with which rank 0's model goes to all.
+    Broadcast,
+    /// At the start of a training step.
+    Step,
+    /// On the way into the first barrier, at the end of the run.
+    Barrier,
+}
+
+/// A planned failure, written `KIND:rank=R,at=STAGE[,step=N]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    /// How.
+    pub kind: FaultKind,
+    /// Who.
+    pub rank: usize,
+    /// Where.
+    pub at: Stage,
+    /// For [`Stage::Step`]: which step of the run, from 0.
+    pub step: u64,
+}
+
+const KINDS: [(&str, FaultKind); 3] =
+    [("error", FaultKind::Error), ("panic", FaultKind::Panic), ("stall", FaultKind::Stall)];
+
+const STAGES: [(&str, Stage); 5] = [
+    ("rendezvous", Stage::Rendezvous),
+    ("init", Stage::Init),
+    ("broadcast", Stage::Broadcast),
+    ("step", Stage::Step),
+    ("barrier", Stage::Barrier),
+];
+
+fn name_of<T: PartialEq>(table: &[(&'static str, T)], value: &T) -> &'static str {
+    table.iter().find(|(_, v)| v == value).map_or("?", |(name, _)| name)
+}
+
+fn named<T: Copy>(table: &[(&'static str, T)], what: &str, name: &str) -> Result<T> {
+    let known = || table.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+    table
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|&(_, value)| value)
+        .ok_or_else(|| Error::Input(format!("{what} {name:?} is not one of {}", known())))
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (kind, at) = (name_of(&KINDS, &self.kind), name_of(&STAGES, &self.at));
+        write!(f, "{kind}:rank={},at={at}", self.rank)?;
+        if self.at == Stage::Step { write!(f, ",step={}", self.step) } else { Ok(()) }
+    }
+}
+
+impl FromStr for Fault {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let form = || Error::Input("write KIND:rank=R,at=STAGE[,step=N]".into());
+        let number = |key: &str, value: &str| -> Result<u64> {
+            value.parse().map_err(|_| Error::Input(format!("{key}={value} is not a number from 0")))
+        };
+        let (kind, rest) = text.split_once(':').ok_or_else(form)?;
+        let kind = named(&KINDS, "KIND", kind)?;
+        let (mut rank, mut at, mut step) = (None, None, None);
+        for item in rest.split(',') {
+            match item.split_once('=').ok_or_else(form)? {
+                ("rank", value) if rank.is_none() => rank = Some(number("rank", value)?),
+                ("at", value) if at.is_none() => at = Some(named(&STAGES, "STAGE", value)?),
+                ("step", value) if step.is_none() => step = Some(number("step", value)?),
+                (key @ ("rank" | "at" | "step"), _) => {
+                    return Err(Error::Input(format!("{key} is given twice")));
+                }
+                (key, _) => {
+                    return Err(Error::Input(format!("unknown key {key:?}; keys: rank, at, step")));
+                }
+            }
+        }
+        let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
+        if step.is_some() && at != Stage::Step {
+            return Err(Error::Input("step goes with at=step only".into()));
+        }
+        Ok(Self { kind, rank: rank as usize, at, step: step.unwrap_or(0) })
+    }
+}
+
+impl Fault {
+    /// Fails as planned, if this is the place.
+    pub(crate) fn strike(&self, rank: usize, at: Stage, step: u64) -> Result<()> {
+        if (self.rank, self.at, self.step) != (rank, at, step) {
+            return Ok(());
+        }
+        match self.kind {
+            FaultKind::Error => Err(Error::Fault(self.to_string())),
+            FaultKind::Panic => panic!("injected by --fault {self}"),
+            FaultKind::Stall => loop {
+                std::thread::park();
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_reads_what_it_writes() {
+        for (_, kind) in KINDS {
+            for (_, at) in STAGES {
+                let step = if at == Stage::Step { 17 } else { 0 };
+                let fault = Fault { kind, rank: 3, at, step };
+                assert_eq!(fault.to_string().parse::<Fault>().unwrap(), fault);
+            }
+        }
+    }
+
+    #[test]
+    fn a_bad_fault_is_refused_with_a_reason() {
+        for (text, reason) in [
+            ("", "write KIND:"),
+            ("error", "write KIND:"),
+            ("error:", "write KIND:"),
+            ("error:rank=0", "write KIND:"),
+            ("explode:rank=0,at=step", "is not one of error, panic, stall"),
+            ("error:rank=0,at=lunch", "is not one of rendezvous, init"),
+            ("error:rank=-1,at=init", "rank=-1 is not a number from 0"),
+            ("error:rank=0,rank=1,at=init", "rank is given twice"),
+            ("error:rank=0,at=init,step=1", "step goes with at=step only"),
+            ("error:rank=0,at=init,when=now", "unknown key \"when\""),
+        ] {
+            let error = text.parse::<Fault>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{text:?} gave {error:?}");
+        }
+    }
+}

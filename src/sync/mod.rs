@@ -1,0 +1,13 @@
+//! What the ranks of one run share, and how they wait for each other.
+//!
+//! **Invariant:** every wait here ends: done, cancelled, or past its deadline.
+
+mod barrier;
+mod cancel;
+mod fault;
+mod run;
+
+pub use barrier::Barrier;
+pub use cancel::CancelToken;
+pub use fault::{Fault, FaultKind, Stage};
+pub use run::{Activity, At, Operation, Run};

@@ -1,0 +1,15 @@
+//! libtorch beyond `tch`: the C++ shim, its safe face, and what must happen once per process.
+//!
+//! The only place beside the NCCL and shared-memory backends where `unsafe` is allowed.
+
+pub mod cuda;
+mod process;
+mod rng;
+mod shared;
+mod shim;
+
+pub use process::{exit, library_folder, version};
+pub use rng::fork_rng;
+pub use shared::SharedTensor;
+
+pub(crate) use shim::{add_scaled, set_grad, set_multithreading_enabled};

@@ -1,0 +1,145 @@
+// What libtorch offers in C++ and tch 0.24 does not: behind a C ABI, one function a line of torch/shim.rs.
+//
+// Rules of this file: no CUDA header and no symbol of libtorch_cuda (the binary links libtorch_cpu and
+// libc10 only; CUDA is reached through c10's registry once libtorch_cuda has been loaded), and no C++
+// exception leaves: every function that can fail returns null for success, or a message to be freed
+// with ddp_free_message.
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Generator.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/version.h>
+
+namespace {
+
+constexpr auto kCUDA = c10::DeviceType::CUDA;
+
+template <typename F>
+char* guarded(F&& f) noexcept {
+  try {
+    f();
+    return nullptr;
+  } catch (const c10::Error& e) {
+    return strdup(e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    return strdup(e.what());
+  } catch (...) {
+    return strdup("unknown C++ exception");
+  }
+}
+
+c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(kCUDA); }
+
+c10::Device cuda_device(int index) {
+  return c10::Device(kCUDA, static_cast<c10::DeviceIndex>(index));
+}
+
+}  // namespace
+
+extern "C" {
+
+void ddp_free_message(char* message) { free(message); }
+
+const char* ddp_torch_version() { return TORCH_VERSION; }
+
+// The file that libtorch_cpu was loaded from, or null.
+const char* ddp_library_file() {
+  Dl_info info;
+  auto* inside = reinterpret_cast<void*>(&at::get_num_threads);
+  return dladdr(inside, &info) == 0 ? nullptr : info.dli_fname;
+}
+
+// Backward then runs on the calling thread for every device: its errors, and later its hooks, stay
+// with the rank they belong to. Thread local, as torch.autograd.set_multithreading_enabled.
+void ddp_set_multithreading_enabled(bool enabled) {
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled);
+}
+
+// parameter.grad = grad, without a copy.
+char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
+  return guarded([&] { parameter->mutable_grad() = *grad; });
+}
+
+// destination += alpha * source in one pass, outside autograd: what torch.optim.SGD calls.
+char* ddp_add_scaled(at::Tensor* destination, at::Tensor* source, double alpha) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    destination->add_(source->detach(), alpha);
+  });
+}
+
+// --- the process's CPU generator -------------------------------------------------------------
+
+char* ddp_cpu_rng_get_state(at::Tensor** state) {
+  return guarded([&] {
+    auto generator = at::globalContext().defaultGenerator(at::kCPU);
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    *state = new at::Tensor(generator.get_state());
+  });
+}
+
+char* ddp_cpu_rng_set_state(at::Tensor* state) {
+  return guarded([&] {
+    auto generator = at::globalContext().defaultGenerator(at::kCPU);
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(*state);
+  });
+}
+
+char* ddp_cpu_rng_seed(uint64_t seed) {
+  return guarded([&] {
+    auto generator = at::globalContext().defaultGenerator(at::kCPU);
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_current_seed(seed);
+  });
+}
+
+// --- CUDA, once libtorch_cuda is loaded --------------------------------------------------------
+
+// -1 while libtorch_cuda is not loaded.
+int ddp_cuda_device_count() {
+  auto* impl = c10::impl::device_guard_impl_registry[static_cast<size_t>(kCUDA)].load();
+  return impl == nullptr ? -1 : static_cast<int>(impl->deviceCount());
+}
+
+// As torch.cuda.set_device: for the calling thread.
+char* ddp_cuda_set_device(int index) {
+  return guarded([&] { cuda().setDevice(cuda_device(index)); });
+}
+
+// The cudaStream_t that this thread's operations on the device go to.
+char* ddp_cuda_current_stream(int index, void** stream) {
+  return guarded([&] { *stream = cuda().getStream(cuda_device(index)).native_handle(); });
+}
+
+char* ddp_cuda_event_new(c10::Event** event) {
+  return guarded([&] { *event = new c10::Event(kCUDA); });
+}
+
+void ddp_cuda_event_free(c10::Event* event) { delete event; }
+
+// Marks this point of the device's current stream.
+char* ddp_cuda_event_record(c10::Event* event, int index) {
+  return guarded([&] { event->record(cuda().getStream(cuda_device(index))); });
+}
+
+// Whether the device has passed the mark; does not wait.
+char* ddp_cuda_event_query(c10::Event* event, bool* done) {
+  return guarded([&] { *done = event->query(); });
+}
+
+}  // extern "C"

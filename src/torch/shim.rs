@@ -1,0 +1,153 @@
+//! The Rust face of `shim.cpp`.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+use crate::error::{Error, Result, first_line};
+
+/// `c10::Event`, only ever behind a pointer.
+#[repr(C)]
+pub(super) struct Event {
+    _opaque: [u8; 0],
+}
+
+unsafe extern "C" {
+    fn ddp_free_message(message: *mut c_char);
+    fn ddp_torch_version() -> *const c_char;
+    fn ddp_library_file() -> *const c_char;
+    fn ddp_set_multithreading_enabled(enabled: bool);
+    fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
+    fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
+    fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
+    fn ddp_cpu_rng_set_state(state: *mut C_tensor) -> *mut c_char;
+    fn ddp_cpu_rng_seed(seed: u64) -> *mut c_char;
+    fn ddp_cuda_device_count() -> c_int;
+    fn ddp_cuda_set_device(index: c_int) -> *mut c_char;
+    fn ddp_cuda_current_stream(index: c_int, stream: *mut *mut c_void) -> *mut c_char;
+    fn ddp_cuda_event_new(event: *mut *mut Event) -> *mut c_char;
+    fn ddp_cuda_event_free(event: *mut Event);
+    fn ddp_cuda_event_record(event: *mut Event, index: c_int) -> *mut c_char;
+    fn ddp_cuda_event_query(event: *mut Event, done: *mut bool) -> *mut c_char;
+}
+
+/// Takes over the message that a shim function returned.
+fn check(doing: &'static str, message: *mut c_char) -> Result<()> {
+    if message.is_null() {
+        return Ok(());
+    }
+    // SAFETY: a non-null result of a shim function is a NUL-terminated string that is now ours; it is
+    // copied before it is freed, once, by the function made for that.
+    let reason = unsafe {
+        let text = CStr::from_ptr(message).to_string_lossy().into_owned();
+        ddp_free_message(message);
+        text
+    };
+    Err(Error::Torch { doing, reason: first_line(&reason) })
+}
+
+/// The C++ tensor behind `tensor`. The shim changes what the handle refers to, never the handle, so a
+/// shared reference is enough, as for tch's own in-place operations on shallow clones.
+fn raw(tensor: &Tensor) -> *mut C_tensor {
+    tensor.as_ptr().cast_mut()
+}
+
+pub(super) fn torch_version() -> String {
+    // SAFETY: returns a pointer to a string literal.
+    unsafe { CStr::from_ptr(ddp_torch_version()) }.to_string_lossy().into_owned()
+}
+
+pub(super) fn library_file() -> Option<String> {
+    // SAFETY: null, or a string that belongs to the loader and lives as long as the library.
+    unsafe {
+        let file = ddp_library_file();
+        (!file.is_null()).then(|| CStr::from_ptr(file).to_string_lossy().into_owned())
+    }
+}
+
+/// As `torch.autograd.set_multithreading_enabled`: with `false`, backward runs on the calling thread
+/// for every device. For the calling thread only.
+pub(crate) fn set_multithreading_enabled(enabled: bool) {
+    // SAFETY: sets a thread-local flag.
+    unsafe { ddp_set_multithreading_enabled(enabled) }
+}
+
+/// `parameter.grad = grad`, without a copy: backward then adds into `grad` in place.
+pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
+    // SAFETY: both point to live tensors.
+    check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
+}
+
+/// `to += alpha * from` in one pass and outside autograd, as `torch.optim.SGD` steps a parameter.
+pub(crate) fn add_scaled(to: &Tensor, from: &Tensor, alpha: f64) -> Result<()> {
+    // SAFETY: both point to live tensors.
+    check("add_", unsafe { ddp_add_scaled(raw(to), raw(from), alpha) })
+}
+
+pub(super) fn cpu_rng_state() -> Result<Tensor> {
+    let mut state = std::ptr::null_mut();
+    // SAFETY: on success `state` is a new C++ tensor, which `from_ptr` takes over and frees.
+    unsafe {
+        check("the CPU generator", ddp_cpu_rng_get_state(&mut state))?;
+        Ok(Tensor::from_ptr(state))
+    }
+}
+
+pub(super) fn set_cpu_rng_state(state: &Tensor) -> Result<()> {
+    // SAFETY: points to a live tensor; libtorch checks that it holds a state.
+    check("the CPU generator", unsafe { ddp_cpu_rng_set_state(raw(state)) })
+}
+
+pub(super) fn seed_cpu_rng(seed: u64) -> Result<()> {
+    // SAFETY: takes a plain number.
+    check("the CPU generator", unsafe { ddp_cpu_rng_seed(seed) })
+}
+
+/// How many CUDA devices libtorch sees; `None` while libtorch_cuda is not loaded.
+pub(super) fn cuda_device_count() -> Option<usize> {
+    // SAFETY: reads c10's registry.
+    usize::try_from(unsafe { ddp_cuda_device_count() }).ok()
+}
+
+pub(super) fn cuda_set_device(index: usize) -> Result<()> {
+    // SAFETY: takes a plain number; libtorch checks it.
+    check("set_device", unsafe { ddp_cuda_set_device(index as c_int) })
+}
+
+pub(super) fn cuda_current_stream(index: usize) -> Result<*mut c_void> {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: writes one pointer to a valid place.
+    check("current_stream", unsafe { ddp_cuda_current_stream(index as c_int, &mut stream) })?;
+    Ok(stream)
+}
+
+pub(super) fn cuda_event_new() -> Result<*mut Event> {
+    let mut event = std::ptr::null_mut();
+    // SAFETY: writes one pointer to a valid place.
+    check("creating a CUDA event", unsafe { ddp_cuda_event_new(&mut event) })?;
+    Ok(event)
+}
+
+/// # Safety
+/// `event` comes from [`cuda_event_new`] and is not used afterwards.
+pub(super) unsafe fn cuda_event_free(event: *mut Event) {
+    // SAFETY: as the caller promises.
+    unsafe { ddp_cuda_event_free(event) }
+}
+
+/// # Safety
+/// `event` comes from [`cuda_event_new`] and has not been freed.
+pub(super) unsafe fn cuda_event_record(event: *mut Event, index: usize) -> Result<()> {
+    // SAFETY: as the caller promises.
+    check("recording a CUDA event", unsafe { ddp_cuda_event_record(event, index as c_int) })
+}
+
+/// # Safety
+/// `event` comes from [`cuda_event_new`] and has not been freed.
+pub(super) unsafe fn cuda_event_query(event: *mut Event) -> Result<bool> {
+    let mut done = false;
+    // SAFETY: as the caller promises; `done` is a valid place.
+    check("querying a CUDA event", unsafe { ddp_cuda_event_query(event, &mut done) })?;
+    Ok(done)
+}

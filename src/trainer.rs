@@ -1,0 +1,196 @@
+//! The training loop: `train`, `run_epoch`, `run_batch`.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use tch::nn::Module;
+use tch::{Device, Kind, Reduction, Tensor};
+
+use crate::data::{Batch, DataLoader};
+use crate::ddp::DistributedDataParallel;
+use crate::error::{Error, Result};
+use crate::observe::Epoch;
+use crate::optim::Sgd;
+use crate::process_group::{ProcessGroup, ReduceOp, rank_label};
+use crate::torch::add_scaled;
+
+/// What is to become small: `--loss`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Loss {
+    /// The mean squared error.
+    Mse,
+    /// The cross-entropy of logits against class numbers.
+    CrossEntropy,
+}
+
+impl Loss {
+    /// The mean loss over the samples of a batch: a tensor without dimensions.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when the shapes don't fit.
+    pub fn of(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        match self {
+            Loss::Mse => output.f_mse_loss(targets, Reduction::Mean),
+            Loss::CrossEntropy => {
+                output.f_cross_entropy_loss(targets, None::<&Tensor>, Reduction::Mean, -100, 0.0)
+            }
+        }
+        .map_err(Error::torch("the loss"))
+    }
+}
+
+/// What a whole training run came to; the same on every rank, but for the time.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Summary {
+    /// How many steps each rank made.
+    pub steps: u64,
+    /// The mean loss of the first epoch, over the samples of all ranks.
+    pub first_loss: f64,
+    /// The mean loss of the last epoch.
+    pub last_loss: f64,
+    /// How long the steps took on this rank.
+    pub elapsed: Duration,
+}
+
+/// Trains a model on one rank, in step with all others.
+#[derive(Debug)]
+pub struct Trainer<M> {
+    ddp: DistributedDataParallel<M>,
+    optimizer: Sgd,
+    loader: DataLoader,
+    loss: Loss,
+    batch_size: usize,
+    loss_sum: LossSum,
+    step: u64,
+}
+
+impl<M: Module> Trainer<M> {
+    /// A trainer for `ddp`'s model on the batches of `loader`.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when the device has no room.
+    pub fn new(
+        ddp: DistributedDataParallel<M>,
+        optimizer: Sgd,
+        (loader, batch_size): (DataLoader, usize),
+        loss: Loss,
+    ) -> Result<Self> {
+        let loss_sum = LossSum::new(ddp.group().device())?;
+        Ok(Self { ddp, optimizer, loader, loss, batch_size, loss_sum, step: 0 })
+    }
+
+    /// The model, as it is now.
+    pub fn ddp(&self) -> &DistributedDataParallel<M> {
+        &self.ddp
+    }
+
+    /// Trains for `max_epochs` epochs, at least one, and hands each epoch's report to `report`. A
+    /// collective.
+    ///
+    /// # Errors
+    /// The first thing that fails, on whichever rank.
+    pub fn train(
+        &mut self,
+        max_epochs: u64,
+        mut report: impl FnMut(Epoch) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Summary> {
+        if self.ddp.group().backend() == "nccl" {
+            self.warm_up()?;
+        }
+        let began = Instant::now();
+        let mut losses = None;
+        for epoch in 0..max_epochs.max(1) {
+            let done = self.run_epoch(epoch)?;
+            let (first, _) = losses.unwrap_or((done.loss, done.loss));
+            losses = Some((first, done.loss));
+            report(done)?;
+        }
+        let (first_loss, last_loss) = losses.unwrap_or_default();
+        Ok(Summary { steps: self.step, first_loss, last_loss, elapsed: began.elapsed() })
+    }
+
+    /// One pass over this rank's share of the data.
+    fn run_epoch(&mut self, epoch: u64) -> Result<Epoch> {
+        let began = Instant::now();
+        let (mut steps, mut samples) = (0, 0);
+        for batch in self.loader.epoch(epoch)? {
+            let batch = batch?;
+            self.ddp.group().enter_step(self.step)?;
+            self.run_batch(&batch)?;
+            (self.step, steps, samples) = (self.step + 1, steps + 1, samples + batch.len());
+        }
+        let group = self.ddp.group();
+        let loss = self.loss_sum.take_mean(samples, group)?;
+        Ok(Epoch {
+            rank: group.rank(),
+            local_rank: group.local_rank(),
+            device: rank_label(group.device(), group.local_rank()),
+            epoch,
+            batch_size: self.batch_size,
+            steps,
+            loss,
+            samples_per_second: samples as f64 / began.elapsed().as_secs_f64(),
+        })
+    }
+
+    /// One step: forward, backward, average the gradients over the ranks, step the parameters.
+    fn run_batch(&mut self, batch: &Batch) -> Result<()> {
+        self.ddp.zero_grad()?;
+        let output = self.ddp.forward(&batch.inputs);
+        let loss = self.loss.of(&output, &batch.targets)?;
+        self.ddp.backward(&loss)?;
+        self.optimizer.step()?;
+        self.loss_sum.add(&loss, batch.len())
+    }
+
+    /// Runs every kernel once before the first all-reduce.
+    ///
+    /// The first launch of a kernel loads it, and waits for the GPU to become idle: with a collective of
+    /// another rank's on it, that would be for ever. Changes no parameter.
+    fn warm_up(&mut self) -> Result<()> {
+        if let Some(batch) = self.loader.epoch(0)?.next() {
+            let batch = batch?;
+            let output = self.ddp.forward(&batch.inputs);
+            let loss = self.loss.of(&output, &batch.targets)?;
+            loss.f_backward().map_err(Error::torch("backward"))?;
+            self.ddp.zero_grad()?;
+            self.optimizer.step()?; // with gradients of zero
+            self.loss_sum.add(&loss, 0)?;
+        }
+        let group = self.ddp.group();
+        group.synchronize()?;
+        group.barrier()
+    }
+}
+
+/// The sum of the losses of an epoch's samples, kept on the device: reading it there at every step would
+/// make the host wait for the GPU.
+#[derive(Debug)]
+struct LossSum(Tensor);
+
+impl LossSum {
+    fn new(device: Device) -> Result<Self> {
+        let sum = Tensor::f_zeros([1], (Kind::Double, device));
+        sum.map(Self).map_err(Error::torch("allocating the loss"))
+    }
+
+    /// Adds the mean loss of `samples` samples.
+    fn add(&mut self, mean: &Tensor, samples: usize) -> Result<()> {
+        add_scaled(&self.0, mean, samples as f64)
+    }
+
+    /// The mean over the `samples` of this rank and those of all others; starts over.
+    fn take_mean(&mut self, samples: usize, group: &ProcessGroup) -> Result<f64> {
+        let torch = || Error::torch("the mean loss");
+        let count = Tensor::f_from_slice(&[samples as f64])
+            .and_then(|count| count.f_to_device(self.0.device()))
+            .map_err(torch())?;
+        let mut totals = Tensor::f_cat(&[&self.0, &count], 0).map_err(torch())?;
+        group.all_reduce(&mut totals, ReduceOp::Sum)?;
+        group.synchronize()?;
+        let _ = self.0.f_zero_().map_err(torch())?;
+        let value = |i| totals.f_double_value(&[i]).map_err(torch());
+        Ok(value(0)? / value(1)?)
+    }
+}

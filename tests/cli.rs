@@ -1,0 +1,153 @@
+//! The program as a user meets it.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+
+use crate::harness::{program, repository, run};
+
+/// What is printed for help and for mistakes: tests/cmd/*.trycmd.
+#[test]
+fn snapshots() {
+    let cases = trycmd::TestCases::new();
+    cases.env("CUDA_VISIBLE_DEVICES", "").env("RUST_BACKTRACE", "0");
+    cases.case("tests/cmd/*.trycmd");
+}
+
+/// What depends on the machine and the moment is left out of a line of the README.
+fn lasting(line: &str) -> String {
+    let kept = match line {
+        _ if line.starts_with("ddp-mp: loss ") => "ddp-mp: loss ",
+        _ if line.contains("on the CPU, ") => line.split_once("on the CPU, ").unwrap().0,
+        _ => line,
+    };
+    // Either of the ranks that wait may be the first to say so.
+    kept.replace("rank 1 waited", "rank 0 waited")
+}
+
+/// Every command in the README that shows its output.
+#[test]
+fn the_readme_s_commands_do_what_it_says() {
+    let readme = fs::read_to_string(repository("README.md")).unwrap();
+    let mut count = 0;
+    for block in readme.split("```console\n").skip(1) {
+        let block = block.split("```").next().unwrap();
+        for case in block.split("$ ddp-mp").skip(1) {
+            let mut lines = case.lines().filter(|line| !line.is_empty()).peekable();
+            let args: Vec<&str> = lines.next().unwrap().split_whitespace().collect();
+            let code = lines.next_if(|line| line.starts_with("? "));
+            let (code_now, stdout, stderr) = run(&args);
+            assert_eq!(code_now.unwrap(), code.map_or(0, |code| code[2..].parse().unwrap()));
+            let (errors, results): (Vec<&str>, Vec<&str>) =
+                lines.partition(|line| line.starts_with("ddp-mp: ") || line.starts_with("  "));
+            assert_eq!(stdout.lines().collect::<Vec<_>>(), results, "{args:?}");
+            let said = |lines: &[&str]| lines.iter().map(|line| lasting(line)).collect::<Vec<_>>();
+            assert_eq!(said(&stderr.lines().collect::<Vec<_>>()), said(&errors), "{args:?}");
+            count += 1;
+        }
+    }
+    assert_eq!(count, 4, "commands with output in the README");
+}
+
+#[test]
+fn the_examples_of_configs_run() {
+    let mut count = 0;
+    for entry in fs::read_dir(repository("configs")).unwrap() {
+        let file = entry.unwrap().path();
+        let text = fs::read_to_string(&file).unwrap();
+        assert!(text.starts_with("# "), "{} does not say what it shows", file.display());
+        let (code, _, stderr) = run(&["--config", file.to_str().unwrap()]);
+        assert_eq!(code, Some(0), "{}: {stderr}", file.display());
+        count += 1;
+    }
+    assert!(count >= 3);
+}
+
+#[test]
+fn steps_are_what_the_sampler_gives() {
+    for (samples, world, batch) in
+        [(4096usize, 4usize, 32usize), (100, 3, 7), (5, 5, 2), (33, 2, 50)]
+    {
+        let args = [
+            format!("--num-samples={samples}"),
+            format!("--nproc-per-node={world}"),
+            format!("--batch-size={batch}"),
+        ];
+        let (code, stdout, stderr) = run(&args.each_ref().map(String::as_str));
+        assert_eq!(code, Some(0), "{stderr}");
+        let steps = samples.div_ceil(world).div_ceil(batch);
+        let lines: Vec<String> = (0..world)
+            .map(|rank| format!("CPU:{rank} | Epoch: 0 | Batchsize: {batch} | Steps: {steps}"))
+            .collect();
+        assert_eq!(stdout, format!("GPU_Count: 0\n{}\n", lines.join("\n")));
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_early_is_no_failure() {
+    // Far more than fits into a pipe.
+    let mut child = program(&["sampler", "--len=200000", "--world-size=1"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
+    assert!(first.trim().parse::<usize>().is_ok());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+}
+
+#[test]
+fn the_sampler_prints_an_object_for_each_rank() {
+    let args = "sampler --len=10 --world-size=4 --no-shuffle --epoch=2 --log-format=json";
+    let (code, stdout, _) = run(&args.split(' ').collect::<Vec<_>>());
+    assert_eq!(code, Some(0));
+    let expected = "{\"rank\":0,\"epoch\":2,\"indices\":[0,4,8]}\n\
+                    {\"rank\":1,\"epoch\":2,\"indices\":[1,5,9]}\n\
+                    {\"rank\":2,\"epoch\":2,\"indices\":[2,6,0]}\n\
+                    {\"rank\":3,\"epoch\":2,\"indices\":[3,7,1]}\n";
+    assert_eq!(stdout, expected);
+}
+
+#[test]
+fn the_events_have_the_fields_of_the_contract_in_their_order() {
+    let args = "--nproc-per-node=2 --max-epochs=1 --log-format=json";
+    let (code, stdout, _) = run(&args.split(' ').collect::<Vec<_>>());
+    assert_eq!(code, Some(0));
+    let fields = |line: &str| {
+        // serde_json's map would sort them.
+        let keys = line
+            .split('"')
+            .skip(1)
+            .step_by(2)
+            .filter(|word| line.contains(&format!("\"{word}\":")));
+        keys.map(String::from).collect::<Vec<_>>().join(" ")
+    };
+    let lines: Vec<&str> = stdout.lines().collect();
+    assert_eq!(lines.len(), 4);
+    assert!(lines[0].starts_with(
+        "{\"event\":\"start\",\"world_size\":2,\"nnodes\":1,\"backend\":\"threaded\",\
+         \"device\":\"CPU\",\"model\":\"linear\",\"parameters\":21}"
+    ));
+    for (rank, line) in lines[1..3].iter().enumerate() {
+        let start = format!(
+            "{{\"event\":\"epoch\",\"rank\":{rank},\"local_rank\":{rank},\"device\":\"CPU:{rank}\",\
+             \"epoch\":0,\"batch_size\":32,\"steps\":64,\"loss\":0."
+        );
+        assert!(line.starts_with(&start), "{line}");
+        assert!(line.contains("\"samples_per_second\":"), "{line}");
+    }
+    assert_eq!(fields(lines[3]), "event seconds steps loss us_per_step parameters_hash");
+}
+
+#[test]
+fn env_as_json_is_one_object() {
+    let (code, stdout, _) = run(&["env", "--log-format=json", "--nproc-per-node=3"]);
+    assert_eq!(code, Some(0));
+    let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(report["plan"]["world_size"], 3);
+    assert_eq!(report["plan"]["backend"], "threaded");
+    assert_eq!(report["libtorch"], "2.11.0");
+    assert!(report["libtorch_folder"].as_str().unwrap().starts_with('/'));
+}

@@ -1,0 +1,71 @@
+//! What the tests share: running ranks and collecting what they found, running the program.
+
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ddp_mp::{Backend, ProcessGroup, Rank, Spawn, SpawnError};
+use wait_timeout::ChildExt;
+
+/// Long enough for a machine under load, short enough to end a hang.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Runs `f` on `world_size` ranks in a group, and returns what each rank returned, in their order.
+pub(crate) fn try_ranks<T: Send + 'static>(
+    world_size: usize,
+    f: impl Fn(&Rank, Rc<ProcessGroup>) -> anyhow::Result<T> + Send + Sync + 'static,
+) -> Result<Vec<T>, Box<SpawnError>> {
+    let results: Vec<Option<T>> = (0..world_size).map(|_| None).collect();
+    let results = Arc::new(Mutex::new(results));
+    let filled = results.clone();
+    Spawn::new(world_size).threads_per_rank(1).timeout(TIMEOUT).run(move |rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        let result = f(rank, group)?;
+        filled.lock().unwrap()[rank.rank()] = Some(result);
+        Ok(())
+    })?;
+    let mut results = results.lock().unwrap();
+    Ok(results.iter_mut().map(|result| result.take().expect("every rank has ended")).collect())
+}
+
+/// As [`try_ranks`], for ranks that must not fail.
+pub(crate) fn ranks<T: Send + 'static>(
+    world_size: usize,
+    f: impl Fn(&Rank, Rc<ProcessGroup>) -> anyhow::Result<T> + Send + Sync + 'static,
+) -> Vec<T> {
+    try_ranks(world_size, f).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The program, seeing no GPU, with nothing of the tests' environment that it would react to.
+pub(crate) fn program(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ddp-mp"));
+    command.args(args).env("CUDA_VISIBLE_DEVICES", "").env_remove("RUST_BACKTRACE");
+    command.stdin(Stdio::null());
+    command
+}
+
+/// Runs the program to its end; panics if it takes longer than `deadline`.
+pub(crate) fn run_within(deadline: Duration, args: &[&str]) -> Output {
+    let mut child =
+        program(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    // The outputs of these tests fit into a pipe, so that nobody needs to read while it runs.
+    if child.wait_timeout(deadline).expect("it can be waited for").is_none() {
+        child.kill().expect("it can be killed");
+        panic!("{args:?} ran longer than {deadline:?}");
+    }
+    child.wait_with_output().expect("it has ended")
+}
+
+/// Runs the program, and returns its exit code, stdout and stderr.
+pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
+    let output = run_within(TIMEOUT, args);
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// A file of the repository.
+pub(crate) fn repository(path: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(path)
+}

@@ -1,0 +1,234 @@
+//! What `spawn` promises, seen from a program that uses the library.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use ddp_mp::{Backend, Error, ReduceOp, Spawn, spawn};
+use tch::{Device, Kind, Tensor};
+
+use crate::harness::TIMEOUT;
+
+#[test]
+fn every_rank_runs_once_on_a_thread_of_its_own_name() {
+    let sum = Arc::new(AtomicUsize::new(0));
+    let captured = sum.clone();
+    spawn(5, move |rank| {
+        assert_eq!((rank.world_size(), rank.local_rank()), (5, rank.rank()));
+        assert_eq!(rank.device(), Device::Cpu);
+        let name = format!("rank{}", rank.rank());
+        assert_eq!(std::thread::current().name(), Some(name.as_str()));
+        captured.fetch_add(10usize.pow(rank.rank() as u32), Ordering::SeqCst);
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(sum.load(Ordering::SeqCst), 11_111);
+    assert_eq!(Arc::strong_count(&sum), 1, "the function and all threads are gone");
+}
+
+#[test]
+fn no_ranks_are_no_work() {
+    spawn(0, |_| panic!("there is no rank")).unwrap();
+}
+
+#[test]
+fn a_rank_has_a_deep_stack_and_its_share_of_the_cores() {
+    fn deep(level: usize) -> usize {
+        let room = std::hint::black_box([level as u8; 1 << 20]);
+        if level == 0 { usize::from(room[7]) } else { 1 + deep(level - 1) }
+    }
+    Spawn::new(2)
+        .threads_per_rank(3)
+        .run(|_| {
+            assert_eq!(deep(40), 40, "40 MiB of stack");
+            assert_eq!(tch::get_num_threads(), 3);
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn the_first_failure_is_reported_and_its_echoes_are_not() {
+    let alive = Arc::new(());
+    let captured = alive.clone();
+    let error = Spawn::new(4)
+        .timeout(TIMEOUT)
+        .run(move |rank| {
+            let _alive = &captured;
+            let group = rank.init_process_group(Backend::Threaded)?;
+            group.barrier()?;
+            anyhow::ensure!(rank.rank() != 2, "out of luck");
+            let result = group.barrier();
+            assert!(matches!(result, Err(Error::Cancelled { by: 2 })), "{result:?}");
+            Ok(result?)
+        })
+        .unwrap_err();
+    assert_eq!((error.failure.rank, error.failure.device.as_str()), (2, "CPU:2"));
+    assert_eq!(error.to_string(), "rank 2 (CPU:2) failed at its start: out of luck");
+    assert!(error.also_failed.is_empty() && error.stuck.is_empty());
+    assert_eq!(Arc::strong_count(&alive), 1, "no thread is left");
+}
+
+#[test]
+fn an_echo_is_one_also_with_context() {
+    use anyhow::Context;
+    let error = spawn(2, |rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        if rank.rank() == 0 {
+            anyhow::bail!("the cause");
+        }
+        group.barrier().context("while waiting").context("in the evening")
+    })
+    .unwrap_err();
+    assert_eq!(error.failure.error, "the cause");
+    assert!(error.also_failed.is_empty(), "{error}");
+}
+
+#[test]
+fn a_panic_is_a_failure() {
+    let error = spawn(3, |rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        if rank.rank() == 1 {
+            let two = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
+            let _ = two.matmul(&two); // tch panics where libtorch refuses
+        }
+        Ok(group.barrier()?)
+    })
+    .unwrap_err();
+    assert_eq!(error.failure.rank, 1);
+    let message = &error.failure.error;
+    assert!(
+        message.contains("mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
+        "{message}"
+    );
+    assert!(!message.contains('\n') && !message.contains("frame #"), "{message}");
+}
+
+#[test]
+fn a_rank_that_ends_early_is_not_waited_for() {
+    // Before the rendezvous, before a collective, and as the host of the rendezvous.
+    for (leaver, after_init) in [(1, false), (1, true), (0, false), (0, true)] {
+        let error = Spawn::new(3)
+            .timeout(TIMEOUT)
+            .run(move |rank| {
+                if rank.rank() == leaver && !after_init {
+                    return Ok(());
+                }
+                let group = rank.init_process_group(Backend::Threaded)?;
+                if rank.rank() == leaver {
+                    return Ok(());
+                }
+                Ok(group.barrier()?)
+            })
+            .unwrap_err();
+        assert_eq!(error.failure.rank, leaver);
+        let message = error.to_string();
+        assert!(
+            message.contains(&format!("rank {leaver} (CPU:{leaver}) ended too early")),
+            "{message}"
+        );
+        assert!(message.contains("every rank must make the same collective calls"), "{message}");
+    }
+}
+
+#[test]
+fn a_late_rank_is_named_with_what_it_was_last_seen_doing() {
+    let (wake, sleep) = crossbeam::channel::bounded::<()>(0);
+    let error = Spawn::new(3)
+        .timeout(Duration::from_millis(100))
+        .grace_period(TIMEOUT)
+        .run(move |rank| {
+            let group = rank.init_process_group(Backend::Threaded)?;
+            group.enter_step(7)?;
+            if rank.rank() == 2 {
+                // Until the others have given up.
+                let _ = sleep.recv();
+            } else {
+                let result = group.all_reduce(&mut Tensor::from(1f32), ReduceOp::Sum);
+                let _ = wake.try_send(());
+                return Ok(result?);
+            }
+            Ok(group.barrier()?)
+        })
+        .unwrap_err();
+    let message = error.to_string();
+    assert!(message.starts_with("rank 2 (CPU:2) failed in step #7: rank "), "{message}");
+    assert!(
+        message.contains("waited 100ms in all_reduce #0 for rank 2 (last seen: step #7)"),
+        "{message}"
+    );
+    assert!(error.stuck.is_empty(), "it came back: {message}");
+}
+
+#[test]
+fn a_rank_that_does_not_come_back_is_named() {
+    let (release, stuck) = crossbeam::channel::bounded::<()>(0);
+    let error = Spawn::new(2)
+        .grace_period(Duration::from_millis(100))
+        .run(move |rank| {
+            let group = rank.init_process_group(Backend::Threaded)?;
+            if rank.rank() == 0 {
+                anyhow::bail!("the cause");
+            }
+            group.enter_step(3)?;
+            let _ = stuck.recv(); // not one of our waits: nothing can wake it but the test
+            Ok(())
+        })
+        .unwrap_err();
+    drop(release);
+    assert_eq!(error.failure.error, "the cause");
+    assert_eq!(error.stuck.len(), 1);
+    let message = error.to_string();
+    assert!(
+        message.ends_with("rank 1 (CPU:1) did not come back within 100ms; last seen: step #3"),
+        "{message}"
+    );
+}
+
+#[test]
+fn two_failures_are_both_told_the_first_one_first() {
+    let (first, second) = crossbeam::channel::bounded::<()>(0);
+    let error = spawn(2, move |rank| {
+        if rank.rank() == 1 {
+            drop(first.clone());
+            anyhow::bail!("the first");
+        }
+        let group = rank.init_process_group(Backend::Threaded)?;
+        // Cancelled by rank 1, and then it fails for a reason of its own.
+        let echo = group.barrier().or(Err(()));
+        let _ = (&second, echo);
+        anyhow::bail!("the second");
+    });
+    let error = error.unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("the first"), "{message}");
+}
+
+#[test]
+fn a_group_can_be_had_once() {
+    spawn(2, |rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        let error = rank.init_process_group(Backend::Threaded).unwrap_err().to_string();
+        assert!(error.contains("called twice"), "{error}");
+        assert_eq!((group.rank(), group.world_size()), (rank.rank(), 2));
+        assert_eq!(group.backend(), "threaded");
+        drop(Rc::clone(&group));
+        Ok(group.barrier()?)
+    })
+    .unwrap();
+}
+
+#[test]
+fn nccl_without_a_gpu_is_an_error_on_a_machine_with_and_without_nccl() {
+    let error = spawn(2, |rank| {
+        rank.init_process_group(Backend::Nccl)?;
+        Ok(())
+    })
+    .unwrap_err();
+    let message = error.failure.error;
+    assert!(
+        message.contains("libnccl was not found") || message.contains("needs a GPU for each rank"),
+        "{message}"
+    );
+}

@@ -1,0 +1,13 @@
+//! All integration tests, in one binary: linking libtorch is slow.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout)] // the helpers of tests are tests too
+
+mod harness;
+
+mod cli; // the program as a user meets it: help, mistakes, the README's commands
+mod collectives; // every operation, kind, world size and awkward length; mismatches
+mod ddp; // N ranks against one, replicas bit-identical, models that differ
+mod failures; // every kind of failure at every stage on every rank
+mod parity; // against values recorded from PyTorch
+mod ranks; // what spawn promises
+mod tidy; // the rules of the source that a compiler does not check
