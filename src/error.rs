@@ -96,12 +96,12 @@ pub enum Error {
 }
 
 /// A rank that others wait for.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub struct LateRank {
     /// Its rank.
     pub rank: usize,
-    /// What it was last seen doing, such as "step #3".
-    pub last_seen: String,
+    /// What it was last seen doing.
+    pub last_seen: At,
 }
 
 fn list_late(late: &[LateRank]) -> String {

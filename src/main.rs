@@ -2,7 +2,6 @@
 
 mod cli;
 
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use ddp_mp::commands;
@@ -18,11 +17,15 @@ const FAILED: u8 = 1;
 /// What was asked for is wrong, or cannot be done here.
 const WRONG_INPUT: u8 = 2;
 
-fn main() -> ExitCode {
+fn main() {
     install_panic_hook();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
-        Err(message) => message.exit(),
+        Err(message) => {
+            // A mistake goes to stderr, the help that was asked for to stdout.
+            let _ = message.print();
+            torch::exit(if message.use_stderr() { WRONG_INPUT } else { 0 })
+        }
     };
     let result = match cli.command {
         None => train(&cli.train),

@@ -17,6 +17,16 @@ pub enum ModelKind {
     Mlp,
 }
 
+impl ModelKind {
+    /// Its name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            ModelKind::Linear => "linear",
+            ModelKind::Mlp => "mlp",
+        }
+    }
+}
+
 /// What a model looks like.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelConfig {

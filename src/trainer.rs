@@ -60,7 +60,6 @@ pub struct Trainer<M> {
     optimizer: Sgd,
     loader: DataLoader,
     loss: Loss,
-    batch_size: usize,
     loss_sum: LossSum,
     step: u64,
 }
@@ -73,11 +72,11 @@ impl<M: Module> Trainer<M> {
     pub fn new(
         ddp: DistributedDataParallel<M>,
         optimizer: Sgd,
-        (loader, batch_size): (DataLoader, usize),
+        loader: DataLoader,
         loss: Loss,
     ) -> Result<Self> {
         let loss_sum = LossSum::new(ddp.group().device())?;
-        Ok(Self { ddp, optimizer, loader, loss, batch_size, loss_sum, step: 0 })
+        Ok(Self { ddp, optimizer, loader, loss, loss_sum, step: 0 })
     }
 
     /// The model, as it is now.
@@ -121,13 +120,14 @@ impl<M: Module> Trainer<M> {
             (self.step, steps, samples) = (self.step + 1, steps + 1, samples + batch.len());
         }
         let group = self.ddp.group();
-        let loss = self.loss_sum.take_mean(samples, group)?;
+        self.loss_sum.count(samples)?;
+        let loss = self.loss_sum.take_mean(group)?;
         Ok(Epoch {
             rank: group.rank(),
             local_rank: group.local_rank(),
             device: rank_label(group.device(), group.local_rank()),
             epoch,
-            batch_size: self.batch_size,
+            batch_size: self.loader.batch_size(),
             steps,
             loss,
             samples_per_second: samples as f64 / began.elapsed().as_secs_f64(),
@@ -156,7 +156,9 @@ impl<M: Module> Trainer<M> {
             loss.f_backward().map_err(Error::torch("backward"))?;
             self.ddp.zero_grad()?;
             self.optimizer.step()?; // with gradients of zero
-            self.loss_sum.add(&loss, 0)?;
+            self.loss_sum.add(&loss, batch.len())?;
+            self.loss_sum.count(batch.len())?;
+            self.loss_sum.reset()?;
         }
         let group = self.ddp.group();
         group.synchronize()?;
@@ -167,30 +169,48 @@ impl<M: Module> Trainer<M> {
 /// The sum of the losses of an epoch's samples, kept on the device: reading it there at every step would
 /// make the host wait for the GPU.
 #[derive(Debug)]
-struct LossSum(Tensor);
+struct LossSum {
+    /// The sum and the number of samples; allocated once.
+    totals: Tensor,
+    /// Views of the two.
+    sum: Tensor,
+    count: Tensor,
+    one: Tensor,
+}
 
 impl LossSum {
     fn new(device: Device) -> Result<Self> {
-        let sum = Tensor::f_zeros([1], (Kind::Double, device));
-        sum.map(Self).map_err(Error::torch("allocating the loss"))
+        let allocate = || {
+            let totals = Tensor::f_zeros([2], (Kind::Double, device))?;
+            let (sum, count) = (totals.f_narrow(0, 0, 1)?, totals.f_narrow(0, 1, 1)?);
+            Ok(Self { totals, sum, count, one: Tensor::f_ones([1], (Kind::Double, device))? })
+        };
+        allocate().map_err(Error::torch("allocating the loss"))
     }
 
     /// Adds the mean loss of `samples` samples.
     fn add(&mut self, mean: &Tensor, samples: usize) -> Result<()> {
-        add_scaled(&self.0, mean, samples as f64)
+        add_scaled(&self.sum, mean, samples as f64)
     }
 
-    /// The mean over the `samples` of this rank and those of all others; starts over.
-    fn take_mean(&mut self, samples: usize, group: &ProcessGroup) -> Result<f64> {
-        let torch = || Error::torch("the mean loss");
-        let count = Tensor::f_from_slice(&[samples as f64])
-            .and_then(|count| count.f_to_device(self.0.device()))
-            .map_err(torch())?;
-        let mut totals = Tensor::f_cat(&[&self.0, &count], 0).map_err(torch())?;
-        group.all_reduce(&mut totals, ReduceOp::Sum)?;
+    /// Notes that this rank has added `samples` samples in all.
+    fn count(&mut self, samples: usize) -> Result<()> {
+        add_scaled(&self.count, &self.one, samples as f64)
+    }
+
+    /// The mean over the samples of all ranks; starts over.
+    fn take_mean(&mut self, group: &ProcessGroup) -> Result<f64> {
+        group.all_reduce(&mut self.totals, ReduceOp::Sum)?;
         group.synchronize()?;
-        let _ = self.0.f_zero_().map_err(torch())?;
-        let value = |i| totals.f_double_value(&[i]).map_err(torch());
-        Ok(value(0)? / value(1)?)
+        let value = |tensor: &Tensor| {
+            tensor.f_double_value(&[0]).map_err(Error::torch("reading the mean loss"))
+        };
+        let mean = value(&self.sum)? / value(&self.count)?;
+        self.reset()?;
+        Ok(mean)
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        self.totals.f_zero_().map(drop).map_err(Error::torch("zero_"))
     }
 }

@@ -1,7 +1,7 @@
 //! What the tests share: running ranks and collecting what they found, running the program.
 
 use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -46,21 +46,21 @@ pub(crate) fn program(args: &[&str]) -> Command {
     command
 }
 
-/// Runs the program to its end; panics if it takes longer than `deadline`.
-pub(crate) fn run_within(deadline: Duration, args: &[&str]) -> Output {
-    let mut child =
-        program(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
-    // The outputs of these tests fit into a pipe, so that nobody needs to read while it runs.
-    if child.wait_timeout(deadline).expect("it can be waited for").is_none() {
-        child.kill().expect("it can be killed");
-        panic!("{args:?} ran longer than {deadline:?}");
-    }
-    child.wait_with_output().expect("it has ended")
-}
-
 /// Runs the program, and returns its exit code, stdout and stderr.
 pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
-    let output = run_within(TIMEOUT, args);
+    run_command(program(args))
+}
+
+/// As [`run`]; panics if it does not end by itself.
+pub(crate) fn run_command(mut command: Command) -> (Option<i32>, String, String) {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("it starts");
+    // The outputs of these tests fit into a pipe, so that nobody needs to read while it runs.
+    if child.wait_timeout(TIMEOUT).expect("it can be waited for").is_none() {
+        child.kill().expect("it can be killed");
+        panic!("{command:?} ran longer than {TIMEOUT:?}");
+    }
+    let output = child.wait_with_output().expect("it has ended");
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
     (output.status.code(), text(output.stdout), text(output.stderr))
 }

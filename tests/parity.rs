@@ -88,7 +88,7 @@ fn training_ends_where_pytorch_ends() {
             let sampler =
                 DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?.seed(seed);
             let loader = DataLoader::new(&dataset, sampler, batch, rank.device())?;
-            let mut trainer = Trainer::new(ddp, optimizer, (loader, batch), Loss::Mse)?;
+            let mut trainer = Trainer::new(ddp, optimizer, loader, Loss::Mse)?;
             let summary = trainer.train(epochs, |_| Ok(()))?;
             Ok((before, summary, values()?))
         });

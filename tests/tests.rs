@@ -6,6 +6,7 @@ mod harness;
 
 mod cli; // the program as a user meets it: help, mistakes, the README's commands
 mod collectives; // every operation, kind, world size and awkward length; mismatches
+mod cuda; // with a GPU; skips and says so without
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
 mod failures; // every kind of failure at every stage on every rank
 mod parity; // against values recorded from PyTorch

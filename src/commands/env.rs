@@ -6,7 +6,6 @@ use serde::Serialize;
 
 use super::{cores, plan};
 use crate::config::Config;
-use crate::launch::Backend;
 use crate::observe::{LogFormat, Printer};
 use crate::process_group::{nccl_version, rank_label};
 use crate::torch::{self, cuda::Cuda};
@@ -56,10 +55,7 @@ pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()
         plan_problem: plan.as_ref().err().map(ToString::to_string),
         plan: plan.ok().map(|placement| Plan {
             world_size: placement.devices.len(),
-            backend: match placement.backend {
-                Backend::Nccl => "nccl",
-                Backend::Threaded => "threaded",
-            },
+            backend: placement.backend.name(),
             devices: placement
                 .devices
                 .iter()

@@ -10,7 +10,6 @@ use crate::config::Config;
 use crate::data::{DataLoader, Dataset, DistributedSampler, Targets};
 use crate::ddp::{DdpOptions, DistributedDataParallel};
 use crate::launch::{Placement, Rank, Spawn, SpawnError};
-use crate::models::ModelKind;
 use crate::observe::{End, Event, Failure, Printer, Start};
 use crate::optim::Sgd;
 use crate::torch::cuda::Cuda;
@@ -75,8 +74,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .drop_last(config.drop_last)?;
     let loader = DataLoader::new(&job.dataset, sampler, config.batch_size, rank.device())?;
     let optimizer = Sgd::new(ddp.flat_buffers(), config.lr);
-    let batches = (loader, config.batch_size);
-    let mut trainer = Trainer::new(ddp, optimizer, batches, config.loss)?;
+    let mut trainer = Trainer::new(ddp, optimizer, loader, config.loss)?;
     let summary = trainer.train(config.max_epochs, |epoch| {
         job.printer.epoch(epoch, rank.world_size()).context("writing to stdout")
     })?;
@@ -107,15 +105,9 @@ fn start(job: &Job, parameters: usize) -> Start {
     Start {
         world_size: job.placement.devices.len(),
         nnodes: 1,
-        backend: match job.placement.backend {
-            crate::launch::Backend::Nccl => "nccl",
-            crate::launch::Backend::Threaded => "threaded",
-        },
+        backend: job.placement.backend.name(),
         device: if on_gpus { "GPU" } else { "CPU" },
-        model: match job.config.model {
-            ModelKind::Linear => "linear".into(),
-            ModelKind::Mlp => "mlp".into(),
-        },
+        model: job.config.model.name(),
         parameters,
         gpu_count: job.placement.gpu_count,
     }

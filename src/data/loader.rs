@@ -57,6 +57,11 @@ impl DataLoader {
         Ok(Self { inputs, targets, sampler, batch_size: batch_size as i64 })
     }
 
+    /// How many samples a batch has, but for the last of an epoch.
+    pub fn batch_size(&self) -> usize {
+        self.batch_size as usize
+    }
+
     /// How many batches an epoch has, the same on every rank.
     pub fn num_batches(&self) -> usize {
         self.sampler.num_samples().div_ceil(self.batch_size as usize)

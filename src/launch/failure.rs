@@ -40,13 +40,16 @@ impl RankFailure {
         report: &anyhow::Error,
     ) -> Option<Self> {
         let ours = report.chain().find_map(|cause| cause.downcast_ref::<Error>());
-        let blame = match ours {
+        let now = |rank: usize| (rank, run.activity[rank].now());
+        let (blame, at) = match ours {
             Some(Error::Cancelled { .. }) => return None,
-            Some(Error::Timeout { late, .. }) => late.first().map_or(rank, |late| late.rank),
-            Some(Error::Left { left, .. }) => *left,
-            _ => rank,
+            Some(Error::Timeout { late, .. }) => {
+                late.first().map_or_else(|| now(rank), |late| (late.rank, late.last_seen))
+            }
+            Some(Error::Left { left, .. }) => now(*left),
+            _ => now(rank),
         };
-        let (at, device) = (run.activity[blame].now(), devices[blame].clone());
+        let device = devices[blame].clone();
         Some(Self { rank: blame, device, at, error: format!("{report:#}") })
     }
 }
@@ -59,7 +62,7 @@ pub struct StuckRank {
     /// Its device, as `CPU:1` or `GPU:0`.
     pub device: String,
     /// What it was last seen doing.
-    pub last_seen: String,
+    pub last_seen: At,
 }
 
 /// Why [`spawn`](super::spawn) returned an error.

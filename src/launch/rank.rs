@@ -21,6 +21,16 @@ pub enum Backend {
     Threaded,
 }
 
+impl Backend {
+    /// Its name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Backend::Nccl => "nccl",
+            Backend::Threaded => "threaded",
+        }
+    }
+}
+
 /// One rank, as its function sees it.
 ///
 /// Lives on the rank's thread and stays there.

@@ -160,7 +160,7 @@ impl Spawn {
             .map(|rank| StuckRank {
                 rank,
                 device: failures.labels[rank].clone(),
-                last_seen: run.activity[rank].now().to_string(),
+                last_seen: run.activity[rank].now(),
             })
             .collect();
         failures.result(stuck, self.grace_period)

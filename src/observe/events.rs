@@ -28,7 +28,7 @@ pub struct Start {
     /// `GPU` or `CPU`.
     pub device: &'static str,
     /// The model's name.
-    pub model: String,
+    pub model: &'static str,
     /// How many numbers are trained.
     pub parameters: usize,
     /// How many usable GPUs are visible; in text only.

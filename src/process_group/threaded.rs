@@ -171,9 +171,9 @@ impl Threaded {
         unsafe { element::reduce(tensor.kind(), &self.tensors, slice, op) }
     }
 
-    /// As on the CPU, with libtorch's kernels. All ranks launch into one stream, so everything that was
-    /// launched before a barrier is done before anything that is launched after it.
-    fn reduce_on_gpu(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
+    /// The same with libtorch's kernels, for GPUs. All ranks launch into one stream, so everything that
+    /// was launched before a barrier is done before anything that is launched after it.
+    fn reduce_by_kernels(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
         let (kind, device) = (tensor.kind(), tensor.device());
         let slice = self.my_slice(tensor.numel());
         if slice.is_empty() {
@@ -224,7 +224,7 @@ impl Backend for Threaded {
                 self.reduce_on_cpu(tensor, op);
                 Ok(())
             }
-            _ => self.reduce_on_gpu(tensor, op),
+            _ => self.reduce_by_kernels(tensor, op),
         };
         self.leave();
         result
@@ -315,4 +315,55 @@ fn describe<'a>(calls: impl Iterator<Item = &'a Announced>) -> String {
         format!("rank{} {} called {text}", if ranks.len() > 1 { "s" } else { "" }, ranks.join(", "))
     });
     named.collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// The kernels that GPUs use give the same bits on CPU tensors as the loops that CPUs use: sums in
+    /// the same order, in the same precision.
+    #[test]
+    fn both_ways_to_reduce_agree() {
+        let kinds =
+            [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16, Kind::Int64, Kind::Uint8];
+        let ops = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum(1. / 3.)];
+        let run = Arc::new(Run::new(3, Duration::from_secs(60), None));
+        let shared = Arc::new(Shared::new(run));
+        thread::scope(|scope| {
+            for rank in 0..3 {
+                let shared = shared.clone();
+                scope.spawn(move || {
+                    let mut sequence = 0;
+                    let mut group = Threaded::join(rank, shared).unwrap();
+                    let mut reduce = |tensor: &Tensor, op, by_kernels| {
+                        let call = Call { operation: Operation::AllReduce, sequence };
+                        sequence += 1;
+                        group.meet(&call, Some((tensor, Some(op), 0))).unwrap();
+                        if by_kernels {
+                            group.reduce_by_kernels(tensor, op).unwrap();
+                        } else {
+                            group.reduce_on_cpu(tensor, op);
+                        }
+                        group.leave();
+                    };
+                    for kind in kinds {
+                        for op in ops.into_iter().filter(|op| op.check_kind(kind).is_ok()) {
+                            for len in [0, 1, 63, 64, 65, 1000, 5000] {
+                                let index = Tensor::arange(len, (Kind::Double, Device::Cpu));
+                                let mine = (index * (0.37 + rank as f64)).to_kind(kind);
+                                let (by_loops, by_kernels) = (mine.copy(), mine.copy());
+                                reduce(&by_loops, op, false);
+                                reduce(&by_kernels, op, true);
+                                assert!(by_loops.equal(&by_kernels), "{kind:?} {op} {len}");
+                            }
+                        }
+                    }
+                });
+            }
+        });
+    }
 }

@@ -68,6 +68,11 @@ impl Barrier {
     ///
     /// Must always be called from the same thread for the same `rank`.
     pub(crate) fn wait(&self, rank: usize) -> Result<(), Interrupted> {
+        if let Some(by) = self.run.cancel.cancelled_by() {
+            // This rank has not been counted in, so the round cannot be complete.
+            self.state.fetch_or(POISON, Ordering::SeqCst);
+            return Err(Interrupted::Cancelled { by });
+        }
         match self.arrive(rank)? {
             None => Ok(()),
             Some(round) => self.wait_for(rank, round, true),

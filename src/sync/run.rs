@@ -150,7 +150,7 @@ impl Run {
 
     /// Names `rank` with what it was last seen doing.
     pub(crate) fn late(&self, rank: usize) -> LateRank {
-        LateRank { rank, last_seen: self.activity[rank].now().to_string() }
+        LateRank { rank, last_seen: self.activity[rank].now() }
     }
 }
 

@@ -1,0 +1,116 @@
+//! With a GPU. Where none is visible, each test says that it is skipped, and why.
+
+use serde_json::Value;
+
+use crate::harness::{program, run_command};
+
+/// How many GPUs the program sees; says that `test` is skipped if they are too few.
+fn gpus_for(test: &str, needed: usize) -> Option<usize> {
+    let (code, stdout, stderr) = on_gpus(&["env", "--log-format=json"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let report: Value = serde_json::from_str(&stdout).unwrap();
+    let visible = report["gpus"].as_array().unwrap().len();
+    if visible < needed || !report["gpu_problem"].is_null() {
+        println!("skipped {test}: it needs {needed} GPUs, and {visible} can be used here");
+        return None;
+    }
+    Some(visible)
+}
+
+/// Runs the program with the GPUs that the tests see.
+fn on_gpus(args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = program(args);
+    match std::env::var_os("CUDA_VISIBLE_DEVICES") {
+        Some(devices) => command.env("CUDA_VISIBLE_DEVICES", devices),
+        None => command.env_remove("CUDA_VISIBLE_DEVICES"),
+    };
+    run_command(command)
+}
+
+/// The events of a run that must succeed.
+fn events(args: &[&str]) -> Vec<Value> {
+    let (code, stdout, stderr) = on_gpus(args);
+    assert_eq!(code, Some(0), "{args:?}: {stderr}");
+    stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+const DEMO: [&str; 4] = ["--log-format=json", "--max-epochs=2", "--lr=0.1", "--model=mlp"];
+
+fn last_loss(events: &[Value]) -> f64 {
+    events[events.len() - 1]["loss"].as_f64().unwrap()
+}
+
+#[test]
+fn a_rank_on_each_gpu_with_nccl() {
+    let Some(gpus) = gpus_for("a_rank_on_each_gpu_with_nccl", 1) else { return };
+    let run = || events(&DEMO);
+    let first = run();
+    assert_eq!(first[0]["backend"], "nccl");
+    assert_eq!(first[0]["device"], "GPU");
+    assert_eq!(first[0]["world_size"], gpus);
+    let again = run();
+    let hash = |events: &[Value]| events[events.len() - 1]["parameters_hash"].clone();
+    assert_eq!(hash(&first), hash(&again), "the same bits");
+    // The same data, order and start as on the CPU.
+    let ranks = format!("--nproc-per-node={gpus}");
+    let (_, stdout, _) = run_command(program(&[&DEMO[..], &[&ranks]].concat()));
+    let cpu: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (here, there) = (last_loss(&first), last_loss(&cpu));
+    assert!((here - there).abs() < 1e-3 * there, "{here} on GPUs, {there} on the CPU");
+}
+
+#[test]
+fn several_ranks_on_one_gpu_with_threaded() {
+    if gpus_for("several_ranks_on_one_gpu_with_threaded", 1).is_none() {
+        return;
+    }
+    let args = [&DEMO[..], &["--nproc-per-node=3", "--backend=threaded"]].concat();
+    let shared = events(&args);
+    assert_eq!((&shared[0]["backend"], &shared[0]["world_size"]), (&"threaded".into(), &3.into()));
+    assert_eq!(shared[shared.len() - 1], {
+        // Times differ from run to run; nothing else does.
+        let mut again = events(&args).pop().unwrap();
+        for key in ["seconds", "us_per_step"] {
+            again[key] = shared[shared.len() - 1][key].clone();
+        }
+        again
+    });
+}
+
+#[test]
+fn more_ranks_than_gpus_are_refused_with_advice() {
+    let Some(gpus) = gpus_for("more_ranks_than_gpus_are_refused_with_advice", 1) else { return };
+    let (code, _, stderr) = on_gpus(&[&format!("--nproc-per-node={}", gpus + 1)]);
+    assert_eq!(code, Some(2));
+    assert!(stderr.contains("--backend threaded"), "{stderr}");
+}
+
+#[test]
+fn a_failing_rank_aborts_nccl() {
+    let Some(gpus) = gpus_for("a_failing_rank_aborts_nccl", 2) else { return };
+    for kind in ["error", "panic"] {
+        let fault = format!("--fault={kind}:rank={},at=step,step=5", gpus - 1);
+        let (code, _, stderr) = on_gpus(&[&fault]);
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(stderr.contains(&format!(
+            "rank {} (GPU:{}) failed in step #5",
+            gpus - 1,
+            gpus - 1
+        )));
+    }
+}
+
+#[test]
+fn hidden_gpus_are_not_used() {
+    if gpus_for("hidden_gpus_are_not_used", 1).is_none() {
+        return;
+    }
+    for hidden in ["", "-1"] {
+        let mut command = program(&["--nproc-per-node=2", "--log-format=json"]);
+        command.env("CUDA_VISIBLE_DEVICES", hidden);
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!(code, Some(0));
+        assert!(stdout.contains("\"device\":\"CPU\""), "{stdout}");
+        assert!(stderr.contains("no GPU is visible"), "{stderr}");
+    }
+}
