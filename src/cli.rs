@@ -3,7 +3,8 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::builder::TypedValueParser;
+use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use ddp_mp::commands::SamplerRequest;
 use serde::Serialize;
 
@@ -33,13 +34,13 @@ pub(crate) enum Command {
 #[derive(Debug, Args, Serialize)]
 pub(crate) struct TrainFlags {
     /// How often to go through the data [default: 1]
-    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
     max_epochs: Option<u64>,
     /// How many samples a step takes, on each rank [default: 32]
-    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
     batch_size: Option<u64>,
     /// The learning rate of SGD [default: 0.001]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Training")]
+    #[arg(long, value_name = "X", help_heading = "Training")]
     lr: Option<f64>,
     /// The model [default: linear]
     #[arg(long, value_name = "NAME", value_parser = ["linear", "mlp"], help_heading = "Training")]
@@ -51,7 +52,7 @@ pub(crate) struct TrainFlags {
     #[arg(long, value_name = "NAME", value_parser = ["mse", "cross-entropy"], help_heading = "Training")]
     loss: Option<String>,
     /// What all randomness starts from [default: 0]
-    #[arg(long, value_name = "N", help_heading = "Training")]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
     seed: Option<u64>,
 
     /// How many samples the random data set has [default: 4096]
@@ -161,7 +162,15 @@ impl SamplerFlags {
 /// What clap wants to say and leave with: a mistake, or the help that was asked for.
 pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::Error> {
     let mut flags_end = false;
-    Cli::try_parse_from(args.map(|arg| {
+    // A negative number is a wrong value, and not an unknown flag.
+    let negative = |arg: Arg| {
+        let takes_value = arg.get_num_args().is_none_or(|range| range.takes_values());
+        if takes_value { arg.allow_negative_numbers(true) } else { arg }
+    };
+    let command = Cli::command()
+        .mut_args(negative)
+        .mut_subcommands(|subcommand| subcommand.mut_args(negative));
+    let args = args.map(|arg| {
         flags_end |= arg == "--";
         match arg.to_str() {
             Some(text) if text.starts_with("--") && !flags_end => {
@@ -170,7 +179,13 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::E
             }
             _ => arg,
         }
-    }))
+    });
+    Cli::from_arg_matches(&command.try_get_matches_from(args)?)
+}
+
+/// A whole number that TOML can hold as well.
+fn whole() -> impl TypedValueParser<Value = u64> {
+    clap::value_parser!(u64).range(..=i64::MAX as u64)
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
@@ -180,7 +195,6 @@ fn is_false(value: &bool) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
     use ddp_mp::config::Config;
 
     use super::*;

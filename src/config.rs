@@ -10,10 +10,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use toml::Table;
 
 use crate::error::{Error, Result};
-use crate::launch::{BackendChoice, Nproc, Spawn};
+use crate::launch::{BackendChoice, Fault, Nproc, Spawn, Stage};
 use crate::models::{ModelConfig, ModelKind};
 use crate::observe::LogFormat;
-use crate::sync::{Fault, Stage};
 use crate::trainer::Loss;
 
 /// A whole configuration. Every field is a flag (with `-` for `_`) and a key of a TOML file.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::sync::At;
+use crate::operation::At;
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -58,6 +58,8 @@ pub enum Error {
         sequence: u64,
         /// Who called what.
         calls: String,
+        /// The first of the fewest ranks that called the same: the one to look at first.
+        odd: usize,
     },
 
     /// The model of one rank is not the model of rank 0.
@@ -114,6 +116,16 @@ fn list_late(late: &[LateRank]) -> String {
 }
 
 impl Error {
+    /// The rank that this error blames, if not the one that reports it, and what it was doing.
+    pub(crate) fn blames(&self) -> Option<(usize, Option<At>)> {
+        match self {
+            Error::Timeout { late, .. } => late.first().map(|l| (l.rank, Some(l.last_seen))),
+            Error::Left { left, .. } => Some((*left, None)),
+            Error::Mismatch { odd, .. } => Some((*odd, None)),
+            _ => None,
+        }
+    }
+
     /// Turns a `tch` error into one that says what was being done.
     pub(crate) fn torch(doing: &'static str) -> impl FnOnce(tch::TchError) -> Error {
         move |error| Error::Torch { doing, reason: first_line(&error.to_string()) }

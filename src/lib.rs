@@ -44,7 +44,7 @@
 //!
 //! | module | what happens there |
 //! |---|---|
-//! | `main` | load CUDA, parse, resolve, run, exit code |
+//! | `main` | parse, resolve, load CUDA, run, exit code |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`commands`] | `train` puts the pieces together; `sampler`, `env` |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail |
@@ -56,7 +56,7 @@
 //! | [`process_group`] | all_reduce, broadcast, barrier, over threads or NCCL |
 //! | [`observe`] | the only place that prints |
 //! | [`torch`] | what `tch` lacks |
-//! | [`sync`] | who does what, and the cancellable barrier |
+//! | `sync` | who does what, who failed first, and the cancellable barrier |
 //!
 //! # Invariants
 //!
@@ -72,12 +72,13 @@ pub mod config;
 pub mod data;
 pub mod ddp;
 mod error;
+mod operation;
 pub mod launch;
 pub mod models;
 pub mod observe;
 pub mod optim;
 pub mod process_group;
-pub mod sync;
+mod sync;
 pub mod torch;
 pub mod trainer;
 
@@ -85,5 +86,6 @@ pub use data::{Batch, DataLoader, Dataset, DistributedSampler, Targets};
 pub use ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
 pub use error::{Error, LateRank, Result};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
+pub use operation::{At, Operation};
 pub use optim::{FlatBuffer, Sgd};
 pub use process_group::{ProcessGroup, ReduceOp};

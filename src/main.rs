@@ -1,4 +1,4 @@
-//! The program: load CUDA, parse, resolve, run, leave.
+//! The program: parse, resolve, load CUDA, run, leave.
 
 mod cli;
 

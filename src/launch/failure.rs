@@ -3,8 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::error::Error;
-use crate::sync::{At, Operation, Run};
+use crate::operation::{At, Operation};
 
 /// How one rank failed.
 #[derive(Debug)]
@@ -24,33 +23,10 @@ impl fmt::Display for RankFailure {
         write!(f, "rank {} ({}) ", self.rank, self.device)?;
         match self.at.operation {
             Operation::Start => write!(f, "failed at its start")?,
-            Operation::Done => write!(f, "ended too early")?,
+            Operation::ShutDown | Operation::Done => write!(f, "ended too early")?,
             _ => write!(f, "failed in {}", self.at)?,
         }
         write!(f, ": {}", self.error)
-    }
-}
-
-impl RankFailure {
-    /// Looks at what `rank` reported; `None` for an echo of another rank's failure.
-    pub(super) fn from_report(
-        run: &Run,
-        devices: &[String],
-        rank: usize,
-        report: &anyhow::Error,
-    ) -> Option<Self> {
-        let ours = report.chain().find_map(|cause| cause.downcast_ref::<Error>());
-        let now = |rank: usize| (rank, run.activity[rank].now());
-        let (blame, at) = match ours {
-            Some(Error::Cancelled { .. }) => return None,
-            Some(Error::Timeout { late, .. }) => {
-                late.first().map_or_else(|| now(rank), |late| (late.rank, late.last_seen))
-            }
-            Some(Error::Left { left, .. }) => now(*left),
-            _ => now(rank),
-        };
-        let device = devices[blame].clone();
-        Some(Self { rank: blame, device, at, error: format!("{report:#}") })
     }
 }
 

@@ -7,6 +7,7 @@ mod rank;
 mod rendezvous;
 mod spawn;
 
+pub use crate::sync::{Fault, FaultKind, Stage};
 pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use panics::install_panic_hook;
 pub use placement::{BackendChoice, Nproc, Placement, place};

@@ -1,17 +1,15 @@
 //! What a panicking rank says: to the failure report, instead of straight to the terminal.
 
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::panic;
-use std::thread;
 
 thread_local! {
     /// The message and place of this thread's last panic.
     static LAST: RefCell<Option<String>> = const { RefCell::new(None) };
+    /// Whether this thread is a rank's, which `spawn` reports on.
+    static WATCHED: Cell<bool> = const { Cell::new(false) };
 }
-
-/// The start of every rank thread's name.
-pub(super) const THREAD_NAME: &str = "rank";
 
 /// Makes a panic of a rank part of the failure report, with its place, and keeps it off the terminal.
 ///
@@ -21,8 +19,7 @@ pub(super) const THREAD_NAME: &str = "rank";
 pub fn install_panic_hook() {
     let before = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        let current = thread::current();
-        if !current.name().is_some_and(|name| name.starts_with(THREAD_NAME)) {
+        if !WATCHED.get() {
             return before(info);
         }
         let place = info.location().map_or(String::new(), |at| format!(" at {at}"));
@@ -32,6 +29,11 @@ pub fn install_panic_hook() {
             before(info);
         }
     }));
+}
+
+/// Makes the hook keep what this thread's panics say, for [`describe`].
+pub(super) fn watch_this_thread() {
+    WATCHED.set(true);
 }
 
 /// What a caught panic said.

@@ -10,7 +10,8 @@ use tch::Device;
 use super::rendezvous::{Invitation, Rendezvous};
 use crate::error::{Error, Result};
 use crate::process_group::{Nccl, ProcessGroup, Shared, Threaded, UniqueId};
-use crate::sync::{Barrier, Operation, Run, Stage};
+use crate::operation::Operation;
+use crate::sync::{Barrier, Run, Stage};
 
 /// What carries the tensors of a process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,6 +108,16 @@ impl Rank {
                 Ok(Invitation::Nccl(UniqueId::new()?, barrier))
             }
         })?;
+
+        let invited_to = invitation.backend();
+        if invited_to != backend {
+            return Err(Error::Input(format!(
+                "init_process_group: rank 0 asks for backend {}, rank {} for {}; ask for the same",
+                invited_to.name(),
+                self.rank,
+                backend.name()
+            )));
+        }
 
         activity.enter(Operation::Init, 0);
         self.run.fault_point(self.rank, Stage::Init, 0)?;

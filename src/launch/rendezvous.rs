@@ -4,11 +4,13 @@
 //! file and no port is involved.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
-use crossbeam::channel::{Receiver, Sender, bounded, never};
+use crossbeam::channel::{Receiver, Sender, bounded};
 use crossbeam::select;
 
+use super::Backend;
 use crate::error::{Error, Result};
 use crate::process_group::{Shared, UniqueId};
 use crate::sync::{Barrier, Run};
@@ -20,6 +22,16 @@ pub(super) enum Invitation {
     Threaded(Arc<Shared>),
     /// NCCL's id of the communicator to join, and where the ranks of this process meet.
     Nccl(UniqueId, Arc<Barrier>),
+}
+
+impl Invitation {
+    /// What carries the tensors of those who accept.
+    pub(super) fn backend(&self) -> Backend {
+        match self {
+            Invitation::Threaded(_) => Backend::Threaded,
+            Invitation::Nccl(..) => Backend::Nccl,
+        }
+    }
 }
 
 /// One rank's end of the channels.
@@ -59,27 +71,30 @@ impl Rendezvous {
     }
 }
 
-fn wait_for(mut invitations: Receiver<Invitation>, run: &Run, rank: usize) -> Result<Invitation> {
-    let deadline = Instant::now() + run.timeout;
-    loop {
-        select! {
-            recv(invitations) -> received => match received {
-                Ok(invitation) => return Ok(invitation),
-                // Rank 0 has left without inviting: it failed, or ended without a rendezvous.
-                Err(_) if run.is_done(0) => {
-                    run.cancel.check()?;
-                    let at = run.activity[rank].now();
-                    return Err(Error::Left { at, waiting: rank, left: 0 });
-                }
-                // It is about to report why, and that is the error to show.
-                Err(_) => invitations = never(),
-            },
-            recv(run.cancel.tripped()) -> _ => run.cancel.check()?,
-            default(deadline.saturating_duration_since(Instant::now())) => {
-                let at = run.activity[rank].now();
-                let (waiting, waited, late) = (rank, run.timeout, vec![run.late(0)]);
-                return Err(Error::Timeout { at, waiting, waited, late });
-            }
-        }
+fn wait_for(invitations: Receiver<Invitation>, run: &Run, rank: usize) -> Result<Invitation> {
+    let began = Instant::now();
+    let time_left = || run.timeout.checked_sub(began.elapsed());
+    select! {
+        recv(invitations) -> received => if let Ok(invitation) = received {
+            return Ok(invitation);
+        },
+        recv(run.cancel.tripped()) -> _ => run.check(rank)?,
+        default(run.timeout) => {}
     }
+    // No invitation: rank 0 is late, or it has left without inviting. If it has failed, it is about to
+    // say so, and if it has ended, to be marked as such; either wakes this thread.
+    let (at, waiting) = (run.activity[rank].now(), rank);
+    let error = loop {
+        let has_ended = run.is_done(0);
+        run.check(rank)?;
+        if has_ended {
+            break Error::Left { at, waiting, left: 0 };
+        }
+        let Some(time_left) = time_left() else {
+            break Error::Timeout { at, waiting, waited: run.timeout, late: vec![run.late(0)] };
+        };
+        thread::park_timeout(time_left);
+    };
+    run.report(rank, Some(&error), error.to_string());
+    Err(error)
 }

@@ -1,7 +1,7 @@
 //! `spawn`: a thread for each rank, and what happens when one of them fails.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -11,13 +11,18 @@ use tch::Device;
 
 use super::rendezvous::{self, Rendezvous};
 use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, panics};
+use crate::error::Error;
+use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Fault, Run};
+use crate::sync::{Failure, Fault, Run};
 use crate::torch;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
 /// is used becomes memory.
 const STACK_BYTES: usize = 64 << 20;
+
+/// A wait that nobody sees the end of; longer ones cannot be added to a point in time.
+const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Runs `f` on `world_size` CPU ranks and returns when all have ended: [`Spawn`] with its defaults.
 ///
@@ -66,7 +71,8 @@ impl Spawn {
         Self::on(vec![Device::Cpu; world_size])
     }
 
-    /// One rank for each of `devices`.
+    /// One rank for each of `devices`. Before GPUs can be used, [`cuda::load`](torch::cuda::load) must
+    /// have been called.
     pub fn on(devices: Vec<Device>) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
@@ -95,15 +101,16 @@ impl Spawn {
         self
     }
 
-    /// How long a rank waits in a collective for the others before that is an error.
+    /// How long a rank waits in a collective for the others before that is an error; at most a hundred
+    /// years.
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+        self.timeout = timeout.min(LONGEST);
         self
     }
 
-    /// How long the others get to come back after one rank has failed.
+    /// How long the others get to come back after one rank has failed; at most a hundred years.
     pub fn grace_period(mut self, grace_period: Duration) -> Self {
-        self.grace_period = grace_period;
+        self.grace_period = grace_period.min(LONGEST);
         self
     }
 
@@ -123,8 +130,6 @@ impl Spawn {
     {
         let world_size = self.devices.len();
         let run = Arc::new(Run::new(world_size, self.timeout, self.fault));
-        let labels = self.devices.iter().enumerate().map(|(i, &d)| rank_label(d, i)).collect();
-        let failures = Arc::new(Failures { labels, list: Mutex::new(Vec::new()) });
         let (ended, ends) = unbounded();
         let f = Arc::new(f);
 
@@ -136,34 +141,54 @@ impl Spawn {
                 threads: self.threads_per_rank,
                 rendezvous,
                 run: run.clone(),
-                failures: failures.clone(),
                 ended: ended.clone(),
             };
             let f = f.clone();
             let thread = thread::Builder::new()
-                .name(format!("{}{rank}", panics::THREAD_NAME))
+                .name(format!("rank{rank}"))
                 .stack_size(STACK_BYTES)
                 .spawn(move || start.main(&*f));
             match thread {
                 Ok(thread) => threads.push(Some(thread)),
                 Err(error) => {
-                    let error = anyhow::Error::new(error).context("starting the rank's thread");
-                    failures.report(&run, rank, &error);
+                    run.report(rank, None, format!("its thread cannot be started: {error}"));
                     break;
                 }
             }
         }
         drop(ended);
         self.wait(&run, &ends, &mut threads);
-        let stuck = (0..world_size).filter(|&rank| matches!(threads.get(rank), Some(Some(_))));
-        let stuck: Vec<StuckRank> = stuck
-            .map(|rank| StuckRank {
-                rank,
-                device: failures.labels[rank].clone(),
-                last_seen: run.activity[rank].now(),
-            })
-            .collect();
-        failures.result(stuck, self.grace_period)
+        self.result(&run, &threads)
+    }
+
+    /// The first failure, with all that is known about it.
+    fn result(
+        &self,
+        run: &Run,
+        threads: &[Option<JoinHandle<()>>],
+    ) -> Result<(), Box<SpawnError>> {
+        let device = |rank: usize| rank_label(self.devices[rank], rank);
+        let mut failures = run.failures();
+        let mut failures = failures.drain(..).map(|Failure { rank, at, error }| RankFailure {
+            rank,
+            device: device(rank),
+            at,
+            error,
+        });
+        let Some(failure) = failures.next() else { return Ok(()) };
+        let still_running = (0..threads.len()).filter(|&rank| threads[rank].is_some());
+        Err(Box::new(SpawnError {
+            failure,
+            also_failed: failures.collect(),
+            stuck: still_running
+                .map(|rank| StuckRank {
+                    rank,
+                    device: device(rank),
+                    last_seen: run.activity[rank].now(),
+                })
+                .collect(),
+            grace_period: self.grace_period,
+        }))
     }
 
     /// Joins the threads as they end; gives up on the rest when the grace period is over. What is left
@@ -195,39 +220,6 @@ impl Spawn {
     }
 }
 
-/// The failures so far, in the order of time, and the ranks' names.
-struct Failures {
-    labels: Vec<String>,
-    list: Mutex<Vec<RankFailure>>,
-}
-
-impl Failures {
-    /// Notes how `rank` failed, unless that is an echo, and then has everybody stop.
-    fn report(&self, run: &Run, rank: usize, error: &anyhow::Error) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(failure) = RankFailure::from_report(run, &self.labels, rank, error) {
-            // Two ranks that waited in vain for the same third one tell the same story, and so do all
-            // ranks that found their calls to differ.
-            if list.iter().all(|known| known.rank != failure.rank && known.error != failure.error) {
-                list.push(failure);
-            }
-        }
-        let by = list.first().map_or(rank, |first| first.rank);
-        drop(list);
-        run.cancel.cancel(by);
-    }
-
-    fn result(&self, stuck: Vec<StuckRank>, grace_period: Duration) -> Result<(), Box<SpawnError>> {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        if list.is_empty() {
-            return Ok(());
-        }
-        let failure = list.remove(0);
-        let also_failed = std::mem::take(&mut *list);
-        Err(Box::new(SpawnError { failure, also_failed, stuck, grace_period }))
-    }
-}
-
 /// What one rank's thread needs.
 struct RankThread {
     rank: usize,
@@ -235,14 +227,14 @@ struct RankThread {
     threads: usize,
     rendezvous: Rendezvous,
     run: Arc<Run>,
-    failures: Arc<Failures>,
     ended: Sender<usize>,
 }
 
 impl RankThread {
     fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<()>) {
-        let Self { rank, device, threads, rendezvous, run, failures, ended } = self;
+        let Self { rank, device, threads, rendezvous, run, ended } = self;
         run.cancel.register();
+        panics::watch_this_thread();
         let context = Rank::new(rank, device, run.clone(), rendezvous);
         let result = catch_unwind(AssertUnwindSafe(|| {
             prepare(device, threads)?;
@@ -252,11 +244,13 @@ impl RankThread {
         // In this order: tell how it ended, so that nobody waits for this rank; then part from the
         // group, for which the others may be needed; then say that the thread can be joined.
         if let Err(error) = &result {
-            failures.report(&run, rank, error);
+            let cause = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
+            run.report(rank, cause, format!("{error:#}"));
         }
         run.finish(rank);
         context.shut_down();
         drop(context);
+        run.activity[rank].enter(Operation::Done, 0);
         // Nobody listens any more if the grace period is over.
         let _ = ended.send(rank);
     }

@@ -5,14 +5,14 @@ use std::fmt;
 use tch::Kind;
 
 use crate::error::{Error, Result};
-use crate::sync::Operation;
+use crate::operation::Operation;
 
 /// How `all_reduce` combines the tensors of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ReduceOp {
     /// Their sum.
     Sum,
-    /// Their sum, divided by the number of ranks. Float kinds only.
+    /// Their sum, divided by the number of ranks. Float kinds only. (NCCL divides each before it adds.)
     Avg,
     /// The sum of each multiplied by this factor, as `torch.distributed`'s `PREMUL_SUM`. Float kinds
     /// only. With `1 / world_size` this is how DDP averages gradients: dividing *before* the sum keeps

@@ -20,7 +20,8 @@ pub(crate) use nccl::{Nccl, UniqueId, version as nccl_version};
 pub(crate) use threaded::{Shared, Threaded};
 
 use crate::error::{Error, Result};
-use crate::sync::{Operation, Run, Stage};
+use crate::operation::Operation;
+use crate::sync::{Run, Stage};
 
 /// What carries the tensors from rank to rank.
 ///
@@ -141,7 +142,7 @@ impl ProcessGroup {
     /// # }
     /// ```
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
-        op.check_kind(tensor.kind())?;
+        op.check_kind(defined_kind("all_reduce", tensor)?)?;
         self.collective(Operation::AllReduce, tensor, |backend, call, tensor| {
             backend.all_reduce(call, tensor, op)
         })
@@ -176,6 +177,7 @@ impl ProcessGroup {
                 self.world_size() - 1
             )));
         }
+        defined_kind("broadcast", tensor)?;
         self.collective(Operation::Broadcast, tensor, |backend, call, tensor| {
             backend.broadcast(call, tensor, src)
         })
@@ -234,14 +236,18 @@ impl ProcessGroup {
                 device_name(self.device)
             )));
         }
-        self.enter(operation, |backend, call| {
-            if tensor.is_contiguous() {
-                return f(backend, call, tensor);
-            }
-            let dense = tensor.f_contiguous().map_err(Error::torch("contiguous"))?;
-            f(backend, call, &dense)?;
-            tch::no_grad(|| tensor.f_copy_(&dense)).map_err(Error::torch("copy_"))
-        })
+        let torch = || Error::torch("contiguous");
+        // Lazily conjugated and negated tensors are told apart from their memory by a bit.
+        let as_it_is = tensor.is_contiguous()
+            && !tensor.f_is_conj().map_err(torch())?
+            && !tensor.f_is_neg().map_err(torch())?;
+        if as_it_is {
+            return self.enter(operation, |backend, call| f(backend, call, tensor));
+        }
+        let dense = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
+        let dense = dense().map_err(torch())?;
+        self.enter(operation, |backend, call| f(backend, call, &dense))?;
+        tch::no_grad(|| tensor.f_copy_(&dense)).map_err(Error::torch("copy_"))
     }
 
     /// Numbers the call and notes what this rank does, for the others to see.
@@ -251,7 +257,6 @@ impl ProcessGroup {
         f: impl FnOnce(&mut dyn Backend, &Call) -> Result<()>,
     ) -> Result<()> {
         let sequence = self.sequence.get();
-        self.sequence.set(sequence + 1);
         let activity = &self.run.activity[self.rank];
         let before = activity.enter(operation, sequence);
         match operation {
@@ -259,10 +264,19 @@ impl ProcessGroup {
             Operation::Barrier => self.run.fault_point(self.rank, Stage::Barrier, 0)?,
             _ => {}
         }
+        self.sequence.set(sequence + 1);
         f(&mut **self.backend.borrow_mut(), &Call { operation, sequence })?;
         activity.restore(before);
         Ok(())
     }
+}
+
+/// The kind of a tensor that there is.
+fn defined_kind(operation: &str, tensor: &Tensor) -> Result<Kind> {
+    if !tensor.defined() {
+        return Err(Error::Input(format!("{operation}: the tensor is undefined; make one first")));
+    }
+    tensor.f_kind().map_err(Error::torch("kind"))
 }
 
 /// A device as this program prints it: `CPU`, `GPU:0`.

@@ -94,7 +94,7 @@ impl Nccl {
         let done = cuda::Event::new()?;
         let comm = std::ptr::null_mut();
         let mut nccl = Self { comm, rank, gpu, run, local, done, token };
-        nccl.between_meetings("ncclCommInitRankConfig", |nccl| {
+        let joined = nccl.between_meetings("ncclCommInitRankConfig", |nccl| {
             let world_size = nccl.run.activity.len() as c_int;
             let mut config = non_blocking();
             // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on
@@ -108,8 +108,12 @@ impl Nccl {
                     &mut config,
                 )
             }
-        })?;
-        Ok(nccl)
+        });
+        // Told before `nccl` is dropped: aborting may take its time, and the others wait.
+        if let Err(error) = &joined {
+            nccl.run.report(rank, Some(error), error.to_string());
+        }
+        joined.map(|()| nccl)
     }
 
     /// Meets the local ranks, makes one NCCL call and sees it through, meets them again.
@@ -125,7 +129,7 @@ impl Nccl {
     }
 
     fn meet(&self) -> Result<()> {
-        self.local.wait(self.rank).map_err(|why| why.during(&self.run, self.rank))
+        self.local.wait(self.rank)
     }
 
     /// Polls until a call that returned "in progress" is done.
@@ -155,15 +159,20 @@ impl Nccl {
         const AT_ONCE: Duration = Duration::from_millis(1);
         const PARK: Duration = Duration::from_micros(200);
         let began = Instant::now();
-        while !is_done()? {
-            self.run.cancel.check()?;
+        loop {
+            // First, and again after an error: that a peer has gone is not this rank's failure.
+            self.run.check(self.rank)?;
+            match is_done() {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) => return self.run.check(self.rank).and(Err(error)),
+            }
             let waited = began.elapsed();
             if waited >= self.run.timeout {
                 return Err(self.timed_out());
             }
             if waited < AT_ONCE { thread::yield_now() } else { thread::park_timeout(PARK) }
         }
-        Ok(())
     }
 
     /// NCCL cannot tell who is late; the ranks that do something else than this one are suspects.

@@ -20,7 +20,8 @@ use tch::{Device, Kind, Tensor};
 use super::element;
 use super::{Backend, Call, ReduceOp, device_name, kind_name, num_bytes};
 use crate::error::{Error, Result};
-use crate::sync::{Barrier, Operation, Run};
+use crate::operation::Operation;
+use crate::sync::{Barrier, Run};
 use crate::torch::cuda;
 
 /// What all ranks of the group share. Rank 0 makes it and hands it to the others.
@@ -30,7 +31,7 @@ pub(crate) struct Shared {
     slots: Box<[CachePadded<Slot>]>,
 }
 
-/// A rank's announcements, for collectives with even and odd numbers.
+/// A rank's announcements, for every other collective.
 ///
 /// Two, because a rank that is through with one collective may announce the next while a slow rank
 /// still reads the last; it cannot come to the one after that before the slow rank has moved on.
@@ -81,29 +82,34 @@ impl Shared {
 pub(crate) struct Threaded {
     rank: usize,
     shared: Arc<Shared>,
+    /// Which of the two announcements is next. Turns with every meeting, so that it is the same on all
+    /// ranks (a count of calls is not: a call may fail before it comes to meet).
+    parity: usize,
     /// Where the tensors of this collective lie; kept to be filled again without allocating.
     tensors: Vec<*mut u8>,
+    /// The ranks in the order of their tensors in memory, likewise.
+    by_place: Vec<usize>,
 }
 
 impl Threaded {
     /// Joins the group; returns once all ranks have.
     pub(crate) fn join(rank: usize, shared: Arc<Shared>) -> Result<Self> {
-        shared.barrier.wait(rank).map_err(|why| why.during(&shared.run, rank))?;
+        shared.barrier.wait(rank)?;
         let tensors = Vec::with_capacity(shared.slots.len());
-        Ok(Self { rank, shared, tensors })
+        Ok(Self { rank, shared, parity: 0, tensors, by_place: Vec::new() })
     }
 
     /// Steps 1 and 2: announces this rank's call, waits for the others' and compares.
     ///
     /// On success all tensors have the same kind, shape and device, no two overlap, and they stay where
-    /// they are until every rank has called [`Threaded::leave`]: their owners are in this collective and
-    /// hold them.
+    /// they are until every rank has dropped its [`Threaded::way_out`]: their owners are in this
+    /// collective and hold them.
     fn meet(
         &mut self,
         call: &Call,
         args: Option<(&Tensor, Option<ReduceOp>, usize)>,
     ) -> Result<()> {
-        let parity = (call.sequence % 2) as usize;
+        let parity = self.parity;
         // SAFETY: our own slot, before the barrier (see `Slot`).
         let mine = unsafe { &mut *self.shared.slots[self.rank].0[parity].get() };
         mine.operation = call.operation;
@@ -123,38 +129,40 @@ impl Threaded {
         }
 
         let shared = &self.shared;
-        shared.barrier.wait(self.rank).map_err(|why| why.during(&shared.run, self.rank))?;
+        shared.barrier.wait(self.rank)?;
+        self.parity = 1 - parity;
 
         // SAFETY: after the barrier of this call and before the next (see `Slot`).
         let call_of = |rank: usize| unsafe { &*shared.slots[rank].0[parity].get() };
         let calls = || (0..shared.slots.len()).map(call_of);
         if calls().skip(1).any(|other| !other.agrees_with(call_of(0))) {
-            return Err(Error::Mismatch { sequence: call.sequence, calls: describe(calls()) });
+            let (calls, odd) = describe(calls());
+            return Err(Error::Mismatch { sequence: call.sequence, calls, odd });
         }
         self.tensors.clear();
         self.tensors.extend(calls().map(|announced| announced.data));
-        self.check_overlap(call_of(0).num_bytes())
+        let bytes = call_of(0).num_bytes();
+        self.check_overlap(bytes)
     }
 
-    /// Step 4.
-    fn leave(&self) {
-        self.shared.barrier.wait_to_leave(self.rank);
+    /// Step 4, when this is dropped: also when the work in between has panicked.
+    fn way_out(&self) -> WayOut<'_> {
+        WayOut { barrier: &self.shared.barrier, rank: self.rank }
     }
 
     /// All ranks see the same pointers, so all come to the same answer.
-    fn check_overlap(&self, bytes: usize) -> Result<()> {
-        let starts = || self.tensors.iter().map(|&data| data as usize).enumerate();
-        for (first, a) in starts() {
-            for (second, b) in starts().skip(first + 1) {
-                if bytes > 0 && a.abs_diff(b) < bytes {
-                    return Err(Error::Unsupported(format!(
-                        "ranks {first} and {second} passed the same memory to one collective; \
-                         give each rank a tensor of its own"
-                    )));
-                }
-            }
-        }
-        Ok(())
+    fn check_overlap(&mut self, bytes: usize) -> Result<()> {
+        let start = |rank: usize| self.tensors[rank] as usize;
+        self.by_place.clear();
+        self.by_place.extend(0..self.tensors.len());
+        self.by_place.sort_unstable_by_key(|&rank| start(rank));
+        let overlap = |pair: &&[usize]| bytes > 0 && start(pair[1]) - start(pair[0]) < bytes;
+        let Some(pair) = self.by_place.windows(2).find(overlap) else { return Ok(()) };
+        let (first, second) = (pair[0].min(pair[1]), pair[0].max(pair[1]));
+        Err(Error::Unsupported(format!(
+            "ranks {first} and {second} passed the same memory to one collective; give each rank a \
+             tensor of its own"
+        )))
     }
 
     /// The elements that this rank reduces: equal parts, in whole cache lines.
@@ -166,7 +174,7 @@ impl Threaded {
 
     fn reduce_on_cpu(&self, tensor: &Tensor, op: ReduceOp) {
         let slice = self.my_slice(tensor.numel());
-        // SAFETY: between `meet` and `leave` all pointers are to tensors of this kind and shape that do
+        // SAFETY: between `meet` and the way out all pointers are to tensors of this kind and shape that do
         // not overlap, and each rank touches the elements of its own slice only.
         unsafe { element::reduce(tensor.kind(), &self.tensors, slice, op) }
     }
@@ -182,7 +190,7 @@ impl Threaded {
         let wide = if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind };
         let offset = num_bytes(kind, slice.start);
         let len = slice.len() as i64;
-        // SAFETY: as in `reduce_on_cpu`; the views are dropped before `leave`.
+        // SAFETY: as in `reduce_on_cpu`; the views are dropped before the way out.
         let view = |&data: &*mut u8| unsafe {
             Tensor::f_from_blob(data.add(offset), &[len], &[1], kind, device)
         };
@@ -219,40 +227,38 @@ impl Backend for Threaded {
 
     fn all_reduce(&mut self, call: &Call, tensor: &Tensor, op: ReduceOp) -> Result<()> {
         self.meet(call, Some((tensor, Some(op), 0)))?;
-        let result = match tensor.device() {
+        let _way_out = self.way_out();
+        match tensor.device() {
             Device::Cpu => {
                 self.reduce_on_cpu(tensor, op);
                 Ok(())
             }
             _ => self.reduce_by_kernels(tensor, op),
-        };
-        self.leave();
-        result
+        }
     }
 
     fn broadcast(&mut self, call: &Call, tensor: &Tensor, src: usize) -> Result<()> {
         self.meet(call, Some((tensor, None, src)))?;
+        let _way_out = self.way_out();
         let (from, to) = (self.tensors[src], self.tensors[self.rank]);
-        let result = match tensor.device() {
+        match tensor.device() {
             _ if src == self.rank => Ok(()),
             Device::Cpu => {
                 let bytes = num_bytes(tensor.kind(), tensor.numel());
-                // SAFETY: between `meet` and `leave` both are live tensors of `bytes` bytes that do not
+                // SAFETY: between `meet` and the way out both are live tensors of `bytes` bytes that do not
                 // overlap; only this rank writes to `to`, and nobody writes to `from`.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
                 Ok(())
             }
             device => {
                 let numel = tensor.numel() as i64;
-                // SAFETY: as above; the views are dropped before `leave`.
+                // SAFETY: as above; the views are dropped before the way out.
                 let view = |data: *mut u8| unsafe {
                     Tensor::f_from_blob(data, &[numel], &[1], tensor.kind(), device)
                 };
                 tch::no_grad(|| view(to)?.f_copy_(&view(from)?)).map_err(Error::torch("broadcast"))
             }
-        };
-        self.leave();
-        result
+        }
     }
 
     fn barrier(&mut self, call: &Call) -> Result<()> {
@@ -261,10 +267,22 @@ impl Backend for Threaded {
 
     fn synchronize(&mut self) -> Result<()> {
         // CPU work is done when it returns, and no CUDA work of this backend waits for another rank.
-        self.shared.run.cancel.check()
+        self.shared.run.check(self.rank)
     }
 
     fn shut_down(&mut self) {}
+}
+
+/// Meets all ranks again when it is dropped.
+struct WayOut<'a> {
+    barrier: &'a Barrier,
+    rank: usize,
+}
+
+impl Drop for WayOut<'_> {
+    fn drop(&mut self) {
+        self.barrier.wait_to_leave(self.rank);
+    }
 }
 
 impl Announced {
@@ -301,20 +319,23 @@ impl Announced {
     }
 }
 
-/// "rank 0 called all_reduce(sum) of float32 [4]; ranks 1, 2 called barrier".
-fn describe<'a>(calls: impl Iterator<Item = &'a Announced>) -> String {
-    let mut groups: Vec<(String, Vec<String>)> = Vec::new();
+/// "rank 0 called all_reduce(sum) of float32 [4]; ranks 1, 2 called barrier", and the first rank of the
+/// smallest of these groups, of equal ones the last: that is where the mistake is likely to be.
+fn describe<'a>(calls: impl Iterator<Item = &'a Announced>) -> (String, usize) {
+    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
     for (rank, call) in calls.enumerate() {
         let text = call.describe();
         match groups.iter_mut().find(|(known, _)| *known == text) {
-            Some((_, ranks)) => ranks.push(rank.to_string()),
-            None => groups.push((text, vec![rank.to_string()])),
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((text, vec![rank])),
         }
     }
     let named = groups.iter().map(|(text, ranks)| {
-        format!("rank{} {} called {text}", if ranks.len() > 1 { "s" } else { "" }, ranks.join(", "))
+        let numbers: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+        format!("rank{} {} called {text}", if ranks.len() > 1 { "s" } else { "" }, numbers.join(", "))
     });
-    named.collect::<Vec<_>>().join("; ")
+    let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
+    (named.collect::<Vec<_>>().join("; "), odd.map_or(0, |(_, ranks)| ranks[0]))
 }
 
 #[cfg(test)]
@@ -343,12 +364,12 @@ mod tests {
                         let call = Call { operation: Operation::AllReduce, sequence };
                         sequence += 1;
                         group.meet(&call, Some((tensor, Some(op), 0))).unwrap();
+                        let _way_out = group.way_out();
                         if by_kernels {
                             group.reduce_by_kernels(tensor, op).unwrap();
                         } else {
                             group.reduce_on_cpu(tensor, op);
                         }
-                        group.leave();
                     };
                     for kind in kinds {
                         for op in ops.into_iter().filter(|op| op.check_kind(kind).is_ok()) {

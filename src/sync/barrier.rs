@@ -1,8 +1,7 @@
 //! A barrier that can be cancelled and has a deadline, which `std::sync::Barrier` can't.
 
-use std::sync::Arc;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
@@ -18,8 +17,9 @@ use crate::error::{Error, LateRank, Result};
 /// complete for nobody, now and later. So a rank that leaves with an error knows that no other rank
 /// goes on as if it were there: the shared-memory backend relies on that for its pointers.
 #[derive(Debug)]
-pub struct Barrier {
-    /// Round (upper half), poison bit, and how many ranks have arrived (the lower bits).
+pub(crate) struct Barrier {
+    /// Round (upper half), poison bit, and how many ranks have arrived (the lower bits). The last to
+    /// arrive opens the next round in the same stroke, so that a full round is never seen.
     state: CachePadded<AtomicU64>,
     slots: Box<[CachePadded<Slot>]>,
     run: Arc<Run>,
@@ -29,19 +29,11 @@ pub struct Barrier {
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// How many rounds this rank has entered: tells who is missing.
+    /// Twice the number of rounds this rank has entered, and one more while it is about to.
     entered: AtomicU64,
     /// Whether the rank's thread sleeps, or is about to.
     parked: AtomicBool,
     thread: OnceLock<Thread>,
-}
-
-/// Why a wait ended without the others.
-#[derive(Debug)]
-pub(crate) enum Interrupted {
-    Cancelled { by: usize },
-    TimedOut { late: Vec<LateRank> },
-    Left { rank: usize },
 }
 
 const ROUND: u64 = 1 << 32;
@@ -53,7 +45,7 @@ const SPINS: u32 = 2000;
 
 impl Barrier {
     /// A barrier for all ranks of `run`.
-    pub fn new(run: Arc<Run>) -> Self {
+    pub(crate) fn new(run: Arc<Run>) -> Self {
         let world_size = run.activity.len();
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
@@ -64,14 +56,16 @@ impl Barrier {
         }
     }
 
-    /// Waits until every rank has come.
+    /// Waits until every rank has come. Must always be called from the same thread for the same `rank`.
     ///
-    /// Must always be called from the same thread for the same `rank`.
-    pub(crate) fn wait(&self, rank: usize) -> Result<(), Interrupted> {
-        if let Some(by) = self.run.cancel.cancelled_by() {
+    /// # Errors
+    /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::Left`], which have been reported to the run
+    /// by the time this returns: whoever gives up first has the cause, whatever its caller makes of it.
+    pub(crate) fn wait(&self, rank: usize) -> Result<()> {
+        if let Err(cancelled) = self.run.check(rank) {
             // This rank has not been counted in, so the round cannot be complete.
             self.state.fetch_or(POISON, Ordering::SeqCst);
-            return Err(Interrupted::Cancelled { by });
+            return Err(cancelled);
         }
         match self.arrive(rank)? {
             None => Ok(()),
@@ -91,19 +85,21 @@ impl Barrier {
     }
 
     /// Counts this rank in. Returns the round to wait for, or `None` if it completed the round.
-    fn arrive(&self, rank: usize) -> Result<Option<u64>, Interrupted> {
+    fn arrive(&self, rank: usize) -> Result<Option<u64>> {
         let world_size = self.slots.len() as u64;
         let slot = &self.slots[rank];
-        slot.entered.store(slot.entered.load(Ordering::Relaxed) + 1, Ordering::Release);
-        let before = self.state.fetch_add(1, Ordering::SeqCst);
-        if before & POISON != 0 {
-            return Err(self.why_poisoned(rank));
-        }
+        let entered = slot.entered.load(Ordering::Relaxed);
+        slot.entered.store(entered + 1, Ordering::Release);
+        let counted = self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |state| {
+            let is_last = state % ROUND + 1 == world_size;
+            let next = if is_last { state.wrapping_add(ROUND) & !(ROUND - 1) } else { state + 1 };
+            (state & POISON == 0).then_some(next)
+        });
+        slot.entered.store(entered + 2, Ordering::Release);
+        let Ok(before) = counted else { return Err(self.wait_for_the_cause(rank)) };
         if before % ROUND + 1 < world_size {
             return Ok(Some(before / ROUND));
         }
-        // The last one: open the next round. Nobody can poison a full round, so a plain add is right.
-        self.state.fetch_add(ROUND - world_size, Ordering::SeqCst);
         for other in &self.slots {
             if other.parked.load(Ordering::SeqCst)
                 && let Some(thread) = other.thread.get()
@@ -114,7 +110,7 @@ impl Barrier {
         Ok(None)
     }
 
-    fn wait_for(&self, rank: usize, round: u64, may_give_up: bool) -> Result<(), Interrupted> {
+    fn wait_for(&self, rank: usize, round: u64, may_give_up: bool) -> Result<()> {
         for _ in 0..self.spins {
             if self.state.load(Ordering::Acquire) / ROUND != round {
                 return Ok(());
@@ -129,10 +125,11 @@ impl Barrier {
         result
     }
 
-    fn sleep_until(&self, rank: usize, round: u64, may_give_up: bool) -> Result<(), Interrupted> {
+    fn sleep_until(&self, rank: usize, round: u64, may_give_up: bool) -> Result<()> {
         let began = Instant::now();
         loop {
-            // In this order: a round that is complete is complete, whatever else has happened.
+            // In this order: a round that is complete is complete, whatever else has happened; and a
+            // rank that has ended may have done so because it failed.
             if self.state.load(Ordering::SeqCst) / ROUND != round {
                 return Ok(());
             }
@@ -140,66 +137,59 @@ impl Barrier {
                 thread::park();
                 continue;
             }
-            let Some(left) = self.run.timeout.checked_sub(began.elapsed()) else {
-                let late = self.missing(rank).into_iter().map(|r| self.run.late(r)).collect();
-                return self.give_up(round, Interrupted::TimedOut { late });
+            let gone = self.missing(rank).into_iter().find(|&other| self.run.is_done(other));
+            if self.run.cancel.cancelled_by().is_some() {
+                return if self.poison(round) { self.run.check(rank) } else { Ok(()) };
+            }
+            let (at, waiting) = (self.run.activity[rank].now(), rank);
+            if let Some(left) = gone {
+                return self.give_up(round, rank, || Error::Left { at, waiting, left });
+            }
+            let Some(time_left) = self.run.timeout.checked_sub(began.elapsed()) else {
+                let waited = self.run.timeout;
+                return self.give_up(round, rank, || {
+                    let late = self.missing(rank).into_iter().map(|r| self.run.late(r));
+                    let late: Vec<LateRank> = late.collect();
+                    Error::Timeout { at, waiting, waited, late }
+                });
             };
-            if let Some(by) = self.run.cancel.cancelled_by() {
-                return self.give_up(round, Interrupted::Cancelled { by });
-            }
-            if let Some(gone) = self.missing(rank).into_iter().find(|&r| self.run.is_done(r)) {
-                return self.give_up(round, Interrupted::Left { rank: gone });
-            }
-            thread::park_timeout(left);
+            thread::park_timeout(time_left);
         }
     }
 
-    /// Poisons the round, unless it has been completed meanwhile.
-    fn give_up(&self, round: u64, why: Interrupted) -> Result<(), Interrupted> {
-        let world_size = self.slots.len() as u64;
-        let poisoned = self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |state| {
-            let complete = state / ROUND != round || state % ROUND == world_size;
-            (!complete).then_some(state | POISON)
-        });
-        if poisoned.is_ok() { Err(why) } else { Ok(()) }
+    /// Leaves the round with an error that the run learns of at once, unless it has been completed.
+    fn give_up(&self, round: u64, rank: usize, why: impl FnOnce() -> Error) -> Result<()> {
+        if !self.poison(round) {
+            return Ok(());
+        }
+        let error = why();
+        self.run.report(rank, Some(&error), error.to_string());
+        Err(error)
     }
 
-    /// The ranks that have not entered the round that `rank` waits in.
+    /// Sees to it that the round will not be completed; false if it has been.
+    fn poison(&self, round: u64) -> bool {
+        let poison = |state| (state / ROUND == round).then_some(state | POISON);
+        self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, poison).is_ok()
+    }
+
+    /// The ranks that have not come to the round that `rank` waits in; if all are at least about to, then
+    /// those that are no further.
     fn missing(&self, rank: usize) -> Vec<usize> {
-        let mine = self.slots[rank].entered.load(Ordering::Acquire);
-        (0..self.slots.len())
-            .filter(|&other| self.slots[other].entered.load(Ordering::Acquire) < mine)
-            .collect()
+        let entered = |rank: usize| self.slots[rank].entered.load(Ordering::Acquire);
+        let mine = entered(rank);
+        let below = |limit| (0..self.slots.len()).filter(|&r| entered(r) < limit).collect();
+        let missing: Vec<usize> = below(mine - 1);
+        if missing.is_empty() { below(mine) } else { missing }
     }
 
-    /// Somebody gave up before this rank came; that rank is about to fail, or has failed.
-    fn why_poisoned(&self, rank: usize) -> Interrupted {
-        match self.run.cancel.cancelled_by() {
-            Some(by) => Interrupted::Cancelled { by },
-            None => {
-                // The one that gave up trips the token as soon as its function returns. Its error
-                // is the cause and this one only an echo, whoever is first to report.
-                let waits = |other: usize| {
-                    self.slots[other].entered.load(Ordering::Acquire)
-                        >= self.slots[rank].entered.load(Ordering::Acquire)
-                };
-                let by = (0..self.slots.len()).find(|&r| r != rank && waits(r)).unwrap_or(rank);
-                Interrupted::Cancelled { by }
+    /// Somebody gave up before this rank came, and is reporting why at this very moment.
+    fn wait_for_the_cause(&self, rank: usize) -> Error {
+        loop {
+            if let Err(cancelled) = self.run.check(rank) {
+                return cancelled;
             }
-        }
-    }
-}
-
-impl Interrupted {
-    /// The error that `rank` reports for the collective it was in.
-    pub(crate) fn during(self, run: &Run, rank: usize) -> Error {
-        let at = run.activity[rank].now();
-        match self {
-            Interrupted::Cancelled { by } => Error::Cancelled { by },
-            Interrupted::Left { rank: left } => Error::Left { at, waiting: rank, left },
-            Interrupted::TimedOut { late } => {
-                Error::Timeout { at, waiting: rank, waited: run.timeout, late }
-            }
+            thread::yield_now();
         }
     }
 }
@@ -245,12 +235,12 @@ mod tests {
     fn a_cancelled_wait_ends_and_stays_ended() {
         on_threads(3, Duration::from_secs(60), |rank, barrier| {
             if rank == 2 {
-                barrier.run.cancel.cancel(2);
+                barrier.run.report(2, None, "the cause".into());
             }
             for _ in 0..3 {
                 // The third rank comes late on purpose: nobody may go through with it.
                 let result = barrier.wait(rank);
-                assert!(matches!(result, Err(Interrupted::Cancelled { .. })), "{result:?}");
+                assert!(matches!(result, Err(Error::Cancelled { by: 2 })), "{result:?}");
             }
         });
     }
@@ -261,13 +251,15 @@ mod tests {
         on_threads(2, Duration::from_millis(20), |rank, barrier| {
             if rank == 0 {
                 match barrier.wait(0) {
-                    Err(Interrupted::TimedOut { late }) => assert_eq!(late[0].rank, 1),
+                    Err(Error::Timeout { late, .. }) => assert_eq!(late[0].rank, 1),
                     other => panic!("{other:?}"),
                 }
+                // The run knows already, so that the other one's error is an echo.
+                assert_eq!(barrier.run.failures()[0].rank, 1);
                 late_sender.send(()).unwrap();
             } else {
                 late_receiver.recv().unwrap();
-                assert!(barrier.wait(1).is_err());
+                assert!(matches!(barrier.wait(1), Err(Error::Cancelled { by: 1 })));
             }
         });
     }
@@ -278,8 +270,26 @@ mod tests {
             if rank == 1 {
                 barrier.run.finish(1);
             } else {
-                assert!(matches!(barrier.wait(0), Err(Interrupted::Left { rank: 1 })));
+                assert!(matches!(barrier.wait(0), Err(Error::Left { left: 1, .. })));
             }
         });
+    }
+
+    /// A timeout that strikes while the last rank arrives either fails the round for all or for none.
+    #[test]
+    fn a_round_is_complete_for_all_or_for_none() {
+        for attempt in 0..300 {
+            let timeout = Duration::from_micros(attempt);
+            let passed = AtomicUsize::new(0);
+            on_threads(2, timeout, |rank, barrier| {
+                for _ in 0..20 {
+                    if barrier.wait(rank).is_err() {
+                        return;
+                    }
+                    passed.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            assert_eq!(passed.into_inner() % 2, 0, "timeout {timeout:?}");
+        }
     }
 }

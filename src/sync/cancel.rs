@@ -7,8 +7,6 @@ use std::thread::{self, Thread};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 
-use crate::error::{Error, Result};
-
 const NOBODY: usize = usize::MAX;
 
 /// Tripped once, by the first rank that fails; seen by all.
@@ -17,7 +15,7 @@ const NOBODY: usize = usize::MAX;
 /// a thread that parks is registered here and gets unparked, and a thread that waits on a
 /// channel selects on [`CancelToken::tripped`] as well.
 #[derive(Debug, Clone)]
-pub struct CancelToken(Arc<Inner>);
+pub(crate) struct CancelToken(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
@@ -44,7 +42,7 @@ impl Default for CancelToken {
 
 impl CancelToken {
     /// Trips the token in the name of rank `by`; only the first call counts.
-    pub fn cancel(&self, by: usize) {
+    pub(super) fn cancel(&self, by: usize) {
         let inner = &self.0;
         if inner.by.compare_exchange(NOBODY, by, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
             drop(inner.keeps_open.lock().unwrap_or_else(PoisonError::into_inner).take());
@@ -53,23 +51,15 @@ impl CancelToken {
     }
 
     /// The rank that failed first, if one did.
-    pub fn cancelled_by(&self) -> Option<usize> {
+    pub(crate) fn cancelled_by(&self) -> Option<usize> {
         match self.0.by.load(Ordering::SeqCst) {
             NOBODY => None,
             by => Some(by),
         }
     }
 
-    /// An error once the token is tripped.
-    ///
-    /// # Errors
-    /// [`Error::Cancelled`] with the rank that failed first.
-    pub fn check(&self) -> Result<()> {
-        self.cancelled_by().map_or(Ok(()), |by| Err(Error::Cancelled { by }))
-    }
-
     /// A channel on which nothing arrives and which closes when the token trips: for `select!`.
-    pub fn tripped(&self) -> &Receiver<Infallible> {
+    pub(crate) fn tripped(&self) -> &Receiver<Infallible> {
         &self.0.closes
     }
 

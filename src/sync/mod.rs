@@ -7,7 +7,7 @@ mod cancel;
 mod fault;
 mod run;
 
-pub use barrier::Barrier;
-pub use cancel::CancelToken;
+pub(crate) use barrier::Barrier;
+pub(crate) use cancel::CancelToken;
 pub use fault::{Fault, FaultKind, Stage};
-pub use run::{Activity, At, Operation, Run};
+pub(crate) use run::{Failure, Run};

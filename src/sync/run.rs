@@ -1,93 +1,25 @@
-//! What the ranks of one run know of each other: who does what, and whether to go on.
+//! What the ranks of one run know of each other: who does what, who failed first, and whether to go on.
 
-use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
 
 use super::{CancelToken, Fault, Stage};
-use crate::error::{LateRank, Result};
-
-/// What a rank can be seen doing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-#[allow(missing_docs)] // the names are the documentation
-pub enum Operation {
-    Start,
-    Rendezvous,
-    Init,
-    AllReduce,
-    Broadcast,
-    Barrier,
-    Synchronize,
-    Step,
-    Done,
-}
-
-impl Operation {
-    const ALL: [Operation; 9] = [
-        Operation::Start,
-        Operation::Rendezvous,
-        Operation::Init,
-        Operation::AllReduce,
-        Operation::Broadcast,
-        Operation::Barrier,
-        Operation::Synchronize,
-        Operation::Step,
-        Operation::Done,
-    ];
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Operation::Start => "start",
-            Operation::Rendezvous => "rendezvous",
-            Operation::Init => "init",
-            Operation::AllReduce => "all_reduce",
-            Operation::Broadcast => "broadcast",
-            Operation::Barrier => "barrier",
-            Operation::Synchronize => "synchronize",
-            Operation::Step => "step",
-            Operation::Done => "done",
-        })
-    }
-}
-
-/// An operation, and which one of its sort: `all_reduce #3`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct At {
-    /// What.
-    pub operation: Operation,
-    /// For a collective its number in the order of the rank's collectives, for a step that of the step;
-    /// both from 0.
-    pub sequence: u64,
-}
-
-impl fmt::Display for At {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let At { operation, sequence } = self;
-        match operation {
-            // These happen once, so they have no number.
-            Operation::Start | Operation::Rendezvous | Operation::Init | Operation::Done => {
-                write!(f, "{operation}")
-            }
-            _ => write!(f, "{operation} #{sequence}"),
-        }
-    }
-}
+use crate::error::{Error, LateRank, Result};
+use crate::operation::{At, Operation};
 
 /// What one rank does now, written by that rank alone and readable by all without a lock.
 #[derive(Debug, Default)]
-pub struct Activity(AtomicU64);
+pub(crate) struct Activity(AtomicU64);
 
 impl Activity {
     const SEQUENCE_BITS: u32 = 56;
 
     /// Notes that this rank now does `operation`, the `sequence`-th of its sort; returns what it
     /// did before, for [`Activity::restore`].
-    pub fn enter(&self, operation: Operation, sequence: u64) -> At {
+    pub(crate) fn enter(&self, operation: Operation, sequence: u64) -> At {
         let before = self.now();
         self.restore(At { operation, sequence });
         before
@@ -95,23 +27,34 @@ impl Activity {
 
     /// Goes back to what [`Activity::enter`] returned. Not called when the operation failed, so
     /// that the failure is reported with the operation it happened in.
-    pub fn restore(&self, At { operation, sequence }: At) {
+    pub(crate) fn restore(&self, At { operation, sequence }: At) {
         let sequence = sequence & ((1 << Self::SEQUENCE_BITS) - 1);
         self.0.store((operation as u64) << Self::SEQUENCE_BITS | sequence, Ordering::Release);
     }
 
     /// What the rank does, as far as it has said.
-    pub fn now(&self) -> At {
+    pub(crate) fn now(&self) -> At {
         let packed = self.0.load(Ordering::Acquire);
         let operation = Operation::ALL[(packed >> Self::SEQUENCE_BITS) as usize];
         At { operation, sequence: packed & ((1 << Self::SEQUENCE_BITS) - 1) }
     }
 }
 
+/// A failure of a rank, as it was reported.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// The rank to blame: the one that reported, or one that it waited for in vain.
+    pub rank: usize,
+    /// What that rank was doing.
+    pub at: At,
+    /// Why.
+    pub error: String,
+}
+
 /// Shared by all ranks of one run.
 #[derive(Debug)]
-pub struct Run {
-    /// Tripped by the first rank that fails.
+pub(crate) struct Run {
+    /// Tripped with the first failure, and never without one.
     pub cancel: CancelToken,
     /// One entry per rank.
     pub activity: Box<[CachePadded<Activity>]>,
@@ -119,16 +62,22 @@ pub struct Run {
     pub timeout: Duration,
     /// A rank that is to fail.
     pub fault: Option<Fault>,
+    /// In the order of time.
+    failures: Mutex<Vec<Failure>>,
+    /// The ranks that were told to stop: whatever they report from then on follows from that.
+    told: Box<[AtomicBool]>,
 }
 
 impl Run {
     /// A run of `world_size` ranks, none of which does anything yet.
-    pub fn new(world_size: usize, timeout: Duration, fault: Option<Fault>) -> Self {
+    pub(crate) fn new(world_size: usize, timeout: Duration, fault: Option<Fault>) -> Self {
         Self {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
             timeout,
             fault,
+            failures: Mutex::default(),
+            told: (0..world_size).map(|_| AtomicBool::default()).collect(),
         }
     }
 
@@ -137,15 +86,52 @@ impl Run {
         self.fault.map_or(Ok(()), |fault| fault.strike(rank, at, step))
     }
 
+    /// Tells `rank` to stop, if another rank has failed.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] with the rank that failed first.
+    pub(crate) fn check(&self, rank: usize) -> Result<()> {
+        let Some(by) = self.cancel.cancelled_by() else { return Ok(()) };
+        self.told[rank].store(true, Ordering::Relaxed);
+        Err(Error::Cancelled { by })
+    }
+
+    /// Notes that `reporter` failed, unless that is an echo of another failure, and has everybody stop.
+    ///
+    /// `cause` is this crate's error behind it, if it is one; `text` is what to show.
+    pub(crate) fn report(&self, reporter: usize, cause: Option<&Error>, text: String) {
+        let mut failures = self.failures();
+        let echo = self.told[reporter].load(Ordering::Relaxed)
+            || matches!(cause, Some(Error::Cancelled { .. }));
+        if !echo || failures.is_empty() {
+            let blamed = cause.and_then(Error::blames);
+            let (rank, at) = blamed.unwrap_or((reporter, None));
+            let at = at.unwrap_or_else(|| self.activity[rank].now());
+            // Ranks that wait in vain for the same one tell the same story, each in its words.
+            let known = |f: &Failure| f.error == text || (blamed.is_some() && f.rank == rank);
+            if !failures.iter().any(known) {
+                failures.push(Failure { rank, at, error: text });
+            }
+        }
+        let by = failures[0].rank;
+        drop(failures);
+        self.cancel.cancel(by);
+    }
+
+    /// All failures so far, the earliest first.
+    pub(crate) fn failures(&self) -> MutexGuard<'_, Vec<Failure>> {
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Notes that `rank` has ended its function, and lets those who wait for it see that.
     pub(crate) fn finish(&self, rank: usize) {
-        self.activity[rank].enter(Operation::Done, 0);
+        self.activity[rank].enter(Operation::ShutDown, 0);
         self.cancel.wake_all();
     }
 
     /// Whether `rank` has ended its function.
     pub(crate) fn is_done(&self, rank: usize) -> bool {
-        self.activity[rank].now().operation == Operation::Done
+        matches!(self.activity[rank].now().operation, Operation::ShutDown | Operation::Done)
     }
 
     /// Names `rank` with what it was last seen doing.
@@ -171,5 +157,17 @@ mod tests {
         assert_eq!(activity.now().to_string(), "all_reduce #3");
         activity.restore(before);
         assert_eq!(activity.now().to_string(), "step #7");
+    }
+
+    #[test]
+    fn what_a_rank_says_after_it_was_told_to_stop_is_an_echo() {
+        let run = Run::new(3, Duration::from_secs(1), None);
+        run.check(0).unwrap();
+        run.report(1, None, "the cause".into());
+        assert!(matches!(run.check(0), Err(Error::Cancelled { by: 1 })));
+        run.report(0, None, "an echo in words of its own".into());
+        run.report(2, None, "independent".into());
+        let told: Vec<String> = run.failures().iter().map(|f| f.error.clone()).collect();
+        assert_eq!(told, ["the cause", "independent"]);
     }
 }

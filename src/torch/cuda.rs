@@ -2,8 +2,10 @@
 
 use std::env;
 use std::ffi::c_void;
+use std::fs;
 
 use cudarc::driver::result as driver;
+use cudarc::driver::sys::CUresult;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::shim;
@@ -25,17 +27,24 @@ pub struct Cuda {
 ///
 /// Must be called before anything else of libtorch: the first question about CUDA that libtorch is
 /// asked settles for the process's life whether it has any. Without a visible GPU nothing of CUDA is
-/// loaded. Must be called while the process has one thread, because it may set `NCCL_LAUNCH_MODE`.
+/// loaded.
+///
+/// Where there is a driver and the process has one thread yet, it sets `NCCL_LAUNCH_MODE=GROUP`, unless
+/// that variable is set: NCCL then launches the kernels of all local ranks together. (The `nccl` backend
+/// sees to that on its own as well.)
 pub fn load() -> Cuda {
+    // SAFETY: tries to load the driver's library, and nothing more.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Cuda::default();
+    }
+    // Before the driver starts threads of its own.
+    if env::var_os("NCCL_LAUNCH_MODE").is_none() && is_single_threaded() {
+        // SAFETY: no other thread can be reading the environment, because there is none.
+        unsafe { env::set_var("NCCL_LAUNCH_MODE", "GROUP") };
+    }
     let mut cuda = find_gpus();
     if cuda.gpus.is_empty() {
         return cuda;
-    }
-    if env::var_os("NCCL_LAUNCH_MODE").is_none() {
-        // With one thread per GPU, NCCL must launch the kernels of all local ranks together: a rank
-        // that runs ahead could otherwise block in the driver while its peers' kernels wait for it.
-        // SAFETY: `main` calls this before it starts any thread.
-        unsafe { env::set_var("NCCL_LAUNCH_MODE", "GROUP") };
     }
     // SAFETY: loading libtorch_cuda runs its static initialisers, as linking to it would.
     let library = unsafe { Library::open(Some("libtorch_cuda.so"), RTLD_NOW | RTLD_GLOBAL) };
@@ -62,23 +71,32 @@ pub fn load() -> Cuda {
     cuda
 }
 
+fn is_single_threaded() -> bool {
+    fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
+}
+
 fn find_gpus() -> Cuda {
-    // SAFETY: tries to load the driver's library, and nothing more.
-    if !unsafe { cudarc::driver::sys::is_culib_present() } {
-        return Cuda::default();
-    }
     let mut version = 0;
     // SAFETY: writes one number to a valid place; allowed before `cuInit`.
     let known = unsafe { cudarc::driver::sys::cuDriverGetVersion(&mut version) }.result().is_ok();
     let driver = known.then(|| format!("{}.{}", version / 1000, version % 1000 / 10));
-    // The driver answers with an error where no device is visible: that is no GPU, not a failure.
     let names = || -> Result<Vec<String>, driver::DriverError> {
         driver::init()?;
         (0..driver::device::get_count()?)
             .map(|i| driver::device::get_name(driver::device::get(i)?))
             .collect()
     };
-    Cuda { gpus: names().unwrap_or_default(), driver, problem: None }
+    match names() {
+        Ok(gpus) => Cuda { gpus, driver, problem: None },
+        // Also with CUDA_VISIBLE_DEVICES empty or -1: no GPU, and no failure.
+        Err(error) if error.0 == CUresult::CUDA_ERROR_NO_DEVICE => {
+            Cuda { gpus: Vec::new(), driver, problem: None }
+        }
+        Err(error) => {
+            let problem = Some(format!("the NVIDIA driver fails: {error}"));
+            Cuda { gpus: Vec::new(), driver, problem }
+        }
+    }
 }
 
 /// As `torch.cuda.set_device`, for the calling thread.

@@ -13,7 +13,7 @@ use crate::error::Result;
 /// Follows `torch.random.fork_rng` with a `torch.manual_seed(seed)` inside. All threads share that one
 /// generator, so this takes turns: with `fork_rng` around the making of a model, every rank draws the
 /// same numbers in every run, namely PyTorch's for this seed. Draw nothing on other threads meanwhile
-/// except through `fork_rng`.
+/// except through `fork_rng`, and wait for no other rank in `f`: it may be waiting for its turn.
 ///
 /// # Errors
 /// When libtorch refuses; `f`'s own result is handed on inside.

@@ -1,0 +1,78 @@
+//! What a rank can be doing: the words of failure reports.
+
+use std::fmt;
+
+/// What a rank can be seen doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+#[allow(missing_docs)] // the names are the documentation
+pub enum Operation {
+    Start,
+    Rendezvous,
+    Init,
+    AllReduce,
+    Broadcast,
+    Barrier,
+    Synchronize,
+    Step,
+    ShutDown,
+    Done,
+}
+
+impl Operation {
+    /// All of them, each at the place of its number.
+    pub(crate) const ALL: [Operation; 10] = [
+        Operation::Start,
+        Operation::Rendezvous,
+        Operation::Init,
+        Operation::AllReduce,
+        Operation::Broadcast,
+        Operation::Barrier,
+        Operation::Synchronize,
+        Operation::Step,
+        Operation::ShutDown,
+        Operation::Done,
+    ];
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Operation::Start => "start",
+            Operation::Rendezvous => "rendezvous",
+            Operation::Init => "init",
+            Operation::AllReduce => "all_reduce",
+            Operation::Broadcast => "broadcast",
+            Operation::Barrier => "barrier",
+            Operation::Synchronize => "synchronize",
+            Operation::Step => "step",
+            Operation::ShutDown => "shutting down",
+            Operation::Done => "done",
+        })
+    }
+}
+
+/// An operation, and which one of its sort: `all_reduce #3`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct At {
+    /// What.
+    pub operation: Operation,
+    /// For a collective its number in the order of the rank's collectives, for a step that of the step;
+    /// both from 0.
+    pub sequence: u64,
+}
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let At { operation, sequence } = self;
+        match operation {
+            // These happen once, so they have no number.
+            Operation::Start
+            | Operation::Rendezvous
+            | Operation::Init
+            | Operation::ShutDown
+            | Operation::Done => write!(f, "{operation}"),
+            _ => write!(f, "{operation} #{sequence}"),
+        }
+    }
+}
