@@ -47,6 +47,12 @@ fn link_nccl_name(libtorch_lib: &Path) -> Result<(), Box<dyn Error>> {
         println!("cargo:rerun-if-changed={}", file.display());
     }
     let Ok(nccl) = nccl.canonicalize() else { return Ok(()) };
+    // Beside the library, where the project has fetched it and made the link itself.
+    if nccl.with_file_name("libnccl.so").exists() {
+        let folder = nccl.parent().ok_or("libnccl.so.2 lies in no folder")?;
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", folder.display());
+        return Ok(());
+    }
     let folder = PathBuf::from(env::var("OUT_DIR")?).join("nccl");
     fs::create_dir_all(&folder)?;
     let link = folder.join("libnccl.so");

@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use toml::Table;
 
 use crate::error::{Error, Result};
-use crate::launch::{BackendChoice, Fault, Nproc, Spawn, Stage};
+use crate::launch::{BackendChoice, Fault, FaultKind, Nproc, Spawn, Stage};
 use crate::models::{ModelConfig, ModelKind};
 use crate::observe::LogFormat;
 use crate::trainer::Loss;
@@ -126,9 +126,13 @@ impl Config {
             let flag = key.map_or(String::new(), |key| format!("{}: ", flag_name(key)));
             Error::Input(format!("{flag}{}", error.message()))
         })?;
-        config.validate().map_err(|Invalid { key, problem }| {
-            Error::Input(format!("{}: {problem}", origin.name(key)))
-        })?;
+        let named =
+            |Invalid { key, problem }| Error::Input(format!("{}: {problem}", origin.name(key)));
+        config.validate().map_err(named)?;
+        if config.model == ModelKind::Linear && origin.flags.contains_key("hidden") {
+            let problem = "a linear model has no hidden layers; use model mlp".into();
+            return Err(named(Invalid { key: "hidden", problem }));
+        }
         Ok(config)
     }
 
@@ -157,17 +161,22 @@ impl Config {
         let Some(fault) = self.fault else { return Ok(()) };
         if fault.rank >= world_size {
             return Err(Error::Input(format!(
-                "--fault: there is no rank {}; this run has ranks 0 to {}",
+                "fault: there is no rank {}; this run has ranks 0 to {}",
                 fault.rank,
                 world_size - 1
             )));
+        }
+        if fault.kind == FaultKind::Stall && world_size == 1 {
+            return Err(Error::Input(
+                "fault: nobody would notice that the only rank stalls; use 2 ranks or more".into(),
+            ));
         }
         let share =
             if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
         let steps = self.max_epochs.saturating_mul(share.div_ceil(self.batch_size) as u64);
         if fault.at == Stage::Step && fault.step >= steps {
             return Err(Error::Input(format!(
-                "--fault: there is no step {}; this run has steps 0 to {}",
+                "fault: there is no step {}; this run has steps 0 to {}",
                 fault.step,
                 steps - 1
             )));
@@ -230,16 +239,12 @@ struct Origin {
 impl Origin {
     fn name(&self, key: &str) -> String {
         match &self.file {
-            Some(file) if !self.flags.contains_key(key) && has_key(&self.from_file, key) => {
+            Some(file) if !self.flags.contains_key(key) && self.from_file.contains_key(key) => {
                 format!("{}: {key}", file.display())
             }
             _ => flag_name(key),
         }
     }
-}
-
-fn has_key(table: &Table, key: &str) -> bool {
-    table.contains_key(key) || table.contains_key(&key.replace('_', "-"))
 }
 
 fn flag_name(key: &str) -> String {
@@ -373,6 +378,7 @@ mod tests {
             ("lr = nan", "--lr: NaN is not a learning rate"),
             ("bucket_cap_mb = 0.0", "--bucket-cap-mb: 0 is no size"),
             ("hidden = [8, 0]", "--hidden: 0 is too small"),
+            ("hidden = [8]", "--hidden: a linear model has no hidden layers; use model mlp"),
             ("hidden = []", "--hidden: an mlp needs"),
             ("timeout = \"soon\"", "--timeout: \"soon\" is no duration"),
             ("timeout = 0", "--timeout: 0 leaves no time"),

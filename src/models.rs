@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 use tch::nn::{self, Init, Linear, Module, Path};
-use tch::{Device, Tensor};
+use tch::{Device, TchError, Tensor};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::torch::fork_rng;
 
 /// Which model: `--model`.
@@ -55,17 +55,20 @@ impl ModelConfig {
     /// `0.weight`, `0.bias`, `2.weight`, ...
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch) when libtorch refuses.
+    /// [`Error::Torch`] when libtorch refuses, as it does without the memory.
     pub fn build(&self, device: Device, seed: u64) -> Result<(nn::VarStore, Mlp)> {
-        let mut vs = nn::VarStore::new(Device::Cpu);
-        let mlp = fork_rng(seed, || self.layers(&vs.root()))?;
-        if device != Device::Cpu {
-            vs.set_device(device);
+        let making = || Error::torch("making the model");
+        let vs = nn::VarStore::new(Device::Cpu);
+        let mlp = fork_rng(seed, || self.layers(&vs.root()))?.map_err(making())?;
+        // The tensors stay the same objects, here, in the layers and in the VarStore.
+        for mut parameter in vs.trainable_variables() {
+            let moved = tch::no_grad(|| parameter.f_to_device(device)).map_err(making())?;
+            parameter.f_set_data(&moved).map_err(making())?;
         }
         Ok((vs, mlp))
     }
 
-    fn layers(&self, root: &Path) -> Mlp {
+    fn layers(&self, root: &Path) -> Result<Mlp, TchError> {
         let hidden = if self.kind == ModelKind::Linear { &[][..] } else { &self.hidden };
         let mut widths = vec![self.in_features];
         widths.extend(hidden);
@@ -74,22 +77,22 @@ impl ModelConfig {
             let path = if hidden.is_empty() { root.clone() } else { root / (2 * i) };
             linear(&path, width[0], width[1])
         });
-        Mlp { layers: layers.collect() }
+        Ok(Mlp { layers: layers.collect::<Result<_, _>>()? })
     }
 }
 
 /// `torch.nn.Linear`: the same distribution, drawn in the same order. (tch's own default differs.)
-fn linear(path: &Path, in_features: i64, out_features: i64) -> Linear {
+fn linear(path: &Path, in_features: i64, out_features: i64) -> Result<Linear, TchError> {
     let fan_in = in_features as f64;
     // kaiming_uniform_ with a = sqrt(5), computed in the same steps to get the same last bit.
     let gain = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
     let weight_bound = 3f64.sqrt() * (gain / fan_in.sqrt());
     let bias_bound = 1.0 / fan_in.sqrt();
     let uniform = |bound: f64| Init::Uniform { lo: -bound, up: bound };
-    Linear {
-        ws: path.var("weight", &[out_features, in_features], uniform(weight_bound)),
-        bs: Some(path.var("bias", &[out_features], uniform(bias_bound))),
-    }
+    Ok(Linear {
+        ws: path.f_var("weight", &[out_features, in_features], uniform(weight_bound))?,
+        bs: Some(path.f_var("bias", &[out_features], uniform(bias_bound))?),
+    })
 }
 
 impl Module for Mlp {

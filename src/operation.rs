@@ -7,7 +7,7 @@ use std::fmt;
 #[repr(u8)]
 #[allow(missing_docs)] // the names are the documentation
 pub enum Operation {
-    Start,
+    Function,
     Rendezvous,
     Init,
     AllReduce,
@@ -22,7 +22,7 @@ pub enum Operation {
 impl Operation {
     /// All of them, each at the place of its number.
     pub(crate) const ALL: [Operation; 10] = [
-        Operation::Start,
+        Operation::Function,
         Operation::Rendezvous,
         Operation::Init,
         Operation::AllReduce,
@@ -38,7 +38,7 @@ impl Operation {
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            Operation::Start => "start",
+            Operation::Function => "rank function",
             Operation::Rendezvous => "rendezvous",
             Operation::Init => "init",
             Operation::AllReduce => "all_reduce",
@@ -67,7 +67,7 @@ impl fmt::Display for At {
         let At { operation, sequence } = self;
         match operation {
             // These happen once, so they have no number.
-            Operation::Start
+            Operation::Function
             | Operation::Rendezvous
             | Operation::Init
             | Operation::ShutDown

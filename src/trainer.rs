@@ -94,7 +94,7 @@ impl<M: Module> Trainer<M> {
         max_epochs: u64,
         mut report: impl FnMut(Epoch) -> anyhow::Result<()>,
     ) -> anyhow::Result<Summary> {
-        if self.ddp.group().backend() == "nccl" {
+        if matches!(self.ddp.group().device(), Device::Cuda(_)) {
             self.warm_up()?;
         }
         let began = Instant::now();
@@ -144,10 +144,11 @@ impl<M: Module> Trainer<M> {
         self.loss_sum.add(&loss, batch.len())
     }
 
-    /// Runs every kernel once before the first all-reduce.
+    /// Runs every kernel of a step once before the first step, on a GPU.
     ///
     /// The first launch of a kernel loads it, and waits for the GPU to become idle: with a collective of
-    /// another rank's on it, that would be for ever. Changes no parameter.
+    /// another rank's on it, that would be for ever. Changes no parameter, but whatever else a model's
+    /// forward pass changes (the state of a dropout, say).
     fn warm_up(&mut self) -> Result<()> {
         if let Some(batch) = self.loader.epoch(0)?.next() {
             let batch = batch?;
@@ -158,11 +159,10 @@ impl<M: Module> Trainer<M> {
             self.optimizer.step()?; // with gradients of zero
             self.loss_sum.add(&loss, batch.len())?;
             self.loss_sum.count(batch.len())?;
-            self.loss_sum.reset()?;
         }
-        let group = self.ddp.group();
-        group.synchronize()?;
-        group.barrier()
+        // All ranks are through with it when this is: reduced, waited for, read, and reset.
+        self.ddp.group().synchronize()?;
+        self.loss_sum.take_mean(self.ddp.group()).map(drop)
     }
 }
 

@@ -98,6 +98,35 @@ fn a_reader_that_leaves_early_is_no_failure() {
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
+/// A full disk.
+fn with_full_stdout(args: &[&str]) -> (Option<i32>, String) {
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let output = program(args).stdout(full).output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn a_stdout_that_cannot_be_written_is_a_failure_and_hides_no_other() {
+    let (code, stderr) = with_full_stdout(&["--nproc-per-node=2"]);
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("writing to stdout: No space left on device"), "{stderr}");
+    let (code, stderr) = with_full_stdout(&["sampler", "--len=4", "--world-size=2"]);
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("No space left on device"), "{stderr}");
+    let fault = ["--nproc-per-node=2", "--fault=error:rank=0,at=init", "--log-format=json"];
+    let (code, stderr) = with_full_stdout(&fault);
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("rank 0 (CPU:0) failed in init: injected by"), "{stderr}");
+}
+
+#[test]
+fn a_loss_that_grows_out_of_bounds_is_remarked() {
+    let (code, stdout, stderr) = run(&["--nproc-per-node=2", "--lr=100", "--log-format=json"]);
+    assert_eq!(code, Some(0), "PyTorch does not stop there either");
+    assert!(stdout.contains("\"loss\":null"), "{stdout}");
+    assert!(stderr.contains("the loss is not a number any more; use a smaller --lr"), "{stderr}");
+}
+
 #[test]
 fn the_sampler_prints_an_object_for_each_rank() {
     let args = "sampler --len=10 --world-size=4 --no-shuffle --epoch=2 --log-format=json";

@@ -175,7 +175,7 @@ fn mismatch(
         // One that fits before, so that the number of the call counts.
         group.barrier()?;
         match call(rank.rank(), &group) {
-            Err(Error::Mismatch { sequence: 1, calls }) => Ok(calls),
+            Err(Error::Mismatch { sequence: 1, calls, .. }) => Ok(calls),
             other => panic!("rank {} got {other:?}", rank.rank()),
         }
     })
@@ -246,6 +246,7 @@ fn a_mismatch_ends_the_run_once() {
     })
     .unwrap_err();
     assert!(error.failure.error.contains("collective #0 differs between ranks"), "{error}");
+    assert_eq!(error.failure.rank, 2, "the odd one out");
     assert!(error.also_failed.is_empty(), "three ranks tell one story: {error}");
 }
 
@@ -264,6 +265,41 @@ fn one_memory_for_two_ranks_is_refused() {
     for message in messages {
         assert!(message.contains("ranks 1 and 2 passed the same memory"), "{message}");
     }
+}
+
+#[test]
+fn a_call_that_fails_before_it_meets_the_others_can_be_made_again() {
+    // The ranks' counts of calls differ from then on; their announcements must not get mixed up.
+    ranks(3, |rank, group| {
+        for round in 0..20 {
+            if rank.rank() == round % 3 {
+                let mut undefined = Tensor::new();
+                assert!(group.all_reduce(&mut undefined, ReduceOp::Sum).is_err());
+                let mut elsewhere = Tensor::zeros([1], (Kind::Float, Device::Cpu));
+                assert!(group.broadcast(&mut elsewhere, 3).is_err());
+            }
+            let mut tensor = numbers(rank.rank(), 100 + round as i64, Kind::Float);
+            group.all_reduce(&mut tensor, ReduceOp::Sum)?;
+            assert_equal(&tensor, &expected_sum(3, 100 + round as i64), "after a failure");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn lazily_conjugated_tensors_travel_as_what_they_are() {
+    ranks(2, |rank, group| {
+        let (mine, zero) = (Tensor::from(rank.rank() as f64 + 1.), Tensor::from(5f64));
+        let mut conjugate = Tensor::complex(&mine, &zero).conj();
+        group.broadcast(&mut conjugate, 1)?;
+        assert_eq!(conjugate.real().double_value(&[]), 2.);
+        assert_eq!(conjugate.imag().double_value(&[]), -5.);
+        let mut negative = Tensor::complex(&zero, &mine).conj().imag();
+        assert!(negative.is_neg());
+        group.all_reduce(&mut negative, ReduceOp::Sum)?;
+        assert_eq!(negative.double_value(&[]), -3.);
+        Ok(())
+    });
 }
 
 #[test]

@@ -143,6 +143,39 @@ fn a_parameter_that_the_loss_does_not_depend_on_contributes_zeros() {
 }
 
 #[test]
+fn a_gradient_that_was_replaced_is_an_error_that_names_it() {
+    let error = try_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[2], nn::Init::Const(2.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        weight.grad().set_data(&Tensor::zeros([2], (Kind::Float, Device::Cpu)));
+        ddp.backward(&weight.sum(Kind::Float))?;
+        Ok(())
+    })
+    .unwrap_err();
+    let message = &error.failure.error;
+    assert!(message.contains("the gradient of `weight` is no longer a view"), "{message}");
+}
+
+#[test]
+fn a_frozen_parameter_is_left_alone() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let frozen = root.var("frozen", &[2], nn::Init::Const(1. + rank.rank() as f64));
+        let trained = root.var("trained", &[3], nn::Init::Const(1.));
+        let frozen = frozen.set_requires_grad(false);
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        assert_eq!(ddp.num_parameters(), 3);
+        ddp.backward(&(trained.sum(Kind::Float) * frozen.sum(Kind::Float)))?;
+        Sgd::new(ddp.flat_buffers(), 0.5).step()?;
+        assert_eq!(Vec::<f32>::try_from(&frozen)?, [1., 1.], "rank 0's, and unchanged");
+        assert_eq!(Vec::<f32>::try_from(&trained)?, [0.; 3]);
+        Ok(())
+    });
+}
+
+#[test]
 fn buffers_of_every_kind_come_from_rank_0() {
     ranks(3, |rank, group| {
         let vs = VarStore::new(rank.device());

@@ -46,7 +46,7 @@ fn the_sampler_deals_in_pytorch_s_order() {
         let indices = (0..world_size).flat_map(|rank| {
             let sampler = DistributedSampler::new(len, world_size, rank).unwrap();
             let sampler = sampler.shuffle(shuffle).seed(seed).drop_last(drop_last).unwrap();
-            let indices = sampler.indices(epoch);
+            let indices = sampler.indices(epoch).unwrap();
             assert_eq!(indices.len(), sampler.num_samples());
             indices
         });

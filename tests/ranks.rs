@@ -65,7 +65,7 @@ fn the_first_failure_is_reported_and_its_echoes_are_not() {
         })
         .unwrap_err();
     assert_eq!((error.failure.rank, error.failure.device.as_str()), (2, "CPU:2"));
-    assert_eq!(error.to_string(), "rank 2 (CPU:2) failed at its start: out of luck");
+    assert_eq!(error.to_string(), "rank 2 (CPU:2) failed in its function: out of luck");
     assert!(error.also_failed.is_empty() && error.stuck.is_empty());
     assert_eq!(Arc::strong_count(&alive), 1, "no thread is left");
 }
@@ -136,10 +136,11 @@ fn a_rank_that_ends_early_is_not_waited_for() {
 fn a_late_rank_is_named_with_what_it_was_last_seen_doing() {
     let (wake, sleep) = crossbeam::channel::bounded::<()>(0);
     let error = Spawn::new(3)
-        .timeout(Duration::from_millis(100))
+        .timeout(Duration::from_secs(1))
         .grace_period(TIMEOUT)
         .run(move |rank| {
             let group = rank.init_process_group(Backend::Threaded)?;
+            group.barrier()?;
             group.enter_step(7)?;
             if rank.rank() == 2 {
                 // Until the others have given up.
@@ -155,7 +156,7 @@ fn a_late_rank_is_named_with_what_it_was_last_seen_doing() {
     let message = error.to_string();
     assert!(message.starts_with("rank 2 (CPU:2) failed in step #7: rank "), "{message}");
     assert!(
-        message.contains("waited 100ms in all_reduce #0 for rank 2 (last seen: step #7)"),
+        message.contains("waited 1s in all_reduce #1 for rank 2 (last seen: step #7)"),
         "{message}"
     );
     assert!(error.stuck.is_empty(), "it came back: {message}");
@@ -187,22 +188,82 @@ fn a_rank_that_does_not_come_back_is_named() {
 }
 
 #[test]
-fn two_failures_are_both_told_the_first_one_first() {
-    let (first, second) = crossbeam::channel::bounded::<()>(0);
-    let error = spawn(2, move |rank| {
-        if rank.rank() == 1 {
-            drop(first.clone());
-            anyhow::bail!("the first");
-        }
+fn an_independent_failure_is_told_after_the_first() {
+    // Rank 0 never asks this crate for anything, so nothing tells it that it should stop.
+    let (first_is_gone, first) = crossbeam::channel::bounded::<()>(0);
+    let error = Spawn::new(3)
+        .run(move |rank| match rank.rank() {
+            0 => {
+                let _ = first.recv(); // until rank 2 has been told, so the first is known
+                anyhow::bail!("the second")
+            }
+            1 => anyhow::bail!("the first"),
+            _ => {
+                let result = rank.init_process_group(Backend::Threaded);
+                assert!(matches!(result, Err(Error::Cancelled { by: 1 })), "{result:?}");
+                let _ = first_is_gone.send(());
+                anyhow::bail!("an echo in words of its own")
+            }
+        })
+        .unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "rank 1 (CPU:1) failed in its function: the first\n  \
+         then rank 0 (CPU:0) failed in its function: the second"
+    );
+}
+
+#[test]
+fn an_echo_is_one_also_as_a_panic() {
+    let error = spawn(3, |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
-        // Cancelled by rank 1, and then it fails for a reason of its own.
-        let echo = group.barrier().or(Err(()));
-        let _ = (&second, echo);
-        anyhow::bail!("the second");
-    });
-    let error = error.unwrap_err();
-    let message = error.to_string();
-    assert!(message.contains("the first"), "{message}");
+        if rank.rank() == 1 {
+            anyhow::bail!("the cause");
+        }
+        group.barrier().unwrap();
+        Ok(())
+    })
+    .unwrap_err();
+    assert_eq!(error.to_string(), "rank 1 (CPU:1) failed in its function: the cause");
+}
+
+#[test]
+fn a_failure_cannot_be_swallowed() {
+    // Rank 1 comes when rank 0 has given up; what rank 0 makes of its error changes nothing.
+    for retry in [false, true] {
+        let (gave_up, wait) = crossbeam::channel::bounded::<()>(1);
+        let error = Spawn::new(2)
+            .timeout(Duration::from_millis(200))
+            .run(move |rank| {
+                let group = rank.init_process_group(Backend::Threaded)?;
+                if rank.rank() == 1 {
+                    let _ = wait.recv();
+                    return Ok(group.barrier()?);
+                }
+                let result = group.barrier();
+                assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
+                let _ = gave_up.send(());
+                if retry { Ok(group.barrier()?) } else { Ok(()) }
+            })
+            .unwrap_err();
+        let message = error.to_string();
+        assert_eq!(error.failure.rank, 1, "{message}");
+        assert!(message.contains("rank 0 waited 200ms in barrier #0 for rank 1"), "{message}");
+        assert!(error.also_failed.is_empty(), "{message}");
+    }
+}
+
+#[test]
+fn ranks_that_ask_for_different_backends_are_told() {
+    let error = spawn(2, |rank| {
+        let backend = if rank.rank() == 0 { Backend::Threaded } else { Backend::Nccl };
+        rank.init_process_group(backend)?;
+        Ok(())
+    })
+    .unwrap_err();
+    assert_eq!(error.failure.rank, 1);
+    let message = error.failure.error;
+    assert!(message.contains("rank 0 asks for backend threaded, rank 1 for nccl"), "{message}");
 }
 
 #[test]
@@ -217,6 +278,15 @@ fn a_group_can_be_had_once() {
         Ok(group.barrier()?)
     })
     .unwrap();
+}
+
+#[test]
+fn the_longest_waits_can_be_asked_for() {
+    Spawn::new(2)
+        .timeout(Duration::MAX)
+        .grace_period(Duration::MAX)
+        .run(|rank| Ok(rank.init_process_group(Backend::Threaded)?.barrier()?))
+        .unwrap();
 }
 
 #[test]

@@ -37,20 +37,14 @@ struct Shard {
 /// # Errors
 /// [`Error::Input`] when they can't be dealt, and when stdout can't be written.
 pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()> {
-    let shards: Vec<DistributedSampler> = match request.rank {
-        Some(rank) => vec![sampler_of(request, rank)?],
-        None => {
-            sampler_of(request, 0)?; // there may be no rank at all
-            (0..request.world_size).map(|rank| sampler_of(request, rank)).collect::<Result<_>>()?
-        }
-    };
-    let ranks = request.rank.map_or(0..request.world_size, |rank| rank..rank + 1);
-    for (rank, shard) in ranks.zip(shards) {
-        let indices = shard.indices(request.epoch);
+    if request.world_size == 0 {
+        return Err(Error::Input("--world-size: 0 ranks get nothing; use 1 or more".into()).into());
+    }
+    let ranks = request.rank.map_or(0..request.world_size, |rank| rank..rank.saturating_add(1));
+    for rank in ranks {
+        let indices = sampler_of(request, rank)?.indices(request.epoch)?;
         match printer.format() {
-            LogFormat::Json => {
-                printer.object(&Shard { rank, epoch: request.epoch, indices })?;
-            }
+            LogFormat::Json => printer.object(&Shard { rank, epoch: request.epoch, indices })?,
             LogFormat::Text => printer
                 .lines(|out| indices.iter().try_for_each(|index| writeln!(out, "{index}")))?,
         }
@@ -59,9 +53,6 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
 }
 
 fn sampler_of(request: &SamplerRequest, rank: usize) -> Result<DistributedSampler> {
-    if request.world_size == 0 {
-        return Err(Error::Input("--world-size: 0 ranks get nothing; use 1 or more".into()));
-    }
     DistributedSampler::new(request.len, request.world_size, rank)?
         .shuffle(!request.no_shuffle)
         .seed(request.seed)

@@ -49,8 +49,10 @@ pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Res
 
     let result = spawn.run(move |rank| train_on(rank, &job));
     if let Err(error) = &result {
-        printer.flush_epochs().context("writing to stdout")?;
-        printer.event(&failure(error)).context("writing to stdout")?;
+        let told = printer.flush_epochs().and_then(|()| printer.event(&failure(error)));
+        if let Err(unwritable) = told {
+            printer.note(&format!("writing to stdout: {unwritable}"));
+        }
     }
     Ok(result?)
 }
@@ -60,6 +62,12 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let config = &job.config;
     let group = rank.init_process_group(job.placement.backend)?;
 
+    let sampler = DistributedSampler::new(job.dataset.len(), rank.world_size(), rank.rank())?
+        .shuffle(!config.no_shuffle)
+        .seed(config.seed)
+        .drop_last(config.drop_last)?;
+    let loader = DataLoader::new(&job.dataset, sampler, config.batch_size, rank.device())?;
+
     let (vs, model) = config.model_config().build(rank.device(), config.seed)?;
     let options = DdpOptions { bucket_cap_mb: config.bucket_cap_mb, ..DdpOptions::default() };
     let ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
@@ -68,11 +76,6 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         job.printer.event(&Event::Start(start)).context("writing to stdout")?;
     }
 
-    let sampler = DistributedSampler::new(job.dataset.len(), rank.world_size(), rank.rank())?
-        .shuffle(!config.no_shuffle)
-        .seed(config.seed)
-        .drop_last(config.drop_last)?;
-    let loader = DataLoader::new(&job.dataset, sampler, config.batch_size, rank.device())?;
     let optimizer = Sgd::new(ddp.flat_buffers(), config.lr);
     let mut trainer = Trainer::new(ddp, optimizer, loader, config.loss)?;
     let summary = trainer.train(config.max_epochs, |epoch| {

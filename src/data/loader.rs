@@ -76,7 +76,7 @@ impl DataLoader {
     /// [`Error::Torch`] when the device has no room for the rank's share.
     pub fn epoch(&self, epoch: u64) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
         let indices: Vec<i64> =
-            self.sampler.indices(epoch).into_iter().map(|index| index as i64).collect();
+            self.sampler.indices(epoch)?.into_iter().map(|index| index as i64).collect();
         let total = indices.len() as i64;
         let gather = || {
             let indices = Tensor::f_from_slice(&indices)?.f_to_device(self.inputs.device())?;

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 /// let expected = [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]];
 /// for (rank, expected) in expected.into_iter().enumerate() {
 ///     let sampler = DistributedSampler::new(10, 4, rank)?.shuffle(false);
-///     assert_eq!(sampler.indices(0), expected);
+///     assert_eq!(sampler.indices(0)?, expected);
 /// }
 /// # Ok(())
 /// # }
@@ -40,7 +40,8 @@ impl DistributedSampler {
     /// padded.
     ///
     /// # Errors
-    /// [`Error::Input`] without samples, without ranks, or when there is no such rank.
+    /// [`Error::Input`] without samples, without ranks, when there is no such rank, or with more samples
+    /// than can be counted.
     pub fn new(len: usize, num_replicas: usize, rank: usize) -> Result<Self> {
         if len == 0 {
             return Err(Error::Input("the data set has no samples".into()));
@@ -48,6 +49,14 @@ impl DistributedSampler {
         if rank >= num_replicas {
             return Err(Error::Input(format!(
                 "there is no rank {rank} among {num_replicas} ranks; ranks count from 0"
+            )));
+        }
+        if len
+            .checked_next_multiple_of(num_replicas)
+            .is_none_or(|total| total > isize::MAX as usize)
+        {
+            return Err(Error::Input(format!(
+                "{len} samples for {num_replicas} ranks are too many"
             )));
         }
         Ok(Self { len, num_replicas, rank, shuffle: true, seed: 0, drop_last: false })
@@ -96,20 +105,25 @@ impl DistributedSampler {
     }
 
     /// This rank's samples in `epoch`, in order.
-    pub fn indices(&self, epoch: u64) -> Vec<usize> {
+    ///
+    /// # Errors
+    /// [`Error::Input`] when there is no memory for the order.
+    pub fn indices(&self, epoch: u64) -> Result<Vec<usize>> {
+        let mut mine = empty(self.num_samples())?;
         // PyTorch's padding repeats the whole order from its front, as often as it takes.
-        let mine = (self.rank..self.total_size()).step_by(self.num_replicas).map(|i| i % self.len);
+        let dealt = (self.rank..self.total_size()).step_by(self.num_replicas).map(|i| i % self.len);
         if self.shuffle {
-            let order = randperm(self.len, self.seed.wrapping_add(epoch));
-            mine.map(|i| order[i]).collect()
+            let order = randperm(self.len, self.seed.wrapping_add(epoch))?;
+            mine.extend(dealt.map(|i| order[i]));
         } else {
-            mine.collect()
+            mine.extend(dealt);
         }
+        Ok(mine)
     }
 }
 
 /// `torch.randperm(n, generator=g)` on a CPU after `g.manual_seed(seed)`.
-fn randperm(n: usize, seed: u64) -> Vec<usize> {
+fn randperm(n: usize, seed: u64) -> Result<Vec<usize>> {
     // From here on PyTorch draws 64 bits for each place, so that every order can come out.
     const LARGE: usize = u32::MAX as usize / 20;
     // PyTorch's generator takes a 64-bit seed and uses the lower half.
@@ -121,12 +135,22 @@ fn randperm(n: usize, seed: u64) -> Vec<usize> {
             u64::from(generator.next_u32()) << 32 | u64::from(generator.next_u32())
         }
     };
-    let mut order: Vec<usize> = (0..n).collect();
+    let mut order = empty(n)?;
+    order.extend(0..n);
     for i in 0..n.saturating_sub(1) {
         let left = (n - i) as u64;
         order.swap(i, i + (draw() % left) as usize);
     }
-    order
+    Ok(order)
+}
+
+/// Room for `n` indices, if there is any.
+fn empty(n: usize) -> Result<Vec<usize>> {
+    let mut indices = Vec::new();
+    indices
+        .try_reserve_exact(n)
+        .map_err(|_| Error::Input(format!("there is no memory for the order of {n} samples")))?;
+    Ok(indices)
 }
 
 #[cfg(test)]
@@ -138,7 +162,9 @@ mod tests {
         for len in 1..40 {
             for ranks in 1..8 {
                 let shards: Vec<Vec<usize>> = (0..ranks)
-                    .map(|rank| DistributedSampler::new(len, ranks, rank).unwrap().indices(3))
+                    .map(|rank| {
+                        DistributedSampler::new(len, ranks, rank).unwrap().indices(3).unwrap()
+                    })
                     .collect();
                 assert!(shards.iter().all(|shard| shard.len() == len.div_ceil(ranks)));
                 // Dealt in turn: the i-th sample of the order went to rank i % ranks.
@@ -155,8 +181,9 @@ mod tests {
     #[test]
     fn another_epoch_is_another_order() {
         let sampler = DistributedSampler::new(100, 2, 0).unwrap();
-        assert_ne!(sampler.indices(0), sampler.indices(1));
-        assert_eq!(sampler.indices(1), sampler.clone().seed(1).indices(0));
+        let indices = |epoch| sampler.indices(epoch).unwrap();
+        assert_ne!(indices(0), indices(1));
+        assert_eq!(indices(1), sampler.clone().seed(1).indices(0).unwrap());
     }
 
     #[test]
@@ -165,6 +192,9 @@ mod tests {
         assert!(error(DistributedSampler::new(0, 1, 0)).contains("no samples"));
         assert!(error(DistributedSampler::new(5, 2, 2)).contains("no rank 2 among 2"));
         assert!(error(DistributedSampler::new(5, 0, 0)).contains("no rank 0 among 0"));
+        assert!(error(DistributedSampler::new(usize::MAX, 2, 0)).contains("are too many"));
+        let huge = DistributedSampler::new(1 << 60, 1, 0).unwrap();
+        assert!(huge.indices(0).unwrap_err().to_string().contains("no memory"));
         let few = DistributedSampler::new(3, 4, 0).unwrap();
         assert!(few.clone().drop_last(false).is_ok());
         assert!(error(few.drop_last(true)).contains("nothing of 3 samples for 4 ranks"));

@@ -46,11 +46,14 @@ impl Default for DdpOptions {
 ///    divided by their number: the mean over the ranks of each rank's gradient.
 /// 4. Every rank makes the same optimizer step with the same numbers, and stays the same.
 ///
+/// Buffers are copied from rank 0 at construction only: those that a model changes in training, such as
+/// the running statistics of a batch norm, are each rank's own from then on.
+///
 /// With equal batches and a mean loss that mean is the gradient of the whole batch; when ranks have
 /// batches of different sizes it is not, here as in PyTorch.
 ///
-/// Don't use an optimizer's `zero_grad` that drops gradients (as tch's does): it would cut the views.
-/// [`zero_grad`](Self::zero_grad) zeroes a bucket with one call.
+/// Zero gradients with [`zero_grad`](Self::zero_grad), which takes one call a bucket. The one of tch's
+/// optimizers would drop them, which libtorch refuses for views.
 pub struct DistributedDataParallel<M> {
     module: M,
     group: Rc<ProcessGroup>,
@@ -89,8 +92,7 @@ impl<M> DistributedDataParallel<M> {
             return Err(Error::Input("the model has no parameters to train".into()));
         }
         parameters::compare(&tensors, &group)?;
-        let parameters: Vec<&Tensor> =
-            tensors.iter().filter(|t| t.trainable).map(|t| &t.tensor).collect();
+        let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
         let mut reducer = Reducer::new(&parameters, options)?;
         for bucket in reducer.buckets_mut() {
             group.broadcast(&mut bucket.parameters, 0)?;
@@ -140,7 +142,7 @@ impl<M> DistributedDataParallel<M> {
     /// not depend on contributes zeros.
     ///
     /// # Errors
-    /// [`Error::Torch`], and those of [`ProcessGroup::all_reduce`].
+    /// [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been replaced, and those of [`ProcessGroup::all_reduce`].
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         loss.f_backward().map_err(Error::torch("backward"))?;
         self.reducer.reduce(&self.group)

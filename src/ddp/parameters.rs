@@ -31,7 +31,9 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
             return Err(Error::Input("the VarStore has a parameter without a name".into()));
         };
         let name = named.remove(at).0;
-        tensors.push(NamedTensor { name, tensor, trainable: true });
+        // A frozen one keeps its value, which is rank 0's on all ranks, like a buffer's.
+        let trainable = tensor.requires_grad();
+        tensors.push(NamedTensor { name, tensor, trainable });
     }
     let buffers =
         named.into_iter().map(|(name, tensor)| NamedTensor { name, tensor, trainable: false });

@@ -1,12 +1,15 @@
 //! Averages gradients over the ranks, bucket by bucket.
 
+use std::ffi::c_void;
+
 use tch::Tensor;
 
 use super::bucket::{self, Size};
+use super::parameters::NamedTensor;
 use super::{DdpOptions, elements_per_line, mib};
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
-use crate::torch::set_grad;
+use crate::torch::{grad_data, set_grad};
 
 /// Parameters that are reduced together, and their gradients.
 pub(super) struct Bucket {
@@ -20,31 +23,53 @@ pub(super) struct Bucket {
     pending: usize,
 }
 
+/// A parameter's place.
+struct Member {
+    name: String,
+    parameter: Tensor,
+    bucket: usize,
+    /// Where its gradient must lie: in the bucket.
+    grad_data: *const c_void,
+}
+
 /// All buckets of a model, in the order in which they are reduced: their index order, on every rank,
 /// whichever gradient is ready first.
 pub(super) struct Reducer {
     buckets: Vec<Bucket>,
-    /// For each parameter the bucket it is in.
-    bucket_of: Vec<usize>,
+    /// The parameters, in the order of their creation.
+    members: Vec<Member>,
     /// The next bucket to reduce in this step.
     next: usize,
 }
 
 impl Reducer {
     /// Moves `parameters` into buckets, and makes their `grad`s views.
-    pub(super) fn new(parameters: &[&Tensor], options: DdpOptions) -> Result<Self> {
-        let size = |p: &&Tensor| Size { kind: p.kind(), num_bytes: num_bytes(p.kind(), p.numel()) };
-        let sizes: Vec<Size> = parameters.iter().map(size).collect();
+    pub(super) fn new(parameters: &[&NamedTensor], options: DdpOptions) -> Result<Self> {
+        let sizes: Vec<Size> = parameters
+            .iter()
+            .map(|NamedTensor { tensor, .. }| Size {
+                kind: tensor.kind(),
+                num_bytes: num_bytes(tensor.kind(), tensor.numel()),
+            })
+            .collect();
         let assignment =
             bucket::assign(&sizes, mib(options.first_bucket_mb), mib(options.bucket_cap_mb));
         let mut bucket_of = vec![0; parameters.len()];
         let mut buckets = Vec::with_capacity(assignment.len());
         for (number, indices) in assignment.iter().enumerate() {
             indices.iter().for_each(|&index| bucket_of[index] = number);
-            let members: Vec<&Tensor> = indices.iter().map(|&index| parameters[index]).collect();
-            buckets.push(Bucket::new(&members).map_err(Error::torch("making the buckets"))??);
+            let members: Vec<&Tensor> =
+                indices.iter().map(|&index| &parameters[index].tensor).collect();
+            buckets.push(Bucket::new(&members)?);
         }
-        Ok(Self { buckets, bucket_of, next: 0 })
+        let member = |(named, bucket): (&&NamedTensor, usize)| Member {
+            name: named.name.clone(),
+            parameter: named.tensor.shallow_clone(),
+            bucket,
+            grad_data: grad_data(&named.tensor),
+        };
+        let members = parameters.iter().zip(bucket_of).map(member).collect();
+        Ok(Self { buckets, members, next: 0 })
     }
 
     pub(super) fn buckets(&self) -> &[Bucket] {
@@ -66,16 +91,24 @@ impl Reducer {
     pub(super) fn reduce(&mut self, group: &ProcessGroup) -> Result<()> {
         self.next = 0;
         self.buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.len);
-        for parameter in (0..self.bucket_of.len()).rev() {
-            self.mark_ready(parameter, group)?;
+        for index in (0..self.members.len()).rev() {
+            self.mark_ready(index, group)?;
         }
         Ok(())
     }
 
     /// Notes that a parameter's gradient is complete, and reduces every bucket that is complete and whose
     /// turn it is. The one way into communication: it need not wait for the end of backward.
-    fn mark_ready(&mut self, parameter: usize, group: &ProcessGroup) -> Result<()> {
-        self.buckets[self.bucket_of[parameter]].pending -= 1;
+    fn mark_ready(&mut self, index: usize, group: &ProcessGroup) -> Result<()> {
+        let Member { name, parameter, bucket, grad_data: place } = &self.members[index];
+        if grad_data(parameter) != *place {
+            return Err(Error::Input(format!(
+                "the gradient of `{name}` is no longer a view of its bucket, so it cannot be averaged; \
+                 somebody has replaced it: zero gradients with DistributedDataParallel::zero_grad, not \
+                 with an optimizer's"
+            )));
+        }
+        self.buckets[*bucket].pending -= 1;
         // As PyTorch does, each gradient is divided before it is summed.
         let op = ReduceOp::PremulSum(1.0 / group.world_size() as f64);
         while let Some(bucket) = self.buckets.get_mut(self.next).filter(|b| b.pending == 0) {
@@ -87,27 +120,27 @@ impl Reducer {
 }
 
 impl Bucket {
-    fn new(members: &[&Tensor]) -> Result<Result<Self>, tch::TchError> {
+    fn new(members: &[&Tensor]) -> Result<Self> {
+        let making = || Error::torch("making the buckets");
         let (kind, device) = (members[0].kind(), members[0].device());
         let line = elements_per_line(kind);
         let total: usize = members.iter().map(|p| p.numel().next_multiple_of(line)).sum();
-        let parameters = Tensor::f_zeros([total as i64], (kind, device))?;
-        let gradients = Tensor::f_zeros([total as i64], (kind, device))?;
+        let allocate = || Tensor::f_zeros([total as i64], (kind, device)).map_err(making());
+        let (parameters, gradients) = (allocate()?, allocate()?);
         let mut start = 0;
         for member in members {
             let shape = member.size();
             let part = |flat: &Tensor| {
-                flat.f_narrow(0, start as i64, member.numel() as i64)?.f_view(&shape[..])
+                let part = flat.f_narrow(0, start as i64, member.numel() as i64);
+                part.and_then(|part| part.f_view(&shape[..])).map_err(making())
             };
             let mut value = part(&parameters)?;
-            tch::no_grad(|| value.f_copy_(member))?;
-            member.shallow_clone().f_set_data(&value)?;
-            if let Err(error) = set_grad(member, &part(&gradients)?) {
-                return Ok(Err(error));
-            }
+            tch::no_grad(|| value.f_copy_(member)).map_err(making())?;
+            member.shallow_clone().f_set_data(&value).map_err(making())?;
+            set_grad(member, &part(&gradients)?)?;
             start += member.numel().next_multiple_of(line);
         }
-        Ok(Ok(Self { parameters, gradients, len: members.len(), pending: 0 }))
+        Ok(Self { parameters, gradients, len: members.len(), pending: 0 })
     }
 }
 
@@ -119,11 +152,14 @@ mod tests {
 
     #[test]
     fn parameters_and_gradients_are_views_of_their_bucket() {
-        let values: Vec<Tensor> = [3, 5]
-            .map(|n| Tensor::arange(n, (Kind::Float, Device::Cpu)).set_requires_grad(true))
-            .into();
-        let reducer =
-            Reducer::new(&values.iter().collect::<Vec<_>>(), DdpOptions::default()).unwrap();
+        let values =
+            [3, 5].map(|n| Tensor::arange(n, (Kind::Float, Device::Cpu)).set_requires_grad(true));
+        let named = values.each_ref().map(|value| NamedTensor {
+            name: "value".into(),
+            tensor: value.shallow_clone(),
+            trainable: true,
+        });
+        let reducer = Reducer::new(&named.each_ref(), DdpOptions::default()).unwrap();
         let bucket = &reducer.buckets()[0];
         // The last one first, each at a cache line of its own, gaps zero.
         let flat = Vec::<f32>::try_from(&bucket.parameters).unwrap();

@@ -22,7 +22,7 @@ impl fmt::Display for RankFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {} ({}) ", self.rank, self.device)?;
         match self.at.operation {
-            Operation::Start => write!(f, "failed at its start")?,
+            Operation::Function => write!(f, "failed in its function")?,
             Operation::ShutDown | Operation::Done => write!(f, "ended too early")?,
             _ => write!(f, "failed in {}", self.at)?,
         }

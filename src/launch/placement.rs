@@ -22,6 +22,9 @@ pub enum Nproc {
     Count(usize),
 }
 
+/// More threads than any machine runs well.
+const MOST_RANKS: usize = 1 << 16;
+
 impl FromStr for Nproc {
     type Err = Error;
 
@@ -31,9 +34,10 @@ impl FromStr for Nproc {
             "gpu" => Ok(Nproc::Gpu),
             "cpu" => Ok(Nproc::Cpu),
             number => match number.parse() {
-                Ok(count) if count > 0 => Ok(Nproc::Count(count)),
+                Ok(count @ 1..=MOST_RANKS) => Ok(Nproc::Count(count)),
                 _ => Err(Error::Input(format!(
-                    "{text:?} is no number of ranks; use auto, gpu, cpu, or a number from 1"
+                    "{text:?} is no number of ranks; use auto, gpu, cpu, or a number from 1 to \
+                     {MOST_RANKS}"
                 ))),
             },
         }
@@ -59,7 +63,7 @@ pub struct Placement {
     pub backend: Backend,
     /// The device of each local rank.
     pub devices: Vec<Device>,
-    /// How many visible GPUs can be used.
+    /// How many GPUs are visible to the ranks; none to ranks on the CPU.
     pub gpu_count: usize,
     /// How many threads libtorch gets in each rank.
     pub threads_per_rank: usize,
@@ -113,7 +117,7 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, cores: usize) -> 
         return Ok(Placement {
             backend: Backend::Threaded,
             devices: vec![Device::Cpu; count],
-            gpu_count: gpus,
+            gpu_count: 0,
             threads_per_rank,
             note,
         });

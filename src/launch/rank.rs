@@ -9,8 +9,8 @@ use tch::Device;
 
 use super::rendezvous::{Invitation, Rendezvous};
 use crate::error::{Error, Result};
-use crate::process_group::{Nccl, ProcessGroup, Shared, Threaded, UniqueId};
 use crate::operation::Operation;
+use crate::process_group::{Nccl, ProcessGroup, Shared, Threaded, UniqueId};
 use crate::sync::{Barrier, Run, Stage};
 
 /// What carries the tensors of a process group.

@@ -162,11 +162,7 @@ impl Spawn {
     }
 
     /// The first failure, with all that is known about it.
-    fn result(
-        &self,
-        run: &Run,
-        threads: &[Option<JoinHandle<()>>],
-    ) -> Result<(), Box<SpawnError>> {
+    fn result(&self, run: &Run, threads: &[Option<JoinHandle<()>>]) -> Result<(), Box<SpawnError>> {
         let device = |rank: usize| rank_label(self.devices[rank], rank);
         let mut failures = run.failures();
         let mut failures = failures.drain(..).map(|Failure { rank, at, error }| RankFailure {

@@ -44,6 +44,11 @@ impl Printer {
     /// # Errors
     /// When stdout cannot be written, unless its reader has just left.
     pub fn event(&self, event: &Event) -> io::Result<()> {
+        if let Event::End(end) = event
+            && !end.loss.is_finite()
+        {
+            self.note("the loss is not a number any more; use a smaller --lr");
+        }
         match (self.format, event) {
             (LogFormat::Json, event) => self.object(event),
             (LogFormat::Text, Event::Start(start)) => {
@@ -52,7 +57,7 @@ impl Printer {
             (LogFormat::Text, Event::Epoch(epoch)) => self.line(&epoch_line(epoch)),
             (LogFormat::Text, Event::End(end)) => {
                 let (first, last) = (end.first_loss, end.loss);
-                let losses = if first == last {
+                let losses = if first.to_bits() == last.to_bits() {
                     format!("{last:.6}")
                 } else {
                     format!("{first:.6} -> {last:.6}")

@@ -63,7 +63,7 @@ impl Shared {
     pub(crate) fn new(run: Arc<Run>) -> Self {
         let nothing = || {
             UnsafeCell::new(Announced {
-                operation: Operation::Start,
+                operation: Operation::Function,
                 reduce_op: None,
                 src: 0,
                 kind: Kind::Uint8,
@@ -332,7 +332,11 @@ fn describe<'a>(calls: impl Iterator<Item = &'a Announced>) -> (String, usize) {
     }
     let named = groups.iter().map(|(text, ranks)| {
         let numbers: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-        format!("rank{} {} called {text}", if ranks.len() > 1 { "s" } else { "" }, numbers.join(", "))
+        format!(
+            "rank{} {} called {text}",
+            if ranks.len() > 1 { "s" } else { "" },
+            numbers.join(", ")
+        )
     });
     let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
     (named.collect::<Vec<_>>().join("; "), odd.map_or(0, |(_, ranks)| ranks[0]))

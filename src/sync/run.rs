@@ -147,7 +147,7 @@ mod tests {
     #[test]
     fn an_activity_survives_its_packing() {
         let activity = Activity::default();
-        assert_eq!(activity.now(), At { operation: Operation::Start, sequence: 0 });
+        assert_eq!(activity.now(), At { operation: Operation::Function, sequence: 0 });
         for operation in Operation::ALL {
             activity.enter(operation, (1 << 56) - 1);
             assert_eq!(activity.now(), At { operation, sequence: (1 << 56) - 1 });

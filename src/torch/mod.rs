@@ -12,4 +12,4 @@ pub use process::{exit, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
-pub(crate) use shim::{add_scaled, set_grad, set_multithreading_enabled};
+pub(crate) use shim::{add_scaled, grad_data, set_grad, set_multithreading_enabled};

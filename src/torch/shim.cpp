@@ -74,6 +74,12 @@ char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
   return guarded([&] { parameter->mutable_grad() = *grad; });
 }
 
+// Where parameter.grad lies; null if there is none.
+const void* ddp_grad_data(at::Tensor* parameter) {
+  const at::Tensor& grad = parameter->grad();
+  return grad.defined() && grad.has_storage() ? grad.data_ptr() : nullptr;
+}
+
 // destination += alpha * source in one pass, outside autograd: what torch.optim.SGD calls.
 char* ddp_add_scaled(at::Tensor* destination, at::Tensor* source, double alpha) {
   return guarded([&] {

@@ -19,6 +19,7 @@ unsafe extern "C" {
     fn ddp_library_file() -> *const c_char;
     fn ddp_set_multithreading_enabled(enabled: bool);
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
+    fn ddp_grad_data(parameter: *mut C_tensor) -> *const c_void;
     fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
     fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_set_state(state: *mut C_tensor) -> *mut c_char;
@@ -77,6 +78,12 @@ pub(crate) fn set_multithreading_enabled(enabled: bool) {
 pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
+}
+
+/// Where `parameter.grad` lies; null if there is none. Unlike [`Tensor::grad`] this makes no new handle.
+pub(crate) fn grad_data(parameter: &Tensor) -> *const c_void {
+    // SAFETY: points to a live tensor, whose `grad` is read and not kept.
+    unsafe { ddp_grad_data(raw(parameter)) }
 }
 
 /// `to += alpha * from` in one pass and outside autograd, as `torch.optim.SGD` steps a parameter.
