@@ -9,7 +9,7 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test check install parity libtorch cargo
+.PHONY: help run test check install parity compare libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -31,6 +31,11 @@ install: cargo libtorch ## install the program with cargo
 parity: ## compare the recorded values with those of PyTorch, which it fetches into .pytorch/
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	.pytorch/bin/python tests/parity/record.py --check
+
+compare: cargo libtorch ## measure the demo beside PyTorch's, which it fetches into .pytorch/
+	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
+	cargo build --release
+	.pytorch/bin/python tests/peers/compare.py $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)
 	@.cargo/fetch-libtorch.sh $(TORCH) $(LIBTORCH_SET)
