@@ -62,6 +62,18 @@ pub enum Error {
         odd: usize,
     },
 
+    /// Two ranks passed memory that overlaps, where one would write what the other reads or writes.
+    #[error(
+        "ranks {first} and {second} passed the same memory to one collective; give each rank a tensor of \
+         its own"
+    )]
+    SharedMemory {
+        /// One of them.
+        first: usize,
+        /// The other.
+        second: usize,
+    },
+
     /// The model of one rank is not the model of rank 0.
     #[error("the model differs between ranks: {0}; build the same model on every rank")]
     ModelMismatch(String),
@@ -122,6 +134,7 @@ impl Error {
             Error::Timeout { late, .. } => late.first().map(|l| (l.rank, Some(l.last_seen))),
             Error::Left { left, .. } => Some((*left, None)),
             Error::Mismatch { odd, .. } => Some((*odd, None)),
+            Error::SharedMemory { second, .. } => Some((*second, None)),
             _ => None,
         }
     }

@@ -8,6 +8,7 @@ use std::fmt;
 #[allow(missing_docs)] // the names are the documentation
 pub enum Operation {
     Function,
+    Start,
     Rendezvous,
     Init,
     AllReduce,
@@ -21,8 +22,9 @@ pub enum Operation {
 
 impl Operation {
     /// All of them, each at the place of its number.
-    pub(crate) const ALL: [Operation; 10] = [
+    pub(crate) const ALL: [Operation; 11] = [
         Operation::Function,
+        Operation::Start,
         Operation::Rendezvous,
         Operation::Init,
         Operation::AllReduce,
@@ -39,6 +41,7 @@ impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Operation::Function => "rank function",
+            Operation::Start => "start",
             Operation::Rendezvous => "rendezvous",
             Operation::Init => "init",
             Operation::AllReduce => "all_reduce",
@@ -57,8 +60,8 @@ impl fmt::Display for Operation {
 pub struct At {
     /// What.
     pub operation: Operation,
-    /// For a collective its number in the order of the rank's collectives, for a step that of the step;
-    /// both from 0.
+    /// For a collective its number in the order of the rank's collectives, for a step that of the step,
+    /// both from 0; for `synchronize` how many collectives came before.
     pub sequence: u64,
 }
 
@@ -68,6 +71,7 @@ impl fmt::Display for At {
         match operation {
             // These happen once, so they have no number.
             Operation::Function
+            | Operation::Start
             | Operation::Rendezvous
             | Operation::Init
             | Operation::ShutDown

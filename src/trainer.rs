@@ -144,11 +144,12 @@ impl<M: Module> Trainer<M> {
         self.loss_sum.add(&loss, batch.len())
     }
 
-    /// Runs every kernel of a step once before the first step, on a GPU.
+    /// Runs the kernels of a step once before the first step, on a GPU.
     ///
-    /// The first launch of a kernel loads it, and waits for the GPU to become idle: with a collective of
-    /// another rank's on it, that would be for ever. Changes no parameter, but whatever else a model's
-    /// forward pass changes (the state of a dropout, say).
+    /// The first launch of a kernel loads it, and waits for the GPU to become idle; the first use of memory
+    /// allocates it, which stops all GPUs. Better before collectives are on their way, and outside of the
+    /// time that is measured. Changes no parameter, but whatever else a model's forward pass changes (the
+    /// state of a dropout, say).
     fn warm_up(&mut self) -> Result<()> {
         if let Some(batch) = self.loader.epoch(0)?.next() {
             let batch = batch?;
@@ -160,8 +161,7 @@ impl<M: Module> Trainer<M> {
             self.loss_sum.add(&loss, batch.len())?;
             self.loss_sum.count(batch.len())?;
         }
-        // All ranks are through with it when this is: reduced, waited for, read, and reset.
-        self.ddp.group().synchronize()?;
+        // Reduced, waited for, read, and reset: all ranks are through with it then.
         self.loss_sum.take_mean(self.ddp.group()).map(drop)
     }
 }

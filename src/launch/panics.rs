@@ -13,7 +13,7 @@ thread_local! {
 
 /// Makes a panic of a rank part of the failure report, with its place, and keeps it off the terminal.
 ///
-/// For a program's `main`; it replaces the process's panic hook, and other threads' panics still go to
+/// For a program's `main`, if that does not catch panics in its rank functions itself; it replaces the process's panic hook, and other threads' panics still go to
 /// the one before. Without it a rank's panic is printed when it happens, and reported without its place.
 /// With `RUST_BACKTRACE` set it is printed as well, for the backtrace.
 pub fn install_panic_hook() {

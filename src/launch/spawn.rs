@@ -151,6 +151,7 @@ impl Spawn {
             match thread {
                 Ok(thread) => threads.push(Some(thread)),
                 Err(error) => {
+                    run.activity[rank].enter(Operation::Start, 0);
                     run.report(rank, None, format!("its thread cannot be started: {error}"));
                     break;
                 }

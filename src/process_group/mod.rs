@@ -40,7 +40,7 @@ pub(crate) trait Backend {
     /// Returns once every rank has called it.
     fn barrier(&mut self, call: &Call) -> Result<()>;
 
-    /// Returns once everything this rank has launched so far is done on its device.
+    /// Returns once nothing that this rank has launched waits for another rank any more.
     fn synchronize(&mut self) -> Result<()>;
 
     /// Parts from the other ranks: together if all is well, at once if the run was cancelled.
@@ -193,9 +193,10 @@ impl ProcessGroup {
         self.enter(Operation::Barrier, |backend, call| backend.barrier(call))
     }
 
-    /// Returns once everything that this rank has launched on its device is done. Not a collective.
+    /// Returns once nothing that this rank has launched on its device waits for another rank any more. Not a
+    /// collective.
     ///
-    /// Call it before you read a result on the host (`double_value`, a copy to the CPU): libtorch would
+    /// With `nccl` everything launched is done then; `threaded` launches nothing that waits. Call it before you read a result on the host (`double_value`, a copy to the CPU): libtorch would
     /// wait there for ever if another rank has failed, while this wait can be cancelled.
     ///
     /// # Errors

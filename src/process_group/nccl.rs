@@ -22,7 +22,7 @@ use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
 use super::{Backend, Call, ReduceOp, kind_name, num_bytes};
-use crate::error::{Error, LateRank, Result};
+use crate::error::{Error, Result};
 use crate::sync::{Barrier, Run};
 use crate::torch::cuda;
 
@@ -94,7 +94,7 @@ impl Nccl {
         let done = cuda::Event::new()?;
         let comm = std::ptr::null_mut();
         let mut nccl = Self { comm, rank, gpu, run, local, done, token };
-        let joined = nccl.between_meetings("ncclCommInitRankConfig", |nccl| {
+        nccl.between_meetings("ncclCommInitRankConfig", |nccl| {
             let world_size = nccl.run.activity.len() as c_int;
             let mut config = non_blocking();
             // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on
@@ -108,12 +108,8 @@ impl Nccl {
                     &mut config,
                 )
             }
-        });
-        // Told before `nccl` is dropped: aborting may take its time, and the others wait.
-        if let Err(error) = &joined {
-            nccl.run.report(rank, Some(error), error.to_string());
-        }
-        joined.map(|()| nccl)
+        })?;
+        Ok(nccl)
     }
 
     /// Meets the local ranks, makes one NCCL call and sees it through, meets them again.
@@ -122,14 +118,21 @@ impl Nccl {
         call: &'static str,
         launch: impl FnOnce(&mut Self) -> ncclResult_t,
     ) -> Result<()> {
-        self.meet()?;
+        self.local.wait(self.rank)?;
         let result = launch(self);
-        self.see_through(call, result)?;
-        self.meet()
+        let launched = self.see_through(call, result);
+        self.tell(launched)?;
+        self.local.wait(self.rank)
     }
 
-    fn meet(&self) -> Result<()> {
-        self.local.wait(self.rank)
+    /// Reports a failure as soon as it is found, whatever the caller makes of it: a rank that went on as if
+    /// nothing had happened would meet the others in the wrong places. And aborting takes its time.
+    fn tell(&self, result: Result<()>) -> Result<()> {
+        if let Err(error) = &result {
+            self.run.check(self.rank)?; // a peer that has gone is not this rank's failure
+            self.run.report(self.rank, Some(error), error.to_string());
+        }
+        result
     }
 
     /// Polls until a call that returned "in progress" is done.
@@ -160,12 +163,9 @@ impl Nccl {
         const PARK: Duration = Duration::from_micros(200);
         let began = Instant::now();
         loop {
-            // First, and again after an error: that a peer has gone is not this rank's failure.
             self.run.check(self.rank)?;
-            match is_done() {
-                Ok(true) => return Ok(()),
-                Ok(false) => {}
-                Err(error) => return self.run.check(self.rank).and(Err(error)),
+            if is_done()? {
+                return Ok(());
             }
             let waited = began.elapsed();
             if waited >= self.run.timeout {
@@ -175,12 +175,10 @@ impl Nccl {
         }
     }
 
-    /// NCCL cannot tell who is late; the ranks that do something else than this one are suspects.
+    /// NCCL does not tell who is late. All ranks of this process have met before the launch, so nobody is
+    /// blamed: the device is slow, or hangs.
     fn timed_out(&self) -> Error {
-        let at = self.run.activity[self.rank].now();
-        let elsewhere = |rank: &usize| self.run.activity[*rank].now() != at;
-        let suspects = (0..self.run.activity.len()).filter(elsewhere);
-        let late: Vec<LateRank> = suspects.map(|rank| self.run.late(rank)).collect();
+        let (at, late) = (self.run.activity[self.rank].now(), Vec::new());
         Error::Timeout { at, waiting: self.rank, waited: self.run.timeout, late }
     }
 }
@@ -232,11 +230,13 @@ impl Backend for Nccl {
     }
 
     fn synchronize(&mut self) -> Result<()> {
-        self.done.record(self.gpu)?;
-        self.poll(|| {
-            check("a collective", self.async_state(), self.comm)?;
-            self.done.is_done()
-        })
+        let waited = self.done.record(self.gpu).and_then(|()| {
+            self.poll(|| {
+                check("a collective", self.async_state(), self.comm)?;
+                self.done.is_done()
+            })
+        });
+        self.tell(waited)
     }
 
     fn shut_down(&mut self) {

@@ -159,10 +159,7 @@ impl Threaded {
         let overlap = |pair: &&[usize]| bytes > 0 && start(pair[1]) - start(pair[0]) < bytes;
         let Some(pair) = self.by_place.windows(2).find(overlap) else { return Ok(()) };
         let (first, second) = (pair[0].min(pair[1]), pair[0].max(pair[1]));
-        Err(Error::Unsupported(format!(
-            "ranks {first} and {second} passed the same memory to one collective; give each rank a \
-             tensor of its own"
-        )))
+        Err(Error::SharedMemory { first, second })
     }
 
     /// The elements that this rank reduces: equal parts, in whole cache lines.

@@ -1,6 +1,7 @@
 //! What the ranks of one run share, and how they wait for each other.
 //!
-//! **Invariant:** every wait here ends: done, cancelled, or past its deadline.
+//! **Invariant:** every wait here ends: done, cancelled, or past its deadline. The one on the way out of a
+//! shared-memory collective ([`Barrier::wait_to_leave`]) ends because what it waits for is plain work.
 
 mod barrier;
 mod cancel;

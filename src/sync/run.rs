@@ -113,6 +113,8 @@ impl Run {
                 failures.push(Failure { rank, at, error: text });
             }
         }
+        // What the reporter says next, this same error in other words for one, follows from this.
+        self.told[reporter].store(true, Ordering::Relaxed);
         let by = failures[0].rank;
         drop(failures);
         self.cancel.cancel(by);
@@ -167,6 +169,7 @@ mod tests {
         assert!(matches!(run.check(0), Err(Error::Cancelled { by: 1 })));
         run.report(0, None, "an echo in words of its own".into());
         run.report(2, None, "independent".into());
+        run.report(2, None, "the same with more words: independent".into());
         let told: Vec<String> = run.failures().iter().map(|f| f.error.clone()).collect();
         assert_eq!(told, ["the cause", "independent"]);
     }
