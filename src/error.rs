@@ -62,15 +62,16 @@ pub enum Error {
         odd: usize,
     },
 
-    /// Two ranks passed memory that overlaps, where one would write what the other reads or writes.
+    /// Memory that was passed overlaps, where one rank would write what another reads or writes.
     #[error(
-        "ranks {first} and {second} passed the same memory to one collective; give each rank a tensor of \
-         its own"
+        "{} passed the same memory to one collective where one part is written; give every result memory \
+         of its own",
+        if first == second { format!("rank {first}") } else { format!("ranks {first} and {second}") }
     )]
     SharedMemory {
         /// One of them.
         first: usize,
-        /// The other.
+        /// The other; the same one if its own tensors overlap.
         second: usize,
     },
 

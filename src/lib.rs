@@ -53,7 +53,7 @@
 //! | [`optim`] | steps the flat buffers |
 //! | [`data`] | which sample goes to which rank |
 //! | [`models`] | models by name |
-//! | [`process_group`] | all_reduce, broadcast, barrier, over threads or NCCL |
+//! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads or NCCL |
 //! | [`observe`] | the only place that prints |
 //! | [`torch`] | what `tch` lacks |
 //! | `sync` | who does what, who failed first, and the cancellable barrier |

@@ -316,3 +316,353 @@ fn what_an_operation_does_not_take_is_refused_before_anybody_waits() {
         Ok(())
     });
 }
+
+/// Every operation with a sum, over all ranks' `numbers`, by plain arithmetic on one thread.
+fn reduced(world_size: usize, len: i64, kind: Kind, op: ReduceOp) -> Tensor {
+    let input = |rank: usize| numbers(rank, len, kind);
+    (1..world_size).fold(input(0), |so_far, rank| match op {
+        ReduceOp::Product => so_far * input(rank),
+        ReduceOp::Min => so_far.minimum(&input(rank)),
+        ReduceOp::Max => so_far.maximum(&input(rank)),
+        ReduceOp::Band => so_far.bitwise_and_tensor(&input(rank)),
+        ReduceOp::Bor => so_far.bitwise_or_tensor(&input(rank)),
+        ReduceOp::Bxor => so_far.bitwise_xor_tensor(&input(rank)),
+        _ => so_far + input(rank),
+    })
+}
+
+/// The reduce ops that every number has, and those of whole numbers.
+fn ops(kind: Kind) -> Vec<ReduceOp> {
+    let mut ops = vec![ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max];
+    if kind != Kind::BFloat16 {
+        ops.push(ReduceOp::Product); // too large for its 8 bits
+    }
+    if INTEGERS.contains(&kind) {
+        ops.extend([ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor]);
+    }
+    ops
+}
+
+#[test]
+fn reductions_combine_every_kind_with_every_operation() {
+    for world_size in 1..=5 {
+        ranks(world_size, move |rank, group| {
+            let me = rank.rank();
+            for kind in FLOATS.into_iter().chain(INTEGERS) {
+                for op in ops(kind) {
+                    for len in [0, 1, 65, 1027] {
+                        let expected = reduced(world_size, len, kind, op);
+                        let what = format!("{world_size} ranks, {kind:?}, {op}, {len}");
+
+                        let mut tensor = numbers(me, len, kind);
+                        group.all_reduce(&mut tensor, op)?;
+                        assert_equal(&tensor, &expected, &format!("all_reduce, {what}"));
+
+                        let dst = len as usize % world_size;
+                        let mut tensor = numbers(me, len, kind);
+                        group.reduce(&mut tensor, dst, op)?;
+                        let mine = numbers(me, len, kind);
+                        let expected_here = if me == dst { &expected } else { &mine };
+                        assert_equal(&tensor, expected_here, &format!("reduce, {what}"));
+
+                        // Rank r gets the r-th of the parts that all ranks have the same of.
+                        let parts: Vec<Tensor> = (0..world_size)
+                            .map(|part| numbers(me, len, kind) + part as i64)
+                            .collect();
+                        let mut output = numbers(0, len, kind).zeros_like();
+                        group.reduce_scatter(&mut output, &parts, op)?;
+                        let terms = |rank: usize| numbers(rank, len, kind) + me as i64;
+                        let expected = (1..world_size).fold(terms(0), |a, r| match op {
+                            ReduceOp::Product => a * terms(r),
+                            ReduceOp::Min => a.minimum(&terms(r)),
+                            ReduceOp::Max => a.maximum(&terms(r)),
+                            ReduceOp::Band => a.bitwise_and_tensor(&terms(r)),
+                            ReduceOp::Bor => a.bitwise_or_tensor(&terms(r)),
+                            ReduceOp::Bxor => a.bitwise_xor_tensor(&terms(r)),
+                            _ => a + terms(r),
+                        });
+                        let close = matches!(kind, Kind::Half | Kind::BFloat16);
+                        if !close {
+                            assert_equal(&output, &expected, &format!("reduce_scatter, {what}"));
+                        }
+                        let mut single = output.zeros_like();
+                        let whole = Tensor::cat(&parts, 0);
+                        group.reduce_scatter_tensor(&mut single, &whole, op)?;
+                        assert_equal(&single, &output, &format!("reduce_scatter_tensor, {what}"));
+                    }
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn bools_are_reduced_as_bits() {
+    let results = ranks(3, |rank, group| {
+        let mine = [true, false, rank.rank() == 1];
+        let reduce = |op| -> anyhow::Result<Vec<bool>> {
+            let mut tensor = Tensor::from_slice(&mine);
+            group.all_reduce(&mut tensor, op)?;
+            Ok(Vec::<bool>::try_from(&tensor)?)
+        };
+        let ops = [ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor, ReduceOp::Min, ReduceOp::Max];
+        ops.into_iter().map(reduce).collect::<anyhow::Result<Vec<_>>>()
+    });
+    let (and, or) = ([true, false, false], [true, false, true]);
+    for result in results {
+        assert_eq!(result, [and, or, [true, false, true], and, or]);
+    }
+}
+
+#[test]
+fn a_nan_wins_wherever_it_is() {
+    for place in 0..3 {
+        let results = ranks(3, move |rank, group| {
+            let mine = if rank.rank() == place { f32::NAN } else { rank.rank() as f32 };
+            let (mut low, mut high) = (Tensor::from(mine), Tensor::from(mine));
+            group.all_reduce(&mut low, ReduceOp::Min)?;
+            group.all_reduce(&mut high, ReduceOp::Max)?;
+            Ok(low.double_value(&[]).is_nan() && high.double_value(&[]).is_nan())
+        });
+        assert_eq!(results, [true; 3]);
+    }
+}
+
+#[test]
+fn tensors_of_every_kind_go_where_they_should() {
+    let kinds = [Kind::Bool, Kind::ComplexFloat];
+    for world_size in 1..=5usize {
+        ranks(world_size, move |rank, group| {
+            let me = rank.rank();
+            for kind in FLOATS.into_iter().chain(INTEGERS).chain(kinds) {
+                for len in [0, 1, 65, 1027] {
+                    let what = format!("{world_size} ranks, {kind:?}, {len}");
+                    let of = |rank| numbers(rank, len, kind);
+                    let empty = || of(0).zeros_like();
+                    let list = || (0..world_size).map(|_| empty()).collect::<Vec<_>>();
+
+                    let mut all = list();
+                    group.all_gather(&mut all, &of(me))?;
+                    assert!((0..world_size).all(|r| all[r].equal(&of(r))), "all_gather, {what}");
+
+                    let mut whole = Tensor::zeros([world_size as i64, len], (kind, Device::Cpu));
+                    group.all_gather_into_tensor(&mut whole, &of(me))?;
+                    assert!(whole.equal(&Tensor::stack(&all, 0)), "all_gather_into_tensor, {what}");
+
+                    for root in 0..world_size {
+                        let mut all = list();
+                        let gathered = (me == root).then_some(&mut all[..]);
+                        group.gather(&of(me), gathered, root)?;
+                        let expected = |r| if me == root { of(r) } else { empty() };
+                        assert!(
+                            (0..world_size).all(|r| all[r].equal(&expected(r))),
+                            "gather, {what}"
+                        );
+
+                        let parts: Vec<Tensor> = (0..world_size).map(|r| of(r + root)).collect();
+                        let mut mine = empty();
+                        group.scatter(&mut mine, (me == root).then_some(&parts[..]), root)?;
+                        assert!(mine.equal(&of(me + root)), "scatter, {what}");
+                    }
+
+                    // From i to j goes what i has, i + j times as long.
+                    let part = |from: usize, to: usize| of(from).repeat([(from + to) as i64]);
+                    let inputs: Vec<Tensor> = (0..world_size).map(|to| part(me, to)).collect();
+                    let expected: Vec<Tensor> =
+                        (0..world_size).map(|from| part(from, me)).collect();
+                    let mut outputs: Vec<Tensor> =
+                        expected.iter().map(Tensor::zeros_like).collect();
+                    group.all_to_all(&mut outputs, &inputs)?;
+                    assert!(
+                        (0..world_size).all(|r| outputs[r].equal(&expected[r])),
+                        "all_to_all, {what}"
+                    );
+
+                    let rows = |parts: &[Tensor]| {
+                        parts.iter().map(|part| part.size()[0]).collect::<Vec<i64>>()
+                    };
+                    let mut output = Tensor::cat(&expected, 0).zeros_like();
+                    group.all_to_all_single(
+                        &mut output,
+                        &Tensor::cat(&inputs, 0),
+                        Some(&rows(&expected)),
+                        Some(&rows(&inputs)),
+                    )?;
+                    assert!(output.equal(&Tensor::cat(&expected, 0)), "all_to_all_single, {what}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn splits_of_matrices_count_rows() {
+    ranks(3, |rank, group| {
+        let me = rank.rank() as i64;
+        // Two rows of four columns for each rank, in a transposed, hence scattered, tensor.
+        let input = (Tensor::arange(24, (Kind::Int64, Device::Cpu)) + 100 * me).view([4, 6]).tr();
+        let mut output = Tensor::zeros([4, 6], (Kind::Int64, Device::Cpu)).tr();
+        assert!(!input.is_contiguous() && !output.is_contiguous());
+        group.all_to_all_single(&mut output, &input, None, None)?;
+        let from = |r: i64| (&input - 100 * me + 100 * r).narrow(0, 2 * me, 2);
+        assert!(output.equal(&Tensor::cat(&[from(0), from(1), from(2)], 0)));
+        Ok(())
+    });
+}
+
+#[test]
+fn what_a_rank_keeps_may_stay_in_place_and_nothing_else() {
+    ranks(2, |rank, group| {
+        let me = rank.rank();
+        // all_gather into the very list that holds this rank's input: nothing to copy there.
+        let mut all =
+            [numbers(0, 8, Kind::Float).zeros_like(), numbers(0, 8, Kind::Float).zeros_like()];
+        all[me].copy_(&numbers(me, 8, Kind::Float));
+        let mine = all[me].shallow_clone();
+        group.all_gather(&mut all, &mine)?;
+        assert!((0..2).all(|r| all[r].equal(&numbers(r, 8, Kind::Float))));
+
+        // all_to_all in place would overwrite what the other one is to read.
+        let inputs = [numbers(0, 4, Kind::Float), numbers(1, 4, Kind::Float)];
+        let mut outputs = [inputs[0].shallow_clone(), inputs[1].shallow_clone()];
+        let error = group.all_to_all(&mut outputs, &inputs).unwrap_err().to_string();
+        assert!(error.contains("passed the same memory to one collective"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn sizes_that_do_not_fit_between_two_ranks_are_told_to_all() {
+    let messages = mismatch(2, |rank, group| {
+        let input = Tensor::zeros([3], (Kind::Float, Device::Cpu));
+        let mut output = Tensor::zeros([2 + rank as i64], (Kind::Float, Device::Cpu));
+        let expecting: &[i64] = if rank == 0 { &[1, 1] } else { &[2, 1] };
+        group.all_to_all_single(&mut output, &input, Some(expecting), Some(&[1, 2]))
+    });
+    let expected = "rank 0 called all_to_all of float32 sending [1, 2] and expecting [1, 1]; \
+                    rank 1 called all_to_all of float32 sending [1, 2] and expecting [2, 1]";
+    // Rank 1 sends 1 element to rank 0, as expected there; and rank 0's 2 are expected by rank 1, but
+    // rank 1 sends itself 2 and expects 1.
+    assert_eq!(messages, [expected, expected]);
+}
+
+#[test]
+fn lists_that_do_not_fit_are_refused() {
+    ranks(1, |_, group| {
+        let one = || Tensor::zeros([2], (Kind::Float, Device::Cpu));
+        let told = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
+        let error = told(group.all_gather(&mut [one(), one()], &one()));
+        assert!(error.contains("the list has 2 tensors, but there are 1 ranks"), "{error}");
+        let error = told(group.all_gather(&mut [one().view([2, 1])], &one()));
+        assert!(error.contains("shape [2, 1] beside one of [2]"), "{error}");
+        let error = told(group.gather(&one(), None, 0));
+        assert!(
+            error.contains("gather_list is for rank 0 (dst) alone, and needed there"),
+            "{error}"
+        );
+        let error = told(group.scatter(&mut one(), None, 1));
+        assert!(error.contains("src is rank 1, but the group has ranks 0 to 0"), "{error}");
+        let error =
+            told(group.all_gather_into_tensor(&mut Tensor::cat(&[one(), one()], 0), &one()));
+        assert!(error.contains("output_tensor has 4 elements, but 2 are needed"), "{error}");
+        let error = told(group.all_to_all_single(&mut one(), &one(), Some(&[3]), None));
+        assert!(error.contains("has 2 rows for 1 ranks, and the splits [3]"), "{error}");
+        let double = one().to_kind(Kind::Double);
+        let error = told(group.all_gather(&mut [double], &one()));
+        assert!(error.contains("the tensors are of different kinds"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_monitored_barrier_names_all_that_are_missing() {
+    use std::time::Duration;
+    let (gave_up, wait) = crossbeam::channel::bounded::<()>(4);
+    let error = try_ranks(4, move |rank, group| {
+        group.monitored_barrier(Duration::from_secs(60))?;
+        if rank.rank() % 2 == 1 {
+            let _ = wait.recv(); // until the others have given up
+        } else {
+            let result = group.monitored_barrier(Duration::from_millis(200));
+            let _ = (gave_up.send(()), gave_up.send(()));
+            return Ok(result?);
+        }
+        Ok(group.barrier()?)
+    })
+    .unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("waited 200ms in barrier #1 for rank 1 (last seen: "), "{message}");
+    assert!(message.contains(", rank 3 (last seen: "), "{message}");
+    assert_eq!(error.failure.rank, 1);
+}
+
+/// Numbers that look random, the same for the same seed.
+struct Draw(u64);
+
+impl Draw {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}
+
+#[test]
+fn thousands_of_collectives_in_random_order_and_at_random_times() {
+    for world_size in [2usize, 3, 5] {
+        ranks(world_size, move |rank, group| {
+            let me = rank.rank();
+            let mut draw = Draw(world_size as u64); // the same on all ranks
+            let mut delay = Draw(1000 + me as u64); // and this is not
+            for round in 0..1500 {
+                for _ in 0..delay.below(2000) {
+                    std::hint::spin_loop();
+                }
+                let len = draw.below(200) as i64;
+                let root = draw.below(world_size as u64) as usize;
+                let of = |rank: usize| numbers(rank, len, Kind::Float) + round % 7;
+                let sum = || (1..world_size).fold(of(0), |sum, r| sum + of(r));
+                let list = || (0..world_size).map(|_| of(0).zeros_like()).collect::<Vec<_>>();
+                let mut mine = of(me);
+                let right = match draw.below(7) {
+                    0 => {
+                        group.all_reduce(&mut mine, ReduceOp::Sum)?;
+                        mine.equal(&sum())
+                    }
+                    1 => {
+                        group.reduce(&mut mine, root, ReduceOp::Sum)?;
+                        mine.equal(&if me == root { sum() } else { of(me) })
+                    }
+                    2 => {
+                        group.broadcast(&mut mine, root)?;
+                        mine.equal(&of(root))
+                    }
+                    3 => {
+                        let mut all = list();
+                        group.all_gather(&mut all, &mine)?;
+                        (0..world_size).all(|r| all[r].equal(&of(r)))
+                    }
+                    4 => {
+                        let parts: Vec<Tensor> = (0..world_size).map(of).collect();
+                        group.scatter(&mut mine, (me == root).then_some(&parts[..]), root)?;
+                        mine.equal(&of(me))
+                    }
+                    5 => {
+                        let parts: Vec<Tensor> = (0..world_size).map(|r| of(r + me)).collect();
+                        let mut all = list();
+                        group.all_to_all(&mut all, &parts)?;
+                        (0..world_size).all(|r| all[r].equal(&of(r + me)))
+                    }
+                    _ => {
+                        group.barrier()?;
+                        true
+                    }
+                };
+                assert!(right, "round {round} of {world_size} ranks");
+            }
+            Ok(())
+        });
+    }
+}

@@ -1,19 +1,32 @@
 //! What one rank asks for in one collective.
 
 use std::fmt;
+use std::time::Duration;
 
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
-/// How `all_reduce` combines the tensors of the ranks.
+/// How a reduction combines the elements of the ranks' tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ReduceOp {
-    /// Their sum.
+    /// Their sum. Integers wrap on overflow.
     Sum,
     /// Their sum, divided by the number of ranks. Float kinds only. (NCCL divides each before it adds.)
     Avg,
+    /// Their product. Integers wrap on overflow.
+    Product,
+    /// The smallest. A NaN wins.
+    Min,
+    /// The largest. A NaN wins.
+    Max,
+    /// Bitwise and. Integers and bool; not with NCCL.
+    Band,
+    /// Bitwise or. Integers and bool; not with NCCL.
+    Bor,
+    /// Bitwise exclusive or. Integers and bool; not with NCCL.
+    Bxor,
     /// The sum of each multiplied by this factor, as `torch.distributed`'s `PREMUL_SUM`. Float kinds
     /// only. With `1 / world_size` this is how DDP averages gradients: dividing *before* the sum keeps
     /// half-precision gradients in range, and differs from [`ReduceOp::Avg`] in the last bit.
@@ -22,40 +35,76 @@ pub enum ReduceOp {
 
 impl fmt::Display for ReduceOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            ReduceOp::Sum => f.write_str("sum"),
-            ReduceOp::Avg => f.write_str("avg"),
-            ReduceOp::PremulSum(factor) => write!(f, "premul_sum {factor}"),
-        }
+        f.write_str(match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Avg => "avg",
+            ReduceOp::Product => "product",
+            ReduceOp::Min => "min",
+            ReduceOp::Max => "max",
+            ReduceOp::Band => "band",
+            ReduceOp::Bor => "bor",
+            ReduceOp::Bxor => "bxor",
+            ReduceOp::PremulSum(factor) => return write!(f, "premul_sum {factor}"),
+        })
     }
 }
 
 impl ReduceOp {
-    /// Whether tensors of `kind` can be reduced this way.
-    pub(super) fn check_kind(self, kind: Kind) -> Result<()> {
-        use Kind::{BFloat16, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};
-        match (kind, self) {
-            (Double | Float | Half | BFloat16, _) => Ok(()),
-            (Int64 | Int | Int16 | Int8 | Uint8, ReduceOp::Sum) => Ok(()),
-            (Int64 | Int | Int16 | Int8 | Uint8, _) => Err(Error::Unsupported(format!(
-                "all_reduce({self}) does not take {} tensors, because the result would not be whole \
-                 numbers; use sum, or convert to a float kind",
-                kind_name(kind)
-            ))),
-            _ => Err(Error::Unsupported(format!(
-                "all_reduce({self}) does not take {} tensors; convert to a float or integer kind",
-                kind_name(kind)
-            ))),
-        }
+    /// Whether tensors of `kind` can be reduced this way by `operation`.
+    pub(super) fn check_kind(self, operation: Operation, kind: Kind) -> Result<()> {
+        use Kind::{BFloat16, Bool, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};
+        let is_bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
+        let is_fraction = matches!(self, ReduceOp::Avg | ReduceOp::PremulSum(_));
+        let advice = match kind {
+            Double | Float | Half | BFloat16 if is_bitwise => "it is for integers and bool",
+            Double | Float | Half | BFloat16 => return Ok(()),
+            Int64 | Int | Int16 | Int8 | Uint8 if is_fraction => {
+                "the result would not be whole numbers; use sum, or convert to a float kind"
+            }
+            Int64 | Int | Int16 | Int8 | Uint8 => return Ok(()),
+            Bool if is_bitwise || matches!(self, ReduceOp::Min | ReduceOp::Max) => return Ok(()),
+            Bool => "use band or bor, or convert to an integer kind to count",
+            _ => "convert to a float or integer kind",
+        };
+        let kind = kind_name(kind);
+        Err(Error::Unsupported(format!(
+            "{operation}({self}) does not take {kind} tensors: {advice}"
+        )))
     }
 }
 
-/// One call of one rank.
+/// One call of one rank: what it asks for, and its tensors, each in one piece of memory.
+///
+/// Which tensors there are is up to the operation. A list has one for each rank, in their order.
 #[derive(Debug)]
-pub(crate) struct Call {
+pub(crate) struct Call<'a> {
     pub operation: Operation,
     /// Its number in the order of this rank's collectives.
     pub sequence: u64,
+    /// For reductions.
+    pub reduce_op: Option<ReduceOp>,
+    /// For operations that have one rank as their source or destination.
+    pub root: Option<usize>,
+    /// Of all tensors; bytes if there are none.
+    pub kind: Kind,
+    /// The shape that must be the same on all ranks.
+    pub shape: &'a [i64],
+    pub inputs: &'a [Tensor],
+    pub outputs: &'a [Tensor],
+    /// How long to wait for the others, if not as long as usual.
+    pub timeout: Option<Duration>,
+}
+
+impl Call<'_> {
+    /// What an operation that always reduces reduces with.
+    pub(super) fn op(&self) -> ReduceOp {
+        self.reduce_op.unwrap_or(ReduceOp::Sum)
+    }
+
+    /// The rank that an operation with a root has as such.
+    pub(super) fn root(&self) -> usize {
+        self.root.unwrap_or(0)
+    }
 }
 
 /// A kind by PyTorch's name for it.

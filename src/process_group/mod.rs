@@ -3,8 +3,9 @@
 //! "Process group" is c10d's word; here the members are threads. A rank gets its group from
 //! [`Rank::init_process_group`](crate::launch::Rank::init_process_group).
 
+mod arguments;
 mod call;
-mod element;
+mod collectives;
 mod nccl;
 mod threaded;
 
@@ -12,14 +13,16 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::sync::Arc;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 
 pub use call::ReduceOp;
 pub(crate) use call::{Call, kind_name};
 pub(crate) use nccl::{Nccl, UniqueId, version as nccl_version};
 pub(crate) use threaded::{Shared, Threaded};
 
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::operation::Operation;
 use crate::sync::{Run, Stage};
 
@@ -31,14 +34,8 @@ pub(crate) trait Backend {
     /// Its name in messages and on the command line.
     fn name(&self) -> &'static str;
 
-    /// Combines `tensor` over all ranks, in place on each.
-    fn all_reduce(&mut self, call: &Call, tensor: &Tensor, op: ReduceOp) -> Result<()>;
-
-    /// Copies `tensor` of rank `src` over that of every other rank.
-    fn broadcast(&mut self, call: &Call, tensor: &Tensor, src: usize) -> Result<()>;
-
-    /// Returns once every rank has called it.
-    fn barrier(&mut self, call: &Call) -> Result<()>;
+    /// Does this rank's part of a collective.
+    fn run(&mut self, call: &Call) -> Result<()>;
 
     /// Returns once nothing that this rank has launched waits for another rank any more.
     fn synchronize(&mut self) -> Result<()>;
@@ -112,87 +109,6 @@ impl ProcessGroup {
         self.backend.borrow().name()
     }
 
-    /// Combines `tensor` over all ranks and leaves the result in every rank's `tensor`.
-    ///
-    /// Follows `torch.distributed.all_reduce`. Any shape, also empty; the same on every rank. Kinds:
-    /// float64, float32, float16, bfloat16 (the last two are summed in float32), and with
-    /// [`ReduceOp::Sum`] also int64, int32, int16, int8 and uint8, which wrap on overflow. The sum runs
-    /// in the order of the ranks (`threaded`), so it has the same bits on every rank and in every run.
-    ///
-    /// On a GPU this launches and returns, as every operation there does.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`] when ranks differ, [`Error::Unsupported`] for other kinds,
-    /// [`Error::Timeout`], [`Error::Left`] and [`Error::Cancelled`] when others don't come, and the
-    /// backend's own errors. After an error the content of `tensor` is unspecified.
-    ///
-    /// ```
-    /// # fn main() -> anyhow::Result<()> {
-    /// use ddp_mp::{Backend, ReduceOp, spawn};
-    /// use tch::Tensor;
-    ///
-    /// spawn(3, |rank| {
-    ///     let group = rank.init_process_group(Backend::Threaded)?;
-    ///     let mut tensor = Tensor::from_slice(&[rank.rank() as f32, 1.0]);
-    ///     group.all_reduce(&mut tensor, ReduceOp::Sum)?;
-    ///     assert_eq!(Vec::<f32>::try_from(&tensor)?, [0.0 + 1.0 + 2.0, 3.0]);
-    ///     Ok(())
-    /// })?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
-        op.check_kind(defined_kind("all_reduce", tensor)?)?;
-        self.collective(Operation::AllReduce, tensor, |backend, call, tensor| {
-            backend.all_reduce(call, tensor, op)
-        })
-    }
-
-    /// Copies `tensor` of rank `src` into every other rank's `tensor`.
-    ///
-    /// Follows `torch.distributed.broadcast`. Any kind and shape, the same on every rank.
-    ///
-    /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when there is no rank `src`.
-    ///
-    /// ```
-    /// # fn main() -> anyhow::Result<()> {
-    /// use ddp_mp::{Backend, spawn};
-    /// use tch::Tensor;
-    ///
-    /// spawn(2, |rank| {
-    ///     let group = rank.init_process_group(Backend::Threaded)?;
-    ///     let mut tensor = Tensor::from_slice(&[rank.rank() as i64; 4]);
-    ///     group.broadcast(&mut tensor, 1)?;
-    ///     assert_eq!(Vec::<i64>::try_from(&tensor)?, [1, 1, 1, 1]);
-    ///     Ok(())
-    /// })?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
-        if src >= self.world_size() {
-            return Err(Error::Input(format!(
-                "broadcast: src is rank {src}, but the group has ranks 0 to {}",
-                self.world_size() - 1
-            )));
-        }
-        defined_kind("broadcast", tensor)?;
-        self.collective(Operation::Broadcast, tensor, |backend, call, tensor| {
-            backend.broadcast(call, tensor, src)
-        })
-    }
-
-    /// Returns once every rank has called it.
-    ///
-    /// Follows `torch.distributed.barrier`.
-    ///
-    /// # Errors
-    /// As [`ProcessGroup::all_reduce`].
-    pub fn barrier(&self) -> Result<()> {
-        self.enter(Operation::Barrier, |backend, call| backend.barrier(call))
-    }
-
     /// Returns once nothing that this rank has launched on its device waits for another rank any more. Not a
     /// collective.
     ///
@@ -221,63 +137,6 @@ impl ProcessGroup {
     pub(crate) fn shut_down(&self) {
         self.backend.borrow_mut().shut_down();
     }
-
-    /// A collective on a tensor, which backends get in one piece.
-    fn collective(
-        &self,
-        operation: Operation,
-        tensor: &mut Tensor,
-        f: impl FnOnce(&mut dyn Backend, &Call, &Tensor) -> Result<()>,
-    ) -> Result<()> {
-        if tensor.device() != self.device {
-            return Err(Error::Input(format!(
-                "{operation}: the tensor is on {}, but rank {} works on {}; move it there first",
-                device_name(tensor.device()),
-                self.rank,
-                device_name(self.device)
-            )));
-        }
-        let torch = || Error::torch("contiguous");
-        // Lazily conjugated and negated tensors are told apart from their memory by a bit.
-        let as_it_is = tensor.is_contiguous()
-            && !tensor.f_is_conj().map_err(torch())?
-            && !tensor.f_is_neg().map_err(torch())?;
-        if as_it_is {
-            return self.enter(operation, |backend, call| f(backend, call, tensor));
-        }
-        let dense = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
-        let dense = dense().map_err(torch())?;
-        self.enter(operation, |backend, call| f(backend, call, &dense))?;
-        tch::no_grad(|| tensor.f_copy_(&dense)).map_err(Error::torch("copy_"))
-    }
-
-    /// Numbers the call and notes what this rank does, for the others to see.
-    fn enter(
-        &self,
-        operation: Operation,
-        f: impl FnOnce(&mut dyn Backend, &Call) -> Result<()>,
-    ) -> Result<()> {
-        let sequence = self.sequence.get();
-        let activity = &self.run.activity[self.rank];
-        let before = activity.enter(operation, sequence);
-        match operation {
-            Operation::Broadcast => self.run.fault_point(self.rank, Stage::Broadcast, 0)?,
-            Operation::Barrier => self.run.fault_point(self.rank, Stage::Barrier, 0)?,
-            _ => {}
-        }
-        self.sequence.set(sequence + 1);
-        f(&mut **self.backend.borrow_mut(), &Call { operation, sequence })?;
-        activity.restore(before);
-        Ok(())
-    }
-}
-
-/// The kind of a tensor that there is.
-fn defined_kind(operation: &str, tensor: &Tensor) -> Result<Kind> {
-    if !tensor.defined() {
-        return Err(Error::Input(format!("{operation}: the tensor is undefined; make one first")));
-    }
-    tensor.f_kind().map_err(Error::torch("kind"))
 }
 
 /// A device as this program prints it: `CPU`, `GPU:0`.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
@@ -62,11 +62,16 @@ impl Barrier {
     /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::Left`], which have been reported to the run
     /// by the time this returns: whoever gives up first has the cause, whatever its caller makes of it.
     pub(crate) fn wait(&self, rank: usize) -> Result<()> {
+        self.wait_at_most(rank, self.run.timeout)
+    }
+
+    /// As [`Barrier::wait`], with a timeout of its own.
+    pub(crate) fn wait_at_most(&self, rank: usize, timeout: Duration) -> Result<()> {
         // Without being counted in, now or later: the others cannot complete the round.
         self.run.check(rank)?;
         match self.arrive(rank)? {
             None => Ok(()),
-            Some(round) => self.wait_for(rank, round, true),
+            Some(round) => self.wait_for(rank, round, Some(timeout)),
         }
     }
 
@@ -77,7 +82,7 @@ impl Barrier {
     pub(crate) fn wait_to_leave(&self, rank: usize) {
         if let Ok(Some(round)) = self.arrive(rank) {
             // Cannot be interrupted, so there is nothing to report.
-            let _ = self.wait_for(rank, round, false);
+            let _ = self.wait_for(rank, round, None);
         }
     }
 
@@ -108,7 +113,8 @@ impl Barrier {
         Ok(None)
     }
 
-    fn wait_for(&self, rank: usize, round: u64, may_give_up: bool) -> Result<()> {
+    /// Without a timeout this does not give up, whatever happens.
+    fn wait_for(&self, rank: usize, round: u64, timeout: Option<Duration>) -> Result<()> {
         for _ in 0..self.spins {
             if self.state.load(Ordering::Acquire) / ROUND != round {
                 return Ok(());
@@ -118,12 +124,12 @@ impl Barrier {
         let slot = &self.slots[rank];
         slot.thread.get_or_init(thread::current);
         slot.parked.store(true, Ordering::SeqCst);
-        let result = self.sleep_until(rank, round, may_give_up);
+        let result = self.sleep_until(rank, round, timeout);
         slot.parked.store(false, Ordering::SeqCst);
         result
     }
 
-    fn sleep_until(&self, rank: usize, round: u64, may_give_up: bool) -> Result<()> {
+    fn sleep_until(&self, rank: usize, round: u64, timeout: Option<Duration>) -> Result<()> {
         let began = Instant::now();
         loop {
             // In this order: a round that is complete is complete, whatever else has happened; and a
@@ -131,10 +137,10 @@ impl Barrier {
             if self.state.load(Ordering::SeqCst) / ROUND != round {
                 return Ok(());
             }
-            if !may_give_up {
+            let Some(timeout) = timeout else {
                 thread::park();
                 continue;
-            }
+            };
             let gone = self.missing(rank).into_iter().find(|&other| self.run.is_done(other));
             if self.run.cancel.cancelled_by().is_some() {
                 return if self.poison(round) { self.run.check(rank) } else { Ok(()) };
@@ -143,8 +149,8 @@ impl Barrier {
             if let Some(left) = gone {
                 return self.give_up(round, rank, || Error::Left { at, waiting, left });
             }
-            let Some(time_left) = self.run.timeout.checked_sub(began.elapsed()) else {
-                let waited = self.run.timeout;
+            let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
+                let waited = timeout;
                 return self.give_up(round, rank, || {
                     let late = self.missing(rank).into_iter().map(|r| self.run.late(r));
                     let late: Vec<LateRank> = late.collect();
@@ -195,7 +201,6 @@ impl Barrier {
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicUsize;
-    use std::time::Duration;
 
     use super::*;
 

@@ -13,16 +13,19 @@
 //!
 //! Collectives go to the stream that the rank's own operations go to, so nothing else orders them.
 
-use std::ffi::{CStr, c_int, c_void};
+mod launch;
+
+use std::ffi::{CStr, c_int};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
+use cudarc::nccl::sys::{self, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
-use super::{Backend, Call, ReduceOp, kind_name, num_bytes};
+use super::{Backend, Call, ReduceOp};
 use crate::error::{Error, Result};
+use crate::operation::Operation;
 use crate::sync::{Barrier, Run};
 use crate::torch::cuda;
 
@@ -125,6 +128,42 @@ impl Nccl {
         self.local.wait(self.rank)
     }
 
+    /// As [`Nccl::between_meetings`], for several calls that belong together. `launch` makes them, and returns
+    /// the first result that is a failure.
+    fn grouped(
+        &mut self,
+        call: &'static str,
+        launch: impl FnOnce(&mut Self) -> Option<ncclResult_t>,
+    ) -> Result<()> {
+        self.between_meetings(call, |nccl| {
+            // SAFETY: starts and ends a group on this thread; what is in between is up to `launch`.
+            let begun = unsafe { sys::ncclGroupStart() };
+            if is_failure(&begun) {
+                return begun;
+            }
+            let failed = launch(nccl);
+            // SAFETY: ends the group that was started above.
+            let ended = unsafe { sys::ncclGroupEnd() };
+            failed.unwrap_or(ended)
+        })
+    }
+
+    /// A barrier: all local ranks meet, and then all ranks' devices.
+    fn meet_all(&mut self, call: &Call) -> Result<()> {
+        self.local.wait_at_most(self.rank, call.timeout.unwrap_or(self.run.timeout))?;
+        let token = self.token.shallow_clone();
+        let token = std::slice::from_ref(&token);
+        self.run(&Call {
+            operation: Operation::AllReduce,
+            reduce_op: Some(ReduceOp::Sum),
+            kind: Kind::Float,
+            inputs: token,
+            outputs: token,
+            ..*call
+        })?;
+        self.synchronize()
+    }
+
     /// Reports a failure as soon as it is found, whatever the caller makes of it: a rank that went on as if
     /// nothing had happened would meet the others in the wrong places. And aborting takes its time.
     fn tell(&self, result: Result<()>) -> Result<()> {
@@ -188,45 +227,11 @@ impl Backend for Nccl {
         "nccl"
     }
 
-    fn all_reduce(&mut self, _: &Call, tensor: &Tensor, op: ReduceOp) -> Result<()> {
-        let kind = data_type(tensor.kind())?;
-        let nccl_op = match op {
-            ReduceOp::Sum => ncclRedOp_t::ncclSum,
-            ReduceOp::Avg => ncclRedOp_t::ncclAvg,
-            ReduceOp::PremulSum(factor) => {
-                let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
-                tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
-                ncclRedOp_t::ncclSum
-            }
-        };
-        let stream = cuda::current_stream(self.gpu)?.cast();
-        let data: *mut c_void = tensor.data_ptr();
-        self.between_meetings("ncclAllReduce", |nccl| {
-            // SAFETY: `data` holds that many elements of that kind on this rank's GPU. It is read and
-            // written in the order of the stream on which it was made and on which it will be freed.
-            unsafe {
-                sys::ncclAllReduce(data, data, tensor.numel(), kind, nccl_op, nccl.comm, stream)
-            }
-        })
-    }
-
-    fn broadcast(&mut self, _: &Call, tensor: &Tensor, src: usize) -> Result<()> {
-        let bytes = num_bytes(tensor.kind(), tensor.numel());
-        let stream = cuda::current_stream(self.gpu)?.cast();
-        let data: *mut c_void = tensor.data_ptr();
-        self.between_meetings("ncclBroadcast", |nccl| {
-            // SAFETY: as in `all_reduce`; any kind can travel as bytes.
-            unsafe {
-                let (byte, src) = (ncclDataType_t::ncclUint8, src as c_int);
-                sys::ncclBroadcast(data, data, bytes, byte, src, nccl.comm, stream)
-            }
-        })
-    }
-
-    fn barrier(&mut self, call: &Call) -> Result<()> {
-        let token = self.token.shallow_clone();
-        self.all_reduce(call, &token, ReduceOp::Sum)?;
-        self.synchronize()
+    fn run(&mut self, call: &Call) -> Result<()> {
+        match call.operation {
+            Operation::Barrier => self.meet_all(call),
+            _ => self.launch(call),
+        }
     }
 
     fn synchronize(&mut self) -> Result<()> {
@@ -267,6 +272,10 @@ impl Drop for Nccl {
     }
 }
 
+fn is_failure(result: &ncclResult_t) -> bool {
+    !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
+}
+
 /// `NCCL_CONFIG_INITIALIZER` with `blocking = 0`: cudarc doesn't have the macro.
 fn non_blocking() -> sys::ncclConfig_t {
     const UNDEFINED: c_int = c_int::MIN;
@@ -291,28 +300,9 @@ fn non_blocking() -> sys::ncclConfig_t {
     }
 }
 
-fn data_type(kind: Kind) -> Result<ncclDataType_t> {
-    Ok(match kind {
-        Kind::Double => ncclDataType_t::ncclFloat64,
-        Kind::Float => ncclDataType_t::ncclFloat32,
-        Kind::Half => ncclDataType_t::ncclFloat16,
-        Kind::BFloat16 => ncclDataType_t::ncclBfloat16,
-        Kind::Int64 => ncclDataType_t::ncclInt64,
-        Kind::Int => ncclDataType_t::ncclInt32,
-        Kind::Int8 => ncclDataType_t::ncclInt8,
-        Kind::Uint8 => ncclDataType_t::ncclUint8,
-        kind => {
-            return Err(Error::Unsupported(format!(
-                "backend nccl cannot reduce {} tensors, because NCCL has no such type; convert first",
-                kind_name(kind)
-            )));
-        }
-    })
-}
-
 /// Turns NCCL's result into an error with NCCL's own words. "In progress" is no error.
 fn check(call: &'static str, result: ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
-    if matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress) {
+    if !is_failure(&result) {
         return Ok(());
     }
     // SAFETY: both return strings of NCCL's that live as long as the library; a null communicator is

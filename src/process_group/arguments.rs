@@ -1,0 +1,255 @@
+//! What a collective's arguments must be, and how they become a call.
+
+use std::time::Duration;
+
+use tch::{Kind, Tensor};
+
+use super::{Call, ProcessGroup, ReduceOp, device_name};
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+use crate::sync::Stage;
+
+/// What a collective is told beside its tensors.
+#[derive(Default, Clone, Copy)]
+pub(super) struct Options {
+    pub reduce_op: Option<ReduceOp>,
+    pub root: Option<usize>,
+    pub timeout: Option<Duration>,
+}
+
+impl ProcessGroup {
+    /// Checks what can be checked without the others, sees to it that every tensor is in one piece, numbers
+    /// the call, and notes what this rank does, for the others to see.
+    pub(super) fn collective(
+        &self,
+        operation: Operation,
+        options: Options,
+        shape: &[i64],
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+    ) -> Result<()> {
+        let kind = self.common_kind(operation, inputs, outputs)?;
+        if let Some(op) = options.reduce_op {
+            op.check_kind(operation, kind)?;
+        }
+        let as_they_are = |tensors: &[Tensor]| -> Result<bool> {
+            tensors.iter().try_fold(true, |all, tensor| Ok(all && is_dense(tensor)?))
+        };
+        let run = |inputs: &[Tensor], outputs: &[Tensor]| {
+            let Options { reduce_op, root, timeout } = options;
+            self.enter(operation, |sequence| Call {
+                operation,
+                sequence,
+                reduce_op,
+                root,
+                kind,
+                shape,
+                inputs,
+                outputs,
+                timeout,
+            })
+        };
+        if as_they_are(inputs)? && as_they_are(outputs)? {
+            return run(inputs, outputs);
+        }
+        let dense = |tensors: &[Tensor]| tensors.iter().map(Dense::new).collect::<Result<Vec<_>>>();
+        let results = dense(outputs)?;
+        let handles = |d: &[Dense]| d.iter().map(|d| d.0.shallow_clone()).collect::<Vec<_>>();
+        // What is both must stay so.
+        let in_place = std::ptr::eq(inputs, outputs);
+        let inputs = if in_place { handles(&results) } else { handles(&dense(inputs)?) };
+        run(&inputs, &handles(&results))?;
+        results.iter().zip(outputs).try_for_each(|(dense, output)| dense.write_back(output))
+    }
+
+    fn enter<'a>(&self, operation: Operation, call: impl FnOnce(u64) -> Call<'a>) -> Result<()> {
+        let sequence = self.sequence.get();
+        let activity = &self.run.activity[self.rank];
+        let before = activity.enter(operation, sequence);
+        match operation {
+            Operation::Broadcast => self.run.fault_point(self.rank, Stage::Broadcast, 0)?,
+            Operation::Barrier => self.run.fault_point(self.rank, Stage::Barrier, 0)?,
+            _ => {}
+        }
+        self.sequence.set(sequence + 1);
+        self.backend.borrow_mut().run(&call(sequence))?;
+        activity.restore(before);
+        Ok(())
+    }
+
+    /// The kind of all tensors, which must be there and on this rank's device.
+    fn common_kind(
+        &self,
+        operation: Operation,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+    ) -> Result<Kind> {
+        let mut common = None;
+        for tensor in inputs.iter().chain(outputs) {
+            if !tensor.defined() {
+                return Err(Error::Input(format!(
+                    "{operation}: the tensor is undefined; make one first"
+                )));
+            }
+            if tensor.device() != self.device {
+                return Err(Error::Input(format!(
+                    "{operation}: the tensor is on {}, but rank {} works on {}; move it there first",
+                    device_name(tensor.device()),
+                    self.rank,
+                    device_name(self.device)
+                )));
+            }
+            let kind = tensor.f_kind().map_err(Error::torch("kind"))?;
+            if common.is_some_and(|common| common != kind) {
+                return Err(Error::Input(format!(
+                    "{operation}: the tensors are of different kinds; convert them to one"
+                )));
+            }
+            common = Some(kind);
+        }
+        Ok(common.unwrap_or(Kind::Uint8))
+    }
+
+    pub(super) fn check_rank(&self, operation: Operation, name: &str, rank: usize) -> Result<()> {
+        if rank < self.world_size() {
+            return Ok(());
+        }
+        Err(Error::Input(format!(
+            "{operation}: {name} is rank {rank}, but the group has ranks 0 to {}",
+            self.world_size() - 1
+        )))
+    }
+
+    /// A list must have a tensor for each rank, of this shape if there is one.
+    pub(super) fn check_list(
+        &self,
+        operation: Operation,
+        list: &[Tensor],
+        shape: Option<&[i64]>,
+    ) -> Result<()> {
+        if list.len() != self.world_size() {
+            return Err(Error::Input(format!(
+                "{operation}: the list has {} tensors, but there are {} ranks; pass one for each",
+                list.len(),
+                self.world_size()
+            )));
+        }
+        let Some(shape) = shape else { return Ok(()) };
+        match list.iter().map(Tensor::size).find(|size| size != shape) {
+            None => Ok(()),
+            Some(size) => Err(Error::Input(format!(
+                "{operation}: the list has a tensor of shape {size:?} beside one of {shape:?}; all must \
+                 have one shape"
+            ))),
+        }
+    }
+
+    /// The list that the root alone passes; nothing on the other ranks.
+    pub(super) fn list_at<'a>(
+        &self,
+        operation: Operation,
+        name: &str,
+        list: Option<&'a [Tensor]>,
+        (role, root): (&str, usize),
+        shape: &[i64],
+    ) -> Result<&'a [Tensor]> {
+        self.check_rank(operation, role, root)?;
+        match list {
+            Some(list) if self.rank() == root => {
+                self.check_list(operation, list, Some(shape))?;
+                Ok(list)
+            }
+            None if self.rank() != root => Ok(&[]),
+            _ => Err(Error::Input(format!(
+                "{operation}: {name} is for rank {root} ({role}) alone, and needed there; this is rank {}",
+                self.rank()
+            ))),
+        }
+    }
+
+    /// How many elements go to or come from each rank when `tensor` is split by rows.
+    pub(super) fn rows(
+        &self,
+        tensor: &Tensor,
+        name: &str,
+        splits: Option<&[i64]>,
+    ) -> Result<Vec<i64>> {
+        let world_size = self.world_size() as i64;
+        let shape = tensor.size();
+        let total = shape.first().copied().unwrap_or(1);
+        let row: i64 = shape.iter().skip(1).product();
+        let refuse = |why: String| Err(Error::Input(format!("all_to_all: {name} {why}")));
+        let Some(splits) = splits else {
+            if total % world_size != 0 {
+                return refuse(format!(
+                    "has {total} rows, which are not equal parts for {world_size} ranks; pass splits"
+                ));
+            }
+            return Ok(vec![total / world_size * row; world_size as usize]);
+        };
+        let fits = splits.len() as i64 == world_size
+            && splits.iter().all(|&split| split >= 0)
+            && splits.iter().sum::<i64>() == total;
+        if !fits {
+            return refuse(format!(
+                "has {total} rows for {world_size} ranks, and the splits {splits:?}; pass one for each \
+                 rank that add up"
+            ));
+        }
+        Ok(splits.iter().map(|split| split * row).collect())
+    }
+}
+
+/// A tensor in one piece of memory: itself, or a copy.
+pub(super) struct Dense(Tensor);
+
+/// Whether a tensor's memory holds its elements one after the other, as they are. (Lazily conjugated and
+/// negated tensors are told apart from their memory by a bit.)
+fn is_dense(tensor: &Tensor) -> Result<bool> {
+    let torch = || Error::torch("looking at a tensor");
+    Ok(tensor.is_contiguous()
+        && !tensor.f_is_conj().map_err(torch())?
+        && !tensor.f_is_neg().map_err(torch())?)
+}
+
+impl Dense {
+    pub(super) fn new(tensor: &Tensor) -> Result<Self> {
+        if !tensor.defined() {
+            return Err(Error::Input("the tensor is undefined; make one first".into()));
+        }
+        let dense = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
+        dense().map(Dense).map_err(Error::torch("contiguous"))
+    }
+
+    /// Parts of so many elements, one after the other.
+    pub(super) fn parts(
+        &self,
+        operation: Operation,
+        name: &str,
+        sizes: &[i64],
+    ) -> Result<Vec<Tensor>> {
+        let (total, needed) = (self.0.numel() as i64, sizes.iter().sum::<i64>());
+        if total != needed {
+            return Err(Error::Input(format!(
+                "{operation}: {name} has {total} elements, but {needed} are needed"
+            )));
+        }
+        let torch = || Error::torch("cutting a tensor into parts");
+        let flat = tch::no_grad(|| self.0.f_view([-1])).map_err(torch())?;
+        let mut start = 0;
+        let part = |&size: &i64| {
+            let part = tch::no_grad(|| flat.f_narrow(0, start, size)).map_err(torch());
+            start += size;
+            part
+        };
+        sizes.iter().map(part).collect()
+    }
+
+    /// Copies back into the tensor that this was made of, if it is a copy.
+    pub(super) fn write_back(&self, original: &Tensor) -> Result<()> {
+        if self.0.data_ptr() == original.data_ptr() && is_dense(original)? {
+            return Ok(());
+        }
+        tch::no_grad(|| original.shallow_clone().f_copy_(&self.0)).map_err(Error::torch("copy_"))
+    }
+}

@@ -1,0 +1,442 @@
+//! Every collective, with PyTorch's names and order of arguments.
+
+use std::time::Duration;
+
+use tch::Tensor;
+
+use super::arguments::{Dense, Options};
+use super::{ProcessGroup, ReduceOp};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::operation::Operation;
+
+impl ProcessGroup {
+    /// Combines `tensor` over all ranks and leaves the result in every rank's `tensor`.
+    ///
+    /// Follows `torch.distributed.all_reduce`. Any shape, also empty; the same on every rank. Kinds:
+    /// float64, float32, float16, bfloat16 (the last two are reduced in float32), int64, int32, int16, int8,
+    /// uint8 and bool, as far as the operation makes sense for them ([`ReduceOp`]). With `threaded` the
+    /// reduction runs in the order of the ranks, so it has the same bits on every rank and in every run.
+    ///
+    /// On a GPU this launches and returns, as every operation there does.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] when ranks differ, [`Error::Unsupported`] for other kinds,
+    /// [`Error::SharedMemory`], [`Error::Input`] for a tensor that is undefined or elsewhere,
+    /// [`Error::Timeout`], [`Error::Left`] and [`Error::Cancelled`] when others don't come, and the
+    /// backend's own errors. After an error the content of `tensor` is unspecified.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(3, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mut tensor = Tensor::from_slice(&[rank.rank() as f32, 1.0]);
+    ///     group.all_reduce(&mut tensor, ReduceOp::Sum)?;
+    ///     assert_eq!(Vec::<f32>::try_from(&tensor)?, [0.0 + 1.0 + 2.0, 3.0]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
+        let options = Options { reduce_op: Some(op), ..Options::default() };
+        let tensors = std::slice::from_ref(&*tensor);
+        self.collective(Operation::AllReduce, options, &tensor.size(), tensors, tensors)
+    }
+
+    /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`; the others' stay as
+    /// they are.
+    ///
+    /// Follows `torch.distributed.reduce`. Shapes and kinds as [`ProcessGroup::all_reduce`].
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when there is no rank `dst`.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(3, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mine = rank.rank() as i64;
+    ///     let mut tensor = Tensor::from_slice(&[mine]);
+    ///     group.reduce(&mut tensor, 1, ReduceOp::Max)?;
+    ///     assert_eq!(tensor.int64_value(&[0]), if mine == 1 { 2 } else { mine });
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn reduce(&self, tensor: &mut Tensor, dst: usize, op: ReduceOp) -> Result<()> {
+        self.check_rank(Operation::Reduce, "dst", dst)?;
+        let options = Options { reduce_op: Some(op), root: Some(dst), ..Options::default() };
+        let inputs = std::slice::from_ref(&*tensor);
+        let outputs = if self.rank() == dst { inputs } else { &[] };
+        self.collective(Operation::Reduce, options, &tensor.size(), inputs, outputs)
+    }
+
+    /// Copies `tensor` of rank `src` into every other rank's `tensor`.
+    ///
+    /// Follows `torch.distributed.broadcast`. Any kind and shape, the same on every rank.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when there is no rank `src`.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mut tensor = Tensor::from_slice(&[rank.rank() as i64; 4]);
+    ///     group.broadcast(&mut tensor, 1)?;
+    ///     assert_eq!(Vec::<i64>::try_from(&tensor)?, [1, 1, 1, 1]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
+        self.check_rank(Operation::Broadcast, "src", src)?;
+        let options = Options { root: Some(src), ..Options::default() };
+        let tensors = std::slice::from_ref(&*tensor);
+        let (inputs, outputs): (&[Tensor], &[Tensor]) =
+            if self.rank() == src { (tensors, &[]) } else { (&[], tensors) };
+        self.collective(Operation::Broadcast, options, &tensor.size(), inputs, outputs)
+    }
+
+    /// Copies every rank's `tensor` into `tensor_list[rank]` of every rank.
+    ///
+    /// Follows `torch.distributed.all_gather`. Any kind and shape, the same on every rank and in the list,
+    /// which has one tensor for each rank.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when the list does not fit.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mine = Tensor::from_slice(&[rank.rank() as i64, 7]);
+    ///     let mut all = [mine.zeros_like(), mine.zeros_like()];
+    ///     group.all_gather(&mut all, &mine)?;
+    ///     assert_eq!(Vec::<i64>::try_from(&all[0])?, [0, 7]);
+    ///     assert_eq!(Vec::<i64>::try_from(&all[1])?, [1, 7]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn all_gather(&self, tensor_list: &mut [Tensor], tensor: &Tensor) -> Result<()> {
+        let shape = tensor.size();
+        self.check_list(Operation::AllGather, tensor_list, Some(&shape))?;
+        let input = std::slice::from_ref(tensor);
+        self.collective(Operation::AllGather, Options::default(), &shape, input, tensor_list)
+    }
+
+    /// Copies every rank's `input_tensor` into its part of every rank's `output_tensor`: rank 0's first, one
+    /// after the other.
+    ///
+    /// Follows `torch.distributed.all_gather_into_tensor`. `output_tensor` has as many elements as all
+    /// inputs together, in whatever shape.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when `output_tensor` has another size.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mut all = Tensor::from_slice(&[0i64; 2]);
+    ///     group.all_gather_into_tensor(&mut all, &Tensor::from_slice(&[rank.rank() as i64 + 5]))?;
+    ///     assert_eq!(Vec::<i64>::try_from(&all)?, [5, 6]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn all_gather_into_tensor(
+        &self,
+        output_tensor: &mut Tensor,
+        input_tensor: &Tensor,
+    ) -> Result<()> {
+        let even = vec![input_tensor.numel() as i64; self.world_size()];
+        let output = Dense::new(output_tensor)?;
+        let parts = output.parts(Operation::AllGather, "output_tensor", &even)?;
+        let input = std::slice::from_ref(input_tensor);
+        let shape = input_tensor.size();
+        self.collective(Operation::AllGather, Options::default(), &shape, input, &parts)?;
+        output.write_back(output_tensor)
+    }
+
+    /// Copies every rank's `tensor` into `gather_list[rank]` of rank `dst`, which alone passes a list.
+    ///
+    /// Follows `torch.distributed.gather`. Any kind and shape, the same on every rank and in the list.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when the list does not fit, is missing on `dst`, or
+    /// is there on another rank.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mine = Tensor::from_slice(&[rank.rank() as i64]);
+    ///     if rank.rank() == 1 {
+    ///         let mut all = [mine.zeros_like(), mine.zeros_like()];
+    ///         group.gather(&mine, Some(&mut all), 1)?;
+    ///         assert_eq!(all.map(|tensor| tensor.int64_value(&[0])), [0, 1]);
+    ///     } else {
+    ///         group.gather(&mine, None, 1)?;
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn gather(
+        &self,
+        tensor: &Tensor,
+        gather_list: Option<&mut [Tensor]>,
+        dst: usize,
+    ) -> Result<()> {
+        let shape = tensor.size();
+        let list = gather_list.as_deref();
+        let outputs = self.list_at(Operation::Gather, "gather_list", list, ("dst", dst), &shape)?;
+        let options = Options { root: Some(dst), ..Options::default() };
+        self.collective(Operation::Gather, options, &shape, std::slice::from_ref(tensor), outputs)
+    }
+
+    /// Copies `scatter_list[rank]` of rank `src`, which alone passes a list, into every rank's `tensor`.
+    ///
+    /// Follows `torch.distributed.scatter`. Any kind and shape, the same on every rank and in the list.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::gather`].
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mut mine = Tensor::from_slice(&[0i64]);
+    ///     let all = [Tensor::from_slice(&[10i64]), Tensor::from_slice(&[11i64])];
+    ///     group.scatter(&mut mine, (rank.rank() == 0).then_some(&all[..]), 0)?;
+    ///     assert_eq!(mine.int64_value(&[0]), 10 + rank.rank() as i64);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn scatter(
+        &self,
+        tensor: &mut Tensor,
+        scatter_list: Option<&[Tensor]>,
+        src: usize,
+    ) -> Result<()> {
+        let shape = tensor.size();
+        let inputs =
+            self.list_at(Operation::Scatter, "scatter_list", scatter_list, ("src", src), &shape)?;
+        let options = Options { root: Some(src), ..Options::default() };
+        let output = std::slice::from_ref(&*tensor);
+        self.collective(Operation::Scatter, options, &shape, inputs, output)
+    }
+
+    /// Combines `input_list[rank]` of all ranks into rank `rank`'s `output`.
+    ///
+    /// Follows `torch.distributed.reduce_scatter`. One shape for all tensors; kinds as
+    /// [`ProcessGroup::all_reduce`].
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when the list does not fit.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let list = [Tensor::from_slice(&[1i64]), Tensor::from_slice(&[10i64])];
+    ///     let mut output = Tensor::from_slice(&[0i64]);
+    ///     group.reduce_scatter(&mut output, &list, ReduceOp::Sum)?;
+    ///     assert_eq!(output.int64_value(&[0]), [2, 20][rank.rank()]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn reduce_scatter(
+        &self,
+        output: &mut Tensor,
+        input_list: &[Tensor],
+        op: ReduceOp,
+    ) -> Result<()> {
+        let shape = output.size();
+        self.check_list(Operation::ReduceScatter, input_list, Some(&shape))?;
+        let options = Options { reduce_op: Some(op), ..Options::default() };
+        let output = std::slice::from_ref(&*output);
+        self.collective(Operation::ReduceScatter, options, &shape, input_list, output)
+    }
+
+    /// Combines all ranks' `input` and gives each rank its part of the result in `output`: rank 0 the first.
+    ///
+    /// Follows `torch.distributed.reduce_scatter_tensor`. `input` has as many elements as all outputs
+    /// together, in whatever shape; kinds as [`ProcessGroup::all_reduce`].
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when `input` has another size.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mut output = Tensor::from_slice(&[0f32]);
+    ///     group.reduce_scatter_tensor(&mut output, &Tensor::from_slice(&[1f32, 3.0]), ReduceOp::Avg)?;
+    ///     assert_eq!(output.double_value(&[0]), [1.0, 3.0][rank.rank()]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn reduce_scatter_tensor(
+        &self,
+        output: &mut Tensor,
+        input: &Tensor,
+        op: ReduceOp,
+    ) -> Result<()> {
+        let even = vec![output.numel() as i64; self.world_size()];
+        let parts = Dense::new(input)?.parts(Operation::ReduceScatter, "input", &even)?;
+        let options = Options { reduce_op: Some(op), ..Options::default() };
+        let shape = output.size();
+        let output = std::slice::from_ref(&*output);
+        self.collective(Operation::ReduceScatter, options, &shape, &parts, output)
+    }
+
+    /// Copies `input_tensor_list[j]` of rank `i` into `output_tensor_list[i]` of rank `j`, for all `i` and
+    /// `j`.
+    ///
+    /// Follows `torch.distributed.all_to_all`. Any kind; every pair of ranks can have a size of its own.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when a list does not have a tensor for each rank.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let from = 10 * rank.rank() as i64;
+    ///     let inputs = [Tensor::from_slice(&[from]), Tensor::from_slice(&[from + 1])];
+    ///     let mut outputs = [Tensor::from_slice(&[0i64]), Tensor::from_slice(&[0i64])];
+    ///     group.all_to_all(&mut outputs, &inputs)?;
+    ///     let mine = rank.rank() as i64;
+    ///     assert_eq!(outputs.map(|tensor| tensor.int64_value(&[0])), [mine, 10 + mine]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn all_to_all(
+        &self,
+        output_tensor_list: &mut [Tensor],
+        input_tensor_list: &[Tensor],
+    ) -> Result<()> {
+        self.check_list(Operation::AllToAll, output_tensor_list, None)?;
+        self.check_list(Operation::AllToAll, input_tensor_list, None)?;
+        let options = Options::default();
+        self.collective(Operation::AllToAll, options, &[], input_tensor_list, output_tensor_list)
+    }
+
+    /// Splits `input` along its first dimension, sends part `j` to rank `j`, and puts what comes from the
+    /// ranks one after the other into `output`.
+    ///
+    /// Follows `torch.distributed.all_to_all_single`. The splits count rows, one number for each rank;
+    /// without them the parts are equal.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when the splits don't add up.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     // Each rank keeps one row, and rank 0 sends two to rank 1.
+    ///     if rank.rank() == 0 {
+    ///         let mut output = Tensor::from_slice(&[0i64]);
+    ///         group.all_to_all_single(&mut output, &Tensor::from_slice(&[1i64, 2, 3]), Some(&[1, 0]), Some(&[1, 2]))?;
+    ///         assert_eq!(Vec::<i64>::try_from(&output)?, [1]);
+    ///     } else {
+    ///         let mut output = Tensor::from_slice(&[0i64; 3]);
+    ///         group.all_to_all_single(&mut output, &Tensor::from_slice(&[9i64]), Some(&[2, 1]), Some(&[0, 1]))?;
+    ///         assert_eq!(Vec::<i64>::try_from(&output)?, [2, 3, 9]);
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn all_to_all_single(
+        &self,
+        output: &mut Tensor,
+        input: &Tensor,
+        output_split_sizes: Option<&[i64]>,
+        input_split_sizes: Option<&[i64]>,
+    ) -> Result<()> {
+        let operation = Operation::AllToAll;
+        let dense = Dense::new(output)?;
+        let outputs = self.rows(output, "output", output_split_sizes)?;
+        let outputs = dense.parts(operation, "output", &outputs)?;
+        let inputs = self.rows(input, "input", input_split_sizes)?;
+        let inputs = Dense::new(input)?.parts(operation, "input", &inputs)?;
+        self.collective(operation, Options::default(), &[], &inputs, &outputs)?;
+        dense.write_back(output)
+    }
+
+    /// Returns once every rank has called it.
+    ///
+    /// Follows `torch.distributed.barrier`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`].
+    pub fn barrier(&self) -> Result<()> {
+        self.collective(Operation::Barrier, Options::default(), &[], &[], &[])
+    }
+
+    /// A barrier that waits no longer than `timeout`, and whose error names all ranks that have not come.
+    ///
+    /// Follows `torch.distributed.monitored_barrier` with `wait_all_ranks`. (Here every collective names
+    /// the ranks it waited for in vain.)
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`].
+    pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
+        let options = Options { timeout: Some(timeout), ..Options::default() };
+        self.collective(Operation::Barrier, options, &[], &[], &[])
+    }
+}

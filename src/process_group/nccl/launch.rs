@@ -1,0 +1,190 @@
+//! Which NCCL calls make up each collective.
+
+use std::ffi::{c_int, c_void};
+
+use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
+use tch::{Kind, Tensor};
+
+use super::super::{Call, ReduceOp, kind_name, num_bytes};
+use super::{Nccl, is_failure};
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+use crate::torch::cuda;
+
+impl Nccl {
+    /// Launches this rank's part of a collective between two meetings.
+    pub(super) fn launch(&mut self, call: &Call) -> Result<()> {
+        let stream = cuda::current_stream(self.gpu)?.cast();
+        let (rank, root) = (self.rank as c_int, call.root() as c_int);
+        // Any kind can travel as bytes.
+        let byte = ncclDataType_t::ncclUint8;
+        let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
+        let data = |tensor: &Tensor| -> *mut c_void { tensor.data_ptr() };
+        let reduction = || Ok::<_, Error>((data_type(call.kind)?, nccl_op(call)?));
+        let (inputs, outputs) = (call.inputs, call.outputs);
+        let each = |f: &mut dyn FnMut(c_int, usize) -> ncclResult_t| {
+            (0..inputs.len().max(outputs.len())).map(|peer| f(peer as c_int, peer)).find(is_failure)
+        };
+        // SAFETY, for all calls below: the pointers are to as many elements of that kind as is said, on this
+        // rank's GPU. They are read and written in the order of the stream on which their tensors were made
+        // and on which they will be freed.
+        match call.operation {
+            Operation::AllReduce => {
+                let (kind, op) = reduction()?;
+                let tensor = &inputs[0];
+                if let Some(ReduceOp::PremulSum(factor)) = call.reduce_op {
+                    let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
+                    tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
+                }
+                let (place, numel) = (data(tensor), tensor.numel());
+                self.between_meetings("ncclAllReduce", |nccl| {
+                    // SAFETY: as above.
+                    unsafe { sys::ncclAllReduce(place, place, numel, kind, op, nccl.comm, stream) }
+                })
+            }
+            Operation::Reduce => {
+                let (kind, op) = reduction()?;
+                let (place, numel) = (data(&inputs[0]), inputs[0].numel());
+                self.between_meetings("ncclReduce", |nccl| {
+                    // SAFETY: as above; only the root writes.
+                    unsafe {
+                        sys::ncclReduce(place, place, numel, kind, op, root, nccl.comm, stream)
+                    }
+                })
+            }
+            Operation::Broadcast => {
+                let tensor = inputs.first().unwrap_or_else(|| &outputs[0]);
+                let (place, size) = (data(tensor), bytes(tensor));
+                self.between_meetings("ncclBroadcast", |nccl| {
+                    // SAFETY: as above.
+                    unsafe { sys::ncclBroadcast(place, place, size, byte, root, nccl.comm, stream) }
+                })
+            }
+            Operation::AllGather if are_consecutive(outputs) => {
+                let (from, to, size) = (data(&inputs[0]), data(&outputs[0]), bytes(&inputs[0]));
+                self.between_meetings("ncclAllGather", |nccl| {
+                    // SAFETY: as above; the outputs are one piece of memory.
+                    unsafe { sys::ncclAllGather(from, to, size, byte, nccl.comm, stream) }
+                })
+            }
+            Operation::AllGather => {
+                let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
+                self.grouped("ncclBroadcast", |nccl| {
+                    each(&mut |peer, i| {
+                        let to = data(&outputs[i]);
+                        let from = if peer == rank { from } else { to };
+                        // SAFETY: as above.
+                        unsafe { sys::ncclBroadcast(from, to, size, byte, peer, nccl.comm, stream) }
+                    })
+                })
+            }
+            Operation::ReduceScatter if are_consecutive(inputs) => {
+                let (kind, op) = reduction()?;
+                let (from, to, numel) = (data(&inputs[0]), data(&outputs[0]), outputs[0].numel());
+                self.between_meetings("ncclReduceScatter", |nccl| {
+                    // SAFETY: as above; the inputs are one piece of memory.
+                    unsafe { sys::ncclReduceScatter(from, to, numel, kind, op, nccl.comm, stream) }
+                })
+            }
+            Operation::ReduceScatter => {
+                let (kind, op) = reduction()?;
+                let (to, numel) = (data(&outputs[0]), outputs[0].numel());
+                self.grouped("ncclReduce", |nccl| {
+                    each(&mut |peer, i| {
+                        let from = data(&inputs[i]);
+                        // SAFETY: as above; only the root of each writes.
+                        unsafe {
+                            sys::ncclReduce(from, to, numel, kind, op, peer, nccl.comm, stream)
+                        }
+                    })
+                })
+            }
+            Operation::Gather => self.grouped("ncclSend and ncclRecv", |nccl| {
+                let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
+                // SAFETY: as above.
+                let sent = unsafe { sys::ncclSend(from, size, byte, root, nccl.comm, stream) };
+                let received = || {
+                    outputs.iter().zip(0..).map(|(to, peer)| {
+                        // SAFETY: as above.
+                        unsafe { sys::ncclRecv(data(to), size, byte, peer, nccl.comm, stream) }
+                    })
+                };
+                std::iter::once(sent).chain(received()).find(is_failure)
+            }),
+            Operation::Scatter => self.grouped("ncclSend and ncclRecv", |nccl| {
+                let (to, size) = (data(&outputs[0]), bytes(&outputs[0]));
+                // SAFETY: as above.
+                let received = unsafe { sys::ncclRecv(to, size, byte, root, nccl.comm, stream) };
+                let sent = || {
+                    inputs.iter().zip(0..).map(|(from, peer)| {
+                        // SAFETY: as above.
+                        unsafe { sys::ncclSend(data(from), size, byte, peer, nccl.comm, stream) }
+                    })
+                };
+                std::iter::once(received).chain(sent()).find(is_failure)
+            }),
+            Operation::AllToAll => self.grouped("ncclSend and ncclRecv", |nccl| {
+                each(&mut |peer, i| {
+                    let (from, to) = (&inputs[i], &outputs[i]);
+                    // SAFETY: as above.
+                    unsafe {
+                        let sent =
+                            sys::ncclSend(data(from), bytes(from), byte, peer, nccl.comm, stream);
+                        if is_failure(&sent) {
+                            return sent;
+                        }
+                        sys::ncclRecv(data(to), bytes(to), byte, peer, nccl.comm, stream)
+                    }
+                })
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Whether tensors lie one after the other, and are of one size.
+fn are_consecutive(tensors: &[Tensor]) -> bool {
+    tensors.windows(2).all(|pair| {
+        let bytes = num_bytes(pair[0].kind(), pair[0].numel());
+        pair[0].numel() == pair[1].numel()
+            && pair[0].data_ptr().wrapping_byte_add(bytes) == pair[1].data_ptr()
+    })
+}
+
+/// NCCL's operation for a call's.
+fn nccl_op(call: &Call) -> Result<ncclRedOp_t> {
+    Ok(match call.op() {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Avg => ncclRedOp_t::ncclAvg,
+        ReduceOp::Product => ncclRedOp_t::ncclProd,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+        // Multiplied in place before.
+        ReduceOp::PremulSum(_) if call.operation == Operation::AllReduce => ncclRedOp_t::ncclSum,
+        op @ (ReduceOp::PremulSum(_) | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor) => {
+            return Err(Error::Unsupported(format!(
+                "backend nccl has no {}({op}); use another operation, or backend threaded",
+                call.operation
+            )));
+        }
+    })
+}
+
+fn data_type(kind: Kind) -> Result<ncclDataType_t> {
+    Ok(match kind {
+        Kind::Double => ncclDataType_t::ncclFloat64,
+        Kind::Float => ncclDataType_t::ncclFloat32,
+        Kind::Half => ncclDataType_t::ncclFloat16,
+        Kind::BFloat16 => ncclDataType_t::ncclBfloat16,
+        Kind::Int64 => ncclDataType_t::ncclInt64,
+        Kind::Int => ncclDataType_t::ncclInt32,
+        Kind::Int8 => ncclDataType_t::ncclInt8,
+        Kind::Uint8 => ncclDataType_t::ncclUint8,
+        kind => {
+            return Err(Error::Unsupported(format!(
+                "backend nccl cannot reduce {} tensors, because NCCL has no such type; convert first",
+                kind_name(kind)
+            )));
+        }
+    })
+}

@@ -1,0 +1,202 @@
+//! What a rank announces before a collective, and whether the ranks' announcements go together.
+
+use tch::{Device, Kind, Tensor};
+
+use super::super::{Call, ReduceOp, device_name, kind_name, num_bytes};
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+use crate::torch::cuda;
+
+/// A tensor's memory: where it begins, and how many elements it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    pub data: *mut u8,
+    pub numel: usize,
+}
+
+/// One rank's call: everything that must be equal on all ranks, and where its tensors lie.
+#[derive(Debug)]
+pub(super) struct Announced {
+    operation: Operation,
+    reduce_op: Option<ReduceOp>,
+    root: Option<usize>,
+    pub kind: Kind,
+    pub device: Device,
+    /// The CUDA stream that the rank's work goes to; 0 on a CPU. Equal, so the work is in order.
+    stream: usize,
+    shape: Vec<i64>,
+    pub inputs: Vec<Place>,
+    pub outputs: Vec<Place>,
+}
+
+impl Announced {
+    pub(super) fn nothing() -> Self {
+        Self {
+            operation: Operation::Function,
+            reduce_op: None,
+            root: None,
+            kind: Kind::Uint8,
+            device: Device::Cpu,
+            stream: 0,
+            shape: Vec::new(),
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+        }
+    }
+
+    /// Takes over what `call` says.
+    pub(super) fn announce(&mut self, call: &Call) -> Result<()> {
+        let place = |t: &Tensor| Place { data: t.data_ptr().cast(), numel: t.numel() };
+        let device = call.inputs.iter().chain(call.outputs).next().map(Tensor::device);
+        self.operation = call.operation;
+        (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
+        self.device = device.unwrap_or(Device::Cpu);
+        self.stream = match self.device {
+            Device::Cuda(index) => cuda::current_stream(index)? as usize,
+            _ => 0,
+        };
+        self.shape.clear();
+        self.shape.extend_from_slice(call.shape);
+        self.inputs.clear();
+        self.inputs.extend(call.inputs.iter().map(place));
+        self.outputs.clear();
+        self.outputs.extend(call.outputs.iter().map(place));
+        Ok(())
+    }
+
+    fn agrees_with(&self, other: &Announced) -> bool {
+        self.operation == other.operation
+            && self.reduce_op == other.reduce_op
+            && self.root == other.root
+            && self.kind == other.kind
+            && self.device == other.device
+            && self.stream == other.stream
+            && self.shape == other.shape
+    }
+
+    fn describe(&self) -> String {
+        let Announced { operation, kind, device, shape, .. } = self;
+        let role = match operation {
+            Operation::Broadcast | Operation::Scatter => "src",
+            _ => "dst",
+        };
+        let options = match (self.root, self.reduce_op) {
+            (Some(root), Some(op)) => format!("({role} {root}, {op})"),
+            (Some(root), None) => format!("({role} {root})"),
+            (None, Some(op)) => format!("({op})"),
+            (None, None) => String::new(),
+        };
+        let sizes = |places: &[Place]| places.iter().map(|place| place.numel).collect::<Vec<_>>();
+        let what = match operation {
+            Operation::Barrier => return operation.to_string(),
+            Operation::AllToAll => {
+                format!(
+                    "sending {:?} and expecting {:?}",
+                    sizes(&self.inputs),
+                    sizes(&self.outputs)
+                )
+            }
+            _ => format!("{shape:?}"),
+        };
+        let place = match device {
+            Device::Cpu => String::new(),
+            device => format!(" on {}, stream {:#x}", device_name(*device), self.stream),
+        };
+        format!("{operation}{options} of {} {what}{place}", kind_name(*kind))
+    }
+
+    /// The places that this rank may both read and write in one call, because nobody else does: those of
+    /// what it keeps for itself. Indices into `inputs` and `outputs`.
+    fn kept(&self, rank: usize) -> Option<(usize, usize)> {
+        let (input, output) = match self.operation {
+            Operation::AllReduce | Operation::Reduce => (0, 0),
+            Operation::AllGather | Operation::Gather => (0, rank),
+            Operation::Scatter | Operation::ReduceScatter => (rank, 0),
+            Operation::AllToAll => (rank, rank),
+            _ => return None,
+        };
+        (input < self.inputs.len() && output < self.outputs.len()).then_some((input, output))
+    }
+}
+
+/// Whether all ranks call the same, with tensors that fit each other.
+pub(super) fn all_agree<'a>(
+    calls: &(impl ExactSizeIterator<Item = &'a Announced> + Clone),
+) -> bool {
+    let Some(first) = calls.clone().next() else { return true };
+    if !calls.clone().skip(1).all(|other| other.agrees_with(first)) {
+        return false;
+    }
+    // What each rank sends to each must be what that one expects.
+    first.operation != Operation::AllToAll
+        || calls.clone().enumerate().all(|(from, sender)| {
+            let mut receivers = calls.clone().enumerate();
+            receivers.all(|(to, receiver)| sender.inputs[to].numel == receiver.outputs[from].numel)
+        })
+}
+
+/// "rank 0 called all_reduce(sum) of float32 [4]; ranks 1, 2 called barrier", and the first rank of the
+/// smallest of these groups, of equal ones the last: that is where the mistake is likely to be.
+pub(super) fn describe<'a>(calls: impl Iterator<Item = &'a Announced>) -> (String, usize) {
+    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
+    for (rank, call) in calls.enumerate() {
+        let text = call.describe();
+        match groups.iter_mut().find(|(known, _)| *known == text) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((text, vec![rank])),
+        }
+    }
+    let named = groups.iter().map(|(text, ranks)| {
+        let numbers: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+        format!(
+            "rank{} {} called {text}",
+            if ranks.len() > 1 { "s" } else { "" },
+            numbers.join(", ")
+        )
+    });
+    let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
+    (named.collect::<Vec<_>>().join("; "), odd.map_or(0, |(_, ranks)| ranks[0]))
+}
+
+/// All memory that a collective reads and writes: start, end, rank, and whether it is written.
+#[derive(Debug, Default)]
+pub(super) struct Memory(Vec<(usize, usize, usize, bool)>);
+
+impl Memory {
+    /// Checks that nobody writes where somebody else reads or writes. All ranks see the same places, so
+    /// all come to the same answer.
+    pub(super) fn check<'a>(&mut self, calls: impl Iterator<Item = &'a Announced>) -> Result<()> {
+        self.0.clear();
+        for (rank, call) in calls.enumerate() {
+            let mut add = |place: &Place, written| {
+                let start = place.data as usize;
+                let end = start + num_bytes(call.kind, place.numel);
+                if end > start {
+                    self.0.push((start, end, rank, written));
+                }
+            };
+            call.outputs.iter().for_each(|place| add(place, true));
+            let kept = call.kept(rank).filter(|&(i, o)| call.inputs[i] == call.outputs[o]);
+            let others =
+                call.inputs.iter().enumerate().filter(|(i, _)| kept.is_none_or(|k| k.0 != *i));
+            others.for_each(|(_, place)| add(place, false));
+        }
+        self.0.sort_unstable();
+        // The memory that reaches furthest so far, of all and of what is written.
+        let mut furthest: Option<(usize, usize)> = None;
+        let mut furthest_written: Option<(usize, usize)> = None;
+        for &(start, end, rank, written) in &self.0 {
+            let before = if written { furthest } else { furthest_written };
+            if let Some((_, other)) = before.filter(|&(before_end, _)| before_end > start) {
+                let (first, second) = (rank.min(other), rank.max(other));
+                return Err(Error::SharedMemory { first, second });
+            }
+            let later = |known: Option<(usize, usize)>| known.max(Some((end, rank)));
+            furthest = later(furthest);
+            if written {
+                furthest_written = later(furthest_written);
+            }
+        }
+        Ok(())
+    }
+}

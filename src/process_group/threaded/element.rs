@@ -1,0 +1,205 @@
+//! Arithmetic on the elements of tensors: reductions in the order of the ranks, for every kind.
+
+use half::{bf16, f16};
+use tch::Kind;
+
+use super::super::ReduceOp;
+
+/// One element of a tensor, and the type that it is reduced in.
+trait Element: Copy {
+    type Wide: Copy;
+    fn widen(self) -> Self::Wide;
+    fn narrow(wide: Self::Wide) -> Self;
+    fn add(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn multiply(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn min(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn and(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn or(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn xor(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn scale(a: Self::Wide, factor: f64) -> Self::Wide;
+    fn divide(a: Self::Wide, by: usize) -> Self::Wide;
+}
+
+/// `ReduceOp::check_kind` has refused what would come here.
+fn refused<T>() -> T {
+    unreachable!("a reduce op that this kind does not have")
+}
+
+macro_rules! float_element {
+    ($element:ty, $wide:ty, $widen:expr, $narrow:expr) => {
+        impl Element for $element {
+            type Wide = $wide;
+            fn widen(self) -> $wide {
+                $widen(self)
+            }
+            fn narrow(wide: $wide) -> $element {
+                $narrow(wide)
+            }
+            fn add(a: $wide, b: $wide) -> $wide {
+                a + b
+            }
+            fn multiply(a: $wide, b: $wide) -> $wide {
+                a * b
+            }
+            // As torch.minimum and torch.maximum: a NaN wins.
+            fn min(a: $wide, b: $wide) -> $wide {
+                if a < b || a.is_nan() { a } else { b }
+            }
+            fn max(a: $wide, b: $wide) -> $wide {
+                if a > b || a.is_nan() { a } else { b }
+            }
+            fn and(_: $wide, _: $wide) -> $wide {
+                refused()
+            }
+            fn or(_: $wide, _: $wide) -> $wide {
+                refused()
+            }
+            fn xor(_: $wide, _: $wide) -> $wide {
+                refused()
+            }
+            fn scale(a: $wide, factor: f64) -> $wide {
+                a * factor as $wide
+            }
+            fn divide(a: $wide, by: usize) -> $wide {
+                a / by as $wide
+            }
+        }
+    };
+}
+
+float_element!(f64, f64, |x| x, |x| x);
+float_element!(f32, f32, |x| x, |x| x);
+float_element!(f16, f32, f16::to_f32, f16::from_f32);
+float_element!(bf16, f32, bf16::to_f32, bf16::from_f32);
+
+macro_rules! integer_element {
+    ($($element:ty)*) => {$(
+        impl Element for $element {
+            type Wide = $element;
+            fn widen(self) -> $element {
+                self
+            }
+            fn narrow(wide: $element) -> $element {
+                wide
+            }
+            fn add(a: $element, b: $element) -> $element {
+                a.wrapping_add(b)
+            }
+            fn multiply(a: $element, b: $element) -> $element {
+                a.wrapping_mul(b)
+            }
+            fn min(a: $element, b: $element) -> $element {
+                a.min(b)
+            }
+            fn max(a: $element, b: $element) -> $element {
+                a.max(b)
+            }
+            fn and(a: $element, b: $element) -> $element {
+                a & b
+            }
+            fn or(a: $element, b: $element) -> $element {
+                a | b
+            }
+            fn xor(a: $element, b: $element) -> $element {
+                a ^ b
+            }
+            fn scale(_: $element, _: f64) -> $element {
+                refused()
+            }
+            fn divide(_: $element, _: usize) -> $element {
+                refused()
+            }
+        }
+    )*};
+}
+
+integer_element!(i64 i32 i16 i8 u8);
+
+/// Reduces `len` elements of all `inputs`, in their order, and writes the result to all `outputs`.
+///
+/// # Safety
+/// There is an input, and every input and output points to at least `len` elements of `kind`. No output
+/// overlaps another output, or an input except that it may be the very same place. Until this returns
+/// nobody writes to these elements of the inputs, and nobody else touches those of the outputs.
+pub(super) unsafe fn reduce(
+    kind: Kind,
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    len: usize,
+    op: ReduceOp,
+) {
+    // SAFETY: handed on to the caller of `reduce`, with the type that belongs to `kind`.
+    unsafe {
+        match kind {
+            Kind::Double => reduce_as::<f64>(inputs, outputs, len, op),
+            Kind::Float => reduce_as::<f32>(inputs, outputs, len, op),
+            Kind::Half => reduce_as::<f16>(inputs, outputs, len, op),
+            Kind::BFloat16 => reduce_as::<bf16>(inputs, outputs, len, op),
+            Kind::Int64 => reduce_as::<i64>(inputs, outputs, len, op),
+            Kind::Int => reduce_as::<i32>(inputs, outputs, len, op),
+            Kind::Int16 => reduce_as::<i16>(inputs, outputs, len, op),
+            Kind::Int8 => reduce_as::<i8>(inputs, outputs, len, op),
+            // A bool is a byte of 0 or 1, and stays one under the operations that it has.
+            Kind::Uint8 | Kind::Bool => reduce_as::<u8>(inputs, outputs, len, op),
+            _ => refused(),
+        }
+    }
+}
+
+/// Small enough for the first-level cache, large enough to hide the loop around it.
+const PIECE: usize = 1024;
+
+/// # Safety
+/// As [`reduce`], for elements of type `T`.
+unsafe fn reduce_as<T: Element>(inputs: &[*mut u8], outputs: &[*mut u8], len: usize, op: ReduceOp) {
+    for start in (0..len).step_by(PIECE) {
+        let len = PIECE.min(len - start);
+        // SAFETY: `start + len` stays within the elements that the caller vouches for.
+        let piece = |place: *mut u8| unsafe { place.cast::<T>().add(start) };
+        // SAFETY: nobody writes to these elements while the slice lives: the writes below come after.
+        let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
+
+        let mut wide = [T::widen(read(inputs[0])[0]); PIECE];
+        let wide = &mut wide[..len];
+        for (w, &x) in wide.iter_mut().zip(read(inputs[0])) {
+            *w = T::widen(x);
+        }
+        if let ReduceOp::PremulSum(factor) = op {
+            wide.iter_mut().for_each(|w| *w = T::scale(*w, factor));
+        }
+        for &input in &inputs[1..] {
+            let input = read(input);
+            match op {
+                ReduceOp::Sum | ReduceOp::Avg => fold(wide, input, T::add),
+                ReduceOp::PremulSum(factor) => {
+                    fold(wide, input, |a, b| T::add(a, T::scale(b, factor)));
+                }
+                ReduceOp::Product => fold(wide, input, T::multiply),
+                ReduceOp::Min => fold(wide, input, T::min),
+                ReduceOp::Max => fold(wide, input, T::max),
+                ReduceOp::Band => fold(wide, input, T::and),
+                ReduceOp::Bor => fold(wide, input, T::or),
+                ReduceOp::Bxor => fold(wide, input, T::xor),
+            }
+        }
+        if op == ReduceOp::Avg {
+            wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
+        }
+        let mut results = [T::narrow(wide[0]); PIECE];
+        for (result, &w) in results.iter_mut().zip(wide.iter()) {
+            *result = T::narrow(w);
+        }
+        for &output in outputs {
+            // SAFETY: `results` is a local array of at least `len` elements, so nothing overlaps.
+            unsafe { std::ptr::copy_nonoverlapping(results.as_ptr(), piece(output), len) };
+        }
+    }
+}
+
+/// One more input into what has been reduced so far.
+fn fold<T: Element>(wide: &mut [T::Wide], input: &[T], f: impl Fn(T::Wide, T::Wide) -> T::Wide) {
+    for (w, &x) in wide.iter_mut().zip(input) {
+        *w = f(*w, T::widen(x));
+    }
+}
