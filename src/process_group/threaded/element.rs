@@ -8,6 +8,7 @@ use super::super::ReduceOp;
 /// One element of a tensor, and the type that it is reduced in.
 trait Element: Copy {
     type Wide: Copy;
+    const ZERO: Self::Wide;
     fn widen(self) -> Self::Wide;
     fn narrow(wide: Self::Wide) -> Self;
     fn add(a: Self::Wide, b: Self::Wide) -> Self::Wide;
@@ -30,37 +31,49 @@ macro_rules! float_element {
     ($element:ty, $wide:ty, $widen:expr, $narrow:expr) => {
         impl Element for $element {
             type Wide = $wide;
+            const ZERO: $wide = 0.;
+            #[inline(always)]
             fn widen(self) -> $wide {
                 $widen(self)
             }
+            #[inline(always)]
             fn narrow(wide: $wide) -> $element {
                 $narrow(wide)
             }
+            #[inline(always)]
             fn add(a: $wide, b: $wide) -> $wide {
                 a + b
             }
+            #[inline(always)]
             fn multiply(a: $wide, b: $wide) -> $wide {
                 a * b
             }
             // As torch.minimum and torch.maximum: a NaN wins.
+            #[inline(always)]
             fn min(a: $wide, b: $wide) -> $wide {
                 if a < b || a.is_nan() { a } else { b }
             }
+            #[inline(always)]
             fn max(a: $wide, b: $wide) -> $wide {
                 if a > b || a.is_nan() { a } else { b }
             }
+            #[inline(always)]
             fn and(_: $wide, _: $wide) -> $wide {
                 refused()
             }
+            #[inline(always)]
             fn or(_: $wide, _: $wide) -> $wide {
                 refused()
             }
+            #[inline(always)]
             fn xor(_: $wide, _: $wide) -> $wide {
                 refused()
             }
+            #[inline(always)]
             fn scale(a: $wide, factor: f64) -> $wide {
                 a * factor as $wide
             }
+            #[inline(always)]
             fn divide(a: $wide, by: usize) -> $wide {
                 a / by as $wide
             }
@@ -77,36 +90,48 @@ macro_rules! integer_element {
     ($($element:ty)*) => {$(
         impl Element for $element {
             type Wide = $element;
+            const ZERO: $element = 0;
+            #[inline(always)]
             fn widen(self) -> $element {
                 self
             }
+            #[inline(always)]
             fn narrow(wide: $element) -> $element {
                 wide
             }
+            #[inline(always)]
             fn add(a: $element, b: $element) -> $element {
                 a.wrapping_add(b)
             }
+            #[inline(always)]
             fn multiply(a: $element, b: $element) -> $element {
                 a.wrapping_mul(b)
             }
+            #[inline(always)]
             fn min(a: $element, b: $element) -> $element {
                 a.min(b)
             }
+            #[inline(always)]
             fn max(a: $element, b: $element) -> $element {
                 a.max(b)
             }
+            #[inline(always)]
             fn and(a: $element, b: $element) -> $element {
                 a & b
             }
+            #[inline(always)]
             fn or(a: $element, b: $element) -> $element {
                 a | b
             }
+            #[inline(always)]
             fn xor(a: $element, b: $element) -> $element {
                 a ^ b
             }
+            #[inline(always)]
             fn scale(_: $element, _: f64) -> $element {
                 refused()
             }
+            #[inline(always)]
             fn divide(_: $element, _: usize) -> $element {
                 refused()
             }
@@ -118,11 +143,48 @@ integer_element!(i64 i32 i16 i8 u8);
 
 /// Reduces `len` elements of all `inputs`, in their order, and writes the result to all `outputs`.
 ///
+/// With the widest vector instructions that this processor has. They change no bit: every element is
+/// computed on its own, by the same operations.
+///
 /// # Safety
 /// There is an input, and every input and output points to at least `len` elements of `kind`. No output
 /// overlaps another output, or an input except that it may be the very same place. Until this returns
 /// nobody writes to these elements of the inputs, and nobody else touches those of the outputs.
 pub(super) unsafe fn reduce(
+    kind: Kind,
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    len: usize,
+    op: ReduceOp,
+) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+        // SAFETY: the processor has them; the rest is handed on to the caller.
+        return unsafe { reduce_with_avx2(kind, inputs, outputs, len, op) };
+    }
+    // SAFETY: handed on to the caller.
+    unsafe { reduce_kind(kind, inputs, outputs, len, op) }
+}
+
+/// # Safety
+/// As [`reduce`], on a processor that has these instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn reduce_with_avx2(
+    kind: Kind,
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    len: usize,
+    op: ReduceOp,
+) {
+    // SAFETY: handed on to the caller.
+    unsafe { reduce_kind(kind, inputs, outputs, len, op) }
+}
+
+/// # Safety
+/// As [`reduce`].
+#[inline(always)] // to be compiled for the instructions of the function that it is in
+unsafe fn reduce_kind(
     kind: Kind,
     inputs: &[*mut u8],
     outputs: &[*mut u8],
@@ -152,7 +214,10 @@ const PIECE: usize = 1024;
 
 /// # Safety
 /// As [`reduce`], for elements of type `T`.
+#[inline(always)]
 unsafe fn reduce_as<T: Element>(inputs: &[*mut u8], outputs: &[*mut u8], len: usize, op: ReduceOp) {
+    let mut room = [T::ZERO; PIECE];
+    let mut results = [T::narrow(T::ZERO); PIECE];
     for start in (0..len).step_by(PIECE) {
         let len = PIECE.min(len - start);
         // SAFETY: `start + len` stays within the elements that the caller vouches for.
@@ -160,8 +225,7 @@ unsafe fn reduce_as<T: Element>(inputs: &[*mut u8], outputs: &[*mut u8], len: us
         // SAFETY: nobody writes to these elements while the slice lives: the writes below come after.
         let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
 
-        let mut wide = [T::widen(read(inputs[0])[0]); PIECE];
-        let wide = &mut wide[..len];
+        let wide = &mut room[..len];
         for (w, &x) in wide.iter_mut().zip(read(inputs[0])) {
             *w = T::widen(x);
         }
@@ -186,7 +250,6 @@ unsafe fn reduce_as<T: Element>(inputs: &[*mut u8], outputs: &[*mut u8], len: us
         if op == ReduceOp::Avg {
             wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
         }
-        let mut results = [T::narrow(wide[0]); PIECE];
         for (result, &w) in results.iter_mut().zip(wide.iter()) {
             *result = T::narrow(w);
         }
@@ -198,6 +261,7 @@ unsafe fn reduce_as<T: Element>(inputs: &[*mut u8], outputs: &[*mut u8], len: us
 }
 
 /// One more input into what has been reduced so far.
+#[inline(always)]
 fn fold<T: Element>(wide: &mut [T::Wide], input: &[T], f: impl Fn(T::Wide, T::Wide) -> T::Wide) {
     for (w, &x) in wide.iter_mut().zip(input) {
         *w = f(*w, T::widen(x));
