@@ -179,7 +179,7 @@ fn data_type(kind: Kind) -> Result<ncclDataType_t> {
         Kind::Int64 => ncclDataType_t::ncclInt64,
         Kind::Int => ncclDataType_t::ncclInt32,
         Kind::Int8 => ncclDataType_t::ncclInt8,
-        Kind::Uint8 => ncclDataType_t::ncclUint8,
+        Kind::Uint8 | Kind::Bool => ncclDataType_t::ncclUint8,
         kind => {
             return Err(Error::Unsupported(format!(
                 "backend nccl cannot reduce {} tensors, because NCCL has no such type; convert first",
