@@ -28,7 +28,7 @@ pub enum ReduceOp {
     /// Bitwise exclusive or. Integers and bool; not with NCCL.
     Bxor,
     /// The sum of each multiplied by this factor, as `torch.distributed`'s `PREMUL_SUM`. Float kinds
-    /// only. With `1 / world_size` this is how DDP averages gradients: dividing *before* the sum keeps
+    /// only, and with NCCL in all_reduce only. With `1 / world_size` this is how DDP averages gradients: dividing *before* the sum keeps
     /// half-precision gradients in range, and differs from [`ReduceOp::Avg`] in the last bit.
     PremulSum(f64),
 }

@@ -60,13 +60,8 @@ impl Nccl {
                     unsafe { sys::ncclBroadcast(place, place, size, byte, root, nccl.comm, stream) }
                 })
             }
-            Operation::AllGather if are_consecutive(outputs) => {
-                let (from, to, size) = (data(&inputs[0]), data(&outputs[0]), bytes(&inputs[0]));
-                self.between_meetings("ncclAllGather", |nccl| {
-                    // SAFETY: as above; the outputs are one piece of memory.
-                    unsafe { sys::ncclAllGather(from, to, size, byte, nccl.comm, stream) }
-                })
-            }
+            // Not ncclAllGather where the list happens to be one piece of memory: all ranks must make the
+            // same NCCL calls, and where tensors lie is each rank's own.
             Operation::AllGather => {
                 let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
                 self.grouped("ncclBroadcast", |nccl| {
@@ -76,14 +71,6 @@ impl Nccl {
                         // SAFETY: as above.
                         unsafe { sys::ncclBroadcast(from, to, size, byte, peer, nccl.comm, stream) }
                     })
-                })
-            }
-            Operation::ReduceScatter if are_consecutive(inputs) => {
-                let (kind, op) = reduction()?;
-                let (from, to, numel) = (data(&inputs[0]), data(&outputs[0]), outputs[0].numel());
-                self.between_meetings("ncclReduceScatter", |nccl| {
-                    // SAFETY: as above; the inputs are one piece of memory.
-                    unsafe { sys::ncclReduceScatter(from, to, numel, kind, op, nccl.comm, stream) }
                 })
             }
             Operation::ReduceScatter => {
@@ -140,15 +127,6 @@ impl Nccl {
             _ => Ok(()),
         }
     }
-}
-
-/// Whether tensors lie one after the other, and are of one size.
-fn are_consecutive(tensors: &[Tensor]) -> bool {
-    tensors.windows(2).all(|pair| {
-        let bytes = num_bytes(pair[0].kind(), pair[0].numel());
-        pair[0].numel() == pair[1].numel()
-            && pair[0].data_ptr().wrapping_byte_add(bytes) == pair[1].data_ptr()
-    })
 }
 
 /// NCCL's operation for a call's.
