@@ -206,11 +206,7 @@ impl LossSum {
             tensor.f_double_value(&[0]).map_err(Error::torch("reading the mean loss"))
         };
         let mean = value(&self.sum)? / value(&self.count)?;
-        self.reset()?;
+        let _ = self.totals.f_zero_().map_err(Error::torch("zero_"))?;
         Ok(mean)
-    }
-
-    fn reset(&mut self) -> Result<()> {
-        self.totals.f_zero_().map(drop).map_err(Error::torch("zero_"))
     }
 }

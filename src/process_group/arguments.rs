@@ -28,7 +28,10 @@ impl ProcessGroup {
         inputs: &[Tensor],
         outputs: &[Tensor],
     ) -> Result<()> {
-        let kind = self.common_kind(operation, inputs, outputs)?;
+        let in_place = std::ptr::eq(inputs, outputs);
+        // What is both is looked at once.
+        let further = if in_place { &[] } else { outputs };
+        let kind = self.common_kind(operation, inputs, further)?;
         if let Some(op) = options.reduce_op {
             op.check_kind(operation, kind)?;
         }
@@ -49,14 +52,13 @@ impl ProcessGroup {
                 timeout,
             })
         };
-        if as_they_are(inputs)? && as_they_are(outputs)? {
+        if as_they_are(inputs)? && as_they_are(further)? {
             return run(inputs, outputs);
         }
         let dense = |tensors: &[Tensor]| tensors.iter().map(Dense::new).collect::<Result<Vec<_>>>();
         let results = dense(outputs)?;
         let handles = |d: &[Dense]| d.iter().map(|d| d.0.shallow_clone()).collect::<Vec<_>>();
         // What is both must stay so.
-        let in_place = std::ptr::eq(inputs, outputs);
         let inputs = if in_place { handles(&results) } else { handles(&dense(inputs)?) };
         run(&inputs, &handles(&results))?;
         results.iter().zip(outputs).try_for_each(|(dense, output)| dense.write_back(output))

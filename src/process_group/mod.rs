@@ -112,8 +112,9 @@ impl ProcessGroup {
     /// Returns once nothing that this rank has launched on its device waits for another rank any more. Not a
     /// collective.
     ///
-    /// With `nccl` everything launched is done then; `threaded` launches nothing that waits. Call it before you read a result on the host (`double_value`, a copy to the CPU): libtorch would
-    /// wait there for ever if another rank has failed, while this wait can be cancelled.
+    /// With `nccl` everything launched is done then; `threaded` launches nothing that waits. Call it before
+    /// you read a result on the host (`double_value`, a copy to the CPU): libtorch would wait there for ever
+    /// if another rank has failed, while this wait can be cancelled.
     ///
     /// # Errors
     /// [`Error::Cancelled`], [`Error::Timeout`], and the backend's own errors.

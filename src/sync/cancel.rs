@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Thread};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
@@ -14,11 +14,8 @@ const NOBODY: usize = usize::MAX;
 /// A thread cannot be killed from outside, so every wait of this crate asks this token:
 /// a thread that parks is registered here and gets unparked, and a thread that waits on a
 /// channel selects on [`CancelToken::tripped`] as well.
-#[derive(Debug, Clone)]
-pub(crate) struct CancelToken(Arc<Inner>);
-
 #[derive(Debug)]
-struct Inner {
+pub(crate) struct CancelToken {
     /// The rank that failed first, or `NOBODY`.
     by: AtomicUsize,
     /// Who parks: woken when the token trips.
@@ -31,28 +28,27 @@ struct Inner {
 impl Default for CancelToken {
     fn default() -> Self {
         let (sender, closes) = bounded(0);
-        Self(Arc::new(Inner {
+        Self {
             by: AtomicUsize::new(NOBODY),
             threads: Mutex::new(Vec::new()),
             closes,
             keeps_open: Mutex::new(Some(sender)),
-        }))
+        }
     }
 }
 
 impl CancelToken {
     /// Trips the token in the name of rank `by`; only the first call counts.
     pub(super) fn cancel(&self, by: usize) {
-        let inner = &self.0;
-        if inner.by.compare_exchange(NOBODY, by, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-            drop(inner.keeps_open.lock().unwrap_or_else(PoisonError::into_inner).take());
+        if self.by.compare_exchange(NOBODY, by, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+            drop(self.keeps_open.lock().unwrap_or_else(PoisonError::into_inner).take());
             self.wake_all();
         }
     }
 
     /// The rank that failed first, if one did.
     pub(crate) fn cancelled_by(&self) -> Option<usize> {
-        match self.0.by.load(Ordering::SeqCst) {
+        match self.by.load(Ordering::SeqCst) {
             NOBODY => None,
             by => Some(by),
         }
@@ -60,17 +56,17 @@ impl CancelToken {
 
     /// A channel on which nothing arrives and which closes when the token trips: for `select!`.
     pub(crate) fn tripped(&self) -> &Receiver<Infallible> {
-        &self.0.closes
+        &self.closes
     }
 
     /// Registers the calling thread: it will be unparked when the token trips.
     pub(crate) fn register(&self) {
-        self.0.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread::current());
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread::current());
     }
 
     /// Lets every registered thread look again at what it waits for.
     pub(crate) fn wake_all(&self) {
-        for thread in self.0.threads.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+        for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             thread.unpark();
         }
     }
