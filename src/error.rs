@@ -12,10 +12,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// Another rank failed first, and this one left what it waited in. Never a root cause.
-    #[error("stopped, because rank {by} failed")]
+    #[error("stopped, because rank {by} failed: {cause}")]
     Cancelled {
         /// The rank that failed first.
         by: usize,
+        /// Why it failed.
+        cause: String,
     },
 
     /// Ranks that the others wait for did not come in time.
@@ -60,6 +62,22 @@ pub enum Error {
         calls: String,
         /// The first of the fewest ranks that called the same: the one to look at first.
         odd: usize,
+    },
+
+    /// A tensor was sent that is not the one that the other rank expects.
+    #[error(
+        "rank {destination} expects {expected} from rank {source_rank}, which sends {sent}; send and receive \
+         the same kinds and shapes in the same order"
+    )]
+    SendMismatch {
+        /// The rank that sends.
+        source_rank: usize,
+        /// The rank that receives.
+        destination: usize,
+        /// The kind and shape that are sent.
+        sent: String,
+        /// The kind and shape that are expected.
+        expected: String,
     },
 
     /// Memory that was passed overlaps, where one rank would write what another reads or writes.
@@ -135,14 +153,10 @@ impl Error {
             Error::Timeout { late, .. } => late.first().map(|l| (l.rank, Some(l.last_seen))),
             Error::Left { left, .. } => Some((*left, None)),
             Error::Mismatch { odd, .. } => Some((*odd, None)),
+            Error::SendMismatch { destination, .. } => Some((*destination, None)),
             Error::SharedMemory { second, .. } => Some((*second, None)),
             _ => None,
         }
-    }
-
-    /// Turns a `tch` error into one that says what was being done.
-    pub(crate) fn torch(doing: &'static str) -> impl FnOnce(tch::TchError) -> Error {
-        move |error| Error::Torch { doing, reason: first_line(&error.to_string()) }
     }
 }
 

@@ -88,4 +88,4 @@ pub use error::{Error, LateRank, Result};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
 pub use operation::{At, Operation};
 pub use optim::{FlatBuffer, Sgd};
-pub use process_group::{ProcessGroup, ReduceOp};
+pub use process_group::{P2POp, ProcessGroup, ReduceOp, Traffic, Work};

@@ -19,6 +19,9 @@ pub enum Operation {
     Scatter,
     ReduceScatter,
     AllToAll,
+    Send,
+    Recv,
+    NewGroup,
     Barrier,
     Synchronize,
     Step,
@@ -28,7 +31,7 @@ pub enum Operation {
 
 impl Operation {
     /// All of them, each at the place of its number.
-    pub(crate) const ALL: [Operation; 17] = [
+    pub(crate) const ALL: [Operation; 20] = [
         Operation::Function,
         Operation::Start,
         Operation::Rendezvous,
@@ -41,6 +44,9 @@ impl Operation {
         Operation::Scatter,
         Operation::ReduceScatter,
         Operation::AllToAll,
+        Operation::Send,
+        Operation::Recv,
+        Operation::NewGroup,
         Operation::Barrier,
         Operation::Synchronize,
         Operation::Step,
@@ -64,6 +70,9 @@ impl fmt::Display for Operation {
             Operation::Scatter => "scatter",
             Operation::ReduceScatter => "reduce_scatter",
             Operation::AllToAll => "all_to_all",
+            Operation::Send => "send",
+            Operation::Recv => "recv",
+            Operation::NewGroup => "new_group",
             Operation::Barrier => "barrier",
             Operation::Synchronize => "synchronize",
             Operation::Step => "step",
@@ -78,8 +87,8 @@ impl fmt::Display for Operation {
 pub struct At {
     /// What.
     pub operation: Operation,
-    /// For a collective its number in the order of the rank's collectives, for a step that of the step,
-    /// both from 0; for `synchronize` how many collectives came before.
+    /// For a collective its number in the order of the group's collectives, for send and recv that among
+    /// those of the rank, for a step that of the step, all from 0; for `synchronize` how many collectives came before.
     pub sequence: u64,
 }
 

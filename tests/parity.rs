@@ -8,11 +8,12 @@ use std::sync::Arc;
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::trainer::{Loss, Trainer};
 use ddp_mp::{
-    DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, Sgd, Targets,
+    DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, ProcessGroup,
+    ReduceOp, Sgd, Targets,
 };
 use serde::Deserialize;
 use serde_json::Value;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, repository};
 
@@ -113,4 +114,131 @@ fn training_ends_where_pytorch_ends() {
         }
         assert_eq!(after.len(), r#final.len());
     }
+}
+
+/// What one collective left on every rank.
+#[derive(Deserialize, Debug)]
+struct Row {
+    operation: String,
+    kind: String,
+    op: Option<String>,
+    world_size: usize,
+    outputs: Vec<Vec<f64>>,
+}
+
+fn kind(name: &str) -> Kind {
+    match name {
+        "float64" => Kind::Double,
+        "float32" => Kind::Float,
+        "float16" => Kind::Half,
+        "bfloat16" => Kind::BFloat16,
+        "int64" => Kind::Int64,
+        "int32" => Kind::Int,
+        "int8" => Kind::Int8,
+        "uint8" => Kind::Uint8,
+        "bool" => Kind::Bool,
+        _ => panic!("{name}"),
+    }
+}
+
+fn reduce_op(name: &str) -> ReduceOp {
+    use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
+    let ops = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
+    ops.into_iter().find(|op| op.to_string() == name).unwrap()
+}
+
+/// record.py's: (rank + 1) * (i + 1), wrapped into -3 to 3; bool says what is positive.
+fn numbers(rank: usize, len: usize, kind: Kind) -> Tensor {
+    let count = Tensor::arange(len as i64, (Kind::Int64, Device::Cpu)) + 1;
+    let whole = (count * (rank as i64 + 1) + 3).remainder(7) - 3;
+    if kind == Kind::Bool { whole.gt(0) } else { whole.to_kind(kind) }
+}
+
+/// This rank's output, flat; record.py's function of this name tells more.
+fn collective(group: &ProcessGroup, row: &Row) -> anyhow::Result<Tensor> {
+    const LEN: usize = 3;
+    let (rank, world_size, kind) = (group.rank(), group.world_size(), kind(&row.kind));
+    let op = || reduce_op(row.op.as_ref().unwrap());
+    let root = world_size / 2;
+    let is_root = rank == root;
+    let (mut one, many) = (numbers(rank, LEN, kind), numbers(rank, LEN * world_size, kind));
+    let (mut part, mut whole, none) = (one.zeros_like(), many.zeros_like(), one.narrow(0, 0, 0));
+    let inputs = many.split(LEN as i64, 0);
+    let mut outputs = whole.split(LEN as i64, 0);
+    Ok(match row.operation.as_str() {
+        "all_reduce" => {
+            group.all_reduce(&mut one, op())?;
+            one
+        }
+        "reduce" => {
+            group.reduce(&mut one, root, op())?;
+            if is_root { one } else { none }
+        }
+        "reduce_scatter" => {
+            group.reduce_scatter(&mut part, &inputs, op())?;
+            part
+        }
+        "reduce_scatter_tensor" => {
+            group.reduce_scatter_tensor(&mut part, &many, op())?;
+            part
+        }
+        "broadcast" => {
+            group.broadcast(&mut one, root)?;
+            one
+        }
+        "all_gather" => {
+            group.all_gather(&mut outputs, &one)?;
+            whole
+        }
+        "all_gather_into_tensor" => {
+            group.all_gather_into_tensor(&mut whole, &one)?;
+            whole
+        }
+        "gather" => {
+            group.gather(&one, is_root.then_some(&mut outputs[..]), root)?;
+            if is_root { whole } else { none }
+        }
+        "scatter" => {
+            group.scatter(&mut part, is_root.then_some(&inputs[..]), root)?;
+            part
+        }
+        "all_to_all_single" => {
+            group.all_to_all_single(&mut whole, &many, None, None)?;
+            whole
+        }
+        "all_to_all_single with splits" => {
+            let splits = |f: fn(usize, usize) -> usize| -> Vec<i64> {
+                (0..world_size).map(|other| f(rank, other) as i64).collect()
+            };
+            let sent = splits(|rank, other| (rank + 2 * other + 1) % 3);
+            let received = splits(|rank, other| (other + 2 * rank + 1) % 3);
+            let input = numbers(rank, sent.iter().sum::<i64>() as usize, kind);
+            let mut output = Tensor::zeros([received.iter().sum()], (kind, Device::Cpu));
+            group.all_to_all_single(&mut output, &input, Some(&received), Some(&sent))?;
+            output
+        }
+        other => panic!("{other}"),
+    })
+}
+
+#[test]
+fn collectives_leave_what_gloo_leaves() {
+    let rows: Vec<Row> =
+        serde_json::from_value(recorded("collectives.json")["rows"].clone()).unwrap();
+    let rows = Arc::new(rows);
+    let counts = (1..=5).map(|world_size| {
+        let rows = rows.clone();
+        let counts = ranks(world_size, move |rank, group| {
+            let mut count = 0;
+            for row in rows.iter().filter(|row| row.world_size == world_size) {
+                let output = collective(&group, row)?.to_kind(Kind::Double);
+                assert_eq!(Vec::<f64>::try_from(output)?, row.outputs[rank.rank()], "{row:?}");
+                count += 1;
+            }
+            Ok(count)
+        });
+        counts[0]
+    });
+    let count: usize = counts.sum();
+    assert!(count == rows.len() && count > 1000, "{count} of {} rows", rows.len());
 }

@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use tch::Device;
 
-use super::rendezvous::{Invitation, Rendezvous};
+use super::rendezvous::Rendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::process_group::{Nccl, ProcessGroup, Shared, Threaded, UniqueId};
-use crate::sync::{Barrier, Run, Stage};
+use crate::process_group::{Invitation, ProcessGroup};
+use crate::sync::{Run, Stage};
 
 /// What carries the tensors of a process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,19 +101,17 @@ impl Rank {
         let activity = &self.run.activity[self.rank];
         let before = activity.enter(Operation::Rendezvous, 0);
         self.run.fault_point(self.rank, Stage::Rendezvous, 0)?;
-        let invitation = rendezvous.meet(&self.run, self.rank, || match backend {
-            Backend::Threaded => Ok(Invitation::Threaded(Arc::new(Shared::new(self.run.clone())))),
-            Backend::Nccl => {
-                let barrier = Arc::new(Barrier::new(self.run.clone()));
-                Ok(Invitation::Nccl(UniqueId::new()?, barrier))
+        let invitation = rendezvous.meet(&self.run, self.rank, || {
+            let members = (0..self.world_size()).collect();
+            match backend {
+                Backend::Threaded => Ok(Invitation::threaded(&self.run, members)),
+                Backend::Nccl => Invitation::nccl(&self.run, members),
             }
         })?;
-
-        let invited_to = invitation.backend();
-        if invited_to != backend {
+        if invitation.backend() != backend.name() {
             return Err(Error::Input(format!(
                 "init_process_group: rank 0 asks for backend {}, rank {} for {}; ask for the same",
-                invited_to.name(),
+                invitation.backend(),
                 self.rank,
                 backend.name()
             )));
@@ -121,21 +119,8 @@ impl Rank {
 
         activity.enter(Operation::Init, 0);
         self.run.fault_point(self.rank, Stage::Init, 0)?;
-        let backend: Box<dyn crate::process_group::Backend> = match (invitation, self.device) {
-            (Invitation::Threaded(shared), _) => Box::new(Threaded::join(self.rank, shared)?),
-            (Invitation::Nccl(id, local), Device::Cuda(gpu)) => {
-                Box::new(Nccl::new(self.rank, gpu, self.run.clone(), local, id)?)
-            }
-            (Invitation::Nccl(..), _) => {
-                return Err(Error::Input(
-                    "backend nccl needs a GPU for each rank; use threaded for ranks on the CPU"
-                        .into(),
-                ));
-            }
-        };
+        let group = invitation.accept(self.rank, self.local_rank(), self.device)?;
         activity.restore(before);
-        let group =
-            ProcessGroup::new(self.rank, self.local_rank(), self.device, self.run.clone(), backend);
         Ok(self.group.get_or_init(|| Rc::new(group)).clone())
     }
 

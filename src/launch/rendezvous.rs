@@ -3,36 +3,15 @@
 //! This is what PyTorch does through a TCP store (`MASTER_ADDR`, `MASTER_PORT`): here no socket, no
 //! file and no port is involved.
 
-use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 use crossbeam::select;
 
-use super::Backend;
 use crate::error::{Error, Result};
-use crate::process_group::{Shared, UniqueId};
-use crate::sync::{Barrier, Run};
-
-/// What rank 0 sends to every other rank.
-#[derive(Clone)]
-pub(super) enum Invitation {
-    /// The memory through which the ranks talk.
-    Threaded(Arc<Shared>),
-    /// NCCL's id of the communicator to join, and where the ranks of this process meet.
-    Nccl(UniqueId, Arc<Barrier>),
-}
-
-impl Invitation {
-    /// What carries the tensors of those who accept.
-    pub(super) fn backend(&self) -> Backend {
-        match self {
-            Invitation::Threaded(_) => Backend::Threaded,
-            Invitation::Nccl(..) => Backend::Nccl,
-        }
-    }
-}
+use crate::process_group::Invitation;
+use crate::sync::Run;
 
 /// One rank's end of the channels.
 pub(super) enum Rendezvous {

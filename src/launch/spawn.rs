@@ -63,6 +63,7 @@ pub struct Spawn {
     timeout: Duration,
     grace_period: Duration,
     fault: Option<Fault>,
+    check_collectives: bool,
 }
 
 impl Spawn {
@@ -81,6 +82,7 @@ impl Spawn {
             timeout: Self::TIMEOUT,
             grace_period: Self::GRACE_PERIOD,
             fault: None,
+            check_collectives: false,
         }
     }
 
@@ -120,6 +122,14 @@ impl Spawn {
         self
     }
 
+    /// Compares what the ranks call at every collective also with `nccl`, where that costs a little: a
+    /// difference is then an error that says who called what, instead of a hang or worse. Other backends
+    /// always do.
+    pub fn check_collectives(mut self, check: bool) -> Self {
+        self.check_collectives = check;
+        self
+    }
+
     /// Starts the ranks, runs `f` on each, and returns when all have ended.
     ///
     /// # Errors
@@ -129,7 +139,9 @@ impl Spawn {
         F: Fn(&Rank) -> anyhow::Result<()> + Send + Sync + 'static,
     {
         let world_size = self.devices.len();
-        let run = Arc::new(Run::new(world_size, self.timeout, self.fault));
+        let mut run = Run::new(world_size, self.timeout, self.fault);
+        run.check_collectives = self.check_collectives;
+        let run = Arc::new(run);
         let (ended, ends) = unbounded();
         let f = Arc::new(f);
 
@@ -238,12 +250,14 @@ impl RankThread {
             f(&context)
         }))
         .unwrap_or_else(|panic| Err(anyhow::Error::msg(panics::describe(&*panic))));
-        // In this order: tell how it ended, so that nobody waits for this rank; then part from the
-        // group, for which the others may be needed; then say that the thread can be joined.
+        // In this order: tell how it ended, so that nobody waits for this rank; let what it has started end;
+        // then part from the group, for which the others may be needed; then say that the thread can be
+        // joined.
         if let Err(error) = &result {
             let cause = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
             run.report(rank, cause, format!("{error:#}"));
         }
+        run.wait_until_idle(rank);
         run.finish(rank);
         context.shut_down();
         drop(context);

@@ -57,7 +57,7 @@ impl ProcessGroup {
         }
         let dense = |tensors: &[Tensor]| tensors.iter().map(Dense::new).collect::<Result<Vec<_>>>();
         let results = dense(outputs)?;
-        let handles = |d: &[Dense]| d.iter().map(|d| d.0.shallow_clone()).collect::<Vec<_>>();
+        let handles = |d: &[Dense]| d.iter().map(Dense::handle).collect::<Vec<_>>();
         // What is both must stay so.
         let inputs = if in_place { handles(&results) } else { handles(&dense(inputs)?) };
         run(&inputs, &handles(&results))?;
@@ -65,22 +65,26 @@ impl ProcessGroup {
     }
 
     fn enter<'a>(&self, operation: Operation, call: impl FnOnce(u64) -> Call<'a>) -> Result<()> {
-        let sequence = self.sequence.get();
-        let activity = &self.run.activity[self.rank];
-        let before = activity.enter(operation, sequence);
-        match operation {
-            Operation::Broadcast => self.run.fault_point(self.rank, Stage::Broadcast, 0)?,
-            Operation::Barrier => self.run.fault_point(self.rank, Stage::Barrier, 0)?,
-            _ => {}
+        let mut side = self.side()?;
+        let before = self.activity().enter(operation, side.sequence);
+        let stage = match operation {
+            Operation::Broadcast => Some(Stage::Broadcast),
+            Operation::Barrier => Some(Stage::Barrier),
+            _ => None,
+        };
+        if let Some(stage) = stage {
+            self.run().fault_point(self.global_rank(), stage, 0)?;
         }
-        self.sequence.set(sequence + 1);
-        self.backend.borrow_mut().run(&call(sequence))?;
-        activity.restore(before);
+        let call = call(side.sequence);
+        side.sequence += 1;
+        side.backend.run(&call)?;
+        self.traffic.add(side.backend.traffic(&call));
+        self.activity().restore(before);
         Ok(())
     }
 
     /// The kind of all tensors, which must be there and on this rank's device.
-    fn common_kind(
+    pub(super) fn common_kind(
         &self,
         operation: Operation,
         inputs: &[Tensor],
@@ -191,7 +195,7 @@ impl ProcessGroup {
         };
         let fits = splits.len() as i64 == world_size
             && splits.iter().all(|&split| split >= 0)
-            && splits.iter().sum::<i64>() == total;
+            && splits.iter().try_fold(0i64, |sum, &split| sum.checked_add(split)) == Some(total);
         if !fits {
             return refuse(format!(
                 "has {total} rows for {world_size} ranks, and the splits {splits:?}; pass one for each \
@@ -200,6 +204,11 @@ impl ProcessGroup {
         }
         Ok(splits.iter().map(|split| split * row).collect())
     }
+}
+
+/// An error in the arguments of `operation`.
+pub(super) fn refuse<T>(operation: Operation, why: String) -> Result<T> {
+    Err(Error::Input(format!("{operation}: {why}")))
 }
 
 /// A tensor in one piece of memory: itself, or a copy.
@@ -221,6 +230,11 @@ impl Dense {
         }
         let dense = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
         dense().map(Dense).map_err(Error::torch("contiguous"))
+    }
+
+    /// Another handle to it.
+    pub(super) fn handle(&self) -> Tensor {
+        self.0.shallow_clone()
     }
 
     /// Parts of so many elements, one after the other.

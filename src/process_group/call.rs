@@ -6,7 +6,7 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::operation::Operation;
+use crate::operation::{At, Operation};
 
 /// How a reduction combines the elements of the ranks' tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -96,6 +96,26 @@ pub(crate) struct Call<'a> {
 }
 
 impl Call<'_> {
+    /// A call without tensors.
+    pub(super) fn bare(operation: Operation) -> Self {
+        Self {
+            operation,
+            sequence: 0,
+            reduce_op: None,
+            root: None,
+            kind: Kind::Uint8,
+            shape: &[],
+            inputs: &[],
+            outputs: &[],
+            timeout: None,
+        }
+    }
+
+    /// What it is called in errors.
+    pub(super) fn at(&self) -> At {
+        At { operation: self.operation, sequence: self.sequence }
+    }
+
     /// What an operation that always reduces reduces with.
     pub(super) fn op(&self) -> ReduceOp {
         self.reduce_op.unwrap_or(ReduceOp::Sum)

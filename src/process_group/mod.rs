@@ -6,10 +6,17 @@
 mod arguments;
 mod call;
 mod collectives;
+mod communication;
+mod group;
+mod invitation;
 mod nccl;
+mod objects;
+mod point_to_point;
 mod threaded;
+mod traffic;
+mod work;
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell, RefMut};
 use std::fmt;
 use std::sync::Arc;
 
@@ -17,25 +24,40 @@ use tch::{Device, Kind};
 
 pub use call::ReduceOp;
 pub(crate) use call::{Call, kind_name};
-pub(crate) use nccl::{Nccl, UniqueId, version as nccl_version};
-pub(crate) use threaded::{Shared, Threaded};
+use communication::CommunicationThread;
+pub(crate) use invitation::Invitation;
+pub(crate) use nccl::version as nccl_version;
+pub use point_to_point::P2POp;
+use threaded::Shared;
+pub use traffic::Traffic;
+use traffic::TrafficCounter;
+use work::State;
+pub use work::Work;
 
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::{Run, Stage};
+use crate::sync::{Activity, Run, Stage};
+use crate::torch::cuda;
 
 /// What carries the tensors from rank to rank.
 ///
 /// One implementation a file: [`threaded`] and [`nccl`]. Every rank holds its own; the calls of all
 /// ranks at one sequence number belong together.
-pub(crate) trait Backend {
+pub(crate) trait Backend: Send {
     /// Its name in messages and on the command line.
     fn name(&self) -> &'static str;
 
+    /// Whether a call launches work on a device and returns, instead of doing it.
+    fn launches(&self) -> bool;
+
     /// Does this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;
+
+    /// Does or launches messages that belong together, each in one piece of memory.
+    fn point_to_point(&mut self, ops: &[P2POp]) -> Result<()>;
+
+    /// What crosses between this rank and the others in a collective.
+    fn traffic(&self, call: &Call) -> Traffic;
 
     /// Returns once nothing that this rank has launched waits for another rank any more.
     fn synchronize(&mut self) -> Result<()>;
@@ -44,44 +66,70 @@ pub(crate) trait Backend {
     fn shut_down(&mut self);
 }
 
+/// A rank's side of a group: what its calls need one at a time, in their order.
+struct Side {
+    /// How many collectives this rank has called.
+    sequence: u64,
+    backend: Box<dyn Backend>,
+}
+
 /// One rank's membership in a group of ranks.
 ///
-/// Bound to its rank's thread. Every method is a *collective* unless it says otherwise: all ranks must
-/// call it, in the same order, with tensors of the same kind and shape. With the `threaded` backend a
+/// Bound to its rank's thread. Every method is a *collective* unless it says otherwise: all ranks of the group
+/// must call it, in the same order, with tensors of the same kind and shape. With the `threaded` backend a
 /// difference is an error on every rank that says who called what.
 ///
-/// Follows `torch.distributed`'s default group; there is no global one here, you pass it on.
+/// Follows `torch.distributed`: its functions are methods here, and there is no default group; you pass the
+/// group on. What PyTorch does with `async_op=True` is [`ProcessGroup::async_op`].
 pub struct ProcessGroup {
     rank: usize,
     local_rank: usize,
     device: Device,
-    run: Arc<Run>,
-    /// How many collectives this rank has called.
-    sequence: Cell<u64>,
-    backend: RefCell<Box<dyn Backend>>,
+    backend: &'static str,
+    launches: bool,
+    shared: Arc<Shared>,
+    /// Not there while the communication thread has it.
+    side: RefCell<Option<Side>>,
+    communication: OnceCell<CommunicationThread>,
+    /// What a communication thread does; what the rank itself does stands in the run.
+    own_activity: Option<Activity>,
+    /// How many messages this rank has sent and received.
+    messages: Cell<u64>,
+    traffic: Arc<TrafficCounter>,
 }
 
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ProcessGroup")
             .field("rank", &self.rank)
-            .field("world_size", &self.world_size())
+            .field("ranks", &self.ranks())
             .field("device", &self.device)
-            .field("backend", &self.backend())
+            .field("backend", &self.backend)
             .finish_non_exhaustive()
     }
 }
 
 impl ProcessGroup {
-    pub(crate) fn new(
+    fn new(
         rank: usize,
         local_rank: usize,
         device: Device,
-        run: Arc<Run>,
+        shared: Arc<Shared>,
         backend: Box<dyn Backend>,
     ) -> Self {
-        let backend = RefCell::new(backend);
-        Self { rank, local_rank, device, run, sequence: Cell::new(0), backend }
+        Self {
+            rank,
+            local_rank,
+            device,
+            backend: backend.name(),
+            launches: backend.launches(),
+            shared,
+            side: RefCell::new(Some(Side { sequence: 0, backend })),
+            communication: OnceCell::new(),
+            own_activity: None,
+            messages: Cell::new(0),
+            traffic: Arc::default(),
+        }
     }
 
     /// This rank's number in the group, from 0. Not a collective.
@@ -94,9 +142,9 @@ impl ProcessGroup {
         self.local_rank
     }
 
-    /// How many ranks there are. Not a collective.
+    /// How many ranks there are in the group. Not a collective.
     pub fn world_size(&self) -> usize {
-        self.run.activity.len()
+        self.shared.members().len()
     }
 
     /// Where this rank's tensors live. Not a collective.
@@ -106,7 +154,72 @@ impl ProcessGroup {
 
     /// The name of the backend, such as `threaded`. Not a collective.
     pub fn backend(&self) -> &'static str {
-        self.backend.borrow().name()
+        self.backend
+    }
+
+    /// How many bytes this rank has sent and received in this group so far, those of asynchronous operations
+    /// when they are over. Not a collective.
+    pub fn traffic(&self) -> Traffic {
+        self.traffic.total()
+    }
+
+    /// Starts `operation`, any collectives of this group, and goes on without waiting for the other ranks.
+    ///
+    /// What PyTorch does with `async_op=True`. Operations run one after the other in the order in which the
+    /// rank calls them, whether this way or directly; other ranks need not call them in the same way. With
+    /// `threaded` a thread of its own does it; with `nccl` it is launched here, and runs on the GPU as every
+    /// operation there does.
+    ///
+    /// Leave the tensors alone until [`Work::wait`] has returned.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] when the run has failed already; what `operation` returns comes from
+    /// [`Work::wait`], or with `nccl` from here.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let tensor = Tensor::from_slice(&[rank.rank() as f32 + 1.0]);
+    ///     let mut same = tensor.shallow_clone(); // another handle to the same memory
+    ///     let work = group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum))?;
+    ///     // ... something else ...
+    ///     work.wait()?;
+    ///     assert_eq!(tensor.double_value(&[0]), 3.0);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn async_op(
+        &self,
+        operation: impl FnOnce(&ProcessGroup) -> Result<()> + Send + 'static,
+    ) -> Result<Work> {
+        self.run().check(self.global_rank())?;
+        if self.launches {
+            operation(self)?;
+            return self.launched();
+        }
+        if self.own_activity.is_some() {
+            // This is the communication thread.
+            operation(self)?;
+            return Ok(Work::new(State::Done, self.run().clone(), self.global_rank()));
+        }
+        let thread = match self.communication.get() {
+            Some(thread) => thread,
+            None => {
+                let thread = CommunicationThread::start(self)?;
+                self.communication.get_or_init(|| thread)
+            }
+        };
+        if let Some(side) = self.give_away() {
+            thread.take(side);
+        }
+        let result = thread.run(self, Box::new(operation));
+        Ok(Work::new(State::Queued(result), self.run().clone(), self.global_rank()))
     }
 
     /// Returns once nothing that this rank has launched on its device waits for another rank any more. Not a
@@ -119,10 +232,10 @@ impl ProcessGroup {
     /// # Errors
     /// [`Error::Cancelled`], [`Error::Timeout`], and the backend's own errors.
     pub fn synchronize(&self) -> Result<()> {
-        let activity = &self.run.activity[self.rank];
-        let before = activity.enter(Operation::Synchronize, self.sequence.get());
-        self.backend.borrow_mut().synchronize()?;
-        activity.restore(before);
+        let mut side = self.side()?;
+        let before = self.activity().enter(Operation::Synchronize, side.sequence);
+        side.backend.synchronize()?;
+        self.activity().restore(before);
         Ok(())
     }
 
@@ -131,12 +244,79 @@ impl ProcessGroup {
     /// # Errors
     /// [`Error::Fault`], when the run was started with a fault that strikes here.
     pub fn enter_step(&self, step: u64) -> Result<()> {
-        self.run.activity[self.rank].enter(Operation::Step, step);
-        self.run.fault_point(self.rank, Stage::Step, step)
+        self.activity().enter(Operation::Step, step);
+        self.run().fault_point(self.global_rank(), Stage::Step, step)
     }
 
     pub(crate) fn shut_down(&self) {
-        self.backend.borrow_mut().shut_down();
+        if let Some(side) = &mut *self.side.borrow_mut() {
+            side.backend.shut_down();
+        }
+    }
+
+    fn run(&self) -> &Arc<Run> {
+        self.shared.run()
+    }
+
+    /// This rank's number in the run.
+    fn global_rank(&self) -> usize {
+        self.shared.members()[self.rank]
+    }
+
+    fn activity(&self) -> &Activity {
+        self.own_activity.as_ref().unwrap_or(&self.run().activity[self.global_rank()])
+    }
+
+    /// How many collectives this rank has called.
+    fn sequence(&self) -> Result<u64> {
+        Ok(self.side()?.sequence)
+    }
+
+    /// This rank's side of the group; if the communication thread has it, when that is done with it.
+    fn side(&self) -> Result<RefMut<'_, Side>> {
+        let mut side = self.side.borrow_mut();
+        if side.is_none() {
+            *side = self.communication.get().and_then(CommunicationThread::give_back);
+        }
+        RefMut::filter_map(side, Option::as_mut).map_err(|_| {
+            Error::Unsupported("the group is gone with its communication thread".into())
+        })
+    }
+
+    fn take(&self, side: Side) {
+        *self.side.borrow_mut() = Some(side);
+    }
+
+    fn give_away(&self) -> Option<Side> {
+        self.side.borrow_mut().take()
+    }
+
+    /// What makes this membership on another thread, but for its side, which follows.
+    fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
+        let Self { rank, local_rank, device, backend, launches, .. } = *self;
+        let (shared, traffic) = (self.shared.clone(), self.traffic.clone());
+        move || ProcessGroup {
+            rank,
+            local_rank,
+            device,
+            backend,
+            launches,
+            shared,
+            side: RefCell::new(None),
+            communication: OnceCell::new(),
+            own_activity: Some(Activity::default()),
+            messages: Cell::new(0),
+            traffic,
+        }
+    }
+
+    /// The handle of what has been launched on this rank's stream so far.
+    fn launched(&self) -> Result<Work> {
+        let mark = cuda::Event::new()?;
+        if let Device::Cuda(gpu) = self.device {
+            mark.record(gpu)?;
+        }
+        Ok(Work::new(State::Launched(mark), self.run().clone(), self.global_rank()))
     }
 }
 

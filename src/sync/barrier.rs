@@ -1,16 +1,21 @@
 //! A barrier that can be cancelled and has a deadline, which `std::sync::Barrier` can't.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
-use std::thread::{self, Thread};
+use std::sync::PoisonError;
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
 use super::Run;
+use super::primitives::{
+    Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, current, park, park_timeout, yield_now,
+};
 use crate::error::{Error, LateRank, Result};
+use crate::operation::At;
 
-/// Where all ranks of a process meet.
+/// Where the ranks of a group meet, as far as they are threads of this process.
+///
+/// A rank is known here by its place in the group; to the run, and so in errors, by its own number.
 ///
 /// One word decides every round: either all ranks have arrived and the round is complete for
 /// everybody, or a rank that gave up (cancelled, or past its deadline) has poisoned it and it is
@@ -23,6 +28,8 @@ pub(crate) struct Barrier {
     state: CachePadded<AtomicU64>,
     slots: Box<[CachePadded<Slot>]>,
     run: Arc<Run>,
+    /// Which rank of the run sits at which place.
+    members: Arc<[usize]>,
     /// How often to look before parking; none where ranks outnumber cores.
     spins: u32,
 }
@@ -33,7 +40,9 @@ struct Slot {
     entered: AtomicU64,
     /// Whether the rank's thread sleeps, or is about to.
     parked: AtomicBool,
-    thread: OnceLock<Thread>,
+    /// The thread that sleeps for this rank: its own, or its communication thread. Looked at only where
+    /// somebody sleeps, so the lock costs nothing that matters.
+    thread: Mutex<Option<Thread>>,
 }
 
 const ROUND: u64 = 1 << 32;
@@ -44,34 +53,46 @@ const POISON: u64 = 1 << 31;
 const SPINS: u32 = 2000;
 
 impl Barrier {
-    /// A barrier for all ranks of `run`.
-    pub(crate) fn new(run: Arc<Run>) -> Self {
-        let world_size = run.activity.len();
-        let cores = thread::available_parallelism().map_or(1, usize::from);
+    /// A barrier for the ranks `members` of `run`.
+    pub(crate) fn new(run: Arc<Run>, members: Arc<[usize]>) -> Self {
+        let cores = available_parallelism().map_or(1, usize::from);
         Self {
             state: CachePadded::new(AtomicU64::new(0)),
-            slots: (0..world_size).map(|_| CachePadded::default()).collect(),
-            spins: if world_size <= cores { SPINS } else { 0 },
+            slots: members.iter().map(|_| CachePadded::default()).collect(),
+            // All ranks count, also those of other groups: they may be at work meanwhile.
+            spins: if run.activity.len() <= cores { SPINS } else { 0 },
             run,
+            members,
         }
     }
 
-    /// Waits until every rank has come. Must always be called from the same thread for the same `rank`.
+    /// What all that meet here belong to.
+    pub(crate) fn run(&self) -> &Arc<Run> {
+        &self.run
+    }
+
+    /// Which rank of the run sits at which place.
+    pub(crate) fn members(&self) -> &Arc<[usize]> {
+        &self.members
+    }
+
+    /// Waits until every rank has come. `at` is what this rank does, for errors. One thread at a time may
+    /// call it for one `rank`.
     ///
     /// # Errors
     /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::Left`], which have been reported to the run
     /// by the time this returns: whoever gives up first has the cause, whatever its caller makes of it.
-    pub(crate) fn wait(&self, rank: usize) -> Result<()> {
-        self.wait_at_most(rank, self.run.timeout)
+    pub(crate) fn wait(&self, rank: usize, at: At) -> Result<()> {
+        self.wait_at_most(rank, at, self.run.timeout)
     }
 
     /// As [`Barrier::wait`], with a timeout of its own.
-    pub(crate) fn wait_at_most(&self, rank: usize, timeout: Duration) -> Result<()> {
+    pub(crate) fn wait_at_most(&self, rank: usize, at: At, timeout: Duration) -> Result<()> {
         // Without being counted in, now or later: the others cannot complete the round.
-        self.run.check(rank)?;
+        self.run.check(self.members[rank])?;
         match self.arrive(rank)? {
             None => Ok(()),
-            Some(round) => self.wait_for(rank, round, Some(timeout)),
+            Some(round) => self.wait_for(rank, round, Some((at, timeout))),
         }
     }
 
@@ -105,7 +126,7 @@ impl Barrier {
         }
         for other in &self.slots {
             if other.parked.load(Ordering::SeqCst)
-                && let Some(thread) = other.thread.get()
+                && let Some(thread) = &*other.thread.lock().unwrap_or_else(PoisonError::into_inner)
             {
                 thread.unpark();
             }
@@ -113,8 +134,8 @@ impl Barrier {
         Ok(None)
     }
 
-    /// Without a timeout this does not give up, whatever happens.
-    fn wait_for(&self, rank: usize, round: u64, timeout: Option<Duration>) -> Result<()> {
+    /// Without a limit this does not give up, whatever happens.
+    fn wait_for(&self, rank: usize, round: u64, limit: Option<(At, Duration)>) -> Result<()> {
         for _ in 0..self.spins {
             if self.state.load(Ordering::Acquire) / ROUND != round {
                 return Ok(());
@@ -122,14 +143,14 @@ impl Barrier {
             std::hint::spin_loop();
         }
         let slot = &self.slots[rank];
-        slot.thread.get_or_init(thread::current);
+        *slot.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(current());
         slot.parked.store(true, Ordering::SeqCst);
-        let result = self.sleep_until(rank, round, timeout);
+        let result = self.sleep_until(rank, round, limit);
         slot.parked.store(false, Ordering::SeqCst);
         result
     }
 
-    fn sleep_until(&self, rank: usize, round: u64, timeout: Option<Duration>) -> Result<()> {
+    fn sleep_until(&self, rank: usize, round: u64, limit: Option<(At, Duration)>) -> Result<()> {
         let began = Instant::now();
         loop {
             // In this order: a round that is complete is complete, whatever else has happened; and a
@@ -137,37 +158,37 @@ impl Barrier {
             if self.state.load(Ordering::SeqCst) / ROUND != round {
                 return Ok(());
             }
-            let Some(timeout) = timeout else {
-                thread::park();
+            let Some((at, timeout)) = limit else {
+                park();
                 continue;
             };
+            let waiting = self.members[rank];
             let gone = self.missing(rank).into_iter().find(|&other| self.run.is_done(other));
             if self.run.cancel.cancelled_by().is_some() {
-                return if self.poison(round) { self.run.check(rank) } else { Ok(()) };
+                return if self.poison(round) { self.run.check(waiting) } else { Ok(()) };
             }
-            let (at, waiting) = (self.run.activity[rank].now(), rank);
             if let Some(left) = gone {
-                return self.give_up(round, rank, || Error::Left { at, waiting, left });
+                return self.give_up(round, waiting, || Error::Left { at, waiting, left });
             }
             let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
                 let waited = timeout;
-                return self.give_up(round, rank, || {
+                return self.give_up(round, waiting, || {
                     let late = self.missing(rank).into_iter().map(|r| self.run.late(r));
                     let late: Vec<LateRank> = late.collect();
                     Error::Timeout { at, waiting, waited, late }
                 });
             };
-            thread::park_timeout(time_left);
+            park_timeout(time_left);
         }
     }
 
     /// Leaves the round with an error that the run learns of at once, unless it has been completed.
-    fn give_up(&self, round: u64, rank: usize, why: impl FnOnce() -> Error) -> Result<()> {
+    fn give_up(&self, round: u64, waiting: usize, why: impl FnOnce() -> Error) -> Result<()> {
         if !self.poison(round) {
             return Ok(());
         }
         let error = why();
-        self.run.report(rank, Some(&error), error.to_string());
+        self.run.report(waiting, Some(&error), error.to_string());
         Err(error)
     }
 
@@ -177,12 +198,15 @@ impl Barrier {
         self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, poison).is_ok()
     }
 
-    /// The ranks that have not come to the round that `rank` waits in; if all are at least about to, then
-    /// those that are no further.
+    /// The members that have not come to the round that the one at place `rank` waits in; if all are at
+    /// least about to, then those that are no further.
     fn missing(&self, rank: usize) -> Vec<usize> {
         let entered = |rank: usize| self.slots[rank].entered.load(Ordering::Acquire);
         let mine = entered(rank);
-        let below = |limit| (0..self.slots.len()).filter(|&r| entered(r) < limit).collect();
+        let below = |limit| {
+            let late = (0..self.slots.len()).filter(|&place| entered(place) < limit);
+            late.map(|place| self.members[place]).collect()
+        };
         let missing: Vec<usize> = below(mine - 1);
         if missing.is_empty() { below(mine) } else { missing }
     }
@@ -190,23 +214,27 @@ impl Barrier {
     /// Somebody gave up before this rank came, and is reporting why at this very moment.
     fn wait_for_the_cause(&self, rank: usize) -> Error {
         loop {
-            if let Err(cancelled) = self.run.check(rank) {
+            if let Err(cancelled) = self.run.check(self.members[rank]) {
                 return cancelled;
             }
-            thread::yield_now();
+            yield_now();
         }
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::sync::atomic::AtomicUsize;
+    use std::thread;
 
     use super::*;
+    use crate::operation::Operation;
+
+    const AT: At = At { operation: Operation::Barrier, sequence: 0 };
 
     fn on_threads(world_size: usize, timeout: Duration, f: impl Fn(usize, &Barrier) + Sync) {
         let run = Arc::new(Run::new(world_size, timeout, None));
-        let barrier = Barrier::new(run.clone());
+        let barrier = Barrier::new(run.clone(), (0..world_size).collect());
         thread::scope(|scope| {
             for rank in 0..world_size {
                 let (f, barrier, run) = (&f, &barrier, &run);
@@ -225,7 +253,7 @@ mod tests {
             on_threads(world_size, Duration::from_secs(60), |rank, barrier| {
                 for round in 1..=500 {
                     arrivals.fetch_add(1, Ordering::SeqCst);
-                    barrier.wait(rank).unwrap();
+                    barrier.wait(rank, AT).unwrap();
                     assert!(arrivals.load(Ordering::SeqCst) >= round * world_size);
                     barrier.wait_to_leave(rank);
                 }
@@ -242,8 +270,8 @@ mod tests {
             }
             for _ in 0..3 {
                 // The third rank comes late on purpose: nobody may go through with it.
-                let result = barrier.wait(rank);
-                assert!(matches!(result, Err(Error::Cancelled { by: 2 })), "{result:?}");
+                let result = barrier.wait(rank, AT);
+                assert!(matches!(result, Err(Error::Cancelled { by: 2, .. })), "{result:?}");
             }
         });
     }
@@ -253,7 +281,7 @@ mod tests {
         let (late_sender, late_receiver) = crossbeam::channel::bounded::<()>(1);
         on_threads(2, Duration::from_millis(20), |rank, barrier| {
             if rank == 0 {
-                match barrier.wait(0) {
+                match barrier.wait(0, AT) {
                     Err(Error::Timeout { late, .. }) => assert_eq!(late[0].rank, 1),
                     other => panic!("{other:?}"),
                 }
@@ -262,7 +290,7 @@ mod tests {
                 late_sender.send(()).unwrap();
             } else {
                 late_receiver.recv().unwrap();
-                assert!(matches!(barrier.wait(1), Err(Error::Cancelled { by: 1 })));
+                assert!(matches!(barrier.wait(1, AT), Err(Error::Cancelled { by: 1, .. })));
             }
         });
     }
@@ -273,7 +301,7 @@ mod tests {
             if rank == 1 {
                 barrier.run.finish(1);
             } else {
-                assert!(matches!(barrier.wait(0), Err(Error::Left { left: 1, .. })));
+                assert!(matches!(barrier.wait(0, AT), Err(Error::Left { left: 1, .. })));
             }
         });
     }
@@ -287,7 +315,7 @@ mod tests {
             let passed = AtomicUsize::new(0);
             on_threads(2, timeout, |rank, barrier| {
                 for _ in 0..20 {
-                    if let Err(error) = barrier.wait(rank) {
+                    if let Err(error) = barrier.wait(rank, AT) {
                         let blames_somebody = error.blames().is_some();
                         assert!(blames_somebody || matches!(error, Error::Cancelled { .. }));
                         return;

@@ -1,11 +1,11 @@
 //! The token that a failing rank trips, so that the others leave whatever they wait in.
 
 use std::convert::Infallible;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread::{self, Thread};
+use std::sync::PoisonError;
 
 use crossbeam::channel::{Receiver, Sender, bounded};
+
+use super::primitives::{AtomicUsize, Mutex, Ordering, Thread, current};
 
 const NOBODY: usize = usize::MAX;
 
@@ -61,7 +61,7 @@ impl CancelToken {
 
     /// Registers the calling thread: it will be unparked when the token trips.
     pub(crate) fn register(&self) {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread::current());
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(current());
     }
 
     /// Lets every registered thread look again at what it waits for.

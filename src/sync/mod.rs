@@ -6,9 +6,10 @@
 mod barrier;
 mod cancel;
 mod fault;
+pub(crate) mod primitives;
 mod run;
 
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
 pub use fault::{Fault, FaultKind, Stage};
-pub(crate) use run::{Failure, Run};
+pub(crate) use run::{Activity, Failure, Run};

@@ -1,11 +1,13 @@
 //! What the ranks of one run know of each other: who does what, who failed first, and whether to go on.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
+use super::primitives::{
+    AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, park, park_timeout,
+};
 use super::{CancelToken, Fault, Stage};
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
@@ -62,10 +64,14 @@ pub(crate) struct Run {
     pub timeout: Duration,
     /// A rank that is to fail.
     pub fault: Option<Fault>,
+    /// Whether backends that need not compare what the ranks call do so all the same.
+    pub check_collectives: bool,
     /// In the order of time.
     failures: Mutex<Vec<Failure>>,
     /// The ranks that were told to stop: whatever they report from then on follows from that.
     told: Box<[AtomicBool]>,
+    /// For each rank how many collectives it has handed to its communication threads and that are not over.
+    pub pending: Box<[AtomicUsize]>,
 }
 
 impl Run {
@@ -76,8 +82,10 @@ impl Run {
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
             timeout,
             fault,
+            check_collectives: false,
             failures: Mutex::default(),
             told: (0..world_size).map(|_| AtomicBool::default()).collect(),
+            pending: (0..world_size).map(|_| AtomicUsize::default()).collect(),
         }
     }
 
@@ -93,19 +101,31 @@ impl Run {
     pub(crate) fn check(&self, rank: usize) -> Result<()> {
         let Some(by) = self.cancel.cancelled_by() else { return Ok(()) };
         self.told[rank].store(true, Ordering::Relaxed);
-        Err(Error::Cancelled { by })
+        let cause = self.failures().first().map_or_else(String::new, |f| f.error.clone());
+        Err(Error::Cancelled { by, cause })
     }
 
     /// Notes that `reporter` failed, unless that is an echo of another failure, and has everybody stop.
     ///
     /// `cause` is this crate's error behind it, if it is one; `text` is what to show.
     pub(crate) fn report(&self, reporter: usize, cause: Option<&Error>, text: String) {
+        self.report_at(reporter, None, cause, text);
+    }
+
+    /// As [`Run::report`], for a failure in something else than what the rank itself does now.
+    pub(crate) fn report_at(
+        &self,
+        reporter: usize,
+        at: Option<At>,
+        cause: Option<&Error>,
+        text: String,
+    ) {
         let mut failures = self.failures();
         let echo = self.told[reporter].load(Ordering::Relaxed)
             || matches!(cause, Some(Error::Cancelled { .. }));
         if !echo || failures.is_empty() {
             let blamed = cause.and_then(Error::blames);
-            let (rank, at) = blamed.unwrap_or((reporter, None));
+            let (rank, at) = blamed.unwrap_or((reporter, at));
             let at = at.unwrap_or_else(|| self.activity[rank].now());
             // Ranks that wait in vain for the same one tell the same story, each in its words.
             let known = |f: &Failure| f.error == text || (blamed.is_some() && f.rank == rank);
@@ -125,6 +145,15 @@ impl Run {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits until all that `rank` has handed to its communication threads is over. On its own thread, which
+    /// they unpark.
+    pub(crate) fn wait_until_idle(&self, rank: usize) {
+        // Each of it ends: done, cancelled, or past its deadline.
+        while self.pending[rank].load(Ordering::Acquire) > 0 {
+            park();
+        }
+    }
+
     /// Notes that `rank` has ended its function, and lets those who wait for it see that.
     pub(crate) fn finish(&self, rank: usize) {
         self.activity[rank].enter(Operation::ShutDown, 0);
@@ -136,13 +165,50 @@ impl Run {
         matches!(self.activity[rank].now().operation, Operation::ShutDown | Operation::Done)
     }
 
+    /// Waits until another rank has done what `is_done` looks for, and has then unparked this thread.
+    ///
+    /// `peers` are the ranks that can do it. `waiting` is the rank that waits, `at` what it does.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::Left`], which have been reported.
+    pub(crate) fn wait_for_peers(
+        &self,
+        waiting: usize,
+        peers: impl Iterator<Item = usize> + Clone,
+        at: At,
+        is_done: impl Fn() -> bool,
+    ) -> Result<()> {
+        let began = Instant::now();
+        let error = loop {
+            // In this order: a rank that has ended may have done it just before.
+            let left = peers.clone().all(|peer| self.is_done(peer));
+            let cancelled = self.cancel.cancelled_by().is_some();
+            if is_done() {
+                return Ok(());
+            }
+            if cancelled {
+                return self.check(waiting);
+            }
+            if left && let Some(left) = peers.clone().next() {
+                break Error::Left { at, waiting, left };
+            }
+            let Some(time_left) = self.timeout.checked_sub(began.elapsed()) else {
+                let late = peers.map(|peer| self.late(peer)).collect();
+                break Error::Timeout { at, waiting, waited: self.timeout, late };
+            };
+            park_timeout(time_left);
+        };
+        self.report(waiting, Some(&error), error.to_string());
+        Err(error)
+    }
+
     /// Names `rank` with what it was last seen doing.
     pub(crate) fn late(&self, rank: usize) -> LateRank {
         LateRank { rank, last_seen: self.activity[rank].now() }
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
@@ -166,7 +232,7 @@ mod tests {
         let run = Run::new(3, Duration::from_secs(1), None);
         run.check(0).unwrap();
         run.report(1, None, "the cause".into());
-        assert!(matches!(run.check(0), Err(Error::Cancelled { by: 1 })));
+        assert!(matches!(run.check(0), Err(Error::Cancelled { by: 1, .. })));
         run.report(0, None, "an echo in words of its own".into());
         run.report(2, None, "independent".into());
         run.report(2, None, "the same with more words: independent".into());

@@ -13,3 +13,12 @@ pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
 pub(crate) use shim::{add_scaled, grad_data, set_grad, set_multithreading_enabled};
+
+use crate::error::{Error, first_line};
+
+impl Error {
+    /// Turns a `tch` error into one that says what was being done.
+    pub(crate) fn torch(doing: &'static str) -> impl FnOnce(tch::TchError) -> Error {
+        move |error| Error::Torch { doing, reason: first_line(&error.to_string()) }
+    }
+}

@@ -5,6 +5,7 @@ record.py --check  compares them with what this PyTorch does now, and fails at a
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -69,10 +70,31 @@ def values(model):
     return {name: tensor.flatten().tolist() for name, tensor in model.state_dict().items()}
 
 
-def train(rank, world_size, port, hidden, answers):
+def rank_process(rank, world_size, port, answers, f, arguments):
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    answer = f(*arguments)
+    if rank == 0:
+        answers.put(answer)
+    # Leave together, and without the destructors: with Gloo's threads still running they abort the
+    # process now and then ("terminate called without an active exception").
+    dist.barrier()
+    os._exit(0)
+
+
+def ranks(world_size, f, *arguments):
+    """Runs `f` on so many ranks, and returns what rank 0 returned. That fits into a pipe (64 KiB),
+    so that nobody needs to read while they run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(rank_process, (world_size, port, answers, f, arguments), nprocs=world_size)
+    return answers.get()
+
+
+def train(hidden):
     torch.manual_seed(SEED + 1)
     data = TensorDataset(torch.rand(SAMPLES, 20), torch.rand(SAMPLES, 1))
     order = DistributedSampler(data, seed=SEED)
@@ -92,12 +114,7 @@ def train(rank, world_size, port, hidden, answers):
             total += torch.tensor([loss.item() * len(inputs), len(inputs)], dtype=torch.float64)
         dist.all_reduce(total)
         losses.append((total[0] / total[1]).item())
-    if rank == 0:
-        answers.put((losses, values(model)))
-    # Leave together, and without the destructors: with Gloo's threads still running they abort the
-    # process now and then ("terminate called without an active exception").
-    dist.barrier()
-    os._exit(0)
+    return losses, values(model)
 
 
 def training():
@@ -105,12 +122,7 @@ def training():
     cases = []
     for name, hidden in MODELS.items():
         for world_size in [1, 2, 3]:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            answers = mp.get_context("spawn").SimpleQueue()
-            mp.spawn(train, (world_size, port, hidden, answers), nprocs=world_size)
-            losses, final = answers.get()
+            losses, final = ranks(world_size, train, hidden)
             cases.append(
                 {
                     "model": name,
@@ -123,6 +135,99 @@ def training():
             )
     settings = {"samples": SAMPLES, "batch": BATCH, "epochs": EPOCHS, "lr": LR, "seed": SEED}
     return settings | {"cases": cases}
+
+
+# What Gloo has: no all_to_all of lists. It refuses every int16, averages of what is not floats, and
+# bitwise operations on floats.
+REDUCTIONS = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"]
+OTHERS = ["broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"]
+OTHERS += ["all_to_all_single", "all_to_all_single with splits"]
+KINDS = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
+OPS = "sum avg product min max band bor bxor".split()
+# Not recorded: Gloo adds and multiplies bools as bytes, and True + True leaves a 2 in a bool. Here
+# that is an error.
+ODD = [("bool", "sum"), ("bool", "product")]
+LENGTH = 3  # of one rank's part
+
+
+def numbers(rank, length, kind):
+    """(rank + 1) * (i + 1), wrapped into -3 to 3: every kind holds the product of five ranks. In
+    uint8 what is negative wraps, and bool says what is positive."""
+    whole = ((rank + 1) * torch.arange(1, length + 1) + 3) % 7 - 3
+    return whole > 0 if kind == torch.bool else whole.to(kind)
+
+
+def collective(operation, kind, op):
+    """This rank's output, flat; empty where the operation leaves none: `reduce` leaves something
+    unspecified on other ranks than `dst`."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    root = world_size // 2
+    one, many = (numbers(rank, length, kind) for length in [LENGTH, LENGTH * world_size])
+    part, whole = torch.zeros_like(one), torch.zeros_like(many)
+    inputs, outputs = list(many.split(LENGTH)), list(whole.split(LENGTH))
+    mine, none = rank == root, one[:0]
+    match operation:
+        case "all_reduce":
+            dist.all_reduce(one, op)
+            return one
+        case "reduce":
+            dist.reduce(one, root, op)
+            return one if mine else none
+        case "reduce_scatter":
+            dist.reduce_scatter(part, inputs, op)
+            return part
+        case "reduce_scatter_tensor":
+            dist.reduce_scatter_tensor(part, many, op)
+            return part
+        case "broadcast":
+            dist.broadcast(one, root)
+            return one
+        case "all_gather":
+            dist.all_gather(outputs, one)
+            return whole
+        case "all_gather_into_tensor":
+            dist.all_gather_into_tensor(whole, one)
+            return whole
+        case "gather":
+            dist.gather(one, outputs if mine else None, root)
+            return whole if mine else none
+        case "scatter":
+            dist.scatter(part, inputs if mine else None, root)
+            return part
+        case "all_to_all_single":
+            dist.all_to_all_single(whole, many)
+            return whole
+        case "all_to_all_single with splits":
+            # Rank a sends (a + 2 * b + 1) % 3 to rank b.
+            sent = [(rank + 2 * other + 1) % 3 for other in range(world_size)]
+            received = [(other + 2 * rank + 1) % 3 for other in range(world_size)]
+            whole = torch.zeros(sum(received), dtype=kind)
+            dist.all_to_all_single(whole, numbers(rank, sum(sent), kind), received, sent)
+            return whole
+
+
+def all_collectives():
+    rows = []
+    reductions = itertools.product(REDUCTIONS, KINDS, OPS)
+    for operation, kind, op in [*reductions, *itertools.product(OTHERS, KINDS, [None])]:
+        if (kind, op) in ODD:
+            continue
+        try:
+            reduce_op = op and getattr(dist.ReduceOp, op.upper())
+            output = collective(operation, getattr(torch, kind), reduce_op)
+        except RuntimeError:
+            continue  # Gloo does not have it, on any rank
+        outputs = [None] * dist.get_world_size()
+        # As whole numbers, where they are, to keep the file small.
+        short = [int(value) if value == int(value) else value for value in output.tolist()]
+        dist.all_gather_object(outputs, short)
+        rows.append([operation, kind, op, dist.get_world_size(), outputs])
+    return rows
+
+
+def collectives():
+    """[operation, kind, op, ranks, [what is in each rank's output afterwards]]"""
+    return [row for world_size in range(1, 6) for row in ranks(world_size, all_collectives)]
 
 
 def text(recorded):
@@ -142,7 +247,8 @@ def main():
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     different = False
-    for name, record in [("sampler", sampler), ("training", training)]:
+    for record in [sampler, training, collectives]:
+        name = record.__name__
         file = FOLDER / f"{name}.json"
         now = text(record())
         if not check:

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
 use tch::{Kind, Tensor};
 
-use super::super::{Call, ReduceOp, kind_name, num_bytes};
+use super::super::{Call, P2POp, ReduceOp, Traffic, kind_name, num_bytes};
 use super::{Nccl, is_failure};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
@@ -37,7 +37,7 @@ impl Nccl {
                     tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
                 }
                 let (place, numel) = (data(tensor), tensor.numel());
-                self.between_meetings("ncclAllReduce", |nccl| {
+                self.between_meetings(call, "ncclAllReduce", |nccl| {
                     // SAFETY: as above.
                     unsafe { sys::ncclAllReduce(place, place, numel, kind, op, nccl.comm, stream) }
                 })
@@ -45,7 +45,7 @@ impl Nccl {
             Operation::Reduce => {
                 let (kind, op) = reduction()?;
                 let (place, numel) = (data(&inputs[0]), inputs[0].numel());
-                self.between_meetings("ncclReduce", |nccl| {
+                self.between_meetings(call, "ncclReduce", |nccl| {
                     // SAFETY: as above; only the root writes.
                     unsafe {
                         sys::ncclReduce(place, place, numel, kind, op, root, nccl.comm, stream)
@@ -55,7 +55,7 @@ impl Nccl {
             Operation::Broadcast => {
                 let tensor = inputs.first().unwrap_or_else(|| &outputs[0]);
                 let (place, size) = (data(tensor), bytes(tensor));
-                self.between_meetings("ncclBroadcast", |nccl| {
+                self.between_meetings(call, "ncclBroadcast", |nccl| {
                     // SAFETY: as above.
                     unsafe { sys::ncclBroadcast(place, place, size, byte, root, nccl.comm, stream) }
                 })
@@ -64,7 +64,7 @@ impl Nccl {
             // same NCCL calls, and where tensors lie is each rank's own.
             Operation::AllGather => {
                 let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
-                self.grouped("ncclBroadcast", |nccl| {
+                self.grouped(call, "ncclBroadcast", |nccl| {
                     each(&mut |peer, i| {
                         let to = data(&outputs[i]);
                         let from = if peer == rank { from } else { to };
@@ -76,7 +76,7 @@ impl Nccl {
             Operation::ReduceScatter => {
                 let (kind, op) = reduction()?;
                 let (to, numel) = (data(&outputs[0]), outputs[0].numel());
-                self.grouped("ncclReduce", |nccl| {
+                self.grouped(call, "ncclReduce", |nccl| {
                     each(&mut |peer, i| {
                         let from = data(&inputs[i]);
                         // SAFETY: as above; only the root of each writes.
@@ -86,7 +86,7 @@ impl Nccl {
                     })
                 })
             }
-            Operation::Gather => self.grouped("ncclSend and ncclRecv", |nccl| {
+            Operation::Gather => self.grouped(call, "ncclSend and ncclRecv", |nccl| {
                 let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
                 // SAFETY: as above.
                 let sent = unsafe { sys::ncclSend(from, size, byte, root, nccl.comm, stream) };
@@ -98,7 +98,7 @@ impl Nccl {
                 };
                 std::iter::once(sent).chain(received()).find(is_failure)
             }),
-            Operation::Scatter => self.grouped("ncclSend and ncclRecv", |nccl| {
+            Operation::Scatter => self.grouped(call, "ncclSend and ncclRecv", |nccl| {
                 let (to, size) = (data(&outputs[0]), bytes(&outputs[0]));
                 // SAFETY: as above.
                 let received = unsafe { sys::ncclRecv(to, size, byte, root, nccl.comm, stream) };
@@ -110,7 +110,7 @@ impl Nccl {
                 };
                 std::iter::once(received).chain(sent()).find(is_failure)
             }),
-            Operation::AllToAll => self.grouped("ncclSend and ncclRecv", |nccl| {
+            Operation::AllToAll => self.grouped(call, "ncclSend and ncclRecv", |nccl| {
                 each(&mut |peer, i| {
                     let (from, to) = (&inputs[i], &outputs[i]);
                     // SAFETY: as above.
@@ -127,6 +127,70 @@ impl Nccl {
             _ => Ok(()),
         }
     }
+
+    /// Launches messages in a communicator of two.
+    pub(super) fn exchange(&mut self, messages: &[&P2POp]) -> Result<()> {
+        let stream = cuda::current_stream(self.gpu)?.cast();
+        let peer = 1 - self.rank as c_int;
+        let Some(first) = messages.first() else { return Ok(()) };
+        let call = Call::bare(first.operation());
+        // What the two sides call differs, and is as it should be.
+        self.check = false;
+        self.grouped(&call, "ncclSend and ncclRecv", |nccl| {
+            let launch = |op: &&P2POp| {
+                let data: *mut c_void = op.tensor.data_ptr();
+                let size = num_bytes(op.tensor.kind(), op.tensor.numel());
+                let byte = ncclDataType_t::ncclUint8;
+                // SAFETY: as in `launch`.
+                unsafe {
+                    if op.is_send() {
+                        sys::ncclSend(data, size, byte, peer, nccl.comm, stream)
+                    } else {
+                        sys::ncclRecv(data, size, byte, peer, nccl.comm, stream)
+                    }
+                }
+            };
+            messages.iter().map(launch).find(is_failure)
+        })
+    }
+}
+
+/// What one rank sends and receives in NCCL's ring algorithm.
+pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
+    let others = world_size as u64 - 1;
+    let bytes = |tensor: &Tensor| num_bytes(call.kind, tensor.numel()) as u64;
+    let first = |tensors: &[Tensor]| tensors.first().map_or(0, bytes);
+    let foreign = |tensors: &[Tensor]| {
+        let theirs = tensors.iter().enumerate().filter(|(other, _)| *other != rank);
+        theirs.map(|(_, tensor)| bytes(tensor)).sum()
+    };
+    let (inputs, outputs) = (call.inputs, call.outputs);
+    let is_root = rank == call.root();
+    // How far the rank is from the root, along the ring.
+    let distance = (rank + world_size - call.root()) % world_size;
+    let (sent, received) = match call.operation {
+        Operation::AllReduce => {
+            let share = 2 * first(inputs) * others / world_size as u64;
+            (share, share)
+        }
+        // Along the ring, ending at the root.
+        Operation::Reduce => (
+            if is_root { 0 } else { first(inputs) },
+            if distance == 1 % world_size { 0 } else { first(inputs) },
+        ),
+        // Along the ring, beginning at the root.
+        Operation::Broadcast => {
+            let size = first(inputs) + first(outputs);
+            (if distance + 1 == world_size { 0 } else { size }, if is_root { 0 } else { size })
+        }
+        Operation::AllGather => (first(inputs) * others, foreign(outputs)),
+        Operation::ReduceScatter => (foreign(inputs), first(outputs) * others),
+        Operation::Gather => (if is_root { 0 } else { first(inputs) }, foreign(outputs)),
+        Operation::Scatter => (foreign(inputs), if is_root { 0 } else { first(outputs) }),
+        Operation::AllToAll => (foreign(inputs), foreign(outputs)),
+        _ => (0, 0),
+    };
+    Traffic { sent, received }
 }
 
 /// NCCL's operation for a call's.

@@ -15,6 +15,7 @@
 
 mod launch;
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int};
 use std::sync::Arc;
 use std::thread;
@@ -23,10 +24,10 @@ use std::time::{Duration, Instant};
 use cudarc::nccl::sys::{self, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
-use super::{Backend, Call, ReduceOp};
+use super::threaded::{self, Announced, Occasion, Seat, Shared};
+use super::{Backend, Call, Invitation, P2POp, ReduceOp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::{Barrier, Run};
 use crate::torch::cuda;
 
 /// What rank 0 makes and all ranks need to find each other.
@@ -69,39 +70,53 @@ fn require_library() -> Result<()> {
 }
 
 /// One rank's communicator.
-pub(crate) struct Nccl {
+pub(super) struct Nccl {
     comm: sys::ncclComm_t,
     rank: usize,
     gpu: usize,
-    run: Arc<Run>,
+    shared: Arc<Shared>,
     /// Where the ranks of this process meet around every launch.
-    local: Arc<Barrier>,
+    seat: Seat<Announced>,
+    /// Whether they compare what they call: `--check-collectives`.
+    check: bool,
     done: cuda::Event,
     /// What `barrier` reduces. Allocated once: allocating may stop all GPUs.
     token: Tensor,
+    /// Communicators of two, for messages: a launch in the group's own needs all its ranks.
+    pairs: BTreeMap<usize, Nccl>,
 }
 
+// SAFETY: a communicator may be used from any thread, by one at a time.
+unsafe impl Send for Nccl {}
+
 impl Nccl {
-    /// Joins the communicator `id`; returns once all ranks have.
+    /// Joins the communicator `id` as its rank `rank`; returns once all ranks have.
     ///
     /// The calling thread's current device must be `gpu`.
-    pub(crate) fn new(
+    pub(super) fn join(
+        shared: Arc<Shared>,
         rank: usize,
         gpu: usize,
-        run: Arc<Run>,
-        local: Arc<Barrier>,
         UniqueId(id): UniqueId,
     ) -> Result<Self> {
         let token = Tensor::f_zeros([1], (Kind::Float, Device::Cuda(gpu)))
             .map_err(Error::torch("allocating on the GPU"))?;
-        let done = cuda::Event::new()?;
-        let comm = std::ptr::null_mut();
-        let mut nccl = Self { comm, rank, gpu, run, local, done, token };
-        nccl.between_meetings("ncclCommInitRankConfig", |nccl| {
-            let world_size = nccl.run.activity.len() as c_int;
+        let mut nccl = Self {
+            comm: std::ptr::null_mut(),
+            rank,
+            gpu,
+            seat: shared.seat(rank),
+            check: shared.run().check_collectives,
+            shared,
+            done: cuda::Event::new()?,
+            token,
+            pairs: BTreeMap::new(),
+        };
+        nccl.between_meetings(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |nccl| {
+            let world_size = nccl.shared.members().len() as c_int;
             let mut config = non_blocking();
             // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on
-            // `comm` is set, and `shut_down` ends it on every path.
+            // `comm` is set, and dropping `nccl` ends it on every path.
             unsafe {
                 sys::ncclCommInitRankConfig(
                     &mut nccl.comm,
@@ -115,27 +130,38 @@ impl Nccl {
         Ok(nccl)
     }
 
+    /// This rank's number in the run.
+    fn global_rank(&self) -> usize {
+        self.shared.members()[self.rank]
+    }
+
     /// Meets the local ranks, makes one NCCL call and sees it through, meets them again.
     fn between_meetings(
         &mut self,
-        call: &'static str,
+        call: &Call,
+        name: &'static str,
         launch: impl FnOnce(&mut Self) -> ncclResult_t,
     ) -> Result<()> {
-        self.local.wait(self.rank)?;
+        if self.check {
+            threaded::meet(&mut self.seat, call, false)?;
+        } else {
+            self.seat.barrier().wait(self.rank, call.at())?;
+        }
         let result = launch(self);
-        let launched = self.see_through(call, result);
+        let launched = self.see_through(name, result);
         self.tell(launched)?;
-        self.local.wait(self.rank)
+        self.seat.barrier().wait(self.rank, call.at())
     }
 
     /// As [`Nccl::between_meetings`], for several calls that belong together. `launch` makes them, and returns
     /// the first result that is a failure.
     fn grouped(
         &mut self,
-        call: &'static str,
+        call: &Call,
+        name: &'static str,
         launch: impl FnOnce(&mut Self) -> Option<ncclResult_t>,
     ) -> Result<()> {
-        self.between_meetings(call, |nccl| {
+        self.between_meetings(call, name, |nccl| {
             // SAFETY: starts and ends a group on this thread; what is in between is up to `launch`.
             let begun = unsafe { sys::ncclGroupStart() };
             if is_failure(&begun) {
@@ -150,10 +176,11 @@ impl Nccl {
 
     /// A barrier: all local ranks meet, and then all ranks' devices.
     fn meet_all(&mut self, call: &Call) -> Result<()> {
-        self.local.wait_at_most(self.rank, call.timeout.unwrap_or(self.run.timeout))?;
+        let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
+        self.seat.barrier().wait_at_most(self.rank, call.at(), timeout)?;
         let token = self.token.shallow_clone();
         let token = std::slice::from_ref(&token);
-        self.run(&Call {
+        self.launch(&Call {
             operation: Operation::AllReduce,
             reduce_op: Some(ReduceOp::Sum),
             kind: Kind::Float,
@@ -164,12 +191,31 @@ impl Nccl {
         self.synchronize()
     }
 
+    /// The communicator for messages with `peer`. The two make it together, the first time.
+    fn pair(&mut self, peer: usize) -> Result<&mut Nccl> {
+        if !self.pairs.contains_key(&peer) {
+            let (low, high) = (self.rank.min(peer), self.rank.max(peer));
+            let invitation = self.shared.invitation(Occasion::Pair(low, high), 2, || {
+                let members = [low, high].map(|rank| self.shared.members()[rank]);
+                Invitation::nccl(self.shared.run(), Arc::new(members))
+            })?;
+            if let Invitation::Nccl(id, shared) = invitation {
+                let place = usize::from(self.rank == high);
+                self.pairs.insert(peer, Nccl::join(shared, place, self.gpu, id)?);
+            }
+        }
+        self.pairs.get_mut(&peer).ok_or_else(|| {
+            Error::Unsupported(format!("ranks {} and {peer} have no communicator", self.rank))
+        })
+    }
+
     /// Reports a failure as soon as it is found, whatever the caller makes of it: a rank that went on as if
     /// nothing had happened would meet the others in the wrong places. And aborting takes its time.
     fn tell(&self, result: Result<()>) -> Result<()> {
         if let Err(error) = &result {
-            self.run.check(self.rank)?; // a peer that has gone is not this rank's failure
-            self.run.report(self.rank, Some(error), error.to_string());
+            let (run, rank) = (self.shared.run(), self.global_rank());
+            run.check(rank)?; // a peer that has gone is not this rank's failure
+            run.report(rank, Some(error), error.to_string());
         }
         result
     }
@@ -202,12 +248,12 @@ impl Nccl {
         const PARK: Duration = Duration::from_micros(200);
         let began = Instant::now();
         loop {
-            self.run.check(self.rank)?;
+            self.shared.run().check(self.global_rank())?;
             if is_done()? {
                 return Ok(());
             }
             let waited = began.elapsed();
-            if waited >= self.run.timeout {
+            if waited >= self.shared.run().timeout {
                 return Err(self.timed_out());
             }
             if waited < AT_ONCE { thread::yield_now() } else { thread::park_timeout(PARK) }
@@ -217,8 +263,9 @@ impl Nccl {
     /// NCCL does not tell who is late. All ranks of this process have met before the launch, so nobody is
     /// blamed: the device is slow, or hangs.
     fn timed_out(&self) -> Error {
-        let (at, late) = (self.run.activity[self.rank].now(), Vec::new());
-        Error::Timeout { at, waiting: self.rank, waited: self.run.timeout, late }
+        let (run, waiting) = (self.shared.run(), self.global_rank());
+        let at = run.activity[waiting].now();
+        Error::Timeout { at, waiting, waited: run.timeout, late: Vec::new() }
     }
 }
 
@@ -227,11 +274,36 @@ impl Backend for Nccl {
         "nccl"
     }
 
+    fn launches(&self) -> bool {
+        true
+    }
+
     fn run(&mut self, call: &Call) -> Result<()> {
         match call.operation {
             Operation::Barrier => self.meet_all(call),
+            // All have called it, with the same ranks if that is checked.
+            Operation::NewGroup => {
+                self.between_meetings(call, "new_group", |_| ncclResult_t::ncclSuccess)
+            }
             _ => self.launch(call),
         }
+    }
+
+    fn point_to_point(&mut self, ops: &[P2POp]) -> Result<()> {
+        // Peer by peer in the order of their numbers. All ranks do so, so no ring of ranks can form in which
+        // each waits for the next.
+        let mut peers: Vec<usize> = ops.iter().filter_map(|op| op.peer).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        for peer in peers {
+            let messages: Vec<&P2POp> = ops.iter().filter(|op| op.peer == Some(peer)).collect();
+            self.pair(peer)?.exchange(&messages)?;
+        }
+        Ok(())
+    }
+
+    fn traffic(&self, call: &Call) -> Traffic {
+        launch::traffic(call, self.rank, self.shared.members().len())
     }
 
     fn synchronize(&mut self) -> Result<()> {
@@ -245,30 +317,31 @@ impl Backend for Nccl {
     }
 
     fn shut_down(&mut self) {
-        if self.comm.is_null() {
-            return;
+        self.pairs.clear();
+        if self.comm.is_null() || self.shared.run().cancel.cancelled_by().is_some() {
+            return; // `drop` does the rest
         }
-        let together = self.run.cancel.cancelled_by().is_none() && {
-            // SAFETY: `comm` is live. All ranks come here, so that finalising can end.
-            let result = unsafe { sys::ncclCommFinalize(self.comm) };
-            self.see_through("ncclCommFinalize", result).is_ok()
-        };
-        let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
-        // SAFETY: `comm` is live and this is its last use. After a failed finalise, or when peers are
-        // gone, only abort is sure to return. Errors have nobody left to be told to.
-        unsafe {
-            if together {
-                sys::ncclCommDestroy(comm)
-            } else {
-                sys::ncclCommAbort(comm)
-            };
+        // SAFETY: `comm` is live. All ranks come here, so that finalising can end.
+        let result = unsafe { sys::ncclCommFinalize(self.comm) };
+        if self.see_through("ncclCommFinalize", result).is_ok() {
+            let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
+            // SAFETY: `comm` is live and this is its last use. Errors have nobody left to be told to.
+            unsafe { sys::ncclCommDestroy(comm) };
         }
     }
 }
 
 impl Drop for Nccl {
+    /// Ends the communicator without the other ranks, which may be gone: only abort is sure to return then.
     fn drop(&mut self) {
-        self.shut_down();
+        if self.comm.is_null() {
+            return;
+        }
+        if self.shared.run().cancel.cancelled_by().is_none() {
+            let _ = self.synchronize(); // what is under way is still wanted
+        }
+        // SAFETY: `comm` is live and this is its last use.
+        unsafe { sys::ncclCommAbort(self.comm) };
     }
 }
 

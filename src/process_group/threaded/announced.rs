@@ -14,9 +14,14 @@ pub(super) struct Place {
     pub numel: usize,
 }
 
+// SAFETY: the address is a number until somebody follows it, and `part` says who may do that and when.
+unsafe impl Send for Place {}
+// SAFETY: as above.
+unsafe impl Sync for Place {}
+
 /// One rank's call: everything that must be equal on all ranks, and where its tensors lie.
 #[derive(Debug)]
-pub(super) struct Announced {
+pub(crate) struct Announced {
     operation: Operation,
     reduce_op: Option<ReduceOp>,
     root: Option<usize>,
@@ -25,8 +30,8 @@ pub(super) struct Announced {
     /// The CUDA stream that the rank's work goes to; 0 on a CPU. Equal, so the work is in order.
     stream: usize,
     shape: Vec<i64>,
-    pub inputs: Vec<Place>,
-    pub outputs: Vec<Place>,
+    pub(super) inputs: Vec<Place>,
+    pub(super) outputs: Vec<Place>,
 }
 
 impl Announced {
@@ -44,10 +49,11 @@ impl Announced {
         }
     }
 
-    /// Takes over what `call` says.
-    pub(super) fn announce(&mut self, call: &Call) -> Result<()> {
+    /// Takes over what `call` says; where its tensors are only if that must be the same on all ranks.
+    pub(super) fn announce(&mut self, call: &Call, on_one_device: bool) -> Result<()> {
         let place = |t: &Tensor| Place { data: t.data_ptr().cast(), numel: t.numel() };
-        let device = call.inputs.iter().chain(call.outputs).next().map(Tensor::device);
+        let mut tensors = call.inputs.iter().chain(call.outputs);
+        let device = tensors.next().filter(|_| on_one_device).map(Tensor::device);
         self.operation = call.operation;
         (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
         self.device = device.unwrap_or(Device::Cpu);
@@ -89,6 +95,7 @@ impl Announced {
         let sizes = |places: &[Place]| places.iter().map(|place| place.numel).collect::<Vec<_>>();
         let what = match operation {
             Operation::Barrier => return operation.to_string(),
+            Operation::NewGroup => return format!("{operation} of ranks {shape:?}"),
             Operation::AllToAll => {
                 format!(
                     "sending {:?} and expecting {:?}",
@@ -119,27 +126,48 @@ impl Announced {
     }
 }
 
-/// Whether all ranks call the same, with tensors that fit each other.
-pub(super) fn all_agree<'a>(
-    calls: &(impl ExactSizeIterator<Item = &'a Announced> + Clone),
-) -> bool {
-    let Some(first) = calls.clone().next() else { return true };
+/// Compares what all ranks call, in their order; `members` are the numbers by which the user knows them.
+///
+/// # Errors
+/// [`Error::Mismatch`] where they differ. All ranks see the same calls, so all come to the same answer.
+pub(super) fn compare<'a>(
+    calls: impl ExactSizeIterator<Item = &'a Announced> + Clone,
+    members: &[usize],
+    sequence: u64,
+) -> Result<()> {
+    let Some(first) = calls.clone().next() else { return Ok(()) };
     if !calls.clone().skip(1).all(|other| other.agrees_with(first)) {
-        return false;
+        let (calls, odd) = describe(calls, members);
+        return Err(Error::Mismatch { sequence, calls, odd });
+    }
+    if first.operation != Operation::AllToAll {
+        return Ok(());
     }
     // What each rank sends to each must be what that one expects.
-    first.operation != Operation::AllToAll
-        || calls.clone().enumerate().all(|(from, sender)| {
-            let mut receivers = calls.clone().enumerate();
-            receivers.all(|(to, receiver)| sender.inputs[to].numel == receiver.outputs[from].numel)
-        })
+    for (from, sender) in calls.clone().enumerate() {
+        for (to, receiver) in calls.clone().enumerate() {
+            let (sent, expected) = (sender.inputs[to].numel, receiver.outputs[from].numel);
+            if sent != expected {
+                let (from, odd) = (members[from], members[to]);
+                let to = if from == odd {
+                    "itself, but expects".into()
+                } else {
+                    format!("rank {odd}, which expects")
+                };
+                let calls =
+                    format!("in all_to_all rank {from} sends {sent} elements to {to} {expected}");
+                return Err(Error::Mismatch { sequence, calls, odd });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// "rank 0 called all_reduce(sum) of float32 [4]; ranks 1, 2 called barrier", and the first rank of the
 /// smallest of these groups, of equal ones the last: that is where the mistake is likely to be.
-pub(super) fn describe<'a>(calls: impl Iterator<Item = &'a Announced>) -> (String, usize) {
+fn describe<'a>(calls: impl Iterator<Item = &'a Announced>, members: &[usize]) -> (String, usize) {
     let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
-    for (rank, call) in calls.enumerate() {
+    for (&rank, call) in members.iter().zip(calls) {
         let text = call.describe();
         match groups.iter_mut().find(|(known, _)| *known == text) {
             Some((_, ranks)) => ranks.push(rank),
@@ -165,7 +193,11 @@ pub(super) struct Memory(Vec<(usize, usize, usize, bool)>);
 impl Memory {
     /// Checks that nobody writes where somebody else reads or writes. All ranks see the same places, so
     /// all come to the same answer.
-    pub(super) fn check<'a>(&mut self, calls: impl Iterator<Item = &'a Announced>) -> Result<()> {
+    pub(super) fn check<'a>(
+        &mut self,
+        calls: impl Iterator<Item = &'a Announced>,
+        members: &[usize],
+    ) -> Result<()> {
         self.0.clear();
         for (rank, call) in calls.enumerate() {
             let mut add = |place: &Place, written| {
@@ -188,7 +220,7 @@ impl Memory {
         for &(start, end, rank, written) in &self.0 {
             let before = if written { furthest } else { furthest_written };
             if let Some((_, other)) = before.filter(|&(before_end, _)| before_end > start) {
-                let (first, second) = (rank.min(other), rank.max(other));
+                let (first, second) = (members[rank.min(other)], members[rank.max(other)]);
                 return Err(Error::SharedMemory { first, second });
             }
             let later = |known: Option<(usize, usize)>| known.max(Some((end, rank)));

@@ -14,113 +14,46 @@
 
 mod announced;
 mod element;
-mod work;
+mod mail;
+mod meeting;
+mod part;
+mod shared;
 
-use std::cell::UnsafeCell;
-use std::sync::Arc;
-
-use crossbeam::utils::CachePadded;
-
-use super::{Backend, Call};
+use super::{Backend, Call, P2POp, Traffic};
 use crate::error::{Error, Result};
-use crate::operation::Operation;
-use crate::sync::{Barrier, Run};
-use announced::{Announced, Memory};
-
-/// What all ranks of the group share. Rank 0 makes it and hands it to the others.
-pub(crate) struct Shared {
-    run: Arc<Run>,
-    barrier: Barrier,
-    slots: Box<[CachePadded<Slot>]>,
-}
-
-/// A rank's announcements, for every other collective.
-///
-/// Two, because a rank that is through with one collective may announce the next while a slow rank
-/// still reads the last; it cannot come to the one after that before the slow rank has moved on.
-struct Slot([UnsafeCell<Announced>; 2]);
-
-// SAFETY: a slot is written by its own rank only, before that rank enters the barrier of the call, and
-// read by others only after they have passed that barrier and before they enter the next one; the
-// alternation of the two cells keeps the next write away from those reads. The pointers in it are
-// followed under the rules of `Threaded::meet`.
-unsafe impl Sync for Slot {}
-// SAFETY: as above; the pointers are plain data.
-unsafe impl Send for Slot {}
-
-impl Shared {
-    pub(crate) fn new(run: Arc<Run>) -> Self {
-        let slot = |_| {
-            CachePadded::new(Slot(
-                [Announced::nothing(), Announced::nothing()].map(UnsafeCell::new),
-            ))
-        };
-        Self {
-            slots: run.activity.iter().map(slot).collect(),
-            barrier: Barrier::new(run.clone()),
-            run,
-        }
-    }
-}
+use crate::operation::{At, Operation};
+pub(super) use announced::Announced;
+use announced::Memory;
+pub(super) use mail::{Parcel, Posted, Side};
+pub(super) use meeting::Seat;
+pub(super) use shared::{Occasion, Shared};
 
 /// One rank's side of the backend.
-pub(crate) struct Threaded {
-    rank: usize,
-    shared: Arc<Shared>,
-    /// Which of the two announcements is next. Turns with every meeting, so that it is the same on all
-    /// ranks (a count of calls is not: a call may fail before it comes to meet).
-    parity: usize,
+pub(super) struct Threaded {
+    seat: Seat<Announced>,
     /// The memory of all ranks' tensors in this collective; kept to be filled again without allocating.
     memory: Memory,
     /// Lists of places for the work, likewise.
-    places: work::Places,
+    places: part::Places,
 }
 
 impl Threaded {
     /// Joins the group; returns once all ranks have.
-    pub(crate) fn join(rank: usize, shared: Arc<Shared>) -> Result<Self> {
-        shared.barrier.wait(rank)?;
-        let (memory, places) = (Memory::default(), work::Places::default());
-        Ok(Self { rank, shared, parity: 0, memory, places })
-    }
-
-    /// Steps 1 and 2: announces this rank's call, waits for the others' and compares.
-    ///
-    /// On success all ranks call the same, with tensors that fit each other, and nobody writes where
-    /// another reads or writes. Their tensors stay where they are until every rank has dropped its
-    /// [`WayOut`]: their owners are in this collective and hold them.
-    fn meet(&mut self, call: &Call) -> Result<()> {
-        let shared = &self.shared;
-        // SAFETY: our own slot, before the barrier (see `Slot`); the reference ends here.
-        unsafe { &mut *shared.slots[self.rank].0[self.parity].get() }.announce(call)?;
-        shared.barrier.wait_at_most(self.rank, call.timeout.unwrap_or(shared.run.timeout))?;
-        let parity = self.parity;
-        self.parity = 1 - parity;
-
-        let calls = calls(shared, parity);
-        if !announced::all_agree(&calls) {
-            let (calls, odd) = announced::describe(calls);
-            return Err(Error::Mismatch { sequence: call.sequence, calls, odd });
-        }
-        self.memory.check(calls)
-    }
-
-    /// Steps 3 and 4. The second meeting is when this returns, also when the work has panicked.
-    fn work(&mut self, call: &Call) -> Result<()> {
-        let _way_out = WayOut { barrier: &self.shared.barrier, rank: self.rank };
-        // The announcements of the collective that this rank has just met the others in.
-        let calls = calls(&self.shared, 1 - self.parity);
-        // SAFETY: between `meet` and the way out, which is what the work asks for.
-        unsafe { work::run(call, self.rank, calls, &mut self.places) }
+    pub(super) fn join(seat: Seat<Announced>) -> Result<Self> {
+        let at = At { operation: Operation::Init, sequence: 0 };
+        seat.barrier().wait(seat.rank(), at)?;
+        Ok(Self { seat, memory: Memory::default(), places: part::Places::default() })
     }
 }
 
-/// What the ranks have announced, in their order.
+/// Steps 1 and 2: announces this rank's call, waits for the others' and compares.
 ///
-/// To be used after the barrier of the call and before the next one.
-fn calls(shared: &Shared, parity: usize) -> impl ExactSizeIterator<Item = &Announced> + Clone {
-    // SAFETY: nobody writes to these cells between those two barriers (see `Slot`).
-    shared.slots.iter().map(move |slot| unsafe { &*slot.0[parity].get() })
+/// On success all ranks call the same, with tensors that fit each other. `on_one_device` asks as well that
+/// all tensors be in one place.
+pub(super) fn meet(seat: &mut Seat<Announced>, call: &Call, on_one_device: bool) -> Result<()> {
+    let timeout = call.timeout.unwrap_or(seat.barrier().run().timeout);
+    seat.meet(call.at(), timeout, |announced| announced.announce(call, on_one_device))?;
+    announced::compare(seat.announced(), seat.barrier().members(), call.sequence)
 }
 
 impl Backend for Threaded {
@@ -128,30 +61,41 @@ impl Backend for Threaded {
         "threaded"
     }
 
+    fn launches(&self) -> bool {
+        false
+    }
+
     fn run(&mut self, call: &Call) -> Result<()> {
-        self.meet(call)?;
-        if call.operation == Operation::Barrier {
+        let Self { seat, memory, places } = self;
+        meet(seat, call, true)?;
+        if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // all have come
         }
-        self.work(call)
+        // Nobody writes where another reads or writes.
+        memory.check(seat.announced(), seat.barrier().members())?;
+        // The tensors of all ranks stay where they are: their owners are in this collective, hold them, and
+        // leave it together.
+        seat.and_leave_together(|| {
+            // SAFETY: as said, all that it asks for.
+            unsafe { part::run(call, seat.rank(), seat.announced(), places) }
+        })
+    }
+
+    fn traffic(&self, call: &Call) -> Traffic {
+        let members = self.seat.barrier().members().len();
+        part::traffic(call, self.seat.rank(), members)
     }
 
     fn synchronize(&mut self) -> Result<()> {
         // CPU work is done when it returns, and no CUDA work of this backend waits for another rank.
-        self.shared.run.check(self.rank)
+        let barrier = self.seat.barrier();
+        barrier.run().check(barrier.members()[self.seat.rank()])
+    }
+
+    fn point_to_point(&mut self, _: &[P2POp]) -> Result<()> {
+        // They go by `Mail`, which does not wait for the rank's collectives.
+        Err(Error::Unsupported("backend threaded launches no messages".into()))
     }
 
     fn shut_down(&mut self) {}
-}
-
-/// Meets all ranks again when it is dropped.
-struct WayOut<'a> {
-    barrier: &'a Barrier,
-    rank: usize,
-}
-
-impl Drop for WayOut<'_> {
-    fn drop(&mut self) {
-        self.barrier.wait_to_leave(self.rank);
-    }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use super::super::{Call, ReduceOp, num_bytes};
+use super::super::{Call, ReduceOp, Traffic, num_bytes};
 use super::announced::{Announced, Place};
 use super::element;
 use crate::error::{Error, Result};
@@ -17,11 +17,14 @@ pub(super) struct Places {
     outputs: Vec<*mut u8>,
 }
 
+// SAFETY: nothing that one call leaves in these lists is used by the next.
+unsafe impl Send for Places {}
+
 /// Does the part of `rank` in what all ranks have announced.
 ///
 /// # Safety
 /// All ranks have met for this call, their announcements agree, nobody writes where another reads or
-/// writes, and all tensors stay where they are until all ranks have met again.
+/// writes, and all tensors stay where they are until all ranks have left.
 pub(super) unsafe fn run<'a>(
     call: &Call,
     rank: usize,
@@ -70,8 +73,46 @@ pub(super) unsafe fn run<'a>(
     }
 }
 
+/// What crosses between `rank` and the others in [`run`]: what it reads from them and they write to it, and
+/// the other way round.
+pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
+    let others = world_size as u64 - 1;
+    let bytes = |tensor: &Tensor| num_bytes(call.kind, tensor.numel()) as u64;
+    let first = |tensors: &[Tensor]| tensors.first().map_or(0, bytes);
+    let foreign = |tensors: &[Tensor]| {
+        let theirs = tensors.iter().enumerate().filter(|(other, _)| *other != rank);
+        theirs.map(|(_, tensor)| bytes(tensor)).sum()
+    };
+    let (inputs, outputs) = (call.inputs, call.outputs);
+    let is_root = rank == call.root();
+    let (sent, received) = match call.operation {
+        Operation::AllReduce | Operation::Reduce => {
+            let all = first(inputs);
+            let slice = my_slice(inputs[0].numel(), rank, world_size).len();
+            let slice = num_bytes(call.kind, slice) as u64;
+            // The rest of its tensor is reduced by others; and its slice has results for others.
+            let results_for = match call.operation {
+                Operation::AllReduce => others,
+                _ => u64::from(!is_root),
+            };
+            let results =
+                if call.operation == Operation::AllReduce || is_root { all - slice } else { 0 };
+            (all - slice + slice * results_for, slice * others + results)
+        }
+        Operation::Broadcast if is_root => (first(inputs) * others, 0),
+        Operation::Broadcast => (0, first(outputs)),
+        Operation::Scatter => (foreign(inputs), if is_root { 0 } else { first(outputs) }),
+        Operation::Gather => (if is_root { 0 } else { first(inputs) }, foreign(outputs)),
+        Operation::AllGather => (first(inputs) * others, foreign(outputs)),
+        Operation::ReduceScatter => (foreign(inputs), first(outputs) * others),
+        Operation::AllToAll => (foreign(inputs), foreign(outputs)),
+        _ => (0, 0),
+    };
+    Traffic { sent, received }
+}
+
 /// The elements that a rank reduces for all: equal parts, in whole cache lines.
-fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<usize> {
+pub(super) fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<usize> {
     let part = numel.div_ceil(world_size).next_multiple_of(64);
     let start = (part * rank).min(numel);
     start..(start + part).min(numel)

@@ -1,0 +1,122 @@
+//! The thread that carries on a rank's collectives while the rank does something else.
+//!
+//! It is started by the first asynchronous operation of a group. The rank's side of the group moves there
+//! and comes back when the rank calls something itself, so that the order of its calls is kept and a rank
+//! that never asks for more than synchronous collectives pays nothing.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::thread;
+
+use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
+use tch::Device;
+
+use super::{ProcessGroup, Side};
+use crate::error::{Error, Result};
+use crate::torch::cuda;
+
+/// An operation of its own.
+type Operation = Box<dyn FnOnce(&ProcessGroup) -> Result<()> + Send>;
+
+enum Job {
+    /// Go on from here.
+    Take(Side),
+    /// Do this, and tell how it ended.
+    Run(Operation, Sender<Result<()>>),
+    /// Send it back.
+    GiveBack,
+}
+
+/// A rank's end of the channels to its thread. The thread ends when this is dropped and all is done.
+#[derive(Debug)]
+pub(super) struct CommunicationThread {
+    jobs: Sender<Job>,
+    returned: Receiver<Side>,
+}
+
+impl CommunicationThread {
+    /// Starts a thread for the rank that `group` belongs to, which is the calling one.
+    pub(super) fn start(group: &ProcessGroup) -> Result<Self> {
+        let (jobs, received) = unbounded();
+        let (give_back, returned) = bounded(1);
+        let make_group = group.on_another_thread();
+        let rank = group.global_rank();
+        let owner = thread::current();
+        let main = move || {
+            let group = make_group();
+            let run = group.run();
+            run.cancel.register();
+            tch::set_num_threads(1); // it copies, and computes nothing
+            for job in received {
+                match job {
+                    Job::Take(side) => group.take(side),
+                    Job::GiveBack => {
+                        if let Some(side) = group.give_away() {
+                            let _ = give_back.send(side); // whoever asked waits for it
+                        }
+                    }
+                    Job::Run(operation, result) => {
+                        let _ = result.send(carry_out(&group, operation)); // need not be waited for
+                        if run.pending[rank].fetch_sub(1, Ordering::AcqRel) == 1 {
+                            owner.unpark();
+                        }
+                    }
+                }
+            }
+        };
+        let name = format!("rank{rank}-comm");
+        thread::Builder::new().name(name).spawn(main).map_err(|error| {
+            Error::Unsupported(format!(
+                "rank {rank}: its communication thread cannot be started: {error}"
+            ))
+        })?;
+        Ok(Self { jobs, returned })
+    }
+
+    /// Hands over the rank's side of the group.
+    pub(super) fn take(&self, side: Side) {
+        self.send(Job::Take(side));
+    }
+
+    /// Queues `operation`; how it ends will be in the channel.
+    pub(super) fn run(&self, group: &ProcessGroup, operation: Operation) -> Receiver<Result<()>> {
+        let (sender, result) = bounded(1);
+        group.run().pending[group.global_rank()].fetch_add(1, Ordering::AcqRel);
+        self.send(Job::Run(operation, sender));
+        result
+    }
+
+    /// Takes the rank's side of the group back, when all that was queued is over: each of it ends.
+    pub(super) fn give_back(&self) -> Option<Side> {
+        self.send(Job::GiveBack);
+        self.returned.recv().ok()
+    }
+
+    fn send(&self, job: Job) {
+        let _ = self.jobs.send(job); // the thread listens as long as this end lives
+    }
+}
+
+/// Does one operation. The run learns of a failure here, because its rank may never ask.
+fn carry_out(group: &ProcessGroup, operation: Operation) -> Result<()> {
+    let (run, rank) = (group.run(), group.global_rank());
+    let work = || {
+        if let Device::Cuda(gpu) = group.device() {
+            cuda::set_device(gpu)?;
+        }
+        operation(group)
+    };
+    let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+        run.report_at(
+            rank,
+            Some(group.activity().now()),
+            None,
+            "an asynchronous operation panicked".into(),
+        );
+        run.check(rank)
+    });
+    if let Err(error) = &result {
+        run.report_at(rank, Some(group.activity().now()), Some(error), error.to_string());
+    }
+    result
+}

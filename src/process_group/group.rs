@@ -1,0 +1,80 @@
+//! Groups of some of the ranks.
+
+use super::threaded::Occasion;
+use super::{Invitation, ProcessGroup};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::operation::Operation;
+
+use super::arguments::{Options, refuse};
+
+impl ProcessGroup {
+    /// A group of some ranks of this one, with numbers of their own from 0 in the same order; `None` on the
+    /// ranks that are not in it. Every rank of this group must call it, also those that are not meant.
+    ///
+    /// Follows `torch.distributed.new_group`. `ranks` are ranks of this group, in any order. In the new
+    /// group, wherever a rank is asked for or returned (`src`, `dst`, [`ProcessGroup::rank`]), it is the
+    /// number there; [`ProcessGroup::ranks`] translates. Different groups can be at work at the same time; ranks
+    /// that are in several must call their collectives in one order.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when `ranks` is empty, names a rank twice or one that is not there; as
+    /// [`ProcessGroup::all_reduce`].
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(4, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let even = group.new_group(&[0, 2])?;
+    ///     let odd = group.new_group(&[1, 3])?;
+    ///     let mine = even.or(odd).expect("every rank is in one of them");
+    ///     let mut tensor = Tensor::from_slice(&[rank.rank() as i64]);
+    ///     mine.all_reduce(&mut tensor, ReduceOp::Sum)?;
+    ///     assert_eq!(tensor.int64_value(&[0]), [2, 4][rank.rank() % 2]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn new_group(&self, ranks: &[usize]) -> Result<Option<ProcessGroup>> {
+        let operation = Operation::NewGroup;
+        let mut ranks = ranks.to_vec();
+        ranks.sort_unstable();
+        ranks.iter().try_for_each(|&rank| self.check_rank(operation, "a member", rank))?;
+        if ranks.is_empty() || ranks.windows(2).any(|pair| pair[0] == pair[1]) {
+            return refuse(operation, format!("{ranks:?} is no list of different ranks"));
+        }
+        let shape: Vec<i64> = ranks.iter().map(|&rank| rank as i64).collect();
+        let occasion = Occasion::NewGroup(self.sequence()?);
+        self.collective(operation, Options::default(), &shape, &[], &[])?;
+
+        let Ok(place) = ranks.binary_search(&self.rank) else { return Ok(None) };
+        let guests = ranks.len();
+        let invitation = self.shared.invitation(occasion, guests, || {
+            let members = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
+            self.invitation(members)
+        })?;
+        invitation.accept(place, self.local_rank, self.device).map(Some)
+    }
+
+    /// The members of this group in their order, by the numbers that they have in the group that
+    /// [`Rank::init_process_group`](crate::launch::Rank::init_process_group) returned. Not a collective.
+    ///
+    /// Follows `torch.distributed.get_process_group_ranks`.
+    pub fn ranks(&self) -> &[usize] {
+        self.shared.members()
+    }
+
+    /// An invitation to a group that talks as this one does.
+    fn invitation(&self, members: std::sync::Arc<[usize]>) -> Result<Invitation> {
+        if self.launches {
+            Invitation::nccl(self.run(), members)
+        } else {
+            Ok(Invitation::threaded(self.run(), members))
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! Collectives on values of Rust instead of tensors: whatever serde can write and read.
+//!
+//! They travel as MessagePack in byte tensors, in two collectives: how long, and what. For now and then; a
+//! tensor is faster.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tch::{Device, Kind, Tensor};
+
+use super::ProcessGroup;
+use crate::error::{Error, Result};
+
+impl ProcessGroup {
+    /// Puts rank `src`'s list in the place of every rank's.
+    ///
+    /// Follows `torch.distributed.broadcast_object_list`; here the others' lists may have any length before.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::broadcast`]; [`Error::Input`] when an object cannot be serialised, or is not of the
+    /// type that this rank expects.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mut list = if rank.rank() == 0 { vec![("lr".to_string(), 0.1)] } else { vec![] };
+    ///     group.broadcast_object_list(&mut list, 0)?;
+    ///     assert_eq!(list, [("lr".to_string(), 0.1)]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn broadcast_object_list<T: Serialize + DeserializeOwned>(
+        &self,
+        object_list: &mut Vec<T>,
+        src: usize,
+    ) -> Result<()> {
+        const NAME: &str = "broadcast_object_list";
+        let is_source = self.rank() == src;
+        let bytes = if is_source { to_bytes(NAME, object_list)? } else { Vec::new() };
+        let mut len = self.lengths(&[bytes.len()]);
+        self.broadcast(&mut len, src)?;
+        let mut bytes = self.tensor_of(&bytes, self.read_lengths(&len)?[0]);
+        self.broadcast(&mut bytes, src)?;
+        if !is_source {
+            *object_list = from_bytes(NAME, &self.bytes_of(&bytes)?)?;
+        }
+        Ok(())
+    }
+
+    /// Every rank's object, in the order of the ranks, on every rank.
+    ///
+    /// Follows `torch.distributed.all_gather_object`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::broadcast_object_list`].
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    ///
+    /// spawn(3, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let names = group.all_gather_object(&format!("rank {}", rank.rank()))?;
+    ///     assert_eq!(names, ["rank 0", "rank 1", "rank 2"]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
+        const NAME: &str = "all_gather_object";
+        let (padded, lengths) = self.padded(&to_bytes(NAME, object)?)?;
+        let mut all: Vec<Tensor> = lengths.iter().map(|_| padded.zeros_like()).collect();
+        self.all_gather(&mut all, &padded)?;
+        self.objects(NAME, &all, &lengths)
+    }
+
+    /// Every rank's object, in the order of the ranks, on rank `dst`; `None` on the others.
+    ///
+    /// Follows `torch.distributed.gather_object`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::broadcast_object_list`].
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let squares = group.gather_object(&(rank.rank() * rank.rank()), 0)?;
+    ///     assert_eq!(squares, (rank.rank() == 0).then(|| vec![0, 1]));
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn gather_object<T: Serialize + DeserializeOwned>(
+        &self,
+        object: &T,
+        dst: usize,
+    ) -> Result<Option<Vec<T>>> {
+        const NAME: &str = "gather_object";
+        let (padded, lengths) = self.padded(&to_bytes(NAME, object)?)?;
+        if self.rank() != dst {
+            self.gather(&padded, None, dst)?;
+            return Ok(None);
+        }
+        let mut all: Vec<Tensor> = lengths.iter().map(|_| padded.zeros_like()).collect();
+        self.gather(&padded, Some(&mut all), dst)?;
+        self.objects(NAME, &all, &lengths).map(Some)
+    }
+
+    /// The object for this rank in the list of rank `src`, which alone passes one: an object for each rank.
+    ///
+    /// Follows `torch.distributed.scatter_object_list`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::broadcast_object_list`]; [`Error::Input`] when the list does not have an object for
+    /// each rank, is missing on `src`, or is there on another rank.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let list = (rank.rank() == 0).then(|| vec![Some("a".to_string()), None]);
+    ///     let mine: Option<String> = group.scatter_object_list(list.as_deref(), 0)?;
+    ///     assert_eq!(mine.as_deref(), [Some("a"), None][rank.rank()]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn scatter_object_list<T: Serialize + DeserializeOwned>(
+        &self,
+        scatter_object_input_list: Option<&[T]>,
+        src: usize,
+    ) -> Result<T> {
+        const NAME: &str = "scatter_object_list";
+        let wrong = scatter_object_input_list.map(<[T]>::len)
+            != (self.rank() == src).then_some(self.world_size());
+        if wrong {
+            return Err(Error::Input(format!(
+                "{NAME}: rank {src} (src) alone passes a list, with an object for each of {} ranks; this is \
+                 rank {}",
+                self.world_size(),
+                self.rank()
+            )));
+        }
+        let list = scatter_object_input_list.unwrap_or_default();
+        let list = list.iter().map(|object| to_bytes(NAME, object)).collect::<Result<Vec<_>>>()?;
+        let mut len = self.lengths(&[0]);
+        let lengths: Vec<Tensor> = list.iter().map(|bytes| self.lengths(&[bytes.len()])).collect();
+        self.scatter(&mut len, (self.rank() == src).then_some(&lengths[..]), src)?;
+        // Only rank `src` sends anything in this all_to_all, so that nothing needs to be padded.
+        let len = self.read_lengths(&len)?[0];
+        let none = vec![0; self.world_size()];
+        let (mut from, mut to) = (none.clone(), none);
+        from[src] = len as i64;
+        list.iter().zip(&mut to).for_each(|(bytes, to)| *to = bytes.len() as i64);
+        let all = list.concat();
+        let mut mine = self.tensor_of(&[], len);
+        let input = self.tensor_of(&all, all.len());
+        self.all_to_all_single(&mut mine, &input, Some(&from), Some(&to))?;
+        from_bytes(NAME, &self.bytes_of(&mine)?)
+    }
+
+    /// Sends a list to rank `dst`, which receives it with [`ProcessGroup::recv_object_list`].
+    ///
+    /// Follows `torch.distributed.send_object_list`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::send`] and [`ProcessGroup::broadcast_object_list`].
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     if rank.rank() == 0 {
+    ///         group.send_object_list(&["hello", "world"], 1)?;
+    ///     } else {
+    ///         let words: Vec<String> = group.recv_object_list(0)?;
+    ///         assert_eq!(words, ["hello", "world"]);
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn send_object_list<T: Serialize>(&self, object_list: &[T], dst: usize) -> Result<()> {
+        let bytes = to_bytes("send_object_list", &object_list)?;
+        self.send(&self.lengths(&[bytes.len()]), dst, OBJECTS)?;
+        self.send(&self.tensor_of(&bytes, bytes.len()), dst, OBJECTS)
+    }
+
+    /// Receives the list that rank `src` sends with [`ProcessGroup::send_object_list`].
+    ///
+    /// Follows `torch.distributed.recv_object_list`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::send_object_list`], which has an example.
+    pub fn recv_object_list<T: DeserializeOwned>(&self, src: usize) -> Result<Vec<T>> {
+        let mut len = self.lengths(&[0]);
+        self.recv(&mut len, Some(src), OBJECTS)?;
+        let mut bytes = self.tensor_of(&[], self.read_lengths(&len)?[0]);
+        self.recv(&mut bytes, Some(src), OBJECTS)?;
+        from_bytes("recv_object_list", &self.bytes_of(&bytes)?)
+    }
+
+    /// This rank's bytes, made as long as the longest, and how long each rank's are.
+    fn padded(&self, bytes: &[u8]) -> Result<(Tensor, Vec<usize>)> {
+        let mut all = self.lengths(&vec![0; self.world_size()]);
+        self.all_gather_into_tensor(&mut all, &self.lengths(&[bytes.len()]))?;
+        let lengths = self.read_lengths(&all)?;
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        Ok((self.tensor_of(bytes, longest), lengths))
+    }
+
+    fn objects<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        all: &[Tensor],
+        lengths: &[usize],
+    ) -> Result<Vec<T>> {
+        let object = |(bytes, &len): (&Tensor, &usize)| {
+            from_bytes(name, &self.bytes_of(&bytes.narrow(0, 0, len as i64))?)
+        };
+        all.iter().zip(lengths).map(object).collect()
+    }
+
+    /// Bytes on this rank's device, with zeros up to `len`.
+    fn tensor_of(&self, bytes: &[u8], len: usize) -> Tensor {
+        let mut padded = bytes.to_vec();
+        padded.resize(len, 0);
+        Tensor::from_slice(&padded).to_device(self.device())
+    }
+
+    fn lengths(&self, lengths: &[usize]) -> Tensor {
+        let lengths: Vec<i64> = lengths.iter().map(|&len| len as i64).collect();
+        Tensor::from_slice(&lengths).to_device(self.device())
+    }
+
+    fn read_lengths(&self, lengths: &Tensor) -> Result<Vec<usize>> {
+        self.synchronize()?;
+        let lengths = lengths.to_device(Device::Cpu).to_kind(Kind::Int64);
+        let lengths = Vec::<i64>::try_from(&lengths).map_err(Error::torch("reading lengths"))?;
+        Ok(lengths.into_iter().map(|len| len.max(0) as usize).collect())
+    }
+
+    fn bytes_of(&self, tensor: &Tensor) -> Result<Vec<u8>> {
+        self.synchronize()?;
+        Vec::<u8>::try_from(tensor.to_device(Device::Cpu)).map_err(Error::torch("reading bytes"))
+    }
+}
+
+/// The tag of objects between two ranks, which no tensor's tag should be.
+const OBJECTS: u64 = u64::MAX;
+
+fn to_bytes(name: &str, object: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
+    rmp_serde::to_vec_named(object)
+        .map_err(|error| Error::Input(format!("{name}: the object cannot be serialised: {error}")))
+}
+
+fn from_bytes<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
+    rmp_serde::from_slice(bytes).map_err(|error| {
+        Error::Input(format!(
+            "{name}: the object that came is not of the type {}: {error}",
+            std::any::type_name::<T>()
+        ))
+    })
+}

@@ -1,0 +1,253 @@
+//! Tensors from one rank to one other.
+
+use tch::{Device, Tensor};
+
+use super::arguments::{Dense, refuse};
+use super::threaded::{self, Parcel};
+use super::work::State;
+use super::{ProcessGroup, Traffic, Work, num_bytes};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::operation::{At, Operation};
+use crate::torch::cuda;
+
+/// One message of [`ProcessGroup::batch_isend_irecv`]. Follows `torch.distributed.P2POp`.
+#[derive(Debug)]
+pub struct P2POp {
+    pub(super) side: threaded::Side,
+    pub(super) tensor: Tensor,
+    /// `None` to receive from anybody.
+    pub(super) peer: Option<usize>,
+    pub(super) tag: u64,
+}
+
+impl P2POp {
+    /// As [`ProcessGroup::isend`].
+    pub fn isend(tensor: &Tensor, dst: usize, tag: u64) -> Self {
+        let tensor = tensor.shallow_clone();
+        Self { side: threaded::Side::Send, tensor, peer: Some(dst), tag }
+    }
+
+    /// As [`ProcessGroup::irecv`].
+    pub fn irecv(tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Self {
+        let tensor = tensor.shallow_clone();
+        Self { side: threaded::Side::Receive, tensor, peer: src, tag }
+    }
+
+    pub(super) fn is_send(&self) -> bool {
+        self.side == threaded::Side::Send
+    }
+
+    pub(super) fn operation(&self) -> Operation {
+        if self.is_send() { Operation::Send } else { Operation::Recv }
+    }
+}
+
+impl ProcessGroup {
+    /// Sends `tensor` to rank `dst`, which receives it with [`ProcessGroup::recv`]; returns when it has.
+    ///
+    /// Follows `torch.distributed.send`. Any kind and shape. Only the two ranks take part. Messages between two
+    /// ranks are received in the order in which they were sent, those of each `tag` on their own; `nccl`
+    /// knows no tags.
+    ///
+    /// With `threaded` the tensor is copied once, by whichever of the two comes second. So two ranks that both
+    /// send before they receive wait for each other until they time out: let one receive first, or use
+    /// [`ProcessGroup::isend`].
+    ///
+    /// # Errors
+    /// [`Error::SendMismatch`] when the other expects another kind or shape, [`Error::Input`] for a tensor
+    /// that is undefined or elsewhere and for a rank that is not there or this one, [`Error::Timeout`],
+    /// [`Error::Left`] and [`Error::Cancelled`] when the other does not come, and the backend's own errors.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mut tensor = Tensor::from_slice(&[7 * (1 - rank.rank() as i64)]);
+    ///     if rank.rank() == 0 {
+    ///         group.send(&tensor, 1, 0)?;
+    ///     } else {
+    ///         let source = group.recv(&mut tensor, Some(0), 0)?;
+    ///         assert_eq!((tensor.int64_value(&[0]), source), (7, 0));
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn send(&self, tensor: &Tensor, dst: usize, tag: u64) -> Result<()> {
+        self.noted(&P2POp::isend(tensor, dst, tag)).map(drop)
+    }
+
+    /// Receives into `tensor` what rank `src` sends with [`ProcessGroup::send`], or with `None` any rank
+    /// (not with `nccl`). Returns the rank that sent.
+    ///
+    /// Follows `torch.distributed.recv`. `tensor` has the kind and shape that are sent.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::send`], which has an example.
+    pub fn recv(&self, tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Result<usize> {
+        let source = self.noted(&P2POp::irecv(tensor, src, tag))?;
+        Ok(source.or(src).unwrap_or(self.rank))
+    }
+
+    /// As [`ProcessGroup::send`], but goes on at once. Don't change `tensor` before [`Work::wait`] has returned.
+    ///
+    /// Follows `torch.distributed.isend`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::send`]; those that depend on the other rank come from [`Work::wait`].
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// // Everybody passes a number on to the right.
+    /// spawn(3, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let (me, ranks) = (rank.rank(), rank.world_size());
+    ///     let mine = Tensor::from_slice(&[me as i64]);
+    ///     let mut left = mine.zeros_like();
+    ///     let sent = group.isend(&mine, (me + 1) % ranks, 0)?;
+    ///     let received = group.irecv(&mut left, Some((me + ranks - 1) % ranks), 0)?;
+    ///     sent.wait()?;
+    ///     received.wait()?;
+    ///     assert_eq!(left.int64_value(&[0]), ((me + ranks - 1) % ranks) as i64);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn isend(&self, tensor: &Tensor, dst: usize, tag: u64) -> Result<Work> {
+        self.start(&P2POp::isend(tensor, dst, tag))
+    }
+
+    /// As [`ProcessGroup::recv`], but goes on at once. Don't use `tensor` before [`Work::wait`] has returned.
+    ///
+    /// Follows `torch.distributed.irecv`.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::isend`], which has an example.
+    pub fn irecv(&self, tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Result<Work> {
+        self.start(&P2POp::irecv(tensor, src, tag))
+    }
+
+    /// Starts several messages at once, in whatever order the other ranks start theirs.
+    ///
+    /// Follows `torch.distributed.batch_isend_irecv`. With `nccl` this is how a rank sends and receives in one
+    /// go: there, messages that are started one by one run one after the other.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::isend`]. Nothing is started if one of them is wrong in itself.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, P2POp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let peer = 1 - rank.rank();
+    ///     let mine = Tensor::from_slice(&[rank.rank() as i64]);
+    ///     let mut theirs = mine.zeros_like();
+    ///     let ops = [P2POp::isend(&mine, peer, 0), P2POp::irecv(&mut theirs, Some(peer), 0)];
+    ///     for work in group.batch_isend_irecv(&ops)? {
+    ///         work.wait()?;
+    ///     }
+    ///     assert_eq!(theirs.int64_value(&[0]), peer as i64);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn batch_isend_irecv(&self, p2p_op_list: &[P2POp]) -> Result<Vec<Work>> {
+        p2p_op_list.iter().try_for_each(|op| self.check(op))?;
+        self.post(p2p_op_list)
+    }
+
+    /// One message from beginning to end, which is what this rank is seen doing.
+    fn noted(&self, op: &P2POp) -> Result<Option<usize>> {
+        let before = self.activity().enter(op.operation(), self.messages.get());
+        let source = self.start(op)?.wait_for_source()?;
+        self.activity().restore(before);
+        Ok(source)
+    }
+
+    fn start(&self, op: &P2POp) -> Result<Work> {
+        self.check(op)?;
+        let mut works = self.post(std::slice::from_ref(op))?;
+        let work = works.pop();
+        Ok(work.unwrap_or_else(|| Work::new(State::Done, self.run().clone(), self.global_rank())))
+    }
+
+    /// What can be checked without the other rank.
+    fn check(&self, op: &P2POp) -> Result<()> {
+        let operation = op.operation();
+        self.common_kind(operation, std::slice::from_ref(&op.tensor), &[])?;
+        let Some(peer) = op.peer else {
+            return match self.launches {
+                true => refuse(operation, "backend nccl receives from a named rank only".into()),
+                false => Ok(()),
+            };
+        };
+        self.check_rank(operation, if op.is_send() { "dst" } else { "src" }, peer)?;
+        if peer == self.rank {
+            return refuse(operation, format!("rank {peer} is this rank itself; copy the tensor"));
+        }
+        Ok(())
+    }
+
+    fn post(&self, ops: &[P2POp]) -> Result<Vec<Work>> {
+        self.run().check(self.global_rank())?;
+        for op in ops {
+            let bytes = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
+            let sent = if op.is_send() { bytes } else { 0 };
+            self.traffic.add(Traffic { sent, received: bytes - sent });
+        }
+        if self.launches { self.launch(ops) } else { ops.iter().map(|op| self.mail(op)).collect() }
+    }
+
+    fn mail(&self, op: &P2POp) -> Result<Work> {
+        let sequence = self.messages.replace(self.messages.get() + 1);
+        let at = At { operation: op.operation(), sequence };
+        let parcel = Parcel {
+            side: op.side,
+            tensor: op.tensor.shallow_clone(),
+            source: if op.is_send() { Some(self.rank) } else { op.peer },
+            tag: op.tag,
+            kind: op.tensor.kind(),
+            stream: match self.device {
+                Device::Cuda(gpu) => cuda::current_stream(gpu)? as usize,
+                _ => 0,
+            },
+        };
+        let destination = op.peer.filter(|_| op.is_send()).unwrap_or(self.rank);
+        let posted = self.shared.mail().post(parcel, destination);
+        let others = (0..self.world_size()).filter(|&rank| rank != self.rank);
+        let peers = others.filter(|&rank| op.peer.is_none_or(|peer| peer == rank));
+        let peers = peers.map(|rank| self.shared.members()[rank]).collect();
+        let state = State::Posted { posted, peers, at };
+        Ok(Work::new(state, self.run().clone(), self.global_rank()))
+    }
+
+    /// With NCCL: on the stream, in one piece of memory each.
+    fn launch(&self, ops: &[P2POp]) -> Result<Vec<Work>> {
+        let dense = ops.iter().map(|op| Dense::new(&op.tensor)).collect::<Result<Vec<_>>>()?;
+        let flat: Vec<P2POp> = ops
+            .iter()
+            .zip(&dense)
+            .map(|(op, dense)| P2POp { tensor: dense.handle(), ..*op })
+            .collect();
+        self.side()?.backend.point_to_point(&flat)?;
+        for (op, dense) in ops.iter().zip(&dense).filter(|(op, _)| !op.is_send()) {
+            dense.write_back(&op.tensor)?;
+        }
+        self.messages.set(self.messages.get() + ops.len() as u64);
+        ops.iter().map(|_| self.launched()).collect()
+    }
+}

@@ -1,0 +1,83 @@
+//! What the ranks of one process share of a group: where they meet, their mail, invitations to sub-groups.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::super::Invitation;
+use super::announced::Announced;
+use super::mail::Mail;
+use super::meeting::{Meeting, Seat};
+use crate::error::Result;
+use crate::sync::{Barrier, Run};
+
+/// Made by one rank and handed to the others.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    meeting: Arc<Meeting<Announced>>,
+    mail: Mail,
+    run: Arc<Run>,
+    members: Arc<[usize]>,
+    /// Those that not everybody has taken, and how many still have to.
+    invitations: Mutex<HashMap<Occasion, (Invitation, usize)>>,
+}
+
+/// What an invitation is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Occasion {
+    /// The `new_group` with this number in the order of the group's calls.
+    NewGroup(u64),
+    /// The first message between these two ranks, the lower one first.
+    Pair(usize, usize),
+}
+
+impl Shared {
+    /// For the ranks `members` of `run`.
+    pub(crate) fn new(run: Arc<Run>, members: Arc<[usize]>) -> Self {
+        let barrier = Barrier::new(run.clone(), members.clone());
+        Self {
+            meeting: Arc::new(Meeting::new(barrier, Announced::nothing)),
+            mail: Mail::new(run.clone(), members.clone()),
+            run,
+            members,
+            invitations: Mutex::default(),
+        }
+    }
+
+    /// Everybody that is in the process's run.
+    pub(crate) fn run(&self) -> &Arc<Run> {
+        &self.run
+    }
+
+    /// The members of the group by their numbers in the run, in their order in the group.
+    pub(crate) fn members(&self) -> &Arc<[usize]> {
+        &self.members
+    }
+
+    /// Where sent tensors wait to be received.
+    pub(crate) fn mail(&self) -> &Mail {
+        &self.mail
+    }
+
+    /// The place of `rank` where the group meets; can be taken once.
+    pub(crate) fn seat(&self, rank: usize) -> Seat<Announced> {
+        Seat::take(rank, self.meeting.clone())
+    }
+
+    /// The same invitation for each of `guests` ranks: the first to come makes it.
+    pub(crate) fn invitation(
+        &self,
+        occasion: Occasion,
+        guests: usize,
+        make: impl FnOnce() -> Result<Invitation>,
+    ) -> Result<Invitation> {
+        let mut waiting = self.invitations.lock().unwrap_or_else(PoisonError::into_inner);
+        let (invitation, left) = match waiting.remove(&occasion) {
+            Some((invitation, left)) => (invitation, left - 1),
+            None => (make()?, guests - 1),
+        };
+        if left > 0 {
+            waiting.insert(occasion, (invitation.clone(), left));
+        }
+        Ok(invitation)
+    }
+}

@@ -1,0 +1,99 @@
+//! The handle of an operation that goes on while its rank does something else.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crossbeam::channel::Receiver;
+
+#[cfg(doc)]
+use super::ProcessGroup;
+use super::threaded::Posted;
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::operation::At;
+use crate::sync::Run;
+use crate::torch::cuda;
+
+/// An operation that was started and may not be over. Follows `torch.distributed.Work`.
+///
+/// Leave its tensors alone until [`Work::wait`] has returned. Dropping it does not stop it, and if it fails
+/// the run ends all the same.
+#[must_use = "the operation is over when `wait` has returned"]
+pub struct Work {
+    state: State,
+    run: Arc<Run>,
+    /// The rank in the run.
+    rank: usize,
+    /// It is waited for on the thread that started it, which is the one that is woken.
+    stays_here: PhantomData<Rc<()>>,
+}
+
+pub(super) enum State {
+    /// A communication thread will send how it ended.
+    Queued(Receiver<Result<()>>),
+    /// A message, and the ranks that can be its other side.
+    Posted { posted: Posted, peers: Vec<usize>, at: At },
+    /// Launched on a GPU, up to this mark of the rank's stream.
+    Launched(cuda::Event),
+    /// It was over before anybody could ask.
+    Done,
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Work").field("is_completed", &self.is_completed()).finish_non_exhaustive()
+    }
+}
+
+impl Work {
+    pub(super) fn new(state: State, run: Arc<Run>, rank: usize) -> Self {
+        Self { state, run, rank, stays_here: PhantomData }
+    }
+
+    /// Whether the operation is over, well or not. Does not wait.
+    pub fn is_completed(&self) -> bool {
+        match &self.state {
+            State::Queued(result) => !result.is_empty(),
+            State::Posted { posted, .. } => posted.is_completed(),
+            // An error of the device shows in `ProcessGroup::synchronize`.
+            State::Launched(mark) => mark.is_done().unwrap_or(true),
+            State::Done => true,
+        }
+    }
+
+    /// Returns when the operation is over and its results can be used.
+    ///
+    /// On a GPU with `nccl` that is at once, as in PyTorch: whatever is launched from here on runs after it.
+    /// Before you read a result on the host, call [`ProcessGroup::synchronize`].
+    ///
+    /// # Errors
+    /// What the operation itself would have returned; [`Error::Cancelled`] when another rank failed.
+    pub fn wait(self) -> Result<()> {
+        self.wait_for_source().map(drop)
+    }
+
+    /// As [`Work::wait`]; for a message returns the rank of the group that sent it.
+    pub(super) fn wait_for_source(self) -> Result<Option<usize>> {
+        match self.state {
+            // Every queued operation ends, so this does.
+            State::Queued(result) => match result.recv() {
+                Ok(result) => result.map(|()| None),
+                Err(_) => self.run.check(self.rank).map(|()| None),
+            },
+            State::Posted { posted, peers, at } => {
+                let peers = peers.iter().copied();
+                self.run.wait_for_peers(self.rank, peers, at, || posted.is_completed())?;
+                match posted.source() {
+                    Some(source) => Ok(Some(source)),
+                    // The two sides did not fit, which has been reported.
+                    None => self.run.check(self.rank).map(|()| None),
+                }
+            }
+            State::Launched(_) => self.run.check(self.rank).map(|()| None),
+            State::Done => Ok(None),
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! Where the atomics, locks and threads of the ranks' meetings come from: the standard library, or the
+//! model checker loom, which tries every order in which threads can take turns (tests/model).
+
+#[cfg(not(loom))]
+pub(crate) use std::{
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    sync::{Arc, Mutex, MutexGuard},
+    thread::{Thread, current, park, park_timeout, yield_now},
+};
+
+#[cfg(loom)]
+pub(crate) use loom::{
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    sync::{Arc, Mutex, MutexGuard},
+    thread::{Thread, current, park, yield_now},
+};
+
+/// In a model no time passes, so a wait ends by an event only.
+#[cfg(loom)]
+pub(crate) fn park_timeout(_: std::time::Duration) {
+    park();
+}
+
+/// `std::cell::UnsafeCell` with the face that loom needs to see who reads and writes when.
+#[cfg(not(loom))]
+#[derive(Debug, Default)]
+pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+#[cfg(not(loom))]
+impl<T> UnsafeCell<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(std::cell::UnsafeCell::new(value))
+    }
+
+    pub(crate) fn with<R>(&self, read: impl FnOnce(*const T) -> R) -> R {
+        read(self.0.get())
+    }
+
+    pub(crate) fn with_mut<R>(&self, write: impl FnOnce(*mut T) -> R) -> R {
+        write(self.0.get())
+    }
+}
+
+#[cfg(loom)]
+pub(crate) use loom::cell::UnsafeCell;
