@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::operation::At;
+use crate::operation::{At, Operation};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -62,6 +62,8 @@ pub enum Error {
         calls: String,
         /// The first of the fewest ranks that called the same: the one to look at first.
         odd: usize,
+        /// What that one called.
+        called: Operation,
     },
 
     /// A tensor was sent that is not the one that the other rank expects.
@@ -152,7 +154,9 @@ impl Error {
         match self {
             Error::Timeout { late, .. } => late.first().map(|l| (l.rank, Some(l.last_seen))),
             Error::Left { left, .. } => Some((*left, None)),
-            Error::Mismatch { odd, .. } => Some((*odd, None)),
+            Error::Mismatch { odd, called, sequence, .. } => {
+                Some((*odd, Some(At { operation: *called, sequence: *sequence })))
+            }
             Error::SendMismatch { destination, .. } => Some((*destination, None)),
             Error::SharedMemory { second, .. } => Some((*second, None)),
             _ => None,

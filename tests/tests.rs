@@ -9,6 +9,8 @@ mod collectives; // every operation, kind, world size and awkward length; mismat
 mod cuda; // with a GPU; skips and says so without
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
 mod failures; // every kind of failure at every stage on every rank
+mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
+mod messages; // from one rank to one other, and objects
 mod parity; // against values recorded from PyTorch
 mod ranks; // what spawn promises
 mod tidy; // the rules of the source that a compiler does not check

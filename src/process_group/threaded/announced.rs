@@ -137,8 +137,7 @@ pub(super) fn compare<'a>(
 ) -> Result<()> {
     let Some(first) = calls.clone().next() else { return Ok(()) };
     if !calls.clone().skip(1).all(|other| other.agrees_with(first)) {
-        let (calls, odd) = describe(calls, members);
-        return Err(Error::Mismatch { sequence, calls, odd });
+        return Err(differ(calls, members, sequence));
     }
     if first.operation != Operation::AllToAll {
         return Ok(());
@@ -156,25 +155,29 @@ pub(super) fn compare<'a>(
                 };
                 let calls =
                     format!("in all_to_all rank {from} sends {sent} elements to {to} {expected}");
-                return Err(Error::Mismatch { sequence, calls, odd });
+                return Err(Error::Mismatch { sequence, calls, odd, called: first.operation });
             }
         }
     }
     Ok(())
 }
 
-/// "rank 0 called all_reduce(sum) of float32 [4]; ranks 1, 2 called barrier", and the first rank of the
+/// "rank 0 called all_reduce(sum) of float32 [4]; ranks 1, 2 called barrier", blaming the first rank of the
 /// smallest of these groups, of equal ones the last: that is where the mistake is likely to be.
-fn describe<'a>(calls: impl Iterator<Item = &'a Announced>, members: &[usize]) -> (String, usize) {
-    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
+fn differ<'a>(
+    calls: impl Iterator<Item = &'a Announced>,
+    members: &[usize],
+    sequence: u64,
+) -> Error {
+    let mut groups: Vec<(String, Operation, Vec<usize>)> = Vec::new();
     for (&rank, call) in members.iter().zip(calls) {
         let text = call.describe();
-        match groups.iter_mut().find(|(known, _)| *known == text) {
-            Some((_, ranks)) => ranks.push(rank),
-            None => groups.push((text, vec![rank])),
+        match groups.iter_mut().find(|(known, ..)| *known == text) {
+            Some((.., ranks)) => ranks.push(rank),
+            None => groups.push((text, call.operation, vec![rank])),
         }
     }
-    let named = groups.iter().map(|(text, ranks)| {
+    let named = groups.iter().map(|(text, _, ranks)| {
         let numbers: Vec<String> = ranks.iter().map(ToString::to_string).collect();
         format!(
             "rank{} {} called {text}",
@@ -182,8 +185,11 @@ fn describe<'a>(calls: impl Iterator<Item = &'a Announced>, members: &[usize]) -
             numbers.join(", ")
         )
     });
-    let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
-    (named.collect::<Vec<_>>().join("; "), odd.map_or(0, |(_, ranks)| ranks[0]))
+    let calls = named.collect::<Vec<_>>().join("; ");
+    let odd = groups.iter().rev().min_by_key(|(.., ranks)| ranks.len());
+    let (odd, called) =
+        odd.map_or((0, Operation::Function), |(_, called, ranks)| (ranks[0], *called));
+    Error::Mismatch { sequence, calls, odd, called }
 }
 
 /// All memory that a collective reads and writes: start, end, rank, and whether it is written.

@@ -1,0 +1,377 @@
+//! Groups of some of the ranks, operations that go on while the rank does something else, and groups whose
+//! run has failed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crossbeam::channel::bounded;
+use ddp_mp::{Backend, Error, P2POp, ReduceOp, Spawn, spawn};
+use tch::{Kind, Tensor};
+
+use crate::harness::{ranks, try_ranks};
+
+fn one(value: i64) -> Tensor {
+    Tensor::from_slice(&[value])
+}
+
+#[test]
+fn every_subset_of_the_ranks_can_be_a_group() {
+    for world_size in 1..=4usize {
+        ranks(world_size, move |rank, group| {
+            let me = rank.rank();
+            for subset in 1..1usize << world_size {
+                let members: Vec<usize> =
+                    (0..world_size).filter(|r| subset >> r & 1 == 1).collect();
+                // In whatever order they are named.
+                let named: Vec<usize> = members.iter().rev().copied().collect();
+                let Some(part) = group.new_group(&named)? else {
+                    assert!(!members.contains(&me));
+                    continue;
+                };
+                assert_eq!(part.ranks(), members);
+                assert_eq!(part.ranks()[part.rank()], me);
+                assert_eq!((part.world_size(), part.backend()), (members.len(), "threaded"));
+                let mut tensor = one(1 << me);
+                part.all_reduce(&mut tensor, ReduceOp::Sum)?;
+                assert_eq!(tensor.int64_value(&[0]), subset as i64);
+                let last = members.len() - 1;
+                let mut tensor = one(me as i64);
+                part.broadcast(&mut tensor, last)?;
+                assert_eq!(tensor.int64_value(&[0]), members[last] as i64);
+                let all = part.all_gather_object(&me)?;
+                assert_eq!(all, members);
+                if last > 0 && part.rank() == 0 {
+                    part.send(&one(77), last, 0)?;
+                } else if last > 0 && part.rank() == last {
+                    let mut tensor = one(0);
+                    assert_eq!(part.recv(&mut tensor, None, 0)?, 0);
+                    assert_eq!(tensor.int64_value(&[0]), 77);
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_group_of_a_group_and_both_at_once() {
+    ranks(5, |rank, group| {
+        let Some(outer) = group.new_group(&[1, 2, 4])? else {
+            group.barrier()?;
+            return Ok(());
+        };
+        let inner = outer.new_group(&[0, 2])?;
+        for round in 0..200 {
+            let mut tensor = one(round + rank.rank() as i64);
+            outer.all_reduce(&mut tensor, ReduceOp::Sum)?;
+            assert_eq!(tensor.int64_value(&[0]), 3 * round + 7);
+            if let Some(inner) = &inner {
+                assert_eq!(inner.ranks(), [1, 4]);
+                let mut tensor = one(round + rank.rank() as i64);
+                inner.all_reduce(&mut tensor, ReduceOp::Sum)?;
+                assert_eq!(tensor.int64_value(&[0]), 2 * round + 5);
+            }
+        }
+        group.barrier()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn errors_in_a_group_name_the_ranks_as_the_user_knows_them() {
+    let error = try_ranks(4, |rank, group| {
+        let part = group.new_group(&[1, 3])?;
+        if let Some(part) = part {
+            if rank.rank() == 3 {
+                part.barrier()?;
+            } else {
+                part.all_reduce(&mut one(1), ReduceOp::Sum)?;
+            }
+        }
+        Ok(())
+    })
+    .unwrap_err();
+    let expected = "collective #0 differs between ranks: rank 1 called all_reduce(sum) of int64 [1]; \
+                    rank 3 called barrier";
+    assert!(error.failure.error.starts_with(expected), "{error}");
+    assert_eq!(error.failure.rank, 3);
+
+    let error = Spawn::new(4)
+        .timeout(Duration::from_millis(200))
+        .run(|rank| {
+            let group = rank.init_process_group(Backend::Threaded)?;
+            let part = group.new_group(&[1, 3])?;
+            match part {
+                Some(part) if rank.rank() == 1 => part.barrier()?,
+                _ => group.barrier()?,
+            }
+            Ok(())
+        })
+        .unwrap_err();
+    // Rank 1 waits for rank 3 in one group, and the others for rank 1 in the other.
+    let message = error.to_string();
+    let names =
+        ["rank 1 waited 200ms in barrier #0 for rank 3 (last seen: barrier #1)", "for rank 1 ("];
+    assert!(names.iter().any(|name| message.contains(name)), "{message}");
+}
+
+#[test]
+fn wrong_groups_are_refused() {
+    ranks(2, |_, group| {
+        let told = |ranks: &[usize]| group.new_group(ranks).unwrap_err().to_string();
+        assert!(told(&[]).contains("new_group: [] is no list of different ranks"));
+        assert!(told(&[0, 0]).contains("[0, 0] is no list"));
+        assert!(told(&[2]).contains("a member is rank 2, but the group has ranks 0 to 1"));
+        Ok(())
+    });
+    let error = try_ranks(2, |rank, group| {
+        let part = group.new_group(&[rank.rank()])?;
+        assert!(part.is_none(), "they do not agree");
+        Ok(())
+    })
+    .unwrap_err();
+    let expected = "collective #0 differs between ranks: rank 0 called new_group of ranks [0]; \
+                    rank 1 called new_group of ranks [1]";
+    assert!(error.failure.error.starts_with(expected), "{error}");
+}
+
+#[test]
+fn an_asynchronous_operation_does_not_wait_for_the_others() {
+    let (has_started, started) = bounded(0);
+    ranks(2, move |rank, group| {
+        let tensor = one(rank.rank() as i64 + 1);
+        let mut same = tensor.shallow_clone();
+        if rank.rank() == 1 {
+            started.recv()?; // only when rank 0 goes on while its operation waits for this rank
+        }
+        let work = group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum))?;
+        if rank.rank() == 0 {
+            assert!(!work.is_completed());
+            has_started.send(())?;
+        }
+        while !work.is_completed() {
+            std::thread::yield_now(); // it comes to its end without being waited for
+        }
+        assert_eq!(tensor.int64_value(&[0]), 3);
+        work.wait()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn asynchronous_and_direct_calls_keep_their_order() {
+    for world_size in 1..=4usize {
+        ranks(world_size, move |rank, group| {
+            let n = world_size as i64;
+            let tensor = one(1);
+            let mut expected = 1;
+            for round in 0..200 {
+                let mut same = tensor.shallow_clone();
+                // What is asynchronous differs from rank to rank; the order does not.
+                let mut sum =
+                    move |group: &ddp_mp::ProcessGroup| group.all_reduce(&mut same, ReduceOp::Sum);
+                if (round + rank.rank()) % 3 == 0 {
+                    sum(&group)?;
+                } else {
+                    drop(group.async_op(sum)?);
+                }
+                expected = expected * n % 1009;
+                let mut same = tensor.shallow_clone();
+                let work = group.async_op(move |group| {
+                    let _ = same.remainder_(1009);
+                    group.barrier()
+                })?;
+                if round % 7 == 0 {
+                    work.wait()?;
+                    assert_eq!(tensor.int64_value(&[0]), expected);
+                }
+            }
+            group.barrier()?;
+            assert_eq!(tensor.int64_value(&[0]), expected);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn every_operation_has_an_asynchronous_form() {
+    for world_size in 1..=3usize {
+        ranks(world_size, move |rank, group| {
+            let me = rank.rank();
+            let of = |rank: usize| Tensor::from_slice(&[rank as f32 + 1., 5.]);
+            let list = move || (0..world_size).map(of).collect::<Vec<_>>();
+            let sum = (1..world_size).fold(of(0), |sum, r| sum + of(r));
+            let (sender, results) = bounded(16);
+            let keep = move |tensors: Vec<Tensor>| sender.send(tensors).unwrap();
+            let work = group.async_op(move |group| {
+                let mut tensor = of(me);
+                group.all_reduce(&mut tensor, ReduceOp::Sum)?;
+                let mut reduced = of(me);
+                group.reduce(&mut reduced, 0, ReduceOp::Max)?;
+                let mut broadcast = of(me);
+                group.broadcast(&mut broadcast, world_size - 1)?;
+                keep(vec![tensor, reduced, broadcast]);
+                let (mut gathered, mut all) = (list(), list());
+                group.all_gather(&mut gathered, &of(me))?;
+                let mut whole =
+                    Tensor::zeros([world_size as i64 * 2], (Kind::Float, of(0).device()));
+                group.all_gather_into_tensor(&mut whole, &of(me))?;
+                group.gather(&of(me), (me == 0).then_some(&mut all[..]), 0)?;
+                keep(vec![Tensor::stack(&gathered, 0), whole.copy(), Tensor::stack(&all, 0)]);
+                let (mut mine, parts) = (of(9), list());
+                group.scatter(&mut mine, (me == 0).then_some(&parts[..]), 0)?;
+                let mut part = of(9);
+                group.reduce_scatter(&mut part, &parts, ReduceOp::Sum)?;
+                let mut part_of_whole = of(9);
+                group.reduce_scatter_tensor(&mut part_of_whole, &whole, ReduceOp::Sum)?;
+                keep(vec![mine, part, part_of_whole]);
+                let mut exchanged = list();
+                group.all_to_all(&mut exchanged, &list())?;
+                let mut single = whole.zeros_like();
+                group.all_to_all_single(&mut single, &whole, None, None)?;
+                group.monitored_barrier(Duration::from_secs(60))?;
+                assert_eq!(group.all_gather_object(&me)?.len(), world_size);
+                keep(vec![Tensor::stack(&exchanged, 0), single]);
+                Ok(())
+            })?;
+            work.wait()?;
+            let all = Tensor::stack(&list(), 0);
+            let n = world_size as f64;
+            let expected = vec![
+                vec![sum, of(if me == 0 { world_size - 1 } else { me }), of(world_size - 1)],
+                vec![all.shallow_clone(), all.flatten(0, 1), all.shallow_clone()],
+                vec![of(me), of(me) * n, of(me) * n],
+                vec![
+                    Tensor::stack(&(0..world_size).map(|_| of(me)).collect::<Vec<_>>(), 0),
+                    of(me).repeat([world_size as i64]),
+                ],
+            ];
+            for expected in expected {
+                let found = results.recv()?;
+                assert_eq!(found.len(), expected.len());
+                for (found, expected) in found.iter().zip(&expected) {
+                    assert!(found.equal(expected), "{found:?} is not {expected:?}");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn what_was_started_is_ended_when_the_function_ends() {
+    let done = Arc::new(AtomicUsize::new(0));
+    let counted = done.clone();
+    spawn(3, move |rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        let part = group.new_group(&[0, 1, 2])?.expect("all are in it");
+        for _ in 0..100 {
+            for group in [&*group, &part] {
+                let done = counted.clone();
+                drop(group.async_op(move |group| {
+                    group.barrier()?;
+                    done.fetch_add(1, Ordering::SeqCst);
+                    Ok(())
+                })?);
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(done.load(Ordering::SeqCst), 600);
+}
+
+#[test]
+fn an_asynchronous_failure_ends_the_run_also_if_nobody_asks() {
+    for panics in [false, true] {
+        let error = try_ranks(3, move |rank, group| {
+            let me = rank.rank();
+            drop(group.async_op(move |group| {
+                if me == 1 {
+                    assert!(!panics, "on purpose");
+                    return Err(Error::Input("the cause".into()));
+                }
+                group.barrier()
+            })?);
+            if me == 2 {
+                group.barrier()?;
+            }
+            Ok(())
+        })
+        .unwrap_err();
+        let cause = if panics { "an asynchronous operation panicked" } else { "the cause" };
+        let expected = format!("rank 1 (CPU:1) failed in its function: {cause}");
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[test]
+fn an_asynchronous_mismatch_is_told_by_wait() {
+    let error = try_ranks(2, |rank, group| {
+        let len = rank.rank() + 1;
+        let work = group.async_op(move |group| {
+            group.all_reduce(&mut Tensor::from_slice(&vec![1f32; len]), ReduceOp::Sum)
+        })?;
+        work.wait()?;
+        Ok(())
+    })
+    .unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("(CPU:1) failed in all_reduce #0"), "{message}");
+    assert!(message.contains("rank 0 called all_reduce(sum) of float32 [1]; rank 1"), "{message}");
+}
+
+#[test]
+fn an_asynchronous_operation_can_start_another() {
+    ranks(2, |_, group| {
+        let work = group.async_op(|group| {
+            group.async_op(|group| group.barrier())?.wait()?;
+            group.barrier()
+        })?;
+        work.wait()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn a_group_whose_run_has_failed_refuses_everything_with_the_cause() {
+    let refusals = Arc::new(AtomicUsize::new(0));
+    let counted = refusals.clone();
+    let error = spawn(3, move |rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        let part = group.new_group(&[0, 2])?;
+        group.barrier()?; // both have their group now
+        if rank.rank() == 1 {
+            anyhow::bail!("the cause");
+        }
+        group.barrier().unwrap_err(); // returns when the run has failed
+        let mut tensor = one(1);
+        let part = part.expect("it is a member");
+        let pair = [P2POp::isend(&one(1), 1 - part.rank(), 0)];
+        let results = [
+            group.barrier(),
+            group.all_reduce(&mut tensor, ReduceOp::Sum),
+            part.broadcast(&mut tensor, 0),
+            group.all_gather_object(&1).map(drop),
+            part.send(&one(1), 1 - part.rank(), 0),
+            part.recv(&mut one(1), None, 0).map(drop),
+            part.batch_isend_irecv(&pair).map(drop),
+            group.new_group(&[0]).map(drop),
+            group.async_op(|group| group.barrier()).map(drop),
+            group.synchronize(),
+        ];
+        for result in results {
+            let text = match result {
+                Err(error @ Error::Cancelled { by: 1, .. }) => error.to_string(),
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(text, "stopped, because rank 1 failed: the cause");
+            counted.fetch_add(1, Ordering::SeqCst);
+        }
+        Ok(())
+    })
+    .unwrap_err();
+    assert_eq!(error.to_string(), "rank 1 (CPU:1) failed in its function: the cause");
+    assert_eq!(refusals.load(Ordering::SeqCst), 20);
+}
