@@ -2,11 +2,17 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use clap::builder::TypedValueParser;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use ddp_mp::commands::SamplerRequest;
+use ddp_mp::ReduceOp;
+use ddp_mp::commands::{BenchOp, BenchRequest, SamplerRequest};
+use ddp_mp::launch::{BackendChoice, Nproc};
+use ddp_mp::observe::LogFormat;
+use ddp_mp::process_group::kind_named;
 use serde::Serialize;
+use tch::Kind;
 
 /// Data-parallel training: one rank per visible GPU, each a thread of this process.
 ///
@@ -26,6 +32,8 @@ pub(crate) enum Command {
     Train(TrainFlags),
     /// Show which sample goes to which rank
     Sampler(SamplerFlags),
+    /// Measure a collective at many sizes, in the columns of nccl-tests
+    Bench(BenchFlags),
     /// Show what was found on this machine, and what would be run with these options
     Env(TrainFlags),
 }
@@ -92,6 +100,11 @@ pub(crate) struct TrainFlags {
     /// How results are written on stdout [default: text]
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], help_heading = "Run")]
     log_format: Option<String>,
+    /// Compare what the ranks call at every collective with nccl too, and tell who differs; threaded
+    /// always does
+    #[arg(long, help_heading = "Run")]
+    #[serde(skip_serializing_if = "is_false")]
+    check_collectives: bool,
     /// Make a rank fail, to see what happens. KIND: error, panic, stall. STAGE: rendezvous, init,
     /// broadcast, step, barrier
     #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]", help_heading = "Run")]
@@ -134,8 +147,8 @@ pub(crate) struct SamplerFlags {
     #[arg(long)]
     no_shuffle: bool,
     /// text (one index a line) or json (one object a rank)
-    #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], default_value = "text")]
-    log_format: String,
+    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    log_format: LogFormat,
 }
 
 impl SamplerFlags {
@@ -151,9 +164,101 @@ impl SamplerFlags {
         }
     }
 
-    pub(crate) fn json(&self) -> bool {
-        self.log_format == "json"
+    pub(crate) fn log_format(&self) -> LogFormat {
+        self.log_format
     }
+}
+
+/// The flags of `bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchFlags {
+    /// The collective
+    #[arg(value_name = "OP", value_parser = bench_op())]
+    op: BenchOp,
+    /// The smallest size, as 4, 16K or 128M
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4")]
+    min_bytes: u64,
+    /// The largest size
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "128M")]
+    max_bytes: u64,
+    /// By what a size is multiplied to get the next
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    step_factor: u64,
+    /// How often each size is measured [default: for a quarter of a second]
+    #[arg(long, value_name = "N")]
+    iters: Option<u64>,
+    /// How often before that
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    warmup: u64,
+    /// The kind of the elements
+    #[arg(long, value_name = "KIND", value_parser = kind_named, default_value = "float32")]
+    kind: Kind,
+    /// How elements are combined: sum, avg, product, min, max, band, bor, bxor
+    #[arg(long, value_name = "OP", default_value = "sum")]
+    reduce_op: ReduceOp,
+    /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
+    #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
+    nproc_per_node: Nproc,
+    /// What carries the tensors: auto (nccl on GPUs, else threaded)
+    #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
+    backend: BackendChoice,
+    /// How long a rank waits for the others, as 500ms, 30s or 10m
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, default_value = "10m")]
+    timeout: Duration,
+    /// text (a table) or json (one object a size)
+    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    log_format: LogFormat,
+}
+
+impl BenchFlags {
+    pub(crate) fn request(&self) -> BenchRequest {
+        BenchRequest {
+            op: self.op,
+            kind: self.kind,
+            reduce_op: self.reduce_op,
+            min_bytes: self.min_bytes,
+            max_bytes: self.max_bytes,
+            step_factor: self.step_factor,
+            iters: self.iters,
+            warmup: self.warmup,
+            nproc_per_node: self.nproc_per_node,
+            backend: self.backend,
+            timeout: self.timeout,
+        }
+    }
+
+    pub(crate) fn log_format(&self) -> LogFormat {
+        self.log_format
+    }
+}
+
+/// An operation by its name, with `-` or `_`.
+fn bench_op() -> impl TypedValueParser<Value = BenchOp> {
+    let named = |op: BenchOp| PossibleValue::new(op.name().replace('_', "-")).alias(op.name());
+    PossibleValuesParser::new(BenchOp::ALL.map(named)).try_map(|name| {
+        let name = name.replace('-', "_");
+        BenchOp::ALL.into_iter().find(|op| op.name() == name).ok_or("unknown operation")
+    })
+}
+
+/// A size in bytes, as nccl-tests reads it: K is 1024.
+fn size(text: &str) -> Result<u64, parse_size::Error> {
+    parse_size::Config::new().with_binary().parse_size(text)
+}
+
+fn backend() -> impl TypedValueParser<Value = BackendChoice> {
+    PossibleValuesParser::new(["auto", "nccl", "threaded"]).map(|name| match &name[..] {
+        "nccl" => BackendChoice::Nccl,
+        "threaded" => BackendChoice::Threaded,
+        _ => BackendChoice::Auto,
+    })
+}
+
+fn log_format() -> impl TypedValueParser<Value = LogFormat> {
+    PossibleValuesParser::new(["text", "json"]).map(|name| match &name[..] {
+        "json" => LogFormat::Json,
+        _ => LogFormat::Text,
+    })
 }
 
 /// Reads the command line. `_` is as good as `-` in a flag's name, as Python programs write them.

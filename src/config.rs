@@ -69,6 +69,9 @@ pub struct Config {
     /// How results are written.
     #[serde(alias = "log-format")]
     pub log_format: LogFormat,
+    /// Compare what the ranks call also where the backend need not.
+    #[serde(alias = "check-collectives")]
+    pub check_collectives: bool,
     /// A rank that is to fail.
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "some_fault")]
     pub fault: Option<Fault>,
@@ -95,6 +98,7 @@ impl Default for Config {
             timeout: Spawn::TIMEOUT,
             grace_period: Spawn::GRACE_PERIOD,
             log_format: LogFormat::Text,
+            check_collectives: false,
             fault: None,
         }
     }

@@ -31,9 +31,12 @@ fn main() {
         None => train(&cli.train),
         Some(Command::Train(flags)) => train(&flags),
         Some(Command::Env(flags)) => env(&flags),
+        Some(Command::Bench(flags)) => {
+            let printer = Arc::new(Printer::new(flags.log_format()));
+            commands::bench(flags.request(), &cuda::load(), &printer)
+        }
         Some(Command::Sampler(flags)) => {
-            let format = if flags.json() { LogFormat::Json } else { LogFormat::Text };
-            commands::sampler(&flags.request(), &Printer::new(format))
+            commands::sampler(&flags.request(), &Printer::new(flags.log_format()))
         }
     };
     let code = match result {

@@ -44,6 +44,7 @@ pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Res
     let spawn = Spawn::at(&placement)
         .timeout(config.timeout)
         .grace_period(config.grace_period)
+        .check_collectives(config.check_collectives)
         .fault(config.fault);
     let job = Job { config, placement, dataset, printer: printer.clone() };
 

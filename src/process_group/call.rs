@@ -1,6 +1,7 @@
 //! What one rank asks for in one collective.
 
 use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
 use tch::{Kind, Tensor};
@@ -49,9 +50,23 @@ impl fmt::Display for ReduceOp {
     }
 }
 
+impl FromStr for ReduceOp {
+    type Err = Error;
+
+    /// Reads what it is written as, but for [`ReduceOp::PremulSum`], which has a number of its own.
+    fn from_str(text: &str) -> Result<Self> {
+        use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
+        let known = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
+        known.into_iter().find(|op| op.to_string() == text).ok_or_else(|| {
+            let names: Vec<String> = known.iter().map(ToString::to_string).collect();
+            Error::Input(format!("{text:?} is no reduce op; use one of {}", names.join(", ")))
+        })
+    }
+}
+
 impl ReduceOp {
     /// Whether tensors of `kind` can be reduced this way by `operation`.
-    pub(super) fn check_kind(self, operation: Operation, kind: Kind) -> Result<()> {
+    pub(crate) fn check_kind(self, operation: Operation, kind: Kind) -> Result<()> {
         use Kind::{BFloat16, Bool, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};
         let is_bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
         let is_fraction = matches!(self, ReduceOp::Avg | ReduceOp::PremulSum(_));
@@ -127,8 +142,33 @@ impl Call<'_> {
     }
 }
 
+/// The kinds that can be reduced, by PyTorch's names for them.
+pub const KINDS: [Kind; 10] = [
+    Kind::Double,
+    Kind::Float,
+    Kind::Half,
+    Kind::BFloat16,
+    Kind::Int64,
+    Kind::Int,
+    Kind::Int16,
+    Kind::Int8,
+    Kind::Uint8,
+    Kind::Bool,
+];
+
+/// The kind of [`KINDS`] with this name of PyTorch's, such as `float32`.
+///
+/// # Errors
+/// [`Error::Input`] for other names; it lists them.
+pub fn kind_named(name: &str) -> Result<Kind> {
+    KINDS.into_iter().find(|&kind| kind_name(kind) == name).ok_or_else(|| {
+        let names = KINDS.map(kind_name).join(", ");
+        Error::Input(format!("{name:?} is no kind of tensor to reduce; use one of {names}"))
+    })
+}
+
 /// A kind by PyTorch's name for it.
-pub(crate) fn kind_name(kind: Kind) -> &'static str {
+pub fn kind_name(kind: Kind) -> &'static str {
     match kind {
         Kind::Uint8 => "uint8",
         Kind::Int8 => "int8",

@@ -22,8 +22,8 @@ use std::sync::Arc;
 
 use tch::{Device, Kind};
 
-pub use call::ReduceOp;
-pub(crate) use call::{Call, kind_name};
+pub(crate) use call::Call;
+pub use call::{KINDS, ReduceOp, kind_name, kind_named};
 use communication::CommunicationThread;
 pub(crate) use invitation::Invitation;
 pub(crate) use nccl::version as nccl_version;

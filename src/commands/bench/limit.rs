@@ -1,0 +1,84 @@
+//! The limit of the machine: how fast as many threads can move the bytes of a collective, if they never
+//! have to wait for each other and have nothing to compute.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::BenchOp;
+
+/// What one thread reads and writes: every input once, every output once.
+struct Share {
+    inputs: Vec<Vec<u8>>,
+    outputs: Vec<Vec<u8>>,
+    /// Whether the outputs are the inputs.
+    in_place: bool,
+}
+
+/// The memory of all threads, as much as the ranks of the collective have.
+pub(super) struct Limit(Vec<Share>);
+
+/// Stays in the first-level cache.
+const PIECE: usize = 4096;
+
+impl Limit {
+    pub(super) fn new(op: BenchOp, world_size: usize, bytes: u64) -> Self {
+        let share = |rank| {
+            let (inputs, outputs, part) = op.share(rank, world_size, bytes as usize);
+            let buffers = |count| vec![vec![1; part]; count];
+            let in_place = op == BenchOp::AllReduce;
+            let outputs = if in_place { Vec::new() } else { buffers(outputs) };
+            Share { inputs: buffers(inputs), outputs, in_place }
+        };
+        Self((0..world_size).map(share).collect())
+    }
+
+    /// How long the slowest thread takes for one pass, on average over `iters`.
+    pub(super) fn measure(&mut self, iters: u64) -> Duration {
+        let start = Barrier::new(self.0.len());
+        let passes = |share: &mut Share| {
+            start.wait();
+            let began = Instant::now();
+            for _ in 0..iters {
+                share.pass();
+            }
+            began.elapsed()
+        };
+        let slowest = thread::scope(|scope| {
+            let passes = &passes;
+            let threads: Vec<_> =
+                self.0.iter_mut().map(|share| scope.spawn(move || passes(share))).collect();
+            // A thread that only copies does not panic.
+            threads.into_iter().filter_map(|thread| thread.join().ok()).max()
+        });
+        slowest.unwrap_or_default().div_f64(iters as f64)
+    }
+}
+
+impl Share {
+    /// Reads everything and writes everything. What is read passes through the nearest cache only.
+    fn pass(&mut self) {
+        let Share { inputs, outputs, in_place } = self;
+        // Nothing to combine: straight from memory to memory.
+        if let ([input], [output]) = (&inputs[..], &mut outputs[..]) {
+            output.copy_from_slice(input);
+            std::hint::black_box(output);
+            return;
+        }
+        let mut piece = [0; PIECE];
+        let len = inputs.first().map_or(0, Vec::len);
+        for start in (0..len).step_by(PIECE) {
+            let range = start..(start + PIECE).min(len);
+            let piece = &mut piece[..range.len()];
+            for input in &mut *inputs {
+                piece.copy_from_slice(&input[range.clone()]);
+                std::hint::black_box(&mut *piece);
+            }
+            for output in if *in_place { &mut *inputs } else { &mut *outputs } {
+                output[range.clone()].copy_from_slice(piece);
+            }
+        }
+        std::hint::black_box(inputs);
+        std::hint::black_box(outputs);
+    }
+}

@@ -1,0 +1,298 @@
+//! `ddp-mp bench OP`: how long a collective takes at each size, beside the limit of the machine's memory.
+//!
+//! The columns are those of NVIDIA's nccl-tests, so that the tools and habits for those fit.
+
+mod exercise;
+mod limit;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use serde::Serialize;
+use tch::{Device, Kind, Tensor};
+
+use super::place_ranks;
+use crate::error::{Error, Result};
+use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
+use crate::observe::{LogFormat, Printer};
+use crate::process_group::{ProcessGroup, ReduceOp, kind_name};
+use crate::torch::cuda::Cuda;
+pub use exercise::BenchOp;
+use exercise::Exercise;
+use limit::Limit;
+
+/// What to measure, and how.
+#[derive(Debug, Clone)]
+pub struct BenchRequest {
+    /// The operation.
+    pub op: BenchOp,
+    /// The kind of the tensors.
+    pub kind: Kind,
+    /// For operations that reduce.
+    pub reduce_op: ReduceOp,
+    /// The smallest size, in bytes, as nccl-tests counts it: of the larger side of the operation.
+    pub min_bytes: u64,
+    /// The largest size.
+    pub max_bytes: u64,
+    /// By what a size is multiplied to get the next.
+    pub step_factor: u64,
+    /// How often each size is measured; as often as fits in a quarter of a second if not said.
+    pub iters: Option<u64>,
+    /// How often before that.
+    pub warmup: u64,
+    /// How many ranks.
+    pub nproc_per_node: Nproc,
+    /// What carries the tensors.
+    pub backend: BackendChoice,
+    /// How long a rank waits for the others.
+    pub timeout: Duration,
+}
+
+/// One size: a row of the table.
+#[derive(Debug, Serialize)]
+struct Row {
+    op: &'static str,
+    bytes: u64,
+    /// Elements, as nccl-tests counts them: those of one rank's part where the size is of all parts.
+    count: u64,
+    kind: &'static str,
+    reduce_op: Option<String>,
+    /// The median over rounds of the slowest rank's time for one call.
+    time_us: f64,
+    /// Size by time, in 10^9 bytes a second.
+    algbw: f64,
+    /// What the busiest link of a ring would carry, by nccl-tests' factors.
+    busbw: f64,
+    /// What as many threads need to read and write the same bytes, and do nothing else. CPU ranks only.
+    limit_us: Option<f64>,
+    /// How many elements were wrong, over all ranks.
+    wrong: i64,
+}
+
+/// How often ours and the limit take turns at one size. The median of an odd number is one of them.
+const ROUNDS: u64 = 5;
+/// How long one size is measured if nobody says how often.
+const ENOUGH: Duration = Duration::from_millis(250);
+
+/// Measures and prints the table.
+///
+/// # Errors
+/// [`Error::Input`] when that can't be done here, [`SpawnError`](crate::SpawnError) when a rank failed, and
+/// wrong results.
+pub fn bench(request: BenchRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
+    let world_size = placement.devices.len();
+    request.check(world_size)?;
+    if let Some(note) = &placement.note {
+        printer.note(note);
+    }
+    let spawn = Spawn::at(&placement).timeout(request.timeout);
+    let (backend, printer) = (placement.backend, printer.clone());
+    spawn.run(move |rank| bench_on(rank, backend, &request, &printer))?;
+    Ok(())
+}
+
+impl BenchRequest {
+    fn check(&self, world_size: usize) -> Result<()> {
+        let refuse = |why: String| Err(Error::Input(why));
+        if self.op.reduces() {
+            self.reduce_op.check_kind(self.op.operation(), self.kind)?;
+        }
+        if self.op == BenchOp::SendRecv && world_size == 1 {
+            return refuse("send-recv needs 2 ranks; use --nproc-per-node 2 or more".into());
+        }
+        if self.min_bytes == 0 || self.min_bytes > self.max_bytes {
+            return refuse(format!(
+                "--min-bytes {} --max-bytes {}: use sizes from 1 on, the smaller one first",
+                self.min_bytes, self.max_bytes
+            ));
+        }
+        if self.max_bytes > 1 << 40 {
+            return refuse(format!("--max-bytes {}: that is more than 1T", self.max_bytes));
+        }
+        if self.step_factor < 2 {
+            return refuse("--step-factor: use 2 or more, or equal sizes for one row".into());
+        }
+        if self.iters == Some(0) {
+            return refuse("--iters: use 1 or more".into());
+        }
+        Ok(())
+    }
+
+    /// The sizes that differ when they are made of whole elements.
+    fn exercises(&self, world_size: usize) -> Vec<u64> {
+        let sizes = std::iter::successors(Some(self.min_bytes), |size| {
+            size.checked_mul(self.step_factor).filter(|&next| next <= self.max_bytes)
+        });
+        let element = self.kind.elt_size_in_bytes() as u64;
+        let mut counts: Vec<u64> =
+            sizes.map(|size| self.op.count(size / element, world_size)).collect();
+        counts.dedup();
+        counts
+    }
+}
+
+/// What one rank does.
+fn bench_on(
+    rank: &Rank,
+    backend: Backend,
+    request: &BenchRequest,
+    printer: &Printer,
+) -> anyhow::Result<()> {
+    let group = rank.init_process_group(backend)?;
+    let leads = rank.rank() == 0;
+    let mut total = (0, 0.0, 0);
+    if leads && printer.format() == LogFormat::Text {
+        printer.lines(|out| write_head(out, request, &group)).context("writing to stdout")?;
+    }
+    for count in request.exercises(rank.world_size()) {
+        let mut exercise = Exercise::new(request, count, &group)?;
+        let (time, limit) = measure(request, &mut exercise, &group)?;
+        let wrong = sum_over_ranks(&group, exercise.check(&group)?)?;
+        let bytes = exercise.bytes();
+        let algbw = bytes as f64 / time.as_secs_f64() / 1e9;
+        let row = Row {
+            op: request.op.name(),
+            bytes,
+            count,
+            kind: kind_name(request.kind),
+            reduce_op: request.op.reduces().then(|| request.reduce_op.to_string()),
+            time_us: time.as_secs_f64() * 1e6,
+            algbw,
+            busbw: algbw * request.op.bus_factor(rank.world_size()),
+            limit_us: limit.map(|limit| limit.as_secs_f64() * 1e6),
+            wrong,
+        };
+        total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
+        if leads {
+            match printer.format() {
+                LogFormat::Json => printer.object(&row),
+                LogFormat::Text => printer.line(&text(&row)),
+            }
+            .context("writing to stdout")?;
+        }
+    }
+    let (rows, busbw, wrong) = total;
+    if leads && printer.format() == LogFormat::Text {
+        let verdict = if wrong == 0 { "OK" } else { "FAILED" };
+        let average = busbw / f64::from(rows);
+        printer
+            .line(&format!("# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s"))
+            .context("writing to stdout")?;
+    }
+    anyhow::ensure!(wrong == 0, "{wrong} elements of the results were wrong");
+    Ok(())
+}
+
+/// The time of one call and that of the limit: medians over rounds in which they take turns.
+fn measure(
+    request: &BenchRequest,
+    exercise: &mut Exercise,
+    group: &ProcessGroup,
+) -> Result<(Duration, Option<Duration>)> {
+    let warm_up = round(group, exercise, request.warmup.max(1))?;
+    let enough = || (ENOUGH.as_nanos() / warm_up.as_nanos().max(1)).clamp(1, 1_000_000) as u64;
+    let iters = request.iters.unwrap_or_else(enough);
+    let rounds = ROUNDS.min(iters);
+    let iters = iters.div_ceil(rounds);
+    let leads = group.rank() == 0;
+    let mut limit = (leads && group.device() == Device::Cpu)
+        .then(|| Limit::new(request.op, group.world_size(), exercise.bytes()));
+    let (mut times, mut limits) = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        times.push(round(group, exercise, iters)?);
+        // The other ranks sleep in the next barrier meanwhile.
+        limits.extend(limit.as_mut().map(|limit| limit.measure(iters)));
+        group.barrier()?;
+    }
+    Ok((median(&mut times).unwrap_or(warm_up), median(&mut limits)))
+}
+
+/// Calls the operation `iters` times on all ranks, and returns the time of one call on the slowest, the same
+/// on all ranks.
+fn round(group: &ProcessGroup, exercise: &mut Exercise, iters: u64) -> Result<Duration> {
+    group.barrier()?;
+    let began = Instant::now();
+    for _ in 0..iters {
+        exercise.run(group)?;
+    }
+    group.synchronize()?;
+    let mut seconds = Tensor::from(began.elapsed().as_secs_f64() / iters as f64);
+    seconds = seconds.to_kind(Kind::Double).to_device(group.device());
+    group.all_reduce(&mut seconds, ReduceOp::Max)?;
+    group.synchronize()?;
+    Ok(Duration::from_secs_f64(seconds.double_value(&[])))
+}
+
+fn median(times: &mut [Duration]) -> Option<Duration> {
+    times.sort_unstable();
+    times.get(times.len() / 2).copied()
+}
+
+fn sum_over_ranks(group: &ProcessGroup, value: i64) -> Result<i64> {
+    let mut sum = Tensor::from(value).to_device(group.device());
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    group.synchronize()?;
+    Ok(sum.int64_value(&[]))
+}
+
+fn write_head(
+    out: &mut dyn std::io::Write,
+    request: &BenchRequest,
+    group: &ProcessGroup,
+) -> std::io::Result<()> {
+    let ranks = if group.world_size() == 1 { "rank" } else { "ranks" };
+    let place = if group.device() == Device::Cpu { "CPU" } else { "GPU" };
+    let (op, backend, n) = (request.op.name(), group.backend(), group.world_size());
+    writeln!(out, "# {op}: {n} {ranks} on the {place}, backend {backend}")?;
+    if group.device() == Device::Cpu {
+        writeln!(
+            out,
+            "# limit: what {n} threads need to read all inputs and write all outputs, and nothing else\n\
+             # ratio: limit / time; 1 is as fast as the memory"
+        )?;
+    }
+    writeln!(
+        out,
+        "#\n#{:>11}{:>11}{:>9}{:>8}{:>11}{:>8}{:>8}{:>7}{:>11}{:>7}\n\
+         #{:>11}{:>11}{:>9}{:>8}{:>11}{:>8}{:>8}{:>7}{:>11}{:>7}",
+        "size",
+        "count",
+        "type",
+        "redop",
+        "time",
+        "algbw",
+        "busbw",
+        "#wrong",
+        "limit",
+        "ratio",
+        "(B)",
+        "(elements)",
+        "",
+        "",
+        "(us)",
+        "(GB/s)",
+        "(GB/s)",
+        "",
+        "(us)",
+        ""
+    )
+}
+
+fn text(row: &Row) -> String {
+    let none = || "-".to_string();
+    let limit = row.limit_us.map_or_else(none, |limit| format!("{limit:.2}"));
+    let ratio = row.limit_us.map_or_else(none, |limit| format!("{:.2}", limit / row.time_us));
+    format!(
+        " {:>11}{:>11}{:>9}{:>8}{:>11.2}{:>8.2}{:>8.2}{:>7}{limit:>11}{ratio:>7}",
+        row.bytes,
+        row.count,
+        row.kind,
+        row.reduce_op.as_deref().unwrap_or("none"),
+        row.time_us,
+        row.algbw,
+        row.busbw,
+        row.wrong,
+    )
+}
