@@ -40,6 +40,10 @@ struct Slot {
     entered: AtomicU64,
     /// Whether the rank's thread sleeps, or is about to.
     parked: AtomicBool,
+    /// How many of the next waits do not spin, and how many the last spin in vain has cost. Of its own
+    /// thread.
+    no_spin: AtomicU64,
+    spins_lost: AtomicU64,
     /// The thread that sleeps for this rank: its own, or its communication thread. Looked at only where
     /// somebody sleeps, so the lock costs nothing that matters.
     thread: Mutex<Option<Thread>>,
@@ -134,15 +138,38 @@ impl Barrier {
         Ok(None)
     }
 
-    /// Without a limit this does not give up, whatever happens.
-    fn wait_for(&self, rank: usize, round: u64, limit: Option<(At, Duration)>) -> Result<()> {
+    /// Looks again and again for a while; true if the round is complete.
+    ///
+    /// Not always: where spinning is in vain, somebody else needs the core, or the others are just later than
+    /// that. So each time it was, the next one, two, four, up to 64 waits do without.
+    fn spin(&self, slot: &Slot, round: u64) -> bool {
+        if self.spins == 0 {
+            return false;
+        }
+        let no_spin = slot.no_spin.load(Ordering::Relaxed);
+        if no_spin > 0 {
+            slot.no_spin.store(no_spin - 1, Ordering::Relaxed);
+            return false;
+        }
         for _ in 0..self.spins {
             if self.state.load(Ordering::Acquire) / ROUND != round {
-                return Ok(());
+                slot.spins_lost.store(0, Ordering::Relaxed);
+                return true;
             }
             std::hint::spin_loop();
         }
+        let lost = (slot.spins_lost.load(Ordering::Relaxed) * 2).clamp(1, 64);
+        slot.spins_lost.store(lost, Ordering::Relaxed);
+        slot.no_spin.store(lost, Ordering::Relaxed);
+        false
+    }
+
+    /// Without a limit this does not give up, whatever happens.
+    fn wait_for(&self, rank: usize, round: u64, limit: Option<(At, Duration)>) -> Result<()> {
         let slot = &self.slots[rank];
+        if self.spin(slot, round) {
+            return Ok(());
+        }
         *slot.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(current());
         slot.parked.store(true, Ordering::SeqCst);
         let result = self.sleep_until(rank, round, limit);

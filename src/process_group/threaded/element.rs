@@ -6,7 +6,7 @@ use tch::Kind;
 use super::super::ReduceOp;
 
 /// One element of a tensor, and the type that it is reduced in.
-trait Element: Copy {
+trait Element: Copy + 'static {
     type Wide: Copy;
     const ZERO: Self::Wide;
     fn widen(self) -> Self::Wide;
@@ -20,6 +20,15 @@ trait Element: Copy {
     fn xor(a: Self::Wide, b: Self::Wide) -> Self::Wide;
     fn scale(a: Self::Wide, factor: f64) -> Self::Wide;
     fn divide(a: Self::Wide, by: usize) -> Self::Wide;
+
+    /// What has been reduced as elements again: where it is, if the type is the same, or in `room`.
+    #[inline(always)]
+    fn results<'a>(wide: &'a [Self::Wide], room: &'a mut [Self]) -> &'a [Self] {
+        for (result, &w) in room.iter_mut().zip(wide) {
+            *result = Self::narrow(w);
+        }
+        room
+    }
 }
 
 /// `ReduceOp::check_kind` has refused what would come here.
@@ -27,8 +36,18 @@ fn refused<T>() -> T {
     unreachable!("a reduce op that this kind does not have")
 }
 
+/// For an element that is reduced in its own type.
+macro_rules! as_they_are {
+    ($element:ty) => {
+        #[inline(always)]
+        fn results<'a>(wide: &'a [$element], _: &'a mut [$element]) -> &'a [$element] {
+            wide
+        }
+    };
+}
+
 macro_rules! float_element {
-    ($element:ty, $wide:ty, $widen:expr, $narrow:expr) => {
+    ($element:ty, $wide:ty, $widen:expr, $narrow:expr, $($results:tt)*) => {
         impl Element for $element {
             type Wide = $wide;
             const ZERO: $wide = 0.;
@@ -77,14 +96,15 @@ macro_rules! float_element {
             fn divide(a: $wide, by: usize) -> $wide {
                 a / by as $wide
             }
+            $($results)*
         }
     };
 }
 
-float_element!(f64, f64, |x| x, |x| x);
-float_element!(f32, f32, |x| x, |x| x);
-float_element!(f16, f32, f16::to_f32, f16::from_f32);
-float_element!(bf16, f32, bf16::to_f32, bf16::from_f32);
+float_element!(f64, f64, |x| x, |x| x, as_they_are!(f64););
+float_element!(f32, f32, |x| x, |x| x, as_they_are!(f32););
+float_element!(f16, f32, f16::to_f32, f16::from_f32,);
+float_element!(bf16, f32, bf16::to_f32, bf16::from_f32,);
 
 macro_rules! integer_element {
     ($($element:ty)*) => {$(
@@ -135,6 +155,7 @@ macro_rules! integer_element {
             fn divide(_: $element, _: usize) -> $element {
                 refused()
             }
+            as_they_are!($element);
         }
     )*};
 }
@@ -226,44 +247,48 @@ unsafe fn reduce_as<T: Element>(inputs: &[*mut u8], outputs: &[*mut u8], len: us
         let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
 
         let wide = &mut room[..len];
-        for (w, &x) in wide.iter_mut().zip(read(inputs[0])) {
-            *w = T::widen(x);
-        }
-        if let ReduceOp::PremulSum(factor) = op {
-            wide.iter_mut().for_each(|w| *w = T::scale(*w, factor));
-        }
-        for &input in &inputs[1..] {
-            let input = read(input);
-            match op {
-                ReduceOp::Sum | ReduceOp::Avg => fold(wide, input, T::add),
-                ReduceOp::PremulSum(factor) => {
-                    fold(wide, input, |a, b| T::add(a, T::scale(b, factor)));
+        // The first two at once: one pass less over the cache. A loop for each operation, so that the choice
+        // is made outside of it.
+        macro_rules! fold {
+            ($load:expr, $combine:expr) => {{
+                let further = match *inputs {
+                    [one, two, ref further @ ..] => {
+                        let both = read(one).iter().zip(read(two));
+                        for (w, (&a, &b)) in wide.iter_mut().zip(both) {
+                            *w = $combine($load(a), $load(b));
+                        }
+                        further
+                    }
+                    [one] => {
+                        wide.iter_mut().zip(read(one)).for_each(|(w, &x)| *w = $load(x));
+                        &[]
+                    }
+                    [] => return,
+                };
+                for &input in further {
+                    for (w, &x) in wide.iter_mut().zip(read(input)) {
+                        *w = $combine(*w, $load(x));
+                    }
                 }
-                ReduceOp::Product => fold(wide, input, T::multiply),
-                ReduceOp::Min => fold(wide, input, T::min),
-                ReduceOp::Max => fold(wide, input, T::max),
-                ReduceOp::Band => fold(wide, input, T::and),
-                ReduceOp::Bor => fold(wide, input, T::or),
-                ReduceOp::Bxor => fold(wide, input, T::xor),
-            }
+            }};
+        }
+        match op {
+            ReduceOp::Sum | ReduceOp::Avg => fold!(T::widen, T::add),
+            ReduceOp::PremulSum(factor) => fold!(|x| T::scale(T::widen(x), factor), T::add),
+            ReduceOp::Product => fold!(T::widen, T::multiply),
+            ReduceOp::Min => fold!(T::widen, T::min),
+            ReduceOp::Max => fold!(T::widen, T::max),
+            ReduceOp::Band => fold!(T::widen, T::and),
+            ReduceOp::Bor => fold!(T::widen, T::or),
+            ReduceOp::Bxor => fold!(T::widen, T::xor),
         }
         if op == ReduceOp::Avg {
             wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
         }
-        for (result, &w) in results.iter_mut().zip(wide.iter()) {
-            *result = T::narrow(w);
-        }
+        let results = T::results(wide, &mut results[..len]);
         for &output in outputs {
             // SAFETY: `results` is a local array of at least `len` elements, so nothing overlaps.
             unsafe { std::ptr::copy_nonoverlapping(results.as_ptr(), piece(output), len) };
         }
-    }
-}
-
-/// One more input into what has been reduced so far.
-#[inline(always)]
-fn fold<T: Element>(wide: &mut [T::Wide], input: &[T], f: impl Fn(T::Wide, T::Wide) -> T::Wide) {
-    for (w, &x) in wide.iter_mut().zip(input) {
-        *w = f(*w, T::widen(x));
     }
 }
