@@ -1,42 +1,84 @@
-"""Runs the demo in PyTorch and here alternately, as whole processes, and prints the ratio of the medians.
+"""Runs PyTorch and ddp-mp alternately on the same work, and prints the ratios of the medians.
 
 compare.py PROGRAM [PAIRS]
 """
 
+import json
+import os
 import pathlib
+import platform
 import statistics
 import subprocess
 import sys
 import time
 
 FOLDER = pathlib.Path(__file__).parent
+SIZES = {4: "4 B", 16 << 10: "16 KB", 4 << 20: "4 MB", 128 << 20: "128 MB"}
 
 
-def seconds(command):
+def run(command):
     began = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    elapsed = time.perf_counter() - began
+    return time.perf_counter() - began, done.stdout
+
+
+def demo(command):
+    elapsed, out = run([*command, "--max-epochs=2", "--batch-size=32", "--nproc-per-node=2"])
     # PyTorch's processes write into each other's lines, and may abort when all is done (its Gloo threads
     # outlive them): what counts is that every rank came to the end of every epoch.
-    return elapsed, done.stdout.count("Batchsize: 32 | Steps: 64")
+    if out.count("Batchsize: 32 | Steps: 64") != 4:
+        sys.exit(f"not all work was done: {out}")
+    return elapsed
+
+
+def compare_demo(program, pairs):
+    pair = lambda: (demo([sys.executable, FOLDER / "ddp_mp.py"]), demo([program]))
+    theirs, ours = (statistics.median(times) for times in zip(*(pair() for _ in range(pairs))))
+    print(f"\n{'the whole demo, 2 ranks, 2 epochs':35}{'PyTorch':>12}{'ddp-mp':>12}{'ratio':>9}")
+    print(f"{'':35}{theirs:10.2f} s{ours:10.3f} s{theirs / ours:9.1f}", flush=True)
+
+
+def gloo(ranks):
+    _, out = run([sys.executable, FOLDER / "gloo_all_reduce.py", str(ranks), *map(str, SIZES)])
+    return {row["bytes"]: row for row in map(json.loads, out.splitlines())}
+
+
+def ddp_mp(program, ranks):
+    rows = {}
+    for size in SIZES:
+        sizes = [f"--min-bytes={size}", f"--max-bytes={size}", f"--nproc-per-node={ranks}"]
+        _, out = run([program, "bench", "all-reduce", "--log-format=json", *sizes])
+        row = json.loads(out)
+        if row["wrong"] != 0:
+            sys.exit(f"wrong results: {row}")
+        rows[size] = row
+    return rows
+
+
+def compare_all_reduce(program, pairs, ranks):
+    theirs, ours = zip(*((gloo(ranks), ddp_mp(program, ranks)) for _ in range(pairs)))
+    head = f"all_reduce of float32, {ranks} ranks"
+    print(f"\n{head:35}{'Gloo':>12}{'ddp-mp':>12}{'ratio':>9}{'of the limit':>14}")
+    for size, name in SIZES.items():
+        median = lambda runs, key: statistics.median(rows[size][key] for rows in runs)
+        their_time, our_time = median(theirs, "time_us"), median(ours, "time_us")
+        limit = statistics.median(rows[size]["limit_us"] / rows[size]["time_us"] for rows in ours)
+        print(f"{name:>35}{their_time:9.0f} us{our_time:9.1f} us{their_time / our_time:9.0f}", end="")
+        print(f"{limit:14.2f}" if size >= 4 << 20 else "", flush=True)
+
+
+def processor():
+    names = [line for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    return names[0].split(":")[1].strip() if names else platform.machine()
 
 
 def main():
     program = sys.argv[1]
     pairs = int(sys.argv[2]) if len(sys.argv) > 2 else 5
-    flags = ["--max-epochs=2", "--batch-size=32", "--nproc-per-node=2"]
-    theirs, ours = [], []
-    for _ in range(pairs):
-        their_time, their_epochs = seconds([sys.executable, FOLDER / "ddp_mp.py", *flags])
-        our_time, our_epochs = seconds([program, *flags])
-        if (their_epochs, our_epochs) != (4, 4):
-            sys.exit(f"not all work was done: {their_epochs} and {our_epochs} of 4 epochs")
-        theirs.append(their_time)
-        ours.append(our_time)
-    their_median, our_median = statistics.median(theirs), statistics.median(ours)
-    print("the whole demo, 2 ranks, 2 epochs      PyTorch     ddp-mp    ratio")
-    print(f"median of {pairs} pairs                      {their_median:6.2f} s   {our_median:6.3f} s", end="")
-    print(f"   {their_median / our_median:5.1f}")
+    print(f"medians of {pairs} pairs on {os.cpu_count()} cores of {processor()}")
+    compare_demo(program, pairs)
+    compare_all_reduce(program, pairs, ranks=2)
+    compare_all_reduce(program, pairs, ranks=4)
 
 
 if __name__ == "__main__":

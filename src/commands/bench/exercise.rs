@@ -321,3 +321,25 @@ fn wrong(tensor: &Tensor, pattern: Pattern) -> Result<i64> {
     })?;
     Ok(wrong)
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    #[test]
+    fn wrong_elements_are_counted_wherever_they_are() {
+        for kind in [Kind::Float, Kind::Half, Kind::Int8, Kind::Bool] {
+            for numel in [1, 2, 3, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5] {
+                let tensor = Tensor::zeros([numel], (kind, Device::Cpu));
+                fill(&tensor, [1., 0., 1.]).unwrap();
+                assert_eq!(wrong(&tensor, [1., 0., 1.]).unwrap(), 0);
+                let zeros = (numel + 1) / 3;
+                assert_eq!(wrong(&tensor, [1., 1., 1.]).unwrap(), zeros, "{kind:?} {numel}");
+                let _ = tensor.narrow(0, numel - 1, 1).fill_(i64::from((numel - 1) % 3 == 1));
+                assert_eq!(wrong(&tensor, [1., 0., 1.]).unwrap(), 1, "{kind:?} {numel}");
+            }
+        }
+    }
+}

@@ -97,7 +97,8 @@ impl BenchRequest {
     fn check(&self, world_size: usize) -> Result<()> {
         let refuse = |why: String| Err(Error::Input(why));
         if self.op.reduces() {
-            self.reduce_op.check_kind(self.op.operation(), self.kind)?;
+            let allowed = self.reduce_op.check_kind(self.op.operation(), self.kind);
+            allowed.or_else(|error| refuse(error.to_string()))?;
         }
         if self.op == BenchOp::SendRecv && world_size == 1 {
             return refuse("send-recv needs 2 ranks; use --nproc-per-node 2 or more".into());
