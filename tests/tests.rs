@@ -13,5 +13,6 @@ mod failures; // every kind of failure at every stage on every rank
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod messages; // from one rank to one other, and objects
 mod parity; // against values recorded from PyTorch
+mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
 mod tidy; // the rules of the source that a compiler does not check

@@ -55,7 +55,9 @@ impl ProcessGroup {
         if as_they_are(inputs)? && as_they_are(further)? {
             return run(inputs, outputs);
         }
-        let dense = |tensors: &[Tensor]| tensors.iter().map(Dense::new).collect::<Result<Vec<_>>>();
+        let dense = |tensors: &[Tensor]| {
+            tensors.iter().map(|tensor| Dense::new(operation, tensor)).collect::<Result<Vec<_>>>()
+        };
         let results = dense(outputs)?;
         let handles = |d: &[Dense]| d.iter().map(Dense::handle).collect::<Vec<_>>();
         // What is both must stay so.
@@ -93,9 +95,7 @@ impl ProcessGroup {
         let mut common = None;
         for tensor in inputs.iter().chain(outputs) {
             if !tensor.defined() {
-                return Err(Error::Input(format!(
-                    "{operation}: the tensor is undefined; make one first"
-                )));
+                return undefined(operation);
             }
             if tensor.device() != self.device {
                 return Err(Error::Input(format!(
@@ -211,6 +211,10 @@ pub(super) fn refuse<T>(operation: Operation, why: String) -> Result<T> {
     Err(Error::Input(format!("{operation}: {why}")))
 }
 
+fn undefined<T>(operation: Operation) -> Result<T> {
+    refuse(operation, "the tensor is undefined; make one first".into())
+}
+
 /// A tensor in one piece of memory: itself, or a copy.
 pub(super) struct Dense(Tensor);
 
@@ -224,9 +228,9 @@ fn is_dense(tensor: &Tensor) -> Result<bool> {
 }
 
 impl Dense {
-    pub(super) fn new(tensor: &Tensor) -> Result<Self> {
+    pub(super) fn new(operation: Operation, tensor: &Tensor) -> Result<Self> {
         if !tensor.defined() {
-            return Err(Error::Input("the tensor is undefined; make one first".into()));
+            return undefined(operation);
         }
         let dense = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
         dense().map(Dense).map_err(Error::torch("contiguous"))

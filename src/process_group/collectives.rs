@@ -173,7 +173,7 @@ impl ProcessGroup {
         input_tensor: &Tensor,
     ) -> Result<()> {
         let even = vec![input_tensor.numel() as i64; self.world_size()];
-        let output = Dense::new(output_tensor)?;
+        let output = Dense::new(Operation::AllGather, output_tensor)?;
         let parts = output.parts(Operation::AllGather, "output_tensor", &even)?;
         let input = std::slice::from_ref(input_tensor);
         let shape = input_tensor.size();
@@ -326,7 +326,8 @@ impl ProcessGroup {
         op: ReduceOp,
     ) -> Result<()> {
         let even = vec![output.numel() as i64; self.world_size()];
-        let parts = Dense::new(input)?.parts(Operation::ReduceScatter, "input", &even)?;
+        let parts = Dense::new(Operation::ReduceScatter, input)?;
+        let parts = parts.parts(Operation::ReduceScatter, "input", &even)?;
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let shape = output.size();
         let output = std::slice::from_ref(&*output);
@@ -409,11 +410,11 @@ impl ProcessGroup {
         input_split_sizes: Option<&[i64]>,
     ) -> Result<()> {
         let operation = Operation::AllToAll;
-        let dense = Dense::new(output)?;
+        let dense = Dense::new(operation, output)?;
         let outputs = self.rows(output, "output", output_split_sizes)?;
         let outputs = dense.parts(operation, "output", &outputs)?;
         let inputs = self.rows(input, "input", input_split_sizes)?;
-        let inputs = Dense::new(input)?.parts(operation, "input", &inputs)?;
+        let inputs = Dense::new(operation, input)?.parts(operation, "input", &inputs)?;
         self.collective(operation, Options::default(), &[], &inputs, &outputs)?;
         dense.write_back(output)
     }

@@ -237,7 +237,8 @@ impl ProcessGroup {
 
     /// With NCCL: on the stream, in one piece of memory each.
     fn launch(&self, ops: &[P2POp]) -> Result<Vec<Work>> {
-        let dense = ops.iter().map(|op| Dense::new(&op.tensor)).collect::<Result<Vec<_>>>()?;
+        let dense = |op: &P2POp| Dense::new(op.operation(), &op.tensor);
+        let dense = ops.iter().map(dense).collect::<Result<Vec<_>>>()?;
         let flat: Vec<P2POp> = ops
             .iter()
             .zip(&dense)
