@@ -99,6 +99,18 @@ pub enum Error {
     #[error("the model differs between ranks: {0}; build the same model on every rank")]
     ModelMismatch(String),
 
+    /// Parameters had no gradient, without `find_unused_parameters`.
+    #[error(
+        "these parameters had no gradient on rank {rank}, because the loss does not depend on them: {names}; use \
+         them, freeze them, or set find_unused_parameters"
+    )]
+    UnusedParameters {
+        /// The rank that found them.
+        rank: usize,
+        /// Their names.
+        names: String,
+    },
+
     /// NCCL reported an error.
     #[error("{call} failed: {reason}")]
     Nccl {

@@ -98,7 +98,8 @@ fn the_size_of_the_buckets_changes_no_bit() {
     let in_buckets = |bucket_bytes: f64| {
         let dataset = random_data(64);
         let mb = bucket_bytes / f64::from(1 << 20);
-        let options = DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb };
+        let options =
+            DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb, ..DdpOptions::default() };
         ranks(3, move |rank, group| train(rank, group, &dataset, 8, options)).remove(0).0
     };
     let one = in_buckets(1e9);
@@ -132,7 +133,8 @@ fn a_parameter_that_the_loss_does_not_depend_on_contributes_zeros() {
         let used = root.var("used", &[2], nn::Init::Const(2.));
         let on_rank_0 = root.var("on_rank_0", &[2], nn::Init::Const(3.));
         let never = root.var("never", &[2], nn::Init::Const(4.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
         let loss = if rank.rank() == 0 { &used + &on_rank_0 } else { used.shallow_clone() };
         ddp.backward(&loss.sum(Kind::Float))?;
         assert_eq!(Vec::<f32>::try_from(used.grad())?, [1.; 2]);

@@ -9,6 +9,7 @@ mod cli; // the program as a user meets it: help, mistakes, the README's command
 mod collectives; // every operation, kind, world size and awkward length; mismatches
 mod cuda; // with a GPU; skips and says so without
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
+mod engine; // overlap, accumulation, unused parameters, communication hooks
 mod failures; // every kind of failure at every stage on every rank
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod messages; // from one rank to one other, and objects

@@ -9,9 +9,8 @@ pub(super) struct Size {
     pub num_bytes: usize,
 }
 
-/// Puts parameters into buckets, last parameter first: backward computes the gradients roughly in that
-/// order. A bucket holds one kind and is closed when it reaches its cap; the first of each kind has the
-/// smaller cap.
+/// Puts parameters into buckets, in the order in which they come. A bucket holds one kind and is closed when
+/// it reaches its cap; the first of each kind has the smaller cap.
 ///
 /// Follows `torch::dist::compute_bucket_assignment_by_size`. Returns indices into `sizes`, every index
 /// once, buckets in the order in which they were begun.
@@ -24,7 +23,7 @@ pub(super) fn assign(sizes: &[Size], first_cap: usize, cap: usize) -> Vec<Vec<us
     }
     let mut buckets: Vec<Vec<usize>> = Vec::new();
     let mut open: Vec<Open> = Vec::new();
-    for (index, size) in sizes.iter().enumerate().rev() {
+    for (index, size) in sizes.iter().enumerate() {
         let at = open.iter().position(|o| o.kind == size.kind).unwrap_or_else(|| {
             let (kind, bucket) = (size.kind, usize::MAX);
             open.push(Open { kind, bucket, num_bytes: 0, cap: first_cap });
@@ -53,23 +52,23 @@ mod tests {
     }
 
     #[test]
-    fn a_small_model_is_one_bucket_in_reverse() {
-        assert_eq!(assign(&floats(&[80, 4]), 1 << 20, 25 << 20), [[1, 0]]);
+    fn a_small_model_is_one_bucket() {
+        assert_eq!(assign(&floats(&[80, 4]), 1 << 20, 25 << 20), [[0, 1]]);
     }
 
     #[test]
     fn a_bucket_is_closed_when_it_reaches_its_cap() {
-        // Last first: 3 alone reaches the first cap, 2 and 1 the second one.
-        assert_eq!(assign(&floats(&[7, 60, 50, 10]), 10, 100), [vec![3], vec![2, 1], vec![0]]);
+        // The first alone reaches the first cap, two more the second one.
+        assert_eq!(assign(&floats(&[10, 50, 60, 7]), 10, 100), [vec![0], vec![1, 2], vec![3]]);
         // A parameter larger than the cap has room: buckets close after, not before.
-        assert_eq!(assign(&floats(&[5, 1000, 5]), 10, 100), [vec![2, 1], vec![0]]);
+        assert_eq!(assign(&floats(&[5, 1000, 5]), 10, 100), [vec![0, 1], vec![2]]);
     }
 
     #[test]
     fn kinds_do_not_mix() {
         let mut sizes = floats(&[4, 4, 4]);
         sizes[1].kind = Kind::Double;
-        assert_eq!(assign(&sizes, 100, 100), [vec![2, 0], vec![1]]);
+        assert_eq!(assign(&sizes, 100, 100), [vec![0, 2], vec![1]]);
     }
 
     #[test]

@@ -1,9 +1,13 @@
 //! Data parallelism: the same model on every rank, kept the same by averaging gradients.
 
 mod bucket;
+mod comm_hooks;
+mod communication;
 mod parameters;
+mod power_sgd;
 mod reducer;
 
+use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
 
@@ -16,9 +20,14 @@ use crate::process_group::ProcessGroup;
 use parameters::{NamedTensor, named_tensors};
 use reducer::Reducer;
 
+pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
 pub use parameters::parameters_hash;
+pub use power_sgd::{PowerSgd, PowerSgdOptions};
 
-/// How gradients are put into buckets.
+/// How a model is kept the same on all ranks, with PyTorch's names and defaults.
+///
+/// What PyTorch calls `gradient_as_bucket_view` is always on: a gradient that lives in its bucket need not be
+/// copied there.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DdpOptions {
     /// A bucket is full when it holds this much, in MiB. PyTorch's `bucket_cap_mb`.
@@ -26,11 +35,52 @@ pub struct DdpOptions {
     /// The first bucket is full when it holds this much, in MiB: its gradients come first out of the
     /// backward pass, and a small bucket can be on its way early.
     pub first_bucket_mb: f64,
+    /// Copy rank 0's parameters and buffers to all ranks at construction. Without it you vouch for them being
+    /// the same.
+    pub init_sync: bool,
+    /// Allow that the loss does not depend on some parameters: they contribute zeros. Without it that is
+    /// [`Error::UnusedParameters`].
+    pub find_unused_parameters: bool,
+    /// Reduce buckets while backward goes on; if not said, where that pays (with `nccl`). Apex called the
+    /// opposite `delay_allreduce`.
+    pub overlap: Option<bool>,
 }
 
 impl Default for DdpOptions {
     fn default() -> Self {
-        Self { bucket_cap_mb: 25.0, first_bucket_mb: 1.0 }
+        Self {
+            bucket_cap_mb: 25.0,
+            first_bucket_mb: 1.0,
+            init_sync: true,
+            find_unused_parameters: false,
+            overlap: None,
+        }
+    }
+}
+
+/// What one backward pass came to on one rank. Follows `_get_ddp_logging_data`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DdpStatistics {
+    /// How many bytes each bucket holds.
+    pub bucket_bytes: Vec<usize>,
+    /// Backward and everything that was reduced, in microseconds.
+    pub backward_us: f64,
+    /// That part of it in which the rank reduced, or waited for others to.
+    pub communication_us: f64,
+    /// How much of that had passed when autograd was through, from 0 to 1.
+    pub overlapped: f64,
+}
+
+/// Gradients stay on their rank while this lives. From [`DistributedDataParallel::no_sync`].
+#[derive(Debug)]
+#[must_use = "gradients are averaged again when it is dropped"]
+pub struct NoSync {
+    depth: Rc<Cell<u32>>,
+}
+
+impl Drop for NoSync {
+    fn drop(&mut self) {
+        self.depth.set(self.depth.get() - 1);
     }
 }
 
@@ -42,8 +92,9 @@ impl Default for DdpOptions {
 ///    all, and moves the parameters into flat buffers ("buckets"), each with a twin for its gradients:
 ///    every parameter and its `grad` are views, so backward writes straight into the buckets.
 /// 2. [`forward`](Self::forward) is the model's own.
-/// 3. [`backward`](Self::backward) runs autograd, and then sums each bucket of gradients over the ranks,
-///    divided by their number: the mean over the ranks of each rank's gradient.
+/// 3. [`backward`](Self::backward) runs autograd. Hooks tell when a gradient is complete; a bucket whose
+///    gradients all are is summed over the ranks, divided by their number: the mean over the ranks of each
+///    rank's gradient. With `nccl` that happens while backward goes on.
 /// 4. Every rank makes the same optimizer step with the same numbers, and stays the same.
 ///
 /// Buffers are copied from rank 0 at construction only: those that a model changes in training, such as
@@ -59,6 +110,8 @@ pub struct DistributedDataParallel<M> {
     group: Rc<ProcessGroup>,
     reducer: Reducer,
     tensors: Vec<NamedTensor>,
+    /// How many [`NoSync`] live.
+    no_sync: Rc<Cell<u32>>,
 }
 
 impl<M> fmt::Debug for DistributedDataParallel<M> {
@@ -66,7 +119,7 @@ impl<M> fmt::Debug for DistributedDataParallel<M> {
         f.debug_struct("DistributedDataParallel")
             .field("group", &self.group)
             .field("parameters", &self.num_parameters())
-            .field("buckets", &self.reducer.buckets().len())
+            .field("reducer", &self.reducer)
             .finish_non_exhaustive()
     }
 }
@@ -93,14 +146,44 @@ impl<M> DistributedDataParallel<M> {
         }
         parameters::compare(&tensors, &group)?;
         let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
-        let mut reducer = Reducer::new(&parameters, options)?;
-        for bucket in reducer.buckets_mut() {
-            group.broadcast(&mut bucket.parameters, 0)?;
+        let reducer = Reducer::new(&parameters, group.clone(), options)?;
+        if options.init_sync {
+            reducer.for_each_flat(|flat| group.broadcast(&mut flat.parameters, 0))?;
+            for buffer in tensors.iter().filter(|t| !t.trainable) {
+                tch::no_grad(|| group.broadcast(&mut buffer.tensor.shallow_clone(), 0))?;
+            }
         }
-        for buffer in tensors.iter().filter(|t| !t.trainable) {
-            tch::no_grad(|| group.broadcast(&mut buffer.tensor.shallow_clone(), 0))?;
+        Ok(Self { module, group, reducer, tensors, no_sync: Rc::default() })
+    }
+
+    /// Averages gradients with `hook` from now on. Follows `register_comm_hook`. Every rank must call it, with
+    /// the same hook.
+    pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) {
+        self.reducer.set_comm_hook(hook);
+    }
+
+    /// Until what it returns is dropped, [`backward`](Self::backward) adds up gradients on this rank and
+    /// averages nothing: for steps that are made of several batches. The last batch's backward must come
+    /// after, and averages them all. Follows `no_sync`.
+    pub fn no_sync(&self) -> NoSync {
+        self.no_sync.set(self.no_sync.get() + 1);
+        NoSync { depth: self.no_sync.clone() }
+    }
+
+    /// What the last [`backward`](Self::backward) that averaged came to.
+    pub fn statistics(&self) -> DdpStatistics {
+        let times = self.reducer.times();
+        let communication = times.communication.as_secs_f64();
+        DdpStatistics {
+            bucket_bytes: self.reducer.bucket_bytes(),
+            backward_us: times.total.as_secs_f64() * 1e6,
+            communication_us: communication * 1e6,
+            overlapped: if communication == 0.0 {
+                0.0
+            } else {
+                times.overlapped.as_secs_f64() / communication
+            },
         }
-        Ok(Self { module, group, reducer, tensors })
     }
 
     /// The wrapped model.
@@ -118,14 +201,19 @@ impl<M> DistributedDataParallel<M> {
         self.tensors.iter().filter(|t| t.trainable).map(|t| t.tensor.numel()).sum()
     }
 
-    /// Parameters and gradients as flat buffers, one a bucket, in the order in which they are reduced:
-    /// what an optimizer steps.
+    /// Parameters and gradients as flat buffers, one for each kind: what an optimizer steps. The buckets are
+    /// stretches of them.
     pub fn flat_buffers(&self) -> Vec<FlatBuffer> {
-        let handles = |bucket: &reducer::Bucket| FlatBuffer {
-            parameters: bucket.parameters.shallow_clone(),
-            gradients: bucket.gradients.shallow_clone(),
-        };
-        self.reducer.buckets().iter().map(handles).collect()
+        let mut buffers = Vec::new();
+        // Nothing in there fails.
+        let _ = self.reducer.for_each_flat(|flat| {
+            buffers.push(FlatBuffer {
+                parameters: flat.parameters.shallow_clone(),
+                gradients: flat.gradients.shallow_clone(),
+            });
+            Ok(())
+        });
+        buffers
     }
 
     /// Sets all gradients to zero, in place.
@@ -133,19 +221,20 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// [`Error::Torch`].
     pub fn zero_grad(&mut self) -> Result<()> {
-        self.reducer.zero_grad()
+        self.reducer
+            .for_each_flat(|flat| flat.gradients.f_zero_().map(drop).map_err(Error::torch("zero_")))
     }
 
     /// Computes the gradients of `loss` and averages them over all ranks. A collective.
     ///
-    /// Gradients add up until [`zero_grad`](Self::zero_grad), as in PyTorch. A parameter that `loss` does
-    /// not depend on contributes zeros.
+    /// Gradients add up until [`zero_grad`](Self::zero_grad), as in PyTorch. After the first one that averages,
+    /// the buckets are put together anew, in the order in which rank 0's gradients became ready.
     ///
     /// # Errors
-    /// [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been replaced, and those of [`ProcessGroup::all_reduce`].
+    /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been
+    /// replaced, and those of [`ProcessGroup::all_reduce`].
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        loss.f_backward().map_err(Error::torch("backward"))?;
-        self.reducer.reduce(&self.group)
+        self.reducer.backward(loss, self.no_sync.get() == 0)
     }
 
     /// 64 bits over the names, shapes and values of all parameters and buffers; equal on two ranks that

@@ -112,6 +112,40 @@ pub(crate) fn current_stream(index: usize) -> Result<*mut c_void> {
     shim::cuda_current_stream(index)
 }
 
+/// A stream beside the one that a thread's work goes to otherwise.
+#[derive(Debug)]
+pub(crate) struct Stream(*mut shim::Stream);
+
+impl Stream {
+    pub(crate) fn new(index: usize) -> Result<Self> {
+        shim::cuda_stream_new(index).map(Self)
+    }
+
+    /// Runs `f` with this as the thread's current stream.
+    pub(crate) fn with<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        /// Swaps back, also when `f` panics.
+        struct Back<'a>(&'a Stream);
+        impl Drop for Back<'_> {
+            fn drop(&mut self) {
+                // It was the current one before, so it can be again.
+                // SAFETY: the pointer lives as long as the stream.
+                let _ = unsafe { shim::cuda_stream_swap(self.0.0) };
+            }
+        }
+        // SAFETY: the pointer lives as long as `self`.
+        unsafe { shim::cuda_stream_swap(self.0) }?;
+        let _back = Back(self);
+        f()
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: the pointer is ours, and this is its last use.
+        unsafe { shim::cuda_stream_free(self.0) }
+    }
+}
+
 /// A mark on a stream that can be asked, without waiting, whether the device has passed it.
 #[derive(Debug)]
 pub(crate) struct Event(*mut shim::Event);
@@ -125,6 +159,12 @@ impl Event {
     pub(crate) fn record(&self, index: usize) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
         unsafe { shim::cuda_event_record(self.0, index) }
+    }
+
+    /// Has what this thread launches on device `index` from now on wait for the mark.
+    pub(crate) fn block(&self, index: usize) -> Result<()> {
+        // SAFETY: the pointer lives as long as `self`.
+        unsafe { shim::cuda_event_block(self.0, index) }
     }
 
     pub(crate) fn is_done(&self) -> Result<bool> {

@@ -3,6 +3,7 @@
 //! The only place beside the NCCL and shared-memory backends where `unsafe` is allowed.
 
 pub mod cuda;
+mod hooks;
 mod process;
 mod rng;
 mod shared;
@@ -12,6 +13,7 @@ pub use process::{exit, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
+pub(crate) use hooks::GradHooks;
 pub(crate) use shim::{add_scaled, grad_data, set_grad, set_multithreading_enabled};
 
 use crate::error::{Error, first_line};

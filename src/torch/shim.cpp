@@ -22,6 +22,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/version.h>
 
 namespace {
@@ -48,6 +50,16 @@ c10::Device cuda_device(int index) {
   return c10::Device(kCUDA, static_cast<c10::DeviceIndex>(index));
 }
 
+// Tells Rust that the gradient of a parameter is complete.
+struct GradHook final : torch::autograd::PostAccumulateGradHook {
+  void (*call)(void* context, size_t index);
+  void* context;
+  size_t index;
+  GradHook(void (*call)(void*, size_t), void* context, size_t index)
+      : call(call), context(context), index(index) {}
+  void operator()(const torch::autograd::Variable&) override { call(context, index); }
+};
+
 }  // namespace
 
 extern "C" {
@@ -72,6 +84,17 @@ void ddp_set_multithreading_enabled(bool enabled) {
 // parameter.grad = grad, without a copy.
 char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
   return guarded([&] { parameter->mutable_grad() = *grad; });
+}
+
+// Has backward call `call(context, index)` whenever it has added to parameter.grad, on the thread that it
+// runs on; with a null `call` no more. As register_post_accumulate_grad_hook, of which there is one here.
+char* ddp_set_grad_hook(at::Tensor* parameter, void (*call)(void*, size_t), void* context,
+                        size_t index) {
+  return guarded([&] {
+    std::unique_ptr<torch::autograd::PostAccumulateGradHook> hook;
+    if (call != nullptr) hook = std::make_unique<GradHook>(call, context, index);
+    torch::autograd::impl::set_post_acc_grad_hooks(*parameter, std::move(hook));
+  });
 }
 
 // Where parameter.grad lies; null if there is none.
@@ -146,6 +169,24 @@ char* ddp_cuda_event_record(c10::Event* event, int index) {
 // Whether the device has passed the mark; does not wait.
 char* ddp_cuda_event_query(c10::Event* event, bool* done) {
   return guarded([&] { *done = event->query(); });
+}
+
+// Has the device's current stream wait until it has passed the mark; the host does not wait.
+char* ddp_cuda_event_block(c10::Event* event, int index) {
+  return guarded([&] { event->block(cuda().getStream(cuda_device(index))); });
+}
+
+// A stream beside the current one, of high priority, from libtorch's pool.
+char* ddp_cuda_stream_new(int index, c10::Stream** stream) {
+  return guarded(
+      [&] { *stream = new c10::Stream(cuda().getStreamFromGlobalPool(cuda_device(index), true)); });
+}
+
+void ddp_cuda_stream_free(c10::Stream* stream) { delete stream; }
+
+// Makes `stream` the current one of this thread, and the one that was, `stream`.
+char* ddp_cuda_stream_swap(c10::Stream* stream) {
+  return guarded([&] { *stream = cuda().exchangeStream(*stream); });
 }
 
 }  // extern "C"

@@ -7,6 +7,15 @@ use torch_sys::C_tensor;
 
 use crate::error::{Error, Result, first_line};
 
+/// `c10::Stream`, only ever behind a pointer.
+#[repr(C)]
+pub(super) struct Stream {
+    _opaque: [u8; 0],
+}
+
+/// What a hook of the shim calls.
+pub(super) type HookFn = extern "C" fn(context: *mut c_void, index: usize);
+
 /// `c10::Event`, only ever behind a pointer.
 #[repr(C)]
 pub(super) struct Event {
@@ -19,6 +28,12 @@ unsafe extern "C" {
     fn ddp_library_file() -> *const c_char;
     fn ddp_set_multithreading_enabled(enabled: bool);
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
+    fn ddp_set_grad_hook(
+        parameter: *mut C_tensor,
+        call: Option<HookFn>,
+        context: *mut c_void,
+        index: usize,
+    ) -> *mut c_char;
     fn ddp_grad_data(parameter: *mut C_tensor) -> *const c_void;
     fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
     fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
@@ -31,6 +46,10 @@ unsafe extern "C" {
     fn ddp_cuda_event_free(event: *mut Event);
     fn ddp_cuda_event_record(event: *mut Event, index: c_int) -> *mut c_char;
     fn ddp_cuda_event_query(event: *mut Event, done: *mut bool) -> *mut c_char;
+    fn ddp_cuda_event_block(event: *mut Event, index: c_int) -> *mut c_char;
+    fn ddp_cuda_stream_new(index: c_int, stream: *mut *mut Stream) -> *mut c_char;
+    fn ddp_cuda_stream_free(stream: *mut Stream);
+    fn ddp_cuda_stream_swap(stream: *mut Stream) -> *mut c_char;
 }
 
 /// Takes over the message that a shim function returned.
@@ -78,6 +97,23 @@ pub(crate) fn set_multithreading_enabled(enabled: bool) {
 pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
+}
+
+/// As `register_post_accumulate_grad_hook`, or its removal.
+///
+/// # Safety
+/// `call` may be called with `context` and `index` by every backward on this parameter, until the hook is
+/// removed.
+pub(super) unsafe fn set_grad_hook(
+    parameter: &Tensor,
+    call: Option<HookFn>,
+    context: *mut c_void,
+    index: usize,
+) -> Result<()> {
+    // SAFETY: points to a live tensor; the rest is up to the caller.
+    check("register_post_accumulate_grad_hook", unsafe {
+        ddp_set_grad_hook(raw(parameter), call, context, index)
+    })
 }
 
 /// Where `parameter.grad` lies; null if there is none. Unlike [`Tensor::grad`] this makes no new handle.
@@ -157,4 +193,32 @@ pub(super) unsafe fn cuda_event_query(event: *mut Event) -> Result<bool> {
     // SAFETY: as the caller promises; `done` is a valid place.
     check("querying a CUDA event", unsafe { ddp_cuda_event_query(event, &mut done) })?;
     Ok(done)
+}
+
+/// # Safety
+/// `event` comes from [`cuda_event_new`] and has not been freed.
+pub(super) unsafe fn cuda_event_block(event: *mut Event, index: usize) -> Result<()> {
+    // SAFETY: as the caller promises.
+    check("waiting for a CUDA event", unsafe { ddp_cuda_event_block(event, index as c_int) })
+}
+
+pub(super) fn cuda_stream_new(index: usize) -> Result<*mut Stream> {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: writes one pointer to a valid place.
+    check("creating a CUDA stream", unsafe { ddp_cuda_stream_new(index as c_int, &mut stream) })?;
+    Ok(stream)
+}
+
+/// # Safety
+/// `stream` comes from [`cuda_stream_new`] and is not used afterwards.
+pub(super) unsafe fn cuda_stream_free(stream: *mut Stream) {
+    // SAFETY: as the caller promises.
+    unsafe { ddp_cuda_stream_free(stream) }
+}
+
+/// # Safety
+/// `stream` comes from [`cuda_stream_new`] and has not been freed.
+pub(super) unsafe fn cuda_stream_swap(stream: *mut Stream) -> Result<()> {
+    // SAFETY: as the caller promises.
+    check("changing the CUDA stream", unsafe { ddp_cuda_stream_swap(stream) })
 }

@@ -1,0 +1,137 @@
+//! How a bucket of gradients is averaged: as it is, compressed, or as the user likes.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use tch::{Kind, Tensor};
+
+use super::reducer::average;
+use crate::error::{Error, Result};
+use crate::process_group::{ProcessGroup, ReduceOp};
+
+/// A bucket whose gradients are complete on this rank.
+#[derive(Debug)]
+pub struct GradBucket<'a> {
+    /// Its place among the buckets, from 0.
+    pub index: usize,
+    /// Whether it is the last of this step.
+    pub is_last: bool,
+    /// The gradients of its parameters, one after the other; gaps are zero. Not divided yet.
+    pub gradients: &'a mut Tensor,
+    /// Where in `gradients` each parameter's begins, and its shape.
+    pub parameters: &'a [(usize, Vec<i64>)],
+}
+
+/// Averages a bucket over the ranks. Follows DDP's communication hooks.
+///
+/// Called for the buckets in the order of their index, the same on every rank, on the rank's own thread. When
+/// it returns, `gradients` must be the same on every rank (on a GPU: when what it has launched is done).
+pub trait CommHook {
+    /// Its name in messages.
+    fn name(&self) -> &'static str;
+
+    /// Averages `bucket` over the ranks of `group`.
+    ///
+    /// # Errors
+    /// Those of the collectives; they end the run.
+    fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()>;
+}
+
+impl fmt::Debug for dyn CommHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A hook of one's own, from a function.
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// use ddp_mp::ddp::hook_fn;
+/// use ddp_mp::{ProcessGroup, ReduceOp};
+///
+/// // What DDP does by itself.
+/// let hook = hook_fn("mine", |bucket, group: &ProcessGroup| {
+///     group.all_reduce(bucket.gradients, ReduceOp::PremulSum(1.0 / group.world_size() as f64))
+/// });
+/// # drop(hook);
+/// # Ok(())
+/// # }
+/// ```
+pub fn hook_fn(
+    name: &'static str,
+    f: impl FnMut(&mut GradBucket<'_>, &ProcessGroup) -> Result<()> + 'static,
+) -> Box<dyn CommHook> {
+    struct FromFn<F>(&'static str, F);
+    impl<F: FnMut(&mut GradBucket<'_>, &ProcessGroup) -> Result<()>> CommHook for FromFn<F> {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+        fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
+            (self.1)(bucket, group)
+        }
+    }
+    Box::new(FromFn(name, f))
+}
+
+/// Without compression: each gradient is divided by the number of ranks, and they are summed.
+#[derive(Debug)]
+pub(super) struct AllReduce;
+
+impl CommHook for AllReduce {
+    fn name(&self) -> &'static str {
+        "all_reduce"
+    }
+
+    fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
+        group.all_reduce(bucket.gradients, average(group))
+    }
+}
+
+/// Sends gradients as another kind, half as many bytes. Follows `fp16_compress_hook` and
+/// `bf16_compress_hook`: converted, divided by the number of ranks, summed, converted back.
+#[derive(Debug)]
+pub struct Compress {
+    kind: Kind,
+    /// The converted gradients of each bucket; allocated once.
+    room: BTreeMap<usize, Tensor>,
+}
+
+impl Compress {
+    /// As `fp16_compress_hook`.
+    pub fn fp16() -> Self {
+        Self { kind: Kind::Half, room: BTreeMap::new() }
+    }
+
+    /// As `bf16_compress_hook`.
+    pub fn bf16() -> Self {
+        Self { kind: Kind::BFloat16, room: BTreeMap::new() }
+    }
+}
+
+impl CommHook for Compress {
+    fn name(&self) -> &'static str {
+        if self.kind == Kind::Half { "fp16_compress" } else { "bf16_compress" }
+    }
+
+    fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
+        let torch = || Error::torch("compressing gradients");
+        let room = self.room.remove(&bucket.index).filter(|t| t.size() == bucket.gradients.size());
+        let mut small = match room {
+            Some(room) => room,
+            None => {
+                let (shape, device) = (bucket.gradients.size(), bucket.gradients.device());
+                Tensor::f_empty(&shape[..], (self.kind, device)).map_err(torch())?
+            }
+        };
+        let convert = || {
+            small.f_copy_(bucket.gradients)?;
+            small.f_div_scalar_(group.world_size() as f64).map(drop)
+        };
+        tch::no_grad(convert).map_err(torch())?;
+        group.all_reduce(&mut small, ReduceOp::Sum)?;
+        tch::no_grad(|| bucket.gradients.f_copy_(&small)).map_err(torch())?;
+        self.room.insert(bucket.index, small);
+        Ok(())
+    }
+}

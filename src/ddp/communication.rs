@@ -1,0 +1,75 @@
+//! Where buckets are reduced: beside backward on a stream of its own, or in its midst.
+
+use tch::Device;
+
+use crate::error::Result;
+use crate::process_group::ProcessGroup;
+use crate::torch::cuda::{Event, Stream};
+
+/// On a GPU with `nccl` a stream for the reductions, ordered with the rank's own by events in both
+/// directions; otherwise nothing.
+#[derive(Debug)]
+pub(super) struct Communication(Option<OnGpu>);
+
+#[derive(Debug)]
+struct OnGpu {
+    gpu: usize,
+    stream: Stream,
+    /// The gradients are complete up to here.
+    computed: Event,
+    /// They have been reduced up to here.
+    reduced: Event,
+    /// Whether something has been launched that nobody has waited for.
+    pending: bool,
+}
+
+impl Communication {
+    pub(super) fn new(group: &ProcessGroup) -> Result<Self> {
+        let on_gpu = match group.device() {
+            // Ranks that share a GPU talk through one stream, which orders what they do.
+            Device::Cuda(gpu) if group.backend() == "nccl" => Some(OnGpu {
+                gpu,
+                stream: Stream::new(gpu)?,
+                computed: Event::new()?,
+                reduced: Event::new()?,
+                pending: false,
+            }),
+            _ => None,
+        };
+        Ok(Self(on_gpu))
+    }
+
+    /// Whether it pays to reduce while backward goes on.
+    ///
+    /// On a GPU it does: the two run at the same time. On CPU ranks the rank itself reduces, so nothing is
+    /// gained, and what was lost has been measured (`ddp-mp bench step`, an MLP of 2.1 million parameters, 2
+    /// ranks on 2 cores): a rank that waits in the midst of backward for one that is late gives up its core,
+    /// while both are at one place when backward is through.
+    pub(super) fn overlaps(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Runs `reduce` once all that this rank has launched so far is done.
+    pub(super) fn run(
+        &mut self,
+        group: &ProcessGroup,
+        reduce: impl FnOnce(&ProcessGroup) -> Result<()>,
+    ) -> Result<()> {
+        let Some(OnGpu { gpu, stream, computed, reduced, pending }) = &mut self.0 else {
+            return reduce(group);
+        };
+        computed.record(*gpu)?;
+        *pending = true;
+        stream.with(|| {
+            computed.block(*gpu)?;
+            reduce(group)?;
+            reduced.record(*gpu)
+        })
+    }
+
+    /// Has whatever this rank launches from now on wait for all reductions.
+    pub(super) fn wait(&mut self) -> Result<()> {
+        let Some(OnGpu { gpu, reduced, pending, .. }) = &mut self.0 else { return Ok(()) };
+        if std::mem::take(pending) { reduced.block(*gpu) } else { Ok(()) }
+    }
+}

@@ -1,0 +1,182 @@
+//! PowerSGD: gradients as products of two thin matrices.
+
+use std::collections::BTreeMap;
+
+use tch::{Kind, Tensor};
+
+use super::comm_hooks::{CommHook, GradBucket};
+use super::reducer::average;
+use crate::error::{Error, Result};
+use crate::process_group::ProcessGroup;
+use crate::torch::fork_rng;
+
+/// Sends gradients as products of two thin matrices. Follows `powerSGD_hook`: matrices that would shrink by
+/// `min_compression_rate` are approximated by one power iteration, what is lost is added to the next step's
+/// gradient, everything else is averaged as it is.
+#[derive(Debug)]
+pub struct PowerSgd {
+    options: PowerSgdOptions,
+    iteration: u64,
+    state: BTreeMap<usize, BucketState>,
+}
+
+/// How gradients are approximated. Follows `PowerSGDState`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PowerSgdOptions {
+    /// The rank of the approximation; more is closer and larger.
+    pub matrix_approximation_rank: i64,
+    /// The iterations before that average without compression.
+    pub start_iter: u64,
+    /// A matrix is compressed when it becomes smaller by this factor.
+    pub min_compression_rate: f64,
+    /// Whether what is lost is added to the next gradient.
+    pub use_error_feedback: bool,
+    /// Whether an iteration starts from the last one's factor.
+    pub warm_start: bool,
+    /// What the first factors are drawn from, the same on all ranks.
+    pub seed: u64,
+}
+
+impl Default for PowerSgdOptions {
+    /// PyTorch's.
+    fn default() -> Self {
+        Self {
+            matrix_approximation_rank: 1,
+            start_iter: 1000,
+            min_compression_rate: 2.0,
+            use_error_feedback: true,
+            warm_start: true,
+            seed: 0,
+        }
+    }
+}
+
+/// What a bucket keeps from one iteration to the next.
+#[derive(Debug)]
+struct BucketState {
+    /// What was lost, in the shape of the bucket.
+    error: Tensor,
+    /// The second factor of each compressed matrix, by the place of its parameter.
+    factors: BTreeMap<usize, Tensor>,
+}
+
+impl CommHook for PowerSgd {
+    fn name(&self) -> &'static str {
+        "powerSGD"
+    }
+
+    fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
+        let iteration = self.iteration;
+        self.iteration += u64::from(bucket.is_last);
+        if iteration < self.options.start_iter {
+            return group.all_reduce(bucket.gradients, average(group));
+        }
+        tch::no_grad(|| self.approximate(bucket, group, iteration))
+    }
+}
+
+impl PowerSgd {
+    /// Approximates as `options` say.
+    pub fn new(options: PowerSgdOptions) -> Self {
+        Self { options, iteration: 0, state: BTreeMap::new() }
+    }
+
+    /// The shape of a parameter as a matrix, if it is worth compressing.
+    fn matrix(&self, shape: &[i64]) -> Option<(i64, i64, i64)> {
+        let (&rows, rest) = shape.split_first()?;
+        let columns: i64 = rest.iter().product();
+        let rank = self.options.matrix_approximation_rank.min(rows).min(columns);
+        let compressed = (rows + columns) * rank;
+        let pays = compressed as f64 * self.options.min_compression_rate < (rows * columns) as f64;
+        (!rest.is_empty() && pays).then_some((rows, columns, rank))
+    }
+
+    fn approximate(
+        &mut self,
+        bucket: &mut GradBucket<'_>,
+        group: &ProcessGroup,
+        iteration: u64,
+    ) -> Result<()> {
+        let torch = || Error::torch("PowerSGD");
+        let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
+        let numel = bucket.gradients.numel() as i64;
+        if self.state.get(&bucket.index).is_none_or(|s| s.error.numel() as i64 != numel) {
+            let error = Tensor::f_zeros([numel], (kind, device)).map_err(torch())?;
+            self.state.insert(bucket.index, BucketState { error, factors: BTreeMap::new() });
+        }
+        let matrices: Vec<(usize, i64, i64, i64)> = bucket
+            .parameters
+            .iter()
+            .filter_map(|(start, shape)| self.matrix(shape).map(|(n, m, r)| (*start, n, m, r)))
+            .collect();
+        let Some(state) = self.state.get_mut(&bucket.index) else { return Ok(()) };
+        if self.options.use_error_feedback {
+            let _ = bucket.gradients.f_add_(&state.error).map_err(torch())?;
+        }
+        let before = bucket.gradients.copy();
+        let view = |flat: &Tensor, start: usize, n: i64, m: i64| {
+            flat.f_narrow(0, start as i64, n * m)?.f_view([n, m])
+        };
+
+        // P = M Q, averaged, made orthogonal; Q = M^T P, averaged; M is about P Q^T.
+        let mut ps = Vec::with_capacity(matrices.len());
+        for &(start, n, m, r) in &matrices {
+            let fresh = !self.options.warm_start || !state.factors.contains_key(&start);
+            if fresh {
+                // The same on every rank, another for every matrix and, without warm start, iteration.
+                let seed = self.options.seed
+                    ^ (bucket.index as u64) << 40
+                    ^ (start as u64) << 8
+                    ^ iteration;
+                let q = fork_rng(seed, || Tensor::f_randn([m, r], (kind, tch::Device::Cpu)))?;
+                let q = q.and_then(|q| q.f_to_device(device)).map_err(torch())?;
+                state.factors.insert(start, q);
+            }
+            let q = orthogonalize(&state.factors[&start]).map_err(torch())?;
+            let matrix = view(bucket.gradients, start, n, m).map_err(torch())?;
+            ps.push(matrix.f_matmul(&q).map_err(torch())?.f_contiguous().map_err(torch())?);
+        }
+        // What is not compressed is averaged as it is; the others' places in between are written below.
+        let mut rest = bucket.gradients.copy();
+        for &(start, n, m, _) in &matrices {
+            let _ = view(&rest, start, n, m).and_then(|mut v| v.f_zero_()).map_err(torch())?;
+        }
+        group.all_reduce(&mut rest, average(group))?;
+        bucket.gradients.f_copy_(&rest).map_err(torch())?;
+
+        for (&(start, n, m, _), p) in matrices.iter().zip(&mut ps) {
+            group.all_reduce(p, average(group))?;
+            *p = orthogonalize(p).map_err(torch())?;
+            let matrix = view(&before, start, n, m).map_err(torch())?;
+            let q = || matrix.f_tr()?.f_matmul(p)?.f_contiguous();
+            let mut q = q().map_err(torch())?;
+            group.all_reduce(&mut q, average(group))?;
+            let product = q.f_tr().and_then(|q| p.f_matmul(&q)).map_err(torch())?;
+            view(bucket.gradients, start, n, m)
+                .and_then(|mut v| v.f_copy_(&product))
+                .map_err(torch())?;
+            state.factors.insert(start, q);
+        }
+        if self.options.use_error_feedback {
+            let _ = state.error.f_zero_().map_err(torch())?;
+            for &(start, n, m, _) in &matrices {
+                let lost = || {
+                    let lost =
+                        view(&before, start, n, m)?.f_sub(&view(bucket.gradients, start, n, m)?)?;
+                    view(&state.error, start, n, m)?.f_copy_(&lost)
+                };
+                lost().map_err(torch())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Columns of length 1 at right angles, that span the same.
+fn orthogonalize(matrix: &Tensor) -> Result<Tensor, tch::TchError> {
+    // QR runs in single precision at least.
+    let kind = matrix.kind();
+    let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+    let (q, _) = Tensor::f_linalg_qr(&matrix.f_to_kind(wide)?, "reduced")?;
+    q.f_to_kind(kind)
+}

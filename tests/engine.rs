@@ -1,0 +1,347 @@
+//! What the DDP engine does with gradients: overlap, accumulation, unused parameters, hooks.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use ddp_mp::ddp::{CommHook, Compress, PowerSgd, PowerSgdOptions, hook_fn};
+use ddp_mp::{DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Sgd};
+use tch::nn::{self, Module, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::harness::{ranks, try_ranks};
+
+/// Caps that give every parameter a bucket of its own.
+const TINY: f64 = 1e-9;
+
+fn mlp(vs: &VarStore) -> impl Module + use<> {
+    let root = vs.root();
+    let layer = |name: &str, from, to, seed: f64| {
+        let weight = (root.clone() / name).var("weight", &[to, from], nn::Init::Const(0.));
+        let bias = (root.clone() / name).var("bias", &[to], nn::Init::Const(0.));
+        tch::no_grad(|| {
+            let numbers = Tensor::arange(to * from, (Kind::Float, Device::Cpu));
+            weight.shallow_clone().copy_(&((numbers * 0.37 + seed).sin() * 0.4).view([to, from]));
+        });
+        (weight, bias)
+    };
+    let layers = [layer("0", 6, 9, 1.), layer("2", 9, 5, 2.), layer("4", 5, 1, 3.)];
+    nn::func(move |xs| {
+        let mut xs = xs.shallow_clone();
+        for (i, (weight, bias)) in layers.iter().enumerate() {
+            xs = xs.linear(weight, Some(bias));
+            if i < 2 {
+                xs = xs.tanh();
+            }
+        }
+        xs
+    })
+}
+
+fn batch(rank: usize, step: i64, len: i64) -> (Tensor, Tensor) {
+    let numbers = Tensor::arange(len * 6, (Kind::Float, Device::Cpu)).view([len, 6]);
+    let inputs = (numbers * 0.71 + rank as f64 * 5.3 + step as f64).sin();
+    let targets = inputs.sum_dim_intlist([1i64].as_slice(), true, Kind::Float);
+    (inputs, targets)
+}
+
+/// Trains for five steps, and returns the parameters' bits by name.
+fn train(
+    rank: &Rank,
+    group: Rc<ProcessGroup>,
+    options: DdpOptions,
+    hook: Option<Box<dyn CommHook>>,
+) -> anyhow::Result<Vec<f32>> {
+    let vs = VarStore::new(rank.device());
+    let model = mlp(&vs);
+    let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
+    if let Some(hook) = hook {
+        ddp.register_comm_hook(hook);
+    }
+    let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.1);
+    for step in 0..5 {
+        let (inputs, targets) = batch(rank.rank(), step, 8);
+        ddp.zero_grad()?;
+        let loss = ddp.forward(&inputs).mse_loss(&targets, tch::Reduction::Mean);
+        ddp.backward(&loss)?;
+        optimizer.step()?;
+    }
+    parameters(&vs)
+}
+
+fn parameters(vs: &VarStore) -> anyhow::Result<Vec<f32>> {
+    let all: Vec<Tensor> =
+        vs.trainable_variables().iter().map(|p| p.detach().flatten(0, -1)).collect();
+    Ok(Vec::<f32>::try_from(Tensor::cat(&all, 0))?)
+}
+
+#[test]
+fn overlap_and_buckets_change_no_bit() {
+    for world_size in 1..=3 {
+        let with = |overlap, mb| {
+            let options = DdpOptions {
+                overlap,
+                bucket_cap_mb: mb,
+                first_bucket_mb: mb,
+                ..DdpOptions::default()
+            };
+            let all = ranks(world_size, move |rank, group| train(rank, group, options, None));
+            assert!(all.iter().all(|one| one == &all[0]), "replicas are the same");
+            all[0].clone()
+        };
+        let expected = with(Some(false), 25.);
+        for overlap in [Some(true), Some(false), None] {
+            for mb in [TINY, 200e-6, 25.] {
+                assert_eq!(with(overlap, mb), expected, "{world_size} ranks, {overlap:?}, {mb}");
+            }
+        }
+    }
+}
+
+#[test]
+fn with_overlap_buckets_are_reduced_in_the_midst_of_backward() {
+    let seen = ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let model = mlp(&vs);
+        let mut order = Vec::new();
+        for overlap in [true, false] {
+            let options = DdpOptions {
+                overlap: Some(overlap),
+                bucket_cap_mb: TINY,
+                first_bucket_mb: TINY,
+                init_sync: true,
+                find_unused_parameters: false,
+            };
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            let reduced = Rc::new(RefCell::new(Vec::new()));
+            let notes = reduced.clone();
+            let first = vs.trainable_variables().remove(0);
+            ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
+                // Whether the first layer's gradient is there yet: it comes last.
+                let begun = first.grad().abs().sum(Kind::Float).double_value(&[]) > 0.;
+                notes.borrow_mut().push((bucket.index, begun));
+                group.all_reduce(bucket.gradients, ReduceOp::Avg)
+            }));
+            let (inputs, targets) = batch(rank.rank(), 0, 8);
+            ddp.zero_grad()?;
+            ddp.backward(&model.forward(&inputs).mse_loss(&targets, tch::Reduction::Mean))?;
+            let statistics = ddp.statistics();
+            assert_eq!(statistics.bucket_bytes.len(), 6);
+            assert_eq!(statistics.overlapped > 0., overlap, "{statistics:?}");
+            assert!(statistics.communication_us <= statistics.backward_us);
+            order.push(reduced.take());
+        }
+        Ok(order)
+    });
+    for order in seen {
+        let indices = |notes: &[(usize, bool)]| notes.iter().map(|n| n.0).collect::<Vec<_>>();
+        assert_eq!(indices(&order[0]), [0, 1, 2, 3, 4, 5], "in the order of their index");
+        assert_eq!(indices(&order[1]), [0, 1, 2, 3, 4, 5]);
+        assert!(!order[0][0].1, "the first bucket goes out before the last gradient has come");
+        assert!(order[1][0].1, "all gradients have come");
+    }
+}
+
+#[test]
+fn buckets_follow_the_order_of_rank_0_s_gradients() {
+    let all = ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let names = ["a", "b", "c"];
+        let parameters = names.map(|name| root.var(name, &[3], nn::Init::Const(1.)));
+        let options =
+            DdpOptions { bucket_cap_mb: TINY, first_bucket_mb: TINY, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        let sizes = Rc::new(RefCell::new(Vec::new()));
+        let notes = sizes.clone();
+        ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
+            notes.borrow_mut().push(bucket.gradients.double_value(&[0]));
+            group.all_reduce(bucket.gradients, ReduceOp::Sum)
+        }));
+        let mut steps = Vec::new();
+        for _ in 0..2 {
+            ddp.zero_grad()?;
+            // What is used last has its gradient first: c, a, b; the factors tell them apart.
+            let [a, b, c] = &parameters;
+            let loss = ((b * 2.).cumsum(0, Kind::Float).exp() * 0.).sum(Kind::Float)
+                + (b * 2.).sum(Kind::Float);
+            let loss = (loss * 1.) + (a * 1.).sum(Kind::Float);
+            let loss = (loss * 1.) + (c * 3.).sum(Kind::Float);
+            ddp.backward(&loss)?;
+            steps.push(sizes.take());
+        }
+        Ok(steps)
+    });
+    assert_eq!(all[0], all[1]);
+    assert_eq!(all[0][0], [3., 2., 1.], "the last parameter first");
+    assert_eq!(all[0][1], [3., 1., 2.], "as the gradients came");
+}
+
+#[test]
+fn accumulated_gradients_are_averaged_once() {
+    let all = ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let model = mlp(&vs);
+        let mut ddp =
+            DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
+        let loss = |ddp: &DistributedDataParallel<_>, step, len| {
+            let (inputs, targets) = batch(rank.rank(), step, len);
+            ddp.forward(&inputs).mse_loss(&targets, tch::Reduction::Sum)
+        };
+        ddp.zero_grad()?;
+        let before = group.traffic();
+        {
+            let _no_sync = ddp.no_sync();
+            let _nested = ddp.no_sync();
+            for step in 0..2 {
+                let loss = loss(&ddp, step, 4);
+                ddp.backward(&loss)?;
+            }
+        }
+        assert_eq!(group.traffic(), before, "nothing goes out");
+        let last = loss(&ddp, 2, 4);
+        ddp.backward(&last)?;
+        let accumulated = ddp.flat_buffers()[0].gradients.copy();
+
+        ddp.zero_grad()?;
+        let whole = loss(&ddp, 0, 4) + loss(&ddp, 1, 4) + loss(&ddp, 2, 4);
+        ddp.backward(&whole)?;
+        let whole = &ddp.flat_buffers()[0].gradients;
+        assert!(accumulated.allclose(whole, 1e-5, 1e-6, false));
+        Ok(Vec::<f32>::try_from(&accumulated)?)
+    });
+    assert_eq!(all[0], all[1]);
+}
+
+#[test]
+fn unused_parameters_are_named_on_every_rank_at_the_step_where_it_happens() {
+    let error = try_ranks(3, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let used = root.var("used", &[2], nn::Init::Const(1.));
+        let (left, right) = (
+            (&root / "layer").var("left", &[2], nn::Init::Const(1.)),
+            (&root / "layer").var("right", &[2], nn::Init::Const(1.)),
+        );
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        ddp.backward(&(&used * &left * &right).sum(Kind::Float))?;
+        let loss = if rank.rank() == 1 { used } else { used * left * right };
+        let result = ddp.backward(&loss.sum(Kind::Float));
+        let text = result.as_ref().unwrap_err().to_string();
+        assert!(text.contains("no gradient on rank 1"), "{text}");
+        assert!(text.contains("layer.left, layer.right; use them"), "{text}");
+        Ok(result?)
+    })
+    .unwrap_err();
+    assert_eq!(error.failure.rank, 1, "{error}");
+    assert!(error.also_failed.is_empty(), "{error}");
+}
+
+#[test]
+fn compressed_gradients_are_close_and_the_same_on_all_ranks() {
+    let exact = ranks(3, |rank, group| train(rank, group, DdpOptions::default(), None));
+    let hooks: [fn() -> Box<dyn CommHook>; 3] = [
+        || Box::new(Compress::fp16()),
+        || Box::new(Compress::bf16()),
+        // From the first step on, and nearly without loss: the matrices have no higher rank.
+        || {
+            Box::new(PowerSgd::new(PowerSgdOptions {
+                start_iter: 0,
+                min_compression_rate: 0.1,
+                matrix_approximation_rank: 9,
+                ..PowerSgdOptions::default()
+            }))
+        },
+    ];
+    for (hook, bound) in hooks.into_iter().zip([2e-3, 2e-2, 1e-4]) {
+        let all =
+            ranks(3, move |rank, group| train(rank, group, DdpOptions::default(), Some(hook())));
+        assert!(all.iter().all(|one| one == &all[0]), "{}: replicas differ", hook().name());
+        let furthest = all[0].iter().zip(&exact[0]).map(|(a, b)| (a - b).abs()).fold(0., f32::max);
+        assert!(furthest < bound, "{}: {furthest}", hook().name());
+        assert_ne!(all[0], exact[0], "{} did something", hook().name());
+    }
+}
+
+#[test]
+fn what_power_sgd_loses_comes_with_later_steps() {
+    let run = |use_error_feedback| {
+        ranks(2, move |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let weight = vs.root().var("weight", &[8, 8], nn::Init::Const(0.));
+            let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+            ddp.register_comm_hook(Box::new(PowerSgd::new(PowerSgdOptions {
+                start_iter: 0,
+                use_error_feedback,
+                ..PowerSgdOptions::default()
+            })));
+            // The same gradient in every step, of full rank: the mean of what goes out must become it.
+            let gradient = Tensor::eye(8, (Kind::Float, Device::Cpu)) * (rank.rank() as f64 + 1.);
+            let mut sum = gradient.zeros_like();
+            for _ in 0..200 {
+                ddp.zero_grad()?;
+                ddp.backward(&(&weight * &gradient).sum(Kind::Float))?;
+                sum += weight.grad();
+            }
+            let expected = Tensor::eye(8, (Kind::Float, Device::Cpu)) * 1.5;
+            Ok((sum / 200. - expected).abs().max().double_value(&[]))
+        })
+    };
+    let (with, without) = (run(true)[0], run(false)[0]);
+    assert!(with < 0.15, "{with}");
+    assert!(without > 1., "{without}");
+}
+
+#[test]
+fn an_error_in_a_hook_ends_backward_with_it() {
+    for overlap in [true, false] {
+        let error = try_ranks(2, move |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
+            let options = DdpOptions { overlap: Some(overlap), ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            let me = rank.rank();
+            ddp.register_comm_hook(hook_fn("failing", move |bucket, group| {
+                if me == 1 {
+                    return Err(ddp_mp::Error::Input("the cause".into()));
+                }
+                group.all_reduce(bucket.gradients, ReduceOp::Sum)
+            }));
+            Ok(ddp.backward(&weight.sum(Kind::Float))?)
+        })
+        .unwrap_err();
+        assert_eq!(error.to_string(), "rank 1 (CPU:1) failed in its function: the cause");
+    }
+}
+
+#[test]
+fn a_panic_in_a_hook_is_one_of_its_rank() {
+    let error = try_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
+        let options = DdpOptions { overlap: Some(true), ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        let me = rank.rank();
+        ddp.register_comm_hook(hook_fn("panicking", move |bucket, group| {
+            assert_eq!(me, 0, "on purpose");
+            group.all_reduce(bucket.gradients, ReduceOp::Sum)
+        }));
+        Ok(ddp.backward(&weight.sum(Kind::Float))?)
+    })
+    .unwrap_err();
+    assert!(
+        error.to_string().starts_with("rank 1 (CPU:1) failed in its function: panicked"),
+        "{error}"
+    );
+}
+
+#[test]
+fn hooks_go_with_their_model() {
+    ranks(1, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
+        drop(DistributedDataParallel::new((), &vs, group.clone(), DdpOptions::default())?);
+        weight.sum(Kind::Float).f_backward()?; // nobody listens
+        assert_eq!(Vec::<f32>::try_from(weight.grad())?, [1.; 3]);
+        Ok(())
+    });
+}
