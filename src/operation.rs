@@ -55,6 +55,19 @@ impl Operation {
     ];
 }
 
+impl Operation {
+    /// Whether a rank that does it is in code of its own, and waits for nobody as far as is known.
+    pub(crate) fn is_own_work(self) -> bool {
+        matches!(self, Operation::Function | Operation::Step)
+    }
+
+    /// Whether a rank that does it may be waiting for others as well as working.
+    pub(crate) fn may_wait(self) -> bool {
+        use Operation::{Done, Init, Rendezvous, ShutDown, Start};
+        !self.is_own_work() && !matches!(self, Start | Rendezvous | Init | ShutDown | Done)
+    }
+}
+
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {

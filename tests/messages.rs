@@ -224,8 +224,9 @@ fn whoever_waits_for_a_message_in_vain_says_for_whom() {
         0 => group.recv(&mut one(0), Some(1), 0).map(drop),
         _ => group.barrier(),
     });
+    // Both wait, each for the other: whoever noticed first says so.
     let message = error.to_string();
-    assert!(message.contains("in recv #0") || message.contains("in barrier #0"), "{message}");
+    assert!(message.contains("last seen: recv #0") || message.contains("last seen: barrier #0"));
 
     // Another one fails.
     let error = failing(3, |rank, group| match rank.rank() {
@@ -238,14 +239,52 @@ fn whoever_waits_for_a_message_in_vain_says_for_whom() {
 
 #[test]
 fn what_was_sent_can_be_received_after_the_sender_has_ended() {
-    ranks(2, |rank, group| {
+    let (has_ended, ended) = crossbeam::channel::bounded::<()>(0);
+    let has_ended = std::sync::Mutex::new(Some(has_ended));
+    ranks(2, move |rank, group| {
         if rank.rank() == 0 {
             drop(group.isend(&one(9), 1, 0)?);
+            drop(has_ended.lock().unwrap().take());
         } else {
-            group.recv(&mut one(0), Some(0), 0)?;
+            ended.recv().unwrap_err(); // the other end is gone
+            // The other function returns; whether it has by now, the message is there.
+            let mut tensor = one(0);
+            group.recv(&mut tensor, Some(0), 0)?;
+            assert_eq!(tensor.int64_value(&[0]), 9);
         }
         Ok(())
     });
+}
+
+#[test]
+fn nobody_writes_to_a_tensor_whose_receive_was_cancelled() {
+    for wait in [0, 1000, 5000, 20000] {
+        let error = Spawn::new(3)
+            .timeout(TIMEOUT)
+            .run(move |rank| {
+                let group = rank.init_process_group(Backend::Threaded)?;
+                // Transposed, so that the copy takes a while.
+                let tensor = Tensor::ones([2000, 2000], (Kind::Int, Device::Cpu));
+                let mut target = Tensor::zeros([2000, 2000], (Kind::Int, Device::Cpu));
+                group.barrier()?;
+                match rank.rank() {
+                    0 => {
+                        let result = group.recv(&mut target, Some(1), 0);
+                        let (now, all) = (target.sum(Kind::Int64).int64_value(&[]), 4_000_000);
+                        assert_eq!(now, if result.is_ok() { all } else { 0 });
+                        result?;
+                    }
+                    1 => group.send(&tensor.transpose(0, 1), 0, 0)?,
+                    _ => {
+                        std::thread::sleep(Duration::from_micros(wait)); // to hit different moments
+                        anyhow::bail!("the cause");
+                    }
+                }
+                Ok(())
+            })
+            .unwrap_err();
+        assert_eq!(error.failure.error, "the cause");
+    }
 }
 
 #[test]
@@ -262,6 +301,11 @@ fn wrong_messages_are_refused() {
         let ops = [P2POp::isend(&one(1), 1 - me, 0), P2POp::isend(&one(1), 9, 0)];
         assert!(group.batch_isend_irecv(&ops).is_err());
         group.barrier()?;
+        Ok(())
+    });
+    ranks(1, |_, group| {
+        let error = group.recv(&mut one(1), None, 0).unwrap_err().to_string();
+        assert!(error.contains("nobody else in the group"), "{error}");
         Ok(())
     });
 }

@@ -70,7 +70,7 @@ fn wait_for(invitations: Receiver<Invitation>, run: &Run, rank: usize) -> Result
             break Error::Left { at, waiting, left: 0 };
         }
         let Some(time_left) = time_left() else {
-            break Error::Timeout { at, waiting, waited: run.timeout, late: vec![run.late(0)] };
+            break Error::Timeout { at, waiting, waited: run.timeout, late: run.late(vec![0]) };
         };
         thread::park_timeout(time_left);
     };

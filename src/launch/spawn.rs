@@ -10,11 +10,11 @@ use crossbeam::select;
 use tch::Device;
 
 use super::rendezvous::{self, Rendezvous};
-use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, panics};
+use super::{Placement, Rank, RankFailure, SpawnError, StuckRank};
 use crate::error::Error;
 use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Failure, Fault, Run};
+use crate::sync::{Failure, Fault, Run, panics};
 use crate::torch;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
@@ -242,7 +242,7 @@ struct RankThread {
 impl RankThread {
     fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<()>) {
         let Self { rank, device, threads, rendezvous, run, ended } = self;
-        run.cancel.register();
+        run.start(rank);
         panics::watch_this_thread();
         let context = Rank::new(rank, device, run.clone(), rendezvous);
         let result = catch_unwind(AssertUnwindSafe(|| {
@@ -274,6 +274,8 @@ fn prepare(device: Device, threads: usize) -> crate::Result<()> {
         torch::cuda::set_device(index)?;
     }
     tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
+    // Asked for once, so that this thread keeps it whatever another one sets.
+    tch::get_num_threads();
     torch::set_multithreading_enabled(false);
     Ok(())
 }

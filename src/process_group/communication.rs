@@ -5,7 +5,6 @@
 //! that never asks for more than synchronous collectives pays nothing.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::Ordering;
 use std::thread;
 
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
@@ -13,9 +12,13 @@ use tch::Device;
 
 use super::{ProcessGroup, Side};
 use crate::error::{Error, Result};
-use crate::torch::cuda;
+use crate::sync::panics;
+use crate::torch::{cuda, set_multithreading_enabled};
 
-/// An operation of its own.
+/// As much as a rank's own thread has: closures of users run here. Only what is used becomes memory.
+const STACK_BYTES: usize = 64 << 20;
+
+/// What it is asked to do.
 type Operation = Box<dyn FnOnce(&ProcessGroup) -> Result<()> + Send>;
 
 enum Job {
@@ -41,12 +44,12 @@ impl CommunicationThread {
         let (give_back, returned) = bounded(1);
         let make_group = group.on_another_thread();
         let rank = group.global_rank();
-        let owner = thread::current();
         let main = move || {
             let group = make_group();
             let run = group.run();
             run.cancel.register();
-            tch::set_num_threads(1); // it copies, and computes nothing
+            panics::watch_this_thread();
+            set_multithreading_enabled(false);
             for job in received {
                 match job {
                     Job::Take(side) => group.take(side),
@@ -57,15 +60,15 @@ impl CommunicationThread {
                     }
                     Job::Run(operation, result) => {
                         let _ = result.send(carry_out(&group, operation)); // need not be waited for
-                        if run.pending[rank].fetch_sub(1, Ordering::AcqRel) == 1 {
-                            owner.unpark();
-                        }
+                        run.end_pending(rank);
                     }
                 }
             }
+            run.cancel.deregister();
         };
         let name = format!("rank{rank}-comm");
-        thread::Builder::new().name(name).spawn(main).map_err(|error| {
+        let thread = thread::Builder::new().name(name).stack_size(STACK_BYTES);
+        thread.spawn(main).map_err(|error| {
             Error::Unsupported(format!(
                 "rank {rank}: its communication thread cannot be started: {error}"
             ))
@@ -81,7 +84,7 @@ impl CommunicationThread {
     /// Queues `operation`; how it ends will be in the channel.
     pub(super) fn run(&self, group: &ProcessGroup, operation: Operation) -> Receiver<Result<()>> {
         let (sender, result) = bounded(1);
-        group.run().pending[group.global_rank()].fetch_add(1, Ordering::AcqRel);
+        group.run().begin_pending(group.global_rank());
         self.send(Job::Run(operation, sender));
         result
     }
@@ -106,17 +109,13 @@ fn carry_out(group: &ProcessGroup, operation: Operation) -> Result<()> {
         }
         operation(group)
     };
-    let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-        run.report_at(
-            rank,
-            Some(group.activity().now()),
-            None,
-            "an asynchronous operation panicked".into(),
-        );
+    let at = || Some(group.activity().now());
+    let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        run.report_at(rank, at(), None, panics::describe(&*panic));
         run.check(rank)
     });
     if let Err(error) = &result {
-        run.report_at(rank, Some(group.activity().now()), Some(error), error.to_string());
+        run.report_at(rank, at(), Some(error), error.to_string());
     }
     result
 }

@@ -18,6 +18,8 @@ mod work;
 
 use std::cell::{Cell, OnceCell, RefCell, RefMut};
 use std::fmt;
+use std::marker::PhantomData;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use tch::{Device, Kind};
@@ -81,6 +83,13 @@ struct Side {
 ///
 /// Follows `torch.distributed`: its functions are methods here, and there is no default group; you pass the
 /// group on. What PyTorch does with `async_op=True` is [`ProcessGroup::async_op`].
+///
+/// ```compile_fail
+/// fn goes_elsewhere(_: impl Send) {}
+/// fn try_it(group: ddp_mp::ProcessGroup) {
+///     goes_elsewhere(group); // it does not: who waits must be one whom a failure wakes
+/// }
+/// ```
 pub struct ProcessGroup {
     rank: usize,
     local_rank: usize,
@@ -96,6 +105,7 @@ pub struct ProcessGroup {
     /// How many messages this rank has sent and received.
     messages: Cell<u64>,
     traffic: Arc<TrafficCounter>,
+    stays_here: PhantomData<Rc<()>>,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -129,6 +139,7 @@ impl ProcessGroup {
             own_activity: None,
             messages: Cell::new(0),
             traffic: Arc::default(),
+            stays_here: PhantomData,
         }
     }
 
@@ -157,8 +168,8 @@ impl ProcessGroup {
         self.backend
     }
 
-    /// How many bytes this rank has sent and received in this group so far, those of asynchronous operations
-    /// when they are over. Not a collective.
+    /// How many bytes this rank has sent and received in this group so far: those of asynchronous operations
+    /// once they are over, those of messages once they are started. Not a collective.
     pub fn traffic(&self) -> Traffic {
         self.traffic.total()
     }
@@ -307,6 +318,7 @@ impl ProcessGroup {
             own_activity: Some(Activity::default()),
             messages: Cell::new(0),
             traffic,
+            stays_here: PhantomData,
         }
     }
 

@@ -56,7 +56,7 @@ impl ProcessGroup {
     /// [`ProcessGroup::isend`].
     ///
     /// # Errors
-    /// [`Error::SendMismatch`] when the other expects another kind or shape, [`Error::Input`] for a tensor
+    /// With `threaded` [`Error::SendMismatch`] when the other expects another kind or shape, [`Error::Input`] for a tensor
     /// that is undefined or elsewhere and for a rank that is not there or this one, [`Error::Timeout`],
     /// [`Error::Left`] and [`Error::Cancelled`] when the other does not come, and the backend's own errors.
     ///
@@ -97,7 +97,8 @@ impl ProcessGroup {
 
     /// As [`ProcessGroup::send`], but goes on at once. Don't change `tensor` before [`Work::wait`] has returned.
     ///
-    /// Follows `torch.distributed.isend`.
+    /// Follows `torch.distributed.isend`. With `nccl` the host waits here until the other rank starts its side,
+    /// so ranks that pass on in a ring must use [`ProcessGroup::batch_isend_irecv`].
     ///
     /// # Errors
     /// As [`ProcessGroup::send`]; those that depend on the other rank come from [`Work::wait`].
@@ -192,6 +193,9 @@ impl ProcessGroup {
         let Some(peer) = op.peer else {
             return match self.launches {
                 true => refuse(operation, "backend nccl receives from a named rank only".into()),
+                false if self.world_size() == 1 => {
+                    refuse(operation, "there is nobody else in the group".into())
+                }
                 false => Ok(()),
             };
         };
@@ -231,7 +235,8 @@ impl ProcessGroup {
         let others = (0..self.world_size()).filter(|&rank| rank != self.rank);
         let peers = others.filter(|&rank| op.peer.is_none_or(|peer| peer == rank));
         let peers = peers.map(|rank| self.shared.members()[rank]).collect();
-        let state = State::Posted { posted, peers, at };
+        let shared = self.shared.clone();
+        let state = State::Posted { posted, shared, destination, peers, at };
         Ok(Work::new(state, self.run().clone(), self.global_rank()))
     }
 

@@ -9,7 +9,7 @@ use crossbeam::channel::Receiver;
 
 #[cfg(doc)]
 use super::ProcessGroup;
-use super::threaded::Posted;
+use super::threaded::{Posted, Shared};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -34,8 +34,8 @@ pub struct Work {
 pub(super) enum State {
     /// A communication thread will send how it ended.
     Queued(Receiver<Result<()>>),
-    /// A message, and the ranks that can be its other side.
-    Posted { posted: Posted, peers: Vec<usize>, at: At },
+    /// A message in the letter box of `destination`, and the ranks that can be its other side.
+    Posted { posted: Posted, shared: Arc<Shared>, destination: usize, peers: Vec<usize>, at: At },
     /// Launched on a GPU, up to this mark of the rank's stream.
     Launched(cuda::Event),
     /// It was over before anybody could ask.
@@ -83,9 +83,11 @@ impl Work {
                 Ok(result) => result.map(|()| None),
                 Err(_) => self.run.check(self.rank).map(|()| None),
             },
-            State::Posted { posted, peers, at } => {
+            State::Posted { posted, shared, destination, peers, at } => {
                 let peers = peers.iter().copied();
-                self.run.wait_for_peers(self.rank, peers, at, || posted.is_completed())?;
+                let is_done = || posted.is_completed();
+                let withdraw = || shared.mail().withdraw(&posted, destination);
+                self.run.wait_for_peers(self.rank, peers, at, is_done, withdraw)?;
                 match posted.source() {
                     Some(source) => Ok(Some(source)),
                     // The two sides did not fit, which has been reported.

@@ -10,7 +10,7 @@ use super::Run;
 use super::primitives::{
     Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, current, park, park_timeout, yield_now,
 };
-use crate::error::{Error, LateRank, Result};
+use crate::error::{Error, Result};
 use crate::operation::At;
 
 /// Where the ranks of a group meet, as far as they are threads of this process.
@@ -200,8 +200,7 @@ impl Barrier {
             let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
                 let waited = timeout;
                 return self.give_up(round, waiting, || {
-                    let late = self.missing(rank).into_iter().map(|r| self.run.late(r));
-                    let late: Vec<LateRank> = late.collect();
+                    let late = self.run.late(self.missing(rank));
                     Error::Timeout { at, waiting, waited, late }
                 });
             };

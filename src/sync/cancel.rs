@@ -64,6 +64,13 @@ impl CancelToken {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(current());
     }
 
+    /// Forgets the calling thread, which ends.
+    pub(crate) fn deregister(&self) {
+        let me = current().id();
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.retain(|thread| thread.id() != me);
+    }
+
     /// Lets every registered thread look again at what it waits for.
     pub(crate) fn wake_all(&self) {
         for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).iter() {

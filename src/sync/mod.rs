@@ -6,10 +6,12 @@
 mod barrier;
 mod cancel;
 mod fault;
+pub(crate) mod panics;
 pub(crate) mod primitives;
 mod run;
 
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
 pub use fault::{Fault, FaultKind, Stage};
+pub use panics::install_panic_hook;
 pub(crate) use run::{Activity, Failure, Run};

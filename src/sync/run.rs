@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use crossbeam::utils::CachePadded;
 
 use super::primitives::{
-    AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, park, park_timeout,
+    AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, current, park,
+    park_timeout,
 };
 use super::{CancelToken, Fault, Stage};
 use crate::error::{Error, LateRank, Result};
@@ -70,8 +71,10 @@ pub(crate) struct Run {
     failures: Mutex<Vec<Failure>>,
     /// The ranks that were told to stop: whatever they report from then on follows from that.
     told: Box<[AtomicBool]>,
-    /// For each rank how many collectives it has handed to its communication threads and that are not over.
-    pub pending: Box<[AtomicUsize]>,
+    /// For each rank how many operations it has handed to its communication threads and that are not over.
+    pending: Box<[AtomicUsize]>,
+    /// Each rank's own thread.
+    threads: Box<[Mutex<Option<Thread>>]>,
 }
 
 impl Run {
@@ -86,7 +89,14 @@ impl Run {
             failures: Mutex::default(),
             told: (0..world_size).map(|_| AtomicBool::default()).collect(),
             pending: (0..world_size).map(|_| AtomicUsize::default()).collect(),
+            threads: (0..world_size).map(|_| Mutex::default()).collect(),
         }
+    }
+
+    /// Notes that the calling thread is that of `rank`.
+    pub(crate) fn start(&self, rank: usize) {
+        *self.threads[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(current());
+        self.cancel.register();
     }
 
     /// Fails here if `rank` is to fail at this place.
@@ -145,6 +155,21 @@ impl Run {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Notes that `rank` has handed an operation to a communication thread.
+    pub(crate) fn begin_pending(&self, rank: usize) {
+        self.pending[rank].fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Notes that such an operation is over.
+    pub(crate) fn end_pending(&self, rank: usize) {
+        if self.pending[rank].fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(thread) =
+                &*self.threads[rank].lock().unwrap_or_else(PoisonError::into_inner)
+        {
+            thread.unpark();
+        }
+    }
+
     /// Waits until all that `rank` has handed to its communication threads is over. On its own thread, which
     /// they unpark.
     pub(crate) fn wait_until_idle(&self, rank: usize) {
@@ -167,7 +192,8 @@ impl Run {
 
     /// Waits until another rank has done what `is_done` looks for, and has then unparked this thread.
     ///
-    /// `peers` are the ranks that can do it. `waiting` is the rank that waits, `at` what it does.
+    /// `peers` are the ranks that can do it. `waiting` is the rank that waits, `at` what it does. Before this
+    /// gives up, `withdraw` sees to it that they no longer can; it says false if they have.
     ///
     /// # Errors
     /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::Left`], which have been reported.
@@ -177,6 +203,7 @@ impl Run {
         peers: impl Iterator<Item = usize> + Clone,
         at: At,
         is_done: impl Fn() -> bool,
+        withdraw: impl Fn() -> bool,
     ) -> Result<()> {
         let began = Instant::now();
         let error = loop {
@@ -187,24 +214,37 @@ impl Run {
                 return Ok(());
             }
             if cancelled {
-                return self.check(waiting);
+                return if withdraw() { self.check(waiting) } else { Ok(()) };
             }
             if left && let Some(left) = peers.clone().next() {
                 break Error::Left { at, waiting, left };
             }
             let Some(time_left) = self.timeout.checked_sub(began.elapsed()) else {
-                let late = peers.map(|peer| self.late(peer)).collect();
+                let late = self.late(peers.collect());
                 break Error::Timeout { at, waiting, waited: self.timeout, late };
             };
             park_timeout(time_left);
         };
+        if !withdraw() {
+            return Ok(());
+        }
         self.report(waiting, Some(&error), error.to_string());
         Err(error)
     }
 
-    /// Names `rank` with what it was last seen doing.
-    pub(crate) fn late(&self, rank: usize) -> LateRank {
-        LateRank { rank, last_seen: self.activity[rank].now() }
+    /// Names `missing`, the ranks that are waited for, with what they were last seen doing.
+    ///
+    /// If all of them are in collectives or messages themselves, somebody else keeps them: those who are in
+    /// code of their own come first then.
+    pub(crate) fn late(&self, missing: Vec<usize>) -> Vec<LateRank> {
+        let seen = |rank: usize| LateRank { rank, last_seen: self.activity[rank].now() };
+        let mut late: Vec<LateRank> = missing.into_iter().map(seen).collect();
+        if late.iter().all(|late| late.last_seen.operation.may_wait()) {
+            let all = (0..self.activity.len()).map(seen);
+            let keepers = all.filter(|rank| rank.last_seen.operation.is_own_work());
+            late.splice(0..0, keepers.collect::<Vec<_>>());
+        }
+        late
     }
 }
 

@@ -11,6 +11,9 @@
 //! * The host waits for the GPU only by polling an event ([`Backend::synchronize`]): a kernel whose peer
 //!   has failed never ends by itself.
 //!
+//! The members of a sub-group, and the two ranks of a message, meet among themselves: the first rule holds for
+//! them only. While they talk, no other rank of the process may allocate or free GPU memory.
+//!
 //! Collectives go to the stream that the rank's own operations go to, so nothing else orders them.
 
 mod launch;
@@ -176,8 +179,13 @@ impl Nccl {
 
     /// A barrier: all local ranks meet, and then all ranks' devices.
     fn meet_all(&mut self, call: &Call) -> Result<()> {
-        let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
-        self.seat.barrier().wait_at_most(self.rank, call.at(), timeout)?;
+        // The first meeting of every operation is of one sort, so that all see the same announcements.
+        if self.check {
+            threaded::meet(&mut self.seat, call, false)?;
+        } else {
+            let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
+            self.seat.barrier().wait_at_most(self.rank, call.at(), timeout)?;
+        }
         let token = self.token.shallow_clone();
         let token = std::slice::from_ref(&token);
         self.launch(&Call {
@@ -281,10 +289,8 @@ impl Backend for Nccl {
     fn run(&mut self, call: &Call) -> Result<()> {
         match call.operation {
             Operation::Barrier => self.meet_all(call),
-            // All have called it, with the same ranks if that is checked.
-            Operation::NewGroup => {
-                self.between_meetings(call, "new_group", |_| ncclResult_t::ncclSuccess)
-            }
+            // Always checked: with different lists the ranks would take each other's places.
+            Operation::NewGroup => threaded::meet(&mut self.seat, call, false),
             _ => self.launch(call),
         }
     }
@@ -309,7 +315,9 @@ impl Backend for Nccl {
     fn synchronize(&mut self) -> Result<()> {
         let waited = self.done.record(self.gpu).and_then(|()| {
             self.poll(|| {
-                check("a collective", self.async_state(), self.comm)?;
+                for nccl in std::iter::once(self as &Self).chain(self.pairs.values()) {
+                    check("a collective", nccl.async_state(), nccl.comm)?;
+                }
                 self.done.is_done()
             })
         });
@@ -331,14 +339,22 @@ impl Backend for Nccl {
     }
 }
 
+/// How long a communicator that is dropped waits for what it has launched.
+const LAST_WAIT: Duration = Duration::from_secs(5);
+
 impl Drop for Nccl {
     /// Ends the communicator without the other ranks, which may be gone: only abort is sure to return then.
     fn drop(&mut self) {
         if self.comm.is_null() {
             return;
         }
-        if self.shared.run().cancel.cancelled_by().is_none() {
-            let _ = self.synchronize(); // what is under way is still wanted
+        // What is under way is still wanted, if it comes soon. If it does not, this rank may be about to say
+        // why, so nothing is reported here.
+        if self.shared.run().cancel.cancelled_by().is_none() && self.done.record(self.gpu).is_ok() {
+            let began = Instant::now();
+            while matches!(self.done.is_done(), Ok(false)) && began.elapsed() < LAST_WAIT {
+                thread::park_timeout(Duration::from_micros(200));
+            }
         }
         // SAFETY: `comm` is live and this is its last use.
         unsafe { sys::ncclCommAbort(self.comm) };

@@ -105,6 +105,26 @@ impl Posted {
 }
 
 impl Mail {
+    /// Takes one's own side back out of the box of `destination`; false if the other side has come, and then
+    /// only after the tensor has been handed over. So nobody touches the tensor afterwards.
+    pub(crate) fn withdraw(&self, posted: &Posted, destination: usize) -> bool {
+        let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, &posted.0);
+        {
+            let LetterBox { sent, expected } = &mut *lock(&self.boxes[destination]);
+            let before = sent.len() + expected.len();
+            sent.retain(|waiting| !mine(waiting));
+            expected.retain(|waiting| !mine(waiting));
+            if sent.len() + expected.len() < before {
+                return true;
+            }
+        }
+        // A copy is plain work, so this ends; whoever copies unparks this thread.
+        while !posted.is_completed() {
+            thread::park();
+        }
+        false
+    }
+
     pub(super) fn new(run: Arc<Run>, members: Arc<[usize]>) -> Self {
         Self { boxes: members.iter().map(|_| Mutex::default()).collect(), run, members }
     }

@@ -32,12 +32,12 @@ pub fn install_panic_hook() {
 }
 
 /// Makes the hook keep what this thread's panics say, for [`describe`].
-pub(super) fn watch_this_thread() {
+pub(crate) fn watch_this_thread() {
     WATCHED.set(true);
 }
 
 /// What a caught panic said.
-pub(super) fn describe(payload: &(dyn Any + Send)) -> String {
+pub(crate) fn describe(payload: &(dyn Any + Send)) -> String {
     LAST.take().unwrap_or_else(|| format!("panicked: {}", message(payload)))
 }
 
