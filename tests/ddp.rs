@@ -139,7 +139,11 @@ fn a_parameter_that_the_loss_does_not_depend_on_contributes_zeros() {
         ddp.backward(&loss.sum(Kind::Float))?;
         assert_eq!(Vec::<f32>::try_from(used.grad())?, [1.; 2]);
         assert_eq!(Vec::<f32>::try_from(on_rank_0.grad())?, [0.5; 2]);
-        assert_eq!(Vec::<f32>::try_from(never.grad())?, [0.; 2]);
+        assert!(!never.grad().defined(), "no rank has one");
+        // In another step it is there again.
+        ddp.zero_grad()?;
+        ddp.backward(&(&used + &on_rank_0 + &never).sum(Kind::Float))?;
+        assert_eq!(Vec::<f32>::try_from(never.grad())?, [1.; 2]);
         Ok(())
     });
 }

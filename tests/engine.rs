@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use ddp_mp::ddp::{CommHook, Compress, PowerSgd, PowerSgdOptions, hook_fn};
+use ddp_mp::ddp::{CommHook, Compress, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn};
 use ddp_mp::{DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Sgd};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -108,8 +108,7 @@ fn with_overlap_buckets_are_reduced_in_the_midst_of_backward() {
                 overlap: Some(overlap),
                 bucket_cap_mb: TINY,
                 first_bucket_mb: TINY,
-                init_sync: true,
-                find_unused_parameters: false,
+                ..DdpOptions::default()
             };
             let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
             let reduced = Rc::new(RefCell::new(Vec::new()));
@@ -237,6 +236,44 @@ fn unused_parameters_are_named_on_every_rank_at_the_step_where_it_happens() {
 }
 
 #[test]
+fn ranks_may_use_different_parameters_with_any_buckets_and_overlap() {
+    let all = ranks(3, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let parameters: Vec<Tensor> =
+            (0..6).map(|i| root.var(&format!("p{i}"), &[5], nn::Init::Const(1.))).collect();
+        let mut results = Vec::new();
+        for (overlap, mb) in [(true, TINY), (true, 25.), (false, TINY), (true, 100e-6)] {
+            let options = DdpOptions {
+                overlap: Some(overlap),
+                bucket_cap_mb: mb,
+                first_bucket_mb: mb,
+                find_unused_parameters: true,
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            for step in 0..6 {
+                ddp.zero_grad()?;
+                let used = |i: &usize| (i + rank.rank() + step) % 3 > 0 && i + step != 5;
+                let terms = (0..6).filter(used).map(|i| (&parameters[i] * 3.).sum(Kind::Float));
+                let loss = terms.reduce(|a, b| a + b).expect("some are used");
+                ddp.backward(&loss)?;
+                for (i, parameter) in parameters.iter().enumerate() {
+                    if i + step == 5 {
+                        assert!(!parameter.grad().defined(), "nobody uses it in this step");
+                        continue;
+                    }
+                    assert_eq!(Vec::<f32>::try_from(parameter.grad())?, [2.; 5], "two of three do");
+                }
+            }
+            results.push(Vec::<f32>::try_from(&ddp.flat_buffers()[0].gradients)?);
+        }
+        Ok(results)
+    });
+    assert!(all.iter().all(|one| one == &all[0]));
+}
+
+#[test]
 fn compressed_gradients_are_close_and_the_same_on_all_ranks() {
     let exact = ranks(3, |rank, group| train(rank, group, DdpOptions::default(), None));
     let hooks: [fn() -> Box<dyn CommHook>; 3] = [
@@ -344,4 +381,108 @@ fn hooks_go_with_their_model() {
         assert_eq!(Vec::<f32>::try_from(weight.grad())?, [1.; 3]);
         Ok(())
     });
+}
+
+#[test]
+fn a_static_graph_may_leave_out_the_same_parameters_in_every_step() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let [used, never, sometimes] =
+            ["used", "never", "sometimes"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
+        for overlap in [true, false] {
+            let options =
+                DdpOptions { static_graph: true, overlap: Some(overlap), ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            for _ in 0..3 {
+                ddp.zero_grad()?;
+                let before = group.traffic();
+                ddp.backward(&(&used * &sometimes).sum(Kind::Float))?;
+                assert!(group.traffic().sent > before.sent);
+                assert_eq!(Vec::<f32>::try_from(used.grad())?, [1.; 2]);
+            }
+            assert!(!never.grad().defined() || Vec::<f32>::try_from(never.grad())? == [0.; 2]);
+        }
+        Ok(())
+    });
+    let error = try_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let [used, sometimes] =
+            ["used", "sometimes"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
+        let options = DdpOptions { static_graph: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        ddp.backward(&(&used * &sometimes).sum(Kind::Float))?;
+        Ok(ddp.backward(&used.sum(Kind::Float))?)
+    })
+    .unwrap_err();
+    assert!(
+        error.to_string().contains("because the loss does not depend on them: sometimes"),
+        "{error}"
+    );
+}
+
+/// What ranks with so many batches each come to: one weight, whose gradient is the batch's number.
+fn joined(batches: &'static [usize], options: JoinOptions, ddp_options: DdpOptions) -> Vec<f64> {
+    ranks(batches.len(), move |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let weight = root.var("weight", &[3], nn::Init::Const(0.));
+        let more = root.var("more", &[3], nn::Init::Const(0.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, ddp_options)?;
+        let mut optimizer = Sgd::new(ddp.flat_buffers(), 1.);
+        for _ in 0..2 {
+            ddp.join(options, |ddp| {
+                for number in 0..batches[rank.rank()] {
+                    ddp.zero_grad()?;
+                    ddp.backward(
+                        &((&weight + &more * 0.5) * (number + 1) as f64).sum(Kind::Float),
+                    )?;
+                    optimizer.step()?;
+                }
+                Ok(())
+            })?;
+        }
+        Ok(-weight.double_value(&[0]))
+    })
+}
+
+#[test]
+fn ranks_that_have_run_out_keep_the_others_company() {
+    let tiny = DdpOptions { bucket_cap_mb: TINY, first_bucket_mb: TINY, ..DdpOptions::default() };
+    let find = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+    let fixed = DdpOptions { static_graph: true, ..DdpOptions::default() };
+    for options in [DdpOptions::default(), tiny, find, fixed] {
+        for overlap in [Some(true), Some(false)] {
+            let options = DdpOptions { overlap, ..options };
+            // Divided by three always: (1 + 1) / 3 + (2 + 2) / 3 + 3 / 3, twice.
+            let all = joined(&[0, 2, 3], JoinOptions::default(), options);
+            assert!(all.iter().all(|w| (w - 2. * 3.).abs() < 1e-5), "{all:?}, {options:?}");
+            // Divided by those who are there: 1 + 2 + 3.
+            let by_active =
+                JoinOptions { divide_by_initial_world_size: false, ..JoinOptions::default() };
+            let all = joined(&[3, 0, 2], by_active, options);
+            assert!(all.iter().all(|w| (w - 2. * 6.).abs() < 1e-5), "{all:?}, {options:?}");
+            assert!(all.iter().all(|w| w.to_bits() == all[0].to_bits()), "the same model");
+        }
+    }
+    assert_eq!(joined(&[0, 0], JoinOptions::default(), DdpOptions::default()), [0., 0.]);
+}
+
+#[test]
+fn uneven_inputs_can_be_an_error() {
+    let error = try_ranks(3, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(0.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let options = JoinOptions { throw_on_early_termination: true, ..JoinOptions::default() };
+        ddp.join(options, |ddp| {
+            for _ in 0..=rank.rank() {
+                ddp.backward(&weight.sum(Kind::Float))?;
+            }
+            Ok(())
+        })
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("1 of 3 ranks have run out of inputs"), "{error}");
 }

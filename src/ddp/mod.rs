@@ -3,6 +3,8 @@
 mod bucket;
 mod comm_hooks;
 mod communication;
+mod join;
+mod layout;
 mod parameters;
 mod power_sgd;
 mod reducer;
@@ -21,6 +23,7 @@ use parameters::{NamedTensor, named_tensors};
 use reducer::Reducer;
 
 pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
+pub use join::JoinOptions;
 pub use parameters::parameters_hash;
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 
@@ -38,9 +41,13 @@ pub struct DdpOptions {
     /// Copy rank 0's parameters and buffers to all ranks at construction. Without it you vouch for them being
     /// the same.
     pub init_sync: bool,
-    /// Allow that the loss does not depend on some parameters: they contribute zeros. Without it that is
+    /// Allow that the loss does not depend on some parameters: they contribute zeros, and one that no rank uses
+    /// in a step has no gradient after it. Costs a small collective a step. Without it that is
     /// [`Error::UnusedParameters`].
     pub find_unused_parameters: bool,
+    /// The loss depends on the same parameters in every step: those that the first step does not use may be
+    /// unused in all, at no further cost.
+    pub static_graph: bool,
     /// Reduce buckets while backward goes on; if not said, where that pays (with `nccl`). Apex called the
     /// opposite `delay_allreduce`.
     pub overlap: Option<bool>,
@@ -53,6 +60,7 @@ impl Default for DdpOptions {
             first_bucket_mb: 1.0,
             init_sync: true,
             find_unused_parameters: false,
+            static_graph: false,
             overlap: None,
         }
     }
@@ -147,13 +155,11 @@ impl<M> DistributedDataParallel<M> {
         parameters::compare(&tensors, &group)?;
         let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
         let reducer = Reducer::new(&parameters, group.clone(), options)?;
+        let ddp = Self { module, group, reducer, tensors, no_sync: Rc::default() };
         if options.init_sync {
-            reducer.for_each_flat(|flat| group.broadcast(&mut flat.parameters, 0))?;
-            for buffer in tensors.iter().filter(|t| !t.trainable) {
-                tch::no_grad(|| group.broadcast(&mut buffer.tensor.shallow_clone(), 0))?;
-            }
+            ddp.sync_from(0)?;
         }
-        Ok(Self { module, group, reducer, tensors, no_sync: Rc::default() })
+        Ok(ddp)
     }
 
     /// Averages gradients with `hook` from now on. Follows `register_comm_hook`. Every rank must call it, with

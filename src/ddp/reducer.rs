@@ -1,51 +1,21 @@
 //! Averages gradients over the ranks, bucket by bucket, while backward goes on or after it.
 
 use std::cell::RefCell;
-use std::ffi::c_void;
 use std::fmt;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use tch::{Device, Kind, TchError, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::bucket::{self, Size};
+use super::DdpOptions;
 use super::comm_hooks::{CommHook, GradBucket};
 use super::communication::Communication;
+use super::join::{JoinOptions, count_active};
+use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
-use super::{DdpOptions, elements_per_line, mib};
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
 use crate::torch::{GradHooks, grad_data, set_grad};
-
-/// All parameters of one kind, one after the other, and their gradients: allocated once, and every parameter
-/// and `grad` is a view of its part.
-#[derive(Debug)]
-pub(super) struct Flat {
-    pub parameters: Tensor,
-    pub gradients: Tensor,
-}
-
-/// Parameters that are reduced together: a stretch of a [`Flat`].
-#[derive(Debug)]
-struct Bucket {
-    gradients: Tensor,
-    /// Where each of its parameters begins in it, and its shape.
-    parameters: Vec<(usize, Vec<i64>)>,
-    /// How many of them still lack their gradient in this step.
-    pending: usize,
-}
-
-/// A parameter's place.
-struct Member {
-    name: String,
-    parameter: Tensor,
-    flat: usize,
-    bucket: usize,
-    /// Where its gradient must lie: in the bucket.
-    grad_data: *const c_void,
-    /// Whether its gradient is complete in this step.
-    ready: bool,
-}
 
 /// What backward on this rank is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,13 +49,18 @@ pub(super) struct Reducer {
 
 struct State {
     group: Rc<ProcessGroup>,
-    flats: Vec<Flat>,
-    buckets: Vec<Bucket>,
-    /// The parameters, in the order of their creation.
-    members: Vec<Member>,
+    layout: Layout,
     /// The order in which the gradients became ready in the first iteration; kept until buckets follow it.
     ready_order: Option<Vec<usize>>,
     mode: Mode,
+    /// Within `join`: what happens when ranks have run out.
+    joining: Option<JoinOptions>,
+    /// With `static_graph`: which parameters have no gradient on this rank, in every step.
+    always_unused: Option<Vec<usize>>,
+    /// With `static_graph`: whether the ranks have agreed on what is unused everywhere.
+    has_agreed: bool,
+    /// Parameters whose gradient is taken away, because no rank had one in the last step.
+    undefined: Vec<usize>,
     /// The next bucket to reduce in this step.
     next: usize,
     /// What went wrong in a hook, which cannot return it.
@@ -97,7 +72,7 @@ struct State {
 
 impl fmt::Debug for Reducer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reducer").field("buckets", &self.state.borrow().buckets).finish()
+        f.debug_struct("Reducer").field("buckets", &self.state.borrow().layout.buckets).finish()
     }
 }
 
@@ -109,31 +84,22 @@ impl Reducer {
         options: DdpOptions,
     ) -> Result<Self> {
         let handles: Vec<Tensor> = parameters.iter().map(|p| p.tensor.shallow_clone()).collect();
-        let member = |named: &&NamedTensor| Member {
-            name: named.name.clone(),
-            parameter: named.tensor.shallow_clone(),
-            flat: 0,
-            bucket: 0,
-            grad_data: std::ptr::null(),
-            ready: false,
-        };
         let communication = Communication::new(&group)?;
-        let mut state = State {
+        let state = State {
             group,
-            flats: Vec::new(),
-            buckets: Vec::new(),
-            members: parameters.iter().map(member).collect(),
+            layout: Layout::new(parameters, options)?,
             ready_order: Some(Vec::with_capacity(parameters.len())),
             mode: Mode::Local,
+            joining: None,
+            always_unused: None,
+            has_agreed: false,
+            undefined: Vec::new(),
             next: 0,
             error: None,
             comm_hook: Box::new(super::comm_hooks::AllReduce),
             communication,
             times: Times::default(),
         };
-        // Last parameter first: backward computes the gradients roughly in that order.
-        let reverse: Vec<usize> = (0..parameters.len()).rev().collect();
-        state.fill_buckets(&reverse, options)?;
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
         let hooks =
@@ -143,12 +109,12 @@ impl Reducer {
 
     /// Runs `f` on the parameters and gradients of each kind.
     pub(super) fn for_each_flat(&self, f: impl FnMut(&mut Flat) -> Result<()>) -> Result<()> {
-        self.state.borrow_mut().flats.iter_mut().try_for_each(f)
+        self.state.borrow_mut().layout.flats.iter_mut().try_for_each(f)
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
         let bytes = |b: &Bucket| num_bytes(b.gradients.kind(), b.gradients.numel());
-        self.state.borrow().buckets.iter().map(bytes).collect()
+        self.state.borrow().layout.buckets.iter().map(bytes).collect()
     }
 
     pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) {
@@ -159,10 +125,18 @@ impl Reducer {
         self.state.borrow().times
     }
 
+    pub(super) fn group(&self) -> Rc<ProcessGroup> {
+        self.state.borrow().group.clone()
+    }
+
+    pub(super) fn set_joining(&self, joining: Option<JoinOptions>) {
+        self.state.borrow_mut().joining = joining;
+    }
+
     /// Runs backward on `loss`; averages the gradients over the ranks if `sync`.
     pub(super) fn backward(&self, loss: &Tensor, sync: bool) -> Result<()> {
         let began = Instant::now();
-        self.state.borrow_mut().begin(sync, self.options.overlap)?;
+        let active = self.state.borrow_mut().begin(sync, self.options.overlap)?;
         let backward = loss.f_backward().map_err(Error::torch("backward"));
         self.hooks.resume_panic();
         let mut state = self.state.borrow_mut();
@@ -172,128 +146,66 @@ impl Reducer {
             return Err(error);
         }
         backward?;
-        if !sync {
-            return Ok(());
+        if sync {
+            state.times.overlapped = state.times.communication;
+            state.mode = mode;
+            let finished = state.finish(self.options, active);
+            state.mode = Mode::Local;
+            finished?;
+            state.times.total = began.elapsed();
         }
-        state.times.overlapped = state.times.communication;
-        state.check_unused(&self.options)?;
-        state.mode = mode;
-        let reduced = state.reduce_the_rest();
-        state.mode = Mode::Local;
-        reduced?;
-        state.times.total = began.elapsed();
-        state.rebuild_buckets(self.options)
+        Ok(())
+    }
+
+    /// Takes part in a step of the others, `active` of them, with gradients of zero.
+    pub(super) fn shadow(&self, active: usize, join: JoinOptions) -> Result<()> {
+        self.for_each_flat(|flat| {
+            flat.gradients.f_zero_().map(drop).map_err(Error::torch("zero_"))
+        })?;
+        let state = &mut *self.state.borrow_mut();
+        state.reset()?;
+        // Where the ranks agree on what is used, this one uses nothing; and learns nothing from that.
+        let known = state.always_unused.clone();
+        let agrees = state.agrees(self.options);
+        state.layout.members.iter_mut().for_each(|member| member.ready = !agrees);
+        let active = (!join.divide_by_initial_world_size).then_some(active);
+        state.finish(self.options, active)?;
+        state.always_unused = known;
+        Ok(())
     }
 }
 
 impl State {
-    /// Deals the parameters, taken in `order`, into buckets, and moves values and gradients there.
-    fn fill_buckets(&mut self, order: &[usize], options: DdpOptions) -> Result<()> {
-        let size = |&index: &usize| {
-            let tensor = &self.members[index].parameter;
-            let kind = tensor.kind();
-            Size { kind, num_bytes: num_bytes(kind, tensor.numel()) }
-        };
-        let sizes: Vec<Size> = order.iter().map(size).collect();
-        let (first_cap, cap) = (mib(options.first_bucket_mb), mib(options.bucket_cap_mb));
-        let assignment = bucket::assign(&sizes, first_cap, cap);
-
-        // Whatever the order, each kind takes the same room.
-        let room = |Member { parameter, .. }: &Member| {
-            parameter.numel().next_multiple_of(elements_per_line(parameter.kind()))
-        };
-        let rooms: Vec<usize> = self.members.iter().map(room).collect();
-        if self.flats.is_empty() {
-            let mut totals: Vec<(Kind, Device, usize)> = Vec::new();
-            for &index in order {
-                let parameter = &self.members[index].parameter;
-                let (kind, device) = (parameter.kind(), parameter.device());
-                match totals.iter_mut().find(|total| total.0 == kind) {
-                    Some(total) => total.2 += rooms[index],
-                    None => totals.push((kind, device, rooms[index])),
-                }
-            }
-            let flat = |(kind, device, total)| -> Result<Flat, TchError> {
-                let zeros = || Tensor::f_zeros([total as i64], (kind, device));
-                Ok(Flat { parameters: zeros()?, gradients: zeros()? })
-            };
-            let flats = totals.into_iter().map(flat).collect::<Result<_, _>>();
-            self.flats = flats.map_err(Error::torch("making the buckets"))?;
-        }
-        let mut ends = vec![0; self.flats.len()];
-        let mut starts = vec![0; self.members.len()];
-        let mut buckets = Vec::with_capacity(assignment.len());
-        for (number, places) in assignment.iter().enumerate() {
-            let kind = sizes[places[0]].kind;
-            let flat = self.flats.iter().position(|flat| flat.parameters.kind() == kind);
-            let flat =
-                flat.ok_or_else(|| Error::Input("a parameter has changed its kind".into()))?;
-            let begin = ends[flat];
-            let mut parameters = Vec::with_capacity(places.len());
-            for index in places.iter().map(|&place| order[place]) {
-                parameters.push((ends[flat] - begin, self.members[index].parameter.size()));
-                starts[index] = ends[flat];
-                ends[flat] += rooms[index];
-                self.members[index].bucket = number;
-                self.members[index].flat = flat;
-            }
-            let stretch =
-                |tensor: &Tensor| tensor.f_narrow(0, begin as i64, (ends[flat] - begin) as i64);
-            let gradients = stretch(&self.flats[flat].gradients);
-            let gradients = gradients.map_err(Error::torch("making the buckets"))?;
-            buckets.push(Bucket { gradients, parameters, pending: 0 });
-        }
-        self.buckets = buckets;
-        tch::no_grad(|| self.move_to(&starts)).map_err(Error::torch("making the buckets"))?;
-        for member in &mut self.members {
-            member.grad_data = grad_data(&member.parameter);
-        }
-        Ok(())
-    }
-
-    /// Moves each parameter and its gradient to its place in the flat tensors.
-    fn move_to(&mut self, starts: &[usize]) -> Result<(), TchError> {
-        // Copies first: the new place of one may be the old one of another.
-        let copy = |member: &Member| {
-            let grad = member.parameter.grad();
-            (member.parameter.copy(), grad.defined().then(|| grad.copy()))
-        };
-        let copies: Vec<_> = self.members.iter().map(copy).collect();
-        for flat in &mut self.flats {
-            let _ = flat.gradients.f_zero_()?;
-        }
-        for ((member, &start), (value, grad)) in self.members.iter().zip(starts).zip(copies) {
-            let Flat { parameters, gradients } = &self.flats[member.flat];
-            let shape = member.parameter.size();
-            let part = |flat: &Tensor| {
-                flat.f_narrow(0, start as i64, value.numel() as i64)?.f_view(&shape[..])
-            };
-            let (mut new_value, mut new_grad) = (part(parameters)?, part(gradients)?);
-            new_value.f_copy_(&value)?;
-            if let Some(grad) = grad {
-                new_grad.f_copy_(&grad)?;
-            }
-            member.parameter.shallow_clone().f_set_data(&new_value)?;
-            set_grad(&member.parameter, &new_grad)
-                .map_err(|error| TchError::Torch(error.to_string()))?;
-        }
-        Ok(())
-    }
-
-    fn begin(&mut self, sync: bool, overlap: Option<bool>) -> Result<()> {
-        self.next = 0;
-        self.error = None;
-        self.times = Times::default();
-        self.buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.parameters.len());
-        self.members.iter_mut().for_each(|member| member.ready = false);
-        if let Some(order) = &mut self.ready_order {
-            order.clear();
-        }
+    /// Returns the number of ranks to divide by, if it is not that of all.
+    fn begin(&mut self, sync: bool, overlap: Option<bool>) -> Result<Option<usize>> {
+        self.reset()?;
         self.mode = match sync {
             false => Mode::Local,
             true if overlap.unwrap_or(self.communication.overlaps()) => Mode::Overlap,
             true => Mode::AfterBackward,
         };
+        let Some(join) = self.joining.filter(|_| sync) else { return Ok(None) };
+        let active = count_active(&self.group, true, join)?;
+        Ok((!join.divide_by_initial_world_size).then_some(active))
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        self.next = 0;
+        self.error = None;
+        self.times = Times::default();
+        let Layout { buckets, members, .. } = &mut self.layout;
+        buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.parameters.len());
+        members.iter_mut().for_each(|member| member.ready = false);
+        for index in self.undefined.drain(..) {
+            set_grad(&members[index].parameter, &members[index].grad)?;
+        }
+        for &index in self.always_unused.iter().flatten() {
+            members[index].ready = true;
+            buckets[members[index].bucket].pending -= 1;
+        }
+        if let Some(order) = &mut self.ready_order {
+            order.clear();
+        }
         Ok(())
     }
 
@@ -310,7 +222,7 @@ impl State {
     /// Notes that a parameter's gradient is complete, and reduces every bucket that is complete and whose
     /// turn it is.
     fn mark_ready(&mut self, index: usize) -> Result<()> {
-        let member = &mut self.members[index];
+        let member = &mut self.layout.members[index];
         if grad_data(&member.parameter) != member.grad_data {
             return Err(Error::Input(format!(
                 "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; somebody \
@@ -324,7 +236,7 @@ impl State {
         }
         member.ready = true;
         let bucket = member.bucket;
-        self.buckets[bucket].pending -= 1;
+        self.layout.buckets[bucket].pending -= 1;
         if let Some(order) = &mut self.ready_order {
             order.push(index);
         }
@@ -332,9 +244,10 @@ impl State {
     }
 
     fn reduce_complete_buckets(&mut self) -> Result<()> {
-        while self.buckets.get(self.next).is_some_and(|bucket| bucket.pending == 0) {
+        while self.layout.buckets.get(self.next).is_some_and(|bucket| bucket.pending == 0) {
             let began = Instant::now();
-            let State { buckets, next, group, comm_hook, communication, .. } = self;
+            let State { layout, next, group, comm_hook, communication, .. } = self;
+            let buckets = &mut layout.buckets;
             let is_last = *next + 1 == buckets.len();
             let Bucket { gradients, parameters, .. } = &mut buckets[*next];
             let mut bucket = GradBucket { index: *next, is_last, gradients, parameters };
@@ -346,32 +259,76 @@ impl State {
     }
 
     /// Backward is through: everything that has not been reduced is.
-    fn reduce_the_rest(&mut self) -> Result<()> {
-        for bucket in &mut self.buckets {
+    fn finish(&mut self, options: DdpOptions, active: Option<usize>) -> Result<()> {
+        let agrees = self.agrees(options);
+        if options.static_graph && self.always_unused.is_none() {
+            self.always_unused = Some(self.unused().map(|(index, _)| index).collect());
+        } else if !agrees {
+            self.refuse_unused()?;
+        }
+        for bucket in &mut self.layout.buckets {
             bucket.pending = 0; // whoever had no gradient contributes what is there: zeros
         }
         self.reduce_complete_buckets()?;
-        self.communication.wait()
+        self.communication.wait()?;
+        if let Some(active) = active {
+            let factor = self.group.world_size() as f64 / active as f64;
+            for flat in &mut self.layout.flats {
+                let _ = flat.gradients.f_mul_scalar_(factor).map_err(Error::torch("mul_"))?;
+            }
+        }
+        if agrees {
+            // After the buckets, which some ranks have reduced by now and others not.
+            self.undefined = self.agree_on_unused()?;
+            self.has_agreed = true;
+            for &index in &self.undefined {
+                set_grad(&self.layout.members[index].parameter, &Tensor::new())?;
+            }
+        }
+        self.rebuild_buckets(options)
     }
 
-    /// Without `find_unused_parameters` every parameter must have had a gradient.
-    fn check_unused(&mut self, options: &DdpOptions) -> Result<()> {
-        if options.find_unused_parameters {
+    /// Every parameter must have had a gradient on this rank.
+    fn refuse_unused(&self) -> Result<()> {
+        let names: Vec<&str> = self.unused().map(|(_, member)| member.name.as_str()).collect();
+        if names.is_empty() {
             return Ok(());
         }
-        let unused: Vec<&str> =
-            self.members.iter().filter(|m| !m.ready).map(|m| m.name.as_str()).collect();
-        if unused.is_empty() {
-            return Ok(());
-        }
-        Err(Error::UnusedParameters { rank: self.group.rank(), names: unused.join(", ") })
+        let rank = self.group.ranks()[self.group.rank()];
+        Err(Error::UnusedParameters { rank, names: names.join(", ") })
+    }
+
+    /// Whether the ranks have to find out together what is unused in this step.
+    fn agrees(&self, options: DdpOptions) -> bool {
+        options.find_unused_parameters || (options.static_graph && !self.has_agreed)
+    }
+
+    /// The parameters that had no gradient on this rank.
+    fn unused(&self) -> impl Iterator<Item = (usize, &Member)> {
+        self.layout.members.iter().enumerate().filter(|(_, member)| !member.ready)
+    }
+
+    /// The parameters that no rank had a gradient for.
+    fn agree_on_unused(&self) -> Result<Vec<usize>> {
+        let used = self.layout.members.iter().map(|member| i32::from(member.ready));
+        let used: Vec<i32> = used.collect();
+        let mut used = Tensor::from_slice(&used).to_device(self.group.device());
+        self.group.all_reduce(&mut used, ReduceOp::Max)?;
+        self.group.synchronize()?;
+        let used = Vec::<i32>::try_from(used.to_device(Device::Cpu));
+        let used = used.map_err(Error::torch("reading which parameters are used"))?;
+        Ok((0..used.len()).filter(|&index| used[index] == 0).collect())
     }
 
     /// After the first iteration: the order of rank 0's gradients becomes that of the buckets, on all ranks.
     fn rebuild_buckets(&mut self, options: DdpOptions) -> Result<()> {
         let Some(mut order) = self.ready_order.take() else { return Ok(()) };
-        if options.find_unused_parameters || self.buckets.len() == 1 {
+        if options.find_unused_parameters || self.layout.buckets.len() == 1 {
             return Ok(()); // not all parameters need have been seen; or there is nothing to gain
+        }
+        if order.len() < self.layout.members.len() {
+            // A rank that has run out of inputs, or parameters that are never used.
+            order = self.layout.default_order();
         }
         let mine: Vec<i64> = order.iter().map(|&index| index as i64).collect();
         let mut agreed = Tensor::from_slice(&mine).to_device(self.group.device());
@@ -383,7 +340,7 @@ impl State {
             .into_iter()
             .map(|index| index as usize)
             .collect();
-        self.fill_buckets(&order, options)
+        self.layout.fill_buckets(&order, options)
     }
 }
 

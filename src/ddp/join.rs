@@ -1,0 +1,132 @@
+//! Training on uneven inputs: ranks that have run out keep the others company.
+
+use tch::{Kind, Tensor};
+
+use super::DistributedDataParallel;
+use super::reducer::Reducer;
+use crate::error::{Error, Result};
+use crate::process_group::{ProcessGroup, ReduceOp};
+
+/// What happens when ranks have run out of inputs. Follows the arguments of `DistributedDataParallel.join`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JoinOptions {
+    /// Go on dividing by the number of all ranks, so that every sample weighs the same; otherwise by the
+    /// number of those that still have inputs.
+    pub divide_by_initial_world_size: bool,
+    /// End with an error on every rank as soon as one has run out.
+    pub throw_on_early_termination: bool,
+}
+
+impl Default for JoinOptions {
+    /// PyTorch's.
+    fn default() -> Self {
+        Self { divide_by_initial_world_size: true, throw_on_early_termination: false }
+    }
+}
+
+impl<M> DistributedDataParallel<M> {
+    /// Runs `train`, in which ranks may call [`backward`](Self::backward) different numbers of times: a rank that
+    /// is through takes part in the others' reductions with zeros until all are. Then the model of one that
+    /// came last goes to all. A collective.
+    ///
+    /// Follows `DistributedDataParallel.join`. Inside, every rank must make no other collective calls than
+    /// those of this model, and each `backward` costs one more, of a number.
+    ///
+    /// # Errors
+    /// What `train` returns; those of the collectives; [`Error::Input`] with `throw_on_early_termination`.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::ddp::JoinOptions;
+    /// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, Sgd, spawn};
+    /// use tch::{Kind, nn};
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let vs = nn::VarStore::new(rank.device());
+    ///     let weight = vs.root().var("weight", &[2], nn::Init::Const(1.0));
+    ///     let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+    ///     let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.1);
+    ///     ddp.join(JoinOptions::default(), |ddp| {
+    ///         for _ in 0..=rank.rank() {
+    ///             ddp.zero_grad()?;
+    ///             ddp.backward(&weight.sum(Kind::Float))?;
+    ///             optimizer.step()?;
+    ///         }
+    ///         Ok(())
+    ///     })?;
+    ///     // One step of both ranks, and one of rank 1 alone that counts half.
+    ///     assert!((weight.double_value(&[0]) - (1.0 - 0.1 - 0.05)).abs() < 1e-6);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn join<T>(
+        &mut self,
+        options: JoinOptions,
+        train: impl FnOnce(&mut Self) -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
+        self.reducer.set_joining(Some(options));
+        let result = train(self);
+        self.reducer.set_joining(None);
+        let result = result?;
+        let last = self.reducer.keep_company(options)?;
+        self.sync_from(last)?;
+        Ok(result)
+    }
+
+    /// Copies the parameters and buffers of rank `src` to all.
+    pub(super) fn sync_from(&self, src: usize) -> Result<()> {
+        self.reducer.for_each_flat(|flat| self.group.broadcast(&mut flat.parameters, src))?;
+        for buffer in self.tensors.iter().filter(|t| !t.trainable) {
+            tch::no_grad(|| self.group.broadcast(&mut buffer.tensor.shallow_clone(), src))?;
+        }
+        Ok(())
+    }
+}
+
+/// Tells the others whether this rank has inputs; returns how many ranks have.
+pub(super) fn count_active(
+    group: &ProcessGroup,
+    is_active: bool,
+    options: JoinOptions,
+) -> Result<usize> {
+    let active = agree(group, i64::from(is_active), ReduceOp::Sum)? as usize;
+    if options.throw_on_early_termination && (1..group.world_size()).contains(&active) {
+        return Err(Error::Input(format!(
+            "join: {} of {} ranks have run out of inputs; give every rank the same number of batches, or \
+             allow it without throw_on_early_termination",
+            group.world_size() - active,
+            group.world_size()
+        )));
+    }
+    Ok(active)
+}
+
+/// One number, combined over the ranks and read.
+fn agree(group: &ProcessGroup, mine: i64, op: ReduceOp) -> Result<i64> {
+    let mut number = Tensor::from_slice(&[mine]).to_kind(Kind::Int64).to_device(group.device());
+    group.all_reduce(&mut number, op)?;
+    group.synchronize()?;
+    number.f_int64_value(&[0]).map_err(Error::torch("reading a number"))
+}
+
+impl Reducer {
+    /// Takes part in the others' steps with zeros until nobody has inputs any more. Returns a rank that was
+    /// among the last, the same on all ranks.
+    fn keep_company(&self, options: JoinOptions) -> Result<usize> {
+        let group = self.group();
+        let mut is_last = true;
+        loop {
+            let active = count_active(&group, false, options)?;
+            if active == 0 {
+                break;
+            }
+            is_last = false;
+            self.shadow(active, options)?;
+        }
+        let mine = if is_last { group.rank() as i64 } else { -1 };
+        Ok(agree(&group, mine, ReduceOp::Max)?.max(0) as usize)
+    }
+}

@@ -1,0 +1,169 @@
+//! Where parameters and gradients lie: in flat tensors, of which buckets are stretches.
+
+use std::ffi::c_void;
+
+use tch::{Device, Kind, TchError, Tensor};
+
+use super::bucket::{self, Size};
+use super::parameters::NamedTensor;
+use super::{DdpOptions, elements_per_line, mib};
+use crate::error::{Error, Result};
+use crate::process_group::num_bytes;
+use crate::torch::set_grad;
+
+/// All parameters of one kind, one after the other, and their gradients: allocated once, and every parameter
+/// and `grad` is a view of its part.
+#[derive(Debug)]
+pub(super) struct Flat {
+    pub parameters: Tensor,
+    pub gradients: Tensor,
+}
+
+/// Parameters that are reduced together: a stretch of a [`Flat`].
+#[derive(Debug)]
+pub(super) struct Bucket {
+    pub gradients: Tensor,
+    /// Where each of its parameters begins in it, and its shape.
+    pub parameters: Vec<(usize, Vec<i64>)>,
+    /// How many of them still lack their gradient in this step.
+    pub pending: usize,
+}
+
+/// A parameter's place.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub name: String,
+    pub parameter: Tensor,
+    flat: usize,
+    pub bucket: usize,
+    /// Its gradient, in the bucket.
+    pub grad: Tensor,
+    /// Where that lies.
+    pub grad_data: *const c_void,
+    /// Whether its gradient is complete in this step.
+    pub ready: bool,
+}
+
+/// All parameters of a model and their gradients.
+#[derive(Debug)]
+pub(super) struct Layout {
+    pub flats: Vec<Flat>,
+    pub buckets: Vec<Bucket>,
+    /// The parameters, in the order of their creation.
+    pub members: Vec<Member>,
+}
+
+impl Layout {
+    /// Moves `parameters` into flat tensors, and makes their `grad`s views.
+    pub(super) fn new(parameters: &[&NamedTensor], options: DdpOptions) -> Result<Self> {
+        let member = |named: &&NamedTensor| Member {
+            name: named.name.clone(),
+            parameter: named.tensor.shallow_clone(),
+            flat: 0,
+            bucket: 0,
+            grad: Tensor::new(),
+            grad_data: std::ptr::null(),
+            ready: false,
+        };
+        let members = parameters.iter().map(member).collect();
+        let mut layout = Self { flats: Vec::new(), buckets: Vec::new(), members };
+        layout.fill_buckets(&layout.default_order(), options)?;
+        Ok(layout)
+    }
+
+    /// Last parameter first: backward computes the gradients roughly in that order.
+    pub(super) fn default_order(&self) -> Vec<usize> {
+        (0..self.members.len()).rev().collect()
+    }
+
+    /// Deals the parameters, taken in `order`, into buckets, and moves values and gradients there.
+    pub(super) fn fill_buckets(&mut self, order: &[usize], options: DdpOptions) -> Result<()> {
+        let size = |&index: &usize| {
+            let tensor = &self.members[index].parameter;
+            let kind = tensor.kind();
+            Size { kind, num_bytes: num_bytes(kind, tensor.numel()) }
+        };
+        let sizes: Vec<Size> = order.iter().map(size).collect();
+        let (first_cap, cap) = (mib(options.first_bucket_mb), mib(options.bucket_cap_mb));
+        let assignment = bucket::assign(&sizes, first_cap, cap);
+
+        // Whatever the order, each kind takes the same room.
+        let room = |Member { parameter, .. }: &Member| {
+            parameter.numel().next_multiple_of(elements_per_line(parameter.kind()))
+        };
+        let rooms: Vec<usize> = self.members.iter().map(room).collect();
+        if self.flats.is_empty() {
+            let mut totals: Vec<(Kind, Device, usize)> = Vec::new();
+            for &index in order {
+                let parameter = &self.members[index].parameter;
+                let (kind, device) = (parameter.kind(), parameter.device());
+                match totals.iter_mut().find(|total| total.0 == kind) {
+                    Some(total) => total.2 += rooms[index],
+                    None => totals.push((kind, device, rooms[index])),
+                }
+            }
+            let flat = |(kind, device, total)| -> Result<Flat, TchError> {
+                let zeros = || Tensor::f_zeros([total as i64], (kind, device));
+                Ok(Flat { parameters: zeros()?, gradients: zeros()? })
+            };
+            let flats = totals.into_iter().map(flat).collect::<Result<_, _>>();
+            self.flats = flats.map_err(Error::torch("making the buckets"))?;
+        }
+        let mut ends = vec![0; self.flats.len()];
+        let mut starts = vec![0; self.members.len()];
+        let mut buckets = Vec::with_capacity(assignment.len());
+        for (number, places) in assignment.iter().enumerate() {
+            let kind = sizes[places[0]].kind;
+            let flat = self.flats.iter().position(|flat| flat.parameters.kind() == kind);
+            let flat =
+                flat.ok_or_else(|| Error::Input("a parameter has changed its kind".into()))?;
+            let begin = ends[flat];
+            let mut parameters = Vec::with_capacity(places.len());
+            for index in places.iter().map(|&place| order[place]) {
+                parameters.push((ends[flat] - begin, self.members[index].parameter.size()));
+                starts[index] = ends[flat];
+                ends[flat] += rooms[index];
+                self.members[index].bucket = number;
+                self.members[index].flat = flat;
+            }
+            let stretch =
+                |tensor: &Tensor| tensor.f_narrow(0, begin as i64, (ends[flat] - begin) as i64);
+            let gradients = stretch(&self.flats[flat].gradients);
+            let gradients = gradients.map_err(Error::torch("making the buckets"))?;
+            buckets.push(Bucket { gradients, parameters, pending: 0 });
+        }
+        self.buckets = buckets;
+        tch::no_grad(|| self.move_to(&starts)).map_err(Error::torch("making the buckets"))
+    }
+
+    /// Moves each parameter and its gradient to its place in the flat tensors.
+    fn move_to(&mut self, starts: &[usize]) -> Result<(), TchError> {
+        // Copies first: the new place of one may be the old one of another.
+        let copy = |member: &Member| {
+            let grad = member.parameter.grad();
+            (member.parameter.copy(), grad.defined().then(|| grad.copy()))
+        };
+        let copies: Vec<_> = self.members.iter().map(copy).collect();
+        for flat in &mut self.flats {
+            let _ = flat.gradients.f_zero_()?;
+        }
+        for ((member, &start), (value, grad)) in self.members.iter_mut().zip(starts).zip(copies) {
+            let Flat { parameters, gradients } = &self.flats[member.flat];
+            let shape = member.parameter.size();
+            let part = |flat: &Tensor| {
+                flat.f_narrow(0, start as i64, value.numel() as i64)?.f_view(&shape[..])
+            };
+            let (mut new_value, mut new_grad) = (part(parameters)?, part(gradients)?);
+            new_value.f_copy_(&value)?;
+            if let Some(grad) = grad {
+                new_grad.f_copy_(&grad)?;
+            }
+            member.parameter.shallow_clone().f_set_data(&new_value)?;
+            set_grad(&member.parameter, &new_grad)
+                .map_err(|error| TchError::Torch(error.to_string()))?;
+            member.grad_data = new_grad.data_ptr();
+            member.grad = new_grad;
+        }
+        Ok(())
+    }
+}
