@@ -332,6 +332,17 @@ impl ProcessGroup {
     }
 }
 
+/// Whether the backend of this name can do `operation` with `op` on tensors of `kind`.
+pub(crate) fn check_reduction(
+    backend: &str,
+    operation: Operation,
+    op: ReduceOp,
+    kind: Kind,
+) -> Result<()> {
+    op.check_kind(operation, kind)?;
+    if backend == "nccl" { nccl::reduction(operation, op, kind).map(drop) } else { Ok(()) }
+}
+
 /// A device as this program prints it: `CPU`, `GPU:0`.
 pub(crate) fn device_name(device: Device) -> String {
     match device {

@@ -20,7 +20,7 @@ impl Nccl {
         let byte = ncclDataType_t::ncclUint8;
         let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
         let data = |tensor: &Tensor| -> *mut c_void { tensor.data_ptr() };
-        let reduction = || Ok::<_, Error>((data_type(call.kind)?, nccl_op(call)?));
+        let reduction = || reduction(call.operation, call.op(), call.kind);
         let (inputs, outputs) = (call.inputs, call.outputs);
         let each = |f: &mut dyn FnMut(c_int, usize) -> ncclResult_t| {
             (0..inputs.len().max(outputs.len())).map(|peer| f(peer as c_int, peer)).find(is_failure)
@@ -193,20 +193,27 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     Traffic { sent, received }
 }
 
-/// NCCL's operation for a call's.
-fn nccl_op(call: &Call) -> Result<ncclRedOp_t> {
-    Ok(match call.op() {
+/// NCCL's names for a reduction, if it has it.
+pub(crate) fn reduction(
+    operation: Operation,
+    op: ReduceOp,
+    kind: Kind,
+) -> Result<(ncclDataType_t, ncclRedOp_t)> {
+    Ok((data_type(kind)?, nccl_op(operation, op)?))
+}
+
+fn nccl_op(operation: Operation, op: ReduceOp) -> Result<ncclRedOp_t> {
+    Ok(match op {
         ReduceOp::Sum => ncclRedOp_t::ncclSum,
         ReduceOp::Avg => ncclRedOp_t::ncclAvg,
         ReduceOp::Product => ncclRedOp_t::ncclProd,
         ReduceOp::Min => ncclRedOp_t::ncclMin,
         ReduceOp::Max => ncclRedOp_t::ncclMax,
         // Multiplied in place before.
-        ReduceOp::PremulSum(_) if call.operation == Operation::AllReduce => ncclRedOp_t::ncclSum,
+        ReduceOp::PremulSum(_) if operation == Operation::AllReduce => ncclRedOp_t::ncclSum,
         op @ (ReduceOp::PremulSum(_) | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor) => {
             return Err(Error::Unsupported(format!(
-                "backend nccl has no {}({op}); use another operation, or backend threaded",
-                call.operation
+                "backend nccl has no {operation}({op}); use another operation, or backend threaded"
             )));
         }
     })
@@ -229,4 +236,21 @@ fn data_type(kind: Kind) -> Result<ncclDataType_t> {
             )));
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nccl_cannot_reduce_is_known_without_it() {
+        let refusal = |op, kind| {
+            let refused = reduction(Operation::Reduce, op, kind).err();
+            refused.map(|error| error.to_string()).unwrap_or_default()
+        };
+        assert_eq!(refusal(ReduceOp::Avg, Kind::BFloat16), "");
+        assert!(refusal(ReduceOp::Bor, Kind::Int64).starts_with("backend nccl has no reduce(bor)"));
+        let int16 = refusal(ReduceOp::Sum, Kind::Int16);
+        assert!(int16.starts_with("backend nccl cannot reduce int16 tensors"), "{int16}");
+    }
 }

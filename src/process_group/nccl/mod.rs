@@ -32,6 +32,7 @@ use super::{Backend, Call, Invitation, P2POp, ReduceOp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::torch::cuda;
+pub(super) use launch::reduction;
 
 /// What rank 0 makes and all ranks need to find each other.
 #[derive(Debug, Clone, Copy)]
