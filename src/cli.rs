@@ -7,10 +7,11 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use ddp_mp::ReduceOp;
-use ddp_mp::commands::{BenchOp, BenchRequest, SamplerRequest};
+use ddp_mp::commands::{BenchOp, BenchRequest, CommOp, CommRequest, SamplerRequest};
+use ddp_mp::config::parse_timeout;
 use ddp_mp::launch::{BackendChoice, Nproc};
 use ddp_mp::observe::LogFormat;
-use ddp_mp::process_group::kind_named;
+use ddp_mp::process_group::{KINDS, kind_name, kind_named};
 use serde::Serialize;
 use tch::Kind;
 
@@ -30,6 +31,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Train a model on all ranks (the default)
     Train(TrainFlags),
+    /// Show what each collective does, on all ranks
+    Comm(CommFlags),
     /// Show which sample goes to which rank
     Sampler(SamplerFlags),
     /// Measure a collective at many sizes, in the columns of nccl-tests
@@ -169,6 +172,60 @@ impl SamplerFlags {
     }
 }
 
+/// The flags of commands that start ranks and have no configuration.
+#[derive(Debug, Args)]
+struct RanksFlags {
+    /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
+    #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
+    nproc_per_node: Nproc,
+    /// What carries the tensors: auto (nccl on GPUs, else threaded)
+    #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
+    backend: BackendChoice,
+    /// How long a rank waits for the others, as 500ms, 30s or 10m
+    #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "10m")]
+    timeout: Duration,
+}
+
+/// The flags of `comm`.
+#[derive(Debug, Args)]
+pub(crate) struct CommFlags {
+    /// The operation; all of them, one after the other, if none
+    #[arg(value_name = "OP", value_parser = comm_op())]
+    op: Option<CommOp>,
+    /// How many elements each tensor has
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(0..), default_value_t = 2)]
+    op_numel: i64,
+    /// The kind of the elements
+    #[arg(long, value_name = "KIND", value_parser = kind(), default_value = "float32")]
+    kind: Kind,
+    /// How reductions combine elements
+    #[arg(long, value_name = "OP", value_parser = reduce_op(), default_value = "sum")]
+    reduce_op: ReduceOp,
+    #[command(flatten)]
+    ranks: RanksFlags,
+    /// text (for people) or json (one object for each operation and rank)
+    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    log_format: LogFormat,
+}
+
+impl CommFlags {
+    pub(crate) fn request(&self) -> CommRequest {
+        CommRequest {
+            op: self.op,
+            numel: self.op_numel,
+            kind: self.kind,
+            reduce_op: self.reduce_op,
+            nproc_per_node: self.ranks.nproc_per_node,
+            backend: self.ranks.backend,
+            timeout: self.ranks.timeout,
+        }
+    }
+
+    pub(crate) fn log_format(&self) -> LogFormat {
+        self.log_format
+    }
+}
+
 /// The flags of `bench`.
 #[derive(Debug, Args)]
 pub(crate) struct BenchFlags {
@@ -196,15 +253,8 @@ pub(crate) struct BenchFlags {
     /// How elements are combined: sum, avg, product, min, max, band, bor, bxor
     #[arg(long, value_name = "OP", default_value = "sum")]
     reduce_op: ReduceOp,
-    /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
-    #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
-    nproc_per_node: Nproc,
-    /// What carries the tensors: auto (nccl on GPUs, else threaded)
-    #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
-    backend: BackendChoice,
-    /// How long a rank waits for the others, as 500ms, 30s or 10m
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration, default_value = "10m")]
-    timeout: Duration,
+    #[command(flatten)]
+    ranks: RanksFlags,
     /// text (a table) or json (one object a size)
     #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
     log_format: LogFormat,
@@ -221,9 +271,9 @@ impl BenchFlags {
             step_factor: self.step_factor,
             iters: self.iters,
             warmup: self.warmup,
-            nproc_per_node: self.nproc_per_node,
-            backend: self.backend,
-            timeout: self.timeout,
+            nproc_per_node: self.ranks.nproc_per_node,
+            backend: self.ranks.backend,
+            timeout: self.ranks.timeout,
         }
     }
 
@@ -239,6 +289,24 @@ fn bench_op() -> impl TypedValueParser<Value = BenchOp> {
         let name = name.replace('-', "_");
         BenchOp::ALL.into_iter().find(|op| op.name() == name).ok_or("unknown operation")
     })
+}
+
+/// An operation by PyTorch's name, with `_` or `-`.
+fn comm_op() -> impl TypedValueParser<Value = CommOp> {
+    let named = |op: CommOp| PossibleValue::new(op.name()).alias(op.name().replace('_', "-"));
+    PossibleValuesParser::new(CommOp::ALL.map(named)).try_map(|name| {
+        let name = name.replace('-', "_");
+        CommOp::ALL.into_iter().find(|op| op.name() == name).ok_or("unknown operation")
+    })
+}
+
+fn kind() -> impl TypedValueParser<Value = Kind> {
+    PossibleValuesParser::new(KINDS.map(kind_name)).try_map(|name| kind_named(&name))
+}
+
+fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {
+    let names = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"];
+    PossibleValuesParser::new(names).try_map(|name| name.parse::<ReduceOp>())
 }
 
 /// A size in bytes, as nccl-tests reads it: K is 1024.

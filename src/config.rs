@@ -216,7 +216,7 @@ impl Config {
             at_least("hidden", width, 1)?;
         }
         if self.timeout.is_zero() {
-            return refuse("timeout", "0 leaves no time to wait; use for example 30s".into());
+            return refuse("timeout", NO_TIME.into());
         }
         if self.loss == Loss::CrossEntropy && self.out_features < 2 {
             let problem = "cross-entropy over one column is always 0, and so is its gradient: nothing \
@@ -226,6 +226,17 @@ impl Config {
         Ok(())
     }
 }
+
+/// How long a rank waits for the others, as a file or a flag says it.
+///
+/// # Errors
+/// [`Error::Input`] for what is no duration, and for no time at all.
+pub fn parse_timeout(text: &str) -> Result<Duration> {
+    let timeout = duration::parse(text)?;
+    if timeout.is_zero() { Err(Error::Input(NO_TIME.into())) } else { Ok(timeout) }
+}
+
+const NO_TIME: &str = "0 leaves no time to wait; use for example 30s";
 
 /// A value that has the right type and makes no sense.
 struct Invalid {
@@ -305,12 +316,13 @@ mod duration {
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
-        let text = TextOrNumber::deserialize(from)?.to_string();
-        let with_unit = if text.parse::<u64>().is_ok() { format!("{text}s") } else { text.clone() };
-        humantime::parse_duration(&with_unit).map_err(|_| {
-            D::Error::custom(format!(
-                "{text:?} is no duration; write for example 500ms, 30s or 10m"
-            ))
+        parse(&TextOrNumber::deserialize(from)?.to_string()).map_err(D::Error::custom)
+    }
+
+    pub(super) fn parse(text: &str) -> Result<Duration> {
+        let with_unit = if text.parse::<u64>().is_ok() { &format!("{text}s") } else { text };
+        humantime::parse_duration(with_unit).map_err(|_| {
+            Error::Input(format!("{text:?} is no duration; write for example 500ms, 30s or 10m"))
         })
     }
 }

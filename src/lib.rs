@@ -46,7 +46,7 @@
 //! |---|---|
 //! | `main` | parse, resolve, load CUDA, run, exit code |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
-//! | [`commands`] | `train` puts the pieces together; `sampler`, `env` |
+//! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `sampler`, `env` |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail |
 //! | [`trainer`] | the loop: epochs, batches, steps |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |

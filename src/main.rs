@@ -30,6 +30,10 @@ fn main() {
     let result = match cli.command {
         None => train(&cli.train),
         Some(Command::Train(flags)) => train(&flags),
+        Some(Command::Comm(flags)) => {
+            let printer = Arc::new(Printer::new(flags.log_format()));
+            commands::comm(flags.request(), &cuda::load(), &printer)
+        }
         Some(Command::Env(flags)) => env(&flags),
         Some(Command::Bench(flags)) => {
             let printer = Arc::new(Printer::new(flags.log_format()));

@@ -25,6 +25,11 @@ fn lasting(line: &str) -> String {
     kept.replace("rank 1 waited", "rank 0 waited")
 }
 
+/// Lines that are not empty.
+fn filled(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter(|line| !line.is_empty())
+}
+
 /// Every command in the README that shows its output.
 #[test]
 fn the_readme_s_commands_do_what_it_says() {
@@ -33,20 +38,24 @@ fn the_readme_s_commands_do_what_it_says() {
     for block in readme.split("```console\n").skip(1) {
         let block = block.split("```").next().unwrap();
         for case in block.split("$ ddp-mp").skip(1) {
-            let mut lines = case.lines().filter(|line| !line.is_empty()).peekable();
+            let mut lines = filled(case).peekable();
             let args: Vec<&str> = lines.next().unwrap().split_whitespace().collect();
             let code = lines.next_if(|line| line.starts_with("? "));
             let (code_now, stdout, stderr) = run(&args);
             assert_eq!(code_now.unwrap(), code.map_or(0, |code| code[2..].parse().unwrap()));
-            let (errors, results): (Vec<&str>, Vec<&str>) =
-                lines.partition(|line| line.starts_with("ddp-mp: ") || line.starts_with("  "));
-            assert_eq!(stdout.lines().collect::<Vec<_>>(), results, "{args:?}");
+            let mut is_error = false;
+            let (errors, results): (Vec<&str>, Vec<&str>) = lines.partition(|line| {
+                let continued = is_error && line.starts_with("  ");
+                is_error = line.starts_with("ddp-mp: ") || continued;
+                is_error
+            });
+            assert_eq!(filled(&stdout).collect::<Vec<_>>(), results, "{args:?}");
             let said = |lines: &[&str]| lines.iter().map(|line| lasting(line)).collect::<Vec<_>>();
             assert_eq!(said(&stderr.lines().collect::<Vec<_>>()), said(&errors), "{args:?}");
             count += 1;
         }
     }
-    assert_eq!(count, 4, "commands with output in the README");
+    assert_eq!(count, 5, "commands with output in the README");
 }
 
 #[test]
@@ -113,6 +122,11 @@ fn a_stdout_that_cannot_be_written_is_a_failure_and_hides_no_other() {
     let (code, stderr) = with_full_stdout(&["sampler", "--len=4", "--world-size=2"]);
     assert_eq!(code, Some(1));
     assert!(stderr.contains("No space left on device"), "{stderr}");
+    let (code, stderr) = with_full_stdout(&["comm", "--nproc-per-node=2"]);
+    assert_eq!(code, Some(1));
+    let failed =
+        "rank 0 (CPU:0) failed in its function: writing to stdout: No space left on device";
+    assert!(stderr.contains(failed), "{stderr}");
     let fault = ["--nproc-per-node=2", "--fault=error:rank=0,at=init", "--log-format=json"];
     let (code, stderr) = with_full_stdout(&fault);
     assert_eq!(code, Some(1));

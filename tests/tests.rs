@@ -7,6 +7,7 @@ mod harness;
 mod bench; // ddp-mp bench: right results, right columns, wrong input
 mod cli; // the program as a user meets it: help, mistakes, the README's commands
 mod collectives; // every operation, kind, world size and awkward length; mismatches
+mod comm; // what the program shows of the collectives
 mod cuda; // with a GPU; skips and says so without
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
 mod engine; // overlap, accumulation, unused parameters, communication hooks

@@ -1,11 +1,13 @@
 //! One file for each command of the program.
 
 mod bench;
+mod comm;
 mod env;
 mod sampler;
 mod train;
 
 pub use bench::{BenchOp, BenchRequest, bench};
+pub use comm::{CommOp, CommRequest, comm};
 pub use env::env;
 pub use sampler::{SamplerRequest, sampler};
 pub use train::train;

@@ -1,0 +1,144 @@
+//! Who sends what to whom, in letters: A is rank 0's tensor, B rank 1's; A1 the part of A for rank 1.
+
+use super::operations::CommOp;
+use super::shorten::{GAP, join, ranks};
+use crate::process_group::ReduceOp;
+
+/// What the letters mean.
+pub(super) fn legend(world_size: usize) -> &'static str {
+    match world_size {
+        1 => "A is rank 0's tensor; A0 is the part of A that is for rank 0.",
+        _ => "A is rank 0's tensor, B is rank 1's; A1 is the part of A that is for rank 1.",
+    }
+}
+
+/// What one rank has before and after, and whether it gives something to get there.
+struct Side {
+    before: String,
+    gives: bool,
+    gets: bool,
+    after: String,
+}
+
+/// The drawing of `op`: a line for each rank, as far as there is room.
+pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<String> {
+    if let CommOp::SendRecv | CommOp::IsendIrecv = op {
+        return vec![passed_on(world_size, op == CommOp::IsendIrecv)];
+    }
+    let sides = ranks(world_size)
+        .into_iter()
+        .map(|rank| rank.map(|rank| (rank, side(op, rank, world_size, reduce_op))));
+    let sides: Vec<_> = sides.collect();
+    let name = |rank: usize| format!("rank {rank}");
+    let of_all = |text: fn(&Side) -> &str| {
+        sides.iter().flatten().map(|(_, side)| text(side).len()).max().unwrap_or(0)
+    };
+    let names = name(world_size - 1).len();
+    let befores = of_all(|side| &side.before);
+    let line = |side: &Option<(usize, Side)>| match side {
+        None => format!("{GAP:names$}   {:befores$}     :      {GAP}", ""),
+        Some((rank, Side { before, gives, gets, after })) => {
+            let name = name(*rank);
+            let from = if *gives { "---" } else { "   " };
+            let to = if *gets { "--->" } else { "    " };
+            let through = if op == CommOp::Barrier { '|' } else { '+' };
+            format!(
+                "{name:names$}   {before:befores$}  {from}{through}{to}  {name:names$}   {after}"
+            )
+        }
+    };
+    sides.iter().map(line).collect()
+}
+
+fn side(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> Side {
+    let mine = letters(rank);
+    let part = |of: usize, to: usize| format!("{}{to}", letters(of));
+    let most = if world_size <= 8 { 8 } else { 3 };
+    let list = |item: &dyn Fn(usize) -> String| join(world_size, most, " ", item);
+    let parts = list(&|to| part(rank, to));
+    let reduced = |item: &dyn Fn(usize) -> String| reduced(reduce_op, world_size, item);
+    let is_root = rank == 0;
+    let at_root = |text: String| if is_root { text } else { String::new() };
+    let (before, gives, gets, after) = match op {
+        CommOp::Broadcast => (mine, is_root, true, letters(0)),
+        CommOp::Scatter => (at_root(parts), is_root, true, part(0, rank)),
+        CommOp::Gather => (mine, true, is_root, at_root(list(&letters))),
+        CommOp::AllGather => (mine, true, true, list(&letters)),
+        CommOp::Reduce if is_root => (mine, true, true, reduced(&letters)),
+        CommOp::Reduce => (mine.clone(), true, false, mine),
+        CommOp::AllReduce => (mine, true, true, reduced(&letters)),
+        CommOp::ReduceScatter => (parts, true, true, reduced(&|of| part(of, rank))),
+        CommOp::AllToAll => (parts, true, true, list(&|of| part(of, rank))),
+        CommOp::Barrier | CommOp::SendRecv | CommOp::IsendIrecv => {
+            (String::new(), true, true, String::new())
+        }
+    };
+    Side { before, gives, gets, after }
+}
+
+/// `rank 0 -A-> rank 1 -B-> rank 2`, for a ring on to rank 0.
+fn passed_on(world_size: usize, ring: bool) -> String {
+    let most = if world_size <= 5 { 5 } else { 4 };
+    let name = |rank: usize| format!("rank {rank}");
+    if world_size == 1 {
+        return name(0);
+    }
+    let is_last = |rank: usize| rank + 1 == world_size;
+    let mut line = join(world_size, most, " ", |rank| match is_last(rank) {
+        true => name(rank),
+        false => format!("{} -{}->", name(rank), letters(rank)),
+    });
+    if ring {
+        line += &format!(" -{}-> {}", letters(world_size - 1), name(0));
+    }
+    line
+}
+
+/// The formula of a reduction.
+fn reduced(op: ReduceOp, world_size: usize, item: &dyn Fn(usize) -> String) -> String {
+    let most = if world_size <= 4 { 4 } else { 3 };
+    let terms = |separator| join(world_size, most, separator, item);
+    match op {
+        ReduceOp::Sum | ReduceOp::PremulSum(_) => terms("+"),
+        ReduceOp::Avg => format!("({})/{world_size}", terms("+")),
+        ReduceOp::Product => terms("*"),
+        ReduceOp::Min | ReduceOp::Max => format!("{op}({})", terms(",")),
+        ReduceOp::Band => terms("&"),
+        ReduceOp::Bor => terms("|"),
+        ReduceOp::Bxor => terms("^"),
+    }
+}
+
+/// A for rank 0, B for rank 1; AA after Z, as the columns of a spreadsheet.
+fn letters(rank: usize) -> String {
+    let last = char::from(b'A' + (rank % 26) as u8);
+    match rank / 26 {
+        0 => last.into(),
+        more => letters(more - 1) + &last.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_has_letters_of_its_own() {
+        let named = [0, 1, 25, 26, 27, 701, 702].map(letters);
+        assert_eq!(named, ["A", "B", "Z", "AA", "AB", "ZZ", "AAA"]);
+    }
+
+    #[test]
+    fn every_drawing_has_room_in_a_terminal() {
+        let ops = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Bxor];
+        for world_size in (1..=20).chain([128]) {
+            for (op, reduce_op) in CommOp::ALL.into_iter().flat_map(|op| ops.map(|r| (op, r))) {
+                let texts = [draw(op, world_size, reduce_op), op.about(world_size, reduce_op)];
+                let calls = op.calls().map(|call| format!("PyTorch  {call}"));
+                for line in texts.iter().flatten().chain(&calls) {
+                    assert!(line.len() <= 78, "{} {world_size}: {line}", op.name());
+                }
+            }
+        }
+    }
+}

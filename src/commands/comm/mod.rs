@@ -1,0 +1,171 @@
+//! `ddp-mp comm`: what each collective does, shown on tensors that are small enough to read.
+
+mod drawing;
+mod operations;
+mod shorten;
+mod table;
+mod values;
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use anyhow::Context;
+use serde::{Deserialize, Serialize};
+use tch::Kind;
+
+use super::place_ranks;
+use crate::error::{Error, Result};
+use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
+use crate::observe::{LogFormat, Printer};
+use crate::process_group::{ReduceOp, check_reduction, kind_name};
+use crate::torch::cuda::Cuda;
+
+pub use operations::CommOp;
+use values::{Data, Plain, Value};
+
+/// What to show, and on what data.
+#[derive(Debug, Clone)]
+pub struct CommRequest {
+    /// The operation; all, one after the other, if none.
+    pub op: Option<CommOp>,
+    /// How many elements each tensor has.
+    pub numel: i64,
+    /// Their kind.
+    pub kind: Kind,
+    /// What reductions reduce with.
+    pub reduce_op: ReduceOp,
+    /// How many ranks.
+    pub nproc_per_node: Nproc,
+    /// What carries the tensors.
+    pub backend: BackendChoice,
+    /// How long a rank waits for the others.
+    pub timeout: Duration,
+}
+
+/// What all ranks share.
+struct Job {
+    request: CommRequest,
+    ops: Vec<CommOp>,
+    backend: Backend,
+    printer: Arc<Printer>,
+    /// Which ranks have come to the barrier.
+    arrived: Vec<AtomicBool>,
+}
+
+/// One rank's tensors before and after an operation, and the bytes that it sent and received in it.
+#[derive(Debug, Serialize, Deserialize)]
+struct Row {
+    before: Option<Value>,
+    after: Option<Value>,
+    sent: u64,
+    received: u64,
+}
+
+/// A line of `--log-format json`.
+#[derive(Serialize)]
+struct Line<'a> {
+    op: &'static str,
+    rank: usize,
+    before: Option<Plain<'a, Value>>,
+    after: Option<Plain<'a, Value>>,
+    sent: u64,
+    received: u64,
+}
+
+/// Runs the operations, and prints what each did.
+///
+/// # Errors
+/// [`Error::Input`] when that can't be done here, and [`SpawnError`](crate::SpawnError) when a rank failed.
+pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
+    let ops = request.op.map_or_else(|| CommOp::ALL.to_vec(), |op| vec![op]);
+    let world_size = placement.devices.len();
+    check(&request, &ops, placement.backend, world_size)?;
+    if let Some(note) = &placement.note {
+        printer.note(note);
+    }
+    let spawn = Spawn::at(&placement).timeout(request.timeout);
+    let job = Job {
+        request,
+        ops,
+        backend: placement.backend,
+        printer: printer.clone(),
+        arrived: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
+    };
+    Ok(spawn.run(move |rank| show_on(rank, &job))?)
+}
+
+/// Refuses what an operation would refuse, before anything is printed.
+fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: usize) -> Result<()> {
+    let CommRequest { numel, kind, reduce_op, .. } = *request;
+    if numel.checked_mul(world_size as i64).is_none() {
+        return Err(Error::Input(format!(
+            "--op-numel {numel}: {world_size} tensors of so many elements are too large; use fewer"
+        )));
+    }
+    for operation in ops.iter().filter_map(|op| op.reduction()) {
+        check_reduction(backend.name(), operation, reduce_op, kind).map_err(|error| {
+            Error::Input(format!("--reduce-op {reduce_op} --kind {}: {error}", kind_name(kind)))
+        })?;
+    }
+    Ok(())
+}
+
+/// What one rank does: every operation, then its row for rank 0, which prints.
+fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
+    let group = rank.init_process_group(job.backend)?;
+    let CommRequest { numel, kind, reduce_op, .. } = job.request;
+    let data = Data { group: &group, numel, kind };
+    for &op in &job.ops {
+        let so_far = group.traffic();
+        let [before, after] = op.run(&data, reduce_op, &job.arrived)?;
+        let now = group.traffic();
+        let (sent, received) = (now.sent - so_far.sent, now.received - so_far.received);
+        let row = Row { before, after, sent, received };
+        if let Some(rows) = group.gather_object(&row, 0)? {
+            job.print(op, &rows).context("writing to stdout")?;
+        }
+    }
+    Ok(())
+}
+
+impl Job {
+    fn print(&self, op: CommOp, rows: &[Row]) -> std::io::Result<()> {
+        if self.printer.format() == LogFormat::Json {
+            return rows.iter().enumerate().try_for_each(|(rank, row)| {
+                let Row { sent, received, .. } = *row;
+                let [before, after] = [&row.before, &row.after].map(|v| v.as_ref().map(Plain));
+                let op = op.name();
+                self.printer.object(&Line { op, rank, before, after, sent, received })
+            });
+        }
+        self.printer.lines(|out| {
+            if op == self.ops[0] {
+                writeln!(out, "{}", drawing::legend(rows.len()))?;
+                writeln!(out, "sent and recv are in bytes.")?;
+            }
+            self.write_text(op, rows, out)
+        })
+    }
+
+    fn write_text(&self, op: CommOp, rows: &[Row], out: &mut dyn Write) -> std::io::Result<()> {
+        let (world_size, reduce_op) = (rows.len(), self.request.reduce_op);
+        let [pytorch, rust] = op.calls();
+        writeln!(out, "\n{}", op.name())?;
+        let mut paragraph = |lines: &[String]| {
+            lines.iter().try_for_each(|line| writeln!(out, "{}", format!("  {line}").trim_end()))
+        };
+        paragraph(&op.about(world_size, reduce_op))?;
+        paragraph(&[String::new()])?;
+        paragraph(&drawing::draw(op, world_size, reduce_op))?;
+        paragraph(&[
+            String::new(),
+            format!("PyTorch  {pytorch}"),
+            format!("Rust     {rust}"),
+            String::new(),
+        ])?;
+        paragraph(&table::table(rows))
+    }
+}

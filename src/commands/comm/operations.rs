@@ -1,0 +1,278 @@
+//! The operations: what each is for, how it is called, and the call itself.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tch::Tensor;
+
+use super::values::{Data, Numbers, Value};
+use crate::error::Result;
+use crate::operation::Operation;
+use crate::process_group::{P2POp, ReduceOp};
+
+/// What `ddp-mp comm` can show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)] // the names are the documentation
+pub enum CommOp {
+    SendRecv,
+    IsendIrecv,
+    Broadcast,
+    Scatter,
+    Gather,
+    AllGather,
+    Reduce,
+    AllReduce,
+    ReduceScatter,
+    AllToAll,
+    Barrier,
+}
+
+impl CommOp {
+    /// All of them: first what is simple, and what others are made of.
+    pub const ALL: [CommOp; 11] = [
+        CommOp::SendRecv,
+        CommOp::IsendIrecv,
+        CommOp::Broadcast,
+        CommOp::Scatter,
+        CommOp::Gather,
+        CommOp::AllGather,
+        CommOp::Reduce,
+        CommOp::AllReduce,
+        CommOp::ReduceScatter,
+        CommOp::AllToAll,
+        CommOp::Barrier,
+    ];
+
+    /// PyTorch's name for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            CommOp::SendRecv => "send_recv",
+            CommOp::IsendIrecv => "isend_irecv",
+            CommOp::Broadcast => "broadcast",
+            CommOp::Scatter => "scatter",
+            CommOp::Gather => "gather",
+            CommOp::AllGather => "all_gather",
+            CommOp::Reduce => "reduce",
+            CommOp::AllReduce => "all_reduce",
+            CommOp::ReduceScatter => "reduce_scatter",
+            CommOp::AllToAll => "all_to_all",
+            CommOp::Barrier => "barrier",
+        }
+    }
+
+    /// What it is among the group's operations, if it takes a reduce op.
+    pub(super) fn reduction(self) -> Option<Operation> {
+        match self {
+            CommOp::Reduce => Some(Operation::Reduce),
+            CommOp::AllReduce => Some(Operation::AllReduce),
+            CommOp::ReduceScatter => Some(Operation::ReduceScatter),
+            _ => None,
+        }
+    }
+
+    /// What it does, and what for.
+    pub(super) fn about(self, world_size: usize, op: ReduceOp) -> Vec<String> {
+        let alone = "Here is a single rank, which has nobody to send to.";
+        let (does, more) = match self {
+            CommOp::SendRecv => (
+                "One rank sends a tensor, one other receives it; the rest take no part.",
+                match world_size {
+                    1 => alone,
+                    _ => "Here each receives from the one before it, then sends to the next.",
+                },
+            ),
+            CommOp::IsendIrecv => (
+                "As send and recv, but both return at once; wait() returns when it is done.",
+                match world_size {
+                    1 => alone,
+                    _ => {
+                        "So all can send at once, in a ring. With send, each would wait for the next."
+                    }
+                },
+            ),
+            CommOp::Broadcast => (
+                "Every rank gets a copy of rank 0's tensor.",
+                "DDP: so all ranks begin with the same parameters.",
+            ),
+            CommOp::Scatter => (
+                "Rank 0 has a list with a tensor for each rank, and hands them out.",
+                "So one rank that has all the data can give each rank its part.",
+            ),
+            CommOp::Gather => (
+                "Rank 0 gets the list of all ranks' tensors: the opposite of scatter.",
+                "So one rank can write down what all have found.",
+            ),
+            CommOp::AllGather => (
+                "Every rank gets the list of all ranks' tensors.",
+                "FSDP: so parameters of which each rank keeps a part become whole.",
+            ),
+            CommOp::Reduce => (
+                "Rank 0 gets RESULT of all ranks' tensors; the others keep theirs.",
+                "So one rank can print the loss over all ranks.",
+            ),
+            CommOp::AllReduce => (
+                "Every rank gets RESULT of all ranks' tensors.",
+                "DDP: so the ranks average their gradients, in every step.",
+            ),
+            CommOp::ReduceScatter => (
+                "Every rank gets RESULT of the parts that all ranks have for it.",
+                "Followed by an all_gather it is an all_reduce. FSDP: for the gradients.",
+            ),
+            CommOp::AllToAll => (
+                "Every rank has a tensor for each rank, and sends it there.",
+                "Rows become columns. Mixture of experts: so tokens get to their experts.",
+            ),
+            CommOp::Barrier => (
+                "No rank goes on before all have come. No tensor moves.",
+                "After: the ranks that had come by the time that this one went on.",
+            ),
+        };
+        vec![does.replace("RESULT", noun(op)), more.into()]
+    }
+
+    /// How it is called in PyTorch, and here.
+    pub(super) fn calls(self) -> [&'static str; 2] {
+        match self {
+            CommOp::SendRecv => [
+                "dist.send(tensor, dst); dist.recv(tensor, src)",
+                "group.send(&tensor, dst, 0); group.recv(&mut tensor, Some(src), 0)",
+            ],
+            CommOp::IsendIrecv => [
+                "dist.batch_isend_irecv([P2POp(dist.isend, tensor, dst), ...])",
+                "group.batch_isend_irecv(&[P2POp::isend(&tensor, dst, 0), ...])",
+            ],
+            CommOp::Broadcast => {
+                ["dist.broadcast(tensor, src=0)", "group.broadcast(&mut tensor, 0)"]
+            }
+            CommOp::Scatter => [
+                "dist.scatter(tensor, scatter_list, src=0)",
+                "group.scatter(&mut tensor, Some(&scatter_list), 0)",
+            ],
+            CommOp::Gather => [
+                "dist.gather(tensor, gather_list, dst=0)",
+                "group.gather(&tensor, Some(&mut gather_list), 0)",
+            ],
+            CommOp::AllGather => [
+                "dist.all_gather(tensor_list, tensor)",
+                "group.all_gather(&mut tensor_list, &tensor)",
+            ],
+            CommOp::Reduce => {
+                ["dist.reduce(tensor, dst=0, op=op)", "group.reduce(&mut tensor, 0, op)"]
+            }
+            CommOp::AllReduce => {
+                ["dist.all_reduce(tensor, op)", "group.all_reduce(&mut tensor, op)"]
+            }
+            CommOp::ReduceScatter => [
+                "dist.reduce_scatter(output, input_list, op)",
+                "group.reduce_scatter(&mut output, &input_list, op)",
+            ],
+            CommOp::AllToAll => [
+                "dist.all_to_all(output_list, input_list)",
+                "group.all_to_all(&mut output_list, &input_list)",
+            ],
+            CommOp::Barrier => ["dist.barrier()", "group.barrier()"],
+        }
+    }
+
+    /// Does it on this rank, and notes its tensors before and after.
+    pub(super) fn run(
+        self,
+        data: &Data,
+        op: ReduceOp,
+        arrived: &[AtomicBool],
+    ) -> Result<[Option<Value>; 2]> {
+        let group = data.group;
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let is_root = rank == 0;
+        let in_place = |call: &dyn Fn(&mut Tensor) -> Result<()>| {
+            let mut tensor = data.tensor()?;
+            let before = data.read(&tensor)?;
+            call(&mut tensor)?;
+            Ok([before, data.read(&tensor)?])
+        };
+        match self {
+            CommOp::SendRecv => {
+                let (mine, mut received) = (data.tensor()?, data.empty()?);
+                let before = data.read(&mine)?;
+                let receives = rank > 0;
+                if receives {
+                    group.recv(&mut received, Some(rank - 1), 0)?;
+                }
+                if rank + 1 < world_size {
+                    group.send(&mine, rank + 1, 0)?;
+                }
+                Ok([before, if receives { data.read(&received)? } else { None }])
+            }
+            CommOp::IsendIrecv => {
+                let (mine, mut received) = (data.tensor()?, data.empty()?);
+                let before = data.read(&mine)?;
+                if world_size == 1 {
+                    return Ok([before, None]);
+                }
+                let (next, last) = ((rank + 1) % world_size, (rank + world_size - 1) % world_size);
+                let ops =
+                    [P2POp::isend(&mine, next, 0), P2POp::irecv(&mut received, Some(last), 0)];
+                for work in group.batch_isend_irecv(&ops)? {
+                    work.wait()?;
+                }
+                Ok([before, data.read(&received)?])
+            }
+            CommOp::Broadcast => in_place(&|tensor| group.broadcast(tensor, 0)),
+            CommOp::Scatter => {
+                let mut mine = data.empty()?;
+                let list = if is_root { Some(data.parts()?) } else { None };
+                let before = data.read_list(list.as_deref())?;
+                group.scatter(&mut mine, list.as_deref(), 0)?;
+                Ok([before, data.read(&mine)?])
+            }
+            CommOp::Gather => {
+                let mine = data.tensor()?;
+                let before = data.read(&mine)?;
+                let mut list = if is_root { Some(data.empties()?) } else { None };
+                group.gather(&mine, list.as_deref_mut(), 0)?;
+                Ok([before, data.read_list(list.as_deref())?])
+            }
+            CommOp::AllGather => {
+                let (mine, mut list) = (data.tensor()?, data.empties()?);
+                let before = data.read(&mine)?;
+                group.all_gather(&mut list, &mine)?;
+                Ok([before, data.read_list(Some(&list))?])
+            }
+            CommOp::Reduce => in_place(&|tensor| group.reduce(tensor, 0, op)),
+            CommOp::AllReduce => in_place(&|tensor| group.all_reduce(tensor, op)),
+            CommOp::ReduceScatter => {
+                let (mut mine, list) = (data.empty()?, data.parts()?);
+                let before = data.read_list(Some(&list))?;
+                group.reduce_scatter(&mut mine, &list, op)?;
+                Ok([before, data.read(&mine)?])
+            }
+            CommOp::AllToAll => {
+                let (mut outputs, inputs) = (data.empties()?, data.parts()?);
+                let before = data.read_list(Some(&inputs))?;
+                group.all_to_all(&mut outputs, &inputs)?;
+                Ok([before, data.read_list(Some(&outputs))?])
+            }
+            CommOp::Barrier => {
+                // Who comes when is up to the machine. That all have come is not.
+                arrived[rank].store(true, Ordering::Release);
+                group.barrier()?;
+                let has_come = |rank: &usize| arrived[*rank].load(Ordering::Acquire);
+                let come = (0..world_size).filter(has_come).map(|rank| rank as i64);
+                Ok([None, Some(Value::Tensor(Numbers::Integer(come.collect())))])
+            }
+        }
+    }
+}
+
+/// What a reduction results in.
+fn noun(op: ReduceOp) -> &'static str {
+    match op {
+        ReduceOp::Sum | ReduceOp::PremulSum(_) => "the sum",
+        ReduceOp::Avg => "the average",
+        ReduceOp::Product => "the product",
+        ReduceOp::Min => "the minimum",
+        ReduceOp::Max => "the maximum",
+        ReduceOp::Band => "the bitwise and",
+        ReduceOp::Bor => "the bitwise or",
+        ReduceOp::Bxor => "the bitwise xor",
+    }
+}

@@ -1,0 +1,83 @@
+//! The ranks' tensors before and after, in columns.
+
+use super::Row;
+use super::shorten::{GAP, items, join, ranks};
+use super::values::{Numbers, Value};
+
+/// How wide a table may be: a terminal, less the space that it is set in by.
+const WIDTH: usize = 78;
+
+/// How much is shown of a value: so many tensors of a list, so many numbers of a tensor.
+#[derive(Clone, Copy)]
+struct Most {
+    tensors: usize,
+    numbers: usize,
+}
+
+/// The lines of a table with a line for each rank, as much of each as there is room for.
+pub(super) fn table(rows: &[Row]) -> Vec<String> {
+    let lists =
+        rows.iter().flat_map(|row| [&row.before, &row.after]).flatten().map(|value| match value {
+            Value::Tensor(numbers) => std::slice::from_ref(numbers),
+            Value::List(list) => list,
+        });
+    // No line has room for more.
+    let most = |longest: Option<usize>| longest.unwrap_or(0).clamp(2, WIDTH / 2);
+    let tensors = most(lists.clone().map(<[_]>::len).max());
+    let numbers = most(lists.flatten().map(Numbers::len).max());
+    // Rather fewer numbers than fewer tensors; but the first and the last, if that can be.
+    let mut all = (1..=tensors)
+        .rev()
+        .flat_map(|tensors| (2..=numbers).rev().map(move |numbers| Most { tensors, numbers }));
+    let fits = |lines: &Vec<String>| lines.iter().all(|line| line.len() <= WIDTH);
+    all.find_map(|most| Some(lines(rows, most)).filter(fits))
+        .unwrap_or_else(|| lines(rows, Most { tensors: 1, numbers: 1 }))
+}
+
+fn lines(rows: &[Row], most: Most) -> Vec<String> {
+    let shown = ranks(rows.len());
+    let column = |value: fn(&Row) -> &Option<Value>| {
+        let tensors = shown.iter().map(|rank| match rank {
+            Some(rank) => tensors(value(&rows[*rank]).as_ref(), most),
+            None => vec![],
+        });
+        in_columns(&tensors.collect::<Vec<_>>())
+    };
+    let (befores, afters) = (column(|row| &row.before), column(|row| &row.after));
+    let mut cells = vec![["rank", "before", "after", "sent", "recv"].map(String::from)];
+    for ((rank, before), after) in shown.iter().zip(befores).zip(afters) {
+        let [rank, sent, recv] = match rank.map(|rank| (rank, &rows[rank])) {
+            Some((rank, row)) => [rank as u64, row.sent, row.received].map(|n| n.to_string()),
+            None => [GAP.into(), String::new(), String::new()],
+        };
+        cells.push([rank, before, after, sent, recv]);
+    }
+    let width = |column: usize| cells.iter().map(|line| line[column].len()).max().unwrap_or(0);
+    let [w0, w1, w2, w3, w4] = [0, 1, 2, 3, 4].map(width);
+    let aligned = |[rank, before, after, sent, recv]: &[String; 5]| {
+        let line = format!("{rank:>w0$}  {before:w1$}  {after:w2$}  {sent:>w3$}  {recv:>w4$}");
+        line.trim_end().to_string()
+    };
+    cells.iter().map(aligned).collect()
+}
+
+/// The tensors of a value, each as `[1 2 3]`; `-` for nothing.
+fn tensors(value: Option<&Value>, most: Most) -> Vec<String> {
+    let tensor = |numbers: &Numbers| {
+        format!("[{}]", join(numbers.len(), most.numbers, " ", |i| numbers.text(i)))
+    };
+    match value {
+        None => vec!["-".into()],
+        Some(Value::Tensor(numbers)) => vec![tensor(numbers)],
+        Some(Value::List(list)) => items(list.len(), most.tensors, |i| tensor(&list[i])),
+    }
+}
+
+/// The lines of texts that stand below each other.
+fn in_columns(lines: &[Vec<String>]) -> Vec<String> {
+    let width = |i: usize| lines.iter().filter_map(|line| line.get(i)).map(String::len).max();
+    let padded = |(i, text): (usize, &String)| format!("{text:w$}", w = width(i).unwrap_or(0));
+    let line =
+        |line: &Vec<String>| line.iter().enumerate().map(padded).collect::<Vec<_>>().join(" ");
+    lines.iter().map(|texts| line(texts).trim_end().to_string()).collect()
+}

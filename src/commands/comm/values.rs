@@ -1,0 +1,169 @@
+//! The data that a rank begins with, and tensors as numbers to print.
+
+use std::fmt::{Display, LowerExp};
+
+use serde::{Deserialize, Serialize, Serializer};
+use tch::{Device, Kind, TchError, Tensor};
+
+use crate::error::{Error, Result};
+use crate::process_group::ProcessGroup;
+
+/// What one rank's tensors are made of.
+pub(super) struct Data<'a> {
+    pub group: &'a ProcessGroup,
+    pub numel: i64,
+    pub kind: Kind,
+}
+
+impl Data<'_> {
+    /// The tensor of rank r: (r + 1) * (i + 1) at index i.
+    pub(super) fn tensor(&self) -> Result<Tensor> {
+        self.first(self.numel).map_err(Error::torch("making a tensor"))
+    }
+
+    /// The same for all ranks together, cut into a part for each rank.
+    pub(super) fn parts(&self) -> Result<Vec<Tensor>> {
+        let parts = || -> Result<Vec<Tensor>, TchError> {
+            let ranks = self.group.world_size() as i64;
+            let whole = self.first(self.numel * ranks)?;
+            (0..ranks).map(|rank| whole.f_narrow(0, rank * self.numel, self.numel)).collect()
+        };
+        parts().map_err(Error::torch("making tensors"))
+    }
+
+    /// A tensor to write to.
+    pub(super) fn empty(&self) -> Result<Tensor> {
+        Tensor::f_zeros([self.numel], (self.kind, self.group.device()))
+            .map_err(Error::torch("making a tensor"))
+    }
+
+    /// A tensor to write to for each rank.
+    pub(super) fn empties(&self) -> Result<Vec<Tensor>> {
+        (0..self.group.world_size()).map(|_| self.empty()).collect()
+    }
+
+    /// A tensor's numbers.
+    pub(super) fn read(&self, tensor: &Tensor) -> Result<Option<Value>> {
+        self.group.synchronize()?;
+        Ok(Some(Value::Tensor(Numbers::of(tensor)?)))
+    }
+
+    /// The numbers of a list of tensors, if there is one.
+    pub(super) fn read_list(&self, list: Option<&[Tensor]>) -> Result<Option<Value>> {
+        self.group.synchronize()?;
+        let numbers = |list: &[Tensor]| list.iter().map(Numbers::of).collect();
+        Ok(list.map(numbers).transpose()?.map(Value::List))
+    }
+
+    fn first(&self, len: i64) -> Result<Tensor, TchError> {
+        // Not `f_arange`: tch panics where a function that is given scalars fails, here for lack of memory.
+        let ones = Tensor::f_ones([len], (Kind::Int64, Device::Cpu))?;
+        let multiples = ones.f_cumsum(0, None)?.f_mul_scalar_(self.group.rank() as i64 + 1)?;
+        multiples.f_to_kind(self.kind)?.f_to_device(self.group.device())
+    }
+}
+
+/// What a rank has before or after an operation. It travels to rank 0 in this form.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum Value {
+    /// The numbers of one tensor.
+    Tensor(Numbers),
+    /// Those of one for each rank.
+    List(Vec<Numbers>),
+}
+
+/// The numbers of a tensor of any kind that can be reduced.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum Numbers {
+    Bool(Vec<bool>),
+    Integer(Vec<i64>),
+    /// Also of kinds with less precision.
+    Single(Vec<f32>),
+    Double(Vec<f64>),
+}
+
+impl Numbers {
+    fn of(tensor: &Tensor) -> Result<Self> {
+        let read = || {
+            let tensor = tensor.f_to_device(Device::Cpu)?;
+            Ok(match tensor.f_kind()? {
+                Kind::Bool => Numbers::Bool(Vec::try_from(tensor)?),
+                Kind::Double => Numbers::Double(Vec::try_from(tensor)?),
+                Kind::Float | Kind::Half | Kind::BFloat16 => {
+                    Numbers::Single(Vec::try_from(tensor)?)
+                }
+                _ => Numbers::Integer(Vec::try_from(tensor)?),
+            })
+        };
+        read().map_err(Error::torch("reading a tensor"))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Numbers::Bool(values) => values.len(),
+            Numbers::Integer(values) => values.len(),
+            Numbers::Single(values) => values.len(),
+            Numbers::Double(values) => values.len(),
+        }
+    }
+
+    /// The number at `index`, for people.
+    pub(super) fn text(&self, index: usize) -> String {
+        match self {
+            Numbers::Bool(values) => values[index].to_string(),
+            Numbers::Integer(values) => values[index].to_string(),
+            Numbers::Single(values) => float(values[index]),
+            Numbers::Double(values) => float(values[index]),
+        }
+    }
+}
+
+/// With an exponent if it would have more digits than anybody can count.
+fn float<T: Copy + Into<f64> + Display + LowerExp>(value: T) -> String {
+    let size = value.into().abs();
+    if size.is_finite() && size >= 1e16 { format!("{value:e}") } else { value.to_string() }
+}
+
+/// Numbers as JSON has them, without the names of their kinds.
+pub(super) struct Plain<'a, T>(pub &'a T);
+
+impl Serialize for Plain<'_, Numbers> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            Numbers::Bool(values) => values.serialize(to),
+            Numbers::Integer(values) => values.serialize(to),
+            Numbers::Single(values) => values.serialize(to),
+            Numbers::Double(values) => values.serialize(to),
+        }
+    }
+}
+
+impl Serialize for Plain<'_, Value> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            Value::Tensor(numbers) => Plain(numbers).serialize(to),
+            Value::List(list) => to.collect_seq(list.iter().map(Plain)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_every_kind_are_shown_as_they_are() {
+        let shown = |kind| {
+            let tensor = Tensor::from_slice(&[0., 0.1, -3., 1e30]).to_kind(kind);
+            let numbers = Numbers::of(&tensor).unwrap();
+            let text: Vec<String> = (0..numbers.len()).map(|i| numbers.text(i)).collect();
+            (text.join(" "), serde_json::to_string(&Plain(&numbers)).unwrap())
+        };
+        let told = |text: &str, json: &str| (text.to_string(), json.to_string());
+        assert_eq!(shown(Kind::Double), told("0 0.1 -3 1e30", "[0.0,0.1,-3.0,1e+30]"));
+        assert_eq!(shown(Kind::Float), told("0 0.1 -3 1e30", "[0.0,0.1,-3.0,1e+30]"));
+        assert_eq!(shown(Kind::Half), told("0 0.099975586 -3 inf", "[0.0,0.099975586,-3.0,null]"));
+        let bools = "[false,true,true,true]";
+        assert_eq!(shown(Kind::Bool), told("false true true true", bools));
+    }
+}
