@@ -10,7 +10,7 @@ use anyhow::ensure;
 use ddp_mp::torch::fork_rng;
 use ddp_mp::{
     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    ReduceOp, Sgd, spawn,
+    Optimizer, ReduceOp, Sgd, SgdOptions, spawn,
 };
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
@@ -54,7 +54,7 @@ fn main() -> anyhow::Result<()> {
         // From here on all ranks have rank 0's parameters, and keep them equal.
         let mut ddp =
             DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
-        let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.5);
+        let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
 
         let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
         let loader = DataLoader::new(&dataset, sampler, 50, rank.device())?;
@@ -67,7 +67,7 @@ fn main() -> anyhow::Result<()> {
                 let output = ddp.forward(&batch.inputs);
                 let loss = output.cross_entropy_for_logits(&batch.targets);
                 ddp.backward(&loss)?; // averages the gradients over the ranks
-                optimizer.step()?;
+                optimizer.step(0.5)?;
                 let hits = output.argmax(1, false).eq_tensor(&batch.targets).sum(Kind::Double);
                 correct += Tensor::stack(&[hits, Tensor::from(batch.len() as f64)], 0);
             }

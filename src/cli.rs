@@ -50,9 +50,6 @@ pub(crate) struct TrainFlags {
     /// How many samples a step takes, on each rank [default: 32]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
     batch_size: Option<u64>,
-    /// The learning rate of SGD [default: 0.001]
-    #[arg(long, value_name = "X", help_heading = "Training")]
-    lr: Option<f64>,
     /// The model [default: linear]
     #[arg(long, value_name = "NAME", value_parser = ["linear", "mlp"], help_heading = "Training")]
     model: Option<String>,
@@ -65,6 +62,64 @@ pub(crate) struct TrainFlags {
     /// What all randomness starts from [default: 0]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
     seed: Option<u64>,
+
+    /// The learning rate [default: 0.001]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    lr: Option<f64>,
+    /// What steps the parameters [default: sgd]
+    #[arg(long, value_name = "NAME", value_parser = ["sgd", "adamw"], help_heading = "Optimization")]
+    optimizer: Option<String>,
+    /// How much of SGD's last step goes into the next [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    momentum: Option<f64>,
+    /// How much less of the gradient goes into SGD's momentum [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    dampening: Option<f64>,
+    /// Nesterov's momentum for SGD
+    #[arg(long, help_heading = "Optimization")]
+    #[serde(skip_serializing_if = "is_false")]
+    nesterov: bool,
+    /// Weight decay [default: 0 for sgd, 0.01 for adamw]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    weight_decay: Option<f64>,
+    /// No weight decay for biases and the parameters of norms
+    #[arg(long, help_heading = "Optimization")]
+    #[serde(skip_serializing_if = "is_false")]
+    no_decay_on_bias_and_norm: bool,
+    /// How much of its mean gradient AdamW keeps in a step [default: 0.9]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    beta1: Option<f64>,
+    /// How much of its mean squared gradient AdamW keeps in a step [default: 0.999]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    beta2: Option<f64>,
+    /// What AdamW adds to its denominator [default: 0.00000001]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    eps: Option<f64>,
+    /// How the learning rate changes: cosine goes to --eta-min over the run [default: constant]
+    #[arg(long, value_name = "NAME", value_parser = ["constant", "multi-step", "cosine"], help_heading = "Optimization")]
+    schedule: Option<String>,
+    /// What a schedule counts; steps from the end of the warm-up [default: epoch]
+    #[arg(long, value_name = "UNIT", value_parser = ["epoch", "step"], help_heading = "Optimization")]
+    schedule_by: Option<String>,
+    /// When multi-step multiplies the learning rate by --gamma, with commas
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole(), help_heading = "Optimization")]
+    milestones: Option<Vec<u64>>,
+    /// By what multi-step multiplies the learning rate [default: 0.1]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    gamma: Option<f64>,
+    /// The learning rate that cosine ends at [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    eta_min: Option<f64>,
+    /// In how many steps the learning rate rises at first, from a third to all of it [default: 0]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Optimization")]
+    warmup_steps: Option<u64>,
+    /// Multiply the learning rate by the number of ranks, as their batches add up to one
+    #[arg(long, help_heading = "Optimization")]
+    #[serde(skip_serializing_if = "is_false")]
+    scale_lr: bool,
+    /// Scale gradients down that are longer, all together, than this
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    max_grad_norm: Option<f64>,
 
     /// How many samples the random data set has [default: 4096]
     #[arg(long, value_name = "N", help_heading = "Data")]
@@ -409,7 +464,9 @@ mod tests {
             };
             assert!(help.ends_with(&format!("[default: {value}]")), "{key} is {value}: {help}");
         }
-        let flags = Config::default();
-        assert_eq!(flags.fault, None, "the only key without a default");
+        // The only keys without a default.
+        let Config { fault, weight_decay, milestones, max_grad_norm, .. } = Config::default();
+        assert_eq!((fault, weight_decay, max_grad_norm), (None, None, None));
+        assert!(milestones.is_empty());
     }
 }

@@ -5,8 +5,8 @@
 //! use std::sync::Arc;
 //!
 //! use ddp_mp::{
-//!     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, Sgd,
-//!     Targets, spawn,
+//!     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
+//!     Optimizer, Sgd, SgdOptions, Targets, spawn,
 //! };
 //! use ddp_mp::models::{ModelConfig, ModelKind};
 //! use tch::Reduction;
@@ -19,7 +19,7 @@
 //!         ModelConfig { kind: ModelKind::Linear, in_features: 20, out_features: 1, hidden: vec![] };
 //!     let (vs, model) = config.build(rank.device(), 0)?;
 //!     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
-//!     let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.1);
+//!     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
 //!     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
 //!     let loader = DataLoader::new(&dataset, sampler, 32, rank.device())?;
 //!     for epoch in 0..2 {
@@ -28,7 +28,7 @@
 //!             ddp.zero_grad()?;
 //!             let loss = ddp.forward(&batch.inputs).mse_loss(&batch.targets, Reduction::Mean);
 //!             ddp.backward(&loss)?;
-//!             optimizer.step()?;
+//!             optimizer.step(0.1)?;
 //!         }
 //!     }
 //!     Ok(())
@@ -50,7 +50,7 @@
 //! | [`launch`] | a thread for each rank; how they meet and how they fail |
 //! | [`trainer`] | the loop: epochs, batches, steps |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |
-//! | [`optim`] | steps the flat buffers |
+//! | [`optim`] | steps the flat buffers; learning rates; clipping |
 //! | [`data`] | which sample goes to which rank |
 //! | [`models`] | models by name |
 //! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads or NCCL |
@@ -87,5 +87,5 @@ pub use ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
 pub use error::{Error, LateRank, Result};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
 pub use operation::{At, Operation};
-pub use optim::{FlatBuffer, Sgd};
+pub use optim::{AdamW, AdamWOptions, FlatBuffer, Optimizer, Schedule, Sgd, SgdOptions};
 pub use process_group::{P2POp, ProcessGroup, ReduceOp, Traffic, Work};

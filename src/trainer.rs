@@ -10,7 +10,7 @@ use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::observe::Epoch;
-use crate::optim::Sgd;
+use crate::optim::{Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, ReduceOp, rank_label};
 use crate::torch::add_scaled;
 
@@ -57,7 +57,9 @@ pub struct Summary {
 #[derive(Debug)]
 pub struct Trainer<M> {
     ddp: DistributedDataParallel<M>,
-    optimizer: Sgd,
+    optimizer: Box<dyn Optimizer>,
+    schedule: Schedule,
+    max_grad_norm: Option<f64>,
     loader: DataLoader,
     loss: Loss,
     loss_sum: LossSum,
@@ -65,18 +67,27 @@ pub struct Trainer<M> {
 }
 
 impl<M: Module> Trainer<M> {
-    /// A trainer for `ddp`'s model on the batches of `loader`.
+    /// A trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`.
     ///
     /// # Errors
     /// [`Error::Torch`] when the device has no room.
     pub fn new(
         ddp: DistributedDataParallel<M>,
-        optimizer: Sgd,
+        optimizer: Box<dyn Optimizer>,
+        schedule: Schedule,
         loader: DataLoader,
         loss: Loss,
     ) -> Result<Self> {
         let loss_sum = LossSum::new(ddp.group().device())?;
-        Ok(Self { ddp, optimizer, loader, loss, loss_sum, step: 0 })
+        let max_grad_norm = None;
+        Ok(Self { ddp, optimizer, schedule, max_grad_norm, loader, loss, loss_sum, step: 0 })
+    }
+
+    /// Scales longer gradients down to this norm before each step; see
+    /// [`DistributedDataParallel::clip_grad_norm`].
+    #[must_use]
+    pub fn max_grad_norm(self, max_grad_norm: Option<f64>) -> Self {
+        Self { max_grad_norm, ..self }
     }
 
     /// The model, as it is now.
@@ -116,7 +127,7 @@ impl<M: Module> Trainer<M> {
         for batch in self.loader.epoch(epoch)? {
             let batch = batch?;
             self.ddp.group().enter_step(self.step)?;
-            self.run_batch(&batch)?;
+            self.run_batch(&batch, epoch)?;
             (self.step, steps, samples) = (self.step + 1, steps + 1, samples + batch.len());
         }
         let group = self.ddp.group();
@@ -135,12 +146,15 @@ impl<M: Module> Trainer<M> {
     }
 
     /// One step: forward, backward, average the gradients over the ranks, step the parameters.
-    fn run_batch(&mut self, batch: &Batch) -> Result<()> {
+    fn run_batch(&mut self, batch: &Batch, epoch: u64) -> Result<()> {
         self.ddp.zero_grad()?;
         let output = self.ddp.forward(&batch.inputs);
         let loss = self.loss.of(&output, &batch.targets)?;
         self.ddp.backward(&loss)?;
-        self.optimizer.step()?;
+        if let Some(max_norm) = self.max_grad_norm {
+            let _ = self.ddp.clip_grad_norm(max_norm)?;
+        }
+        self.optimizer.step(self.schedule.lr(epoch, self.step))?;
         self.loss_sum.add(&loss, batch.len())
     }
 
@@ -157,7 +171,14 @@ impl<M: Module> Trainer<M> {
             let loss = self.loss.of(&output, &batch.targets)?;
             loss.f_backward().map_err(Error::torch("backward"))?;
             self.ddp.zero_grad()?;
-            self.optimizer.step()?; // with gradients of zero
+            if let Some(max_norm) = self.max_grad_norm {
+                let _ = self.ddp.clip_grad_norm(max_norm)?;
+            }
+            // With gradients of zero and a learning rate of zero; what an optimizer remembers of it is
+            // forgotten again.
+            let state = self.optimizer.state()?;
+            self.optimizer.step(0.0)?;
+            self.optimizer.load_state(&state)?;
             self.loss_sum.add(&loss, batch.len())?;
             self.loss_sum.count(batch.len())?;
         }

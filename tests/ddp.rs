@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::{
-    DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, ProcessGroup,
-    Rank, Sgd, Targets,
+    DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
+    ProcessGroup, Rank, Sgd, SgdOptions, Targets,
 };
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -32,7 +32,7 @@ fn train(
     // Every rank starts from parameters of its own: rank 0's must win.
     let (vs, model) = mlp().build(rank.device(), 100 + rank.rank() as u64)?;
     let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
-    let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.05);
+    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?.seed(3);
     let loader = DataLoader::new(dataset, sampler, batch_size, rank.device())?;
     let mut hashes = vec![ddp.parameters_hash()?];
@@ -42,7 +42,7 @@ fn train(
             ddp.zero_grad()?;
             let loss = ddp.forward(&batch.inputs).mse_loss(&batch.targets, Reduction::Mean);
             ddp.backward(&loss)?;
-            optimizer.step()?;
+            optimizer.step(0.05)?;
             hashes.push(ddp.parameters_hash()?);
         }
     }
@@ -174,7 +174,7 @@ fn a_frozen_parameter_is_left_alone() {
         let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
         assert_eq!(ddp.num_parameters(), 3);
         ddp.backward(&(trained.sum(Kind::Float) * frozen.sum(Kind::Float)))?;
-        Sgd::new(ddp.flat_buffers(), 0.5).step()?;
+        Sgd::new(ddp.flat_buffers(), SgdOptions::default())?.step(0.5)?;
         assert_eq!(Vec::<f32>::try_from(&frozen)?, [1., 1.], "rank 0's, and unchanged");
         assert_eq!(Vec::<f32>::try_from(&trained)?, [0.; 3]);
         Ok(())

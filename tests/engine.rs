@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use ddp_mp::ddp::{CommHook, Compress, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn};
 use ddp_mp::{DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Sgd};
+use ddp_mp::{Optimizer, SgdOptions};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -57,13 +58,13 @@ fn train(
     if let Some(hook) = hook {
         ddp.register_comm_hook(hook);
     }
-    let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.1);
+    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
     for step in 0..5 {
         let (inputs, targets) = batch(rank.rank(), step, 8);
         ddp.zero_grad()?;
         let loss = ddp.forward(&inputs).mse_loss(&targets, tch::Reduction::Mean);
         ddp.backward(&loss)?;
-        optimizer.step()?;
+        optimizer.step(0.1)?;
     }
     parameters(&vs)
 }
@@ -430,7 +431,7 @@ fn joined(batches: &'static [usize], options: JoinOptions, ddp_options: DdpOptio
         let weight = root.var("weight", &[3], nn::Init::Const(0.));
         let more = root.var("more", &[3], nn::Init::Const(0.));
         let mut ddp = DistributedDataParallel::new((), &vs, group, ddp_options)?;
-        let mut optimizer = Sgd::new(ddp.flat_buffers(), 1.);
+        let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
         for _ in 0..2 {
             ddp.join(options, |ddp| {
                 for number in 0..batches[rank.rank()] {
@@ -438,7 +439,7 @@ fn joined(batches: &'static [usize], options: JoinOptions, ddp_options: DdpOptio
                     ddp.backward(
                         &((&weight + &more * 0.5) * (number + 1) as f64).sum(Kind::Float),
                     )?;
-                    optimizer.step()?;
+                    optimizer.step(1.)?;
                 }
                 Ok(())
             })?;

@@ -6,10 +6,12 @@ use std::fs;
 use std::sync::Arc;
 
 use ddp_mp::models::{ModelConfig, ModelKind};
+use ddp_mp::optim::{OptimizerConfig, ParameterState, Place, Unit};
+use ddp_mp::torch::fork_rng;
 use ddp_mp::trainer::{Loss, Trainer};
 use ddp_mp::{
-    DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, ProcessGroup,
-    ReduceOp, Sgd, Targets,
+    AdamWOptions, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
+    ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, Targets,
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -85,11 +87,12 @@ fn training_ends_where_pytorch_ends() {
             let before = values()?;
             let options = DdpOptions::default();
             let ddp = DistributedDataParallel::new(model, &vs, group, options)?;
-            let optimizer = Sgd::new(ddp.flat_buffers(), lr);
+            let optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
             let sampler =
                 DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?.seed(seed);
             let loader = DataLoader::new(&dataset, sampler, batch, rank.device())?;
-            let mut trainer = Trainer::new(ddp, optimizer, loader, Loss::Mse)?;
+            let mut trainer =
+                Trainer::new(ddp, Box::new(optimizer), Schedule::constant(lr), loader, Loss::Mse)?;
             let summary = trainer.train(epochs, |_| Ok(()))?;
             Ok((before, summary, values()?))
         });
@@ -113,6 +116,151 @@ fn training_ends_where_pytorch_ends() {
             assert!(largest <= bound, "{world_size} ranks, {name}: {largest:e}");
         }
         assert_eq!(after.len(), r#final.len());
+    }
+}
+
+#[derive(Deserialize)]
+struct OptimizerCase {
+    name: String,
+    options: Options,
+    losses: Vec<f32>,
+    norms: Vec<f32>,
+    r#final: BTreeMap<String, Vec<f32>>,
+    state: BTreeMap<String, Vec<f32>>,
+}
+
+/// Those that a case gives; the others are the defaults.
+#[derive(Deserialize)]
+struct Options {
+    momentum: Option<f64>,
+    dampening: Option<f64>,
+    nesterov: Option<bool>,
+    weight_decay: Option<f64>,
+    betas: Option<(f64, f64)>,
+    eps: Option<f64>,
+}
+
+impl Options {
+    fn config(&self, name: &str) -> OptimizerConfig {
+        let decays = if name.contains("groups") { Place::is_weight } else { |_: &_| true };
+        if name.starts_with("adamw") {
+            let default = AdamWOptions::default();
+            return OptimizerConfig::AdamW(AdamWOptions {
+                betas: self.betas.unwrap_or(default.betas),
+                eps: self.eps.unwrap_or(default.eps),
+                weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
+                decays,
+            });
+        }
+        OptimizerConfig::Sgd(SgdOptions {
+            momentum: self.momentum.unwrap_or_default(),
+            dampening: self.dampening.unwrap_or_default(),
+            nesterov: self.nesterov.unwrap_or_default(),
+            weight_decay: self.weight_decay.unwrap_or_default(),
+            decays,
+        })
+    }
+}
+
+/// The largest difference, relative to the number or, for a small one, to a hundredth.
+fn difference(ours: &[f32], theirs: &[f32]) -> f32 {
+    assert_eq!(ours.len(), theirs.len());
+    let relative = |(a, b): (&f32, &f32)| (a - b).abs() / b.abs().max(1e-2);
+    ours.iter().zip(theirs).map(relative).fold(0., f32::max)
+}
+
+#[test]
+fn optimizers_end_where_pytorch_s_end() {
+    let recorded = recorded("optimizers.json");
+    let hidden: Vec<i64> = serde_json::from_value(recorded["hidden"].clone()).unwrap();
+    let number = |key: &str| recorded[key].as_u64().unwrap();
+    let (seed, batch, steps) = (number("seed"), number("batch") as i64, number("steps"));
+    let (lr, max_norm) = (recorded["lr"].as_f64().unwrap(), recorded["max_norm"].as_f64().unwrap());
+    let cases: Vec<OptimizerCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
+    assert!(cases.len() >= 9);
+    for OptimizerCase { name, options, losses, norms, r#final, state } in cases {
+        let config = options.config(&name);
+        let model = ModelConfig {
+            kind: ModelKind::Mlp,
+            in_features: 20,
+            out_features: 1,
+            hidden: hidden.clone(),
+        };
+        let case = name.clone();
+        let (after, kept, our_losses, our_norms) = ranks(1, move |rank, group| {
+            let (inputs, targets) = fork_rng(seed + 1, || {
+                let rand = |n| Tensor::rand([batch, n], (Kind::Float, Device::Cpu));
+                (rand(20), rand(1))
+            })?;
+            let (vs, model) = model.build(rank.device(), seed)?;
+            let options = DdpOptions::default();
+            let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
+            let mut optimizer = config.build(ddp.flat_buffers())?;
+            let lr = if case.starts_with("adamw") { lr / 10. } else { lr };
+            let (mut losses, mut norms) = (Vec::new(), Vec::new());
+            for _ in 0..steps {
+                ddp.zero_grad()?;
+                let loss = Loss::Mse.of(&ddp.forward(&inputs), &targets)?;
+                ddp.backward(&loss)?;
+                if case.contains("clip") {
+                    norms.push(f32::try_from(ddp.clip_grad_norm(max_norm)?)?);
+                }
+                optimizer.step(lr)?;
+                losses.push(f32::try_from(loss)?);
+            }
+            let flat = |tensor: &Tensor| Vec::<f32>::try_from(tensor.detach().flatten(0, -1));
+            #[allow(clippy::disallowed_methods)] // into a map with an order of its own
+            let values = vs.variables().into_iter().map(|(name, t)| Ok((name, flat(&t)?)));
+            let values = values.collect::<anyhow::Result<BTreeMap<_, _>>>()?;
+            let mut kept = BTreeMap::new();
+            for ParameterState { name, tensors } in optimizer.state()? {
+                for (key, tensor) in tensors {
+                    kept.insert(format!("{name}/{key}"), flat(&tensor)?);
+                }
+            }
+            Ok((values, kept, losses, norms))
+        })
+        .remove(0);
+        let clipped = norms.iter().filter(|norm| f64::from(**norm) > max_norm).count();
+        assert!(norms.is_empty() || (clipped > 0 && clipped < norms.len()), "{clipped} clipped");
+        let largest = |ours: &BTreeMap<String, Vec<f32>>, theirs: &BTreeMap<String, Vec<f32>>| {
+            assert!(ours.keys().eq(theirs.keys()), "{name}: {:?} {:?}", ours.keys(), theirs.keys());
+            ours.iter().map(|(key, ours)| difference(ours, &theirs[key])).fold(0., f32::max)
+        };
+        let differences = [
+            largest(&after, &r#final),
+            largest(&kept, &state),
+            difference(&our_losses, &losses),
+            difference(&our_norms, &norms),
+        ];
+        println!("{name}: parameters, state, losses, norms differ by {differences:?}");
+        // The kernels of SGD round as PyTorch's default does, that of AdamW not in each last bit.
+        let bound = if name.starts_with("sgd") { 0. } else { 1e-6 };
+        assert!(differences.iter().all(|it| *it <= bound), "{name}: {differences:?}");
+    }
+}
+
+#[test]
+fn schedules_are_pytorch_s() {
+    let recorded = recorded("schedules.json");
+    let number = |key: &str| recorded[key].as_f64().unwrap();
+    let whole = |value: &Value| value.as_u64().unwrap();
+    let milestones: Vec<u64> =
+        recorded["milestones"].as_array().unwrap().iter().map(whole).collect();
+    let cases = recorded["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 6);
+    for case in cases {
+        let schedule = match case["schedule"].as_str().unwrap() {
+            "constant" => Schedule::constant(number("lr")),
+            "multi-step" => Schedule::multi_step(number("lr"), milestones.clone(), number("gamma")),
+            _ => Schedule::cosine(number("lr"), whole(&recorded["T_max"]), number("eta_min")),
+        };
+        let schedule = schedule.by(Unit::Step).warmup(whole(&case["warmup"]), 1. / 3.);
+        for (step, lr) in case["lrs"].as_array().unwrap().iter().enumerate() {
+            let (ours, lr) = (schedule.lr(0, step as u64), lr.as_f64().unwrap());
+            // PyTorch gets from one step to the next, and rounds each time.
+            assert!((ours - lr).abs() <= 1e-14, "{case}: step {step} is {ours}");
+        }
     }
 }
 

@@ -14,6 +14,7 @@ mod engine; // overlap, accumulation, unused parameters, communication hooks
 mod failures; // every kind of failure at every stage on every rank
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod messages; // from one rank to one other, and objects
+mod optim; // optimizers on buckets: state, groups, clipping
 mod parity; // against values recorded from PyTorch
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises

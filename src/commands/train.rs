@@ -11,7 +11,6 @@ use crate::data::{DataLoader, Dataset, DistributedSampler, Targets};
 use crate::ddp::{DdpOptions, DistributedDataParallel};
 use crate::launch::{Placement, Rank, Spawn, SpawnError};
 use crate::observe::{End, Event, Failure, Printer, Start};
-use crate::optim::Sgd;
 use crate::torch::cuda::Cuda;
 use crate::trainer::{Loss, Trainer};
 
@@ -32,6 +31,9 @@ pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Res
     let placement = plan(&config, cuda)?;
     if let Some(note) = &placement.note {
         printer.note(note);
+    }
+    if let (_, Some(note)) = config.lr_for(placement.devices.len()) {
+        printer.note(&note);
     }
     let targets = match config.loss {
         Loss::Mse => Targets::Values(config.out_features),
@@ -77,8 +79,10 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         job.printer.event(&Event::Start(start)).context("writing to stdout")?;
     }
 
-    let optimizer = Sgd::new(ddp.flat_buffers(), config.lr);
-    let mut trainer = Trainer::new(ddp, optimizer, loader, config.loss)?;
+    let optimizer = config.optimizer_config().build(ddp.flat_buffers())?;
+    let schedule = config.schedule_for(rank.world_size());
+    let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
+        .max_grad_norm(config.max_grad_norm);
     let summary = trainer.train(config.max_epochs, |epoch| {
         job.printer.epoch(epoch, rank.world_size()).context("writing to stdout")
     })?;

@@ -38,7 +38,9 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::ddp::JoinOptions;
-    /// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, Sgd, spawn};
+    /// use ddp_mp::{
+    ///     Backend, DdpOptions, DistributedDataParallel, Optimizer, Sgd, SgdOptions, spawn,
+    /// };
     /// use tch::{Kind, nn};
     ///
     /// spawn(2, |rank| {
@@ -46,12 +48,12 @@ impl<M> DistributedDataParallel<M> {
     ///     let vs = nn::VarStore::new(rank.device());
     ///     let weight = vs.root().var("weight", &[2], nn::Init::Const(1.0));
     ///     let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-    ///     let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.1);
+    ///     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
     ///     ddp.join(JoinOptions::default(), |ddp| {
     ///         for _ in 0..=rank.rank() {
     ///             ddp.zero_grad()?;
     ///             ddp.backward(&weight.sum(Kind::Float))?;
-    ///             optimizer.step()?;
+    ///             optimizer.step(0.1)?;
     ///         }
     ///         Ok(())
     ///     })?;

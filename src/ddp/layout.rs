@@ -8,6 +8,7 @@ use super::bucket::{self, Size};
 use super::parameters::NamedTensor;
 use super::{DdpOptions, elements_per_line, mib};
 use crate::error::{Error, Result};
+use crate::optim::{Place, Places};
 use crate::process_group::num_bytes;
 use crate::torch::set_grad;
 
@@ -17,6 +18,7 @@ use crate::torch::set_grad;
 pub(super) struct Flat {
     pub parameters: Tensor,
     pub gradients: Tensor,
+    pub places: Places,
 }
 
 /// Parameters that are reduced together: a stretch of a [`Flat`].
@@ -104,7 +106,7 @@ impl Layout {
             }
             let flat = |(kind, device, total)| -> Result<Flat, TchError> {
                 let zeros = || Tensor::f_zeros([total as i64], (kind, device));
-                Ok(Flat { parameters: zeros()?, gradients: zeros()? })
+                Ok(Flat { parameters: zeros()?, gradients: zeros()?, places: Places::default() })
             };
             let flats = totals.into_iter().map(flat).collect::<Result<_, _>>();
             self.flats = flats.map_err(Error::torch("making the buckets"))?;
@@ -133,6 +135,17 @@ impl Layout {
             buckets.push(Bucket { gradients, parameters, pending: 0 });
         }
         self.buckets = buckets;
+        for (number, flat) in self.flats.iter().enumerate() {
+            let mut places: Vec<Place> = Vec::new();
+            for (index, member) in self.members.iter().enumerate() {
+                if member.flat == number {
+                    let (name, start) = (member.name.clone(), starts[index]);
+                    places.push(Place { name, index, start, shape: member.parameter.size() });
+                }
+            }
+            places.sort_by_key(|place| place.start);
+            flat.places.set(places);
+        }
         tch::no_grad(|| self.move_to(&starts)).map_err(Error::torch("making the buckets"))
     }
 
@@ -148,7 +161,7 @@ impl Layout {
             let _ = flat.gradients.f_zero_()?;
         }
         for ((member, &start), (value, grad)) in self.members.iter_mut().zip(starts).zip(copies) {
-            let Flat { parameters, gradients } = &self.flats[member.flat];
+            let Flat { parameters, gradients, .. } = &self.flats[member.flat];
             let shape = member.parameter.size();
             let part = |flat: &Tensor| {
                 flat.f_narrow(0, start as i64, value.numel() as i64)?.f_view(&shape[..])

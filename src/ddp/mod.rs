@@ -17,7 +17,7 @@ use tch::nn::{Module, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::optim::FlatBuffer;
+use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
 use parameters::{NamedTensor, named_tensors};
 use reducer::Reducer;
@@ -216,6 +216,7 @@ impl<M> DistributedDataParallel<M> {
             buffers.push(FlatBuffer {
                 parameters: flat.parameters.shallow_clone(),
                 gradients: flat.gradients.shallow_clone(),
+                places: flat.places.clone(),
             });
             Ok(())
         });
@@ -241,6 +242,18 @@ impl<M> DistributedDataParallel<M> {
     /// replaced, and those of [`ProcessGroup::all_reduce`].
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.reducer.backward(loss, self.no_sync.get() == 0)
+    }
+
+    /// Scales the averaged gradients so that their 2-norm, all together, is `max_norm` or less, and returns
+    /// the norm that they had. To be called between [`backward`](Self::backward) and the optimizer's step.
+    ///
+    /// Follows `torch.nn.utils.clip_grad_norm_`. All ranks have the same gradients then, and so come to the
+    /// same norm without asking each other.
+    ///
+    /// # Errors
+    /// [`Error::Torch`].
+    pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
+        clip_grad_norm(&self.flat_buffers(), max_norm)
     }
 
     /// 64 bits over the names, shapes and values of all parameters and buffers; equal on two ranks that

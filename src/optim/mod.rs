@@ -1,17 +1,76 @@
-//! Optimizers that step the flat buffers of a model's buckets.
+//! Optimizers that step the flat buffers of a model's buckets, and what goes with them.
 
+mod adamw;
+mod clip;
+mod flat;
+mod schedule;
 mod sgd;
 
-pub use sgd::Sgd;
+pub use adamw::{AdamW, AdamWOptions};
+pub use clip::clip_grad_norm;
+pub use flat::{FlatBuffer, Place, Places};
+pub use schedule::{Schedule, Unit};
+pub use sgd::{Sgd, SgdOptions};
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
 
 use tch::Tensor;
 
-/// Parameters and their gradients as an optimizer sees them: two one-dimensional tensors of the same
-/// length and kind, handles to the memory that the model uses.
+use crate::error::Result;
+
+/// Steps parameters by their gradients.
+pub trait Optimizer: Debug {
+    /// Steps once, with the gradients that are there and learning rate `lr`. Allocates nothing.
+    ///
+    /// # Errors
+    /// [`Error::Torch`](crate::Error::Torch).
+    fn step(&mut self, lr: f64) -> Result<()>;
+
+    /// A copy of all that the next step depends on besides parameters and gradients, parameter by
+    /// parameter in the order of their creation. Allocates; may wait for the device.
+    ///
+    /// # Errors
+    /// [`Error::Torch`](crate::Error::Torch).
+    fn state(&self) -> Result<Vec<ParameterState>>;
+
+    /// Goes on from `state`, which an optimizer of the same type and options has given for a model of
+    /// the same parameters, however they lie in their buffers.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) when it does not fit, and nothing has changed then;
+    /// [`Error::Torch`](crate::Error::Torch).
+    fn load_state(&mut self, state: &[ParameterState]) -> Result<()>;
+}
+
+/// What an optimizer keeps for one parameter.
 #[derive(Debug)]
-pub struct FlatBuffer {
-    /// The parameters' values, one parameter after the other.
-    pub parameters: Tensor,
-    /// Their gradients, likewise. Gaps between parameters are zero.
-    pub gradients: Tensor,
+pub struct ParameterState {
+    /// The parameter's name.
+    pub name: String,
+    /// Under the names of torch's `state_dict`: `momentum_buffer` of SGD; `exp_avg`, `exp_avg_sq` and
+    /// `step` of AdamW. Empty where nothing is kept, or not yet.
+    pub tensors: BTreeMap<String, Tensor>,
+}
+
+/// Which optimizer, with its options.
+#[derive(Debug, Clone, Copy)]
+pub enum OptimizerConfig {
+    /// Stochastic gradient descent.
+    Sgd(SgdOptions),
+    /// Adam with decoupled weight decay.
+    AdamW(AdamWOptions),
+}
+
+impl OptimizerConfig {
+    /// The optimizer, for the parameters in `buffers`.
+    ///
+    /// # Errors
+    /// Those of [`Sgd::new`] and [`AdamW::new`].
+    pub fn build(self, buffers: Vec<FlatBuffer>) -> Result<Box<dyn Optimizer>> {
+        Ok(match self {
+            OptimizerConfig::Sgd(options) => Box::new(Sgd::new(buffers, options)?),
+            OptimizerConfig::AdamW(options) => Box::new(AdamW::new(buffers, options)?),
+        })
+    }
 }

@@ -1,34 +1,112 @@
 //! Stochastic gradient descent.
 
-use super::FlatBuffer;
-use crate::error::Result;
-use crate::torch::add_scaled;
+use super::flat::Flat;
+use super::{FlatBuffer, Optimizer, ParameterState, Place};
+use crate::error::{Error, Result};
+use crate::torch::{SgdStep, TensorList, add_scaled, fused_sgd};
 
-/// Plain stochastic gradient descent: `parameter -= lr * gradient`.
+/// The options of [`Sgd`]. The defaults are PyTorch's: nothing but the learning rate.
+#[derive(Debug, Clone, Copy)]
+pub struct SgdOptions {
+    /// How much of the last step goes into the next.
+    pub momentum: f64,
+    /// How much less of the gradient goes into the momentum.
+    pub dampening: f64,
+    /// Step as if the momentum had been applied before; needs momentum and no dampening.
+    pub nesterov: bool,
+    /// How much of the parameter is added to its gradient.
+    pub weight_decay: f64,
+    /// Which parameters weight decay is for: all, or [`Place::is_weight`].
+    pub decays: fn(&Place) -> bool,
+}
+
+impl Default for SgdOptions {
+    fn default() -> Self {
+        let decays = |_: &Place| true;
+        Self { momentum: 0.0, dampening: 0.0, nesterov: false, weight_decay: 0.0, decays }
+    }
+}
+
+/// Stochastic gradient descent: `parameter -= lr * gradient`, with momentum and weight decay if wanted.
 ///
-/// Follows `torch.optim.SGD` without momentum, to the bit. One libtorch call steps a whole buffer.
+/// Follows `torch.optim.SGD`. One libtorch call steps all parameters that have the same weight decay. On
+/// a CPU the parameters are those of PyTorch's default implementation to the bit.
 #[derive(Debug)]
 pub struct Sgd {
-    lr: f64,
-    buffers: Vec<FlatBuffer>,
+    options: SgdOptions,
+    flat: Flat,
+    /// What stands for the momentum buffers where there are none.
+    none: TensorList,
+    /// Whether the momentum buffers hold anything.
+    begun: bool,
 }
 
 impl Sgd {
-    /// Steps the parameters in `buffers`, which a
-    /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) gives, with learning
-    /// rate `lr`.
-    pub fn new(buffers: Vec<FlatBuffer>, lr: f64) -> Self {
-        Self { lr, buffers }
-    }
+    const MOMENTUM_BUFFER: &str = "momentum_buffer";
 
-    /// Steps once, with the gradients that are there.
+    /// Steps the parameters in `buffers`, which a
+    /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) gives.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch).
-    pub fn step(&mut self) -> Result<()> {
-        for FlatBuffer { parameters, gradients } in &self.buffers {
-            add_scaled(parameters, gradients, -self.lr)?;
+    /// [`Error::Input`] for Nesterov's momentum without momentum or with dampening; [`Error::Torch`] when
+    /// the device has no room.
+    pub fn new(buffers: Vec<FlatBuffer>, options: SgdOptions) -> Result<Self> {
+        if options.nesterov && (options.momentum <= 0.0 || options.dampening != 0.0) {
+            return Err(Error::Input(
+                "Nesterov momentum needs a momentum above 0 and no dampening".into(),
+            ));
         }
+        let flat = Self::flat(buffers, options)?;
+        Ok(Self { options, flat, none: TensorList::new(&[])?, begun: false })
+    }
+
+    fn flat(buffers: Vec<FlatBuffer>, options: SgdOptions) -> Result<Flat> {
+        let slots: &[_] = if options.momentum == 0.0 { &[] } else { &[Self::MOMENTUM_BUFFER] };
+        Flat::new(buffers, slots, |place| options.weight_decay != 0.0 && (options.decays)(place))
+    }
+
+    /// Goes on with the same parameters at other places.
+    fn rebuild(&mut self, buffers: Vec<FlatBuffer>) -> Result<()> {
+        let state = self.state()?;
+        self.flat = Self::flat(buffers, self.options)?;
+        self.load_state(&state)
+    }
+}
+
+impl Optimizer for Sgd {
+    fn step(&mut self, lr: f64) -> Result<()> {
+        if let Some(moved) = self.flat.moved() {
+            self.rebuild(moved)?;
+        }
+        let SgdOptions { momentum, dampening, nesterov, weight_decay, .. } = self.options;
+        if momentum == 0.0 && weight_decay == 0.0 {
+            // The same bits as the fused kernel's, and less to do.
+            for FlatBuffer { parameters, gradients, .. } in &self.flat.buffers {
+                add_scaled(parameters, gradients, -lr)?;
+            }
+            return Ok(());
+        }
+        for group in &self.flat.groups {
+            let weight_decay = if group.decays { weight_decay } else { 0.0 };
+            let is_first_step = momentum != 0.0 && !self.begun;
+            let step = SgdStep { lr, weight_decay, momentum, dampening, nesterov, is_first_step };
+            let buffers = group.slots.first().unwrap_or(&self.none);
+            fused_sgd(&group.parameters, &group.gradients, buffers, step)?;
+        }
+        self.begun = true;
+        Ok(())
+    }
+
+    fn state(&self) -> Result<Vec<ParameterState>> {
+        let mut state = self.flat.state()?;
+        if !self.begun {
+            state.iter_mut().for_each(|state| state.tensors.clear());
+        }
+        Ok(state)
+    }
+
+    fn load_state(&mut self, state: &[ParameterState]) -> Result<()> {
+        self.begun = self.flat.load(state, &[])?;
         Ok(())
     }
 }

@@ -3,6 +3,7 @@
 //! The only place beside the NCCL and shared-memory backends where `unsafe` is allowed.
 
 pub mod cuda;
+mod fused;
 mod hooks;
 mod process;
 mod rng;
@@ -13,6 +14,7 @@ pub use process::{exit, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
+pub(crate) use fused::{AdamWStep, SgdStep, TensorList, fused_adamw, fused_sgd, total_norm};
 pub(crate) use hooks::GradHooks;
 pub(crate) use shim::{add_scaled, grad_data, set_grad, set_multithreading_enabled};
 

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -108,6 +109,53 @@ char* ddp_add_scaled(at::Tensor* destination, at::Tensor* source, double alpha) 
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
     destination->add_(source->detach(), alpha);
+  });
+}
+
+// --- whole lists of tensors in one call: the kernels of optimizers ------------------------------
+
+using TensorList = std::vector<at::Tensor>;
+
+// The same tensors, not copies.
+char* ddp_tensor_list_new(at::Tensor** tensors, size_t len, TensorList** list) {
+  return guarded([&] {
+    auto made = std::make_unique<TensorList>();
+    for (size_t i = 0; i < len; i++) made->push_back(*tensors[i]);
+    *list = made.release();
+  });
+}
+
+void ddp_tensor_list_free(TensorList* list) { delete list; }
+
+// A step of SGD. Without momentum no momentum buffers are needed: an empty list.
+char* ddp_fused_sgd(TensorList* parameters, TensorList* gradients, TensorList* momentum_buffers,
+                    double lr, double weight_decay, double momentum, double dampening,
+                    bool nesterov, bool is_first_step) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    at::_fused_sgd_(*parameters, *gradients, *momentum_buffers, weight_decay, momentum, lr,
+                    dampening, nesterov, /*maximize=*/false, is_first_step);
+  });
+}
+
+// A step of AdamW; `steps` count it already, as torch.optim has it.
+char* ddp_fused_adamw(TensorList* parameters, TensorList* gradients, TensorList* exp_avgs,
+                      TensorList* exp_avg_sqs, TensorList* steps, double lr, double beta1,
+                      double beta2, double weight_decay, double eps) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    at::_fused_adamw_(*parameters, *gradients, *exp_avgs, *exp_avg_sqs, /*max_exp_avg_sqs=*/{},
+                      *steps, lr, beta1, beta2, weight_decay, eps, /*amsgrad=*/false,
+                      /*maximize=*/false);
+  });
+}
+
+// The 2-norm of all of them together, as torch.nn.utils.get_total_norm computes it: the norm of
+// each, and the norm of these.
+char* ddp_total_norm(TensorList* tensors, at::Tensor** norm) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    *norm = new at::Tensor(at::linalg_vector_norm(at::stack(at::_foreach_norm(*tensors))));
   });
 }
 

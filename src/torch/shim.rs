@@ -22,6 +22,12 @@ pub(super) struct Event {
     _opaque: [u8; 0],
 }
 
+/// `std::vector<at::Tensor>`, only ever behind a pointer.
+#[repr(C)]
+pub(super) struct RawTensorList {
+    _opaque: [u8; 0],
+}
+
 unsafe extern "C" {
     fn ddp_free_message(message: *mut c_char);
     fn ddp_torch_version() -> *const c_char;
@@ -36,6 +42,36 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn ddp_grad_data(parameter: *mut C_tensor) -> *const c_void;
     fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
+    fn ddp_tensor_list_new(
+        tensors: *const *mut C_tensor,
+        len: usize,
+        list: *mut *mut RawTensorList,
+    ) -> *mut c_char;
+    pub(super) fn ddp_tensor_list_free(list: *mut RawTensorList);
+    pub(super) fn ddp_fused_sgd(
+        parameters: *mut RawTensorList,
+        gradients: *mut RawTensorList,
+        momentum_buffers: *mut RawTensorList,
+        lr: f64,
+        weight_decay: f64,
+        momentum: f64,
+        dampening: f64,
+        nesterov: bool,
+        is_first_step: bool,
+    ) -> *mut c_char;
+    pub(super) fn ddp_fused_adamw(
+        parameters: *mut RawTensorList,
+        gradients: *mut RawTensorList,
+        exp_avgs: *mut RawTensorList,
+        exp_avg_sqs: *mut RawTensorList,
+        steps: *mut RawTensorList,
+        lr: f64,
+        beta1: f64,
+        beta2: f64,
+        weight_decay: f64,
+        eps: f64,
+    ) -> *mut c_char;
+    fn ddp_total_norm(tensors: *mut RawTensorList, norm: *mut *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_set_state(state: *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_seed(seed: u64) -> *mut c_char;
@@ -53,7 +89,7 @@ unsafe extern "C" {
 }
 
 /// Takes over the message that a shim function returned.
-fn check(doing: &'static str, message: *mut c_char) -> Result<()> {
+pub(super) fn check(doing: &'static str, message: *mut c_char) -> Result<()> {
     if message.is_null() {
         return Ok(());
     }
@@ -126,6 +162,29 @@ pub(crate) fn grad_data(parameter: &Tensor) -> *const c_void {
 pub(crate) fn add_scaled(to: &Tensor, from: &Tensor, alpha: f64) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("add_", unsafe { ddp_add_scaled(raw(to), raw(from), alpha) })
+}
+
+/// A C++ list of `tensors`, to be freed with [`ddp_tensor_list_free`].
+pub(super) fn tensor_list_new(tensors: &[Tensor]) -> Result<*mut RawTensorList> {
+    let handles: Vec<*mut C_tensor> = tensors.iter().map(raw).collect();
+    let mut list = std::ptr::null_mut();
+    // SAFETY: as many pointers to live tensors as is said, which the list refers to with handles of its
+    // own; writes one pointer to a valid place.
+    check("listing tensors", unsafe {
+        ddp_tensor_list_new(handles.as_ptr(), handles.len(), &mut list)
+    })?;
+    Ok(list)
+}
+
+/// # Safety
+/// `tensors` comes from [`tensor_list_new`] and has not been freed.
+pub(super) unsafe fn total_norm(tensors: *mut RawTensorList) -> Result<Tensor> {
+    let mut norm = std::ptr::null_mut();
+    // SAFETY: as the caller promises; on success `norm` is a new C++ tensor, which `from_ptr` takes over.
+    unsafe {
+        check("the norm of the gradients", ddp_total_norm(tensors, &mut norm))?;
+        Ok(Tensor::from_ptr(norm))
+    }
 }
 
 pub(super) fn cpu_rng_state() -> Result<Tensor> {

@@ -137,6 +137,90 @@ def training():
     return settings | {"cases": cases}
 
 
+OPTIMIZERS = {
+    "sgd": {},
+    "sgd momentum": {"momentum": 0.9, "dampening": 0.1},
+    "sgd nesterov": {"momentum": 0.9, "nesterov": True},
+    "sgd weight_decay": {"weight_decay": 0.01},
+    "sgd momentum weight_decay groups": {"momentum": 0.9, "weight_decay": 0.01},
+    "sgd nesterov clip": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.001},
+    "adamw": {},
+    "adamw groups": {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1},
+    "adamw clip": {},
+}
+STEPS, MAX_NORM = 25, 1.8
+ODD_HIDDEN = [5, 3]  # widths that fill no vector of a processor
+
+
+def optimize(name, options):
+    """Losses, norms before clipping, parameters and optimizer state after so many steps."""
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED + 1)
+    inputs, targets = torch.rand(BATCH, 20), torch.rand(BATCH, 1)
+    model = build(ODD_HIDDEN)
+    if "groups" in name:
+        parameters = list(model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1]},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ]
+    else:
+        groups = model.parameters()
+    kind = torch.optim.AdamW if name.startswith("adamw") else torch.optim.SGD
+    optimizer = kind(groups, lr=LR if kind == torch.optim.SGD else LR / 10, **options)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), targets)
+        loss.backward()
+        if "clip" in name:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        losses.append(loss.item())
+    state = {}
+    for parameter_name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            if value is not None:
+                state[f"{parameter_name}/{key}"] = value.flatten().tolist()
+    return {"losses": losses, "norms": norms, "final": values(model), "state": state}
+
+
+def optimizers():
+    """What PyTorch's optimizers make of an mlp, on one process and always the same batch."""
+    cases = [
+        {"name": name, "options": options} | optimize(name, options)
+        for name, options in OPTIMIZERS.items()
+    ]
+    settings = {"batch": BATCH, "steps": STEPS, "lr": LR, "max_norm": MAX_NORM, "seed": SEED}
+    return settings | {"hidden": ODD_HIDDEN, "cases": cases}
+
+
+def schedules():
+    """The learning rate of every step, a scheduler's step each."""
+    schedulers = torch.optim.lr_scheduler
+    milestones = {"milestones": [3, 7, 8], "gamma": 0.5}
+    cosine = {"T_max": 12, "eta_min": 0.01}
+    made = {
+        "constant": lambda o: schedulers.ConstantLR(o, factor=1.0),
+        "multi-step": lambda o: schedulers.MultiStepLR(o, **milestones),
+        "cosine": lambda o: schedulers.CosineAnnealingLR(o, **cosine),
+    }
+    cases = []
+    for (kind, make), warmup in itertools.product(made.items(), [0, 5]):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=LR)
+        schedule = make(optimizer)
+        if warmup:
+            rise = schedulers.LinearLR(optimizer, start_factor=1 / 3, total_iters=warmup)
+            schedule = schedulers.SequentialLR(optimizer, [rise, schedule], milestones=[warmup])
+        lrs = []
+        for _ in range(20):
+            lrs.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        cases.append({"schedule": kind, "warmup": warmup, "lrs": lrs})
+    return {"lr": LR} | milestones | cosine | {"cases": cases}
+
+
 # What Gloo has: no all_to_all of lists. It refuses every int16, averages of what is not floats, and
 # bitwise operations on floats.
 REDUCTIONS = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"]
@@ -247,7 +331,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     different = False
-    for record in [sampler, training, collectives]:
+    for record in [sampler, training, optimizers, schedules, collectives]:
         name = record.__name__
         file = FOLDER / f"{name}.json"
         now = text(record())

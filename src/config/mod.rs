@@ -1,19 +1,24 @@
 //! Everything a run can be told, as plain data: defaults, then a TOML file, then flags.
 
+mod optimization;
+mod text;
+
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use crate::error::{Error, Result};
 use crate::launch::{BackendChoice, Fault, FaultKind, Nproc, Spawn, Stage};
 use crate::models::{ModelConfig, ModelKind};
 use crate::observe::LogFormat;
+use crate::optim::Unit;
 use crate::trainer::Loss;
+
+pub use optimization::{OptimizerKind, ScheduleKind};
 
 /// A whole configuration. Every field is a flag (with `-` for `_`) and a key of a TOML file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -25,14 +30,57 @@ pub struct Config {
     /// How many samples a step takes, on each rank.
     #[serde(alias = "batch-size")]
     pub batch_size: usize,
-    /// The learning rate.
-    pub lr: f64,
     /// The model.
     pub model: ModelKind,
     /// The widths of an mlp's hidden layers.
     pub hidden: Vec<i64>,
     /// What is to become small.
     pub loss: Loss,
+
+    /// The learning rate.
+    pub lr: f64,
+    /// What steps the parameters.
+    pub optimizer: OptimizerKind,
+    /// How much of SGD's last step goes into the next.
+    pub momentum: f64,
+    /// How much less of the gradient goes into SGD's momentum.
+    pub dampening: f64,
+    /// Nesterov's momentum for SGD.
+    pub nesterov: bool,
+    /// Weight decay; the optimizer's default if there is none.
+    #[serde(alias = "weight-decay", skip_serializing_if = "Option::is_none")]
+    pub weight_decay: Option<f64>,
+    /// No weight decay for biases and the parameters of norms.
+    #[serde(alias = "no-decay-on-bias-and-norm")]
+    pub no_decay_on_bias_and_norm: bool,
+    /// How much of its mean gradient AdamW keeps in a step.
+    pub beta1: f64,
+    /// How much of its mean squared gradient AdamW keeps in a step.
+    pub beta2: f64,
+    /// What AdamW adds to its denominator.
+    pub eps: f64,
+    /// How the learning rate changes.
+    pub schedule: ScheduleKind,
+    /// What a schedule counts.
+    #[serde(alias = "schedule-by")]
+    pub schedule_by: Unit,
+    /// When a multi-step schedule lowers the learning rate.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub milestones: Vec<u64>,
+    /// By what it is multiplied there.
+    pub gamma: f64,
+    /// Where a cosine schedule ends.
+    #[serde(alias = "eta-min")]
+    pub eta_min: f64,
+    /// In how many steps the learning rate rises to its value at first.
+    #[serde(alias = "warmup-steps")]
+    pub warmup_steps: u64,
+    /// Multiply the learning rate by the number of ranks.
+    #[serde(alias = "scale-lr")]
+    pub scale_lr: bool,
+    /// How long the gradient may be.
+    #[serde(alias = "max-grad-norm", skip_serializing_if = "Option::is_none")]
+    pub max_grad_norm: Option<f64>,
 
     /// How many samples the random data set has.
     #[serde(alias = "num-samples")]
@@ -53,7 +101,7 @@ pub struct Config {
     pub seed: u64,
 
     /// How many ranks to start.
-    #[serde(alias = "nproc-per-node", with = "text")]
+    #[serde(alias = "nproc-per-node", with = "text::nproc")]
     pub nproc_per_node: Nproc,
     /// What carries the tensors.
     pub backend: BackendChoice,
@@ -61,10 +109,10 @@ pub struct Config {
     #[serde(alias = "bucket-cap-mb")]
     pub bucket_cap_mb: f64,
     /// How long a rank waits for the others.
-    #[serde(with = "duration")]
+    #[serde(with = "text::duration")]
     pub timeout: Duration,
     /// How long the others get to come back after one rank has failed.
-    #[serde(alias = "grace-period", with = "duration")]
+    #[serde(alias = "grace-period", with = "text::duration")]
     pub grace_period: Duration,
     /// How results are written.
     #[serde(alias = "log-format")]
@@ -73,7 +121,7 @@ pub struct Config {
     #[serde(alias = "check-collectives")]
     pub check_collectives: bool,
     /// A rank that is to fail.
-    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "some_fault")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "text::some_fault")]
     pub fault: Option<Fault>,
 }
 
@@ -82,10 +130,27 @@ impl Default for Config {
         Self {
             max_epochs: 1,
             batch_size: 32,
-            lr: 0.001,
             model: ModelKind::Linear,
             hidden: vec![64, 64],
             loss: Loss::Mse,
+            lr: 0.001,
+            optimizer: OptimizerKind::Sgd,
+            momentum: 0.0,
+            dampening: 0.0,
+            nesterov: false,
+            weight_decay: None,
+            no_decay_on_bias_and_norm: false,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            schedule: ScheduleKind::Constant,
+            schedule_by: Unit::Epoch,
+            milestones: Vec::new(),
+            gamma: 0.1,
+            eta_min: 0.0,
+            warmup_steps: 0,
+            scale_lr: false,
+            max_grad_norm: None,
             num_samples: 4096,
             in_features: 20,
             out_features: 1,
@@ -133,11 +198,18 @@ impl Config {
         let named =
             |Invalid { key, problem }| Error::Input(format!("{}: {problem}", origin.name(key)));
         config.validate().map_err(named)?;
-        if config.model == ModelKind::Linear && origin.flags.contains_key("hidden") {
-            let problem = "a linear model has no hidden layers; use model mlp".into();
-            return Err(named(Invalid { key: "hidden", problem }));
-        }
+        config.validate_optimization().map_err(named)?;
+        config.check_idle_flags(|key| origin.flags.contains_key(key)).map_err(named)?;
         Ok(config)
+    }
+
+    /// Refuses a flag that does nothing beside the others: in a file it may wait for them.
+    fn check_idle_flags(&self, given: impl Fn(&str) -> bool) -> Result<(), Invalid> {
+        if self.model == ModelKind::Linear && given("hidden") {
+            let problem = "a linear model has no hidden layers; use model mlp".into();
+            return Err(Invalid { key: "hidden", problem });
+        }
+        self.check_idle_optimization(given)
     }
 
     /// The model that this asks for.
@@ -162,6 +234,7 @@ impl Config {
                  --nproc-per-node {samples} or fewer, or more samples"
             )));
         }
+        self.validate_warmup_for(world_size)?;
         let Some(fault) = self.fault else { return Ok(()) };
         if fault.rank >= world_size {
             return Err(Error::Input(format!(
@@ -175,9 +248,7 @@ impl Config {
                 "fault: nobody would notice that the only rank stalls; use 2 ranks or more".into(),
             ));
         }
-        let share =
-            if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
-        let steps = self.max_epochs.saturating_mul(share.div_ceil(self.batch_size) as u64);
+        let steps = self.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
         if fault.at == Stage::Step && fault.step >= steps {
             return Err(Error::Input(format!(
                 "fault: there is no step {}; this run has steps 0 to {}",
@@ -186,6 +257,14 @@ impl Config {
             )));
         }
         Ok(())
+    }
+
+    /// How many steps each of so many ranks makes in an epoch.
+    fn steps_per_epoch(&self, world_size: usize) -> u64 {
+        let samples = self.num_samples as usize;
+        let share =
+            if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
+        share.div_ceil(self.batch_size) as u64
     }
 
     fn validate(&self) -> Result<(), Invalid> {
@@ -199,10 +278,6 @@ impl Config {
         at_least("num_samples", self.num_samples, 1)?;
         at_least("in_features", self.in_features, 1)?;
         at_least("out_features", self.out_features, 1)?;
-        if !(self.lr >= 0.0 && self.lr.is_finite()) {
-            let problem = format!("{} is not a learning rate; use a number from 0", self.lr);
-            return refuse("lr", problem);
-        }
         if !(self.bucket_cap_mb > 0.0 && self.bucket_cap_mb.is_finite()) {
             let problem = format!("{} is no size; use a number above 0", self.bucket_cap_mb);
             return refuse("bucket_cap_mb", problem);
@@ -232,7 +307,7 @@ impl Config {
 /// # Errors
 /// [`Error::Input`] for what is no duration, and for no time at all.
 pub fn parse_timeout(text: &str) -> Result<Duration> {
-    let timeout = duration::parse(text)?;
+    let timeout = text::duration::parse(text)?;
     if timeout.is_zero() { Err(Error::Input(NO_TIME.into())) } else { Ok(timeout) }
 }
 
@@ -287,70 +362,6 @@ fn once_each(message: &str) -> String {
     let twin = |key: &str| key.contains('-') && keys.contains(&key.replace('-', "_").as_str());
     let kept: Vec<&str> = keys.iter().copied().filter(|key| !twin(key)).collect();
     format!("{before}{LIST}{}", kept.join(", "))
-}
-
-/// Values that are written as text, or as a plain number.
-mod text {
-    use super::*;
-
-    pub(super) fn serialize<S: Serializer>(nproc: &Nproc, to: S) -> Result<S::Ok, S::Error> {
-        match nproc {
-            Nproc::Auto => to.serialize_str("auto"),
-            Nproc::Gpu => to.serialize_str("gpu"),
-            Nproc::Cpu => to.serialize_str("cpu"),
-            Nproc::Count(count) => to.serialize_u64(*count as u64),
-        }
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Nproc, D::Error> {
-        TextOrNumber::deserialize(from)?.to_string().parse().map_err(D::Error::custom)
-    }
-}
-
-/// `500ms`, `30s`, `10m`; a plain number counts seconds.
-mod duration {
-    use super::*;
-
-    pub(super) fn serialize<S: Serializer>(duration: &Duration, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(&humantime::format_duration(*duration).to_string())
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
-        parse(&TextOrNumber::deserialize(from)?.to_string()).map_err(D::Error::custom)
-    }
-
-    pub(super) fn parse(text: &str) -> Result<Duration> {
-        let with_unit = if text.parse::<u64>().is_ok() { &format!("{text}s") } else { text };
-        humantime::parse_duration(with_unit).map_err(|_| {
-            Error::Input(format!("{text:?} is no duration; write for example 500ms, 30s or 10m"))
-        })
-    }
-}
-
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a text or a whole number")]
-enum TextOrNumber {
-    Text(String),
-    Number(i64),
-}
-
-impl fmt::Display for TextOrNumber {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            TextOrNumber::Text(text) => f.write_str(text),
-            TextOrNumber::Number(number) => write!(f, "{number}"),
-        }
-    }
-}
-
-impl Serialize for Fault {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_str(self)
-    }
-}
-
-fn some_fault<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Fault>, D::Error> {
-    String::deserialize(from)?.parse().map(Some).map_err(D::Error::custom)
 }
 
 #[cfg(test)]

@@ -1,0 +1,183 @@
+//! Optimizers on the buckets of a model: state that follows its parameters, groups, clipping.
+
+use ddp_mp::models::{Mlp, ModelConfig, ModelKind};
+use ddp_mp::optim::{OptimizerConfig, ParameterState, Place};
+use ddp_mp::{
+    AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Sgd,
+    SgdOptions,
+};
+use std::rc::Rc;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Reduction, Tensor};
+
+use crate::harness::ranks;
+
+type Ddp = DistributedDataParallel<Mlp>;
+
+/// A small MLP; `cap` MiB a bucket.
+fn model(group: &Rc<ProcessGroup>, cap: f64) -> anyhow::Result<(VarStore, Ddp)> {
+    let hidden = vec![24, 12];
+    let config = ModelConfig { kind: ModelKind::Mlp, in_features: 20, out_features: 1, hidden };
+    let (vs, model) = config.build(Device::Cpu, 3)?;
+    let options = DdpOptions { bucket_cap_mb: cap, first_bucket_mb: cap };
+    let ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+    Ok((vs, ddp))
+}
+
+/// Averaged gradients of a batch that depends on `step` and the rank.
+fn backward(ddp: &mut Ddp, step: i64) -> anyhow::Result<()> {
+    ddp.zero_grad()?;
+    let rank = ddp.group().rank() as i64;
+    let inputs = Tensor::arange(8 * 20, (Kind::Float, Device::Cpu)).view([8, 20]);
+    let inputs = (inputs * 0.37 + (step * 7 + rank)).sin();
+    let targets = inputs.narrow(1, 0, 1) * 2;
+    let loss = ddp.forward(&inputs).mse_loss(&targets, Reduction::Mean);
+    ddp.backward(&loss)?;
+    Ok(())
+}
+
+fn optimizers() -> Vec<OptimizerConfig> {
+    let decays = Place::is_weight;
+    let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
+    vec![
+        OptimizerConfig::Sgd(SgdOptions::default()),
+        OptimizerConfig::Sgd(momentum),
+        OptimizerConfig::Sgd(SgdOptions { nesterov: true, weight_decay: 0.1, decays, ..momentum }),
+        OptimizerConfig::AdamW(AdamWOptions { decays, ..AdamWOptions::default() }),
+    ]
+}
+
+#[test]
+fn a_state_goes_on_where_it_was_taken_in_other_buckets_too() {
+    ranks(2, |_, group| {
+        for config in optimizers() {
+            let (_vs, mut ddp) = model(&group, 25.)?;
+            let mut optimizer = config.build(ddp.flat_buffers())?;
+            // A bucket for each parameter: the same numbers lie elsewhere.
+            let (_vs2, mut other) = model(&group, 1e-6)?;
+            assert!(other.statistics().bucket_bytes.len() > 1);
+            let mut first = config.build(other.flat_buffers())?;
+            for step in 0..6 {
+                backward(&mut ddp, step)?;
+                optimizer.step(0.05)?;
+                if step == 0 || step == 3 {
+                    // Another optimizer, for the same model.
+                    let state = first.state()?;
+                    first = config.build(other.flat_buffers())?;
+                    first.load_state(&state)?;
+                }
+                backward(&mut other, step)?;
+                first.step(0.05)?;
+            }
+            assert_eq!(ddp.parameters_hash()?, other.parameters_hash()?, "{config:?}");
+            let (one, two) = (optimizer.state()?, first.state()?);
+            let names: Vec<&str> = one.iter().map(|state| &state.name[..]).collect();
+            let expected = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"];
+            assert_eq!(names, expected, "in the order of their creation");
+            for (ParameterState { name, tensors }, other) in one.iter().zip(&two) {
+                assert_eq!((name, tensors.len()), (&other.name, other.tensors.len()));
+                for (key, tensor) in tensors {
+                    assert_eq!(tensor, &other.tensors[key], "{name} {key}");
+                }
+            }
+            // From one layout to another.
+            optimizer.load_state(&two)?;
+            first.load_state(&one)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_state_that_does_not_fit_is_refused_by_name() {
+    ranks(1, |_, group| {
+        let (_vs, mut ddp) = model(&group, 25.)?;
+        let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
+        let mut sgd = Sgd::new(ddp.flat_buffers(), momentum)?;
+        let mut adamw = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
+        backward(&mut ddp, 0)?;
+        sgd.step(0.1)?;
+        adamw.step(0.1)?;
+        let error = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
+        let message = error(sgd.load_state(&adamw.state()?));
+        assert!(message.contains("`exp_avg` for parameter `"), "{message}");
+        let message = error(adamw.load_state(&sgd.state()?));
+        assert!(message.contains("`momentum_buffer` for parameter `"), "{message}");
+        let mut state = sgd.state()?;
+        state[0].name = "9.weight".into();
+        let message = error(sgd.load_state(&state));
+        assert!(message.contains("has `9.weight`, which is no parameter"), "{message}");
+        let message = error(sgd.load_state(&sgd.state()?[1..]));
+        assert!(message.contains("has nothing for parameter `0.weight`"), "{message}");
+        let mut state = adamw.state()?;
+        state[1].tensors.insert("step".into(), Tensor::from(7f32));
+        let message = error(adamw.load_state(&state));
+        assert!(message.contains("has 1 steps of parameter `0.weight` and 7"), "{message}");
+        let mut state = sgd.state()?;
+        state[0].tensors.insert("momentum_buffer".into(), Tensor::from(7f32));
+        let message = error(sgd.load_state(&state));
+        assert!(message.contains("of shape [] for parameter `0.weight` of shape"), "{message}");
+        let nesterov = SgdOptions { nesterov: true, ..SgdOptions::default() };
+        let message = Sgd::new(ddp.flat_buffers(), nesterov).unwrap_err().to_string();
+        assert!(message.contains("Nesterov momentum needs"), "{message}");
+        Ok(())
+    });
+}
+
+#[test]
+fn biases_do_not_decay_unless_they_are_to() {
+    ranks(1, |_, group| {
+        for (decays, biases_stay) in
+            [(Place::is_weight as fn(&Place) -> bool, true), (|_| true, false)]
+        {
+            let options = SgdOptions { weight_decay: 0.5, decays, ..SgdOptions::default() };
+            let config = [
+                OptimizerConfig::Sgd(options),
+                OptimizerConfig::AdamW(AdamWOptions {
+                    weight_decay: 0.5,
+                    decays,
+                    ..AdamWOptions::default()
+                }),
+            ];
+            for config in config {
+                let (vs, ddp) = model(&group, 25.)?;
+                let before: Vec<Tensor> =
+                    vs.trainable_variables().iter().map(|t| t.detach().copy()).collect();
+                config.build(ddp.flat_buffers())?.step(0.1)?; // all gradients are zero
+                for (before, after) in before.iter().zip(vs.trainable_variables()) {
+                    let stays = before.dim() == 1 && biases_stay;
+                    let factor = if stays { 1.0 } else { 0.95 };
+                    assert!((before * factor).allclose(&after.detach(), 1e-6, 0., false));
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn clipped_gradients_are_as_long_as_allowed_on_every_rank() {
+    let norms = ranks(3, |_, group| {
+        let mut results = Vec::new();
+        for cap in [25., 1e-6] {
+            let (_vs, mut ddp) = model(&group, cap)?;
+            let norm_now = |ddp: &Ddp| {
+                let squares =
+                    ddp.flat_buffers().into_iter().map(|b| b.gradients.square().sum(Kind::Double));
+                squares.map(|square| square.double_value(&[])).sum::<f64>().sqrt()
+            };
+            backward(&mut ddp, 1)?;
+            let before = norm_now(&ddp);
+            let norm = ddp.clip_grad_norm(before / 2.)?.double_value(&[]);
+            assert!((norm / before - 1.).abs() < 1e-6);
+            assert!((norm_now(&ddp) / (before / 2.) - 1.).abs() < 1e-5);
+            // Short enough: not a bit changes.
+            let halved = norm_now(&ddp);
+            let _ = ddp.clip_grad_norm(before)?;
+            assert_eq!(norm_now(&ddp), halved);
+            results.push(norm.to_bits());
+        }
+        Ok(results)
+    });
+    assert!(norms.iter().flatten().all(|norm| norm == &norms[0][0]), "whatever rank or bucket");
+}
