@@ -199,7 +199,9 @@ impl Config {
             |Invalid { key, problem }| Error::Input(format!("{}: {problem}", origin.name(key)));
         config.validate().map_err(named)?;
         config.validate_optimization().map_err(named)?;
-        config.check_idle_flags(|key| origin.flags.contains_key(key)).map_err(named)?;
+        let defaults = Table::try_from(Config::default()).unwrap_or_default();
+        let set = |key: &str| origin.flags.get(key).is_some_and(|it| defaults.get(key) != Some(it));
+        config.check_idle_flags(set).map_err(named)?;
         Ok(config)
     }
 
