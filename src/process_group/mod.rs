@@ -7,6 +7,7 @@ mod arguments;
 mod call;
 mod collectives;
 mod communication;
+pub mod functional;
 mod group;
 mod invitation;
 mod nccl;

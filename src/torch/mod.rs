@@ -2,6 +2,7 @@
 //!
 //! The only place beside the NCCL and shared-memory backends where `unsafe` is allowed.
 
+mod autograd;
 pub mod cuda;
 mod fused;
 mod hooks;
@@ -10,11 +11,13 @@ mod rng;
 mod shared;
 mod shim;
 
+pub use autograd::backward;
 pub use process::{exit, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
 pub(crate) use fused::{AdamWStep, SgdStep, TensorList, fused_adamw, fused_sgd, total_norm};
+pub(crate) use autograd::self_adjoint;
 pub(crate) use hooks::GradHooks;
 pub(crate) use shim::{add_scaled, grad_data, set_grad, set_multithreading_enabled};
 

@@ -12,6 +12,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -23,8 +24,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/custom_class.h>
 #include <torch/version.h>
 
 namespace {
@@ -59,6 +62,43 @@ struct GradHook final : torch::autograd::PostAccumulateGradHook {
   GradHook(void (*call)(void*, size_t), void* context, size_t index)
       : call(call), context(context), index(index) {}
   void operator()(const torch::autograd::Variable&) override { call(context, index); }
+};
+
+// What Rust does to a tensor in place. False if it failed: Rust keeps the error, and says why in `reason`.
+using Act = bool (*)(void* context, at::Tensor* tensor, char* reason, size_t capacity);
+using Release = void (*)(void* context);
+
+// Owns `context`, and with it whatever Rust needs for as long as a graph may call it.
+struct InPlace : torch::CustomClassHolder {
+  InPlace(Act act, Release release, void* context)
+      : act(act), release(release), context(context) {}
+  ~InPlace() override { release(context); }
+
+  const Act act;
+  const Release release;
+  void* const context;
+};
+
+// A linear function that is its own transpose, as the sum over all ranks is: the gradient goes through
+// the same function as the values did, and so does the gradient of the gradient.
+struct SelfAdjoint : torch::autograd::Function<SelfAdjoint> {
+  static at::Tensor forward(torch::autograd::AutogradContext* node, const at::Tensor& input,
+                            const c10::intrusive_ptr<InPlace>& in_place) {
+    node->saved_data["in_place"] = at::IValue::make_capsule(in_place);
+    auto output = input.clone(at::MemoryFormat::Contiguous);
+    char reason[512] = "";
+    if (!in_place->act(in_place->context, &output, reason, sizeof reason)) {
+      throw std::runtime_error(reason);
+    }
+    return output;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* node,
+                                                 const torch::autograd::variable_list& gradients) {
+    auto capsule = node->saved_data["in_place"].toCapsule();
+    auto in_place = c10::static_intrusive_pointer_cast<InPlace>(capsule);
+    return {apply(gradients[0], in_place), at::Tensor()};
+  }
 };
 
 }  // namespace
@@ -156,6 +196,15 @@ char* ddp_total_norm(TensorList* tensors, at::Tensor** norm) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
     *norm = new at::Tensor(at::linalg_vector_norm(at::stack(at::_foreach_norm(*tensors))));
+  });
+}
+
+// A copy of `input` on which Rust has acted, under autograd. Takes `context` over, also when it fails.
+char* ddp_self_adjoint(at::Tensor* input, Act act, Release release, void* context,
+                       at::Tensor** output) {
+  return guarded([&] {
+    auto in_place = c10::make_intrusive<InPlace>(act, release, context);
+    *output = new at::Tensor(SelfAdjoint::apply(*input, in_place));
   });
 }
 

@@ -16,6 +16,13 @@ pub(super) struct Stream {
 /// What a hook of the shim calls.
 pub(super) type HookFn = extern "C" fn(context: *mut c_void, index: usize);
 
+/// What C++ calls to act on a tensor in place: the context, the tensor, and room for the reason of a
+/// failure. False if it failed.
+pub(super) type Act = unsafe extern "C" fn(*mut c_void, *mut C_tensor, *mut c_char, usize) -> bool;
+
+/// What C++ calls once when it needs a context no longer.
+pub(super) type Release = unsafe extern "C" fn(*mut c_void);
+
 /// `c10::Event`, only ever behind a pointer.
 #[repr(C)]
 pub(super) struct Event {
@@ -72,6 +79,13 @@ unsafe extern "C" {
         eps: f64,
     ) -> *mut c_char;
     fn ddp_total_norm(tensors: *mut RawTensorList, norm: *mut *mut C_tensor) -> *mut c_char;
+    fn ddp_self_adjoint(
+        input: *mut C_tensor,
+        act: Act,
+        release: Release,
+        context: *mut c_void,
+        output: *mut *mut C_tensor,
+    ) -> *mut c_char;
     fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_set_state(state: *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_seed(seed: u64) -> *mut c_char;
@@ -184,6 +198,26 @@ pub(super) unsafe fn total_norm(tensors: *mut RawTensorList) -> Result<Tensor> {
     unsafe {
         check("the norm of the gradients", ddp_total_norm(tensors, &mut norm))?;
         Ok(Tensor::from_ptr(norm))
+    }
+}
+
+/// A copy of `input` on which `act` has acted, under autograd: the gradient goes through `act` as well.
+///
+/// # Safety
+/// `act` may be called with `context` until `release` is, once, by whichever thread drops the graph.
+pub(super) unsafe fn self_adjoint(
+    input: &Tensor,
+    act: Act,
+    release: Release,
+    context: *mut c_void,
+) -> Result<Tensor> {
+    let mut output = std::ptr::null_mut();
+    // SAFETY: `input` is live, the rest as the caller promises; on success `output` is a new C++ tensor,
+    // which `from_ptr` takes over and frees.
+    unsafe {
+        let message = ddp_self_adjoint(raw(input), act, release, context, &mut output);
+        check("autograd", message)?;
+        Ok(Tensor::from_ptr(output))
     }
 }
 
