@@ -51,11 +51,18 @@ pub(crate) struct TrainFlags {
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
     batch_size: Option<u64>,
     /// The model [default: linear]
-    #[arg(long, value_name = "NAME", value_parser = ["linear", "mlp"], help_heading = "Training")]
+    #[arg(long, value_name = "NAME", value_parser = ["linear", "mlp", "cnn"], help_heading = "Training")]
     model: Option<String>,
     /// The widths of an mlp's hidden layers, with commas [default: 64,64]
     #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Training")]
     hidden: Option<Vec<i64>>,
+    /// The channels of a cnn's convolutions, with commas; each halves the image [default: 16,32]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Training")]
+    channels: Option<Vec<i64>>,
+    /// Normalize a cnn's batches over the samples of all ranks
+    #[arg(long, help_heading = "Training")]
+    #[serde(skip_serializing_if = "is_false")]
+    sync_batch_norm: bool,
     /// What is to become small [default: mse]
     #[arg(long, value_name = "NAME", value_parser = ["mse", "cross-entropy"], help_heading = "Training")]
     loss: Option<String>,
@@ -124,7 +131,7 @@ pub(crate) struct TrainFlags {
     /// How many samples the random data set has [default: 4096]
     #[arg(long, value_name = "N", help_heading = "Data")]
     num_samples: Option<i64>,
-    /// How many numbers each sample has [default: 20]
+    /// How many numbers each sample has; for a cnn the pixels of a square image [default: 20]
     #[arg(long, value_name = "N", help_heading = "Data")]
     in_features: Option<i64>,
     /// How many numbers the model predicts; the number of classes for cross-entropy [default: 1]

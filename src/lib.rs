@@ -86,6 +86,7 @@ pub use data::{Batch, DataLoader, Dataset, DistributedSampler, Targets};
 pub use ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
 pub use error::{Error, LateRank, Result};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
+pub use models::SyncBatchNorm;
 pub use operation::{At, Operation};
 pub use optim::{AdamW, AdamWOptions, FlatBuffer, Optimizer, Schedule, Sgd, SgdOptions};
 pub use process_group::{P2POp, ProcessGroup, ReduceOp, Traffic, Work};

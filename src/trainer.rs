@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tch::nn::Module;
+use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::data::{Batch, DataLoader};
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::observe::Epoch;
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, ReduceOp, rank_label};
-use crate::torch::add_scaled;
+use crate::torch::{add_scaled, backward};
 
 /// What is to become small: `--loss`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,7 +66,7 @@ pub struct Trainer<M> {
     step: u64,
 }
 
-impl<M: Module> Trainer<M> {
+impl<M: ModuleT> Trainer<M> {
     /// A trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`.
     ///
     /// # Errors
@@ -169,7 +169,7 @@ impl<M: Module> Trainer<M> {
             let batch = batch?;
             let output = self.ddp.forward(&batch.inputs);
             let loss = self.loss.of(&output, &batch.targets)?;
-            loss.f_backward().map_err(Error::torch("backward"))?;
+            backward(&loss)?;
             self.ddp.zero_grad()?;
             if let Some(max_norm) = self.max_grad_norm {
                 let _ = self.ddp.clip_grad_norm(max_norm)?;

@@ -18,4 +18,5 @@ mod optim; // optimizers on buckets: state, groups, clipping
 mod parity; // against values recorded from PyTorch
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
+mod sync_batch_norm; // the sum that gradients flow through, and batch norm over all ranks
 mod tidy; // the rules of the source that a compiler does not check

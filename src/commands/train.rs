@@ -71,7 +71,10 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .drop_last(config.drop_last)?;
     let loader = DataLoader::new(&job.dataset, sampler, config.batch_size, rank.device())?;
 
-    let (vs, model) = config.model_config().build(rank.device(), config.seed)?;
+    let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
+    if config.sync_batch_norm {
+        model = model.convert_sync_batchnorm(&group);
+    }
     let options = DdpOptions { bucket_cap_mb: config.bucket_cap_mb, ..DdpOptions::default() };
     let ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
     if rank.rank() == 0 {

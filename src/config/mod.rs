@@ -34,6 +34,11 @@ pub struct Config {
     pub model: ModelKind,
     /// The widths of an mlp's hidden layers.
     pub hidden: Vec<i64>,
+    /// The channels of a cnn's convolutions.
+    pub channels: Vec<i64>,
+    /// Whether a cnn's batch norms take their statistics over the samples of all ranks.
+    #[serde(alias = "sync-batch-norm")]
+    pub sync_batch_norm: bool,
     /// What is to become small.
     pub loss: Loss,
 
@@ -132,6 +137,8 @@ impl Default for Config {
             batch_size: 32,
             model: ModelKind::Linear,
             hidden: vec![64, 64],
+            channels: vec![16, 32],
+            sync_batch_norm: false,
             loss: Loss::Mse,
             lr: 0.001,
             optimizer: OptimizerKind::Sgd,
@@ -207,9 +214,20 @@ impl Config {
 
     /// Refuses a flag that does nothing beside the others: in a file it may wait for them.
     fn check_idle_flags(&self, given: impl Fn(&str) -> bool) -> Result<(), Invalid> {
-        if self.model == ModelKind::Linear && given("hidden") {
-            let problem = "a linear model has no hidden layers; use model mlp".into();
-            return Err(Invalid { key: "hidden", problem });
+        for (key, kind, what) in [
+            ("hidden", ModelKind::Mlp, "hidden layers"),
+            ("channels", ModelKind::Cnn, "channels"),
+            ("sync_batch_norm", ModelKind::Cnn, "batch norm"),
+        ] {
+            if self.model != kind && given(key) {
+                let model = match self.model {
+                    ModelKind::Linear => "a linear model",
+                    ModelKind::Mlp => "an mlp",
+                    ModelKind::Cnn => "a cnn",
+                };
+                let problem = format!("{model} has no {what}; use model {}", kind.name());
+                return Err(Invalid { key, problem });
+            }
         }
         self.check_idle_optimization(given)
     }
@@ -220,7 +238,10 @@ impl Config {
             kind: self.model,
             in_features: self.in_features,
             out_features: self.out_features,
-            hidden: self.hidden.clone(),
+            hidden: match self.model {
+                ModelKind::Linear | ModelKind::Mlp => self.hidden.clone(),
+                ModelKind::Cnn => self.channels.clone(),
+            },
         }
     }
 
@@ -292,6 +313,7 @@ impl Config {
         for &width in &self.hidden {
             at_least("hidden", width, 1)?;
         }
+        self.model_config().check().map_err(|(key, problem)| Invalid { key, problem })?;
         if self.timeout.is_zero() {
             return refuse("timeout", NO_TIME.into());
         }
@@ -394,7 +416,10 @@ mod tests {
         let given = "model = \"mlp\"\nhidden = [3, 4]\nnproc_per_node = 3\ntimeout = \"1m 30s\"\n\
                      fault = \"stall:rank=1,at=step,step=4\"\nlog_format = \"json\"";
         let config = Config::resolve(None, flags(given)).unwrap();
-        assert_eq!(Config::resolve(None, flags(&config.to_string())).unwrap(), config);
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        fs::write(&file, config.to_string()).unwrap();
+        assert_eq!(Config::resolve(Some(&file), Table::new()).unwrap(), config);
         assert_eq!(config.nproc_per_node, Nproc::Count(3));
     }
 
@@ -409,6 +434,22 @@ mod tests {
             ("hidden = [8, 0]", "--hidden: 0 is too small"),
             ("hidden = [8]", "--hidden: a linear model has no hidden layers; use model mlp"),
             ("hidden = []", "--hidden: an mlp needs"),
+            ("channels = [8]", "--channels: a linear model has no channels; use model cnn"),
+            (
+                "model = \"mlp\"\nsync_batch_norm = true",
+                "--sync-batch-norm: an mlp has no batch norm",
+            ),
+            (
+                "model = \"cnn\"\nin_features = 16\nhidden = [8]",
+                "--hidden: a cnn has no hidden layers",
+            ),
+            ("model = \"cnn\"", "--in-features: 20 is no square number"),
+            ("model = \"cnn\"\nin_features = 9\nchannels = []", "--channels: a cnn needs"),
+            ("model = \"cnn\"\nin_features = 9\nchannels = [0]", "--channels: 0 is too small"),
+            (
+                "model = \"cnn\"\nin_features = 9",
+                "--channels: 2 stages leave nothing of images of 3 x 3",
+            ),
             ("timeout = \"soon\"", "--timeout: \"soon\" is no duration"),
             ("timeout = 0", "--timeout: 0 leaves no time"),
             ("nproc_per_node = 0", "--nproc-per-node: \"0\" is no number of ranks"),

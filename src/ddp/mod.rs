@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
 
-use tch::nn::{Module, VarStore};
+use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -106,7 +106,8 @@ impl Drop for NoSync {
 /// 4. Every rank makes the same optimizer step with the same numbers, and stays the same.
 ///
 /// Buffers are copied from rank 0 at construction only: those that a model changes in training, such as
-/// the running statistics of a batch norm, are each rank's own from then on.
+/// the running statistics of a batch norm, are each rank's own from then on; those of a
+/// [`SyncBatchNorm`](crate::SyncBatchNorm) stay the same on all ranks.
 ///
 /// With equal batches and a mean loss that mean is the gradient of the whole batch; when ranks have
 /// batches of different sizes it is not, here as in PyTorch.
@@ -239,7 +240,8 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been
-    /// replaced, and those of [`ProcessGroup::all_reduce`].
+    /// replaced, and those of [`ProcessGroup::all_reduce`], which may happen in the model's own
+    /// backward pass as well.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.reducer.backward(loss, self.no_sync.get() == 0)
     }
@@ -267,10 +269,16 @@ impl<M> DistributedDataParallel<M> {
     }
 }
 
-impl<M: Module> DistributedDataParallel<M> {
-    /// The model's own forward pass.
+impl<M: ModuleT> DistributedDataParallel<M> {
+    /// The model's own forward pass, in training.
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
-        self.module.forward(inputs)
+        self.forward_t(inputs, true)
+    }
+
+    /// The model's own forward pass, in training or in evaluation: what PyTorch switches with
+    /// `model.train()` and `model.eval()`.
+    pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
+        self.module.forward_t(inputs, train)
     }
 }
 

@@ -15,7 +15,7 @@ use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
-use crate::torch::{GradHooks, grad_data, set_grad};
+use crate::torch::{self, GradHooks, grad_data, set_grad};
 
 /// What backward on this rank is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -137,7 +137,7 @@ impl Reducer {
     pub(super) fn backward(&self, loss: &Tensor, sync: bool) -> Result<()> {
         let began = Instant::now();
         let active = self.state.borrow_mut().begin(sync, self.options.overlap)?;
-        let backward = loss.f_backward().map_err(Error::torch("backward"));
+        let backward = torch::backward(loss);
         self.hooks.resume_panic();
         let mut state = self.state.borrow_mut();
         let mode = std::mem::replace(&mut state.mode, Mode::Local);

@@ -249,7 +249,7 @@ impl RankThread {
             prepare(device, threads)?;
             f(&context)
         }))
-        .unwrap_or_else(|panic| Err(anyhow::Error::msg(panics::describe(&*panic))));
+        .unwrap_or_else(|panic| Err(panics::error(panic)));
         // In this order: tell how it ended, so that nobody waits for this rank; let what it has started end;
         // then part from the group, for which the others may be needed; then say that the thread can be
         // joined.

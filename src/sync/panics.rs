@@ -4,6 +4,8 @@ use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::panic;
 
+use crate::error::Error;
+
 thread_local! {
     /// The message and place of this thread's last panic.
     static LAST: RefCell<Option<String>> = const { RefCell::new(None) };
@@ -31,9 +33,18 @@ pub fn install_panic_hook() {
     }));
 }
 
-/// Makes the hook keep what this thread's panics say, for [`describe`].
+/// Makes the hook keep what this thread's panics say, for [`error`].
 pub(crate) fn watch_this_thread() {
     WATCHED.set(true);
+}
+
+/// A caught panic as an error. Where there is no way to return an error of this crate, as in
+/// `ModuleT::forward_t`, it is thrown: then it is that error, and no panic.
+pub(crate) fn error(payload: Box<dyn Any + Send>) -> anyhow::Error {
+    match payload.downcast::<Error>() {
+        Ok(error) => anyhow::Error::new(*error),
+        Err(payload) => anyhow::Error::msg(describe(&*payload)),
+    }
 }
 
 /// What a caught panic said.

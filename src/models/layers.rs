@@ -1,0 +1,43 @@
+//! Layers as PyTorch initialises them: the same distribution, drawn in the same order. (tch's own defaults
+//! differ.)
+
+use tch::nn::{Init, Linear, Path};
+use tch::{TchError, Tensor};
+
+/// `torch.nn.Linear`.
+pub(super) fn linear(path: &Path, in_features: i64, out_features: i64) -> Result<Linear, TchError> {
+    let (ws, bs) = weight_and_bias(path, &[out_features, in_features])?;
+    Ok(Linear { ws, bs: Some(bs) })
+}
+
+/// `torch.nn.Conv2d` with a kernel of 3 x 3 and padding that keeps the size.
+#[derive(Debug)]
+pub(super) struct Conv3x3 {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl Conv3x3 {
+    pub(super) fn new(path: &Path, channels_in: i64, channels: i64) -> Result<Self, TchError> {
+        let (weight, bias) = weight_and_bias(path, &[channels, channels_in, 3, 3])?;
+        Ok(Self { weight, bias })
+    }
+
+    pub(super) fn forward(&self, inputs: &Tensor) -> Tensor {
+        inputs.conv2d(&self.weight, Some(&self.bias), 1, 1, 1, 1)
+    }
+}
+
+/// A weight whose first dimension is the layer's outputs, and the bias, with PyTorch's `reset_parameters`.
+fn weight_and_bias(path: &Path, shape: &[i64]) -> Result<(Tensor, Tensor), TchError> {
+    let fan_in = shape[1..].iter().product::<i64>() as f64;
+    // kaiming_uniform_ with a = sqrt(5), computed in the same steps to get the same last bit.
+    let gain = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
+    let weight_bound = 3f64.sqrt() * (gain / fan_in.sqrt());
+    let bias_bound = 1.0 / fan_in.sqrt();
+    let uniform = |bound: f64| Init::Uniform { lo: -bound, up: bound };
+    Ok((
+        path.f_var("weight", shape, uniform(weight_bound))?,
+        path.f_var("bias", &shape[..1], uniform(bias_bound))?,
+    ))
+}

@@ -1,0 +1,140 @@
+//! The models that can be had by name, with PyTorch's default initialisation; batch norm.
+
+mod batch_norm;
+mod cnn;
+mod layers;
+mod mlp;
+mod sync_batch_norm;
+
+use std::panic::resume_unwind;
+use std::rc::Rc;
+
+use serde::{Deserialize, Serialize};
+use tch::nn::{self, Module, ModuleT, Path};
+use tch::{Device, TchError, Tensor};
+
+pub use batch_norm::BatchNorm;
+pub use cnn::Cnn;
+pub use mlp::Mlp;
+pub use sync_batch_norm::SyncBatchNorm;
+
+use crate::error::{Error, Result};
+use crate::process_group::ProcessGroup;
+use crate::torch::fork_rng;
+
+/// Which model: `--model`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ModelKind {
+    /// One dense layer.
+    Linear,
+    /// Dense layers with ReLU between them.
+    Mlp,
+    /// Convolutions of square images.
+    Cnn,
+}
+
+impl ModelKind {
+    /// Its name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            ModelKind::Linear => "linear",
+            ModelKind::Mlp => "mlp",
+            ModelKind::Cnn => "cnn",
+        }
+    }
+}
+
+/// What a model looks like.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelConfig {
+    /// Which model.
+    pub kind: ModelKind,
+    /// How many numbers go in, a sample; the pixels of a square image for a cnn.
+    pub in_features: i64,
+    /// How many come out.
+    pub out_features: i64,
+    /// What is between, first to last: the widths of an mlp's hidden layers, or the channels of a cnn's
+    /// convolutions.
+    pub hidden: Vec<i64>,
+}
+
+/// A model that was built by name.
+#[derive(Debug)]
+pub enum Model {
+    /// A linear model is one, too.
+    Mlp(Mlp),
+    /// Convolutions.
+    Cnn(Cnn),
+}
+
+impl ModelConfig {
+    /// Which key of the configuration makes no sense for this kind of model, and why.
+    pub(crate) fn check(&self) -> Result<(), (&'static str, String)> {
+        match self.kind {
+            ModelKind::Cnn => cnn::check(self.in_features, &self.hidden),
+            ModelKind::Linear | ModelKind::Mlp => Ok(()),
+        }
+    }
+
+    /// Builds the model in a `VarStore` of its own, on `device`.
+    ///
+    /// The parameters are those of PyTorch's `nn.Linear` (or an `nn.Sequential` of them with `nn.ReLU`
+    /// between, or that of [`Cnn`]) after `torch.manual_seed(seed)`, bit for bit; on a GPU as well, because
+    /// they are drawn on the CPU. Their names are `nn.Sequential`'s too: `weight` and `bias` of a single
+    /// layer, or `0.weight`, `0.bias`, `2.weight`, ...
+    ///
+    /// # Errors
+    /// [`Error::Input`] when a cnn's images are not square or too small, and [`Error::Torch`] when libtorch
+    /// refuses, as it does without the memory.
+    pub fn build(&self, device: Device, seed: u64) -> Result<(nn::VarStore, Model)> {
+        self.check().map_err(|(key, problem)| Error::Input(format!("{key}: {problem}")))?;
+        let making = || Error::torch("making the model");
+        let vs = nn::VarStore::new(Device::Cpu);
+        let model = fork_rng(seed, || self.layers(&vs.root()))?.map_err(making())?;
+        // The tensors stay the same objects, here, in the layers and in the VarStore.
+        #[allow(clippy::disallowed_methods)] // in whatever order
+        for mut tensor in vs.variables().into_values() {
+            let moved = tch::no_grad(|| tensor.f_to_device(device)).map_err(making())?;
+            tensor.f_set_data(&moved).map_err(making())?;
+        }
+        Ok((vs, model))
+    }
+
+    fn layers(&self, root: &Path) -> Result<Model, TchError> {
+        let Self { kind, in_features, out_features, ref hidden } = *self;
+        let mlp = |hidden| Mlp::new(root, in_features, hidden, out_features).map(Model::Mlp);
+        match kind {
+            ModelKind::Linear => mlp(&[]),
+            ModelKind::Mlp => mlp(hidden),
+            ModelKind::Cnn => Cnn::new(root, in_features, hidden, out_features).map(Model::Cnn),
+        }
+    }
+}
+
+impl Model {
+    /// The same model, with the same parameters and buffers, in which every batch norm is a
+    /// [`SyncBatchNorm`] over the ranks of `group`.
+    ///
+    /// Follows `torch.nn.SyncBatchNorm.convert_sync_batchnorm`.
+    pub fn convert_sync_batchnorm(self, group: &Rc<ProcessGroup>) -> Self {
+        match self {
+            Model::Cnn(cnn) => Model::Cnn(cnn.convert_sync_batchnorm(group)),
+            Model::Mlp(mlp) => Model::Mlp(mlp),
+        }
+    }
+}
+
+impl ModuleT for Model {
+    fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
+        match self {
+            Model::Mlp(mlp) => mlp.forward(inputs),
+            Model::Cnn(cnn) => cnn.forward_t(inputs, train),
+        }
+    }
+}
+
+/// tch's `forward_t` has no way to return an error: `spawn` catches what is thrown here.
+fn or_throw(result: Result<Tensor>) -> Tensor {
+    result.unwrap_or_else(|error| resume_unwind(Box::new(error)))
+}

@@ -1,0 +1,194 @@
+//! Batch normalization over the samples of all ranks.
+
+use std::rc::Rc;
+
+use send_wrapper::SendWrapper;
+use tch::nn::{BatchNormConfig, ModuleT, Path};
+use tch::{Kind, TchError, Tensor};
+
+use super::BatchNorm;
+use crate::error::{Error, Result};
+use crate::process_group::ProcessGroup;
+use crate::process_group::functional::all_reduce;
+
+/// A batch norm whose statistics are those of the samples of all ranks: N ranks with a batch each are one
+/// rank with all of them.
+///
+/// Follows `torch.nn.SyncBatchNorm`, and works on the CPU as well, where PyTorch's refuses. Forward in
+/// training is a collective, and so is backward: every rank must do both, if one does. Batches may differ
+/// in size, and be empty on some ranks.
+///
+/// As a layer it stands where tch's `nn::batch_norm2d` stands. It belongs to the thread of its rank (a
+/// [`ModuleT`] must be `Send`): used or dropped on another one it panics.
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// use ddp_mp::{Backend, SyncBatchNorm, spawn};
+/// use tch::nn::{ModuleT, VarStore};
+/// use tch::{Device, Tensor};
+///
+/// spawn(2, |rank| {
+///     let group = rank.init_process_group(Backend::Threaded)?;
+///     let vs = VarStore::new(rank.device());
+///     let norm = SyncBatchNorm::new(&vs.root(), 1, SyncBatchNorm::DEFAULT, &group)?;
+///     // Rank 0 has -1, rank 1 has 1: mean 0 and variance 1.
+///     let mine = [rank.rank() as f32 * 2. - 1.];
+///     let output = norm.forward_t(&Tensor::from_slice(&mine).view([1, 1]), true);
+///     assert!((output.double_value(&[0, 0]) - f64::from(mine[0])).abs() < 1e-5);
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct SyncBatchNorm {
+    norm: BatchNorm,
+    group: SendWrapper<Rc<ProcessGroup>>,
+}
+
+/// Of the batches of all ranks: float64, one number for each channel, but for the count.
+struct Statistics {
+    mean: Tensor,
+    /// Divided by the count.
+    var: Tensor,
+    /// How many values a channel has.
+    count: Tensor,
+}
+
+impl SyncBatchNorm {
+    /// [`BatchNorm::DEFAULT`].
+    pub const DEFAULT: BatchNormConfig = BatchNorm::DEFAULT;
+
+    /// A layer for `features` channels, whose parameters and buffers are at `path`, over the ranks of
+    /// `group`.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when libtorch refuses, as it does without the memory.
+    pub fn new(
+        path: &Path,
+        features: i64,
+        config: BatchNormConfig,
+        group: &Rc<ProcessGroup>,
+    ) -> Result<Self> {
+        Ok(Self::convert(BatchNorm::new(path, features, config)?, group))
+    }
+
+    /// `norm`, with the same parameters and buffers, over the ranks of `group`.
+    pub fn convert(norm: BatchNorm, group: &Rc<ProcessGroup>) -> Self {
+        Self { norm, group: SendWrapper::new(group.clone()) }
+    }
+
+    /// The parameters and buffers.
+    pub fn batch_norm(&self) -> &BatchNorm {
+        &self.norm
+    }
+
+    /// Normalizes `inputs`, of shape (N, C, ...): in training with the statistics of all ranks' inputs,
+    /// which go into the running ones, and in evaluation with those. A collective in training.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when the shape doesn't fit, and those of [`ProcessGroup::all_reduce`].
+    pub fn f_forward_t(&self, inputs: &Tensor, train: bool) -> Result<Tensor> {
+        if !train || self.group.world_size() == 1 {
+            return self.norm.f_forward_t(inputs, train);
+        }
+        let torch = || Error::torch("sync_batch_norm");
+        let (sums, channels) = local_sums(inputs).map_err(torch())?;
+        let sums = all_reduce(&sums, &self.group)?;
+        let statistics = Statistics::from_sums(&sums, channels).map_err(torch())?;
+        tch::no_grad(|| self.track(&statistics)).map_err(torch())?;
+        self.norm.count_batch()?;
+        self.normalize(inputs, &statistics).map_err(torch())
+    }
+
+    fn normalize(&self, inputs: &Tensor, statistics: &Statistics) -> Result<Tensor, TchError> {
+        let BatchNorm { weight, bias, config, .. } = &self.norm;
+        let kind = accumulating(inputs);
+        // One number for each channel, to go with inputs of shape (N, C, ...).
+        let mut shape = vec![1; inputs.dim()];
+        shape[1] = -1;
+        let each = |values: &Tensor| values.f_to_kind(kind)?.f_view(&shape[..]);
+        let invstd = (statistics.var.f_add_scalar(config.eps))?.f_rsqrt()?;
+        // The mean goes first: with large means little would be left of x * scale + shift.
+        let centered = inputs.f_to_kind(kind)?.f_sub(&each(&statistics.mean)?)?;
+        let output = match (weight, bias) {
+            (Some(weight), Some(bias)) => {
+                each(bias)?.f_addcmul(&centered, &each(&invstd.f_mul(weight)?)?)?
+            }
+            _ => centered.f_mul(&each(&invstd)?)?,
+        };
+        output.f_to_kind(inputs.kind())
+    }
+
+    /// Lets the running statistics follow.
+    fn track(&self, statistics: &Statistics) -> Result<(), TchError> {
+        let Statistics { mean, var, count } = statistics;
+        let unbiased = var.f_mul(count)?.f_div(&count.f_sub_scalar(1)?)?;
+        // Not moved by a batch without samples. Not read on the host, which would wait for a GPU.
+        let some = count.f_gt(0)?.f_to_kind(count.kind())?;
+        let momentum = some.f_mul_scalar(self.norm.config.momentum)?;
+        for (running, now) in [(&self.norm.running_mean, mean), (&self.norm.running_var, &unbiased)]
+        {
+            let kind = running.kind();
+            let _ = running
+                .shallow_clone()
+                .f_lerp_tensor_(&now.f_to_kind(kind)?, &momentum.f_to_kind(kind)?)?;
+        }
+        Ok(())
+    }
+}
+
+impl ModuleT for SyncBatchNorm {
+    /// As [`SyncBatchNorm::f_forward_t`]; unwinds with its error, which [`spawn`](crate::spawn) reports as
+    /// such.
+    fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
+        super::or_throw(self.f_forward_t(inputs, train))
+    }
+}
+
+/// The kind to compute in: half precision is not enough.
+fn accumulating(inputs: &Tensor) -> Kind {
+    match inputs.kind() {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        other => other,
+    }
+}
+
+/// What the ranks add up, in one tensor: for each channel the sum and the sum of squares, and the count;
+/// and how many channels there are.
+///
+/// Taken from the mean and the variance, because the sum of squares as such is mostly the mean where that
+/// is large; and in float64, where as many digits of it can be lost as float32 has.
+fn local_sums(inputs: &Tensor) -> Result<(Tensor, i64), TchError> {
+    let shape = inputs.size();
+    let [_, channels, ..] = shape[..] else {
+        return Err(TchError::Shape(format!("expected (N, C, ...), got {shape:?}")));
+    };
+    let dims: Vec<i64> = (0..shape.len() as i64).filter(|&dim| dim != 1).collect();
+    let count: i64 = dims.iter().map(|&dim| shape[dim as usize]).product();
+    let inputs = inputs.f_to_kind(accumulating(inputs))?;
+    let (var, mean) = if count == 0 {
+        // Zeros that depend on the inputs, so that this rank goes backward with the others.
+        let zeros = inputs.f_sum_dim_intlist(&dims[..], false, None)?;
+        (zeros.shallow_clone(), zeros)
+    } else {
+        inputs.f_var_mean_correction(&dims[..], 0, false)?
+    };
+    let (var, mean) = (var.f_to_kind(Kind::Double)?, mean.f_to_kind(Kind::Double)?);
+    let squares = mean.f_square()?.f_add(&var)?.f_mul_scalar(count as f64)?;
+    let count = Tensor::f_full([1], count as f64, (Kind::Double, inputs.device()))?;
+    Ok((Tensor::f_cat(&[mean.f_mul(&count)?, squares, count], 0)?, channels))
+}
+
+impl Statistics {
+    /// From the sums over all ranks.
+    fn from_sums(sums: &Tensor, channels: i64) -> Result<Self, TchError> {
+        let count = sums.f_detach()?.f_select(0, 2 * channels)?;
+        // Without samples on any rank the sums are zeros, and so be the rest.
+        let at_least_one = count.f_clamp_min(1)?;
+        let mean = sums.f_narrow(0, 0, channels)?.f_div(&at_least_one)?;
+        let squares = sums.f_narrow(0, channels, channels)?.f_div(&at_least_one)?;
+        let var = squares.f_sub(&mean.f_square()?)?.f_clamp_min(0)?;
+        Ok(Self { mean, var, count })
+    }
+}

@@ -1,0 +1,434 @@
+//! The sum over all ranks that gradients flow through, and batch norm over all ranks.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use ddp_mp::models::{BatchNorm, ModelConfig, ModelKind};
+use ddp_mp::process_group::functional::all_reduce;
+use ddp_mp::torch::{backward, fork_rng};
+use ddp_mp::{
+    Backend, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Sgd, Spawn, SyncBatchNorm,
+    parameters_hash,
+};
+use tch::nn::{BatchNormConfig, Init, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::harness::{ranks, run, try_ranks};
+
+fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
+    assert_eq!(a.size(), b.size());
+    if a.numel() == 0 { 0. } else { (a - b).abs().max().double_value(&[]) }
+}
+
+/// A loss of `x` and of the sum over the ranks, on one rank; another on each.
+fn rank_loss(rank: usize, x: &Tensor, sum: &Tensor) -> Tensor {
+    (sum.sin() * (rank as f64 + 1.) + x * sum).sum(Kind::Double)
+}
+
+#[test]
+fn the_gradient_of_all_reduce_is_that_of_finite_differences() {
+    for world_size in 1..=3 {
+        ranks(world_size, move |rank, group| {
+            let mine = rank.rank();
+            // Not contiguous, and of two dimensions.
+            let start = Tensor::arange(6, (Kind::Double, Device::Cpu)).view([2, 3]).tr();
+            let start = start * 0.3 + mine as f64 * 0.1;
+            let total_loss = |x: &Tensor| -> anyhow::Result<Tensor> {
+                let sum = all_reduce(x, &group)?;
+                all_reduce(&rank_loss(mine, x, &sum), &group).map_err(Into::into)
+            };
+            let x = start.detach().set_requires_grad(true);
+            // Each rank goes backward from its own loss.
+            backward(&rank_loss(mine, &x, &all_reduce(&x, &group)?))?;
+            let gradient = x.grad();
+            const STEP: f64 = 1e-5;
+            for element in 0..6 {
+                for owner in 0..world_size {
+                    let moved = |by: f64| -> anyhow::Result<f64> {
+                        let x = start.copy();
+                        if owner == mine {
+                            let _ = x.get(element / 2).get(element % 2).g_add_scalar_(by);
+                        }
+                        Ok(total_loss(&x)?.double_value(&[]))
+                    };
+                    let slope = (moved(STEP)? - moved(-STEP)?) / (2. * STEP);
+                    if owner == mine {
+                        let found = gradient.double_value(&[element / 2, element % 2]);
+                        assert!((found - slope).abs() < 1e-8, "{found} {slope}");
+                    }
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn gradients_of_gradients_flow_through_all_reduce_too() {
+    ranks(2, |_, group| {
+        let x = Tensor::from_slice(&[3f64]).set_requires_grad(true);
+        let cubed = all_reduce(&x, &group)?.pow_tensor_scalar(3).sum(Kind::Double);
+        // Of both ranks' losses, sum^3 each: 2 * 3 * sum^2 = 24 * x^2.
+        let first = Tensor::run_backward(&[cubed], &[&x], true, true).remove(0);
+        assert_eq!(first.double_value(&[0]), 24. * 9.);
+        // The sum of both ranks' first derivatives, 6 * sum^2 each, derived: 2 * 12 * sum.
+        let second = Tensor::run_backward(&[first], &[&x], false, false).remove(0);
+        assert_eq!(second.double_value(&[0]), 2. * 12. * (3. + 3.));
+        Ok(())
+    });
+}
+
+#[test]
+fn what_needs_no_gradient_is_just_summed() {
+    ranks(2, |rank, group| {
+        let whole = all_reduce(&Tensor::from_slice(&[rank.rank() as i64 + 1]), &group)?;
+        assert_eq!(whole.int64_value(&[0]), 3);
+        assert!(!whole.requires_grad());
+        Ok(())
+    });
+}
+
+#[test]
+fn a_failure_of_another_rank_ends_backward_with_its_cause() {
+    let error = try_ranks(3, |rank, group| {
+        let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+        let loss = all_reduce(&x, &group)?.sum(Kind::Float);
+        if rank.rank() == 1 {
+            anyhow::bail!("out of cheese");
+        }
+        let error = backward(&loss).unwrap_err();
+        let Error::Cancelled { by: 1, cause } = &error else { panic!("{error}") };
+        assert!(cause.contains("out of cheese"), "{cause}");
+        // tch's own backward says it in libtorch's words.
+        let again = all_reduce(&x, &group).unwrap_err();
+        assert!(matches!(again, Error::Cancelled { by: 1, .. }), "{again}");
+        Err::<(), _>(error.into())
+    })
+    .unwrap_err();
+    assert_eq!(error.failure.rank, 1);
+    assert!(error.failure.error.contains("out of cheese"), "{error}");
+    assert!(error.also_failed.is_empty() && error.stuck.is_empty(), "{error}");
+}
+
+#[test]
+fn ranks_that_go_backward_differently_are_told_and_not_stuck() {
+    let mismatch = try_ranks(2, |rank, group| {
+        let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+        let sum = all_reduce(&x, &group)?;
+        if rank.rank() == 0 {
+            backward(&sum.sum(Kind::Float))?;
+        } else {
+            group.barrier()?;
+        }
+        Ok(())
+    })
+    .unwrap_err();
+    assert!(mismatch.failure.error.contains("differs between ranks"), "{mismatch}");
+
+    let timeout = Spawn::new(2).timeout(Duration::from_millis(200)).run(|rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+        let sum = all_reduce(&x, &group)?;
+        if rank.rank() == 0 {
+            let error = backward(&sum.sum(Kind::Float)).unwrap_err();
+            assert!(matches!(error, Error::Timeout { .. }), "{error}");
+            return Err(error.into());
+        }
+        #[allow(clippy::disallowed_methods)] // it is what is tested
+        std::thread::sleep(Duration::from_millis(600));
+        Ok(())
+    });
+    assert!(timeout.unwrap_err().failure.error.contains("waited 200ms in all_reduce"));
+}
+
+#[test]
+fn a_graph_that_is_sent_to_another_thread_is_refused_and_leaks() {
+    ranks(1, |_, group| {
+        let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+        let sum = all_reduce(&x, &group)?.sum(Kind::Float);
+        let before = Rc::strong_count(&group);
+        let error = std::thread::scope(|scope| {
+            let there = scope.spawn(move || {
+                // As `spawn` does on a rank's thread; nothing is set here.
+                backward(&sum).unwrap_err()
+            });
+            there.join().unwrap()
+        });
+        assert!(error.to_string().contains("call it on the rank's own thread"), "{error}");
+        assert_eq!(Rc::strong_count(&group), before, "not touched from there");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_graph_lets_go_of_the_group() {
+    ranks(1, |_, group| {
+        let before = Rc::strong_count(&group);
+        let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+        let sum = all_reduce(&x, &group)?;
+        assert_eq!(Rc::strong_count(&group), before + 1);
+        drop(sum);
+        assert_eq!(Rc::strong_count(&group), before);
+        Ok(())
+    });
+}
+
+const CHANNELS: i64 = 3;
+
+/// What a batch norm leaves after two training steps and one evaluation.
+#[derive(Default, Debug)]
+struct Outcome {
+    /// For each step the output and the gradient of the inputs.
+    steps: Vec<(Tensor, Tensor)>,
+    evaluated: Option<Tensor>,
+    /// The parameters' gradients, if there are any, and the running statistics.
+    rest: Vec<Tensor>,
+}
+
+/// Two steps on `inputs` of different values, with a loss whose gradient is different everywhere.
+fn outcome(
+    norm: &BatchNorm,
+    inputs: &[Tensor; 2],
+    loss_weight: &Tensor,
+    forward: impl Fn(&Tensor, bool) -> Tensor,
+) -> anyhow::Result<Outcome> {
+    let mut outcome = Outcome::default();
+    for inputs in inputs {
+        let inputs = inputs.detach().set_requires_grad(true);
+        let output = forward(&inputs, true);
+        backward(&(output.square() * loss_weight).sum(output.kind()))?;
+        outcome.steps.push((output.detach(), inputs.grad()));
+    }
+    outcome.evaluated = Some(forward(&inputs[0], false).detach());
+    outcome.rest.extend(norm.weight.iter().chain(&norm.bias).map(Tensor::grad));
+    outcome.rest.push(norm.running_mean.copy());
+    outcome.rest.push(norm.running_var.copy());
+    assert_eq!(norm.num_batches_tracked.int64_value(&[]), 2);
+    Ok(outcome)
+}
+
+/// A layer whose weights and running statistics are not what one could confuse with nothing.
+fn layer(kind: Kind, affine: bool) -> anyhow::Result<BatchNorm> {
+    let mut vs = VarStore::new(Device::Cpu);
+    let config = BatchNormConfig {
+        ws_init: Init::Uniform { lo: 0.5, up: 2. },
+        bs_init: Init::Uniform { lo: -1., up: 1. },
+        momentum: 0.3,
+        affine,
+        ..BatchNorm::DEFAULT
+    };
+    let norm = fork_rng(3, || BatchNorm::new(&vs.root(), CHANNELS, config))??;
+    if kind == Kind::Double {
+        vs.double();
+    }
+    Ok(norm)
+}
+
+/// Compares ranks with so many samples each with one that has all. Returns the largest difference.
+fn compare(
+    counts: &'static [i64],
+    tail: &'static [i64],
+    kind: Kind,
+    offset: f64,
+    affine: bool,
+) -> f64 {
+    let differences = ranks(counts.len(), move |rank, group| {
+        let total: i64 = counts.iter().sum();
+        let shape = [&[total, CHANNELS], tail].concat();
+        let draw = || Tensor::randn(&shape[..], (kind, Device::Cpu));
+        let (first, second, loss_weight) = fork_rng(5, || (draw(), draw(), draw()))?;
+        let inputs = [first * 2. + offset, second - 3. + offset];
+
+        let alone = layer(kind, affine)?;
+        let expected =
+            outcome(&alone, &inputs, &loss_weight, |inputs, train| alone.forward_t(inputs, train))?;
+
+        let start: i64 = counts[..rank.rank()].iter().sum();
+        let mine = |whole: &Tensor| whole.narrow(0, start, counts[rank.rank()]);
+        let sync = SyncBatchNorm::convert(layer(kind, affine)?, &group);
+        let inputs = [mine(&inputs[0]), mine(&inputs[1])];
+        let mut found =
+            outcome(sync.batch_norm(), &inputs, &mine(&loss_weight), |inputs, train| {
+                sync.forward_t(inputs, train)
+            })?;
+        // The parameters' gradients are sums over the samples: over those of all ranks here, which
+        // DistributedDataParallel does otherwise.
+        if affine {
+            for gradient in &mut found.rest[..2] {
+                *gradient = all_reduce(gradient, &group)?;
+            }
+        }
+
+        let mut largest = 0f64;
+        let mut differ = |what: &str, found: &Tensor, expected: &Tensor| {
+            let scale = expected.abs().max().double_value(&[]).max(1.);
+            let difference = largest_difference(
+                found,
+                &if found.size() == expected.size() {
+                    expected.shallow_clone()
+                } else {
+                    mine(expected)
+                },
+            ) / scale;
+            println!(
+                "{kind:?} {counts:?} {tail:?} {offset} rank {} {what}: {difference:e}",
+                rank.rank()
+            );
+            largest = largest.max(difference);
+        };
+        for (found, expected) in found.steps.iter().zip(&expected.steps) {
+            differ("output", &found.0, &expected.0);
+            differ("input gradient", &found.1, &expected.1);
+        }
+        differ("evaluated", &found.evaluated.unwrap(), &expected.evaluated.unwrap());
+        for (found, expected) in found.rest.iter().zip(&expected.rest) {
+            differ("gradients and statistics", found, expected);
+        }
+        Ok(largest)
+    });
+    differences.into_iter().fold(0., f64::max)
+}
+
+#[test]
+fn batch_norm_over_ranks_is_one_over_all_samples() {
+    for (kind, affine) in [(Kind::Float, true), (Kind::Float, false), (Kind::Double, true)] {
+        let alone = compare(&[6], &[4, 5], kind, 0., affine);
+        assert_eq!(alone, 0., "one rank: the same kernels");
+        for counts in [&[4, 4][..], &[1, 7], &[3, 0], &[0, 5], &[2, 0, 4], &[5, 1, 2], &[1, 1]] {
+            for tail in [&[4, 5][..], &[], &[7], &[2, 3, 2]] {
+                let difference = compare(counts, tail, kind, 0., affine);
+                // Of two samples each is the mean plus or minus half of their distance, whatever that is: the
+                // gradients are nothing but what is left of a cancellation.
+                let worse = if counts == [1, 1] && tail.is_empty() { 1e3 } else { 1. };
+                let bound = worse * if kind == Kind::Float { 2e-6 } else { 1e-12 };
+                assert!(difference < bound, "{kind:?} {counts:?} {tail:?}: {difference:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn batch_norm_over_ranks_keeps_its_digits_where_the_mean_is_large() {
+    // float32 itself has a step of 6e-5 near 1000.
+    let difference = compare(&[5, 1, 2], &[4, 5], Kind::Float, 1000., true);
+    assert!(difference < 6e-5, "{difference:e}");
+}
+
+#[test]
+fn a_batch_without_samples_on_any_rank_changes_no_running_statistics() {
+    ranks(2, |_, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let norm = SyncBatchNorm::new(&vs.root(), 2, SyncBatchNorm::DEFAULT, &group)?;
+        let nothing = Tensor::zeros([0, 2, 3], (Kind::Float, Device::Cpu));
+        assert_eq!(norm.forward_t(&nothing, true).size(), [0, 2, 3]);
+        assert_eq!(Vec::<f32>::try_from(&norm.batch_norm().running_mean)?, [0., 0.]);
+        assert_eq!(Vec::<f32>::try_from(&norm.batch_norm().running_var)?, [1., 1.]);
+        Ok(())
+    });
+}
+
+#[test]
+fn half_precision_comes_out_as_such() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let norm = SyncBatchNorm::new(&vs.root(), 2, SyncBatchNorm::DEFAULT, &group)?;
+        let inputs = Tensor::from_slice(&[300f32, 1., 301., 2.]).view([2, 2]);
+        let inputs = (inputs + rank.rank() as f64 * 4.).to_kind(Kind::BFloat16);
+        let output = norm.forward_t(&inputs, true);
+        assert_eq!(output.kind(), Kind::BFloat16);
+        assert!(output.abs().max().double_value(&[]) < 2.);
+        Ok(())
+    });
+}
+
+#[test]
+fn an_error_in_forward_is_that_error_and_no_panic() {
+    let error = try_ranks(2, |rank, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let norm = SyncBatchNorm::new(&vs.root(), 2, SyncBatchNorm::DEFAULT, &group)?;
+        // Another number of channels on rank 1.
+        let inputs = Tensor::ones([4, 2 + rank.rank() as i64], (Kind::Float, Device::Cpu));
+        let _ = norm.forward_t(&inputs, true);
+        Ok(())
+    })
+    .unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("differs between ranks") && !message.contains("panic"), "{message}");
+    let error = try_ranks(2, |_, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let norm = SyncBatchNorm::new(&vs.root(), 2, SyncBatchNorm::DEFAULT, &group)?;
+        let _ = norm.forward_t(&Tensor::ones([4], (Kind::Float, Device::Cpu)), true);
+        Ok(())
+    })
+    .unwrap_err();
+    let message = &error.failure.error;
+    assert!(message.contains("sync_batch_norm") && message.contains("(N, C, ...)"), "{message}");
+}
+
+/// Trains a cnn on this rank's part of 24 images, and returns its parameters and running statistics.
+fn train_cnn(
+    rank: usize,
+    group: Rc<ProcessGroup>,
+    sync: bool,
+) -> anyhow::Result<(Vec<f32>, String)> {
+    let (samples, world_size) = (24, group.world_size() as i64);
+    let config =
+        ModelConfig { kind: ModelKind::Cnn, in_features: 64, out_features: 3, hidden: vec![4, 6] };
+    let (vs, mut model) = config.build(Device::Cpu, 1)?;
+    if sync {
+        model = model.convert_sync_batchnorm(&group);
+    }
+    let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+    let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.05);
+    let images = fork_rng(2, || Tensor::rand([samples, 64], (Kind::Float, Device::Cpu)))?;
+    let classes = Tensor::arange(samples, (Kind::Int64, Device::Cpu)).remainder(3);
+    let share = samples / world_size;
+    let mine = |whole: &Tensor| whole.narrow(0, rank as i64 * share, share);
+    for _ in 0..10 {
+        ddp.zero_grad()?;
+        let loss = ddp.forward(&mine(&images)).cross_entropy_for_logits(&mine(&classes));
+        ddp.backward(&loss)?;
+        optimizer.step()?;
+    }
+    let evaluated = Vec::<f32>::try_from(ddp.forward_t(&images, false).detach().flatten(0, -1))?;
+    Ok((evaluated, format!("{:016x}", parameters_hash(&vs)?)))
+}
+
+#[test]
+fn a_cnn_with_sync_batch_norm_trains_on_n_ranks_as_on_one() {
+    let train = |world_size, sync| {
+        ranks(world_size, move |rank, group| train_cnn(rank.rank(), group, sync))
+    };
+    let alone = &train(1, false)[0];
+    for world_size in [2, 3, 4] {
+        let together = train(world_size, true);
+        assert!(together.iter().all(|rank| rank.1 == together[0].1), "buffers too are the same");
+        let difference = |found: &[f32]| {
+            found.iter().zip(&alone.0).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max)
+        };
+        let (sync, own) = (difference(&together[0].0), difference(&train(world_size, false)[0].0));
+        println!("{world_size} ranks: {sync:e} with sync batch norm, {own:e} without");
+        assert!(sync < 2e-5 && own > 1e-2, "{world_size} ranks: {sync:e}, {own:e}");
+    }
+}
+
+#[test]
+fn the_program_trains_a_cnn() {
+    let hash = |args: &[&str]| {
+        let mut all =
+            vec!["--model=cnn", "--in-features=64", "--channels=4,8", "--num-samples=256"];
+        all.extend(["--max-epochs=3", "--lr=0.05", "--nproc-per-node=2", "--log-format=json"]);
+        all.extend(args);
+        let (code, stdout, stderr) = run(&all);
+        assert_eq!(code, Some(0), "{stderr}");
+        let events: Vec<serde_json::Value> =
+            stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(events[0]["model"], "cnn");
+        // Two stages of 3 x 3 kernels and batch norms, and 2 x 2 pixels of 8 channels.
+        assert_eq!(events[0]["parameters"], 4 * 9 + 4 + 8 + 8 * 4 * 9 + 8 + 16 + 33);
+        events[events.len() - 1]["parameters_hash"].as_str().unwrap().to_string()
+    };
+    let sync = hash(&["--sync-batch-norm"]);
+    assert_eq!(hash(&["--sync-batch-norm"]), sync, "the same bits");
+    assert_ne!(hash(&[]), sync);
+}
