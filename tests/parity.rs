@@ -7,14 +7,15 @@ use std::sync::Arc;
 
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{OptimizerConfig, ParameterState, Place, Unit};
-use ddp_mp::torch::fork_rng;
+use ddp_mp::torch::{backward, fork_rng};
 use ddp_mp::trainer::{Loss, Trainer};
 use ddp_mp::{
     AdamWOptions, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, Targets,
+    Optimizer, ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets,
 };
 use serde::Deserialize;
 use serde_json::Value;
+use tch::nn::{BatchNormConfig, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, repository};
@@ -261,6 +262,149 @@ fn schedules_are_pytorch_s() {
             // PyTorch gets from one step to the next, and rounds each time.
             assert!((ours - lr).abs() <= 1e-14, "{case}: step {step} is {ours}");
         }
+    }
+}
+
+fn flat(tensor: &Tensor) -> Vec<f32> {
+    Vec::try_from(tensor.detach().to_kind(Kind::Float).flatten(0, -1)).unwrap()
+}
+
+#[allow(clippy::disallowed_methods)] // into a map with an order of its own
+fn state(vs: &VarStore) -> BTreeMap<String, Vec<f32>> {
+    vs.variables().into_iter().map(|(name, tensor)| (name, flat(&tensor))).collect()
+}
+
+/// The largest difference, in units of the largest number, or of 1.
+fn difference(found: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(found.len(), expected.len());
+    let scale = expected.iter().fold(1f32, |scale, x| scale.max(x.abs()));
+    let differences = found.iter().zip(expected).map(|(a, b)| (a - b).abs() / scale);
+    // NaN is a difference as well.
+    differences.fold(0., |largest, x| if x <= largest { largest } else { x })
+}
+
+#[derive(Deserialize, Clone)]
+struct BatchNormCase {
+    shape: Vec<i64>,
+    /// The output and the gradient of the inputs.
+    steps: Vec<[Vec<f32>; 2]>,
+    gradients: [Vec<f32>; 2],
+    evaluated: Vec<f32>,
+    state: BTreeMap<String, Vec<f32>>,
+}
+
+#[test]
+fn batch_norm_over_ranks_is_pytorch_s_over_all_samples() {
+    let recorded = recorded("batch_norm.json");
+    let seed = recorded["seed"].as_u64().unwrap();
+    let cases: Vec<BatchNormCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
+    for case in cases {
+        for counts in [&[7][..], &[4, 3], &[0, 7], &[5, 0, 2]] {
+            let case = case.clone();
+            let largest = ranks(counts.len(), move |rank, group| {
+                let shape = [&[2][..], &case.shape].concat();
+                let (inputs, scales) = fork_rng(seed, || {
+                    let inputs = Tensor::randn(&shape[..], tch::kind::FLOAT_CPU) * 2. + 5.;
+                    (inputs, Tensor::rand(&shape[..], tch::kind::FLOAT_CPU))
+                })?;
+                let vs = VarStore::new(Device::Cpu);
+                let config = BatchNormConfig { momentum: 0.3, ..SyncBatchNorm::DEFAULT };
+                let norm = SyncBatchNorm::new(&vs.root(), 3, config, &group)?;
+                let start: i64 = counts[..rank.rank()].iter().sum();
+                let mine = |whole: &Tensor| whole.narrow(0, start, counts[rank.rank()]);
+                let mine_of =
+                    |whole: &[f32]| flat(&mine(&Tensor::from_slice(whole).view(&case.shape[..])));
+                let mut largest = 0f32;
+                let mut compare = |found: &Tensor, expected: &[f32]| {
+                    largest = largest.max(difference(&flat(found), expected));
+                };
+                for (step, [output, gradient]) in case.steps.iter().enumerate() {
+                    let x = mine(&inputs.get(step as i64)).detach().set_requires_grad(true);
+                    let scale = mine(&scales.get(step as i64));
+                    let found = norm.forward_t(&x, true);
+                    backward(&(found.square() * scale).sum(Kind::Float))?;
+                    compare(&found, &mine_of(output));
+                    compare(&x.grad(), &mine_of(gradient));
+                }
+                let layer = norm.batch_norm();
+                let parameters = [&layer.weight, &layer.bias];
+                for (parameter, expected) in parameters.into_iter().zip(&case.gradients) {
+                    let mut gradient = parameter.as_ref().unwrap().grad();
+                    group.all_reduce(&mut gradient, ReduceOp::Sum)?;
+                    compare(&gradient, expected);
+                }
+                compare(&norm.forward_t(&mine(&inputs.get(0)), false), &mine_of(&case.evaluated));
+                let state = state(&vs);
+                assert!(state.keys().eq(case.state.keys()), "the names of a state_dict");
+                for (name, expected) in &case.state {
+                    largest = largest.max(difference(&state[name], expected));
+                }
+                Ok(largest)
+            })
+            .into_iter()
+            .fold(0f32, f32::max);
+            println!("{counts:?}: largest difference {largest:e}");
+            assert!(largest < 2e-6, "{counts:?}: {largest:e}");
+        }
+    }
+}
+
+#[derive(Deserialize, Clone)]
+struct CnnCase {
+    initial: BTreeMap<String, Vec<f32>>,
+    losses: Vec<f64>,
+    r#final: BTreeMap<String, Vec<f32>>,
+    evaluated: Vec<f32>,
+}
+
+#[test]
+fn a_cnn_ends_where_pytorch_s_ends() {
+    let recorded = recorded("cnn.json");
+    let number = |key: &str| recorded[key].as_i64().unwrap();
+    let (samples, side, classes) = (number("samples"), number("side"), number("classes"));
+    let (seed, lr) = (number("seed") as u64, recorded["lr"].as_f64().unwrap());
+    let channels: Vec<i64> = serde_json::from_value(recorded["channels"].clone()).unwrap();
+    let case: CnnCase = serde_json::from_value(recorded["cases"][0].clone()).unwrap();
+    // One rank runs the same kernels; with more, the batch norms and gradients are put together.
+    for world_size in [1, 2, 3] {
+        let (case, hidden) = (case.clone(), channels.clone());
+        ranks(world_size, move |rank, group| {
+            let kind = ModelKind::Cnn;
+            let config = ModelConfig {
+                kind,
+                in_features: side * side,
+                out_features: classes,
+                hidden: hidden.clone(),
+            };
+            let (vs, model) = config.build(Device::Cpu, seed)?;
+            assert_eq!(state(&vs), case.initial, "the same names and, bit for bit, values");
+            let model = model.convert_sync_batchnorm(&group);
+            let options = DdpOptions::default();
+            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+            let images =
+                fork_rng(seed + 1, || Tensor::rand([samples, side * side], tch::kind::FLOAT_CPU))?;
+            let targets = Tensor::arange(samples, tch::kind::INT64_CPU).remainder(classes);
+            let share = samples / world_size as i64;
+            let mine = |whole: &Tensor| whole.narrow(0, rank.rank() as i64 * share, share);
+            let mut largest = 0f64;
+            for expected in &case.losses {
+                ddp.zero_grad()?;
+                let loss = Loss::CrossEntropy.of(&ddp.forward(&mine(&images)), &mine(&targets))?;
+                ddp.backward(&loss)?;
+                optimizer.step(lr)?;
+                let mut mean = loss.detach();
+                group.all_reduce(&mut mean, ReduceOp::Avg)?;
+                largest = largest.max((mean.double_value(&[]) - expected).abs());
+            }
+            let (state, evaluated) = (state(&vs), flat(&ddp.forward_t(&images, false)));
+            let finals =
+                case.r#final.iter().map(|(name, expected)| difference(&state[name], expected));
+            let parameters = finals.fold(difference(&evaluated, &case.evaluated), f32::max);
+            println!("{world_size} ranks: losses {largest:e}, parameters {parameters:e}");
+            assert!(largest < 1e-5 && parameters < 1e-5, "{largest:e}, {parameters:e}");
+            Ok(())
+        });
     }
 }
 

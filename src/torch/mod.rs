@@ -16,8 +16,8 @@ pub use process::{exit, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
-pub(crate) use fused::{AdamWStep, SgdStep, TensorList, fused_adamw, fused_sgd, total_norm};
 pub(crate) use autograd::self_adjoint;
+pub(crate) use fused::{AdamWStep, SgdStep, TensorList, fused_adamw, fused_sgd, total_norm};
 pub(crate) use hooks::GradHooks;
 pub(crate) use shim::{add_scaled, grad_data, set_grad, set_multithreading_enabled};
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -219,6 +219,59 @@ def schedules():
             schedule.step()
         cases.append({"schedule": kind, "warmup": warmup, "lrs": lrs})
     return {"lr": LR} | milestones | cosine | {"cases": cases}
+def flat(*tensors):
+    return [tensor.flatten().tolist() for tensor in tensors]
+
+
+def batch_norm():
+    """Two steps and an evaluation of one batch norm over all samples, which the samples on several ranks
+    are compared with: PyTorch's SyncBatchNorm, which is to give the same, refuses tensors on the CPU."""
+    torch.set_num_threads(1)
+    cases = []
+    for shape in [[7, 3, 2, 2], [7, 3]]:
+        torch.manual_seed(SEED)
+        inputs, scales = torch.randn(2, *shape) * 2 + 5, torch.rand(2, *shape)
+        norm = [nn.BatchNorm1d, None, nn.BatchNorm2d][len(shape) - 2](3, momentum=0.3)
+        steps = []
+        for x, scale in zip(inputs, scales):
+            x = x.clone().requires_grad_()
+            output = norm(x)
+            (output.square() * scale).sum().backward()
+            steps.append(flat(output, x.grad))
+        gradients = flat(norm.weight.grad, norm.bias.grad)
+        evaluated = flat(norm.eval()(inputs[0]))[0]
+        case = {"shape": shape, "steps": steps, "gradients": gradients, "evaluated": evaluated}
+        cases.append(case | {"state": values(norm)})
+    return {"seed": SEED, "cases": cases}
+
+
+def cnn():
+    """Initial values, losses and final values of 50 steps with all samples, in one process."""
+    torch.set_num_threads(1)
+    samples, side, channels, classes, steps = 24, 8, [4, 6], 3, 50
+    torch.manual_seed(SEED)
+    model, channels_in = [nn.Unflatten(1, (1, side, side))], 1
+    for channels_out in channels:
+        model += [nn.Conv2d(channels_in, channels_out, 3, padding=1)]
+        model += [nn.BatchNorm2d(channels_out), nn.ReLU(), nn.MaxPool2d(2)]
+        channels_in = channels_out
+    pixels = (side >> len(channels)) ** 2
+    model = nn.Sequential(*model, nn.Flatten(), nn.Linear(channels_in * pixels, classes))
+    initial = values(model)
+    torch.manual_seed(SEED + 1)
+    images, targets = torch.rand(samples, side * side), torch.arange(samples) % classes
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    evaluated = flat(model.eval()(images))[0]
+    settings = {"samples": samples, "side": side, "channels": channels, "classes": classes}
+    case = {"initial": initial, "losses": losses, "final": values(model), "evaluated": evaluated}
+    return settings | {"lr": LR, "seed": SEED, "cases": [case]}
 
 
 # What Gloo has: no all_to_all of lists. It refuses every int16, averages of what is not floats, and
@@ -331,7 +384,8 @@ def main():
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     different = False
-    for record in [sampler, training, optimizers, schedules, collectives]:
+    records = [sampler, training, optimizers, schedules, batch_norm, cnn, collectives]
+    for record in records:
         name = record.__name__
         file = FOLDER / f"{name}.json"
         now = text(record())
