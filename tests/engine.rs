@@ -255,7 +255,7 @@ fn ranks_may_use_different_parameters_with_any_buckets_and_overlap() {
             let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
             for step in 0..6 {
                 ddp.zero_grad()?;
-                let used = |i: &usize| (i + rank.rank() + step) % 3 > 0 && i + step != 5;
+                let used = |i: &usize| !(i + rank.rank() + step).is_multiple_of(3) && i + step != 5;
                 let terms = (0..6).filter(used).map(|i| (&parameters[i] * 3.).sum(Kind::Float));
                 let loss = terms.reduce(|a, b| a + b).expect("some are used");
                 ddp.backward(&loss)?;

@@ -1,6 +1,6 @@
 //! Optimizers on the buckets of a model: state that follows its parameters, groups, clipping.
 
-use ddp_mp::models::{Mlp, ModelConfig, ModelKind};
+use ddp_mp::models::{Model, ModelConfig, ModelKind};
 use ddp_mp::optim::{OptimizerConfig, ParameterState, Place};
 use ddp_mp::{
     AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Sgd,
@@ -12,7 +12,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::harness::ranks;
 
-type Ddp = DistributedDataParallel<Mlp>;
+type Ddp = DistributedDataParallel<Model>;
 
 /// A small MLP; `cap` MiB a bucket.
 fn model(group: &Rc<ProcessGroup>, cap: f64) -> anyhow::Result<(VarStore, Ddp)> {

@@ -275,7 +275,7 @@ fn state(vs: &VarStore) -> BTreeMap<String, Vec<f32>> {
 }
 
 /// The largest difference, in units of the largest number, or of 1.
-fn difference(found: &[f32], expected: &[f32]) -> f32 {
+fn absolute_difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let scale = expected.iter().fold(1f32, |scale, x| scale.max(x.abs()));
     let differences = found.iter().zip(expected).map(|(a, b)| (a - b).abs() / scale);
@@ -316,7 +316,7 @@ fn batch_norm_over_ranks_is_pytorch_s_over_all_samples() {
                     |whole: &[f32]| flat(&mine(&Tensor::from_slice(whole).view(&case.shape[..])));
                 let mut largest = 0f32;
                 let mut compare = |found: &Tensor, expected: &[f32]| {
-                    largest = largest.max(difference(&flat(found), expected));
+                    largest = largest.max(absolute_difference(&flat(found), expected));
                 };
                 for (step, [output, gradient]) in case.steps.iter().enumerate() {
                     let x = mine(&inputs.get(step as i64)).detach().set_requires_grad(true);
@@ -337,7 +337,7 @@ fn batch_norm_over_ranks_is_pytorch_s_over_all_samples() {
                 let state = state(&vs);
                 assert!(state.keys().eq(case.state.keys()), "the names of a state_dict");
                 for (name, expected) in &case.state {
-                    largest = largest.max(difference(&state[name], expected));
+                    largest = largest.max(absolute_difference(&state[name], expected));
                 }
                 Ok(largest)
             })
@@ -398,9 +398,12 @@ fn a_cnn_ends_where_pytorch_s_ends() {
                 largest = largest.max((mean.double_value(&[]) - expected).abs());
             }
             let (state, evaluated) = (state(&vs), flat(&ddp.forward_t(&images, false)));
-            let finals =
-                case.r#final.iter().map(|(name, expected)| difference(&state[name], expected));
-            let parameters = finals.fold(difference(&evaluated, &case.evaluated), f32::max);
+            let finals = case
+                .r#final
+                .iter()
+                .map(|(name, expected)| absolute_difference(&state[name], expected));
+            let parameters =
+                finals.fold(absolute_difference(&evaluated, &case.evaluated), f32::max);
             println!("{world_size} ranks: losses {largest:e}, parameters {parameters:e}");
             assert!(largest < 1e-5 && parameters < 1e-5, "{largest:e}, {parameters:e}");
             Ok(())

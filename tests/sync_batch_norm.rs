@@ -7,8 +7,8 @@ use ddp_mp::models::{BatchNorm, ModelConfig, ModelKind};
 use ddp_mp::process_group::functional::all_reduce;
 use ddp_mp::torch::{backward, fork_rng};
 use ddp_mp::{
-    Backend, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Sgd, Spawn, SyncBatchNorm,
-    parameters_hash,
+    Backend, DdpOptions, DistributedDataParallel, Error, Optimizer, ProcessGroup, Sgd, SgdOptions,
+    Spawn, SyncBatchNorm, parameters_hash,
 };
 use tch::nn::{BatchNormConfig, Init, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -379,7 +379,7 @@ fn train_cnn(
         model = model.convert_sync_batchnorm(&group);
     }
     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
-    let mut optimizer = Sgd::new(ddp.flat_buffers(), 0.05);
+    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
     let images = fork_rng(2, || Tensor::rand([samples, 64], (Kind::Float, Device::Cpu)))?;
     let classes = Tensor::arange(samples, (Kind::Int64, Device::Cpu)).remainder(3);
     let share = samples / world_size;
@@ -388,7 +388,7 @@ fn train_cnn(
         ddp.zero_grad()?;
         let loss = ddp.forward(&mine(&images)).cross_entropy_for_logits(&mine(&classes));
         ddp.backward(&loss)?;
-        optimizer.step()?;
+        optimizer.step(0.05)?;
     }
     let evaluated = Vec::<f32>::try_from(ddp.forward_t(&images, false).detach().flatten(0, -1))?;
     Ok((evaluated, format!("{:016x}", parameters_hash(&vs)?)))
