@@ -1,0 +1,114 @@
+//! What was typed on the command line, as typed; `config` says what it means.
+
+mod tools;
+mod train;
+
+use std::ffi::OsString;
+
+use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use tools::{BenchFlags, CommFlags, SamplerFlags};
+pub(crate) use train::TrainFlags;
+
+/// Data-parallel training: one rank per visible GPU, each a thread of this process.
+///
+/// Without a command it trains: the defaults are a random data set of 4096 samples and one dense layer.
+#[derive(Debug, Parser)]
+#[command(version, args_conflicts_with_subcommands = true, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+    #[command(flatten)]
+    pub(crate) train: TrainFlags,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Train a model on all ranks (the default)
+    Train(TrainFlags),
+    /// Show what each collective does, on all ranks
+    Comm(CommFlags),
+    /// Show which sample goes to which rank
+    Sampler(SamplerFlags),
+    /// Measure a collective at many sizes, in the columns of nccl-tests
+    Bench(BenchFlags),
+    /// Show what was found on this machine, and what would be run with these options
+    Env(TrainFlags),
+}
+
+/// Reads the command line. `_` is as good as `-` in a flag's name, as Python programs write them.
+///
+/// # Errors
+/// What clap wants to say and leave with: a mistake, or the help that was asked for.
+pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::Error> {
+    let mut flags_end = false;
+    // A negative number is a wrong value, and not an unknown flag.
+    let negative = |arg: Arg| {
+        let takes_value = arg.get_num_args().is_none_or(|range| range.takes_values());
+        if takes_value { arg.allow_negative_numbers(true) } else { arg }
+    };
+    let command = Cli::command()
+        .mut_args(negative)
+        .mut_subcommands(|subcommand| subcommand.mut_args(negative));
+    let args = args.map(|arg| {
+        flags_end |= arg == "--";
+        match arg.to_str() {
+            Some(text) if text.starts_with("--") && !flags_end => {
+                let (name, rest) = text.split_at(text.find('=').unwrap_or(text.len()));
+                OsString::from(name.replace('_', "-") + rest)
+            }
+            _ => arg,
+        }
+    });
+    Cli::from_arg_matches(&command.try_get_matches_from(args)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_mp::config::Config;
+
+    use super::*;
+
+    fn train_flags(line: &str) -> TrainFlags {
+        let args = line.split(' ').map(OsString::from);
+        parse(std::iter::once("ddp-mp".into()).chain(args)).unwrap().train
+    }
+
+    #[test]
+    fn clap_is_content() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn underscores_are_as_good_as_dashes() {
+        let table = train_flags("--max_epochs=2 --batch_size 8 --no_shuffle").table().unwrap();
+        let expected = "max_epochs = 2\nbatch_size = 8\nno_shuffle = true";
+        assert_eq!(table, expected.parse::<toml::Table>().unwrap());
+    }
+
+    #[test]
+    fn every_key_of_the_configuration_is_a_flag_and_its_help_tells_the_default() {
+        let defaults = Config::default().to_string().parse::<toml::Table>().unwrap();
+        let command = Cli::command();
+        let arguments: Vec<_> = command.get_arguments().collect();
+        for (key, default) in &defaults {
+            let argument = arguments.iter().find(|a| a.get_id().as_str() == key);
+            let argument = argument.unwrap_or_else(|| panic!("no flag for {key}"));
+            let help = argument.get_help().unwrap().to_string();
+            let value = match default {
+                toml::Value::Boolean(_) => continue,
+                toml::Value::String(text) => text.clone(),
+                toml::Value::Array(items) => {
+                    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+                }
+                toml::Value::Float(x) => format!("{x}"),
+                other => other.to_string(),
+            };
+            assert!(help.ends_with(&format!("[default: {value}]")), "{key} is {value}: {help}");
+        }
+        // The only keys without a default.
+        let Config { fault, weight_decay, milestones, max_grad_norm, .. } = Config::default();
+        assert_eq!((fault, weight_decay, max_grad_norm), (None, None, None));
+        assert!(milestones.is_empty());
+    }
+}

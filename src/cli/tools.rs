@@ -1,0 +1,217 @@
+//! The flags of the commands that show and measure: `sampler`, `comm`, `bench`.
+
+use std::time::Duration;
+
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use ddp_mp::ReduceOp;
+use ddp_mp::commands::{BenchOp, BenchRequest, CommOp, CommRequest, SamplerRequest};
+use ddp_mp::config::parse_timeout;
+use ddp_mp::launch::{BackendChoice, Nproc};
+use ddp_mp::observe::LogFormat;
+use ddp_mp::process_group::{KINDS, kind_name, kind_named};
+use tch::Kind;
+
+/// The flags of `sampler`.
+#[derive(Debug, Args)]
+pub(crate) struct SamplerFlags {
+    /// How many samples there are
+    #[arg(long, value_name = "N")]
+    len: usize,
+    /// How many ranks they are dealt to
+    #[arg(long, value_name = "W")]
+    world_size: usize,
+    /// Show this rank only
+    #[arg(long, value_name = "R")]
+    rank: Option<usize>,
+    /// The epoch
+    #[arg(long, value_name = "E", default_value_t = 0)]
+    epoch: u64,
+    /// What the shuffle starts from
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    seed: u64,
+    /// Drop the samples that don't go round between the ranks, instead of dealing some twice
+    #[arg(long)]
+    drop_last: bool,
+    /// Don't shuffle the samples
+    #[arg(long)]
+    no_shuffle: bool,
+    /// text (one index a line) or json (one object a rank)
+    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    log_format: LogFormat,
+}
+
+impl SamplerFlags {
+    pub(crate) fn request(&self) -> SamplerRequest {
+        SamplerRequest {
+            len: self.len,
+            world_size: self.world_size,
+            rank: self.rank,
+            epoch: self.epoch,
+            seed: self.seed,
+            drop_last: self.drop_last,
+            no_shuffle: self.no_shuffle,
+        }
+    }
+
+    pub(crate) fn log_format(&self) -> LogFormat {
+        self.log_format
+    }
+}
+
+/// The flags of commands that start ranks and have no configuration.
+#[derive(Debug, Args)]
+pub(super) struct RanksFlags {
+    /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
+    #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
+    nproc_per_node: Nproc,
+    /// What carries the tensors: auto (nccl on GPUs, else threaded)
+    #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
+    backend: BackendChoice,
+    /// How long a rank waits for the others, as 500ms, 30s or 10m
+    #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "10m")]
+    timeout: Duration,
+}
+
+/// The flags of `comm`.
+#[derive(Debug, Args)]
+pub(crate) struct CommFlags {
+    /// The operation; all of them, one after the other, if none
+    #[arg(value_name = "OP", value_parser = comm_op())]
+    op: Option<CommOp>,
+    /// How many elements each tensor has
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(0..), default_value_t = 2)]
+    op_numel: i64,
+    /// The kind of the elements
+    #[arg(long, value_name = "KIND", value_parser = kind(), default_value = "float32")]
+    kind: Kind,
+    /// How reductions combine elements
+    #[arg(long, value_name = "OP", value_parser = reduce_op(), default_value = "sum")]
+    reduce_op: ReduceOp,
+    #[command(flatten)]
+    ranks: RanksFlags,
+    /// text (for people) or json (one object for each operation and rank)
+    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    log_format: LogFormat,
+}
+
+impl CommFlags {
+    pub(crate) fn request(&self) -> CommRequest {
+        CommRequest {
+            op: self.op,
+            numel: self.op_numel,
+            kind: self.kind,
+            reduce_op: self.reduce_op,
+            nproc_per_node: self.ranks.nproc_per_node,
+            backend: self.ranks.backend,
+            timeout: self.ranks.timeout,
+        }
+    }
+
+    pub(crate) fn log_format(&self) -> LogFormat {
+        self.log_format
+    }
+}
+
+/// The flags of `bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchFlags {
+    /// The collective
+    #[arg(value_name = "OP", value_parser = bench_op())]
+    op: BenchOp,
+    /// The smallest size, as 4, 16K or 128M
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4")]
+    min_bytes: u64,
+    /// The largest size
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "128M")]
+    max_bytes: u64,
+    /// By what a size is multiplied to get the next
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    step_factor: u64,
+    /// How often each size is measured [default: for a quarter of a second]
+    #[arg(long, value_name = "N")]
+    iters: Option<u64>,
+    /// How often before that
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    warmup: u64,
+    /// The kind of the elements
+    #[arg(long, value_name = "KIND", value_parser = kind_named, default_value = "float32")]
+    kind: Kind,
+    /// How elements are combined: sum, avg, product, min, max, band, bor, bxor
+    #[arg(long, value_name = "OP", default_value = "sum")]
+    reduce_op: ReduceOp,
+    #[command(flatten)]
+    ranks: RanksFlags,
+    /// text (a table) or json (one object a size)
+    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    log_format: LogFormat,
+}
+
+impl BenchFlags {
+    pub(crate) fn request(&self) -> BenchRequest {
+        BenchRequest {
+            op: self.op,
+            kind: self.kind,
+            reduce_op: self.reduce_op,
+            min_bytes: self.min_bytes,
+            max_bytes: self.max_bytes,
+            step_factor: self.step_factor,
+            iters: self.iters,
+            warmup: self.warmup,
+            nproc_per_node: self.ranks.nproc_per_node,
+            backend: self.ranks.backend,
+            timeout: self.ranks.timeout,
+        }
+    }
+
+    pub(crate) fn log_format(&self) -> LogFormat {
+        self.log_format
+    }
+}
+
+/// An operation by its name, with `-` or `_`.
+fn bench_op() -> impl TypedValueParser<Value = BenchOp> {
+    let named = |op: BenchOp| PossibleValue::new(op.name().replace('_', "-")).alias(op.name());
+    PossibleValuesParser::new(BenchOp::ALL.map(named)).try_map(|name| {
+        let name = name.replace('-', "_");
+        BenchOp::ALL.into_iter().find(|op| op.name() == name).ok_or("unknown operation")
+    })
+}
+
+/// An operation by PyTorch's name, with `_` or `-`.
+fn comm_op() -> impl TypedValueParser<Value = CommOp> {
+    let named = |op: CommOp| PossibleValue::new(op.name()).alias(op.name().replace('_', "-"));
+    PossibleValuesParser::new(CommOp::ALL.map(named)).try_map(|name| {
+        let name = name.replace('-', "_");
+        CommOp::ALL.into_iter().find(|op| op.name() == name).ok_or("unknown operation")
+    })
+}
+
+fn kind() -> impl TypedValueParser<Value = Kind> {
+    PossibleValuesParser::new(KINDS.map(kind_name)).try_map(|name| kind_named(&name))
+}
+
+fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {
+    let names = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"];
+    PossibleValuesParser::new(names).try_map(|name| name.parse::<ReduceOp>())
+}
+
+/// A size in bytes, as nccl-tests reads it: K is 1024.
+fn size(text: &str) -> Result<u64, parse_size::Error> {
+    parse_size::Config::new().with_binary().parse_size(text)
+}
+
+fn backend() -> impl TypedValueParser<Value = BackendChoice> {
+    PossibleValuesParser::new(["auto", "nccl", "threaded"]).map(|name| match &name[..] {
+        "nccl" => BackendChoice::Nccl,
+        "threaded" => BackendChoice::Threaded,
+        _ => BackendChoice::Auto,
+    })
+}
+
+fn log_format() -> impl TypedValueParser<Value = LogFormat> {
+    PossibleValuesParser::new(["text", "json"]).map(|name| match &name[..] {
+        "json" => LogFormat::Json,
+        _ => LogFormat::Text,
+    })
+}

@@ -1,0 +1,163 @@
+//! The flags of training: those that `config::Config` has keys for.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::TypedValueParser;
+use serde::Serialize;
+
+/// The flags that `config::Config` has keys for; those not given are not there.
+#[derive(Debug, Args, Serialize)]
+pub(crate) struct TrainFlags {
+    /// How often to go through the data [default: 1]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
+    max_epochs: Option<u64>,
+    /// How many samples a step takes, on each rank [default: 32]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
+    batch_size: Option<u64>,
+    /// The model [default: linear]
+    #[arg(long, value_name = "NAME", value_parser = ["linear", "mlp", "cnn"], help_heading = "Training")]
+    model: Option<String>,
+    /// The widths of an mlp's hidden layers, with commas [default: 64,64]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Training")]
+    hidden: Option<Vec<i64>>,
+    /// The channels of a cnn's convolutions, with commas; each halves the image [default: 16,32]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Training")]
+    channels: Option<Vec<i64>>,
+    /// Normalize a cnn's batches over the samples of all ranks
+    #[arg(long, help_heading = "Training")]
+    #[serde(skip_serializing_if = "is_false")]
+    sync_batch_norm: bool,
+    /// What is to become small [default: mse]
+    #[arg(long, value_name = "NAME", value_parser = ["mse", "cross-entropy"], help_heading = "Training")]
+    loss: Option<String>,
+    /// What all randomness starts from [default: 0]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
+    seed: Option<u64>,
+
+    /// The learning rate [default: 0.001]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    lr: Option<f64>,
+    /// What steps the parameters [default: sgd]
+    #[arg(long, value_name = "NAME", value_parser = ["sgd", "adamw"], help_heading = "Optimization")]
+    optimizer: Option<String>,
+    /// How much of SGD's last step goes into the next [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    momentum: Option<f64>,
+    /// How much less of the gradient goes into SGD's momentum [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    dampening: Option<f64>,
+    /// Nesterov's momentum for SGD
+    #[arg(long, help_heading = "Optimization")]
+    #[serde(skip_serializing_if = "is_false")]
+    nesterov: bool,
+    /// Weight decay [default: 0 for sgd, 0.01 for adamw]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    weight_decay: Option<f64>,
+    /// No weight decay for biases and the parameters of norms
+    #[arg(long, help_heading = "Optimization")]
+    #[serde(skip_serializing_if = "is_false")]
+    no_decay_on_bias_and_norm: bool,
+    /// How much of its mean gradient AdamW keeps in a step [default: 0.9]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    beta1: Option<f64>,
+    /// How much of its mean squared gradient AdamW keeps in a step [default: 0.999]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    beta2: Option<f64>,
+    /// What AdamW adds to its denominator [default: 0.00000001]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    eps: Option<f64>,
+    /// How the learning rate changes: cosine goes to --eta-min over the run [default: constant]
+    #[arg(long, value_name = "NAME", value_parser = ["constant", "multi-step", "cosine"], help_heading = "Optimization")]
+    schedule: Option<String>,
+    /// What a schedule counts; steps from the end of the warm-up [default: epoch]
+    #[arg(long, value_name = "UNIT", value_parser = ["epoch", "step"], help_heading = "Optimization")]
+    schedule_by: Option<String>,
+    /// When multi-step multiplies the learning rate by --gamma, with commas
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole(), help_heading = "Optimization")]
+    milestones: Option<Vec<u64>>,
+    /// By what multi-step multiplies the learning rate [default: 0.1]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    gamma: Option<f64>,
+    /// The learning rate that cosine ends at [default: 0]
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    eta_min: Option<f64>,
+    /// In how many steps the learning rate rises at first, from a third to all of it [default: 0]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Optimization")]
+    warmup_steps: Option<u64>,
+    /// Multiply the learning rate by the number of ranks, as their batches add up to one
+    #[arg(long, help_heading = "Optimization")]
+    #[serde(skip_serializing_if = "is_false")]
+    scale_lr: bool,
+    /// Scale gradients down that are longer, all together, than this
+    #[arg(long, value_name = "X", help_heading = "Optimization")]
+    max_grad_norm: Option<f64>,
+
+    /// How many samples the random data set has [default: 4096]
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    num_samples: Option<i64>,
+    /// How many numbers each sample has; for a cnn the pixels of a square image [default: 20]
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    in_features: Option<i64>,
+    /// How many numbers the model predicts; the number of classes for cross-entropy [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Data")]
+    out_features: Option<i64>,
+    /// Don't shuffle the samples
+    #[arg(long, help_heading = "Data")]
+    #[serde(skip_serializing_if = "is_false")]
+    no_shuffle: bool,
+    /// Drop the samples that don't go round between the ranks, instead of dealing some twice
+    #[arg(long, help_heading = "Data")]
+    #[serde(skip_serializing_if = "is_false")]
+    drop_last: bool,
+
+    /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
+    /// [default: auto]
+    #[arg(long, value_name = "auto|gpu|cpu|N", help_heading = "Run")]
+    nproc_per_node: Option<String>,
+    /// What carries the tensors: auto (nccl on GPUs, else threaded) [default: auto]
+    #[arg(long, value_name = "NAME", value_parser = ["auto", "nccl", "threaded"], help_heading = "Run")]
+    backend: Option<String>,
+    /// When a bucket of gradients is full, in MiB [default: 25]
+    #[arg(long, value_name = "MIB", help_heading = "Run")]
+    bucket_cap_mb: Option<f64>,
+    /// How long a rank waits for the others, as 500ms, 30s or 10m [default: 10m]
+    #[arg(long, value_name = "TIME", help_heading = "Run")]
+    timeout: Option<String>,
+    /// How long the other ranks get to come back after one has failed [default: 30s]
+    #[arg(long, value_name = "TIME", help_heading = "Run")]
+    grace_period: Option<String>,
+    /// How results are written on stdout [default: text]
+    #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], help_heading = "Run")]
+    log_format: Option<String>,
+    /// Compare what the ranks call at every collective with nccl too, and tell who differs; threaded
+    /// always does
+    #[arg(long, help_heading = "Run")]
+    #[serde(skip_serializing_if = "is_false")]
+    check_collectives: bool,
+    /// Make a rank fail, to see what happens. KIND: error, panic, stall. STAGE: rendezvous, init,
+    /// broadcast, step, barrier
+    #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]", help_heading = "Run")]
+    fault: Option<String>,
+    /// Read options from a TOML file; flags win over it
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    #[serde(skip)]
+    pub(crate) config: Option<PathBuf>,
+}
+
+impl TrainFlags {
+    /// The given flags under the keys of a configuration file.
+    pub(crate) fn table(&self) -> Result<toml::Table, toml::ser::Error> {
+        toml::Table::try_from(self)
+    }
+}
+
+/// A whole number that TOML can hold as well.
+fn whole() -> impl TypedValueParser<Value = u64> {
+    clap::value_parser!(u64).range(..=i64::MAX as u64)
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+fn is_false(value: &bool) -> bool {
+    !value
+}
