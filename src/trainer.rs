@@ -60,6 +60,7 @@ pub struct Trainer<M> {
     optimizer: Box<dyn Optimizer>,
     schedule: Schedule,
     max_grad_norm: Option<f64>,
+    accumulate: usize,
     loader: DataLoader,
     loss: Loss,
     loss_sum: LossSum,
@@ -80,7 +81,18 @@ impl<M: ModuleT> Trainer<M> {
     ) -> Result<Self> {
         let loss_sum = LossSum::new(ddp.group().device())?;
         let max_grad_norm = None;
-        Ok(Self { ddp, optimizer, schedule, max_grad_norm, loader, loss, loss_sum, step: 0 })
+        let accumulate = 1;
+        Ok(Self {
+            ddp,
+            optimizer,
+            schedule,
+            max_grad_norm,
+            accumulate,
+            loader,
+            loss,
+            loss_sum,
+            step: 0,
+        })
     }
 
     /// Scales longer gradients down to this norm before each step; see
@@ -88,6 +100,13 @@ impl<M: ModuleT> Trainer<M> {
     #[must_use]
     pub fn max_grad_norm(self, max_grad_norm: Option<f64>) -> Self {
         Self { max_grad_norm, ..self }
+    }
+
+    /// Makes each step from the gradients of so many batches, at least one: their mean goes out once. The last
+    /// step of an epoch may have fewer.
+    #[must_use]
+    pub fn accumulate(self, batches: usize) -> Self {
+        Self { accumulate: batches.max(1), ..self }
     }
 
     /// The model, as it is now.
@@ -124,11 +143,13 @@ impl<M: ModuleT> Trainer<M> {
     fn run_epoch(&mut self, epoch: u64) -> Result<Epoch> {
         let began = Instant::now();
         let (mut steps, mut samples) = (0, 0);
-        for batch in self.loader.epoch(epoch)? {
-            let batch = batch?;
+        let mut batches = self.loader.epoch(epoch)?.peekable();
+        while batches.peek().is_some() {
             self.ddp.group().enter_step(self.step)?;
-            self.run_batch(&batch, epoch)?;
-            (self.step, steps, samples) = (self.step + 1, steps + 1, samples + batch.len());
+            let of_step = batches.by_ref().take(self.accumulate).collect::<Result<Vec<_>>>()?;
+            self.run_step(&of_step, epoch)?;
+            (self.step, steps) = (self.step + 1, steps + 1);
+            samples += of_step.iter().map(Batch::len).sum::<usize>();
         }
         let group = self.ddp.group();
         self.loss_sum.count(samples)?;
@@ -146,15 +167,30 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// One step: forward, backward, average the gradients over the ranks, step the parameters.
-    fn run_batch(&mut self, batch: &Batch, epoch: u64) -> Result<()> {
+    fn run_step(&mut self, batches: &[Batch], epoch: u64) -> Result<()> {
         self.ddp.zero_grad()?;
-        let output = self.ddp.forward(&batch.inputs);
-        let loss = self.loss.of(&output, &batch.targets)?;
-        self.ddp.backward(&loss)?;
+        for (number, batch) in batches.iter().enumerate() {
+            // Only the last batch's backward averages, what all have added up.
+            let is_last = number + 1 == batches.len();
+            let _no_sync = (!is_last).then(|| self.ddp.no_sync());
+            self.run_batch(batch, batches.len())?;
+        }
         if let Some(max_norm) = self.max_grad_norm {
             let _ = self.ddp.clip_grad_norm(max_norm)?;
         }
-        self.optimizer.step(self.schedule.lr(epoch, self.step))?;
+        self.optimizer.step(self.schedule.lr(epoch, self.step))
+    }
+
+    /// Forward and backward of one of the `batches` batches of a step.
+    fn run_batch(&mut self, batch: &Batch, batches: usize) -> Result<()> {
+        let output = self.ddp.forward(&batch.inputs);
+        let loss = self.loss.of(&output, &batch.targets)?;
+        if batches == 1 {
+            self.ddp.backward(&loss)?;
+        } else {
+            let share = loss.f_div_scalar(batches as f64).map_err(Error::torch("div"))?;
+            self.ddp.backward(&share)?;
+        }
         self.loss_sum.add(&loss, batch.len())
     }
 

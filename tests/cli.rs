@@ -194,3 +194,40 @@ fn env_as_json_is_one_object() {
     assert_eq!(report["libtorch"], "2.11.0");
     assert!(report["libtorch_folder"].as_str().unwrap().starts_with('/'));
 }
+
+/// The `end` event of a run.
+fn end(args: &[&str]) -> serde_json::Value {
+    let (code, stdout, stderr) =
+        run(&[&["--log-format=json", "--nproc-per-node=2"], args].concat());
+    assert_eq!(code, Some(0), "{args:?}: {stderr}");
+    serde_json::from_str(stdout.lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn a_step_can_be_made_of_several_batches() {
+    let whole = end(&["--batch-size=64", "--lr=0.1"]);
+    let parts = end(&["--batch-size=16", "--accumulate=4", "--lr=0.1"]);
+    assert_eq!((&whole["steps"], &parts["steps"]), (&32.into(), &32.into()));
+    let loss = |end: &serde_json::Value| end["loss"].as_f64().unwrap();
+    assert!((loss(&whole) - loss(&parts)).abs() < 1e-5 * loss(&whole), "{whole} {parts}");
+    // 2048 samples a rank in batches of 48: the last step of the epoch has fewer.
+    assert_eq!(end(&["--batch-size=48", "--accumulate=4"])["steps"], 11);
+}
+
+#[test]
+fn the_engine_s_flags_change_how_and_not_what() {
+    let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
+    let expected = hash(&["--model=mlp"]);
+    for flag in
+        ["--no-overlap", "--static-graph", "--find-unused-parameters", "--bucket-cap-mb=0.001"]
+    {
+        assert_eq!(hash(&["--model=mlp", flag]), expected, "{flag}");
+    }
+    // PowerSGD begins at step 1000 only.
+    assert_eq!(hash(&["--model=mlp", "--comm-hook=powersgd"]), expected);
+    assert_ne!(hash(&["--model=mlp", "--comm-hook=bf16"]), expected);
+    let end = end(&["--model=mlp", "--bucket-cap-mb=0.001"]);
+    assert!(end["bucket_bytes"].as_array().unwrap().len() > 1, "{end}");
+    assert!(end["bytes_sent"].as_u64() > Some(0) && end["overlapped"] == 0.0, "{end}");
+    assert!(end["communication_us"].as_f64() < end["backward_us"].as_f64(), "{end}");
+}

@@ -487,3 +487,24 @@ fn uneven_inputs_can_be_an_error() {
     .unwrap_err();
     assert!(error.to_string().contains("1 of 3 ranks have run out of inputs"), "{error}");
 }
+
+#[test]
+fn buffers_follow_those_of_rank_0() {
+    for broadcast_buffers in [true, false] {
+        let all = ranks(2, move |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let root = vs.root();
+            let weight = root.var("weight", &[2], nn::Init::Const(1.));
+            let buffer = root.zeros_no_train("buffer", &[2]);
+            let options = DdpOptions { broadcast_buffers, ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            for _ in 0..3 {
+                // As a batch norm does in forward, from what each rank sees.
+                tch::no_grad(|| buffer.shallow_clone().f_add_scalar_(rank.rank() as f64 + 1.))?;
+                ddp.backward(&weight.sum(Kind::Float))?;
+            }
+            Ok(buffer.double_value(&[0]))
+        });
+        assert_eq!(all, if broadcast_buffers { [3., 3.] } else { [3., 6.] });
+    }
+}

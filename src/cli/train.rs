@@ -118,9 +118,31 @@ pub(crate) struct TrainFlags {
     /// What carries the tensors: auto (nccl on GPUs, else threaded) [default: auto]
     #[arg(long, value_name = "NAME", value_parser = ["auto", "nccl", "threaded"], help_heading = "Run")]
     backend: Option<String>,
+    /// Of how many batches the gradients are added up before a step [default: 1]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Engine")]
+    accumulate: Option<u64>,
     /// When a bucket of gradients is full, in MiB [default: 25]
-    #[arg(long, value_name = "MIB", help_heading = "Run")]
+    #[arg(long, value_name = "MIB", help_heading = "Engine")]
     bucket_cap_mb: Option<f64>,
+    /// Average gradients after backward only, and not while it goes on
+    #[arg(long, help_heading = "Engine")]
+    #[serde(skip_serializing_if = "is_false")]
+    no_overlap: bool,
+    /// How gradients are sent: none (as they are), fp16, bf16, powersgd [default: none]
+    #[arg(long, value_name = "NAME", value_parser = ["none", "fp16", "bf16", "powersgd"], help_heading = "Engine")]
+    comm_hook: Option<String>,
+    /// Allow that the loss does not depend on some parameters
+    #[arg(long, help_heading = "Engine")]
+    #[serde(skip_serializing_if = "is_false")]
+    find_unused_parameters: bool,
+    /// The loss depends on the same parameters in every step
+    #[arg(long, help_heading = "Engine")]
+    #[serde(skip_serializing_if = "is_false")]
+    static_graph: bool,
+    /// Let each rank keep its own buffers, such as the running statistics of a batch norm
+    #[arg(long, help_heading = "Engine")]
+    #[serde(skip_serializing_if = "is_false")]
+    no_broadcast_buffers: bool,
     /// How long a rank waits for the others, as 500ms, 30s or 10m [default: 10m]
     #[arg(long, value_name = "TIME", help_heading = "Run")]
     timeout: Option<String>,

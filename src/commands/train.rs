@@ -8,9 +8,10 @@ use tch::Device;
 use super::plan;
 use crate::config::Config;
 use crate::data::{DataLoader, Dataset, DistributedSampler, Targets};
-use crate::ddp::{DdpOptions, DistributedDataParallel};
+use crate::ddp::DistributedDataParallel;
 use crate::launch::{Placement, Rank, Spawn, SpawnError};
 use crate::observe::{End, Event, Failure, Printer, Start};
+use crate::process_group::Traffic;
 use crate::torch::cuda::Cuda;
 use crate::trainer::{Loss, Trainer};
 
@@ -75,8 +76,10 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     if config.sync_batch_norm {
         model = model.convert_sync_batchnorm(&group);
     }
-    let options = DdpOptions { bucket_cap_mb: config.bucket_cap_mb, ..DdpOptions::default() };
-    let ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+    let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), config.ddp_options())?;
+    if let Some(hook) = config.comm_hook() {
+        ddp.register_comm_hook(hook);
+    }
     if rank.rank() == 0 {
         let start = start(job, ddp.num_parameters());
         job.printer.event(&Event::Start(start)).context("writing to stdout")?;
@@ -85,7 +88,8 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let optimizer = config.optimizer_config().build(ddp.flat_buffers())?;
     let schedule = config.schedule_for(rank.world_size());
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
-        .max_grad_norm(config.max_grad_norm);
+        .max_grad_norm(config.max_grad_norm)
+        .accumulate(config.accumulate as usize);
     let summary = trainer.train(config.max_epochs, |epoch| {
         job.printer.epoch(epoch, rank.world_size()).context("writing to stdout")
     })?;
@@ -93,12 +97,20 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     group.barrier()?;
     if rank.rank() == 0 {
         let seconds = summary.elapsed.as_secs_f64();
+        let statistics = trainer.ddp().statistics();
+        let Traffic { sent, received } = group.traffic();
         let end = End {
             seconds,
             steps: summary.steps,
             loss: summary.last_loss,
             us_per_step: seconds * 1e6 / summary.steps as f64,
             parameters_hash: format!("{:016x}", trainer.ddp().parameters_hash()?),
+            bucket_bytes: statistics.bucket_bytes,
+            backward_us: statistics.backward_us,
+            communication_us: statistics.communication_us,
+            overlapped: statistics.overlapped,
+            bytes_sent: sent,
+            bytes_received: received,
             first_loss: summary.first_loss,
         };
         job.printer.event(&Event::End(end)).context("writing to stdout")?;

@@ -1,7 +1,9 @@
 //! Everything a run can be told, as plain data: defaults, then a TOML file, then flags.
 
+mod engine;
 mod optimization;
 mod text;
+mod validation;
 
 use std::fmt;
 use std::fs;
@@ -12,13 +14,16 @@ use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use crate::error::{Error, Result};
-use crate::launch::{BackendChoice, Fault, FaultKind, Nproc, Spawn, Stage};
+use crate::launch::{BackendChoice, Fault, Nproc, Spawn};
 use crate::models::{ModelConfig, ModelKind};
 use crate::observe::LogFormat;
 use crate::optim::Unit;
 use crate::trainer::Loss;
 
+pub use engine::CommHookKind;
 pub use optimization::{OptimizerKind, ScheduleKind};
+use validation::Invalid;
+pub use validation::parse_timeout;
 
 /// A whole configuration. Every field is a flag (with `-` for `_`) and a key of a TOML file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -113,6 +118,23 @@ pub struct Config {
     /// When a bucket of gradients is full, in MiB.
     #[serde(alias = "bucket-cap-mb")]
     pub bucket_cap_mb: f64,
+    /// Of how many batches the gradients are added up before a step.
+    pub accumulate: u64,
+    /// Reduce buckets after backward only.
+    #[serde(alias = "no-overlap")]
+    pub no_overlap: bool,
+    /// How buckets are averaged.
+    #[serde(alias = "comm-hook")]
+    pub comm_hook: CommHookKind,
+    /// Allow that the loss does not depend on some parameters.
+    #[serde(alias = "find-unused-parameters")]
+    pub find_unused_parameters: bool,
+    /// The loss depends on the same parameters in every step.
+    #[serde(alias = "static-graph")]
+    pub static_graph: bool,
+    /// Let each rank keep its own buffers in training.
+    #[serde(alias = "no-broadcast-buffers")]
+    pub no_broadcast_buffers: bool,
     /// How long a rank waits for the others.
     #[serde(with = "text::duration")]
     pub timeout: Duration,
@@ -167,6 +189,12 @@ impl Default for Config {
             nproc_per_node: Nproc::Auto,
             backend: BackendChoice::Auto,
             bucket_cap_mb: 25.0,
+            accumulate: 1,
+            no_overlap: false,
+            comm_hook: CommHookKind::None,
+            find_unused_parameters: false,
+            static_graph: false,
+            no_broadcast_buffers: false,
             timeout: Spawn::TIMEOUT,
             grace_period: Spawn::GRACE_PERIOD,
             log_format: LogFormat::Text,
@@ -212,26 +240,6 @@ impl Config {
         Ok(config)
     }
 
-    /// Refuses a flag that does nothing beside the others: in a file it may wait for them.
-    fn check_idle_flags(&self, given: impl Fn(&str) -> bool) -> Result<(), Invalid> {
-        for (key, kind, what) in [
-            ("hidden", ModelKind::Mlp, "hidden layers"),
-            ("channels", ModelKind::Cnn, "channels"),
-            ("sync_batch_norm", ModelKind::Cnn, "batch norm"),
-        ] {
-            if self.model != kind && given(key) {
-                let model = match self.model {
-                    ModelKind::Linear => "a linear model",
-                    ModelKind::Mlp => "an mlp",
-                    ModelKind::Cnn => "a cnn",
-                };
-                let problem = format!("{model} has no {what}; use model {}", kind.name());
-                return Err(Invalid { key, problem });
-            }
-        }
-        self.check_idle_optimization(given)
-    }
-
     /// The model that this asks for.
     pub fn model_config(&self) -> ModelConfig {
         ModelConfig {
@@ -244,103 +252,6 @@ impl Config {
             },
         }
     }
-
-    /// Checks what depends on the number of ranks as well.
-    ///
-    /// # Errors
-    /// [`Error::Input`], naming the remedy.
-    pub fn validate_for(&self, world_size: usize) -> Result<()> {
-        let samples = self.num_samples as usize;
-        if world_size > samples {
-            return Err(Error::Input(format!(
-                "{world_size} ranks for {samples} samples: some would have nothing to train on; use \
-                 --nproc-per-node {samples} or fewer, or more samples"
-            )));
-        }
-        self.validate_warmup_for(world_size)?;
-        let Some(fault) = self.fault else { return Ok(()) };
-        if fault.rank >= world_size {
-            return Err(Error::Input(format!(
-                "fault: there is no rank {}; this run has ranks 0 to {}",
-                fault.rank,
-                world_size - 1
-            )));
-        }
-        if fault.kind == FaultKind::Stall && world_size == 1 {
-            return Err(Error::Input(
-                "fault: nobody would notice that the only rank stalls; use 2 ranks or more".into(),
-            ));
-        }
-        let steps = self.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
-        if fault.at == Stage::Step && fault.step >= steps {
-            return Err(Error::Input(format!(
-                "fault: there is no step {}; this run has steps 0 to {}",
-                fault.step,
-                steps - 1
-            )));
-        }
-        Ok(())
-    }
-
-    /// How many steps each of so many ranks makes in an epoch.
-    fn steps_per_epoch(&self, world_size: usize) -> u64 {
-        let samples = self.num_samples as usize;
-        let share =
-            if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
-        share.div_ceil(self.batch_size) as u64
-    }
-
-    fn validate(&self) -> Result<(), Invalid> {
-        let at_least = |key, value: i64, least: i64| {
-            let problem = || format!("{value} is too small; use {least} or more");
-            if value >= least { Ok(()) } else { Err(Invalid { key, problem: problem() }) }
-        };
-        let refuse = |key, problem: String| Err(Invalid { key, problem });
-        at_least("max_epochs", self.max_epochs as i64, 1)?;
-        at_least("batch_size", self.batch_size as i64, 1)?;
-        at_least("num_samples", self.num_samples, 1)?;
-        at_least("in_features", self.in_features, 1)?;
-        at_least("out_features", self.out_features, 1)?;
-        if !(self.bucket_cap_mb > 0.0 && self.bucket_cap_mb.is_finite()) {
-            let problem = format!("{} is no size; use a number above 0", self.bucket_cap_mb);
-            return refuse("bucket_cap_mb", problem);
-        }
-        if self.hidden.is_empty() {
-            let problem =
-                "an mlp needs at least one hidden layer; use model linear for none".into();
-            return refuse("hidden", problem);
-        }
-        for &width in &self.hidden {
-            at_least("hidden", width, 1)?;
-        }
-        self.model_config().check().map_err(|(key, problem)| Invalid { key, problem })?;
-        if self.timeout.is_zero() {
-            return refuse("timeout", NO_TIME.into());
-        }
-        if self.loss == Loss::CrossEntropy && self.out_features < 2 {
-            let problem = "cross-entropy over one column is always 0, and so is its gradient: nothing \
-                           would be learned; use --out-features 2 or more, or --loss mse";
-            return refuse("loss", problem.into());
-        }
-        Ok(())
-    }
-}
-
-/// How long a rank waits for the others, as a file or a flag says it.
-///
-/// # Errors
-/// [`Error::Input`] for what is no duration, and for no time at all.
-pub fn parse_timeout(text: &str) -> Result<Duration> {
-    let timeout = text::duration::parse(text)?;
-    if timeout.is_zero() { Err(Error::Input(NO_TIME.into())) } else { Ok(timeout) }
-}
-
-const NO_TIME: &str = "0 leaves no time to wait; use for example 30s";
-
-/// A value that has the right type and makes no sense.
-struct Invalid {
-    key: &'static str,
-    problem: String,
 }
 
 /// Where values came from, for error messages.

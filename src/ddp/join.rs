@@ -81,10 +81,19 @@ impl<M> DistributedDataParallel<M> {
     /// Copies the parameters and buffers of rank `src` to all.
     pub(super) fn sync_from(&self, src: usize) -> Result<()> {
         self.reducer.for_each_flat(|flat| self.group.broadcast(&mut flat.parameters, src))?;
-        for buffer in self.tensors.iter().filter(|t| !t.trainable) {
-            tch::no_grad(|| self.group.broadcast(&mut buffer.tensor.shallow_clone(), src))?;
-        }
-        Ok(())
+        // Parameters that are not trained as well.
+        let rest = self.tensors.iter().filter(|tensor| !tensor.trainable);
+        rest.map(|rest| &rest.tensor).try_for_each(|tensor| self.copy_from(src, tensor))
+    }
+
+    /// Copies the buffers of rank `src` to all.
+    pub(super) fn sync_buffers(&self, src: usize) -> Result<()> {
+        let buffers = self.tensors.iter().filter(|tensor| tensor.is_buffer);
+        buffers.map(|buffer| &buffer.tensor).try_for_each(|tensor| self.copy_from(src, tensor))
+    }
+
+    fn copy_from(&self, src: usize, tensor: &Tensor) -> Result<()> {
+        tch::no_grad(|| self.group.broadcast(&mut tensor.shallow_clone(), src))
     }
 }
 

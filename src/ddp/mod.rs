@@ -12,6 +12,7 @@ mod reducer;
 use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
+use std::time::Duration;
 
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
@@ -41,6 +42,10 @@ pub struct DdpOptions {
     /// Copy rank 0's parameters and buffers to all ranks at construction. Without it you vouch for them being
     /// the same.
     pub init_sync: bool,
+    /// Copy rank 0's buffers, such as the running statistics of a batch norm, to all ranks with every backward
+    /// that averages. (PyTorch does it before the next forward, which comes to the same, but for the end.) Not
+    /// within [`join`](DistributedDataParallel::join), which copies them at its end.
+    pub broadcast_buffers: bool,
     /// Allow that the loss does not depend on some parameters: they contribute zeros, and one that no rank uses
     /// in a step has no gradient after it. Costs a small collective a step. Without it that is
     /// [`Error::UnusedParameters`].
@@ -59,6 +64,7 @@ impl Default for DdpOptions {
             bucket_cap_mb: 25.0,
             first_bucket_mb: 1.0,
             init_sync: true,
+            broadcast_buffers: true,
             find_unused_parameters: false,
             static_graph: false,
             overlap: None,
@@ -66,7 +72,7 @@ impl Default for DdpOptions {
     }
 }
 
-/// What one backward pass came to on one rank. Follows `_get_ddp_logging_data`.
+/// What the backward passes that averaged came to on one rank, on average. Follows `_get_ddp_logging_data`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DdpStatistics {
     /// How many bytes each bucket holds.
@@ -105,10 +111,6 @@ impl Drop for NoSync {
 ///    rank's gradient. With `nccl` that happens while backward goes on.
 /// 4. Every rank makes the same optimizer step with the same numbers, and stays the same.
 ///
-/// Buffers are copied from rank 0 at construction only: those that a model changes in training, such as
-/// the running statistics of a batch norm, are each rank's own from then on; those of a
-/// [`SyncBatchNorm`](crate::SyncBatchNorm) stay the same on all ranks.
-///
 /// With equal batches and a mean loss that mean is the gradient of the whole batch; when ranks have
 /// batches of different sizes it is not, here as in PyTorch.
 ///
@@ -119,6 +121,7 @@ pub struct DistributedDataParallel<M> {
     group: Rc<ProcessGroup>,
     reducer: Reducer,
     tensors: Vec<NamedTensor>,
+    options: DdpOptions,
     /// How many [`NoSync`] live.
     no_sync: Rc<Cell<u32>>,
 }
@@ -156,7 +159,7 @@ impl<M> DistributedDataParallel<M> {
         parameters::compare(&tensors, &group)?;
         let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
         let reducer = Reducer::new(&parameters, group.clone(), options)?;
-        let ddp = Self { module, group, reducer, tensors, no_sync: Rc::default() };
+        let ddp = Self { module, group, reducer, tensors, options, no_sync: Rc::default() };
         if options.init_sync {
             ddp.sync_from(0)?;
         }
@@ -177,18 +180,19 @@ impl<M> DistributedDataParallel<M> {
         NoSync { depth: self.no_sync.clone() }
     }
 
-    /// What the last [`backward`](Self::backward) that averaged came to.
+    /// What every [`backward`](Self::backward) that averaged came to so far, on average.
     pub fn statistics(&self) -> DdpStatistics {
         let times = self.reducer.times();
-        let communication = times.communication.as_secs_f64();
+        let mean = |time: Duration| time.as_secs_f64() / f64::from(times.count.max(1));
+        let communication = mean(times.communication);
         DdpStatistics {
             bucket_bytes: self.reducer.bucket_bytes(),
-            backward_us: times.total.as_secs_f64() * 1e6,
+            backward_us: mean(times.total) * 1e6,
             communication_us: communication * 1e6,
             overlapped: if communication == 0.0 {
                 0.0
             } else {
-                times.overlapped.as_secs_f64() / communication
+                mean(times.overlapped) / communication
             },
         }
     }
@@ -243,7 +247,12 @@ impl<M> DistributedDataParallel<M> {
     /// replaced, and those of [`ProcessGroup::all_reduce`], which may happen in the model's own
     /// backward pass as well.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        self.reducer.backward(loss, self.no_sync.get() == 0)
+        let sync = self.no_sync.get() == 0;
+        self.reducer.backward(loss, sync)?;
+        if sync && self.options.broadcast_buffers && !self.reducer.is_joining() {
+            self.sync_buffers(0)?;
+        }
+        Ok(())
     }
 
     /// Scales the averaged gradients so that their 2-norm, all together, is `max_norm` or less, and returns

@@ -13,6 +13,8 @@ pub(super) struct NamedTensor {
     pub name: String,
     pub tensor: Tensor,
     pub trainable: bool,
+    /// Whether it is no parameter at all, and may change in forward.
+    pub is_buffer: bool,
 }
 
 /// Parameters in the order of their creation, then buffers in the order of their names: an order that
@@ -33,10 +35,14 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
         let name = named.remove(at).0;
         // A frozen one keeps its value, which is rank 0's on all ranks, like a buffer's.
         let trainable = tensor.requires_grad();
-        tensors.push(NamedTensor { name, tensor, trainable });
+        tensors.push(NamedTensor { name, tensor, trainable, is_buffer: false });
     }
-    let buffers =
-        named.into_iter().map(|(name, tensor)| NamedTensor { name, tensor, trainable: false });
+    let buffers = named.into_iter().map(|(name, tensor)| NamedTensor {
+        name,
+        tensor,
+        trainable: false,
+        is_buffer: true,
+    });
     tensors.extend(buffers);
     Ok(tensors)
 }
@@ -44,7 +50,7 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
 impl NamedTensor {
     /// "parameter `weight`, float32 [1, 20]".
     fn describe(&self) -> String {
-        let Self { name, tensor, trainable } = self;
+        let Self { name, tensor, trainable, .. } = self;
         let what = if *trainable { "parameter" } else { "buffer" };
         format!("{what} `{name}`, {} {:?}", kind_name(tensor.kind()), tensor.size())
     }

@@ -28,9 +28,11 @@ enum Mode {
     AfterBackward,
 }
 
-/// How long the parts of the last backward took on this rank.
+/// How long the parts of backward passes took on this rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Times {
+    /// How many these are.
+    pub count: u32,
     /// From the beginning of backward to the end of the last bucket.
     pub total: Duration,
     /// In which this rank was busy with reducing, or waited for it.
@@ -129,6 +131,10 @@ impl Reducer {
         self.state.borrow().group.clone()
     }
 
+    pub(super) fn is_joining(&self) -> bool {
+        self.state.borrow().joining.is_some()
+    }
+
     pub(super) fn set_joining(&self, joining: Option<JoinOptions>) {
         self.state.borrow_mut().joining = joining;
     }
@@ -136,6 +142,7 @@ impl Reducer {
     /// Runs backward on `loss`; averages the gradients over the ranks if `sync`.
     pub(super) fn backward(&self, loss: &Tensor, sync: bool) -> Result<()> {
         let began = Instant::now();
+        let before = self.state.borrow().times.communication;
         let active = self.state.borrow_mut().begin(sync, self.options.overlap)?;
         let backward = torch::backward(loss);
         self.hooks.resume_panic();
@@ -147,12 +154,14 @@ impl Reducer {
         }
         backward?;
         if sync {
-            state.times.overlapped = state.times.communication;
+            let so_far = state.times.communication;
+            state.times.overlapped += so_far - before;
             state.mode = mode;
             let finished = state.finish(self.options, active);
             state.mode = Mode::Local;
             finished?;
-            state.times.total = began.elapsed();
+            state.times.total += began.elapsed();
+            state.times.count += 1;
         }
         Ok(())
     }
@@ -192,7 +201,6 @@ impl State {
     fn reset(&mut self) -> Result<()> {
         self.next = 0;
         self.error = None;
-        self.times = Times::default();
         let Layout { buckets, members, .. } = &mut self.layout;
         buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.parameters.len());
         members.iter_mut().for_each(|member| member.ready = false);

@@ -70,6 +70,18 @@ pub struct End {
     pub us_per_step: f64,
     /// 64 bits in hex over names, shapes and bytes of the parameters.
     pub parameters_hash: String,
+    /// How many bytes of gradients each bucket holds.
+    pub bucket_bytes: Vec<usize>,
+    /// Of a step, on rank 0: backward and everything that was reduced, in microseconds.
+    pub backward_us: f64,
+    /// That part of it in which rank 0 reduced, or waited for the others to.
+    pub communication_us: f64,
+    /// How much of that had passed when autograd was through, from 0 to 1.
+    pub overlapped: f64,
+    /// How many bytes rank 0 has sent in the whole run.
+    pub bytes_sent: u64,
+    /// How many it has received.
+    pub bytes_received: u64,
     /// The mean loss of the first epoch; in text only.
     #[serde(skip)]
     pub first_loss: f64,
