@@ -181,7 +181,11 @@ fn the_events_have_the_fields_of_the_contract_in_their_order() {
         assert!(line.starts_with(&start), "{line}");
         assert!(line.contains("\"samples_per_second\":"), "{line}");
     }
-    assert_eq!(fields(lines[3]), "event seconds steps loss us_per_step parameters_hash");
+    assert_eq!(
+        fields(lines[3]),
+        "event seconds steps loss us_per_step parameters_hash bucket_bytes backward_us \
+             communication_us overlapped bytes_sent bytes_received"
+    );
 }
 
 #[test]

@@ -500,7 +500,8 @@ fn buffers_follow_those_of_rank_0() {
             let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
             for _ in 0..3 {
                 // As a batch norm does in forward, from what each rank sees.
-                tch::no_grad(|| buffer.shallow_clone().f_add_scalar_(rank.rank() as f64 + 1.))?;
+                let sees = rank.rank() as f64 + 1.;
+                let _ = tch::no_grad(|| buffer.shallow_clone().f_add_scalar_(sees))?;
                 ddp.backward(&weight.sum(Kind::Float))?;
             }
             Ok(buffer.double_value(&[0]))

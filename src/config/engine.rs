@@ -22,13 +22,15 @@ pub enum CommHookKind {
 impl Config {
     /// The options of the engine that this asks for.
     pub fn ddp_options(&self) -> DdpOptions {
+        let default = DdpOptions::default();
         DdpOptions {
             bucket_cap_mb: self.bucket_cap_mb,
+            first_bucket_mb: default.first_bucket_mb.min(self.bucket_cap_mb),
             find_unused_parameters: self.find_unused_parameters,
             static_graph: self.static_graph,
             broadcast_buffers: !self.no_broadcast_buffers,
             overlap: self.no_overlap.then_some(false),
-            ..DdpOptions::default()
+            ..default
         }
     }
 
