@@ -10,7 +10,7 @@ use ddp_mp::launch::install_panic_hook;
 use ddp_mp::observe::{LogFormat, Printer};
 use ddp_mp::torch::{self, cuda};
 
-use cli::{Command, TrainFlags};
+use cli::{BenchCommand, BenchFlags, Command, StepFlags, TrainFlags};
 
 /// The run failed.
 const FAILED: u8 = 1;
@@ -35,6 +35,9 @@ fn main() {
             commands::comm(flags.request(), &cuda::load(), &printer)
         }
         Some(Command::Env(flags)) => env(&flags),
+        Some(Command::Bench(BenchFlags { step: Some(BenchCommand::Step(flags)), .. })) => {
+            bench_step(&flags)
+        }
         Some(Command::Bench(flags)) => {
             let printer = Arc::new(Printer::new(flags.log_format()));
             commands::bench(flags.request(), &cuda::load(), &printer)
@@ -58,6 +61,12 @@ fn train(flags: &TrainFlags) -> anyhow::Result<()> {
     let config = Config::resolve(flags.config.as_deref(), flags.table()?)?;
     let printer = Arc::new(Printer::new(config.log_format));
     commands::train(config, &cuda::load(), &printer)
+}
+
+fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {
+    let config = Config::resolve(flags.train.config.as_deref(), flags.train.table()?)?;
+    let printer = Arc::new(Printer::new(config.log_format));
+    commands::bench_step(config, flags.steps, &cuda::load(), &printer)
 }
 
 fn env(flags: &TrainFlags) -> anyhow::Result<()> {

@@ -133,3 +133,26 @@ fn what_cannot_be_measured_is_refused() {
         assert!(stderr.contains(reason), "{args:?}: {stderr}");
     }
 }
+
+#[test]
+fn a_step_and_its_parts() {
+    for (model, more) in
+        [("linear", "--batch-size=8"), ("mlp", "--hidden=16"), ("cnn", "--in-features=64")]
+    {
+        let flags =
+            ["--steps=30", "--nproc-per-node=2", "--log-format=json", "--model", model, more];
+        let (code, stdout, stderr) = run(&[&["bench", "step"], &flags[..]].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        let row: Value = serde_json::from_str(&stdout).unwrap();
+        assert_eq!((&row["model"], &row["world_size"]), (&model.into(), &2.into()));
+        let number = |key: &str| row[key].as_f64().unwrap();
+        let (least, middle, most) = (number("us_min"), number("us_per_step"), number("us_max"));
+        assert!(0. < least && least <= middle && middle <= most, "{row}");
+        for part in ["forward_us", "backward_us", "communication_us", "optimizer_us"] {
+            assert!(number(part) > 0. && number(part) <= most, "{row}");
+        }
+    }
+    let (code, stdout, _) = run(&["bench", "step", "--steps=5", "--nproc-per-node=1"]);
+    assert_eq!(code, Some(0));
+    assert!(stdout.starts_with("# linear, batch 32, 1 rank: medians of 5 steps"), "{stdout}");
+}

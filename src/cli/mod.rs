@@ -7,7 +7,8 @@ use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use tools::{BenchFlags, CommFlags, SamplerFlags};
+pub(crate) use tools::{BenchCommand, BenchFlags, StepFlags};
+use tools::{CommFlags, SamplerFlags};
 pub(crate) use train::TrainFlags;
 
 /// Data-parallel training: one rank per visible GPU, each a thread of this process.
@@ -30,7 +31,7 @@ pub(crate) enum Command {
     Comm(CommFlags),
     /// Show which sample goes to which rank
     Sampler(SamplerFlags),
-    /// Measure a collective at many sizes, in the columns of nccl-tests
+    /// Measure a collective at many sizes, in the columns of nccl-tests, or a training step
     Bench(BenchFlags),
     /// Show what was found on this machine, and what would be run with these options
     Env(TrainFlags),

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Args, Subcommand};
 use ddp_mp::ReduceOp;
 use ddp_mp::commands::{BenchOp, BenchRequest, CommOp, CommRequest, SamplerRequest};
 use ddp_mp::config::parse_timeout;
@@ -11,6 +11,8 @@ use ddp_mp::launch::{BackendChoice, Nproc};
 use ddp_mp::observe::LogFormat;
 use ddp_mp::process_group::{KINDS, kind_name, kind_named};
 use tch::Kind;
+
+use super::TrainFlags;
 
 /// The flags of `sampler`.
 #[derive(Debug, Args)]
@@ -115,10 +117,13 @@ impl CommFlags {
 
 /// The flags of `bench`.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct BenchFlags {
+    #[command(subcommand)]
+    pub(crate) step: Option<BenchCommand>,
     /// The collective
-    #[arg(value_name = "OP", value_parser = bench_op())]
-    op: BenchOp,
+    #[arg(value_name = "OP", value_parser = bench_op(), required = true)]
+    op: Option<BenchOp>,
     /// The smallest size, as 4, 16K or 128M
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4")]
     min_bytes: u64,
@@ -147,10 +152,27 @@ pub(crate) struct BenchFlags {
     log_format: LogFormat,
 }
 
+/// What else can be measured.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Measure a training step and its parts
+    Step(StepFlags),
+}
+
+/// The flags of `bench step`: those of training, as far as they change a step.
+#[derive(Debug, Args)]
+pub(crate) struct StepFlags {
+    /// How many steps are measured
+    #[arg(long, value_name = "N", default_value_t = 500)]
+    pub(crate) steps: usize,
+    #[command(flatten)]
+    pub(crate) train: TrainFlags,
+}
+
 impl BenchFlags {
     pub(crate) fn request(&self) -> BenchRequest {
         BenchRequest {
-            op: self.op,
+            op: self.op.unwrap_or(BenchOp::AllReduce), // clap asks for it
             kind: self.kind,
             reduce_op: self.reduce_op,
             min_bytes: self.min_bytes,

@@ -1,5 +1,6 @@
 //! `ddp-mp train`: starts the ranks, and trains on each.
 
+use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -9,9 +10,12 @@ use super::plan;
 use crate::config::Config;
 use crate::data::{DataLoader, Dataset, DistributedSampler, Targets};
 use crate::ddp::DistributedDataParallel;
+use crate::error::Result;
 use crate::launch::{Placement, Rank, Spawn, SpawnError};
+use crate::models::Model;
 use crate::observe::{End, Event, Failure, Printer, Start};
-use crate::process_group::Traffic;
+use crate::optim::{Optimizer, Schedule};
+use crate::process_group::{ProcessGroup, Traffic};
 use crate::torch::cuda::Cuda;
 use crate::trainer::{Loss, Trainer};
 
@@ -36,14 +40,7 @@ pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Res
     if let (_, Some(note)) = config.lr_for(placement.devices.len()) {
         printer.note(&note);
     }
-    let targets = match config.loss {
-        Loss::Mse => Targets::Values(config.out_features),
-        Loss::CrossEntropy => Targets::Classes(config.out_features),
-    };
-    // Threads of libtorch's own that are started here would be idle later: the ranks have their own.
-    tch::set_num_threads(1);
-    let dataset =
-        Dataset::random(config.num_samples, config.in_features, targets, data_seed(config.seed))?;
+    let dataset = data_for(&config)?;
     let spawn = Spawn::at(&placement)
         .timeout(config.timeout)
         .grace_period(config.grace_period)
@@ -66,27 +63,12 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let config = &job.config;
     let group = rank.init_process_group(job.placement.backend)?;
 
-    let sampler = DistributedSampler::new(job.dataset.len(), rank.world_size(), rank.rank())?
-        .shuffle(!config.no_shuffle)
-        .seed(config.seed)
-        .drop_last(config.drop_last)?;
-    let loader = DataLoader::new(&job.dataset, sampler, config.batch_size, rank.device())?;
-
-    let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
-    if config.sync_batch_norm {
-        model = model.convert_sync_batchnorm(&group);
-    }
-    let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), config.ddp_options())?;
-    if let Some(hook) = config.comm_hook() {
-        ddp.register_comm_hook(hook);
-    }
+    let Training { ddp, optimizer, schedule, loader } =
+        Training::new(rank, &group, config, &job.dataset)?;
     if rank.rank() == 0 {
         let start = start(job, ddp.num_parameters());
         job.printer.event(&Event::Start(start)).context("writing to stdout")?;
     }
-
-    let optimizer = config.optimizer_config().build(ddp.flat_buffers())?;
-    let schedule = config.schedule_for(rank.world_size());
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
         .max_grad_norm(config.max_grad_norm)
         .accumulate(config.accumulate as usize);
@@ -116,6 +98,54 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         job.printer.event(&Event::End(end)).context("writing to stdout")?;
     }
     Ok(())
+}
+
+/// What one rank trains with.
+pub(super) struct Training {
+    pub ddp: DistributedDataParallel<Model>,
+    pub optimizer: Box<dyn Optimizer>,
+    pub schedule: Schedule,
+    pub loader: DataLoader,
+}
+
+impl Training {
+    /// As `config` says, on this rank. A collective.
+    pub(super) fn new(
+        rank: &Rank,
+        group: &Rc<ProcessGroup>,
+        config: &Config,
+        dataset: &Dataset,
+    ) -> anyhow::Result<Self> {
+        let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?
+            .shuffle(!config.no_shuffle)
+            .seed(config.seed)
+            .drop_last(config.drop_last)?;
+        let loader = DataLoader::new(dataset, sampler, config.batch_size, rank.device())?;
+
+        let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
+        if config.sync_batch_norm {
+            model = model.convert_sync_batchnorm(group);
+        }
+        let options = config.ddp_options();
+        let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+        if let Some(hook) = config.comm_hook() {
+            ddp.register_comm_hook(hook);
+        }
+        let optimizer = config.optimizer_config().build(ddp.flat_buffers())?;
+        let schedule = config.schedule_for(rank.world_size());
+        Ok(Self { ddp, optimizer, schedule, loader })
+    }
+}
+
+/// The data set that `config` asks for.
+pub(super) fn data_for(config: &Config) -> Result<Dataset> {
+    let targets = match config.loss {
+        Loss::Mse => Targets::Values(config.out_features),
+        Loss::CrossEntropy => Targets::Classes(config.out_features),
+    };
+    // Threads of libtorch's own that are started here would be idle later: the ranks have their own.
+    tch::set_num_threads(1);
+    Dataset::random(config.num_samples, config.in_features, targets, data_seed(config.seed))
 }
 
 /// The data must not be the numbers that the model starts from, so it has a seed of its own.

@@ -180,6 +180,11 @@ impl<M> DistributedDataParallel<M> {
         NoSync { depth: self.no_sync.clone() }
     }
 
+    /// How long this rank has reduced gradients, or waited for others to, since the beginning.
+    pub(crate) fn communication_time(&self) -> Duration {
+        self.reducer.times().communication
+    }
+
     /// What every [`backward`](Self::backward) that averaged came to so far, on average.
     pub fn statistics(&self) -> DdpStatistics {
         let times = self.reducer.times();

@@ -1,9 +1,11 @@
-//! `ddp-mp bench OP`: how long a collective takes at each size, beside the limit of the machine's memory.
+//! `ddp-mp bench OP`: how long a collective takes at each size, beside the limit of the machine's memory; and
+//! `ddp-mp bench step`, how long a training step takes.
 //!
 //! The columns are those of NVIDIA's nccl-tests, so that the tools and habits for those fit.
 
 mod exercise;
 mod limit;
+mod step;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,6 +23,7 @@ use crate::torch::cuda::Cuda;
 pub use exercise::BenchOp;
 use exercise::Exercise;
 use limit::Limit;
+pub use step::bench_step;
 
 /// What to measure, and how.
 #[derive(Debug, Clone)]

@@ -1,0 +1,146 @@
+//! `ddp-mp bench step`: how long a training step takes, and its parts.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use serde::Serialize;
+
+use super::super::plan;
+use super::super::train::{Training, data_for};
+use crate::config::Config;
+use crate::data::Dataset;
+use crate::launch::{Backend, Rank, Spawn};
+use crate::observe::{LogFormat, Printer};
+use crate::torch::cuda::Cuda;
+
+/// The times of rank 0, in microseconds: medians over the steps.
+#[derive(Debug, Serialize)]
+struct StepTimes {
+    model: &'static str,
+    world_size: usize,
+    us_per_step: f64,
+    us_min: f64,
+    us_max: f64,
+    /// Zeroing the gradients, the model and the loss.
+    forward_us: f64,
+    /// Autograd alone.
+    backward_us: f64,
+    /// Averaging the gradients, or waiting for the other ranks.
+    communication_us: f64,
+    optimizer_us: f64,
+}
+
+/// Steps that are made first and do not count.
+const WARM_UP: usize = 20;
+
+/// Trains as `config` says for `steps` steps, and prints what one takes.
+///
+/// # Errors
+/// As [`train`](super::super::train).
+pub fn bench_step(
+    config: Config,
+    steps: usize,
+    cuda: &Cuda,
+    printer: &Arc<Printer>,
+) -> anyhow::Result<()> {
+    let placement = plan(&config, cuda)?;
+    if let Some(note) = &placement.note {
+        printer.note(note);
+    }
+    let dataset = data_for(&config)?;
+    let spawn = Spawn::at(&placement).timeout(config.timeout).grace_period(config.grace_period);
+    let (backend, printer) = (placement.backend, printer.clone());
+    spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps.max(1), &printer))?;
+    Ok(())
+}
+
+fn step_on(
+    rank: &Rank,
+    backend: Backend,
+    config: &Config,
+    dataset: &Dataset,
+    steps: usize,
+    printer: &Printer,
+) -> anyhow::Result<()> {
+    let group = rank.init_process_group(backend)?;
+    let Training { mut ddp, mut optimizer, schedule, loader } =
+        Training::new(rank, &group, config, dataset)?;
+    let mut times: Vec<[Duration; 5]> = Vec::with_capacity(steps);
+    let mut epoch = 0;
+    while times.len() < WARM_UP + steps {
+        for batch in loader.epoch(epoch)?.take(WARM_UP + steps - times.len()) {
+            let batch = batch?;
+            group.enter_step(times.len() as u64)?;
+            let began = Instant::now();
+            ddp.zero_grad()?;
+            let loss = config.loss.of(&ddp.forward(&batch.inputs), &batch.targets)?;
+            group.synchronize()?; // on a GPU, so that each part's time is its own
+            let forward = began.elapsed();
+            let before = ddp.communication_time();
+            ddp.backward(&loss)?;
+            group.synchronize()?;
+            let backward = began.elapsed() - forward;
+            let communication = ddp.communication_time() - before;
+            if let Some(max_norm) = config.max_grad_norm {
+                let _ = ddp.clip_grad_norm(max_norm)?;
+            }
+            optimizer.step(schedule.lr(epoch, times.len() as u64))?;
+            group.synchronize()?;
+            let total = began.elapsed();
+            let autograd = backward.saturating_sub(communication);
+            times.push([total, forward, autograd, communication, total - forward - backward]);
+        }
+        epoch += 1;
+    }
+    group.barrier()?;
+    if rank.rank() != 0 {
+        return Ok(());
+    }
+    let of_part = |part: usize| {
+        let mut column: Vec<Duration> = times[WARM_UP..].iter().map(|step| step[part]).collect();
+        column.sort_unstable();
+        column.into_iter().map(|time| time.as_secs_f64() * 1e6).collect::<Vec<f64>>()
+    };
+    let median = |column: Vec<f64>| column[column.len() / 2];
+    let totals = of_part(0);
+    let row = StepTimes {
+        model: config.model.name(),
+        world_size: rank.world_size(),
+        us_min: totals[0],
+        us_max: totals[totals.len() - 1],
+        us_per_step: median(totals),
+        forward_us: median(of_part(1)),
+        backward_us: median(of_part(2)),
+        communication_us: median(of_part(3)),
+        optimizer_us: median(of_part(4)),
+    };
+    match printer.format() {
+        LogFormat::Json => printer.object(&row),
+        LogFormat::Text => printer.lines(|out| write_text(&row, config, steps, out)),
+    }
+    .context("writing to stdout")
+}
+
+fn write_text(
+    row: &StepTimes,
+    config: &Config,
+    steps: usize,
+    out: &mut dyn std::io::Write,
+) -> std::io::Result<()> {
+    let StepTimes { model, world_size, us_per_step, us_min, us_max, .. } = row;
+    let ranks = if *world_size == 1 { "rank" } else { "ranks" };
+    let batch = config.batch_size;
+    writeln!(
+        out,
+        "# {model}, batch {batch}, {world_size} {ranks}: medians of {steps} steps, in us"
+    )?;
+    let mut line = |name: &str, us: f64| writeln!(out, "{name:<16}{us:>10.1}");
+    line("step", *us_per_step)?;
+    line("  forward", row.forward_us)?;
+    line("  backward", row.backward_us)?;
+    line("  communication", row.communication_us)?;
+    line("  optimizer", row.optimizer_us)?;
+    line("fastest", *us_min)?;
+    line("slowest", *us_max)
+}
