@@ -1,14 +1,14 @@
 //! A barrier that can be cancelled and has a deadline, which `std::sync::Barrier` can't.
 
 use std::sync::PoisonError;
-use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
 use super::Run;
 use super::primitives::{
-    Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, current, park, park_timeout, yield_now,
+    Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, available_parallelism, current, park,
+    park_timeout,
 };
 use crate::error::{Error, Result};
 use crate::operation::At;
@@ -53,8 +53,8 @@ const ROUND: u64 = 1 << 32;
 const POISON: u64 = 1 << 31;
 
 /// About 50 microseconds of looking: longer than ranks that do equal work are apart, and a good
-/// deal shorter than a rank's time slice.
-const SPINS: u32 = 2000;
+/// deal shorter than a rank's time slice. To a model checker one look is as good as many.
+const SPINS: u32 = if cfg!(loom) { 1 } else { 2000 };
 
 impl Barrier {
     /// A barrier for the ranks `members` of `run`.
@@ -237,13 +237,13 @@ impl Barrier {
         if missing.is_empty() { below(mine) } else { missing }
     }
 
-    /// Somebody gave up before this rank came, and is reporting why at this very moment.
+    /// Somebody gave up before this rank came, and is reporting why at this very moment, which wakes all.
     fn wait_for_the_cause(&self, rank: usize) -> Error {
         loop {
             if let Err(cancelled) = self.run.check(self.members[rank]) {
                 return cancelled;
             }
-            yield_now();
+            park();
         }
     }
 }

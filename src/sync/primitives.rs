@@ -5,21 +5,8 @@
 pub(crate) use std::{
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     sync::{Arc, Mutex, MutexGuard},
-    thread::{Thread, current, park, park_timeout, yield_now},
+    thread::{Thread, available_parallelism, current, park, park_timeout},
 };
-
-#[cfg(loom)]
-pub(crate) use loom::{
-    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
-    sync::{Arc, Mutex, MutexGuard},
-    thread::{Thread, current, park, yield_now},
-};
-
-/// In a model no time passes, so a wait ends by an event only.
-#[cfg(loom)]
-pub(crate) fn park_timeout(_: std::time::Duration) {
-    park();
-}
 
 /// `std::cell::UnsafeCell` with the face that loom needs to see who reads and writes when.
 #[cfg(not(loom))]
@@ -42,4 +29,4 @@ impl<T> UnsafeCell<T> {
 }
 
 #[cfg(loom)]
-pub(crate) use loom::cell::UnsafeCell;
+pub(crate) use crate::loom_primitives::*;
