@@ -4,12 +4,15 @@
 TORCH = 2.11.0
 ARGS = --max-epochs=2 --batch-size=32
 
+# The crate of `make model`, which needs no libtorch.
+MODEL = --locked --manifest-path tests/model/Cargo.toml --target-dir $(or $(CARGO_TARGET_DIR),target)/model
+
 # An empty LIBTORCH is none.
 ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test check install parity compare libtorch cargo
+.PHONY: help run test model check install parity compare libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -20,9 +23,24 @@ run: cargo libtorch ## build and run the demo; its flags: make run ARGS="--help"
 test: cargo libtorch ## build and run the tests
 	cargo test --release
 
+model: cargo ## try every order in which ranks can take turns (loom), and look for races (thread sanitizer)
+	cargo test --release $(MODEL) --features loom -- --nocapture
+	cargo test --release $(MODEL)
+	@export RUSTUP_AUTO_INSTALL=0; \
+	if ! ls "$$(rustc +nightly --print target-libdir 2>&1)"/librustc-nightly_rt.tsan.a >/dev/null 2>&1; \
+	then echo "skipped: the thread sanitizer, which takes a nightly Rust: rustup toolchain install nightly"; \
+	else \
+	    export RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"; \
+	    export TSAN_OPTIONS="suppressions=$(CURDIR)/tests/model/sanitizer.supp"; \
+	    set -x; cargo +nightly test $(MODEL) --target "$$(rustc +nightly --print host-tuple)" races; \
+	fi
+
 check: cargo libtorch ## formatting, lints and documentation, warnings being errors
 	cargo fmt --check
 	cargo clippy --release --all-targets -- -D warnings
+	cargo fmt --check --manifest-path tests/model/Cargo.toml
+	cargo clippy --release $(MODEL) --all-targets -- -D warnings
+	cargo clippy --release $(MODEL) --all-targets --features loom -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps
 
 install: cargo libtorch ## install the program with cargo
