@@ -45,7 +45,7 @@ fn a_letter(end: End) -> BTreeSet<&'static str> {
                     *sent
                 };
                 let is_done = || was_sent || letter.has_been_handed_over.load(Ordering::Acquire);
-                match letter.run.wait_for_peers(0, once(1), AT, is_done) {
+                match letter.run.wait_for_peers(0, once(1), AT, is_done, || true) {
                     Ok(()) => assert_eq!(letter.text.get(), 1),
                     Err(Error::Cancelled { by: 1, .. }) => assert!(end == End::Fails),
                     Err(Error::Left { left: 1, .. }) => assert!(end == End::SendsNothing),
