@@ -509,3 +509,135 @@ fn buffers_follow_those_of_rank_0() {
         assert_eq!(all, if broadcast_buffers { [3., 3.] } else { [3., 6.] });
     }
 }
+
+#[test]
+fn a_graph_from_before_the_buckets_moved_keeps_its_values() {
+    ranks(2, |rank, group| {
+        let gradients = |mb: f64| -> anyhow::Result<Vec<f32>> {
+            let vs = VarStore::new(rank.device());
+            let model = mlp(&vs);
+            let options =
+                DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb, ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+            let loss = |step| {
+                let (inputs, targets) = batch(rank.rank(), step, 8);
+                ddp.forward(&inputs).mse_loss(&targets, tch::Reduction::Mean)
+            };
+            let (first, second) = (loss(0), loss(1));
+            ddp.backward(&first)?; // and the buckets are put together anew
+            ddp.zero_grad()?;
+            ddp.backward(&second)?;
+            let all: Vec<Tensor> =
+                vs.trainable_variables().iter().map(|p| p.grad().flatten(0, -1)).collect();
+            Ok(Vec::<f32>::try_from(Tensor::cat(&all, 0))?)
+        };
+        assert_eq!(gradients(TINY)?, gradients(25.)?);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_static_graph_that_changes_is_an_error() {
+    let error = try_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let [used, late] = ["used", "late"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
+        let options = DdpOptions { static_graph: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        ddp.backward(&used.sum(Kind::Float))?;
+        Ok(ddp.backward(&(&used * &late).sum(Kind::Float))?)
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("static_graph: `late` had no gradient in the first step"));
+}
+
+#[test]
+fn a_parameter_that_only_an_earlier_batch_of_the_step_uses_is_used() {
+    for find_unused_parameters in [true, false] {
+        ranks(2, move |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let root = vs.root();
+            let [a, b] = ["a", "b"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
+            let options = DdpOptions { find_unused_parameters, ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            for _ in 0..2 {
+                ddp.zero_grad()?;
+                let guard = ddp.no_sync();
+                ddp.backward(&(&a * &b).sum(Kind::Float))?;
+                drop(guard);
+                ddp.backward(&a.sum(Kind::Float))?;
+                assert_eq!(Vec::<f32>::try_from(a.grad())?, [2.; 2]);
+                assert_eq!(Vec::<f32>::try_from(b.grad())?, [1.; 2]);
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_hook_may_put_another_tensor_in_the_place_of_its_bucket() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        ddp.register_comm_hook(hook_fn("another", |bucket, group| {
+            let mut other = bucket.gradients.copy();
+            group.all_reduce(&mut other, ReduceOp::Avg)?;
+            *bucket.gradients = other;
+            Ok(())
+        }));
+        for _ in 0..2 {
+            ddp.zero_grad()?;
+            ddp.backward(&(&weight * (rank.rank() as f64 + 1.)).sum(Kind::Float))?;
+            assert_eq!(Vec::<f32>::try_from(weight.grad())?, [1.5; 3]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_model_can_be_wrapped_again() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
+        let wrap = || DistributedDataParallel::new((), &vs, group.clone(), DdpOptions::default());
+        let mut ddp = wrap()?;
+        for _ in 0..3 {
+            ddp.zero_grad()?;
+            ddp.backward(&(&weight * (rank.rank() as f64 + 1.)).sum(Kind::Float))?;
+            assert_eq!(Vec::<f32>::try_from(weight.grad())?, [1.5; 3]);
+            ddp = wrap()?; // the new one is there before the old one goes
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn what_decides_the_collectives_must_be_the_same_on_all_ranks() {
+    let error = try_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let _ = vs.root().var("weight", &[3], nn::Init::Const(1.));
+        let bucket_cap_mb = 1. + rank.rank() as f64;
+        let options = DdpOptions { bucket_cap_mb, ..DdpOptions::default() };
+        DistributedDataParallel::new((), &vs, group, options)?;
+        Ok(())
+    })
+    .unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("rank 0 has DdpOptions { bucket_cap_mb: 1.0,"), "{message}");
+    assert!(message.contains("rank 1 has DdpOptions { bucket_cap_mb: 2.0,"), "{message}");
+}
+
+#[test]
+fn a_parameter_with_two_names_is_refused_with_both() {
+    ranks(1, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let one = root.var("one", &[3], nn::Init::Const(1.));
+        let _ = root.add("two", one.shallow_clone(), true);
+        let result = DistributedDataParallel::new((), &vs, group, DdpOptions::default());
+        let error = result.err().map_or_else(String::new, |error| error.to_string());
+        assert!(error.contains("`one` and `two` are one parameter"), "{error}");
+        Ok(())
+    });
+}

@@ -125,6 +125,13 @@ fn wrong_groups_are_refused() {
         assert!(told(&[2]).contains("a member is rank 2, but the group has ranks 0 to 1"));
         Ok(())
     });
+    ranks(3, |_, group| {
+        if let Some(part) = group.new_group(&[1, 2])? {
+            let error = part.broadcast(&mut one(1), 2).unwrap_err().to_string();
+            assert!(error.ends_with("0 to 1, which are ranks [1, 2] of the whole"), "{error}");
+        }
+        Ok(())
+    });
     let error = try_ranks(2, |rank, group| {
         let part = group.new_group(&[rank.rank()])?;
         assert!(part.is_none(), "they do not agree");

@@ -128,7 +128,8 @@ pub(crate) struct TrainFlags {
     #[arg(long, help_heading = "Engine")]
     #[serde(skip_serializing_if = "is_false")]
     no_overlap: bool,
-    /// How gradients are sent: none (as they are), fp16, bf16, powersgd [default: none]
+    /// How gradients are sent: none (as they are), fp16, bf16, powersgd (from step 1000 on)
+    /// [default: none]
     #[arg(long, value_name = "NAME", value_parser = ["none", "fp16", "bf16", "powersgd"], help_heading = "Engine")]
     comm_hook: Option<String>,
     /// Allow that the loss does not depend on some parameters

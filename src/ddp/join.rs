@@ -29,7 +29,8 @@ impl<M> DistributedDataParallel<M> {
     /// is through takes part in the others' reductions with zeros until all are. Then the model of one that
     /// came last goes to all. A collective.
     ///
-    /// Follows `DistributedDataParallel.join`. Inside, every rank must make no other collective calls than
+    /// Follows `DistributedDataParallel.join`. As there, what optimizers remember (a momentum) stays each rank's
+    /// own, and differs where ranks have made different numbers of steps. Inside, every rank must make no other collective calls than
     /// those of this model, and each `backward` costs one more, of a number.
     ///
     /// # Errors

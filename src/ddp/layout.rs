@@ -44,6 +44,8 @@ pub(super) struct Member {
     pub grad_data: *const c_void,
     /// Whether its gradient is complete in this step.
     pub ready: bool,
+    /// Whether it has had a gradient since the last step, also one that stayed here.
+    pub used: bool,
 }
 
 /// All parameters of a model and their gradients.
@@ -66,6 +68,7 @@ impl Layout {
             grad: Tensor::new(),
             grad_data: std::ptr::null(),
             ready: false,
+            used: false,
         };
         let members = parameters.iter().map(member).collect();
         let mut layout = Self { flats: Vec::new(), buckets: Vec::new(), members };
@@ -159,6 +162,10 @@ impl Layout {
         let copies: Vec<_> = self.members.iter().map(copy).collect();
         for flat in &mut self.flats {
             let _ = flat.gradients.f_zero_()?;
+            // Other memory for the parameters, behind the same handles: a graph that has not been run backward
+            // yet still needs the old values.
+            let fresh = flat.parameters.f_zeros_like()?;
+            flat.parameters.f_set_data(&fresh)?;
         }
         for ((member, &start), (value, grad)) in self.members.iter_mut().zip(starts).zip(copies) {
             let Flat { parameters, gradients, .. } = &self.flats[member.flat];

@@ -47,14 +47,14 @@ pub struct DdpOptions {
     /// within [`join`](DistributedDataParallel::join), which copies them at its end.
     pub broadcast_buffers: bool,
     /// Allow that the loss does not depend on some parameters: they contribute zeros, and one that no rank uses
-    /// in a step has no gradient after it. Costs a small collective a step. Without it that is
+    /// in a step has no gradient after it (an optimizer of this crate steps it with zeros all the same). Costs a small collective a step. Without it that is
     /// [`Error::UnusedParameters`].
     pub find_unused_parameters: bool,
     /// The loss depends on the same parameters in every step: those that the first step does not use may be
     /// unused in all, at no further cost.
     pub static_graph: bool,
-    /// Reduce buckets while backward goes on; if not said, where that pays (with `nccl`). Apex called the
-    /// opposite `delay_allreduce`.
+    /// Reduce buckets while backward goes on; if not said, where that pays (with `nccl`) and all ranks are sure to
+    /// use the same parameters. Apex called the opposite `delay_allreduce`. The same on all ranks.
     pub overlap: Option<bool>,
 }
 
@@ -156,7 +156,7 @@ impl<M> DistributedDataParallel<M> {
         if tensors.iter().all(|t| !t.trainable) {
             return Err(Error::Input("the model has no parameters to train".into()));
         }
-        parameters::compare(&tensors, &group)?;
+        parameters::compare(&tensors, &options, &group)?;
         let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
         let reducer = Reducer::new(&parameters, group.clone(), options)?;
         let ddp = Self { module, group, reducer, tensors, options, no_sync: Rc::default() };
@@ -238,8 +238,7 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// [`Error::Torch`].
     pub fn zero_grad(&mut self) -> Result<()> {
-        self.reducer
-            .for_each_flat(|flat| flat.gradients.f_zero_().map(drop).map_err(Error::torch("zero_")))
+        self.reducer.zero_grad()
     }
 
     /// Computes the gradients of `loss` and averages them over all ranks. A collective.

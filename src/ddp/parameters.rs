@@ -4,6 +4,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use xxhash_rust::xxh3::Xxh3Default;
 
+use super::DdpOptions;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, kind_name, num_bytes};
 
@@ -37,6 +38,17 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
         let trainable = tensor.requires_grad();
         tensors.push(NamedTensor { name, tensor, trainable, is_buffer: false });
     }
+    for (i, one) in tensors.iter().enumerate() {
+        let same = |other: &&NamedTensor| {
+            other.tensor.data_ptr() == one.tensor.data_ptr() && one.tensor.numel() > 0
+        };
+        if let Some(other) = tensors[..i].iter().find(same) {
+            return Err(Error::Input(format!(
+                "`{}` and `{}` are one parameter; give it to the VarStore once",
+                other.name, one.name
+            )));
+        }
+    }
     let buffers = named.into_iter().map(|(name, tensor)| NamedTensor {
         name,
         tensor,
@@ -58,19 +70,34 @@ impl NamedTensor {
 
 /// Checks that this rank has the tensors that rank 0 has: a collective. Follows
 /// `_verify_param_shape_across_processes`, and compares names as well.
-pub(super) fn compare(tensors: &[NamedTensor], group: &ProcessGroup) -> Result<()> {
-    let mine: Vec<String> = tensors.iter().map(NamedTensor::describe).collect();
+pub(super) fn compare(
+    tensors: &[NamedTensor],
+    options: &DdpOptions,
+    group: &ProcessGroup,
+) -> Result<()> {
+    // The options as well: they decide which collectives there are.
+    let options = format!("{options:?}");
+    let described = tensors.iter().map(NamedTensor::describe);
+    let mine: Vec<String> = std::iter::once(options.clone()).chain(described).collect();
     let theirs = broadcast_text(&mine.join("\n"), group)?;
     let theirs: Vec<&str> = theirs.lines().collect();
     let count = theirs.len().max(mine.len());
     let first_difference =
         (0..count).find(|&i| mine.get(i).map(String::as_str) != theirs.get(i).copied());
     let Some(at) = first_difference else { return Ok(()) };
+    if at == 0 {
+        return Err(Error::ModelMismatch(format!(
+            "rank 0 has {}, rank {} has {options}",
+            theirs[0],
+            group.rank()
+        )));
+    }
     let side = |it: Option<&str>| it.map_or("nothing".into(), |it| format!("({it})"));
     Err(Error::ModelMismatch(format!(
-        "at tensor {at} (of {} on rank 0, {} on rank {}) rank 0 has {}, rank {} has {}",
-        theirs.len(),
-        mine.len(),
+        "at tensor {} (of {} on rank 0, {} on rank {}) rank 0 has {}, rank {} has {}",
+        at - 1,
+        theirs.len() - 1,
+        mine.len() - 1,
         group.rank(),
         side(theirs.get(at).copied()),
         group.rank(),

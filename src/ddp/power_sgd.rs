@@ -54,6 +54,8 @@ impl Default for PowerSgdOptions {
 /// What a bucket keeps from one iteration to the next.
 #[derive(Debug)]
 struct BucketState {
+    /// What the bucket held then: after the first iteration it may hold other parameters.
+    parameters: Vec<(usize, Vec<i64>)>,
     /// What was lost, in the shape of the bucket.
     error: Tensor,
     /// The second factor of each compressed matrix, by the place of its parameter.
@@ -100,9 +102,16 @@ impl PowerSgd {
         let torch = || Error::torch("PowerSGD");
         let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
         let numel = bucket.gradients.numel() as i64;
-        if self.state.get(&bucket.index).is_none_or(|s| s.error.numel() as i64 != numel) {
+        if self.state.get(&bucket.index).is_none_or(|s| s.parameters != bucket.parameters) {
             let error = Tensor::f_zeros([numel], (kind, device)).map_err(torch())?;
-            self.state.insert(bucket.index, BucketState { error, factors: BTreeMap::new() });
+            self.state.insert(
+                bucket.index,
+                BucketState {
+                    parameters: bucket.parameters.to_vec(),
+                    error,
+                    factors: BTreeMap::new(),
+                },
+            );
         }
         let matrices: Vec<(usize, i64, i64, i64)> = bucket
             .parameters

@@ -104,14 +104,25 @@ impl Reducer {
         };
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
-        let hooks =
-            GradHooks::register(handles, move |index| in_hooks.borrow_mut().on_grad(index))?;
+        let hooks = GradHooks::register(handles, move |index| match in_hooks.try_borrow_mut() {
+            Ok(mut state) => state.on_grad(index),
+            Err(_) => panic!("backward within a communication hook"),
+        })?;
         Ok(Self { state, hooks, options })
     }
 
     /// Runs `f` on the parameters and gradients of each kind.
     pub(super) fn for_each_flat(&self, f: impl FnMut(&mut Flat) -> Result<()>) -> Result<()> {
         self.state.borrow_mut().layout.flats.iter_mut().try_for_each(f)
+    }
+
+    pub(super) fn zero_grad(&self) -> Result<()> {
+        self.for_each_flat(|flat| {
+            flat.gradients.f_zero_().map(drop).map_err(Error::torch("zero_"))
+        })?;
+        let members = &mut self.state.borrow_mut().layout.members;
+        members.iter_mut().for_each(|member| member.used = false);
+        Ok(())
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
@@ -143,7 +154,12 @@ impl Reducer {
     pub(super) fn backward(&self, loss: &Tensor, sync: bool) -> Result<()> {
         let began = Instant::now();
         let before = self.state.borrow().times.communication;
-        let active = self.state.borrow_mut().begin(sync, self.options.overlap)?;
+        // Where ranks may use different parameters, the time at which a bucket is complete differs between them,
+        // and so would the order of its reduction and other collectives in backward (SyncBatchNorm's).
+        let same_everywhere = !self.options.find_unused_parameters && !self.options.static_graph;
+        let overlaps = same_everywhere && self.state.borrow().communication.overlaps();
+        let overlap = self.options.overlap.unwrap_or(overlaps);
+        let active = self.state.borrow_mut().begin(sync, overlap)?;
         let backward = torch::backward(loss);
         self.hooks.resume_panic();
         let mut state = self.state.borrow_mut();
@@ -159,6 +175,7 @@ impl Reducer {
             state.mode = mode;
             let finished = state.finish(self.options, active);
             state.mode = Mode::Local;
+            self.hooks.resume_panic();
             finished?;
             state.times.total += began.elapsed();
             state.times.count += 1;
@@ -174,23 +191,24 @@ impl Reducer {
         let state = &mut *self.state.borrow_mut();
         state.reset()?;
         // Where the ranks agree on what is used, this one uses nothing; and learns nothing from that.
-        let known = state.always_unused.clone();
+        let (known, times) = (state.always_unused.clone(), state.times);
         let agrees = state.agrees(self.options);
-        state.layout.members.iter_mut().for_each(|member| member.ready = !agrees);
+        state.layout.members.iter_mut().for_each(|member| member.used = !agrees);
         let active = (!join.divide_by_initial_world_size).then_some(active);
         state.finish(self.options, active)?;
         state.always_unused = known;
+        state.times = times; // which are those of steps of its own
         Ok(())
     }
 }
 
 impl State {
     /// Returns the number of ranks to divide by, if it is not that of all.
-    fn begin(&mut self, sync: bool, overlap: Option<bool>) -> Result<Option<usize>> {
+    fn begin(&mut self, sync: bool, overlap: bool) -> Result<Option<usize>> {
         self.reset()?;
         self.mode = match sync {
             false => Mode::Local,
-            true if overlap.unwrap_or(self.communication.overlaps()) => Mode::Overlap,
+            true if overlap => Mode::Overlap,
             true => Mode::AfterBackward,
         };
         let Some(join) = self.joining.filter(|_| sync) else { return Ok(None) };
@@ -239,8 +257,16 @@ impl State {
                 member.name
             )));
         }
-        if self.mode == Mode::Local || member.ready {
+        member.used = true;
+        if self.mode == Mode::Local {
             return Ok(());
+        }
+        if member.ready {
+            return Err(Error::Input(format!(
+                "static_graph: `{}` had no gradient in the first step and has one now; set \
+                 find_unused_parameters instead",
+                member.name
+            )));
         }
         member.ready = true;
         let bucket = member.bucket;
@@ -258,8 +284,18 @@ impl State {
             let buckets = &mut layout.buckets;
             let is_last = *next + 1 == buckets.len();
             let Bucket { gradients, parameters, .. } = &mut buckets[*next];
-            let mut bucket = GradBucket { index: *next, is_last, gradients, parameters };
-            communication.run(group, |group| comm_hook.reduce(&mut bucket, group))?;
+            let mut handle = gradients.shallow_clone();
+            let mut bucket =
+                GradBucket { index: *next, is_last, gradients: &mut handle, parameters };
+            communication.run(group, |group| {
+                comm_hook.reduce(&mut bucket, group)?;
+                // A hook may have put another tensor in its place, as it would return one in Python.
+                if bucket.gradients.data_ptr() != gradients.data_ptr() {
+                    tch::no_grad(|| gradients.f_copy_(bucket.gradients))
+                        .map_err(Error::torch("taking over what a hook has made"))?;
+                }
+                Ok(())
+            })?;
             self.next += 1;
             self.times.communication += began.elapsed();
         }
@@ -293,12 +329,16 @@ impl State {
                 set_grad(&self.layout.members[index].parameter, &Tensor::new())?;
             }
         }
+        self.layout.members.iter_mut().for_each(|member| member.used = false);
         self.rebuild_buckets(options)
     }
 
     /// Every parameter must have had a gradient on this rank.
     fn refuse_unused(&self) -> Result<()> {
-        let names: Vec<&str> = self.unused().map(|(_, member)| member.name.as_str()).collect();
+        let allowed =
+            |index: &usize| self.always_unused.iter().flatten().any(|known| known == index);
+        let missing = self.unused().filter(|(index, _)| !allowed(index));
+        let names: Vec<&str> = missing.map(|(_, member)| member.name.as_str()).collect();
         if names.is_empty() {
             return Ok(());
         }
@@ -313,12 +353,12 @@ impl State {
 
     /// The parameters that had no gradient on this rank.
     fn unused(&self) -> impl Iterator<Item = (usize, &Member)> {
-        self.layout.members.iter().enumerate().filter(|(_, member)| !member.ready)
+        self.layout.members.iter().enumerate().filter(|(_, member)| !member.used)
     }
 
     /// The parameters that no rank had a gradient for.
     fn agree_on_unused(&self) -> Result<Vec<usize>> {
-        let used = self.layout.members.iter().map(|member| i32::from(member.ready));
+        let used = self.layout.members.iter().map(|member| i32::from(member.used));
         let used: Vec<i32> = used.collect();
         let mut used = Tensor::from_slice(&used).to_device(self.group.device());
         self.group.all_reduce(&mut used, ReduceOp::Max)?;

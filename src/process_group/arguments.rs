@@ -120,10 +120,16 @@ impl ProcessGroup {
         if rank < self.world_size() {
             return Ok(());
         }
-        Err(Error::Input(format!(
-            "{operation}: {name} is rank {rank}, but the group has ranks 0 to {}",
-            self.world_size() - 1
-        )))
+        let last = self.world_size() - 1;
+        // In a sub-group the numbers are its own, which PyTorch's `src` and `dst` are not.
+        let members = match self.ranks() {
+            ranks if ranks.last() == Some(&last) => String::new(),
+            ranks => format!(", which are ranks {ranks:?} of the whole"),
+        };
+        refuse(
+            operation,
+            format!("{name} is rank {rank}, but the group has ranks 0 to {last}{members}"),
+        )
     }
 
     /// A list must have a tensor for each rank, of this shape if there is one.

@@ -15,7 +15,8 @@ impl ProcessGroup {
     ///
     /// Follows `torch.distributed.new_group`. `ranks` are ranks of this group, in any order. In the new
     /// group, wherever a rank is asked for or returned (`src`, `dst`, [`ProcessGroup::rank`]), it is the
-    /// number there; [`ProcessGroup::ranks`] translates. Different groups can be at work at the same time; ranks
+    /// number there (unlike PyTorch's `src` and `dst`, which are those of the whole); [`ProcessGroup::ranks`]
+    /// translates. Different groups can be at work at the same time; ranks
     /// that are in several must call their collectives in one order.
     ///
     /// # Errors

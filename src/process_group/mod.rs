@@ -182,7 +182,9 @@ impl ProcessGroup {
     /// `threaded` a thread of its own does it; with `nccl` it is launched here, and runs on the GPU as every
     /// operation there does.
     ///
-    /// Leave the tensors alone until [`Work::wait`] has returned.
+    /// Leave the tensors alone until [`Work::wait`] has returned: they hold the old values or the new ones, or
+    /// some of both. What `operation` uses goes with it to the other thread, so give it handles of its own
+    /// (`shallow_clone`).
     ///
     /// # Errors
     /// [`Error::Cancelled`] when the run has failed already; what `operation` returns comes from

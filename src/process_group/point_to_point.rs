@@ -52,8 +52,9 @@ impl ProcessGroup {
     /// knows no tags.
     ///
     /// With `threaded` the tensor is copied once, by whichever of the two comes second. So two ranks that both
-    /// send before they receive wait for each other until they time out: let one receive first, or use
-    /// [`ProcessGroup::isend`].
+    /// send before they receive wait for each other until they time out
+    /// ([`Spawn::timeout`](crate::Spawn::timeout)), and so does one whose message has another tag than the
+    /// other expects: let one receive first, or use [`ProcessGroup::isend`].
     ///
     /// # Errors
     /// With `threaded` [`Error::SendMismatch`] when the other expects another kind or shape, [`Error::Input`] for a tensor

@@ -141,7 +141,8 @@ impl Barrier {
     /// Looks again and again for a while; true if the round is complete.
     ///
     /// Not always: where spinning is in vain, somebody else needs the core, or the others are just later than
-    /// that. So each time it was, the next one, two, four, up to 64 waits do without.
+    /// that. So each time it was, the next one, two, up to four waits do without. (Not more: two ranks on one
+    /// core that never spin look idle to the system, which then leaves them there.)
     fn spin(&self, slot: &Slot, round: u64) -> bool {
         if self.spins == 0 {
             return false;
@@ -158,7 +159,7 @@ impl Barrier {
             }
             std::hint::spin_loop();
         }
-        let lost = (slot.spins_lost.load(Ordering::Relaxed) * 2).clamp(1, 64);
+        let lost = (slot.spins_lost.load(Ordering::Relaxed) * 2).clamp(1, 4);
         slot.spins_lost.store(lost, Ordering::Relaxed);
         slot.no_spin.store(lost, Ordering::Relaxed);
         false

@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::ffi::c_void;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread::{self, ThreadId};
 
 use tch::Tensor;
 
@@ -20,6 +21,8 @@ pub(crate) struct GradHooks {
 }
 
 struct Target {
+    /// The thread of the tensors, and of `call`.
+    thread: ThreadId,
     call: Box<dyn Fn(usize)>,
     /// What the first call that panicked has said: a panic cannot pass through libtorch.
     panic: RefCell<Option<Box<dyn Any + Send>>>,
@@ -38,7 +41,8 @@ impl GradHooks {
         parameters: Vec<Tensor>,
         call: impl Fn(usize) + 'static,
     ) -> Result<Self> {
-        let target = Box::new(Target { call: Box::new(call), panic: RefCell::default() });
+        let (thread, call) = (thread::current().id(), Box::new(call));
+        let target = Box::new(Target { thread, call, panic: RefCell::default() });
         let hooks = Self { parameters, target };
         let context: *const Target = &*hooks.target;
         for (index, parameter) in hooks.parameters.iter().enumerate() {
@@ -61,10 +65,11 @@ impl GradHooks {
 
 impl Drop for GradHooks {
     fn drop(&mut self) {
+        let context: *const Target = &*self.target;
         for parameter in &self.parameters {
-            // It could be set, so it can be removed.
+            // It could be set, so it can be removed, if it is still this one.
             // SAFETY: no hook, so nothing is called.
-            let _ = unsafe { shim::set_grad_hook(parameter, None, std::ptr::null_mut(), 0) };
+            let _ = unsafe { shim::set_grad_hook(parameter, None, context.cast_mut().cast(), 0) };
         }
     }
 }
@@ -72,6 +77,10 @@ impl Drop for GradHooks {
 extern "C" fn on_grad(context: *mut c_void, index: usize) {
     // SAFETY: `register` passed a target that lives as long as the hooks, to this thread.
     let target = unsafe { &*context.cast::<Target>() };
+    // Who runs backward on another thread gets no averages; and after a panic there is nothing more to do.
+    if target.thread != thread::current().id() || target.panic.borrow().is_some() {
+        return;
+    }
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (target.call)(index))) {
         target.panic.borrow_mut().get_or_insert(panic);
     }

@@ -128,12 +128,18 @@ char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
 }
 
 // Has backward call `call(context, index)` whenever it has added to parameter.grad, on the thread that it
-// runs on; with a null `call` no more. As register_post_accumulate_grad_hook, of which there is one here.
+// runs on; with a null `call` no more, if that is what it does. As register_post_accumulate_grad_hook, of which there is one here.
 char* ddp_set_grad_hook(at::Tensor* parameter, void (*call)(void*, size_t), void* context,
                         size_t index) {
   return guarded([&] {
     std::unique_ptr<torch::autograd::PostAccumulateGradHook> hook;
-    if (call != nullptr) hook = std::make_unique<GradHook>(call, context, index);
+    if (call != nullptr) {
+      hook = std::make_unique<GradHook>(call, context, index);
+    } else {
+      auto& there = torch::autograd::impl::post_acc_grad_hooks(*parameter);
+      auto* ours = dynamic_cast<GradHook*>(there.get());
+      if (ours == nullptr || ours->context != context) return;  // somebody else's by now
+    }
     torch::autograd::impl::set_post_acc_grad_hooks(*parameter, std::move(hook));
   });
 }

@@ -253,14 +253,14 @@ fn write_head(
     if group.device() == Device::Cpu {
         writeln!(
             out,
-            "# limit: what {n} threads need to read all inputs and write all outputs, and nothing else\n\
-             # ratio: limit / time; 1 is as fast as the memory"
+            "# limit: what {n} threads need to read all inputs and write all outputs only\n\
+             # ratio: limit / time; about 1 is as fast as the memory"
         )?;
     }
     writeln!(
         out,
-        "#\n#{:>11}{:>11}{:>9}{:>8}{:>11}{:>8}{:>8}{:>7}{:>11}{:>7}\n\
-         #{:>11}{:>11}{:>9}{:>8}{:>11}{:>8}{:>8}{:>7}{:>11}{:>7}",
+        "#\n#{:>9}{:>9}{:>9}{:>8}{:>9}{:>7}{:>7}{:>6}{:>9}{:>6}\n\
+         #{:>9}{:>9}{:>9}{:>8}{:>9}{:>7}{:>7}{:>6}{:>9}{:>6}",
         "size",
         "count",
         "type",
@@ -268,16 +268,16 @@ fn write_head(
         "time",
         "algbw",
         "busbw",
-        "#wrong",
+        "wrong",
         "limit",
         "ratio",
         "(B)",
-        "(elements)",
+        "(elem.)",
         "",
         "",
         "(us)",
-        "(GB/s)",
-        "(GB/s)",
+        "GB/s",
+        "GB/s",
         "",
         "(us)",
         ""
@@ -289,7 +289,7 @@ fn text(row: &Row) -> String {
     let limit = row.limit_us.map_or_else(none, |limit| format!("{limit:.2}"));
     let ratio = row.limit_us.map_or_else(none, |limit| format!("{:.2}", limit / row.time_us));
     format!(
-        " {:>11}{:>11}{:>9}{:>8}{:>11.2}{:>8.2}{:>8.2}{:>7}{limit:>11}{ratio:>7}",
+        "{:>10}{:>9}{:>9}{:>8}{:>9.2}{:>7.2}{:>7.2}{:>6}{limit:>9}{ratio:>6}",
         row.bytes,
         row.count,
         row.kind,
