@@ -38,6 +38,24 @@ def compare_demo(program, pairs):
     print(f"{'':35}{theirs:10.2f} s{ours:10.3f} s{theirs / ours:9.1f}", flush=True)
 
 
+STEPS = {"linear": 400, "mlp": 60}
+FLAGS = {"linear": [], "mlp": ["--model=mlp", "--hidden=1024,1024,1024"]}
+
+
+def compare_step(program, pairs, kind, ranks):
+    theirs, ours = [], []
+    steps = str(STEPS[kind])
+    for _ in range(pairs):
+        _, out = run([sys.executable, FOLDER / "ddp_step.py", kind, str(ranks), steps])
+        theirs.append(json.loads(out)["us_per_step"])
+        flags = [f"--nproc-per-node={ranks}", f"--steps={steps}", "--log-format=json", *FLAGS[kind]]
+        _, out = run([program, "bench", "step", *flags])
+        ours.append(json.loads(out)["us_per_step"])
+    theirs, ours = statistics.median(theirs), statistics.median(ours)
+    name = f"{kind}, {ranks} rank{'s' if ranks > 1 else ''}"
+    print(f"{name:>35}{theirs:9.0f} us{ours:9.1f} us{theirs / ours:9.1f}", flush=True)
+
+
 def gloo(ranks):
     _, out = run([sys.executable, FOLDER / "gloo_all_reduce.py", str(ranks), *map(str, SIZES)])
     return {row["bytes"]: row for row in map(json.loads, out.splitlines())}
@@ -77,6 +95,9 @@ def main():
     pairs = int(sys.argv[2]) if len(sys.argv) > 2 else 5
     print(f"medians of {pairs} pairs on {os.cpu_count()} cores of {processor()}")
     compare_demo(program, pairs)
+    print(f"\n{'a step with DDP, batch 32':35}{'PyTorch':>12}{'ddp-mp':>12}{'ratio':>9}")
+    for kind, ranks in [("linear", 1), ("linear", 2), ("linear", 4), ("mlp", 1), ("mlp", 2)]:
+        compare_step(program, pairs, kind, ranks)
     compare_all_reduce(program, pairs, ranks=2)
     compare_all_reduce(program, pairs, ranks=4)
 

@@ -1,0 +1,53 @@
+"""A training step in PyTorch: mp.spawn, Gloo, DistributedDataParallel, SGD. Prints the median as JSON.
+
+ddp_step.py linear|mlp RANKS STEPS
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+HIDDEN = {"linear": [], "mlp": [1024, 1024, 1024]}
+
+
+def main(rank, world_size, port, kind, steps):
+    torch.set_num_threads(max(1, os.cpu_count() // world_size))
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    widths = [20, *HIDDEN[kind], 1]
+    layers = []
+    for fan_in, fan_out in zip(widths, widths[1:]):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    model = DistributedDataParallel(nn.Sequential(*layers[:-1]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    inputs, targets = torch.rand(32, 20), torch.rand(32, 1)
+    times = []
+    for _ in range(20 + steps):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - began)
+    if rank == 0:
+        times = sorted(times[20:])
+        print(json.dumps({"us_per_step": times[len(times) // 2] * 1e6}), flush=True)
+    dist.barrier()
+    os._exit(0)  # Gloo's threads abort a process that ends with destructors now and then
+
+
+if __name__ == "__main__":
+    kind, ranks, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(main, (ranks, port, kind, steps), nprocs=ranks)
