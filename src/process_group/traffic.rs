@@ -3,6 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
+use tch::Tensor;
+
+use super::{Call, num_bytes};
+use crate::operation::Operation;
 
 /// Bytes of tensors that crossed between one rank and the others.
 ///
@@ -14,6 +18,33 @@ pub struct Traffic {
     pub sent: u64,
     /// From others to this rank.
     pub received: u64,
+}
+
+/// How many bytes the first of `tensors` has, if there is one.
+pub(super) fn first_bytes(call: &Call, tensors: &[Tensor]) -> u64 {
+    tensors.first().map_or(0, |tensor| num_bytes(call.kind, tensor.numel()) as u64)
+}
+
+/// What crosses in operations in which every part goes straight to where it is needed, on every backend;
+/// nothing for the others.
+pub(super) fn of_parts(call: &Call, rank: usize, world_size: usize) -> Traffic {
+    let others = world_size as u64 - 1;
+    let first = |tensors| first_bytes(call, tensors);
+    let foreign = |tensors: &[Tensor]| {
+        let theirs = tensors.iter().enumerate().filter(|(other, _)| *other != rank);
+        theirs.map(|(_, tensor)| num_bytes(call.kind, tensor.numel()) as u64).sum()
+    };
+    let (inputs, outputs) = (call.inputs, call.outputs);
+    let is_root = rank == call.root();
+    let (sent, received) = match call.operation {
+        Operation::Scatter => (foreign(inputs), if is_root { 0 } else { first(outputs) }),
+        Operation::Gather => (if is_root { 0 } else { first(inputs) }, foreign(outputs)),
+        Operation::AllGather => (first(inputs) * others, foreign(outputs)),
+        Operation::ReduceScatter => (foreign(inputs), first(outputs) * others),
+        Operation::AllToAll => (foreign(inputs), foreign(outputs)),
+        _ => (0, 0),
+    };
+    Traffic { sent, received }
 }
 
 /// The sum of what one rank has sent and received. Written by one thread at a time.

@@ -5,7 +5,8 @@ use std::ffi::{c_int, c_void};
 use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
 use tch::{Kind, Tensor};
 
-use super::super::{Call, P2POp, ReduceOp, Traffic, kind_name, num_bytes};
+use super::super::traffic::{Traffic, first_bytes, of_parts};
+use super::super::{Call, P2POp, ReduceOp, kind_name, num_bytes};
 use super::{Nccl, is_failure};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
@@ -158,12 +159,7 @@ impl Nccl {
 /// What one rank sends and receives in NCCL's ring algorithm.
 pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     let others = world_size as u64 - 1;
-    let bytes = |tensor: &Tensor| num_bytes(call.kind, tensor.numel()) as u64;
-    let first = |tensors: &[Tensor]| tensors.first().map_or(0, bytes);
-    let foreign = |tensors: &[Tensor]| {
-        let theirs = tensors.iter().enumerate().filter(|(other, _)| *other != rank);
-        theirs.map(|(_, tensor)| bytes(tensor)).sum()
-    };
+    let first = |tensors| first_bytes(call, tensors);
     let (inputs, outputs) = (call.inputs, call.outputs);
     let is_root = rank == call.root();
     // How far the rank is from the root, along the ring.
@@ -183,12 +179,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
             let size = first(inputs) + first(outputs);
             (if distance + 1 == world_size { 0 } else { size }, if is_root { 0 } else { size })
         }
-        Operation::AllGather => (first(inputs) * others, foreign(outputs)),
-        Operation::ReduceScatter => (foreign(inputs), first(outputs) * others),
-        Operation::Gather => (if is_root { 0 } else { first(inputs) }, foreign(outputs)),
-        Operation::Scatter => (foreign(inputs), if is_root { 0 } else { first(outputs) }),
-        Operation::AllToAll => (foreign(inputs), foreign(outputs)),
-        _ => (0, 0),
+        _ => return of_parts(call, rank, world_size),
     };
     Traffic { sent, received }
 }

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use super::super::{Call, ReduceOp, Traffic, num_bytes};
+use super::super::traffic::{Traffic, first_bytes, of_parts};
+use super::super::{Call, ReduceOp, num_bytes};
 use super::announced::{Announced, Place};
 use super::element;
 use crate::error::{Error, Result};
@@ -77,12 +78,7 @@ pub(super) unsafe fn run<'a>(
 /// the other way round.
 pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     let others = world_size as u64 - 1;
-    let bytes = |tensor: &Tensor| num_bytes(call.kind, tensor.numel()) as u64;
-    let first = |tensors: &[Tensor]| tensors.first().map_or(0, bytes);
-    let foreign = |tensors: &[Tensor]| {
-        let theirs = tensors.iter().enumerate().filter(|(other, _)| *other != rank);
-        theirs.map(|(_, tensor)| bytes(tensor)).sum()
-    };
+    let first = |tensors| first_bytes(call, tensors);
     let (inputs, outputs) = (call.inputs, call.outputs);
     let is_root = rank == call.root();
     let (sent, received) = match call.operation {
@@ -101,12 +97,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
         }
         Operation::Broadcast if is_root => (first(inputs) * others, 0),
         Operation::Broadcast => (0, first(outputs)),
-        Operation::Scatter => (foreign(inputs), if is_root { 0 } else { first(outputs) }),
-        Operation::Gather => (if is_root { 0 } else { first(inputs) }, foreign(outputs)),
-        Operation::AllGather => (first(inputs) * others, foreign(outputs)),
-        Operation::ReduceScatter => (foreign(inputs), first(outputs) * others),
-        Operation::AllToAll => (foreign(inputs), foreign(outputs)),
-        _ => (0, 0),
+        _ => return of_parts(call, rank, world_size),
     };
     Traffic { sent, received }
 }
