@@ -39,7 +39,7 @@ impl Rank {
     }
 
     /// Announces its tensor, and returns those of all once they have met.
-    fn meet(&mut self, sequence: u64) -> Result<Vec<Memory>> {
+    pub(super) fn meet(&mut self, sequence: u64) -> Result<Vec<Memory>> {
         let memory = &self.memory;
         self.seat.meet(AT, self.timeout, |place| {
             place.set(Some((sequence, memory.clone())));

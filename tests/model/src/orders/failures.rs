@@ -193,3 +193,29 @@ fn ranks_of_three_give_up() {
         ranks_give_up(hurried, 3, 1, Some(2));
     }
 }
+
+/// The first rank gives up as soon as it waits, and both call on as if it were nothing, while the other may
+/// still read what was announced at the last meeting that came about.
+#[test]
+fn ranks_call_on_after_a_failure() {
+    let outcomes = in_every_order(
+        "2 ranks call on after a failure",
+        2,
+        Some(4),
+        || Ranks::new(2, 2),
+        |rank, ranks| {
+            ranks.run.cancel.register();
+            let mut its = Rank::new(rank, &ranks.meeting);
+            its.timeout = if rank == 0 { Duration::ZERO } else { TIMEOUT };
+            let mut have_met = true;
+            for sequence in 0..3 {
+                let meets = its.meet(sequence).is_ok();
+                assert!(have_met || !meets, "what has been given up stays so");
+                have_met = meets;
+                ranks.done[rank].fetch_add(u64::from(meets), Ordering::Relaxed);
+            }
+        },
+        |ranks| ranks.outcome(3, 1),
+    );
+    assert_eq!(outcomes, BTreeSet::from([0, 1, 2, 3]));
+}
