@@ -3,6 +3,7 @@
 mod collectives;
 mod failures;
 mod messages;
+mod pending;
 mod rounds;
 
 use std::collections::BTreeSet;
