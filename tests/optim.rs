@@ -7,7 +7,7 @@ use ddp_mp::{
     SgdOptions,
 };
 use std::rc::Rc;
-use tch::nn::VarStore;
+use tch::nn::{Init, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::harness::ranks;
@@ -110,9 +110,9 @@ fn a_state_that_does_not_fit_is_refused_by_name() {
         let message = error(sgd.load_state(&sgd.state()?[1..]));
         assert!(message.contains("has nothing for parameter `0.weight`"), "{message}");
         let mut state = adamw.state()?;
-        state[1].tensors.insert("step".into(), Tensor::from(7f32));
+        state[1].tensors.insert("step".into(), Tensor::from(1.5f32));
         let message = error(adamw.load_state(&state));
-        assert!(message.contains("has 1 steps of parameter `0.weight` and 7"), "{message}");
+        assert!(message.contains("a `step` of 1.5 for parameter `0.bias`"), "{message}");
         let mut state = sgd.state()?;
         state[0].tensors.insert("momentum_buffer".into(), Tensor::from(7f32));
         let message = error(sgd.load_state(&state));
@@ -120,6 +120,73 @@ fn a_state_that_does_not_fit_is_refused_by_name() {
         let nesterov = SgdOptions { nesterov: true, ..SgdOptions::default() };
         let message = Sgd::new(ddp.flat_buffers(), nesterov).unwrap_err().to_string();
         assert!(message.contains("Nesterov momentum needs"), "{message}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_parameter_without_a_gradient_is_passed_by() {
+    /// Trains `a` in every step and `b` in those of `b_in` only, or `b` alone in as many.
+    fn train(
+        group: &Rc<ProcessGroup>,
+        config: OptimizerConfig,
+        names: &[&str],
+        b_in: &[i64],
+    ) -> anyhow::Result<Vec<(Tensor, ParameterState)>> {
+        let vs = VarStore::new(Device::Cpu);
+        let init = |name: &&str| vs.root().var(name, &[5, 3], Init::Const(0.5));
+        let parameters: Vec<Tensor> = names.iter().map(init).collect();
+        let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+        let mut optimizer = config.build(ddp.flat_buffers())?;
+        for step in 0..9 {
+            let used: Vec<&Tensor> = parameters
+                .iter()
+                .zip(names)
+                .filter(|(_, name)| **name == "a" || b_in.contains(&step))
+                .map(|(parameter, _)| parameter)
+                .collect();
+            if used.is_empty() {
+                continue;
+            }
+            // In the first of its steps, rank 1 alone uses `b`.
+            let here = if group.rank() == 0 && step == b_in[0] && used.len() > 1 { 1 } else { 9 };
+            let mut loss = Tensor::from(0f32);
+            for parameter in used.iter().take(here) {
+                let (rank, x) = (group.rank() as f64, step as f64);
+                // The gradient of `b` is the same whether `a` is there or not.
+                loss += (*parameter * (x + 1.) - rank).square().sum(Kind::Float);
+            }
+            if used.len() == 1 && names == ["b"] && group.rank() == 0 && step == b_in[0] {
+                loss = loss * 0.;
+            }
+            ddp.zero_grad()?;
+            ddp.backward(&loss)?;
+            optimizer.step(0.01)?;
+        }
+        let values = parameters.into_iter().map(|p| p.detach().copy());
+        Ok(values.zip(optimizer.state()?).collect())
+    }
+    ranks(2, |_, group| {
+        for config in optimizers() {
+            for b_in in [&[2, 3, 6][..], &[0, 8]] {
+                let both = train(&group, config, &["a", "b"], b_in)?;
+                let mut each = train(&group, config, &["a"], b_in)?;
+                each.extend(train(&group, config, &["b"], b_in)?);
+                for ((value, state), (alone, kept)) in both.iter().zip(&each) {
+                    assert_eq!(value, alone, "{config:?} {b_in:?} {}", state.name);
+                    assert!(state.tensors.keys().eq(kept.tensors.keys()));
+                    for (key, tensor) in &state.tensors {
+                        assert_eq!(tensor, &kept.tensors[key], "{config:?} {b_in:?} {key}");
+                    }
+                }
+            }
+            // As in PyTorch, there is no state for what was never stepped.
+            let never = train(&group, config, &["a", "b"], &[100])?;
+            assert!(
+                never[1].1.tensors.is_empty() && never[1].0 == Tensor::full_like(&never[1].0, 0.5)
+            );
+        }
         Ok(())
     });
 }

@@ -47,7 +47,7 @@ pub struct DdpOptions {
     /// within [`join`](DistributedDataParallel::join), which copies them at its end.
     pub broadcast_buffers: bool,
     /// Allow that the loss does not depend on some parameters: they contribute zeros, and one that no rank uses
-    /// in a step has no gradient after it (an optimizer of this crate steps it with zeros all the same). Costs a small collective a step. Without it that is
+    /// in a step has no gradient after it, so that optimizers pass it by. Costs a small collective a step. Without it that is
     /// [`Error::UnusedParameters`].
     pub find_unused_parameters: bool,
     /// The loss depends on the same parameters in every step: those that the first step does not use may be

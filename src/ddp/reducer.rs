@@ -59,7 +59,7 @@ struct State {
     joining: Option<JoinOptions>,
     /// With `static_graph`: which parameters have no gradient on this rank, in every step.
     always_unused: Option<Vec<usize>>,
-    /// With `static_graph`: whether the ranks have agreed on what is unused everywhere.
+    /// With `static_graph`: whether the ranks have agreed on what is unused everywhere, for all steps.
     has_agreed: bool,
     /// Parameters whose gradient is taken away, because no rank had one in the last step.
     undefined: Vec<usize>,
@@ -222,8 +222,10 @@ impl State {
         let Layout { buckets, members, .. } = &mut self.layout;
         buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.parameters.len());
         members.iter_mut().for_each(|member| member.ready = false);
-        for index in self.undefined.drain(..) {
-            set_grad(&members[index].parameter, &members[index].grad)?;
+        if !self.has_agreed {
+            for index in self.undefined.drain(..) {
+                set_grad(&members[index].parameter, &members[index].grad)?;
+            }
         }
         for &index in self.always_unused.iter().flatten() {
             members[index].ready = true;
@@ -249,6 +251,13 @@ impl State {
     /// turn it is.
     fn mark_ready(&mut self, index: usize) -> Result<()> {
         let member = &mut self.layout.members[index];
+        if member.ready {
+            return Err(Error::Input(format!(
+                "static_graph: `{}` had no gradient in the first step and has one now; set \
+                 find_unused_parameters instead",
+                member.name
+            )));
+        }
         if grad_data(&member.parameter) != member.grad_data {
             return Err(Error::Input(format!(
                 "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; somebody \
@@ -260,13 +269,6 @@ impl State {
         member.used = true;
         if self.mode == Mode::Local {
             return Ok(());
-        }
-        if member.ready {
-            return Err(Error::Input(format!(
-                "static_graph: `{}` had no gradient in the first step and has one now; set \
-                 find_unused_parameters instead",
-                member.name
-            )));
         }
         member.ready = true;
         let bucket = member.bucket;
@@ -324,13 +326,19 @@ impl State {
         if agrees {
             // After the buckets, which some ranks have reduced by now and others not.
             self.undefined = self.agree_on_unused()?;
-            self.has_agreed = true;
+            self.has_agreed = options.static_graph;
+        }
+        self.layout.members.iter_mut().for_each(|member| member.used = false);
+        self.rebuild_buckets(options)?;
+        if agrees {
             for &index in &self.undefined {
                 set_grad(&self.layout.members[index].parameter, &Tensor::new())?;
             }
+            for flat in &self.layout.flats {
+                flat.places.set_unused(&self.undefined);
+            }
         }
-        self.layout.members.iter_mut().for_each(|member| member.used = false);
-        self.rebuild_buckets(options)
+        Ok(())
     }
 
     /// Every parameter must have had a gradient on this rank.

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::flat::Flat;
+use super::flat::{Flat, Group};
 use super::{FlatBuffer, Optimizer, ParameterState, Place};
 use crate::error::{Error, Result};
 use crate::torch::{AdamWStep, TensorList, fused_adamw};
@@ -35,10 +35,15 @@ impl Default for AdamWOptions {
 pub struct AdamW {
     options: AdamWOptions,
     flat: Flat,
-    /// The number of steps, on the device, where the kernel reads it.
-    step: Tensor,
-    /// For each group the same `step` as often as the kernel wants it.
-    steps: Vec<TensorList>,
+    /// For each group the number of its steps, on the device, where the kernel reads it.
+    counts: Vec<Count>,
+}
+
+#[derive(Debug)]
+struct Count {
+    steps: Tensor,
+    /// The same tensor as often as the kernel wants it.
+    list: TensorList,
 }
 
 impl AdamW {
@@ -48,77 +53,70 @@ impl AdamW {
     /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) gives.
     ///
     /// # Errors
-    /// [`Error::Input`] without a buffer; [`Error::Torch`] when the device has no room.
+    /// [`Error::Torch`] when the device has no room.
     pub fn new(buffers: Vec<FlatBuffer>, options: AdamWOptions) -> Result<Self> {
-        let Some(first) = buffers.first() else {
-            return Err(Error::Input("there are no parameters to step".into()));
-        };
-        let device = first.parameters.device();
-        let step = Tensor::f_zeros([0i64; 0], (Kind::Float, device))
-            .map_err(Error::torch("making the optimizer's state"))?;
-        let decays = |place: &Place| options.weight_decay != 0.0 && (options.decays)(place);
-        let flat = Flat::new(buffers, &["exp_avg", "exp_avg_sq"], decays)?;
-        let list =
-            |len| TensorList::new(&(0..len).map(|_| step.shallow_clone()).collect::<Vec<_>>());
-        let steps = flat.groups.iter().map(|group| list(group.len)).collect::<Result<_>>()?;
-        Ok(Self { options, flat, step, steps })
-    }
-
-    /// Goes on with the same parameters at other places.
-    fn rebuild(&mut self, buffers: Vec<FlatBuffer>) -> Result<()> {
-        let state = self.state()?;
-        let mut rebuilt = Self::new(buffers, self.options)?;
-        rebuilt.load_state(&state)?;
-        *self = rebuilt;
-        Ok(())
+        let decays = (options.weight_decay != 0.0).then_some(options.decays);
+        // Every step counts: it says how much of the means is there by now.
+        let flat = Flat::new(buffers, &["exp_avg", "exp_avg_sq"], decays, u64::MAX)?;
+        let counts = counts(&flat)?;
+        Ok(Self { options, flat, counts })
     }
 }
 
 impl Optimizer for AdamW {
     fn step(&mut self, lr: f64) -> Result<()> {
-        if let Some(moved) = self.flat.moved() {
-            self.rebuild(moved)?;
+        if self.flat.follow()? {
+            self.counts = counts(&self.flat)?;
         }
         let AdamWOptions { betas, eps, weight_decay, .. } = self.options;
-        let _ = self.step.f_add_scalar_(1).map_err(Error::torch("counting a step"))?;
-        for (group, steps) in self.flat.groups.iter().zip(&self.steps) {
+        for (group, Count { steps, list }) in self.flat.groups.iter().zip(&mut self.counts) {
             let weight_decay = if group.decays { weight_decay } else { 0.0 };
             let [exp_avgs, exp_avg_sqs] = &group.slots[..] else { continue };
+            let _ = steps.f_add_scalar_(1).map_err(Error::torch("counting a step"))?;
             let step = AdamWStep { lr, betas, weight_decay, eps };
             let (parameters, gradients) = (&group.parameters, &group.gradients);
-            fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, step)?;
+            fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, list, step)?;
         }
+        self.flat.count_step();
         Ok(())
     }
 
     fn state(&self) -> Result<Vec<ParameterState>> {
-        let mut state = self.flat.state()?;
-        for ParameterState { tensors, .. } in &mut state {
-            let step = self.step.f_detach_copy().map_err(Error::torch("copying the state"))?;
-            tensors.insert(Self::STEP.into(), step);
-        }
-        Ok(state)
+        let with_step = |(steps, mut state): (u64, ParameterState)| {
+            if steps > 0 {
+                state.tensors.insert(Self::STEP.into(), Tensor::from(steps as f32));
+            }
+            state
+        };
+        Ok(self.flat.state()?.into_iter().map(with_step).collect())
     }
 
     fn load_state(&mut self, state: &[ParameterState]) -> Result<()> {
-        let mut counts = Vec::new();
-        for ParameterState { name, tensors } in state {
-            if let Some(step) = tensors.get(Self::STEP) {
-                let count = step.f_double_value(&[]).map_err(Error::torch("reading `step`"))?;
-                counts.push((name, count));
+        let count = |state: &ParameterState| {
+            let steps = state.tensors[Self::STEP].f_double_value(&[]);
+            let steps = steps.map_err(Error::torch("reading `step`"))?;
+            if steps >= 1.0 && steps.fract() == 0.0 {
+                return Ok(steps as u64);
             }
-        }
-        let (first, count) = counts.first().map_or((None, 0.0), |(name, c)| (Some(name), *c));
-        if let (Some(first), Some((other, theirs))) =
-            (first, counts.iter().find(|(_, theirs)| *theirs != count))
-        {
-            return Err(Error::Input(format!(
-                "the optimizer's state has {count} steps of parameter `{first}` and {theirs} of \
-                 `{other}`; here all parameters are stepped together"
-            )));
-        }
-        self.flat.load(state, &[Self::STEP])?;
-        let _ = self.step.f_fill_(count).map_err(Error::torch("loading the optimizer's state"))?;
+            Err(Error::Input(format!(
+                "the optimizer's state has a `step` of {steps} for parameter `{}`, which is no number of \
+                 steps",
+                state.name
+            )))
+        };
+        self.flat.load(state, &[Self::STEP], count)?;
+        self.counts = counts(&self.flat)?;
         Ok(())
     }
+}
+
+fn counts(flat: &Flat) -> Result<Vec<Count>> {
+    let count = |group: &Group| {
+        let device = group.device;
+        let steps = Tensor::f_full([0i64; 0], group.steps as f64, (Kind::Float, device));
+        let steps = steps.map_err(Error::torch("making the optimizer's state"))?;
+        let same: Vec<Tensor> = (0..group.len).map(|_| steps.shallow_clone()).collect();
+        Ok(Count { list: TensorList::new(&same)?, steps })
+    };
+    flat.groups.iter().map(count).collect()
 }

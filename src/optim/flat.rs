@@ -1,98 +1,13 @@
-//! Parameters, gradients and optimizer state as flat buffers, and which stretches are stepped alike.
+//! What an optimizer keeps for each number of its flat buffers, and which stretches are stepped alike.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::ParameterState;
+use super::{FlatBuffer, ParameterState, Place};
 use crate::error::{Error, Result};
 use crate::torch::TensorList;
-
-/// Parameters and their gradients as an optimizer sees them: two one-dimensional tensors of the same
-/// length and kind, handles to the memory that the model uses.
-#[derive(Debug)]
-pub struct FlatBuffer {
-    /// The parameters' values, one parameter after the other.
-    pub parameters: Tensor,
-    /// Their gradients, likewise. Gaps between parameters are zero.
-    pub gradients: Tensor,
-    /// Which parameters these are.
-    pub places: Places,
-}
-
-impl FlatBuffer {
-    /// Another handle to the same memory.
-    fn handle(&self) -> Self {
-        Self {
-            parameters: self.parameters.shallow_clone(),
-            gradients: self.gradients.shallow_clone(),
-            places: self.places.clone(),
-        }
-    }
-}
-
-/// Where the parameters of a buffer lie in it, in their order: known to all who have a handle, because it
-/// changes once, when buckets are put together anew.
-#[derive(Debug, Clone)]
-pub struct Places(Rc<RefCell<Rc<[Place]>>>);
-
-impl Default for Places {
-    fn default() -> Self {
-        Self::from(Vec::new())
-    }
-}
-
-impl From<Vec<Place>> for Places {
-    fn from(places: Vec<Place>) -> Self {
-        Self(Rc::new(RefCell::new(places.into())))
-    }
-}
-
-impl Places {
-    /// As it is now.
-    pub fn get(&self) -> Rc<[Place]> {
-        self.0.borrow().clone()
-    }
-
-    pub(crate) fn set(&self, places: Vec<Place>) {
-        *self.0.borrow_mut() = places.into();
-    }
-}
-
-/// Where a parameter lies in its buffer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
-    /// The parameter's name.
-    pub name: String,
-    /// Its place among all parameters of the model, in the order of their creation.
-    pub index: usize,
-    /// Where it starts in the buffer, in elements.
-    pub start: usize,
-    /// Its shape.
-    pub shape: Vec<i64>,
-}
-
-impl Place {
-    /// How many elements the parameter has.
-    pub fn numel(&self) -> usize {
-        self.shape.iter().product::<i64>() as usize
-    }
-
-    /// Whether this is a weight, and not a bias or a parameter of a norm: those have one dimension, or
-    /// `bias` for a name. What weight decay is usually for.
-    pub fn is_weight(&self) -> bool {
-        let name = self.name.rsplit('.').next();
-        self.shape.len() > 1 && name != Some("bias")
-    }
-
-    /// The parameter's part of `flat`, in its shape.
-    pub(crate) fn of(&self, flat: &Tensor) -> Result<Tensor> {
-        let part = flat.f_narrow(0, self.start as i64, self.numel() as i64);
-        part.and_then(|part| part.f_view(&self.shape[..])).map_err(Error::torch("view"))
-    }
-}
 
 /// Neighbours in a buffer, from one's start to the next one's outside.
 ///
@@ -110,22 +25,40 @@ struct Run {
 pub(super) struct Group {
     /// Whether weight decay is for these.
     pub decays: bool,
+    /// How many steps they have made.
+    pub steps: u64,
     pub parameters: TensorList,
     pub gradients: TensorList,
     /// The optimizer's slots, in their order.
     pub slots: Vec<TensorList>,
     /// How many tensors each list has.
     pub len: usize,
+    pub device: Device,
+    /// Which parameters these are, by their index.
+    members: Vec<usize>,
+}
+
+/// How the parameters lay in a buffer when groups were made of them, and which had no gradient.
+#[derive(Debug)]
+struct Seen {
+    places: Rc<[Place]>,
+    unused: Rc<[usize]>,
 }
 
 /// Flat buffers, with more of the same layout (`slots`) for what an optimizer keeps for each number.
 #[derive(Debug)]
 pub(super) struct Flat {
     pub buffers: Vec<FlatBuffer>,
-    /// Where the parameters lay in them when this was made.
-    layout: Vec<Rc<[Place]>>,
+    /// What there was of each buffer when `groups` were made.
+    seen: Vec<Seen>,
     /// Names and, for each buffer, values: zero at first.
     slots: Vec<(&'static str, Vec<Tensor>)>,
+    /// Which parameters decay; none, if not said.
+    decays: Option<fn(&Place) -> bool>,
+    /// How far an optimizer needs to count a parameter's steps.
+    count_to: u64,
+    /// How many steps each parameter had made when `groups` were made, by its index.
+    steps: BTreeMap<usize, u64>,
     pub groups: Vec<Group>,
 }
 
@@ -133,57 +66,162 @@ impl Flat {
     pub(super) fn new(
         buffers: Vec<FlatBuffer>,
         slot_names: &[&'static str],
-        decays: impl Fn(&Place) -> bool,
+        decays: Option<fn(&Place) -> bool>,
+        count_to: u64,
     ) -> Result<Self> {
-        let zeros = |buffer: &FlatBuffer| {
-            buffer.parameters.f_zeros_like().map_err(Error::torch("making the optimizer's state"))
+        let slots = slot_names.iter().map(|name| Ok((*name, zeros_like(&buffers)?)));
+        let slots = slots.collect::<Result<_>>()?;
+        let (steps, groups) = (BTreeMap::new(), Vec::new());
+        let seen = Vec::new();
+        let mut flat = Self { buffers, seen, slots, decays, count_to, steps, groups };
+        flat.make_groups()?;
+        Ok(flat)
+    }
+
+    /// Follows the parameters when they have moved, or have a gradient now where they had none before, or the
+    /// reverse; whether the groups are new.
+    pub(super) fn follow(&mut self) -> Result<bool> {
+        let (mut have_moved, mut same) = (false, true);
+        for (buffer, seen) in self.buffers.iter().zip(&self.seen) {
+            have_moved |= !buffer.places.is(&seen.places);
+            same &= buffer.places.are_unused(&seen.unused);
+        }
+        if have_moved {
+            self.follow_places()?;
+        }
+        let is_new = have_moved || !same;
+        if is_new {
+            self.make_groups()?;
+        }
+        Ok(is_new)
+    }
+
+    /// Moves what is kept to where the parameters are by now.
+    fn follow_places(&mut self) -> Result<()> {
+        let before: BTreeMap<usize, (usize, &Place)> =
+            self.places().map(|(buffer, place)| (place.index, (buffer, place))).collect();
+        let mut moved = Vec::with_capacity(self.slots.len());
+        for (name, old) in &self.slots {
+            let new = zeros_like(&self.buffers)?;
+            for (flat, buffer) in new.iter().zip(&self.buffers) {
+                for place in buffer.places.get().iter() {
+                    let Some((buffer, was)) = before.get(&place.index) else { continue };
+                    let (mut to, from) = (place.of(flat)?, was.of(&old[*buffer])?);
+                    tch::no_grad(|| to.f_copy_(&from))
+                        .map_err(Error::torch("moving the optimizer's state"))?;
+                }
+            }
+            moved.push((*name, new));
+        }
+        self.slots = moved;
+        Ok(())
+    }
+
+    fn make_groups(&mut self) -> Result<()> {
+        self.steps = self.steps();
+        let seen = |buffer: &FlatBuffer| Seen {
+            places: buffer.places.get(),
+            unused: buffer.places.unused(),
         };
-        let slots = slot_names
-            .iter()
-            .map(|name| Ok((*name, buffers.iter().map(zeros).collect::<Result<_>>()?)))
-            .collect::<Result<Vec<(&'static str, Vec<Tensor>)>>>()?;
-        let layout: Vec<Rc<[Place]>> = buffers.iter().map(|buffer| buffer.places.get()).collect();
+        self.seen = self.buffers.iter().map(seen).collect();
         let mut groups = Vec::new();
-        for (decays, runs) in runs(&buffers, &layout, decays) {
-            let list = |flat: &dyn Fn(usize) -> Tensor| {
+        for (Key { decays, steps, .. }, Runs { runs, members }) in self.runs() {
+            let list = |flats: &dyn Fn(usize) -> Tensor| {
                 let part = |run: &Run| {
                     let (start, len) = (run.start as i64, (run.end - run.start) as i64);
-                    flat(run.buffer).f_narrow(0, start, len).map_err(Error::torch("narrow"))
+                    flats(run.buffer).f_narrow(0, start, len).map_err(Error::torch("narrow"))
                 };
                 TensorList::new(&runs.iter().map(part).collect::<Result<Vec<_>>>()?)
             };
+            let slots = self.slots.iter();
             groups.push(Group {
                 decays,
-                parameters: list(&|buffer| buffers[buffer].parameters.shallow_clone())?,
-                gradients: list(&|buffer| buffers[buffer].gradients.shallow_clone())?,
+                steps,
+                parameters: list(&|buffer| self.buffers[buffer].parameters.shallow_clone())?,
+                gradients: list(&|buffer| self.buffers[buffer].gradients.shallow_clone())?,
                 slots: slots
-                    .iter()
                     .map(|(_, flats)| list(&|buffer| flats[buffer].shallow_clone()))
                     .collect::<Result<_>>()?,
                 len: runs.len(),
+                device: self.buffers[runs[0].buffer].parameters.device(),
+                members,
             });
         }
-        Ok(Self { buffers, layout, slots, groups })
+        self.groups = groups;
+        Ok(())
     }
 
-    /// A copy of what the slots hold for each parameter, in the order of the parameters' creation.
-    pub(super) fn state(&self) -> Result<Vec<ParameterState>> {
-        let mut states = Vec::new();
+    /// The parameters that have a gradient, by what they have in common.
+    fn runs(&self) -> Vec<(Key, Runs)> {
+        let mut groups: Vec<(Key, Runs)> = Vec::new();
+        for (buffer, Seen { places, unused }) in self.seen.iter().enumerate() {
+            let FlatBuffer { parameters, .. } = &self.buffers[buffer];
+            let starts = places.iter().skip(1).map(|next| next.start);
+            for (place, end) in places.iter().zip(starts.chain([parameters.numel()])) {
+                if unused.contains(&place.index) {
+                    continue;
+                }
+                let decays = self.decays.is_some_and(|decays| decays(place));
+                let steps = self.steps.get(&place.index).copied().unwrap_or(0);
+                let key = Key { decays, steps, kind: parameters.kind() };
+                let at = groups.iter().position(|(known, _)| *known == key).unwrap_or_else(|| {
+                    groups.push((key, Runs::default()));
+                    groups.len() - 1
+                });
+                let Runs { runs, members } = &mut groups[at].1;
+                members.push(place.index);
+                match runs.last_mut() {
+                    Some(run) if run.buffer == buffer && run.end == place.start => run.end = end,
+                    _ => runs.push(Run { buffer, start: place.start, end }),
+                }
+            }
+        }
+        groups
+    }
+
+    /// Counts a step of all that have a gradient.
+    pub(super) fn count_step(&mut self) {
+        for group in &mut self.groups {
+            group.steps = (group.steps + 1).min(self.count_to);
+        }
+    }
+
+    /// How many steps each parameter has made.
+    fn steps(&self) -> BTreeMap<usize, u64> {
+        let mut steps = self.steps.clone();
+        for group in &self.groups {
+            steps.extend(group.members.iter().map(|&index| (index, group.steps)));
+        }
+        steps
+    }
+
+    /// A copy of what the slots hold for each parameter, with the number of its steps, in the order of the
+    /// parameters' creation. Nothing for one that has not been stepped yet.
+    pub(super) fn state(&self) -> Result<Vec<(u64, ParameterState)>> {
+        let steps = self.steps();
+        let mut states = BTreeMap::new();
         for (buffer, place) in self.places() {
+            let steps = steps.get(&place.index).copied().unwrap_or(0);
             let value = |(name, flats): &(&'static str, Vec<Tensor>)| {
                 let copied = place.of(&flats[buffer])?.f_detach_copy();
                 Ok(((*name).into(), copied.map_err(Error::torch("copying the state"))?))
             };
-            let tensors = self.slots.iter().map(value).collect::<Result<_>>()?;
-            states.push((place.index, ParameterState { name: place.name.clone(), tensors }));
+            let slots = self.slots.iter().filter(|_| steps > 0);
+            let tensors = slots.map(value).collect::<Result<_>>()?;
+            let state = ParameterState { name: place.name.clone(), tensors };
+            states.insert(place.index, (steps, state));
         }
-        states.sort_by_key(|(index, _)| *index);
-        Ok(states.into_iter().map(|(_, state)| state).collect())
+        Ok(states.into_values().collect())
     }
 
-    /// Fills the slots; whether there was anything to fill them with. `besides` names what the optimizer
-    /// reads from the state on its own. On an error nothing has changed.
-    pub(super) fn load(&mut self, state: &[ParameterState], besides: &[&str]) -> Result<bool> {
+    /// Fills the slots. `count` reads the number of steps from the state of a parameter that has been stepped,
+    /// from what is named `besides` there. On an error nothing has changed.
+    pub(super) fn load(
+        &mut self,
+        state: &[ParameterState],
+        besides: &[&str],
+        count: impl Fn(&ParameterState) -> Result<u64>,
+    ) -> Result<()> {
         let wrong = |problem: String| Err(Error::Input(format!("the optimizer's state {problem}")));
         let known: BTreeMap<&str, &ParameterState> =
             state.iter().map(|state| (&state.name[..], state)).collect();
@@ -191,8 +229,8 @@ impl Flat {
         {
             return wrong(format!("has `{extra}`, which is no parameter of this model"));
         }
-        let filled = state.iter().any(|state| !state.tensors.is_empty());
         let mut copies = Vec::new();
+        let mut steps = BTreeMap::new();
         for (buffer, place) in self.places() {
             let name = &place.name;
             let Some(state) = known.get(&name[..]) else {
@@ -207,8 +245,8 @@ impl Flat {
                      that of another optimizer, or of one with other options"
                 ));
             }
-            if !filled {
-                continue; // of an optimizer that has not stepped yet
+            if state.tensors.is_empty() {
+                continue; // not stepped yet
             }
             if let Some(missing) = names().find(|slot| !state.tensors.contains_key(*slot)) {
                 return wrong(format!(
@@ -227,105 +265,111 @@ impl Flat {
                 }
                 copies.push((place.of(&flats[buffer])?, from));
             }
+            steps.insert(place.index, count(state)?.min(self.count_to));
         }
         let loading = || Error::torch("loading the optimizer's state");
-        if !filled {
-            for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
-                let _ = flat.f_zero_().map_err(loading())?;
-            }
+        for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
+            let _ = flat.f_zero_().map_err(loading())?;
         }
         for (mut to, from) in copies {
             tch::no_grad(|| to.f_copy_(from)).map_err(loading())?;
         }
-        Ok(filled)
+        (self.steps, self.groups) = (steps, Vec::new());
+        self.make_groups()
     }
 
-    /// All parameters' places, with the numbers of their buffers.
+    /// All parameters' places, with the numbers of their buffers, as they were when `groups` were made.
     fn places(&self) -> impl Iterator<Item = (usize, &Place)> {
-        let buffers = self.layout.iter().enumerate();
-        buffers.flat_map(|(number, places)| places.iter().map(move |place| (number, place)))
-    }
-
-    /// The same buffers, if the parameters lie elsewhere in them by now.
-    pub(super) fn moved(&self) -> Option<Vec<FlatBuffer>> {
-        let mut now = self.buffers.iter().map(|buffer| buffer.places.get());
-        let same =
-            self.layout.iter().all(|then| now.next().is_some_and(|now| Rc::ptr_eq(then, &now)));
-        (!same).then(|| self.buffers.iter().map(FlatBuffer::handle).collect())
+        let buffers = self.seen.iter().enumerate();
+        buffers.flat_map(|(number, seen)| seen.places.iter().map(move |place| (number, place)))
     }
 }
 
-/// The runs of all that decay and of all that don't; each kind apart, because a kernel takes one.
-fn runs(
-    buffers: &[FlatBuffer],
-    layout: &[Rc<[Place]>],
-    decays: impl Fn(&Place) -> bool,
-) -> Vec<(bool, Vec<Run>)> {
-    let mut groups: Vec<((bool, Kind), Vec<Run>)> = Vec::new();
-    for (buffer, (FlatBuffer { parameters, .. }, places)) in buffers.iter().zip(layout).enumerate()
-    {
-        let starts = places.iter().skip(1).map(|next| next.start);
-        for (place, end) in places.iter().zip(starts.chain([parameters.numel()])) {
-            let key = (decays(place), parameters.kind());
-            let at = groups.iter().position(|(known, _)| *known == key).unwrap_or_else(|| {
-                groups.push((key, Vec::new()));
-                groups.len() - 1
-            });
-            match groups[at].1.last_mut() {
-                Some(run) if run.buffer == buffer && run.end == place.start => run.end = end,
-                _ => groups[at].1.push(Run { buffer, start: place.start, end }),
-            }
-        }
-    }
-    groups.into_iter().map(|((decays, _), runs)| (decays, runs)).collect()
+/// What parameters that are stepped by one kernel call have in common.
+#[derive(Debug, PartialEq)]
+struct Key {
+    decays: bool,
+    steps: u64,
+    kind: Kind,
+}
+
+#[derive(Debug, Default, PartialEq)]
+struct Runs {
+    runs: Vec<Run>,
+    /// The parameters in them, by their index.
+    members: Vec<usize>,
+}
+
+fn zeros_like(buffers: &[FlatBuffer]) -> Result<Vec<Tensor>> {
+    let zeros = |buffer: &FlatBuffer| {
+        buffer.parameters.f_zeros_like().map_err(Error::torch("making the optimizer's state"))
+    };
+    buffers.iter().map(zeros).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use tch::Device;
-
     use super::*;
 
-    fn buffer(places: &[(&str, usize, &[i64])], len: i64, kind: Kind) -> FlatBuffer {
+    /// One of `len` numbers, with parameters that have `index`, name, start and shape.
+    fn buffer(places: &[(usize, &str, usize, &[i64])], len: i64, kind: Kind) -> FlatBuffer {
         let zeros = || Tensor::zeros([len], (kind, Device::Cpu));
-        let place = |(index, (name, start, shape)): (usize, &(&str, usize, &[i64]))| Place {
-            name: (*name).into(),
+        let place = |&(index, name, start, shape): &(usize, &str, usize, &[i64])| Place {
+            name: name.into(),
             index,
-            start: *start,
+            start,
             shape: shape.to_vec(),
         };
-        let places: Vec<Place> = places.iter().enumerate().map(place).collect();
+        let places: Vec<Place> = places.iter().map(place).collect();
         FlatBuffer { parameters: zeros(), gradients: zeros(), places: places.into() }
     }
 
     #[test]
     fn neighbours_of_one_group_are_one_run_with_the_gaps_between_them() {
-        let weights: &[(&str, usize, &[i64])] =
-            &[("b.bias", 0, &[3]), ("b.weight", 16, &[3, 2]), ("a.weight", 32, &[2, 2])];
-        let buffers = [
-            buffer(weights, 48, Kind::Float),
-            buffer(&[("c.weight", 0, &[2, 2])], 16, Kind::Float),
-            buffer(&[("d.weight", 0, &[2, 2])], 8, Kind::Double),
-        ];
-        let run = |buffer, start, end| Run { buffer, start, end };
-        let expected = [
-            (false, vec![run(0, 0, 16)]),
-            (true, vec![run(0, 16, 48), run(1, 0, 16)]),
-            (true, vec![run(2, 0, 8)]),
-        ];
-        let layout = buffers.each_ref().map(|buffer| buffer.places.get());
-        assert_eq!(runs(&buffers, &layout, Place::is_weight), expected);
-        let all = [(true, vec![run(0, 0, 48), run(1, 0, 16)]), (true, vec![run(2, 0, 8)])];
-        assert_eq!(runs(&buffers, &layout, |_| true), all);
-    }
-
-    #[test]
-    fn a_weight_has_two_dimensions_and_is_no_bias() {
-        let is_weight = |name: &str, shape: &[i64]| {
-            Place { name: name.into(), index: 0, start: 0, shape: shape.into() }.is_weight()
+        let buffers = || {
+            let weights: &[(usize, &str, usize, &[i64])] =
+                &[(3, "b.bias", 0, &[3]), (2, "b.weight", 16, &[3, 2]), (1, "a.weight", 32, &[4])];
+            vec![
+                buffer(weights, 48, Kind::Float),
+                buffer(&[(0, "c.weight", 0, &[2, 2])], 16, Kind::Float),
+                buffer(&[(4, "d.weight", 0, &[2, 2])], 8, Kind::Double),
+            ]
         };
-        assert!(is_weight("0.weight", &[3, 2]) && is_weight("unbiased", &[3, 2]));
-        assert!(!is_weight("norm.weight", &[3]) && !is_weight("scale", &[]));
-        assert!(!is_weight("bias", &[1, 3]) && !is_weight("attention.bias", &[1, 3]));
+        let run = |buffer, start, end| Run { buffer, start, end };
+        let runs = |flat: &Flat| -> Vec<(bool, u64, Vec<Run>)> {
+            let parts = flat.runs().into_iter();
+            parts.map(|(key, runs)| (key.decays, key.steps, runs.runs)).collect()
+        };
+        let ends_with_weight: fn(&Place) -> bool = |place| place.name.ends_with("weight");
+        let flat = Flat::new(buffers(), &[], Some(ends_with_weight), 9).unwrap();
+        let expected = [
+            (false, 0, vec![run(0, 0, 16)]),
+            (true, 0, vec![run(0, 16, 48), run(1, 0, 16)]),
+            (true, 0, vec![run(2, 0, 8)]),
+        ];
+        assert_eq!(runs(&flat), expected);
+
+        let mut flat = Flat::new(buffers(), &[], None, 9).unwrap();
+        let all = |steps, kind_two| {
+            [
+                (false, steps, vec![run(0, 0, 48), run(1, 0, 16)]),
+                (false, kind_two, vec![run(2, 0, 8)]),
+            ]
+        };
+        assert_eq!(runs(&flat), all(0, 0));
+        // Who has no gradient is passed by, and counts no step.
+        flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[2]));
+        assert!(flat.follow().unwrap() && !flat.follow().unwrap());
+        let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];
+        assert_eq!(runs(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
+        flat.count_step();
+        flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[]));
+        assert!(flat.follow().unwrap());
+        let again = [
+            (false, 1, vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)]),
+            (false, 0, vec![run(0, 16, 32)]),
+            (false, 1, vec![run(2, 0, 8)]),
+        ];
+        assert_eq!(runs(&flat), again);
     }
 }

@@ -3,12 +3,13 @@
 mod adamw;
 mod clip;
 mod flat;
+mod places;
 mod schedule;
 mod sgd;
 
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
-pub use flat::{FlatBuffer, Place, Places};
+pub use places::{FlatBuffer, Place, Places};
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};
 
@@ -49,7 +50,7 @@ pub struct ParameterState {
     /// The parameter's name.
     pub name: String,
     /// Under the names of torch's `state_dict`: `momentum_buffer` of SGD; `exp_avg`, `exp_avg_sq` and
-    /// `step` of AdamW. Empty where nothing is kept, or not yet.
+    /// `step` of AdamW. Empty where nothing is kept, or not yet: as long as the parameter had no gradient.
     pub tensors: BTreeMap<String, Tensor>,
 }
 

@@ -1,0 +1,127 @@
+//! Where parameters and their gradients lie in flat buffers.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+
+/// Parameters and their gradients as an optimizer sees them: two one-dimensional tensors of the same
+/// length and kind, handles to the memory that the model uses.
+#[derive(Debug)]
+pub struct FlatBuffer {
+    /// The parameters' values, one parameter after the other.
+    pub parameters: Tensor,
+    /// Their gradients, likewise. Gaps between parameters are zero.
+    pub gradients: Tensor,
+    /// Which parameters these are.
+    pub places: Places,
+}
+
+/// Where the parameters of a buffer lie in it, in their order, and which have no gradient: known to all who
+/// have a handle. The first changes once, when buckets are put together anew; the second with the model's use
+/// of its parameters.
+#[derive(Debug, Clone)]
+pub struct Places(Rc<RefCell<Arrangement>>);
+
+#[derive(Debug)]
+struct Arrangement {
+    places: Rc<[Place]>,
+    unused: Rc<[usize]>,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Self::from(Vec::new())
+    }
+}
+
+impl From<Vec<Place>> for Places {
+    fn from(places: Vec<Place>) -> Self {
+        let arrangement = Arrangement { places: places.into(), unused: Rc::new([]) };
+        Self(Rc::new(RefCell::new(arrangement)))
+    }
+}
+
+impl Places {
+    /// As it is now.
+    pub fn get(&self) -> Rc<[Place]> {
+        self.0.borrow().places.clone()
+    }
+
+    /// The [`index`](Place::index) of each parameter that no rank had a gradient for in the last step: one
+    /// whose `grad` is `None` in PyTorch, where optimizers pass it by. Sorted; those of other buffers too.
+    pub fn unused(&self) -> Rc<[usize]> {
+        self.0.borrow().unused.clone()
+    }
+
+    /// Whether these very places are still those of now.
+    pub(super) fn is(&self, places: &Rc<[Place]>) -> bool {
+        Rc::ptr_eq(&self.0.borrow().places, places)
+    }
+
+    /// Whether these very parameters are still those that are unused.
+    pub(super) fn are_unused(&self, unused: &Rc<[usize]>) -> bool {
+        Rc::ptr_eq(&self.0.borrow().unused, unused)
+    }
+
+    pub(crate) fn set(&self, places: Vec<Place>) {
+        self.0.borrow_mut().places = places.into();
+    }
+
+    pub(crate) fn set_unused(&self, unused: &[usize]) {
+        let known = &mut self.0.borrow_mut().unused;
+        if **known != *unused {
+            *known = unused.into();
+        }
+    }
+}
+
+/// Where a parameter lies in its buffer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The parameter's name.
+    pub name: String,
+    /// Its place among all parameters of the model, in the order of their creation.
+    pub index: usize,
+    /// Where it starts in the buffer, in elements.
+    pub start: usize,
+    /// Its shape.
+    pub shape: Vec<i64>,
+}
+
+impl Place {
+    /// How many elements the parameter has.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product::<i64>() as usize
+    }
+
+    /// Whether this is a weight, and not a bias or a parameter of a norm: those have one dimension, or
+    /// `bias` for a name. What weight decay is usually for.
+    pub fn is_weight(&self) -> bool {
+        let name = self.name.rsplit('.').next();
+        self.shape.len() > 1 && name != Some("bias")
+    }
+
+    /// The parameter's part of `flat`, in its shape.
+    pub(crate) fn of(&self, flat: &Tensor) -> Result<Tensor> {
+        let part = flat.f_narrow(0, self.start as i64, self.numel() as i64);
+        part.and_then(|part| part.f_view(&self.shape[..])).map_err(Error::torch("view"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_weight_has_two_dimensions_and_is_no_bias() {
+        let is_weight = |name: &str, shape: &[i64]| {
+            Place { name: name.into(), index: 0, start: 0, shape: shape.into() }.is_weight()
+        };
+        assert!(is_weight("0.weight", &[3, 2]) && is_weight("unbiased", &[3, 2]));
+        assert!(!is_weight("norm.weight", &[3]) && !is_weight("scale", &[]));
+        assert!(!is_weight("bias", &[1, 3]) && !is_weight("attention.bias", &[1, 3]));
+    }
+}
