@@ -205,7 +205,9 @@ impl<M: ModuleT> Trainer<M> {
             let batch = batch?;
             let output = self.ddp.forward(&batch.inputs);
             let loss = self.loss.of(&output, &batch.targets)?;
+            let no_sync = self.ddp.no_sync();
             backward(&loss)?;
+            drop(no_sync);
             self.ddp.zero_grad()?;
             if let Some(max_norm) = self.max_grad_norm {
                 let _ = self.ddp.clip_grad_norm(max_norm)?;

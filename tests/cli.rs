@@ -227,8 +227,10 @@ fn the_engine_s_flags_change_how_and_not_what() {
     {
         assert_eq!(hash(&["--model=mlp", flag]), expected, "{flag}");
     }
-    // PowerSGD begins at step 1000 only.
+    // PowerSGD begins at step 1000, if not said.
     assert_eq!(hash(&["--model=mlp", "--comm-hook=powersgd"]), expected);
+    let begun = ["--model=mlp", "--comm-hook=powersgd", "--powersgd-start=2"];
+    assert_ne!(hash(&begun), expected);
     assert_ne!(hash(&["--model=mlp", "--comm-hook=bf16"]), expected);
     let end = end(&["--model=mlp", "--bucket-cap-mb=0.001"]);
     assert!(end["bucket_bytes"].as_array().unwrap().len() > 1, "{end}");

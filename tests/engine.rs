@@ -373,6 +373,31 @@ fn a_panic_in_a_hook_is_one_of_its_rank() {
 }
 
 #[test]
+fn a_backward_that_would_not_average_is_refused() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let loss = || weight.sum(Kind::Float) * (rank.rank() as i64 + 1);
+        let error = loss().f_backward().unwrap_err().to_string();
+        assert!(error.contains("call DistributedDataParallel::backward instead"), "{error}");
+        ddp.zero_grad()?;
+        let no_sync = ddp.no_sync();
+        loss().f_backward()?;
+        drop(no_sync);
+        assert_eq!(weight.grad().double_value(&[0]), rank.rank() as f64 + 1.);
+        let elsewhere = loss();
+        let error = std::thread::spawn(move || elsewhere.f_backward().unwrap_err().to_string());
+        let error = error.join().unwrap();
+        assert!(error.contains("run it on the thread of their rank"), "{error}");
+        ddp.zero_grad()?;
+        ddp.backward(&loss())?; // nothing is left of the refused ones
+        assert_eq!(weight.grad().double_value(&[0]), 1.5);
+        Ok(())
+    });
+}
+
+#[test]
 fn hooks_go_with_their_model() {
     ranks(1, |rank, group| {
         let vs = VarStore::new(rank.device());

@@ -128,10 +128,13 @@ pub(crate) struct TrainFlags {
     #[arg(long, help_heading = "Engine")]
     #[serde(skip_serializing_if = "is_false")]
     no_overlap: bool,
-    /// How gradients are sent: none (as they are), fp16, bf16, powersgd (from step 1000 on)
+    /// How gradients are sent: none (as they are), fp16, bf16, powersgd (as products of thin matrices)
     /// [default: none]
     #[arg(long, value_name = "NAME", value_parser = ["none", "fp16", "bf16", "powersgd"], help_heading = "Engine")]
     comm_hook: Option<String>,
+    /// How many steps powersgd sends gradients as they are first [default: 1000]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Engine")]
+    powersgd_start: Option<u64>,
     /// Allow that the loss does not depend on some parameters
     #[arg(long, help_heading = "Engine")]
     #[serde(skip_serializing_if = "is_false")]

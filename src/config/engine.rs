@@ -15,7 +15,7 @@ pub enum CommHookKind {
     Fp16,
     /// As bfloat16.
     Bf16,
-    /// As products of thin matrices, from the 1000th step on.
+    /// As products of thin matrices, from step [`Config::powersgd_start`] on.
     PowerSgd,
 }
 
@@ -41,6 +41,7 @@ impl Config {
             CommHookKind::Fp16 => Some(Box::new(Compress::fp16())),
             CommHookKind::Bf16 => Some(Box::new(Compress::bf16())),
             CommHookKind::PowerSgd => Some(Box::new(PowerSgd::new(PowerSgdOptions {
+                start_iter: self.powersgd_start,
                 seed: self.seed,
                 ..PowerSgdOptions::default()
             }))),

@@ -126,6 +126,9 @@ pub struct Config {
     /// How buckets are averaged.
     #[serde(alias = "comm-hook")]
     pub comm_hook: CommHookKind,
+    /// How many steps powersgd averages without compression first: `start_powerSGD_iter`.
+    #[serde(alias = "powersgd-start")]
+    pub powersgd_start: u64,
     /// Allow that the loss does not depend on some parameters.
     #[serde(alias = "find-unused-parameters")]
     pub find_unused_parameters: bool,
@@ -192,6 +195,7 @@ impl Default for Config {
             accumulate: 1,
             no_overlap: false,
             comm_hook: CommHookKind::None,
+            powersgd_start: 1000,
             find_unused_parameters: false,
             static_graph: false,
             no_broadcast_buffers: false,

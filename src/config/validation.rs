@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Config, text};
+use super::{CommHookKind, Config, text};
 use crate::error::{Error, Result};
 use crate::launch::{FaultKind, Stage};
 use crate::models::ModelKind;
@@ -25,6 +25,10 @@ impl Config {
                 let problem = format!("{model} has no {what}; use model {}", kind.name());
                 return Err(Invalid { key, problem });
             }
+        }
+        if self.comm_hook != CommHookKind::PowerSgd && given("powersgd_start") {
+            let problem = "nothing is sent by powersgd; use comm_hook powersgd".into();
+            return Err(Invalid { key: "powersgd_start", problem });
         }
         self.check_idle_optimization(given)
     }

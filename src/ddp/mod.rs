@@ -122,8 +122,6 @@ pub struct DistributedDataParallel<M> {
     reducer: Reducer,
     tensors: Vec<NamedTensor>,
     options: DdpOptions,
-    /// How many [`NoSync`] live.
-    no_sync: Rc<Cell<u32>>,
 }
 
 impl<M> fmt::Debug for DistributedDataParallel<M> {
@@ -159,7 +157,7 @@ impl<M> DistributedDataParallel<M> {
         parameters::compare(&tensors, &options, &group)?;
         let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
         let reducer = Reducer::new(&parameters, group.clone(), options)?;
-        let ddp = Self { module, group, reducer, tensors, options, no_sync: Rc::default() };
+        let ddp = Self { module, group, reducer, tensors, options };
         if options.init_sync {
             ddp.sync_from(0)?;
         }
@@ -176,8 +174,9 @@ impl<M> DistributedDataParallel<M> {
     /// averages nothing: for steps that are made of several batches. The last batch's backward must come
     /// after, and averages them all. Follows `no_sync`.
     pub fn no_sync(&self) -> NoSync {
-        self.no_sync.set(self.no_sync.get() + 1);
-        NoSync { depth: self.no_sync.clone() }
+        let depth = self.reducer.no_sync();
+        depth.set(depth.get() + 1);
+        NoSync { depth: depth.clone() }
     }
 
     /// How long this rank has reduced gradients, or waited for others to, since the beginning.
@@ -241,7 +240,9 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.zero_grad()
     }
 
-    /// Computes the gradients of `loss` and averages them over all ranks. A collective.
+    /// Computes the gradients of `loss` and averages them over all ranks. A collective. (tch's own
+    /// [`Tensor::backward`] on such a loss is refused by autograd, unless within [`no_sync`](Self::no_sync): in
+    /// PyTorch it averages, here it could not tell its errors.)
     ///
     /// Gradients add up until [`zero_grad`](Self::zero_grad), as in PyTorch. After the first one that averages,
     /// the buckets are put together anew, in the order in which rank 0's gradients became ready.
@@ -251,7 +252,7 @@ impl<M> DistributedDataParallel<M> {
     /// replaced, and those of [`ProcessGroup::all_reduce`], which may happen in the model's own
     /// backward pass as well.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        let sync = self.no_sync.get() == 0;
+        let sync = self.reducer.no_sync().get() == 0;
         self.reducer.backward(loss, sync)?;
         if sync && self.options.broadcast_buffers && !self.reducer.is_joining() {
             self.sync_buffers(0)?;

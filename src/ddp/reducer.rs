@@ -1,6 +1,7 @@
 //! Averages gradients over the ranks, bucket by bucket, while backward goes on or after it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::ffi::CStr;
 use std::fmt;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -20,7 +21,9 @@ use crate::torch::{self, GradHooks, grad_data, set_grad};
 /// What backward on this rank is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// Gradients stay here: no_sync, or no backward of ours.
+    /// Nobody has called it here.
+    Outside,
+    /// Gradients stay here: no_sync.
     Local,
     /// Buckets are reduced as they become complete.
     Overlap,
@@ -41,11 +44,18 @@ pub(super) struct Times {
     pub overlapped: Duration,
 }
 
+/// Why gradients may not be computed behind the engine's back: the ranks would part without a word.
+const OUTSIDE: &CStr =
+    c"a gradient that is not averaged: call DistributedDataParallel::backward instead of \
+                         Tensor::backward, or hold a no_sync() if it is to stay on this rank";
+
 /// All buckets of a model, in the order in which they are reduced: their index order, on every rank,
 /// whichever gradient is ready first.
 pub(super) struct Reducer {
     state: Rc<RefCell<State>>,
     hooks: GradHooks,
+    /// How many `NoSync` live.
+    no_sync: Rc<Cell<u32>>,
     options: DdpOptions,
 }
 
@@ -91,7 +101,7 @@ impl Reducer {
             group,
             layout: Layout::new(parameters, options)?,
             ready_order: Some(Vec::with_capacity(parameters.len())),
-            mode: Mode::Local,
+            mode: Mode::Outside,
             joining: None,
             always_unused: None,
             has_agreed: false,
@@ -104,11 +114,22 @@ impl Reducer {
         };
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
+        let no_sync = Rc::new(Cell::new(0));
+        let depth = no_sync.clone();
         let hooks = GradHooks::register(handles, move |index| match in_hooks.try_borrow_mut() {
-            Ok(mut state) => state.on_grad(index),
+            Ok(state) if state.mode == Mode::Outside && depth.get() == 0 => Some(OUTSIDE),
+            Ok(mut state) => {
+                state.on_grad(index);
+                None
+            }
             Err(_) => panic!("backward within a communication hook"),
         })?;
-        Ok(Self { state, hooks, options })
+        Ok(Self { state, hooks, no_sync, options })
+    }
+
+    /// Counts the `NoSync`s that live.
+    pub(super) fn no_sync(&self) -> &Rc<Cell<u32>> {
+        &self.no_sync
     }
 
     /// Runs `f` on the parameters and gradients of each kind.
@@ -163,7 +184,7 @@ impl Reducer {
         let backward = torch::backward(loss);
         self.hooks.resume_panic();
         let mut state = self.state.borrow_mut();
-        let mode = std::mem::replace(&mut state.mode, Mode::Local);
+        let mode = std::mem::replace(&mut state.mode, Mode::Outside);
         // What went wrong in a hook comes first: it is why backward was of no use, if it was.
         if let Some(error) = state.error.take() {
             return Err(error);
@@ -174,7 +195,7 @@ impl Reducer {
             state.times.overlapped += so_far - before;
             state.mode = mode;
             let finished = state.finish(self.options, active);
-            state.mode = Mode::Local;
+            state.mode = Mode::Outside;
             self.hooks.resume_panic();
             finished?;
             state.times.total += began.elapsed();
@@ -267,7 +288,7 @@ impl State {
             )));
         }
         member.used = true;
-        if self.mode == Mode::Local {
+        if matches!(self.mode, Mode::Local | Mode::Outside) {
             return Ok(());
         }
         member.ready = true;

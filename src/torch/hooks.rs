@@ -2,9 +2,10 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
 use std::thread::{self, ThreadId};
 
 use tch::Tensor;
@@ -20,10 +21,13 @@ pub(crate) struct GradHooks {
     target: Box<Target>,
 }
 
+/// Why backward must fail, if it must.
+pub(crate) type Complaint = Option<&'static CStr>;
+
 struct Target {
     /// The thread of the tensors, and of `call`.
     thread: ThreadId,
-    call: Box<dyn Fn(usize)>,
+    call: Box<dyn Fn(usize) -> Complaint>,
     /// What the first call that panicked has said: a panic cannot pass through libtorch.
     panic: RefCell<Option<Box<dyn Any + Send>>>,
 }
@@ -36,10 +40,10 @@ impl fmt::Debug for GradHooks {
 
 impl GradHooks {
     /// Has `call(index)` called for each of `parameters` whose gradient backward has completed, on the thread
-    /// that runs backward, which must be this one.
+    /// that runs backward, which must be this one: on another, backward fails.
     pub(crate) fn register(
         parameters: Vec<Tensor>,
-        call: impl Fn(usize) + 'static,
+        call: impl Fn(usize) -> Complaint + 'static,
     ) -> Result<Self> {
         let (thread, call) = (thread::current().id(), Box::new(call));
         let target = Box::new(Target { thread, call, panic: RefCell::default() });
@@ -74,14 +78,23 @@ impl Drop for GradHooks {
     }
 }
 
-extern "C" fn on_grad(context: *mut c_void, index: usize) {
-    // SAFETY: `register` passed a target that lives as long as the hooks, to this thread.
+extern "C" fn on_grad(context: *mut c_void, index: usize) -> *const c_char {
+    // SAFETY: `register` passed a target that lives as long as the hooks. Shared between threads at most to ask
+    // whose it is.
     let target = unsafe { &*context.cast::<Target>() };
-    // Who runs backward on another thread gets no averages; and after a panic there is nothing more to do.
-    if target.thread != thread::current().id() || target.panic.borrow().is_some() {
-        return;
+    if target.thread != thread::current().id() {
+        return c"backward reaches parameters that DistributedDataParallel keeps on another thread; run it \
+                 on the thread of their rank"
+            .as_ptr();
     }
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (target.call)(index))) {
-        target.panic.borrow_mut().get_or_insert(panic);
+    if target.panic.borrow().is_some() {
+        return ptr::null(); // after a panic there is nothing more to do
+    }
+    match catch_unwind(AssertUnwindSafe(|| (target.call)(index))) {
+        Ok(complaint) => complaint.map_or(ptr::null(), CStr::as_ptr),
+        Err(panic) => {
+            target.panic.borrow_mut().get_or_insert(panic);
+            ptr::null()
+        }
     }
 }

@@ -54,14 +54,18 @@ c10::Device cuda_device(int index) {
   return c10::Device(kCUDA, static_cast<c10::DeviceIndex>(index));
 }
 
-// Tells Rust that the gradient of a parameter is complete.
+// Tells Rust that the gradient of a parameter is complete. What Rust answers, if anything, is why backward
+// must fail.
+using OnGrad = const char* (*)(void* context, size_t index);
 struct GradHook final : torch::autograd::PostAccumulateGradHook {
-  void (*call)(void* context, size_t index);
+  OnGrad call;
   void* context;
   size_t index;
-  GradHook(void (*call)(void*, size_t), void* context, size_t index)
+  GradHook(OnGrad call, void* context, size_t index)
       : call(call), context(context), index(index) {}
-  void operator()(const torch::autograd::Variable&) override { call(context, index); }
+  void operator()(const torch::autograd::Variable&) override {
+    if (const char* problem = call(context, index)) throw std::runtime_error(problem);
+  }
 };
 
 // What Rust does to a tensor in place. False if it failed: Rust keeps the error, and says why in `reason`.
@@ -128,9 +132,9 @@ char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
 }
 
 // Has backward call `call(context, index)` whenever it has added to parameter.grad, on the thread that it
-// runs on; with a null `call` no more, if that is what it does. As register_post_accumulate_grad_hook, of which there is one here.
-char* ddp_set_grad_hook(at::Tensor* parameter, void (*call)(void*, size_t), void* context,
-                        size_t index) {
+// runs on; with a null `call` no more, if that is what it does. As register_post_accumulate_grad_hook, of
+// which there is one here.
+char* ddp_set_grad_hook(at::Tensor* parameter, OnGrad call, void* context, size_t index) {
   return guarded([&] {
     std::unique_ptr<torch::autograd::PostAccumulateGradHook> hook;
     if (call != nullptr) {

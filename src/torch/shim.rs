@@ -13,8 +13,8 @@ pub(super) struct Stream {
     _opaque: [u8; 0],
 }
 
-/// What a hook of the shim calls.
-pub(super) type HookFn = extern "C" fn(context: *mut c_void, index: usize);
+/// What a hook of the shim calls. Returns null, or why backward must fail: a text that stays.
+pub(super) type HookFn = extern "C" fn(context: *mut c_void, index: usize) -> *const c_char;
 
 /// What C++ calls to act on a tensor in place: the context, the tensor, and room for the reason of a
 /// failure. False if it failed.
