@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::observe::Epoch;
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, ReduceOp, rank_label};
-use crate::torch::{add_scaled, backward};
+use crate::torch::add_scaled;
 
 /// What is to become small: `--loss`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -206,9 +206,11 @@ impl<M: ModuleT> Trainer<M> {
             let output = self.ddp.forward(&batch.inputs);
             let loss = self.loss.of(&output, &batch.targets)?;
             let no_sync = self.ddp.no_sync();
-            backward(&loss)?;
+            self.ddp.backward(&loss)?;
             drop(no_sync);
-            self.ddp.zero_grad()?;
+            for mut buffer in self.ddp.flat_buffers() {
+                let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
+            }
             if let Some(max_norm) = self.max_grad_norm {
                 let _ = self.ddp.clip_grad_norm(max_norm)?;
             }
@@ -217,6 +219,7 @@ impl<M: ModuleT> Trainer<M> {
             let state = self.optimizer.state()?;
             self.optimizer.step(0.0)?;
             self.optimizer.load_state(&state)?;
+            self.ddp.zero_grad()?;
             self.loss_sum.add(&loss, batch.len())?;
             self.loss_sum.count(batch.len())?;
         }

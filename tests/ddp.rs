@@ -120,7 +120,9 @@ fn gradients_add_up_until_they_are_zeroed() {
             assert_eq!(Vec::<f32>::try_from(weight.grad())?, [expected; 3]);
         }
         ddp.zero_grad()?;
-        assert_eq!(Vec::<f32>::try_from(weight.grad())?, [0.; 3]);
+        assert!(!weight.grad().defined());
+        ddp.backward(&(&weight * factor).sum(Kind::Float))?;
+        assert_eq!(Vec::<f32>::try_from(weight.grad())?, [1.5; 3]);
         Ok(())
     });
 }
@@ -154,6 +156,7 @@ fn a_gradient_that_was_replaced_is_an_error_that_names_it() {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[2], nn::Init::Const(2.));
         let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        ddp.backward(&weight.sum(Kind::Float))?;
         weight.grad().set_data(&Tensor::zeros([2], (Kind::Float, Device::Cpu)));
         ddp.backward(&weight.sum(Kind::Float))?;
         Ok(())

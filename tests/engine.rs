@@ -117,7 +117,7 @@ fn with_overlap_buckets_are_reduced_in_the_midst_of_backward() {
             let first = vs.trainable_variables().remove(0);
             ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
                 // Whether the first layer's gradient is there yet: it comes last.
-                let begun = first.grad().abs().sum(Kind::Float).double_value(&[]) > 0.;
+                let begun = first.grad().defined();
                 notes.borrow_mut().push((bucket.index, begun));
                 group.all_reduce(bucket.gradients, ReduceOp::Avg)
             }));
@@ -381,11 +381,6 @@ fn a_backward_that_would_not_average_is_refused() {
         let loss = || weight.sum(Kind::Float) * (rank.rank() as i64 + 1);
         let error = loss().f_backward().unwrap_err().to_string();
         assert!(error.contains("call DistributedDataParallel::backward instead"), "{error}");
-        ddp.zero_grad()?;
-        let no_sync = ddp.no_sync();
-        loss().f_backward()?;
-        drop(no_sync);
-        assert_eq!(weight.grad().double_value(&[0]), rank.rank() as f64 + 1.);
         let elsewhere = loss();
         let error = std::thread::spawn(move || elsewhere.f_backward().unwrap_err().to_string());
         let error = error.join().unwrap();

@@ -10,10 +10,10 @@ use super::{DdpOptions, elements_per_line, mib};
 use crate::error::{Error, Result};
 use crate::optim::{Place, Places};
 use crate::process_group::num_bytes;
-use crate::torch::set_grad;
+use crate::torch::{move_grad, set_grad};
 
 /// All parameters of one kind, one after the other, and their gradients: allocated once, and every parameter
-/// and `grad` is a view of its part.
+/// and `grad`, once backward has made it, is a view of its part.
 #[derive(Debug)]
 pub(super) struct Flat {
     pub parameters: Tensor,
@@ -38,14 +38,29 @@ pub(super) struct Member {
     pub parameter: Tensor,
     flat: usize,
     pub bucket: usize,
-    /// Its gradient, in the bucket.
-    pub grad: Tensor,
+    /// The place of its gradient in the bucket.
+    grad: Tensor,
     /// Where that lies.
-    pub grad_data: *const c_void,
+    grad_data: *const c_void,
     /// Whether its gradient is complete in this step.
     pub ready: bool,
     /// Whether it has had a gradient since the last step, also one that stayed here.
     pub used: bool,
+}
+
+impl Member {
+    /// Has the gradient at its place: zeros, if there is none.
+    pub(super) fn settle(&self) -> Result<()> {
+        if self.grad.data_ptr().cast_const() != self.grad_data {
+            return Err(Error::Input(format!(
+                "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; somebody \
+                 has put it elsewhere: zero gradients with DistributedDataParallel::zero_grad, not with \
+                 an optimizer's",
+                self.name
+            )));
+        }
+        move_grad(&self.parameter, &self.grad)
+    }
 }
 
 /// All parameters of a model and their gradients.
@@ -109,7 +124,9 @@ impl Layout {
             }
             let flat = |(kind, device, total)| -> Result<Flat, TchError> {
                 let zeros = || Tensor::f_zeros([total as i64], (kind, device));
-                Ok(Flat { parameters: zeros()?, gradients: zeros()?, places: Places::default() })
+                let places = Places::default();
+                places.set_have_gradients(false);
+                Ok(Flat { parameters: zeros()?, gradients: zeros()?, places })
             };
             let flats = totals.into_iter().map(flat).collect::<Result<_, _>>();
             self.flats = flats.map_err(Error::torch("making the buckets"))?;
@@ -177,10 +194,10 @@ impl Layout {
             new_value.f_copy_(&value)?;
             if let Some(grad) = grad {
                 new_grad.f_copy_(&grad)?;
+                set_grad(&member.parameter, &new_grad)
+                    .map_err(|error| TchError::Torch(error.to_string()))?;
             }
             member.parameter.shallow_clone().f_set_data(&new_value)?;
-            set_grad(&member.parameter, &new_grad)
-                .map_err(|error| TchError::Torch(error.to_string()))?;
             member.grad_data = new_grad.data_ptr();
             member.grad = new_grad;
         }

@@ -114,7 +114,7 @@ impl Drop for NoSync {
 /// With equal batches and a mean loss that mean is the gradient of the whole batch; when ranks have
 /// batches of different sizes it is not, here as in PyTorch.
 ///
-/// Zero gradients with [`zero_grad`](Self::zero_grad), which takes one call a bucket. The one of tch's
+/// Zero gradients with [`zero_grad`](Self::zero_grad). The one of tch's
 /// optimizers would drop them, which libtorch refuses for views.
 pub struct DistributedDataParallel<M> {
     module: M,
@@ -122,6 +122,8 @@ pub struct DistributedDataParallel<M> {
     reducer: Reducer,
     tensors: Vec<NamedTensor>,
     options: DdpOptions,
+    /// How many [`NoSync`] live.
+    no_sync: Rc<Cell<u32>>,
 }
 
 impl<M> fmt::Debug for DistributedDataParallel<M> {
@@ -157,7 +159,7 @@ impl<M> DistributedDataParallel<M> {
         parameters::compare(&tensors, &options, &group)?;
         let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
         let reducer = Reducer::new(&parameters, group.clone(), options)?;
-        let ddp = Self { module, group, reducer, tensors, options };
+        let ddp = Self { module, group, reducer, tensors, options, no_sync: Rc::default() };
         if options.init_sync {
             ddp.sync_from(0)?;
         }
@@ -174,9 +176,8 @@ impl<M> DistributedDataParallel<M> {
     /// averages nothing: for steps that are made of several batches. The last batch's backward must come
     /// after, and averages them all. Follows `no_sync`.
     pub fn no_sync(&self) -> NoSync {
-        let depth = self.reducer.no_sync();
-        depth.set(depth.get() + 1);
-        NoSync { depth: depth.clone() }
+        self.no_sync.set(self.no_sync.get() + 1);
+        NoSync { depth: self.no_sync.clone() }
     }
 
     /// How long this rank has reduced gradients, or waited for others to, since the beginning.
@@ -232,7 +233,8 @@ impl<M> DistributedDataParallel<M> {
         buffers
     }
 
-    /// Sets all gradients to zero, in place.
+    /// Takes all gradients away, as PyTorch's `zero_grad` does by default (`set_to_none`): until the next
+    /// [`backward`](Self::backward) there are none, and an optimizer's step does nothing.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -241,8 +243,7 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Computes the gradients of `loss` and averages them over all ranks. A collective. (tch's own
-    /// [`Tensor::backward`] on such a loss is refused by autograd, unless within [`no_sync`](Self::no_sync): in
-    /// PyTorch it averages, here it could not tell its errors.)
+    /// [`Tensor::backward`] on such a loss fails: in PyTorch it averages, here it could not tell its errors.)
     ///
     /// Gradients add up until [`zero_grad`](Self::zero_grad), as in PyTorch. After the first one that averages,
     /// the buckets are put together anew, in the order in which rank 0's gradients became ready.
@@ -252,7 +253,7 @@ impl<M> DistributedDataParallel<M> {
     /// replaced, and those of [`ProcessGroup::all_reduce`], which may happen in the model's own
     /// backward pass as well.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        let sync = self.reducer.no_sync().get() == 0;
+        let sync = self.no_sync.get() == 0;
         self.reducer.backward(loss, sync)?;
         if sync && self.options.broadcast_buffers && !self.reducer.is_joining() {
             self.sync_buffers(0)?;

@@ -1,6 +1,6 @@
 //! Averages gradients over the ranks, bucket by bucket, while backward goes on or after it.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::ffi::CStr;
 use std::fmt;
 use std::rc::Rc;
@@ -16,7 +16,7 @@ use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
-use crate::torch::{self, GradHooks, grad_data, set_grad};
+use crate::torch::{self, GradHooks, set_grad};
 
 /// What backward on this rank is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,16 +46,14 @@ pub(super) struct Times {
 
 /// Why gradients may not be computed behind the engine's back: the ranks would part without a word.
 const OUTSIDE: &CStr =
-    c"a gradient that is not averaged: call DistributedDataParallel::backward instead of \
-                         Tensor::backward, or hold a no_sync() if it is to stay on this rank";
+    c"call DistributedDataParallel::backward instead of Tensor::backward, which averages \
+                         nothing; within no_sync() too";
 
 /// All buckets of a model, in the order in which they are reduced: their index order, on every rank,
 /// whichever gradient is ready first.
 pub(super) struct Reducer {
     state: Rc<RefCell<State>>,
     hooks: GradHooks,
-    /// How many `NoSync` live.
-    no_sync: Rc<Cell<u32>>,
     options: DdpOptions,
 }
 
@@ -71,7 +69,7 @@ struct State {
     always_unused: Option<Vec<usize>>,
     /// With `static_graph`: whether the ranks have agreed on what is unused everywhere, for all steps.
     has_agreed: bool,
-    /// Parameters whose gradient is taken away, because no rank had one in the last step.
+    /// Parameters that no rank had a gradient for in the last step.
     undefined: Vec<usize>,
     /// The next bucket to reduce in this step.
     next: usize,
@@ -114,22 +112,15 @@ impl Reducer {
         };
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
-        let no_sync = Rc::new(Cell::new(0));
-        let depth = no_sync.clone();
         let hooks = GradHooks::register(handles, move |index| match in_hooks.try_borrow_mut() {
-            Ok(state) if state.mode == Mode::Outside && depth.get() == 0 => Some(OUTSIDE),
+            Ok(state) if state.mode == Mode::Outside => Some(OUTSIDE),
             Ok(mut state) => {
                 state.on_grad(index);
                 None
             }
             Err(_) => panic!("backward within a communication hook"),
         })?;
-        Ok(Self { state, hooks, no_sync, options })
-    }
-
-    /// Counts the `NoSync`s that live.
-    pub(super) fn no_sync(&self) -> &Rc<Cell<u32>> {
-        &self.no_sync
+        Ok(Self { state, hooks, options })
     }
 
     /// Runs `f` on the parameters and gradients of each kind.
@@ -137,12 +128,16 @@ impl Reducer {
         self.state.borrow_mut().layout.flats.iter_mut().try_for_each(f)
     }
 
+    /// Takes all gradients away: the first that backward computes is copied to its place, which is less work than
+    /// to fill that with zeros and add.
     pub(super) fn zero_grad(&self) -> Result<()> {
-        self.for_each_flat(|flat| {
-            flat.gradients.f_zero_().map(drop).map_err(Error::torch("zero_"))
-        })?;
-        let members = &mut self.state.borrow_mut().layout.members;
-        members.iter_mut().for_each(|member| member.used = false);
+        let Layout { flats, members, .. } = &mut self.state.borrow_mut().layout;
+        flats.iter().for_each(|flat| flat.places.set_have_gradients(false));
+        let none = Tensor::new();
+        for member in members {
+            member.used = false;
+            set_grad(&member.parameter, &none)?;
+        }
         Ok(())
     }
 
@@ -190,6 +185,7 @@ impl Reducer {
             return Err(error);
         }
         backward?;
+        state.settle()?;
         if sync {
             let so_far = state.times.communication;
             state.times.overlapped += so_far - before;
@@ -243,11 +239,6 @@ impl State {
         let Layout { buckets, members, .. } = &mut self.layout;
         buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.parameters.len());
         members.iter_mut().for_each(|member| member.ready = false);
-        if !self.has_agreed {
-            for index in self.undefined.drain(..) {
-                set_grad(&members[index].parameter, &members[index].grad)?;
-            }
-        }
         for &index in self.always_unused.iter().flatten() {
             members[index].ready = true;
             buckets[members[index].bucket].pending -= 1;
@@ -279,16 +270,9 @@ impl State {
                 member.name
             )));
         }
-        if grad_data(&member.parameter) != member.grad_data {
-            return Err(Error::Input(format!(
-                "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; somebody \
-                 has replaced it: zero gradients with DistributedDataParallel::zero_grad, not with an \
-                 optimizer's",
-                member.name
-            )));
-        }
+        member.settle()?;
         member.used = true;
-        if matches!(self.mode, Mode::Local | Mode::Outside) {
+        if self.mode == Mode::Local {
             return Ok(());
         }
         member.ready = true;
@@ -325,7 +309,14 @@ impl State {
         Ok(())
     }
 
-    /// Backward is through: everything that has not been reduced is.
+    /// Backward is through: all gradients are at their places, zeros where there are none.
+    fn settle(&mut self) -> Result<()> {
+        let Layout { flats, members, .. } = &self.layout;
+        flats.iter().for_each(|flat| flat.places.set_have_gradients(true));
+        members.iter().try_for_each(Member::settle)
+    }
+
+    /// Everything that has not been reduced is.
     fn finish(&mut self, options: DdpOptions, active: Option<usize>) -> Result<()> {
         let agrees = self.agrees(options);
         if options.static_graph && self.always_unused.is_none() {
@@ -334,7 +325,7 @@ impl State {
             self.refuse_unused()?;
         }
         for bucket in &mut self.layout.buckets {
-            bucket.pending = 0; // whoever had no gradient contributes what is there: zeros
+            bucket.pending = 0; // whoever had no gradient contributes zeros
         }
         self.reduce_complete_buckets()?;
         self.communication.wait()?;
@@ -347,17 +338,15 @@ impl State {
         if agrees {
             // After the buckets, which some ranks have reduced by now and others not.
             self.undefined = self.agree_on_unused()?;
+            for flat in &self.layout.flats {
+                flat.places.set_unused(&self.undefined);
+            }
             self.has_agreed = options.static_graph;
         }
         self.layout.members.iter_mut().for_each(|member| member.used = false);
         self.rebuild_buckets(options)?;
-        if agrees {
-            for &index in &self.undefined {
-                set_grad(&self.layout.members[index].parameter, &Tensor::new())?;
-            }
-            for flat in &self.layout.flats {
-                flat.places.set_unused(&self.undefined);
-            }
+        for &index in &self.undefined {
+            set_grad(&self.layout.members[index].parameter, &Tensor::new())?;
         }
         Ok(())
     }

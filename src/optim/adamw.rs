@@ -65,6 +65,9 @@ impl AdamW {
 
 impl Optimizer for AdamW {
     fn step(&mut self, lr: f64) -> Result<()> {
+        if !self.flat.have_gradients() {
+            return Ok(());
+        }
         if self.flat.follow()? {
             self.counts = counts(&self.flat)?;
         }

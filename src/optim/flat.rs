@@ -78,6 +78,11 @@ impl Flat {
         Ok(flat)
     }
 
+    /// Whether there is anything to step by.
+    pub(super) fn have_gradients(&self) -> bool {
+        self.buffers.iter().any(|buffer| buffer.places.have_gradients())
+    }
+
     /// Follows the parameters when they have moved, or have a gradient now where they had none before, or the
     /// reverse; whether the groups are new.
     pub(super) fn follow(&mut self) -> Result<bool> {

@@ -22,7 +22,8 @@ use crate::error::Result;
 
 /// Steps parameters by their gradients.
 pub trait Optimizer: Debug {
-    /// Steps once, with the gradients that are there and learning rate `lr`. Allocates nothing.
+    /// Steps once, with the gradients that are there and learning rate `lr`; where there are none, as before
+    /// the first backward, nothing happens, as in PyTorch. Allocates nothing.
     ///
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch).

@@ -29,6 +29,7 @@ pub struct Places(Rc<RefCell<Arrangement>>);
 struct Arrangement {
     places: Rc<[Place]>,
     unused: Rc<[usize]>,
+    have_gradients: bool,
 }
 
 impl Default for Places {
@@ -39,7 +40,8 @@ impl Default for Places {
 
 impl From<Vec<Place>> for Places {
     fn from(places: Vec<Place>) -> Self {
-        let arrangement = Arrangement { places: places.into(), unused: Rc::new([]) };
+        let arrangement =
+            Arrangement { places: places.into(), unused: Rc::new([]), have_gradients: true };
         Self(Rc::new(RefCell::new(arrangement)))
     }
 }
@@ -54,6 +56,16 @@ impl Places {
     /// whose `grad` is `None` in PyTorch, where optimizers pass it by. Sorted; those of other buffers too.
     pub fn unused(&self) -> Rc<[usize]> {
         self.0.borrow().unused.clone()
+    }
+
+    /// Whether there has been a backward since gradients were zeroed: what is in the buffer before is of an
+    /// earlier step.
+    pub fn have_gradients(&self) -> bool {
+        self.0.borrow().have_gradients
+    }
+
+    pub(crate) fn set_have_gradients(&self, have_gradients: bool) {
+        self.0.borrow_mut().have_gradients = have_gradients;
     }
 
     /// Whether these very places are still those of now.

@@ -62,6 +62,9 @@ impl Sgd {
 
 impl Optimizer for Sgd {
     fn step(&mut self, lr: f64) -> Result<()> {
+        if !self.flat.have_gradients() {
+            return Ok(());
+        }
         let SgdOptions { momentum, dampening, nesterov, weight_decay, .. } = self.options;
         if momentum == 0.0 && weight_decay == 0.0 {
             // The same bits as the fused kernel's. One call a bucket, whatever libtorch's threads: with 2.1 M

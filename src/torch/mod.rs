@@ -19,7 +19,7 @@ pub use shared::SharedTensor;
 pub(crate) use autograd::self_adjoint;
 pub(crate) use fused::{AdamWStep, SgdStep, TensorList, fused_adamw, fused_sgd, total_norm};
 pub(crate) use hooks::GradHooks;
-pub(crate) use shim::{add_scaled, grad_data, set_grad, set_multithreading_enabled};
+pub(crate) use shim::{add_scaled, move_grad, set_grad, set_multithreading_enabled};
 
 use crate::error::{Error, first_line};
 

@@ -148,10 +148,19 @@ char* ddp_set_grad_hook(at::Tensor* parameter, OnGrad call, void* context, size_
   });
 }
 
-// Where parameter.grad lies; null if there is none.
-const void* ddp_grad_data(at::Tensor* parameter) {
-  const at::Tensor& grad = parameter->grad();
-  return grad.defined() && grad.has_storage() ? grad.data_ptr() : nullptr;
+// Moves parameter.grad to `place`, if it is not there already; zeros, if there is none.
+char* ddp_move_grad(at::Tensor* parameter, at::Tensor* place) {
+  return guarded([&] {
+    at::Tensor& grad = parameter->mutable_grad();
+    if (grad.defined() && grad.has_storage() && grad.data_ptr() == place->data_ptr()) return;
+    c10::AutoGradMode no_grad(false);
+    if (grad.defined()) {
+      place->copy_(grad);
+    } else {
+      place->zero_();
+    }
+    grad = *place;
+  });
 }
 
 // destination += alpha * source in one pass, outside autograd: what torch.optim.SGD calls.

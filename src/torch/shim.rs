@@ -47,7 +47,7 @@ unsafe extern "C" {
         context: *mut c_void,
         index: usize,
     ) -> *mut c_char;
-    fn ddp_grad_data(parameter: *mut C_tensor) -> *const c_void;
+    fn ddp_move_grad(parameter: *mut C_tensor, place: *mut C_tensor) -> *mut c_char;
     fn ddp_add_scaled(to: *mut C_tensor, from: *mut C_tensor, alpha: f64) -> *mut c_char;
     fn ddp_tensor_list_new(
         tensors: *const *mut C_tensor,
@@ -143,7 +143,8 @@ pub(crate) fn set_multithreading_enabled(enabled: bool) {
     unsafe { ddp_set_multithreading_enabled(enabled) }
 }
 
-/// `parameter.grad = grad`, without a copy: backward then adds into `grad` in place.
+/// `parameter.grad = grad`, without a copy: backward then adds into `grad` in place. An undefined tensor takes
+/// the gradient away.
 pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
@@ -166,10 +167,10 @@ pub(super) unsafe fn set_grad_hook(
     })
 }
 
-/// Where `parameter.grad` lies; null if there is none. Unlike [`Tensor::grad`] this makes no new handle.
-pub(crate) fn grad_data(parameter: &Tensor) -> *const c_void {
-    // SAFETY: points to a live tensor, whose `grad` is read and not kept.
-    unsafe { ddp_grad_data(raw(parameter)) }
+/// Moves `parameter.grad` to `place`, if it is not there already; fills that with zeros if there is none.
+pub(crate) fn move_grad(parameter: &Tensor, place: &Tensor) -> Result<()> {
+    // SAFETY: both point to live tensors.
+    check("moving a gradient", unsafe { ddp_move_grad(raw(parameter), raw(place)) })
 }
 
 /// `to += alpha * from` in one pass and outside autograd, as `torch.optim.SGD` steps a parameter.

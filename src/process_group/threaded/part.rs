@@ -121,6 +121,9 @@ unsafe fn reduce(
     if slice.is_empty() {
         return Ok(());
     }
+    if places.inputs.len() == 1 && places.inputs == places.outputs && keeps(op) {
+        return Ok(()); // a rank alone has its result already
+    }
     let offset = num_bytes(mine.kind, slice.start);
     for place in places.inputs.iter_mut().chain(&mut places.outputs) {
         *place = place.wrapping_add(offset);
@@ -134,6 +137,11 @@ unsafe fn reduce(
     // SAFETY: likewise.
     unsafe { reduce_by_kernels(mine.kind, mine.device, inputs, outputs, slice.len(), op) }
         .map_err(Error::torch("a reduction"))
+}
+
+/// Whether the result for one rank is what it put in.
+fn keeps(op: ReduceOp) -> bool {
+    !matches!(op, ReduceOp::PremulSum(factor) if factor != 1.0)
 }
 
 /// [`element::reduce`] with libtorch's kernels, for GPUs. All ranks launch into one stream, so everything
