@@ -50,10 +50,11 @@ parity: ## compare the recorded values with those of PyTorch, which it fetches i
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	.pytorch/bin/python tests/parity/record.py --check
 
-compare: cargo libtorch ## measure the demo beside PyTorch's, which it fetches into .pytorch/
+compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and what DDP costs on one rank
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	cargo build --release
 	.pytorch/bin/python tests/peers/compare.py $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp
+	cargo bench --quiet --bench ddp_cost
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)
 	@.cargo/fetch-libtorch.sh $(TORCH) $(LIBTORCH_SET)

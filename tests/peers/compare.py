@@ -3,6 +3,7 @@
 compare.py PROGRAM [PAIRS]
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -22,6 +23,14 @@ def run(command):
     return time.perf_counter() - began, done.stdout
 
 
+def memory(command):
+    """The most memory that any process of `command` took, in MB."""
+    before = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=2, check=True);"
+    after = "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6)"
+    _, out = run([sys.executable, "-c", before + after, *map(str, command)])
+    return float(out)
+
+
 def demo(command):
     elapsed, out = run([*command, "--max-epochs=2", "--batch-size=32", "--nproc-per-node=2"])
     # PyTorch's processes write into each other's lines, and may abort when all is done (its Gloo threads
@@ -38,8 +47,13 @@ def compare_demo(program, pairs):
     print(f"{'':35}{theirs:10.2f} s{ours:10.3f} s{theirs / ours:9.1f}", flush=True)
 
 
-STEPS = {"linear": 400, "mlp": 60}
-FLAGS = {"linear": [], "mlp": ["--model=mlp", "--hidden=1024,1024,1024"]}
+STEPS = {"linear": 400, "mlp": 60, "cnn": 40}
+IMAGES = ["--in-features=784", "--out-features=10", "--loss=cross-entropy"]
+FLAGS = {
+    "linear": [],
+    "mlp": ["--model=mlp", "--hidden=1024,1024,1024"],
+    "cnn": ["--model=cnn", "--channels=16,32", *IMAGES],
+}
 
 
 def compare_step(program, pairs, kind, ranks):
@@ -54,6 +68,17 @@ def compare_step(program, pairs, kind, ranks):
     theirs, ours = statistics.median(theirs), statistics.median(ours)
     name = f"{kind}, {ranks} rank{'s' if ranks > 1 else ''}"
     print(f"{name:>35}{theirs:9.0f} us{ours:9.1f} us{theirs / ours:9.1f}", flush=True)
+
+
+def compare_memory(program):
+    """One rank takes libtorch's memory; each further one its model, gradients and work space here, and a
+    process of its own there."""
+    work = lambda ranks: [f"--nproc-per-node={ranks}", "--steps=30"]
+    ours = [memory([program, "bench", "step", *work(ranks), *FLAGS["mlp"]]) for ranks in [1, 4]]
+    theirs = memory([sys.executable, FOLDER / "ddp_step.py", "mlp", "2", "30"])
+    print(f"\n{'memory, mlp':35}{'PyTorch':>12}{'ddp-mp':>12}")
+    print(f"{'one rank':>35}{theirs:9.0f} MB{ours[0]:9.0f} MB")
+    print(f"{'each further rank':>35}{theirs:9.0f} MB{(ours[1] - ours[0]) / 3:9.0f} MB", flush=True)
 
 
 def gloo(ranks):
@@ -96,8 +121,10 @@ def main():
     print(f"medians of {pairs} pairs on {os.cpu_count()} cores of {processor()}")
     compare_demo(program, pairs)
     print(f"\n{'a step with DDP, batch 32':35}{'PyTorch':>12}{'ddp-mp':>12}{'ratio':>9}")
-    for kind, ranks in [("linear", 1), ("linear", 2), ("linear", 4), ("mlp", 1), ("mlp", 2)]:
+    for kind, ranks in itertools.product(STEPS, [1, 2]):
         compare_step(program, pairs, kind, ranks)
+    compare_step(program, pairs, "linear", 4)
+    compare_memory(program)
     compare_all_reduce(program, pairs, ranks=2)
     compare_all_reduce(program, pairs, ranks=4)
 

@@ -1,6 +1,6 @@
 """A training step in PyTorch: mp.spawn, Gloo, DistributedDataParallel, SGD. Prints the median as JSON.
 
-ddp_step.py linear|mlp RANKS STEPS
+ddp_step.py linear|mlp|cnn RANKS STEPS
 """
 
 import json
@@ -13,10 +13,27 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 HIDDEN = {"linear": [], "mlp": [1024, 1024, 1024]}
+
+
+def build(kind):
+    """A model, its loss, and a batch."""
+    if kind == "cnn":
+        layers, channels_in = [nn.Unflatten(1, (1, 28, 28))], 1
+        for channels in [16, 32]:
+            layers += [nn.Conv2d(channels_in, channels, 3, padding=1), nn.BatchNorm2d(channels)]
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+            channels_in = channels
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels_in * 7 * 7, 10))
+        return model, cross_entropy, torch.rand(32, 28 * 28), torch.randint(10, (32,))
+    widths = [20, *HIDDEN[kind], 1]
+    layers = []
+    for fan_in, fan_out in zip(widths, widths[1:]):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]), mse_loss, torch.rand(32, 20), torch.rand(32, 1)
 
 
 def main(rank, world_size, port, kind, steps):
@@ -24,18 +41,14 @@ def main(rank, world_size, port, kind, steps):
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     torch.manual_seed(0)
-    widths = [20, *HIDDEN[kind], 1]
-    layers = []
-    for fan_in, fan_out in zip(widths, widths[1:]):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    model = DistributedDataParallel(nn.Sequential(*layers[:-1]))
+    model, criterion, inputs, targets = build(kind)
+    model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    inputs, targets = torch.rand(32, 20), torch.rand(32, 1)
     times = []
     for _ in range(20 + steps):
         began = time.perf_counter()
         optimizer.zero_grad()
-        mse_loss(model(inputs), targets).backward()
+        criterion(model(inputs), targets).backward()
         optimizer.step()
         times.append(time.perf_counter() - began)
     if rank == 0:
