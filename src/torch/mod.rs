@@ -5,6 +5,7 @@
 mod autograd;
 pub mod cuda;
 mod fused;
+mod generator;
 mod hooks;
 mod process;
 mod rng;
@@ -12,6 +13,7 @@ mod shared;
 mod shim;
 
 pub use autograd::backward;
+pub use generator::Generator;
 pub use process::{exit, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;

@@ -253,6 +253,41 @@ char* ddp_cpu_rng_seed(uint64_t seed) {
   });
 }
 
+// --- generators of a rank's own ----------------------------------------------------------------
+
+// Of the device's kind: made from the device's own, so that no header of it is needed. -1 is the CPU.
+char* ddp_generator_new(int gpu, at::Generator** generator) {
+  return guarded([&] {
+    auto device = gpu < 0 ? c10::Device(at::kCPU) : cuda_device(gpu);
+    auto original = at::globalContext().defaultGenerator(device);
+    std::lock_guard<std::mutex> lock(original.mutex());
+    *generator = new at::Generator(original.clone());
+  });
+}
+
+void ddp_generator_free(at::Generator* generator) { delete generator; }
+
+char* ddp_generator_seed(at::Generator* generator, uint64_t seed) {
+  return guarded([&] {
+    std::lock_guard<std::mutex> lock(generator->mutex());
+    generator->set_current_seed(seed);
+  });
+}
+
+char* ddp_generator_bernoulli(at::Generator* generator, at::Tensor* tensor, double p) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    tensor->bernoulli_(p, *generator);
+  });
+}
+
+char* ddp_generator_normal(at::Generator* generator, at::Tensor* tensor) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    tensor->normal_(0, 1, *generator);
+  });
+}
+
 // --- CUDA, once libtorch_cuda is loaded --------------------------------------------------------
 
 // -1 while libtorch_cuda is not loaded.

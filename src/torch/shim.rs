@@ -35,6 +35,12 @@ pub(super) struct RawTensorList {
     _opaque: [u8; 0],
 }
 
+/// `at::Generator`, only ever behind a pointer.
+#[repr(C)]
+pub(super) struct RawGenerator {
+    _opaque: [u8; 0],
+}
+
 unsafe extern "C" {
     fn ddp_free_message(message: *mut c_char);
     fn ddp_torch_version() -> *const c_char;
@@ -89,6 +95,15 @@ unsafe extern "C" {
     fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_set_state(state: *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_seed(seed: u64) -> *mut c_char;
+    fn ddp_generator_new(gpu: c_int, generator: *mut *mut RawGenerator) -> *mut c_char;
+    pub(super) fn ddp_generator_free(generator: *mut RawGenerator);
+    fn ddp_generator_seed(generator: *mut RawGenerator, seed: u64) -> *mut c_char;
+    fn ddp_generator_bernoulli(
+        generator: *mut RawGenerator,
+        tensor: *mut C_tensor,
+        p: f64,
+    ) -> *mut c_char;
+    fn ddp_generator_normal(generator: *mut RawGenerator, tensor: *mut C_tensor) -> *mut c_char;
     fn ddp_cuda_device_count() -> c_int;
     fn ddp_cuda_set_device(index: c_int) -> *mut c_char;
     fn ddp_cuda_current_stream(index: c_int, stream: *mut *mut c_void) -> *mut c_char;
@@ -239,6 +254,43 @@ pub(super) fn set_cpu_rng_state(state: &Tensor) -> Result<()> {
 pub(super) fn seed_cpu_rng(seed: u64) -> Result<()> {
     // SAFETY: takes a plain number.
     check("the CPU generator", unsafe { ddp_cpu_rng_seed(seed) })
+}
+
+/// A generator for a GPU, or for the CPU; to be freed with [`ddp_generator_free`].
+pub(super) fn generator_new(gpu: Option<usize>) -> Result<*mut RawGenerator> {
+    let mut generator = std::ptr::null_mut();
+    let gpu = gpu.map_or(-1, |gpu| gpu as c_int);
+    // SAFETY: writes one pointer to a valid place.
+    check("making a generator", unsafe { ddp_generator_new(gpu, &mut generator) })?;
+    Ok(generator)
+}
+
+/// # Safety
+/// `generator` comes from [`generator_new`] and has not been freed.
+pub(super) unsafe fn generator_seed(generator: *mut RawGenerator, seed: u64) -> Result<()> {
+    // SAFETY: as the caller promises.
+    check("seeding a generator", unsafe { ddp_generator_seed(generator, seed) })
+}
+
+/// # Safety
+/// `generator` comes from [`generator_new`] and has not been freed.
+pub(super) unsafe fn generator_bernoulli(
+    generator: *mut RawGenerator,
+    tensor: &Tensor,
+    p: f64,
+) -> Result<()> {
+    // SAFETY: as the caller promises; the tensor is live.
+    check("bernoulli_", unsafe { ddp_generator_bernoulli(generator, raw(tensor), p) })
+}
+
+/// # Safety
+/// `generator` comes from [`generator_new`] and has not been freed.
+pub(super) unsafe fn generator_normal(
+    generator: *mut RawGenerator,
+    tensor: &Tensor,
+) -> Result<()> {
+    // SAFETY: as the caller promises; the tensor is live.
+    check("normal_", unsafe { ddp_generator_normal(generator, raw(tensor)) })
 }
 
 /// How many CUDA devices libtorch sees; `None` while libtorch_cuda is not loaded.
