@@ -108,6 +108,19 @@ pub(crate) fn total_norm(tensors: &TensorList) -> Result<Tensor> {
     unsafe { shim::total_norm(tensors.list) }
 }
 
+/// `torch._amp_foreach_non_finite_check_and_unscale_`: multiplies `gradients` by `inv_scale`, and sets
+/// `found_inf` to 1 if one of them is not finite. Both are float32 tensors of one number.
+pub(crate) fn amp_unscale(
+    gradients: &TensorList,
+    found_inf: &Tensor,
+    inv_scale: &Tensor,
+) -> Result<()> {
+    // SAFETY: all point to what lives as long as the call; libtorch checks the tensors.
+    check("_amp_foreach_non_finite_check_and_unscale_", unsafe {
+        shim::ddp_amp_unscale(gradients.list, shim::raw(found_inf), shim::raw(inv_scale))
+    })
+}
+
 fn same_len(doing: &'static str, first: &TensorList, others: &[&TensorList]) -> Result<()> {
     let Some(odd) = others.iter().find(|other| other.len != first.len) else { return Ok(()) };
     let reason = format!("lists of {} and {} tensors", first.len, odd.len);

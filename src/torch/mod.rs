@@ -2,6 +2,7 @@
 //!
 //! The only place beside the NCCL and shared-memory backends where `unsafe` is allowed.
 
+mod autocast;
 mod autograd;
 pub mod cuda;
 mod fused;
@@ -12,6 +13,7 @@ mod rng;
 mod shared;
 mod shim;
 
+pub use autocast::Autocast;
 pub use autograd::backward;
 pub use generator::Generator;
 pub use process::{exit, library_folder, version};
@@ -19,7 +21,7 @@ pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
 pub(crate) use autograd::self_adjoint;
-pub(crate) use fused::{AdamWStep, SgdStep, TensorList, fused_adamw, fused_sgd, total_norm};
+pub(crate) use fused::{AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, total_norm};
 pub(crate) use hooks::GradHooks;
 pub(crate) use shim::{add_scaled, move_grad, set_grad, set_multithreading_enabled};
 

@@ -18,6 +18,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
@@ -126,6 +127,27 @@ void ddp_set_multithreading_enabled(bool enabled) {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled);
 }
 
+// What torch.autocast sets for the calling thread, all of it.
+struct AutocastState {
+  bool enabled;
+  c10::ScalarType dtype;
+  bool cache_enabled;
+};
+
+// Sets it for operations on a device of that kind, and has `state` say what was set before.
+char* ddp_autocast_swap(bool on_cuda, AutocastState* state) {
+  return guarded([&] {
+    auto device = on_cuda ? kCUDA : c10::DeviceType::CPU;
+    AutocastState before{at::autocast::is_autocast_enabled(device),
+                         at::autocast::get_autocast_dtype(device),
+                         at::autocast::is_autocast_cache_enabled()};
+    at::autocast::set_autocast_enabled(device, state->enabled);
+    at::autocast::set_autocast_dtype(device, state->dtype);
+    at::autocast::set_autocast_cache_enabled(state->cache_enabled);
+    *state = before;
+  });
+}
+
 // parameter.grad = grad, without a copy.
 char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
   return guarded([&] { parameter->mutable_grad() = *grad; });
@@ -215,6 +237,14 @@ char* ddp_total_norm(TensorList* tensors, at::Tensor** norm) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
     *norm = new at::Tensor(at::linalg_vector_norm(at::stack(at::_foreach_norm(*tensors))));
+  });
+}
+
+// Multiplies all gradients by `inv_scale`, and sets `found_inf` to 1 if one of them is not finite.
+char* ddp_amp_unscale(TensorList* gradients, at::Tensor* found_inf, at::Tensor* inv_scale) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    at::_amp_foreach_non_finite_check_and_unscale_(*gradients, *found_inf, *inv_scale);
   });
 }
 

@@ -29,6 +29,16 @@ pub(super) struct Event {
     _opaque: [u8; 0],
 }
 
+/// What `torch.autocast` sets for a thread.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct AutocastState {
+    pub enabled: bool,
+    /// A `c10::ScalarType`.
+    pub dtype: i8,
+    pub cache_enabled: bool,
+}
+
 /// `std::vector<at::Tensor>`, only ever behind a pointer.
 #[repr(C)]
 pub(super) struct RawTensorList {
@@ -46,6 +56,7 @@ unsafe extern "C" {
     fn ddp_torch_version() -> *const c_char;
     fn ddp_library_file() -> *const c_char;
     fn ddp_set_multithreading_enabled(enabled: bool);
+    fn ddp_autocast_swap(on_cuda: bool, state: *mut AutocastState) -> *mut c_char;
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
     fn ddp_set_grad_hook(
         parameter: *mut C_tensor,
@@ -85,6 +96,11 @@ unsafe extern "C" {
         eps: f64,
     ) -> *mut c_char;
     fn ddp_total_norm(tensors: *mut RawTensorList, norm: *mut *mut C_tensor) -> *mut c_char;
+    pub(super) fn ddp_amp_unscale(
+        gradients: *mut RawTensorList,
+        found_inf: *mut C_tensor,
+        inv_scale: *mut C_tensor,
+    ) -> *mut c_char;
     fn ddp_self_adjoint(
         input: *mut C_tensor,
         act: Act,
@@ -134,7 +150,7 @@ pub(super) fn check(doing: &'static str, message: *mut c_char) -> Result<()> {
 
 /// The C++ tensor behind `tensor`. The shim changes what the handle refers to, never the handle, so a
 /// shared reference is enough, as for tch's own in-place operations on shallow clones.
-fn raw(tensor: &Tensor) -> *mut C_tensor {
+pub(super) fn raw(tensor: &Tensor) -> *mut C_tensor {
     tensor.as_ptr().cast_mut()
 }
 
@@ -156,6 +172,14 @@ pub(super) fn library_file() -> Option<String> {
 pub(crate) fn set_multithreading_enabled(enabled: bool) {
     // SAFETY: sets a thread-local flag.
     unsafe { ddp_set_multithreading_enabled(enabled) }
+}
+
+/// Sets what autocast does for the calling thread, on CUDA devices or on the CPU; returns what was set before.
+pub(super) fn autocast_swap(on_cuda: bool, mut state: AutocastState) -> Result<AutocastState> {
+    // SAFETY: reads and writes one plain struct, whose `dtype` is a kind that libtorch knows: those that
+    // `Autocast` names, or the one that was set before.
+    check("autocast", unsafe { ddp_autocast_swap(on_cuda, &mut state) })?;
+    Ok(state)
 }
 
 /// `parameter.grad = grad`, without a copy: backward then adds into `grad` in place. An undefined tensor takes

@@ -1,0 +1,328 @@
+//! Losses that are scaled up, so that float16 gradients do not vanish.
+
+use std::rc::Rc;
+
+use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
+
+use super::{FlatBuffer, Optimizer};
+use crate::error::{Error, Result};
+use crate::process_group::ProcessGroup;
+use crate::torch::{TensorList, amp_unscale};
+
+/// The options of [`GradScaler`]. The defaults are PyTorch's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GradScalerOptions {
+    /// The first scale.
+    pub init_scale: f64,
+    /// By what the scale is multiplied after `growth_interval` steps in a row with finite gradients.
+    pub growth_factor: f64,
+    /// By what it is multiplied after a step with gradients that are not finite.
+    pub backoff_factor: f64,
+    /// How many steps must go well before the scale grows.
+    pub growth_interval: u64,
+    /// Without it nothing is scaled, checked or skipped, so that one loop does for float16 and all else.
+    pub enabled: bool,
+}
+
+impl Default for GradScalerOptions {
+    fn default() -> Self {
+        Self {
+            init_scale: 65536.0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            enabled: true,
+        }
+    }
+}
+
+/// What a [`GradScaler`] goes on from, with the keys of the `state_dict` of PyTorch's.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct GradScalerState {
+    /// By what losses are multiplied now.
+    pub scale: f64,
+    /// As in [`GradScalerOptions`].
+    pub growth_factor: f64,
+    /// As in [`GradScalerOptions`].
+    pub backoff_factor: f64,
+    /// As in [`GradScalerOptions`].
+    pub growth_interval: u64,
+    /// How many steps in a row went well since the scale has changed.
+    #[serde(rename = "_growth_tracker")]
+    pub growth_tracker: u64,
+}
+
+/// Multiplies losses by a large number, so that small gradients are not zero in float16, and divides the
+/// averaged gradients by it again; leaves out a step whose gradients were too large for that, and lowers the
+/// number then.
+///
+/// Follows `torch.amp.GradScaler`. All ranks find the same: they look at gradients that have been averaged,
+/// and one that is infinite or not a number on one rank is so in the average, whatever it was sent as.
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// use ddp_mp::models::{ModelConfig, ModelKind};
+/// use ddp_mp::optim::{GradScaler, GradScalerOptions};
+/// use ddp_mp::torch::Autocast;
+/// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, Sgd, SgdOptions, spawn};
+/// use tch::{Kind, Reduction, Tensor};
+///
+/// spawn(2, |rank| {
+///     let group = rank.init_process_group(Backend::Threaded)?;
+/// #   let config =
+/// #       ModelConfig { kind: ModelKind::Linear, in_features: 3, out_features: 1, hidden: vec![] };
+/// #   let (vs, model) = config.build(rank.device(), 0)?;
+/// #   let float = (Kind::Float, rank.device());
+/// #   let (inputs, targets) = (Tensor::ones([4, 3], float), Tensor::ones([4, 1], float));
+///     // ... vs and model
+///     let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
+///     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+///     let mut scaler = GradScaler::new(ddp.flat_buffers(), group, GradScalerOptions::default())?;
+///     for _ in 0..4 {
+///         ddp.zero_grad()?;
+///         let loss = {
+///             let _autocast = Autocast::new(rank.device(), Kind::Half)?;
+///             ddp.forward(&inputs).mse_loss(&targets, Reduction::Mean)
+///         };
+///         ddp.backward(&scaler.scale(&loss)?)?;
+///         scaler.unscale_()?; // before what looks at the gradients, such as ddp.clip_grad_norm
+///         scaler.step(&mut optimizer, 0.1)?;
+///         scaler.update()?;
+///     }
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct GradScaler {
+    options: GradScalerOptions,
+    group: Rc<ProcessGroup>,
+    /// A list for each buffer: the kernel takes one kind.
+    gradients: Vec<TensorList>,
+    /// On the host, in the precision of PyTorch's, which keeps it on the device and yet reads `found_inf` on
+    /// the host before each step. Here that read decides all: no optimizer need know of skipped steps, and
+    /// momentum and step counts are right by themselves.
+    scale: f32,
+    growth_tracker: u64,
+    stage: Stage,
+    /// What the kernel writes, and what it multiplies by; on the device, allocated once.
+    found_inf: Tensor,
+    inv_scale: Tensor,
+}
+
+/// How far the step is since the last update.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Stage {
+    Scaled,
+    Unscaled,
+    Stepped { found_inf: bool },
+}
+
+impl GradScaler {
+    /// With a smaller scale a gradient of 1 is zero in float16. It takes 41 skipped steps in a row to get
+    /// there from 65536, through all sizes that float16 has.
+    const MIN_SCALE: f32 = 1.0 / 16_777_216.0;
+
+    /// Scales gradients in `buffers`, which a
+    /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) gives, together with the other
+    /// ranks of `group`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for factors that don't grow or shrink, and for parameters that are float16 themselves;
+    /// [`Error::Torch`] when the device has no room.
+    pub fn new(
+        buffers: Vec<FlatBuffer>,
+        group: Rc<ProcessGroup>,
+        options: GradScalerOptions,
+    ) -> Result<Self> {
+        let GradScalerOptions { init_scale, growth_factor, backoff_factor, .. } = options;
+        if options.enabled {
+            check(init_scale, growth_factor, backoff_factor, options.growth_interval)?;
+            if let Some(half) = buffers.iter().find(|it| it.gradients.kind() == Kind::Half) {
+                let name = half.places.get().first().map_or(String::new(), |it| it.name.clone());
+                return Err(Error::Input(format!(
+                    "parameter `{name}` is float16, and so is its gradient, which cannot be unscaled; keep \
+                     parameters float32 and use Autocast"
+                )));
+            }
+        }
+        let number =
+            || Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).map_err(Error::torch("zeros"));
+        let (found_inf, inv_scale) = (number()?, number()?);
+        let gradients = buffers
+            .into_iter()
+            .map(|buffer| TensorList::new(&[buffer.gradients]))
+            .collect::<Result<_>>()?;
+        let (scale, stage) = (init_scale as f32, Stage::Scaled);
+        Ok(Self { options, group, gradients, scale, growth_tracker: 0, stage, found_inf, inv_scale })
+    }
+
+    /// Whether it does anything.
+    pub fn is_enabled(&self) -> bool {
+        self.options.enabled
+    }
+
+    /// `loss` times the scale, to go backward from.
+    ///
+    /// # Errors
+    /// [`Error::Torch`].
+    pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        if !self.options.enabled {
+            return Ok(loss.shallow_clone());
+        }
+        loss.f_mul_scalar(f64::from(self.scale)).map_err(Error::torch("scaling the loss"))
+    }
+
+    /// Divides the averaged gradients by the scale, and looks whether they are finite. To be called after the
+    /// last backward of a step and before what looks at gradients, or else [`step`](Self::step) does it.
+    /// Doesn't wait for the device.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when that has been done since the last [`update`](Self::update); [`Error::Torch`].
+    pub fn unscale_(&mut self) -> Result<()> {
+        if !self.options.enabled {
+            return Ok(());
+        }
+        if self.stage != Stage::Scaled {
+            return out_of_turn("unscale_ has been called since the last update");
+        }
+        // In float64, as PyTorch does.
+        let inverse = f64::from(self.scale).recip();
+        let set = |number: &Tensor, to: f64| number.shallow_clone().f_fill_(to).map(drop);
+        set(&self.found_inf, 0.0)
+            .and_then(|()| set(&self.inv_scale, inverse))
+            .map_err(Error::torch("fill_"))?;
+        for gradients in &self.gradients {
+            amp_unscale(gradients, &self.found_inf, &self.inv_scale)?;
+        }
+        self.stage = Stage::Unscaled;
+        Ok(())
+    }
+
+    /// Has `optimizer` step with learning rate `lr`, unless a gradient is infinite or not a number: parameters
+    /// and what the optimizer keeps then stay as they are. Whether it stepped; the same on every rank. Waits
+    /// for the device, if the scaler is enabled.
+    ///
+    /// # Errors
+    /// Those of the optimizer, of [`unscale_`](Self::unscale_) and of [`ProcessGroup::synchronize`];
+    /// [`Error::Input`] when it has been called since the last [`update`](Self::update).
+    pub fn step(&mut self, optimizer: &mut dyn Optimizer, lr: f64) -> Result<bool> {
+        if !self.options.enabled {
+            return optimizer.step(lr).map(|()| true);
+        }
+        if let Stage::Stepped { .. } = self.stage {
+            return out_of_turn("step has been called since the last update");
+        }
+        let found_inf = self.found_inf()?;
+        if !found_inf {
+            optimizer.step(lr)?;
+        }
+        self.stage = Stage::Stepped { found_inf };
+        Ok(!found_inf)
+    }
+
+    /// Lowers the scale if the gradients were not finite, and raises it if they have been for long. To be
+    /// called at the end of each step.
+    ///
+    /// # Errors
+    /// [`Error::LossScale`] when the scale has become so small that it is not the scale that is wrong. (PyTorch
+    /// goes on, with a scale of 0 in the end, and skips all steps.) [`Error::Input`] when there was nothing
+    /// unscaled since the last one.
+    pub fn update(&mut self) -> Result<()> {
+        if !self.options.enabled {
+            return Ok(());
+        }
+        let found_inf = match self.stage {
+            Stage::Scaled => return out_of_turn("update needs gradients that were unscaled before"),
+            Stage::Unscaled => self.found_inf()?,
+            Stage::Stepped { found_inf } => found_inf,
+        };
+        self.stage = Stage::Scaled;
+        // As the kernel `_amp_update_scale_` computes it.
+        if found_inf {
+            self.scale = (f64::from(self.scale) * self.options.backoff_factor) as f32;
+            self.growth_tracker = 0;
+            if self.scale < Self::MIN_SCALE {
+                return Err(Error::LossScale { scale: self.scale });
+            }
+        } else if self.growth_tracker + 1 == self.options.growth_interval {
+            let grown = (f64::from(self.scale) * self.options.growth_factor) as f32;
+            self.scale = if grown.is_finite() { grown } else { self.scale };
+            self.growth_tracker = 0;
+        } else {
+            self.growth_tracker += 1;
+        }
+        Ok(())
+    }
+
+    /// What to go on from; `None` if the scaler is not enabled. Follows `state_dict`.
+    pub fn state(&self) -> Option<GradScalerState> {
+        let GradScalerOptions { growth_factor, backoff_factor, growth_interval, .. } = self.options;
+        let (scale, growth_tracker) = (f64::from(self.scale), self.growth_tracker);
+        self.options.enabled.then_some(GradScalerState {
+            scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            growth_tracker,
+        })
+    }
+
+    /// Goes on from `state`. A scaler that is not enabled does nothing with it. Follows `load_state_dict`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when it makes no sense; nothing has changed then.
+    pub fn load_state(&mut self, state: &GradScalerState) -> Result<()> {
+        if !self.options.enabled {
+            return Ok(());
+        }
+        let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } =
+            *state;
+        check(scale, growth_factor, backoff_factor, growth_interval)?;
+        if growth_tracker >= growth_interval {
+            return Err(Error::Input(format!(
+                "the scaler's state: {growth_tracker} good steps are no fewer than its growth_interval of \
+                 {growth_interval}"
+            )));
+        }
+        self.options =
+            GradScalerOptions { growth_factor, backoff_factor, growth_interval, ..self.options };
+        (self.scale, self.growth_tracker, self.stage) =
+            (scale as f32, growth_tracker, Stage::Scaled);
+        Ok(())
+    }
+
+    /// Whether a gradient was not finite; waits for the device.
+    fn found_inf(&mut self) -> Result<bool> {
+        if self.stage == Stage::Scaled {
+            self.unscale_()?;
+        }
+        self.group.synchronize()?; // a wait that ends, if another rank fails
+        let found = self.found_inf.f_double_value(&[]).map_err(Error::torch("reading found_inf"))?;
+        Ok(found != 0.0)
+    }
+}
+
+/// What the numbers of a scaler must be; PyTorch's checks, and that the scale is a float32 above 0.
+fn check(scale: f64, growth: f64, backoff: f64, interval: u64) -> Result<()> {
+    let problem = if !(scale as f32 >= GradScaler::MIN_SCALE && (scale as f32).is_finite()) {
+        format!("scale {scale} is not from 2^-24 to what float32 holds")
+    } else if !(growth > 1.0 && growth.is_finite()) {
+        format!("growth_factor {growth} is not above 1")
+    } else if !(backoff > 0.0 && backoff < 1.0) {
+        format!("backoff_factor {backoff} is not between 0 and 1")
+    } else if interval == 0 {
+        "growth_interval is 0; use 1 or more".into()
+    } else {
+        return Ok(());
+    };
+    Err(Error::Input(format!("the gradient scaler's {problem}")))
+}
+
+fn out_of_turn<T>(what: &str) -> Result<T> {
+    Err(Error::Input(format!(
+        "the gradient scaler: {what}; a step is scale, backward, unscale_ (if needed), step, update"
+    )))
+}
