@@ -111,6 +111,16 @@ pub enum Error {
         names: String,
     },
 
+    /// Gradients are not finite, and the loss can't be scaled down any further.
+    #[error(
+        "the gradients are not finite with a loss scale of {scale:e} either: the loss or the parameters are \
+         infinite or not a number themselves; use a smaller --lr, --max-grad-norm, or --amp bf16"
+    )]
+    LossScale {
+        /// What the scale has come down to.
+        scale: f32,
+    },
+
     /// NCCL reported an error.
     #[error("{call} failed: {reason}")]
     Nccl {

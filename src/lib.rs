@@ -50,7 +50,7 @@
 //! | [`launch`] | a thread for each rank; how they meet and how they fail |
 //! | [`trainer`] | the loop: epochs, batches, steps |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |
-//! | [`optim`] | steps the flat buffers; learning rates; clipping |
+//! | [`optim`] | steps the flat buffers; learning rates; clipping; loss scales |
 //! | [`data`] | which sample goes to which rank |
 //! | [`models`] | models by name |
 //! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads or NCCL |
@@ -88,5 +88,7 @@ pub use error::{Error, LateRank, Result};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
 pub use models::SyncBatchNorm;
 pub use operation::{At, Operation};
-pub use optim::{AdamW, AdamWOptions, FlatBuffer, Optimizer, Schedule, Sgd, SgdOptions};
+pub use optim::{
+    AdamW, AdamWOptions, FlatBuffer, GradScaler, Optimizer, Schedule, Sgd, SgdOptions,
+};
 pub use process_group::{P2POp, ProcessGroup, ReduceOp, Traffic, Work};

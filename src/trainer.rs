@@ -10,9 +10,9 @@ use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::observe::Epoch;
-use crate::optim::{Optimizer, Schedule};
+use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, ReduceOp, rank_label};
-use crate::torch::add_scaled;
+use crate::torch::{Autocast, add_scaled};
 
 /// What is to become small: `--loss`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +40,37 @@ impl Loss {
     }
 }
 
+/// What kind forward passes are computed in where it is precise enough: `--amp`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Amp {
+    /// That of the parameters.
+    Off,
+    /// bfloat16.
+    Bf16,
+    /// float16, whose gradients need a [`GradScaler`].
+    Fp16,
+}
+
+impl Amp {
+    /// What forward and loss are computed in while it lives.
+    pub(crate) fn autocast(self, device: Device) -> Result<Option<Autocast>> {
+        let kind = match self {
+            Amp::Off => return Ok(None),
+            Amp::Bf16 => Kind::BFloat16,
+            Amp::Fp16 => Kind::Half,
+        };
+        Autocast::new(device, kind).map(Some)
+    }
+
+    /// The scaler for the gradients of `ddp`: enabled for float16 only, as bfloat16 has the range of float32.
+    pub(crate) fn grad_scaler<M>(self, ddp: &DistributedDataParallel<M>) -> Result<GradScaler> {
+        let enabled = self == Amp::Fp16;
+        let options = GradScalerOptions { enabled, ..GradScalerOptions::default() };
+        GradScaler::new(ddp.flat_buffers(), ddp.group().clone(), options)
+    }
+}
+
 /// What a whole training run came to; the same on every rank, but for the time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Summary {
@@ -49,6 +80,8 @@ pub struct Summary {
     pub first_loss: f64,
     /// The mean loss of the last epoch.
     pub last_loss: f64,
+    /// How many of the steps changed nothing, because gradients were not finite; 0 without a [`GradScaler`].
+    pub skipped_steps: u64,
     /// How long the steps took on this rank.
     pub elapsed: Duration,
 }
@@ -61,6 +94,9 @@ pub struct Trainer<M> {
     schedule: Schedule,
     max_grad_norm: Option<f64>,
     accumulate: usize,
+    amp: Amp,
+    scaler: GradScaler,
+    skipped_steps: u64,
     loader: DataLoader,
     loss: Loss,
     loss_sum: LossSum,
@@ -82,12 +118,17 @@ impl<M: ModuleT> Trainer<M> {
         let loss_sum = LossSum::new(ddp.group().device())?;
         let max_grad_norm = None;
         let accumulate = 1;
+        let amp = Amp::Off;
+        let scaler = amp.grad_scaler(&ddp)?;
         Ok(Self {
             ddp,
             optimizer,
             schedule,
             max_grad_norm,
             accumulate,
+            amp,
+            scaler,
+            skipped_steps: 0,
             loader,
             loss,
             loss_sum,
@@ -107,6 +148,20 @@ impl<M: ModuleT> Trainer<M> {
     #[must_use]
     pub fn accumulate(self, batches: usize) -> Self {
         Self { accumulate: batches.max(1), ..self }
+    }
+
+    /// Runs the model and the loss in mixed precision, with a new [`GradScaler`] if that needs one. A step that
+    /// it skips counts as a step, also for the schedule.
+    ///
+    /// # Errors
+    /// Those of [`GradScaler::new`].
+    pub fn amp(self, amp: Amp) -> Result<Self> {
+        Ok(Self { amp, scaler: amp.grad_scaler(&self.ddp)?, ..self })
+    }
+
+    /// What scales the loss: not enabled, unless it is for float16.
+    pub fn scaler(&self) -> &GradScaler {
+        &self.scaler
     }
 
     /// The model, as it is now.
@@ -136,7 +191,13 @@ impl<M: ModuleT> Trainer<M> {
             report(done)?;
         }
         let (first_loss, last_loss) = losses.unwrap_or_default();
-        Ok(Summary { steps: self.step, first_loss, last_loss, elapsed: began.elapsed() })
+        Ok(Summary {
+            steps: self.step,
+            first_loss,
+            last_loss,
+            skipped_steps: self.skipped_steps,
+            elapsed: began.elapsed(),
+        })
     }
 
     /// One pass over this rank's share of the data.
@@ -175,23 +236,33 @@ impl<M: ModuleT> Trainer<M> {
             let _no_sync = (!is_last).then(|| self.ddp.no_sync());
             self.run_batch(batch, batches.len())?;
         }
+        self.scaler.unscale_()?;
         if let Some(max_norm) = self.max_grad_norm {
             let _ = self.ddp.clip_grad_norm(max_norm)?;
         }
-        self.optimizer.step(self.schedule.lr(epoch, self.step))
+        let lr = self.schedule.lr(epoch, self.step);
+        let stepped = self.scaler.step(&mut *self.optimizer, lr)?;
+        self.skipped_steps += u64::from(!stepped);
+        self.scaler.update()
     }
 
     /// Forward and backward of one of the `batches` batches of a step.
     fn run_batch(&mut self, batch: &Batch, batches: usize) -> Result<()> {
-        let output = self.ddp.forward(&batch.inputs);
-        let loss = self.loss.of(&output, &batch.targets)?;
+        let loss = self.loss_of(batch)?;
+        let scaled = self.scaler.scale(&loss)?;
         if batches == 1 {
-            self.ddp.backward(&loss)?;
+            self.ddp.backward(&scaled)?;
         } else {
-            let share = loss.f_div_scalar(batches as f64).map_err(Error::torch("div"))?;
+            let share = scaled.f_div_scalar(batches as f64).map_err(Error::torch("div"))?;
             self.ddp.backward(&share)?;
         }
         self.loss_sum.add(&loss, batch.len())
+    }
+
+    /// The loss of a batch, in mixed precision if wanted; backward is for outside.
+    fn loss_of(&self, batch: &Batch) -> Result<Tensor> {
+        let _autocast = self.amp.autocast(self.ddp.group().device())?;
+        self.loss.of(&self.ddp.forward(&batch.inputs), &batch.targets)
     }
 
     /// Runs the kernels of a step once before the first step, on a GPU.
@@ -203,22 +274,25 @@ impl<M: ModuleT> Trainer<M> {
     fn warm_up(&mut self) -> Result<()> {
         if let Some(batch) = self.loader.epoch(0)?.next() {
             let batch = batch?;
-            let output = self.ddp.forward(&batch.inputs);
-            let loss = self.loss.of(&output, &batch.targets)?;
+            let loss = self.loss_of(&batch)?;
             let no_sync = self.ddp.no_sync();
-            self.ddp.backward(&loss)?;
+            self.ddp.backward(&self.scaler.scale(&loss)?)?;
             drop(no_sync);
             for mut buffer in self.ddp.flat_buffers() {
                 let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
             }
+            self.scaler.unscale_()?;
             if let Some(max_norm) = self.max_grad_norm {
                 let _ = self.ddp.clip_grad_norm(max_norm)?;
             }
             // With gradients of zero and a learning rate of zero; what an optimizer remembers of it is
             // forgotten again.
             let state = self.optimizer.state()?;
-            self.optimizer.step(0.0)?;
+            self.scaler.step(&mut *self.optimizer, 0.0)?;
             self.optimizer.load_state(&state)?;
+            if let Some(state) = self.scaler.state() {
+                self.scaler.load_state(&state)?; // as it was, and ready for the next step
+            }
             self.ddp.zero_grad()?;
             self.loss_sum.add(&loss, batch.len())?;
             self.loss_sum.count(batch.len())?;

@@ -31,6 +31,10 @@ pub(crate) struct TrainFlags {
     /// What is to become small [default: mse]
     #[arg(long, value_name = "NAME", value_parser = ["mse", "cross-entropy"], help_heading = "Training")]
     loss: Option<String>,
+    /// Mixed precision: compute the forward pass in bf16 or fp16 where that is precise enough; fp16 scales
+    /// the loss [default: off]
+    #[arg(long, value_name = "NAME", value_parser = ["off", "bf16", "fp16"], help_heading = "Training")]
+    amp: Option<String>,
     /// What all randomness starts from [default: 0]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Training")]
     seed: Option<u64>,

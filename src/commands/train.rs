@@ -71,7 +71,8 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     }
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
         .max_grad_norm(config.max_grad_norm)
-        .accumulate(config.accumulate as usize);
+        .accumulate(config.accumulate as usize)
+        .amp(config.amp)?;
     let summary = trainer.train(config.max_epochs, |epoch| {
         job.printer.epoch(epoch, rank.world_size()).context("writing to stdout")
     })?;
@@ -79,6 +80,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     group.barrier()?;
     if rank.rank() == 0 {
         let seconds = summary.elapsed.as_secs_f64();
+        let scaler = trainer.scaler().state();
         let statistics = trainer.ddp().statistics();
         let Traffic { sent, received } = group.traffic();
         let end = End {
@@ -93,6 +95,8 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             overlapped: statistics.overlapped,
             bytes_sent: sent,
             bytes_received: received,
+            skipped_steps: scaler.map(|_| summary.skipped_steps),
+            scale: scaler.map(|scaler| scaler.scale),
             first_loss: summary.first_loss,
         };
         job.printer.event(&Event::End(end)).context("writing to stdout")?;

@@ -18,7 +18,7 @@ use crate::launch::{BackendChoice, Fault, Nproc, Spawn};
 use crate::models::{ModelConfig, ModelKind};
 use crate::observe::LogFormat;
 use crate::optim::Unit;
-use crate::trainer::Loss;
+use crate::trainer::{Amp, Loss};
 
 pub use engine::CommHookKind;
 pub use optimization::{OptimizerKind, ScheduleKind};
@@ -46,6 +46,8 @@ pub struct Config {
     pub sync_batch_norm: bool,
     /// What is to become small.
     pub loss: Loss,
+    /// What kind the forward pass is computed in where that is precise enough.
+    pub amp: Amp,
 
     /// The learning rate.
     pub lr: f64,
@@ -165,6 +167,7 @@ impl Default for Config {
             channels: vec![16, 32],
             sync_batch_norm: false,
             loss: Loss::Mse,
+            amp: Amp::Off,
             lr: 0.001,
             optimizer: OptimizerKind::Sgd,
             momentum: 0.0,

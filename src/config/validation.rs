@@ -6,7 +6,7 @@ use super::{CommHookKind, Config, text};
 use crate::error::{Error, Result};
 use crate::launch::{FaultKind, Stage};
 use crate::models::ModelKind;
-use crate::trainer::Loss;
+use crate::trainer::{Amp, Loss};
 
 impl Config {
     /// Refuses a flag that does nothing beside the others: in a file it may wait for them.
@@ -106,6 +106,11 @@ impl Config {
         self.model_config().check().map_err(|(key, problem)| Invalid { key, problem })?;
         if self.timeout.is_zero() {
             return refuse("timeout", NO_TIME.into());
+        }
+        if self.amp == Amp::Fp16 && self.comm_hook == CommHookKind::PowerSgd {
+            let problem = "fp16 lets gradients overflow now and then, and powersgd would keep what it could not \
+                           send of them for ever; use --amp bf16";
+            return refuse("amp", problem.into());
         }
         if self.loss == Loss::CrossEntropy && self.out_features < 2 {
             let problem = "cross-entropy over one column is always 0, and so is its gradient: nothing \

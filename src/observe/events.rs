@@ -82,6 +82,12 @@ pub struct End {
     pub bytes_sent: u64,
     /// How many it has received.
     pub bytes_received: u64,
+    /// With a gradient scaler: how many steps it skipped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped_steps: Option<u64>,
+    /// By what it scales the loss in the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scale: Option<f64>,
     /// The mean loss of the first epoch; in text only.
     #[serde(skip)]
     pub first_loss: f64,

@@ -44,10 +44,16 @@ impl Printer {
     /// # Errors
     /// When stdout cannot be written, unless its reader has just left.
     pub fn event(&self, event: &Event) -> io::Result<()> {
-        if let Event::End(end) = event
-            && !end.loss.is_finite()
-        {
-            self.note("the loss is not a number any more; use a smaller --lr");
+        if let Event::End(end) = event {
+            if !end.loss.is_finite() {
+                self.note("the loss is not a number any more; use a smaller --lr");
+            }
+            if let (Some(skipped @ 1..), Some(scale)) = (end.skipped_steps, end.scale) {
+                self.note(&format!(
+                    "{skipped} of {} steps skipped: scaled gradients were not finite; the loss scale is {scale} now",
+                    end.steps
+                ));
+            }
         }
         match (self.format, event) {
             (LogFormat::Json, event) => self.object(event),

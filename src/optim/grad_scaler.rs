@@ -148,15 +148,25 @@ impl GradScaler {
                 )));
             }
         }
-        let number =
-            || Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).map_err(Error::torch("zeros"));
+        let number = || {
+            Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).map_err(Error::torch("zeros"))
+        };
         let (found_inf, inv_scale) = (number()?, number()?);
         let gradients = buffers
             .into_iter()
             .map(|buffer| TensorList::new(&[buffer.gradients]))
             .collect::<Result<_>>()?;
         let (scale, stage) = (init_scale as f32, Stage::Scaled);
-        Ok(Self { options, group, gradients, scale, growth_tracker: 0, stage, found_inf, inv_scale })
+        Ok(Self {
+            options,
+            group,
+            gradients,
+            scale,
+            growth_tracker: 0,
+            stage,
+            found_inf,
+            inv_scale,
+        })
     }
 
     /// Whether it does anything.
@@ -235,7 +245,9 @@ impl GradScaler {
             return Ok(());
         }
         let found_inf = match self.stage {
-            Stage::Scaled => return out_of_turn("update needs gradients that were unscaled before"),
+            Stage::Scaled => {
+                return out_of_turn("update needs gradients that were unscaled before");
+            }
             Stage::Unscaled => self.found_inf()?,
             Stage::Stepped { found_inf } => found_inf,
         };
@@ -278,8 +290,13 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(());
         }
-        let GradScalerState { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } =
-            *state;
+        let GradScalerState {
+            scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            growth_tracker,
+        } = *state;
         check(scale, growth_factor, backoff_factor, growth_interval)?;
         if growth_tracker >= growth_interval {
             return Err(Error::Input(format!(
@@ -300,7 +317,8 @@ impl GradScaler {
             self.unscale_()?;
         }
         self.group.synchronize()?; // a wait that ends, if another rank fails
-        let found = self.found_inf.f_double_value(&[]).map_err(Error::torch("reading found_inf"))?;
+        let found =
+            self.found_inf.f_double_value(&[]).map_err(Error::torch("reading found_inf"))?;
         Ok(found != 0.0)
     }
 }

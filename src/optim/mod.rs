@@ -3,12 +3,14 @@
 mod adamw;
 mod clip;
 mod flat;
+mod grad_scaler;
 mod places;
 mod schedule;
 mod sgd;
 
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
+pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
 pub use places::{FlatBuffer, Place, Places};
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};

@@ -21,7 +21,9 @@ pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
 pub(crate) use autograd::self_adjoint;
-pub(crate) use fused::{AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, total_norm};
+pub(crate) use fused::{
+    AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, total_norm,
+};
 pub(crate) use hooks::GradHooks;
 pub(crate) use shim::{add_scaled, move_grad, set_grad, set_multithreading_enabled};
 

@@ -66,6 +66,7 @@ fn step_on(
     let group = rank.init_process_group(backend)?;
     let Training { mut ddp, mut optimizer, schedule, loader } =
         Training::new(rank, &group, config, dataset)?;
+    let mut scaler = config.amp.grad_scaler(&ddp)?;
     let mut times: Vec<[Duration; 5]> = Vec::with_capacity(steps);
     let mut epoch = 0;
     while times.len() < WARM_UP + steps {
@@ -74,18 +75,23 @@ fn step_on(
             group.enter_step(times.len() as u64)?;
             let began = Instant::now();
             ddp.zero_grad()?;
-            let loss = config.loss.of(&ddp.forward(&batch.inputs), &batch.targets)?;
+            let loss = {
+                let _autocast = config.amp.autocast(rank.device())?;
+                config.loss.of(&ddp.forward(&batch.inputs), &batch.targets)?
+            };
             group.synchronize()?; // on a GPU, so that each part's time is its own
             let forward = began.elapsed();
             let before = ddp.communication_time();
-            ddp.backward(&loss)?;
+            ddp.backward(&scaler.scale(&loss)?)?;
             group.synchronize()?;
             let backward = began.elapsed() - forward;
             let communication = ddp.communication_time() - before;
+            scaler.unscale_()?;
             if let Some(max_norm) = config.max_grad_norm {
                 let _ = ddp.clip_grad_norm(max_norm)?;
             }
-            optimizer.step(schedule.lr(epoch, times.len() as u64))?;
+            scaler.step(&mut *optimizer, schedule.lr(epoch, times.len() as u64))?;
+            scaler.update()?;
             group.synchronize()?;
             let total = began.elapsed();
             let autograd = backward.saturating_sub(communication);
