@@ -155,8 +155,8 @@ fn the_sampler_prints_an_object_for_each_rank() {
 
 #[test]
 fn the_events_have_the_fields_of_the_contract_in_their_order() {
-    let args = "--nproc-per-node=2 --max-epochs=1 --log-format=json";
-    let (code, stdout, _) = run(&args.split(' ').collect::<Vec<_>>());
+    let args = ["--nproc-per-node=2", "--max-epochs=1", "--log-format=json"];
+    let (code, stdout, _) = run(&args);
     assert_eq!(code, Some(0));
     let fields = |line: &str| {
         // serde_json's map would sort them.
@@ -181,11 +181,11 @@ fn the_events_have_the_fields_of_the_contract_in_their_order() {
         assert!(line.starts_with(&start), "{line}");
         assert!(line.contains("\"samples_per_second\":"), "{line}");
     }
-    assert_eq!(
-        fields(lines[3]),
-        "event seconds steps loss us_per_step parameters_hash bucket_bytes backward_us \
-             communication_us overlapped bytes_sent bytes_received"
-    );
+    let end = "event seconds steps loss us_per_step parameters_hash bucket_bytes backward_us \
+               communication_us overlapped bytes_sent bytes_received";
+    assert_eq!(fields(lines[3]), end);
+    let (_, stdout, _) = run(&[&args[..], &["--amp=fp16"]].concat());
+    assert_eq!(fields(stdout.lines().last().unwrap()), format!("{end} skipped_steps scale"));
 }
 
 #[test]

@@ -60,6 +60,23 @@ fn a_rank_on_each_gpu_with_nccl() {
 }
 
 #[test]
+fn mixed_precision_on_gpus() {
+    if gpus_for("mixed_precision_on_gpus", 1).is_none() {
+        return;
+    }
+    let expected = last_loss(&events(&DEMO));
+    for amp in ["--amp=bf16", "--amp=fp16"] {
+        let run = || events(&[&DEMO[..], &[amp]].concat());
+        let (first, again) = (run(), run());
+        let end = |events: &[Value]| events[events.len() - 1].clone();
+        assert_eq!(end(&first)["parameters_hash"], end(&again)["parameters_hash"], "the same bits");
+        assert_ne!(last_loss(&first), expected, "{amp} is not float32");
+        assert!((last_loss(&first) - expected).abs() < 1e-2 * expected, "{amp}");
+        assert_eq!(end(&first).get("scale").is_some(), amp == "--amp=fp16");
+    }
+}
+
+#[test]
 fn several_ranks_on_one_gpu_with_threaded() {
     if gpus_for("several_ranks_on_one_gpu_with_threaded", 1).is_none() {
         return;

@@ -195,6 +195,85 @@ def optimizers():
     return settings | {"hidden": ODD_HIDDEN, "cases": cases}
 
 
+SCALER = {"init_scale": 1024.0, "growth_interval": 3}
+# The first step is skipped: what an optimizer keeps must not begin with it.
+NOT_FINITE = {0: "inf", 1: "-inf", 6: "nan", 13: "inf", 14: "nan"}
+
+
+def scaled(name, options):
+    """Scales, growth trackers, parameters and optimizer state of steps some of whose gradients are not
+    finite."""
+    torch.manual_seed(SEED + 1)
+    inputs, targets = torch.rand(BATCH, 20), torch.rand(BATCH, 1)
+    model = build(ODD_HIDDEN)
+    kind = torch.optim.AdamW if name.startswith("adamw") else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=LR if kind == torch.optim.SGD else LR / 10, **options)
+    scaler = torch.amp.GradScaler("cpu", **SCALER)
+    trace = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs), targets)
+        scaler.scale(loss).backward()
+        if step in NOT_FINITE:
+            next(model.parameters()).grad[0, 0] = float(NOT_FINITE[step])
+        if "clip" in name:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        state = scaler.state_dict()
+        trace.append([loss.item(), state["scale"], state["_growth_tracker"]])
+    kept = {}
+    for parameter_name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            kept[f"{parameter_name}/{key}"] = value.flatten().tolist()
+    return {"trace": trace, "final": values(model), "state": kept, "state_dict": state}
+
+
+def autocast(kind, init_scale):
+    """Losses, scales and parameters of an mlp in mixed precision, of which float32 differs by `without`."""
+
+    def run(enabled):
+        torch.manual_seed(SEED + 1)
+        inputs, targets = torch.rand(BATCH, 20), torch.rand(BATCH, 1)
+        model = build(WIDE_HIDDEN)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale, enabled=init_scale is not None)
+        losses, scales = [], []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", kind, enabled=enabled):
+                loss = mse_loss(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+            scales.append(scaler.get_scale())
+        return losses, scales, values(model)
+
+    losses, scales, final = run(True)
+    return {"losses": losses, "scales": scales, "final": final, "without": run(False)[0]}
+
+
+WIDE_HIDDEN = [32, 16]
+
+
+def amp():
+    """GradScaler on float32 gradients, and autocast on the CPU, each on one process."""
+    torch.set_num_threads(1)
+    momentum = {"momentum": 0.9, "dampening": 0.1}
+    scalers = {"sgd": {}, "sgd momentum": momentum, "sgd momentum clip": momentum, "adamw": {}}
+    cases = [
+        {"name": name, "options": options} | scaled(name, options)
+        for name, options in scalers.items()
+    ]
+    kinds = {"bfloat16": (torch.bfloat16, None), "float16": (torch.float16, 2.0**24)}
+    cases += [{"name": name} | autocast(*arguments) for name, arguments in kinds.items()]
+    settings = {"batch": BATCH, "steps": STEPS, "lr": LR, "max_norm": MAX_NORM, "seed": SEED}
+    settings |= SCALER | {"not_finite": NOT_FINITE}
+    return settings | {"hidden": ODD_HIDDEN, "wide": WIDE_HIDDEN, "cases": cases}
+
+
 def schedules():
     """The learning rate of every step, a scheduler's step each."""
     schedulers = torch.optim.lr_scheduler
@@ -384,7 +463,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     different = False
-    records = [sampler, training, optimizers, schedules, batch_norm, cnn, collectives]
+    records = [sampler, training, optimizers, amp, schedules, batch_norm, cnn, collectives]
     for record in records:
         name = record.__name__
         file = FOLDER / f"{name}.json"

@@ -1,0 +1,380 @@
+//! Mixed precision: autocast on several threads, and steps that all ranks skip.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Barrier;
+use std::thread;
+
+use ddp_mp::ddp::{CommHook, Compress};
+use ddp_mp::models::{ModelConfig, ModelKind};
+use ddp_mp::optim::{GradScaler, GradScalerOptions};
+use ddp_mp::torch::Autocast;
+use ddp_mp::{
+    AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Error, Optimizer, Sgd, SgdOptions,
+};
+use serde_json::{Value, json};
+use tch::nn::{self, Module, VarStore};
+use tch::{Device, Kind, Reduction, Tensor};
+
+use crate::harness::{ranks, run};
+
+const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
+
+/// What products of matrices are computed in now, on this thread.
+fn kind_now() -> Kind {
+    let matrix = Tensor::eye(2, FLOAT);
+    matrix.matmul(&matrix).kind()
+}
+
+#[test]
+fn autocast_is_for_its_thread_until_it_is_dropped() {
+    let outer = Autocast::new(Device::Cpu, Kind::BFloat16).unwrap();
+    assert_eq!(kind_now(), Kind::BFloat16);
+    thread::scope(|scope| {
+        scope.spawn(|| assert_eq!(kind_now(), Kind::Float));
+    });
+    {
+        let _inner = Autocast::new(Device::Cpu, Kind::Half).unwrap();
+        assert_eq!(kind_now(), Kind::Half);
+    }
+    assert_eq!(kind_now(), Kind::BFloat16);
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let _inner = Autocast::new(Device::Cpu, Kind::Half).unwrap();
+        panic!("on purpose");
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(kind_now(), Kind::BFloat16);
+    drop(outer);
+    assert_eq!(kind_now(), Kind::Float);
+    let error = Autocast::new(Device::Cpu, Kind::Int).unwrap_err().to_string();
+    assert!(error.contains("autocast to Int: use BFloat16 or Half"), "{error}");
+}
+
+/// With libtorch's cache its gradients would be added in bfloat16, where 256 + 1 is 256.
+#[test]
+fn a_weight_that_is_used_twice_is_converted_twice() {
+    let weight = Tensor::ones([1, 1], FLOAT).set_requires_grad(true);
+    let sum = {
+        let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16).unwrap();
+        let (large, small) = (Tensor::full([1, 1], 256., FLOAT), Tensor::ones([1, 1], FLOAT));
+        large.matmul(&weight).to_kind(Kind::Float) + small.matmul(&weight)
+    };
+    sum.sum(Kind::Float).backward();
+    assert_eq!((weight.grad().kind(), f64::try_from(weight.grad()).unwrap()), (Kind::Float, 257.));
+}
+
+/// Trains an mlp, whose middle layer is used twice, of numbers that depend on `seed`.
+fn train_alone(seed: i64) -> Vec<f32> {
+    let vs = VarStore::new(Device::Cpu);
+    let layer = |name: &str, from, to| {
+        let linear = nn::linear(&vs.root() / name, from, to, nn::LinearConfig::default());
+        let numbers = Tensor::arange(from * to, FLOAT).view([to, from]);
+        tch::no_grad(|| linear.ws.shallow_clone().copy_(&((numbers * 0.37 + seed).sin() * 0.3)));
+        let _ = tch::no_grad(|| linear.bs.as_ref().unwrap().shallow_clone().zero_());
+        linear
+    };
+    let (first, middle, last) = (layer("a", 20, 64), layer("b", 64, 64), layer("c", 64, 1));
+    let inputs = (Tensor::arange(16 * 20, FLOAT).view([16, 20]) * 0.71 + seed).sin();
+    let targets = inputs.narrow(1, 0, 1);
+    for _ in 0..20 {
+        let loss = {
+            let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16).unwrap();
+            let hidden = middle.forward(&middle.forward(&first.forward(&inputs).relu()).relu());
+            last.forward(&hidden.relu()).mse_loss(&targets, Reduction::Mean)
+        };
+        loss.backward();
+        for mut parameter in vs.trainable_variables() {
+            let mut gradient = parameter.grad();
+            let _ = tch::no_grad(|| parameter.g_add_(&(&gradient * -0.1)));
+            let _ = gradient.zero_();
+        }
+    }
+    // Of the middle layer only: of the order of `trainable_variables` nothing is said.
+    Vec::try_from(middle.ws.detach().flatten(0, -1)).unwrap()
+}
+
+#[test]
+fn threads_in_autocast_at_once_compute_what_they_compute_alone() {
+    const THREADS: i64 = 4;
+    tch::set_num_threads(1);
+    let alone: Vec<Vec<f32>> = (0..THREADS).map(train_alone).collect();
+    assert!(alone.iter().flatten().all(|x| x.is_finite()) && alone[0] != alone[1]);
+    for _ in 0..5 {
+        let barrier = Barrier::new(THREADS as usize);
+        thread::scope(|scope| {
+            let started: Vec<_> = (0..THREADS)
+                .map(|seed| {
+                    let barrier = &barrier;
+                    scope.spawn(move || {
+                        barrier.wait();
+                        train_alone(seed)
+                    })
+                })
+                .collect();
+            for (thread, alone) in started.into_iter().zip(&alone) {
+                assert!(&thread.join().unwrap() == alone, "not a bit differs");
+            }
+        });
+    }
+}
+
+/// What the parameters are, bit for bit.
+fn parameters(vs: &VarStore) -> Vec<Vec<f32>> {
+    let flat = |tensor: &Tensor| Vec::try_from(tensor.detach().flatten(0, -1)).unwrap();
+    vs.trainable_variables().iter().map(flat).collect()
+}
+
+/// What an optimizer keeps, bit for bit.
+fn kept(optimizer: &dyn Optimizer) -> Vec<Vec<f32>> {
+    let state = optimizer.state().unwrap();
+    let tensors = state.iter().flat_map(|state| state.tensors.values());
+    tensors.map(|tensor| Vec::try_from(tensor.flatten(0, -1)).unwrap()).collect()
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step() {
+    // 1e5 is too large for the float16 that a gradient is sent in, and for nothing else.
+    let (inf, nan) = (f64::INFINITY, f64::NAN);
+    let cases = [(false, inf), (false, nan), (true, inf), (true, 1e5)];
+    for (compressed, spoiled) in cases {
+        for adamw in [false, true] {
+            let all = ranks(3, move |rank, group| {
+                let hidden = vec![8, 8];
+                let kind = ModelKind::Mlp;
+                let config = ModelConfig { kind, in_features: 20, out_features: 1, hidden };
+                let (vs, model) = config.build(Device::Cpu, 1)?;
+                let mb = 1e-9; // a bucket for each parameter
+                let options =
+                    DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb, ..DdpOptions::default() };
+                let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+                if compressed {
+                    let hook: Box<dyn CommHook> = Box::new(Compress::fp16());
+                    ddp.register_comm_hook(hook);
+                }
+                let buffers = ddp.flat_buffers();
+                let mut optimizer: Box<dyn Optimizer> = if adamw {
+                    Box::new(AdamW::new(buffers, AdamWOptions::default())?)
+                } else {
+                    let options =
+                        SgdOptions { momentum: 0.9, dampening: 0.5, ..SgdOptions::default() };
+                    Box::new(Sgd::new(buffers, options)?)
+                };
+                let options = GradScalerOptions { init_scale: 64., ..GradScalerOptions::default() };
+                let mut scaler = GradScaler::new(ddp.flat_buffers(), group, options)?;
+                let mut stepped = Vec::new();
+                for step in 0..6 {
+                    ddp.zero_grad()?;
+                    let inputs = Tensor::full([4, 20], 0.1 * f64::from(step + 1), FLOAT);
+                    let targets = Tensor::full([4, 1], rank.rank() as f64, FLOAT);
+                    let mut loss = ddp.forward(&inputs).mse_loss(&targets, Reduction::Mean);
+                    if [0, 3].contains(&step) && rank.rank() == 1 {
+                        loss = loss * spoiled;
+                    }
+                    let before = (parameters(&vs), kept(&*optimizer));
+                    ddp.backward(&scaler.scale(&loss)?)?;
+                    stepped.push(scaler.step(&mut *optimizer, 0.01)?);
+                    scaler.update()?;
+                    let changed = before != (parameters(&vs), kept(&*optimizer));
+                    assert_eq!(changed, stepped[stepped.len() - 1], "step {step}");
+                }
+                let scale = scaler.state().unwrap().scale;
+                Ok((stepped, scale, parameters(&vs), kept(&*optimizer)))
+            });
+            assert_eq!(all[0].0, [false, true, true, false, true, true], "{compressed} {spoiled}");
+            assert_eq!(all[0].1, 16.);
+            assert!(all[0].2.iter().flatten().all(|x| x.is_finite()));
+            assert!(all.iter().all(|one| one == &all[0]), "replicas are the same");
+        }
+    }
+}
+
+/// A scaler for a linear model, and what it steps.
+fn with_scaler(
+    options: GradScalerOptions,
+    f: impl Fn(&mut GradScaler, &mut Sgd, &VarStore) -> anyhow::Result<()> + Send + Sync + 'static,
+) {
+    ranks(1, move |rank, group| {
+        let kind = ModelKind::Linear;
+        let config = ModelConfig { kind, in_features: 2, out_features: 1, hidden: vec![] };
+        let (vs, model) = config.build(rank.device(), 0)?;
+        let ddp = DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
+        let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+        f(&mut GradScaler::new(ddp.flat_buffers(), group, options)?, &mut optimizer, &vs)
+    });
+}
+
+#[test]
+fn a_scale_that_nothing_helps_is_an_error() {
+    let options = GradScalerOptions { init_scale: 2f64.powi(-23), ..GradScalerOptions::default() };
+    with_scaler(options, |scaler, optimizer, vs| {
+        let _ = vs.trainable_variables()[0].grad().fill_(f64::NAN);
+        for smallest in [false, true] {
+            assert!(!scaler.step(optimizer, 0.1)?);
+            let result = scaler.update();
+            assert_eq!(matches!(result, Err(Error::LossScale { .. })), smallest, "{result:?}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_scaler_is_used_in_its_order() {
+    with_scaler(GradScalerOptions::default(), |scaler, optimizer, _| {
+        let message = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
+        assert!(message(scaler.update()).contains("update needs gradients that were unscaled"));
+        scaler.unscale_()?;
+        assert!(message(scaler.unscale_()).contains("unscale_ has been called since"));
+        scaler.step(optimizer, 0.1)?;
+        let again = scaler.step(optimizer, 0.1).map(drop);
+        assert!(message(again).contains("step has been called since"));
+        scaler.update()?;
+        scaler.unscale_()?;
+        scaler.update()?; // without a step, as in PyTorch
+        assert_eq!(scaler.state().unwrap().growth_tracker, 2);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_scaler_that_is_not_enabled_only_steps() {
+    let options = GradScalerOptions { enabled: false, ..GradScalerOptions::default() };
+    with_scaler(options, |scaler, optimizer, vs| {
+        let loss = Tensor::from(3f32);
+        assert_eq!(scaler.scale(&loss)?, loss);
+        let _ = vs.trainable_variables()[0].grad().fill_(f64::INFINITY);
+        for _ in 0..2 {
+            scaler.unscale_()?;
+            assert!(scaler.step(optimizer, 0.1)?);
+            scaler.update()?;
+        }
+        assert!(parameters(vs).iter().flatten().any(|x| x.is_infinite()));
+        assert_eq!(scaler.state(), None);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_scaler_s_state_is_pytorch_s_and_what_makes_no_sense_is_refused() {
+    let options = GradScalerOptions { growth_interval: 3, ..GradScalerOptions::default() };
+    with_scaler(options, |scaler, optimizer, _| {
+        scaler.step(optimizer, 0.1)?;
+        scaler.update()?;
+        let state = scaler.state().unwrap();
+        let expected = json!({
+            "scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3,
+            "_growth_tracker": 1
+        });
+        assert_eq!(serde_json::to_value(state)?, expected);
+        for (key, value, complaint) in [
+            ("scale", json!(0.0), "scale 0 is not from 2^-24"),
+            ("scale", json!(1e39), "is not from 2^-24 to what float32 holds"),
+            ("growth_factor", json!(1.0), "growth_factor 1 is not above 1"),
+            ("backoff_factor", json!(1.0), "backoff_factor 1 is not between 0 and 1"),
+            ("growth_interval", json!(0), "growth_interval is 0"),
+            (
+                "_growth_tracker",
+                json!(3),
+                "3 good steps are no fewer than its growth_interval of 3",
+            ),
+        ] {
+            let mut wrong = expected.clone();
+            wrong[key] = value;
+            let error = scaler.load_state(&serde_json::from_value(wrong)?).unwrap_err().to_string();
+            assert!(error.contains(complaint), "{key}: {error}");
+            assert_eq!(scaler.state(), Some(state));
+        }
+        let other = json!({
+            "scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2,
+            "_growth_tracker": 1
+        });
+        scaler.load_state(&serde_json::from_value(other)?)?;
+        scaler.step(optimizer, 0.1)?;
+        scaler.update()?;
+        assert_eq!(scaler.state().map(|now| (now.scale, now.growth_tracker)), Some((32., 0)));
+        Ok(())
+    });
+}
+
+#[test]
+fn float16_parameters_are_refused_by_name() {
+    ranks(1, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let half = Tensor::ones([2], (Kind::Half, Device::Cpu)).set_requires_grad(true);
+        let _ = vs.root().add("scale", half, true);
+        let ddp = DistributedDataParallel::new((), &vs, group.clone(), DdpOptions::default())?;
+        let options = GradScalerOptions::default();
+        let error = GradScaler::new(ddp.flat_buffers(), group, options).unwrap_err().to_string();
+        assert!(error.starts_with("parameter `scale` is float16"), "{error}");
+        Ok(())
+    });
+}
+
+/// The `end` event of a run, and what it said on stderr.
+fn end(args: &str) -> (Value, String) {
+    let args: Vec<&str> = args.split_whitespace().chain(["--log-format=json"]).collect();
+    let (code, stdout, stderr) = run(&args);
+    assert_eq!(code, Some(0), "{args:?}: {stderr}");
+    (serde_json::from_str(stdout.lines().last().unwrap()).unwrap(), stderr)
+}
+
+fn loss(args: &str) -> f64 {
+    end(args).0["loss"].as_f64().unwrap()
+}
+
+#[test]
+fn the_program_trains_in_mixed_precision_with_the_same_bits_in_each_run() {
+    let mlp = "--model=mlp --lr=0.1 --max-epochs=3 --num-samples=512 --nproc-per-node";
+    let cnn = "--config=configs/cnn.toml --lr=0.01 --nproc-per-node";
+    for (what, options) in [(mlp, ""), (cnn, ""), (mlp, "--accumulate=2 --max-grad-norm=0.1")] {
+        let float32 = loss(&format!("{what}=2 {options}"));
+        for amp in ["bf16", "fp16"] {
+            let run = || end(&format!("{what}=2 {options} --amp={amp}")).0;
+            let (first, again) = (run(), run());
+            assert_eq!(first["parameters_hash"], again["parameters_hash"], "{what} {amp}");
+            let found = first["loss"].as_f64().unwrap();
+            assert!(found != float32, "{what} {amp} computes something else");
+            assert!((found - float32).abs() < 1e-2 * float32, "{what} {amp}: {found} {float32}");
+        }
+    }
+}
+
+#[test]
+fn batch_norm_over_ranks_is_one_over_all_samples_in_mixed_precision_too() {
+    let cnn = "--model=cnn --in-features=64 --channels=8,16 --out-features=4 --num-samples=256 \
+               --loss=cross-entropy --lr=0.01";
+    for amp in ["bf16", "fp16"] {
+        let one = loss(&format!("{cnn} --amp={amp} --nproc-per-node=1 --batch-size=16"));
+        let sync = format!("{cnn} --amp={amp} --nproc-per-node=2 --batch-size=8 --sync-batch-norm");
+        let (sync, own) = (loss(&sync), loss(&sync.replace("--sync-batch-norm", "")));
+        println!("{amp}: one rank {one}, two {sync}, two with statistics of their own {own}");
+        // float16 skips a step on two ranks which it does not on one.
+        assert!((sync - one).abs() < 1e-3, "{amp}: {sync} {one}");
+        assert!((own - one).abs() > 2e-3, "{amp}: {own} {one}");
+    }
+}
+
+#[test]
+fn skipped_steps_are_counted_and_told() {
+    // The gradient of the output is twice the error times the scale: more than float16 holds at first.
+    let args = "--nproc-per-node=2 --batch-size=1 --num-samples=64 --max-epochs=2 --amp";
+    let (end, stderr) = end(&format!("{args}=fp16"));
+    let skipped = end["skipped_steps"].as_u64().unwrap();
+    let scale = end["scale"].as_f64().unwrap();
+    assert!(skipped > 0 && skipped < 10 && end["steps"] == 64, "{end}");
+    assert_eq!(scale, 65536. * 0.5f64.powi(skipped as i32));
+    let note = format!(
+        "ddp-mp: {skipped} of 64 steps skipped: scaled gradients were not finite; the loss scale is {scale} now"
+    );
+    assert!(stderr.contains(&note), "{stderr}");
+    let (end, stderr) = self::end(&format!("{args}=bf16"));
+    assert!(end.get("skipped_steps").is_none() && end.get("scale").is_none(), "{end}");
+    assert!(!stderr.contains("skipped"), "{stderr}");
+}
+
+#[test]
+fn a_run_whose_gradients_are_never_finite_fails_and_says_why() {
+    let (code, stdout, stderr) =
+        run(&["--nproc-per-node=2", "--model=mlp", "--amp=fp16", "--lr=1e9", "--max-epochs=2"]);
+    assert_eq!((code, &stdout[..]), (Some(1), "GPU_Count: 0\n"));
+    assert!(stderr.contains("the gradients are not finite with a loss scale of"), "{stderr}");
+    assert!(stderr.contains("use a smaller --lr, --max-grad-norm, or --amp bf16"), "{stderr}");
+}
