@@ -7,7 +7,7 @@ use std::thread;
 use ddp_mp::ddp::{CommHook, Compress};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{GradScaler, GradScalerOptions};
-use ddp_mp::torch::Autocast;
+use ddp_mp::torch::{Autocast, backward};
 use ddp_mp::{
     AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Error, Optimizer, Sgd, SgdOptions,
 };
@@ -58,7 +58,7 @@ fn a_weight_that_is_used_twice_is_converted_twice() {
         let (large, small) = (Tensor::full([1, 1], 256., FLOAT), Tensor::ones([1, 1], FLOAT));
         large.matmul(&weight).to_kind(Kind::Float) + small.matmul(&weight)
     };
-    sum.sum(Kind::Float).backward();
+    backward(&sum.sum(Kind::Float)).unwrap();
     assert_eq!((weight.grad().kind(), f64::try_from(weight.grad()).unwrap()), (Kind::Float, 257.));
 }
 
@@ -81,7 +81,7 @@ fn train_alone(seed: i64) -> Vec<f32> {
             let hidden = middle.forward(&middle.forward(&first.forward(&inputs).relu()).relu());
             last.forward(&hidden.relu()).mse_loss(&targets, Reduction::Mean)
         };
-        loss.backward();
+        backward(&loss).unwrap();
         for mut parameter in vs.trainable_variables() {
             let mut gradient = parameter.grad();
             let _ = tch::no_grad(|| parameter.g_add_(&(&gradient * -0.1)));
@@ -167,7 +167,7 @@ fn a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step() {
                     let targets = Tensor::full([4, 1], rank.rank() as f64, FLOAT);
                     let mut loss = ddp.forward(&inputs).mse_loss(&targets, Reduction::Mean);
                     if [0, 3].contains(&step) && rank.rank() == 1 {
-                        loss = loss * spoiled;
+                        loss *= spoiled;
                     }
                     let before = (parameters(&vs), kept(&*optimizer));
                     ddp.backward(&scaler.scale(&loss)?)?;
