@@ -82,8 +82,8 @@ mod sync;
 pub mod torch;
 pub mod trainer;
 
-pub use data::{Batch, DataLoader, Dataset, DistributedSampler, Targets};
-pub use ddp::{DdpOptions, DistributedDataParallel, parameters_hash};
+pub use data::{Batch, DataLoader, Dataset, DistributedSampler, ScatterLoader, Targets};
+pub use ddp::{DataParallel, DdpOptions, DistributedDataParallel, parameters_hash};
 pub use error::{Error, LateRank, Result};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
 pub use models::SyncBatchNorm;

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
 
-use crate::data::{Batch, DataLoader};
-use crate::ddp::DistributedDataParallel;
+use crate::data::{Batch, Loader};
+use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::observe::Epoch;
 use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
@@ -64,10 +64,10 @@ impl Amp {
     }
 
     /// The scaler for the gradients of `ddp`: enabled for float16 only, as bfloat16 has the range of float32.
-    pub(crate) fn grad_scaler<M>(self, ddp: &DistributedDataParallel<M>) -> Result<GradScaler> {
+    pub(crate) fn grad_scaler<M>(self, ddp: &Strategy<M>) -> Result<GradScaler> {
         let enabled = self == Amp::Fp16;
         let options = GradScalerOptions { enabled, ..GradScalerOptions::default() };
-        GradScaler::new(ddp.flat_buffers(), ddp.group().clone(), options)
+        GradScaler::new(ddp.flat_buffers().unwrap_or_default(), ddp.group().clone(), options)
     }
 }
 
@@ -89,15 +89,17 @@ pub struct Summary {
 /// Trains a model on one rank, in step with all others.
 #[derive(Debug)]
 pub struct Trainer<M> {
-    ddp: DistributedDataParallel<M>,
-    optimizer: Box<dyn Optimizer>,
+    /// `DistributedDataParallel`, unless the old way is to be seen.
+    ddp: Strategy<M>,
+    /// None on a rank that makes no step: all but rank 0, the old way.
+    optimizer: Option<Box<dyn Optimizer>>,
     schedule: Schedule,
     max_grad_norm: Option<f64>,
     accumulate: usize,
     amp: Amp,
     scaler: GradScaler,
     skipped_steps: u64,
-    loader: DataLoader,
+    loader: Loader,
     loss: Loss,
     loss_sum: LossSum,
     step: u64,
@@ -105,16 +107,18 @@ pub struct Trainer<M> {
 
 impl<M: ModuleT> Trainer<M> {
     /// A trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`.
+    /// `optimizer` is none where [`Strategy::flat_buffers`] gives it nothing to step.
     ///
     /// # Errors
     /// [`Error::Torch`] when the device has no room.
     pub fn new(
-        ddp: DistributedDataParallel<M>,
-        optimizer: Box<dyn Optimizer>,
+        ddp: impl Into<Strategy<M>>,
+        optimizer: Option<Box<dyn Optimizer>>,
         schedule: Schedule,
-        loader: DataLoader,
+        loader: impl Into<Loader>,
         loss: Loss,
     ) -> Result<Self> {
+        let (ddp, loader) = (ddp.into(), loader.into());
         let loss_sum = LossSum::new(ddp.group().device())?;
         let max_grad_norm = None;
         let accumulate = 1;
@@ -137,7 +141,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// Scales longer gradients down to this norm before each step; see
-    /// [`DistributedDataParallel::clip_grad_norm`].
+    /// [`DistributedDataParallel::clip_grad_norm`](crate::DistributedDataParallel::clip_grad_norm).
     #[must_use]
     pub fn max_grad_norm(self, max_grad_norm: Option<f64>) -> Self {
         Self { max_grad_norm, ..self }
@@ -165,7 +169,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// The model, as it is now.
-    pub fn ddp(&self) -> &DistributedDataParallel<M> {
+    pub fn ddp(&self) -> &Strategy<M> {
         &self.ddp
     }
 
@@ -203,13 +207,14 @@ impl<M: ModuleT> Trainer<M> {
     /// One pass over this rank's share of the data.
     fn run_epoch(&mut self, epoch: u64) -> Result<Epoch> {
         let began = Instant::now();
-        let (mut steps, mut samples) = (0, 0);
-        let mut batches = self.loader.epoch(epoch)?.peekable();
-        while batches.peek().is_some() {
+        let mut samples = 0;
+        let mut batches = self.loader.epoch(epoch)?;
+        let steps = self.loader.num_batches().div_ceil(self.accumulate) as u64;
+        for _ in 0..steps {
             self.ddp.group().enter_step(self.step)?;
             let of_step = batches.by_ref().take(self.accumulate).collect::<Result<Vec<_>>>()?;
             self.run_step(&of_step, epoch)?;
-            (self.step, steps) = (self.step + 1, steps + 1);
+            self.step += 1;
             samples += of_step.iter().map(Batch::len).sum::<usize>();
         }
         let group = self.ddp.group();
@@ -229,19 +234,19 @@ impl<M: ModuleT> Trainer<M> {
 
     /// One step: forward, backward, average the gradients over the ranks, step the parameters.
     fn run_step(&mut self, batches: &[Batch], epoch: u64) -> Result<()> {
-        self.ddp.zero_grad()?;
+        self.ddp.begin_step()?;
         for (number, batch) in batches.iter().enumerate() {
             // Only the last batch's backward averages, what all have added up.
             let is_last = number + 1 == batches.len();
             let _no_sync = (!is_last).then(|| self.ddp.no_sync());
             self.run_batch(batch, batches.len())?;
         }
+        let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         self.scaler.unscale_()?;
         if let Some(max_norm) = self.max_grad_norm {
             let _ = self.ddp.clip_grad_norm(max_norm)?;
         }
-        let lr = self.schedule.lr(epoch, self.step);
-        let stepped = self.scaler.step(&mut *self.optimizer, lr)?;
+        let stepped = self.scaler.step(&mut **optimizer, self.schedule.lr(epoch, self.step))?;
         self.skipped_steps += u64::from(!stepped);
         self.scaler.update()
     }
@@ -278,22 +283,24 @@ impl<M: ModuleT> Trainer<M> {
             let no_sync = self.ddp.no_sync();
             self.ddp.backward(&self.scaler.scale(&loss)?)?;
             drop(no_sync);
-            for mut buffer in self.ddp.flat_buffers() {
-                let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
+            if let Some(optimizer) = &mut self.optimizer {
+                for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
+                    let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
+                }
+                self.scaler.unscale_()?;
+                if let Some(max_norm) = self.max_grad_norm {
+                    let _ = self.ddp.clip_grad_norm(max_norm)?;
+                }
+                // With gradients of zero and a learning rate of zero; what an optimizer remembers of it is
+                // forgotten again.
+                let state = optimizer.state()?;
+                self.scaler.step(&mut **optimizer, 0.0)?;
+                optimizer.load_state(&state)?;
             }
-            self.scaler.unscale_()?;
-            if let Some(max_norm) = self.max_grad_norm {
-                let _ = self.ddp.clip_grad_norm(max_norm)?;
-            }
-            // With gradients of zero and a learning rate of zero; what an optimizer remembers of it is
-            // forgotten again.
-            let state = self.optimizer.state()?;
-            self.scaler.step(&mut *self.optimizer, 0.0)?;
-            self.optimizer.load_state(&state)?;
             if let Some(state) = self.scaler.state() {
                 self.scaler.load_state(&state)?; // as it was, and ready for the next step
             }
-            self.ddp.zero_grad()?;
+            self.ddp.begin_step()?;
             self.loss_sum.add(&loss, batch.len())?;
             self.loss_sum.count(batch.len())?;
         }

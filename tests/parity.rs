@@ -94,8 +94,13 @@ fn training_ends_where_pytorch_ends() {
             let sampler =
                 DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?.seed(seed);
             let loader = DataLoader::new(&dataset, sampler, batch, rank.device())?;
-            let mut trainer =
-                Trainer::new(ddp, Box::new(optimizer), Schedule::constant(lr), loader, Loss::Mse)?;
+            let mut trainer = Trainer::new(
+                ddp,
+                Some(Box::new(optimizer)),
+                Schedule::constant(lr),
+                loader,
+                Loss::Mse,
+            )?;
             let summary = trainer.train(epochs, |_| Ok(()))?;
             Ok((before, summary, values()?))
         });

@@ -122,6 +122,10 @@ pub(crate) struct TrainFlags {
     /// What carries the tensors: auto (nccl on GPUs, else threaded) [default: auto]
     #[arg(long, value_name = "NAME", value_parser = ["auto", "nccl", "threaded"], help_heading = "Run")]
     backend: Option<String>,
+    /// How one model is trained on all ranks: ddp (all average their gradients), or the old way, to compare:
+    /// dp (DataParallel: rank 0 gathers them, steps, and sends out the parameters) [default: ddp]
+    #[arg(long, value_name = "NAME", value_parser = ["ddp", "dp"], help_heading = "Engine")]
+    strategy: Option<String>,
     /// Of how many batches the gradients are added up before a step [default: 1]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Engine")]
     accumulate: Option<u64>,

@@ -7,13 +7,13 @@ use anyhow::Context;
 use tch::Device;
 
 use super::plan;
-use crate::config::Config;
-use crate::data::{DataLoader, Dataset, DistributedSampler, Targets};
-use crate::ddp::DistributedDataParallel;
+use crate::config::{Config, StrategyKind};
+use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader, Targets};
+use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::Result;
 use crate::launch::{Placement, Rank, Spawn, SpawnError};
 use crate::models::Model;
-use crate::observe::{End, Event, Failure, Printer, Start};
+use crate::observe::{End, Event, Failure, LogFormat, Printer, Start};
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, Traffic};
 use crate::torch::cuda::Cuda;
@@ -78,11 +78,12 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     })?;
 
     group.barrier()?;
-    if rank.rank() == 0 {
+    let Traffic { sent, received } = group.traffic();
+    if let Some(traffic) = group.gather_object(&(sent, received), 0)? {
         let seconds = summary.elapsed.as_secs_f64();
         let scaler = trainer.scaler().state();
         let statistics = trainer.ddp().statistics();
-        let Traffic { sent, received } = group.traffic();
+        let (bytes_sent_by_rank, bytes_received_by_rank) = traffic.into_iter().unzip();
         let end = End {
             seconds,
             steps: summary.steps,
@@ -93,12 +94,18 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             backward_us: statistics.backward_us,
             communication_us: statistics.communication_us,
             overlapped: statistics.overlapped,
-            bytes_sent: sent,
-            bytes_received: received,
+            bytes_sent_by_rank,
+            bytes_received_by_rank,
             skipped_steps: scaler.map(|_| summary.skipped_steps),
             scale: scaler.map(|scaler| scaler.scale),
             first_loss: summary.first_loss,
         };
+        if config.strategy == StrategyKind::Dp
+            && job.printer.format() == LogFormat::Text
+            && let Some(lesson) = through_rank_0(&end)
+        {
+            job.printer.note(&lesson);
+        }
         job.printer.event(&Event::End(end)).context("writing to stdout")?;
     }
     Ok(())
@@ -106,10 +113,11 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
 
 /// What one rank trains with.
 pub(super) struct Training {
-    pub ddp: DistributedDataParallel<Model>,
-    pub optimizer: Box<dyn Optimizer>,
+    pub ddp: Strategy<Model>,
+    /// None on a rank that makes no step.
+    pub optimizer: Option<Box<dyn Optimizer>>,
     pub schedule: Schedule,
-    pub loader: DataLoader,
+    pub loader: Loader,
 }
 
 impl Training {
@@ -120,22 +128,35 @@ impl Training {
         config: &Config,
         dataset: &Dataset,
     ) -> anyhow::Result<Self> {
-        let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?
-            .shuffle(!config.no_shuffle)
-            .seed(config.seed)
-            .drop_last(config.drop_last)?;
-        let loader = DataLoader::new(dataset, sampler, config.batch_size, rank.device())?;
-
+        let loader = |of_rank| -> Result<DataLoader> {
+            let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), of_rank)?
+                .shuffle(!config.no_shuffle)
+                .seed(config.seed)
+                .drop_last(config.drop_last)?;
+            DataLoader::new(dataset, sampler, config.batch_size, rank.device())
+        };
         let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
         if config.sync_batch_norm {
             model = model.convert_sync_batchnorm(group);
         }
-        let options = config.ddp_options();
-        let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
-        if let Some(hook) = config.comm_hook() {
-            ddp.register_comm_hook(hook);
-        }
-        let optimizer = config.optimizer_config().build(ddp.flat_buffers())?;
+        let (ddp, loader): (Strategy<Model>, Loader) = match config.strategy {
+            StrategyKind::Ddp => {
+                let options = config.ddp_options();
+                let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+                if let Some(hook) = config.comm_hook() {
+                    ddp.register_comm_hook(hook);
+                }
+                (ddp.into(), loader(rank.rank())?.into())
+            }
+            StrategyKind::Dp => {
+                let dp = DataParallel::new(model, &vs, group.clone())?;
+                let of_ranks = if rank.rank() == 0 { 0..rank.world_size() } else { 0..0 };
+                let loaders = of_ranks.map(loader).collect::<Result<_>>()?;
+                (dp.into(), ScatterLoader::new(loaders, group.clone())?.into())
+            }
+        };
+        let build = |buffers| config.optimizer_config().build(buffers);
+        let optimizer = ddp.flat_buffers().map(build).transpose()?;
         let schedule = config.schedule_for(rank.world_size());
         Ok(Self { ddp, optimizer, schedule, loader })
     }
@@ -155,6 +176,21 @@ pub(super) fn data_for(config: &Config) -> Result<Dataset> {
 /// The data must not be the numbers that the model starts from, so it has a seed of its own.
 fn data_seed(seed: u64) -> u64 {
     seed.wrapping_add(1)
+}
+
+/// What `--strategy dp` is there to show, if there are other ranks.
+fn through_rank_0(end: &End) -> Option<String> {
+    let kb = |bytes: u64| bytes as f64 / 1e3;
+    let [sent, others_sent @ ..] = &end.bytes_sent_by_rank[..] else { return None };
+    let [received, others_received @ ..] = &end.bytes_received_by_rank[..] else { return None };
+    let most = |others: &[u64]| others.iter().max().copied().map(kb);
+    Some(format!(
+        "everything goes through rank 0: it sent {:.1} kB and received {:.1}, another rank {:.1} and {:.1}",
+        kb(*sent),
+        kb(*received),
+        most(others_sent)?,
+        most(others_received)?
+    ))
 }
 
 fn start(job: &Job, parameters: usize) -> Start {

@@ -2,8 +2,18 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Config;
+use super::{Config, Invalid};
 use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
+
+/// How one model is trained on all ranks: `--strategy`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StrategyKind {
+    /// `DistributedDataParallel`.
+    Ddp,
+    /// `DataParallel`, the old way.
+    Dp,
+}
 
 /// How buckets of gradients are averaged: `--comm-hook`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +41,28 @@ impl Config {
             broadcast_buffers: !self.no_broadcast_buffers,
             overlap: self.no_overlap.then_some(false),
             ..default
+        }
+    }
+
+    /// Refuses options that `DataParallel` does not have; left alone they would change results, or nothing.
+    pub(super) fn validate_strategy(&self) -> Result<(), Invalid> {
+        let default = Config::default();
+        let of_ddp = [
+            ("bucket_cap_mb", self.bucket_cap_mb != default.bucket_cap_mb),
+            ("no_overlap", self.no_overlap),
+            ("comm_hook", self.comm_hook != CommHookKind::None),
+            ("find_unused_parameters", self.find_unused_parameters),
+            ("static_graph", self.static_graph),
+            ("no_broadcast_buffers", self.no_broadcast_buffers),
+            ("sync_batch_norm", self.sync_batch_norm),
+            // Rank 0 alone would see what overflows.
+            ("amp fp16", self.amp == Amp::Fp16),
+        ];
+        match of_ddp.into_iter().find(|(_, is_set)| *is_set) {
+            Some((key, _)) if self.strategy == StrategyKind::Dp => {
+                Err(Invalid { key, problem: "needs --strategy ddp".into() })
+            }
+            _ => Ok(()),
         }
     }
 

@@ -20,7 +20,7 @@ use crate::observe::LogFormat;
 use crate::optim::Unit;
 use crate::trainer::{Amp, Loss};
 
-pub use engine::CommHookKind;
+pub use engine::{CommHookKind, StrategyKind};
 pub use optimization::{OptimizerKind, ScheduleKind};
 use validation::Invalid;
 pub use validation::parse_timeout;
@@ -117,6 +117,8 @@ pub struct Config {
     pub nproc_per_node: Nproc,
     /// What carries the tensors.
     pub backend: BackendChoice,
+    /// How one model is trained on all ranks.
+    pub strategy: StrategyKind,
     /// When a bucket of gradients is full, in MiB.
     #[serde(alias = "bucket-cap-mb")]
     pub bucket_cap_mb: f64,
@@ -194,6 +196,7 @@ impl Default for Config {
             seed: 0,
             nproc_per_node: Nproc::Auto,
             backend: BackendChoice::Auto,
+            strategy: StrategyKind::Ddp,
             bucket_cap_mb: 25.0,
             accumulate: 1,
             no_overlap: false,
@@ -241,6 +244,7 @@ impl Config {
             |Invalid { key, problem }| Error::Input(format!("{}: {problem}", origin.name(key)));
         config.validate().map_err(named)?;
         config.validate_optimization().map_err(named)?;
+        config.validate_strategy().map_err(named)?;
         let defaults = Table::try_from(Config::default()).unwrap_or_default();
         let set = |key: &str| origin.flags.get(key).is_some_and(|it| defaults.get(key) != Some(it));
         config.check_idle_flags(set).map_err(named)?;

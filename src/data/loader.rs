@@ -12,7 +12,7 @@ pub struct Batch {
     pub inputs: Tensor,
     /// Their targets.
     pub targets: Tensor,
-    len: i64,
+    pub(super) len: i64,
 }
 
 impl Batch {
@@ -33,9 +33,9 @@ impl Batch {
 /// by itself. The last batch may be smaller.
 #[derive(Debug)]
 pub struct DataLoader {
-    inputs: Tensor,
-    targets: Tensor,
-    sampler: DistributedSampler,
+    pub(super) inputs: Tensor,
+    pub(super) targets: Tensor,
+    pub(super) sampler: DistributedSampler,
     batch_size: i64,
 }
 

@@ -3,7 +3,9 @@
 mod dataset;
 mod loader;
 mod sampler;
+mod scatter;
 
 pub use dataset::{Dataset, Targets};
 pub use loader::{Batch, DataLoader};
 pub use sampler::DistributedSampler;
+pub use scatter::{Loader, ScatterLoader};

@@ -54,7 +54,7 @@ impl Member {
         if self.grad.data_ptr().cast_const() != self.grad_data {
             return Err(Error::Input(format!(
                 "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; somebody \
-                 has put it elsewhere: zero gradients with DistributedDataParallel::zero_grad, not with \
+                 has put it elsewhere: zero gradients with the zero_grad of what wraps the model, not with \
                  an optimizer's",
                 self.name
             )));
@@ -89,6 +89,20 @@ impl Layout {
         let mut layout = Self { flats: Vec::new(), buckets: Vec::new(), members };
         layout.fill_buckets(&layout.default_order(), options)?;
         Ok(layout)
+    }
+
+    /// Takes all gradients away: the first that backward computes is copied to its place, which is less work
+    /// than to fill that with zeros and add.
+    pub(super) fn zero_grad(&self) -> Result<()> {
+        self.flats.iter().for_each(|flat| flat.places.set_have_gradients(false));
+        let none = Tensor::new();
+        self.members.iter().try_for_each(|member| set_grad(&member.parameter, &none))
+    }
+
+    /// Has all gradients at their places when backward is through: zeros where there are none.
+    pub(super) fn settle(&self) -> Result<()> {
+        self.flats.iter().for_each(|flat| flat.places.set_have_gradients(true));
+        self.members.iter().try_for_each(Member::settle)
     }
 
     /// Last parameter first: backward computes the gradients roughly in that order.

@@ -3,11 +3,13 @@
 mod bucket;
 mod comm_hooks;
 mod communication;
+mod data_parallel;
 mod join;
 mod layout;
 mod parameters;
 mod power_sgd;
 mod reducer;
+mod strategy;
 
 use std::cell::Cell;
 use std::fmt;
@@ -21,12 +23,14 @@ use crate::error::{Error, Result};
 use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
 use parameters::{NamedTensor, named_tensors};
-use reducer::Reducer;
+use reducer::{Reducer, Times};
 
 pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
+pub use data_parallel::DataParallel;
 pub use join::JoinOptions;
 pub use parameters::parameters_hash;
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
+pub use strategy::Strategy;
 
 /// How a model is kept the same on all ranks, with PyTorch's names and defaults.
 ///
@@ -85,11 +89,35 @@ pub struct DdpStatistics {
     pub overlapped: f64,
 }
 
+impl DdpStatistics {
+    fn new(times: Times, bucket_bytes: Vec<usize>) -> Self {
+        let mean = |time: Duration| time.as_secs_f64() / f64::from(times.count.max(1));
+        let communication = mean(times.communication);
+        Self {
+            bucket_bytes,
+            backward_us: mean(times.total) * 1e6,
+            communication_us: communication * 1e6,
+            overlapped: if communication == 0.0 {
+                0.0
+            } else {
+                mean(times.overlapped) / communication
+            },
+        }
+    }
+}
+
 /// Gradients stay on their rank while this lives. From [`DistributedDataParallel::no_sync`].
 #[derive(Debug)]
 #[must_use = "gradients are averaged again when it is dropped"]
 pub struct NoSync {
     depth: Rc<Cell<u32>>,
+}
+
+impl NoSync {
+    fn new(depth: &Rc<Cell<u32>>) -> Self {
+        depth.set(depth.get() + 1);
+        Self { depth: depth.clone() }
+    }
 }
 
 impl Drop for NoSync {
@@ -176,8 +204,7 @@ impl<M> DistributedDataParallel<M> {
     /// averages nothing: for steps that are made of several batches. The last batch's backward must come
     /// after, and averages them all. Follows `no_sync`.
     pub fn no_sync(&self) -> NoSync {
-        self.no_sync.set(self.no_sync.get() + 1);
-        NoSync { depth: self.no_sync.clone() }
+        NoSync::new(&self.no_sync)
     }
 
     /// How long this rank has reduced gradients, or waited for others to, since the beginning.
@@ -187,19 +214,7 @@ impl<M> DistributedDataParallel<M> {
 
     /// What every [`backward`](Self::backward) that averaged came to so far, on average.
     pub fn statistics(&self) -> DdpStatistics {
-        let times = self.reducer.times();
-        let mean = |time: Duration| time.as_secs_f64() / f64::from(times.count.max(1));
-        let communication = mean(times.communication);
-        DdpStatistics {
-            bucket_bytes: self.reducer.bucket_bytes(),
-            backward_us: mean(times.total) * 1e6,
-            communication_us: communication * 1e6,
-            overlapped: if communication == 0.0 {
-                0.0
-            } else {
-                mean(times.overlapped) / communication
-            },
-        }
+        DdpStatistics::new(self.reducer.times(), self.reducer.bucket_bytes())
     }
 
     /// The wrapped model.

@@ -128,17 +128,10 @@ impl Reducer {
         self.state.borrow_mut().layout.flats.iter_mut().try_for_each(f)
     }
 
-    /// Takes all gradients away: the first that backward computes is copied to its place, which is less work than
-    /// to fill that with zeros and add.
     pub(super) fn zero_grad(&self) -> Result<()> {
-        let Layout { flats, members, .. } = &mut self.state.borrow_mut().layout;
-        flats.iter().for_each(|flat| flat.places.set_have_gradients(false));
-        let none = Tensor::new();
-        for member in members {
-            member.used = false;
-            set_grad(&member.parameter, &none)?;
-        }
-        Ok(())
+        let layout = &mut self.state.borrow_mut().layout;
+        layout.members.iter_mut().for_each(|member| member.used = false);
+        layout.zero_grad()
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
@@ -185,7 +178,7 @@ impl Reducer {
             return Err(error);
         }
         backward?;
-        state.settle()?;
+        state.layout.settle()?;
         if sync {
             let so_far = state.times.communication;
             state.times.overlapped += so_far - before;
@@ -307,13 +300,6 @@ impl State {
             self.times.communication += began.elapsed();
         }
         Ok(())
-    }
-
-    /// Backward is through: all gradients are at their places, zeros where there are none.
-    fn settle(&mut self) -> Result<()> {
-        let Layout { flats, members, .. } = &self.layout;
-        flats.iter().for_each(|flat| flat.places.set_have_gradients(true));
-        members.iter().try_for_each(Member::settle)
     }
 
     /// Everything that has not been reduced is.

@@ -78,10 +78,10 @@ pub struct End {
     pub communication_us: f64,
     /// How much of that had passed when autograd was through, from 0 to 1.
     pub overlapped: f64,
-    /// How many bytes rank 0 has sent in the whole run.
-    pub bytes_sent: u64,
-    /// How many it has received.
-    pub bytes_received: u64,
+    /// How many bytes each rank has sent in the whole run, rank 0 first.
+    pub bytes_sent_by_rank: Vec<u64>,
+    /// How many each has received.
+    pub bytes_received_by_rank: Vec<u64>,
     /// With a gradient scaler: how many steps it skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::super::plan;
 use super::super::train::{Training, data_for};
 use crate::config::Config;
-use crate::data::Dataset;
+use crate::data::{Dataset, Loader};
 use crate::launch::{Backend, Rank, Spawn};
 use crate::observe::{LogFormat, Printer};
 use crate::torch::cuda::Cuda;
@@ -22,7 +22,8 @@ struct StepTimes {
     us_per_step: f64,
     us_min: f64,
     us_max: f64,
-    /// Zeroing the gradients, the model and the loss.
+    /// Zeroing the gradients, the model and the loss; with `--strategy dp` also getting the batch and the
+    /// parameters from rank 0.
     forward_us: f64,
     /// Autograd alone.
     backward_us: f64,
@@ -70,11 +71,14 @@ fn step_on(
     let mut times: Vec<[Duration; 5]> = Vec::with_capacity(steps);
     let mut epoch = 0;
     while times.len() < WARM_UP + steps {
-        for batch in loader.epoch(epoch)?.take(WARM_UP + steps - times.len()) {
-            let batch = batch?;
+        let mut batches = loader.epoch(epoch)?.take(WARM_UP + steps - times.len());
+        loop {
+            let asked = Instant::now();
+            let Some(batch) = batches.next().transpose()? else { break };
             group.enter_step(times.len() as u64)?;
-            let began = Instant::now();
-            ddp.zero_grad()?;
+            // A batch from rank 0 is part of the step; one's own is two views of what is there.
+            let began = if let Loader::Scattered(_) = loader { asked } else { Instant::now() };
+            ddp.begin_step()?;
             let loss = {
                 let _autocast = config.amp.autocast(rank.device())?;
                 config.loss.of(&ddp.forward(&batch.inputs), &batch.targets)?
@@ -86,12 +90,14 @@ fn step_on(
             group.synchronize()?;
             let backward = began.elapsed() - forward;
             let communication = ddp.communication_time() - before;
-            scaler.unscale_()?;
-            if let Some(max_norm) = config.max_grad_norm {
-                let _ = ddp.clip_grad_norm(max_norm)?;
+            if let Some(optimizer) = &mut optimizer {
+                scaler.unscale_()?;
+                if let Some(max_norm) = config.max_grad_norm {
+                    let _ = ddp.clip_grad_norm(max_norm)?;
+                }
+                scaler.step(&mut **optimizer, schedule.lr(epoch, times.len() as u64))?;
+                scaler.update()?;
             }
-            scaler.step(&mut *optimizer, schedule.lr(epoch, times.len() as u64))?;
-            scaler.update()?;
             group.synchronize()?;
             let total = began.elapsed();
             let autograd = backward.saturating_sub(communication);

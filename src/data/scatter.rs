@@ -1,0 +1,180 @@
+//! Batches that rank 0 loads for all ranks: what `DataParallel` trains on.
+
+use std::rc::Rc;
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::{Batch, DataLoader};
+use crate::error::{Error, Result};
+use crate::process_group::{ProcessGroup, kind_name, kind_named};
+
+/// Scatters each rank's batches from rank 0, which alone has the data.
+///
+/// The batches are those that each rank would load for itself, in the same order, so that training on them
+/// can be compared.
+#[derive(Debug)]
+pub struct ScatterLoader {
+    group: Rc<ProcessGroup>,
+    /// On rank 0 a loader for each rank, elsewhere none.
+    loaders: Vec<DataLoader>,
+    share: Share,
+}
+
+/// What a rank must know of its batches to receive them. Rank 0 tells it once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Share {
+    num_batches: usize,
+    num_samples: usize,
+    batch_size: usize,
+    inputs: Sample,
+    targets: Sample,
+}
+
+/// The shape of one sample, and the name of its kind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Sample {
+    shape: Vec<i64>,
+    kind: String,
+}
+
+impl ScatterLoader {
+    /// Scatters the batches of `loaders` over the ranks of `group`. Rank 0 passes a loader for each rank, the
+    /// others none. A collective.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with another number of loaders, or where their batches differ in more than the
+    /// samples; those of [`ProcessGroup::broadcast_object_list`].
+    pub fn new(loaders: Vec<DataLoader>, group: Rc<ProcessGroup>) -> Result<Self> {
+        let expected = if group.rank() == 0 { group.world_size() } else { 0 };
+        if loaders.len() != expected {
+            return Err(Error::Input(format!(
+                "rank 0 scatters the batches of all {} ranks: it needs a loader for each, and the others \
+                 need none; rank {} has {}",
+                group.world_size(),
+                group.rank(),
+                loaders.len()
+            )));
+        }
+        let mut shares: Vec<Share> = loaders.iter().map(Share::of).collect();
+        shares.dedup();
+        if shares.len() > 1 {
+            return Err(Error::Input(
+                "the ranks' loaders differ: all need the same number of batches, of the same size and kind"
+                    .into(),
+            ));
+        }
+        group.broadcast_object_list(&mut shares, 0)?;
+        let share =
+            shares.pop().ok_or_else(|| Error::Input("there is nothing to scatter".into()))?;
+        Ok(Self { group, loaders, share })
+    }
+
+    /// How many samples a batch has, but for the last of an epoch.
+    pub fn batch_size(&self) -> usize {
+        self.share.batch_size
+    }
+
+    /// How many batches an epoch has, the same on every rank.
+    pub fn num_batches(&self) -> usize {
+        self.share.num_batches
+    }
+
+    /// This rank's batches of `epoch`. Each comes with two collectives, so all ranks must go on to the next
+    /// together.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when rank 0's device has no room for the samples of all ranks; the batches' errors
+    /// are those of [`ProcessGroup::scatter`].
+    pub fn epoch(&self, epoch: u64) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
+        let epochs = self.loaders.iter().map(|loader| loader.epoch(epoch));
+        let mut epochs = epochs.collect::<Result<Vec<_>>>()?;
+        let (group, share) = (self.group.clone(), self.share.clone());
+        Ok((0..share.num_batches).map(move |number| {
+            let batches = epochs.iter_mut().filter_map(Iterator::next);
+            let batches = batches.map(|batch| batch.map(|batch| (batch.inputs, batch.targets)));
+            let (inputs, targets): (Vec<_>, Vec<_>) = batches.collect::<Result<_>>()?;
+            let len = share.batch_size.min(share.num_samples - number * share.batch_size) as i64;
+            let inputs = share.inputs.scatter(len, &inputs, &group)?;
+            let targets = share.targets.scatter(len, &targets, &group)?;
+            Ok(Batch { inputs, targets, len })
+        }))
+    }
+}
+
+impl Share {
+    fn of(loader: &DataLoader) -> Self {
+        Self {
+            num_batches: loader.num_batches(),
+            num_samples: loader.sampler.num_samples(),
+            batch_size: loader.batch_size(),
+            inputs: Sample::of(&loader.inputs),
+            targets: Sample::of(&loader.targets),
+        }
+    }
+}
+
+impl Sample {
+    fn of(samples: &Tensor) -> Self {
+        Self { shape: samples.size()[1..].into(), kind: kind_name(samples.kind()).into() }
+    }
+
+    /// This rank's `len` samples; rank 0 passes those of all ranks.
+    fn scatter(&self, len: i64, all: &[Tensor], group: &ProcessGroup) -> Result<Tensor> {
+        let shape = [&[len], &self.shape[..]].concat();
+        let mut mine = Tensor::f_empty(shape, (kind_named(&self.kind)?, group.device()))
+            .map_err(Error::torch("making room for a batch"))?;
+        group.scatter(&mut mine, (group.rank() == 0).then_some(all), 0)?;
+        Ok(mine)
+    }
+}
+
+/// Where a rank's batches come from.
+#[derive(Debug)]
+pub enum Loader {
+    /// It loads its own.
+    Own(DataLoader),
+    /// Rank 0 loads for all.
+    Scattered(ScatterLoader),
+}
+
+impl From<DataLoader> for Loader {
+    fn from(loader: DataLoader) -> Self {
+        Loader::Own(loader)
+    }
+}
+
+impl From<ScatterLoader> for Loader {
+    fn from(loader: ScatterLoader) -> Self {
+        Loader::Scattered(loader)
+    }
+}
+
+impl Loader {
+    /// How many samples a batch has, but for the last of an epoch.
+    pub fn batch_size(&self) -> usize {
+        match self {
+            Loader::Own(loader) => loader.batch_size(),
+            Loader::Scattered(loader) => loader.batch_size(),
+        }
+    }
+
+    /// How many batches an epoch has, the same on every rank.
+    pub fn num_batches(&self) -> usize {
+        match self {
+            Loader::Own(loader) => loader.num_batches(),
+            Loader::Scattered(loader) => loader.num_batches(),
+        }
+    }
+
+    /// This rank's batches of `epoch`.
+    ///
+    /// # Errors
+    /// Those of [`DataLoader::epoch`] and [`ScatterLoader::epoch`].
+    pub fn epoch(&self, epoch: u64) -> Result<Box<dyn Iterator<Item = Result<Batch>>>> {
+        Ok(match self {
+            Loader::Own(loader) => Box::new(loader.epoch(epoch)?),
+            Loader::Scattered(loader) => Box::new(loader.epoch(epoch)?),
+        })
+    }
+}
