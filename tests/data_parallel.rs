@@ -269,6 +269,9 @@ fn options_of_the_engine_are_refused() {
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{flag}");
         assert_eq!(stderr, format!("ddp-mp: --{name}: needs --strategy ddp\n"));
     }
+    let (code, _, stderr) = run(&["--strategy=dp", "--amp=fp16"]);
+    assert_eq!(code, Some(2));
+    assert!(stderr.starts_with("ddp-mp: --amp: fp16 needs --strategy ddp"), "{stderr}");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.toml");
     fs::write(&file, "strategy = \"dp\"\ncomm_hook = \"bf16\"\n").unwrap();

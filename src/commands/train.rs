@@ -180,16 +180,15 @@ fn data_seed(seed: u64) -> u64 {
 
 /// What `--strategy dp` is there to show, if there are other ranks.
 fn through_rank_0(end: &End) -> Option<String> {
-    let kb = |bytes: u64| bytes as f64 / 1e3;
     let [sent, others_sent @ ..] = &end.bytes_sent_by_rank[..] else { return None };
     let [received, others_received @ ..] = &end.bytes_received_by_rank[..] else { return None };
-    let most = |others: &[u64]| others.iter().max().copied().map(kb);
+    let kb = |bytes: &u64| (bytes + 500) / 1000;
     Some(format!(
-        "everything goes through rank 0: it sent {:.1} kB and received {:.1}, another rank {:.1} and {:.1}",
-        kb(*sent),
-        kb(*received),
-        most(others_sent)?,
-        most(others_received)?
+        "all went through rank 0, which sent {} kB and received {} kB; any other rank {} and {}",
+        kb(sent),
+        kb(received),
+        others_sent.iter().max().map(kb)?,
+        others_received.iter().max().map(kb)?
     ))
 }
 

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Config, Invalid};
 use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
+use crate::trainer::Amp;
 
 /// How one model is trained on all ranks: `--strategy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,9 +56,11 @@ impl Config {
             ("static_graph", self.static_graph),
             ("no_broadcast_buffers", self.no_broadcast_buffers),
             ("sync_batch_norm", self.sync_batch_norm),
-            // Rank 0 alone would see what overflows.
-            ("amp fp16", self.amp == Amp::Fp16),
         ];
+        if self.strategy == StrategyKind::Dp && self.amp == Amp::Fp16 {
+            let problem = "fp16 needs --strategy ddp: rank 0 alone would know which steps to skip";
+            return Err(Invalid { key: "amp", problem: problem.into() });
+        }
         match of_ddp.into_iter().find(|(_, is_set)| *is_set) {
             Some((key, _)) if self.strategy == StrategyKind::Dp => {
                 Err(Invalid { key, problem: "needs --strategy ddp".into() })

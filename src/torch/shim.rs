@@ -309,10 +309,7 @@ pub(super) unsafe fn generator_bernoulli(
 
 /// # Safety
 /// `generator` comes from [`generator_new`] and has not been freed.
-pub(super) unsafe fn generator_normal(
-    generator: *mut RawGenerator,
-    tensor: &Tensor,
-) -> Result<()> {
+pub(super) unsafe fn generator_normal(generator: *mut RawGenerator, tensor: &Tensor) -> Result<()> {
     // SAFETY: as the caller promises; the tensor is live.
     check("normal_", unsafe { ddp_generator_normal(generator, raw(tensor)) })
 }
