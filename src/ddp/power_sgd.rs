@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use tch::{Kind, Tensor};
+use rand_mt::Mt;
+use tch::{Device, Kind, Tensor};
 
 use super::comm_hooks::{CommHook, GradBucket};
 use super::reducer::average;
@@ -12,11 +13,13 @@ use crate::torch::fork_rng;
 
 /// Sends gradients as products of two thin matrices. Follows `powerSGD_hook`: matrices that would shrink by
 /// `min_compression_rate` are approximated by one power iteration, what is lost is added to the next step's
-/// gradient, everything else is averaged as it is.
+/// gradient, everything else is averaged as it is. It begins with the numbers that PyTorch draws.
 #[derive(Debug)]
 pub struct PowerSgd {
     options: PowerSgdOptions,
     iteration: u64,
+    /// What seeds are drawn from, in step on all ranks.
+    seeds: Mt,
     state: BTreeMap<usize, BucketState>,
 }
 
@@ -33,7 +36,7 @@ pub struct PowerSgdOptions {
     pub use_error_feedback: bool,
     /// Whether an iteration starts from the last one's factor.
     pub warm_start: bool,
-    /// What the first factors are drawn from, the same on all ranks.
+    /// What the first factors are drawn from, the same on all ranks: the lower 32 bits of it.
     pub seed: u64,
 }
 
@@ -73,14 +76,25 @@ impl CommHook for PowerSgd {
         if iteration < self.options.start_iter {
             return group.all_reduce(bucket.gradients, average(group));
         }
-        tch::no_grad(|| self.approximate(bucket, group, iteration))
+        tch::no_grad(|| self.approximate(bucket, group))
     }
 }
 
 impl PowerSgd {
     /// Approximates as `options` say.
     pub fn new(options: PowerSgdOptions) -> Self {
-        Self { options, iteration: 0, state: BTreeMap::new() }
+        let seeds = Mt::new(options.seed as u32);
+        Self { options, iteration: 0, seeds, state: BTreeMap::new() }
+    }
+
+    /// numpy's `RandomState.randint(1_000_000_000)`.
+    fn draw_seed(&mut self) -> u64 {
+        loop {
+            let number = self.seeds.next_u32() & 0x3fff_ffff;
+            if number < 1_000_000_000 {
+                return number.into();
+            }
+        }
     }
 
     /// The shape of a parameter as a matrix, if it is worth compressing.
@@ -93,32 +107,33 @@ impl PowerSgd {
         (!rest.is_empty() && pays).then_some((rows, columns, rank))
     }
 
-    fn approximate(
-        &mut self,
-        bucket: &mut GradBucket<'_>,
-        group: &ProcessGroup,
-        iteration: u64,
-    ) -> Result<()> {
+    fn approximate(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
         let torch = || Error::torch("PowerSGD");
         let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
         let numel = bucket.gradients.numel() as i64;
-        if self.state.get(&bucket.index).is_none_or(|s| s.parameters != bucket.parameters) {
+        let is_new =
+            self.state.get(&bucket.index).is_none_or(|s| s.parameters != bucket.parameters);
+        if is_new {
             let error = Tensor::f_zeros([numel], (kind, device)).map_err(torch())?;
-            self.state.insert(
-                bucket.index,
-                BucketState {
-                    parameters: bucket.parameters.to_vec(),
-                    error,
-                    factors: BTreeMap::new(),
-                },
-            );
+            let (parameters, factors) = (bucket.parameters.to_vec(), BTreeMap::new());
+            self.state.insert(bucket.index, BucketState { parameters, error, factors });
         }
         let matrices: Vec<(usize, i64, i64, i64)> = bucket
             .parameters
             .iter()
             .filter_map(|(start, shape)| self.matrix(shape).map(|(n, m, r)| (*start, n, m, r)))
             .collect();
+        // The same on every rank, another for every bucket and, without warm start, iteration.
+        let seed = (is_new || !self.options.warm_start).then(|| self.draw_seed());
         let Some(state) = self.state.get_mut(&bucket.index) else { return Ok(()) };
+        if let Some(seed) = seed {
+            let draw = |&(start, _, m, r): &(usize, i64, i64, i64)| {
+                let q = Tensor::f_randn([m, r], (kind, Device::Cpu))?;
+                Ok((start, q.f_to_device(device)?))
+            };
+            let drawn = fork_rng(seed, || matrices.iter().map(draw).collect::<Result<_, _>>())?;
+            state.factors = drawn.map_err(torch())?;
+        }
         if self.options.use_error_feedback {
             let _ = bucket.gradients.f_add_(&state.error).map_err(torch())?;
         }
@@ -129,18 +144,7 @@ impl PowerSgd {
 
         // P = M Q, averaged, made orthogonal; Q = M^T P, averaged; M is about P Q^T.
         let mut ps = Vec::with_capacity(matrices.len());
-        for &(start, n, m, r) in &matrices {
-            let fresh = !self.options.warm_start || !state.factors.contains_key(&start);
-            if fresh {
-                // The same on every rank, another for every matrix and, without warm start, iteration.
-                let seed = self.options.seed
-                    ^ (bucket.index as u64) << 40
-                    ^ (start as u64) << 8
-                    ^ iteration;
-                let q = fork_rng(seed, || Tensor::f_randn([m, r], (kind, tch::Device::Cpu)))?;
-                let q = q.and_then(|q| q.f_to_device(device)).map_err(torch())?;
-                state.factors.insert(start, q);
-            }
+        for &(start, n, m, _) in &matrices {
             let q = orthogonalize(&state.factors[&start]).map_err(torch())?;
             let matrix = view(bucket.gradients, start, n, m).map_err(torch())?;
             ps.push(matrix.f_matmul(&q).map_err(torch())?.f_contiguous().map_err(torch())?);
