@@ -113,12 +113,12 @@ impl<M: ModuleT> Trainer<M> {
     /// [`Error::Torch`] when the device has no room.
     pub fn new(
         ddp: impl Into<Strategy<M>>,
-        optimizer: Option<Box<dyn Optimizer>>,
+        optimizer: impl Into<Option<Box<dyn Optimizer>>>,
         schedule: Schedule,
         loader: impl Into<Loader>,
         loss: Loss,
     ) -> Result<Self> {
-        let (ddp, loader) = (ddp.into(), loader.into());
+        let (ddp, optimizer, loader) = (ddp.into(), optimizer.into(), loader.into());
         let loss_sum = LossSum::new(ddp.group().device())?;
         let max_grad_norm = None;
         let accumulate = 1;

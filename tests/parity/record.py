@@ -11,11 +11,14 @@ import os
 import pathlib
 import socket
 import sys
+import tempfile
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -53,8 +56,7 @@ def sampler():
     return rows
 
 
-SAMPLES, BATCH, EPOCHS, LR, SEED = 200, 16, 3, 0.1, 7
-MODELS = {"linear": [], "mlp": [24, 12]}
+BATCH, LR, SEED = 16, 0.1, 7
 
 
 def build(hidden):
@@ -66,17 +68,33 @@ def build(hidden):
     return nn.Sequential(*layers[:-1]) if hidden else layers[0]
 
 
+def build_cnn(side, channels, classes):
+    torch.manual_seed(SEED)
+    model, channels_in = [nn.Unflatten(1, (1, side, side))], 1
+    for channels_out in channels:
+        model += [nn.Conv2d(channels_in, channels_out, 3, padding=1)]
+        model += [nn.BatchNorm2d(channels_out), nn.ReLU(), nn.MaxPool2d(2)]
+        channels_in = channels_out
+    pixels = (side >> len(channels)) ** 2
+    return nn.Sequential(*model, nn.Flatten(), nn.Linear(channels_in * pixels, classes))
+
+
+def flat(tensor):
+    """As many digits as tell one float32 from the others."""
+    return [float(f"{number:.9g}") for number in tensor.flatten().tolist()]
+
+
 def values(model):
-    return {name: tensor.flatten().tolist() for name, tensor in model.state_dict().items()}
+    return {name: flat(tensor) for name, tensor in model.state_dict().items()}
 
 
-def rank_process(rank, world_size, port, answers, f, arguments):
+def rank_process(rank, world_size, port, answer, f, arguments):
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    answer = f(*arguments)
+    returned = f(*arguments)
     if rank == 0:
-        answers.put(answer)
+        pathlib.Path(answer).write_text(json.dumps(returned))
     # Leave together, and without the destructors: with Gloo's threads still running they abort the
     # process now and then ("terminate called without an active exception").
     dist.barrier()
@@ -84,57 +102,150 @@ def rank_process(rank, world_size, port, answers, f, arguments):
 
 
 def ranks(world_size, f, *arguments):
-    """Runs `f` on so many ranks, and returns what rank 0 returned. That fits into a pipe (64 KiB),
-    so that nobody needs to read while they run."""
+    """Runs `f` on so many ranks, and returns what rank 0 returned."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(rank_process, (world_size, port, answers, f, arguments), nprocs=world_size)
-    return answers.get()
+    with tempfile.TemporaryDirectory() as folder:
+        answer = os.path.join(folder, "answer.json")
+        mp.spawn(rank_process, (world_size, port, answer, f, arguments), nprocs=world_size)
+        return json.loads(pathlib.Path(answer).read_text())
 
 
-def train(hidden):
+SIDE, CHANNELS, CLASSES = 8, [4, 6], 3
+MODELS = {
+    "linear": lambda: build([]),
+    "mlp": lambda: build([24, 12]),
+    "small mlp": lambda: build([8, 8]),
+    "cnn": lambda: build_cnn(SIDE, CHANNELS, CLASSES),
+}
+SGD = {"kind": "sgd", "lr": 0.1}
+MOMENTUM = {"kind": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+ADAMW = {"kind": "adamw", "lr": 0.01}
+POWER_SGD = {"start_powerSGD_iter": 5, "matrix_approximation_rank": 1}
+
+
+def ddp_cases(world_size):
+    """What is trained on so many ranks: five epochs of ten steps, unless a case says otherwise. The data
+    set doesn't divide by the ranks, nor a rank's share by the batches."""
+
+    def case(name, model, optimizer, **options):
+        sizes = {"samples": 79 * world_size - 1, "batch": 8, "epochs": 5}
+        case = {"name": name, "world_size": world_size, "model": model, "optimizer": optimizer}
+        return case | sizes | options
+
+    for model in ["linear", "mlp", "cnn"]:
+        # A cnn's larger steps can come so close to a fork (which of four pixels is the largest) that the
+        # last bit decides: at 0.1 three ranks end elsewhere with some orders of addition.
+        yield case(f"{model} sgd", model, SGD | {"lr": 0.05} if model == "cnn" else SGD)
+        yield case(f"{model} adamw", model, ADAMW)
+    # Three steps an epoch: of four batches, of four and of two.
+    yield case("no_sync", "small mlp", MOMENTUM, accumulate=4, epochs=17)
+    yield case("clipping", "small mlp", MOMENTUM, max_norm=0.5)
+    if world_size == 1:
+        # All samples of a step at once: what the ranks' batches are with SyncBatchNorm, which PyTorch
+        # refuses on the CPU.
+        yield case("sync batch norm", "cnn", SGD, sync_batch_norm=True, samples=240, batch=24)
+        return
+    last, everyone = [world_size - 1], list(range(world_size))
+    for where, ranks, every in [("one rank", last, 2), ("all ranks", everyone, 3)]:
+        for optimizer in [MOMENTUM, ADAMW]:
+            name = f"unused on {where} {optimizer['kind']}"
+            yield case(name, "small mlp", optimizer, skip={"ranks": ranks, "every": every})
+    never = {"ranks": everyone, "every": 1}
+    yield case("static graph", "small mlp", MOMENTUM, static_graph=True, skip=never)
+    for name, divide in [("join", True), ("join dividing by those left", False)]:
+        join = {"divide_by_initial_world_size": divide}
+        yield case(name, "small mlp", SGD, join=join)
+    for hook in ["fp16", "bf16", "power_sgd"]:
+        yield case(hook, "small mlp", MOMENTUM, hook=hook)
+
+
+class Skipping(nn.Sequential):
+    """An mlp whose middle layer this rank leaves out in every so many steps, from the first on."""
+
+    def skip(self, ranks, every):
+        self.every = every if dist.get_rank() in ranks else None
+        self.step = 0
+        return self
+
+    def forward(self, inputs):
+        skips = self.every is not None and self.step % self.every == 0
+        self.step += 1
+        first, relu, middle, _, last = self
+        hidden = relu(first(inputs))
+        return last(hidden if skips else relu(middle(hidden)))
+
+
+def train(case):
+    """Trains a model on this rank, and returns the mean loss of every epoch, and the final values."""
+    option = case.get
+    model = MODELS[case["model"]]()
+    if skip := option("skip"):
+        model = Skipping(*model).skip(**skip)
     torch.manual_seed(SEED + 1)
-    data = TensorDataset(torch.rand(SAMPLES, 20), torch.rand(SAMPLES, 1))
+    samples = case["samples"]
+    if case["model"] == "cnn":
+        data = torch.rand(samples, SIDE * SIDE), torch.randint(CLASSES, (samples,))
+    else:
+        data = torch.rand(samples, 20), torch.rand(samples, 1)
+    loss_of = cross_entropy if case["model"] == "cnn" else mse_loss
+    data = TensorDataset(*data)
     order = DistributedSampler(data, seed=SEED)
-    loader = DataLoader(data, batch_size=BATCH, sampler=order)
-    model = build(hidden)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    loader = DataLoader(data, batch_size=case["batch"], sampler=order)
+    static_graph = option("static_graph", False)
+    find_unused = skip is not None and not static_graph
+    ddp = DistributedDataParallel(
+        model, find_unused_parameters=find_unused, static_graph=static_graph
+    )
+    match option("hook"):
+        case "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        case "bf16":
+            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        case "power_sgd":
+            state = powerSGD_hook.PowerSGDState(None, **POWER_SGD)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    settings = dict(case["optimizer"])
+    kind = torch.optim.AdamW if settings.pop("kind") == "adamw" else torch.optim.SGD
+    optimizer = kind(ddp.parameters(), **settings)
     losses = []
-    for epoch in range(EPOCHS):
+    for epoch in range(case["epochs"]):
         order.set_epoch(epoch)
         total = torch.zeros(2, dtype=torch.float64)
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = mse_loss(ddp(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            total += torch.tensor([loss.item() * len(inputs), len(inputs)], dtype=torch.float64)
+        batches = list(loader)
+        if option("join"):
+            batches = batches[: len(batches) - 2 * dist.get_rank()]
+        accumulate = option("accumulate", 1)
+        with ddp.join(enable=option("join") is not None, **option("join", {})):
+            for of_step in (batches[i:][:accumulate] for i in range(0, len(batches), accumulate)):
+                optimizer.zero_grad()
+                for inputs, targets in of_step:
+                    is_last = inputs is of_step[-1][0]
+                    with nullcontext() if is_last else ddp.no_sync():
+                        loss = loss_of(ddp(inputs), targets)
+                        (loss / len(of_step)).backward()
+                    count = len(inputs)
+                    total += torch.tensor([loss.item() * count, count], dtype=torch.float64)
+                if max_norm := option("max_norm"):
+                    nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)
+                optimizer.step()
         dist.all_reduce(total)
         losses.append((total[0] / total[1]).item())
-    return losses, values(model)
+    return {"losses": losses, "final": values(model)}
 
 
-def training():
-    """Initial parameters, and losses and parameters after training, for 1 to 3 ranks."""
-    cases = []
-    for name, hidden in MODELS.items():
-        for world_size in [1, 2, 3]:
-            losses, final = ranks(world_size, train, hidden)
-            cases.append(
-                {
-                    "model": name,
-                    "hidden": hidden,
-                    "world_size": world_size,
-                    "initial": values(build(hidden)),
-                    "losses": losses,
-                    "final": final,
-                }
-            )
-    settings = {"samples": SAMPLES, "batch": BATCH, "epochs": EPOCHS, "lr": LR, "seed": SEED}
-    return settings | {"cases": cases}
+def train_all():
+    return [case | train(case) for case in ddp_cases(dist.get_world_size())]
+
+
+def ddp():
+    """Losses and final values of real DistributedDataParallel over Gloo, with as many processes as there
+    are ranks."""
+    initial = {name: values(make()) for name, make in MODELS.items()}
+    settings = {"seed": SEED, "side": SIDE, "channels": CHANNELS, "classes": CLASSES}
+    cases = [case for world_size in [1, 2, 3] for case in ranks(world_size, train_all)]
+    return settings | {"power_sgd": POWER_SGD, "initial": initial, "cases": cases}
 
 
 OPTIMIZERS = {
@@ -181,7 +292,7 @@ def optimize(name, options):
     for parameter_name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             if value is not None:
-                state[f"{parameter_name}/{key}"] = value.flatten().tolist()
+                state[f"{parameter_name}/{key}"] = flat(value)
     return {"losses": losses, "norms": norms, "final": values(model), "state": state}
 
 
@@ -298,8 +409,6 @@ def schedules():
             schedule.step()
         cases.append({"schedule": kind, "warmup": warmup, "lrs": lrs})
     return {"lr": LR} | milestones | cosine | {"cases": cases}
-def flat(*tensors):
-    return [tensor.flatten().tolist() for tensor in tensors]
 
 
 def batch_norm():
@@ -316,41 +425,12 @@ def batch_norm():
             x = x.clone().requires_grad_()
             output = norm(x)
             (output.square() * scale).sum().backward()
-            steps.append(flat(output, x.grad))
-        gradients = flat(norm.weight.grad, norm.bias.grad)
-        evaluated = flat(norm.eval()(inputs[0]))[0]
+            steps.append([flat(output), flat(x.grad)])
+        gradients = [flat(norm.weight.grad), flat(norm.bias.grad)]
+        evaluated = flat(norm.eval()(inputs[0]))
         case = {"shape": shape, "steps": steps, "gradients": gradients, "evaluated": evaluated}
         cases.append(case | {"state": values(norm)})
     return {"seed": SEED, "cases": cases}
-
-
-def cnn():
-    """Initial values, losses and final values of 50 steps with all samples, in one process."""
-    torch.set_num_threads(1)
-    samples, side, channels, classes, steps = 24, 8, [4, 6], 3, 50
-    torch.manual_seed(SEED)
-    model, channels_in = [nn.Unflatten(1, (1, side, side))], 1
-    for channels_out in channels:
-        model += [nn.Conv2d(channels_in, channels_out, 3, padding=1)]
-        model += [nn.BatchNorm2d(channels_out), nn.ReLU(), nn.MaxPool2d(2)]
-        channels_in = channels_out
-    pixels = (side >> len(channels)) ** 2
-    model = nn.Sequential(*model, nn.Flatten(), nn.Linear(channels_in * pixels, classes))
-    initial = values(model)
-    torch.manual_seed(SEED + 1)
-    images, targets = torch.rand(samples, side * side), torch.arange(samples) % classes
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(images), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    evaluated = flat(model.eval()(images))[0]
-    settings = {"samples": samples, "side": side, "channels": channels, "classes": classes}
-    case = {"initial": initial, "losses": losses, "final": values(model), "evaluated": evaluated}
-    return settings | {"lr": LR, "seed": SEED, "cases": [case]}
 
 
 # What Gloo has: no all_to_all of lists. It refuses every int16, averages of what is not floats, and
@@ -463,7 +543,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     different = False
-    records = [sampler, training, optimizers, amp, schedules, batch_norm, cnn, collectives]
+    records = [sampler, ddp, optimizers, amp, schedules, batch_norm, collectives]
     for record in records:
         name = record.__name__
         file = FOLDER / f"{name}.json"
