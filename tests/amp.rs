@@ -196,7 +196,10 @@ fn with_scaler(
         let kind = ModelKind::Linear;
         let config = ModelConfig { kind, in_features: 2, out_features: 1, hidden: vec![] };
         let (vs, model) = config.build(rank.device(), 0)?;
-        let ddp = DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
+        let options_of_ddp = DdpOptions::default();
+        let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options_of_ddp)?;
+        let inputs = Tensor::ones([3, 2], (Kind::Float, rank.device()));
+        ddp.backward(&ddp.forward(&inputs).sum(Kind::Float))?;
         let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
         f(&mut GradScaler::new(ddp.flat_buffers(), group, options)?, &mut optimizer, &vs)
     });

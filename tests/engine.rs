@@ -382,8 +382,8 @@ fn a_backward_that_would_not_average_is_refused() {
         let error = loss().f_backward().unwrap_err().to_string();
         assert!(error.contains("call DistributedDataParallel::backward instead"), "{error}");
         let elsewhere = loss();
-        let error = std::thread::spawn(move || elsewhere.f_backward().unwrap_err().to_string());
-        let error = error.join().unwrap();
+        let on_another = move || elsewhere.f_backward().unwrap_err().to_string();
+        let error = std::thread::scope(|scope| scope.spawn(on_another).join().unwrap());
         assert!(error.contains("run it on the thread of their rank"), "{error}");
         ddp.zero_grad()?;
         ddp.backward(&loss())?; // nothing is left of the refused ones

@@ -158,7 +158,7 @@ fn a_parameter_without_a_gradient_is_passed_by() {
                 loss += (*parameter * (x + 1.) - rank).square().sum(Kind::Float);
             }
             if used.len() == 1 && names == ["b"] && group.rank() == 0 && step == b_in[0] {
-                loss = loss * 0.;
+                loss *= 0.;
             }
             ddp.zero_grad()?;
             ddp.backward(&loss)?;

@@ -18,7 +18,7 @@ use ddp_mp::torch::{Autocast, backward, fork_rng};
 use ddp_mp::trainer::{Loss, Trainer};
 use ddp_mp::{
     AdamWOptions, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    ProcessGroup, ReduceOp, Schedule, SgdOptions, SyncBatchNorm, Targets,
+    ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets,
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -597,7 +597,7 @@ fn the_gradient_scaler_scales_and_skips_as_pytorch_s() {
             assert!(kept.keys().eq(case.state.keys()), "{name}");
             let largest = |ours: &BTreeMap<_, Vec<f32>>, theirs: &BTreeMap<_, Vec<f32>>| {
                 let each = theirs.iter().map(|(key, theirs)| difference(&ours[key], theirs));
-                each.fold(0., f32::max)
+                each.fold(0., f64::max)
             };
             let expected: Vec<f32> = case.trace.iter().map(|(loss, ..)| *loss).collect();
             let differences = [
@@ -655,9 +655,11 @@ fn mixed_precision_ends_where_pytorch_s_ends() {
                 losses.push(f32::try_from(loss)?);
             }
             let after = state(&vs);
-            let finals =
-                case.r#final.iter().map(|(name, it)| absolute_difference(&after[name], it));
-            let differences = [difference(&losses, &case.losses), finals.fold(0., f32::max)];
+            let finals = case
+                .r#final
+                .iter()
+                .map(|(name, it)| f64::from(absolute_difference(&after[name], it)));
+            let differences = [difference(&losses, &case.losses), finals.fold(0., f64::max)];
             let without = difference(&case.losses, &case.without);
             println!("{}: losses, parameters differ by {differences:?}", case.name);
             // Not a bit on the machine that recorded; processors without such numbers of their own round a

@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::{FlatBuffer, Place};
 use crate::error::{Error, Result};
-use crate::torch::{TensorList, total_norm};
+use crate::torch::{TensorList, scale_all, total_norm};
 
 /// Scales all gradients by the same factor, so that their 2-norm, all together, is `max_norm` or less.
 /// Returns the norm that they had: a tensor without dimensions, on the device.
@@ -25,16 +25,14 @@ pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
     places.sort_by_key(|(place, _)| place.index);
     let gradients =
         places.iter().map(|(place, flat)| place.of(flat)).collect::<Result<Vec<_>>>()?;
-    let norm = total_norm(&TensorList::new(&gradients)?)?;
-    let clip = || {
+    let gradients = TensorList::new(&gradients)?;
+    let norm = total_norm(&gradients)?;
+    let factor = || {
         // In Python's order of operations: `max_norm / x` is `x.reciprocal() * max_norm` there.
-        let mut factor = norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max_norm)?;
-        let _ = factor.f_clamp_max_(1.0)?;
-        for buffer in buffers {
-            let _ = buffer.gradients.shallow_clone().f_mul_(&factor)?;
-        }
-        Ok(())
+        norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max_norm)?.f_clamp_max_(1.0)
     };
-    clip().map_err(Error::torch("clipping the gradients"))?;
+    let factor = factor().map_err(Error::torch("clipping the gradients"))?;
+    // Not the gaps between them: a factor that is not a number would stay there.
+    scale_all(&gradients, &factor)?;
     Ok(norm)
 }

@@ -121,6 +121,12 @@ pub(crate) fn amp_unscale(
     })
 }
 
+/// Multiplies each of `tensors` by `factor`, a tensor without dimensions on their device.
+pub(crate) fn scale_all(tensors: &TensorList, factor: &Tensor) -> Result<()> {
+    // SAFETY: the pointer lives as long as `tensors`.
+    unsafe { shim::scale_all(tensors.list, factor) }
+}
+
 fn same_len(doing: &'static str, first: &TensorList, others: &[&TensorList]) -> Result<()> {
     let Some(odd) = others.iter().find(|other| other.len != first.len) else { return Ok(()) };
     let reason = format!("lists of {} and {} tensors", first.len, odd.len);

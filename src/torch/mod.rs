@@ -22,7 +22,7 @@ pub use shared::SharedTensor;
 
 pub(crate) use autograd::self_adjoint;
 pub(crate) use fused::{
-    AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, total_norm,
+    AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, scale_all, total_norm,
 };
 pub(crate) use hooks::GradHooks;
 pub(crate) use shim::{add_scaled, move_grad, set_grad, set_multithreading_enabled};

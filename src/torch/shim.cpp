@@ -248,6 +248,14 @@ char* ddp_amp_unscale(TensorList* gradients, at::Tensor* found_inf, at::Tensor* 
   });
 }
 
+// Multiplies each of them by `factor`.
+char* ddp_scale_all(TensorList* tensors, at::Tensor* factor) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    at::_foreach_mul_(*tensors, *factor);
+  });
+}
+
 // A copy of `input` on which Rust has acted, under autograd. Takes `context` over, also when it fails.
 char* ddp_self_adjoint(at::Tensor* input, Act act, Release release, void* context,
                        at::Tensor** output) {

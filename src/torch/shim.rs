@@ -95,6 +95,7 @@ unsafe extern "C" {
         weight_decay: f64,
         eps: f64,
     ) -> *mut c_char;
+    fn ddp_scale_all(tensors: *mut RawTensorList, factor: *mut C_tensor) -> *mut c_char;
     fn ddp_total_norm(tensors: *mut RawTensorList, norm: *mut *mut C_tensor) -> *mut c_char;
     pub(super) fn ddp_amp_unscale(
         gradients: *mut RawTensorList,
@@ -239,6 +240,13 @@ pub(super) unsafe fn total_norm(tensors: *mut RawTensorList) -> Result<Tensor> {
         check("the norm of the gradients", ddp_total_norm(tensors, &mut norm))?;
         Ok(Tensor::from_ptr(norm))
     }
+}
+
+/// # Safety
+/// `tensors` comes from [`tensor_list_new`] and has not been freed.
+pub(super) unsafe fn scale_all(tensors: *mut RawTensorList, factor: &Tensor) -> Result<()> {
+    // SAFETY: as the caller promises; `factor` is live.
+    check("scaling gradients", unsafe { ddp_scale_all(tensors, raw(factor)) })
 }
 
 /// A copy of `input` on which `act` has acted, under autograd: the gradient goes through `act` as well.

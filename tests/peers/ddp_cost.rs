@@ -63,7 +63,7 @@ fn main() -> anyhow::Result<()> {
             for _ in 0..=ROUNDS {
                 without.push(median(steps, || {
                     sgd.zero_grad();
-                    loss(plain.forward_t(&inputs, true)).backward();
+                    loss(plain.forward_t(&inputs, true)).f_backward()?;
                     sgd.step();
                     Ok(())
                 })?);
