@@ -8,16 +8,14 @@
 //!     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
 //!     Optimizer, Sgd, SgdOptions, Targets, spawn,
 //! };
-//! use ddp_mp::models::{ModelConfig, ModelKind};
+//! use ddp_mp::models::ModelConfig;
 //! use tch::Reduction;
 //!
 //! # fn main() -> anyhow::Result<()> {
 //! let dataset = Arc::new(Dataset::random(256, 20, Targets::Values(1), 1)?);
 //! spawn(2, move |rank| {
 //!     let group = rank.init_process_group(Backend::Threaded)?;
-//!     let config =
-//!         ModelConfig { kind: ModelKind::Linear, in_features: 20, out_features: 1, hidden: vec![] };
-//!     let (vs, model) = config.build(rank.device(), 0)?;
+//!     let (vs, model) = ModelConfig::default().build(rank.device(), 0)?; // Linear(20, 1)
 //!     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
 //!     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
 //!     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;

@@ -1,5 +1,6 @@
 //! The training loop: `train`, `run_epoch`, `run_batch`.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::observe::Epoch;
 use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, ReduceOp, rank_label};
-use crate::torch::{Autocast, add_scaled};
+use crate::torch::{Autocast, Generator, add_scaled};
 
 /// What is to become small: `--loss`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,6 +100,7 @@ pub struct Trainer<M> {
     amp: Amp,
     scaler: GradScaler,
     skipped_steps: u64,
+    generator: Option<Arc<Generator>>,
     loader: Loader,
     loss: Loss,
     loss_sum: LossSum,
@@ -133,6 +135,7 @@ impl<M: ModuleT> Trainer<M> {
             amp,
             scaler,
             skipped_steps: 0,
+            generator: None,
             loader,
             loss,
             loss_sum,
@@ -161,6 +164,13 @@ impl<M: ModuleT> Trainer<M> {
     /// Those of [`GradScaler::new`].
     pub fn amp(self, amp: Amp) -> Result<Self> {
         Ok(Self { amp, scaler: amp.grad_scaler(&self.ddp)?, ..self })
+    }
+
+    /// Has `generator`, from which the model draws, begin anew with each step: what it draws then depends on the
+    /// step, and not on what was drawn before.
+    #[must_use]
+    pub fn generator(self, generator: Arc<Generator>) -> Self {
+        Self { generator: Some(generator), ..self }
     }
 
     /// What scales the loss: not enabled, unless it is for float16.
@@ -235,6 +245,9 @@ impl<M: ModuleT> Trainer<M> {
     /// One step: forward, backward, average the gradients over the ranks, step the parameters.
     fn run_step(&mut self, batches: &[Batch], epoch: u64) -> Result<()> {
         self.ddp.begin_step()?;
+        if let Some(generator) = &self.generator {
+            generator.begin_step(self.step)?;
+        }
         for (number, batch) in batches.iter().enumerate() {
             // Only the last batch's backward averages, what all have added up.
             let is_last = number + 1 == batches.len();

@@ -140,7 +140,13 @@ fn a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step() {
             let all = ranks(3, move |rank, group| {
                 let hidden = vec![8, 8];
                 let kind = ModelKind::Mlp;
-                let config = ModelConfig { kind, in_features: 20, out_features: 1, hidden };
+                let config = ModelConfig {
+                    kind,
+                    in_features: 20,
+                    out_features: 1,
+                    hidden,
+                    ..ModelConfig::default()
+                };
                 let (vs, model) = config.build(Device::Cpu, 1)?;
                 let mb = 1e-9; // a bucket for each parameter
                 let options =
@@ -194,7 +200,13 @@ fn with_scaler(
 ) {
     ranks(1, move |rank, group| {
         let kind = ModelKind::Linear;
-        let config = ModelConfig { kind, in_features: 2, out_features: 1, hidden: vec![] };
+        let config = ModelConfig {
+            kind,
+            in_features: 2,
+            out_features: 1,
+            hidden: vec![],
+            ..ModelConfig::default()
+        };
         let (vs, model) = config.build(rank.device(), 0)?;
         let options_of_ddp = DdpOptions::default();
         let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options_of_ddp)?;

@@ -182,7 +182,8 @@ fn the_events_have_the_fields_of_the_contract_in_their_order() {
         assert!(line.contains("\"samples_per_second\":"), "{line}");
     }
     let end = "event seconds steps loss us_per_step parameters_hash bucket_bytes backward_us \
-               communication_us overlapped bytes_sent_by_rank bytes_received_by_rank";
+               communication_us overlapped bytes_sent_by_rank bytes_received_by_rank \
+               peak_memory_bytes";
     assert_eq!(fields(lines[3]), end);
     let (_, stdout, _) = run(&[&args[..], &["--amp=fp16"]].concat());
     assert_eq!(fields(stdout.lines().last().unwrap()), format!("{end} skipped_steps scale"));
@@ -197,6 +198,21 @@ fn env_as_json_is_one_object() {
     assert_eq!(report["plan"]["backend"], "threaded");
     assert_eq!(report["libtorch"], "2.11.0");
     assert!(report["libtorch_folder"].as_str().unwrap().starts_with('/'));
+}
+
+#[test]
+fn a_further_rank_takes_a_replica_and_no_second_data_set() {
+    // 80 MB of data.
+    let data = ["--num-samples=200000", "--in-features=100", "--batch-size=20000"];
+    let memory = |ranks: &str| {
+        let args = [&data[..], &["--log-format=json", ranks]].concat();
+        let (code, stdout, stderr) = run(&args);
+        assert_eq!(code, Some(0), "{stderr}");
+        let end: serde_json::Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        end["peak_memory_bytes"].as_f64().unwrap()
+    };
+    let further = (memory("--nproc-per-node=4") - memory("--nproc-per-node=1")) / 3.;
+    assert!(further < 40e6, "{further} bytes a rank");
 }
 
 /// The `end` event of a run.
@@ -216,6 +232,19 @@ fn a_step_can_be_made_of_several_batches() {
     assert!((loss(&whole) - loss(&parts)).abs() < 1e-5 * loss(&whole), "{whole} {parts}");
     // 2048 samples a rank in batches of 48: the last step of the epoch has fewer.
     assert_eq!(end(&["--batch-size=48", "--accumulate=4"])["steps"], 11);
+}
+
+#[test]
+fn dropout_draws_the_same_in_every_run() {
+    let hash = |args: &[&str]| {
+        let all = [&["--model=mlp", "--lr=0.1"], args].concat();
+        end(&all)["parameters_hash"].clone()
+    };
+    let expected = hash(&["--dropout=0.5"]);
+    assert_eq!(hash(&["--dropout=0.5"]), expected, "whatever the threads' timing");
+    assert_ne!(hash(&["--dropout=0.4"]), expected);
+    assert_ne!(hash(&["--dropout=0.5", "--seed=1"]), expected);
+    assert_ne!(hash(&[]), expected);
 }
 
 #[test]

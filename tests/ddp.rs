@@ -14,7 +14,8 @@ use tch::{Device, Kind, Reduction, Tensor};
 use crate::harness::{ranks, run, try_ranks};
 
 fn mlp() -> ModelConfig {
-    ModelConfig { kind: ModelKind::Mlp, in_features: 6, out_features: 2, hidden: vec![17, 9] }
+    let (kind, hidden) = (ModelKind::Mlp, vec![17, 9]);
+    ModelConfig { kind, in_features: 6, out_features: 2, hidden, ..ModelConfig::default() }
 }
 
 fn random_data(samples: i64) -> Arc<Dataset> {

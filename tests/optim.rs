@@ -17,7 +17,13 @@ type Ddp = DistributedDataParallel<Model>;
 /// A small MLP; `cap` MiB a bucket.
 fn model(group: &Rc<ProcessGroup>, cap: f64) -> anyhow::Result<(VarStore, Ddp)> {
     let hidden = vec![24, 12];
-    let config = ModelConfig { kind: ModelKind::Mlp, in_features: 20, out_features: 1, hidden };
+    let config = ModelConfig {
+        kind: ModelKind::Mlp,
+        in_features: 20,
+        out_features: 1,
+        hidden,
+        ..ModelConfig::default()
+    };
     let (vs, model) = config.build(Device::Cpu, 3)?;
     let options = DdpOptions { bucket_cap_mb: cap, first_bucket_mb: cap, ..DdpOptions::default() };
     let ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;

@@ -195,11 +195,17 @@ impl DdpSettings {
             "cnn" => {
                 let (kind, hidden) = (ModelKind::Cnn, self.channels.clone());
                 let (in_features, out_features) = (self.side.pow(2), self.classes);
-                return ModelConfig { kind, in_features, out_features, hidden };
+                return ModelConfig {
+                    kind,
+                    in_features,
+                    out_features,
+                    hidden,
+                    ..ModelConfig::default()
+                };
             }
             _ => panic!("{name}"),
         };
-        ModelConfig { kind, in_features: 20, out_features: 1, hidden }
+        ModelConfig { kind, in_features: 20, out_features: 1, hidden, ..ModelConfig::default() }
     }
 
     /// Trains as `case` says, on so many ranks. Returns the epochs' losses, and the final values.
@@ -455,6 +461,7 @@ fn optimizers_end_where_pytorch_s_end() {
             in_features: 20,
             out_features: 1,
             hidden: hidden.clone(),
+            ..ModelConfig::default()
         };
         let case = name.clone();
         let (after, kept, our_losses, our_norms) = ranks(1, move |rank, group| {
@@ -529,7 +536,13 @@ fn mlp_and_batch(
 ) -> anyhow::Result<(VarStore, DistributedDataParallel<impl ModuleT + use<>>, Tensor, Tensor)> {
     let (seed, batch) = (recorded["seed"].as_u64().unwrap(), recorded["batch"].as_i64().unwrap());
     let hidden = serde_json::from_value(recorded[key].clone())?;
-    let config = ModelConfig { kind: ModelKind::Mlp, in_features: 20, out_features: 1, hidden };
+    let config = ModelConfig {
+        kind: ModelKind::Mlp,
+        in_features: 20,
+        out_features: 1,
+        hidden,
+        ..ModelConfig::default()
+    };
     let (vs, model) = config.build(Device::Cpu, seed)?;
     let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
     let (inputs, targets) = fork_rng(seed + 1, || {

@@ -3,6 +3,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
+use ddp_mp::ddp::JoinOptions;
 use ddp_mp::models::{BatchNorm, ModelConfig, ModelKind};
 use ddp_mp::process_group::functional::all_reduce;
 use ddp_mp::torch::{backward, fork_rng};
@@ -372,8 +373,13 @@ fn train_cnn(
     sync: bool,
 ) -> anyhow::Result<(Vec<f32>, String)> {
     let (samples, world_size) = (24, group.world_size() as i64);
-    let config =
-        ModelConfig { kind: ModelKind::Cnn, in_features: 64, out_features: 3, hidden: vec![4, 6] };
+    let config = ModelConfig {
+        kind: ModelKind::Cnn,
+        in_features: 64,
+        out_features: 3,
+        hidden: vec![4, 6],
+        ..ModelConfig::default()
+    };
     let (vs, mut model) = config.build(Device::Cpu, 1)?;
     if sync {
         model = model.convert_sync_batchnorm(&group);
@@ -410,6 +416,31 @@ fn a_cnn_with_sync_batch_norm_trains_on_n_ranks_as_on_one() {
         println!("{world_size} ranks: {sync:e} with sync batch norm, {own:e} without");
         assert!(sync < 2e-5 && own > 1e-2, "{world_size} ranks: {sync:e}, {own:e}");
     }
+}
+
+#[test]
+fn a_rank_that_has_run_out_cannot_stand_in_for_a_sync_batch_norm() {
+    let error = try_ranks(2, |rank, group| {
+        let config = ModelConfig {
+            kind: ModelKind::Cnn,
+            in_features: 64,
+            out_features: 3,
+            hidden: vec![4],
+            ..ModelConfig::default()
+        };
+        let (vs, model) = config.build(Device::Cpu, 1)?;
+        let model = model.convert_sync_batchnorm(&group);
+        let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+        let images = Tensor::ones([2, 64], (Kind::Float, Device::Cpu));
+        ddp.join(JoinOptions::default(), |ddp| {
+            for _ in 0..=rank.rank() {
+                ddp.backward(&ddp.forward(&images).square().mean(Kind::Float))?;
+            }
+            Ok(())
+        })
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("differs between ranks"), "{error}");
 }
 
 #[test]

@@ -21,6 +21,9 @@ pub(crate) struct TrainFlags {
     /// The widths of an mlp's hidden layers, with commas [default: 64,64]
     #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Training")]
     hidden: Option<Vec<i64>>,
+    /// With which probability each number between an mlp's layers is zeroed in training [default: 0]
+    #[arg(long, value_name = "P", help_heading = "Training")]
+    dropout: Option<f64>,
     /// The channels of a cnn's convolutions, with commas; each halves the image [default: 16,32]
     #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Training")]
     channels: Option<Vec<i64>>,

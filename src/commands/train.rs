@@ -13,9 +13,10 @@ use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::Result;
 use crate::launch::{Placement, Rank, Spawn, SpawnError};
 use crate::models::Model;
-use crate::observe::{End, Event, Failure, LogFormat, Printer, Start};
+use crate::observe::{End, Event, Failure, LogFormat, Printer, Start, peak_memory};
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, Traffic};
+use crate::torch::Generator;
 use crate::torch::cuda::Cuda;
 use crate::trainer::{Loss, Trainer};
 
@@ -63,13 +64,14 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let config = &job.config;
     let group = rank.init_process_group(job.placement.backend)?;
 
-    let Training { ddp, optimizer, schedule, loader } =
+    let Training { ddp, optimizer, schedule, generator, loader } =
         Training::new(rank, &group, config, &job.dataset)?;
     if rank.rank() == 0 {
         let start = start(job, ddp.num_parameters());
         job.printer.event(&Event::Start(start)).context("writing to stdout")?;
     }
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
+        .generator(generator)
         .max_grad_norm(config.max_grad_norm)
         .accumulate(config.accumulate as usize)
         .amp(config.amp)?;
@@ -96,6 +98,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             overlapped: statistics.overlapped,
             bytes_sent_by_rank,
             bytes_received_by_rank,
+            peak_memory_bytes: peak_memory(),
             skipped_steps: scaler.map(|_| summary.skipped_steps),
             scale: scaler.map(|scaler| scaler.scale),
             first_loss: summary.first_loss,
@@ -117,6 +120,8 @@ pub(super) struct Training {
     /// None on a rank that makes no step.
     pub optimizer: Option<Box<dyn Optimizer>>,
     pub schedule: Schedule,
+    /// What the model draws from.
+    pub generator: Arc<Generator>,
     pub loader: Loader,
 }
 
@@ -136,6 +141,8 @@ impl Training {
             DataLoader::new(dataset, sampler, config.batch_size, rank.device())
         };
         let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
+        let generator = Arc::new(Generator::new(rank.device(), config.seed, rank.rank())?);
+        model = model.with_generator(&generator);
         if config.sync_batch_norm {
             model = model.convert_sync_batchnorm(group);
         }
@@ -158,7 +165,7 @@ impl Training {
         let build = |buffers| config.optimizer_config().build(buffers);
         let optimizer = ddp.flat_buffers().map(build).transpose()?;
         let schedule = config.schedule_for(rank.world_size());
-        Ok(Self { ddp, optimizer, schedule, loader })
+        Ok(Self { ddp, optimizer, schedule, generator, loader })
     }
 }
 

@@ -39,6 +39,8 @@ pub struct Config {
     pub model: ModelKind,
     /// The widths of an mlp's hidden layers.
     pub hidden: Vec<i64>,
+    /// With which probability a number between an mlp's layers is zeroed.
+    pub dropout: f64,
     /// The channels of a cnn's convolutions.
     pub channels: Vec<i64>,
     /// Whether a cnn's batch norms take their statistics over the samples of all ranks.
@@ -166,6 +168,7 @@ impl Default for Config {
             batch_size: 32,
             model: ModelKind::Linear,
             hidden: vec![64, 64],
+            dropout: 0.0,
             channels: vec![16, 32],
             sync_batch_norm: false,
             loss: Loss::Mse,
@@ -261,6 +264,7 @@ impl Config {
                 ModelKind::Linear | ModelKind::Mlp => self.hidden.clone(),
                 ModelKind::Cnn => self.channels.clone(),
             },
+            dropout: self.dropout,
         }
     }
 }

@@ -13,6 +13,7 @@ impl Config {
     pub(super) fn check_idle_flags(&self, given: impl Fn(&str) -> bool) -> Result<(), Invalid> {
         for (key, kind, what) in [
             ("hidden", ModelKind::Mlp, "hidden layers"),
+            ("dropout", ModelKind::Mlp, "dropout"),
             ("channels", ModelKind::Cnn, "channels"),
             ("sync_batch_norm", ModelKind::Cnn, "batch norm"),
         ] {
@@ -102,6 +103,10 @@ impl Config {
         }
         for &width in &self.hidden {
             at_least("hidden", width, 1)?;
+        }
+        if !(0.0..=1.0).contains(&self.dropout) {
+            let problem = format!("{} is no probability; use a number from 0 to 1", self.dropout);
+            return refuse("dropout", problem);
         }
         self.model_config().check().map_err(|(key, problem)| Invalid { key, problem })?;
         if self.timeout.is_zero() {

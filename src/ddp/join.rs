@@ -30,8 +30,10 @@ impl<M> DistributedDataParallel<M> {
     /// came last goes to all. A collective.
     ///
     /// Follows `DistributedDataParallel.join`. As there, what optimizers remember (a momentum) stays each rank's
-    /// own, and differs where ranks have made different numbers of steps. Inside, every rank must make no other collective calls than
-    /// those of this model, and each `backward` costs one more, of a number.
+    /// own, and differs where ranks have made different numbers of steps. Inside, a rank must make no collective
+    /// calls but `backward`, each of which costs one more, of a number. A model whose forward pass makes some of
+    /// its own, as with [`SyncBatchNorm`](crate::SyncBatchNorm), is refused by the first rank that has run out:
+    /// nobody can stand in for it there.
     ///
     /// # Errors
     /// What `train` returns; those of the collectives; [`Error::Input`] with `throw_on_early_termination`.

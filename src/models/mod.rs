@@ -2,25 +2,28 @@
 
 mod batch_norm;
 mod cnn;
+mod dropout;
 mod layers;
 mod mlp;
 mod sync_batch_norm;
 
 use std::panic::resume_unwind;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use tch::nn::{self, Module, ModuleT, Path};
+use tch::nn::{self, ModuleT, Path};
 use tch::{Device, TchError, Tensor};
 
 pub use batch_norm::BatchNorm;
 pub use cnn::Cnn;
+pub use dropout::Dropout;
 pub use mlp::Mlp;
 pub use sync_batch_norm::SyncBatchNorm;
 
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
-use crate::torch::fork_rng;
+use crate::torch::{Generator, fork_rng};
 
 /// Which model: `--model`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,7 +49,7 @@ impl ModelKind {
 }
 
 /// What a model looks like.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// Which model.
     pub kind: ModelKind,
@@ -57,6 +60,21 @@ pub struct ModelConfig {
     /// What is between, first to last: the widths of an mlp's hidden layers, or the channels of a cnn's
     /// convolutions.
     pub hidden: Vec<i64>,
+    /// With which probability a number between an mlp's layers is zeroed in training.
+    pub dropout: f64,
+}
+
+impl Default for ModelConfig {
+    /// One dense layer from 20 numbers to one.
+    fn default() -> Self {
+        Self {
+            kind: ModelKind::Linear,
+            in_features: 20,
+            out_features: 1,
+            hidden: Vec::new(),
+            dropout: 0.0,
+        }
+    }
 }
 
 /// A model that was built by name.
@@ -84,6 +102,8 @@ impl ModelConfig {
     /// they are drawn on the CPU. Their names are `nn.Sequential`'s too: `weight` and `bias` of a single
     /// layer, or `0.weight`, `0.bias`, `2.weight`, ...
     ///
+    /// Dropout draws the same on every rank, until [`Model::with_generator`] gives it the rank's own generator.
+    ///
     /// # Errors
     /// [`Error::Input`] when a cnn's images are not square or too small, and [`Error::Torch`] when libtorch
     /// refuses, as it does without the memory.
@@ -91,7 +111,12 @@ impl ModelConfig {
         self.check().map_err(|(key, problem)| Error::Input(format!("{key}: {problem}")))?;
         let making = || Error::torch("making the model");
         let vs = nn::VarStore::new(Device::Cpu);
-        let model = fork_rng(seed, || self.layers(&vs.root()))?.map_err(making())?;
+        let dropout = if self.dropout > 0.0 {
+            Some(Dropout::new(self.dropout, &Arc::new(Generator::new(device, seed, 0)?)))
+        } else {
+            None
+        };
+        let model = fork_rng(seed, || self.layers(&vs.root(), dropout))?.map_err(making())?;
         // The tensors stay the same objects, here, in the layers and in the VarStore.
         #[allow(clippy::disallowed_methods)] // in whatever order
         for mut tensor in vs.variables().into_values() {
@@ -101,9 +126,10 @@ impl ModelConfig {
         Ok((vs, model))
     }
 
-    fn layers(&self, root: &Path) -> Result<Model, TchError> {
-        let Self { kind, in_features, out_features, ref hidden } = *self;
-        let mlp = |hidden| Mlp::new(root, in_features, hidden, out_features).map(Model::Mlp);
+    fn layers(&self, root: &Path, dropout: Option<Dropout>) -> Result<Model, TchError> {
+        let Self { kind, in_features, out_features, ref hidden, .. } = *self;
+        let mlp =
+            |hidden| Mlp::new(root, in_features, hidden, out_features, dropout).map(Model::Mlp);
         match kind {
             ModelKind::Linear => mlp(&[]),
             ModelKind::Mlp => mlp(hidden),
@@ -123,12 +149,20 @@ impl Model {
             Model::Mlp(mlp) => Model::Mlp(mlp),
         }
     }
+
+    /// The same model, whose dropout, if it has any, draws from `generator`: the rank's own.
+    pub fn with_generator(self, generator: &Arc<Generator>) -> Self {
+        match self {
+            Model::Mlp(mlp) => Model::Mlp(mlp.with_generator(generator)),
+            Model::Cnn(cnn) => Model::Cnn(cnn),
+        }
+    }
 }
 
 impl ModuleT for Model {
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         match self {
-            Model::Mlp(mlp) => mlp.forward(inputs),
+            Model::Mlp(mlp) => mlp.forward_t(inputs, train),
             Model::Cnn(cnn) => cnn.forward_t(inputs, train),
         }
     }

@@ -82,6 +82,9 @@ pub struct End {
     pub bytes_sent_by_rank: Vec<u64>,
     /// How many each has received.
     pub bytes_received_by_rank: Vec<u64>,
+    /// The most memory that the process took, of all ranks together; not known on every system.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_memory_bytes: Option<u64>,
     /// With a gradient scaler: how many steps it skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,

@@ -3,7 +3,9 @@
 //! stdout carries results: text for people, or one JSON object a line. stderr carries the rest.
 
 mod events;
+mod memory;
 mod printer;
 
 pub use events::{End, Epoch, Event, Failure, Start};
+pub use memory::peak_memory;
 pub use printer::{LogFormat, Printer};

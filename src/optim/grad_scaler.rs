@@ -62,7 +62,7 @@ pub struct GradScalerState {
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
-/// use ddp_mp::models::{ModelConfig, ModelKind};
+/// use ddp_mp::models::ModelConfig;
 /// use ddp_mp::optim::{GradScaler, GradScalerOptions};
 /// use ddp_mp::torch::Autocast;
 /// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, Sgd, SgdOptions, spawn};
@@ -70,8 +70,7 @@ pub struct GradScalerState {
 ///
 /// spawn(2, |rank| {
 ///     let group = rank.init_process_group(Backend::Threaded)?;
-/// #   let config =
-/// #       ModelConfig { kind: ModelKind::Linear, in_features: 3, out_features: 1, hidden: vec![] };
+/// #   let config = ModelConfig { in_features: 3, ..ModelConfig::default() };
 /// #   let (vs, model) = config.build(rank.device(), 0)?;
 /// #   let float = (Kind::Float, rank.device());
 /// #   let (inputs, targets) = (Tensor::ones([4, 3], float), Tensor::ones([4, 1], float));

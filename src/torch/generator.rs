@@ -97,6 +97,12 @@ impl Generator {
     }
 }
 
+// SAFETY: libtorch counts references to its generators atomically, and every use of one takes its mutex: those of
+// the shim, and those of the kernels.
+unsafe impl Send for Generator {}
+// SAFETY: likewise.
+unsafe impl Sync for Generator {}
+
 impl Drop for Generator {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.

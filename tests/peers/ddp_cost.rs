@@ -33,6 +33,7 @@ fn main() -> anyhow::Result<()> {
         in_features,
         out_features,
         hidden: widths.to_vec(),
+        ..ModelConfig::default()
     };
     let models = [
         ("linear", config(ModelKind::Linear, 20, 1, &[]), 500),

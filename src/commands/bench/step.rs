@@ -65,7 +65,7 @@ fn step_on(
     printer: &Printer,
 ) -> anyhow::Result<()> {
     let group = rank.init_process_group(backend)?;
-    let Training { mut ddp, mut optimizer, schedule, loader } =
+    let Training { mut ddp, mut optimizer, schedule, loader, .. } =
         Training::new(rank, &group, config, dataset)?;
     let mut scaler = config.amp.grad_scaler(&ddp)?;
     let mut times: Vec<[Duration; 5]> = Vec::with_capacity(steps);
