@@ -5,7 +5,7 @@
 pub(crate) use std::{
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     sync::{Arc, Mutex, MutexGuard},
-    thread::{Thread, available_parallelism, current, park, park_timeout},
+    thread::{Thread, available_parallelism, current, park, park_timeout, yield_now},
 };
 
 /// `std::cell::UnsafeCell` with the face that loom needs to see who reads and writes when.
