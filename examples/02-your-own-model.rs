@@ -9,14 +9,14 @@ use std::sync::Arc;
 use anyhow::ensure;
 use ddp_mp::torch::fork_rng;
 use ddp_mp::{
-    Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    Optimizer, ReduceOp, Sgd, SgdOptions, spawn,
+    Backend, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
+    ReduceOp, Sgd, SgdOptions, spawn,
 };
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
 
 /// Two arms of points in the plane, and the arm that each point is on.
-fn spirals(points_per_arm: i64) -> anyhow::Result<Dataset> {
+fn spirals(points_per_arm: i64) -> anyhow::Result<TensorDataset> {
     let along = Tensor::linspace(0.3, 2.5, points_per_arm, tch::kind::FLOAT_CPU);
     let arm = |turn: f64| {
         let angle = &along * 2.5 + turn;
@@ -25,7 +25,7 @@ fn spirals(points_per_arm: i64) -> anyhow::Result<Dataset> {
     let inputs = Tensor::cat(&[arm(0.), arm(std::f64::consts::PI)], 0);
     let targets = Tensor::arange(2 * points_per_arm, tch::kind::INT64_CPU) // 0, 0, ..., 1, 1
         .divide_scalar_mode(points_per_arm, "floor");
-    Ok(Dataset::new(inputs, targets)?)
+    Ok(TensorDataset::new(inputs, targets)?)
 }
 
 /// Any `Module` over a `VarStore` will do.
@@ -57,7 +57,7 @@ fn main() -> anyhow::Result<()> {
         let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
 
         let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
-        let loader = DataLoader::new(&dataset, sampler, 50, rank.device())?;
+        let loader = DataLoader::new(dataset.clone(), sampler, 50, rank.device())?;
         let mut accuracy = 0.;
         for epoch in 0..40 {
             let mut correct = Tensor::from_slice(&[0f64, 0.]);

@@ -143,6 +143,15 @@ pub enum Error {
     #[error("{0}")]
     Unsupported(String),
 
+    /// A data set did not give its samples.
+    #[error("loading data ({samples}): {reason}")]
+    Data {
+        /// Which samples.
+        samples: String,
+        /// Why.
+        reason: String,
+    },
+
     /// What was asked for is wrong: a flag, a key, an argument.
     #[error("{0}")]
     Input(String),

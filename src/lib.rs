@@ -5,21 +5,21 @@
 //! use std::sync::Arc;
 //!
 //! use ddp_mp::{
-//!     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-//!     Optimizer, Sgd, SgdOptions, Targets, spawn,
+//!     Backend, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Sgd,
+//!     SgdOptions, Targets, TensorDataset, spawn,
 //! };
 //! use ddp_mp::models::ModelConfig;
 //! use tch::Reduction;
 //!
 //! # fn main() -> anyhow::Result<()> {
-//! let dataset = Arc::new(Dataset::random(256, 20, Targets::Values(1), 1)?);
+//! let dataset = Arc::new(TensorDataset::random(256, 20, Targets::Values(1), 1)?);
 //! spawn(2, move |rank| {
 //!     let group = rank.init_process_group(Backend::Threaded)?;
 //!     let (vs, model) = ModelConfig::default().build(rank.device(), 0)?; // Linear(20, 1)
 //!     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
 //!     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
 //!     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
-//!     let loader = DataLoader::new(&dataset, sampler, 32, rank.device())?;
+//!     let loader = DataLoader::new(dataset.clone(), sampler, 32, rank.device())?;
 //!     for epoch in 0..2 {
 //!         for batch in loader.epoch(epoch)? {
 //!             let batch = batch?;
@@ -80,7 +80,9 @@ mod sync;
 pub mod torch;
 pub mod trainer;
 
-pub use data::{Batch, DataLoader, Dataset, DistributedSampler, ScatterLoader, Targets};
+pub use data::{
+    Batch, DataLoader, Dataset, DistributedSampler, ScatterLoader, Targets, TensorDataset,
+};
 pub use ddp::{DataParallel, DdpOptions, DistributedDataParallel, parameters_hash};
 pub use error::{Error, LateRank, Result};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};

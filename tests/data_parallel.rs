@@ -2,10 +2,11 @@
 
 use std::fs;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use ddp_mp::{
-    DataLoader, DataParallel, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    Optimizer, ProcessGroup, Rank, ScatterLoader, Sgd, SgdOptions, Targets,
+    DataLoader, DataParallel, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
+    ProcessGroup, Rank, ScatterLoader, Sgd, SgdOptions, Targets, TensorDataset,
 };
 use serde_json::Value;
 use tch::nn::{self, Module, VarStore};
@@ -56,15 +57,15 @@ fn linear(vs: &VarStore, world_size: usize) -> nn::Linear {
 }
 
 /// Two samples for each rank.
-fn data_for(world_size: usize) -> Dataset {
+fn data_for(world_size: usize) -> TensorDataset {
     let features = 64 * world_size as i64 - 16;
-    Dataset::random(2 * world_size as i64, features, Targets::Values(1), 0).unwrap()
+    TensorDataset::random(2 * world_size as i64, features, Targets::Values(1), 0).unwrap()
 }
 
 fn own_loader(rank: &Rank, of_rank: usize) -> DataLoader {
     let dataset = data_for(rank.world_size());
     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), of_rank).unwrap();
-    DataLoader::new(&dataset, sampler, 2, rank.device()).unwrap()
+    DataLoader::new(Arc::new(dataset), sampler, 2, rank.device()).unwrap()
 }
 
 fn scatter_loader(rank: &Rank, group: &Rc<ProcessGroup>) -> ddp_mp::Result<ScatterLoader> {
@@ -225,9 +226,9 @@ fn loaders_that_cannot_be_scattered_are_refused() {
     let nowhere = refusal(|_| Vec::new());
     assert!(nowhere.contains("it needs a loader for each"), "{nowhere}");
     let unlike = refusal(|rank| {
-        let other = Dataset::random(4, 3, Targets::Values(1), 0).unwrap();
+        let other = TensorDataset::random(4, 3, Targets::Values(1), 0).unwrap();
         let sampler = DistributedSampler::new(4, 2, 1).unwrap();
-        let other = DataLoader::new(&other, sampler, 2, rank.device()).unwrap();
+        let other = DataLoader::new(Arc::new(other), sampler, 2, rank.device()).unwrap();
         if rank.rank() == 0 { vec![own_loader(rank, 0), other] } else { Vec::new() }
     });
     assert!(unlike.contains("the ranks' loaders differ"), "{unlike}");

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::{
-    DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
-    ProcessGroup, Rank, Sgd, SgdOptions, Targets,
+    DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, ProcessGroup,
+    Rank, Sgd, SgdOptions, Targets, TensorDataset,
 };
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -18,15 +18,15 @@ fn mlp() -> ModelConfig {
     ModelConfig { kind, in_features: 6, out_features: 2, hidden, ..ModelConfig::default() }
 }
 
-fn random_data(samples: i64) -> Arc<Dataset> {
-    Arc::new(Dataset::random(samples, 6, Targets::Values(2), 5).unwrap())
+fn random_data(samples: i64) -> Arc<TensorDataset> {
+    Arc::new(TensorDataset::random(samples, 6, Targets::Values(2), 5).unwrap())
 }
 
 /// Trains, and returns the parameters, and the model's hash before and after every step.
 fn train(
     rank: &Rank,
     group: Rc<ProcessGroup>,
-    dataset: &Dataset,
+    dataset: &Arc<TensorDataset>,
     batch_size: usize,
     options: DdpOptions,
 ) -> anyhow::Result<(Vec<f32>, Vec<u64>)> {
@@ -35,7 +35,7 @@ fn train(
     let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?.seed(3);
-    let loader = DataLoader::new(dataset, sampler, batch_size, rank.device())?;
+    let loader = DataLoader::new(dataset.clone(), sampler, batch_size, rank.device())?;
     let mut hashes = vec![ddp.parameters_hash()?];
     for epoch in 0..3 {
         for batch in loader.epoch(epoch)? {

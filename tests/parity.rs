@@ -17,8 +17,8 @@ use ddp_mp::optim::{
 use ddp_mp::torch::{Autocast, backward, fork_rng};
 use ddp_mp::trainer::{Loss, Trainer};
 use ddp_mp::{
-    AdamWOptions, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets,
+    AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler,
+    ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets, TensorDataset,
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -220,7 +220,7 @@ impl DdpSettings {
             "cnn" => Targets::Classes(self.classes),
             _ => Targets::Values(1),
         };
-        let dataset = Dataset::random(case.samples, config.in_features, targets, seed + 1);
+        let dataset = TensorDataset::random(case.samples, config.in_features, targets, seed + 1);
         let (dataset, case) = (Arc::new(dataset.unwrap()), case.clone());
         let initial = self.initial[&case.model].clone();
         let mut all = ranks(world_size, move |rank, group| {
@@ -229,7 +229,8 @@ impl DdpSettings {
             // Where ranks make what one process made they share its batches.
             let batch = case.batch * case.world_size / rank.world_size();
             let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
-            let loader = DataLoader::new(&dataset, sampler.seed(seed), batch, rank.device())?;
+            let loader =
+                DataLoader::new(dataset.clone(), sampler.seed(seed), batch, rank.device())?;
             let losses = if let Some(skip) = &case.skip {
                 let model = Skipping::new(&vs, skip, rank.rank());
                 case.train(model, &vs, loader, group, adds_as_gloo)

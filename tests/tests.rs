@@ -10,6 +10,7 @@ mod cli; // the program as a user meets it: help, mistakes, the README's command
 mod collectives; // every operation, kind, world size and awkward length; mismatches
 mod comm; // what the program shows of the collectives
 mod cuda; // with a GPU; skips and says so without
+mod data; // loaders, with workers and without
 mod data_parallel; // DataParallel: DDP's results the old way
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
 mod engine; // overlap, accumulation, unused parameters, communication hooks

@@ -8,7 +8,9 @@ use tch::Device;
 
 use super::plan;
 use crate::config::{Config, StrategyKind};
-use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader, Targets};
+use crate::data::{
+    DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader, Targets, TensorDataset,
+};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::Result;
 use crate::launch::{Placement, Rank, Spawn, SpawnError};
@@ -24,7 +26,7 @@ use crate::trainer::{Loss, Trainer};
 struct Job {
     config: Config,
     placement: Placement,
-    dataset: Dataset,
+    dataset: Arc<dyn Dataset>,
     printer: Arc<Printer>,
 }
 
@@ -131,14 +133,14 @@ impl Training {
         rank: &Rank,
         group: &Rc<ProcessGroup>,
         config: &Config,
-        dataset: &Dataset,
+        dataset: &Arc<dyn Dataset>,
     ) -> anyhow::Result<Self> {
         let loader = |of_rank| -> Result<DataLoader> {
             let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), of_rank)?
                 .shuffle(!config.no_shuffle)
                 .seed(config.seed)
                 .drop_last(config.drop_last)?;
-            DataLoader::new(dataset, sampler, config.batch_size, rank.device())
+            DataLoader::new(dataset.clone(), sampler, config.batch_size, rank.device())
         };
         let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
         let generator = Arc::new(Generator::new(rank.device(), config.seed, rank.rank())?);
@@ -170,14 +172,15 @@ impl Training {
 }
 
 /// The data set that `config` asks for.
-pub(super) fn data_for(config: &Config) -> Result<Dataset> {
+pub(super) fn data_for(config: &Config) -> Result<Arc<dyn Dataset>> {
     let targets = match config.loss {
         Loss::Mse => Targets::Values(config.out_features),
         Loss::CrossEntropy => Targets::Classes(config.out_features),
     };
     // Threads of libtorch's own that are started here would be idle later: the ranks have their own.
     tch::set_num_threads(1);
-    Dataset::random(config.num_samples, config.in_features, targets, data_seed(config.seed))
+    let (samples, features) = (config.num_samples, config.in_features);
+    Ok(Arc::new(TensorDataset::random(samples, features, targets, data_seed(config.seed))?))
 }
 
 /// The data must not be the numbers that the model starts from, so it has a seed of its own.

@@ -1,5 +1,6 @@
-//! The data set: in memory once, whatever the number of ranks.
+//! What can be trained on: samples with targets, in memory once, whatever the number of ranks.
 
+use std::fmt;
 use std::sync::Mutex;
 use std::sync::PoisonError;
 
@@ -17,11 +18,78 @@ pub enum Targets {
     Classes(i64),
 }
 
-/// Samples with their targets: the first dimension counts the samples.
+/// Samples that can be had by number. For data of one's own: [`TensorDataset`], or an implementation of this.
+///
+/// Follows `torch.utils.data.Dataset` (a map-style one). All ranks, and all workers of their loaders, share one.
+///
+/// ```
+/// use ddp_mp::Dataset;
+/// use tch::Tensor;
+///
+/// /// Numbers and their squares.
+/// #[derive(Debug)]
+/// struct Squares;
+///
+/// impl Dataset for Squares {
+///     fn len(&self) -> usize {
+///         100
+///     }
+///     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
+///         let x = index as f32 / 100.0;
+///         Ok((Tensor::from_slice(&[x]), Tensor::from_slice(&[x * x])))
+///     }
+/// }
+/// let (inputs, targets) = Squares.batch(&[10, 20])?;
+/// assert_eq!((inputs.size(), targets.size()), (vec![2, 1], vec![2, 1]));
+/// # anyhow::Ok(())
+/// ```
+pub trait Dataset: fmt::Debug + Send + Sync {
+    /// How many samples there are, the same each time.
+    fn len(&self) -> usize;
+
+    /// Whether there are none, which no loader accepts.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The inputs and the target of sample `index`, on the CPU: of the same shapes and kinds for all samples.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being read; it ends the run.
+    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)>;
+
+    /// Inputs and targets of several samples: those of [`get`](Self::get), stacked, unless that can be had in one
+    /// go.
+    ///
+    /// # Errors
+    /// Those of `get`, and when the samples' shapes differ.
+    fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
+        let mut samples = (Vec::with_capacity(indices.len()), Vec::with_capacity(indices.len()));
+        for &index in indices {
+            let (input, target) = self.get(index)?;
+            samples.0.push(input);
+            samples.1.push(target);
+        }
+        Ok((Tensor::f_stack(&samples.0, 0)?, Tensor::f_stack(&samples.1, 0)?))
+    }
+
+    /// All inputs and targets on `device`, if they are there or fit there: a loader then picks from them without
+    /// asking for each batch.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when they can't be copied there.
+    fn resident(&self, device: Device) -> Result<Option<(Tensor, Tensor)>> {
+        let _ = device;
+        Ok(None)
+    }
+}
+
+/// Samples with their targets as two tensors, whose first dimension counts the samples. Follows
+/// `torch.utils.data.TensorDataset`.
 ///
 /// Shared by all ranks: wrap it in an [`Arc`](std::sync::Arc) and let the rank function capture that.
 #[derive(Debug)]
-pub struct Dataset {
+pub struct TensorDataset {
     samples: Samples,
     /// Copies on GPUs: one a device, made by the first rank there.
     copies: Mutex<Vec<(Device, Samples)>>,
@@ -39,7 +107,7 @@ impl Samples {
     }
 }
 
-impl Dataset {
+impl TensorDataset {
     /// `inputs` and `targets` of as many samples, on the CPU.
     ///
     /// # Errors
@@ -87,16 +155,13 @@ impl Dataset {
         self.samples.inputs.get().size()[0] as usize
     }
 
-    /// Never: a data set has at least one sample.
+    /// Never: there is at least one sample.
     pub fn is_empty(&self) -> bool {
         false
     }
 
     /// All inputs and targets on `device`, which all ranks there share: read them only.
-    ///
-    /// # Errors
-    /// [`Error::Torch`] when the device has no room.
-    pub fn on(&self, device: Device) -> Result<(Tensor, Tensor)> {
+    fn on(&self, device: Device) -> Result<(Tensor, Tensor)> {
         if device == Device::Cpu {
             return Ok(self.samples.handles());
         }
@@ -114,5 +179,30 @@ impl Dataset {
         let handles = samples.handles();
         copies.push((device, samples));
         Ok(handles)
+    }
+}
+
+impl Dataset for TensorDataset {
+    fn len(&self) -> usize {
+        TensorDataset::len(self)
+    }
+
+    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
+        let (inputs, targets) = self.samples.handles();
+        let index = index as i64;
+        Ok((inputs.f_get(index)?.f_detach_copy()?, targets.f_get(index)?.f_detach_copy()?))
+    }
+
+    /// One gather.
+    fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
+        let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
+        let indices = Tensor::f_from_slice(&indices)?;
+        let (inputs, targets) = self.samples.handles();
+        Ok((inputs.f_index_select(0, &indices)?, targets.f_index_select(0, &indices)?))
+    }
+
+    /// Always there.
+    fn resident(&self, device: Device) -> Result<Option<(Tensor, Tensor)>> {
+        self.on(device).map(Some)
     }
 }

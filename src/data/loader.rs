@@ -1,9 +1,16 @@
 //! The batches that one rank sees in one epoch.
 
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
 use tch::{Device, Tensor};
 
+use super::workers::Workers;
 use super::{Dataset, DistributedSampler};
 use crate::error::{Error, Result};
+use crate::process_group::{ProcessGroup, num_bytes};
 
 /// Inputs and targets of a few samples, on the rank's device.
 #[derive(Debug)]
@@ -33,19 +40,25 @@ impl Batch {
 /// by itself. The last batch may be smaller.
 #[derive(Debug)]
 pub struct DataLoader {
-    pub(super) inputs: Tensor,
-    pub(super) targets: Tensor,
+    dataset: Arc<dyn Dataset>,
+    /// All samples on the device, where the data set has them there.
+    resident: Option<(Tensor, Tensor)>,
     pub(super) sampler: DistributedSampler,
-    batch_size: i64,
+    batch_size: usize,
+    device: Device,
+    drop_last: bool,
+    workers: Option<(Workers, Rc<ProcessGroup>)>,
+    waited: Rc<Cell<Duration>>,
 }
 
 impl DataLoader {
     /// Batches of `batch_size` of the samples that `sampler` picks from `dataset`, on `device`.
     ///
     /// # Errors
-    /// [`Error::Input`] with batches of no samples, [`Error::Torch`] when the device has no room.
+    /// [`Error::Input`] with batches of no samples, or a sampler for another number of samples;
+    /// [`Error::Torch`] when the device has no room.
     pub fn new(
-        dataset: &Dataset,
+        dataset: Arc<dyn Dataset>,
         sampler: DistributedSampler,
         batch_size: usize,
         device: Device,
@@ -53,47 +66,213 @@ impl DataLoader {
         if batch_size == 0 {
             return Err(Error::Input("a batch needs at least one sample".into()));
         }
-        let (inputs, targets) = dataset.on(device)?;
-        Ok(Self { inputs, targets, sampler, batch_size: batch_size as i64 })
+        let (len, expected) = (dataset.len(), sampler.len());
+        if len != expected {
+            return Err(Error::Input(format!(
+                "the data set has {len} samples, and the sampler deals {expected}"
+            )));
+        }
+        let resident = dataset.resident(device)?;
+        let (drop_last, workers, waited) = Default::default();
+        Ok(Self { dataset, resident, sampler, batch_size, device, drop_last, workers, waited })
+    }
+
+    /// Leaves out an epoch's last batch, if it has fewer samples than the others. Follows `drop_last`. (That of the
+    /// [sampler](DistributedSampler::drop_last) leaves out what does not go round between the ranks.)
+    #[must_use]
+    pub fn drop_last(self, drop_last: bool) -> Self {
+        Self { drop_last, ..self }
+    }
+
+    /// Has `num_workers` threads load batches ahead of time, `prefetch_factor` (at least one) each, for the rank of
+    /// `group`, whose failure ends the wait for them. Without workers, which is the default, the rank loads each
+    /// batch when it is asked for. The order is the same either way. Follows `num_workers` and `prefetch_factor`.
+    #[must_use]
+    pub fn num_workers(
+        self,
+        num_workers: usize,
+        prefetch_factor: usize,
+        group: &Rc<ProcessGroup>,
+    ) -> Self {
+        let workers = Workers { count: num_workers, prefetch: prefetch_factor.max(1) };
+        Self { workers: (num_workers > 0).then(|| (workers, group.clone())), ..self }
     }
 
     /// How many samples a batch has, but for the last of an epoch.
     pub fn batch_size(&self) -> usize {
-        self.batch_size as usize
+        self.batch_size
     }
 
     /// How many batches an epoch has, the same on every rank.
     pub fn num_batches(&self) -> usize {
-        self.sampler.num_samples().div_ceil(self.batch_size as usize)
+        let samples = self.sampler.num_samples();
+        if self.drop_last { samples / self.batch_size } else { samples.div_ceil(self.batch_size) }
+    }
+
+    /// How many samples the rank has of an epoch, the same on every rank.
+    pub(super) fn num_samples(&self) -> usize {
+        let samples = self.sampler.num_samples();
+        if self.drop_last { samples - samples % self.batch_size } else { samples }
+    }
+
+    /// How long this rank has waited for data since the beginning: for workers, or while it gathered samples itself.
+    pub fn waited(&self) -> Duration {
+        self.waited.get()
+    }
+
+    /// A sample, to see what they are like; as a batch of one.
+    pub(super) fn sample(&self) -> Result<(Tensor, Tensor)> {
+        self.dataset.batch(&[0]).map_err(Error::data(&[0]))
     }
 
     /// The batches of `epoch`.
     ///
-    /// The rank's share is gathered in one go, and the batches are views of it: cheaper than a gather
-    /// for each batch by a libtorch call per tensor and step.
-    ///
     /// # Errors
-    /// [`Error::Torch`] when the device has no room for the rank's share.
-    pub fn epoch(&self, epoch: u64) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
-        let indices: Vec<i64> =
-            self.sampler.indices(epoch)?.into_iter().map(|index| index as i64).collect();
+    /// [`Error::Torch`] when there is no room; a batch's are [`Error::Data`] and those of a wait that ends because
+    /// another rank has failed.
+    pub fn epoch(&self, epoch: u64) -> Result<Batches> {
+        let began = Instant::now();
+        let indices = self.sampler.indices(epoch)?;
+        let (batch_size, device) = (self.batch_size, self.device);
+        let (num_batches, waited) = (self.num_batches(), self.waited.clone());
+        let source = match (&self.workers, &self.resident) {
+            (Some((workers, group)), _) => {
+                let batches = indices.chunks(batch_size).take(num_batches).map(<[_]>::to_vec);
+                let loading = workers.start(&self.dataset, batches.collect(), group)?;
+                Source::Workers(loading)
+            }
+            (None, Some((inputs, targets))) => {
+                let (inputs, targets) = (inputs.shallow_clone(), targets.shallow_clone());
+                Source::Blocks(Blocks::new(inputs, targets, &indices, batch_size)?)
+            }
+            (None, None) => Source::Each { dataset: self.dataset.clone(), indices },
+        };
+        waited.set(waited.get() + began.elapsed());
+        Ok(Batches { source, next: 0, num_batches, batch_size, device, waited })
+    }
+}
+
+/// The batches of an epoch, in the sampler's order. From [`DataLoader::epoch`].
+#[derive(Debug)]
+pub struct Batches {
+    source: Source,
+    next: usize,
+    num_batches: usize,
+    batch_size: usize,
+    device: Device,
+    waited: Rc<Cell<Duration>>,
+}
+
+#[derive(Debug)]
+enum Source {
+    /// From what is on the device already.
+    Blocks(Blocks),
+    /// One after the other, when they are asked for.
+    Each { dataset: Arc<dyn Dataset>, indices: Vec<usize> },
+    /// From threads that are ahead.
+    Workers(super::workers::Loading),
+}
+
+impl Iterator for Batches {
+    type Item = Result<Batch>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let number = self.next;
+        if number == self.num_batches {
+            return None;
+        }
+        self.next += 1;
+        let began = Instant::now();
+        let batch = self.load(number);
+        self.waited.set(self.waited.get() + began.elapsed());
+        Some(batch)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = self.num_batches - self.next;
+        (left, Some(left))
+    }
+}
+
+impl ExactSizeIterator for Batches {}
+
+impl Batches {
+    fn load(&mut self, number: usize) -> Result<Batch> {
+        let (inputs, targets) = match &mut self.source {
+            Source::Blocks(blocks) => return blocks.batch(number),
+            Source::Each { dataset, indices } => {
+                let indices = indices.chunks(self.batch_size).nth(number).unwrap_or_default();
+                dataset.batch(indices).map_err(Error::data(indices))?
+            }
+            Source::Workers(loading) => loading.next()?,
+        };
+        let on_device = |tensor: Tensor| {
+            tensor.f_to_device(self.device).map_err(Error::torch("copying a batch to the device"))
+        };
+        let (inputs, targets) = (on_device(inputs)?, on_device(targets)?);
+        let len = inputs.size().first().copied().unwrap_or(0);
+        Ok(Batch { inputs, targets, len })
+    }
+}
+
+/// Batches that are gathered many at a time and then cut: cheaper than a gather for each by a libtorch call per
+/// tensor and step, and no second data set.
+#[derive(Debug)]
+struct Blocks {
+    inputs: Tensor,
+    targets: Tensor,
+    indices: Tensor,
+    total: i64,
+    batch_size: i64,
+    /// How many batches are gathered at a time.
+    batches: i64,
+    /// The number of the first batch that is gathered, and the samples.
+    block: Option<(i64, Tensor, Tensor)>,
+}
+
+/// How many bytes of samples are gathered at a time, if that is more than a batch: what stays in a cache.
+const BLOCK_BYTES: usize = 4 << 20;
+
+impl Blocks {
+    fn new(inputs: Tensor, targets: Tensor, indices: &[usize], batch_size: usize) -> Result<Self> {
+        let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
         let total = indices.len() as i64;
+        let on_device = || Tensor::f_from_slice(&indices)?.f_to_device(inputs.device());
+        let indices = on_device().map_err(Error::torch("the epoch's indices"))?;
+        let of_sample = |tensor: &Tensor| {
+            num_bytes(tensor.kind(), tensor.numel()) / tensor.size()[0].max(1) as usize
+        };
+        let bytes = (of_sample(&inputs) + of_sample(&targets)).max(1) * batch_size;
+        let batches = (BLOCK_BYTES / bytes).max(1) as i64;
+        let batch_size = batch_size as i64;
+        Ok(Self { inputs, targets, indices, total, batch_size, batches, block: None })
+    }
+
+    fn batch(&mut self, number: usize) -> Result<Batch> {
+        let number = number as i64;
+        let first = number - number % self.batches;
         let gather = || {
-            let indices = Tensor::f_from_slice(&indices)?.f_to_device(self.inputs.device())?;
+            let start = first * self.batch_size;
+            let len = (self.batches * self.batch_size).min(self.total - start);
+            let indices = self.indices.f_narrow(0, start, len)?;
             Ok((
                 self.inputs.f_index_select(0, &indices)?,
                 self.targets.f_index_select(0, &indices)?,
             ))
         };
-        let (inputs, targets) = gather().map_err(Error::torch("gathering the epoch's samples"))?;
-        let batch_size = self.batch_size;
-        Ok((0..self.num_batches() as i64).map(move |number| {
-            let start = number * batch_size;
-            let len = batch_size.min(total - start);
-            let cut = |tensor: &Tensor| {
-                tensor.f_narrow(0, start, len).map_err(Error::torch("cutting a batch"))
-            };
-            Ok(Batch { inputs: cut(&inputs)?, targets: cut(&targets)?, len })
-        }))
+        let block = match &mut self.block {
+            Some(block) if block.0 == first => block,
+            block => {
+                let (inputs, targets) = gather().map_err(Error::torch("gathering samples"))?;
+                block.insert((first, inputs, targets))
+            }
+        };
+        let start = number * self.batch_size;
+        let len = self.batch_size.min(self.total - start);
+        let within = start - first * self.batch_size;
+        let cut = |tensor: &Tensor| {
+            tensor.f_narrow(0, within, len).map_err(Error::torch("cutting a batch"))
+        };
+        Ok(Batch { inputs: cut(&block.1)?, targets: cut(&block.2)?, len })
     }
 }

@@ -4,8 +4,25 @@ mod dataset;
 mod loader;
 mod sampler;
 mod scatter;
+mod workers;
 
-pub use dataset::{Dataset, Targets};
-pub use loader::{Batch, DataLoader};
+pub use dataset::{Dataset, Targets, TensorDataset};
+pub use loader::{Batch, Batches, DataLoader};
 pub use sampler::DistributedSampler;
 pub use scatter::{Loader, ScatterLoader};
+
+use crate::error::{Error, first_line};
+
+impl Error {
+    /// Turns what a data set says into an error that names the samples.
+    pub(crate) fn data(indices: &[usize]) -> impl FnOnce(anyhow::Error) -> Error {
+        let first: Vec<String> = indices.iter().take(4).map(usize::to_string).collect();
+        let more = indices.len().saturating_sub(first.len());
+        let samples = match (&first[..], more) {
+            ([one], 0) => format!("sample {one}"),
+            (some, 0) => format!("samples {}", some.join(", ")),
+            (some, more) => format!("samples {} and {more} more", some.join(", ")),
+        };
+        move |error| Error::Data { samples, reason: first_line(&format!("{error:#}")) }
+    }
+}

@@ -90,6 +90,11 @@ impl DistributedSampler {
         Ok(self)
     }
 
+    /// How many samples the data set has.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
     /// How many samples each rank gets in an epoch.
     pub fn num_samples(&self) -> usize {
         if self.drop_last {

@@ -56,7 +56,7 @@ impl ScatterLoader {
                 loaders.len()
             )));
         }
-        let mut shares: Vec<Share> = loaders.iter().map(Share::of).collect();
+        let mut shares = loaders.iter().map(Share::of).collect::<Result<Vec<_>>>()?;
         shares.dedup();
         if shares.len() > 1 {
             return Err(Error::Input(
@@ -103,14 +103,15 @@ impl ScatterLoader {
 }
 
 impl Share {
-    fn of(loader: &DataLoader) -> Self {
-        Self {
+    fn of(loader: &DataLoader) -> Result<Self> {
+        let (inputs, targets) = loader.sample()?;
+        Ok(Self {
             num_batches: loader.num_batches(),
-            num_samples: loader.sampler.num_samples(),
+            num_samples: loader.num_samples(),
             batch_size: loader.batch_size(),
-            inputs: Sample::of(&loader.inputs),
-            targets: Sample::of(&loader.targets),
-        }
+            inputs: Sample::of(&inputs),
+            targets: Sample::of(&targets),
+        })
     }
 }
 

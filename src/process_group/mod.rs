@@ -23,6 +23,7 @@ use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crossbeam::channel::{Receiver, select_biased};
 use tch::{Device, Kind};
 
 pub(crate) use call::Call;
@@ -265,6 +266,21 @@ impl ProcessGroup {
     pub(crate) fn shut_down(&self) {
         if let Some(side) = &mut *self.side.borrow_mut() {
             side.backend.shut_down();
+        }
+    }
+
+    /// Waits for what arrives on `channel`; `None` if nobody can send any more.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] when another rank fails meanwhile.
+    pub(crate) fn receive<T>(&self, channel: &Receiver<T>) -> Result<Option<T>> {
+        let run = self.run();
+        select_biased! {
+            recv(channel) -> received => Ok(received.ok()),
+            recv(run.cancel.tripped()) -> _ => {
+                run.check(self.ranks()[self.rank])?;
+                Ok(None)
+            }
         }
     }
 

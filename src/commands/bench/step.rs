@@ -60,7 +60,7 @@ fn step_on(
     rank: &Rank,
     backend: Backend,
     config: &Config,
-    dataset: &Dataset,
+    dataset: &Arc<dyn Dataset>,
     steps: usize,
     printer: &Printer,
 ) -> anyhow::Result<()> {

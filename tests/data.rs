@@ -1,0 +1,206 @@
+//! Loaders: every sample in its turn, whatever the number of workers, and no worker that is waited for in vain.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crossbeam::channel::{Receiver, Sender, unbounded};
+use ddp_mp::{Batch, DataLoader, Dataset, DistributedSampler, ProcessGroup, Rank, TensorDataset};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use tch::{Device, Kind, Tensor};
+
+use crate::harness::{ranks, try_ranks};
+
+/// Sample `i` is the number `i` twice, and its target `10 i`. What happens at some of them is up to `at`.
+#[derive(Debug)]
+struct Numbers {
+    len: usize,
+    at: fn(usize) -> anyhow::Result<()>,
+}
+
+impl Dataset for Numbers {
+    fn len(&self) -> usize {
+        self.len
+    }
+    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
+        (self.at)(index)?;
+        let index = index as f32;
+        Ok((Tensor::from_slice(&[index, index]), Tensor::from_slice(&[10. * index])))
+    }
+}
+
+fn in_memory(len: usize) -> TensorDataset {
+    let numbers = Tensor::arange(len as i64, (Kind::Float, Device::Cpu)).unsqueeze(1);
+    TensorDataset::new(Tensor::cat(&[&numbers, &numbers], 1), numbers * 10).unwrap()
+}
+
+/// The numbers in a batch, which its inputs and targets must agree on.
+fn numbers(batch: &Batch) -> Vec<usize> {
+    let column = |tensor: Tensor| Vec::<f32>::try_from(tensor).unwrap();
+    let first = column(batch.inputs.select(1, 0));
+    assert_eq!(
+        (batch.inputs.size(), batch.targets.size()),
+        (vec![batch.len() as i64, 2], vec![batch.len() as i64, 1])
+    );
+    assert_eq!(first, column(batch.inputs.select(1, 1)));
+    assert_eq!(
+        first.iter().map(|x| 10. * x).collect::<Vec<_>>(),
+        column(batch.targets.select(1, 0))
+    );
+    first.into_iter().map(|x| x as usize).collect()
+}
+
+fn loader(
+    dataset: Arc<dyn Dataset>,
+    batch_size: usize,
+    workers: usize,
+    rank: &Rank,
+    group: &Rc<ProcessGroup>,
+) -> ddp_mp::Result<DataLoader> {
+    let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
+    Ok(DataLoader::new(dataset, sampler, batch_size, rank.device())?.num_workers(workers, 2, group))
+}
+
+#[test]
+fn every_sample_comes_in_the_sampler_s_order_whatever_the_number_of_workers() {
+    let mut runner =
+        TestRunner::new(Config { cases: 60, failure_persistence: None, ..Config::default() });
+    let cases = (1..200usize, 1..4usize, 1..40usize, 0..4usize, any::<bool>(), any::<bool>());
+    runner
+        .run(&cases, |(len, world_size, batch_size, workers, by_get, drop_last)| {
+            let dataset: Arc<dyn Dataset> = if by_get {
+                Arc::new(Numbers { len, at: |_| Ok(()) })
+            } else {
+                Arc::new(in_memory(len))
+            };
+            ranks(world_size, move |rank, group| {
+                let loader = loader(dataset.clone(), batch_size, workers, rank, &group)?;
+                let loader = loader.drop_last(drop_last);
+                for epoch in [0, 3] {
+                    let sampler = DistributedSampler::new(len, world_size, rank.rank())?;
+                    let mut expected: Vec<Vec<usize>> =
+                        sampler.indices(epoch)?.chunks(batch_size).map(<[_]>::to_vec).collect();
+                    if drop_last {
+                        expected.retain(|batch| batch.len() == batch_size);
+                    }
+                    let batches = loader.epoch(epoch)?;
+                    assert_eq!(batches.len(), loader.num_batches());
+                    let found = batches.map(|batch| Ok(numbers(&batch?)));
+                    assert_eq!(found.collect::<ddp_mp::Result<Vec<_>>>()?, expected);
+                }
+                Ok(())
+            });
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_data_set_that_is_larger_than_a_block_comes_whole() {
+    // 40 MB: ten blocks of what is gathered at a time.
+    let (len, width) = (10_000, 1000);
+    let numbers = Tensor::arange(len, (Kind::Float, Device::Cpu)).unsqueeze(1);
+    let inputs = numbers.expand([len, width], false).contiguous();
+    let dataset: Arc<dyn Dataset> = Arc::new(TensorDataset::new(inputs, numbers).unwrap());
+    ranks(1, move |rank, _| {
+        let sampler = DistributedSampler::new(len as usize, 1, 0)?;
+        let indices = sampler.indices(0)?;
+        let loader = DataLoader::new(dataset.clone(), sampler, 64, rank.device())?;
+        let mut found = Vec::new();
+        for batch in loader.epoch(0)? {
+            let batch = batch?;
+            assert_eq!(batch.inputs.select(1, width - 1), batch.targets.select(1, 0));
+            found.extend(Vec::<f32>::try_from(batch.targets.select(1, 0))?);
+        }
+        assert!(found.iter().map(|x| *x as usize).eq(indices));
+        Ok(())
+    });
+}
+
+#[test]
+fn what_a_data_set_says_names_the_samples() {
+    for workers in [0, 2] {
+        let run = try_ranks(2, move |rank, group| {
+            let at = |index| if index == 7 { Err(anyhow::anyhow!("no such file")) } else { Ok(()) };
+            let dataset = Arc::new(Numbers { len: 40, at });
+            for batch in loader(dataset, 3, workers, rank, &group)?.epoch(0)? {
+                batch?;
+            }
+            group.barrier()?;
+            Ok(())
+        });
+        let message = run.unwrap_err().failure.error.clone();
+        assert!(message.starts_with("loading data (samples "), "{message}");
+        assert!(message.contains('7') && message.ends_with("no such file"), "{message}");
+    }
+}
+
+#[test]
+fn a_worker_that_panics_is_an_error_of_its_rank() {
+    let run = try_ranks(2, |rank, group| {
+        let at = |index| if index == 7 { panic!("on purpose") } else { Ok(()) };
+        let dataset = Arc::new(Numbers { len: 40, at });
+        for batch in loader(dataset, 3, 2, rank, &group)?.epoch(0)? {
+            batch?;
+        }
+        group.barrier()?;
+        Ok(())
+    });
+    let message = run.unwrap_err().failure.error.clone();
+    assert!(message.contains("panicked") && message.contains("on purpose"), "{message}");
+}
+
+/// Tells when a sample is asked for, and gives it when it is told to.
+#[derive(Debug)]
+struct Gate {
+    asked: Sender<()>,
+    opens: Receiver<()>,
+}
+
+impl Dataset for Gate {
+    fn len(&self) -> usize {
+        4
+    }
+    fn get(&self, _: usize) -> anyhow::Result<(Tensor, Tensor)> {
+        self.asked.send(())?;
+        self.opens.recv()?;
+        anyhow::bail!("nobody wants it any more")
+    }
+}
+
+#[test]
+fn who_waits_for_a_worker_leaves_when_another_rank_fails() {
+    let ((asked, is_asked), (open, opens)) = (unbounded(), unbounded());
+    let run = try_ranks(2, move |rank, group| {
+        if rank.rank() == 1 {
+            is_asked.recv()?;
+            anyhow::bail!("the cause");
+        }
+        let dataset = Arc::new(Gate { asked: asked.clone(), opens: opens.clone() });
+        let mut batches = loader(dataset, 1, 1, rank, &group)?.epoch(0)?;
+        let batch = batches.next().transpose();
+        open.send(())?; // only now can the worker go on
+        batch.map(drop)?;
+        Ok(())
+    });
+    let error = run.unwrap_err();
+    assert_eq!((error.failure.rank, &error.failure.error[..]), (1, "the cause"), "{error}");
+    assert!(error.also_failed.is_empty(), "{error}");
+}
+
+#[test]
+fn an_epoch_that_is_left_early_ends_its_workers() {
+    ranks(1, |rank, group| {
+        let dataset: Arc<dyn Dataset> = Arc::new(Numbers { len: 1000, at: |_| Ok(()) });
+        let loader = loader(dataset.clone(), 10, 3, rank, &group)?;
+        for _ in 0..20 {
+            let mut batches = loader.epoch(0)?;
+            batches.next().transpose()?;
+            assert!(Arc::strong_count(&dataset) > 2, "the workers have it");
+            drop(batches);
+            assert_eq!(Arc::strong_count(&dataset), 2, "the loader's and this one");
+        }
+        assert!(loader.waited() > std::time::Duration::ZERO);
+        Ok(())
+    });
+}
