@@ -10,7 +10,7 @@ use anyhow::ensure;
 use ddp_mp::torch::fork_rng;
 use ddp_mp::{
     Backend, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
-    ReduceOp, Sgd, SgdOptions, spawn,
+    ReduceOp, Sgd, SgdOptions, TensorDataset, spawn,
 };
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};

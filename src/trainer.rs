@@ -178,6 +178,11 @@ impl<M: ModuleT> Trainer<M> {
         &self.scaler
     }
 
+    /// Where the batches come from.
+    pub fn loader(&self) -> &Loader {
+        &self.loader
+    }
+
     /// The model, as it is now.
     pub fn ddp(&self) -> &Strategy<M> {
         &self.ddp

@@ -183,7 +183,7 @@ fn the_events_have_the_fields_of_the_contract_in_their_order() {
     }
     let end = "event seconds steps loss us_per_step parameters_hash bucket_bytes backward_us \
                communication_us overlapped bytes_sent_by_rank bytes_received_by_rank \
-               peak_memory_bytes";
+               data_wait_seconds_by_rank peak_memory_bytes";
     assert_eq!(fields(lines[3]), end);
     let (_, stdout, _) = run(&[&args[..], &["--amp=fp16"]].concat());
     assert_eq!(fields(stdout.lines().last().unwrap()), format!("{end} skipped_steps scale"));
@@ -232,6 +232,16 @@ fn a_step_can_be_made_of_several_batches() {
     assert!((loss(&whole) - loss(&parts)).abs() < 1e-5 * loss(&whole), "{whole} {parts}");
     // 2048 samples a rank in batches of 48: the last step of the epoch has fewer.
     assert_eq!(end(&["--batch-size=48", "--accumulate=4"])["steps"], 11);
+}
+
+#[test]
+fn workers_change_who_loads_and_not_what() {
+    let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
+    assert_eq!(hash(&["--num-workers=3", "--prefetch-factor=1"]), hash(&[]));
+    let without = end(&["--batch-size=100", "--drop-last-batch", "--num-workers=1"]);
+    assert_eq!(without["steps"], 20, "2048 samples a rank");
+    let waited = without["data_wait_seconds_by_rank"].as_array().unwrap();
+    assert!(waited.len() == 2 && waited.iter().all(|it| it.as_f64() > Some(0.)), "{waited:?}");
 }
 
 #[test]

@@ -117,6 +117,16 @@ pub(crate) struct TrainFlags {
     #[arg(long, help_heading = "Data")]
     #[serde(skip_serializing_if = "is_false")]
     drop_last: bool,
+    /// Leave out an epoch's last batch, if it has fewer samples than the others
+    #[arg(long, help_heading = "Data")]
+    #[serde(skip_serializing_if = "is_false")]
+    drop_last_batch: bool,
+    /// How many threads load batches ahead of time for each rank; none: the rank itself [default: 0]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Data")]
+    num_workers: Option<u64>,
+    /// How many batches each of them is ahead [default: 2]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Data")]
+    prefetch_factor: Option<u64>,
 
     /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
     /// [default: auto]

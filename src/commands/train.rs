@@ -83,11 +83,18 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
 
     group.barrier()?;
     let Traffic { sent, received } = group.traffic();
-    if let Some(traffic) = group.gather_object(&(sent, received), 0)? {
+    let waited = trainer.loader().waited().as_secs_f64();
+    if let Some(of_ranks) = group.gather_object(&(sent, received, waited), 0)? {
         let seconds = summary.elapsed.as_secs_f64();
         let scaler = trainer.scaler().state();
         let statistics = trainer.ddp().statistics();
-        let (bytes_sent_by_rank, bytes_received_by_rank) = traffic.into_iter().unzip();
+        let (mut bytes_sent_by_rank, mut bytes_received_by_rank) = (Vec::new(), Vec::new());
+        let mut data_wait_seconds_by_rank = Vec::new();
+        for (sent, received, waited) in of_ranks {
+            bytes_sent_by_rank.push(sent);
+            bytes_received_by_rank.push(received);
+            data_wait_seconds_by_rank.push(waited);
+        }
         let end = End {
             seconds,
             steps: summary.steps,
@@ -100,6 +107,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             overlapped: statistics.overlapped,
             bytes_sent_by_rank,
             bytes_received_by_rank,
+            data_wait_seconds_by_rank,
             peak_memory_bytes: peak_memory(),
             skipped_steps: scaler.map(|_| summary.skipped_steps),
             scale: scaler.map(|scaler| scaler.scale),
@@ -140,7 +148,13 @@ impl Training {
                 .shuffle(!config.no_shuffle)
                 .seed(config.seed)
                 .drop_last(config.drop_last)?;
-            DataLoader::new(dataset.clone(), sampler, config.batch_size, rank.device())
+            let loader =
+                DataLoader::new(dataset.clone(), sampler, config.batch_size, rank.device())?;
+            Ok(loader.drop_last(config.drop_last_batch).num_workers(
+                config.num_workers,
+                config.prefetch_factor,
+                group,
+            ))
         };
         let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
         let generator = Arc::new(Generator::new(rank.device(), config.seed, rank.rank())?);

@@ -111,6 +111,15 @@ pub struct Config {
     /// Drop the samples that don't go round between the ranks, instead of dealing some twice.
     #[serde(alias = "drop-last")]
     pub drop_last: bool,
+    /// Leave out an epoch's last batch, if it has fewer samples.
+    #[serde(alias = "drop-last-batch")]
+    pub drop_last_batch: bool,
+    /// How many threads load batches for each rank; none: the rank itself does.
+    #[serde(alias = "num-workers")]
+    pub num_workers: usize,
+    /// How many batches each of them is ahead.
+    #[serde(alias = "prefetch-factor")]
+    pub prefetch_factor: usize,
     /// What all randomness starts from.
     pub seed: u64,
 
@@ -196,6 +205,9 @@ impl Default for Config {
             out_features: 1,
             no_shuffle: false,
             drop_last: false,
+            drop_last_batch: false,
+            num_workers: 0,
+            prefetch_factor: 2,
             seed: 0,
             nproc_per_node: Nproc::Auto,
             backend: BackendChoice::Auto,

@@ -46,6 +46,13 @@ impl Config {
                  --nproc-per-node {samples} or fewer, or more samples"
             )));
         }
+        if self.steps_per_epoch(world_size) == 0 {
+            return Err(Error::Input(format!(
+                "drop_last_batch: {world_size} ranks with {samples} samples have no whole batch of {}; use a \
+                 smaller batch size",
+                self.batch_size
+            )));
+        }
         self.validate_warmup_for(world_size)?;
         let Some(fault) = self.fault else { return Ok(()) };
         if fault.rank >= world_size {
@@ -76,7 +83,11 @@ impl Config {
         let samples = self.num_samples as usize;
         let share =
             if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
-        let batches = share.div_ceil(self.batch_size) as u64;
+        let batches = if self.drop_last_batch {
+            (share / self.batch_size) as u64
+        } else {
+            share.div_ceil(self.batch_size) as u64
+        };
         batches.div_ceil(self.accumulate)
     }
 
@@ -89,6 +100,14 @@ impl Config {
         at_least("max_epochs", self.max_epochs as i64, 1)?;
         at_least("batch_size", self.batch_size as i64, 1)?;
         at_least("accumulate", self.accumulate as i64, 1)?;
+        at_least("prefetch_factor", self.prefetch_factor as i64, 1)?;
+        if self.num_workers > MOST_WORKERS {
+            let problem = format!(
+                "{} threads a rank are too many; use up to {MOST_WORKERS}",
+                self.num_workers
+            );
+            return refuse("num_workers", problem);
+        }
         at_least("num_samples", self.num_samples, 1)?;
         at_least("in_features", self.in_features, 1)?;
         at_least("out_features", self.out_features, 1)?;
@@ -134,6 +153,9 @@ pub fn parse_timeout(text: &str) -> Result<Duration> {
     let timeout = text::duration::parse(text)?;
     if timeout.is_zero() { Err(Error::Input(NO_TIME.into())) } else { Ok(timeout) }
 }
+
+/// More would be a mistake, and each takes a thread.
+const MOST_WORKERS: usize = 256;
 
 const NO_TIME: &str = "0 leaves no time to wait; use for example 30s";
 

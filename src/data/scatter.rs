@@ -1,6 +1,8 @@
 //! Batches that rank 0 loads for all ranks: what `DataParallel` trains on.
 
+use std::cell::Cell;
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
@@ -19,6 +21,7 @@ pub struct ScatterLoader {
     /// On rank 0 a loader for each rank, elsewhere none.
     loaders: Vec<DataLoader>,
     share: Share,
+    waited: Rc<Cell<Duration>>,
 }
 
 /// What a rank must know of its batches to receive them. Rank 0 tells it once.
@@ -67,7 +70,7 @@ impl ScatterLoader {
         group.broadcast_object_list(&mut shares, 0)?;
         let share =
             shares.pop().ok_or_else(|| Error::Input("there is nothing to scatter".into()))?;
-        Ok(Self { group, loaders, share })
+        Ok(Self { group, loaders, share, waited: Rc::default() })
     }
 
     /// How many samples a batch has, but for the last of an epoch.
@@ -80,6 +83,11 @@ impl ScatterLoader {
         self.share.num_batches
     }
 
+    /// How long this rank has waited for data since the beginning: for rank 0, or while that loaded.
+    pub fn waited(&self) -> Duration {
+        self.waited.get()
+    }
+
     /// This rank's batches of `epoch`. Each comes with two collectives, so all ranks must go on to the next
     /// together.
     ///
@@ -89,14 +97,16 @@ impl ScatterLoader {
     pub fn epoch(&self, epoch: u64) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
         let epochs = self.loaders.iter().map(|loader| loader.epoch(epoch));
         let mut epochs = epochs.collect::<Result<Vec<_>>>()?;
-        let (group, share) = (self.group.clone(), self.share.clone());
+        let (group, share, waited) = (self.group.clone(), self.share.clone(), self.waited.clone());
         Ok((0..share.num_batches).map(move |number| {
+            let began = Instant::now();
             let batches = epochs.iter_mut().filter_map(Iterator::next);
             let batches = batches.map(|batch| batch.map(|batch| (batch.inputs, batch.targets)));
             let (inputs, targets): (Vec<_>, Vec<_>) = batches.collect::<Result<_>>()?;
             let len = share.batch_size.min(share.num_samples - number * share.batch_size) as i64;
             let inputs = share.inputs.scatter(len, &inputs, &group)?;
             let targets = share.targets.scatter(len, &targets, &group)?;
+            waited.set(waited.get() + began.elapsed());
             Ok(Batch { inputs, targets, len })
         }))
     }
@@ -165,6 +175,14 @@ impl Loader {
         match self {
             Loader::Own(loader) => loader.num_batches(),
             Loader::Scattered(loader) => loader.num_batches(),
+        }
+    }
+
+    /// How long this rank has waited for data since the beginning.
+    pub fn waited(&self) -> Duration {
+        match self {
+            Loader::Own(loader) => loader.waited(),
+            Loader::Scattered(loader) => loader.waited(),
         }
     }
 

@@ -82,6 +82,8 @@ pub struct End {
     pub bytes_sent_by_rank: Vec<u64>,
     /// How many each has received.
     pub bytes_received_by_rank: Vec<u64>,
+    /// How long each rank has waited for data: for workers, or while it gathered samples itself.
+    pub data_wait_seconds_by_rank: Vec<f64>,
     /// The most memory that the process took, of all ranks together; not known on every system.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory_bytes: Option<u64>,
