@@ -5,7 +5,9 @@
 mod events;
 mod memory;
 mod printer;
+mod tensorboard;
 
 pub use events::{End, Epoch, Event, Failure, Start};
 pub use memory::peak_memory;
 pub use printer::{LogFormat, Printer};
+pub use tensorboard::TensorBoard;

@@ -1,0 +1,81 @@
+//! The parts of TensorFlow's protocol buffers that TensorBoard's files are made of: event.proto and summary.proto.
+
+use prost::{Message, Oneof};
+
+/// One record of a file.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Event {
+    /// Seconds since 1970.
+    #[prost(double, tag = "1")]
+    pub wall_time: f64,
+    #[prost(int64, tag = "2")]
+    pub step: i64,
+    #[prost(oneof = "What", tags = "3, 5")]
+    pub what: Option<What>,
+}
+
+#[derive(Clone, PartialEq, Oneof)]
+pub(super) enum What {
+    /// The first record's: which format follows.
+    #[prost(string, tag = "3")]
+    FileVersion(String),
+    #[prost(message, tag = "5")]
+    Summary(Summary),
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Summary {
+    #[prost(message, repeated, tag = "1")]
+    pub value: Vec<Value>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Value {
+    #[prost(string, tag = "1")]
+    pub tag: String,
+    #[prost(oneof = "Kind", tags = "2, 4, 5")]
+    pub kind: Option<Kind>,
+}
+
+#[derive(Clone, PartialEq, Oneof)]
+pub(super) enum Kind {
+    #[prost(float, tag = "2")]
+    SimpleValue(f32),
+    #[prost(message, tag = "4")]
+    Image(Image),
+    #[prost(message, tag = "5")]
+    Histogram(Histogram),
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Image {
+    #[prost(int32, tag = "1")]
+    pub height: i32,
+    #[prost(int32, tag = "2")]
+    pub width: i32,
+    /// 1: grey.
+    #[prost(int32, tag = "3")]
+    pub colorspace: i32,
+    /// A PNG file.
+    #[prost(bytes = "vec", tag = "4")]
+    pub encoded_image_string: Vec<u8>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Histogram {
+    #[prost(double, tag = "1")]
+    pub min: f64,
+    #[prost(double, tag = "2")]
+    pub max: f64,
+    #[prost(double, tag = "3")]
+    pub num: f64,
+    #[prost(double, tag = "4")]
+    pub sum: f64,
+    #[prost(double, tag = "5")]
+    pub sum_squares: f64,
+    /// Where each bucket ends; it begins where the one before does.
+    #[prost(double, repeated, tag = "6")]
+    pub bucket_limit: Vec<f64>,
+    #[prost(double, repeated, tag = "7")]
+    pub bucket: Vec<f64>,
+}
