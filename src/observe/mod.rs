@@ -5,9 +5,12 @@
 mod events;
 mod memory;
 mod printer;
+mod progress;
+mod recorder;
 mod tensorboard;
 
 pub use events::{End, Epoch, Event, Failure, Start};
 pub use memory::peak_memory;
 pub use printer::{LogFormat, Printer};
+pub use recorder::{Recorder, TrainMetrics, ValidationMetrics};
 pub use tensorboard::TensorBoard;

@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use super::progress::Progress;
 use super::{Epoch, Event};
 
 /// How results are written: `--log-format`.
@@ -26,12 +27,13 @@ pub struct Printer {
     format: LogFormat,
     /// Lines of epochs that not all ranks have ended.
     waiting: Mutex<BTreeMap<u64, Vec<Epoch>>>,
+    progress: Mutex<Option<Progress>>,
 }
 
 impl Printer {
     /// A printer for the process's stdout and stderr.
     pub fn new(format: LogFormat) -> Self {
-        Self { format, waiting: Mutex::default() }
+        Self { format, waiting: Mutex::default(), progress: Mutex::default() }
     }
 
     /// How this printer writes.
@@ -127,6 +129,10 @@ impl Printer {
     /// # Errors
     /// As [`Printer::event`].
     pub fn lines(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+        self.beside_progress(|| Self::write(write))
+    }
+
+    fn write(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
         let mut out = io::BufWriter::new(stdout());
         match write(&mut out).and_then(|()| out.flush()) {
             // Who reads us has seen enough (`| head`): that is no failure.
@@ -141,7 +147,37 @@ impl Printer {
     /// Prints a remark on stderr.
     pub fn note(&self, note: &str) {
         // With stderr gone there is nobody to tell.
-        let _ = writeln!(stderr(), "ddp-mp: {note}");
+        self.beside_progress(|| drop(writeln!(stderr(), "ddp-mp: {note}")));
+    }
+
+    /// On a terminal, shows how far a run of so many steps is, `done` of which have been made, until
+    /// [`end_progress`](Self::end_progress).
+    pub fn start_progress(&self, steps: u64, done: u64) {
+        *self.bar() = Some(Progress::new(steps, done));
+    }
+
+    /// Shows that `step` steps have been made, and how it goes.
+    pub fn progress(&self, step: u64, message: &str) {
+        if let Some(progress) = &*self.bar() {
+            progress.set(step, message);
+        }
+    }
+
+    /// Takes the bar away.
+    pub fn end_progress(&self) {
+        *self.bar() = None;
+    }
+
+    fn bar(&self) -> MutexGuard<'_, Option<Progress>> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Prints where the bar is not.
+    fn beside_progress<T>(&self, print: impl FnOnce() -> T) -> T {
+        match &*self.bar() {
+            Some(progress) => progress.suspend(print),
+            None => print(),
+        }
     }
 
     fn waiting(&self) -> MutexGuard<'_, BTreeMap<u64, Vec<Epoch>>> {
