@@ -13,6 +13,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     build_shim(&libtorch_lib);
     // So that the binary runs from any folder with no environment variable set.
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", libtorch_lib.display());
+    // A dependent's build script reads it as DEP_DDP_MP_LIBTORCH_LIB.
+    println!("cargo:LIBTORCH_LIB={}", libtorch_lib.display());
     link_nccl_name(&libtorch_lib)
 }
 

@@ -83,12 +83,17 @@ pub mod trainer;
 pub use data::{
     Batch, DataLoader, Dataset, DistributedSampler, ScatterLoader, Targets, TensorDataset,
 };
-pub use ddp::{DataParallel, DdpOptions, DistributedDataParallel, parameters_hash};
+pub use ddp::{
+    CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
+    parameters_hash,
+};
 pub use error::{Error, LateRank, Result};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
-pub use models::SyncBatchNorm;
+pub use models::{Dropout, SyncBatchNorm};
 pub use operation::{At, Operation};
 pub use optim::{
-    AdamW, AdamWOptions, FlatBuffer, GradScaler, Optimizer, Schedule, Sgd, SgdOptions,
+    AdamW, AdamWOptions, FlatBuffer, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd,
+    SgdOptions, Unit,
 };
 pub use process_group::{P2POp, ProcessGroup, ReduceOp, Traffic, Work};
+pub use torch::{Autocast, Generator, fork_rng};

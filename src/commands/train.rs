@@ -43,6 +43,9 @@ pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Res
     if let (_, Some(note)) = config.lr_for(placement.devices.len()) {
         printer.note(&note);
     }
+    if let Some(note) = config.idle_in(config.steps(placement.devices.len())) {
+        printer.note(&note);
+    }
     let dataset = data_for(&config)?;
     let spawn = Spawn::at(&placement)
         .timeout(config.timeout)

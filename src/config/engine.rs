@@ -2,8 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Config, Invalid};
+use super::{Config, Invalid, ScheduleKind};
 use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
+use crate::optim::Unit;
 use crate::trainer::Amp;
 
 /// How one model is trained on all ranks: `--strategy`.
@@ -66,6 +67,31 @@ impl Config {
                 Err(Invalid { key, problem: "needs --strategy ddp".into() })
             }
             _ => Ok(()),
+        }
+    }
+
+    /// What was asked for and will not happen in a run of so many steps in all, if anything.
+    pub(crate) fn idle_in(&self, steps: u64) -> Option<String> {
+        if self.comm_hook == CommHookKind::PowerSgd && self.powersgd_start >= steps {
+            return Some(format!(
+                "powersgd begins at step {}, and this run has {steps}: gradients go out as they are; see \
+                 --powersgd-start",
+                self.powersgd_start
+            ));
+        }
+        let (unit, length) = match self.schedule_by {
+            Unit::Epoch => ("epoch", self.max_epochs),
+            Unit::Step => ("step", steps),
+        };
+        let first = self.milestones.first().copied().unwrap_or_default();
+        match self.schedule {
+            ScheduleKind::MultiStep if first >= length => Some(format!(
+                "the first milestone is {unit} {first}, and this run has {length}: the learning rate stays as it is"
+            )),
+            ScheduleKind::Cosine if length == 1 => Some(format!(
+                "a cosine over one {unit} leaves the learning rate as it is; use --schedule-by step, or more epochs"
+            )),
+            _ => None,
         }
     }
 

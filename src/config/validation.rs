@@ -48,7 +48,7 @@ impl Config {
         }
         if self.steps_per_epoch(world_size) == 0 {
             return Err(Error::Input(format!(
-                "drop_last_batch: {world_size} ranks with {samples} samples have no whole batch of {}; use a \
+                "--drop-last-batch: {world_size} ranks with {samples} samples have no whole batch of {}; use a \
                  smaller batch size",
                 self.batch_size
             )));
@@ -57,25 +57,31 @@ impl Config {
         let Some(fault) = self.fault else { return Ok(()) };
         if fault.rank >= world_size {
             return Err(Error::Input(format!(
-                "fault: there is no rank {}; this run has ranks 0 to {}",
+                "--fault: there is no rank {}; this run has ranks 0 to {}",
                 fault.rank,
                 world_size - 1
             )));
         }
         if fault.kind == FaultKind::Stall && world_size == 1 {
             return Err(Error::Input(
-                "fault: nobody would notice that the only rank stalls; use 2 ranks or more".into(),
+                "--fault: nobody would notice that the only rank stalls; use 2 ranks or more"
+                    .into(),
             ));
         }
-        let steps = self.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
+        let steps = self.steps(world_size);
         if fault.at == Stage::Step && fault.step >= steps {
             return Err(Error::Input(format!(
-                "fault: there is no step {}; this run has steps 0 to {}",
+                "--fault: there is no step {}; this run has steps 0 to {}",
                 fault.step,
                 steps - 1
             )));
         }
         Ok(())
+    }
+
+    /// How many steps each of so many ranks makes in all.
+    pub(crate) fn steps(&self, world_size: usize) -> u64 {
+        self.max_epochs.saturating_mul(self.steps_per_epoch(world_size))
     }
 
     /// How many steps each of so many ranks makes in an epoch.
