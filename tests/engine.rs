@@ -661,3 +661,31 @@ fn a_parameter_with_two_names_is_refused_with_both() {
         Ok(())
     });
 }
+
+#[test]
+fn a_static_graph_may_differ_between_ranks_with_overlap() {
+    ranks(2, |rank, group| {
+        for overlap in [true, false] {
+            let vs = VarStore::new(rank.device());
+            let root = vs.root();
+            let [used, sometimes] =
+                ["used", "sometimes"].map(|name| root.var(name, &[2], nn::Init::Const(1.)));
+            let options = DdpOptions {
+                static_graph: true,
+                overlap: Some(overlap),
+                bucket_cap_mb: TINY,
+                first_bucket_mb: TINY,
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            for step in 0..4 {
+                ddp.zero_grad()?;
+                let loss = if rank.rank() == 0 { used.shallow_clone() } else { &used + &sometimes };
+                ddp.backward(&loss.sum(Kind::Float))?;
+                assert_eq!(Vec::<f32>::try_from(used.grad())?, [1.; 2], "step {step}");
+                assert_eq!(Vec::<f32>::try_from(sometimes.grad())?, [0.5; 2], "step {step}");
+            }
+        }
+        Ok(())
+    });
+}

@@ -233,6 +233,8 @@ impl State {
         buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.parameters.len());
         members.iter_mut().for_each(|member| member.ready = false);
         for &index in self.always_unused.iter().flatten() {
+            // Nobody will tell when to, and its bucket may go out at any time from now on.
+            members[index].settle()?;
             members[index].ready = true;
             buckets[members[index].bucket].pending -= 1;
         }
