@@ -689,3 +689,37 @@ fn a_static_graph_may_differ_between_ranks_with_overlap() {
         Ok(())
     });
 }
+
+#[test]
+fn what_a_hook_leaves_for_a_parameter_without_a_gradient_counts_for_nothing() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let init = nn::Init::Const(0.);
+        let [one, other] = ["one", "other"].map(|name| vs.root().var(name, &[8, 8], init));
+        let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        // With what it could not send before it comes a step later.
+        ddp.register_comm_hook(Box::new(PowerSgd::new(PowerSgdOptions {
+            start_iter: 0,
+            ..PowerSgdOptions::default()
+        })));
+        let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+        let eye = Tensor::eye(8, (Kind::Float, Device::Cpu));
+        let mut before = other.detach().copy();
+        for step in 0..4 {
+            ddp.zero_grad()?;
+            let loss = if step < 2 { &one + &other } else { one.shallow_clone() };
+            ddp.backward(&(loss * &eye).sum(Kind::Float))?;
+            assert_eq!(other.grad().defined(), step < 2);
+            if step == 2 {
+                before = other.detach().copy();
+                let alone = one.grad().norm().double_value(&[]);
+                let norm = ddp.clip_grad_norm(1e9)?.double_value(&[]);
+                assert!((norm - alone).abs() < 1e-6, "{norm} {alone}");
+            }
+            optimizer.step(0.1)?;
+        }
+        assert_eq!(other.detach(), before);
+        Ok(())
+    });
+}

@@ -61,6 +61,13 @@ impl Member {
         }
         move_grad(&self.parameter, &self.grad)
     }
+
+    /// Has no gradient, and zeros at its place, whatever a communication hook has left there.
+    pub(super) fn take_gradient_away(&self) -> Result<()> {
+        let zeroed = tch::no_grad(|| self.grad.shallow_clone().f_zero_().map(drop));
+        zeroed.map_err(Error::torch("zero_"))?;
+        set_grad(&self.parameter, &Tensor::new())
+    }
 }
 
 /// All parameters of a model and their gradients.

@@ -16,7 +16,7 @@ use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
-use crate::torch::{self, GradHooks, set_grad};
+use crate::torch::{self, GradHooks};
 
 /// What backward on this rank is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -333,10 +333,7 @@ impl State {
         }
         self.layout.members.iter_mut().for_each(|member| member.used = false);
         self.rebuild_buckets(options)?;
-        for &index in &self.undefined {
-            set_grad(&self.layout.members[index].parameter, &Tensor::new())?;
-        }
-        Ok(())
+        self.undefined.iter().try_for_each(|&index| self.layout.members[index].take_gradient_away())
     }
 
     /// Every parameter must have had a gradient on this rank.
