@@ -723,3 +723,26 @@ fn what_a_hook_leaves_for_a_parameter_without_a_gradient_counts_for_nothing() {
         Ok(())
     });
 }
+
+#[test]
+fn sparse_gradients_become_dense() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let config = nn::EmbeddingConfig { sparse: true, ..Default::default() };
+        let table = nn::embedding(vs.root(), 4, 2, config);
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        for _ in 0..2 {
+            ddp.zero_grad()?;
+            for _ in 0..2 {
+                let index = Tensor::from_slice(&[rank.rank() as i64, 3]);
+                let _no_sync = ddp.no_sync();
+                ddp.backward(&table.forward(&index).sum(Kind::Float))?;
+            }
+            let index = Tensor::from_slice(&[rank.rank() as i64, 3]);
+            ddp.backward(&table.forward(&index).sum(Kind::Float))?;
+            let rows = table.ws.grad().sum_dim_intlist([1i64].as_slice(), false, Kind::Float);
+            assert_eq!(Vec::<f32>::try_from(rows)?, [3., 3., 0., 6.]);
+        }
+        Ok(())
+    });
+}

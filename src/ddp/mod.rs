@@ -132,7 +132,7 @@ impl Drop for NoSync {
 ///
 /// 1. At construction it compares the models of all ranks, copies rank 0's parameters and buffers to
 ///    all, and moves the parameters into flat buffers ("buckets"), each with a twin for its gradients:
-///    every parameter and its `grad` are views, so backward writes straight into the buckets.
+///    every parameter is a view, and so is its `grad`, which moves there as soon as backward has it.
 /// 2. [`forward`](Self::forward) is the model's own.
 /// 3. [`backward`](Self::backward) runs autograd. Hooks tell when a gradient is complete; a bucket whose
 ///    gradients all are is summed over the ranks, divided by their number: the mean over the ranks of each

@@ -172,7 +172,7 @@ char* ddp_set_grad_hook(at::Tensor* parameter, OnGrad call, void* context, size_
 
 // Whether copying one to the other is over before libtorch has begun to.
 static bool small_and_alike(const at::Tensor& from, const at::Tensor& to) {
-  return from.is_cpu() && to.is_cpu() && from.nbytes() <= (64 << 10) &&
+  return from.layout() == at::kStrided && from.is_cpu() && to.is_cpu() && from.nbytes() <= (64 << 10) &&
          from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() &&
          from.is_contiguous() && to.is_contiguous() && !from.is_conj() && !from.is_neg();
 }
@@ -188,7 +188,8 @@ char* ddp_move_grad(at::Tensor* parameter, at::Tensor* place) {
     } else if (small_and_alike(grad, *place)) {
       memcpy(place->data_ptr(), grad.const_data_ptr(), grad.nbytes());
     } else {
-      place->copy_(grad);
+      // An embedding's may be sparse, which can be added to a bucket, but not copied there.
+      place->copy_(grad.layout() == at::kStrided ? grad : grad.to_dense());
     }
     grad = *place;
   });
