@@ -746,3 +746,17 @@ fn sparse_gradients_become_dense() {
         Ok(())
     });
 }
+
+#[test]
+fn without_gradients_the_norm_is_zero() {
+    ranks(1, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[4], nn::Init::Const(1.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        ddp.backward(&weight.sum(Kind::Float))?;
+        assert_eq!(ddp.clip_grad_norm(9.)?.double_value(&[]), 2.);
+        ddp.zero_grad()?;
+        assert_eq!(ddp.clip_grad_norm(9.)?.double_value(&[]), 0.);
+        Ok(())
+    });
+}

@@ -1,6 +1,6 @@
 //! Gradients that are not longer than a limit.
 
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use super::{FlatBuffer, Place};
 use crate::error::{Error, Result};
@@ -11,11 +11,15 @@ use crate::torch::{TensorList, scale_all, total_norm};
 ///
 /// Follows `torch.nn.utils.clip_grad_norm_`. The norm is that of the parameters' norms in the order of
 /// their creation, so it does not depend on how they lie in buckets, and on a CPU it is PyTorch's to the
-/// bit. Nothing waits for the device.
+/// bit; 0 where there are no gradients. Nothing waits for the device.
 ///
 /// # Errors
 /// [`Error::Torch`].
 pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
+    if !buffers.iter().any(|buffer| buffer.places.have_gradients()) {
+        let device = buffers.first().map_or(Device::Cpu, |buffer| buffer.gradients.device());
+        return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).map_err(Error::torch("zeros"));
+    }
     let layout: Vec<_> = buffers.iter().map(|buffer| buffer.places.get()).collect();
     let mut places: Vec<(&Place, &Tensor)> = buffers
         .iter()
