@@ -250,6 +250,30 @@ fn a_scaler_is_used_in_its_order() {
 }
 
 #[test]
+fn gradients_of_an_earlier_step_are_not_looked_at() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[2], nn::Init::Const(1.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), DdpOptions::default())?;
+        let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+        let options = GradScalerOptions::default();
+        let mut scaler = GradScaler::new(ddp.flat_buffers(), group, options)?;
+        ddp.backward(&scaler.scale(&(&weight * f64::INFINITY).sum(Kind::Float))?)?;
+        assert!(!scaler.step(&mut optimizer, 0.1)?);
+        scaler.update()?;
+        ddp.zero_grad()?;
+        let error = scaler.step(&mut optimizer, 0.1).unwrap_err().to_string();
+        assert!(
+            error.contains("there has been no backward since gradients were zeroed"),
+            "{error}"
+        );
+        ddp.backward(&scaler.scale(&weight.sum(Kind::Float))?)?;
+        assert!(scaler.step(&mut optimizer, 0.1)?);
+        Ok(())
+    });
+}
+
+#[test]
 fn a_scaler_that_is_not_enabled_only_steps() {
     let options = GradScalerOptions { enabled: false, ..GradScalerOptions::default() };
     with_scaler(options, |scaler, optimizer, vs| {

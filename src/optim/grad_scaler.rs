@@ -5,7 +5,7 @@ use std::rc::Rc;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::{FlatBuffer, Optimizer};
+use super::{FlatBuffer, Optimizer, Places};
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 use crate::torch::{TensorList, amp_unscale};
@@ -100,6 +100,8 @@ pub struct GradScaler {
     group: Rc<ProcessGroup>,
     /// A list for each buffer: the kernel takes one kind.
     gradients: Vec<TensorList>,
+    /// Which say whether there are any.
+    places: Vec<Places>,
     /// On the host, in the precision of PyTorch's, which keeps it on the device and yet reads `found_inf` on
     /// the host before each step. Here that read decides all: no optimizer need know of skipped steps, and
     /// momentum and step counts are right by themselves.
@@ -151,6 +153,7 @@ impl GradScaler {
             Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).map_err(Error::torch("zeros"))
         };
         let (found_inf, inv_scale) = (number()?, number()?);
+        let places = buffers.iter().map(|buffer| buffer.places.clone()).collect();
         let gradients = buffers
             .into_iter()
             .map(|buffer| TensorList::new(&[buffer.gradients]))
@@ -160,6 +163,7 @@ impl GradScaler {
             options,
             group,
             gradients,
+            places,
             scale,
             growth_tracker: 0,
             stage,
@@ -189,13 +193,17 @@ impl GradScaler {
     /// Doesn't wait for the device.
     ///
     /// # Errors
-    /// [`Error::Input`] when that has been done since the last [`update`](Self::update); [`Error::Torch`].
+    /// [`Error::Input`] when that has been done since the last [`update`](Self::update), or when gradients have
+    /// been zeroed and there was no backward since; [`Error::Torch`].
     pub fn unscale_(&mut self) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
         }
         if self.stage != Stage::Scaled {
             return out_of_turn("unscale_ has been called since the last update");
+        }
+        if !self.places.iter().any(Places::have_gradients) {
+            return out_of_turn("there has been no backward since gradients were zeroed");
         }
         // In float64, as PyTorch does.
         let inverse = f64::from(self.scale).recip();
