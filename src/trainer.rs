@@ -67,6 +67,13 @@ impl Amp {
     /// The scaler for the gradients of `ddp`: enabled for float16 only, as bfloat16 has the range of float32.
     pub(crate) fn grad_scaler<M>(self, ddp: &Strategy<M>) -> Result<GradScaler> {
         let enabled = self == Amp::Fp16;
+        if enabled && matches!(ddp, Strategy::Dp(_)) {
+            return Err(Error::Input(
+                "fp16 needs DistributedDataParallel: with DataParallel rank 0 alone would know which steps to \
+                 skip, and by what losses are scaled"
+                    .into(),
+            ));
+        }
         let options = GradScalerOptions { enabled, ..GradScalerOptions::default() };
         GradScaler::new(ddp.flat_buffers().unwrap_or_default(), ddp.group().clone(), options)
     }
@@ -161,7 +168,8 @@ impl<M: ModuleT> Trainer<M> {
     /// it skips counts as a step, also for the schedule.
     ///
     /// # Errors
-    /// Those of [`GradScaler::new`].
+    /// Those of [`GradScaler::new`]; [`Error::Input`] for float16 with
+    /// [`DataParallel`](crate::DataParallel).
     pub fn amp(self, amp: Amp) -> Result<Self> {
         Ok(Self { amp, scaler: amp.grad_scaler(&self.ddp)?, ..self })
     }

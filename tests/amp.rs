@@ -8,8 +8,10 @@ use ddp_mp::ddp::{CommHook, Compress};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{GradScaler, GradScalerOptions};
 use ddp_mp::torch::{Autocast, backward};
+use ddp_mp::trainer::{Amp, Loss, Trainer};
 use ddp_mp::{
-    AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Error, Optimizer, Sgd, SgdOptions,
+    AdamW, AdamWOptions, DataLoader, DataParallel, Dataset, DdpOptions, DistributedDataParallel,
+    DistributedSampler, Error, Optimizer, Schedule, Sgd, SgdOptions, Targets,
 };
 use serde_json::{Value, json};
 use tch::nn::{self, Module, VarStore};
@@ -416,4 +418,24 @@ fn a_run_whose_gradients_are_never_finite_fails_and_says_why() {
     assert_eq!((code, &stdout[..]), (Some(1), "GPU_Count: 0\n"));
     assert!(stderr.contains("the gradients are not finite with a loss scale of"), "{stderr}");
     assert!(stderr.contains("use a smaller --lr, --max-grad-norm, or --amp bf16"), "{stderr}");
+}
+
+#[test]
+fn float16_with_data_parallel_is_refused() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let layer = nn::linear(vs.root(), 3, 1, nn::LinearConfig::default());
+        let dp = DataParallel::new(layer, &vs, group)?;
+        let dataset = Dataset::random(8, 3, Targets::Values(1), 0)?;
+        let sampler = DistributedSampler::new(8, 2, rank.rank())?;
+        let loader = DataLoader::new(&dataset, sampler, 2, rank.device())?;
+        let sgd = |buffers| Sgd::new(buffers, SgdOptions::default());
+        let sgd = dp.flat_buffers().map(sgd).transpose()?;
+        let optimizer = sgd.map(|sgd| Box::new(sgd) as Box<dyn Optimizer>);
+        let trainer = Trainer::new(dp, optimizer, Schedule::constant(0.1), loader, Loss::Mse)?;
+        // The ranks would scale their losses by different numbers after the first step that is skipped.
+        let error = trainer.amp(Amp::Fp16).map(drop).unwrap_err().to_string();
+        assert!(error.contains("fp16 needs DistributedDataParallel"), "{error}");
+        Ok(())
+    });
 }
