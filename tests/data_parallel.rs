@@ -299,3 +299,19 @@ fn one_rank_has_nobody_to_send_to() {
     assert_eq!(code, Some(0), "{stderr}");
     assert!(!stderr.contains("through rank 0"), "{stderr}");
 }
+
+#[test]
+fn without_zero_grad_gradients_add_up_as_ddp_s_do() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[2], nn::Init::Const(1.));
+        let mut dp = DataParallel::new((), &vs, group)?;
+        for _ in 0..3 {
+            dp.backward(&(&weight * (rank.rank() as f64 + 1.)).sum(Kind::Float))?;
+        }
+        if rank.rank() == 0 {
+            assert_eq!(Vec::<f32>::try_from(weight.grad())?, [4.5; 2]);
+        }
+        Ok(())
+    });
+}

@@ -44,6 +44,10 @@ pub struct DataParallel<M> {
     layout: Layout,
     /// On rank 0, of each flat buffer: the gradients of all ranks. The first are rank 0's own, in their place.
     gathered: Vec<Vec<Tensor>>,
+    /// Whether gradients have been gathered since they were zeroed.
+    has_gathered: bool,
+    /// On rank 0, of each flat buffer: what had been gathered before gradients that are still to be.
+    before: Vec<Tensor>,
     tensors: Vec<NamedTensor>,
     /// How many [`NoSync`] live.
     no_sync: Rc<Cell<u32>>,
@@ -84,8 +88,9 @@ impl<M> DataParallel<M> {
         } else {
             Vec::new()
         };
-        let (no_sync, times) = Default::default();
-        let dp = Self { module, group, layout, gathered, tensors, no_sync, times };
+        let (has_gathered, before, no_sync, times) = Default::default();
+        let dp =
+            Self { module, group, layout, gathered, has_gathered, before, tensors, no_sync, times };
         dp.replicate()?;
         Ok(dp)
     }
@@ -147,17 +152,23 @@ impl<M> DataParallel<M> {
     /// # Errors
     /// [`Error::Torch`].
     pub fn zero_grad(&mut self) -> Result<()> {
+        self.has_gathered = false;
+        self.before.clear();
         self.layout.zero_grad()
     }
 
     /// Computes the gradients of `loss`, and leaves the mean of all ranks' on rank 0; each other rank keeps its
-    /// own. A collective. A parameter that the loss does not depend on contributes zeros.
+    /// own. A collective. A parameter that the loss does not depend on contributes zeros. Gradients add up until
+    /// [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
     /// [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been replaced, and those of
     /// [`ProcessGroup::gather`].
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         let began = Instant::now();
+        if self.has_gathered {
+            self.set_aside()?;
+        }
         backward(loss)?;
         self.layout.settle()?;
         if self.no_sync.get() == 0 {
@@ -168,6 +179,17 @@ impl<M> DataParallel<M> {
             self.times.count += 1;
         }
         Ok(())
+    }
+
+    /// Begins anew with gradients, but for what rank 0 has gathered: that is of all ranks already.
+    fn set_aside(&mut self) -> Result<()> {
+        if self.group.rank() == 0 {
+            let copies = self.layout.flats.iter().map(|flat| flat.gradients.f_detach_copy());
+            let copies = copies.collect::<Result<_, _>>();
+            self.before = copies.map_err(Error::torch("keeping the gradients"))?;
+        }
+        self.has_gathered = false;
+        self.layout.zero_grad()
     }
 
     /// Gathers the gradients on rank 0, and makes rank 0's their mean.
@@ -182,10 +204,14 @@ impl<M> DataParallel<M> {
                 let _ = mean.f_mul_scalar_(share)?;
                 others
                     .iter_mut()
-                    .try_for_each(|one| mean.f_add_(&one.f_mul_scalar_(share)?).map(drop))
+                    .try_for_each(|one| mean.f_add_(&one.f_mul_scalar_(share)?).map(drop))?;
+                let before = self.before.get(index);
+                before.map_or(Ok(()), |before| mean.f_add_(before).map(drop))
             };
             average().map_err(Error::torch("averaging the gradients"))?;
         }
+        self.before.clear();
+        self.has_gathered = true;
         Ok(())
     }
 
