@@ -760,3 +760,28 @@ fn without_gradients_the_norm_is_zero() {
         Ok(())
     });
 }
+
+#[test]
+fn a_gradient_that_stays_on_its_rank_is_stepped_whatever_was_unused_before() {
+    ranks(2, |rank, group| {
+        let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
+        for options in [SgdOptions::default(), momentum] {
+            let vs = VarStore::new(rank.device());
+            let init = nn::Init::Const(0.);
+            let [one, other] = ["one", "other"].map(|name| vs.root().var(name, &[2], init));
+            let find = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), find)?;
+            let mut optimizer = Sgd::new(ddp.flat_buffers(), options)?;
+            ddp.backward(&one.sum(Kind::Float))?;
+            optimizer.step(1.)?;
+            assert_eq!(other.double_value(&[0]), 0.);
+            ddp.zero_grad()?;
+            let no_sync = ddp.no_sync();
+            ddp.backward(&(&other * (rank.rank() as i64 + 1)).sum(Kind::Float))?;
+            drop(no_sync);
+            optimizer.step(1.)?;
+            assert_eq!(other.double_value(&[0]), -(rank.rank() as f64 + 1.));
+        }
+        Ok(())
+    });
+}

@@ -189,6 +189,8 @@ impl Reducer {
             finished?;
             state.times.total += began.elapsed();
             state.times.count += 1;
+        } else {
+            state.note_used();
         }
         Ok(())
     }
@@ -334,6 +336,13 @@ impl State {
         self.layout.members.iter_mut().for_each(|member| member.used = false);
         self.rebuild_buckets(options)?;
         self.undefined.iter().try_for_each(|&index| self.layout.members[index].take_gradient_away())
+    }
+
+    /// Who has a gradient that stays here has one for an optimizer, too, whatever all ranks last agreed on.
+    fn note_used(&mut self) {
+        let Layout { flats, members, .. } = &self.layout;
+        self.undefined.retain(|&index| !members[index].used);
+        flats.iter().for_each(|flat| flat.places.set_unused(&self.undefined));
     }
 
     /// Every parameter must have had a gradient on this rank.
