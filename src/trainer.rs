@@ -119,7 +119,8 @@ impl<M: ModuleT> Trainer<M> {
     /// `optimizer` is none where [`Strategy::flat_buffers`] gives it nothing to step.
     ///
     /// # Errors
-    /// [`Error::Torch`] when the device has no room.
+    /// [`Error::Input`] when a rank has no optimizer that must step, or the reverse; [`Error::Torch`] when the
+    /// device has no room.
     pub fn new(
         ddp: impl Into<Strategy<M>>,
         optimizer: impl Into<Option<Box<dyn Optimizer>>>,
@@ -128,6 +129,14 @@ impl<M: ModuleT> Trainer<M> {
         loss: Loss,
     ) -> Result<Self> {
         let (ddp, optimizer, loader) = (ddp.into(), optimizer.into(), loader.into());
+        if optimizer.is_some() != ddp.flat_buffers().is_some() {
+            let rank = ddp.group().rank();
+            let has = if optimizer.is_some() { "an optimizer" } else { "no optimizer" };
+            return Err(Error::Input(format!(
+                "rank {rank} has {has}: with DistributedDataParallel every rank needs one, with DataParallel \
+                 rank 0 alone"
+            )));
+        }
         let loss_sum = LossSum::new(ddp.group().device())?;
         let max_grad_norm = None;
         let accumulate = 1;

@@ -4,9 +4,11 @@ use std::fs;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use ddp_mp::ddp::Strategy;
+use ddp_mp::trainer::{Loss, Trainer};
 use ddp_mp::{
     DataLoader, DataParallel, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
-    ProcessGroup, Rank, ScatterLoader, Sgd, SgdOptions, Targets, TensorDataset,
+    ProcessGroup, Rank, ScatterLoader, Schedule, Sgd, SgdOptions, Targets, TensorDataset,
 };
 use serde_json::Value;
 use tch::nn::{self, Module, VarStore};
@@ -311,6 +313,38 @@ fn without_zero_grad_gradients_add_up_as_ddp_s_do() {
         }
         if rank.rank() == 0 {
             assert_eq!(Vec::<f32>::try_from(weight.grad())?, [4.5; 2]);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn who_steps_needs_an_optimizer_and_nobody_else() {
+    ranks(2, |rank, group| {
+        for (dp, given) in [(false, 0), (true, 1)] {
+            let vs = VarStore::new(rank.device());
+            let model = linear(&vs, rank.world_size());
+            let vs_of_sgd = VarStore::new(rank.device());
+            let _ = linear(&vs_of_sgd, rank.world_size());
+            let own =
+                DistributedDataParallel::new((), &vs_of_sgd, group.clone(), DdpOptions::default())?;
+            let sgd = Sgd::new(own.flat_buffers(), SgdOptions::default())?;
+            let optimizer = (rank.rank() == given).then(|| Box::new(sgd) as Box<dyn Optimizer>);
+            let strategy: Strategy<_> = if dp {
+                DataParallel::new(model, &vs, group.clone())?.into()
+            } else {
+                DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?
+                    .into()
+            };
+            let loader = own_loader(rank, rank.rank());
+            let made =
+                Trainer::new(strategy, optimizer, Schedule::constant(0.1), loader, Loss::Mse);
+            let refused = made.map(drop).err().map(|error| error.to_string());
+            let has =
+                if dp && rank.rank() == 1 { "rank 1 has an optimizer" } else { "has no optimizer" };
+            let is_right = !dp && rank.rank() == 0;
+            assert_eq!(refused.is_none(), is_right, "{refused:?}");
+            assert!(is_right || refused.unwrap().contains(has));
         }
         Ok(())
     });
