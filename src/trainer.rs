@@ -11,7 +11,7 @@ use crate::data::{Batch, Loader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::observe::Epoch;
-use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
+use crate::optim::{GradScaler, GradScalerOptions, Gradients, Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, ReduceOp, rank_label};
 use crate::torch::{Autocast, Generator, add_scaled};
 
@@ -321,6 +321,7 @@ impl<M: ModuleT> Trainer<M> {
             if let Some(optimizer) = &mut self.optimizer {
                 for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
                     let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
+                    buffer.places.set_gradients(Gradients::Averaged); // zeros are, too
                 }
                 self.scaler.unscale_()?;
                 if let Some(max_norm) = self.max_grad_norm {

@@ -1,7 +1,7 @@
 //! Mixed precision: autocast on several threads, and steps that all ranks skip.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 use ddp_mp::ddp::{CommHook, Compress};
@@ -10,8 +10,8 @@ use ddp_mp::optim::{GradScaler, GradScalerOptions};
 use ddp_mp::torch::{Autocast, backward};
 use ddp_mp::trainer::{Amp, Loss, Trainer};
 use ddp_mp::{
-    AdamW, AdamWOptions, DataLoader, DataParallel, Dataset, DdpOptions, DistributedDataParallel,
-    DistributedSampler, Error, Optimizer, Schedule, Sgd, SgdOptions, Targets,
+    AdamW, AdamWOptions, DataLoader, DataParallel, DdpOptions, DistributedDataParallel,
+    DistributedSampler, Error, Optimizer, Schedule, Sgd, SgdOptions, Targets, TensorDataset,
 };
 use serde_json::{Value, json};
 use tch::nn::{self, Module, VarStore};
@@ -426,9 +426,9 @@ fn float16_with_data_parallel_is_refused() {
         let vs = VarStore::new(rank.device());
         let layer = nn::linear(vs.root(), 3, 1, nn::LinearConfig::default());
         let dp = DataParallel::new(layer, &vs, group)?;
-        let dataset = Dataset::random(8, 3, Targets::Values(1), 0)?;
+        let dataset = Arc::new(TensorDataset::random(8, 3, Targets::Values(1), 0)?);
         let sampler = DistributedSampler::new(8, 2, rank.rank())?;
-        let loader = DataLoader::new(&dataset, sampler, 2, rank.device())?;
+        let loader = DataLoader::new(dataset, sampler, 2, rank.device())?;
         let sgd = |buffers| Sgd::new(buffers, SgdOptions::default());
         let sgd = dp.flat_buffers().map(sgd).transpose()?;
         let optimizer = sgd.map(|sgd| Box::new(sgd) as Box<dyn Optimizer>);

@@ -4,8 +4,10 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use ddp_mp::ddp::{CommHook, Compress, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn};
-use ddp_mp::{DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Sgd};
-use ddp_mp::{Optimizer, SgdOptions};
+use ddp_mp::{
+    AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank,
+    ReduceOp, Sgd, SgdOptions,
+};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -762,26 +764,26 @@ fn without_gradients_the_norm_is_zero() {
 }
 
 #[test]
-fn a_gradient_that_stays_on_its_rank_is_stepped_whatever_was_unused_before() {
+fn a_step_by_gradients_that_were_not_averaged_is_refused() {
     ranks(2, |rank, group| {
-        let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
-        for options in [SgdOptions::default(), momentum] {
-            let vs = VarStore::new(rank.device());
-            let init = nn::Init::Const(0.);
-            let [one, other] = ["one", "other"].map(|name| vs.root().var(name, &[2], init));
-            let find = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
-            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), find)?;
-            let mut optimizer = Sgd::new(ddp.flat_buffers(), options)?;
-            ddp.backward(&one.sum(Kind::Float))?;
-            optimizer.step(1.)?;
-            assert_eq!(other.double_value(&[0]), 0.);
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[2], nn::Init::Const(0.));
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let mut sgd = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+        let mut adamw = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
+        let optimizers: [&mut dyn Optimizer; 2] = [&mut sgd, &mut adamw];
+        for optimizer in optimizers {
             ddp.zero_grad()?;
             let no_sync = ddp.no_sync();
-            ddp.backward(&(&other * (rank.rank() as i64 + 1)).sum(Kind::Float))?;
+            ddp.backward(&weight.sum(Kind::Float))?;
             drop(no_sync);
-            optimizer.step(1.)?;
-            assert_eq!(other.double_value(&[0]), -(rank.rank() as f64 + 1.));
+            let error = optimizer.step(1.).unwrap_err().to_string();
+            assert!(error.contains("must be outside of no_sync"), "{error}");
+            assert_eq!(weight.double_value(&[0]), 0.);
         }
+        ddp.backward(&weight.sum(Kind::Float))?; // both, averaged
+        sgd.step(1.)?;
+        assert_eq!(weight.double_value(&[0]), -2.);
         Ok(())
     });
 }

@@ -13,7 +13,7 @@ use super::parameters::{self, NamedTensor, named_tensors};
 use super::reducer::Times;
 use super::{DdpOptions, DdpStatistics, NoSync};
 use crate::error::{Error, Result};
-use crate::optim::{FlatBuffer, clip_grad_norm};
+use crate::optim::{FlatBuffer, Gradients, clip_grad_norm};
 use crate::process_group::{ProcessGroup, num_bytes};
 use crate::torch::backward;
 
@@ -174,6 +174,7 @@ impl<M> DataParallel<M> {
         if self.no_sync.get() == 0 {
             let computed = Instant::now();
             tch::no_grad(|| self.gather())?;
+            self.layout.set_gradients(Gradients::Averaged);
             self.times.communication += computed.elapsed();
             self.times.total += began.elapsed();
             self.times.count += 1;

@@ -8,7 +8,7 @@ use super::bucket::{self, Size};
 use super::parameters::NamedTensor;
 use super::{DdpOptions, elements_per_line, mib};
 use crate::error::{Error, Result};
-use crate::optim::{Place, Places};
+use crate::optim::{Gradients, Place, Places};
 use crate::process_group::num_bytes;
 use crate::torch::{move_grad, set_grad};
 
@@ -101,15 +101,20 @@ impl Layout {
     /// Takes all gradients away: the first that backward computes is copied to its place, which is less work
     /// than to fill that with zeros and add.
     pub(super) fn zero_grad(&self) -> Result<()> {
-        self.flats.iter().for_each(|flat| flat.places.set_have_gradients(false));
+        self.set_gradients(Gradients::Old);
         let none = Tensor::new();
         self.members.iter().try_for_each(|member| set_grad(&member.parameter, &none))
     }
 
     /// Has all gradients at their places when backward is through: zeros where there are none.
     pub(super) fn settle(&self) -> Result<()> {
-        self.flats.iter().for_each(|flat| flat.places.set_have_gradients(true));
+        self.set_gradients(Gradients::Local);
         self.members.iter().try_for_each(Member::settle)
+    }
+
+    /// Says what the gradients are.
+    pub(super) fn set_gradients(&self, gradients: Gradients) {
+        self.flats.iter().for_each(|flat| flat.places.set_gradients(gradients));
     }
 
     /// Last parameter first: backward computes the gradients roughly in that order.
@@ -146,7 +151,7 @@ impl Layout {
             let flat = |(kind, device, total)| -> Result<Flat, TchError> {
                 let zeros = || Tensor::f_zeros([total as i64], (kind, device));
                 let places = Places::default();
-                places.set_have_gradients(false);
+                places.set_gradients(Gradients::Old);
                 Ok(Flat { parameters: zeros()?, gradients: zeros()?, places })
             };
             let flats = totals.into_iter().map(flat).collect::<Result<_, _>>();

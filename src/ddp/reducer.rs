@@ -15,6 +15,7 @@ use super::join::{JoinOptions, count_active};
 use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
+use crate::optim::Gradients;
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
 use crate::torch::{self, GradHooks};
 
@@ -170,9 +171,9 @@ impl Reducer {
         let overlap = self.options.overlap.unwrap_or(overlaps);
         let active = self.state.borrow_mut().begin(sync, overlap)?;
         let backward = torch::backward(loss);
+        let mode = std::mem::replace(&mut self.state.borrow_mut().mode, Mode::Outside);
         self.hooks.resume_panic();
         let mut state = self.state.borrow_mut();
-        let mode = std::mem::replace(&mut state.mode, Mode::Outside);
         // What went wrong in a hook comes first: it is why backward was of no use, if it was.
         if let Some(error) = state.error.take() {
             return Err(error);
@@ -189,8 +190,6 @@ impl Reducer {
             finished?;
             state.times.total += began.elapsed();
             state.times.count += 1;
-        } else {
-            state.note_used();
         }
         Ok(())
     }
@@ -218,14 +217,14 @@ impl State {
     /// Returns the number of ranks to divide by, if it is not that of all.
     fn begin(&mut self, sync: bool, overlap: bool) -> Result<Option<usize>> {
         self.reset()?;
+        let joining = self.joining.filter(|_| sync);
+        let active = joining.map(|join| count_active(&self.group, true, join)).transpose()?;
         self.mode = match sync {
             false => Mode::Local,
             true if overlap => Mode::Overlap,
             true => Mode::AfterBackward,
         };
-        let Some(join) = self.joining.filter(|_| sync) else { return Ok(None) };
-        let active = count_active(&self.group, true, join)?;
-        Ok((!join.divide_by_initial_world_size).then_some(active))
+        Ok(active.filter(|_| joining.is_some_and(|join| !join.divide_by_initial_world_size)))
     }
 
     fn reset(&mut self) -> Result<()> {
@@ -335,14 +334,8 @@ impl State {
         }
         self.layout.members.iter_mut().for_each(|member| member.used = false);
         self.rebuild_buckets(options)?;
+        self.layout.set_gradients(Gradients::Averaged);
         self.undefined.iter().try_for_each(|&index| self.layout.members[index].take_gradient_away())
-    }
-
-    /// Who has a gradient that stays here has one for an optimizer, too, whatever all ranks last agreed on.
-    fn note_used(&mut self) {
-        let Layout { flats, members, .. } = &self.layout;
-        self.undefined.retain(|&index| !members[index].used);
-        flats.iter().for_each(|flat| flat.places.set_unused(&self.undefined));
     }
 
     /// Every parameter must have had a gradient on this rank.

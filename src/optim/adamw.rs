@@ -65,7 +65,7 @@ impl AdamW {
 
 impl Optimizer for AdamW {
     fn step(&mut self, lr: f64) -> Result<()> {
-        if !self.flat.have_gradients() {
+        if !self.flat.have_gradients()? {
             return Ok(());
         }
         if self.flat.follow()? {

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{FlatBuffer, Place};
+use super::{FlatBuffer, Gradients, Place};
 use crate::error::{Error, Result};
 use crate::torch::{TensorList, scale_all, total_norm};
 
@@ -16,7 +16,7 @@ use crate::torch::{TensorList, scale_all, total_norm};
 /// # Errors
 /// [`Error::Torch`].
 pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
-    if !buffers.iter().any(|buffer| buffer.places.have_gradients()) {
+    if buffers.iter().all(|buffer| buffer.places.gradients() == Gradients::Old) {
         let device = buffers.first().map_or(Device::Cpu, |buffer| buffer.gradients.device());
         return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).map_err(Error::torch("zeros"));
     }

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::{FlatBuffer, ParameterState, Place};
+use super::{FlatBuffer, Gradients, ParameterState, Place};
 use crate::error::{Error, Result};
 use crate::torch::TensorList;
 
@@ -78,9 +78,23 @@ impl Flat {
         Ok(flat)
     }
 
-    /// Whether there is anything to step by.
-    pub(super) fn have_gradients(&self) -> bool {
-        self.buffers.iter().any(|buffer| buffer.places.have_gradients())
+    /// Whether there is anything to step by. Local gradients are refused: stepped by them, ranks would part.
+    pub(super) fn have_gradients(&self) -> Result<bool> {
+        let mut any = false;
+        for buffer in &self.buffers {
+            match buffer.places.gradients() {
+                Gradients::Old => {}
+                Gradients::Averaged => any = true,
+                Gradients::Local => {
+                    return Err(Error::Input(
+                        "a step with gradients that are this rank's alone would make the ranks differ: the last \
+                         backward before it must be outside of no_sync"
+                            .into(),
+                    ));
+                }
+            }
+        }
+        Ok(any)
     }
 
     /// Follows the parameters when they have moved, or have a gradient now where they had none before, or the

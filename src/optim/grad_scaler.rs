@@ -5,7 +5,7 @@ use std::rc::Rc;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::{FlatBuffer, Optimizer, Places};
+use super::{FlatBuffer, Gradients, Optimizer, Places};
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 use crate::torch::{TensorList, amp_unscale};
@@ -202,7 +202,7 @@ impl GradScaler {
         if self.stage != Stage::Scaled {
             return out_of_turn("unscale_ has been called since the last update");
         }
-        if !self.places.iter().any(Places::have_gradients) {
+        if self.places.iter().all(|places| places.gradients() == Gradients::Old) {
             return out_of_turn("there has been no backward since gradients were zeroed");
         }
         // In float64, as PyTorch does.

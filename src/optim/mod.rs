@@ -11,7 +11,7 @@ mod sgd;
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
-pub use places::{FlatBuffer, Place, Places};
+pub use places::{FlatBuffer, Gradients, Place, Places};
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};
 
@@ -28,7 +28,8 @@ pub trait Optimizer: Debug {
     /// the first backward, nothing happens, as in PyTorch. Allocates nothing.
     ///
     /// # Errors
-    /// [`Error::Torch`](crate::Error::Torch).
+    /// [`Error::Input`](crate::Error::Input) when the gradients are not averaged, because the last backward was
+    /// within `no_sync`; [`Error::Torch`](crate::Error::Torch).
     fn step(&mut self, lr: f64) -> Result<()>;
 
     /// A copy of all that the next step depends on besides parameters and gradients, parameter by

@@ -25,11 +25,22 @@ pub struct FlatBuffer {
 #[derive(Debug, Clone)]
 pub struct Places(Rc<RefCell<Arrangement>>);
 
+/// What the gradients in a [`FlatBuffer`] are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gradients {
+    /// Those of an earlier step: they have been zeroed since, and there has been no backward.
+    Old,
+    /// This rank's own: the last backward was within `no_sync`.
+    Local,
+    /// The mean over all ranks.
+    Averaged,
+}
+
 #[derive(Debug)]
 struct Arrangement {
     places: Rc<[Place]>,
     unused: Rc<[usize]>,
-    have_gradients: bool,
+    gradients: Gradients,
 }
 
 impl Default for Places {
@@ -40,8 +51,11 @@ impl Default for Places {
 
 impl From<Vec<Place>> for Places {
     fn from(places: Vec<Place>) -> Self {
-        let arrangement =
-            Arrangement { places: places.into(), unused: Rc::new([]), have_gradients: true };
+        let arrangement = Arrangement {
+            places: places.into(),
+            unused: Rc::new([]),
+            gradients: Gradients::Averaged,
+        };
         Self(Rc::new(RefCell::new(arrangement)))
     }
 }
@@ -58,14 +72,14 @@ impl Places {
         self.0.borrow().unused.clone()
     }
 
-    /// Whether there has been a backward since gradients were zeroed: what is in the buffer before is of an
-    /// earlier step.
-    pub fn have_gradients(&self) -> bool {
-        self.0.borrow().have_gradients
+    /// What the gradients in the buffer are.
+    pub fn gradients(&self) -> Gradients {
+        self.0.borrow().gradients
     }
 
-    pub(crate) fn set_have_gradients(&self, have_gradients: bool) {
-        self.0.borrow_mut().have_gradients = have_gradients;
+    /// Says what the gradients in the buffer are: for whoever fills it by other means than a backward.
+    pub fn set_gradients(&self, gradients: Gradients) {
+        self.0.borrow_mut().gradients = gradients;
     }
 
     /// Whether these very places are still those of now.

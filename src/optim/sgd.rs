@@ -62,7 +62,7 @@ impl Sgd {
 
 impl Optimizer for Sgd {
     fn step(&mut self, lr: f64) -> Result<()> {
-        if !self.flat.have_gradients() {
+        if !self.flat.have_gradients()? {
             return Ok(());
         }
         let SgdOptions { momentum, dampening, nesterov, weight_decay, .. } = self.options;
