@@ -49,7 +49,7 @@
 //! | [`trainer`] | the loop: epochs, batches, steps |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |
 //! | [`optim`] | steps the flat buffers; learning rates; clipping; loss scales |
-//! | [`data`] | which sample goes to which rank |
+//! | [`data`] | which sample goes to which rank; data files |
 //! | [`models`] | models by name |
 //! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads or NCCL |
 //! | [`observe`] | the only place that prints |
@@ -83,6 +83,7 @@ pub mod trainer;
 pub use data::{
     Batch, DataLoader, Dataset, DistributedSampler, ScatterLoader, Targets, TensorDataset,
 };
+pub use data::{DatasetSpec, FileDataset, TargetKind, random_split};
 pub use ddp::{
     CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
     parameters_hash,

@@ -100,13 +100,20 @@ pub(crate) struct TrainFlags {
     #[arg(long, value_name = "X", help_heading = "Optimization")]
     max_grad_norm: Option<f64>,
 
-    /// How many samples the random data set has [default: 4096]
+    /// What to train on: random, digits (handwritten ones, which the program brings along), or a file of your
+    /// own: safetensors:FILE, npy:INPUTS,TARGETS, idx:FOLDER (as MNIST), csv:FILE [default: random]
+    #[arg(long, value_name = "DATA", help_heading = "Data")]
+    dataset: Option<String>,
+    /// How many samples random data has, or how many of a file's are used, from its first on [default: 4096, or
+    /// all]
     #[arg(long, value_name = "N", help_heading = "Data")]
     num_samples: Option<i64>,
-    /// How many numbers each sample has; for a cnn the pixels of a square image [default: 20]
+    /// How many numbers each sample has; for a cnn the pixels of a square image [default: 20, or as
+    /// the file says]
     #[arg(long, value_name = "N", help_heading = "Data")]
     in_features: Option<i64>,
-    /// How many numbers the model predicts; the number of classes for cross-entropy [default: 1]
+    /// How many numbers the model predicts; the number of classes for cross-entropy [default: 1, or
+    /// as the file says]
     #[arg(long, value_name = "N", help_heading = "Data")]
     out_features: Option<i64>,
     /// Don't shuffle the samples

@@ -8,9 +8,7 @@ use tch::Device;
 
 use super::plan;
 use crate::config::{Config, StrategyKind};
-use crate::data::{
-    DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader, Targets, TensorDataset,
-};
+use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::Result;
 use crate::launch::{Placement, Rank, Spawn, SpawnError};
@@ -20,7 +18,7 @@ use crate::optim::{Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, Traffic};
 use crate::torch::Generator;
 use crate::torch::cuda::Cuda;
-use crate::trainer::{Loss, Trainer};
+use crate::trainer::Trainer;
 
 /// What all ranks share.
 struct Job {
@@ -36,6 +34,7 @@ struct Job {
 /// [`Error::Input`](crate::Error::Input) when that can't be done here, and [`SpawnError`] when a rank
 /// failed.
 pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    let (config, dataset) = with_data(config)?;
     let placement = plan(&config, cuda)?;
     if let Some(note) = &placement.note {
         printer.note(note);
@@ -46,7 +45,6 @@ pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Res
     if let Some(note) = config.idle_in(config.steps(placement.devices.len())) {
         printer.note(&note);
     }
-    let dataset = data_for(&config)?;
     let spawn = Spawn::at(&placement)
         .timeout(config.timeout)
         .grace_period(config.grace_period)
@@ -188,16 +186,12 @@ impl Training {
     }
 }
 
-/// The data set that `config` asks for.
-pub(super) fn data_for(config: &Config) -> Result<Arc<dyn Dataset>> {
-    let targets = match config.loss {
-        Loss::Mse => Targets::Values(config.out_features),
-        Loss::CrossEntropy => Targets::Classes(config.out_features),
-    };
+/// The data set that `config` asks for, and the configuration with what follows from it.
+pub(super) fn with_data(config: Config) -> Result<(Config, Arc<dyn Dataset>)> {
     // Threads of libtorch's own that are started here would be idle later: the ranks have their own.
     tch::set_num_threads(1);
-    let (samples, features) = (config.num_samples, config.in_features);
-    Ok(Arc::new(TensorDataset::random(samples, features, targets, data_seed(config.seed))?))
+    let seed = data_seed(config.seed);
+    config.open_dataset(seed)
 }
 
 /// The data must not be the numbers that the model starts from, so it has a seed of its own.

@@ -1,5 +1,6 @@
 //! Everything a run can be told, as plain data: defaults, then a TOML file, then flags.
 
+mod data;
 mod engine;
 mod optimization;
 mod text;
@@ -13,6 +14,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
+use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 use crate::launch::{BackendChoice, Fault, Nproc, Spawn};
 use crate::models::{ModelConfig, ModelKind};
@@ -20,6 +22,7 @@ use crate::observe::LogFormat;
 use crate::optim::Unit;
 use crate::trainer::{Amp, Loss};
 
+use data::SIZES;
 pub use engine::{CommHookKind, StrategyKind};
 pub use optimization::{OptimizerKind, ScheduleKind};
 use validation::Invalid;
@@ -96,15 +99,18 @@ pub struct Config {
     #[serde(alias = "max-grad-norm", skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
 
-    /// How many samples the random data set has.
-    #[serde(alias = "num-samples")]
-    pub num_samples: i64,
-    /// How many numbers each sample has.
-    #[serde(alias = "in-features")]
-    pub in_features: i64,
-    /// How many numbers the model predicts; with cross-entropy, how many classes there are.
-    #[serde(alias = "out-features")]
-    pub out_features: i64,
+    /// What to train on.
+    pub dataset: DatasetSpec,
+    /// How many samples there are; those of a file from its first on. All of a file's, if not given.
+    #[serde(alias = "num-samples", skip_serializing_if = "Option::is_none")]
+    pub num_samples: Option<i64>,
+    /// How many numbers each sample has; as many as in the file, if not given.
+    #[serde(alias = "in-features", skip_serializing_if = "Option::is_none")]
+    pub in_features: Option<i64>,
+    /// How many numbers the model predicts; with cross-entropy, how many classes there are. From the file, if
+    /// not given.
+    #[serde(alias = "out-features", skip_serializing_if = "Option::is_none")]
+    pub out_features: Option<i64>,
     /// Don't shuffle the samples.
     #[serde(alias = "no-shuffle")]
     pub no_shuffle: bool,
@@ -200,9 +206,10 @@ impl Default for Config {
             warmup_steps: 0,
             scale_lr: false,
             max_grad_norm: None,
-            num_samples: 4096,
-            in_features: 20,
-            out_features: 1,
+            dataset: DatasetSpec::Random,
+            num_samples: Some(4096),
+            in_features: Some(20),
+            out_features: Some(1),
             no_shuffle: false,
             drop_last: false,
             drop_last_batch: false,
@@ -247,7 +254,8 @@ impl Config {
         let mut merged = from_file.clone();
         merged.extend(flags.clone());
         let origin = Origin { file: file.map(PathBuf::from), from_file, flags };
-        let config = Config::deserialize(merged).map_err(|error| {
+        let sizes = SIZES.map(|key| merged.contains_key(key));
+        let mut config = Config::deserialize(merged).map_err(|error| {
             let key = origin.flags.keys().find(|key| {
                 let one = Table::from_iter([((*key).clone(), origin.flags[*key].clone())]);
                 Config::deserialize(one).is_err()
@@ -255,6 +263,7 @@ impl Config {
             let flag = key.map_or(String::new(), |key| format!("{}: ", flag_name(key)));
             Error::Input(format!("{flag}{}", error.message()))
         })?;
+        config.leave_sizes_to_the_file(sizes);
         let named =
             |Invalid { key, problem }| Error::Input(format!("{}: {problem}", origin.name(key)));
         config.validate().map_err(named)?;
@@ -268,10 +277,11 @@ impl Config {
 
     /// The model that this asks for.
     pub fn model_config(&self) -> ModelConfig {
+        let default = ModelConfig::default();
         ModelConfig {
             kind: self.model,
-            in_features: self.in_features,
-            out_features: self.out_features,
+            in_features: self.in_features.unwrap_or(default.in_features),
+            out_features: self.out_features.unwrap_or(default.out_features),
             hidden: match self.model {
                 ModelKind::Linear | ModelKind::Mlp => self.hidden.clone(),
                 ModelKind::Cnn => self.channels.clone(),

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::data::SIZES;
 use super::{CommHookKind, Config, text};
 use crate::error::{Error, Result};
 use crate::launch::{FaultKind, Stage};
@@ -39,7 +40,8 @@ impl Config {
     /// # Errors
     /// [`Error::Input`], naming the remedy.
     pub fn validate_for(&self, world_size: usize) -> Result<()> {
-        let samples = self.num_samples as usize;
+        // Not yet known of a file that has not been opened.
+        let Some(samples) = self.num_samples.map(|samples| samples as usize) else { return Ok(()) };
         if world_size > samples {
             return Err(Error::Input(format!(
                 "{world_size} ranks for {samples} samples: some would have nothing to train on; use \
@@ -86,7 +88,7 @@ impl Config {
 
     /// How many steps each of so many ranks makes in an epoch.
     pub(super) fn steps_per_epoch(&self, world_size: usize) -> u64 {
-        let samples = self.num_samples as usize;
+        let samples = self.num_samples.unwrap_or(0) as usize;
         let share =
             if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
         let batches = if self.drop_last_batch {
@@ -114,9 +116,10 @@ impl Config {
             );
             return refuse("num_workers", problem);
         }
-        at_least("num_samples", self.num_samples, 1)?;
-        at_least("in_features", self.in_features, 1)?;
-        at_least("out_features", self.out_features, 1)?;
+        let sizes = [self.num_samples, self.in_features, self.out_features];
+        for (key, size) in SIZES.into_iter().zip(sizes) {
+            at_least(key, size.unwrap_or(1), 1)?;
+        }
         if !(self.bucket_cap_mb > 0.0 && self.bucket_cap_mb.is_finite()) {
             let problem = format!("{} is no size; use a number above 0", self.bucket_cap_mb);
             return refuse("bucket_cap_mb", problem);
@@ -133,7 +136,9 @@ impl Config {
             let problem = format!("{} is no probability; use a number from 0 to 1", self.dropout);
             return refuse("dropout", problem);
         }
-        self.model_config().check().map_err(|(key, problem)| Invalid { key, problem })?;
+        if self.in_features.is_some() {
+            self.model_config().check().map_err(|(key, problem)| Invalid { key, problem })?;
+        }
         if self.timeout.is_zero() {
             return refuse("timeout", NO_TIME.into());
         }
@@ -142,7 +147,7 @@ impl Config {
                            send of them for ever; use --amp bf16";
             return refuse("amp", problem.into());
         }
-        if self.loss == Loss::CrossEntropy && self.out_features < 2 {
+        if self.loss == Loss::CrossEntropy && self.out_features.is_some_and(|classes| classes < 2) {
             let problem = "cross-entropy over one column is always 0, and so is its gradient: nothing \
                            would be learned; use --out-features 2 or more, or --loss mse";
             return refuse("loss", problem.into());

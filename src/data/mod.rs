@@ -1,15 +1,19 @@
 //! The data set, which sample goes to which rank, and the batches of one rank.
 
 mod dataset;
+mod files;
 mod loader;
 mod sampler;
 mod scatter;
+mod split;
 mod workers;
 
 pub use dataset::{Dataset, Targets, TensorDataset};
+pub use files::{DatasetSpec, FileDataset, TargetKind};
 pub use loader::{Batch, Batches, DataLoader};
 pub use sampler::DistributedSampler;
 pub use scatter::{Loader, ScatterLoader};
+pub use split::random_split;
 
 use crate::error::{Error, first_line};
 

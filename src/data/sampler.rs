@@ -128,7 +128,7 @@ impl DistributedSampler {
 }
 
 /// `torch.randperm(n, generator=g)` on a CPU after `g.manual_seed(seed)`.
-fn randperm(n: usize, seed: u64) -> Result<Vec<usize>> {
+pub(super) fn randperm(n: usize, seed: u64) -> Result<Vec<usize>> {
     // From here on PyTorch draws 64 bits for each place, so that every order can come out.
     const LARGE: usize = u32::MAX as usize / 20;
     // PyTorch's generator takes a 64-bit seed and uses the lower half.

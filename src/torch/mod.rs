@@ -4,10 +4,12 @@
 
 mod autocast;
 mod autograd;
+mod bus_error;
 pub mod cuda;
 mod fused;
 mod generator;
 mod hooks;
+mod mapped;
 mod process;
 mod rng;
 mod shared;
@@ -25,6 +27,7 @@ pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, scale_all, total_norm,
 };
 pub(crate) use hooks::GradHooks;
+pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use shim::{add_scaled, move_grad, set_grad, set_multithreading_enabled};
 
 use crate::error::{Error, first_line};

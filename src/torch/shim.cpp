@@ -277,6 +277,15 @@ char* ddp_self_adjoint(at::Tensor* input, Act act, Release release, void* contex
 
 // --- the process's CPU generator -------------------------------------------------------------
 
+// Bytes of Rust's as a tensor, without a copy. `release` gets `context` when the last tensor over them is gone.
+char* ddp_from_bytes(
+    void* bytes, size_t len, Release release, void* context, at::Tensor** tensor) {
+  return guarded([&] {
+    *tensor = new at::Tensor(at::from_blob(
+        bytes, {static_cast<int64_t>(len)}, [=](void*) { release(context); }, at::kByte));
+  });
+}
+
 char* ddp_cpu_rng_get_state(at::Tensor** state) {
   return guarded([&] {
     auto generator = at::globalContext().defaultGenerator(at::kCPU);

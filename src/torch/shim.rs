@@ -109,6 +109,13 @@ unsafe extern "C" {
         context: *mut c_void,
         output: *mut *mut C_tensor,
     ) -> *mut c_char;
+    fn ddp_from_bytes(
+        bytes: *mut c_void,
+        len: usize,
+        release: Release,
+        context: *mut c_void,
+        tensor: *mut *mut C_tensor,
+    ) -> *mut c_char;
     fn ddp_cpu_rng_get_state(state: *mut *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_set_state(state: *mut C_tensor) -> *mut c_char;
     fn ddp_cpu_rng_seed(seed: u64) -> *mut c_char;
@@ -266,6 +273,26 @@ pub(super) unsafe fn self_adjoint(
         let message = ddp_self_adjoint(raw(input), act, release, context, &mut output);
         check("autograd", message)?;
         Ok(Tensor::from_ptr(output))
+    }
+}
+
+/// `len` bytes from `bytes` on as a tensor, without a copy.
+///
+/// # Safety
+/// The bytes can be read and written until `release` is called with `context`, once, by whichever thread drops
+/// the last tensor over them.
+pub(super) unsafe fn from_bytes(
+    bytes: *mut u8,
+    len: usize,
+    release: Release,
+    context: *mut c_void,
+) -> Result<Tensor> {
+    let mut tensor = std::ptr::null_mut();
+    // SAFETY: as the caller promises; on success `tensor` is a new C++ tensor, which `from_ptr` takes over.
+    unsafe {
+        let message = ddp_from_bytes(bytes.cast(), len, release, context, &mut tensor);
+        check("making a tensor of a mapped file", message)?;
+        Ok(Tensor::from_ptr(tensor))
     }
 }
 

@@ -7,7 +7,7 @@ use anyhow::Context;
 use serde::Serialize;
 
 use super::super::plan;
-use super::super::train::{Training, data_for};
+use super::super::train::{Training, with_data};
 use crate::config::Config;
 use crate::data::{Dataset, Loader};
 use crate::launch::{Backend, Rank, Spawn};
@@ -45,11 +45,11 @@ pub fn bench_step(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
+    let (config, dataset) = with_data(config)?;
     let placement = plan(&config, cuda)?;
     if let Some(note) = &placement.note {
         printer.note(note);
     }
-    let dataset = data_for(&config)?;
     let spawn = Spawn::at(&placement).timeout(config.timeout).grace_period(config.grace_period);
     let (backend, printer) = (placement.backend, printer.clone());
     spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps.max(1), &printer))?;

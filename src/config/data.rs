@@ -1,0 +1,82 @@
+//! The keys of the data: what follows from a file, and what must fit it.
+
+use std::sync::Arc;
+
+use super::{Config, Invalid, flag_name};
+use crate::data::{Dataset, DatasetSpec, FileDataset, TargetKind, Targets, TensorDataset};
+use crate::error::{Error, Result};
+use crate::trainer::Loss;
+
+/// The keys that a data file makes unnecessary.
+pub(super) const SIZES: [&str; 3] = ["num_samples", "in_features", "out_features"];
+
+impl Config {
+    /// Takes back the defaults of sizes that were not given, where a file will tell them.
+    pub(super) fn leave_sizes_to_the_file(&mut self, given: [bool; 3]) {
+        if self.dataset == DatasetSpec::Random {
+            return;
+        }
+        let sizes = [&mut self.num_samples, &mut self.in_features, &mut self.out_features];
+        for (size, given) in sizes.into_iter().zip(given) {
+            *size = size.filter(|_| given);
+        }
+    }
+
+    /// The data set that this asks for, and the same configuration with the sizes that follow from it. Random data
+    /// starts from `seed`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when a data file is not as it must be, or sizes were given that are not its own.
+    pub fn open_dataset(mut self, seed: u64) -> Result<(Self, Arc<dyn Dataset>)> {
+        if self.dataset == DatasetSpec::Random {
+            let of_random = "always there for random data";
+            let [samples, inputs, outputs] =
+                [self.num_samples, self.in_features, self.out_features]
+                    .map(|size| size.expect(of_random));
+            let targets = match self.loss {
+                Loss::Mse => Targets::Values(outputs),
+                Loss::CrossEntropy => Targets::Classes(outputs),
+            };
+            let dataset = TensorDataset::random(samples, inputs, targets, seed)?;
+            return Ok((self, Arc::new(dataset)));
+        }
+        let kind = match self.loss {
+            Loss::Mse => TargetKind::Values,
+            Loss::CrossEntropy => TargetKind::Classes,
+        };
+        let mut data = FileDataset::open(&self.dataset, kind)?;
+        if let Some(samples) = self.num_samples {
+            let named = |error| Error::Input(format!("--num-samples: {error}"));
+            data = data.first(samples as usize).map_err(named)?;
+        }
+        self.take_sizes_of(&data)?;
+        Ok((self, data.into_dataset()?))
+    }
+
+    fn take_sizes_of(&mut self, data: &FileDataset) -> Result<()> {
+        let name = &self.dataset;
+        let same = |key, given: Option<i64>, found: i64| match given.filter(|&given| given != found)
+        {
+            None => Ok(Some(found)),
+            Some(given) => Err(Error::Input(format!(
+                "{}: {given} is given, but {name} has {found}; leave it out to have {found}",
+                flag_name(key)
+            ))),
+        };
+        self.num_samples = Some(data.len() as i64);
+        self.in_features = same("in_features", self.in_features, data.in_features())?;
+        self.out_features = match (data.targets(), self.out_features) {
+            (Targets::Values(values), given) => same("out_features", given, values)?,
+            (Targets::Classes(classes), None) => Some(classes),
+            (Targets::Classes(_), Some(given)) => {
+                let named = |error| Error::Input(format!("--out-features: {error}"));
+                data.check_classes(given).map_err(named)?;
+                Some(given)
+            }
+        };
+        let named = |Invalid { key, problem }| {
+            Error::Input(format!("{}: {problem} ({name})", flag_name(key)))
+        };
+        self.validate().map_err(named)
+    }
+}

@@ -1,0 +1,66 @@
+//! The numbers of a file, in the kind that they have there.
+
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::torch::MappedFile;
+
+/// What a file holds; converted batch by batch.
+pub(super) struct Array {
+    pub tensor: Tensor,
+    /// Whether its numbers are divided by 255 if they are inputs.
+    pub is_pixels: bool,
+}
+
+impl Array {
+    /// Numbers that are taken as they are.
+    pub(super) fn plain(tensor: Tensor) -> Self {
+        Self { tensor, is_pixels: false }
+    }
+
+    /// Unsigned bytes: pixels, if they are inputs.
+    pub(super) fn bytes(tensor: Tensor) -> Self {
+        Self { tensor, is_pixels: true }
+    }
+
+    /// The numbers from byte `start` of `file` on: a view of it, or a copy if they do not lie as they must.
+    pub(super) fn mapped(
+        file: &MappedFile,
+        start: usize,
+        shape: &[u64],
+        kind: Kind,
+    ) -> Result<Self> {
+        let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
+        let (shape, num_bytes) = sizes(shape, kind.elt_size_in_bytes()).map_err(wrong)?;
+        let there = file.len().saturating_sub(start);
+        if num_bytes > there {
+            return Err(wrong(format!(
+                "the file is cut off: numbers of the shape {shape:?} take {num_bytes} bytes, and {there} are there; \
+                 write or copy it again"
+            )));
+        }
+        let range = start..start + num_bytes;
+        let is_aligned = start.is_multiple_of(kind.elt_size_in_bytes()); // a map starts with a page
+        let bytes =
+            if is_aligned { Ok(file.bytes(range)?) } else { Tensor::f_from_slice(&file[range]) };
+        // A bool that is neither 0 nor 1 must not become a bool of libtorch's.
+        let stored = if kind == Kind::Bool { Kind::Uint8 } else { kind };
+        let view = bytes.and_then(|bytes| bytes.f_view_dtype(stored)?.f_view(&shape[..]));
+        let tensor = view.map_err(Error::torch("making a tensor of a data file"))?;
+        Ok(if kind == Kind::Uint8 { Self::bytes(tensor) } else { Self::plain(tensor) })
+    }
+}
+
+/// A shape as libtorch takes it, and how many bytes so many numbers take; an error for none and for too many.
+pub(super) fn sizes(shape: &[u64], element: usize) -> Result<(Vec<i64>, usize), String> {
+    let numel = shape.iter().try_fold(1u64, |numel, &size| numel.checked_mul(size));
+    let num_bytes = numel.and_then(|numel| numel.checked_mul(element as u64));
+    match num_bytes {
+        _ if shape.contains(&0) => Err(format!("there are no numbers in the shape {shape:?}")),
+        // Each factor is smaller than the product.
+        Some(num_bytes) if num_bytes <= isize::MAX as u64 => {
+            Ok((shape.iter().map(|&size| size as i64).collect(), num_bytes as usize))
+        }
+        _ => Err(format!("more numbers than there can be, of the shape {shape:?}")),
+    }
+}

@@ -1,0 +1,121 @@
+//! Tables of numbers as text.
+
+use std::io::{BufReader, Read};
+use std::path::Path;
+
+use csv::{ByteRecord, ReaderBuilder, Trim};
+use tch::Tensor;
+
+use super::TargetKind;
+use super::array::Array;
+use crate::error::{Error, Result};
+use crate::torch::open_file;
+
+/// Reads the file into memory.
+pub(super) fn read(path: &Path, kind: TargetKind) -> Result<(Array, Array)> {
+    let (file, _) = open_file(path)?;
+    parse(&path.display().to_string(), BufReader::new(file), kind)
+}
+
+/// How the columns are to be read: the first line decides.
+struct Columns {
+    /// As a header calls them; none without one.
+    names: Vec<String>,
+    count: usize,
+    target: usize,
+}
+
+/// A sample a line, with its target in the column `target` or `label`, or in the last.
+pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Array, Array)> {
+    let wrong = |problem: String| Error::Input(format!("{name}: {problem}"));
+    let mut builder = ReaderBuilder::new();
+    let mut lines = builder.has_headers(false).flexible(true).trim(Trim::All).from_reader(text);
+    let mut columns: Option<Columns> = None;
+    let (mut inputs, mut values, mut classes) = (Vec::new(), Vec::new(), Vec::new());
+    let mut samples = 0i64;
+    let mut line = ByteRecord::new();
+    while lines.read_byte_record(&mut line).map_err(|error| wrong(error.to_string()))? {
+        let number = line.position().map_or(0, csv::Position::line);
+        let Columns { names, count, target } = match &columns {
+            Some(columns) => columns,
+            None => {
+                let found = columns.insert(Columns::of(&line).map_err(wrong)?);
+                if !found.names.is_empty() {
+                    continue;
+                }
+                found
+            }
+        };
+        if line.len() != *count {
+            let found = line.len();
+            return Err(wrong(format!(
+                "line {number} has {found} columns, and the first line has {count}"
+            )));
+        }
+        samples += 1;
+        for (column, field) in line.iter().enumerate() {
+            let wrong = |problem| {
+                let title = names.get(column).map_or(String::new(), |name| format!(" ({name})"));
+                let field: String = String::from_utf8_lossy(field).chars().take(40).collect();
+                wrong(format!("line {number}, column {}{title}: {field:?} {problem}", column + 1))
+            };
+            let value = parsed(field).ok_or_else(|| wrong("is no number"))?;
+            match kind {
+                _ if column != *target => inputs.push(value as f32),
+                TargetKind::Values => values.push(value as f32),
+                TargetKind::Classes
+                    if (0.0..=MOST_CLASSES).contains(&value) && value.fract() == 0.0 =>
+                {
+                    classes.push(value as i64);
+                }
+                TargetKind::Classes => {
+                    return Err(wrong(
+                        "is no class: these are whole numbers from 0; use --loss mse for numbers",
+                    ));
+                }
+            }
+        }
+    }
+    if samples == 0 {
+        return Err(wrong("there is no line with numbers".into()));
+    }
+    let tensors = || {
+        let targets = match kind {
+            TargetKind::Values => Tensor::f_from_slice(&values)?,
+            TargetKind::Classes => Tensor::f_from_slice(&classes)?,
+        };
+        Ok((Tensor::f_from_slice(&inputs)?.f_view([samples, -1])?, targets))
+    };
+    let (inputs, targets) = tensors().map_err(Error::torch("making a tensor of a data file"))?;
+    Ok((Array::plain(inputs), Array::plain(targets)))
+}
+
+const MOST_CLASSES: f64 = i32::MAX as f64;
+
+impl Columns {
+    fn of(first: &ByteRecord) -> Result<Self, String> {
+        let count = first.len();
+        if count < 2 {
+            return Err("the first line has one column, and a sample takes two at least, with commas between \
+                        them: its numbers and its target"
+                .into());
+        }
+        let is_header = first.iter().any(|field| parsed(field).is_none());
+        let names: Vec<String> = if is_header {
+            first.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect()
+        } else {
+            Vec::new()
+        };
+        let is_target = |name: &String| ["target", "label"].contains(&&*name.to_lowercase());
+        let named: Vec<usize> = (0..names.len()).filter(|&i| is_target(&names[i])).collect();
+        match named[..] {
+            [] => Ok(Self { names, count, target: count - 1 }),
+            [target] => Ok(Self { names, count, target }),
+            _ => Err("several columns are called target or label; rename all but one".into()),
+        }
+    }
+}
+
+fn parsed(field: &[u8]) -> Option<f64> {
+    str::from_utf8(field).ok()?.parse().ok()
+}

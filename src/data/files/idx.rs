@@ -1,0 +1,123 @@
+//! The files of MNIST and of the data sets that are made like it.
+
+use std::fs;
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use flate2::read::MultiGzDecoder;
+use tch::{Kind, Tensor};
+
+use super::array::{Array, sizes};
+use crate::error::{Error, Result};
+use crate::torch::{MappedFile, open_file};
+
+/// Images and labels of the `part` "train" or "t10k".
+pub(super) fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
+    let read = |name: &str, what| {
+        let name = format!("{part}-{name}");
+        let file = find(folder, &name).ok_or_else(|| {
+            let problem = format!("there is no {name} here, nor {name}.gz");
+            Error::Input(format!("{}: {problem}", folder.display()))
+        })?;
+        array(&file, what)
+    };
+    Ok((read("images-idx3-ubyte", Holds::Images)?, read("labels-idx1-ubyte", Holds::Labels)?))
+}
+
+/// Whether there is such a part.
+pub(super) fn has(folder: &Path, part: &str) -> bool {
+    find(folder, &format!("{part}-images-idx3-ubyte")).is_some()
+}
+
+fn find(folder: &Path, name: &str) -> Option<PathBuf> {
+    let files = [folder.join(name), folder.join(format!("{name}.gz"))];
+    files.into_iter().find(|file| fs::exists(file).unwrap_or(false))
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Holds {
+    Images,
+    Labels,
+}
+
+/// As a view of the file, or unpacked into memory.
+fn array(path: &Path, holds: Holds) -> Result<Array> {
+    let wrong = |problem: String| Error::Input(format!("{}: {problem}", path.display()));
+    if path.extension().is_some_and(|extension| extension == "gz") {
+        let (file, len) = open_file(path)?;
+        let mut unpacked = MultiGzDecoder::new(BufReader::new(file));
+        let (_, shape) = header(&mut unpacked, holds).map_err(wrong)?;
+        let (sizes, num_bytes) = sizes(&shape, 1).map_err(wrong)?;
+        let bytes = unpack(unpacked, len, num_bytes).map_err(wrong)?;
+        let tensor = Tensor::f_from_slice(&bytes).and_then(|bytes| bytes.f_view(&sizes[..]));
+        return Ok(Array::bytes(tensor.map_err(Error::torch("making a tensor of a data file"))?));
+    }
+    let file = MappedFile::open(path)?;
+    let (start, shape) = header(&mut &file[..], holds).map_err(wrong)?;
+    let array = Array::mapped(&file, start, &shape, Kind::Uint8)?;
+    match file.len() - start - array.tensor.numel() {
+        0 => Ok(array),
+        more => Err(wrong(too_long(more))),
+    }
+}
+
+/// Where the bytes begin, and their shape.
+fn header(file: &mut impl Read, holds: Holds) -> Result<(usize, Vec<u64>), String> {
+    let mut word = || {
+        let mut word = [0; 4];
+        let read = file.read_exact(&mut word);
+        read.map_err(|error| format!("the header can't be read: {error}")).map(|()| word)
+    };
+    let [zero, zero_too, kind, dims] = word()?;
+    if (zero, zero_too) != (0, 0) {
+        return Err("this is no idx file: it does not begin with two zeros".into());
+    }
+    if kind != 8 {
+        return Err(format!(
+            "only unsigned bytes (kind 8) are read here, and these are of kind {kind}"
+        ));
+    }
+    match holds {
+        Holds::Labels if dims != 1 => {
+            return Err(format!("labels have one dimension, and here are {dims}"));
+        }
+        Holds::Images if !(2..=4).contains(&dims) => {
+            return Err(format!(
+                "images have 2 to 4 dimensions with that of the samples, and here are {dims}"
+            ));
+        }
+        _ => {}
+    }
+    let shape: Vec<u64> =
+        (0..dims).map(|_| Ok(u32::from_be_bytes(word()?).into())).collect::<Result<_, String>>()?;
+    Ok((4 + 4 * shape.len(), shape))
+}
+
+/// What follows the header: `num_bytes` in a packed file of `packed` bytes.
+fn unpack(mut file: impl Read, packed: u64, num_bytes: usize) -> Result<Vec<u8>, String> {
+    // Nothing is packed more tightly than that by deflate.
+    if num_bytes as u64 / 1032 > packed {
+        return Err(format!(
+            "the header speaks of {num_bytes} bytes, which can't be in a packed file of {packed}; is it damaged?"
+        ));
+    }
+    let mut bytes = Vec::new();
+    bytes
+        .try_reserve_exact(num_bytes + 1)
+        .map_err(|_| format!("there is no memory for {num_bytes} bytes"))?;
+    file.by_ref()
+        .take(num_bytes as u64 + 1)
+        .read_to_end(&mut bytes)
+        .map_err(|error| format!("it can't be unpacked: {error}; is it whole?"))?;
+    match bytes.len() {
+        len if len < num_bytes => Err(format!(
+            "the file is cut off: the header speaks of {num_bytes} bytes, and {len} are there; copy it again"
+        )),
+        len if len > num_bytes => Err(too_long(len - num_bytes)),
+        _ => Ok(bytes),
+    }
+}
+
+fn too_long(more: usize) -> String {
+    format!("the file is longer than its header says, by {more} bytes or more; is it damaged?")
+}

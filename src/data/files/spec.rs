@@ -1,0 +1,99 @@
+//! What `--dataset` says.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::error::Error;
+
+/// Where the samples come from: `--dataset`.
+///
+/// ```
+/// use ddp_mp::DatasetSpec;
+///
+/// let spec: DatasetSpec = "npy:x.npy,y.npy".parse()?;
+/// assert_eq!(spec, DatasetSpec::Npy { inputs: "x.npy".into(), targets: "y.npy".into() });
+/// assert_eq!(spec.to_string(), "npy:x.npy,y.npy");
+/// # Ok::<(), ddp_mp::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DatasetSpec {
+    /// Random numbers: [`TensorDataset::random`](crate::TensorDataset::random).
+    Random,
+    /// 1797 handwritten digits of 8 x 8 pixels, which the program brings along.
+    Digits,
+    /// A `.safetensors` file with the tensors `inputs` and `targets`.
+    Safetensors(PathBuf),
+    /// Two `.npy` files.
+    Npy {
+        /// The file with the inputs.
+        inputs: PathBuf,
+        /// The file with the targets.
+        targets: PathBuf,
+    },
+    /// A folder with files in the format of MNIST.
+    Idx(PathBuf),
+    /// A table as text.
+    Csv(PathBuf),
+}
+
+impl FromStr for DatasetSpec {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let wrong = || {
+            Error::Input(format!(
+                "{text:?} is no data set; use random, digits, safetensors:FILE, npy:INPUTS,TARGETS, \
+                 idx:FOLDER or csv:FILE"
+            ))
+        };
+        match text.split_once(':') {
+            None if text == "random" => Ok(Self::Random),
+            None if text == "digits" => Ok(Self::Digits),
+            None | Some((_, "")) => Err(wrong()),
+            Some(("safetensors", file)) => Ok(Self::Safetensors(file.into())),
+            Some(("idx", folder)) => Ok(Self::Idx(folder.into())),
+            Some(("csv", file)) => Ok(Self::Csv(file.into())),
+            Some(("npy", files)) => match files.split(',').collect::<Vec<_>>()[..] {
+                [inputs, targets] if !inputs.is_empty() && !targets.is_empty() => {
+                    Ok(Self::Npy { inputs: inputs.into(), targets: targets.into() })
+                }
+                _ => Err(Error::Input(format!(
+                    "npy takes two files, one with the inputs and one with the targets, and got {files:?}; \
+                     use for example npy:x.npy,y.npy"
+                ))),
+            },
+            Some(_) => Err(wrong()),
+        }
+    }
+}
+
+impl fmt::Display for DatasetSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Random => f.write_str("random"),
+            Self::Digits => f.write_str("digits"),
+            Self::Safetensors(file) => write!(f, "safetensors:{}", file.display()),
+            Self::Npy { inputs, targets } => {
+                write!(f, "npy:{},{}", inputs.display(), targets.display())
+            }
+            Self::Idx(folder) => write!(f, "idx:{}", folder.display()),
+            Self::Csv(file) => write!(f, "csv:{}", file.display()),
+        }
+    }
+}
+
+impl Serialize for DatasetSpec {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for DatasetSpec {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}

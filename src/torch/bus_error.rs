@@ -1,0 +1,102 @@
+//! What is said when a mapped file goes away under the program.
+//!
+//! A page that is not there (the file was made shorter, the disk fails, the network file system is gone) ends a
+//! process with SIGBUS, and without a word. Here a handler says which file it was. It is installed when the first
+//! file is mapped, and leaves any other SIGBUS to what was there before.
+
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+
+/// Memory that is a file. Never freed, because the handler may be looking at it: some bytes a mapped file.
+pub(super) struct Watched {
+    start: usize,
+    /// 0 when it is mapped no longer.
+    len: AtomicUsize,
+    message: String,
+    next: *mut Watched,
+}
+
+/// The newest; the others are behind it.
+static NEWEST: AtomicPtr<Watched> = AtomicPtr::new(ptr::null_mut());
+
+/// What was done about SIGBUS before.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
+
+/// From now on a SIGBUS in these `len` bytes names `file`.
+pub(super) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watched {
+    install();
+    let message = format!(
+        "ddp-mp: a data file that is mapped has become shorter or cannot be read: {file}\n"
+    );
+    let watched = Box::into_raw(Box::new(Watched {
+        start: start as usize,
+        len: AtomicUsize::new(len),
+        message,
+        next: NEWEST.load(Ordering::Acquire),
+    }));
+    // SAFETY: nobody else knows it yet; it is never freed.
+    let mine = unsafe { &mut *watched };
+    while let Err(newest) =
+        NEWEST.compare_exchange(mine.next, watched, Ordering::AcqRel, Ordering::Acquire)
+    {
+        mine.next = newest;
+    }
+    mine
+}
+
+impl Watched {
+    /// The memory is a file no longer.
+    pub(super) fn forget(&self) {
+        self.len.store(0, Ordering::Release);
+    }
+
+    fn holds(&self, address: usize) -> bool {
+        address.checked_sub(self.start).is_some_and(|at| at < self.len.load(Ordering::Acquire))
+    }
+}
+
+fn install() {
+    static INSTALLED: AtomicBool = AtomicBool::new(false);
+    if INSTALLED.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_bus_error;
+    let mut previous = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: both calls get whole structs (in C all zeros is a valid one) or null. The handler only does what a
+    // handler may: it reads atomics and memory that is never freed, and calls write, _exit and sigaction. It runs
+    // on the signal stack that Rust gives its threads, if there is one.
+    unsafe {
+        libc::sigaction(libc::SIGBUS, ptr::null(), previous.as_mut_ptr());
+        let _ = PREVIOUS.set(previous.assume_init());
+        let mut action: libc::sigaction = MaybeUninit::zeroed().assume_init();
+        action.sa_sigaction = handler as usize;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        libc::sigaction(libc::SIGBUS, &action, ptr::null_mut());
+    }
+}
+
+extern "C" fn on_bus_error(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
+    // SAFETY: the kernel passes a whole siginfo, which has an address for SIGBUS.
+    let address = unsafe { (*info).si_addr() } as usize;
+    let mut next = NEWEST.load(Ordering::Acquire);
+    // SAFETY: null, or one of the list, which are never freed.
+    while let Some(watched) = unsafe { next.as_ref() } {
+        if watched.holds(address) {
+            let message = watched.message.as_bytes();
+            // SAFETY: writes memory that is there; `_exit` does not return.
+            unsafe {
+                libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), message.len());
+                libc::_exit(1);
+            }
+        }
+        next = watched.next;
+    }
+    // Not ours: on return it happens again, and goes where it would have gone.
+    if let Some(previous) = PREVIOUS.get() {
+        // SAFETY: puts back what sigaction gave.
+        unsafe { libc::sigaction(libc::SIGBUS, previous, ptr::null_mut()) };
+    }
+}
