@@ -15,6 +15,7 @@ mod data_parallel; // DataParallel: DDP's results the old way
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
 mod engine; // overlap, accumulation, unused parameters, communication hooks
 mod failures; // every kind of failure at every stage on every rank
+mod files; // data sets in files: written by others, damaged, cut off
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod messages; // from one rank to one other, and objects
 mod optim; // optimizers on buckets: state, groups, clipping

@@ -1,0 +1,228 @@
+//! Data sets in files: written by others, damaged, and cut off while they are read.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ddp_mp::{Dataset, DatasetSpec, Error, FileDataset, TargetKind, Targets};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+use wait_timeout::ChildExt;
+
+use crate::harness::{TIMEOUT, program, repository, run};
+
+/// What tests/data/make.py wrote, with {} for its folder.
+fn open(spec: &str, kind: TargetKind) -> ddp_mp::Result<FileDataset> {
+    let folder = repository("tests/data");
+    FileDataset::open(&spec.replace("{}", folder.to_str().unwrap()).parse()?, kind)
+}
+
+fn whole(data: &FileDataset) -> (Vec<f32>, Tensor) {
+    let (inputs, targets) = data.batch(&(0..data.len()).collect::<Vec<_>>()).unwrap();
+    assert_eq!((inputs.size(), inputs.kind()), (vec![data.len() as i64, 4], Kind::Float));
+    (Vec::try_from(inputs.flatten(0, -1)).unwrap(), targets)
+}
+
+#[test]
+fn what_numpy_and_safetensors_write_is_read() {
+    let x: Vec<f32> = (0..24).map(|i| (i / 4) as f32 + (i % 4) as f32 / 4.0).collect();
+    let pixels: Vec<f32> = x.iter().map(|x| x * 4.0 / 255.0).collect();
+    let bools: Vec<f32> = x.iter().map(|&x| f32::from(u8::from(x > 2.0))).collect();
+    let npy = |x: &str, y: &str| format!("npy:{{}}/{x}.npy,{{}}/{y}.npy");
+    let mut sets = vec![
+        ("safetensors:{}/set.safetensors".to_string(), &x),
+        ("safetensors:{}/half.safetensors".to_string(), &x),
+        ("safetensors:{}/unaligned.safetensors".to_string(), &x),
+        ("csv:{}/plain.csv".to_string(), &x),
+        ("csv:{}/header.csv".to_string(), &x),
+        ("idx:{}/idx".to_string(), &pixels),
+        (npy("pixels.u1", "y.u1"), &pixels),
+        (npy("bools.b1", "y.u1"), &bools),
+    ];
+    sets.extend(
+        ["f4", "f8", "f2", "version-2", "version-3"]
+            .map(|of| (npy(&format!("x.{of}"), "y.i8"), &x)),
+    );
+    sets.extend(["i1", "i2", "i4"].map(|of| (npy("x.f4", &format!("y.{of}")), &x)));
+    for (spec, expected) in sets {
+        let data = open(&spec, TargetKind::Classes).unwrap();
+        assert_eq!(
+            (data.len(), data.in_features(), data.targets()),
+            (6, 4, Targets::Classes(3)),
+            "{spec}"
+        );
+        let (inputs, targets) = whole(&data);
+        assert_eq!(&inputs, expected, "{spec}");
+        assert_eq!(targets.kind(), Kind::Int64);
+        assert_eq!(Vec::<i64>::try_from(targets).unwrap(), [0, 1, 2, 0, 1, 2], "{spec}");
+        let data = open(&spec, TargetKind::Values).unwrap();
+        assert_eq!(data.targets(), Targets::Values(1));
+        let (_, targets) = whole(&data);
+        assert_eq!((targets.size(), targets.kind()), (vec![6, 1], Kind::Float));
+        let targets = Vec::<f32>::try_from(targets.flatten(0, -1)).unwrap();
+        assert_eq!(targets, [0.0, 1.0, 2.0, 0.0, 1.0, 2.0], "{spec}");
+    }
+    let idx = format!("idx:{}", repository("tests/data/idx").display()).parse().unwrap();
+    let validation = FileDataset::open_validation(&idx, TargetKind::Classes).unwrap().unwrap();
+    assert_eq!(whole(&validation).0, pixels[..12]);
+    let none = FileDataset::open_validation(&DatasetSpec::Digits, TargetKind::Classes);
+    assert!(none.unwrap().is_none());
+}
+
+#[test]
+fn float32_is_not_copied() {
+    let data = open("npy:{}/x.f4.npy,{}/y.i8.npy", TargetKind::Classes).unwrap();
+    let place = |data: &FileDataset| data.resident(Device::Cpu).unwrap().map(|(x, _)| x.data_ptr());
+    assert!(place(&data).is_some());
+    assert_eq!(place(&data), place(&data.clone().first(3).unwrap()));
+    let (x, _) = data.resident(Device::Cpu).unwrap().unwrap();
+    drop(data);
+    assert_eq!(x.double_value(&[5, 3]), 5.75, "a tensor keeps the file in memory");
+    assert!(place(&open("npy:{}/x.f8.npy,{}/y.i8.npy", TargetKind::Classes).unwrap()).is_none());
+}
+
+#[test]
+fn a_split_shares_nothing_and_loses_nothing() {
+    let data = open("csv:{}/plain.csv", TargetKind::Classes).unwrap();
+    let (first, second) = data.split(0.34, 7).unwrap();
+    assert_eq!((first.len(), second.len()), (4, 2));
+    let (inner, _) = first.split(0.5, 1).unwrap();
+    let of_first = whole(&first).0;
+    assert!(whole(&inner).0.chunks(4).all(|row| of_first.chunks(4).any(|other| other == row)));
+    let mut rows: Vec<f32> = of_first.chunks(4).map(|row| row[0]).collect();
+    rows.extend(whole(&second).0.chunks(4).map(|row| row[0]));
+    rows.sort_by(f32::total_cmp);
+    assert_eq!(rows, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    assert!(second.batch(&[2]).is_err(), "sample 2 of 2");
+}
+
+#[test]
+fn digits_are_learned_the_same_in_every_run() {
+    let args = "--dataset=digits --model=mlp --loss=cross-entropy --hidden=64 --optimizer=adamw --lr=0.003 \
+                --max-epochs=20 --nproc-per-node=2 --log-format=json";
+    let end = || {
+        let (code, stdout, stderr) = run(&args.split_whitespace().collect::<Vec<_>>());
+        assert_eq!(code, Some(0), "{stderr}");
+        serde_json::from_str::<serde_json::Value>(stdout.lines().last().unwrap()).unwrap()
+    };
+    let (one, other) = (end(), end());
+    assert!(one["loss"].as_f64().unwrap() < 0.15, "{one}");
+    assert_eq!(one["parameters_hash"], other["parameters_hash"]);
+}
+
+/// A .npy file of zeros.
+fn zeros(path: &Path, rows: usize, columns: usize) {
+    let dict =
+        format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {columns}), }}");
+    let mut file = File::create(path).unwrap();
+    file.write_all(b"\x93NUMPY\x01\x00\x76\x00").unwrap();
+    writeln!(file, "{dict:<117}").unwrap();
+    file.set_len((128 + rows * columns * 4) as u64).unwrap();
+}
+
+#[test]
+fn a_file_that_becomes_shorter_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let [x, y, out, err] = ["x.npy", "y.npy", "out", "err"].map(|name| folder.path().join(name));
+    zeros(&x, 20_000, 64);
+    zeros(&y, 20_000, 1);
+    let spec = format!("--dataset=npy:{},{}", x.display(), y.display());
+    let mut child =
+        program(&[&spec, "--max-epochs=1000000", "--nproc-per-node=2", "--batch-size=500"])
+            .stdout(File::create(&out).unwrap())
+            .stderr(File::create(&err).unwrap())
+            .spawn()
+            .unwrap();
+    let began = Instant::now();
+    while !fs::read_to_string(&out).unwrap().contains("Epoch: 1 ") {
+        assert!(began.elapsed() < TIMEOUT, "{}", fs::read_to_string(&err).unwrap());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    OpenOptions::new().write(true).open(&x).unwrap().set_len(4096).unwrap();
+    let Some(status) = child.wait_timeout(TIMEOUT).unwrap() else {
+        child.kill().unwrap();
+        panic!("it went on without its data");
+    };
+    assert_eq!(status.code(), Some(1), "{status:?}");
+    let said = fs::read_to_string(&err).unwrap();
+    let expected = "ddp-mp: a data file that is mapped has become shorter or cannot be read: ";
+    assert!(said.contains(&format!("{expected}{}\n", x.display())), "{said}");
+}
+
+/// What may happen to a file: a byte changes, some are lost, some come in between.
+#[derive(Debug, Clone)]
+enum Damage {
+    Change(usize, u8),
+    Cut(usize, usize),
+    Insert(usize, u8),
+}
+
+fn damage() -> impl Strategy<Value = Damage> {
+    prop_oneof![
+        (any::<usize>(), any::<u8>()).prop_map(|(at, byte)| Damage::Change(at, byte)),
+        (any::<usize>(), 1usize..64).prop_map(|(at, len)| Damage::Cut(at, len)),
+        (any::<usize>(), any::<u8>()).prop_map(|(at, byte)| Damage::Insert(at, byte)),
+    ]
+}
+
+fn damaged(mut bytes: Vec<u8>, all: &[Damage]) -> Vec<u8> {
+    for one in all {
+        let len = bytes.len().max(1);
+        match *one {
+            _ if bytes.is_empty() => break,
+            Damage::Change(at, byte) => bytes[at % len] = byte,
+            Damage::Cut(at, more) => drop(bytes.drain(at % len..(at % len + more).min(len))),
+            Damage::Insert(at, byte) => bytes.insert(at % len, byte),
+        }
+    }
+    bytes
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// A damaged file is refused by name, or read as something of its size; quickly.
+    #[test]
+    fn damaged_files_are_read_or_refused(damage in vec(damage(), 1..6), classes: bool) {
+        let kind = if classes { TargetKind::Classes } else { TargetKind::Values };
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path().display();
+        for (file, spec) in [
+            ("x.f4.npy", format!("npy:{at}/x.f4.npy,{}", repository("tests/data/y.i8.npy").display())),
+            ("set.safetensors", format!("safetensors:{at}/set.safetensors")),
+            ("unaligned.safetensors", format!("safetensors:{at}/unaligned.safetensors")),
+            ("header.csv", format!("csv:{at}/header.csv")),
+            ("idx/train-images-idx3-ubyte", format!("idx:{at}/idx")),
+            ("idx/t10k-images-idx3-ubyte.gz", format!("idx:{at}/idx")),
+        ] {
+            fs::create_dir_all(folder.path().join("idx")).unwrap();
+            let labels = file.replace("images-idx3", "labels-idx1");
+            if labels != file {
+                fs::copy(repository("tests/data").join(&labels), folder.path().join(&labels)).unwrap();
+            }
+            let bytes = damaged(fs::read(repository("tests/data").join(file)).unwrap(), &damage);
+            fs::write(folder.path().join(file), &bytes).unwrap();
+            let began = Instant::now();
+            let spec = spec.parse().unwrap();
+            let result = if file.contains("t10k") {
+                FileDataset::open_validation(&spec, kind).map(|data| data.expect("it is there"))
+            } else {
+                FileDataset::open(&spec, kind)
+            };
+            match result {
+                Ok(data) => {
+                    let numbers = data.len() * data.in_features() as usize;
+                    prop_assert!(numbers <= bytes.len() * 1032, "{file}: {numbers} from {}", bytes.len());
+                    prop_assert!(data.batch(&[0, data.len() - 1]).is_ok());
+                }
+                Err(Error::Input(message)) => {
+                    prop_assert!(message.contains(&*at.to_string()), "{message}");
+                }
+                Err(other) => prop_assert!(false, "{file}: {other}"),
+            }
+            prop_assert!(began.elapsed() < Duration::from_secs(20), "{file} took {:?}", began.elapsed());
+        }
+    }
+}
