@@ -55,7 +55,7 @@ fn the_readme_s_commands_do_what_it_says() {
             count += 1;
         }
     }
-    assert_eq!(count, 6, "commands with output in the README");
+    assert_eq!(count, 7, "commands with output in the README");
 }
 
 #[test]

@@ -5,13 +5,18 @@ use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use ddp_mp::{Dataset, DatasetSpec, Error, FileDataset, TargetKind, Targets};
+use ddp_mp::models::{ModelConfig, ModelKind};
+use ddp_mp::optim::Unit;
+use ddp_mp::{
+    AdamW, AdamWOptions, DataLoader, Dataset, DatasetSpec, DdpOptions, DistributedDataParallel,
+    DistributedSampler, Error, FileDataset, Optimizer, Schedule, TargetKind, Targets,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, program, repository, run};
+use crate::harness::{TIMEOUT, program, ranks, repository, run};
 
 /// What tests/data/make.py wrote, with {} for its folder.
 fn open(spec: &str, kind: TargetKind) -> ddp_mp::Result<FileDataset> {
@@ -110,6 +115,46 @@ fn digits_are_learned_the_same_in_every_run() {
     let (one, other) = (end(), end());
     assert!(one["loss"].as_f64().unwrap() < 0.15, "{one}");
     assert_eq!(one["parameters_hash"], other["parameters_hash"]);
+}
+
+/// With the values of configs/digits.toml, on two ranks.
+#[test]
+fn digits_that_were_held_back_are_named_right() {
+    let digits = FileDataset::open(&DatasetSpec::Digits, TargetKind::Classes).unwrap();
+    let (training, validation) = digits.split(0.2, 0).unwrap();
+    let training = training.into_dataset().unwrap();
+    let right = ranks(2, move |rank, group| {
+        let model = ModelConfig {
+            kind: ModelKind::Cnn,
+            in_features: 64,
+            out_features: 10,
+            hidden: vec![16, 32],
+            ..ModelConfig::default()
+        };
+        let (vs, model) = model.build(rank.device(), 0)?;
+        let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+        let options = AdamWOptions { weight_decay: 0.05, ..AdamWOptions::default() };
+        let mut optimizer = AdamW::new(ddp.flat_buffers(), options)?;
+        let sampler = DistributedSampler::new(training.len(), rank.world_size(), rank.rank())?;
+        let loader = DataLoader::new(training.clone(), sampler, 32, rank.device())?;
+        let (epochs, mut step) = (15, 0);
+        let schedule = Schedule::cosine(0.005, epochs * loader.num_batches() as u64, 0.0);
+        let schedule = schedule.by(Unit::Step);
+        for epoch in 0..epochs {
+            for batch in loader.epoch(epoch)? {
+                let batch = batch?;
+                ddp.zero_grad()?;
+                let loss = ddp.forward(&batch.inputs).cross_entropy_for_logits(&batch.targets);
+                ddp.backward(&loss)?;
+                optimizer.step(schedule.lr(epoch, step))?;
+                step += 1;
+            }
+        }
+        let (inputs, targets) = validation.batch(&(0..validation.len()).collect::<Vec<_>>())?;
+        let outputs = tch::no_grad(|| ddp.forward_t(&inputs, false));
+        Ok(outputs.accuracy_for_logits(&targets).double_value(&[]))
+    });
+    assert!(right[0] >= 0.98 && right[0] == right[1], "{right:?}");
 }
 
 /// A .npy file of zeros.

@@ -29,10 +29,7 @@ impl Config {
     /// [`Error::Input`] when a data file is not as it must be, or sizes were given that are not its own.
     pub fn open_dataset(mut self, seed: u64) -> Result<(Self, Arc<dyn Dataset>)> {
         if self.dataset == DatasetSpec::Random {
-            let of_random = "always there for random data";
-            let [samples, inputs, outputs] =
-                [self.num_samples, self.in_features, self.out_features]
-                    .map(|size| size.expect(of_random));
+            let [samples, inputs, outputs] = self.sizes_of_random()?;
             let targets = match self.loss {
                 Loss::Mse => Targets::Values(outputs),
                 Loss::CrossEntropy => Targets::Classes(outputs),
@@ -51,6 +48,13 @@ impl Config {
         }
         self.take_sizes_of(&data)?;
         Ok((self, data.into_dataset()?))
+    }
+
+    fn sizes_of_random(&self) -> Result<[i64; 3]> {
+        match [self.num_samples, self.in_features, self.out_features] {
+            [Some(samples), Some(inputs), Some(outputs)] => Ok([samples, inputs, outputs]),
+            _ => Err(Error::Input(format!("random data needs all of {}", SIZES.join(", ")))),
+        }
     }
 
     fn take_sizes_of(&mut self, data: &FileDataset) -> Result<()> {

@@ -16,7 +16,7 @@ pub(super) struct Watched {
     /// 0 when it is mapped no longer.
     len: AtomicUsize,
     message: String,
-    next: *mut Watched,
+    next: AtomicPtr<Watched>,
 }
 
 /// The newest; the others are behind it.
@@ -35,16 +35,18 @@ pub(super) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watche
         start: start as usize,
         len: AtomicUsize::new(len),
         message,
-        next: NEWEST.load(Ordering::Acquire),
+        next: AtomicPtr::default(),
     }));
-    // SAFETY: nobody else knows it yet; it is never freed.
-    let mine = unsafe { &mut *watched };
-    while let Err(newest) =
-        NEWEST.compare_exchange(mine.next, watched, Ordering::AcqRel, Ordering::Acquire)
-    {
-        mine.next = newest;
+    // SAFETY: never freed.
+    let mine = unsafe { &*watched };
+    let mut newest = NEWEST.load(Ordering::Acquire);
+    loop {
+        mine.next.store(newest, Ordering::Relaxed);
+        match NEWEST.compare_exchange(newest, watched, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => return mine,
+            Err(newer) => newest = newer,
+        }
     }
-    mine
 }
 
 impl Watched {
@@ -92,7 +94,7 @@ extern "C" fn on_bus_error(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void)
                 libc::_exit(1);
             }
         }
-        next = watched.next;
+        next = watched.next.load(Ordering::Acquire);
     }
     // Not ours: on return it happens again, and goes where it would have gone.
     if let Some(previous) = PREVIOUS.get() {
