@@ -121,6 +121,15 @@ pub enum Error {
         scale: f32,
     },
 
+    /// A checkpoint cannot be written.
+    #[error("{doing} failed: {reason}; the checkpoints that were there before it are whole")]
+    Save {
+        /// What was being done, with which file.
+        doing: String,
+        /// The system's own words.
+        reason: String,
+    },
+
     /// NCCL reported an error.
     #[error("{call} failed: {reason}")]
     Nccl {

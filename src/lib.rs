@@ -47,6 +47,7 @@
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `sampler`, `env` |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail |
 //! | [`trainer`] | the loop: epochs, batches, steps |
+//! | [`checkpoint`] | saved completely, resumed exactly |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |
 //! | [`optim`] | steps the flat buffers; learning rates; clipping; loss scales |
 //! | [`data`] | which sample goes to which rank; data files |
@@ -65,6 +66,7 @@
 //! * Every NCCL launch stands between two meetings of the ranks of the process.
 //! * No global state: the group, the configuration and the printer are passed on.
 
+pub mod checkpoint;
 pub mod commands;
 pub mod config;
 pub mod data;

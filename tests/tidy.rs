@@ -37,11 +37,12 @@ fn code(file: &Path) -> String {
 }
 
 /// The order in which lib.rs tells to read; a module uses those below it.
-const ORDER: [&str; 14] = [
+const ORDER: [&str; 15] = [
     "commands",
     "config",
     "launch",
     "trainer",
+    "checkpoint",
     "ddp",
     "optim",
     "data",

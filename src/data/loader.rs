@@ -46,7 +46,7 @@ pub struct DataLoader {
     pub(super) sampler: DistributedSampler,
     batch_size: usize,
     device: Device,
-    drop_last: bool,
+    pub(super) drop_last: bool,
     workers: Option<(Workers, Rc<ProcessGroup>)>,
     waited: Rc<Cell<Duration>>,
 }
@@ -105,13 +105,17 @@ impl DataLoader {
 
     /// How many batches an epoch has, the same on every rank.
     pub fn num_batches(&self) -> usize {
-        let samples = self.sampler.num_samples();
-        if self.drop_last { samples / self.batch_size } else { samples.div_ceil(self.batch_size) }
+        self.num_batches_from(0)
     }
 
-    /// How many samples the rank has of an epoch, the same on every rank.
-    pub(super) fn num_samples(&self) -> usize {
-        let samples = self.sampler.num_samples();
+    /// How many of them are left when all ranks together have had the first `start` samples.
+    pub fn num_batches_from(&self, start: usize) -> usize {
+        self.num_samples_from(start).div_ceil(self.batch_size)
+    }
+
+    /// How many samples of an epoch the rank still has then, the same on every rank.
+    fn num_samples_from(&self, start: usize) -> usize {
+        let samples = self.sampler.num_samples_from(start);
         if self.drop_last { samples - samples % self.batch_size } else { samples }
     }
 
@@ -131,10 +135,19 @@ impl DataLoader {
     /// [`Error::Torch`] when there is no room; a batch's are [`Error::Data`] and those of a wait that ends because
     /// another rank has failed.
     pub fn epoch(&self, epoch: u64) -> Result<Batches> {
+        self.epoch_from(epoch, 0)
+    }
+
+    /// The batches of `epoch` that are left when all ranks together have had the first `start` samples: see
+    /// [`DistributedSampler::indices_from`].
+    ///
+    /// # Errors
+    /// As [`epoch`](Self::epoch).
+    pub fn epoch_from(&self, epoch: u64, start: usize) -> Result<Batches> {
         let began = Instant::now();
-        let indices = self.sampler.indices(epoch)?;
+        let indices = self.sampler.indices_from(epoch, start)?;
         let (batch_size, device) = (self.batch_size, self.device);
-        let (num_batches, waited) = (self.num_batches(), self.waited.clone());
+        let (num_batches, waited) = (self.num_batches_from(start), self.waited.clone());
         let source = match (&self.workers, &self.resident) {
             (Some((workers, group)), _) => {
                 let batches = indices.chunks(batch_size).take(num_batches).map(<[_]>::to_vec);

@@ -1,6 +1,7 @@
 //! Which sample goes to which rank, in PyTorch's order bit for bit.
 
 use rand_mt::Mt;
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
@@ -25,7 +26,7 @@ use crate::error::{Error, Result};
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DistributedSampler {
     len: usize,
     num_replicas: usize,
@@ -68,6 +69,11 @@ impl DistributedSampler {
         self
     }
 
+    /// The share of rank 0 in the same samples.
+    pub(super) fn of_rank_0(&self) -> Self {
+        Self { rank: 0, ..self.clone() }
+    }
+
     /// What the shuffle starts from; the same on every rank. As in PyTorch, its lower 32 bits count.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
@@ -97,11 +103,13 @@ impl DistributedSampler {
 
     /// How many samples each rank gets in an epoch.
     pub fn num_samples(&self) -> usize {
-        if self.drop_last {
-            self.len / self.num_replicas
-        } else {
-            self.len.div_ceil(self.num_replicas)
-        }
+        self.num_samples_from(0)
+    }
+
+    /// How many of them are left when all ranks together have had the first `start` of the epoch.
+    pub fn num_samples_from(&self, start: usize) -> usize {
+        let left = self.len.saturating_sub(start);
+        if self.drop_last { left / self.num_replicas } else { left.div_ceil(self.num_replicas) }
     }
 
     /// How many samples all ranks together get in an epoch.
@@ -114,9 +122,24 @@ impl DistributedSampler {
     /// # Errors
     /// [`Error::Input`] when there is no memory for the order.
     pub fn indices(&self, epoch: u64) -> Result<Vec<usize>> {
-        let mut mine = empty(self.num_samples())?;
+        self.indices_from(epoch, 0)
+    }
+
+    /// This rank's samples in `epoch`, when all ranks together have had the first `start`.
+    ///
+    /// Samples are dealt in turn, so what any number of ranks has had after any number of steps is the beginning
+    /// of the epoch's order, and any other number of ranks can go on with the rest. With the same number it goes
+    /// on as [`indices`](Self::indices) would have.
+    ///
+    /// # Errors
+    /// As [`indices`](Self::indices).
+    pub fn indices_from(&self, epoch: u64, start: usize) -> Result<Vec<usize>> {
+        let count = self.num_samples_from(start);
+        let mut mine = empty(count)?;
         // PyTorch's padding repeats the whole order from its front, as often as it takes.
-        let dealt = (self.rank..self.total_size()).step_by(self.num_replicas).map(|i| i % self.len);
+        let first = start + self.rank;
+        let dealt =
+            (first..).step_by(self.num_replicas).take(count).map(|position| position % self.len);
         if self.shuffle {
             let order = randperm(self.len, self.seed.wrapping_add(epoch))?;
             mine.extend(dealt.map(|i| order[i]));
@@ -181,6 +204,46 @@ mod tests {
                 assert_eq!(first_round, (0..len).collect::<Vec<_>>());
             }
         }
+    }
+
+    #[test]
+    fn whoever_goes_on_gets_what_is_left_and_all_of_it() {
+        for (len, before, now, drop_last) in cases() {
+            let deal = |ranks, start| -> Vec<Vec<usize>> {
+                let of = |rank| {
+                    let sampler = DistributedSampler::new(len, ranks, rank)?;
+                    sampler.drop_last(drop_last)?.indices_from(1, start)
+                };
+                (0..ranks).map(|rank| of(rank).unwrap()).collect()
+            };
+            let whole = deal(before, 0);
+            for had in 0..whole[0].len() {
+                let start = had * before;
+                let left = deal(now, start);
+                if now == before {
+                    let rest = whole.iter().map(|share| share[had..].to_vec());
+                    assert_eq!(left, rest.collect::<Vec<_>>());
+                }
+                let seen = whole.iter().flat_map(|share| &share[..had]);
+                let dealt = (0..left[0].len()).flat_map(|i| left.iter().map(move |of| &of[i]));
+                let mut all: Vec<usize> = seen.chain(dealt.take(len - start)).copied().collect();
+                let missing = if drop_last { (len - start) % now } else { 0 };
+                assert_eq!(all.len(), len - missing);
+                all.sort_unstable();
+                all.dedup();
+                assert_eq!(all.len(), len - missing, "none twice");
+            }
+        }
+    }
+
+    /// Samples, ranks before, ranks now, and whether to drop what does not go round.
+    fn cases() -> impl Iterator<Item = (usize, usize, usize, bool)> {
+        let ranks = || 1..5;
+        (5..24).flat_map(move |len| {
+            ranks().flat_map(move |before| {
+                ranks().flat_map(move |now| [false, true].map(|drop| (len, before, now, drop)))
+            })
+        })
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::{Batch, DataLoader};
+use super::{Batch, DataLoader, DistributedSampler};
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, kind_name, kind_named};
 
@@ -27,8 +27,9 @@ pub struct ScatterLoader {
 /// What a rank must know of its batches to receive them. Rank 0 tells it once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Share {
-    num_batches: usize,
-    num_samples: usize,
+    /// Rank 0's: all ranks get equal shares.
+    sampler: DistributedSampler,
+    drop_last: bool,
     batch_size: usize,
     inputs: Sample,
     targets: Sample,
@@ -80,7 +81,12 @@ impl ScatterLoader {
 
     /// How many batches an epoch has, the same on every rank.
     pub fn num_batches(&self) -> usize {
-        self.share.num_batches
+        self.num_batches_from(0)
+    }
+
+    /// How many of them are left when all ranks together have had the first `start` samples.
+    pub fn num_batches_from(&self, start: usize) -> usize {
+        self.share.num_samples_from(start).div_ceil(self.share.batch_size)
     }
 
     /// How long this rank has waited for data since the beginning: for rank 0, or while that loaded.
@@ -95,15 +101,28 @@ impl ScatterLoader {
     /// [`Error::Torch`] when rank 0's device has no room for the samples of all ranks; the batches' errors
     /// are those of [`ProcessGroup::scatter`].
     pub fn epoch(&self, epoch: u64) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
-        let epochs = self.loaders.iter().map(|loader| loader.epoch(epoch));
+        self.epoch_from(epoch, 0)
+    }
+
+    /// This rank's batches of `epoch` that are left when all ranks together have had the first `start` samples.
+    ///
+    /// # Errors
+    /// As [`epoch`](Self::epoch).
+    pub fn epoch_from(
+        &self,
+        epoch: u64,
+        start: usize,
+    ) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
+        let epochs = self.loaders.iter().map(|loader| loader.epoch_from(epoch, start));
         let mut epochs = epochs.collect::<Result<Vec<_>>>()?;
         let (group, share, waited) = (self.group.clone(), self.share.clone(), self.waited.clone());
-        Ok((0..share.num_batches).map(move |number| {
+        let num_samples = share.num_samples_from(start);
+        Ok((0..self.num_batches_from(start)).map(move |number| {
             let began = Instant::now();
             let batches = epochs.iter_mut().filter_map(Iterator::next);
             let batches = batches.map(|batch| batch.map(|batch| (batch.inputs, batch.targets)));
             let (inputs, targets): (Vec<_>, Vec<_>) = batches.collect::<Result<_>>()?;
-            let len = share.batch_size.min(share.num_samples - number * share.batch_size) as i64;
+            let len = share.batch_size.min(num_samples - number * share.batch_size) as i64;
             let inputs = share.inputs.scatter(len, &inputs, &group)?;
             let targets = share.targets.scatter(len, &targets, &group)?;
             waited.set(waited.get() + began.elapsed());
@@ -113,11 +132,17 @@ impl ScatterLoader {
 }
 
 impl Share {
+    /// As the loader's.
+    fn num_samples_from(&self, start: usize) -> usize {
+        let samples = self.sampler.num_samples_from(start);
+        if self.drop_last { samples - samples % self.batch_size } else { samples }
+    }
+
     fn of(loader: &DataLoader) -> Result<Self> {
         let (inputs, targets) = loader.sample()?;
         Ok(Self {
-            num_batches: loader.num_batches(),
-            num_samples: loader.num_samples(),
+            sampler: loader.sampler.of_rank_0(),
+            drop_last: loader.drop_last,
             batch_size: loader.batch_size(),
             inputs: Sample::of(&inputs),
             targets: Sample::of(&targets),
@@ -186,14 +211,34 @@ impl Loader {
         }
     }
 
+    /// How many of them are left when all ranks together have had the first `start` samples.
+    pub fn num_batches_from(&self, start: usize) -> usize {
+        match self {
+            Loader::Own(loader) => loader.num_batches_from(start),
+            Loader::Scattered(loader) => loader.num_batches_from(start),
+        }
+    }
+
     /// This rank's batches of `epoch`.
     ///
     /// # Errors
     /// Those of [`DataLoader::epoch`] and [`ScatterLoader::epoch`].
     pub fn epoch(&self, epoch: u64) -> Result<Box<dyn Iterator<Item = Result<Batch>>>> {
+        self.epoch_from(epoch, 0)
+    }
+
+    /// This rank's batches of `epoch` that are left when all ranks together have had the first `start` samples.
+    ///
+    /// # Errors
+    /// As [`epoch`](Self::epoch).
+    pub fn epoch_from(
+        &self,
+        epoch: u64,
+        start: usize,
+    ) -> Result<Box<dyn Iterator<Item = Result<Batch>>>> {
         Ok(match self {
-            Loader::Own(loader) => Box::new(loader.epoch(epoch)?),
-            Loader::Scattered(loader) => Box::new(loader.epoch(epoch)?),
+            Loader::Own(loader) => Box::new(loader.epoch_from(epoch, start)?),
+            Loader::Scattered(loader) => Box::new(loader.epoch_from(epoch, start)?),
         })
     }
 }

@@ -235,6 +235,11 @@ impl<M> DataParallel<M> {
         clip_grad_norm(&buffers, max_norm)
     }
 
+    /// Parameters and buffers by name, as they are: views, and no copies. Follows `state_dict`, of the module inside.
+    pub fn state_dict(&self) -> Vec<(String, Tensor)> {
+        parameters::by_name(&self.tensors)
+    }
+
     /// 64 bits over the names, shapes and values of all parameters and buffers. Those of other ranks than 0 are
     /// as old as the last [`replicate`](Self::replicate). Waits for the device.
     ///

@@ -28,7 +28,8 @@ use reducer::{Reducer, Times};
 pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
 pub use data_parallel::DataParallel;
 pub use join::JoinOptions;
-pub use parameters::parameters_hash;
+pub(crate) use parameters::bytes_of;
+pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use strategy::Strategy;
 
@@ -286,6 +287,11 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::Torch`].
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
         clip_grad_norm(&self.flat_buffers(), max_norm)
+    }
+
+    /// Parameters and buffers by name, as they are: views, and no copies. Follows `state_dict`, of the module inside.
+    pub fn state_dict(&self) -> Vec<(String, Tensor)> {
+        parameters::by_name(&self.tensors)
     }
 
     /// 64 bits over the names, shapes and values of all parameters and buffers; equal on two ranks that

@@ -125,6 +125,19 @@ fn broadcast_text(text: &str, group: &ProcessGroup) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
+/// All tensors of `vs` by name, as they are: those of PyTorch's `state_dict`. In an order that is the same on all
+/// ranks.
+///
+/// # Errors
+/// [`Error::Input`] when a parameter has no name, or two.
+pub fn state_dict(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
+    Ok(by_name(&named_tensors(vs)?))
+}
+
+pub(super) fn by_name(tensors: &[NamedTensor]) -> Vec<(String, Tensor)> {
+    tensors.iter().map(|it| (it.name.clone(), it.tensor.shallow_clone())).collect()
+}
+
 /// 64 bits over names, shapes and values of all tensors in `vs`. Equal models have equal hashes,
 /// whichever device they are on.
 ///
@@ -151,7 +164,8 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
     Ok(hasher.digest())
 }
 
-fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+/// The bytes of `tensor`, whose kind may be any and whose device too.
+pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let mut bytes = vec![0; num_bytes(tensor.kind(), tensor.numel())];
     let mut read = || {
         let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;

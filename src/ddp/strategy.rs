@@ -104,6 +104,11 @@ impl<M> Strategy<M> {
         either!(self, communication_time())
     }
 
+    /// Parameters and buffers by name, as they are: views, and no copies. Follows `state_dict`, of the module inside.
+    pub fn state_dict(&self) -> Vec<(String, Tensor)> {
+        either!(self, state_dict())
+    }
+
     /// [`DistributedDataParallel::parameters_hash`]; what was trained is on rank 0 either way.
     ///
     /// # Errors

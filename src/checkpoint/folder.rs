@@ -1,0 +1,211 @@
+//! The folder of a run's checkpoints.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use super::state::{FORMAT, FileMark, Manifest};
+use super::{LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
+use crate::error::{Error, Result};
+
+/// What a folder is called while it is not, or no longer, a checkpoint.
+const UNFINISHED: &str = ".unfinished-";
+
+/// The folder of a run's checkpoints, of which it keeps the newest few.
+#[derive(Debug, Clone)]
+pub struct CheckpointDir {
+    path: PathBuf,
+    keep_last: usize,
+}
+
+impl CheckpointDir {
+    /// The folder at `path`, which is made if need be, for a run that starts from the beginning. Checkpoints but
+    /// the newest `keep_last` will be removed, each when a newer one is complete; one is always kept.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when there are checkpoints already, or nothing can be written there.
+    pub fn create(path: &Path, keep_last: usize) -> Result<Self> {
+        if let Some(newest) = newest_in(path)? {
+            return Err(Error::Input(format!(
+                "{} holds checkpoints already, the newest being {}; go on from it with --resume auto, or use \
+                 another --save-dir",
+                path.display(),
+                name_of(&newest)
+            )));
+        }
+        Self::open(path, keep_last)
+    }
+
+    /// As [`create`](Self::create), for a run that goes on from a checkpoint that is in there, if one is.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when nothing can be written there.
+    pub fn open(path: &Path, keep_last: usize) -> Result<Self> {
+        let wrong = |error: io::Error| {
+            Error::Input(format!(
+                "checkpoints cannot be written to {}: {error}; use another --save-dir",
+                path.display()
+            ))
+        };
+        fs::create_dir_all(path).map_err(wrong)?;
+        // Left behind by a run that was killed.
+        for entry in fs::read_dir(path).map_err(wrong)? {
+            let entry = entry.map_err(wrong)?;
+            if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
+                fs::remove_dir_all(entry.path()).map_err(wrong)?;
+            }
+        }
+        let probe = path.join(format!("{UNFINISHED}probe"));
+        fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(wrong)?;
+        Ok(Self { path: path.into(), keep_last: keep_last.max(1) })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The newest checkpoint in it.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when it cannot be read.
+    pub fn newest(&self) -> Result<Option<PathBuf>> {
+        newest_in(&self.path)
+    }
+
+    /// Writes a checkpoint, and removes what is too old then. The folder of the new one.
+    ///
+    /// # Errors
+    /// [`Error::Save`]; the checkpoints that were there still are.
+    pub fn write(&self, snapshot: &Snapshot) -> Result<PathBuf> {
+        let name = format!("step-{:08}", snapshot.state.step);
+        let (folder, unfinished) = (self.path.join(&name), self.unfinished(&name));
+        let written = self.write_as(&unfinished, &folder, snapshot);
+        if written.is_err() {
+            // Makes room on a disk that is full. Nobody takes it for a checkpoint if it stays.
+            let _ = fs::remove_dir_all(&unfinished);
+        }
+        written.and_then(|()| self.remove_old()).map(|()| folder)
+    }
+
+    fn write_as(&self, unfinished: &Path, folder: &Path, snapshot: &Snapshot) -> Result<()> {
+        if folder.exists() {
+            let reason = "it is there already".into();
+            return Err(Error::Save { doing: format!("saving {}", folder.display()), reason });
+        }
+        fs::create_dir(unfinished).map_err(saving(unfinished))?;
+        let mut files = BTreeMap::new();
+        for (name, tensors) in [(MODEL, &snapshot.model), (OPTIMIZER, &snapshot.optimizer)] {
+            let bytes = tensors::serialize(tensors)?;
+            files.insert(name.into(), FileMark::of(&bytes));
+            write_file(&unfinished.join(name), &bytes)?;
+        }
+        let manifest = Manifest { format: FORMAT, state: snapshot.state.clone(), files };
+        let path = unfinished.join(TRAINER);
+        let text = serde_json::to_string_pretty(&manifest);
+        write_file(&path, text.map_err(|e| saving(&path)(e.into()))?.as_bytes())?;
+        sync_folder(unfinished)?;
+        fs::rename(unfinished, folder).map_err(saving(folder))?;
+        sync_folder(&self.path)?;
+        self.set_latest(folder)
+    }
+
+    fn set_latest(&self, folder: &Path) -> Result<()> {
+        let (latest, new) = (self.path.join(LATEST), self.path.join(format!("{LATEST}.new")));
+        write_file(&new, format!("{}\n", name_of(folder)).as_bytes())?;
+        fs::rename(&new, &latest).map_err(saving(&latest))?;
+        sync_folder(&self.path)
+    }
+
+    fn remove_old(&self) -> Result<()> {
+        let steps = steps_in(&self.path)?;
+        let old = steps.len().saturating_sub(self.keep_last);
+        for folder in steps.values().take(old) {
+            // Renamed first: half of it must not look like a checkpoint.
+            let unfinished = self.unfinished(&name_of(folder));
+            fs::rename(folder, &unfinished)
+                .and_then(|()| fs::remove_dir_all(&unfinished))
+                .map_err(|error| Error::Save {
+                    doing: format!("removing the old checkpoint {}", folder.display()),
+                    reason: error.to_string(),
+                })?;
+        }
+        Ok(())
+    }
+
+    /// Renames the checkpoints after that of `step`, from which a run goes on: it will write its own. Where they
+    /// are now.
+    ///
+    /// # Errors
+    /// [`Error::Save`].
+    pub fn set_aside_after(&self, step: u64) -> Result<Vec<PathBuf>> {
+        let steps = steps_in(&self.path)?;
+        if let Some(folder) = steps.get(&step) {
+            self.set_latest(folder)?;
+        }
+        let newer = steps.into_iter().filter(|(newer, _)| *newer > step);
+        let set_aside = |(_, folder): (u64, PathBuf)| {
+            let aside = (1..)
+                .map(|n| self.path.join(format!("aside-{n}-{}", name_of(&folder))))
+                .find(|aside| !aside.exists())
+                .unwrap_or_default();
+            fs::rename(&folder, &aside).map_err(saving(&aside))?;
+            Ok(aside)
+        };
+        newer.map(set_aside).collect()
+    }
+
+    fn unfinished(&self, name: &str) -> PathBuf {
+        self.path.join(format!("{UNFINISHED}{name}"))
+    }
+}
+
+/// The newest checkpoint in the folder `path`, if that is there.
+pub(super) fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
+    Ok(steps_in(path)?.pop_last().map(|(_, folder)| folder))
+}
+
+/// The checkpoints in the folder `path` by step: none where there is no folder.
+pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
+    let wrong = |error: io::Error| Error::Input(format!("{}: {error}", path.display()));
+    let entries = match fs::read_dir(path) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
+        Err(error) => return Err(wrong(error)),
+    };
+    let mut steps = BTreeMap::new();
+    for entry in entries {
+        let path = entry.map_err(wrong)?.path();
+        if let Some(step) = name_of(&path).strip_prefix("step-").and_then(|it| it.parse().ok()) {
+            steps.insert(step, path);
+        }
+    }
+    Ok(steps)
+}
+
+pub(super) fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// Writes a file that is on the disk then.
+fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    let write = || {
+        let mut file = File::create(path)?;
+        file.write_all(bytes)?;
+        file.sync_all()
+    };
+    write().map_err(saving(path))
+}
+
+/// Names are on the disk only when their folder is.
+fn sync_folder(path: &Path) -> Result<()> {
+    File::open(path).and_then(|folder| folder.sync_all()).map_err(saving(path))
+}
+
+fn saving(path: &Path) -> impl Fn(io::Error) -> Error {
+    move |error| Error::Save {
+        doing: format!("saving {}", path.display()),
+        reason: error.to_string(),
+    }
+}

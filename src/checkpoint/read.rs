@@ -1,0 +1,139 @@
+//! Reading a checkpoint, which may be anything by now.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use tch::Tensor;
+use tch::nn::VarStore;
+
+use super::folder::{name_of, newest_in, steps_in};
+use super::state::{FORMAT, FileMark, Manifest};
+use super::{MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
+use crate::error::{Error, Result};
+use crate::optim::Optimizer;
+
+/// A checkpoint in memory, found to be what was written. All ranks may share it.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    state: TrainerState,
+    model: TensorFile,
+    optimizer: TensorFile,
+}
+
+impl Checkpoint {
+    /// The checkpoint in the folder `path`, or the newest one if that is the folder of a run.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names what is missing, cut off, changed, or of another version, and the next older
+    /// checkpoint that can be read.
+    pub fn read(path: &Path) -> Result<Self> {
+        let newest = if path.join(TRAINER).exists() { None } else { newest_in(path)? };
+        let path = newest.as_deref().unwrap_or(path);
+        Self::read_one(path).map_err(|problem| {
+            let instead = match older(path) {
+                Some(older) => {
+                    format!("the one before it can be read: --resume {}", older.display())
+                }
+                None => "there is no older one beside it: start over without --resume, in another \
+                         --save-dir"
+                    .into(),
+            };
+            Error::Input(format!("checkpoint {}: {problem}; {instead}", path.display()))
+        })
+    }
+
+    fn read_one(path: &Path) -> Result<Self, String> {
+        let text = read(&path.join(TRAINER))?;
+        let damaged = |error: serde_json::Error| format!("{TRAINER} is damaged: {error}");
+        let value: Value = serde_json::from_slice(&text).map_err(damaged)?;
+        if value["format"] != FORMAT {
+            return Err(format!(
+                "{TRAINER} says format {}, and this version of ddp-mp reads format {FORMAT}",
+                value["format"]
+            ));
+        }
+        let Manifest { state, files, .. } = serde_json::from_value(value).map_err(damaged)?;
+        let tensors = |name: &str| {
+            let file = path.join(name);
+            let bytes = read(&file)?;
+            check(name, &bytes, &files)?;
+            TensorFile::new(file, bytes).map_err(|error| error.to_string())
+        };
+        let (model, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
+        Ok(Self { path: path.into(), state, model, optimizer })
+    }
+
+    /// The folder that it was read from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where the run was.
+    pub fn state(&self) -> &TrainerState {
+        &self.state
+    }
+
+    /// Copies parameters and buffers into `vs`. For rank 0, before the ranks' models are made one.
+    ///
+    /// # Errors
+    /// As [`TensorFile::load_into`].
+    pub fn load_model(&self, vs: &VarStore) -> Result<()> {
+        self.model.load_into(vs)
+    }
+
+    /// Has `optimizer` go on as the one that was saved. For every rank that steps.
+    ///
+    /// # Errors
+    /// Those of [`Optimizer::load_state`].
+    pub fn load_optimizer(&self, optimizer: &mut dyn Optimizer) -> Result<()> {
+        let mut saved: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();
+        for (key, tensor) in self.optimizer.tensors()? {
+            let (parameter, slot) = key.rsplit_once('/').unwrap_or((&key, ""));
+            saved.entry(parameter.into()).or_default().insert(slot.into(), tensor);
+        }
+        // One that was not stepped yet has nothing in the file.
+        let mut state = optimizer.state()?;
+        for parameter in &mut state {
+            parameter.tensors = saved.remove(&parameter.name).unwrap_or_default();
+        }
+        if let Some(name) = saved.keys().next() {
+            let path = self.path.join(OPTIMIZER);
+            return Err(Error::Input(format!(
+                "{} has `{name}`, which is no parameter of this model",
+                path.display()
+            )));
+        }
+        optimizer.load_state(&state)
+    }
+}
+
+/// The newest checkpoint beside `path` that is older and can be read.
+fn older(path: &Path) -> Option<PathBuf> {
+    let step: u64 = name_of(path).strip_prefix("step-")?.parse().ok()?;
+    let steps = steps_in(path.parent()?).ok()?;
+    let mut older = steps.into_iter().rev().filter(|(older, _)| *older < step);
+    older.find(|(_, path)| Checkpoint::read_one(path).is_ok()).map(|(_, path)| path)
+}
+
+fn read(file: &Path) -> Result<Vec<u8>, String> {
+    fs::read(file).map_err(|error| format!("{} cannot be read: {error}", name_of(file)))
+}
+
+/// Whether `bytes` are those of the file that was written.
+fn check(name: &str, bytes: &[u8], files: &BTreeMap<String, FileMark>) -> Result<(), String> {
+    let known = files.get(name).ok_or_else(|| format!("{TRAINER} does not know {name}"))?;
+    let found = FileMark::of(bytes);
+    if found.bytes != known.bytes {
+        return Err(format!("{name} has {} bytes, and had {}", found.bytes, known.bytes));
+    }
+    if found != *known {
+        return Err(format!(
+            "{name} is damaged: its xxh3 is {}, and was {}",
+            found.xxh3, known.xxh3
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,110 @@
+//! `trainer.json`: where a run is, and what its files must be.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::optim::GradScalerState;
+
+/// Where a run is, besides its tensors. All counts are those of the whole run, however often it was resumed.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// The epoch that the next step belongs to.
+    pub epoch: u64,
+    /// How many steps have been made: the number of the next one.
+    pub step: u64,
+    /// How many of them in this epoch.
+    pub epoch_steps: u64,
+    /// How many samples of this epoch all ranks together have had: so many from the beginning of its order.
+    pub samples_seen: usize,
+    /// How many ranks there were.
+    pub world_size: usize,
+    /// How many steps changed nothing, because gradients were not finite.
+    pub skipped_steps: u64,
+    /// The mean losses of the first epoch and of the last that was completed; nothing before.
+    #[serde(with = "exact")]
+    pub epoch_losses: Vec<f64>,
+    /// The sum of the losses of this epoch's samples so far, of each rank.
+    #[serde(with = "exact")]
+    pub loss_sums: Vec<f64>,
+    /// The gradient scaler's, if there is one.
+    pub scaler: Option<GradScalerState>,
+    /// What the run was told, by key: for a run that goes on to be compared with.
+    pub options: Map<String, Value>,
+}
+
+/// The whole file.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Manifest {
+    pub format: u64,
+    #[serde(flatten)]
+    pub state: TrainerState,
+    pub files: BTreeMap<String, FileMark>,
+}
+
+/// What this version writes and reads.
+pub(super) const FORMAT: u64 = 1;
+
+/// By what a file is recognized as the one that was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct FileMark {
+    pub bytes: u64,
+    /// In hex.
+    pub xxh3: String,
+}
+
+impl FileMark {
+    pub(super) fn of(bytes: &[u8]) -> Self {
+        Self { bytes: bytes.len() as u64, xxh3: format!("{:016x}", xxh3_64(bytes)) }
+    }
+}
+
+/// Numbers as texts, because JSON has none for what is infinite or not a number.
+mod exact {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(numbers: &[f64], to: S) -> Result<S::Ok, S::Error> {
+        let texts: Vec<String> = numbers.iter().map(f64::to_string).collect();
+        texts.serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
+        let texts = Vec::<String>::deserialize(from)?;
+        texts.iter().map(|text| text.parse().map_err(D::Error::custom)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_to_the_bit() {
+        let scaler = GradScalerState {
+            scale: f64::from(2f32.powi(-13)),
+            growth_factor: 2.0,
+            backoff_factor: 0.3,
+            growth_interval: 2000,
+            growth_tracker: 7,
+        };
+        let state = TrainerState {
+            step: u64::MAX,
+            epoch_losses: vec![f64::INFINITY, 0.1 + 0.2],
+            loss_sums: vec![f64::MIN_POSITIVE, -0.0, 1e300 / 3.0],
+            scaler: Some(scaler),
+            options: Map::from_iter([("lr".into(), 0.1f64.into()), ("model".into(), "mlp".into())]),
+            ..TrainerState::default()
+        };
+        let files = BTreeMap::from([("a".into(), FileMark::of(b"abc"))]);
+        let text = serde_json::to_string(&Manifest { format: 1, state: state.clone(), files });
+        let read: Manifest = serde_json::from_str(&text.unwrap()).unwrap();
+        assert_eq!(read.state, state);
+        assert_eq!(read.files["a"], FileMark::of(b"abc"));
+        let not_a_number = TrainerState { loss_sums: vec![f64::NAN], ..TrainerState::default() };
+        let text = serde_json::to_string(&not_a_number).unwrap();
+        assert!(serde_json::from_str::<TrainerState>(&text).unwrap().loss_sums[0].is_nan());
+    }
+}

@@ -1,0 +1,168 @@
+//! Tensors in safetensors files.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use safetensors::{Dtype, SafeTensors, View};
+use tch::nn::VarStore;
+use tch::{Kind, Tensor};
+
+use crate::ddp::{bytes_of, state_dict};
+use crate::error::{Error, Result};
+
+/// Which kind is which; PyTorch's safetensors has the same.
+const KINDS: [(Kind, Dtype); 10] = [
+    (Kind::Float, Dtype::F32),
+    (Kind::Double, Dtype::F64),
+    (Kind::Half, Dtype::F16),
+    (Kind::BFloat16, Dtype::BF16),
+    (Kind::Int64, Dtype::I64),
+    (Kind::Int, Dtype::I32),
+    (Kind::Int16, Dtype::I16),
+    (Kind::Int8, Dtype::I8),
+    (Kind::Uint8, Dtype::U8),
+    (Kind::Bool, Dtype::BOOL),
+];
+
+/// A copy of a tensor, which may be written on any thread.
+#[derive(Debug)]
+pub(super) struct Copied {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Copied {
+    pub(super) fn of(name: &str, tensor: &Tensor) -> Result<Self> {
+        let Some((_, dtype)) = KINDS.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
+            return Err(Error::Unsupported(format!(
+                "`{name}` is {:?}, which safetensors files do not hold",
+                tensor.kind()
+            )));
+        };
+        let shape = tensor.size().into_iter().map(|n| n as usize).collect();
+        Ok(Self { dtype, shape, bytes: bytes_of(tensor)? })
+    }
+}
+
+impl View for &Copied {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&self.bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+/// The bytes of a file of `tensors`.
+pub(super) fn serialize(tensors: &BTreeMap<String, Copied>) -> Result<Vec<u8>> {
+    // Libraries on top of PyTorch look for it.
+    let metadata = HashMap::from([("format".into(), "pt".into())]);
+    safetensors::serialize(tensors, Some(metadata))
+        .map_err(|error| Error::Save { doing: "writing tensors".into(), reason: error.to_string() })
+}
+
+/// A safetensors file in memory, checked as a whole: this crate's, or one that PyTorch has saved.
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl TensorFile {
+    /// The file at `path`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when it cannot be read or is no safetensors file.
+    pub fn read(path: &Path) -> Result<Self> {
+        let bytes =
+            fs::read(path).map_err(|error| Error::Input(format!("{}: {error}", path.display())))?;
+        Self::new(path.into(), bytes)
+    }
+
+    pub(super) fn new(path: PathBuf, bytes: Vec<u8>) -> Result<Self> {
+        SafeTensors::deserialize(&bytes).map_err(|error| {
+            Error::Input(format!("{} is no safetensors file: {error}", path.display()))
+        })?;
+        Ok(Self { path, bytes })
+    }
+
+    /// Its tensors by name, copied, on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for kinds of numbers that libtorch does not have.
+    pub fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
+        let wrong = |problem: String| Error::Input(format!("{}: {problem}", self.path.display()));
+        let parsed = SafeTensors::deserialize(&self.bytes).map_err(|e| wrong(e.to_string()))?;
+        let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
+            let known = KINDS.into_iter().find(|(_, dtype)| *dtype == view.dtype());
+            let (kind, _) = known.ok_or_else(|| {
+                wrong(format!("`{name}` is {:?}, which is not known", view.dtype()))
+            })?;
+            let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
+            // Its length fits: the file was checked.
+            let tensor = Tensor::f_from_data_size(view.data(), &shape, kind);
+            Ok((name.into(), tensor.map_err(Error::torch("making a tensor"))?))
+        };
+        parsed.iter().map(tensor).collect()
+    }
+
+    /// Copies its tensors into those of `vs`. Follows `load_state_dict(strict=True)`: all that the model has must
+    /// be there, in its shapes, and nothing else.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names what is missing, unexpected or of another shape; nothing has changed then.
+    pub fn load_into(&self, vs: &VarStore) -> Result<()> {
+        let mut saved = self.tensors()?;
+        let (mut missing, mut reshaped, mut copies) = (Vec::new(), Vec::new(), Vec::new());
+        for (name, tensor) in state_dict(vs)? {
+            match saved.remove(&name) {
+                None => missing.push(format!("`{name}`")),
+                Some(from) if from.size() != tensor.size() => reshaped.push(format!(
+                    "`{name}` ({:?} in the file, {:?} in the model)",
+                    from.size(),
+                    tensor.size()
+                )),
+                Some(from) => copies.push((tensor, from)),
+            }
+        }
+        let unexpected: Vec<String> = saved.keys().map(|name| format!("`{name}`")).collect();
+        let problems =
+            [("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)];
+        let problems: Vec<String> = problems
+            .into_iter()
+            .filter(|(_, names)| !names.is_empty())
+            .map(|(what, names)| format!("{what}: {}", some_of(&names)))
+            .collect();
+        if !problems.is_empty() {
+            return Err(Error::Input(format!(
+                "{} does not fit the model; {}",
+                self.path.display(),
+                problems.join("; ")
+            )));
+        }
+        tch::no_grad(|| copies.into_iter().try_for_each(|(mut to, from)| to.f_copy_(&from)))
+            .map_err(Error::torch("loading the model"))
+    }
+}
+
+/// Enough names to see what is wrong.
+fn some_of(names: &[String]) -> String {
+    const MOST: usize = 6;
+    let shown = names[..names.len().min(MOST)].join(", ");
+    match names.len().checked_sub(MOST) {
+        Some(more @ 1..) => format!("{shown} and {more} more"),
+        _ => shown,
+    }
+}
