@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ddp_mp::commands;
 use ddp_mp::config::Config;
-use ddp_mp::launch::install_panic_hook;
+use ddp_mp::launch::{exit_code, install_panic_hook};
 use ddp_mp::observe::{LogFormat, Printer};
 use ddp_mp::torch::{self, cuda};
 
@@ -30,24 +30,10 @@ fn main() {
     let result = match cli.command {
         None => train(&cli.train),
         Some(Command::Train(flags)) => train(&flags),
-        Some(Command::Comm(flags)) => {
-            let printer = Arc::new(Printer::new(flags.log_format()));
-            commands::comm(flags.request(), &cuda::load(), &printer)
-        }
-        Some(Command::Env(flags)) => env(&flags),
-        Some(Command::Bench(BenchFlags { step: Some(BenchCommand::Step(flags)), .. })) => {
-            bench_step(&flags)
-        }
-        Some(Command::Bench(flags)) => {
-            let printer = Arc::new(Printer::new(flags.log_format()));
-            commands::bench(flags.request(), &cuda::load(), &printer)
-        }
-        Some(Command::Sampler(flags)) => {
-            commands::sampler(&flags.request(), &Printer::new(flags.log_format()))
-        }
+        Some(other) => run(other).map(|()| 0),
     };
     let code = match result {
-        Ok(()) => 0,
+        Ok(code) => code,
         Err(error) => {
             Printer::new(LogFormat::Text).note(&format!("{error:#}"));
             let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::Input(_)));
@@ -57,10 +43,33 @@ fn main() {
     torch::exit(code)
 }
 
-fn train(flags: &TrainFlags) -> anyhow::Result<()> {
+/// Any command.
+fn run(command: Command) -> anyhow::Result<()> {
+    match command {
+        Command::Train(flags) => train(&flags).map(drop),
+        Command::Comm(flags) => {
+            let printer = Arc::new(Printer::new(flags.log_format()));
+            commands::comm(flags.request(), &cuda::load(), &printer)
+        }
+        Command::Env(flags) => env(&flags),
+        Command::Bench(BenchFlags { step: Some(BenchCommand::Step(flags)), .. }) => {
+            bench_step(&flags)
+        }
+        Command::Bench(flags) => {
+            let printer = Arc::new(Printer::new(flags.log_format()));
+            commands::bench(flags.request(), &cuda::load(), &printer)
+        }
+        Command::Sampler(flags) => {
+            commands::sampler(&flags.request(), &Printer::new(flags.log_format()))
+        }
+    }
+}
+
+/// The exit code.
+fn train(flags: &TrainFlags) -> anyhow::Result<u8> {
     let config = Config::resolve(flags.config.as_deref(), flags.table()?)?;
     let printer = Arc::new(Printer::new(config.log_format));
-    commands::train(config, &cuda::load(), &printer)
+    commands::train(config, &cuda::load(), &printer).map(exit_code)
 }
 
 fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {

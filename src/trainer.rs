@@ -1,5 +1,8 @@
 //! The training loop: `train`, `run_epoch`, `run_batch`.
 
+mod loss_sum;
+mod saving;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -7,13 +10,19 @@ use serde::{Deserialize, Serialize};
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Reduction, Tensor};
 
+use crate::checkpoint::TrainerState;
 use crate::data::{Batch, Loader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::observe::Epoch;
 use crate::optim::{GradScaler, GradScalerOptions, Gradients, Optimizer, Schedule};
-use crate::process_group::{ProcessGroup, ReduceOp, rank_label};
-use crate::torch::{Autocast, Generator, add_scaled};
+use crate::process_group::rank_label;
+use crate::sync::{Stop, StopReason};
+use crate::torch::{Autocast, Generator};
+use loss_sum::LossSum;
+use saving::Saving;
+
+pub use saving::SaveEvery;
 
 /// What is to become small: `--loss`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,11 +91,15 @@ impl Amp {
 /// What a whole training run came to; the same on every rank, but for the time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Summary {
-    /// How many steps each rank made.
+    /// How many steps each rank made, in the whole run.
     pub steps: u64,
+    /// How many of them it made now, if the run was resumed.
+    pub steps_now: u64,
+    /// Why it ended before its last epoch, if it did.
+    pub stopped: Option<StopReason>,
     /// The mean loss of the first epoch, over the samples of all ranks.
     pub first_loss: f64,
-    /// The mean loss of the last epoch.
+    /// The mean loss of the last epoch, or of what was seen of the only one.
     pub last_loss: f64,
     /// How many of the steps changed nothing, because gradients were not finite; 0 without a [`GradScaler`].
     pub skipped_steps: u64,
@@ -106,12 +119,14 @@ pub struct Trainer<M> {
     accumulate: usize,
     amp: Amp,
     scaler: GradScaler,
-    skipped_steps: u64,
     generator: Option<Arc<Generator>>,
     loader: Loader,
     loss: Loss,
     loss_sum: LossSum,
-    step: u64,
+    state: TrainerState,
+    saving: Option<Saving>,
+    stop: Option<Arc<Stop>>,
+    max_steps: Option<u64>,
 }
 
 impl<M: ModuleT> Trainer<M> {
@@ -150,12 +165,14 @@ impl<M: ModuleT> Trainer<M> {
             accumulate,
             amp,
             scaler,
-            skipped_steps: 0,
             generator: None,
             loader,
             loss,
             loss_sum,
-            step: 0,
+            state: TrainerState::default(),
+            saving: None,
+            stop: None,
+            max_steps: None,
         })
     }
 
@@ -205,8 +222,8 @@ impl<M: ModuleT> Trainer<M> {
         &self.ddp
     }
 
-    /// Trains for `max_epochs` epochs, at least one, and hands each epoch's report to `report`. A
-    /// collective.
+    /// Trains until `max_epochs` epochs are done, at least one, or the run is to stop, and hands each epoch's
+    /// report to `report`. A collective.
     ///
     /// # Errors
     /// The first thing that fails, on whichever rank.
@@ -219,40 +236,82 @@ impl<M: ModuleT> Trainer<M> {
             self.warm_up()?;
         }
         let began = Instant::now();
-        let mut losses = None;
-        for epoch in 0..max_epochs.max(1) {
-            let done = self.run_epoch(epoch)?;
-            let (first, _) = losses.unwrap_or((done.loss, done.loss));
-            losses = Some((first, done.loss));
-            report(done)?;
+        let steps_before = self.state.step;
+        let mut stopped = None;
+        while self.state.epoch < max_epochs.max(1) {
+            stopped = self.stopped();
+            if stopped.is_some() {
+                break;
+            }
+            if let Some(done) = self.run_epoch()? {
+                report(done)?;
+                self.save_if_due(true)?;
+            }
         }
-        let (first_loss, last_loss) = losses.unwrap_or_default();
+        let elapsed = began.elapsed();
+        self.save_at_end()?;
+        let losses = match &self.state.epoch_losses[..] {
+            [] => vec![self.take_loss()?],
+            losses => losses.to_vec(),
+        };
         Ok(Summary {
-            steps: self.step,
-            first_loss,
-            last_loss,
-            skipped_steps: self.skipped_steps,
-            elapsed: began.elapsed(),
+            steps: self.state.step,
+            steps_now: self.state.step - steps_before,
+            stopped,
+            first_loss: losses[0],
+            last_loss: losses[losses.len() - 1],
+            skipped_steps: self.state.skipped_steps,
+            elapsed,
         })
     }
 
-    /// One pass over this rank's share of the data.
-    fn run_epoch(&mut self, epoch: u64) -> Result<Epoch> {
+    /// The mean loss of the epoch so far; starts over.
+    fn take_loss(&mut self) -> Result<f64> {
+        let group = self.ddp.group();
+        // Known to all, and counted once.
+        self.loss_sum.count(if group.rank() == 0 { self.state.samples_seen } else { 0 })?;
+        self.loss_sum.take_mean(group)
+    }
+
+    /// One pass over what this rank has not seen yet of its share of the data. Nothing to report if the run is to
+    /// stop before the end.
+    fn run_epoch(&mut self) -> Result<Option<Epoch>> {
         let began = Instant::now();
+        let TrainerState { epoch, samples_seen, .. } = self.state;
+        let (rank, world_size) = (self.ddp.group().rank(), self.ddp.group().world_size());
         let mut samples = 0;
-        let mut batches = self.loader.epoch(epoch)?;
-        let steps = self.loader.num_batches().div_ceil(self.accumulate) as u64;
-        for _ in 0..steps {
-            self.ddp.group().enter_step(self.step)?;
+        let mut batches = self.loader.epoch_from(epoch, samples_seen)?;
+        let steps = self.loader.num_batches_from(samples_seen).div_ceil(self.accumulate);
+        for left in (0..steps).rev() {
+            if rank == 0
+                && let Some(stop) = &self.stop
+            {
+                stop.decide(self.state.step);
+            }
+            self.ddp.group().enter_step(self.state.step)?;
             let of_step = batches.by_ref().take(self.accumulate).collect::<Result<Vec<_>>>()?;
             self.run_step(&of_step, epoch)?;
-            self.step += 1;
-            samples += of_step.iter().map(Batch::len).sum::<usize>();
+            // Every rank has as many: their shares are equal.
+            let of_rank: usize = of_step.iter().map(Batch::len).sum();
+            samples += of_rank;
+            self.state.step += 1;
+            self.state.epoch_steps += 1;
+            self.state.samples_seen += of_rank * world_size;
+            if left > 0 {
+                if self.stopped().is_some() {
+                    return Ok(None);
+                }
+                self.save_if_due(false)?;
+            }
         }
+        let loss = self.take_loss()?;
+        self.state.epoch_losses.truncate(1);
+        self.state.epoch_losses.push(loss);
+        let steps = self.state.epoch_steps;
+        self.state.epoch += 1;
+        (self.state.epoch_steps, self.state.samples_seen) = (0, 0);
         let group = self.ddp.group();
-        self.loss_sum.count(samples)?;
-        let loss = self.loss_sum.take_mean(group)?;
-        Ok(Epoch {
+        Ok(Some(Epoch {
             rank: group.rank(),
             local_rank: group.local_rank(),
             device: rank_label(group.device(), group.local_rank()),
@@ -261,14 +320,14 @@ impl<M: ModuleT> Trainer<M> {
             steps,
             loss,
             samples_per_second: samples as f64 / began.elapsed().as_secs_f64(),
-        })
+        }))
     }
 
     /// One step: forward, backward, average the gradients over the ranks, step the parameters.
     fn run_step(&mut self, batches: &[Batch], epoch: u64) -> Result<()> {
         self.ddp.begin_step()?;
         if let Some(generator) = &self.generator {
-            generator.begin_step(self.step)?;
+            generator.begin_step(self.state.step)?;
         }
         for (number, batch) in batches.iter().enumerate() {
             // Only the last batch's backward averages, what all have added up.
@@ -281,8 +340,9 @@ impl<M: ModuleT> Trainer<M> {
         if let Some(max_norm) = self.max_grad_norm {
             let _ = self.ddp.clip_grad_norm(max_norm)?;
         }
-        let stepped = self.scaler.step(&mut **optimizer, self.schedule.lr(epoch, self.step))?;
-        self.skipped_steps += u64::from(!stepped);
+        let stepped =
+            self.scaler.step(&mut **optimizer, self.schedule.lr(epoch, self.state.step))?;
+        self.state.skipped_steps += u64::from(!stepped);
         self.scaler.update()
     }
 
@@ -309,9 +369,14 @@ impl<M: ModuleT> Trainer<M> {
     ///
     /// The first launch of a kernel loads it, and waits for the GPU to become idle; the first use of memory
     /// allocates it, which stops all GPUs. Better before collectives are on their way, and outside of the
-    /// time that is measured. Changes no parameter, but whatever else a model's forward pass changes (the
-    /// state of a dropout, say).
+    /// time that is measured. Changes neither parameters nor buffers nor the loss so far, but whatever
+    /// else a model's forward pass changes.
     fn warm_up(&mut self) -> Result<()> {
+        let loss_so_far = self.loss_sum.sum(self.ddp.group())?;
+        let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));
+        let buffers = self.ddp.state_dict().into_iter().filter(|(_, it)| !it.requires_grad());
+        let buffers: Vec<_> =
+            buffers.map(copy).collect::<Result<_, _>>().map_err(Error::torch("copying buffers"))?;
         if let Some(batch) = self.loader.epoch(0)?.next() {
             let batch = batch?;
             let loss = self.loss_of(&batch)?;
@@ -341,51 +406,9 @@ impl<M: ModuleT> Trainer<M> {
             self.loss_sum.count(batch.len())?;
         }
         // Reduced, waited for, read, and reset: all ranks are through with it then.
-        self.loss_sum.take_mean(self.ddp.group()).map(drop)
-    }
-}
-
-/// The sum of the losses of an epoch's samples, kept on the device: reading it there at every step would
-/// make the host wait for the GPU.
-#[derive(Debug)]
-struct LossSum {
-    /// The sum and the number of samples; allocated once.
-    totals: Tensor,
-    /// Views of the two.
-    sum: Tensor,
-    count: Tensor,
-    one: Tensor,
-}
-
-impl LossSum {
-    fn new(device: Device) -> Result<Self> {
-        let allocate = || {
-            let totals = Tensor::f_zeros([2], (Kind::Double, device))?;
-            let (sum, count) = (totals.f_narrow(0, 0, 1)?, totals.f_narrow(0, 1, 1)?);
-            Ok(Self { totals, sum, count, one: Tensor::f_ones([1], (Kind::Double, device))? })
-        };
-        allocate().map_err(Error::torch("allocating the loss"))
-    }
-
-    /// Adds the mean loss of `samples` samples.
-    fn add(&mut self, mean: &Tensor, samples: usize) -> Result<()> {
-        add_scaled(&self.sum, mean, samples as f64)
-    }
-
-    /// Notes that this rank has added `samples` samples in all.
-    fn count(&mut self, samples: usize) -> Result<()> {
-        add_scaled(&self.count, &self.one, samples as f64)
-    }
-
-    /// The mean over the samples of all ranks; starts over.
-    fn take_mean(&mut self, group: &ProcessGroup) -> Result<f64> {
-        group.all_reduce(&mut self.totals, ReduceOp::Sum)?;
-        group.synchronize()?;
-        let value = |tensor: &Tensor| {
-            tensor.f_double_value(&[0]).map_err(Error::torch("reading the mean loss"))
-        };
-        let mean = value(&self.sum)? / value(&self.count)?;
-        let _ = self.totals.f_zero_().map_err(Error::torch("zero_"))?;
-        Ok(mean)
+        self.loss_sum.take_mean(self.ddp.group())?;
+        self.loss_sum.set_sum(loss_so_far)?;
+        tch::no_grad(|| buffers.into_iter().try_for_each(|(was, mut is)| is.f_copy_(&was)))
+            .map_err(Error::torch("restoring buffers"))
     }
 }

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use super::state::{FORMAT, FileMark, Manifest};
-use super::{LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
+use super::{Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
 
 /// What a folder is called while it is not, or no longer, a checkpoint.
@@ -66,12 +66,27 @@ impl CheckpointDir {
         &self.path
     }
 
+    /// Whether `checkpoint` was read from here.
+    pub(crate) fn contains(&self, checkpoint: &Checkpoint) -> bool {
+        let folder = checkpoint.path().canonicalize().ok();
+        let mine = self.path.canonicalize().ok();
+        folder.zip(mine).is_some_and(|(folder, mine)| folder.parent() == Some(&mine))
+    }
+
     /// The newest checkpoint in it.
     ///
     /// # Errors
     /// [`Error::Input`] when it cannot be read.
     pub fn newest(&self) -> Result<Option<PathBuf>> {
         newest_in(&self.path)
+    }
+
+    /// The newest checkpoint in the folder `path`, if that is there.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when it cannot be read.
+    pub fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
+        newest_in(path)
     }
 
     /// Writes a checkpoint, and removes what is too old then. The folder of the new one.

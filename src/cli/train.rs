@@ -135,6 +135,32 @@ pub(crate) struct TrainFlags {
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Data")]
     prefetch_factor: Option<u64>,
 
+    /// Save checkpoints in this folder: model, optimizer and all that it takes to go on
+    #[arg(long, value_name = "DIR", help_heading = "Stopping and resuming")]
+    save_dir: Option<PathBuf>,
+    /// After how many steps to save each time
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
+    save_every: Option<u64>,
+    /// After how many epochs to save each time [default: 1 without --save-every]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
+    save_every_epochs: Option<u64>,
+    /// How many of the newest checkpoints to keep [default: 3]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
+    keep_last: Option<u64>,
+    /// Go on from a checkpoint: auto (the newest in --save-dir, or from the beginning if there is none), or
+    /// its folder
+    #[arg(long, value_name = "auto|PATH", help_heading = "Stopping and resuming")]
+    resume: Option<String>,
+    /// Start from the parameters and buffers in a safetensors file, as PyTorch saves it
+    #[arg(long, value_name = "FILE", help_heading = "Stopping and resuming")]
+    init_from: Option<PathBuf>,
+    /// Stop after so many steps of the whole run
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
+    max_steps: Option<u64>,
+    /// Stop after so many seconds
+    #[arg(long, value_name = "S", value_parser = whole(), help_heading = "Stopping and resuming")]
+    max_seconds: Option<u64>,
+
     /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
     /// [default: auto]
     #[arg(long, value_name = "auto|gpu|cpu|N", help_heading = "Run")]

@@ -1,6 +1,7 @@
 //! One file for each command of the program.
 
 mod bench;
+mod checkpoints;
 mod comm;
 mod env;
 mod sampler;

@@ -1,17 +1,19 @@
 //! `ddp-mp train`: starts the ranks, and trains on each.
 
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use anyhow::Context;
 use tch::Device;
 
+use super::checkpoints::{self, Origin};
 use super::plan;
 use crate::config::{Config, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::Result;
-use crate::launch::{Placement, Rank, Spawn, SpawnError};
+use crate::launch::{Placement, Rank, Spawn, SpawnError, Stop, StopReason, stop_on_signals};
 use crate::models::Model;
 use crate::observe::{End, Event, Failure, LogFormat, Printer, Start, peak_memory};
 use crate::optim::{Optimizer, Schedule};
@@ -26,14 +28,24 @@ struct Job {
     placement: Placement,
     dataset: Arc<dyn Dataset>,
     printer: Arc<Printer>,
+    origin: Origin,
+    stop: Arc<Stop>,
+    /// Why the run has ended before its last epoch, if it has.
+    stopped: OnceLock<StopReason>,
 }
 
-/// Trains as `config` says; returns when every rank has ended.
+/// Trains as `config` says; returns when every rank has ended, and why that was before the last epoch, if it was.
 ///
 /// # Errors
 /// [`Error::Input`](crate::Error::Input) when that can't be done here, and [`SpawnError`] when a rank
 /// failed.
-pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+pub fn train(
+    config: Config,
+    cuda: &Cuda,
+    printer: &Arc<Printer>,
+) -> anyhow::Result<Option<StopReason>> {
+    let stop = Arc::new(Stop::new(config.max_seconds.map(Duration::from_secs)));
+    stop_on_signals(&stop).context("watching for signals")?;
     let (config, dataset) = with_data(config)?;
     let placement = plan(&config, cuda)?;
     if let Some(note) = &placement.note {
@@ -45,21 +57,26 @@ pub fn train(config: Config, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Res
     if let Some(note) = config.idle_in(config.steps(placement.devices.len())) {
         printer.note(&note);
     }
+    let origin = Origin::of(&config, placement.devices.len(), printer)?;
     let spawn = Spawn::at(&placement)
         .timeout(config.timeout)
         .grace_period(config.grace_period)
         .check_collectives(config.check_collectives)
         .fault(config.fault);
-    let job = Job { config, placement, dataset, printer: printer.clone() };
+    let (printer, stopped) = (printer.clone(), OnceLock::new());
+    let job = Arc::new(Job { config, placement, dataset, printer, origin, stop, stopped });
 
-    let result = spawn.run(move |rank| train_on(rank, &job));
+    let of_ranks = job.clone();
+    let result = spawn.run(move |rank| train_on(rank, &of_ranks));
+    let printer = &job.printer;
     if let Err(error) = &result {
         let told = printer.flush_epochs().and_then(|()| printer.event(&failure(error)));
         if let Err(unwritable) = told {
             printer.note(&format!("writing to stdout: {unwritable}"));
         }
     }
-    Ok(result?)
+    result?;
+    Ok(job.stopped.get().copied())
 }
 
 /// What one rank does, from its first to its last line.
@@ -68,7 +85,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.placement.backend)?;
 
     let Training { ddp, optimizer, schedule, generator, loader } =
-        Training::new(rank, &group, config, &job.dataset)?;
+        Training::new(rank, &group, config, &job.dataset, &job.origin)?;
     if rank.rank() == 0 {
         let start = start(job, ddp.num_parameters());
         job.printer.event(&Event::Start(start)).context("writing to stdout")?;
@@ -77,7 +94,15 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .generator(generator)
         .max_grad_norm(config.max_grad_norm)
         .accumulate(config.accumulate as usize)
-        .amp(config.amp)?;
+        .amp(config.amp)?
+        .max_steps(config.max_steps)
+        .stop(job.stop.clone());
+    if let Some(dir) = &job.origin.save_dir {
+        trainer = trainer.checkpoints(dir.clone(), config.save_every(), config.options()?);
+    }
+    if let Some(checkpoint) = &job.origin.checkpoint {
+        trainer.resume(checkpoint)?;
+    }
     let summary = trainer.train(config.max_epochs, |epoch| {
         job.printer.epoch(epoch, rank.world_size()).context("writing to stdout")
     })?;
@@ -100,7 +125,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             seconds,
             steps: summary.steps,
             loss: summary.last_loss,
-            us_per_step: seconds * 1e6 / summary.steps as f64,
+            us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
             parameters_hash: format!("{:016x}", trainer.ddp().parameters_hash()?),
             bucket_bytes: statistics.bucket_bytes,
             backward_us: statistics.backward_us,
@@ -112,6 +137,8 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             peak_memory_bytes: peak_memory(),
             skipped_steps: scaler.map(|_| summary.skipped_steps),
             scale: scaler.map(|scaler| scaler.scale),
+            stopped: summary.stopped.map(StopReason::name),
+            steps_now: summary.steps_now,
             first_loss: summary.first_loss,
         };
         if config.strategy == StrategyKind::Dp
@@ -121,6 +148,11 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             job.printer.note(&lesson);
         }
         job.printer.event(&Event::End(end)).context("writing to stdout")?;
+        if let Some(reason) = summary.stopped {
+            let dir = job.origin.save_dir.as_ref();
+            job.printer.note(&checkpoints::stopped(reason, summary.steps, dir));
+            job.stopped.get_or_init(|| reason);
+        }
     }
     Ok(())
 }
@@ -143,6 +175,7 @@ impl Training {
         group: &Rc<ProcessGroup>,
         config: &Config,
         dataset: &Arc<dyn Dataset>,
+        origin: &Origin,
     ) -> anyhow::Result<Self> {
         let loader = |of_rank| -> Result<DataLoader> {
             let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), of_rank)?
@@ -158,6 +191,9 @@ impl Training {
             ))
         };
         let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
+        if rank.rank() == 0 {
+            origin.load_model(&vs)?;
+        }
         let generator = Arc::new(Generator::new(rank.device(), config.seed, rank.rank())?);
         model = model.with_generator(&generator);
         if config.sync_batch_norm {

@@ -3,6 +3,7 @@
 mod data;
 mod engine;
 mod optimization;
+mod saving;
 mod text;
 mod validation;
 
@@ -129,6 +130,31 @@ pub struct Config {
     /// What all randomness starts from.
     pub seed: u64,
 
+    /// Where to save checkpoints.
+    #[serde(alias = "save-dir", skip_serializing_if = "Option::is_none")]
+    pub save_dir: Option<PathBuf>,
+    /// After how many steps to save each time.
+    #[serde(alias = "save-every", skip_serializing_if = "Option::is_none")]
+    pub save_every: Option<u64>,
+    /// After how many epochs; after each, if neither is said.
+    #[serde(alias = "save-every-epochs", skip_serializing_if = "Option::is_none")]
+    pub save_every_epochs: Option<u64>,
+    /// How many of the newest checkpoints to keep.
+    #[serde(alias = "keep-last")]
+    pub keep_last: u64,
+    /// The checkpoint to go on from, or `auto`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resume: Option<String>,
+    /// A file of parameters and buffers to start from.
+    #[serde(alias = "init-from", skip_serializing_if = "Option::is_none")]
+    pub init_from: Option<PathBuf>,
+    /// After how many steps of the whole run to stop.
+    #[serde(alias = "max-steps", skip_serializing_if = "Option::is_none")]
+    pub max_steps: Option<u64>,
+    /// After how much time to stop.
+    #[serde(alias = "max-seconds", skip_serializing_if = "Option::is_none")]
+    pub max_seconds: Option<u64>,
+
     /// How many ranks to start.
     #[serde(alias = "nproc-per-node", with = "text::nproc")]
     pub nproc_per_node: Nproc,
@@ -216,6 +242,14 @@ impl Default for Config {
             num_workers: 0,
             prefetch_factor: 2,
             seed: 0,
+            save_dir: None,
+            save_every: None,
+            save_every_epochs: None,
+            keep_last: 3,
+            resume: None,
+            init_from: None,
+            max_steps: None,
+            max_seconds: None,
             nproc_per_node: Nproc::Auto,
             backend: BackendChoice::Auto,
             strategy: StrategyKind::Ddp,
@@ -269,6 +303,7 @@ impl Config {
         config.validate().map_err(named)?;
         config.validate_optimization().map_err(named)?;
         config.validate_strategy().map_err(named)?;
+        config.validate_saving().map_err(named)?;
         let defaults = Table::try_from(Config::default()).unwrap_or_default();
         let set = |key: &str| origin.flags.get(key).is_some_and(|it| defaults.get(key) != Some(it));
         config.check_idle_flags(set).map_err(named)?;

@@ -32,6 +32,10 @@ impl Config {
             let problem = "nothing is sent by powersgd; use comm_hook powersgd".into();
             return Err(Invalid { key: "powersgd_start", problem });
         }
+        if self.save_dir.is_none() && given("keep_last") {
+            let problem = "needs --save-dir: nothing is saved without".into();
+            return Err(Invalid { key: "keep_last", problem });
+        }
         self.check_idle_optimization(given)
     }
 

@@ -4,10 +4,12 @@ mod failure;
 mod placement;
 mod rank;
 mod rendezvous;
+mod signals;
 mod spawn;
 
-pub use crate::sync::{Fault, FaultKind, Stage, install_panic_hook};
+pub use crate::sync::{Fault, FaultKind, Stage, Stop, StopReason, install_panic_hook};
 pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use placement::{BackendChoice, Nproc, Placement, place};
 pub use rank::{Backend, Rank};
+pub use signals::{exit_code, stop_on_signals};
 pub use spawn::{Spawn, spawn};

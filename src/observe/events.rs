@@ -62,11 +62,11 @@ pub struct Epoch {
 pub struct End {
     /// How long the training took.
     pub seconds: f64,
-    /// How many steps each rank made.
+    /// How many steps each rank made, in the whole run if it was resumed.
     pub steps: u64,
     /// The mean loss of the last epoch.
     pub loss: f64,
-    /// The training time, divided by the steps, in microseconds.
+    /// The training time, divided by the steps that were made now, in microseconds.
     pub us_per_step: f64,
     /// 64 bits in hex over names, shapes and bytes of the parameters.
     pub parameters_hash: String,
@@ -93,6 +93,13 @@ pub struct End {
     /// By what it scales the loss in the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
+    /// Why the run has ended before its last epoch, if it has: `SIGINT`, `SIGTERM`, `SIGUSR1`, `max-seconds`,
+    /// `max-steps`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stopped: Option<&'static str>,
+    /// How many steps were made now; in text only.
+    #[serde(skip)]
+    pub steps_now: u64,
     /// The mean loss of the first epoch; in text only.
     #[serde(skip)]
     pub first_loss: f64,

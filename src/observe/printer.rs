@@ -72,7 +72,7 @@ impl Printer {
                 };
                 self.note(&format!(
                     "loss {losses}; {} steps in {:.3} s, {:.0} us each; parameters {}",
-                    end.steps, end.seconds, end.us_per_step, end.parameters_hash
+                    end.steps_now, end.seconds, end.us_per_step, end.parameters_hash
                 ));
                 Ok(())
             }

@@ -9,9 +9,11 @@ mod fault;
 pub(crate) mod panics;
 pub(crate) mod primitives;
 mod run;
+mod stop;
 
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
 pub use fault::{Fault, FaultKind, Stage};
 pub use panics::install_panic_hook;
 pub(crate) use run::{Activity, Failure, Run};
+pub use stop::{Stop, StopReason};

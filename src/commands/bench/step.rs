@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use serde::Serialize;
 
+use super::super::checkpoints::Origin;
 use super::super::plan;
 use super::super::train::{Training, with_data};
 use crate::config::Config;
@@ -66,7 +67,7 @@ fn step_on(
 ) -> anyhow::Result<()> {
     let group = rank.init_process_group(backend)?;
     let Training { mut ddp, mut optimizer, schedule, loader, .. } =
-        Training::new(rank, &group, config, dataset)?;
+        Training::new(rank, &group, config, dataset, &Origin::default())?;
     let mut scaler = config.amp.grad_scaler(&ddp)?;
     let mut times: Vec<[Duration; 5]> = Vec::with_capacity(steps);
     let mut epoch = 0;

@@ -1,0 +1,127 @@
+//! From which checkpoint a run goes on, and where it saves its own: before any rank starts.
+
+use std::path::Path;
+
+use tch::Device;
+use tch::nn::VarStore;
+
+use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::launch::StopReason;
+use crate::observe::Printer;
+
+/// What a run starts from, shared by its ranks.
+#[derive(Debug, Default)]
+pub(super) struct Origin {
+    pub checkpoint: Option<Checkpoint>,
+    /// Where there is no checkpoint.
+    weights: Option<TensorFile>,
+    pub save_dir: Option<CheckpointDir>,
+}
+
+impl Origin {
+    /// As `config` says; what is wrong with it is said here, and not by a rank.
+    pub(super) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
+        let save_dir = config.save_dir.as_deref();
+        let checkpoint = match (config.resume.as_deref(), save_dir) {
+            (Some("auto"), Some(dir)) => newest(dir, printer)?,
+            (Some(path), _) => Some(Checkpoint::read(Path::new(path))?),
+            (None, _) => None,
+        };
+        if let Some(checkpoint) = &checkpoint {
+            compare(checkpoint, config, world_size, printer)?;
+        }
+        let weights = match &config.init_from {
+            Some(file) if checkpoint.is_none() => Some(TensorFile::read(file)?),
+            _ => None,
+        };
+        let mut origin = Self { checkpoint, weights, save_dir: None };
+        if origin.checkpoint.is_some() || origin.weights.is_some() {
+            let (vs, _) = config.model_config().build(Device::Cpu, config.seed)?;
+            origin.load_model(&vs)?;
+        }
+        origin.save_dir =
+            save_dir.map(|dir| origin.open(dir, config.keep_last as usize, printer)).transpose()?;
+        Ok(origin)
+    }
+
+    /// The folder to save in; what else is in there must not be lost.
+    fn open(&self, dir: &Path, keep_last: usize, printer: &Printer) -> Result<CheckpointDir> {
+        let Some(checkpoint) = &self.checkpoint else {
+            return CheckpointDir::create(dir, keep_last);
+        };
+        let opened = CheckpointDir::open(dir, keep_last)?;
+        if !opened.contains(checkpoint) {
+            return CheckpointDir::create(dir, keep_last);
+        }
+        for aside in opened.set_aside_after(checkpoint.state().step)? {
+            printer.note(&format!(
+                "a newer checkpoint is out of the way now: {}; remove it when it is of no use",
+                aside.display()
+            ));
+        }
+        Ok(opened)
+    }
+
+    /// Fills the model of rank 0, from which the others get theirs.
+    pub(super) fn load_model(&self, vs: &VarStore) -> Result<()> {
+        match (&self.checkpoint, &self.weights) {
+            (Some(checkpoint), _) => checkpoint.load_model(vs),
+            (None, Some(weights)) => {
+                weights.load_into(vs).map_err(|error| Error::Input(format!("--init-from: {error}")))
+            }
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
+    let Some(newest) = CheckpointDir::newest_in(dir)? else {
+        let dir = dir.display();
+        printer.note(&format!("--resume auto: no checkpoint in {dir} yet, so from the beginning"));
+        return Ok(None);
+    };
+    Checkpoint::read(&newest).map(Some)
+}
+
+/// Refuses to go on as another run, and tells what will differ.
+fn compare(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    world_size: usize,
+    printer: &Printer,
+) -> Result<()> {
+    let state = checkpoint.state();
+    let path = checkpoint.path().display();
+    let remarks = config
+        .check_resume(&state.options)
+        .map_err(|error| Error::Input(format!("checkpoint {path}: {error}")))?;
+    printer.note(&format!("going on from {path}: epoch {}, step {}", state.epoch, state.step));
+    for remark in remarks {
+        printer.note(&remark);
+    }
+    if state.world_size != world_size {
+        printer.note(&format!(
+            "there were {} ranks and are {world_size} now: what is left of the epoch is dealt among these, in \
+             another order, and steps have another size",
+            state.world_size
+        ));
+    }
+    Ok(())
+}
+
+/// What to say about a run that has stopped after `steps` steps.
+pub(super) fn stopped(reason: StopReason, steps: u64, dir: Option<&CheckpointDir>) -> String {
+    let name = reason.name();
+    match dir {
+        Some(dir) => format!(
+            "stopped by {name} after {steps} steps, which are saved in {}; run the same command with --resume \
+             auto to go on",
+            dir.path().display()
+        ),
+        None => format!(
+            "stopped by {name} after {steps} steps; nothing is saved, because there is no --save-dir"
+        ),
+    }
+}

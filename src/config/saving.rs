@@ -1,0 +1,177 @@
+//! What the configuration asks of checkpoints: when to save, where to go on, what may differ then.
+
+use serde_json::{Map, Value};
+
+use super::{CommHookKind, Config, Invalid, flag_name};
+use crate::error::{Error, Result};
+use crate::trainer::SaveEvery;
+
+/// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
+const FREE: [&str; 21] = [
+    "max_epochs",
+    "max_steps",
+    "max_seconds",
+    "nproc_per_node",
+    "backend",
+    "bucket_cap_mb",
+    "no_overlap",
+    "find_unused_parameters",
+    "static_graph",
+    "no_broadcast_buffers",
+    "timeout",
+    "grace_period",
+    "log_format",
+    "check_collectives",
+    "fault",
+    "save_dir",
+    "save_every",
+    "save_every_epochs",
+    "keep_last",
+    "resume",
+    "init_from",
+];
+
+/// What is changed on purpose from time to time, and said then. Of all else a change is a mistake.
+const NOTED: [&str; 14] = [
+    "lr",
+    "weight_decay",
+    "no_decay_on_bias_and_norm",
+    "beta1",
+    "beta2",
+    "eps",
+    "schedule",
+    "schedule_by",
+    "milestones",
+    "gamma",
+    "eta_min",
+    "warmup_steps",
+    "scale_lr",
+    "max_grad_norm",
+];
+
+impl Config {
+    /// When to save.
+    pub fn save_every(&self) -> SaveEvery {
+        let by_default = self.save_every.is_none().then_some(1);
+        SaveEvery { steps: self.save_every, epochs: self.save_every_epochs.or(by_default) }
+    }
+
+    /// What a checkpoint keeps of the options.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if one cannot be written as JSON, which does not happen.
+    pub fn options(&self) -> Result<Map<String, Value>> {
+        let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
+        let Value::Object(mut all) = all else { return Ok(Map::new()) };
+        all.retain(|key, _| !FREE.contains(&&key[..]));
+        Ok(all)
+    }
+
+    /// Compares this with the options of a checkpoint to go on from: remarks on what differs.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names what must not differ, with both values.
+    pub fn check_resume(&self, saved: &Map<String, Value>) -> Result<Vec<String>> {
+        let mine = self.options()?;
+        let mut keys: Vec<&String> = mine.keys().chain(saved.keys()).collect();
+        keys.sort();
+        keys.dedup();
+        let value = |map: &Map<String, Value>, key: &String| {
+            map.get(key).map_or("not set".into(), Value::to_string)
+        };
+        let differ = |key: &&&String| mine.get(**key) != saved.get(**key);
+        let (noted, wrong): (Vec<_>, Vec<_>) =
+            keys.iter().filter(differ).partition(|key| NOTED.contains(&&key[..]));
+        let tell = |key: &&String| {
+            let (was, is) = (value(saved, key), value(&mine, key));
+            format!("{} was {was} in the checkpoint and is {is} now", flag_name(key))
+        };
+        if !wrong.is_empty() {
+            let told: Vec<String> = wrong.into_iter().map(tell).collect();
+            return Err(Error::Input(format!(
+                "this is not the run that was saved: {}; give the same values, or start another run without \
+                 --resume",
+                told.join("; ")
+            )));
+        }
+        Ok(noted.into_iter().map(tell).collect())
+    }
+
+    pub(super) fn validate_saving(&self) -> Result<(), Invalid> {
+        let refuse = |key, problem: &str| Err(Invalid { key, problem: problem.into() });
+        let counts = [
+            ("max_steps", self.max_steps),
+            ("max_seconds", self.max_seconds),
+            ("save_every", self.save_every),
+            ("save_every_epochs", self.save_every_epochs),
+            ("keep_last", Some(self.keep_last)),
+        ];
+        for (key, count) in counts {
+            if count == Some(0) {
+                return refuse(key, "0 is too small; use 1 or more");
+            }
+        }
+        let needs_dir = [
+            ("save_every", self.save_every.is_some()),
+            ("save_every_epochs", self.save_every_epochs.is_some()),
+            ("resume", self.resume.as_deref() == Some("auto")),
+        ];
+        if let Some((key, _)) = needs_dir.into_iter().find(|(_, is_set)| *is_set)
+            && self.save_dir.is_none()
+        {
+            return refuse(key, "needs --save-dir, the folder of this run's checkpoints");
+        }
+        if self.comm_hook == CommHookKind::PowerSgd {
+            let problem = "powersgd's state is not saved: what it has not sent yet would be lost; use comm_hook \
+                           none, fp16 or bf16";
+            if self.save_dir.is_some() {
+                return refuse("save_dir", problem);
+            }
+            if self.resume.is_some() {
+                return refuse("resume", problem);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(toml: &str) -> Config {
+        Config::resolve(None, toml.parse().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn every_key_that_may_differ_exists() {
+        let all = config(
+            "max_steps = 1\nmax_seconds = 1\nsave_dir = \"a\"\nsave_every = 1\nweight_decay = 0.1\n\
+                          save_every_epochs = 1\nresume = \"auto\"\ninit_from = \"b\"\nmax_grad_norm = 1\n\
+                          schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"",
+        );
+        let all = serde_json::to_value(all).unwrap();
+        for key in FREE.iter().chain(&NOTED) {
+            assert!(all.get(key).is_some(), "{key}");
+        }
+    }
+
+    #[test]
+    fn what_must_not_differ_is_named_and_what_may_is_told() {
+        let saved = config("").options().unwrap();
+        let check = |toml: &str| config(toml).check_resume(&saved);
+        assert_eq!(check("max_epochs = 9\nlog_format = \"json\"\ntimeout = 5").unwrap(), [""; 0]);
+        let told = check("lr = 0.1\nmax_grad_norm = 2.0").unwrap();
+        assert_eq!(
+            told,
+            [
+                "--lr was 0.001 in the checkpoint and is 0.1 now",
+                "--max-grad-norm was not set in the checkpoint and is 2.0 now"
+            ]
+        );
+        let error = check("lr = 0.1\nbatch_size = 8\nseed = 1").unwrap_err().to_string();
+        let expected = "this is not the run that was saved: --batch-size was 32 in the checkpoint and is 8 now; \
+                        --seed was 0 in the checkpoint and is 1 now; give the same";
+        assert!(error.starts_with(expected), "{error}");
+    }
+}

@@ -1,0 +1,147 @@
+//! Stopping a run before its end: who asks, and after which step all ranks stop.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Why a run ends before all epochs are done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(usize)]
+pub enum StopReason {
+    /// Ctrl-C.
+    Interrupt = 1,
+    /// Somebody wants the process to end, as Slurm, Kubernetes and `kill` say it.
+    Terminate,
+    /// What a scheduler can be told to send before the time is over: `sbatch --signal=USR1@120`.
+    User1,
+    /// The time that it was given is over.
+    Time,
+    /// It has made as many steps as it was to.
+    Steps,
+}
+
+impl StopReason {
+    const ALL: [StopReason; 5] = [
+        StopReason::Interrupt,
+        StopReason::Terminate,
+        StopReason::User1,
+        StopReason::Time,
+        StopReason::Steps,
+    ];
+
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            StopReason::Interrupt => "SIGINT",
+            StopReason::Terminate => "SIGTERM",
+            StopReason::User1 => "SIGUSR1",
+            StopReason::Time => "max-seconds",
+            StopReason::Steps => "max-steps",
+        }
+    }
+}
+
+/// How a run is asked to stop, from any thread or signal handler, and how its ranks agree on the step to stop
+/// after. One for each run, shared by its ranks.
+///
+/// Whoever asks, each rank would see it at another step. So rank 0 alone looks, before each of its steps, and if
+/// it is asked, publishes the number of that very step as the last one. Every rank compares after each step.
+/// That needs no collective of its own, because a step has one: nobody's step `n` ends before rank 0 has taken
+/// part in its all_reduce (with `DataParallel`, has sent out the parameters), which comes after publishing. So
+/// whoever is through with step `n` sees that it was the last, and whoever is through with an earlier one finds
+/// a number that is larger, or none: all stop after step `n`.
+#[derive(Debug)]
+pub struct Stop {
+    /// A [`StopReason`]'s number; 0 if nobody asks.
+    asked: Arc<AtomicUsize>,
+    deadline: Option<Instant>,
+    /// What rank 0 has published: the last step, and why.
+    last_step: AtomicU64,
+    reason: AtomicUsize,
+}
+
+/// No step.
+const NEVER: u64 = u64::MAX;
+
+impl Default for Stop {
+    fn default() -> Self {
+        Self {
+            asked: Arc::default(),
+            deadline: None,
+            last_step: AtomicU64::new(NEVER),
+            reason: AtomicUsize::new(0),
+        }
+    }
+}
+
+impl Stop {
+    /// Nobody asks yet; with `time`, it asks by itself when that is over.
+    pub fn new(time: Option<Duration>) -> Self {
+        let deadline = time.and_then(|time| Instant::now().checked_add(time));
+        Self { deadline, ..Self::default() }
+    }
+
+    /// Asks the run to stop, at its next step. The last one to ask is the reason.
+    pub fn ask(&self, reason: StopReason) {
+        self.asked.store(reason as usize, Ordering::Relaxed);
+    }
+
+    /// Where a signal handler writes the number of its reason.
+    pub(crate) fn asked(&self) -> &Arc<AtomicUsize> {
+        &self.asked
+    }
+
+    /// On rank 0, before it begins `step`.
+    pub(crate) fn decide(&self, step: u64) {
+        if self.last_step.load(Ordering::Relaxed) != NEVER {
+            return;
+        }
+        let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        let reason = match self.asked.load(Ordering::Relaxed) {
+            0 if late => StopReason::Time as usize,
+            asked => asked,
+        };
+        if reason != 0 {
+            self.reason.store(reason, Ordering::Relaxed);
+            self.last_step.store(step, Ordering::Release);
+        }
+    }
+
+    /// On every rank: why the run ends after `steps` steps, if it does.
+    pub(crate) fn after(&self, steps: u64) -> Option<StopReason> {
+        if steps <= self.last_step.load(Ordering::Acquire) {
+            return None;
+        }
+        let reason = self.reason.load(Ordering::Relaxed);
+        StopReason::ALL.into_iter().find(|it| *it as usize == reason)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_step_that_rank_0_is_about_to_make_is_the_last() {
+        let stop = Stop::new(None);
+        stop.decide(3);
+        stop.ask(StopReason::User1);
+        assert_eq!(stop.after(4), None, "nobody but rank 0 decides");
+        stop.ask(StopReason::Terminate);
+        stop.decide(4);
+        stop.ask(StopReason::Interrupt);
+        stop.decide(5);
+        assert_eq!((stop.after(4), stop.after(5)), (None, Some(StopReason::Terminate)));
+        assert_eq!(stop.after(6), Some(StopReason::Terminate));
+    }
+
+    #[test]
+    fn time_that_is_over_asks_by_itself() {
+        let stop = Stop::new(Some(Duration::ZERO));
+        stop.decide(0);
+        assert_eq!(stop.after(1), Some(StopReason::Time));
+        let stop = Stop::new(Some(Duration::MAX));
+        stop.decide(0);
+        assert_eq!(stop.after(1), None);
+    }
+}

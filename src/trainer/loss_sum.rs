@@ -1,0 +1,64 @@
+//! The loss of an epoch, while it is going on.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::process_group::{ProcessGroup, ReduceOp};
+use crate::torch::add_scaled;
+
+/// The sum of the losses of an epoch's samples, kept on the device: reading it there at every step would
+/// make the host wait for the GPU.
+#[derive(Debug)]
+pub(super) struct LossSum {
+    /// The sum and the number of samples; allocated once.
+    totals: Tensor,
+    /// Views of the two.
+    sum: Tensor,
+    count: Tensor,
+    one: Tensor,
+}
+
+impl LossSum {
+    pub(super) fn new(device: Device) -> Result<Self> {
+        let allocate = || {
+            let totals = Tensor::f_zeros([2], (Kind::Double, device))?;
+            let (sum, count) = (totals.f_narrow(0, 0, 1)?, totals.f_narrow(0, 1, 1)?);
+            Ok(Self { totals, sum, count, one: Tensor::f_ones([1], (Kind::Double, device))? })
+        };
+        allocate().map_err(Error::torch("allocating the loss"))
+    }
+
+    /// Adds the mean loss of `samples` samples.
+    pub(super) fn add(&mut self, mean: &Tensor, samples: usize) -> Result<()> {
+        add_scaled(&self.sum, mean, samples as f64)
+    }
+
+    /// What this rank has added up; waits for the device.
+    pub(super) fn sum(&self, group: &ProcessGroup) -> Result<f64> {
+        group.synchronize()?;
+        self.sum.f_double_value(&[0]).map_err(Error::torch("reading the loss"))
+    }
+
+    /// Goes on from what [`sum`](Self::sum) said.
+    pub(super) fn set_sum(&mut self, sum: f64) -> Result<()> {
+        let _ = self.totals.f_zero_().map_err(Error::torch("zero_"))?;
+        add_scaled(&self.sum, &self.one, sum)
+    }
+
+    /// Notes that `samples` samples were added, on this rank or on all, if only one rank says so.
+    pub(super) fn count(&mut self, samples: usize) -> Result<()> {
+        add_scaled(&self.count, &self.one, samples as f64)
+    }
+
+    /// The mean over the samples of all ranks; starts over.
+    pub(super) fn take_mean(&mut self, group: &ProcessGroup) -> Result<f64> {
+        group.all_reduce(&mut self.totals, ReduceOp::Sum)?;
+        group.synchronize()?;
+        let value = |tensor: &Tensor| {
+            tensor.f_double_value(&[0]).map_err(Error::torch("reading the mean loss"))
+        };
+        let mean = value(&self.sum)? / value(&self.count)?;
+        let _ = self.totals.f_zero_().map_err(Error::torch("zero_"))?;
+        Ok(mean)
+    }
+}

@@ -1,0 +1,140 @@
+//! How a trainer saves, stops and goes on.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use tch::nn::ModuleT;
+
+use super::Trainer;
+use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
+use crate::error::Result;
+use crate::sync::{Stop, StopReason};
+
+/// When to save, besides at the end.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SaveEvery {
+    /// After each so many steps.
+    pub steps: Option<u64>,
+    /// After each so many epochs.
+    pub epochs: Option<u64>,
+}
+
+/// What a trainer needs to save.
+#[derive(Debug)]
+pub(super) struct Saving {
+    dir: CheckpointDir,
+    every: SaveEvery,
+    options: Map<String, Value>,
+    /// Works on rank 0.
+    writer: Writer,
+    /// After how many steps it was saved last.
+    saved_at: Option<u64>,
+}
+
+impl<M: ModuleT> Trainer<M> {
+    /// Saves into `dir` from time to time, and when training ends or stops. `options` is kept beside, for a run
+    /// that goes on to be compared with. On all ranks alike.
+    #[must_use]
+    pub fn checkpoints(
+        self,
+        dir: CheckpointDir,
+        every: SaveEvery,
+        options: Map<String, Value>,
+    ) -> Self {
+        let writer = Writer::new(dir.clone());
+        Self { saving: Some(Saving { dir, every, options, writer, saved_at: None }), ..self }
+    }
+
+    /// Stops when it is asked to. The same on all ranks.
+    #[must_use]
+    pub fn stop(self, stop: Arc<Stop>) -> Self {
+        Self { stop: Some(stop), ..self }
+    }
+
+    /// Stops after so many steps of the whole run.
+    #[must_use]
+    pub fn max_steps(self, max_steps: Option<u64>) -> Self {
+        Self { max_steps, ..self }
+    }
+
+    /// Goes on from `checkpoint`, with the sample after the last one that was seen. On all ranks, whose models
+    /// have been made from [`Checkpoint::load_model`]; after [`amp`](Self::amp) and
+    /// [`checkpoints`](Self::checkpoints).
+    ///
+    /// With as many ranks as before, all that follows is as if the run had never ended. With another number the
+    /// rest of the epoch's samples is dealt among these.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) when it is of another model, optimizer or scaler.
+    pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        if let Some(optimizer) = &mut self.optimizer {
+            checkpoint.load_optimizer(&mut **optimizer)?;
+        }
+        let saved = checkpoint.state();
+        if let Some(scaler) = &saved.scaler {
+            self.scaler.load_state(scaler)?;
+        }
+        let group = self.ddp.group();
+        self.loss_sum.set_sum(match &saved.loss_sums[..] {
+            sums if sums.len() == group.world_size() => sums[group.rank()],
+            sums if group.rank() == 0 => sums.iter().sum(),
+            _ => 0.0,
+        })?;
+        self.state = saved.clone();
+        if let Some(saving) = &mut self.saving
+            && saving.dir.contains(checkpoint)
+        {
+            saving.saved_at = Some(saved.step);
+        }
+        Ok(())
+    }
+
+    /// Where the run is.
+    pub fn state(&self) -> &TrainerState {
+        &self.state
+    }
+
+    /// Why the run ends here, before its last epoch; the same on all ranks that have made the same steps.
+    pub(super) fn stopped(&self) -> Option<StopReason> {
+        let steps = self.state.step;
+        if self.max_steps.is_some_and(|max| steps >= max) {
+            return Some(StopReason::Steps);
+        }
+        self.stop.as_ref()?.after(steps)
+    }
+
+    /// Saves, if it is time to. A collective, like all that follow.
+    pub(super) fn save_if_due(&mut self, epoch_has_ended: bool) -> Result<()> {
+        let Some(Saving { every, .. }) = &self.saving else { return Ok(()) };
+        let due = |every: Option<u64>, count: u64| every.is_some_and(|n| count.is_multiple_of(n));
+        let of_epochs = epoch_has_ended && due(every.epochs, self.state.epoch);
+        if of_epochs || due(every.steps, self.state.step) { self.save() } else { Ok(()) }
+    }
+
+    /// Saves what there is, and waits until it is written.
+    pub(super) fn save_at_end(&mut self) -> Result<()> {
+        self.save()?;
+        self.saving.as_mut().map_or(Ok(()), |saving| saving.writer.finish())
+    }
+
+    /// Copies what there is; rank 0 writes it while training goes on.
+    fn save(&mut self) -> Result<()> {
+        let Some(saving) = &mut self.saving else { return Ok(()) };
+        if saving.saved_at == Some(self.state.step) {
+            return Ok(());
+        }
+        saving.saved_at = Some(self.state.step);
+        let group = self.ddp.group();
+        let loss_sums = group.gather_object(&self.loss_sum.sum(group)?, 0)?;
+        let Some(loss_sums) = loss_sums else { return Ok(()) };
+        let state = TrainerState {
+            loss_sums,
+            world_size: group.world_size(),
+            scaler: self.scaler.state(),
+            options: saving.options.clone(),
+            ..self.state.clone()
+        };
+        let optimizer = self.optimizer.as_ref().map_or(Ok(Vec::new()), |it| it.state())?;
+        saving.writer.save(Snapshot::take(state, &self.ddp.state_dict(), &optimizer)?)
+    }
+}
