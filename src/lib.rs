@@ -82,16 +82,17 @@ mod sync;
 pub mod torch;
 pub mod trainer;
 
+pub use checkpoint::{Checkpoint, CheckpointDir};
 pub use data::{
-    Batch, DataLoader, Dataset, DistributedSampler, ScatterLoader, Targets, TensorDataset,
+    Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, ScatterLoader,
+    TargetKind, Targets, TensorDataset, random_split,
 };
-pub use data::{DatasetSpec, FileDataset, TargetKind, random_split};
 pub use ddp::{
     CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
     parameters_hash,
 };
 pub use error::{Error, LateRank, Result};
-pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, spawn};
+pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn};
 pub use models::{Dropout, SyncBatchNorm};
 pub use operation::{At, Operation};
 pub use optim::{

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
-use crate::harness::{program, repository, run};
+use crate::harness::{program, repository, run, run_command};
 
 /// What is printed for help and for mistakes: tests/cmd/*.trycmd.
 #[test]
@@ -35,13 +35,18 @@ fn filled(text: &str) -> impl Iterator<Item = &str> {
 fn the_readme_s_commands_do_what_it_says() {
     let readme = fs::read_to_string(repository("README.md")).unwrap();
     let mut count = 0;
+    let folder = tempfile::tempdir().unwrap(); // for what they save
     for block in readme.split("```console\n").skip(1) {
         let block = block.split("```").next().unwrap();
         for case in block.split("$ ddp-mp").skip(1) {
             let mut lines = filled(case).peekable();
             let args: Vec<&str> = lines.next().unwrap().split_whitespace().collect();
             let code = lines.next_if(|line| line.starts_with("? "));
-            let (code_now, stdout, stderr) = run(&args);
+            let (code_now, stdout, stderr) = {
+                let mut command = program(&args);
+                command.current_dir(&folder);
+                run_command(command)
+            };
             assert_eq!(code_now.unwrap(), code.map_or(0, |code| code[2..].parse().unwrap()));
             let mut is_error = false;
             let (errors, results): (Vec<&str>, Vec<&str>) = lines.partition(|line| {
@@ -55,7 +60,7 @@ fn the_readme_s_commands_do_what_it_says() {
             count += 1;
         }
     }
-    assert_eq!(count, 7, "commands with output in the README");
+    assert_eq!(count, 9, "commands with output in the README");
 }
 
 #[test]

@@ -33,7 +33,7 @@ impl Origin {
             compare(checkpoint, config, world_size, printer)?;
         }
         let weights = match &config.init_from {
-            Some(file) if checkpoint.is_none() => Some(TensorFile::read(file)?),
+            Some(file) if checkpoint.is_none() => Some(TensorFile::read(file).map_err(init_from)?),
             _ => None,
         };
         let mut origin = Self { checkpoint, weights, save_dir: None };
@@ -68,12 +68,14 @@ impl Origin {
     pub(super) fn load_model(&self, vs: &VarStore) -> Result<()> {
         match (&self.checkpoint, &self.weights) {
             (Some(checkpoint), _) => checkpoint.load_model(vs),
-            (None, Some(weights)) => {
-                weights.load_into(vs).map_err(|error| Error::Input(format!("--init-from: {error}")))
-            }
+            (None, Some(weights)) => weights.load_into(vs).map_err(init_from),
             (None, None) => Ok(()),
         }
     }
+}
+
+fn init_from(error: Error) -> Error {
+    Error::Input(format!("--init-from: {error}"))
 }
 
 fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {

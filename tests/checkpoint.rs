@@ -1,0 +1,355 @@
+//! Runs that are stopped, killed or cut short, and go on as if nothing had happened.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::Value;
+use tempfile::TempDir;
+use wait_timeout::ChildExt;
+
+use crate::harness::{TIMEOUT, program, run, run_command};
+
+/// What a run came to.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    hash: String,
+    /// Of each epoch that was completed.
+    losses: BTreeMap<u64, f64>,
+    last_loss: f64,
+    steps: u64,
+    stopped: Option<String>,
+}
+
+fn outcome(stdout: &str) -> Outcome {
+    let events = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let (mut losses, mut last) = (BTreeMap::new(), Value::Null);
+    for event in events {
+        if event["event"] == "epoch" {
+            losses.insert(event["epoch"].as_u64().unwrap(), event["loss"].as_f64().unwrap());
+        }
+        last = event;
+    }
+    assert_eq!(last["event"], "end", "{stdout}");
+    Outcome {
+        hash: last["parameters_hash"].as_str().unwrap().into(),
+        losses,
+        last_loss: last["loss"].as_f64().unwrap(),
+        steps: last["steps"].as_u64().unwrap(),
+        stopped: last["stopped"].as_str().map(String::from),
+    }
+}
+
+/// A run of `args`, with `more`, that must end well.
+fn train(args: &str, more: &[&str]) -> Outcome {
+    let (code, stdout, stderr) = run(&arguments(args, more));
+    assert_eq!(code, Some(0), "{args} {more:?}: {stderr}");
+    outcome(&stdout)
+}
+
+/// The error of a run that must be refused.
+fn refused(args: &str, more: &[&str]) -> String {
+    let (code, _, stderr) = run(&arguments(args, more));
+    assert_eq!(code, Some(2), "{args} {more:?}: {stderr}");
+    stderr
+}
+
+fn arguments<'a>(args: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let ranks = (!args.contains("nproc")).then_some("--nproc-per-node=2");
+    args.split_whitespace().chain(["--log-format=json"]).chain(ranks).chain(more.to_vec()).collect()
+}
+
+fn folder() -> (TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = format!("--save-dir={}", folder.path().join("run").display());
+    (folder, dir)
+}
+
+/// What is in the folder of a run, but for `latest`, which must name the last.
+fn checkpoints(folder: &TempDir) -> Vec<PathBuf> {
+    let run = folder.path().join("run");
+    let mut all: Vec<PathBuf> = fs::read_dir(&run).unwrap().map(|it| it.unwrap().path()).collect();
+    all.sort();
+    let latest = all.iter().position(|path| path.ends_with("latest")).unwrap();
+    let latest = fs::read_to_string(all.remove(latest)).unwrap();
+    let newest = all.iter().rfind(|it| it.display().to_string().contains("/step-")).unwrap();
+    assert_eq!(run.join(latest.trim_end()), *newest);
+    all
+}
+
+#[test]
+fn a_run_that_was_stopped_twice_ends_as_one_that_was_not() {
+    for args in [
+        "--model=mlp --momentum=0.9 --lr=0.05 --schedule=cosine --schedule-by=step --warmup-steps=5",
+        "--model=mlp --optimizer=adamw --lr=0.01 --dropout=0.3 --accumulate=3 --num-samples=5000",
+        "--model=mlp --optimizer=adamw --lr=0.01 --amp=fp16 --max-grad-norm=0.5 --bucket-cap-mb=0.001",
+        "--model=cnn --in-features=64 --momentum=0.9 --nesterov --lr=0.02",
+        "--model=cnn --in-features=64 --sync-batch-norm --optimizer=adamw --num-samples=3001",
+        "--model=mlp --strategy=dp --optimizer=adamw --drop-last --num-samples=4099",
+        "--find-unused-parameters --comm-hook=bf16 --lr=0.1 --no-shuffle",
+    ] {
+        let args = format!("{args} --max-epochs=3");
+        let whole = train(&args, &[]);
+        let per_epoch = whole.steps / 3;
+        let (_folder, dir) = folder();
+        let first = per_epoch / 2 + 1;
+        let stopped = train(&args, &[&dir, &format!("--max-steps={first}")]);
+        assert_eq!((stopped.steps, stopped.losses.len()), (first, 0), "{args}");
+        assert_eq!(stopped.stopped.as_deref(), Some("max-steps"));
+        assert!(stopped.last_loss > 0.0);
+        let second = format!("--max-steps={}", 2 * per_epoch + 1);
+        let mut middle = train(&args, &[&dir, "--save-every=7", "--resume=auto", &second]);
+        let mut end = train(&args, &[&dir, "--resume=auto"]);
+        middle.losses.append(&mut end.losses);
+        end.losses = middle.losses;
+        assert_eq!(end, whole, "{args}");
+        // There is nothing left to do, and that is said with the same numbers.
+        let again = train(&args, &[&dir, "--resume=auto"]);
+        assert_eq!((again.hash, again.last_loss), (whole.hash, whole.last_loss), "{args}");
+    }
+}
+
+#[test]
+fn saving_changes_nothing_and_keeps_the_newest() {
+    let args = "--model=mlp --optimizer=adamw --max-epochs=2";
+    let without = train(args, &[]);
+    let (folder, dir) = folder();
+    assert_eq!(train(args, &[&dir, "--save-every=9", "--keep-last=2"]), without);
+    let names = |all: Vec<PathBuf>| -> Vec<String> {
+        all.iter().map(|it| it.file_name().unwrap().to_string_lossy().into()).collect()
+    };
+    assert_eq!(names(checkpoints(&folder)), ["step-00000126", "step-00000128"]);
+    // By default at the end of each epoch.
+    let (folder, dir) = self::folder();
+    assert_eq!(train(args, &[&dir]), without);
+    assert_eq!(names(checkpoints(&folder)), ["step-00000064", "step-00000128"]);
+    let error = refused(args, &[&dir]);
+    assert!(error.contains("holds checkpoints already, the newest being step-00000128"), "{error}");
+    let error = refused(args, &[&dir, "--resume=auto", "--batch-size=16"]);
+    assert!(error.contains("--batch-size was 32 in the checkpoint and is 16 now"), "{error}");
+}
+
+/// Long enough to be met in the middle.
+const LONG: &str =
+    "--num-samples=65536 --model=mlp --hidden=16 --momentum=0.9 --lr=0.01 --max-epochs=8";
+
+#[test]
+fn signals_stop_all_ranks_after_the_same_step() {
+    let whole = train(LONG, &[]);
+    for (signal, code) in [("INT", 130), ("TERM", 143), ("USR1", 0)] {
+        let (_folder, dir) = folder();
+        let mut child = program(&arguments(LONG, &[&dir]))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut text = String::new();
+        while !text.contains("\"epoch\":1") {
+            assert!(stdout.read_line(&mut text).unwrap() > 0, "{text}");
+        }
+        send(signal, child.id());
+        stdout.read_to_string(&mut text).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{stderr}");
+        let stopped = outcome(&text);
+        assert_eq!(stopped.stopped, Some(format!("SIG{signal}")));
+        let told =
+            format!("stopped by SIG{signal} after {} steps, which are saved in", stopped.steps);
+        assert!(stderr.contains(&told) && stopped.steps < whole.steps, "{stderr}");
+        let mut rest = train(LONG, &[&dir, "--resume=auto"]);
+        rest.losses.extend(stopped.losses);
+        assert_eq!(rest, whole);
+    }
+}
+
+fn send(signal: &str, process: u32) {
+    let status = Command::new("kill").args([format!("-{signal}"), process.to_string()]).status();
+    assert!(status.unwrap().success());
+}
+
+#[test]
+fn a_second_interrupt_ends_the_process_at_once() {
+    let args = arguments("--fault=stall:rank=1,at=step,step=3", &[]);
+    let mut child = program(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut first = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
+    send("INT", child.id());
+    // The ranks cannot agree: one stalls.
+    assert_eq!(child.wait_timeout(Duration::from_millis(300)).unwrap(), None);
+    send("INT", child.id());
+    let status = child.wait_timeout(TIMEOUT).unwrap();
+    let _ = child.kill();
+    assert_eq!(status.expect("it ends").code(), Some(130));
+}
+
+#[test]
+fn time_that_is_over_stops_a_run() {
+    let (_folder, dir) = folder();
+    let stopped = train("--max-epochs=1000000", &[&dir, "--max-seconds=1", "--save-every=1000000"]);
+    assert_eq!(stopped.stopped.as_deref(), Some("max-seconds"));
+}
+
+#[test]
+fn a_run_that_is_killed_at_any_moment_goes_on() {
+    let rounds = std::env::var("KILLS").map_or(15, |kills| kills.parse().unwrap());
+    let args = "--num-samples=32768 --model=mlp --hidden=32 --optimizer=adamw --max-epochs=6";
+    let whole = train(args, &[]);
+    let (folder, dir) = folder();
+    let (mut resumed, mut random) = (0, 1u64);
+    for round in 0..rounds {
+        let mut child = program(&arguments(args, &[&dir, "--save-every=7", "--resume=auto"]))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut text = String::new();
+        // Some are killed before their ranks have met.
+        if round % 4 > 0 {
+            stdout.read_line(&mut text).unwrap();
+        }
+        let moment = Duration::from_millis((random >> 33) % 400);
+        let ended = child.wait_timeout(moment).unwrap();
+        let _ = child.kill();
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(!stderr.contains("checkpoint /"), "round {round}: {stderr}");
+        resumed += u32::from(stderr.contains("going on from"));
+        if let Some(status) = ended {
+            assert!(status.success(), "round {round}: {stderr}");
+            stdout.read_to_string(&mut text).unwrap();
+            assert_eq!(outcome(&text).hash, whole.hash);
+            fs::remove_dir_all(folder.path().join("run")).unwrap();
+        }
+    }
+    assert!(resumed > rounds / 3, "{resumed} of {rounds} had something to go on from");
+    let end = train(args, &[&dir, "--resume=auto"]);
+    assert_eq!((end.hash, end.last_loss), (whole.hash, whole.last_loss));
+    assert!(checkpoints(&folder).len() <= 3, "what the killed left behind is gone");
+}
+
+#[test]
+fn a_checkpoint_that_is_not_whole_is_refused_and_an_older_one_offered() {
+    let args = "--model=mlp --momentum=0.9 --max-epochs=2 --save-every=40";
+    let whole = train("--model=mlp --momentum=0.9 --max-epochs=2", &[]);
+    let damage: [(fn(&Path), &str); 6] = [
+        (|it| cut_off(&it.join("model.safetensors")), "model.safetensors has 100 bytes, and had"),
+        (
+            |it| flip(&it.join("optimizer.safetensors")),
+            "optimizer.safetensors is damaged: its xxh3",
+        ),
+        (|it| cut_off(&it.join("trainer.json")), "trainer.json is damaged: EOF"),
+        (|it| fs::remove_file(it.join("trainer.json")).unwrap(), "trainer.json cannot be read"),
+        (|it| fs::remove_file(it.join("model.safetensors")).unwrap(), "model.safetensors cannot"),
+        (
+            |it| edit(&it.join("trainer.json")),
+            "says format 2, and this version of ddp-mp reads format 1",
+        ),
+    ];
+    for (damage, reason) in damage {
+        let (folder, dir) = folder();
+        train(args, &[&dir]);
+        let all = checkpoints(&folder);
+        damage(&all[2]);
+        let error = refused(args, &[&dir, "--resume=auto"]);
+        let named = format!("checkpoint {}: ", all[2].display());
+        assert!(error.contains(&named) && error.contains(reason), "{error}");
+        let older = format!("--resume {}", all[1].display());
+        assert!(error.contains(&older), "{error}");
+        // What is offered works, with the damaged one out of the way.
+        let end = train(args, &[&dir, &older.replace(' ', "=")]);
+        assert_eq!(end.hash, whole.hash);
+        assert_eq!(checkpoints(&folder).len(), 4, "one of them aside");
+    }
+    let (folder, dir) = folder();
+    train(args, &[&dir]);
+    let all = checkpoints(&folder);
+    all[1..].iter().for_each(|it| cut_off(&it.join("model.safetensors")));
+    let error = refused(args, &[&dir, "--resume=auto"]);
+    assert!(error.contains(&format!("--resume {}", all[0].display())), "{error}");
+    cut_off(&all[0].join("model.safetensors"));
+    let error = refused(args, &[&dir, "--resume=auto"]);
+    assert!(error.contains("no older one beside it: start over without --resume"), "{error}");
+}
+
+fn cut_off(file: &Path) {
+    fs::File::options().write(true).open(file).unwrap().set_len(100).unwrap();
+}
+
+fn flip(file: &Path) {
+    let mut bytes = fs::read(file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(file, bytes).unwrap();
+}
+
+fn edit(file: &Path) {
+    let text = fs::read_to_string(file).unwrap();
+    fs::write(file, text.replace("\"format\": 1", "\"format\": 2")).unwrap();
+}
+
+#[test]
+fn a_folder_that_takes_nothing_more_ends_the_run_and_loses_nothing() {
+    let args = "--model=mlp --max-epochs=2";
+    let (folder, dir) = folder();
+    train(args, &[&dir, "--max-steps=20"]);
+    let before = checkpoints(&folder);
+    // Files of 8 KiB at most, and no signal about it: as a full disk, it cannot be written to the end.
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$@\"", "sh"]);
+    let full = program(&arguments(args, &[&dir, "--resume=auto"]));
+    limited.arg(full.get_program()).args(full.get_args()).env("CUDA_VISIBLE_DEVICES", "");
+    let (code, stdout, stderr) = run_command(limited);
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("model.safetensors failed: File too large"), "{stderr}");
+    assert!(stderr.contains("the checkpoints that were there before it are whole"), "{stderr}");
+    assert!(stdout.lines().last().unwrap().starts_with("{\"event\":\"failure\",\"rank\":0"));
+    assert_eq!(checkpoints(&folder), before);
+    assert_eq!(train(args, &[&dir, "--resume=auto"]).hash, train(args, &[]).hash);
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    let error = refused(args, &[&format!("--save-dir={}", file.display())]);
+    assert!(error.contains("file: ") && error.contains("irectory"), "{error}");
+}
+
+#[test]
+fn another_number_of_ranks_sees_what_is_left_once() {
+    for (before, now, steps) in [(2, 3, 30), (3, 1, 10)] {
+        // Nothing is learned, so the epoch's loss tells whether every sample was in it once.
+        let args = |ranks| format!("--nproc-per-node={ranks} --num-samples=4032 --lr=0");
+        let whole = train(&args(before), &[]);
+        let (_folder, dir) = folder();
+        train(&args(before), &[&dir, &format!("--max-steps={steps}")]);
+        let (code, stdout, stderr) = run(&arguments(&args(now), &[&dir, "--resume=auto"]));
+        assert_eq!(code, Some(0));
+        assert!(
+            stderr.contains(&format!("there were {before} ranks and are {now} now")),
+            "{stderr}"
+        );
+        let end = outcome(&stdout);
+        assert!((end.last_loss - whole.last_loss).abs() < 1e-6 * whole.last_loss, "{stdout}");
+        let left = 4032 - steps * before * 32;
+        assert_eq!(end.steps as usize, steps + left / (now * 32));
+    }
+}
+
+#[test]
+fn a_run_starts_from_weights_that_were_saved() {
+    let (folder, dir) = folder();
+    let args = "--model=mlp --max-epochs=1";
+    let saved = train(args, &[&dir, "--optimizer=adamw"]);
+    let file = checkpoints(&folder)[0].join("model.safetensors");
+    let init = format!("--init-from={}", file.display());
+    assert_eq!(train(args, &[&init, "--lr=0", "--seed=3"]).hash, saved.hash);
+    let error = refused("--model=mlp --hidden=64,64,8", &[&init]);
+    let expected =
+        "does not fit the model; missing: `6.weight`, `6.bias`; of another shape: `4.weight`";
+    assert!(error.contains("--init-from: ") && error.contains(expected), "{error}");
+    let error = refused("", &[&init]);
+    assert!(error.contains("unexpected: `0.bias`, `0.weight`, `2.bias`"), "{error}");
+}
