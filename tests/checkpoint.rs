@@ -234,11 +234,14 @@ fn a_run_that_is_killed_at_any_moment_goes_on() {
     assert!(checkpoints(&folder).len() <= 3, "what the killed left behind is gone");
 }
 
+/// What happens to a checkpoint, and what is said then.
+type Damage = (fn(&Path), &'static str);
+
 #[test]
 fn a_checkpoint_that_is_not_whole_is_refused_and_an_older_one_offered() {
     let args = "--model=mlp --momentum=0.9 --max-epochs=2 --save-every=40";
     let whole = train("--model=mlp --momentum=0.9 --max-epochs=2", &[]);
-    let damage: [(fn(&Path), &str); 6] = [
+    let damage: [Damage; 6] = [
         (|it| cut_off(&it.join("model.safetensors")), "model.safetensors has 100 bytes, and had"),
         (
             |it| flip(&it.join("optimizer.safetensors")),
