@@ -241,7 +241,11 @@ type Damage = (fn(&Path), &'static str);
 fn a_checkpoint_that_is_not_whole_is_refused_and_an_older_one_offered() {
     let args = "--model=mlp --momentum=0.9 --max-epochs=2 --save-every=40";
     let whole = train("--model=mlp --momentum=0.9 --max-epochs=2", &[]);
-    let damage: [Damage; 6] = [
+    let damage: [Damage; 7] = [
+        (
+            |it| reword(&it.join("trainer.json"), "\"epoch\": 2", "\"epoch\": 1"),
+            "trainer.json is damaged: its numbers",
+        ),
         (|it| cut_off(&it.join("model.safetensors")), "model.safetensors has 100 bytes, and had"),
         (
             |it| flip(&it.join("optimizer.safetensors")),
@@ -251,7 +255,7 @@ fn a_checkpoint_that_is_not_whole_is_refused_and_an_older_one_offered() {
         (|it| fs::remove_file(it.join("trainer.json")).unwrap(), "trainer.json cannot be read"),
         (|it| fs::remove_file(it.join("model.safetensors")).unwrap(), "model.safetensors cannot"),
         (
-            |it| edit(&it.join("trainer.json")),
+            |it| reword(&it.join("trainer.json"), "\"format\": 1", "\"format\": 2"),
             "says format 2, and this version of ddp-mp reads format 1",
         ),
     ];
@@ -291,9 +295,10 @@ fn flip(file: &Path) {
     fs::write(file, bytes).unwrap();
 }
 
-fn edit(file: &Path) {
+fn reword(file: &Path, old: &str, new: &str) {
     let text = fs::read_to_string(file).unwrap();
-    fs::write(file, text.replace("\"format\": 1", "\"format\": 2")).unwrap();
+    assert!(text.contains(old));
+    fs::write(file, text.replace(old, new)).unwrap();
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use super::state::{FORMAT, FileMark, Manifest};
+use super::state::{FileMark, Manifest};
 use super::{Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
 
@@ -116,9 +116,9 @@ impl CheckpointDir {
             files.insert(name.into(), FileMark::of(&bytes));
             write_file(&unfinished.join(name), &bytes)?;
         }
-        let manifest = Manifest { format: FORMAT, state: snapshot.state.clone(), files };
         let path = unfinished.join(TRAINER);
-        let text = serde_json::to_string_pretty(&manifest);
+        let manifest = Manifest::new(snapshot.state.clone(), files);
+        let text = manifest.and_then(|manifest| serde_json::to_string_pretty(&manifest));
         write_file(&path, text.map_err(|e| saving(&path)(e.into()))?.as_bytes())?;
         sync_folder(unfinished)?;
         fs::rename(unfinished, folder).map_err(saving(folder))?;

@@ -55,7 +55,13 @@ impl Checkpoint {
                 value["format"]
             ));
         }
-        let Manifest { state, files, .. } = serde_json::from_value(value).map_err(damaged)?;
+        let manifest: Manifest = serde_json::from_value(value).map_err(damaged)?;
+        if !manifest.is_intact() {
+            return Err(format!(
+                "{TRAINER} is damaged: its numbers are not those that were written"
+            ));
+        }
+        let Manifest { state, files, .. } = manifest;
         let tensors = |name: &str| {
             let file = path.join(name);
             let bytes = read(&file)?;

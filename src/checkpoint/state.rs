@@ -42,6 +42,28 @@ pub(super) struct Manifest {
     #[serde(flatten)]
     pub state: TrainerState,
     pub files: BTreeMap<String, FileMark>,
+    /// Of state and files, in hex.
+    xxh3: String,
+}
+
+impl Manifest {
+    pub(super) fn new(
+        state: TrainerState,
+        files: BTreeMap<String, FileMark>,
+    ) -> serde_json::Result<Self> {
+        let mut manifest = Self { format: FORMAT, state, files, xxh3: String::new() };
+        manifest.xxh3 = manifest.digest()?;
+        Ok(manifest)
+    }
+
+    /// Whether it is as it was written.
+    pub(super) fn is_intact(&self) -> bool {
+        self.digest().is_ok_and(|digest| digest == self.xxh3)
+    }
+
+    fn digest(&self) -> serde_json::Result<String> {
+        Ok(FileMark::of(&serde_json::to_vec(&(&self.state, &self.files))?).xxh3)
+    }
 }
 
 /// What this version writes and reads.
@@ -99,9 +121,13 @@ mod tests {
             ..TrainerState::default()
         };
         let files = BTreeMap::from([("a".into(), FileMark::of(b"abc"))]);
-        let text = serde_json::to_string(&Manifest { format: 1, state: state.clone(), files });
-        let read: Manifest = serde_json::from_str(&text.unwrap()).unwrap();
+        let written = Manifest::new(state.clone(), files).unwrap();
+        let text = serde_json::to_string_pretty(&written).unwrap();
+        let read: Manifest = serde_json::from_str(&text).unwrap();
         assert_eq!(read.state, state);
+        assert!(read.is_intact());
+        let changed = text.replace("mlp", "cnn");
+        assert!(!serde_json::from_str::<Manifest>(&changed).unwrap().is_intact());
         assert_eq!(read.files["a"], FileMark::of(b"abc"));
         let not_a_number = TrainerState { loss_sums: vec![f64::NAN], ..TrainerState::default() };
         let text = serde_json::to_string(&not_a_number).unwrap();
