@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::symlink;
 use std::process::Stdio;
 
 use crate::harness::{program, repository, run, run_command};
@@ -36,6 +37,7 @@ fn the_readme_s_commands_do_what_it_says() {
     let readme = fs::read_to_string(repository("README.md")).unwrap();
     let mut count = 0;
     let folder = tempfile::tempdir().unwrap(); // for what they save
+    symlink(repository("configs"), folder.path().join("configs")).unwrap();
     for block in readme.split("```console\n").skip(1) {
         let block = block.split("```").next().unwrap();
         for case in block.split("$ ddp-mp").skip(1) {
@@ -47,7 +49,8 @@ fn the_readme_s_commands_do_what_it_says() {
                 command.current_dir(&folder);
                 run_command(command)
             };
-            assert_eq!(code_now.unwrap(), code.map_or(0, |code| code[2..].parse().unwrap()));
+            let expected = code.map_or(0, |code| code[2..].parse().unwrap());
+            assert_eq!(code_now, Some(expected), "{args:?}: {stderr}");
             let mut is_error = false;
             let (errors, results): (Vec<&str>, Vec<&str>) = lines.partition(|line| {
                 let continued = is_error && line.starts_with("  ");

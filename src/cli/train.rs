@@ -104,16 +104,16 @@ pub(crate) struct TrainFlags {
     /// own: safetensors:FILE, npy:INPUTS,TARGETS, idx:FOLDER (as MNIST), csv:FILE [default: random]
     #[arg(long, value_name = "DATA", help_heading = "Data")]
     dataset: Option<String>,
-    /// How many samples random data has, or how many of a file's are used, from its first on [default: 4096, or
-    /// all]
+    /// How many samples random data has, or how many of a file's are used, from its first on, if not all
+    /// [default: 4096]
     #[arg(long, value_name = "N", help_heading = "Data")]
     num_samples: Option<i64>,
-    /// How many numbers each sample has; for a cnn the pixels of a square image [default: 20, or as
-    /// the file says]
+    /// How many numbers each sample has, where no file says so; for a cnn the pixels of a square image
+    /// [default: 20]
     #[arg(long, value_name = "N", help_heading = "Data")]
     in_features: Option<i64>,
-    /// How many numbers the model predicts; the number of classes for cross-entropy [default: 1, or
-    /// as the file says]
+    /// How many numbers the model predicts, where no file says so; the number of classes for cross-entropy
+    /// [default: 1]
     #[arg(long, value_name = "N", help_heading = "Data")]
     out_features: Option<i64>,
     /// Don't shuffle the samples

@@ -1,0 +1,182 @@
+//! From defaults, a file and flags to one configuration that makes sense.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use toml::Table;
+
+use super::data::SIZES;
+use super::{Config, Invalid};
+use crate::error::{Error, Result};
+
+impl Config {
+    /// The configuration that `flags` give on top of those of `file` on top of the defaults. `flags` has
+    /// the same keys as a file.
+    ///
+    /// # Errors
+    /// [`Error::Input`], naming the file or flag, the value and the remedy.
+    pub fn resolve(file: Option<&Path>, flags: Table) -> Result<Self> {
+        let from_file = file.map(read).transpose()?.unwrap_or_default();
+        let mut merged = from_file.clone();
+        merged.extend(flags.clone());
+        let origin = Origin { file: file.map(PathBuf::from), from_file, flags };
+        let sizes = SIZES.map(|key| merged.contains_key(key));
+        let mut config = Config::deserialize(merged).map_err(|error| {
+            let key = origin.flags.keys().find(|key| {
+                let one = Table::from_iter([((*key).clone(), origin.flags[*key].clone())]);
+                Config::deserialize(one).is_err()
+            });
+            let flag = key.map_or(String::new(), |key| format!("{}: ", flag_name(key)));
+            Error::Input(format!("{flag}{}", error.message()))
+        })?;
+        config.leave_sizes_to_the_file(sizes);
+        let named =
+            |Invalid { key, problem }| Error::Input(format!("{}: {problem}", origin.name(key)));
+        config.validate().map_err(named)?;
+        config.validate_optimization().map_err(named)?;
+        config.validate_strategy().map_err(named)?;
+        config.validate_saving().map_err(named)?;
+        let defaults = Table::try_from(Config::default()).unwrap_or_default();
+        let set = |key: &str| origin.flags.get(key).is_some_and(|it| defaults.get(key) != Some(it));
+        config.check_idle_flags(set).map_err(named)?;
+        Ok(config)
+    }
+}
+
+/// Where values came from, for error messages.
+struct Origin {
+    file: Option<PathBuf>,
+    from_file: Table,
+    flags: Table,
+}
+
+impl Origin {
+    fn name(&self, key: &str) -> String {
+        match &self.file {
+            Some(file) if !self.flags.contains_key(key) && self.from_file.contains_key(key) => {
+                format!("{}: {key}", file.display())
+            }
+            _ => flag_name(key),
+        }
+    }
+}
+
+pub(super) fn flag_name(key: &str) -> String {
+    format!("--{}", key.replace('_', "-"))
+}
+
+/// Reads a file on its own first, so that an error shows the line it is in.
+fn read(file: &Path) -> Result<Table> {
+    let name = file.display();
+    let text = fs::read_to_string(file)
+        .map_err(|error| Error::Input(format!("--config {name}: {error}")))?;
+    let wrong = |error: toml::de::Error| {
+        Error::Input(format!("--config {name}: {}", once_each(error.to_string().trim_end())))
+    };
+    toml::from_str::<Config>(&text).map_err(wrong)?;
+    let table: Table = toml::from_str(&text).map_err(wrong)?;
+    Ok(table.into_iter().map(|(key, value)| (key.replace('-', "_"), value)).collect())
+}
+
+/// Takes the second spelling of each key out of the list of keys that an error gives.
+fn once_each(message: &str) -> String {
+    const LIST: &str = "expected one of ";
+    let Some((before, list)) = message.split_once(LIST) else { return message.into() };
+    let keys: Vec<&str> = list.split(", ").collect();
+    let twin = |key: &str| key.contains('-') && keys.contains(&key.replace('-', "_").as_str());
+    let kept: Vec<&str> = keys.iter().copied().filter(|key| !twin(key)).collect();
+    format!("{before}{LIST}{}", kept.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::launch::Nproc;
+
+    fn flags(toml: &str) -> Table {
+        toml.parse().unwrap()
+    }
+
+    #[test]
+    fn flags_win_over_the_file_and_the_file_over_defaults() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        fs::write(&file, "max-epochs = 3\nbatch_size = 16\ntimeout = \"90s\"\n").unwrap();
+        let config = Config::resolve(Some(&file), flags("batch_size = 8")).unwrap();
+        let expected = Config {
+            max_epochs: 3,
+            batch_size: 8,
+            timeout: Duration::from_secs(90),
+            ..Config::default()
+        };
+        assert_eq!(config, expected);
+    }
+
+    #[test]
+    fn a_configuration_reads_what_it_prints() {
+        let given = "model = \"mlp\"\nhidden = [3, 4]\nnproc_per_node = 3\ntimeout = \"1m 30s\"\n\
+                     fault = \"stall:rank=1,at=step,step=4\"\nlog_format = \"json\"";
+        let config = Config::resolve(None, flags(given)).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        fs::write(&file, config.to_string()).unwrap();
+        assert_eq!(Config::resolve(Some(&file), Table::new()).unwrap(), config);
+        assert_eq!(config.nproc_per_node, Nproc::Count(3));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_by_name() {
+        for (given, complaint) in [
+            ("batch_size = 0", "--batch-size: 0 is too small; use 1 or more"),
+            ("max_epochs = 0", "--max-epochs: 0 is too small"),
+            ("lr = -0.1", "--lr: -0.1 is not a learning rate"),
+            ("lr = nan", "--lr: NaN is not a learning rate"),
+            ("bucket_cap_mb = 0.0", "--bucket-cap-mb: 0 is no size"),
+            ("hidden = [8, 0]", "--hidden: 0 is too small"),
+            ("hidden = [8]", "--hidden: a linear model has no hidden layers; use model mlp"),
+            ("hidden = []", "--hidden: an mlp needs"),
+            ("channels = [8]", "--channels: a linear model has no channels; use model cnn"),
+            (
+                "model = \"mlp\"\nsync_batch_norm = true",
+                "--sync-batch-norm: an mlp has no batch norm",
+            ),
+            (
+                "model = \"cnn\"\nin_features = 16\nhidden = [8]",
+                "--hidden: a cnn has no hidden layers",
+            ),
+            ("model = \"cnn\"", "--in-features: 20 is no square number"),
+            ("model = \"cnn\"\nin_features = 9\nchannels = []", "--channels: a cnn needs"),
+            ("model = \"cnn\"\nin_features = 9\nchannels = [0]", "--channels: 0 is too small"),
+            (
+                "model = \"cnn\"\nin_features = 9",
+                "--channels: 2 stages leave nothing of images of 3 x 3",
+            ),
+            ("timeout = \"soon\"", "--timeout: \"soon\" is no duration"),
+            ("timeout = 0", "--timeout: 0 leaves no time"),
+            ("nproc_per_node = 0", "--nproc-per-node: \"0\" is no number of ranks"),
+            ("loss = \"cross-entropy\"", "--loss: cross-entropy over one column is always 0"),
+            ("fault = \"melt:rank=0,at=step\"", "--fault: KIND \"melt\" is not one of"),
+            ("colour = 1", "--colour: unknown field"),
+        ] {
+            let error = Config::resolve(None, flags(given)).unwrap_err().to_string();
+            assert!(error.starts_with(complaint), "{given} gave {error:?}");
+        }
+    }
+
+    #[test]
+    fn what_the_ranks_cannot_do_is_refused() {
+        let config = |toml| Config::resolve(None, flags(toml)).unwrap();
+        let error = |toml, world| config(toml).validate_for(world).unwrap_err().to_string();
+        assert!(error("num_samples = 3", 4).starts_with("4 ranks for 3 samples"));
+        assert!(config("num_samples = 4").validate_for(4).is_ok());
+        let fault = "fault = \"error:rank=2,at=init\"";
+        assert!(error(fault, 2).contains("there is no rank 2"));
+        assert!(config(fault).validate_for(3).is_ok());
+        // ceil(ceil(4096 / 3) / 32) = 43 steps.
+        assert!(error("fault = \"error:rank=0,at=step,step=43\"", 3).contains("no step 43"));
+        assert!(config("fault = \"error:rank=0,at=step,step=42\"").validate_for(3).is_ok());
+    }
+}
