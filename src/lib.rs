@@ -85,7 +85,7 @@ pub mod trainer;
 pub use checkpoint::{Checkpoint, CheckpointDir};
 pub use data::{
     Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, ScatterLoader,
-    TargetKind, Targets, TensorDataset, random_split,
+    Subset, TargetKind, Targets, TensorDataset, random_split,
 };
 pub use ddp::{
     CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,

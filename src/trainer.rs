@@ -2,6 +2,7 @@
 
 mod loss_sum;
 mod saving;
+mod validation;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use crate::sync::{Stop, StopReason};
 use crate::torch::{Autocast, Generator};
 use loss_sum::LossSum;
 use saving::Saving;
+use validation::Validation;
 
 pub use saving::SaveEvery;
 
@@ -127,6 +129,7 @@ pub struct Trainer<M> {
     saving: Option<Saving>,
     stop: Option<Arc<Stop>>,
     max_steps: Option<u64>,
+    validation: Option<Validation>,
 }
 
 impl<M: ModuleT> Trainer<M> {
@@ -173,6 +176,7 @@ impl<M: ModuleT> Trainer<M> {
             saving: None,
             stop: None,
             max_steps: None,
+            validation: None,
         })
     }
 
@@ -243,7 +247,8 @@ impl<M: ModuleT> Trainer<M> {
             if stopped.is_some() {
                 break;
             }
-            if let Some(done) = self.run_epoch()? {
+            if let Some(mut done) = self.run_epoch()? {
+                done.validation = self.validate_if_due()?;
                 report(done)?;
                 self.save_if_due(true)?;
             }
@@ -320,6 +325,7 @@ impl<M: ModuleT> Trainer<M> {
             steps,
             loss,
             samples_per_second: samples as f64 / began.elapsed().as_secs_f64(),
+            validation: None,
         }))
     }
 

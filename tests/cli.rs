@@ -19,6 +19,7 @@ fn snapshots() {
 fn lasting(line: &str) -> String {
     let kept = match line {
         _ if line.starts_with("ddp-mp: loss ") => "ddp-mp: loss ",
+        _ if line.starts_with("ddp-mp: validation ") => line.split_once(": loss").unwrap().0,
         _ if line.contains("on the CPU, ") => line.split_once("on the CPU, ").unwrap().0,
         _ => line,
     };
@@ -63,7 +64,7 @@ fn the_readme_s_commands_do_what_it_says() {
             count += 1;
         }
     }
-    assert_eq!(count, 9, "commands with output in the README");
+    assert_eq!(count, 10, "commands with output in the README");
 }
 
 #[test]
@@ -250,6 +251,49 @@ fn workers_change_who_loads_and_not_what() {
     assert_eq!(without["steps"], 20, "2048 samples a rank");
     let waited = without["data_wait_seconds_by_rank"].as_array().unwrap();
     assert!(waited.len() == 2 && waited.iter().all(|it| it.as_f64() > Some(0.)), "{waited:?}");
+}
+
+/// The validation events of a run.
+fn validations(args: &[&str]) -> Vec<serde_json::Value> {
+    let (code, stdout, stderr) = run(&[&["--log-format=json"], args].concat());
+    assert_eq!(code, Some(0), "{args:?}: {stderr}");
+    let events = stdout.lines().map(|line| serde_json::from_str(line).unwrap());
+    events.filter(|event: &serde_json::Value| event["event"] == "validation").collect()
+}
+
+#[test]
+fn validation_counts_every_sample_once_whatever_the_number_of_ranks() {
+    // With a learning rate of 0 all numbers of ranks have the same model. 359 images go round between none.
+    let digits = ["--dataset=digits", "--loss=cross-entropy", "--val-fraction=0.2", "--lr=0"];
+    let of = |ranks: &str| validations(&[&digits[..], &["--model=mlp", ranks]].concat()).remove(0);
+    let alone = of("--nproc-per-node=1");
+    assert!(alone["accuracy"].as_f64() > Some(0.), "{alone}");
+    for ranks in ["--nproc-per-node=2", "--nproc-per-node=3"] {
+        let together = of(ranks);
+        assert_eq!(together["accuracy"], alone["accuracy"], "{ranks}");
+        let loss = |event: &serde_json::Value| event["loss"].as_f64().unwrap();
+        assert!((loss(&together) - loss(&alone)).abs() < 1e-6 * loss(&alone), "{ranks}");
+    }
+    // Random data, every other epoch, with DataParallel too.
+    for strategy in ["--strategy=ddp", "--strategy=dp"] {
+        let random =
+            ["--val-fraction=0.1", "--max-epochs=4", "--val-every=2", "--nproc-per-node=2"];
+        let events = validations(&[&random[..], &[strategy, "--lr=0.1"]].concat());
+        let epochs: Vec<_> = events.iter().map(|event| event["epoch"].as_u64()).collect();
+        assert_eq!(epochs, [Some(1), Some(3)]);
+        assert!(
+            events[1]["loss"].as_f64() < events[0]["loss"].as_f64()
+                && events[0]["accuracy"].is_null()
+        );
+    }
+}
+
+#[test]
+fn the_digits_are_learned() {
+    let config = repository("configs/digits.toml");
+    let args = ["--config", config.to_str().unwrap(), "--nproc-per-node=2", "--val-fraction=0.2"];
+    let last = validations(&args).pop().unwrap();
+    assert!(last["accuracy"].as_f64() >= Some(0.98), "{last}");
 }
 
 #[test]

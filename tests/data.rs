@@ -204,3 +204,20 @@ fn an_epoch_that_is_left_early_ends_its_workers() {
         Ok(())
     });
 }
+
+#[test]
+fn an_uneven_sampler_deals_every_sample_once() {
+    for len in 1..30 {
+        for ranks in 1..6 {
+            let mut all = Vec::new();
+            for rank in 0..ranks {
+                let sampler = DistributedSampler::new(len, ranks, rank).unwrap().uneven();
+                let mine = sampler.indices(0).unwrap();
+                assert_eq!(mine.len(), sampler.num_samples());
+                all.extend(mine);
+            }
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..len), "{len} samples, {ranks} ranks");
+        }
+    }
+}

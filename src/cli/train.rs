@@ -116,6 +116,12 @@ pub(crate) struct TrainFlags {
     /// [default: 1]
     #[arg(long, value_name = "N", help_heading = "Data")]
     out_features: Option<i64>,
+    /// Which fraction of the samples to hold back for validation, chosen by chance [default: 0]
+    #[arg(long, value_name = "F", help_heading = "Data")]
+    val_fraction: Option<f64>,
+    /// After how many epochs to validate each time [default: 1]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Data")]
+    val_every: Option<u64>,
     /// Don't shuffle the samples
     #[arg(long, help_heading = "Data")]
     #[serde(skip_serializing_if = "is_false")]

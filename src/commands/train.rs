@@ -9,7 +9,7 @@ use tch::Device;
 
 use super::checkpoints::{self, Origin};
 use super::plan;
-use crate::config::{Config, StrategyKind};
+use crate::config::{Config, Data, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::Result;
@@ -26,7 +26,7 @@ use crate::trainer::Trainer;
 struct Job {
     config: Config,
     placement: Placement,
-    dataset: Arc<dyn Dataset>,
+    data: Data,
     printer: Arc<Printer>,
     origin: Origin,
     stop: Arc<Stop>,
@@ -46,7 +46,7 @@ pub fn train(
 ) -> anyhow::Result<Option<StopReason>> {
     let stop = Arc::new(Stop::new(config.max_seconds.map(Duration::from_secs)));
     stop_on_signals(&stop).context("watching for signals")?;
-    let (config, dataset) = with_data(config)?;
+    let (config, data) = with_data(config)?;
     let placement = plan(&config, cuda)?;
     if let Some(note) = &placement.note {
         printer.note(note);
@@ -64,7 +64,7 @@ pub fn train(
         .check_collectives(config.check_collectives)
         .fault(config.fault);
     let (printer, stopped) = (printer.clone(), OnceLock::new());
-    let job = Arc::new(Job { config, placement, dataset, printer, origin, stop, stopped });
+    let job = Arc::new(Job { config, placement, data, printer, origin, stop, stopped });
 
     let of_ranks = job.clone();
     let result = spawn.run(move |rank| train_on(rank, &of_ranks));
@@ -85,7 +85,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.placement.backend)?;
 
     let Training { ddp, optimizer, schedule, generator, loader } =
-        Training::new(rank, &group, config, &job.dataset, &job.origin)?;
+        Training::new(rank, &group, config, &job.data.training, &job.origin)?;
     if rank.rank() == 0 {
         let start = start(job, ddp.num_parameters());
         job.printer.event(&Event::Start(start)).context("writing to stdout")?;
@@ -97,6 +97,12 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .amp(config.amp)?
         .max_steps(config.max_steps)
         .stop(job.stop.clone());
+    if let Some(validation) = &job.data.validation {
+        let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;
+        let (batch_size, device) = (config.batch_size, rank.device());
+        let loader = DataLoader::new(validation.clone(), sampler.uneven(), batch_size, device)?;
+        trainer = trainer.validation(loader, config.val_every);
+    }
     if let Some(dir) = &job.origin.save_dir {
         trainer = trainer.checkpoints(dir.clone(), config.save_every(), config.options()?);
     }
@@ -222,12 +228,12 @@ impl Training {
     }
 }
 
-/// The data set that `config` asks for, and the configuration with what follows from it.
-pub(super) fn with_data(config: Config) -> Result<(Config, Arc<dyn Dataset>)> {
+/// The data that `config` asks for, and the configuration with what follows from it.
+pub(super) fn with_data(config: Config) -> Result<(Config, Data)> {
     // Threads of libtorch's own that are started here would be idle later: the ranks have their own.
     tch::set_num_threads(1);
     let seed = data_seed(config.seed);
-    config.open_dataset(seed)
+    config.open_data(seed)
 }
 
 /// The data must not be the numbers that the model starts from, so it has a seed of its own.

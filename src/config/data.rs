@@ -3,9 +3,20 @@
 use std::sync::Arc;
 
 use super::{Config, Invalid, flag_name};
-use crate::data::{Dataset, DatasetSpec, FileDataset, TargetKind, Targets, TensorDataset};
+use crate::data::{
+    Dataset, DatasetSpec, FileDataset, Subset, TargetKind, Targets, TensorDataset, random_split,
+};
 use crate::error::{Error, Result};
 use crate::trainer::Loss;
+
+/// What a run trains on, and what it is tried on.
+#[derive(Debug)]
+pub struct Data {
+    /// What it trains on.
+    pub training: Arc<dyn Dataset>,
+    /// What is held back.
+    pub validation: Option<Arc<dyn Dataset>>,
+}
 
 /// The keys that a data file makes unnecessary.
 pub(super) const SIZES: [&str; 3] = ["num_samples", "in_features", "out_features"];
@@ -22,20 +33,30 @@ impl Config {
         }
     }
 
-    /// The data set that this asks for, and the same configuration with the sizes that follow from it. Random data
-    /// starts from `seed`.
+    /// The data that this asks for, and the same configuration with the sizes that follow from it. Random data
+    /// starts from `seed`, and so does the choice of what is held back for validation.
     ///
     /// # Errors
     /// [`Error::Input`] when a data file is not as it must be, or sizes were given that are not its own.
-    pub fn open_dataset(mut self, seed: u64) -> Result<(Self, Arc<dyn Dataset>)> {
+    pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
+        let named = |error| Error::Input(format!("--val-fraction: {error}"));
         if self.dataset == DatasetSpec::Random {
             let [samples, inputs, outputs] = self.sizes_of_random()?;
             let targets = match self.loss {
                 Loss::Mse => Targets::Values(outputs),
                 Loss::CrossEntropy => Targets::Classes(outputs),
             };
-            let dataset = TensorDataset::random(samples, inputs, targets, seed)?;
-            return Ok((self, Arc::new(dataset)));
+            let dataset: Arc<dyn Dataset> =
+                Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
+            if self.val_fraction == 0.0 {
+                return Ok((self, Data { training: dataset, validation: None }));
+            }
+            let parts = random_split(dataset.len(), self.val_fraction, seed);
+            let (training, validation) = parts.map_err(named)?;
+            self.num_samples = Some(training.len() as i64);
+            let training = Arc::new(Subset::new(dataset.clone(), training));
+            let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
+            return Ok((self, Data { training, validation: Some(validation) }));
         }
         let kind = match self.loss {
             Loss::Mse => TargetKind::Values,
@@ -47,7 +68,13 @@ impl Config {
             data = data.first(samples as usize).map_err(named)?;
         }
         self.take_sizes_of(&data)?;
-        Ok((self, data.into_dataset()?))
+        if self.val_fraction == 0.0 {
+            return Ok((self, Data { training: data.into_dataset()?, validation: None }));
+        }
+        let (training, validation) = data.split(self.val_fraction, seed).map_err(named)?;
+        self.num_samples = Some(training.len() as i64);
+        let validation = Some(validation.into_dataset()?);
+        Ok((self, Data { training: training.into_dataset()?, validation }))
     }
 
     fn sizes_of_random(&self) -> Result<[i64; 3]> {

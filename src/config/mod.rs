@@ -21,6 +21,7 @@ use crate::observe::LogFormat;
 use crate::optim::Unit;
 use crate::trainer::{Amp, Loss};
 
+pub use data::Data;
 pub use engine::{CommHookKind, StrategyKind};
 pub use optimization::{OptimizerKind, ScheduleKind};
 use resolve::flag_name;
@@ -110,6 +111,12 @@ pub struct Config {
     /// not given.
     #[serde(alias = "out-features", skip_serializing_if = "Option::is_none")]
     pub out_features: Option<i64>,
+    /// Which fraction of the samples is held back for validation.
+    #[serde(alias = "val-fraction")]
+    pub val_fraction: f64,
+    /// After how many epochs to validate each time.
+    #[serde(alias = "val-every")]
+    pub val_every: u64,
     /// Don't shuffle the samples.
     #[serde(alias = "no-shuffle")]
     pub no_shuffle: bool,
@@ -236,6 +243,8 @@ impl Default for Config {
             out_features: Some(1),
             no_shuffle: false,
             drop_last: false,
+            val_fraction: 0.0,
+            val_every: 1,
             drop_last_batch: false,
             num_workers: 0,
             prefetch_factor: 2,

@@ -112,6 +112,12 @@ impl Config {
         at_least("max_epochs", self.max_epochs as i64, 1)?;
         at_least("batch_size", self.batch_size as i64, 1)?;
         at_least("accumulate", self.accumulate as i64, 1)?;
+        if !(0.0..1.0).contains(&self.val_fraction) {
+            let problem =
+                format!("{} is no part; use a number from 0 to below 1", self.val_fraction);
+            return refuse("val_fraction", problem);
+        }
+        at_least("val_every", self.val_every as i64, 1)?;
         at_least("prefetch_factor", self.prefetch_factor as i64, 1)?;
         if self.num_workers > MOST_WORKERS {
             let problem = format!(

@@ -6,6 +6,7 @@ mod loader;
 mod sampler;
 mod scatter;
 mod split;
+mod subset;
 mod workers;
 
 pub use dataset::{Dataset, Targets, TensorDataset};
@@ -14,6 +15,7 @@ pub use loader::{Batch, Batches, DataLoader};
 pub use sampler::DistributedSampler;
 pub use scatter::{Loader, ScatterLoader};
 pub use split::random_split;
+pub use subset::Subset;
 
 use crate::error::{Error, first_line};
 

@@ -34,6 +34,7 @@ pub struct DistributedSampler {
     shuffle: bool,
     seed: u64,
     drop_last: bool,
+    uneven: bool,
 }
 
 impl DistributedSampler {
@@ -60,7 +61,15 @@ impl DistributedSampler {
                 "{len} samples for {num_replicas} ranks are too many"
             )));
         }
-        Ok(Self { len, num_replicas, rank, shuffle: true, seed: 0, drop_last: false })
+        Ok(Self {
+            len,
+            num_replicas,
+            rank,
+            shuffle: true,
+            seed: 0,
+            drop_last: false,
+            uneven: false,
+        })
     }
 
     /// Whether to shuffle.
@@ -96,6 +105,13 @@ impl DistributedSampler {
         Ok(self)
     }
 
+    /// Deals every sample once and none twice, in their own order: some ranks get one more than others, or none.
+    /// For validation, where what is repeated would count twice.
+    #[must_use]
+    pub fn uneven(self) -> Self {
+        Self { uneven: true, shuffle: false, drop_last: false, ..self }
+    }
+
     /// How many samples the data set has.
     pub(super) fn len(&self) -> usize {
         self.len
@@ -109,6 +125,9 @@ impl DistributedSampler {
     /// How many of them are left when all ranks together have had the first `start` of the epoch.
     pub fn num_samples_from(&self, start: usize) -> usize {
         let left = self.len.saturating_sub(start);
+        if self.uneven {
+            return left.saturating_sub(self.rank).div_ceil(self.num_replicas);
+        }
         if self.drop_last { left / self.num_replicas } else { left.div_ceil(self.num_replicas) }
     }
 

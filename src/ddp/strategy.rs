@@ -55,6 +55,18 @@ impl<M> Strategy<M> {
         either!(self, zero_grad())
     }
 
+    /// Has rank 0's parameters on all ranks, if they are not there already: before the model is looked at outside
+    /// of a step. A collective.
+    ///
+    /// # Errors
+    /// Those of [`DataParallel::replicate`].
+    pub fn replicate(&self) -> Result<()> {
+        match self {
+            Strategy::Ddp(_) => Ok(()),
+            Strategy::Dp(dp) => dp.replicate(),
+        }
+    }
+
     /// Parameters and gradients for this rank's optimizer; none where rank 0 makes the step for all.
     pub fn flat_buffers(&self) -> Option<Vec<FlatBuffer>> {
         match self {
@@ -122,5 +134,10 @@ impl<M: ModuleT> Strategy<M> {
     /// The model's own forward pass, in training.
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
         either!(self, forward(inputs))
+    }
+
+    /// The model's own forward pass, in training or in evaluation.
+    pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
+        either!(self, forward_t(inputs, train))
     }
 }

@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use super::ValidationMetrics;
+
 /// One line of `--log-format json`; its `event` field comes first.
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
@@ -10,6 +12,8 @@ pub enum Event {
     Start(Start),
     /// One rank is through with one epoch.
     Epoch(Epoch),
+    /// The model has been tried on data that it is not trained on.
+    Validation(ValidationMetrics),
     /// The run is done.
     End(End),
     /// The run failed.
@@ -55,6 +59,9 @@ pub struct Epoch {
     pub loss: f64,
     /// How many samples this rank took a second.
     pub samples_per_second: f64,
+    /// How the model did after it on data that it is not trained on: an event of its own.
+    #[serde(skip)]
+    pub validation: Option<ValidationMetrics>,
 }
 
 /// The run is done.

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::progress::Progress;
-use super::{Epoch, Event};
+use super::{Epoch, Event, ValidationMetrics};
 
 /// How results are written: `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,6 +63,13 @@ impl Printer {
                 self.line(&format!("GPU_Count: {}", start.gpu_count))
             }
             (LogFormat::Text, Event::Epoch(epoch)) => self.line(&epoch_line(epoch)),
+            (LogFormat::Text, Event::Validation(validation)) => {
+                let ValidationMetrics { epoch, loss, accuracy, .. } = validation;
+                let accuracy = accuracy
+                    .map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
+                self.note(&format!("validation after epoch {epoch}: loss {loss:.6}{accuracy}"));
+                Ok(())
+            }
             (LogFormat::Text, Event::End(end)) => {
                 let (first, last) = (end.first_loss, end.loss);
                 let losses = if first.to_bits() == last.to_bits() {
@@ -96,7 +103,9 @@ impl Printer {
         let mut reports = waiting.remove(&number).unwrap_or_default();
         reports.sort_by_key(|report| report.rank);
         // Still locked: the lines of two epochs must not mix.
-        reports.into_iter().try_for_each(|report| self.event(&Event::Epoch(report)))
+        let validation = reports.first_mut().and_then(|report| report.validation.take());
+        reports.into_iter().try_for_each(|report| self.event(&Event::Epoch(report)))?;
+        validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
     }
 
     /// Prints what ranks reported of epochs that not all ranks came to the end of.

@@ -46,7 +46,8 @@ pub fn bench_step(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
-    let (config, dataset) = with_data(config)?;
+    let (config, data) = with_data(config)?;
+    let dataset = data.training;
     let placement = plan(&config, cuda)?;
     if let Some(note) = &placement.note {
         printer.note(note);

@@ -1,0 +1,42 @@
+//! Some samples of a data set.
+
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::Dataset;
+
+/// Some of the samples of another data set, in an order of its own. Follows `torch.utils.data.Subset`.
+#[derive(Debug)]
+pub struct Subset {
+    dataset: Arc<dyn Dataset>,
+    indices: Vec<usize>,
+}
+
+impl Subset {
+    /// The samples `indices` of `dataset`.
+    pub fn new(dataset: Arc<dyn Dataset>, indices: Vec<usize>) -> Self {
+        Self { dataset, indices }
+    }
+
+    fn of_whole(&self, index: usize) -> anyhow::Result<usize> {
+        let len = self.indices.len();
+        let of_whole = self.indices.get(index).copied();
+        of_whole.ok_or_else(|| anyhow::anyhow!("there is no sample {index}: this subset has {len}"))
+    }
+}
+
+impl Dataset for Subset {
+    fn len(&self) -> usize {
+        self.indices.len()
+    }
+
+    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
+        self.dataset.get(self.of_whole(index)?)
+    }
+
+    fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
+        let indices = indices.iter().map(|&index| self.of_whole(index));
+        self.dataset.batch(&indices.collect::<anyhow::Result<Vec<_>>>()?)
+    }
+}
