@@ -152,6 +152,15 @@ pub enum Error {
     #[error("{0}")]
     Unsupported(String),
 
+    /// What a run tells cannot be written.
+    #[error("writing {what}: {reason}")]
+    Write {
+        /// What is written, as the flag says it.
+        what: String,
+        /// The system's own words.
+        reason: String,
+    },
+
     /// A data set did not give its samples.
     #[error("loading data ({samples}): {reason}")]
     Data {

@@ -1,6 +1,7 @@
 //! The training loop: `train`, `run_epoch`, `run_batch`.
 
 mod loss_sum;
+mod recording;
 mod saving;
 mod validation;
 
@@ -21,6 +22,7 @@ use crate::process_group::rank_label;
 use crate::sync::{Stop, StopReason};
 use crate::torch::{Autocast, Generator};
 use loss_sum::LossSum;
+use recording::Recording;
 use saving::Saving;
 use validation::Validation;
 
@@ -130,6 +132,7 @@ pub struct Trainer<M> {
     stop: Option<Arc<Stop>>,
     max_steps: Option<u64>,
     validation: Option<Validation>,
+    recording: Option<Recording>,
 }
 
 impl<M: ModuleT> Trainer<M> {
@@ -177,6 +180,7 @@ impl<M: ModuleT> Trainer<M> {
             stop: None,
             max_steps: None,
             validation: None,
+            recording: None,
         })
     }
 
@@ -240,6 +244,7 @@ impl<M: ModuleT> Trainer<M> {
             self.warm_up()?;
         }
         let began = Instant::now();
+        self.begin_recording(max_epochs.max(1))?;
         let steps_before = self.state.step;
         let mut stopped = None;
         while self.state.epoch < max_epochs.max(1) {
@@ -249,11 +254,15 @@ impl<M: ModuleT> Trainer<M> {
             }
             if let Some(mut done) = self.run_epoch()? {
                 done.validation = self.validate_if_due()?;
+                if let Some(metrics) = &done.validation {
+                    self.record_validation(metrics)?;
+                }
                 report(done)?;
                 self.save_if_due(true)?;
             }
         }
         let elapsed = began.elapsed();
+        self.end_recording()?;
         self.save_at_end()?;
         let losses = match &self.state.epoch_losses[..] {
             [] => vec![self.take_loss()?],
@@ -302,6 +311,7 @@ impl<M: ModuleT> Trainer<M> {
             self.state.step += 1;
             self.state.epoch_steps += 1;
             self.state.samples_seen += of_rank * world_size;
+            self.record_step(of_rank, left == 0)?;
             if left > 0 {
                 if self.stopped().is_some() {
                     return Ok(None);
@@ -344,7 +354,10 @@ impl<M: ModuleT> Trainer<M> {
         let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         self.scaler.unscale_()?;
         if let Some(max_norm) = self.max_grad_norm {
-            let _ = self.ddp.clip_grad_norm(max_norm)?;
+            let norm = self.ddp.clip_grad_norm(max_norm)?;
+            if let Some(recording) = &mut self.recording {
+                recording.grad_norm = Some(norm);
+            }
         }
         let stepped =
             self.scaler.step(&mut **optimizer, self.schedule.lr(epoch, self.state.step))?;

@@ -297,6 +297,59 @@ fn the_digits_are_learned() {
 }
 
 #[test]
+fn what_is_told_on_the_way_changes_nothing_and_is_of_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (board, lines) = (path("board"), path("metrics.jsonl"));
+    let flags = [
+        "--max-epochs=2",
+        "--val-fraction=0.1",
+        "--max-grad-norm=1",
+        "--log-every=20",
+        "--tensorboard",
+        &board,
+        "--metrics",
+        &lines,
+    ];
+    let with = end(&flags);
+    assert_eq!(with["parameters_hash"], end(&flags[..3])["parameters_hash"]);
+    let text = fs::read_to_string(&lines).unwrap();
+    let events: Vec<serde_json::Value> =
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let of = |kind: &str| events.iter().filter(move |it| it["event"] == kind).collect::<Vec<_>>();
+    // 1844 samples a rank, 58 steps an epoch: after 20, 40 and 58.
+    let steps: Vec<_> = of("train").iter().map(|it| it["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [20, 40, 58, 78, 98, 116]);
+    assert_eq!(of("validation").len(), 2);
+    // What was told of an epoch is its mean, taken together.
+    let told: f64 = of("train")[3..]
+        .iter()
+        .zip([20., 20., 18.])
+        .map(|(it, steps)| it["loss"].as_f64().unwrap() * if steps == 18. { 17.625 } else { steps })
+        .sum();
+    let loss = with["loss"].as_f64().unwrap();
+    assert!((told / 57.625 - loss).abs() < 1e-9 * loss, "{told} {loss}");
+    for event in of("train") {
+        assert!(event["grad_norm"].as_f64() > Some(0.), "{event}");
+        assert_eq!(event["lr"], 0.001);
+    }
+    let files: Vec<_> = fs::read_dir(&board).unwrap().map(|file| file.unwrap().path()).collect();
+    assert_eq!(files.len(), 1, "by rank 0 alone");
+    assert!(files[0].to_str().unwrap().contains("events.out.tfevents."));
+    // A second run goes on at the end of one, and beside the other.
+    end(&flags);
+    assert_eq!(fs::read_to_string(&lines).unwrap().lines().count(), 2 * events.len());
+    assert_eq!(fs::read_dir(&board).unwrap().count(), 2);
+
+    for flag in ["--tensorboard", "--metrics"] {
+        let nowhere = format!("{lines}/nowhere");
+        let (code, _, stderr) = run(&[flag, &nowhere]);
+        assert_eq!(code, Some(2), "{stderr}");
+        assert!(stderr.contains(&format!("{flag} {nowhere}: ")), "{stderr}");
+    }
+}
+
+#[test]
 fn dropout_draws_the_same_in_every_run() {
     let hash = |args: &[&str]| {
         let all = [&["--model=mlp", "--lr=0.1"], args].concat();

@@ -213,6 +213,15 @@ pub(crate) struct TrainFlags {
     /// How long the other ranks get to come back after one has failed [default: 30s]
     #[arg(long, value_name = "TIME", help_heading = "Run")]
     grace_period: Option<String>,
+    /// Write scalars and histograms for TensorBoard into this folder
+    #[arg(long, value_name = "DIR", help_heading = "Run")]
+    tensorboard: Option<PathBuf>,
+    /// Write metrics at the end of this file, a JSON object a line
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    metrics: Option<PathBuf>,
+    /// After how many steps to tell how training goes each time [default: 50]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Run")]
+    log_every: Option<u64>,
     /// How results are written on stdout [default: text]
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], help_heading = "Run")]
     log_format: Option<String>,

@@ -1,7 +1,7 @@
 //! `ddp-mp train`: starts the ranks, and trains on each.
 
 use std::rc::Rc;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -15,7 +15,7 @@ use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::Result;
 use crate::launch::{Placement, Rank, Spawn, SpawnError, Stop, StopReason, stop_on_signals};
 use crate::models::Model;
-use crate::observe::{End, Event, Failure, LogFormat, Printer, Start, peak_memory};
+use crate::observe::{End, Event, Failure, LogFormat, Printer, Recorder, Start, peak_memory};
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, Traffic};
 use crate::torch::Generator;
@@ -27,6 +27,9 @@ struct Job {
     config: Config,
     placement: Placement,
     data: Data,
+    /// Taken by rank 0; there if it is wanted.
+    recorder: Mutex<Option<Recorder>>,
+    records: bool,
     printer: Arc<Printer>,
     origin: Origin,
     stop: Arc<Stop>,
@@ -57,6 +60,10 @@ pub fn train(
     if let Some(note) = config.idle_in(config.steps(placement.devices.len())) {
         printer.note(&note);
     }
+    let recorder =
+        Recorder::new(printer, config.tensorboard.as_deref(), config.metrics.as_deref())?;
+    let records = recorder.is_wanted();
+    let recorder = Mutex::new(Some(recorder));
     let origin = Origin::of(&config, placement.devices.len(), printer)?;
     let spawn = Spawn::at(&placement)
         .timeout(config.timeout)
@@ -64,11 +71,22 @@ pub fn train(
         .check_collectives(config.check_collectives)
         .fault(config.fault);
     let (printer, stopped) = (printer.clone(), OnceLock::new());
-    let job = Arc::new(Job { config, placement, data, printer, origin, stop, stopped });
+    let job = Arc::new(Job {
+        config,
+        placement,
+        data,
+        recorder,
+        records,
+        printer,
+        origin,
+        stop,
+        stopped,
+    });
 
     let of_ranks = job.clone();
     let result = spawn.run(move |rank| train_on(rank, &of_ranks));
     let printer = &job.printer;
+    printer.end_progress();
     if let Err(error) = &result {
         let told = printer.flush_epochs().and_then(|()| printer.event(&failure(error)));
         if let Err(unwritable) = told {
@@ -97,6 +115,11 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .amp(config.amp)?
         .max_steps(config.max_steps)
         .stop(job.stop.clone());
+    if job.records {
+        let mut recorder = job.recorder.lock().unwrap_or_else(PoisonError::into_inner);
+        let recorder = if rank.rank() == 0 { recorder.take() } else { None };
+        trainer = trainer.record(config.log_every, recorder);
+    }
     if let Some(validation) = &job.data.validation {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;
         let (batch_size, device) = (config.batch_size, rank.device());

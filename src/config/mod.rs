@@ -111,6 +111,15 @@ pub struct Config {
     /// not given.
     #[serde(alias = "out-features", skip_serializing_if = "Option::is_none")]
     pub out_features: Option<i64>,
+    /// The folder of TensorBoard's files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tensorboard: Option<PathBuf>,
+    /// The file of metrics, a JSON object a line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metrics: Option<PathBuf>,
+    /// After how many steps to tell how training goes each time.
+    #[serde(alias = "log-every")]
+    pub log_every: u64,
     /// Which fraction of the samples is held back for validation.
     #[serde(alias = "val-fraction")]
     pub val_fraction: f64,
@@ -243,6 +252,9 @@ impl Default for Config {
             out_features: Some(1),
             no_shuffle: false,
             drop_last: false,
+            tensorboard: None,
+            metrics: None,
+            log_every: 50,
             val_fraction: 0.0,
             val_every: 1,
             drop_last_batch: false,

@@ -7,7 +7,10 @@ use crate::error::{Error, Result};
 use crate::trainer::SaveEvery;
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 24] = [
+const FREE: [&str; 27] = [
+    "tensorboard",
+    "metrics",
+    "log_every",
     "val_every",
     "num_workers",
     "prefetch_factor",

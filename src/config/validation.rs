@@ -117,6 +117,7 @@ impl Config {
                 format!("{} is no part; use a number from 0 to below 1", self.val_fraction);
             return refuse("val_fraction", problem);
         }
+        at_least("log_every", self.log_every as i64, 1)?;
         at_least("val_every", self.val_every as i64, 1)?;
         at_least("prefetch_factor", self.prefetch_factor as i64, 1)?;
         if self.num_workers > MOST_WORKERS {

@@ -1,7 +1,7 @@
 //! The one writer that all ranks share.
 
 use std::collections::BTreeMap;
-use std::io::{self, ErrorKind, StderrLock, StdoutLock, Write};
+use std::io::{self, ErrorKind, IsTerminal, StderrLock, StdoutLock, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
@@ -159,10 +159,17 @@ impl Printer {
         self.beside_progress(|| drop(writeln!(stderr(), "ddp-mp: {note}")));
     }
 
+    /// Whether somebody sees a progress bar: stderr is a terminal, and results are for people.
+    pub fn shows_progress(&self) -> bool {
+        self.format == LogFormat::Text && io::stderr().is_terminal()
+    }
+
     /// On a terminal, shows how far a run of so many steps is, `done` of which have been made, until
     /// [`end_progress`](Self::end_progress).
     pub fn start_progress(&self, steps: u64, done: u64) {
-        *self.bar() = Some(Progress::new(steps, done));
+        if self.shows_progress() {
+            *self.bar() = Some(Progress::new(steps, done));
+        }
     }
 
     /// Shows that `step` steps have been made, and how it goes.

@@ -1,14 +1,15 @@
 //! What becomes of a run's numbers: a bar on the terminal, TensorBoard's files, lines of JSON.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::Context;
 use serde::Serialize;
+use tch::{Kind, Tensor};
 
 use super::{Printer, TensorBoard};
+use crate::error::{Error, Result};
 
 /// How training goes, over the last few steps; of all ranks together.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -65,39 +66,48 @@ impl Recorder {
     /// given; and what is of use to somebody who waits to the terminal.
     ///
     /// # Errors
-    /// When they cannot be opened; names which.
+    /// [`Error::Input`] when they cannot be opened; names which.
     pub fn new(
         printer: &Arc<Printer>,
         tensorboard: Option<&Path>,
         metrics: Option<&Path>,
-    ) -> anyhow::Result<Self> {
+    ) -> Result<Self> {
+        let input = |name: String, error: io::Error| Error::Input(format!("{name}: {error}"));
         let tensorboard = tensorboard
             .map(|folder| {
-                TensorBoard::create(folder)
-                    .with_context(|| format!("--tensorboard {}", folder.display()))
+                let name = || format!("--tensorboard {}", folder.display());
+                TensorBoard::create(folder).map_err(|error| input(name(), error))
             })
             .transpose()?;
         let lines = metrics
             .map(|path| {
-                let file = OpenOptions::new().append(true).create(true).open(path);
                 let name = format!("--metrics {}", path.display());
-                let file = file.with_context(|| name.clone())?;
-                anyhow::Ok((BufWriter::new(file), name))
+                let file = OpenOptions::new().append(true).create(true).open(path);
+                let file = file.map_err(|error| input(name.clone(), error))?;
+                Ok((BufWriter::new(file), name))
             })
             .transpose()?;
         Ok(Self { printer: printer.clone(), tensorboard, lines })
     }
 
-    /// Records how training goes.
+    /// Whether there is anybody to tell.
+    pub fn is_wanted(&self) -> bool {
+        self.tensorboard.is_some() || self.lines.is_some() || self.printer.shows_progress()
+    }
+
+    /// Training begins, of so many steps, `done` of which have been made.
+    pub fn begin(&self, steps: u64, done: u64) {
+        self.printer.start_progress(steps, done);
+    }
+
+    /// Tells how training goes.
     ///
     /// # Errors
-    /// When it cannot be written.
-    pub fn train(&mut self, metrics: &TrainMetrics) -> anyhow::Result<()> {
+    /// [`Error::Write`], as all below.
+    pub fn train(&mut self, metrics: &TrainMetrics) -> Result<()> {
         let TrainMetrics { step, loss, lr, grad_norm, step_us, samples_per_second, .. } = *metrics;
-        self.printer.progress(
-            step,
-            &format!("loss {loss:.4}, lr {lr:.3e}, {samples_per_second:.0} samples/s"),
-        );
+        let message = format!("loss {loss:.4}, lr {lr:.3e}, {samples_per_second:.0} samples/s");
+        self.printer.progress(step, &message);
         let scalars = [
             ("train/loss", Some(loss)),
             ("train/lr", Some(lr)),
@@ -109,49 +119,70 @@ impl Recorder {
         self.line(&Line::Train(metrics))
     }
 
-    /// Records how well the model does.
+    /// Tells how well the model does, and what the numbers in it are like by now.
     ///
     /// # Errors
-    /// When it cannot be written.
-    pub fn validation(&mut self, metrics: &ValidationMetrics) -> anyhow::Result<()> {
+    /// [`Error::Write`]; [`Error::Torch`] when the numbers cannot be read.
+    pub fn validation(
+        &mut self,
+        metrics: &ValidationMetrics,
+        state_dict: &[(String, Tensor)],
+    ) -> Result<()> {
         let ValidationMetrics { step, loss, accuracy, .. } = *metrics;
         self.scalars(step, &[("validation/loss", Some(loss)), ("validation/accuracy", accuracy)])?;
+        if let Some(tensorboard) = &mut self.tensorboard {
+            for (name, tensor) in state_dict {
+                let values = tensor.f_to_kind(Kind::Float).and_then(|it| it.f_flatten(0, -1));
+                let values =
+                    values.and_then(Vec::<f32>::try_from).map_err(Error::torch("flatten"))?;
+                tensorboard.histogram(&format!("model/{name}"), step, &values).map_err(board)?;
+            }
+        }
         self.line(&Line::Validation(metrics))?;
         self.flush()
     }
 
-    /// Where histograms and pictures go, if they are wanted.
-    pub fn tensorboard(&mut self) -> Option<&mut TensorBoard> {
-        self.tensorboard.as_mut()
-    }
-
-    /// Has all that was recorded in its files.
+    /// Training is over: everything that was told is in its file.
     ///
     /// # Errors
-    /// When it cannot be written.
-    pub fn flush(&mut self) -> anyhow::Result<()> {
-        if let Some(tensorboard) = &mut self.tensorboard {
-            tensorboard.flush().context("--tensorboard")?;
-        }
-        if let Some((file, name)) = &mut self.lines {
-            file.flush().with_context(|| name.clone())?;
-        }
-        Ok(())
+    /// [`Error::Write`].
+    pub fn end(&mut self) -> Result<()> {
+        self.printer.end_progress();
+        self.flush()
     }
 
-    fn scalars(&mut self, step: u64, scalars: &[(&str, Option<f64>)]) -> anyhow::Result<()> {
+    fn flush(&mut self) -> Result<()> {
+        if let Some(tensorboard) = &mut self.tensorboard {
+            tensorboard.flush().map_err(board)?;
+        }
+        match &mut self.lines {
+            Some((file, name)) => file.flush().map_err(|error| unwritable(name, &error)),
+            None => Ok(()),
+        }
+    }
+
+    fn scalars(&mut self, step: u64, scalars: &[(&str, Option<f64>)]) -> Result<()> {
         let Some(tensorboard) = &mut self.tensorboard else { return Ok(()) };
         for (tag, value) in scalars {
             if let Some(value) = value {
-                tensorboard.scalar(tag, step, *value).context("--tensorboard")?;
+                tensorboard.scalar(tag, step, *value).map_err(board)?;
             }
         }
         Ok(())
     }
 
-    fn line(&mut self, line: &Line<'_>) -> anyhow::Result<()> {
+    fn line(&mut self, line: &Line<'_>) -> Result<()> {
         let Some((file, name)) = &mut self.lines else { return Ok(()) };
-        let text = serde_json::to_string(line)?;
-        writeln!(file, "{text}").with_context(|| name.clone())
+        let text = serde_json::to_string(line).map_err(io::Error::from);
+        let written = text.and_then(|text| writeln!(file, "{text}"));
+        written.map_err(|error| unwritable(name, &error))
     }
+}
+
+fn board(error: io::Error) -> Error {
+    unwritable("--tensorboard", &error)
+}
+
+fn unwritable(what: &str, error: &io::Error) -> Error {
+    Error::Write { what: what.into(), reason: error.to_string() }
 }
