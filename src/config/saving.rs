@@ -154,7 +154,8 @@ mod tests {
         let all = config(
             "max_steps = 1\nmax_seconds = 1\nsave_dir = \"a\"\nsave_every = 1\nweight_decay = 0.1\n\
                           save_every_epochs = 1\nresume = \"auto\"\ninit_from = \"b\"\nmax_grad_norm = 1\n\
-                          schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"",
+                          schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"\n\
+                          tensorboard = \"c\"\nmetrics = \"d\"",
         );
         let all = serde_json::to_value(all).unwrap();
         for key in FREE.iter().chain(&NOTED) {
