@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::data::SIZES;
 use super::{CommHookKind, Config, text};
+use crate::data::num_batches;
 use crate::error::{Error, Result};
 use crate::launch::{FaultKind, Stage};
 use crate::models::ModelKind;
@@ -95,12 +96,8 @@ impl Config {
         let samples = self.num_samples.unwrap_or(0) as usize;
         let share =
             if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
-        let batches = if self.drop_last_batch {
-            (share / self.batch_size) as u64
-        } else {
-            share.div_ceil(self.batch_size) as u64
-        };
-        batches.div_ceil(self.accumulate)
+        let batches = num_batches(share, self.batch_size, self.drop_last_batch);
+        (batches as u64).div_ceil(self.accumulate)
     }
 
     pub(super) fn validate(&self) -> Result<(), Invalid> {

@@ -34,6 +34,11 @@ impl Batch {
     }
 }
 
+/// How many batches so many samples make; without the last one, if it has fewer than the others and is dropped.
+pub(crate) fn num_batches(samples: usize, batch_size: usize, drop_last: bool) -> usize {
+    if drop_last { samples / batch_size } else { samples.div_ceil(batch_size) }
+}
+
 /// Cuts a rank's share of the data set into batches, epoch by epoch.
 ///
 /// Follows `torch.utils.data.DataLoader` with a [`DistributedSampler`]; the epoch goes on to the sampler
@@ -110,13 +115,7 @@ impl DataLoader {
 
     /// How many of them are left when all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
-        self.num_samples_from(start).div_ceil(self.batch_size)
-    }
-
-    /// How many samples of an epoch the rank still has then, the same on every rank.
-    fn num_samples_from(&self, start: usize) -> usize {
-        let samples = self.sampler.num_samples_from(start);
-        if self.drop_last { samples - samples % self.batch_size } else { samples }
+        num_batches(self.sampler.num_samples_from(start), self.batch_size, self.drop_last)
     }
 
     /// How long this rank has waited for data since the beginning: for workers, or while it gathered samples itself.

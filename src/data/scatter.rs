@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::{Batch, DataLoader, DistributedSampler};
+use super::{Batch, DataLoader, DistributedSampler, num_batches};
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, kind_name, kind_named};
 
@@ -86,7 +86,8 @@ impl ScatterLoader {
 
     /// How many of them are left when all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
-        self.share.num_samples_from(start).div_ceil(self.share.batch_size)
+        let Share { sampler, batch_size, drop_last, .. } = &self.share;
+        num_batches(sampler.num_samples_from(start), *batch_size, *drop_last)
     }
 
     /// How long this rank has waited for data since the beginning: for rank 0, or while that loaded.
@@ -116,7 +117,7 @@ impl ScatterLoader {
         let epochs = self.loaders.iter().map(|loader| loader.epoch_from(epoch, start));
         let mut epochs = epochs.collect::<Result<Vec<_>>>()?;
         let (group, share, waited) = (self.group.clone(), self.share.clone(), self.waited.clone());
-        let num_samples = share.num_samples_from(start);
+        let num_samples = share.sampler.num_samples_from(start);
         Ok((0..self.num_batches_from(start)).map(move |number| {
             let began = Instant::now();
             let batches = epochs.iter_mut().filter_map(Iterator::next);
@@ -132,12 +133,6 @@ impl ScatterLoader {
 }
 
 impl Share {
-    /// As the loader's.
-    fn num_samples_from(&self, start: usize) -> usize {
-        let samples = self.sampler.num_samples_from(start);
-        if self.drop_last { samples - samples % self.batch_size } else { samples }
-    }
-
     fn of(loader: &DataLoader) -> Result<Self> {
         let (inputs, targets) = loader.sample()?;
         Ok(Self {

@@ -9,7 +9,7 @@ use tch::Tensor;
 use tch::nn::{ModuleT, VarStore};
 
 use super::layout::{Flat, Layout};
-use super::parameters::{self, NamedTensor, named_tensors};
+use super::parameters::{self, NamedTensor};
 use super::reducer::Times;
 use super::{DdpOptions, DdpStatistics, NoSync};
 use crate::error::{Error, Result};
@@ -70,13 +70,9 @@ impl<M> DataParallel<M> {
     /// # Errors
     /// As [`DistributedDataParallel::new`](super::DistributedDataParallel::new).
     pub fn new(module: M, vs: &VarStore, group: Rc<ProcessGroup>) -> Result<Self> {
-        let tensors = named_tensors(vs)?;
-        if tensors.iter().all(|t| !t.trainable) {
-            return Err(Error::Input("the model has no parameters to train".into()));
-        }
         let options = DdpOptions::default();
-        parameters::compare(&tensors, &options, &group)?;
-        let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
+        let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
+        let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
         let layout = Layout::new(&parameters, options)?;
         let gathered = if group.rank() == 0 {
             let of_all = |flat: &Flat| {
@@ -133,18 +129,13 @@ impl<M> DataParallel<M> {
 
     /// How many numbers are trained.
     pub fn num_parameters(&self) -> usize {
-        self.tensors.iter().filter(|t| t.trainable).map(|t| t.tensor.numel()).sum()
+        parameters::trained(&self.tensors).map(|t| t.tensor.numel()).sum()
     }
 
     /// On rank 0, parameters and averaged gradients as flat buffers: what an optimizer steps. On the others
     /// there is nothing to step.
     pub fn flat_buffers(&self) -> Option<Vec<FlatBuffer>> {
-        let buffer = |flat: &Flat| FlatBuffer {
-            parameters: flat.parameters.shallow_clone(),
-            gradients: flat.gradients.shallow_clone(),
-            places: flat.places.clone(),
-        };
-        (self.group.rank() == 0).then(|| self.layout.flats.iter().map(buffer).collect())
+        (self.group.rank() == 0).then(|| self.layout.flats.iter().map(Flat::buffer).collect())
     }
 
     /// Takes this rank's gradients away.

@@ -8,7 +8,7 @@ use super::bucket::{self, Size};
 use super::parameters::NamedTensor;
 use super::{DdpOptions, elements_per_line, mib};
 use crate::error::{Error, Result};
-use crate::optim::{Gradients, Place, Places};
+use crate::optim::{FlatBuffer, Gradients, Place, Places};
 use crate::process_group::num_bytes;
 use crate::torch::{move_grad, set_grad};
 
@@ -19,6 +19,17 @@ pub(super) struct Flat {
     pub parameters: Tensor,
     pub gradients: Tensor,
     pub places: Places,
+}
+
+impl Flat {
+    /// As an optimizer sees it: handles to the same memory.
+    pub(super) fn buffer(&self) -> FlatBuffer {
+        FlatBuffer {
+            parameters: self.parameters.shallow_clone(),
+            gradients: self.gradients.shallow_clone(),
+            places: self.places.clone(),
+        }
+    }
 }
 
 /// Parameters that are reduced together: a stretch of a [`Flat`].

@@ -19,10 +19,12 @@ use std::time::Duration;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
-use parameters::{NamedTensor, named_tensors};
+use parameters::NamedTensor;
 use reducer::{Reducer, Times};
 
 pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
@@ -181,12 +183,8 @@ impl<M> DistributedDataParallel<M> {
         group: Rc<ProcessGroup>,
         options: DdpOptions,
     ) -> Result<Self> {
-        let tensors = named_tensors(vs)?;
-        if tensors.iter().all(|t| !t.trainable) {
-            return Err(Error::Input("the model has no parameters to train".into()));
-        }
-        parameters::compare(&tensors, &options, &group)?;
-        let parameters: Vec<&NamedTensor> = tensors.iter().filter(|t| t.trainable).collect();
+        let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
+        let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
         let reducer = Reducer::new(&parameters, group.clone(), options)?;
         let ddp = Self { module, group, reducer, tensors, options, no_sync: Rc::default() };
         if options.init_sync {
@@ -230,23 +228,13 @@ impl<M> DistributedDataParallel<M> {
 
     /// How many numbers are trained.
     pub fn num_parameters(&self) -> usize {
-        self.tensors.iter().filter(|t| t.trainable).map(|t| t.tensor.numel()).sum()
+        parameters::trained(&self.tensors).map(|t| t.tensor.numel()).sum()
     }
 
     /// Parameters and gradients as flat buffers, one for each kind: what an optimizer steps. The buckets are
     /// stretches of them.
     pub fn flat_buffers(&self) -> Vec<FlatBuffer> {
-        let mut buffers = Vec::new();
-        // Nothing in there fails.
-        let _ = self.reducer.for_each_flat(|flat| {
-            buffers.push(FlatBuffer {
-                parameters: flat.parameters.shallow_clone(),
-                gradients: flat.gradients.shallow_clone(),
-                places: flat.places.clone(),
-            });
-            Ok(())
-        });
-        buffers
+        self.reducer.flat_buffers()
     }
 
     /// Takes all gradients away, as PyTorch's `zero_grad` does by default (`set_to_none`): until the next

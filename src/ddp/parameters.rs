@@ -59,6 +59,25 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
     Ok(tensors)
 }
 
+/// The tensors in `vs`, found to be those that every rank has, and that something in there is trained. A collective.
+pub(super) fn same_on_all_ranks(
+    vs: &VarStore,
+    options: &DdpOptions,
+    group: &ProcessGroup,
+) -> Result<Vec<NamedTensor>> {
+    let tensors = named_tensors(vs)?;
+    if trained(&tensors).next().is_none() {
+        return Err(Error::Input("the model has no parameters to train".into()));
+    }
+    compare(&tensors, options, group)?;
+    Ok(tensors)
+}
+
+/// Those that are trained.
+pub(super) fn trained(tensors: &[NamedTensor]) -> impl Iterator<Item = &NamedTensor> {
+    tensors.iter().filter(|tensor| tensor.trainable)
+}
+
 impl NamedTensor {
     /// "parameter `weight`, float32 [1, 20]".
     fn describe(&self) -> String {

@@ -15,7 +15,7 @@ use super::join::{JoinOptions, count_active};
 use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
-use crate::optim::Gradients;
+use crate::optim::{FlatBuffer, Gradients};
 use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
 use crate::torch::{self, GradHooks};
 
@@ -127,6 +127,10 @@ impl Reducer {
     /// Runs `f` on the parameters and gradients of each kind.
     pub(super) fn for_each_flat(&self, f: impl FnMut(&mut Flat) -> Result<()>) -> Result<()> {
         self.state.borrow_mut().layout.flats.iter_mut().try_for_each(f)
+    }
+
+    pub(super) fn flat_buffers(&self) -> Vec<FlatBuffer> {
+        self.state.borrow().layout.flats.iter().map(Flat::buffer).collect()
     }
 
     pub(super) fn zero_grad(&self) -> Result<()> {

@@ -49,9 +49,7 @@ impl<M> Strategy<M> {
     /// # Errors
     /// Those of [`DistributedDataParallel::zero_grad`] and [`DataParallel::replicate`].
     pub fn begin_step(&mut self) -> Result<()> {
-        if let Strategy::Dp(dp) = self {
-            dp.replicate()?;
-        }
+        self.replicate()?;
         either!(self, zero_grad())
     }
 
