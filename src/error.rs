@@ -121,6 +121,22 @@ pub enum Error {
         scale: f32,
     },
 
+    /// A loss or a gradient is infinite or not a number.
+    #[error(
+        "in step {step} on rank {rank} {what}{samples}; look at the data, use a smaller --lr or --max-grad-norm, or \
+         pass over such steps with --skip-nonfinite"
+    )]
+    NonFinite {
+        /// What is not finite: a loss, or whose gradient.
+        what: String,
+        /// On which rank.
+        rank: usize,
+        /// In which step of the run, from 0.
+        step: u64,
+        /// From which samples, by their numbers in the data: " for samples 3, 17"; empty if that is not known.
+        samples: String,
+    },
+
     /// A checkpoint cannot be written.
     #[error("{doing} failed: {reason}; the checkpoints that were there before it are whole")]
     Save {

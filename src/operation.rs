@@ -25,13 +25,14 @@ pub enum Operation {
     Barrier,
     Synchronize,
     Step,
+    Save,
     ShutDown,
     Done,
 }
 
 impl Operation {
     /// All of them, each at the place of its number.
-    pub(crate) const ALL: [Operation; 20] = [
+    pub(crate) const ALL: [Operation; 21] = [
         Operation::Function,
         Operation::Start,
         Operation::Rendezvous,
@@ -50,6 +51,7 @@ impl Operation {
         Operation::Barrier,
         Operation::Synchronize,
         Operation::Step,
+        Operation::Save,
         Operation::ShutDown,
         Operation::Done,
     ];
@@ -58,7 +60,7 @@ impl Operation {
 impl Operation {
     /// Whether a rank that does it is in code of its own, and waits for nobody as far as is known.
     pub(crate) fn is_own_work(self) -> bool {
-        matches!(self, Operation::Function | Operation::Step)
+        matches!(self, Operation::Function | Operation::Step | Operation::Save)
     }
 
     /// Whether a rank that does it may be waiting for others as well as working.
@@ -89,6 +91,7 @@ impl fmt::Display for Operation {
             Operation::Barrier => "barrier",
             Operation::Synchronize => "synchronize",
             Operation::Step => "step",
+            Operation::Save => "save",
             Operation::ShutDown => "shutting down",
             Operation::Done => "done",
         })

@@ -1,9 +1,11 @@
 //! The training loop: `train`, `run_epoch`, `run_batch`.
 
 mod loss_sum;
+mod non_finite;
 mod recording;
 mod saving;
 mod validation;
+mod warm_up;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +19,7 @@ use crate::data::{Batch, Loader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::observe::Epoch;
-use crate::optim::{GradScaler, GradScalerOptions, Gradients, Optimizer, Schedule};
+use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
 use crate::process_group::rank_label;
 use crate::sync::{Stop, StopReason};
 use crate::torch::{Autocast, Generator};
@@ -51,6 +53,17 @@ impl Loss {
             }
         }
         .map_err(Error::torch("the loss"))
+    }
+
+    /// The loss of each sample of a batch.
+    fn of_each(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        match self {
+            Loss::Mse => output.f_mse_loss(targets, Reduction::None),
+            Loss::CrossEntropy => {
+                output.f_cross_entropy_loss(targets, None::<&Tensor>, Reduction::None, -100, 0.0)
+            }
+        }
+        .map_err(Error::torch("the loss of each sample"))
     }
 }
 
@@ -105,7 +118,8 @@ pub struct Summary {
     pub first_loss: f64,
     /// The mean loss of the last epoch, or of what was seen of the only one.
     pub last_loss: f64,
-    /// How many of the steps changed nothing, because gradients were not finite; 0 without a [`GradScaler`].
+    /// How many of the steps changed nothing, because gradients were not finite; 0 without a [`GradScaler`] and
+    /// [`Trainer::skip_nonfinite`].
     pub skipped_steps: u64,
     /// How long the steps took on this rank.
     pub elapsed: Duration,
@@ -123,6 +137,7 @@ pub struct Trainer<M> {
     accumulate: usize,
     amp: Amp,
     scaler: GradScaler,
+    skip_nonfinite: Option<u64>,
     generator: Option<Arc<Generator>>,
     loader: Loader,
     loss: Loss,
@@ -131,6 +146,7 @@ pub struct Trainer<M> {
     saving: Option<Saving>,
     stop: Option<Arc<Stop>>,
     max_steps: Option<u64>,
+    patience: Option<u64>,
     validation: Option<Validation>,
     recording: Option<Recording>,
 }
@@ -171,6 +187,7 @@ impl<M: ModuleT> Trainer<M> {
             accumulate,
             amp,
             scaler,
+            skip_nonfinite: None,
             generator: None,
             loader,
             loss,
@@ -179,6 +196,7 @@ impl<M: ModuleT> Trainer<M> {
             saving: None,
             stop: None,
             max_steps: None,
+            patience: None,
             validation: None,
             recording: None,
         })
@@ -283,7 +301,9 @@ impl<M: ModuleT> Trainer<M> {
     fn take_loss(&mut self) -> Result<f64> {
         let group = self.ddp.group();
         // Known to all, and counted once.
-        self.loss_sum.count(if group.rank() == 0 { self.state.samples_seen } else { 0 })?;
+        let counted = self.state.samples_seen - self.state.skipped_samples;
+        self.loss_sum.count(if group.rank() == 0 { counted } else { 0 })?;
+        self.check_loss_sum(self.loss_sum.sum(group)?)?;
         self.loss_sum.take_mean(group)
     }
 
@@ -304,14 +324,16 @@ impl<M: ModuleT> Trainer<M> {
             }
             self.ddp.group().enter_step(self.state.step)?;
             let of_step = batches.by_ref().take(self.accumulate).collect::<Result<Vec<_>>>()?;
+            let skipped = self.state.skipped_samples;
             self.run_step(&of_step, epoch)?;
+            let counts = self.state.skipped_samples == skipped;
             // Every rank has as many: their shares are equal.
             let of_rank: usize = of_step.iter().map(Batch::len).sum();
             samples += of_rank;
             self.state.step += 1;
             self.state.epoch_steps += 1;
             self.state.samples_seen += of_rank * world_size;
-            self.record_step(of_rank, left == 0)?;
+            self.record_step(of_rank, if counts { of_rank } else { 0 }, left == 0)?;
             if left > 0 {
                 if self.stopped().is_some() {
                     return Ok(None);
@@ -325,6 +347,7 @@ impl<M: ModuleT> Trainer<M> {
         let steps = self.state.epoch_steps;
         self.state.epoch += 1;
         (self.state.epoch_steps, self.state.samples_seen) = (0, 0);
+        self.state.skipped_samples = 0;
         let group = self.ddp.group();
         Ok(Some(Epoch {
             rank: group.rank(),
@@ -345,11 +368,18 @@ impl<M: ModuleT> Trainer<M> {
         if let Some(generator) = &self.generator {
             generator.begin_step(self.state.step)?;
         }
+        let mut losses = Vec::with_capacity(batches.len());
         for (number, batch) in batches.iter().enumerate() {
             // Only the last batch's backward averages, what all have added up.
             let is_last = number + 1 == batches.len();
             let _no_sync = (!is_last).then(|| self.ddp.no_sync());
-            self.run_batch(batch, batches.len())?;
+            losses.push(self.run_batch(batch, number, batches.len())?);
+        }
+        if self.is_to_be_skipped(batches)? {
+            return Ok(());
+        }
+        for (loss, batch) in losses.iter().zip(batches) {
+            self.loss_sum.add(loss, batch.len())?;
         }
         let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         self.scaler.unscale_()?;
@@ -365,9 +395,10 @@ impl<M: ModuleT> Trainer<M> {
         self.scaler.update()
     }
 
-    /// Forward and backward of one of the `batches` batches of a step.
-    fn run_batch(&mut self, batch: &Batch, batches: usize) -> Result<()> {
+    /// Forward and backward of the `number`-th of the `batches` batches of a step; its loss.
+    fn run_batch(&mut self, batch: &Batch, number: usize, batches: usize) -> Result<Tensor> {
         let loss = self.loss_of(batch)?;
+        self.check_loss(&loss, number, batch)?;
         let scaled = self.scaler.scale(&loss)?;
         if batches == 1 {
             self.ddp.backward(&scaled)?;
@@ -375,59 +406,12 @@ impl<M: ModuleT> Trainer<M> {
             let share = scaled.f_div_scalar(batches as f64).map_err(Error::torch("div"))?;
             self.ddp.backward(&share)?;
         }
-        self.loss_sum.add(&loss, batch.len())
+        Ok(loss)
     }
 
     /// The loss of a batch, in mixed precision if wanted; backward is for outside.
     fn loss_of(&self, batch: &Batch) -> Result<Tensor> {
         let _autocast = self.amp.autocast(self.ddp.group().device())?;
         self.loss.of(&self.ddp.forward(&batch.inputs), &batch.targets)
-    }
-
-    /// Runs the kernels of a step once before the first step, on a GPU.
-    ///
-    /// The first launch of a kernel loads it, and waits for the GPU to become idle; the first use of memory
-    /// allocates it, which stops all GPUs. Better before collectives are on their way, and outside of the
-    /// time that is measured. Changes neither parameters nor buffers nor the loss so far, but whatever
-    /// else a model's forward pass changes.
-    fn warm_up(&mut self) -> Result<()> {
-        let loss_so_far = self.loss_sum.sum(self.ddp.group())?;
-        let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));
-        let buffers = self.ddp.state_dict().into_iter().filter(|(_, it)| !it.requires_grad());
-        let buffers: Vec<_> =
-            buffers.map(copy).collect::<Result<_, _>>().map_err(Error::torch("copying buffers"))?;
-        if let Some(batch) = self.loader.epoch(0)?.next() {
-            let batch = batch?;
-            let loss = self.loss_of(&batch)?;
-            let no_sync = self.ddp.no_sync();
-            self.ddp.backward(&self.scaler.scale(&loss)?)?;
-            drop(no_sync);
-            if let Some(optimizer) = &mut self.optimizer {
-                for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
-                    let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
-                    buffer.places.set_gradients(Gradients::Averaged); // zeros are, too
-                }
-                self.scaler.unscale_()?;
-                if let Some(max_norm) = self.max_grad_norm {
-                    let _ = self.ddp.clip_grad_norm(max_norm)?;
-                }
-                // With gradients of zero and a learning rate of zero; what an optimizer remembers of it is
-                // forgotten again.
-                let state = optimizer.state()?;
-                self.scaler.step(&mut **optimizer, 0.0)?;
-                optimizer.load_state(&state)?;
-            }
-            if let Some(state) = self.scaler.state() {
-                self.scaler.load_state(&state)?; // as it was, and ready for the next step
-            }
-            self.ddp.begin_step()?;
-            self.loss_sum.add(&loss, batch.len())?;
-            self.loss_sum.count(batch.len())?;
-        }
-        // Reduced, waited for, read, and reset: all ranks are through with it then.
-        self.loss_sum.take_mean(self.ddp.group())?;
-        self.loss_sum.set_sum(loss_so_far)?;
-        tch::no_grad(|| buffers.into_iter().try_for_each(|(was, mut is)| is.f_copy_(&was)))
-            .map_err(Error::torch("restoring buffers"))
     }
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use ddp_mp::checkpoint::CheckpointDir;
 use serde_json::Value;
 use tempfile::TempDir;
 use wait_timeout::ChildExt;
@@ -68,11 +69,12 @@ fn folder() -> (TempDir, String) {
     (folder, dir)
 }
 
-/// What is in the folder of a run, but for `latest`, which must name the last.
+/// What is in the folder of a run, but for `latest`, which must name the last, and `best`.
 fn checkpoints(folder: &TempDir) -> Vec<PathBuf> {
     let run = folder.path().join("run");
     let mut all: Vec<PathBuf> = fs::read_dir(&run).unwrap().map(|it| it.unwrap().path()).collect();
     all.sort();
+    all.retain(|path| !path.ends_with(".lock") && !path.ends_with("best"));
     let latest = all.iter().position(|path| path.ends_with("latest")).unwrap();
     let latest = fs::read_to_string(all.remove(latest)).unwrap();
     let newest = all.iter().rfind(|it| it.display().to_string().contains("/step-")).unwrap();
@@ -360,4 +362,90 @@ fn a_run_starts_from_weights_that_were_saved() {
     assert!(error.contains("--init-from: ") && error.contains(expected), "{error}");
     let error = refused("", &[&init]);
     assert!(error.contains("unexpected: `0.bias`, `0.weight`, `2.bias`"), "{error}");
+}
+
+/// A run that learns its few samples by heart, so that the validation loss rises again.
+const BY_HEART: &str = "--num-samples=300 --model=mlp --optimizer=adamw --val-fraction=0.3";
+
+/// The validations of a run that must end well, and its last event.
+fn validated(more: &[&str]) -> (Vec<Value>, Value, String) {
+    let lr = if more.contains(&"--lr=0") { &[][..] } else { &["--lr=0.01"] };
+    let (code, stdout, stderr) = run(&arguments(BY_HEART, &[more, lr].concat()));
+    assert_eq!(code, Some(0), "{stderr}");
+    let events = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let (validations, others): (Vec<_>, Vec<_>) =
+        events.partition(|event| event["event"] == "validation");
+    (validations, others.last().unwrap().clone(), stderr)
+}
+
+#[test]
+fn the_best_checkpoint_is_kept_beside_the_newest() {
+    let (folder, dir) = folder();
+    let (validations, end, _) = validated(&[&dir, "--max-epochs=20", "--keep-last=1"]);
+    let smallest = validations
+        .iter()
+        .min_by(|a, b| a["loss"].as_f64().unwrap().total_cmp(&b["loss"].as_f64().unwrap()));
+    let best = smallest.unwrap();
+    assert_eq!(best["best"], true);
+    assert_eq!(end["best"]["step"], best["step"]);
+    let step = best["step"].as_u64().unwrap();
+    assert!(step < end["steps"].as_u64().unwrap(), "it is best before the end");
+    let kept = folder.path().join(format!("run/step-{step:08}"));
+    let newest = folder.path().join(format!("run/step-{:08}", end["steps"].as_u64().unwrap()));
+    assert_eq!(checkpoints(&folder), [kept.clone(), newest]);
+    let pointer = folder.path().join("run/best");
+    assert_eq!(fs::read_to_string(&pointer).unwrap(), format!("step-{step:08}\n"));
+
+    // Its weights can be started from, and it can be gone on from: the rest is as it was.
+    let at_best = format!("--init-from={}", pointer.display());
+    let (start, _, _) = validated(&[&at_best, "--lr=0", "--max-epochs=1"]);
+    assert_eq!(start[0]["loss"], best["loss"]);
+    let resume = format!("--resume={}", pointer.display());
+    let (again, end_again, stderr) = validated(&[&dir, &resume, "--max-epochs=20"]);
+    assert!(stderr.contains(&format!("going on from {}", kept.display())), "{stderr}");
+    assert_eq!(again[..], validations[validations.len() - again.len()..]);
+    assert_eq!(end_again["parameters_hash"], end["parameters_hash"]);
+    assert_eq!(end_again["best"], end["best"]);
+
+    // A best one that is set aside is the best of another run.
+    let first = "--max-epochs=1";
+    let (folder, dir) = self::folder();
+    validated(&[&dir, first]);
+    let oldest = checkpoints(&folder)[0].clone();
+    validated(&[&dir, "--resume=auto", "--max-epochs=3"]);
+    let resume = format!("--resume={}", oldest.display());
+    validated(&[&dir, &resume, first]);
+    let best = fs::read_to_string(folder.path().join("run/best")).unwrap();
+    assert_eq!(oldest, folder.path().join("run").join(best.trim_end()));
+}
+
+#[test]
+fn a_run_that_gets_no_better_stops() {
+    let (whole, _, _) = validated(&["--max-epochs=40"]);
+    let (_folder, dir) = folder();
+    let (validations, end, stderr) = validated(&[&dir, "--max-epochs=40", "--patience=3"]);
+    assert_eq!(validations[..], whole[..validations.len()]);
+    assert_eq!(end["stopped"], "patience");
+    let last_best = validations.iter().rposition(|it| it["best"] == true).unwrap();
+    assert_eq!(validations.len(), last_best + 1 + 3);
+    assert!(stderr.contains(&format!("smallest after epoch {last_best} (")), "{stderr}");
+    // With no more patience there is nothing to go on to; with more there is.
+    let (none, end, _) = validated(&[&dir, "--resume=auto", "--max-epochs=40", "--patience=3"]);
+    assert_eq!((none.len(), &end["stopped"]), (0, &"patience".into()));
+    let (rest, _, _) = validated(&[&dir, "--resume=auto", "--max-epochs=40"]);
+    assert_eq!(rest[..], whole[validations.len()..]);
+    let error = refused("--patience=3", &[]);
+    assert!(error.contains("--patience: there is nothing to validate on"), "{error}");
+}
+
+#[test]
+fn two_runs_do_not_save_in_one_folder() {
+    let (folder, dir) = folder();
+    let held = CheckpointDir::create(&folder.path().join("run"), 1).unwrap();
+    let also = held.clone();
+    drop(held);
+    let error = refused("", &[&dir]);
+    assert!(error.contains("another run is saving checkpoints in "), "{error}");
+    drop(also);
+    train("", &[&dir]);
 }

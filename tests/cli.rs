@@ -64,7 +64,7 @@ fn the_readme_s_commands_do_what_it_says() {
             count += 1;
         }
     }
-    assert_eq!(count, 10, "commands with output in the README");
+    assert_eq!(count, 11, "commands with output in the README");
 }
 
 #[test]
@@ -140,14 +140,6 @@ fn a_stdout_that_cannot_be_written_is_a_failure_and_hides_no_other() {
     let (code, stderr) = with_full_stdout(&fault);
     assert_eq!(code, Some(1));
     assert!(stderr.contains("rank 0 (CPU:0) failed in init: injected by"), "{stderr}");
-}
-
-#[test]
-fn a_loss_that_grows_out_of_bounds_is_remarked() {
-    let (code, stdout, stderr) = run(&["--nproc-per-node=2", "--lr=100", "--log-format=json"]);
-    assert_eq!(code, Some(0), "PyTorch does not stop there either");
-    assert!(stdout.contains("\"loss\":null"), "{stdout}");
-    assert!(stderr.contains("the loss is not a number any more; use a smaller --lr"), "{stderr}");
 }
 
 #[test]

@@ -19,6 +19,7 @@ mod failures; // every kind of failure at every stage on every rank
 mod files; // data sets in files: written by others, damaged, cut off
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod messages; // from one rank to one other, and objects
+mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
 mod parity; // against values recorded from PyTorch
 mod properties; // whatever the sizes: shards, slices, splits

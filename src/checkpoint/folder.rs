@@ -1,30 +1,37 @@
 //! The folder of a run's checkpoints.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::state::{FileMark, Manifest};
-use super::{Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
+use super::{BEST, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
 
 /// What a folder is called while it is not, or no longer, a checkpoint.
 const UNFINISHED: &str = ".unfinished-";
 
-/// The folder of a run's checkpoints, of which it keeps the newest few.
+/// The file that a run holds locked while it saves here.
+const LOCK: &str = ".lock";
+
+/// The folder of a run's checkpoints, of which it keeps the newest few and the best. No other run, of this
+/// process or another, can open it meanwhile.
 #[derive(Debug, Clone)]
 pub struct CheckpointDir {
     path: PathBuf,
     keep_last: usize,
+    /// Unlocked when the last clone is dropped, and when the process ends, however it does.
+    _lock: Arc<File>,
 }
 
 impl CheckpointDir {
     /// The folder at `path`, which is made if need be, for a run that starts from the beginning. Checkpoints but
-    /// the newest `keep_last` will be removed, each when a newer one is complete; one is always kept.
+    /// the newest `keep_last` and the best will be removed, each when a newer one is complete; one is always kept.
     ///
     /// # Errors
-    /// [`Error::Input`] when there are checkpoints already, or nothing can be written there.
+    /// [`Error::Input`] when there are checkpoints already, another run saves there, or nothing can be written.
     pub fn create(path: &Path, keep_last: usize) -> Result<Self> {
         if let Some(newest) = newest_in(path)? {
             return Err(Error::Input(format!(
@@ -40,7 +47,7 @@ impl CheckpointDir {
     /// As [`create`](Self::create), for a run that goes on from a checkpoint that is in there, if one is.
     ///
     /// # Errors
-    /// [`Error::Input`] when nothing can be written there.
+    /// [`Error::Input`] when another run saves there, or nothing can be written.
     pub fn open(path: &Path, keep_last: usize) -> Result<Self> {
         let wrong = |error: io::Error| {
             Error::Input(format!(
@@ -49,6 +56,13 @@ impl CheckpointDir {
             ))
         };
         fs::create_dir_all(path).map_err(wrong)?;
+        let lock = File::create(path.join(LOCK)).map_err(wrong)?;
+        if let Err(TryLockError::WouldBlock) = lock.try_lock() {
+            return Err(Error::Input(format!(
+                "another run is saving checkpoints in {}; wait for its end, or use another --save-dir",
+                path.display()
+            )));
+        }
         // Left behind by a run that was killed.
         for entry in fs::read_dir(path).map_err(wrong)? {
             let entry = entry.map_err(wrong)?;
@@ -58,7 +72,8 @@ impl CheckpointDir {
         }
         let probe = path.join(format!("{UNFINISHED}probe"));
         fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(wrong)?;
-        Ok(Self { path: path.into(), keep_last: keep_last.max(1) })
+        // Where a file system has no locks, nobody is kept out.
+        Ok(Self { path: path.into(), keep_last: keep_last.max(1), _lock: Arc::new(lock) })
     }
 
     /// Where it is.
@@ -123,20 +138,25 @@ impl CheckpointDir {
         sync_folder(unfinished)?;
         fs::rename(unfinished, folder).map_err(saving(folder))?;
         sync_folder(&self.path)?;
-        self.set_latest(folder)
+        if snapshot.state.best.as_ref().is_some_and(|best| best.step == snapshot.state.step) {
+            self.point(BEST, folder)?;
+        }
+        self.point(LATEST, folder)
     }
 
-    fn set_latest(&self, folder: &Path) -> Result<()> {
-        let (latest, new) = (self.path.join(LATEST), self.path.join(format!("{LATEST}.new")));
+    /// Has the file `pointer` name `folder`.
+    fn point(&self, pointer: &str, folder: &Path) -> Result<()> {
+        let (pointer, new) = (self.path.join(pointer), self.path.join(format!("{pointer}.new")));
         write_file(&new, format!("{}\n", name_of(folder)).as_bytes())?;
-        fs::rename(&new, &latest).map_err(saving(&latest))?;
+        fs::rename(&new, &pointer).map_err(saving(&pointer))?;
         sync_folder(&self.path)
     }
 
     fn remove_old(&self) -> Result<()> {
         let steps = steps_in(&self.path)?;
         let old = steps.len().saturating_sub(self.keep_last);
-        for folder in steps.values().take(old) {
+        let best = pointed(&self.path.join(BEST));
+        for folder in steps.values().take(old).filter(|folder| Some(*folder) != best.as_ref()) {
             // Renamed first: half of it must not look like a checkpoint.
             let unfinished = self.unfinished(&name_of(folder));
             fs::rename(folder, &unfinished)
@@ -149,17 +169,24 @@ impl CheckpointDir {
         Ok(())
     }
 
-    /// Renames the checkpoints after that of `step`, from which a run goes on: it will write its own. Where they
+    /// Renames the checkpoints after `checkpoint`, from which a run goes on: it will write its own. Where they
     /// are now.
     ///
     /// # Errors
     /// [`Error::Save`].
-    pub fn set_aside_after(&self, step: u64) -> Result<Vec<PathBuf>> {
-        let steps = steps_in(&self.path)?;
-        if let Some(folder) = steps.get(&step) {
-            self.set_latest(folder)?;
+    pub fn set_aside_after(&self, checkpoint: &Checkpoint) -> Result<Vec<PathBuf>> {
+        let (state, steps) = (checkpoint.state(), steps_in(&self.path)?);
+        if let Some(folder) = steps.get(&state.step) {
+            self.point(LATEST, folder)?;
         }
-        let newer = steps.into_iter().filter(|(newer, _)| *newer > step);
+        // The best so far: what came later was another run's.
+        let best = self.path.join(BEST);
+        match state.best.as_ref().and_then(|best| steps.get(&best.step)) {
+            Some(folder) => self.point(BEST, folder)?,
+            None if best.exists() => fs::remove_file(&best).map_err(saving(&best))?,
+            None => {}
+        }
+        let newer = steps.into_iter().filter(|(newer, _)| *newer > state.step);
         let set_aside = |(_, folder): (u64, PathBuf)| {
             let aside = (1..)
                 .map(|n| self.path.join(format!("aside-{n}-{}", name_of(&folder))))
@@ -197,6 +224,14 @@ pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
         }
     }
     Ok(steps)
+}
+
+/// The checkpoint that the file `latest` or `best` at `pointer` names, if it is such a file.
+pub(super) fn pointed(pointer: &Path) -> Option<PathBuf> {
+    let name = fs::read_to_string(pointer).ok()?;
+    let name = name.trim_end();
+    let is_checkpoint = name.strip_prefix("step-").is_some_and(|it| it.parse::<u64>().is_ok());
+    is_checkpoint.then(|| pointer.with_file_name(name))
 }
 
 pub(super) fn name_of(path: &Path) -> String {

@@ -9,7 +9,8 @@
 //! | `trainer.json` | [`TrainerState`], and length and hash of the other two |
 //!
 //! It is written into a folder of another name, synced to the disk and then renamed, so a folder of this name is
-//! complete, whenever the process or the machine died. `latest` beside it has the name of the newest.
+//! complete, whenever the process or the machine died. `latest` beside it has the name of the newest, and `best`
+//! that of the one with the smallest validation loss.
 //!
 //! With [`Trainer::checkpoints`](crate::trainer::Trainer::checkpoints) it happens by itself; in a loop of your own:
 //!
@@ -62,3 +63,4 @@ const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const TRAINER: &str = "trainer.json";
 const LATEST: &str = "latest";
+const BEST: &str = "best";

@@ -8,7 +8,7 @@ use serde_json::Value;
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use super::folder::{name_of, newest_in, steps_in};
+use super::folder::{name_of, newest_in, pointed, steps_in};
 use super::state::{FORMAT, FileMark, Manifest};
 use super::{MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
 use crate::error::{Error, Result};
@@ -24,14 +24,18 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// The checkpoint in the folder `path`, or the newest one if that is the folder of a run.
+    /// The checkpoint in the folder `path`; the newest one if that is the folder of a run; the one that is named there
+    /// if that is its file `latest` or `best`.
     ///
     /// # Errors
     /// [`Error::Input`] that names what is missing, cut off, changed, or of another version, and the next older
     /// checkpoint that can be read.
     pub fn read(path: &Path) -> Result<Self> {
-        let newest = if path.join(TRAINER).exists() { None } else { newest_in(path)? };
-        let path = newest.as_deref().unwrap_or(path);
+        let instead = match pointed(path) {
+            None if !path.join(TRAINER).exists() => newest_in(path)?,
+            pointed => pointed,
+        };
+        let path = instead.as_deref().unwrap_or(path);
         Self::read_one(path).map_err(|problem| {
             let instead = match older(path) {
                 Some(older) => {

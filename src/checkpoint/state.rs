@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::observe::ValidationMetrics;
 use crate::optim::GradScalerState;
 
 /// Where a run is, besides its tensors. All counts are those of the whole run, however often it was resumed.
@@ -23,6 +24,15 @@ pub struct TrainerState {
     pub world_size: usize,
     /// How many steps changed nothing, because gradients were not finite.
     pub skipped_steps: u64,
+    /// How many samples of this epoch were in such steps, on all ranks together, and count for no loss.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub skipped_samples: usize,
+    /// The best validation so far: that with the smallest loss.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub best: Option<ValidationMetrics>,
+    /// How many validations there were since.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub validations_since_best: usize,
     /// The mean losses of the first epoch and of the last that was completed; nothing before.
     #[serde(with = "exact")]
     pub epoch_losses: Vec<f64>,
@@ -33,6 +43,11 @@ pub struct TrainerState {
     pub scaler: Option<GradScalerState>,
     /// What the run was told, by key: for a run that goes on to be compared with.
     pub options: Map<String, Value>,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // serde's signature
+fn is_zero(number: &usize) -> bool {
+    *number == 0
 }
 
 /// The whole file.
@@ -117,6 +132,14 @@ mod tests {
             epoch_losses: vec![f64::INFINITY, 0.1 + 0.2],
             loss_sums: vec![f64::MIN_POSITIVE, -0.0, 1e300 / 3.0],
             scaler: Some(scaler),
+            best: Some(ValidationMetrics {
+                step: 3,
+                epoch: 1,
+                loss: 0.1 + 0.7,
+                accuracy: Some(1.0 / 3.0),
+                best: true,
+            }),
+            validations_since_best: 2,
             options: Map::from_iter([("lr".into(), 0.1f64.into()), ("model".into(), "mlp".into())]),
             ..TrainerState::default()
         };

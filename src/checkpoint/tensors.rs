@@ -9,6 +9,8 @@ use safetensors::{Dtype, SafeTensors, View};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
+use super::MODEL;
+use super::folder::pointed;
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result};
 
@@ -81,14 +83,16 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// The file at `path`.
+    /// The file at `path`, or the model of the checkpoint there: its folder, or a file `latest` or `best` that names it.
     ///
     /// # Errors
     /// [`Error::Input`] when it cannot be read or is no safetensors file.
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes =
-            fs::read(path).map_err(|error| Error::Input(format!("{}: {error}", path.display())))?;
-        Self::new(path.into(), bytes)
+        let checkpoint = pointed(path).or_else(|| path.is_dir().then(|| path.into()));
+        let path = checkpoint.map_or_else(|| path.into(), |folder| folder.join(MODEL));
+        let bytes = fs::read(&path)
+            .map_err(|error| Error::Input(format!("{}: {error}", path.display())))?;
+        Self::new(path, bytes)
     }
 
     pub(super) fn new(path: PathBuf, bytes: Vec<u8>) -> Result<Self> {

@@ -75,6 +75,18 @@ impl Writer {
         Ok(())
     }
 
+    /// Says so as soon as what is being written is found not to be.
+    ///
+    /// # Errors
+    /// [`Error::Save`], as [`finish`](Self::finish).
+    pub fn check(&mut self) -> Result<()> {
+        if self.writing.as_ref().is_some_and(JoinHandle::is_finished) {
+            self.finish()
+        } else {
+            Ok(())
+        }
+    }
+
     /// Waits until all is written.
     ///
     /// # Errors

@@ -99,6 +99,10 @@ pub(crate) struct TrainFlags {
     /// Scale gradients down that are longer, all together, than this
     #[arg(long, value_name = "X", help_heading = "Optimization")]
     max_grad_norm: Option<f64>,
+    /// Look at the gradients before each step, and leave out up to so many steps where a loss or a gradient is not
+    /// finite, before that ends the run; without it the first such loss does
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Optimization")]
+    skip_nonfinite: Option<u64>,
 
     /// What to train on: random, digits (handwritten ones, which the program brings along), or a file of your
     /// own: safetensors:FILE, npy:INPUTS,TARGETS, idx:FOLDER (as MNIST), csv:FILE [default: random]
@@ -150,14 +154,14 @@ pub(crate) struct TrainFlags {
     /// After how many epochs to save each time [default: 1 without --save-every]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
     save_every_epochs: Option<u64>,
-    /// How many of the newest checkpoints to keep [default: 3]
+    /// How many of the newest checkpoints to keep, besides the best [default: 3]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
     keep_last: Option<u64>,
-    /// Go on from a checkpoint: auto (the newest in --save-dir, or from the beginning if there is none), or
-    /// its folder
+    /// Go on from a checkpoint: auto (the newest in --save-dir, or from the beginning if there is none), its
+    /// folder, or the file latest or best beside it
     #[arg(long, value_name = "auto|PATH", help_heading = "Stopping and resuming")]
     resume: Option<String>,
-    /// Start from the parameters and buffers in a safetensors file, as PyTorch saves it
+    /// Start from the parameters and buffers in a safetensors file, as PyTorch saves it, or in a checkpoint
     #[arg(long, value_name = "FILE", help_heading = "Stopping and resuming")]
     init_from: Option<PathBuf>,
     /// Stop after so many steps of the whole run
@@ -166,6 +170,9 @@ pub(crate) struct TrainFlags {
     /// Stop after so many seconds
     #[arg(long, value_name = "S", value_parser = whole(), help_heading = "Stopping and resuming")]
     max_seconds: Option<u64>,
+    /// Stop when so many validations in a row were no better, by their loss, than the best before them
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
+    patience: Option<u64>,
 
     /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
     /// [default: auto]

@@ -5,7 +5,7 @@ use std::path::Path;
 use tch::Device;
 use tch::nn::VarStore;
 
-use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
+use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile, TrainerState};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::launch::StopReason;
@@ -53,9 +53,10 @@ impl Origin {
         };
         let opened = CheckpointDir::open(dir, keep_last)?;
         if !opened.contains(checkpoint) {
+            drop(opened); // unlocks it
             return CheckpointDir::create(dir, keep_last);
         }
-        for aside in opened.set_aside_after(checkpoint.state().step)? {
+        for aside in opened.set_aside_after(checkpoint)? {
             printer.note(&format!(
                 "a newer checkpoint is out of the way now: {}; remove it when it is of no use",
                 aside.display()
@@ -113,16 +114,24 @@ fn compare(
     Ok(())
 }
 
-/// What to say about a run that has stopped after `steps` steps.
-pub(super) fn stopped(reason: StopReason, steps: u64, dir: Option<&CheckpointDir>) -> String {
-    let name = reason.name();
-    match dir {
-        Some(dir) => format!(
+/// What to say about a run that has stopped.
+pub(super) fn stopped(
+    reason: StopReason,
+    state: &TrainerState,
+    dir: Option<&CheckpointDir>,
+) -> String {
+    let (name, steps) = (reason.name(), state.step);
+    match (dir, &state.best) {
+        (_, Some(best)) if reason == StopReason::NoProgress => format!(
+            "stopped by {name} after {steps} steps: the validation loss was smallest after epoch {} ({} steps)",
+            best.epoch, best.step
+        ),
+        (Some(dir), _) => format!(
             "stopped by {name} after {steps} steps, which are saved in {}; run the same command with --resume \
              auto to go on",
             dir.path().display()
         ),
-        None => format!(
+        (None, _) => format!(
             "stopped by {name} after {steps} steps; nothing is saved, because there is no --save-dir"
         ),
     }

@@ -12,7 +12,7 @@ use super::plan;
 use crate::config::{Config, Data, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::launch::{Placement, Rank, Spawn, SpawnError, Stop, StopReason, stop_on_signals};
 use crate::models::Model;
 use crate::observe::{End, Event, Failure, LogFormat, Printer, Recorder, Start, peak_memory};
@@ -113,7 +113,9 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .max_grad_norm(config.max_grad_norm)
         .accumulate(config.accumulate as usize)
         .amp(config.amp)?
+        .skip_nonfinite(config.skip_nonfinite)?
         .max_steps(config.max_steps)
+        .patience(config.patience)
         .stop(job.stop.clone());
     if job.records {
         let mut recorder = job.recorder.lock().unwrap_or_else(PoisonError::into_inner);
@@ -164,9 +166,10 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             bytes_received_by_rank,
             data_wait_seconds_by_rank,
             peak_memory_bytes: peak_memory(),
-            skipped_steps: scaler.map(|_| summary.skipped_steps),
+            skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
             scale: scaler.map(|scaler| scaler.scale),
             stopped: summary.stopped.map(StopReason::name),
+            best: trainer.state().best.clone(),
             steps_now: summary.steps_now,
             first_loss: summary.first_loss,
         };
@@ -179,7 +182,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         job.printer.event(&Event::End(end)).context("writing to stdout")?;
         if let Some(reason) = summary.stopped {
             let dir = job.origin.save_dir.as_ref();
-            job.printer.note(&checkpoints::stopped(reason, summary.steps, dir));
+            job.printer.note(&checkpoints::stopped(reason, trainer.state(), dir));
             job.stopped.get_or_init(|| reason);
         }
     }
@@ -256,7 +259,14 @@ pub(super) fn with_data(config: Config) -> Result<(Config, Data)> {
     // Threads of libtorch's own that are started here would be idle later: the ranks have their own.
     tch::set_num_threads(1);
     let seed = data_seed(config.seed);
-    config.open_data(seed)
+    let (config, data) = config.open_data(seed)?;
+    if config.patience.is_some() && data.validation.is_none() {
+        return Err(Error::Input(
+            "--patience: there is nothing to validate on; hold samples back with --val-fraction"
+                .into(),
+        ));
+    }
+    Ok((config, data))
 }
 
 /// The data must not be the numbers that the model starts from, so it has a seed of its own.

@@ -99,6 +99,10 @@ pub struct Config {
     #[serde(alias = "max-grad-norm", skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
 
+    /// How many steps to leave out whose losses or gradients are not finite.
+    #[serde(alias = "skip-nonfinite", skip_serializing_if = "Option::is_none")]
+    pub skip_nonfinite: Option<u64>,
+
     /// What to train on.
     pub dataset: DatasetSpec,
     /// How many samples there are; those of a file from its first on. All of a file's, if not given.
@@ -165,6 +169,9 @@ pub struct Config {
     /// After how many steps of the whole run to stop.
     #[serde(alias = "max-steps", skip_serializing_if = "Option::is_none")]
     pub max_steps: Option<u64>,
+    /// After how many validations without progress to stop.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub patience: Option<u64>,
     /// After how much time to stop.
     #[serde(alias = "max-seconds", skip_serializing_if = "Option::is_none")]
     pub max_seconds: Option<u64>,
@@ -246,6 +253,7 @@ impl Default for Config {
             warmup_steps: 0,
             scale_lr: false,
             max_grad_norm: None,
+            skip_nonfinite: None,
             dataset: DatasetSpec::Random,
             num_samples: Some(4096),
             in_features: Some(20),
@@ -269,6 +277,7 @@ impl Default for Config {
             init_from: None,
             max_steps: None,
             max_seconds: None,
+            patience: None,
             nproc_per_node: Nproc::Auto,
             backend: BackendChoice::Auto,
             strategy: StrategyKind::Ddp,

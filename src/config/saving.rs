@@ -2,12 +2,14 @@
 
 use serde_json::{Map, Value};
 
-use super::{CommHookKind, Config, Invalid, flag_name};
+use super::{CommHookKind, Config, Invalid, StrategyKind, flag_name};
 use crate::error::{Error, Result};
-use crate::trainer::SaveEvery;
+use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 27] = [
+const FREE: [&str; 29] = [
+    "patience",
+    "skip_nonfinite",
     "tensorboard",
     "metrics",
     "log_every",
@@ -111,10 +113,27 @@ impl Config {
             ("save_every", self.save_every),
             ("save_every_epochs", self.save_every_epochs),
             ("keep_last", Some(self.keep_last)),
+            ("patience", self.patience),
         ];
         for (key, count) in counts {
             if count == Some(0) {
                 return refuse(key, "0 is too small; use 1 or more");
+            }
+        }
+        if self.skip_nonfinite.is_some() {
+            let problem = match (self.amp, self.comm_hook, self.strategy) {
+                (Amp::Fp16, ..) => "fp16 skips steps by a rule of its own; leave this out",
+                (_, CommHookKind::PowerSgd, _) => {
+                    "powersgd keeps what it could not send for later, and would keep what is not finite; use \
+                     another comm_hook"
+                }
+                (.., StrategyKind::Dp) => {
+                    "needs --strategy ddp: rank 0 alone would know which steps to skip"
+                }
+                _ => "",
+            };
+            if !problem.is_empty() {
+                return refuse("skip_nonfinite", problem);
             }
         }
         let needs_dir = [
@@ -155,7 +174,7 @@ mod tests {
             "max_steps = 1\nmax_seconds = 1\nsave_dir = \"a\"\nsave_every = 1\nweight_decay = 0.1\n\
                           save_every_epochs = 1\nresume = \"auto\"\ninit_from = \"b\"\nmax_grad_norm = 1\n\
                           schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"\n\
-                          tensorboard = \"c\"\nmetrics = \"d\"",
+                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ntensorboard = \"c\"\nmetrics = \"d\"",
         );
         let all = serde_json::to_value(all).unwrap();
         for key in FREE.iter().chain(&NOTED) {

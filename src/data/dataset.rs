@@ -58,6 +58,12 @@ pub trait Dataset: fmt::Debug + Send + Sync {
     /// Whatever keeps it from being read; it ends the run.
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)>;
 
+    /// The number that sample `index` has where it comes from, for messages: the same, but for a part of another data
+    /// set.
+    fn source_index(&self, index: usize) -> usize {
+        index
+    }
+
     /// Inputs and targets of several samples: those of [`get`](Self::get), stacked, unless that can be had in one
     /// go.
     ///

@@ -118,6 +118,20 @@ impl DataLoader {
         num_batches(self.sampler.num_samples_from(start), self.batch_size, self.drop_last)
     }
 
+    /// The samples of `count` batches from the `first` that are left when all ranks together have had the first
+    /// `start` samples of `epoch`, by their numbers in the data.
+    pub(super) fn samples(
+        &self,
+        epoch: u64,
+        start: usize,
+        first: usize,
+        count: usize,
+    ) -> Result<Vec<usize>> {
+        let indices = self.sampler.indices_from(epoch, start)?;
+        let batches = indices.chunks(self.batch_size).skip(first).take(count).flatten();
+        Ok(batches.map(|&index| self.dataset.source_index(index)).collect())
+    }
+
     /// How long this rank has waited for data since the beginning: for workers, or while it gathered samples itself.
     pub fn waited(&self) -> Duration {
         self.waited.get()

@@ -214,6 +214,25 @@ impl Loader {
         }
     }
 
+    /// The samples of this rank's batches; see [`DataLoader`]'s.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where rank 0 loads for others, which do not know.
+    pub(crate) fn samples(
+        &self,
+        epoch: u64,
+        start: usize,
+        first: usize,
+        count: usize,
+    ) -> Result<Vec<usize>> {
+        let own = match self {
+            Loader::Own(loader) => Some(loader),
+            Loader::Scattered(loader) => loader.loaders.first(),
+        };
+        let own = own.ok_or_else(|| Error::Unsupported("rank 0 knows the samples".into()))?;
+        own.samples(epoch, start, first, count)
+    }
+
     /// This rank's batches of `epoch`.
     ///
     /// # Errors

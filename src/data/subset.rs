@@ -35,6 +35,10 @@ impl Dataset for Subset {
         self.dataset.get(self.of_whole(index)?)
     }
 
+    fn source_index(&self, index: usize) -> usize {
+        self.of_whole(index).map_or(index, |index| self.dataset.source_index(index))
+    }
+
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
         let indices = indices.iter().map(|&index| self.of_whole(index));
         self.dataset.batch(&indices.collect::<anyhow::Result<Vec<_>>>()?)

@@ -94,14 +94,17 @@ pub struct End {
     /// The most memory that the process took, of all ranks together; not known on every system.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory_bytes: Option<u64>,
-    /// With a gradient scaler: how many steps it skipped.
+    /// With a gradient scaler or `--skip-nonfinite`: how many steps were skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
     /// By what it scales the loss in the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
+    /// The validation with the smallest loss, if there was one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub best: Option<ValidationMetrics>,
     /// Why the run has ended before its last epoch, if it has: `SIGINT`, `SIGTERM`, `SIGUSR1`, `max-seconds`,
-    /// `max-steps`.
+    /// `max-steps`, `patience`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped: Option<&'static str>,
     /// How many steps were made now; in text only.

@@ -47,14 +47,14 @@ impl Printer {
     /// When stdout cannot be written, unless its reader has just left.
     pub fn event(&self, event: &Event) -> io::Result<()> {
         if let Event::End(end) = event {
-            if !end.loss.is_finite() {
-                self.note("the loss is not a number any more; use a smaller --lr");
-            }
-            if let (Some(skipped @ 1..), Some(scale)) = (end.skipped_steps, end.scale) {
-                self.note(&format!(
-                    "{skipped} of {} steps skipped: scaled gradients were not finite; the loss scale is {scale} now",
-                    end.steps
-                ));
+            if let Some(skipped @ 1..) = end.skipped_steps {
+                let why = match end.scale {
+                    Some(scale) => {
+                        format!("scaled gradients were not finite; the loss scale is {scale} now")
+                    }
+                    None => "losses or gradients were not finite".into(),
+                };
+                self.note(&format!("{skipped} of {} steps skipped: {why}", end.steps));
             }
         }
         match (self.format, event) {
@@ -64,10 +64,13 @@ impl Printer {
             }
             (LogFormat::Text, Event::Epoch(epoch)) => self.line(&epoch_line(epoch)),
             (LogFormat::Text, Event::Validation(validation)) => {
-                let ValidationMetrics { epoch, loss, accuracy, .. } = validation;
+                let ValidationMetrics { epoch, loss, accuracy, best, .. } = validation;
                 let accuracy = accuracy
                     .map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
-                self.note(&format!("validation after epoch {epoch}: loss {loss:.6}{accuracy}"));
+                let best = if *best { " (best so far)" } else { "" };
+                self.note(&format!(
+                    "validation after epoch {epoch}: loss {loss:.6}{accuracy}{best}"
+                ));
                 Ok(())
             }
             (LogFormat::Text, Event::End(end)) => {

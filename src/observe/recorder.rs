@@ -5,7 +5,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::{Printer, TensorBoard};
@@ -25,6 +25,9 @@ pub struct TrainMetrics {
     /// How long the gradients were, all together, before they were clipped, if they were.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub grad_norm: Option<f64>,
+    /// Of the whole run, how many steps changed nothing because something was not finite; if they may.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped_steps: Option<u64>,
     /// How long a step took, in microseconds.
     pub step_us: f64,
     /// How many samples all ranks took a second.
@@ -32,7 +35,7 @@ pub struct TrainMetrics {
 }
 
 /// How well the model does on data that it is not trained on.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ValidationMetrics {
     /// After how many steps.
     pub step: u64,
@@ -43,6 +46,8 @@ pub struct ValidationMetrics {
     /// Which share of the samples is put into the right class, from 0 to 1; for classes only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
+    /// Whether no validation of the run before had a loss as small.
+    pub best: bool,
 }
 
 #[derive(Serialize)]
@@ -106,12 +111,14 @@ impl Recorder {
     /// [`Error::Write`], as all below.
     pub fn train(&mut self, metrics: &TrainMetrics) -> Result<()> {
         let TrainMetrics { step, loss, lr, grad_norm, step_us, samples_per_second, .. } = *metrics;
+        let skipped_steps = metrics.skipped_steps.map(|steps| steps as f64);
         let message = format!("loss {loss:.4}, lr {lr:.3e}, {samples_per_second:.0} samples/s");
         self.printer.progress(step, &message);
         let scalars = [
             ("train/loss", Some(loss)),
             ("train/lr", Some(lr)),
             ("train/grad_norm", grad_norm),
+            ("train/skipped_steps", skipped_steps),
             ("train/step_us", Some(step_us)),
             ("train/samples_per_second", Some(samples_per_second)),
         ];

@@ -263,6 +263,12 @@ impl ProcessGroup {
         self.run().fault_point(self.global_rank(), Stage::Step, step)
     }
 
+    /// Notes that this rank saves after `steps` steps, for failure reports: it may wait for the disk. Not a
+    /// collective.
+    pub(crate) fn enter_save(&self, steps: u64) {
+        self.activity().enter(Operation::Save, steps);
+    }
+
     pub(crate) fn shut_down(&self) {
         if let Some(side) = &mut *self.side.borrow_mut() {
             side.backend.shut_down();

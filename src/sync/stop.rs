@@ -18,15 +18,18 @@ pub enum StopReason {
     Time,
     /// It has made as many steps as it was to.
     Steps,
+    /// The validation loss has not become smaller for as long as it was to wait.
+    NoProgress,
 }
 
 impl StopReason {
-    const ALL: [StopReason; 5] = [
+    const ALL: [StopReason; 6] = [
         StopReason::Interrupt,
         StopReason::Terminate,
         StopReason::User1,
         StopReason::Time,
         StopReason::Steps,
+        StopReason::NoProgress,
     ];
 
     /// Its name in reports.
@@ -37,6 +40,7 @@ impl StopReason {
             StopReason::User1 => "SIGUSR1",
             StopReason::Time => "max-seconds",
             StopReason::Steps => "max-steps",
+            StopReason::NoProgress => "patience",
         }
     }
 }

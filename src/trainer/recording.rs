@@ -19,6 +19,8 @@ pub(super) struct Recording {
     since: Instant,
     steps: u64,
     samples: usize,
+    /// How many of them count for the loss.
+    counted: usize,
     /// What the loss of the epoch had added up to.
     loss_sum: f64,
     /// How long the gradients of the last step were, if they were measured.
@@ -36,6 +38,7 @@ impl<M: ModuleT> Trainer<M> {
             since: Instant::now(),
             steps: 0,
             samples: 0,
+            counted: 0,
             loss_sum: 0.0,
             grad_norm: None,
         };
@@ -56,17 +59,28 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// A step has been made, with `samples` samples on this rank. A collective, when it is time to tell.
-    pub(super) fn record_step(&mut self, samples: usize, is_last: bool) -> Result<()> {
+    /// A step has been made, with `samples` samples on this rank, `counted` of which count for the loss. A collective,
+    /// when it is time to tell.
+    pub(super) fn record_step(
+        &mut self,
+        samples: usize,
+        counted: usize,
+        is_last: bool,
+    ) -> Result<()> {
         let Some(recording) = &mut self.recording else { return Ok(()) };
         recording.steps += 1;
         recording.samples += samples;
+        recording.counted += counted;
         if !is_last && !self.state.epoch_steps.is_multiple_of(recording.every) {
             return Ok(());
         }
         let group = self.ddp.group();
         let loss_sum = self.loss_sum.sum(group)?;
-        let mine = [loss_sum - recording.loss_sum, recording.samples as f64];
+        let (added, samples) = (loss_sum - recording.loss_sum, recording.samples as f64);
+        self.check_loss_sum(loss_sum)?;
+        let skipped_steps = self.counts_skipped_steps().then_some(self.state.skipped_steps);
+        let Some(recording) = &mut self.recording else { return Ok(()) };
+        let mine = [added, recording.counted as f64, samples];
         let wrong = || Error::torch("reducing what is told");
         let mut totals = Tensor::from_slice(&mine).f_to_device(group.device()).map_err(wrong())?;
         group.all_reduce(&mut totals, ReduceOp::Sum)?;
@@ -79,13 +93,15 @@ impl<M: ModuleT> Trainer<M> {
             step: self.state.step,
             epoch: self.state.epoch,
             loss: totals[0] / totals[1],
+            skipped_steps,
             lr: self.schedule.lr(self.state.epoch, self.state.step - 1),
             grad_norm,
             step_us: seconds * 1e6 / recording.steps as f64,
-            samples_per_second: totals[1] / seconds,
+            samples_per_second: totals[2] / seconds,
         };
         recording.loss_sum = if is_last { 0.0 } else { loss_sum };
-        (recording.steps, recording.samples, recording.since) = (0, 0, Instant::now());
+        (recording.steps, recording.samples, recording.counted) = (0, 0, 0);
+        recording.since = Instant::now();
         recording.recorder.as_mut().map_or(Ok(()), |recorder| recorder.train(&metrics))
     }
 

@@ -100,15 +100,20 @@ impl<M: ModuleT> Trainer<M> {
         if self.max_steps.is_some_and(|max| steps >= max) {
             return Some(StopReason::Steps);
         }
+        if self.patience.is_some_and(|max| self.state.validations_since_best as u64 >= max) {
+            return Some(StopReason::NoProgress);
+        }
         self.stop.as_ref()?.after(steps)
     }
 
     /// Saves, if it is time to. A collective, like all that follow.
     pub(super) fn save_if_due(&mut self, epoch_has_ended: bool) -> Result<()> {
-        let Some(Saving { every, .. }) = &self.saving else { return Ok(()) };
+        let is_best = epoch_has_ended && self.is_best();
+        let Some(Saving { every, writer, .. }) = &mut self.saving else { return Ok(()) };
+        writer.check()?;
         let due = |every: Option<u64>, count: u64| every.is_some_and(|n| count.is_multiple_of(n));
         let of_epochs = epoch_has_ended && due(every.epochs, self.state.epoch);
-        if of_epochs || due(every.steps, self.state.step) { self.save() } else { Ok(()) }
+        if of_epochs || is_best || due(every.steps, self.state.step) { self.save() } else { Ok(()) }
     }
 
     /// Saves what there is, and waits until it is written.
@@ -126,6 +131,7 @@ impl<M: ModuleT> Trainer<M> {
         saving.saved_at = Some(self.state.step);
         let group = self.ddp.group();
         let loss_sums = group.gather_object(&self.loss_sum.sum(group)?, 0)?;
+        group.enter_save(self.state.step);
         let Some(loss_sums) = loss_sums else { return Ok(()) };
         let state = TrainerState {
             loss_sums,

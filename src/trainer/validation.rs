@@ -25,8 +25,15 @@ impl<M: ModuleT> Trainer<M> {
         Self { validation: Some(Validation { loader, every: every.max(1) }), ..self }
     }
 
+    /// Stops when so many validations in a row, at least one, had no smaller loss than the best before them. Follows
+    /// `EarlyStopping` of PyTorch Lightning.
+    #[must_use]
+    pub fn patience(self, patience: Option<u64>) -> Self {
+        Self { patience: patience.map(|it| it.max(1)), ..self }
+    }
+
     /// Validates, if it is time to after the epoch that has just ended. A collective.
-    pub(super) fn validate_if_due(&self) -> Result<Option<ValidationMetrics>> {
+    pub(super) fn validate_if_due(&mut self) -> Result<Option<ValidationMetrics>> {
         let Some(Validation { loader, every }) = &self.validation else { return Ok(None) };
         if !self.state.epoch.is_multiple_of(*every) {
             return Ok(None);
@@ -62,12 +69,26 @@ impl<M: ModuleT> Trainer<M> {
         group.all_reduce(&mut totals, ReduceOp::Sum)?;
         group.synchronize()?;
         let totals = Vec::<f64>::try_from(totals).map_err(wrong())?;
-        Ok(Some(ValidationMetrics {
+        let loss = totals[0] / totals[2];
+        // What is not a number is never the best.
+        let best = loss.is_finite() && self.state.best.as_ref().is_none_or(|best| loss < best.loss);
+        let metrics = ValidationMetrics {
             step: self.state.step,
             epoch: self.state.epoch - 1,
-            loss: totals[0] / totals[2],
+            loss,
             accuracy: (self.loss == Loss::CrossEntropy).then(|| totals[1] / totals[2]),
-        }))
+            best,
+        };
+        self.state.validations_since_best += 1;
+        if best {
+            (self.state.best, self.state.validations_since_best) = (Some(metrics.clone()), 0);
+        }
+        Ok(Some(metrics))
+    }
+
+    /// Whether the validation after the last step was the best so far.
+    pub(super) fn is_best(&self) -> bool {
+        self.state.best.as_ref().is_some_and(|best| best.step == self.state.step)
     }
 }
 

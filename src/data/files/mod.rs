@@ -252,6 +252,10 @@ impl Dataset for FileDataset {
         Ok((inputs.f_get(0)?, targets.f_get(0)?))
     }
 
+    fn source_index(&self, index: usize) -> usize {
+        self.picked.as_ref().and_then(|it| it.get(index).copied()).unwrap_or(index)
+    }
+
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
         let of_file = |&index: &usize| {
             let picked = self.picked.as_ref().map_or(Some(index), |it| it.get(index).copied());

@@ -1,0 +1,224 @@
+//! Losses and gradients that are infinite or not a number: which rank's, in which step, from which samples.
+
+use tch::nn::ModuleT;
+use tch::{Device, Kind, Tensor};
+
+use super::Trainer;
+use crate::data::Batch;
+use crate::ddp::Strategy;
+use crate::error::{Error, Result};
+use crate::optim::{FlatBuffer, Gradients};
+
+impl<M: ModuleT> Trainer<M> {
+    /// Looks at the gradients before each step, and leaves out up to so many steps of the whole run whose losses or
+    /// gradients are not finite; the next such step ends it. Without it (`None`) only losses are looked at, and the
+    /// first that is not finite ends the run. A [`GradScaler`](crate::GradScaler) skips steps by its own rule, and none
+    /// is looked at here.
+    ///
+    /// The averaged gradients are the same on all ranks, so that all decide alike without asking each other.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has them.
+    pub fn skip_nonfinite(self, steps: Option<u64>) -> Result<Self> {
+        if steps.is_some() && matches!(self.ddp, Strategy::Dp(_)) {
+            return Err(Error::Input(
+                "steps can be skipped with DistributedDataParallel only: with DataParallel rank 0 alone would know \
+                 which"
+                    .into(),
+            ));
+        }
+        Ok(Self { skip_nonfinite: steps, ..self })
+    }
+
+    /// Whether gradients are looked at before each step.
+    pub(super) fn checks_gradients(&self) -> bool {
+        self.skip_nonfinite.is_some() && !self.scaler.is_enabled()
+    }
+
+    /// Whether there may be steps that are left out.
+    pub(crate) fn counts_skipped_steps(&self) -> bool {
+        self.skip_nonfinite.is_some() || self.scaler.is_enabled()
+    }
+
+    /// Refuses the loss of the `number`-th of the step's batches, if it is seen here that it is not finite. On a GPU
+    /// it is seen when the losses are summed up, because to look at each would be to wait for each.
+    pub(super) fn check_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<()> {
+        let seen = loss.device() == Device::Cpu;
+        if !seen || self.checks_gradients() || self.scaler.is_enabled() || is_finite(loss)? {
+            return Ok(());
+        }
+        Err(self.wrong_loss(loss, number, batch)?)
+    }
+
+    /// Refuses a sum of losses that is not finite.
+    pub(super) fn check_loss_sum(&self, sum: f64) -> Result<()> {
+        if sum.is_finite() || self.scaler.is_enabled() {
+            return Ok(());
+        }
+        Err(self.not_finite(
+            "the sum of the losses is not finite, in this step or since one before it".into(),
+            None,
+        ))
+    }
+
+    /// Whether this step is to be left out, after backward; the same on all ranks.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] when that is one too many.
+    pub(super) fn is_to_be_skipped(&mut self, batches: &[Batch]) -> Result<bool> {
+        if !self.checks_gradients() {
+            return Ok(false);
+        }
+        let buffers = self.ddp.flat_buffers().unwrap_or_default();
+        if are_finite(&buffers)? {
+            return Ok(false);
+        }
+        if self.state.skipped_steps >= self.skip_nonfinite.unwrap_or(0) {
+            return Err(self.find_cause(batches, &buffers)?);
+        }
+        self.state.skipped_steps += 1;
+        let samples: usize = batches.iter().map(Batch::len).sum();
+        self.state.skipped_samples += samples * self.ddp.group().world_size();
+        Ok(true)
+    }
+
+    /// Which rank's loss or gradients spoiled the mean: each goes through its part of the step once more, without
+    /// the others. A collective; who finds the cause in itself returns first.
+    fn find_cause(&mut self, batches: &[Batch], buffers: &[FlatBuffer]) -> Result<Error> {
+        self.ddp.begin_step()?;
+        if let Some(generator) = &self.generator {
+            generator.begin_step(self.state.step)?; // the same dropout as before
+        }
+        let no_sync = self.ddp.no_sync();
+        for (number, batch) in batches.iter().enumerate() {
+            let loss = self.loss_of(batch)?;
+            if !is_finite(&loss)? {
+                return self.wrong_loss(&loss, number, batch);
+            }
+            self.ddp.backward(&loss)?;
+        }
+        drop(no_sync);
+        if let Some(name) = first_wrong(buffers)? {
+            return Ok(self.not_finite(
+                format!("the gradient of `{name}` is not finite"),
+                Some((0, batches.len())),
+            ));
+        }
+        // Another rank's, then, which says so; if it is nobody's, all come here.
+        self.ddp.group().barrier()?;
+        Ok(self.not_finite("the mean of all ranks' gradients is not finite".into(), None))
+    }
+
+    /// What is wrong with a batch's loss: of which samples it is not finite, if that can be told.
+    fn wrong_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<Error> {
+        for buffer in self.ddp.flat_buffers().unwrap_or_default() {
+            for place in &*buffer.places.get() {
+                if !is_finite(&place.of(&buffer.parameters)?)? {
+                    let name = &place.name;
+                    let what = format!(
+                        "the loss is {}, because the parameter `{name}` is not finite after the steps before",
+                        value(loss)?
+                    );
+                    return Ok(self.not_finite(what, None));
+                }
+            }
+        }
+        let what = format!("the loss is {}", value(loss)?);
+        let Ok(samples) = self.samples(number, 1) else { return Ok(self.not_finite(what, None)) };
+        let mut wrong = not_finite_rows(&batch.inputs)?;
+        wrong.extend(not_finite_rows(&batch.targets)?);
+        let why = if wrong.is_empty() {
+            ""
+        } else {
+            ", in whose data there is something that is not finite"
+        };
+        if wrong.is_empty() {
+            // Not in training: batch norms would mix the samples, and those of other ranks.
+            let losses = tch::no_grad(|| {
+                let _autocast = self.amp.autocast(self.ddp.group().device())?;
+                self.loss.of_each(&self.ddp.forward_t(&batch.inputs, false), &batch.targets)
+            })?;
+            wrong = not_finite_rows(&losses)?;
+        }
+        wrong.sort_unstable();
+        wrong.dedup();
+        let wrong: Vec<usize> = wrong.iter().filter_map(|&i| samples.get(i).copied()).collect();
+        // Together they may overflow where none does alone.
+        let named = list(if wrong.is_empty() { &samples } else { &wrong });
+        Ok(self.not_finite_of(what, &(named + why)))
+    }
+
+    /// `what` is not finite; it comes from `batches` (the first, and how many) of this step.
+    fn not_finite(&self, what: String, batches: Option<(usize, usize)>) -> Error {
+        let samples = batches.and_then(|(first, count)| self.samples(first, count).ok());
+        self.not_finite_of(what, &samples.map_or(String::new(), |samples| list(&samples)))
+    }
+
+    fn not_finite_of(&self, what: String, samples: &str) -> Error {
+        let (rank, step) = (self.ddp.group().rank(), self.state.step);
+        Error::NonFinite { what, rank, step, samples: samples.into() }
+    }
+
+    /// The samples of this rank in so many batches of this step, by their numbers in the data.
+    fn samples(&self, first: usize, count: usize) -> Result<Vec<usize>> {
+        self.loader.samples(self.state.epoch, self.state.samples_seen, first, count)
+    }
+}
+
+/// The places in the first dimension of `tensor` where something is not finite.
+fn not_finite_rows(tensor: &Tensor) -> Result<Vec<usize>> {
+    let rows = || {
+        let len = tensor.size().first().copied().unwrap_or(1);
+        let wrong = tensor.f_isfinite()?.f_logical_not()?.f_reshape([len, -1])?;
+        let wrong = wrong.f_any_dim(1, false)?.f_nonzero()?.f_view(-1)?;
+        Vec::<i64>::try_from(wrong)
+    };
+    let rows = rows().map_err(Error::torch("looking for what is not finite"))?;
+    Ok(rows.into_iter().map(|row| row as usize).collect())
+}
+
+/// The first few of them.
+fn list(samples: &[usize]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<String> = samples.iter().take(SHOWN).map(usize::to_string).collect();
+    let more = samples.len().saturating_sub(SHOWN);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let samples = if samples.len() == 1 { "sample" } else { "samples" };
+    format!(" for {samples} {}{more}", shown.join(", "))
+}
+
+fn value(loss: &Tensor) -> Result<f64> {
+    loss.f_double_value(&[]).map_err(Error::torch("reading the loss"))
+}
+
+/// Whether all of `tensor` is finite. Reads one number.
+fn is_finite(tensor: &Tensor) -> Result<bool> {
+    // A sum of what is finite may still overflow, but hardly in float64.
+    let sum = || tensor.f_sum(Kind::Double)?.f_double_value(&[]);
+    sum().map(f64::is_finite).map_err(Error::torch("looking for what is not finite"))
+}
+
+/// Whether the gradients of all parameters are finite.
+fn are_finite(buffers: &[FlatBuffer]) -> Result<bool> {
+    // One pass over all, in the kernel that sums float32 fastest; only what looks wrong is looked at again.
+    for buffer in buffers.iter().filter(|it| it.places.gradients() != Gradients::Old) {
+        let sum = || buffer.gradients.f_sum(buffer.gradients.kind())?.f_double_value(&[]);
+        let sum = sum().map_err(Error::torch("looking for gradients that are not finite"))?;
+        if !sum.is_finite() && !is_finite(&buffer.gradients)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The first parameter whose gradient is not finite.
+fn first_wrong(buffers: &[FlatBuffer]) -> Result<Option<String>> {
+    for buffer in buffers {
+        for place in &*buffer.places.get() {
+            if !is_finite(&place.of(&buffer.gradients)?)? {
+                return Ok(Some(place.name.clone()));
+            }
+        }
+    }
+    Ok(None)
+}

@@ -1,0 +1,158 @@
+//! Losses and gradients that are infinite or not a number: told with rank, step and samples, or passed over.
+
+use std::fs;
+use std::sync::Arc;
+
+use ddp_mp::ddp::Compress;
+use ddp_mp::optim::Schedule;
+use ddp_mp::trainer::{Loss, Trainer};
+use ddp_mp::{
+    DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Sgd,
+    SgdOptions, TensorDataset,
+};
+use serde_json::Value;
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::harness::{run, try_ranks};
+
+/// A run on 400 samples of a file, number 17 of which has something that is no number. Its exit code, its last
+/// event, and stderr.
+fn on_spoiled_file(more: &[&str]) -> (Option<i32>, Value, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("data.csv");
+    let row = |i: i32| match i {
+        17 => "0.1,NaN,0.3\n".into(),
+        i => format!("{},{},{}\n", f64::from(i) / 400.0, f64::from(i % 7) / 7.0, i % 2),
+    };
+    fs::write(&file, (0..400).map(row).collect::<String>()).unwrap();
+    let dataset = format!("--dataset=csv:{}", file.display());
+    let args = ["--nproc-per-node=2", "--log-format=json", &dataset];
+    let (code, stdout, stderr) = run(&[&args[..], more].concat());
+    (code, serde_json::from_str(stdout.lines().last().unwrap()).unwrap(), stderr)
+}
+
+#[test]
+fn a_sample_that_is_not_a_number_is_named() {
+    for more in [
+        &[][..],
+        &["--skip-nonfinite=0"],
+        &["--accumulate=3"],
+        &["--num-workers=2", "--amp=bf16"],
+        &["--model=mlp", "--skip-nonfinite=0", "--dropout=0.1"],
+        &["--no-overlap", "--no-shuffle"],
+        // The number in the file, and not that among those which are not held back.
+        &["--val-fraction=0.1", "--seed=5"],
+    ] {
+        let (code, event, stderr) = on_spoiled_file(more);
+        assert_eq!(code, Some(1), "{more:?}: {stderr}");
+        assert_eq!(event["event"], "failure");
+        let told =
+            "the loss is NaN for sample 17, in whose data there is something that is not finite";
+        let error = event["error"].as_str().unwrap();
+        assert!(error.contains(told), "{more:?}: {error}");
+        let place = format!("in step {} on rank {} ", event["sequence"], event["rank"]);
+        assert!(error.starts_with(&place), "{more:?}: {event}");
+    }
+}
+
+#[test]
+fn steps_are_passed_over_as_often_as_is_allowed() {
+    let (code, end, stderr) = on_spoiled_file(&["--skip-nonfinite=1", "--batch-size=8"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert_eq!((end["steps"].as_u64(), end["skipped_steps"].as_u64()), (Some(25), Some(1)));
+    assert!(end["loss"].as_f64().unwrap().is_finite());
+    assert!(
+        stderr.contains("1 of 25 steps skipped: losses or gradients were not finite"),
+        "{stderr}"
+    );
+    // With a learning rate of 0 the loss is the mean over what was not skipped: 384 of the other samples.
+    let of = |more: &[&str]| on_spoiled_file(&[&["--lr=0", "--batch-size=8"], more].concat()).1;
+    let loss = |event: &Value| event["loss"].as_f64().unwrap();
+    assert!((loss(&of(&["--skip-nonfinite=1"])) - loss(&end)).abs() < 0.2);
+    // The second time is one too many, in the same run or in one that goes on.
+    let (code, event, _) = on_spoiled_file(&["--skip-nonfinite=1", "--max-epochs=2"]);
+    assert_eq!((code, &event["event"]), (Some(1), &"failure".into()));
+    let error = event["error"].as_str().unwrap();
+    assert!(error.contains("the loss is NaN for sample 17"), "{error}");
+    // Where nothing is wrong, looking changes nothing.
+    let hash = |more: &[&str]| {
+        let args = ["--nproc-per-node=2", "--log-format=json", "--model=mlp", "--momentum=0.9"];
+        let (_, stdout, _) = run(&[&args[..], more].concat());
+        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        end["parameters_hash"].clone()
+    };
+    assert_eq!(hash(&[]), hash(&["--skip-nonfinite=5"]));
+}
+
+#[test]
+fn a_run_out_of_bounds_ends_with_the_reason() {
+    let (code, stdout, stderr) = run(&["--nproc-per-node=2", "--lr=100", "--log-format=json"]);
+    assert_eq!(code, Some(1));
+    assert!(stdout.lines().last().unwrap().starts_with("{\"event\":\"failure\""), "{stdout}");
+    assert!(stderr.contains("the loss is inf for samples "), "{stderr}");
+    assert!(stderr.contains("use a smaller --lr"), "{stderr}");
+    for (flags, problem) in [
+        (
+            ["--amp=fp16", "--strategy=ddp"],
+            "--skip-nonfinite: fp16 skips steps by a rule of its own",
+        ),
+        (["--comm-hook=powersgd", "--powersgd-start=2"], "powersgd keeps what it could not send"),
+        (["--strategy=dp", "--lr=1"], "needs --strategy ddp"),
+    ] {
+        let (code, _, stderr) = run(&[&flags[..], &["--skip-nonfinite=1"]].concat());
+        assert_eq!(code, Some(2));
+        assert!(stderr.contains(problem), "{stderr}");
+    }
+}
+
+/// Trains `model` on 2 ranks, on samples 0 to 7 of which rank 1 has the odd ones; how that fails.
+fn fails(
+    loss: Loss,
+    inputs: fn() -> Tensor,
+    targets: fn() -> Tensor,
+    model: Model,
+    as_fp16: bool,
+) -> String {
+    let failed = try_ranks(2, move |rank, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let mut weight = vs.root().var("weight", &[1, 2], nn::Init::Const(0.5));
+        tch::no_grad(|| weight.copy_(&Tensor::from_slice(&model.1).view([1, 2])));
+        let forward = nn::func_t(move |x, _| model.0(x, &weight));
+        let mut ddp = DistributedDataParallel::new(forward, &vs, group, DdpOptions::default())?;
+        if as_fp16 {
+            ddp.register_comm_hook(Box::new(Compress::fp16()));
+        }
+        let data = Arc::new(TensorDataset::new(inputs(), targets())?);
+        let sampler = DistributedSampler::new(8, 2, rank.rank())?.shuffle(false);
+        let loader = DataLoader::new(data, sampler, 2, rank.device())?;
+        let sgd: Box<dyn Optimizer> =
+            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+        let trainer = Trainer::new(ddp, sgd, Schedule::constant(0.0), loader, loss)?;
+        trainer.skip_nonfinite(Some(0))?.train(1, |_| Ok(()))?;
+        Ok(())
+    });
+    failed.unwrap_err().to_string()
+}
+
+/// What it does with inputs and weight, and the weight.
+type Model = (fn(&Tensor, &Tensor) -> Tensor, [f32; 2]);
+
+#[test]
+fn a_gradient_that_is_not_finite_is_found_where_it_comes_from() {
+    // The square root has no slope at 0, where sample 5 is: the third batch of rank 1 is 5 and 7.
+    let inputs = || Tensor::from_slice(&[1f32, 2., 3., 4., 5., 0., 6., 7.]).view([8, 1]);
+    let targets = || Tensor::zeros([8, 1], (Kind::Float, Device::Cpu));
+    let root: Model = (|x, weight| (x * weight.get(0).get(0)).sqrt(), [0.5, 0.5]);
+    let error = fails(Loss::Mse, inputs, targets, root, false);
+    let told = "in step 1 on rank 1 the gradient of `weight` is not finite for samples 5, 7; look";
+    assert!(error.contains(told), "{error}");
+
+    // Each rank's own gradient is finite; as float16 it is not.
+    let inputs = || Tensor::full([8, 1], 1e6, (Kind::Float, Device::Cpu));
+    let targets = || Tensor::zeros([8], (Kind::Int64, Device::Cpu));
+    let overflow: Model = (Tensor::matmul, [0., 0.]);
+    let error = fails(Loss::CrossEntropy, inputs, targets, overflow, true);
+    assert!(error.contains("in step 0 on rank"), "{error}");
+    assert!(error.contains("the mean of all ranks' gradients is not finite; look"), "{error}");
+}
