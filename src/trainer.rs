@@ -271,9 +271,9 @@ impl<M: ModuleT> Trainer<M> {
                 break;
             }
             if let Some(mut done) = self.run_epoch()? {
-                done.validation = self.validate_if_due()?;
-                if let Some(metrics) = &done.validation {
-                    self.record_validation(metrics)?;
+                if let Some(validated) = self.validate_if_due()? {
+                    self.record_validation(&validated)?;
+                    done.validation = Some(validated.metrics);
                 }
                 report(done)?;
                 self.save_if_due(true)?;

@@ -220,7 +220,7 @@ pub(crate) struct TrainFlags {
     /// How long the other ranks get to come back after one has failed [default: 30s]
     #[arg(long, value_name = "TIME", help_heading = "Run")]
     grace_period: Option<String>,
-    /// Write scalars and histograms for TensorBoard into this folder
+    /// Write scalars, histograms and pictures for TensorBoard into this folder
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     tensorboard: Option<PathBuf>,
     /// Write metrics at the end of this file, a JSON object a line

@@ -7,10 +7,12 @@ mod memory;
 mod printer;
 mod progress;
 mod recorder;
+mod samples;
 mod tensorboard;
 
 pub use events::{End, Epoch, Event, Failure, Start};
 pub use memory::peak_memory;
 pub use printer::{LogFormat, Printer};
 pub use recorder::{Recorder, TrainMetrics, ValidationMetrics};
+pub use samples::Sample;
 pub use tensorboard::TensorBoard;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
+use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result};
 
@@ -100,6 +101,11 @@ impl Recorder {
         self.tensorboard.is_some() || self.lines.is_some() || self.printer.shows_progress()
     }
 
+    /// Whether there is anybody to look at samples.
+    pub fn shows_samples(&self) -> bool {
+        self.tensorboard.is_some()
+    }
+
     /// Training begins, of so many steps, `done` of which have been made.
     pub fn begin(&self, steps: u64, done: u64) {
         self.printer.start_progress(steps, done);
@@ -126,18 +132,25 @@ impl Recorder {
         self.line(&Line::Train(metrics))
     }
 
-    /// Tells how well the model does, and what the numbers in it are like by now.
+    /// Tells how well the model does, also on `samples` of which there is a picture, and what the numbers in it are like
+    /// by now.
     ///
     /// # Errors
     /// [`Error::Write`]; [`Error::Torch`] when the numbers cannot be read.
     pub fn validation(
         &mut self,
         metrics: &ValidationMetrics,
+        samples: &[Sample],
         state_dict: &[(String, Tensor)],
     ) -> Result<()> {
         let ValidationMetrics { step, loss, accuracy, .. } = *metrics;
         self.scalars(step, &[("validation/loss", Some(loss)), ("validation/accuracy", accuracy)])?;
         if let Some(tensorboard) = &mut self.tensorboard {
+            if let Some(it) = picture(samples) {
+                // The same for all, so that TensorBoard shows how it changes; as what is written under each sample.
+                let tag = "validation/class>prediction";
+                tensorboard.image(tag, step, it.width, it.height, &it.pixels).map_err(board)?;
+            }
             for (name, tensor) in state_dict {
                 let values = tensor.f_to_kind(Kind::Float).and_then(|it| it.f_flatten(0, -1));
                 let values =

@@ -6,8 +6,9 @@ use tch::Tensor;
 use tch::nn::ModuleT;
 
 use super::Trainer;
+use super::validation::Validated;
 use crate::error::{Error, Result};
-use crate::observe::{Recorder, TrainMetrics, ValidationMetrics};
+use crate::observe::{Recorder, TrainMetrics};
 use crate::process_group::ReduceOp;
 
 /// What has been done since it was told last.
@@ -105,12 +106,18 @@ impl<M: ModuleT> Trainer<M> {
         recording.recorder.as_mut().map_or(Ok(()), |recorder| recorder.train(&metrics))
     }
 
+    /// Whether samples that the model is validated on are to be seen.
+    pub(super) fn shows_samples(&self) -> bool {
+        let recorder = self.recording.as_ref().and_then(|recording| recording.recorder.as_ref());
+        recorder.is_some_and(Recorder::shows_samples)
+    }
+
     /// The model has been validated.
-    pub(super) fn record_validation(&mut self, metrics: &ValidationMetrics) -> Result<()> {
+    pub(super) fn record_validation(&mut self, validated: &Validated) -> Result<()> {
         let Some(recording) = &mut self.recording else { return Ok(()) };
         recording.since = Instant::now(); // validation is no part of a step
         let Some(recorder) = &mut recording.recorder else { return Ok(()) };
-        recorder.validation(metrics, &self.ddp.state_dict())
+        recorder.validation(&validated.metrics, &validated.samples, &self.ddp.state_dict())
     }
 
     /// Training is over.

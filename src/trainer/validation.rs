@@ -4,9 +4,9 @@ use tch::nn::ModuleT;
 use tch::{Kind, Tensor};
 
 use super::{Loss, Trainer};
-use crate::data::DataLoader;
+use crate::data::{Batch, DataLoader};
 use crate::error::{Error, Result};
-use crate::observe::ValidationMetrics;
+use crate::observe::{Sample, ValidationMetrics};
 use crate::process_group::ReduceOp;
 
 /// What a trainer validates on, and when.
@@ -16,6 +16,20 @@ pub(super) struct Validation {
     /// After each so many epochs.
     every: u64,
 }
+
+/// What a validation came to.
+#[derive(Debug)]
+pub(super) struct Validated {
+    pub metrics: ValidationMetrics,
+    /// A few of this rank's samples, each time the same, if they are pictures that somebody wants to see.
+    pub samples: Vec<Sample>,
+}
+
+/// How many samples are shown at most.
+const MAX_SAMPLES: i64 = 8;
+
+/// Smaller squares are rather the columns of a table than pictures.
+const MIN_SIDE: i64 = 8;
 
 impl<M: ModuleT> Trainer<M> {
     /// Validates on the batches of `loader` after each `every` epochs, at least one. For no sample to be counted
@@ -33,7 +47,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// Validates, if it is time to after the epoch that has just ended. A collective.
-    pub(super) fn validate_if_due(&mut self) -> Result<Option<ValidationMetrics>> {
+    pub(super) fn validate_if_due(&mut self) -> Result<Option<Validated>> {
         let Some(Validation { loader, every }) = &self.validation else { return Ok(None) };
         if !self.state.epoch.is_multiple_of(*every) {
             return Ok(None);
@@ -42,12 +56,17 @@ impl<M: ModuleT> Trainer<M> {
         let device = self.ddp.group().device();
         // The sum of the losses, how many are right, and how many there are.
         let mut totals = Tensor::f_zeros([3], (Kind::Double, device)).map_err(wrong())?;
+        let mut samples = Vec::new();
         for batch in loader.epoch(0)? {
             let batch = batch?;
             let _autocast = self.amp.autocast(device)?;
             let of_batch = tch::no_grad(|| -> Result<Tensor> {
                 let output = self.ddp.forward_t(&batch.inputs, false);
                 let loss = self.loss.of(&output, &batch.targets)?;
+                let more = MAX_SAMPLES - samples.len() as i64;
+                if more > 0 && self.loss == Loss::CrossEntropy && self.shows_samples() {
+                    samples.extend(pictures(&batch, &output, more).map_err(wrong())?);
+                }
                 let len = batch.len() as f64;
                 let sums = || {
                     let right = match self.loss {
@@ -83,13 +102,32 @@ impl<M: ModuleT> Trainer<M> {
         if best {
             (self.state.best, self.state.validations_since_best) = (Some(metrics.clone()), 0);
         }
-        Ok(Some(metrics))
+        Ok(Some(Validated { metrics, samples }))
     }
 
     /// Whether the validation after the last step was the best so far.
     pub(super) fn is_best(&self) -> bool {
         self.state.best.as_ref().is_some_and(|best| best.step == self.state.step)
     }
+}
+
+/// The first samples of `batch`, at most `max`, if they are square pictures of one class each.
+fn pictures(batch: &Batch, output: &Tensor, max: i64) -> Result<Vec<Sample>, tch::TchError> {
+    let inputs = batch.inputs.f_flatten(1, -1)?;
+    let features = inputs.size()[1];
+    let side = features.isqrt();
+    if side < MIN_SIDE || side * side != features || batch.targets.dim() != 1 {
+        return Ok(Vec::new());
+    }
+    let max = max.min(inputs.size()[0]);
+    let pixels = inputs.f_narrow(0, 0, max)?.f_to_kind(Kind::Float)?;
+    let classes = batch.targets.f_narrow(0, 0, max)?;
+    let predictions = output.f_narrow(0, 0, max)?.f_argmax(-1, false)?;
+    let pixels = Vec::<Vec<f32>>::try_from(pixels)?;
+    let classes = Vec::<i64>::try_from(classes)?;
+    let predictions = Vec::<i64>::try_from(predictions)?;
+    let all = pixels.into_iter().zip(classes).zip(predictions);
+    Ok(all.map(|((pixels, class), prediction)| Sample { pixels, class, prediction }).collect())
 }
 
 fn wrong() -> impl FnOnce(tch::TchError) -> Error {

@@ -53,7 +53,7 @@ pub(super) struct Image {
     pub height: i32,
     #[prost(int32, tag = "2")]
     pub width: i32,
-    /// 1: grey.
+    /// 1: grey. 3: red, green and blue.
     #[prost(int32, tag = "3")]
     pub colorspace: i32,
     /// A PNG file.

@@ -81,7 +81,8 @@ impl TensorBoard {
         self.value(tag, step, Kind::Histogram(histogram(values)))
     }
 
-    /// A grey picture, `width` x `height` pixels, row by row from the top, 0 being black.
+    /// A picture, `width` x `height` pixels, row by row from the top: of one byte each it is grey, of three red, green
+    /// and blue; 0 is black.
     ///
     /// # Errors
     /// As [`scalar`](Self::scalar), and when there are not as many pixels as that.
@@ -91,15 +92,17 @@ impl TensorBoard {
         step: u64,
         width: u32,
         height: u32,
-        grey: &[u8],
+        pixels: &[u8],
     ) -> io::Result<()> {
         let mut file = Vec::new();
         let mut encoder = png::Encoder::new(&mut file, width, height);
-        encoder.set_color(png::ColorType::Grayscale);
-        let written = encoder.write_header().and_then(|mut png| png.write_image_data(grey));
+        let is_grey = pixels.len() as u64 == u64::from(width) * u64::from(height);
+        encoder.set_color(if is_grey { png::ColorType::Grayscale } else { png::ColorType::Rgb });
+        let written = encoder.write_header().and_then(|mut png| png.write_image_data(pixels));
         written.map_err(io::Error::other)?;
         let (width, height) = (width as i32, height as i32);
-        let image = Image { height, width, colorspace: 1, encoded_image_string: file };
+        let colorspace = if is_grey { 1 } else { 3 };
+        let image = Image { height, width, colorspace, encoded_image_string: file };
         self.value(tag, step, Kind::Image(image))
     }
 
@@ -199,10 +202,13 @@ mod tests {
         board.scalar("loss", 7, 0.5).unwrap();
         board.histogram("weights", 8, &[1., 2., 2., f32::NAN, f32::INFINITY]).unwrap();
         board.image("digit", 9, 2, 3, &[0, 50, 100, 150, 200, 250]).unwrap();
-        assert!(board.image("digit", 9, 2, 3, &[0]).is_err());
+        board.image("sky", 9, 1, 2, &[0, 0, 255, 0, 128, 255]).unwrap();
+        for wrong in [&[][..], &[0], &[0; 12]] {
+            assert!(board.image("digit", 9, 2, 3, wrong).is_err());
+        }
         board.flush().unwrap();
         let events = read(board.path());
-        assert_eq!(events.len(), 4);
+        assert_eq!(events.len(), 5);
         assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
         let values = events[1..].iter().map(|event| match &event.what {
             Some(What::Summary(summary)) => (event.step, summary.value[0].clone()),
@@ -220,6 +226,10 @@ mod tests {
         let mut pixels = [0; 6];
         decoder.read_info().unwrap().next_frame(&mut pixels).unwrap();
         assert_eq!((pixels, image.width, image.height), ([0, 50, 100, 150, 200, 250], 2, 3));
+        let Some(Kind::Image(image)) = &values[3].1.kind else { panic!("{values:?}") };
+        let decoder = png::Decoder::new(io::Cursor::new(&image.encoded_image_string));
+        decoder.read_info().unwrap().next_frame(&mut pixels).unwrap();
+        assert_eq!((pixels, image.colorspace), ([0, 0, 255, 0, 128, 255], 3));
 
         // Another one beside it, not over it.
         let other = TensorBoard::create(&folder.path().join("run")).unwrap();
