@@ -4,6 +4,8 @@
 TORCH = 2.11.0
 ARGS = --max-epochs=2 --batch-size=32
 
+PROGRAM = $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp
+
 # The crate of `make model`, which needs no libtorch.
 MODEL = --locked --manifest-path tests/model/Cargo.toml --target-dir $(or $(CARGO_TARGET_DIR),target)/model
 
@@ -12,7 +14,7 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test model check install parity compare libtorch cargo
+.PHONY: help run test model check install parity safetensors tensorboard compare python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -46,15 +48,25 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 install: cargo libtorch ## install the program with cargo
 	cargo install --locked --path .
 
-parity: ## compare the recorded values with those of PyTorch, which it fetches into .pytorch/
-	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
-	.pytorch/bin/python tests/parity/record.py --check
+parity: python ## compare the recorded values with those of PyTorch
+	.python/bin/python tests/parity/record.py --check
+
+safetensors: cargo python ## have PyTorch read the program's models and the program PyTorch's
+	cargo build --release
+	.python/bin/python tests/peers/safetensors_both_ways.py $(PROGRAM)
+
+tensorboard: cargo python ## have TensorBoard read the program's files
+	cargo build --release
+	.python/bin/python tests/peers/tensorboard_reads.py $(PROGRAM)
 
 compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and what DDP costs on one rank
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	cargo build --release
-	.pytorch/bin/python tests/peers/compare.py $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp
+	.pytorch/bin/python tests/peers/compare.py $(PROGRAM)
 	cargo bench --quiet --bench ddp_cost
+
+python: libtorch ## put a Python with PyTorch for the CPU and TensorBoard into .python/, for parity, safetensors and tensorboard
+	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)
 	@.cargo/fetch-libtorch.sh $(TORCH) $(LIBTORCH_SET)

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # fetch-libtorch.sh VERSION [cpu|cuda]  puts libtorch, out of PyTorch's wheels, into .libtorch/
+# fetch-libtorch.sh VERSION python      puts a Python with PyTorch for the CPU into .python/
 # fetch-libtorch.sh VERSION pytorch     puts a whole PyTorch with its own Python into .pytorch/
 #
 # "cpu" is the torch wheel and the two libraries without which it does not load; "cuda" has all that
 # torch depends on. Without either, an NVIDIA driver decides. What is complete is not fetched again,
-# and whoever has set LIBTORCH or LIBTORCH_USE_PYTORCH keeps their own libtorch.
+# and whoever has set LIBTORCH or LIBTORCH_USE_PYTORCH keeps their own libtorch. "python" takes what is in
+# .libtorch, where that is for the same Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$1 set=${2:-}
@@ -39,13 +41,19 @@ find_python() { # find_python ARGUMENTS: the first Python that runs with them
 # In the background, so that a signal is acted upon at once.
 run() { "$@" & child=$!; wait "$child" && child=; }
 
+read -ra compiler <<<"${CXX:-c++}"
 case $set in
 pytorch)
     has_python=(-c 'import ensurepip, venv') python_package=python3-venv
     is_complete() { [ -e ".pytorch/complete-$version" ]; }
     ;;
+python)
+    has_python=(-c 'import ensurepip, venv') python_package=python3-venv
+    need g++ "${compiler[@]}" --version
+    wanted=$(echo "torch==$version" && cat tests/peers/requirements.txt)
+    is_complete() { [ "$(cat .python/complete 2>/dev/null)" = "$wanted" ]; }
+    ;;
 cpu | cuda | '')
-    read -ra compiler <<<"${CXX:-c++}"
     need g++ "${compiler[@]}" --version
     if [ -n "${LIBTORCH+x}${LIBTORCH_USE_PYTORCH+x}" ]; then
         install_missing
@@ -108,9 +116,34 @@ if [ "$set" = pytorch ]; then
     exit
 fi
 
-# The wheels are chosen for one Python, whichever it is that runs pip; only their libraries are used.
+if [ "$set" = python ]; then
+    run "$python" -m venv --clear .python || die "could not make a virtual environment in .python"
+    python=.python/bin/python
+    # Before torch, whose CUDA libraries pip would miss.
+    run "$python" -m pip install --quiet -r tests/peers/requirements.txt || die "$failed"
+    read -r packages suffix < <("$python" -c 'from sysconfig import *
+print(get_path("purelib"), get_config_var("EXT_SUFFIX"))')
+    if [ -e ".libtorch/torch/_C$suffix" ] && [[ $(cat .libtorch/complete) == "torch $version "* ]]; then
+        # As links, which take no space, and outlive a new .libtorch.
+        cp -al .libtorch/. "$packages" 2>/dev/null || cp -a --remove-destination .libtorch/. "$packages"
+    else
+        echo "libtorch: fetching torch $version for this Python (about 530 MB) into .python" >&2
+        run "$python" -m pip install --quiet --no-deps "${cpu_wheels[@]}" || die "$failed"
+    fi
+    run .cargo/without-cuda.sh "$packages" || die "could not make up for CUDA's libraries in .python"
+    # Compiles what will be imported each time.
+    PYTHONDONTWRITEBYTECODE='' run "$python" -c 'import torch.distributed.run, tensorboard' ||
+        die "PyTorch does not run in .python, for the reason above"
+    echo "$wanted" >.python/complete
+    exit
+fi
+
+# The wheels are chosen for the Python that runs pip, if there are any for it, so that .python can have them; for
+# libtorch all are the same.
+minor=$("$python" -c 'import sys; print(sys.version_info[1])')
+if [ "$minor" -lt 10 ] || [ "$minor" -gt 14 ]; then minor=12; fi
 pip=("$python" -m pip install --target "$partial/new" --prefix= --no-compile --only-binary=:all:
-    --python-version 3.12 --implementation cp --platform "manylinux2014_$arch")
+    --python-version "3.$minor" --implementation cp --platform "manylinux2014_$arch")
 for glibc in {17..28}; do pip+=(--platform "manylinux_2_${glibc}_$arch"); done
 if [ "$set" = cpu ]; then
     echo "libtorch: fetching torch $version for the CPU (about 530 MB) into .libtorch" >&2
