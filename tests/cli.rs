@@ -355,6 +355,19 @@ fn dropout_draws_the_same_in_every_run() {
 }
 
 #[test]
+fn an_activation_is_that_of_the_whole_model() {
+    let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
+    for model in [&["--model=mlp"][..], &["--model=cnn", "--in-features=64", "--num-samples=64"]] {
+        let of = |name: &str| hash(&[model, &[&format!("--activation={name}")]].concat());
+        assert_eq!(of("relu"), hash(model), "the default");
+        let all = ["relu", "tanh", "gelu", "sigmoid"].map(of);
+        for (number, one) in all.iter().enumerate() {
+            assert!(!all[..number].contains(one), "{all:?}");
+        }
+    }
+}
+
+#[test]
 fn the_engine_s_flags_change_how_and_not_what() {
     let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
     let expected = hash(&["--model=mlp"]);

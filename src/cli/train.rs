@@ -21,6 +21,9 @@ pub(crate) struct TrainFlags {
     /// The widths of an mlp's hidden layers, with commas [default: 64,64]
     #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Training")]
     hidden: Option<Vec<i64>>,
+    /// The function between the layers of an mlp or a cnn [default: relu]
+    #[arg(long, value_name = "NAME", value_parser = ["relu", "tanh", "gelu", "sigmoid"], help_heading = "Training")]
+    activation: Option<String>,
     /// With which probability each number between an mlp's layers is zeroed in training [default: 0]
     #[arg(long, value_name = "P", help_heading = "Training")]
     dropout: Option<f64>,

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::DatasetSpec;
 use crate::launch::{BackendChoice, Fault, Nproc, Spawn};
-use crate::models::{ModelConfig, ModelKind};
+use crate::models::{Activation, ModelConfig, ModelKind};
 use crate::observe::LogFormat;
 use crate::optim::Unit;
 use crate::trainer::{Amp, Loss};
@@ -42,6 +42,8 @@ pub struct Config {
     pub model: ModelKind,
     /// The widths of an mlp's hidden layers.
     pub hidden: Vec<i64>,
+    /// The function between the layers of an mlp or a cnn.
+    pub activation: Activation,
     /// With which probability a number between an mlp's layers is zeroed.
     pub dropout: f64,
     /// The channels of a cnn's convolutions.
@@ -230,6 +232,7 @@ impl Default for Config {
             batch_size: 32,
             model: ModelKind::Linear,
             hidden: vec![64, 64],
+            activation: Activation::Relu,
             dropout: 0.0,
             channels: vec![16, 32],
             sync_batch_norm: false,
@@ -317,6 +320,7 @@ impl Config {
                 ModelKind::Linear | ModelKind::Mlp => self.hidden.clone(),
                 ModelKind::Cnn => self.channels.clone(),
             },
+            activation: self.activation,
             dropout: self.dropout,
         }
     }

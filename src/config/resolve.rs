@@ -139,6 +139,8 @@ mod tests {
             ("hidden = [8]", "--hidden: a linear model has no hidden layers; use model mlp"),
             ("hidden = []", "--hidden: an mlp needs"),
             ("channels = [8]", "--channels: a linear model has no channels; use model cnn"),
+            ("activation = \"tanh\"", "--activation: a linear model has no activation"),
+            ("activation = \"swish\"", "--activation: unknown variant"),
             (
                 "model = \"mlp\"\nsync_batch_norm = true",
                 "--sync-batch-norm: an mlp has no batch norm",

@@ -195,6 +195,10 @@ mod tests {
                 "--max-grad-norm was not set in the checkpoint and is 2.0 now"
             ]
         );
+        let error = config("model = \"mlp\"\nactivation = \"tanh\"").check_resume(&saved);
+        assert!(
+            error.unwrap_err().to_string().contains("--activation was \"relu\" in the checkpoint")
+        );
         let error = check("lr = 0.1\nbatch_size = 8\nseed = 1").unwrap_err().to_string();
         let expected = "this is not the run that was saved: --batch-size was 32 in the checkpoint and is 8 now; \
                         --seed was 0 in the checkpoint and is 1 now; give the same";

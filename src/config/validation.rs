@@ -29,6 +29,10 @@ impl Config {
                 return Err(Invalid { key, problem });
             }
         }
+        if self.model == ModelKind::Linear && given("activation") {
+            let problem = "a linear model has no activation; use model mlp or cnn".into();
+            return Err(Invalid { key: "activation", problem });
+        }
         if self.comm_hook != CommHookKind::PowerSgd && given("powersgd_start") {
             let problem = "nothing is sent by powersgd; use comm_hook powersgd".into();
             return Err(Invalid { key: "powersgd_start", problem });

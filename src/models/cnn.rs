@@ -6,12 +6,12 @@ use tch::nn::{Linear, Module, ModuleT, Path};
 use tch::{TchError, Tensor};
 
 use super::layers::{Conv3x3, linear};
-use super::{BatchNorm, SyncBatchNorm};
+use super::{Activation, BatchNorm, SyncBatchNorm};
 use crate::process_group::ProcessGroup;
 
-/// Stages of convolution, batch norm, ReLU and pooling, and a linear head.
+/// Stages of convolution, batch norm, activation and pooling, and a linear head.
 ///
-/// In PyTorch, for images of `side` x `side` pixels and two stages:
+/// In PyTorch, for images of `side` x `side` pixels, two stages and ReLU:
 ///
 /// ```python
 /// nn.Sequential(
@@ -25,6 +25,7 @@ use crate::process_group::ProcessGroup;
 pub struct Cnn {
     side: i64,
     stages: Vec<Stage>,
+    activation: Activation,
     head: Linear,
 }
 
@@ -47,6 +48,7 @@ impl Cnn {
         in_features: i64,
         channels: &[i64],
         out_features: i64,
+        activation: Activation,
     ) -> Result<Self, TchError> {
         let side = in_features.isqrt();
         let mut channels_in = 1;
@@ -64,7 +66,7 @@ impl Cnn {
         }
         let pixels = (side >> channels.len()).pow(2);
         let head = linear(&(root / (2 + 4 * channels.len())), channels_in * pixels, out_features)?;
-        Ok(Self { side, stages, head })
+        Ok(Self { side, stages, activation, head })
     }
 
     /// The same, with every batch norm over the ranks of `group`.
@@ -118,7 +120,7 @@ impl ModuleT for Cnn {
                 Norm::Own(norm) => norm.forward_t(&conv.forward(&current), train),
                 Norm::Sync(norm) => norm.forward_t(&conv.forward(&current), train),
             };
-            current = normal.relu().max_pool2d(2, 2, 0, 1, false);
+            current = self.activation.forward(&normal).max_pool2d(2, 2, 0, 1, false);
         }
         self.head.forward(&current.flatten(1, -1))
     }

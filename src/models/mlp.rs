@@ -5,34 +5,33 @@ use std::sync::Arc;
 use tch::nn::{Linear, Module, ModuleT, Path};
 use tch::{TchError, Tensor};
 
-use super::Dropout;
 use super::layers::linear;
+use super::{Activation, Dropout};
 use crate::torch::Generator;
 
-/// Dense layers with ReLU, and dropout if wanted, between them; one layer is a linear model.
+/// Dense layers with an activation, and dropout if wanted, between them; one layer is a linear model.
 #[derive(Debug)]
 pub struct Mlp {
     layers: Vec<Linear>,
+    activation: Activation,
     dropout: Option<Dropout>,
 }
 
 impl Mlp {
-    /// `nn.Sequential(nn.Linear, nn.ReLU, nn.Linear, ...)`, with an `nn.Dropout` after each `nn.ReLU` if there is
-    /// one; or a single `nn.Linear`.
+    /// `nn.Sequential(nn.Linear, nn.ReLU, nn.Linear, ...)`, or with another activation, and with an `nn.Dropout`
+    /// after each if there is one; a single `nn.Linear` for two `widths`, from the inputs' to the outputs'.
     pub(super) fn new(
         root: &Path,
-        in_features: i64,
-        hidden: &[i64],
-        out_features: i64,
+        widths: &[i64],
+        activation: Activation,
         dropout: Option<Dropout>,
     ) -> Result<Self, TchError> {
-        let widths = [&[in_features][..], hidden, &[out_features]].concat();
         let modules_a_layer = if dropout.is_some() { 3 } else { 2 };
         let layers = widths.windows(2).enumerate().map(|(i, width)| {
-            let path = if hidden.is_empty() { root.clone() } else { root / (modules_a_layer * i) };
+            let path = if widths.len() == 2 { root.clone() } else { root / (modules_a_layer * i) };
             linear(&path, width[0], width[1])
         });
-        Ok(Self { layers: layers.collect::<Result<_, _>>()?, dropout })
+        Ok(Self { layers: layers.collect::<Result<_, _>>()?, activation, dropout })
     }
 
     /// The same, with dropout from another generator.
@@ -47,7 +46,7 @@ impl ModuleT for Mlp {
         let (last, hidden) = self.layers.split_last().expect("a model has at least one layer");
         let mut current = inputs.shallow_clone();
         for layer in hidden {
-            current = layer.forward(&current).relu();
+            current = self.activation.forward(&layer.forward(&current));
             if let Some(dropout) = &self.dropout {
                 current = dropout.forward_t(&current, train);
             }

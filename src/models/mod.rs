@@ -1,5 +1,6 @@
 //! The models that can be had by name, with PyTorch's default initialisation; batch norm.
 
+mod activation;
 mod batch_norm;
 mod cnn;
 mod dropout;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use tch::nn::{self, ModuleT, Path};
 use tch::{Device, TchError, Tensor};
 
+pub use activation::Activation;
 pub use batch_norm::BatchNorm;
 pub use cnn::Cnn;
 pub use dropout::Dropout;
@@ -31,7 +33,7 @@ use crate::torch::{Generator, fork_rng};
 pub enum ModelKind {
     /// One dense layer.
     Linear,
-    /// Dense layers with ReLU between them.
+    /// Dense layers with an [`Activation`] between them.
     Mlp,
     /// Convolutions of square images.
     Cnn,
@@ -60,6 +62,8 @@ pub struct ModelConfig {
     /// What is between, first to last: the widths of an mlp's hidden layers, or the channels of a cnn's
     /// convolutions.
     pub hidden: Vec<i64>,
+    /// The function between layers.
+    pub activation: Activation,
     /// With which probability a number between an mlp's layers is zeroed in training.
     pub dropout: f64,
 }
@@ -72,6 +76,7 @@ impl Default for ModelConfig {
             in_features: 20,
             out_features: 1,
             hidden: Vec::new(),
+            activation: Activation::Relu,
             dropout: 0.0,
         }
     }
@@ -97,8 +102,8 @@ impl ModelConfig {
 
     /// Builds the model in a `VarStore` of its own, on `device`.
     ///
-    /// The parameters are those of PyTorch's `nn.Linear` (or an `nn.Sequential` of them with `nn.ReLU`
-    /// between, or that of [`Cnn`]) after `torch.manual_seed(seed)`, bit for bit; on a GPU as well, because
+    /// The parameters are those of PyTorch's `nn.Linear` (or an `nn.Sequential` of them with an
+    /// activation between, or that of [`Cnn`]) after `torch.manual_seed(seed)`, bit for bit; on a GPU as well, because
     /// they are drawn on the CPU. Their names are `nn.Sequential`'s too: `weight` and `bias` of a single
     /// layer, or `0.weight`, `0.bias`, `2.weight`, ...
     ///
@@ -127,13 +132,17 @@ impl ModelConfig {
     }
 
     fn layers(&self, root: &Path, dropout: Option<Dropout>) -> Result<Model, TchError> {
-        let Self { kind, in_features, out_features, ref hidden, .. } = *self;
-        let mlp =
-            |hidden| Mlp::new(root, in_features, hidden, out_features, dropout).map(Model::Mlp);
+        let Self { kind, in_features, out_features, ref hidden, activation, .. } = *self;
+        let mlp = |hidden: &[i64]| {
+            let widths = [&[in_features][..], hidden, &[out_features]].concat();
+            Mlp::new(root, &widths, activation, dropout).map(Model::Mlp)
+        };
         match kind {
             ModelKind::Linear => mlp(&[]),
             ModelKind::Mlp => mlp(hidden),
-            ModelKind::Cnn => Cnn::new(root, in_features, hidden, out_features).map(Model::Cnn),
+            ModelKind::Cnn => {
+                Cnn::new(root, in_features, hidden, out_features, activation).map(Model::Cnn)
+            }
         }
     }
 }
