@@ -157,6 +157,76 @@ fn digits_that_were_held_back_are_named_right() {
     assert!(right[0] >= 0.98 && right[0] == right[1], "{right:?}");
 }
 
+/// Images of `pixels` x 1 pixels and their labels, as MNIST has them.
+fn write_idx(folder: &Path, part: &str, pixels: u8, labels: &[u8]) {
+    let samples = labels.len() as u8;
+    let images = (0..samples * pixels).map(|i| i.wrapping_mul(37));
+    let header = [0, 0, 8, 3, 0, 0, 0, samples, 0, 0, 0, pixels, 0, 0, 0, 1];
+    let images: Vec<u8> = header.into_iter().chain(images).collect();
+    fs::write(folder.join(format!("{part}-images-idx3-ubyte")), images).unwrap();
+    let labels = [&[0, 0, 8, 1, 0, 0, 0, samples], labels].concat();
+    fs::write(folder.join(format!("{part}-labels-idx1-ubyte")), labels).unwrap();
+}
+
+#[test]
+fn t10k_files_are_validated_on_unless_something_else_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let spec = format!("idx:{}", folder.path().display());
+    let train = |more: &[&str]| {
+        let dataset = format!("--dataset={spec}");
+        let args = "--loss=cross-entropy --model=mlp --lr=0 --nproc-per-node=2 --log-format=json";
+        let args: Vec<&str> =
+            args.split(' ').chain([&dataset[..]]).chain(more.iter().copied()).collect();
+        run(&args)
+    };
+    // Nothing is learned, so the loss of the same samples is the same.
+    let labels = [0, 1, 2, 1, 0, 2, 2, 0];
+    write_idx(folder.path(), "train", 4, &labels);
+    let outcome = |more: &[&str]| {
+        let (code, stdout, stderr) = train(more);
+        assert_eq!(code, Some(0), "{stderr}");
+        let event = |name: &str| {
+            let mut events = stdout.lines().map(|line| serde_json::from_str(line).unwrap());
+            events.rfind(|it: &serde_json::Value| it["event"] == name)
+        };
+        (event("end").unwrap()["loss"].as_f64().unwrap(), event("validation"), stderr)
+    };
+    assert!(outcome(&[]).1.is_none());
+    write_idx(folder.path(), "t10k", 4, &labels);
+    let (loss, validation, stderr) = outcome(&[]);
+    let validated = validation.unwrap()["loss"].as_f64().unwrap();
+    assert!((validated - loss).abs() < 1e-6, "{validated} {loss}");
+    let note = format!(
+        "ddp-mp: validation on the 8 samples of {spec} (t10k); --val-fraction 0 is without\n"
+    );
+    assert!(stderr.contains(&note), "{stderr}");
+    // Others than those that are trained on.
+    write_idx(folder.path(), "t10k", 4, &labels[..5]);
+    let (_, validation, stderr) = outcome(&["--num-samples=4"]);
+    assert_ne!(validation.unwrap()["loss"].as_f64(), Some(validated));
+    assert!(stderr.contains("on the 5 samples of"), "{stderr}");
+    let (_, validation, stderr) = outcome(&["--val-fraction=0"]);
+    assert!(validation.is_none() && !stderr.contains("t10k"), "{stderr}");
+    let (_, validation, stderr) = outcome(&["--val-fraction=0.25"]);
+    assert!(validation.is_some() && !stderr.contains("t10k"), "{stderr}");
+    // Others than those that fit.
+    let refused = |reason: &str| {
+        let (code, stdout, stderr) = train(&[]);
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
+        assert!(stderr.contains(&reason.replace("{}", &spec)), "{stderr}");
+    };
+    write_idx(folder.path(), "t10k", 6, &labels);
+    refused(
+        "{} (t10k) has 6 numbers a sample, and {} has 4; use --val-fraction 0 to train without it",
+    );
+    write_idx(folder.path(), "t10k", 4, &[0, 1, 7]);
+    refused(
+        "--out-features: {} (t10k): sample 2 has class 7, and 3 classes count from 0 to 2; use 8 or more",
+    );
+    fs::remove_file(folder.path().join("t10k-labels-idx1-ubyte")).unwrap();
+    refused("there is no t10k-labels-idx1-ubyte here");
+}
+
 /// A .npy file of zeros.
 fn zeros(path: &Path, rows: usize, columns: usize) {
     let dict =

@@ -123,7 +123,8 @@ pub(crate) struct TrainFlags {
     /// [default: 1]
     #[arg(long, value_name = "N", help_heading = "Data")]
     out_features: Option<i64>,
-    /// Which fraction of the samples to hold back for validation, chosen by chance [default: 0]
+    /// Which fraction of the samples to hold back for validation, chosen by chance [default: none; idx uses the
+    /// t10k files, if they are there]
     #[arg(long, value_name = "F", help_heading = "Data")]
     val_fraction: Option<f64>,
     /// After how many epochs to validate each time [default: 1]

@@ -51,7 +51,7 @@ pub fn train(
     stop_on_signals(&stop).context("watching for signals")?;
     let (config, data) = with_data(config)?;
     let placement = plan(&config, cuda)?;
-    if let Some(note) = &placement.note {
+    for note in [&placement.note, &data.note].into_iter().flatten() {
         printer.note(note);
     }
     if let (_, Some(note)) = config.lr_for(placement.devices.len()) {

@@ -14,8 +14,10 @@ use crate::trainer::Loss;
 pub struct Data {
     /// What it trains on.
     pub training: Arc<dyn Dataset>,
-    /// What is held back.
+    /// What is held back, or lies beside it.
     pub validation: Option<Arc<dyn Dataset>>,
+    /// What to tell about it that nobody asked for.
+    pub note: Option<String>,
 }
 
 /// The keys that a data file makes unnecessary.
@@ -48,33 +50,73 @@ impl Config {
             };
             let dataset: Arc<dyn Dataset> =
                 Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
-            if self.val_fraction == 0.0 {
-                return Ok((self, Data { training: dataset, validation: None }));
-            }
-            let parts = random_split(dataset.len(), self.val_fraction, seed);
+            let Some(fraction) = self.held_back() else {
+                return Ok((self, Data { training: dataset, validation: None, note: None }));
+            };
+            let parts = random_split(dataset.len(), fraction, seed);
             let (training, validation) = parts.map_err(named)?;
             self.num_samples = Some(training.len() as i64);
             let training = Arc::new(Subset::new(dataset.clone(), training));
             let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
-            return Ok((self, Data { training, validation: Some(validation) }));
+            return Ok((self, Data { training, validation: Some(validation), note: None }));
         }
-        let kind = match self.loss {
-            Loss::Mse => TargetKind::Values,
-            Loss::CrossEntropy => TargetKind::Classes,
-        };
-        let mut data = FileDataset::open(&self.dataset, kind)?;
+        let mut data = FileDataset::open(&self.dataset, self.target_kind())?;
         if let Some(samples) = self.num_samples {
             let named = |error| Error::Input(format!("--num-samples: {error}"));
             data = data.first(samples as usize).map_err(named)?;
         }
         self.take_sizes_of(&data)?;
-        if self.val_fraction == 0.0 {
-            return Ok((self, Data { training: data.into_dataset()?, validation: None }));
-        }
-        let (training, validation) = data.split(self.val_fraction, seed).map_err(named)?;
+        let Some(fraction) = self.held_back() else {
+            let beside = self.validation_beside(&data)?;
+            let note = beside.as_ref().map(|beside| {
+                let samples = beside.len();
+                format!(
+                    "validation on the {samples} samples of {}; --val-fraction 0 is without",
+                    beside.name()
+                )
+            });
+            let validation = beside.map(FileDataset::into_dataset).transpose()?;
+            return Ok((self, Data { training: data.into_dataset()?, validation, note }));
+        };
+        let (training, validation) = data.split(fraction, seed).map_err(named)?;
         self.num_samples = Some(training.len() as i64);
         let validation = Some(validation.into_dataset()?);
-        Ok((self, Data { training: training.into_dataset()?, validation }))
+        Ok((self, Data { training: training.into_dataset()?, validation, note: None }))
+    }
+
+    /// The fraction of the samples that is held back for validation, if any.
+    fn held_back(&self) -> Option<f64> {
+        self.val_fraction.filter(|&fraction| fraction > 0.0)
+    }
+
+    /// The samples for validation that come with `data`, if nothing else is said; they must be like its own.
+    fn validation_beside(&self, data: &FileDataset) -> Result<Option<FileDataset>> {
+        if self.val_fraction.is_some() {
+            return Ok(None);
+        }
+        let Some(beside) = FileDataset::open_validation(&self.dataset, self.target_kind())? else {
+            return Ok(None);
+        };
+        let (here, there) = (data.in_features(), beside.in_features());
+        if here != there {
+            return Err(Error::Input(format!(
+                "{} has {there} numbers a sample, and {} has {here}; use --val-fraction 0 to train without it",
+                beside.name(),
+                self.dataset
+            )));
+        }
+        if let (Targets::Classes(_), Some(classes)) = (beside.targets(), self.out_features) {
+            let named = |error| Error::Input(format!("--out-features: {error}"));
+            beside.check_classes(classes).map_err(named)?;
+        }
+        Ok(Some(beside))
+    }
+
+    fn target_kind(&self) -> TargetKind {
+        match self.loss {
+            Loss::Mse => TargetKind::Values,
+            Loss::CrossEntropy => TargetKind::Classes,
+        }
     }
 
     fn sizes_of_random(&self) -> Result<[i64; 3]> {

@@ -126,9 +126,10 @@ pub struct Config {
     /// After how many steps to tell how training goes each time.
     #[serde(alias = "log-every")]
     pub log_every: u64,
-    /// Which fraction of the samples is held back for validation.
-    #[serde(alias = "val-fraction")]
-    pub val_fraction: f64,
+    /// Which fraction of the samples is held back for validation; if it is not given, files for validation that
+    /// lie beside those for training are used.
+    #[serde(alias = "val-fraction", skip_serializing_if = "Option::is_none")]
+    pub val_fraction: Option<f64>,
     /// After how many epochs to validate each time.
     #[serde(alias = "val-every")]
     pub val_every: u64,
@@ -266,7 +267,7 @@ impl Default for Config {
             tensorboard: None,
             metrics: None,
             log_every: 50,
-            val_fraction: 0.0,
+            val_fraction: None,
             val_every: 1,
             drop_last_batch: false,
             num_workers: 0,

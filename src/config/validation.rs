@@ -113,9 +113,10 @@ impl Config {
         at_least("max_epochs", self.max_epochs as i64, 1)?;
         at_least("batch_size", self.batch_size as i64, 1)?;
         at_least("accumulate", self.accumulate as i64, 1)?;
-        if !(0.0..1.0).contains(&self.val_fraction) {
-            let problem =
-                format!("{} is no part; use a number from 0 to below 1", self.val_fraction);
+        if let Some(fraction) = self.val_fraction
+            && !(0.0..1.0).contains(&fraction)
+        {
+            let problem = format!("{fraction} is no part; use a number from 0 to below 1");
             return refuse("val_fraction", problem);
         }
         at_least("log_every", self.log_every as i64, 1)?;

@@ -93,7 +93,7 @@ impl FileDataset {
         match spec {
             DatasetSpec::Idx(folder) if idx::has(folder, "t10k") => {
                 let (images, labels) = idx::read(folder, "t10k")?;
-                Self::new(spec.to_string(), images, labels, kind).map(Some)
+                Self::new(format!("{spec} (t10k)"), images, labels, kind).map(Some)
             }
             _ => Ok(None),
         }
@@ -131,6 +131,11 @@ impl FileDataset {
         let share = |tensor| Arc::new(SharedTensor::new(tensor));
         let (inputs, targets) = (share(inputs), share(targets));
         Ok(Self { name, inputs, is_pixels, targets, predicts, picked: None })
+    }
+
+    /// What it was opened as.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Only the first samples, as many as that.
