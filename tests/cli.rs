@@ -81,6 +81,43 @@ fn the_examples_of_configs_run() {
     assert!(count >= 3);
 }
 
+/// configs/digits.toml with what its variants leave as it is, and each of these: paragraphs of `#key = value`.
+fn variants_of_the_digits() -> Vec<String> {
+    let text = fs::read_to_string(repository("configs/digits.toml")).unwrap();
+    let commented =
+        |line: &&str| line.starts_with('#') && !line.starts_with("# ") && line.len() > 1;
+    let key = |line: &str| line.split('=').next().unwrap().trim().to_string();
+    let variant = |paragraph: &str| {
+        let lines = paragraph.lines().filter(commented).map(|line| &line[1..]);
+        let lines: Vec<&str> = lines.collect();
+        let keys: Vec<String> = lines.iter().map(|line| key(line)).collect();
+        let others = text.lines().filter(|line| !keys.contains(&key(line)));
+        (!lines.is_empty())
+            .then(|| others.chain(lines.iter().copied()).collect::<Vec<_>>().join("\n"))
+    };
+    text.split("\n\n").filter_map(variant).collect()
+}
+
+#[test]
+fn the_variants_of_the_digits_are_accepted_and_change_what_is_trained() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("digits.toml");
+    let hash = |text: &str| {
+        fs::write(&file, text).unwrap();
+        // All epochs, so that both milestones come, and more steps than the warm-up has.
+        let config = format!("--config={}", file.display());
+        end(&[&config, "--num-samples=128", "--batch-size=16"])["parameters_hash"].clone()
+    };
+    let mut hashes = vec![hash(&fs::read_to_string(repository("configs/digits.toml")).unwrap())];
+    let variants = variants_of_the_digits();
+    assert_eq!(variants.len(), 3, "{variants:?}");
+    for text in variants {
+        let one = hash(&text);
+        assert!(!hashes.contains(&one), "this changes nothing:\n{text}");
+        hashes.push(one);
+    }
+}
+
 #[test]
 fn steps_are_what_the_sampler_gives() {
     for (samples, world, batch) in
