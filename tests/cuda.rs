@@ -95,6 +95,28 @@ fn several_ranks_on_one_gpu_with_threaded() {
 }
 
 #[test]
+fn batches_that_are_copied_beside_training_are_the_same() {
+    if gpus_for("batches_that_are_copied_beside_training_are_the_same", 1).is_none() {
+        return;
+    }
+    // Large batches and a small model, so that a buffer that is filled too early would be seen.
+    let args = ["--num-samples=20000", "--in-features=2000", "--batch-size=500", "--lr=0.01"];
+    let hash = |args: &[&str], more: &[&str]| {
+        let args = [&["--log-format=json", "--max-epochs=2", "--model=mlp"], args, more].concat();
+        events(&args).pop().unwrap()["parameters_hash"].clone()
+    };
+    let expected = hash(&args, &[]); // picked from what is on the GPU as a whole
+    for workers in
+        [["--num-workers=1", "--prefetch-factor=1"], ["--num-workers=3", "--prefetch-factor=4"]]
+    {
+        assert_eq!(hash(&args, &workers), expected, "{workers:?}");
+    }
+    // Without workers, where a part of a file is picked batch by batch.
+    let digits = ["--dataset=digits", "--loss=cross-entropy", "--val-fraction=0.2"];
+    assert_eq!(hash(&digits, &[]), hash(&digits, &["--num-workers=2"]));
+}
+
+#[test]
 fn more_ranks_than_gpus_are_refused_with_advice() {
     let Some(gpus) = gpus_for("more_ranks_than_gpus_are_refused_with_advice", 1) else { return };
     let (code, _, stderr) = on_gpus(&[&format!("--nproc-per-node={}", gpus + 1)]);

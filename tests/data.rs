@@ -75,7 +75,7 @@ fn every_sample_comes_in_the_sampler_s_order_whatever_the_number_of_workers() {
             };
             ranks(world_size, move |rank, group| {
                 let loader = loader(dataset.clone(), batch_size, workers, rank, &group)?;
-                let loader = loader.drop_last(drop_last);
+                let loader = loader.drop_last(drop_last).pin_memory(&group)?; // nothing, on the CPU
                 for epoch in [0, 3] {
                     let sampler = DistributedSampler::new(len, world_size, rank.rank())?;
                     let mut expected: Vec<Vec<usize>> =

@@ -126,7 +126,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;
         let (batch_size, device) = (config.batch_size, rank.device());
         let loader = DataLoader::new(validation.clone(), sampler.uneven(), batch_size, device)?;
-        trainer = trainer.validation(loader, config.val_every);
+        trainer = trainer.validation(loader.pin_memory(&group)?, config.val_every);
     }
     if let Some(dir) = &job.origin.save_dir {
         trainer = trainer.checkpoints(dir.clone(), config.save_every(), config.options()?);
@@ -216,11 +216,10 @@ impl Training {
                 .drop_last(config.drop_last)?;
             let loader =
                 DataLoader::new(dataset.clone(), sampler, config.batch_size, rank.device())?;
-            Ok(loader.drop_last(config.drop_last_batch).num_workers(
-                config.num_workers,
-                config.prefetch_factor,
-                group,
-            ))
+            loader
+                .drop_last(config.drop_last_batch)
+                .num_workers(config.num_workers, config.prefetch_factor, group)
+                .pin_memory(group)
         };
         let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
         if rank.rank() == 0 {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Tensor};
 
+use super::staging::Staging;
 use super::workers::Workers;
 use super::{Dataset, DistributedSampler};
 use crate::error::{Error, Result};
@@ -53,6 +54,7 @@ pub struct DataLoader {
     device: Device,
     pub(super) drop_last: bool,
     workers: Option<(Workers, Rc<ProcessGroup>)>,
+    staging: Option<Rc<Staging>>,
     waited: Rc<Cell<Duration>>,
 }
 
@@ -78,8 +80,18 @@ impl DataLoader {
             )));
         }
         let resident = dataset.resident(device)?;
-        let (drop_last, workers, waited) = Default::default();
-        Ok(Self { dataset, resident, sampler, batch_size, device, drop_last, workers, waited })
+        let (drop_last, workers, staging, waited) = Default::default();
+        Ok(Self {
+            dataset,
+            resident,
+            sampler,
+            batch_size,
+            device,
+            drop_last,
+            workers,
+            staging,
+            waited,
+        })
     }
 
     /// Leaves out an epoch's last batch, if it has fewer samples than the others. Follows `drop_last`. (That of the
@@ -101,6 +113,25 @@ impl DataLoader {
     ) -> Self {
         let workers = Workers { count: num_workers, prefetch: prefetch_factor.max(1) };
         Self { workers: (num_workers > 0).then(|| (workers, group.clone())), ..self }
+    }
+
+    /// Sends batches to a GPU through pinned memory, which is allocated here: they are copied while the GPU is still
+    /// at the steps before, and the rank of `group`, whose failure ends the wait for room, is ahead by one batch, or
+    /// by as many as a worker is. Call it after [`num_workers`](Self::num_workers). On the CPU, and for a data set
+    /// that is on the device as a whole, there is nothing to do.
+    ///
+    /// Follows `pin_memory=True` together with `batch.to(device, non_blocking=True)`.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when there is no memory; [`Error::Data`] from the sample that tells how much it takes.
+    pub fn pin_memory(self, group: &Rc<ProcessGroup>) -> Result<Self> {
+        let Device::Cuda(gpu) = self.device else { return Ok(self) };
+        if self.workers.is_none() && self.resident.is_some() {
+            return Ok(self);
+        }
+        let ahead = self.workers.as_ref().map_or(1, |(workers, _)| workers.prefetch);
+        let staging = Staging::new(&self.sample()?, self.batch_size, 1 + ahead, gpu, group)?;
+        Ok(Self { staging: Some(Rc::new(staging)), ..self })
     }
 
     /// How many samples a batch has, but for the last of an epoch.
@@ -174,7 +205,8 @@ impl DataLoader {
             (None, None) => Source::Each { dataset: self.dataset.clone(), indices },
         };
         waited.set(waited.get() + began.elapsed());
-        Ok(Batches { source, next: 0, num_batches, batch_size, device, waited })
+        let staging = self.staging.clone();
+        Ok(Batches { source, next: 0, num_batches, batch_size, device, staging, waited })
     }
 }
 
@@ -186,6 +218,7 @@ pub struct Batches {
     num_batches: usize,
     batch_size: usize,
     device: Device,
+    staging: Option<Rc<Staging>>,
     waited: Rc<Cell<Duration>>,
 }
 
@@ -235,7 +268,10 @@ impl Batches {
         let on_device = |tensor: Tensor| {
             tensor.f_to_device(self.device).map_err(Error::torch("copying a batch to the device"))
         };
-        let (inputs, targets) = (on_device(inputs)?, on_device(targets)?);
+        let (inputs, targets) = match &self.staging {
+            Some(staging) => staging.send(&inputs, &targets)?,
+            None => (on_device(inputs)?, on_device(targets)?),
+        };
         let len = inputs.size().first().copied().unwrap_or(0);
         Ok(Batch { inputs, targets, len })
     }

@@ -6,6 +6,7 @@ mod loader;
 mod sampler;
 mod scatter;
 mod split;
+mod staging;
 mod subset;
 mod workers;
 

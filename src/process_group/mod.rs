@@ -290,6 +290,11 @@ impl ProcessGroup {
         }
     }
 
+    /// Waits until the device has passed `mark`, as [`Error::Cancelled`] and [`Error::Timeout`] end it otherwise.
+    pub(crate) fn wait_for_device(&self, mark: &cuda::Event) -> Result<()> {
+        self.run().poll(self.global_rank(), || mark.is_done())
+    }
+
     fn run(&self) -> &Arc<Run> {
         self.shared.run()
     }

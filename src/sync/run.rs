@@ -7,7 +7,7 @@ use crossbeam::utils::CachePadded;
 
 use super::primitives::{
     AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, current, park,
-    park_timeout,
+    park_timeout, yield_now,
 };
 use super::{CancelToken, Fault, Stage};
 use crate::error::{Error, LateRank, Result};
@@ -232,6 +232,33 @@ impl Run {
         Err(error)
     }
 
+    /// Asks `is_done` until it is, the run is cancelled, or the timeout has passed. `waiting` is the rank that waits
+    /// for NCCL or its device.
+    ///
+    /// Neither NCCL nor CUDA offers an event that a cancel could also wake, so this asks again and
+    /// again: at once for the first while, then after short parks, which a cancel does cut short.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`]; [`Error::Timeout`], which blames nobody: NCCL does not tell who is late, and all ranks
+    /// of this process have met before the launch. The device is slow, or hangs.
+    pub(crate) fn poll(&self, waiting: usize, is_done: impl Fn() -> Result<bool>) -> Result<()> {
+        const AT_ONCE: Duration = Duration::from_millis(1);
+        const PARK: Duration = Duration::from_micros(200);
+        let began = Instant::now();
+        loop {
+            self.check(waiting)?;
+            if is_done()? {
+                return Ok(());
+            }
+            let waited = began.elapsed();
+            if waited >= self.timeout {
+                let at = self.activity[waiting].now();
+                return Err(Error::Timeout { at, waiting, waited: self.timeout, late: Vec::new() });
+            }
+            if waited < AT_ONCE { yield_now() } else { park_timeout(PARK) }
+        }
+    }
+
     /// Names `missing`, the ranks that are waited for, with what they were last seen doing.
     ///
     /// If all of them are in collectives or messages themselves, somebody else keeps them: those who are in
@@ -265,6 +292,19 @@ mod tests {
         assert_eq!(activity.now().to_string(), "all_reduce #3");
         activity.restore(before);
         assert_eq!(activity.now().to_string(), "step #7");
+    }
+
+    #[test]
+    fn asking_a_device_ends_when_it_is_done_or_late_or_the_run_has_failed() {
+        let run = Run::new(2, Duration::from_secs(60), None);
+        let asked = std::cell::Cell::new(0);
+        let third_time = || Ok(asked.replace(asked.get() + 1) == 2);
+        run.poll(0, third_time).unwrap();
+        assert_eq!(asked.get(), 3);
+        let late = Run::new(2, Duration::ZERO, None).poll(0, || Ok(false));
+        assert!(matches!(late, Err(Error::Timeout { waiting: 0, late, .. }) if late.is_empty()));
+        run.report(1, None, "the cause".into());
+        assert!(matches!(run.poll(0, || Ok(false)), Err(Error::Cancelled { by: 1, .. })));
     }
 
     #[test]

@@ -248,33 +248,8 @@ impl Nccl {
         }
     }
 
-    /// Asks `is_done` until it is, the run is cancelled, or the timeout has passed.
-    ///
-    /// Neither NCCL nor CUDA offers an event that a cancel could also wake, so this asks again and
-    /// again: at once for the first while, then after short parks, which a cancel does cut short.
     fn poll(&self, is_done: impl Fn() -> Result<bool>) -> Result<()> {
-        const AT_ONCE: Duration = Duration::from_millis(1);
-        const PARK: Duration = Duration::from_micros(200);
-        let began = Instant::now();
-        loop {
-            self.shared.run().check(self.global_rank())?;
-            if is_done()? {
-                return Ok(());
-            }
-            let waited = began.elapsed();
-            if waited >= self.shared.run().timeout {
-                return Err(self.timed_out());
-            }
-            if waited < AT_ONCE { thread::yield_now() } else { thread::park_timeout(PARK) }
-        }
-    }
-
-    /// NCCL does not tell who is late. All ranks of this process have met before the launch, so nobody is
-    /// blamed: the device is slow, or hangs.
-    fn timed_out(&self) -> Error {
-        let (run, waiting) = (self.shared.run(), self.global_rank());
-        let at = run.activity[waiting].now();
-        Error::Timeout { at, waiting, waited: run.timeout, late: Vec::new() }
+        self.shared.run().poll(self.global_rank(), is_done)
     }
 }
 
