@@ -18,6 +18,7 @@ mod engine; // overlap, accumulation, unused parameters, communication hooks
 mod failures; // every kind of failure at every stage on every rank
 mod files; // data sets in files: written by others, damaged, cut off
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
+mod memory; // as much after ten thousand steps as after a thousand
 mod messages; // from one rank to one other, and objects
 mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
