@@ -196,6 +196,7 @@ fn time_that_is_over_stops_a_run() {
     assert_eq!(stopped.stopped.as_deref(), Some("max-seconds"));
 }
 
+/// 15 times; as often as `KILLS` says, if it is set: `KILLS=500 cargo test --release a_run_that_is_killed`.
 #[test]
 fn a_run_that_is_killed_at_any_moment_goes_on() {
     let rounds = std::env::var("KILLS").map_or(15, |kills| kills.parse().unwrap());
