@@ -1,0 +1,90 @@
+//! Checkpoints: a run that is stopped in the midst of an epoch, and goes on as if it had not been.
+//!
+//!     cargo run --release --example 05-checkpoints
+//!
+//! In Python `torch.save` of `model.state_dict()`, `optimizer.state_dict()` and whatever else one thinks of, on rank
+//! 0, and `sampler.set_epoch`; the place in the epoch is lost there. Here `Trainer` saves and finds all of it, and
+//! `model.safetensors` fits PyTorch's `load_state_dict`.
+
+#![allow(clippy::print_stdout)]
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use anyhow::ensure;
+use ddp_mp::models::{ModelConfig, ModelKind};
+use ddp_mp::trainer::{Loss, SaveEvery, Trainer};
+use ddp_mp::{
+    AdamW, AdamWOptions, Backend, Checkpoint, CheckpointDir, DataLoader, DdpOptions,
+    DistributedDataParallel, DistributedSampler, Optimizer, Schedule, Targets, TensorDataset,
+    spawn,
+};
+
+/// Trains for three epochs, or until step `max_steps`, and returns the hash of the parameters. Where there is a
+/// checkpoint in `folder`, it goes on from the newest.
+fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
+    let dataset = Arc::new(TensorDataset::random(1024, 20, Targets::Values(1), 1)?);
+    // Before the ranks start: what is wrong with the folder or the checkpoint is said at once.
+    let newest = CheckpointDir::newest_in(folder)?;
+    let (dir, checkpoint) = match &newest {
+        Some(newest) => (CheckpointDir::open(folder, 2)?, Some(Checkpoint::read(newest)?)),
+        None => (CheckpointDir::create(folder, 2)?, None),
+    };
+    let hash = Arc::new(Mutex::new(0));
+    let result = hash.clone();
+    spawn(2, move |rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        let model = ModelConfig {
+            kind: ModelKind::Mlp,
+            hidden: vec![32],
+            ..ModelConfig::default() // 20 -> 1
+        };
+        let (vs, model) = model.build(rank.device(), 0)?;
+        if let Some(checkpoint) = &checkpoint {
+            checkpoint.load_model(&vs)?;
+        }
+        let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+        let optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
+        let optimizer: Box<dyn Optimizer> = Box::new(optimizer);
+        let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
+        let loader = DataLoader::new(dataset.clone(), sampler, 16, rank.device())?;
+        let every = SaveEvery { steps: Some(10), epochs: None };
+        let mut trainer =
+            Trainer::new(ddp, optimizer, Schedule::constant(0.01), loader, Loss::Mse)?
+                .checkpoints(dir.clone(), every, Default::default())
+                .max_steps(max_steps);
+        if let Some(checkpoint) = &checkpoint {
+            trainer.resume(checkpoint)?; // optimizer, step, and the place in the epoch
+        }
+        let summary = trainer.train(3, |_| Ok(()))?;
+        if rank.rank() == 0 {
+            let hash = trainer.ddp().parameters_hash()?;
+            let (from, to) = (summary.steps - summary.steps_now, summary.steps);
+            println!(
+                "steps {from:2} to {to}: loss {:.6}, parameters {hash:016x}",
+                summary.last_loss
+            );
+            *result.lock().expect("nobody panics") = hash;
+        }
+        Ok(())
+    })?;
+    let hash = *hash.lock().expect("nobody panics");
+    Ok(hash)
+}
+
+fn main() -> anyhow::Result<()> {
+    let folder = tempfile::tempdir()?;
+    // 1024 samples, 2 ranks, batches of 16: 32 steps an epoch, 96 in all.
+    let whole = train(&folder.path().join("whole"), None)?;
+
+    let stopped = folder.path().join("stopped");
+    train(&stopped, Some(45))?;
+    println!("... stopped in the second epoch; the newest checkpoint is");
+    if let Some(newest) = CheckpointDir::newest_in(&stopped)? {
+        println!("    {}", newest.file_name().unwrap_or_default().display());
+    }
+    let resumed = train(&stopped, None)?;
+    ensure!(resumed == whole, "a run that goes on ends with the same bits");
+    println!("the same bits");
+    Ok(())
+}
