@@ -73,7 +73,9 @@ fn train(flags: &TrainFlags) -> anyhow::Result<u8> {
 }
 
 fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {
-    let config = Config::resolve(flags.train.config.as_deref(), flags.train.table()?)?;
+    let table = flags.train.table()?;
+    commands::check_step_flags(table.keys())?;
+    let config = Config::resolve(flags.train.config.as_deref(), table)?;
     let printer = Arc::new(Printer::new(config.log_format));
     commands::bench_step(config, flags.steps, &cuda::load(), &printer)
 }

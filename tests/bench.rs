@@ -145,6 +145,9 @@ fn a_step_and_its_parts() {
         assert_eq!(code, Some(0), "{stderr}");
         let row: Value = serde_json::from_str(&stdout).unwrap();
         assert_eq!((&row["model"], &row["world_size"]), (&model.into(), &2.into()));
+        let batch_size = if model == "linear" { 8 } else { 32 };
+        let what = (&row["batch_size"], &row["amp"], &row["strategy"]);
+        assert_eq!(what, (&batch_size.into(), &"off".into(), &"ddp".into()));
         let number = |key: &str| row[key].as_f64().unwrap();
         let (least, middle, most) = (number("us_min"), number("us_per_step"), number("us_max"));
         assert!(0. < least && least <= middle && middle <= most, "{row}");
@@ -152,6 +155,18 @@ fn a_step_and_its_parts() {
             assert!(number(part) > 0. && number(part) <= most, "{row}");
         }
     }
+    for flag in
+        ["--max-epochs=2", "--save-dir=x", "--fault=error:rank=0,at=init", "--val-fraction=0.1"]
+    {
+        let (code, stdout, stderr) = run(&["bench", "step", flag]);
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
+        let name = flag.split('=').next().unwrap();
+        let reason =
+            format!("ddp-mp: {name}: bench step measures single steps, and has no use for it");
+        assert!(stderr.starts_with(&reason), "{stderr}");
+    }
+    let (code, _, stderr) = run(&["bench", "step", "--accumulate=2"]);
+    assert!(code == Some(2) && stderr.contains("steps of one batch"), "{stderr}");
     let (code, stdout, _) = run(&["bench", "step", "--steps=5", "--nproc-per-node=1"]);
     assert_eq!(code, Some(0));
     assert!(stdout.starts_with("# linear, batch 32, 1 rank: medians of 5 steps"), "{stdout}");

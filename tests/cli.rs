@@ -141,7 +141,7 @@ fn steps_are_what_the_sampler_gives() {
 #[test]
 fn a_reader_that_leaves_early_is_no_failure() {
     // Far more than fits into a pipe.
-    let mut child = program(&["sampler", "--len=200000", "--world-size=1"])
+    let mut child = program(&["sampler", "--len=200000", "--world-size=1", "--rank=0"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -192,6 +192,14 @@ fn the_sampler_prints_an_object_for_each_rank() {
 }
 
 #[test]
+fn the_sampler_prints_a_line_for_each_sample_with_its_rank() {
+    let args = ["sampler", "--len=5", "--world-size=2", "--no-shuffle"];
+    let stdout = |more: &[&str]| run(&[&args, more].concat()).1;
+    assert_eq!(stdout(&[]), "rank  sample\n   0  0\n   0  2\n   0  4\n   1  1\n   1  3\n   1  0\n");
+    assert_eq!(stdout(&["--rank=1"]), "1\n3\n0\n");
+}
+
+#[test]
 fn the_events_have_the_fields_of_the_contract_in_their_order() {
     let args = ["--nproc-per-node=2", "--max-epochs=1", "--log-format=json"];
     let (code, stdout, _) = run(&args);
@@ -236,6 +244,47 @@ fn env_as_json_is_one_object() {
     assert_eq!(report["plan"]["backend"], "threaded");
     assert_eq!(report["libtorch"], "2.11.0");
     assert!(report["libtorch_folder"].as_str().unwrap().starts_with('/'));
+    assert_eq!(
+        (&report["data"]["dataset"], &report["data"]["training"]),
+        (&"random".into(), &4096.into())
+    );
+}
+
+#[test]
+fn env_opens_the_data() {
+    let env = |args: &[&str]| {
+        let (code, stdout, stderr) = run(&[&["env"], args].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        stdout
+    };
+    let row = |stdout: &str, name: &str| {
+        let line = stdout.lines().find(|line| line.trim_start().starts_with(name));
+        line.map(|line| line.trim_start()[name.len()..].trim().to_string())
+    };
+    let digits = env(&[
+        "--dataset=digits",
+        "--loss=cross-entropy",
+        "--val-fraction=0.2",
+        "--nproc-per-node=2",
+    ]);
+    for (name, value) in [
+        ("data ", "digits"),
+        ("training ", "1438 samples"),
+        ("validation ", "359 samples"),
+        ("model ", "64 numbers -> 10"),
+        ("would run", "2 ranks, backend threaded"),
+    ] {
+        assert_eq!(row(&digits, name).as_deref(), Some(value), "{digits}");
+    }
+    let missing = env(&["--dataset=csv:nowhere.csv"]);
+    let problem = row(&missing, "would fail");
+    assert!(problem.is_some_and(|it| it.starts_with("nowhere.csv: No such file")), "{missing}");
+    // 1797 samples are too few for as many ranks: seen only once the file is open.
+    let many = env(&["--dataset=digits", "--nproc-per-node=1798"]);
+    assert!(
+        row(&many, "would fail").is_some_and(|it| it.starts_with("1798 ranks for 1797")),
+        "{many}"
+    );
 }
 
 #[test]

@@ -38,7 +38,7 @@ pub(crate) struct SamplerFlags {
     /// Don't shuffle the samples
     #[arg(long)]
     no_shuffle: bool,
-    /// text (one index a line) or json (one object a rank)
+    /// text (a sample a line, with its rank unless --rank is given) or json (one object a rank)
     #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
     log_format: LogFormat,
 }
@@ -70,7 +70,7 @@ pub(super) struct RanksFlags {
     /// What carries the tensors: auto (nccl on GPUs, else threaded)
     #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
     backend: BackendChoice,
-    /// How long a rank waits for the others, as 500ms, 30s or 10m
+    /// How long a rank waits for the others, as 500ms, 30s or 10m; a plain number is seconds
     #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "10m")]
     timeout: Duration,
 }

@@ -218,10 +218,10 @@ pub(crate) struct TrainFlags {
     #[arg(long, help_heading = "Engine")]
     #[serde(skip_serializing_if = "is_false")]
     no_broadcast_buffers: bool,
-    /// How long a rank waits for the others, as 500ms, 30s or 10m [default: 10m]
+    /// How long a rank waits for the others, as 500ms, 30s or 10m; a plain number is seconds [default: 10m]
     #[arg(long, value_name = "TIME", help_heading = "Run")]
     timeout: Option<String>,
-    /// How long the other ranks get to come back after one has failed [default: 30s]
+    /// How long the other ranks get to come back after one has failed; likewise [default: 30s]
     #[arg(long, value_name = "TIME", help_heading = "Run")]
     grace_period: Option<String>,
     /// Write scalars, histograms and pictures for TensorBoard into this folder

@@ -4,8 +4,9 @@ use std::io::Write;
 
 use serde::Serialize;
 
+use super::train::with_data;
 use super::{cores, plan};
-use crate::config::Config;
+use crate::config::{Config, Data};
 use crate::observe::{LogFormat, Printer};
 use crate::process_group::{nccl_version, rank_label};
 use crate::torch::{self, cuda::Cuda};
@@ -22,8 +23,30 @@ struct Report {
     libtorch_folder: Option<String>,
     nccl: Option<String>,
     launcher: &'static str,
+    data: Option<Samples>,
     plan: Option<Plan>,
     plan_problem: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Samples {
+    dataset: String,
+    training: usize,
+    validation: Option<usize>,
+    in_features: Option<i64>,
+    out_features: Option<i64>,
+}
+
+impl Samples {
+    fn of(config: &Config, data: &Data) -> Self {
+        Self {
+            dataset: config.dataset.to_string(),
+            training: data.training.len(),
+            validation: data.validation.as_ref().map(|it| it.len()),
+            in_features: config.in_features,
+            out_features: config.out_features,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -34,12 +57,15 @@ struct Plan {
     threads_per_rank: usize,
 }
 
-/// Prints what was found, and what `ddp-mp` with `config` would run.
+/// Prints what was found, and what `ddp-mp` with `config` would run. Opens the data for that.
 ///
 /// # Errors
 /// When stdout can't be written. A configuration that can't be run here is part of the report.
 pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()> {
-    let plan = plan(config, cuda);
+    let (data, plan) = match with_data(config.clone()) {
+        Ok((config, data)) => (Some(Samples::of(&config, &data)), plan(&config, cuda)),
+        Err(error) => (None, Err(error)),
+    };
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
         cpu_cores: cores(),
@@ -52,6 +78,7 @@ pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()
         libtorch_folder: torch::library_folder().map(|folder| folder.display().to_string()),
         nccl: nccl_version(),
         launcher: "local",
+        data,
         plan_problem: plan.as_ref().err().map(ToString::to_string),
         plan: plan.ok().map(|placement| Plan {
             world_size: placement.devices.len(),
@@ -92,6 +119,14 @@ fn write_text(report: &Report, config: &Config, out: &mut dyn Write) -> std::io:
     row("  loaded from", report.libtorch_folder.clone().unwrap_or_else(none))?;
     row("NCCL", report.nccl.clone().unwrap_or_else(none))?;
     row("launcher", format!("{} (ranks are threads of this process)", report.launcher))?;
+    if let Some(Samples { dataset, training, validation, in_features, out_features }) = &report.data
+    {
+        row("data", dataset.clone())?;
+        row("  training", format!("{training} samples"))?;
+        row("  validation", validation.map_or_else(none, |it| format!("{it} samples")))?;
+        let [from, to] = [in_features, out_features].map(|it| it.unwrap_or_default());
+        row("  model", format!("{from} numbers -> {to}"))?;
+    }
     match (&report.plan, &report.plan_problem) {
         (Some(plan), _) => {
             let Plan { world_size, backend, devices, threads_per_rank } = plan;

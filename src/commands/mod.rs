@@ -7,7 +7,7 @@ mod env;
 mod sampler;
 mod train;
 
-pub use bench::{BenchOp, BenchRequest, bench, bench_step};
+pub use bench::{BenchOp, BenchRequest, bench, bench_step, check_step_flags};
 pub use comm::{CommOp, CommRequest, comm};
 pub use env::env;
 pub use sampler::{SamplerRequest, sampler};

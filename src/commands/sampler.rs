@@ -32,7 +32,8 @@ struct Shard {
     indices: Vec<usize>,
 }
 
-/// Prints the samples of the asked ranks: one index a line, or one object a rank.
+/// Prints the samples of the asked ranks: a sample a line, or one object a rank. With a rank for each sample, unless
+/// there is only one to show.
 ///
 /// # Errors
 /// [`Error::Input`] when they can't be dealt, and when stdout can't be written.
@@ -45,8 +46,15 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
         let indices = sampler_of(request, rank)?.indices(request.epoch)?;
         match printer.format() {
             LogFormat::Json => printer.object(&Shard { rank, epoch: request.epoch, indices })?,
-            LogFormat::Text => printer
-                .lines(|out| indices.iter().try_for_each(|index| writeln!(out, "{index}")))?,
+            LogFormat::Text => printer.lines(|out| {
+                if rank == 0 && request.rank.is_none() {
+                    writeln!(out, "rank  sample")?;
+                }
+                indices.iter().try_for_each(|index| match request.rank {
+                    Some(_) => writeln!(out, "{index}"),
+                    None => writeln!(out, "{rank:>4}  {index}"),
+                })
+            })?,
         }
     }
     Ok(())

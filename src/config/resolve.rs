@@ -28,7 +28,7 @@ impl Config {
                 Config::deserialize(one).is_err()
             });
             let flag = key.map_or(String::new(), |key| format!("{}: ", flag_name(key)));
-            Error::Input(format!("{flag}{}", error.message()))
+            Error::Input(format!("{flag}{}", which_was_meant(error.message())))
         })?;
         config.leave_sizes_to_the_file(sizes);
         let named =
@@ -72,21 +72,31 @@ fn read(file: &Path) -> Result<Table> {
     let text = fs::read_to_string(file)
         .map_err(|error| Error::Input(format!("--config {name}: {error}")))?;
     let wrong = |error: toml::de::Error| {
-        Error::Input(format!("--config {name}: {}", once_each(error.to_string().trim_end())))
+        Error::Input(format!("--config {name}: {}", which_was_meant(error.to_string().trim_end())))
     };
     toml::from_str::<Config>(&text).map_err(wrong)?;
     let table: Table = toml::from_str(&text).map_err(wrong)?;
     Ok(table.into_iter().map(|(key, value)| (key.replace('-', "_"), value)).collect())
 }
 
-/// Takes the second spelling of each key out of the list of keys that an error gives.
-fn once_each(message: &str) -> String {
-    const LIST: &str = "expected one of ";
-    let Some((before, list)) = message.split_once(LIST) else { return message.into() };
-    let keys: Vec<&str> = list.split(", ").collect();
-    let twin = |key: &str| key.contains('-') && keys.contains(&key.replace('-', "_").as_str());
-    let kept: Vec<&str> = keys.iter().copied().filter(|key| !twin(key)).collect();
-    format!("{before}{LIST}{}", kept.join(", "))
+/// Of an unknown key's error, names the key that was meant in the place of all that there are.
+fn which_was_meant(message: &str) -> String {
+    const UNKNOWN: &str = "unknown field `";
+    let parts = || {
+        let (before, rest) = message.split_once(UNKNOWN)?;
+        let (unknown, known) = rest.split_once("`, expected one of ")?;
+        Some((before, unknown, known))
+    };
+    let Some((before, unknown, known)) = parts() else { return message.into() };
+    // Both spellings of a key are in the list.
+    let known = known.split(", ").map(|key| key.trim_matches('`')).filter(|key| !key.contains('-'));
+    let likeness = |key| (strsim::jaro(&unknown.replace('-', "_"), key), key);
+    let near = known.map(likeness).max_by(|a, b| a.0.total_cmp(&b.0));
+    let remedy = match near {
+        Some((likeness, key)) if likeness > 0.7 => format!("did you mean `{key}`?"),
+        _ => "keys are the flags of ddp-mp --help, with _ for -".into(),
+    };
+    format!("{before}{UNKNOWN}{unknown}`: {remedy}")
 }
 
 #[cfg(test)]
@@ -125,6 +135,26 @@ mod tests {
         fs::write(&file, config.to_string()).unwrap();
         assert_eq!(Config::resolve(Some(&file), Table::new()).unwrap(), config);
         assert_eq!(config.nproc_per_node, Nproc::Count(3));
+    }
+
+    #[test]
+    fn the_key_that_was_meant_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        for (text, remedy) in [
+            ("batchsize = 8", "unknown field `batchsize`: did you mean `batch_size`?"),
+            ("max-epoch = 8", "unknown field `max-epoch`: did you mean `max_epochs`?"),
+            ("learning_rate = 8", "unknown field `learning_rate`: did you mean `lr`?"),
+            (
+                "xyzzy = 8",
+                "unknown field `xyzzy`: keys are the flags of ddp-mp --help, with _ for -",
+            ),
+            ("model = \"mlq\"", "unknown variant `mlq`, expected one of `linear`, `mlp`, `cnn`"),
+        ] {
+            fs::write(&file, text).unwrap();
+            let error = Config::resolve(Some(&file), Table::new()).unwrap_err().to_string();
+            assert!(error.ends_with(remedy), "{error}");
+        }
     }
 
     #[test]

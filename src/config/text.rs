@@ -52,7 +52,7 @@ pub(super) mod duration {
     pub(in crate::config) fn parse(text: &str) -> Result<Duration, Error> {
         let with_unit = if text.parse::<u64>().is_ok() { &format!("{text}s") } else { text };
         humantime::parse_duration(with_unit).map_err(|_| {
-            Error::Input(format!("{text:?} is no duration; write for example 500ms, 30s or 10m"))
+            Error::Input(format!("{text:?} is no duration; write for example 500ms, 30s or 10m, or 30 for as many seconds"))
         })
     }
 }

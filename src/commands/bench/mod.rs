@@ -23,7 +23,7 @@ use crate::torch::cuda::Cuda;
 pub use exercise::BenchOp;
 use exercise::Exercise;
 use limit::Limit;
-pub use step::bench_step;
+pub use step::{bench_step, check_step_flags};
 
 /// What to measure, and how.
 #[derive(Debug, Clone)]

@@ -9,16 +9,22 @@ use serde::Serialize;
 use super::super::checkpoints::Origin;
 use super::super::plan;
 use super::super::train::{Training, with_data};
-use crate::config::Config;
+use crate::config::{Config, StrategyKind};
 use crate::data::{Dataset, Loader};
+use crate::error::{Error, Result};
 use crate::launch::{Backend, Rank, Spawn};
 use crate::observe::{LogFormat, Printer};
 use crate::torch::cuda::Cuda;
+use crate::trainer::Amp;
 
 /// The times of rank 0, in microseconds: medians over the steps.
 #[derive(Debug, Serialize)]
 struct StepTimes {
     model: &'static str,
+    strategy: StrategyKind,
+    amp: Amp,
+    /// On each rank.
+    batch_size: usize,
     world_size: usize,
     us_per_step: f64,
     us_min: f64,
@@ -36,6 +42,39 @@ struct StepTimes {
 /// Steps that are made first and do not count.
 const WARM_UP: usize = 20;
 
+/// What has no place in single steps. In a file it may be there for training.
+const NOT_OF_A_STEP: [&str; 15] = [
+    "max_epochs",
+    "val_fraction",
+    "val_every",
+    "save_dir",
+    "save_every",
+    "save_every_epochs",
+    "keep_last",
+    "resume",
+    "init_from",
+    "max_steps",
+    "max_seconds",
+    "fault",
+    "tensorboard",
+    "metrics",
+    "log_every",
+];
+
+/// Refuses a flag that [`bench_step`] would do nothing with.
+///
+/// # Errors
+/// [`Error::Input`] that names it.
+pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
+    match keys.into_iter().find(|key| NOT_OF_A_STEP.contains(&key.as_str())) {
+        Some(key) => Err(Error::Input(format!(
+            "--{}: bench step measures single steps, and has no use for it; leave it out",
+            key.replace('_', "-")
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// Trains as `config` says for `steps` steps, and prints what one takes.
 ///
 /// # Errors
@@ -46,13 +85,20 @@ pub fn bench_step(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
-    let (config, data) = with_data(config)?;
+    if config.accumulate > 1 {
+        let problem = "--accumulate: bench step measures steps of one batch; leave it out, and out of the file";
+        return Err(Error::Input(problem.into()).into());
+    }
+    let (config, data) = with_data(Config { val_fraction: Some(0.0), ..config })?;
     let dataset = data.training;
     let placement = plan(&config, cuda)?;
     if let Some(note) = &placement.note {
         printer.note(note);
     }
-    let spawn = Spawn::at(&placement).timeout(config.timeout).grace_period(config.grace_period);
+    let spawn = Spawn::at(&placement)
+        .timeout(config.timeout)
+        .grace_period(config.grace_period)
+        .check_collectives(config.check_collectives);
     let (backend, printer) = (placement.backend, printer.clone());
     spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps.max(1), &printer))?;
     Ok(())
@@ -120,6 +166,9 @@ fn step_on(
     let totals = of_part(0);
     let row = StepTimes {
         model: config.model.name(),
+        strategy: config.strategy,
+        amp: config.amp,
+        batch_size: config.batch_size,
         world_size: rank.world_size(),
         us_min: totals[0],
         us_max: totals[totals.len() - 1],
