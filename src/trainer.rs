@@ -1,5 +1,6 @@
 //! The training loop: `train`, `run_epoch`, `run_batch`.
 
+mod buffers;
 mod loss_sum;
 mod non_finite;
 mod recording;
@@ -23,6 +24,7 @@ use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
 use crate::process_group::rank_label;
 use crate::sync::{Stop, StopReason};
 use crate::torch::{Autocast, Generator};
+use buffers::KeptBuffers;
 use loss_sum::LossSum;
 use recording::Recording;
 use saving::Saving;
@@ -368,6 +370,7 @@ impl<M: ModuleT> Trainer<M> {
         if let Some(generator) = &self.generator {
             generator.begin_step(self.state.step)?;
         }
+        let buffers = self.checks_gradients().then(|| KeptBuffers::of(&self.ddp)).transpose()?;
         let mut losses = Vec::with_capacity(batches.len());
         for (number, batch) in batches.iter().enumerate() {
             // Only the last batch's backward averages, what all have added up.
@@ -376,7 +379,7 @@ impl<M: ModuleT> Trainer<M> {
             losses.push(self.run_batch(batch, number, batches.len())?);
         }
         if self.is_to_be_skipped(batches)? {
-            return Ok(());
+            return buffers.map_or(Ok(()), KeptBuffers::restore);
         }
         for (loss, batch) in losses.iter().zip(batches) {
             self.loss_sum.add(loss, batch.len())?;

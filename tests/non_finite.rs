@@ -86,6 +86,30 @@ fn steps_are_passed_over_as_often_as_is_allowed() {
 }
 
 #[test]
+fn a_step_that_is_passed_over_leaves_batch_norms_as_they_were() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("data.csv");
+    let pixel = |i: usize, j: usize| match (i, j) {
+        (17, 3) => "NaN".into(),
+        _ => format!("{}", (i * 7 + j * j) % 11),
+    };
+    let row =
+        |i: usize| (0..64).map(|j| pixel(i, j) + ",").collect::<String>() + &(i % 2).to_string();
+    fs::write(&file, (0..200).map(|i| row(i) + "\n").collect::<String>()).unwrap();
+    let dataset = format!("--dataset=csv:{}", file.display());
+    let args = "--nproc-per-node=2 --log-format=json --model=cnn --channels=4 --loss=cross-entropy --batch-size=8 \
+                --val-fraction=0.2 --seed=1 --sync-batch-norm --skip-nonfinite=1";
+    let args: Vec<&str> = args.split_whitespace().chain([&dataset[..]]).collect();
+    let (code, stdout, stderr) = run(&args);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("1 of 10 steps skipped"), "{stderr}");
+    // In evaluation the running statistics count: of all ranks, and so of the one with the sample, too.
+    let events = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let validation = events.into_iter().find(|event| event["event"] == "validation").unwrap();
+    assert!(validation["loss"].as_f64().is_some(), "{validation}");
+}
+
+#[test]
 fn a_run_out_of_bounds_ends_with_the_reason() {
     let (code, stdout, stderr) = run(&["--nproc-per-node=2", "--lr=100", "--log-format=json"]);
     assert_eq!(code, Some(1));

@@ -1,9 +1,9 @@
 //! What a GPU does for the first time, done before the first step.
 
-use tch::Tensor;
 use tch::nn::ModuleT;
 
 use super::Trainer;
+use super::buffers::KeptBuffers;
 use crate::error::{Error, Result};
 use crate::optim::Gradients;
 
@@ -16,10 +16,7 @@ impl<M: ModuleT> Trainer<M> {
     /// else a model's forward pass changes.
     pub(super) fn warm_up(&mut self) -> Result<()> {
         let loss_so_far = self.loss_sum.sum(self.ddp.group())?;
-        let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));
-        let buffers = self.ddp.state_dict().into_iter().filter(|(_, it)| !it.requires_grad());
-        let buffers: Vec<_> =
-            buffers.map(copy).collect::<Result<_, _>>().map_err(Error::torch("copying buffers"))?;
+        let buffers = KeptBuffers::of(&self.ddp)?;
         if let Some(batch) = self.loader.epoch(0)?.next() {
             let batch = batch?;
             let loss = self.loss_of(&batch)?;
@@ -51,7 +48,6 @@ impl<M: ModuleT> Trainer<M> {
         // Reduced, waited for, read, and reset: all ranks are through with it then.
         self.loss_sum.take_mean(self.ddp.group())?;
         self.loss_sum.set_sum(loss_so_far)?;
-        tch::no_grad(|| buffers.into_iter().try_for_each(|(was, mut is)| is.f_copy_(&was)))
-            .map_err(Error::torch("restoring buffers"))
+        buffers.restore()
     }
 }

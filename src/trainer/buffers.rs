@@ -1,0 +1,27 @@
+//! What a forward pass in training changes besides gradients: the running statistics of batch norms.
+
+use tch::Tensor;
+
+use crate::ddp::Strategy;
+use crate::error::{Error, Result};
+
+/// A model's buffers, each with a copy of what it was.
+#[derive(Debug)]
+pub(super) struct KeptBuffers(Vec<(Tensor, Tensor)>);
+
+impl KeptBuffers {
+    pub(super) fn of<M>(ddp: &Strategy<M>) -> Result<Self> {
+        let buffers = ddp.state_dict().into_iter().filter(|(_, it)| !it.requires_grad());
+        let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));
+        buffers
+            .map(copy)
+            .collect::<Result<_, _>>()
+            .map(Self)
+            .map_err(Error::torch("copying buffers"))
+    }
+
+    pub(super) fn restore(self) -> Result<()> {
+        tch::no_grad(|| self.0.into_iter().try_for_each(|(was, mut is)| is.f_copy_(&was)))
+            .map_err(Error::torch("restoring buffers"))
+    }
+}
