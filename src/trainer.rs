@@ -402,7 +402,7 @@ impl<M: ModuleT> Trainer<M> {
     fn run_batch(&mut self, batch: &Batch, number: usize, batches: usize) -> Result<Tensor> {
         let loss = self.loss_of(batch)?;
         self.check_loss(&loss, number, batch)?;
-        let scaled = self.scaler.scale(&loss)?;
+        let scaled = self.scaler.scale(&self.passing_on(&loss)?)?;
         if batches == 1 {
             self.ddp.backward(&scaled)?;
         } else {

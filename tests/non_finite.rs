@@ -116,6 +116,14 @@ fn a_run_out_of_bounds_ends_with_the_reason() {
     assert!(stdout.lines().last().unwrap().starts_with("{\"event\":\"failure\""), "{stdout}");
     assert!(stderr.contains("the loss is inf for samples "), "{stderr}");
     assert!(stderr.contains("use a smaller --lr"), "{stderr}");
+    // Square errors are too large for float32 before their gradients are: those are steps to pass over, too.
+    let (_, step) = stdout.split_once("\"sequence\":").unwrap();
+    let first: u64 = step.split_once(',').unwrap().0.parse().unwrap();
+    let passing = ["--nproc-per-node=2", "--lr=100", "--skip-nonfinite=2"];
+    let (code, _, stderr) = run(&passing);
+    assert_eq!(code, Some(1));
+    let place = format!("failed in step #{}: in step {} on rank ", first + 2, first + 2);
+    assert!(stderr.contains(&place) && stderr.contains("the loss is inf for samples "), "{stderr}");
     for (flags, problem) in [
         (
             ["--amp=fp16", "--strategy=ddp"],

@@ -50,6 +50,21 @@ impl<M: ModuleT> Trainer<M> {
         Err(self.wrong_loss(loss, number, batch)?)
     }
 
+    /// What to go backward from where gradients are looked at: `loss`, but if it is not finite, neither is any gradient.
+    /// By themselves they may be (the square of a number may be too large where twice the number is not), and then
+    /// one rank alone would know.
+    pub(super) fn passing_on(&self, loss: &Tensor) -> Result<Tensor> {
+        if !self.checks_gradients() {
+            return Ok(loss.shallow_clone());
+        }
+        // Times 1, or times what is not a number. Nothing is read, so nobody waits for a GPU.
+        let pass_on = || {
+            let value = loss.f_detach()?;
+            loss.f_mul(&value.f_sub(&value)?.f_add_scalar(1.0)?)
+        };
+        pass_on().map_err(Error::torch("looking for what is not finite"))
+    }
+
     /// Refuses a sum of losses that is not finite.
     pub(super) fn check_loss_sum(&self, sum: f64) -> Result<()> {
         if sum.is_finite() || self.scaler.is_enabled() {
