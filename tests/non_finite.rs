@@ -3,6 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 
+use ddp_mp::checkpoint::CheckpointDir;
 use ddp_mp::ddp::Compress;
 use ddp_mp::optim::Schedule;
 use ddp_mp::trainer::{Loss, Trainer};
@@ -124,6 +125,20 @@ fn a_run_out_of_bounds_ends_with_the_reason() {
     assert_eq!(code, Some(1));
     let place = format!("failed in step #{}: in step {} on rank ", first + 2, first + 2);
     assert!(stderr.contains(&place) && stderr.contains("the loss is inf for samples "), "{stderr}");
+    // After the last step there is no loss any more to show it; nothing of it is saved.
+    let folder = tempfile::tempdir().unwrap();
+    let dir = format!("--save-dir={}", folder.path().join("run").display());
+    let file = folder.path().join("data.csv");
+    fs::write(&file, "0.5,100\n".repeat(64)).unwrap();
+    let dataset = format!("--dataset=csv:{}", file.display());
+    for more in [&[&dir[..], "--save-every=1"][..], &["--max-steps=1", &dir], &["--max-steps=1"]] {
+        let args = ["--nproc-per-node=2", "--lr=1e37", "--batch-size=8", &dataset];
+        let (code, _, stderr) = run(&[&args, more].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        let told = "in step 0 on rank 0 the parameter `bias` is not finite, after this step";
+        assert!(stderr.contains(told), "{stderr}");
+        assert_eq!(CheckpointDir::newest_in(&folder.path().join("run")).unwrap(), None);
+    }
     for (flags, problem) in [
         (
             ["--amp=fp16", "--strategy=ddp"],

@@ -70,10 +70,29 @@ impl<M: ModuleT> Trainer<M> {
         if sum.is_finite() || self.scaler.is_enabled() {
             return Ok(());
         }
-        Err(self.not_finite(
-            "the sum of the losses is not finite, in this step or since one before it".into(),
-            None,
-        ))
+        let what =
+            "the sum of the losses is not finite, in this step or since one before it".into();
+        Err(self.not_finite_since(what))
+    }
+
+    /// Refuses parameters that are not finite after the steps that were made: nobody could go on from them.
+    pub(super) fn check_parameters(&self) -> Result<()> {
+        // All ranks have the same; one is enough to end the run.
+        if self.ddp.group().rank() > 0 {
+            return Ok(());
+        }
+        let buffers = self.ddp.flat_buffers().unwrap_or_default();
+        for buffer in &buffers {
+            if !all_finite(&buffer.parameters)?
+                && let Some(name) = first_wrong(&buffers, |it| &it.parameters)?
+            {
+                let what = format!(
+                    "the parameter `{name}` is not finite, after this step or since one before it"
+                );
+                return Err(self.not_finite_since(what));
+            }
+        }
+        Ok(())
     }
 
     /// Whether this step is to be left out, after backward; the same on all ranks.
@@ -113,7 +132,7 @@ impl<M: ModuleT> Trainer<M> {
             self.ddp.backward(&loss)?;
         }
         drop(no_sync);
-        if let Some(name) = first_wrong(buffers)? {
+        if let Some(name) = first_wrong(buffers, |it| &it.gradients)? {
             return Ok(self.not_finite(
                 format!("the gradient of `{name}` is not finite"),
                 Some((0, batches.len())),
@@ -126,17 +145,13 @@ impl<M: ModuleT> Trainer<M> {
 
     /// What is wrong with a batch's loss: of which samples it is not finite, if that can be told.
     fn wrong_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<Error> {
-        for buffer in self.ddp.flat_buffers().unwrap_or_default() {
-            for place in &*buffer.places.get() {
-                if !is_finite(&place.of(&buffer.parameters)?)? {
-                    let name = &place.name;
-                    let what = format!(
-                        "the loss is {}, because the parameter `{name}` is not finite after the steps before",
-                        value(loss)?
-                    );
-                    return Ok(self.not_finite(what, None));
-                }
-            }
+        let buffers = self.ddp.flat_buffers().unwrap_or_default();
+        if let Some(name) = first_wrong(&buffers, |it| &it.parameters)? {
+            let what = format!(
+                "the loss is {}, because the parameter `{name}` is not finite after the steps before",
+                value(loss)?
+            );
+            return Ok(self.not_finite(what, None));
         }
         let what = format!("the loss is {}", value(loss)?);
         let Ok(samples) = self.samples(number, 1) else { return Ok(self.not_finite(what, None)) };
@@ -167,6 +182,12 @@ impl<M: ModuleT> Trainer<M> {
     fn not_finite(&self, what: String, batches: Option<(usize, usize)>) -> Error {
         let samples = batches.and_then(|(first, count)| self.samples(first, count).ok());
         self.not_finite_of(what, &samples.map_or(String::new(), |samples| list(&samples)))
+    }
+
+    /// `what` was found not to be finite when the last step was over.
+    fn not_finite_since(&self, what: String) -> Error {
+        let (rank, step) = (self.ddp.group().rank(), self.state.step.saturating_sub(1));
+        Error::NonFinite { what, rank, step, samples: String::new() }
     }
 
     fn not_finite_of(&self, what: String, samples: &str) -> Error {
@@ -213,24 +234,32 @@ fn is_finite(tensor: &Tensor) -> Result<bool> {
     sum().map(f64::is_finite).map_err(Error::torch("looking for what is not finite"))
 }
 
+/// Whether all of a large `tensor` is finite.
+fn all_finite(tensor: &Tensor) -> Result<bool> {
+    // One pass over all, in the kernel that sums float32 fastest; only what looks wrong is looked at again.
+    let sum = || tensor.f_sum(tensor.kind())?.f_double_value(&[]);
+    let sum = sum().map_err(Error::torch("looking for what is not finite"))?;
+    Ok(sum.is_finite() || is_finite(tensor)?)
+}
+
 /// Whether the gradients of all parameters are finite.
 fn are_finite(buffers: &[FlatBuffer]) -> Result<bool> {
-    // One pass over all, in the kernel that sums float32 fastest; only what looks wrong is looked at again.
     for buffer in buffers.iter().filter(|it| it.places.gradients() != Gradients::Old) {
-        let sum = || buffer.gradients.f_sum(buffer.gradients.kind())?.f_double_value(&[]);
-        let sum = sum().map_err(Error::torch("looking for gradients that are not finite"))?;
-        if !sum.is_finite() && !is_finite(&buffer.gradients)? {
+        if !all_finite(&buffer.gradients)? {
             return Ok(false);
         }
     }
     Ok(true)
 }
 
-/// The first parameter whose gradient is not finite.
-fn first_wrong(buffers: &[FlatBuffer]) -> Result<Option<String>> {
+/// The first parameter that is not finite in the one or other of a buffer's tensors.
+fn first_wrong(
+    buffers: &[FlatBuffer],
+    tensor: impl Fn(&FlatBuffer) -> &Tensor,
+) -> Result<Option<String>> {
     for buffer in buffers {
         for place in &*buffer.places.get() {
-            if !is_finite(&place.of(&buffer.gradients)?)? {
+            if !is_finite(&place.of(tensor(buffer))?)? {
                 return Ok(Some(place.name.clone()));
             }
         }

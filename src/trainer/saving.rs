@@ -116,22 +116,28 @@ impl<M: ModuleT> Trainer<M> {
         if of_epochs || is_best || due(every.steps, self.state.step) { self.save() } else { Ok(()) }
     }
 
-    /// Saves what there is, and waits until it is written.
+    /// Saves what there is, if it is good for something, and waits until it is written.
     pub(super) fn save_at_end(&mut self) -> Result<()> {
+        self.check_parameters()?;
         self.save()?;
         self.saving.as_mut().map_or(Ok(()), |saving| saving.writer.finish())
     }
 
     /// Copies what there is; rank 0 writes it while training goes on.
     fn save(&mut self) -> Result<()> {
-        let Some(saving) = &mut self.saving else { return Ok(()) };
-        if saving.saved_at == Some(self.state.step) {
+        let step = self.state.step;
+        if self.saving.as_ref().is_none_or(|saving| saving.saved_at == Some(step)) {
             return Ok(());
         }
-        saving.saved_at = Some(self.state.step);
+        // Before it takes the place of an older one that is good for something.
         let group = self.ddp.group();
-        let loss_sums = group.gather_object(&self.loss_sum.sum(group)?, 0)?;
-        group.enter_save(self.state.step);
+        let loss_sum = self.loss_sum.sum(group)?;
+        self.check_loss_sum(loss_sum)?;
+        self.check_parameters()?;
+        let loss_sums = group.gather_object(&loss_sum, 0)?;
+        group.enter_save(step);
+        let Some(saving) = &mut self.saving else { return Ok(()) };
+        saving.saved_at = Some(step);
         let Some(loss_sums) = loss_sums else { return Ok(()) };
         let state = TrainerState {
             loss_sums,
