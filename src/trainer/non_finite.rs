@@ -81,6 +81,7 @@ impl<M: ModuleT> Trainer<M> {
         if self.ddp.group().rank() > 0 {
             return Ok(());
         }
+        self.ddp.group().synchronize()?;
         let buffers = self.ddp.flat_buffers().unwrap_or_default();
         for buffer in &buffers {
             if !all_finite(&buffer.parameters)?
@@ -104,6 +105,7 @@ impl<M: ModuleT> Trainer<M> {
             return Ok(false);
         }
         let buffers = self.ddp.flat_buffers().unwrap_or_default();
+        self.ddp.group().synchronize()?; // a wait that ends, if another rank fails; as all below
         if are_finite(&buffers)? {
             return Ok(false);
         }
@@ -126,12 +128,14 @@ impl<M: ModuleT> Trainer<M> {
         let no_sync = self.ddp.no_sync();
         for (number, batch) in batches.iter().enumerate() {
             let loss = self.loss_of(batch)?;
+            self.ddp.group().synchronize()?;
             if !is_finite(&loss)? {
                 return self.wrong_loss(&loss, number, batch);
             }
             self.ddp.backward(&loss)?;
         }
         drop(no_sync);
+        self.ddp.group().synchronize()?;
         if let Some(name) = first_wrong(buffers, |it| &it.gradients)? {
             return Ok(self.not_finite(
                 format!("the gradient of `{name}` is not finite"),
