@@ -1,5 +1,7 @@
 //! `ddp-mp bench`: right results, right columns, wrong input.
 
+use std::fs;
+
 use serde_json::Value;
 
 use crate::harness::run;
@@ -155,9 +157,14 @@ fn a_step_and_its_parts() {
             assert!(number(part) > 0. && number(part) <= most, "{row}");
         }
     }
-    for flag in
-        ["--max-epochs=2", "--save-dir=x", "--fault=error:rank=0,at=init", "--val-fraction=0.1"]
-    {
+    for flag in [
+        "--max-epochs=2",
+        "--save-dir=x",
+        "--fault=error:rank=0,at=init",
+        "--val-fraction=0.1",
+        "--patience=3",
+        "--skip-nonfinite=1",
+    ] {
         let (code, stdout, stderr) = run(&["bench", "step", flag]);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
         let name = flag.split('=').next().unwrap();
@@ -165,6 +172,11 @@ fn a_step_and_its_parts() {
             format!("ddp-mp: {name}: bench step measures single steps, and has no use for it");
         assert!(stderr.starts_with(&reason), "{stderr}");
     }
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fs::write(&file, "val_fraction = 0.1\npatience = 3\n").unwrap();
+    let config = format!("--config={}", file.path().display());
+    let (code, _, stderr) = run(&["bench", "step", "--steps=5", "--nproc-per-node=1", &config]);
+    assert_eq!(code, Some(0), "{stderr}");
     let (code, _, stderr) = run(&["bench", "step", "--accumulate=2"]);
     assert!(code == Some(2) && stderr.contains("steps of one batch"), "{stderr}");
     let (code, stdout, _) = run(&["bench", "step", "--steps=5", "--nproc-per-node=1"]);

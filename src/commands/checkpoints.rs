@@ -126,6 +126,10 @@ pub(super) fn stopped(
             "stopped by {name} after {steps} steps: the validation loss was smallest after epoch {} ({} steps)",
             best.epoch, best.step
         ),
+        (_, None) if reason == StopReason::NoProgress => format!(
+            "stopped by {name} after {steps} steps: no validation had a loss that is a number; look at the data, or \
+             use a smaller --lr"
+        ),
         (Some(dir), _) => format!(
             "stopped by {name} after {steps} steps, which are saved in {}; run the same command with --resume \
              auto to go on",

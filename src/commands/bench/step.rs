@@ -43,7 +43,7 @@ struct StepTimes {
 const WARM_UP: usize = 20;
 
 /// What has no place in single steps. In a file it may be there for training.
-const NOT_OF_A_STEP: [&str; 15] = [
+const NOT_OF_A_STEP: [&str; 17] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -55,6 +55,8 @@ const NOT_OF_A_STEP: [&str; 15] = [
     "init_from",
     "max_steps",
     "max_seconds",
+    "patience",
+    "skip_nonfinite",
     "fault",
     "tensorboard",
     "metrics",
@@ -89,7 +91,7 @@ pub fn bench_step(
         let problem = "--accumulate: bench step measures steps of one batch; leave it out, and out of the file";
         return Err(Error::Input(problem.into()).into());
     }
-    let (config, data) = with_data(Config { val_fraction: Some(0.0), ..config })?;
+    let (config, data) = with_data(Config { val_fraction: Some(0.0), patience: None, ..config })?;
     let dataset = data.training;
     let placement = plan(&config, cuda)?;
     if let Some(note) = &placement.note {
