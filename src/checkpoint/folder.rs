@@ -33,15 +33,10 @@ impl CheckpointDir {
     /// # Errors
     /// [`Error::Input`] when there are checkpoints already, another run saves there, or nothing can be written.
     pub fn create(path: &Path, keep_last: usize) -> Result<Self> {
-        if let Some(newest) = newest_in(path)? {
-            return Err(Error::Input(format!(
-                "{} holds checkpoints already, the newest being {}; go on from it with --resume auto, or use \
-                 another --save-dir",
-                path.display(),
-                name_of(&newest)
-            )));
-        }
-        Self::open(path, keep_last)
+        refuse_any_in(path)?; // before anything is written there
+        let opened = Self::open(path, keep_last)?;
+        refuse_any_in(path)?; // another run may have ended just then
+        Ok(opened)
     }
 
     /// As [`create`](Self::create), for a run that goes on from a checkpoint that is in there, if one is.
@@ -206,6 +201,17 @@ impl CheckpointDir {
 /// The newest checkpoint in the folder `path`, if that is there.
 pub(super) fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
     Ok(steps_in(path)?.pop_last().map(|(_, folder)| folder))
+}
+
+fn refuse_any_in(path: &Path) -> Result<()> {
+    newest_in(path)?.map_or(Ok(()), |newest| {
+        Err(Error::Input(format!(
+            "{} holds checkpoints already, the newest being {}; go on from it with --resume auto, or use \
+             another --save-dir",
+            path.display(),
+            name_of(&newest)
+        )))
+    })
 }
 
 /// The checkpoints in the folder `path` by step: none where there is no folder.

@@ -41,13 +41,13 @@ impl Origin {
             let (vs, _) = config.model_config().build(Device::Cpu, config.seed)?;
             origin.load_model(&vs)?;
         }
-        origin.save_dir =
-            save_dir.map(|dir| origin.open(dir, config.keep_last as usize, printer)).transpose()?;
+        origin.save_dir = save_dir.map(|dir| origin.open(dir, config, printer)).transpose()?;
         Ok(origin)
     }
 
     /// The folder to save in; what else is in there must not be lost.
-    fn open(&self, dir: &Path, keep_last: usize, printer: &Printer) -> Result<CheckpointDir> {
+    fn open(&self, dir: &Path, config: &Config, printer: &Printer) -> Result<CheckpointDir> {
+        let keep_last = config.keep_last as usize;
         let Some(checkpoint) = &self.checkpoint else {
             return CheckpointDir::create(dir, keep_last);
         };
@@ -55,6 +55,16 @@ impl Origin {
         if !opened.contains(checkpoint) {
             drop(opened); // unlocks it
             return CheckpointDir::create(dir, keep_last);
+        }
+        // Read before the folder was locked: the run that saved it may have gone on until just then.
+        if config.resume.as_deref() == Some("auto")
+            && let Some(newest) = opened.newest()?
+            && newest != checkpoint.path()
+        {
+            return Err(Error::Input(format!(
+                "another run has just saved {}; start again, to go on from that",
+                newest.display()
+            )));
         }
         for aside in opened.set_aside_after(checkpoint)? {
             printer.note(&format!(
@@ -138,5 +148,35 @@ pub(super) fn stopped(
         (None, _) => format!(
             "stopped by {name} after {steps} steps; nothing is saved, because there is no --save-dir"
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Snapshot;
+    use crate::observe::LogFormat;
+
+    #[test]
+    fn what_is_saved_between_reading_and_locking_is_not_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        let save = |step| {
+            let state = TrainerState { step, ..TrainerState::default() };
+            let snapshot = Snapshot::take(state, &[], &[]).unwrap();
+            CheckpointDir::open(path, 3).unwrap().write(&snapshot).unwrap()
+        };
+        let printer = Printer::new(LogFormat::Text);
+        let checkpoint = Some(Checkpoint::read(&save(1)).unwrap());
+        let origin = Origin { checkpoint, ..Origin::default() };
+        let config = Config { resume: Some("auto".into()), ..Config::default() };
+        drop(origin.open(path, &config, &printer).unwrap());
+        let newer = save(2);
+        let error = origin.open(path, &config, &printer).unwrap_err().to_string();
+        assert!(error.contains("another run has just saved "), "{error}");
+        // Whoever names the older one means it.
+        let config = Config { resume: Some("step-00000001".into()), ..Config::default() };
+        origin.open(path, &config, &printer).unwrap();
+        assert!(!newer.exists());
     }
 }
