@@ -46,16 +46,16 @@ impl Printer {
     /// # Errors
     /// When stdout cannot be written, unless its reader has just left.
     pub fn event(&self, event: &Event) -> io::Result<()> {
-        if let Event::End(end) = event {
-            if let Some(skipped @ 1..) = end.skipped_steps {
-                let why = match end.scale {
-                    Some(scale) => {
-                        format!("scaled gradients were not finite; the loss scale is {scale} now")
-                    }
-                    None => "losses or gradients were not finite".into(),
-                };
-                self.note(&format!("{skipped} of {} steps skipped: {why}", end.steps));
-            }
+        if let Event::End(end) = event
+            && let Some(skipped @ 1..) = end.skipped_steps
+        {
+            let why = match end.scale {
+                Some(scale) => {
+                    format!("scaled gradients were not finite; the loss scale is {scale} now")
+                }
+                None => "losses or gradients were not finite".into(),
+            };
+            self.note(&format!("{skipped} of {} steps skipped: {why}", end.steps));
         }
         match (self.format, event) {
             (LogFormat::Json, event) => self.object(event),
