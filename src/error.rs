@@ -155,6 +155,26 @@ pub enum Error {
         reason: String,
     },
 
+    /// The store where ranks of several processes meet did not do what it was asked for.
+    #[error("the store at {address} failed in {doing}: {reason}")]
+    Store {
+        /// Its host and port.
+        address: String,
+        /// What it was asked for.
+        doing: String,
+        /// Why, and what to do.
+        reason: String,
+    },
+
+    /// Gloo, which connects CPU ranks of several processes, reported an error.
+    #[error("gloo failed in {doing}: {reason}")]
+    Gloo {
+        /// What was being done.
+        doing: &'static str,
+        /// Gloo's own words.
+        reason: String,
+    },
+
     /// libtorch reported an error.
     #[error("libtorch failed in {doing}: {reason}")]
     Torch {

@@ -5,15 +5,24 @@
 mod autocast;
 mod autograd;
 mod bus_error;
+mod c10d;
 pub mod cuda;
 mod fused;
 mod generator;
+#[allow(dead_code)] // the groundwork of launch::rendezvous over several machines
+pub(crate) mod gloo;
+#[cfg(test)]
+mod gloo_tests;
 mod hooks;
 mod mapped;
 mod process;
 mod rng;
 mod shared;
 mod shim;
+#[allow(dead_code)] // as gloo
+pub(crate) mod store;
+#[cfg(test)]
+mod store_tests;
 
 pub use autocast::Autocast;
 pub use autograd::backward;

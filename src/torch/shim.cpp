@@ -9,7 +9,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -31,23 +30,11 @@
 #include <torch/custom_class.h>
 #include <torch/version.h>
 
+#include "guarded.h"
+
 namespace {
 
 constexpr auto kCUDA = c10::DeviceType::CUDA;
-
-template <typename F>
-char* guarded(F&& f) noexcept {
-  try {
-    f();
-    return nullptr;
-  } catch (const c10::Error& e) {
-    return strdup(e.what_without_backtrace());
-  } catch (const std::exception& e) {
-    return strdup(e.what());
-  } catch (...) {
-    return strdup("unknown C++ exception");
-  }
-}
 
 c10::impl::VirtualGuardImpl cuda() { return c10::impl::VirtualGuardImpl(kCUDA); }
 

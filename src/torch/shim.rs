@@ -143,6 +143,11 @@ unsafe extern "C" {
 
 /// Takes over the message that a shim function returned.
 pub(super) fn check(doing: &'static str, message: *mut c_char) -> Result<()> {
+    take_message(message).map_err(|reason| Error::Torch { doing, reason })
+}
+
+/// As [`check`], where the caller says what was being done.
+pub(super) fn take_message(message: *mut c_char) -> Result<(), String> {
     if message.is_null() {
         return Ok(());
     }
@@ -153,7 +158,7 @@ pub(super) fn check(doing: &'static str, message: *mut c_char) -> Result<()> {
         ddp_free_message(message);
         text
     };
-    Err(Error::Torch { doing, reason: first_line(&reason) })
+    Err(first_line(&reason))
 }
 
 /// The C++ tensor behind `tensor`. The shim changes what the handle refers to, never the handle, so a

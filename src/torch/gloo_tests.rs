@@ -1,0 +1,286 @@
+//! `gloo` on loopback: ranks are threads here, and processes where one is killed.
+
+use std::convert::Infallible;
+use std::env;
+use std::process::{Child, Command, Stdio};
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+use crossbeam::channel::{bounded, never};
+use tch::{Device, Kind, Tensor};
+
+use super::gloo::{Gloo, GlooWork, Reduce};
+use super::store::TcpStore;
+use super::store_tests::{TIMEOUT, connect, reason, serve};
+use crate::error::Result;
+
+fn join(store: &TcpStore, rank: usize, size: usize) -> Gloo {
+    Gloo::new(store, rank, size, TIMEOUT, None).unwrap()
+}
+
+fn on_ranks<T: Send>(size: usize, f: impl Fn(Gloo) -> T + Sync) -> Vec<T> {
+    let server = serve();
+    thread::scope(|scope| {
+        let rank = |rank| {
+            let (f, port) = (&f, server.port());
+            scope.spawn(move || {
+                let store = connect(port).under("group");
+                f(join(&store, rank, size))
+            })
+        };
+        let threads: Vec<_> = (0..size).map(rank).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn ints(values: &[i64]) -> Tensor {
+    Tensor::from_slice(values)
+}
+
+#[track_caller]
+fn same(tensor: &Tensor, values: &[i64]) {
+    let found: Vec<i64> = tensor.to_kind(Kind::Int64).view(-1).try_into().unwrap();
+    assert_eq!(found, values);
+}
+
+#[test]
+fn every_collective_does_what_it_says() {
+    for size in 1..=4 {
+        on_ranks(size, |gloo| {
+            let (rank, n) = (gloo.rank() as i64, size as i64);
+            let done = |work: Result<GlooWork>| work.unwrap().wait(&never()).unwrap();
+            let all = |f: &dyn Fn(i64) -> i64| (0..n).map(f).collect::<Vec<_>>();
+            let fold = |f: fn(i64, i64) -> i64| (0..n).map(|r| r + 5).reduce(f).unwrap();
+            for (reduce, expected) in [
+                (Reduce::Sum, fold(|a, b| a + b)),
+                (Reduce::Product, fold(|a, b| a * b)),
+                (Reduce::Min, fold(i64::min)),
+                (Reduce::Max, fold(i64::max)),
+                (Reduce::Band, fold(|a, b| a & b)),
+                (Reduce::Bor, fold(|a, b| a | b)),
+                (Reduce::Bxor, fold(|a, b| a ^ b)),
+            ] {
+                let tensor = ints(&[rank + 5; 3]);
+                done(gloo.all_reduce(&tensor, reduce));
+                same(&tensor, &[expected; 3]);
+            }
+            for root in 0..size {
+                let tensor = ints(&[rank, 1]);
+                done(gloo.reduce(&tensor, root, Reduce::Sum));
+                if gloo.rank() == root {
+                    same(&tensor, &[n * (n - 1) / 2, n]);
+                }
+                let tensor = ints(&[rank]);
+                done(gloo.broadcast(&tensor, root));
+                same(&tensor, &[root as i64]);
+                let parts: Vec<Tensor> = if gloo.rank() == root {
+                    all(&|_| 0).iter().map(|&x| ints(&[x, x])).collect()
+                } else {
+                    vec![]
+                };
+                let lists: Vec<&Tensor> = parts.iter().collect();
+                done(gloo.gather(&lists, &ints(&[rank, -rank]), root));
+                parts.iter().zip(0..).for_each(|(part, r)| same(part, &[r, -r]));
+                let mine = ints(&[9, 9]);
+                done(gloo.scatter(&mine, &lists, root));
+                same(&mine, &[rank, -rank]);
+            }
+            let parts: Vec<Tensor> = (0..n).map(|_| ints(&[0])).collect();
+            done(gloo.all_gather(&parts.iter().collect::<Vec<_>>(), &ints(&[10 * rank])));
+            parts.iter().zip(0..).for_each(|(part, r)| same(part, &[10 * r]));
+            let mine = ints(&[0, 0]);
+            let input = Tensor::arange(2 * n, (Kind::Int64, Device::Cpu));
+            done(gloo.reduce_scatter(&mine, &input, Reduce::Sum));
+            same(&mine, &[n * 2 * rank, n * (2 * rank + 1)]);
+            let output = ints(&all(&|_| 0));
+            done(gloo.all_to_all(&output, &ints(&all(&|to| 10 * rank + to)), &[], &[]));
+            same(&output, &all(&|from| 10 * from + rank));
+            // Rank r sends r rows to rank 0 and none to others.
+            let to_first = |r: i64| all(&|to| if to == 0 { r } else { 0 });
+            let rows = if rank == 0 { n * (n - 1) / 2 } else { 0 };
+            let output = Tensor::zeros([rows, 2], (Kind::Int64, Device::Cpu));
+            let input = Tensor::full([rank, 2], rank, (Kind::Int64, Device::Cpu));
+            let from = if rank == 0 { all(&|from| from) } else { all(&|_| 0) };
+            done(gloo.all_to_all(&output, &input, &from, &to_first(rank)));
+            if rank == 0 {
+                let expected: Vec<i64> = (0..n).flat_map(|r| vec![r; 2 * r as usize]).collect();
+                same(&output, &expected);
+            }
+            // Round the ring, two tags at once, received in the other order.
+            if size > 1 {
+                let (next, last) = ((gloo.rank() + 1) % size, (gloo.rank() + size - 1) % size);
+                let (first, second) = (ints(&[rank]), ints(&[rank + 100]));
+                let sends = [gloo.send(&first, next, 1), gloo.send(&second, next, 2)];
+                let (first, second) = (ints(&[0]), ints(&[0]));
+                done(gloo.recv(&second, last, 2));
+                done(gloo.recv(&first, last, 1));
+                sends.into_iter().for_each(done);
+                same(&first, &[last as i64]);
+                same(&second, &[last as i64 + 100]);
+            }
+            done(gloo.barrier());
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_is_gone_makes_the_others_fail() {
+    let failures = on_ranks(3, |gloo| {
+        if gloo.rank() == 1 {
+            return None;
+        }
+        let tensor = ints(&[1; 1000]);
+        Some(reason(gloo.all_reduce(&tensor, Reduce::Sum).and_then(|work| work.wait(&never()))))
+    });
+    for failed in failures.into_iter().flatten() {
+        assert!(failed.contains("gloo failed in all_reduce: "), "{failed}");
+    }
+}
+
+#[test]
+fn an_aborted_group_fails_at_once_everywhere() {
+    let both = Barrier::new(2);
+    on_ranks(2, |gloo| {
+        let other = 1 - gloo.rank();
+        let (received, reduced) = (ints(&[0]), ints(&[0]));
+        // Neither sends, and one does not reduce: all of it waits.
+        let mut works = vec![gloo.recv(&received, other, 0).unwrap()];
+        if gloo.rank() == 0 {
+            works.push(gloo.all_reduce(&reduced, Reduce::Sum).unwrap());
+        }
+        both.wait();
+        if gloo.rank() == 1 {
+            gloo.abort().unwrap();
+        }
+        for work in works {
+            assert!(reason(work.wait(&never())).contains("gloo failed"));
+        }
+        assert!(gloo.recv(&received, other, 0).is_err());
+    });
+}
+
+#[test]
+fn a_group_can_be_dropped_with_operations_under_way() {
+    let both = Barrier::new(2);
+    on_ranks(2, |gloo| {
+        let received = ints(&[0]);
+        let work = gloo.recv(&received, 1 - gloo.rank(), 0).unwrap();
+        both.wait();
+        drop(gloo);
+        assert!(work.wait(&never()).is_err());
+    });
+}
+
+#[test]
+fn a_cancelled_wait_does_not_wait_for_the_operation() {
+    let both = Barrier::new(2);
+    on_ranks(2, |gloo| {
+        let (running, cancelled) = bounded::<Infallible>(0);
+        let received = ints(&[0]);
+        let work = gloo.recv(&received, 1 - gloo.rank(), 0).unwrap();
+        both.wait();
+        drop(running);
+        assert!(reason(work.wait(&cancelled)).contains("given up"));
+    });
+}
+
+#[test]
+fn ranks_that_do_not_come_are_named() {
+    let server = serve();
+    let limit = Duration::from_millis(20);
+    let failed = reason(Gloo::new(&server.under("group"), 1, 4, limit, None));
+    assert!(failed.contains("rank 0, 2, 3 of 4 did not come within 20ms"), "{failed}");
+}
+
+#[test]
+fn interfaces_are_named_as_in_pytorch() {
+    let server = serve();
+    let gloo = Gloo::new(&server.under("a"), 0, 1, TIMEOUT, Some("lo")).unwrap();
+    gloo.barrier().unwrap().wait(&never()).unwrap();
+    let failed = reason(Gloo::new(&server.under("b"), 0, 1, TIMEOUT, Some("lo,")));
+    assert!(failed.contains("GLOO_SOCKET_IFNAME=lo,: there is an empty name"), "{failed}");
+    let failed = reason(Gloo::new(&server.under("c"), 0, 1, TIMEOUT, Some("no_such0")));
+    assert!(failed.contains("no_such0"), "{failed}");
+}
+
+#[test]
+fn what_a_call_cannot_take_is_refused() {
+    on_ranks(1, |gloo| {
+        let strided = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu)).tr();
+        assert!(reason(gloo.all_reduce(&strided, Reduce::Sum)).contains("contiguous"));
+        assert!(reason(gloo.broadcast(&ints(&[1]), 1)).contains("no rank 1 in a group of 1"));
+        let floats = Tensor::zeros([2], (Kind::Float, Device::Cpu));
+        let band = gloo.all_reduce(&floats, Reduce::Band).and_then(|work| work.wait(&never()));
+        assert!(reason(band).contains("BAND"));
+        assert!(reason(gloo.all_to_all(&floats, &floats, &[2], &[])).contains("splits"));
+    });
+}
+
+/// A ring adds in another order than that of the ranks, but in the same one each time, and for all.
+#[test]
+fn floats_are_added_in_the_same_order_each_time() {
+    let run = || {
+        let sums = on_ranks(3, |gloo| {
+            let index = Tensor::arange(100_000, (Kind::Float, Device::Cpu));
+            let tensor = (index + gloo.rank() as f64 * 78.233).sin();
+            gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
+            gloo.barrier().unwrap().wait(&never()).unwrap();
+            Vec::<f32>::try_from(&tensor).unwrap()
+        });
+        let bits = |sum: Vec<f32>| sum.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        sums.into_iter().map(bits).collect::<Vec<_>>()
+    };
+    let sums = run();
+    assert!(sums.iter().all(|sum| *sum == sums[0]));
+    assert_eq!(run(), sums);
+}
+
+const PORT: &str = "DDP_MP_TEST_STORE_PORT";
+
+/// The other process of the next two tests; on its own it has nothing to do.
+#[test]
+fn peer() {
+    let Ok(port) = env::var(PORT) else { return };
+    let gloo = join(&connect(port.parse().unwrap()).under("group"), 1, 2);
+    let tensor = ints(&[2]);
+    gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
+    same(&tensor, &[3]);
+    // Until it is killed, or told to go on.
+    gloo.recv(&tensor, 0, 0).unwrap().wait(&never()).unwrap();
+}
+
+fn start_peer(port: u16) -> Child {
+    Command::new(env::current_exe().unwrap())
+        .args(["--exact", "torch::gloo_tests::peer"])
+        .env(PORT, port.to_string())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+#[test]
+fn a_process_that_is_killed_makes_the_others_fail() {
+    let server = serve();
+    let mut peer = start_peer(server.port());
+    let gloo = join(&server.under("group"), 0, 2);
+    let tensor = ints(&[1]);
+    gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
+    let work = gloo.barrier().unwrap();
+    peer.kill().unwrap();
+    let failed = reason(work.wait(&never()));
+    assert!(failed.contains("gloo failed in barrier: "), "{failed}");
+    peer.wait().unwrap();
+}
+
+/// With the destructors of libtorch: nothing may be left that they pull the ground from.
+#[test]
+fn a_process_ends_as_it_should() {
+    let server = serve();
+    let mut peer = start_peer(server.port());
+    let gloo = join(&server.under("group"), 0, 2);
+    let tensor = ints(&[1]);
+    gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
+    gloo.send(&tensor, 1, 0).unwrap().wait(&never()).unwrap();
+    assert!(peer.wait().unwrap().success());
+}

@@ -1,0 +1,216 @@
+//! `store` on loopback, and what answers in its place.
+
+use std::convert::Infallible;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::thread;
+use std::time::Duration;
+
+use crossbeam::channel::{Receiver, bounded, never};
+
+use super::store::TcpStore;
+use crate::error::{Error, Result};
+
+/// No test waits for this long.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
+
+pub(super) fn serve() -> TcpStore {
+    TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap()
+}
+
+pub(super) fn connect(port: u16) -> TcpStore {
+    TcpStore::connect("127.0.0.1", port, TIMEOUT, never()).unwrap()
+}
+
+pub(super) fn reason<T>(result: Result<T>) -> String {
+    result.err().expect("it fails").to_string()
+}
+
+#[test]
+fn a_store_keeps_values_and_counts() {
+    let server = serve();
+    let client = connect(server.port());
+    let value: Vec<u8> = (0..=255).cycle().take(100_000).collect();
+    client.set("a", &value).unwrap();
+    assert_eq!(server.get("a", TIMEOUT).unwrap(), Some(value));
+    client.set("empty", b"").unwrap();
+    assert_eq!(client.get("empty", TIMEOUT).unwrap(), Some(vec![]));
+    assert_eq!(server.add("n", 2).unwrap(), 2);
+    assert_eq!(client.add("n", -5).unwrap(), -3);
+    let under = client.under("run").under("0");
+    assert!(!under.check(&["a".into()]).unwrap());
+    assert_eq!(under.compare_set("a", b"", b"first").unwrap(), b"first");
+    assert_eq!(under.compare_set("a", b"", b"second").unwrap(), b"first");
+    assert_eq!(server.get("run/0/a", TIMEOUT).unwrap(), Some(b"first".to_vec()));
+    assert!(client.check(&["a".into(), "n".into()]).unwrap());
+    assert!(client.delete("a").unwrap());
+    assert!(!client.delete("a").unwrap());
+    assert!(!client.wait(&["a".into()], Duration::from_millis(1)).unwrap());
+    assert_eq!(client.get("a", Duration::ZERO).unwrap(), None);
+}
+
+#[test]
+fn a_wait_ends_when_the_key_is_set() {
+    let server = serve();
+    let waiting = server.another_connection().unwrap();
+    let waits = thread::scope(|scope| {
+        let thread = scope.spawn(|| waiting.wait(&["x".into(), "y".into()], TIMEOUT));
+        server.set("x", b"1").unwrap();
+        server.set("y", b"2").unwrap();
+        thread.join().unwrap()
+    });
+    assert!(waits.unwrap());
+}
+
+#[test]
+fn a_wait_ends_when_the_run_is_cancelled() {
+    let server = serve();
+    let (running, cancelled) = bounded::<Infallible>(0);
+    let client = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT, cancelled).unwrap();
+    let failed = thread::scope(|scope| {
+        let thread = scope.spawn(|| client.get("never", TIMEOUT));
+        server.set("so that it is asked for meanwhile", b"").unwrap();
+        drop(running);
+        reason(thread.join().unwrap())
+    });
+    assert!(failed.contains("get \"never\": given up"), "{failed}");
+}
+
+#[test]
+fn a_store_listens_where_it_is_told_only() {
+    let server = TcpStore::serve("127.0.0.2", 0, TIMEOUT, never()).unwrap();
+    assert!(TcpStream::connect(("127.0.0.1", server.port())).is_err());
+    let failed = reason(TcpStore::serve("127.0.0.2", server.port(), TIMEOUT, never()));
+    assert!(failed.contains("the port is in use"), "{failed}");
+    let failed = reason(TcpStore::serve("0.0.0.0", 0, TIMEOUT, never()));
+    assert!(failed.contains("every interface"), "{failed}");
+    let failed = reason(TcpStore::serve("192.0.2.1", 1, TIMEOUT, never()));
+    assert!(failed.contains("192.0.2.1:1 failed in listening: that is no address"), "{failed}");
+}
+
+/// `localhost` may be ::1 first, where nobody is.
+#[test]
+fn every_address_of_a_name_is_tried() {
+    let server = serve();
+    let client = TcpStore::connect("localhost", server.port(), TIMEOUT, never()).unwrap();
+    assert_eq!(client.add("n", 1).unwrap(), 1);
+    assert!(client.local_address().is_loopback());
+}
+
+#[test]
+fn a_client_waits_for_a_store_that_comes_later() {
+    // Its port is taken already, but at another address: so nobody else gets it.
+    let other = serve();
+    let port = other.port();
+    let (client, _server) = thread::scope(|scope| {
+        let connect = || TcpStore::connect("127.0.0.2", port, TIMEOUT, never());
+        let thread = scope.spawn(connect);
+        let server = TcpStore::serve("127.0.0.2", port, TIMEOUT, never()).unwrap();
+        (thread.join().unwrap().unwrap(), server)
+    });
+    assert_eq!(client.add("n", 1).unwrap(), 1);
+}
+
+#[test]
+fn a_store_that_is_not_there_is_an_error() {
+    // The port is that of a store at another address.
+    let other = serve();
+    let port = other.port();
+    let limit = Duration::from_millis(50);
+    let failed = reason(TcpStore::connect("127.0.0.2", port, limit, never()));
+    assert!(failed.contains(&format!("127.0.0.2:{port} failed in connecting")), "{failed}");
+    assert!(failed.contains("refused"), "{failed}");
+    let (running, cancelled) = bounded::<Infallible>(0);
+    drop(running);
+    let failed = reason(TcpStore::connect("127.0.0.2", port, TIMEOUT, cancelled));
+    assert!(failed.contains("given up"), "{failed}");
+}
+
+#[test]
+fn keys_and_values_have_a_size() {
+    let server = serve();
+    let long = "k".repeat(8 << 10);
+    assert!(matches!(server.set(&long, b""), Err(Error::Input(_))));
+    assert!(matches!(server.set("k", &vec![0; (8 << 20) + 1]), Err(Error::Input(_))));
+    server.set(&long[1..], &vec![7; 8 << 20]).unwrap();
+    assert_eq!(server.get(&long[1..], TIMEOUT).unwrap().map(|v| v.len()), Some(8 << 20));
+    assert!(reason(server.set("a\0b", b"")).contains("NUL"));
+}
+
+#[test]
+fn a_store_that_goes_away_is_an_error() {
+    let server = serve();
+    let client = connect(server.port());
+    drop(server);
+    let failed = reason(client.add("n", 1));
+    assert!(failed.contains("failed in add \"n\""), "{failed}");
+}
+
+/// A server that talks to everybody as the real one does, until it is asked for what it answers with `evil`.
+fn hostile(port: u16, evil: Vec<u8>, turns: Receiver<()>) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let here = listener.local_addr().unwrap().port();
+    thread::Builder::new()
+        .spawn(move || {
+            for client in listener.incoming() {
+                let mut client = client.unwrap();
+                let server = TcpStream::connect(("127.0.0.1", port)).unwrap();
+                let (mut to, mut from) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+                let (evil, turns) = (evil.clone(), turns.clone());
+                let forth = move || {
+                    let mut bytes = [0; 4096];
+                    while let Ok(len @ 1..) = from.read(&mut bytes) {
+                        if turns.try_recv().is_ok() {
+                            let _ = from.write_all(&evil);
+                            let _ = from.shutdown(Shutdown::Both);
+                            return;
+                        }
+                        to.write_all(&bytes[..len]).unwrap();
+                    }
+                    let _ = to.shutdown(Shutdown::Both);
+                };
+                thread::Builder::new().spawn(forth).unwrap();
+                let back = move || drop(std::io::copy(&mut &server, &mut client));
+                thread::Builder::new().spawn(back).unwrap();
+            }
+        })
+        .unwrap();
+    here
+}
+
+#[test]
+fn whatever_a_server_answers_is_an_error_at_worst() {
+    let server = serve();
+    let lengths = [u64::MAX, 1 << 62, 1 << 46].map(|len| len.to_le_bytes().to_vec());
+    for evil in lengths.into_iter().chain([vec![], vec![0xab; 3], vec![0xff; 4096]]) {
+        let (turn, turns) = bounded(1);
+        let client = connect(hostile(server.port(), evil.clone(), turns));
+        assert_eq!(client.compare_set("k", b"", b"v").unwrap(), b"v");
+        turn.send(()).unwrap();
+        let failed = reason(client.compare_set("k", b"", b"v"));
+        assert!(failed.contains("failed in compare_set \"k\""), "{failed}");
+    }
+}
+
+/// Neither garbage in place of a greeting, nor silence.
+#[test]
+fn a_server_that_is_no_store_is_an_error() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let greeting = thread::Builder::new().spawn(move || {
+        for (client, greets) in listener.incoming().zip([false, true, true, true, true, true]) {
+            let mut client = client.unwrap();
+            if greets {
+                let _ = client.write_all(b"SSH-2.0-OpenSSH_9.6\r\n");
+            }
+        }
+    });
+    let limit = Duration::from_secs(2);
+    let failed = reason(TcpStore::connect("127.0.0.1", port, limit, never()));
+    assert!(failed.contains("failed in connecting"), "{failed}");
+    drop(greeting);
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = silent.local_addr().unwrap().port();
+    let failed = reason(TcpStore::connect("127.0.0.1", port, limit, never()));
+    assert!(failed.contains("failed in connecting"), "{failed}");
+}
