@@ -1,5 +1,6 @@
 //! What can go wrong between ranks: each error names who, where, and what to do.
 
+use std::fmt;
 use std::time::Duration;
 
 use crate::operation::{At, Operation};
@@ -48,6 +49,36 @@ pub enum Error {
         waiting: usize,
         /// The rank that is gone.
         left: usize,
+    },
+
+    /// Processes that are part of the run did not come.
+    #[error(
+        "processes {missing} of {count} have not come within {waited:?}; there are: {there}; look whether those were \
+         started, or raise --timeout"
+    )]
+    Absent {
+        /// The numbers of those that are missing.
+        missing: String,
+        /// How many there should be.
+        count: usize,
+        /// For how long they were waited for.
+        waited: Duration,
+        /// Those that came, and from where.
+        there: String,
+    },
+
+    /// The connection to another process broke.
+    #[error(
+        "{at}: the connection to {} is lost: {reason}; look at what that process has said, and why it has ended",
+        list_late(lost)
+    )]
+    Peer {
+        /// What the rank that noticed was doing.
+        at: At,
+        /// The ranks of the processes that do not answer; if all do, those of all others.
+        lost: Vec<LateRank>,
+        /// What the system says.
+        reason: String,
     },
 
     /// The ranks called different things at the same point.
@@ -222,14 +253,23 @@ pub struct LateRank {
     pub rank: usize,
     /// What it was last seen doing.
     pub last_seen: At,
+    /// Whether its process does not answer any more.
+    pub silent: bool,
+}
+
+impl fmt::Display for LateRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, last_seen, silent } = self;
+        let silent = if *silent { "; its process does not answer" } else { "" };
+        write!(f, "rank {rank} (last seen: {last_seen}{silent})")
+    }
 }
 
 fn list_late(late: &[LateRank]) -> String {
     if late.is_empty() {
         return "its device".into();
     }
-    let names: Vec<String> =
-        late.iter().map(|l| format!("rank {} (last seen: {})", l.rank, l.last_seen)).collect();
+    let names: Vec<String> = late.iter().map(ToString::to_string).collect();
     names.join(", ")
 }
 
@@ -239,6 +279,7 @@ impl Error {
         match self {
             Error::Timeout { late, .. } => late.first().map(|l| (l.rank, Some(l.last_seen))),
             Error::Left { left, .. } => Some((*left, None)),
+            Error::Peer { lost, .. } => lost.first().map(|l| (l.rank, Some(l.last_seen))),
             Error::Mismatch { odd, called, sequence, .. } => {
                 Some((*odd, Some(At { operation: *called, sequence: *sequence })))
             }

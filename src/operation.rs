@@ -108,6 +108,28 @@ pub struct At {
     pub sequence: u64,
 }
 
+impl At {
+    const SEQUENCE_BITS: u32 = 56;
+
+    /// Both in one number; of the sequence the lower 56 bits.
+    pub(crate) fn packed(self) -> u64 {
+        let sequence = self.sequence & ((1 << Self::SEQUENCE_BITS) - 1);
+        (self.operation as u64) << Self::SEQUENCE_BITS | sequence
+    }
+
+    /// From one number, if it is such a one.
+    pub(crate) fn unpacked(packed: u64) -> Option<Self> {
+        let operation = *Operation::ALL.get((packed >> Self::SEQUENCE_BITS) as usize)?;
+        Some(Self { operation, sequence: packed & ((1 << Self::SEQUENCE_BITS) - 1) })
+    }
+
+    /// From the name of an operation; code of the rank's own, if it is none.
+    pub(crate) fn named(operation: &str, sequence: u64) -> Self {
+        let known = Operation::ALL.into_iter().find(|it| it.to_string() == operation);
+        Self { operation: known.unwrap_or(Operation::Function), sequence }
+    }
+}
+
 impl fmt::Display for At {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let At { operation, sequence } = self;

@@ -235,6 +235,63 @@ fn the_events_have_the_fields_of_the_contract_in_their_order() {
     assert_eq!(fields(stdout.lines().last().unwrap()), format!("{end} skipped_steps scale"));
 }
 
+/// What the second of two workers of `torchrun --no-python --nproc-per-node=2` sees.
+const TORCHRUN: [(&str, &str); 9] = [
+    ("RANK", "1"),
+    ("WORLD_SIZE", "2"),
+    ("LOCAL_RANK", "1"),
+    ("LOCAL_WORLD_SIZE", "2"),
+    ("MASTER_ADDR", "127.0.0.1"),
+    ("MASTER_PORT", "29500"),
+    ("OMP_NUM_THREADS", "1"),
+    ("TORCHELASTIC_RUN_ID", "none"),
+    ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+];
+
+fn under_torchrun(args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = program(args);
+    command.envs(TORCHRUN);
+    run_command(command)
+}
+
+#[test]
+fn env_tells_which_launcher_was_found_and_why() {
+    let (code, stdout, _) = under_torchrun(&["env"]);
+    assert_eq!(code, Some(0));
+    for row in [
+        "launcher              torchrun, process 1 of 2\n",
+        "  because             RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR",
+        "; one rank in each process\n",
+        "  meet at             127.0.0.1:29500, where torchrun's agent listens\n",
+    ] {
+        assert!(stdout.contains(row), "{stdout}");
+    }
+    let (_, stdout, _) = under_torchrun(&["env", "--log-format=json"]);
+    let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(report["launcher"], "torchrun");
+    let launch = &report["launch"];
+    assert_eq!((&launch["process"], &launch["local_processes"]), (&1.into(), &2.into()));
+    assert_eq!(
+        (&launch["agent_store"], &launch["master"]),
+        (&true.into(), &"127.0.0.1:29500".into())
+    );
+
+    let (_, stdout, _) = under_torchrun(&["env", "--launch=slurm"]);
+    assert!(stdout.contains("launcher              unknown\n"), "{stdout}");
+    assert!(stdout.contains("would fail            --launch slurm: SLURM_PROCID, "), "{stdout}");
+}
+
+#[test]
+fn several_processes_do_not_each_train_on_their_own() {
+    for args in [&[][..], &["comm", "barrier"], &["bench", "all-reduce", "--max-bytes=4"]] {
+        let (code, stdout, stderr) = under_torchrun(args);
+        assert_eq!((code, stdout.as_str()), (Some(2), ""), "{args:?}");
+        assert!(stderr.contains("this is process 1 of 2 (torchrun: RANK=1"), "{stderr}");
+    }
+    let (code, ..) = under_torchrun(&["--launch=local", "--nproc-per-node=2"]);
+    assert_eq!(code, Some(0));
+}
+
 #[test]
 fn env_as_json_is_one_object() {
     let (code, stdout, _) = run(&["env", "--log-format=json", "--nproc-per-node=3"]);

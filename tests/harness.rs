@@ -38,10 +38,27 @@ pub(crate) fn ranks<T: Send + 'static>(
     try_ranks(world_size, f).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// By what the program would take the tests' own launcher for its own.
+const LAUNCHERS: [&str; 10] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "MPI_LOCALRANKID",
+    "PALS_RANKID",
+    "PMI_RANK",
+    "SLURM_JOB_ID",
+    "PET_NNODES",
+];
+
 /// The program, seeing no GPU, with nothing of the tests' environment that it would react to.
 pub(crate) fn program(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ddp-mp"));
     command.args(args).env("CUDA_VISIBLE_DEVICES", "").env_remove("RUST_BACKTRACE");
+    for name in LAUNCHERS {
+        command.env_remove(name);
+    }
     command.stdin(Stdio::null());
     command
 }

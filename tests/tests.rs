@@ -23,6 +23,7 @@ mod messages; // from one rank to one other, and objects
 mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
 mod parity; // against values recorded from PyTorch
+mod processes; // several processes: collectives, training, failures
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
 mod sync_batch_norm; // the sum that gradients flow through, and batch norm over all ranks

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::Value;
 use tch::Tensor;
@@ -10,9 +11,10 @@ use tch::nn::VarStore;
 
 use super::folder::{name_of, newest_in, pointed, steps_in};
 use super::state::{FORMAT, FileMark, Manifest};
-use super::{MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
+use super::{CheckpointDir, MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
+use crate::process_group::ProcessGroup;
 
 /// A checkpoint in memory, found to be what was written. All ranks may share it.
 #[derive(Debug)]
@@ -21,6 +23,8 @@ pub struct Checkpoint {
     state: TrainerState,
     model: TensorFile,
     optimizer: TensorFile,
+    /// Whether the run that goes on saves where this is.
+    in_save_dir: AtomicBool,
 }
 
 impl Checkpoint {
@@ -73,7 +77,40 @@ impl Checkpoint {
             TensorFile::new(file, bytes).map_err(|error| error.to_string())
         };
         let (model, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
-        Ok(Self { path: path.into(), state, model, optimizer })
+        let in_save_dir = AtomicBool::new(false);
+        Ok(Self { path: path.into(), state, model, optimizer, in_save_dir })
+    }
+
+    /// Rank 0's checkpoint, if it has one, for all ranks of `group`: the others need no file. A collective.
+    pub(crate) fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
+        let mut header = Vec::new();
+        if let Some(Self { path, state, model, optimizer, .. }) = mine.filter(|_| group.rank() == 0)
+        {
+            let state = serde_json::to_string(state).map_err(|e| Error::Input(e.to_string()))?;
+            let sizes = [model.bytes().len(), optimizer.bytes().len()];
+            let saved_here = mine.is_some_and(Self::is_in_save_dir);
+            header.push((path.clone(), state, sizes, saved_here));
+        }
+        group.broadcast_object_list(&mut header, 0)?;
+        let Some((path, state, sizes, saved_here)) = header.pop() else { return Ok(None) };
+        let file = |of: fn(&Self) -> &TensorFile, name: &str, size: usize| {
+            let mine = mine.map_or(&[][..], |it| of(it).bytes());
+            let bytes = group.broadcast_bytes(mine, size, 0)?;
+            TensorFile::new(path.join(name), bytes)
+        };
+        let model = file(|it| &it.model, MODEL, sizes[0])?;
+        let optimizer = file(|it| &it.optimizer, OPTIMIZER, sizes[1])?;
+        let state = serde_json::from_str(&state).map_err(|e| Error::Input(e.to_string()))?;
+        Ok(Some(Self { path, state, model, optimizer, in_save_dir: AtomicBool::new(saved_here) }))
+    }
+
+    /// Notes that the run which goes on from this saves into `dir`.
+    pub(crate) fn note_whether_in(&self, dir: &CheckpointDir) {
+        self.in_save_dir.store(dir.contains(self), Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_in_save_dir(&self) -> bool {
+        self.in_save_dir.load(Ordering::Relaxed)
     }
 
     /// The folder that it was read from.

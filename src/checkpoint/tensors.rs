@@ -102,6 +102,11 @@ impl TensorFile {
         Ok(Self { path, bytes })
     }
 
+    /// The file as it is.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
     /// Its tensors by name, copied, on the CPU.
     ///
     /// # Errors

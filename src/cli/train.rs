@@ -178,13 +178,29 @@ pub(crate) struct TrainFlags {
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
     patience: Option<u64>,
 
-    /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
+    /// How many ranks this process starts: auto (one per visible GPU, else per CPU core; where a launcher starts
+    /// one process per rank, one), gpu, cpu, or a number
     /// [default: auto]
     #[arg(long, value_name = "auto|gpu|cpu|N", help_heading = "Run")]
     nproc_per_node: Option<String>,
-    /// What carries the tensors: auto (nccl on GPUs, else threaded) [default: auto]
-    #[arg(long, value_name = "NAME", value_parser = ["auto", "nccl", "threaded"], help_heading = "Run")]
+    /// What carries the tensors: auto (nccl on GPUs, else threaded; gloo for several processes) [default: auto]
+    #[arg(long, value_name = "NAME", value_parser = ["auto", "nccl", "threaded", "gloo"], help_heading = "Run")]
     backend: Option<String>,
+    /// Whose variables say which process of how many this is; see ddp-mp env. local: nobody's [default: auto]
+    #[arg(long, value_name = "NAME", value_parser = ["auto", "local", "torchrun", "slurm", "mpi", "kubernetes"], help_heading = "Several machines")]
+    launch: Option<String>,
+    /// How many machines there are, with one process started by hand on each; launchers know [default: 1]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Several machines")]
+    nnodes: Option<u64>,
+    /// This machine's number, from 0
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Several machines")]
+    node_rank: Option<u64>,
+    /// The name or address of machine 0, or of the machine of rank 0
+    #[arg(long, value_name = "HOST", help_heading = "Several machines")]
+    master_addr: Option<String>,
+    /// The port there that the others connect to [default: 29500; with slurm from the job's number]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..), help_heading = "Several machines")]
+    master_port: Option<u16>,
     /// How one model is trained on all ranks: ddp (all average their gradients), or the old way, to compare:
     /// dp (DataParallel: rank 0 gathers them, steps, and sends out the parameters) [default: ddp]
     #[arg(long, value_name = "NAME", value_parser = ["ddp", "dp"], help_heading = "Engine")]

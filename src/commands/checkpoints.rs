@@ -1,6 +1,7 @@
 //! From which checkpoint a run goes on, and where it saves its own: before any rank starts.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use tch::Device;
 use tch::nn::VarStore;
@@ -14,7 +15,7 @@ use crate::observe::Printer;
 /// What a run starts from, shared by its ranks.
 #[derive(Debug, Default)]
 pub(super) struct Origin {
-    pub checkpoint: Option<Checkpoint>,
+    pub checkpoint: Option<Arc<Checkpoint>>,
     /// Where there is no checkpoint.
     weights: Option<TensorFile>,
     pub save_dir: Option<CheckpointDir>,
@@ -36,12 +37,16 @@ impl Origin {
             Some(file) if checkpoint.is_none() => Some(TensorFile::read(file).map_err(init_from)?),
             _ => None,
         };
-        let mut origin = Self { checkpoint, weights, save_dir: None };
+        let mut origin = Self { checkpoint: None, weights, save_dir: None };
+        origin.checkpoint = checkpoint.map(Arc::new);
         if origin.checkpoint.is_some() || origin.weights.is_some() {
             let (vs, _) = config.model_config().build(Device::Cpu, config.seed)?;
             origin.load_model(&vs)?;
         }
         origin.save_dir = save_dir.map(|dir| origin.open(dir, config, printer)).transpose()?;
+        if let (Some(dir), Some(checkpoint)) = (&origin.save_dir, &origin.checkpoint) {
+            checkpoint.note_whether_in(dir);
+        }
         Ok(origin)
     }
 

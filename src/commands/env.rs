@@ -5,8 +5,10 @@ use std::io::Write;
 use serde::Serialize;
 
 use super::train::with_data;
-use super::{cores, plan};
+use super::{cores, launch, plan};
 use crate::config::{Config, Data};
+use crate::error::Result;
+use crate::launch::{Launch, LaunchKind};
 use crate::observe::{LogFormat, Printer};
 use crate::process_group::{nccl_version, rank_label};
 use crate::torch::{self, cuda::Cuda};
@@ -22,10 +24,29 @@ struct Report {
     libtorch: String,
     libtorch_folder: Option<String>,
     nccl: Option<String>,
-    launcher: &'static str,
+    /// None if its variables make no sense.
+    launcher: Option<&'static str>,
+    launch: Option<Launched>,
     data: Option<Samples>,
     plan: Option<Plan>,
     plan_problem: Option<String>,
+}
+
+/// What a launcher, or nobody, has said.
+#[derive(Serialize)]
+struct Launched {
+    reason: String,
+    process: usize,
+    processes: usize,
+    local_process: usize,
+    local_processes: usize,
+    nnodes: Option<usize>,
+    master: Option<String>,
+    agent_store: bool,
+    run_id: String,
+    restart_count: usize,
+    max_restarts: usize,
+    error_file: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -62,6 +83,7 @@ struct Plan {
 /// # Errors
 /// When stdout can't be written. A configuration that can't be run here is part of the report.
 pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()> {
+    let launch = launch(&config.launch_options(), cuda);
     let (data, plan) = match with_data(config.clone()) {
         Ok((config, data)) => (Some(Samples::of(&config, &data)), plan(&config, cuda)),
         Err(error) => (None, Err(error)),
@@ -77,7 +99,8 @@ pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()
         libtorch: torch::version(),
         libtorch_folder: torch::library_folder().map(|folder| folder.display().to_string()),
         nccl: nccl_version(),
-        launcher: "local",
+        launcher: launch.as_ref().ok().map(|launch| launch.kind.name()),
+        launch: launch.as_ref().ok().map(Launched::of),
         data,
         plan_problem: plan.as_ref().err().map(ToString::to_string),
         plan: plan.ok().map(|placement| Plan {
@@ -94,12 +117,37 @@ pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()
     };
     match printer.format() {
         LogFormat::Json => printer.object(&report)?,
-        LogFormat::Text => printer.lines(|out| write_text(&report, config, out))?,
+        LogFormat::Text => printer.lines(|out| write_text(&report, &launch, config, out))?,
     }
     Ok(())
 }
 
-fn write_text(report: &Report, config: &Config, out: &mut dyn Write) -> std::io::Result<()> {
+impl Launched {
+    fn of(launch: &Launch) -> Self {
+        let Launch { processes, master, .. } = launch;
+        Self {
+            reason: launch.reason.clone(),
+            process: processes.index,
+            processes: processes.count,
+            local_process: processes.local_index,
+            local_processes: processes.local_count,
+            nnodes: launch.nnodes,
+            master: master.as_ref().map(ToString::to_string),
+            agent_store: master.as_ref().is_some_and(|master| master.agent_store),
+            run_id: launch.run_id.clone(),
+            restart_count: launch.restart_count,
+            max_restarts: launch.max_restarts,
+            error_file: launch.error_file.as_ref().map(|file| file.display().to_string()),
+        }
+    }
+}
+
+fn write_text(
+    report: &Report,
+    launch: &Result<Launch>,
+    config: &Config,
+    out: &mut dyn Write,
+) -> std::io::Result<()> {
     let none = || "none".to_string();
     let mut row = |name: &str, value: String| writeln!(out, "{name:<22}{value}");
     row("ddp-mp", report.version.into())?;
@@ -118,7 +166,24 @@ fn write_text(report: &Report, config: &Config, out: &mut dyn Write) -> std::io:
     row("libtorch", report.libtorch.clone())?;
     row("  loaded from", report.libtorch_folder.clone().unwrap_or_else(none))?;
     row("NCCL", report.nccl.clone().unwrap_or_else(none))?;
-    row("launcher", format!("{} (ranks are threads of this process)", report.launcher))?;
+    match launch {
+        Ok(launch) if launch.kind == LaunchKind::Local => {
+            row("launcher", "local (ranks are threads of this process)".into())?;
+        }
+        Ok(launch) => {
+            let (of, name) = (launch.processes, launch.kind.name());
+            row("launcher", format!("{name}, process {} of {}", of.index, of.count))?;
+        }
+        // Said below, as what would fail.
+        Err(_) => row("launcher", "unknown".into())?,
+    }
+    if let Ok(launch) = launch {
+        row("  because", launch.reason.clone())?;
+        if let Some(master) = &launch.master {
+            let host = if master.agent_store { "torchrun's agent" } else { "process 0" };
+            row("  meet at", format!("{master}, where {host} listens"))?;
+        }
+    }
     if let Some(Samples { dataset, training, validation, in_features, out_features }) = &report.data
     {
         row("data", dataset.clone())?;

@@ -4,6 +4,7 @@ mod bench;
 mod checkpoints;
 mod comm;
 mod env;
+mod launched;
 mod sampler;
 mod train;
 
@@ -13,11 +14,12 @@ pub use env::env;
 pub use sampler::{SamplerRequest, sampler};
 pub use train::train;
 
+use std::env::var_os;
 use std::thread;
 
 use crate::config::Config;
-use crate::error::Result;
-use crate::launch::{BackendChoice, Nproc, Placement, place};
+use crate::error::{Error, Result};
+use crate::launch::{BackendChoice, Launch, LaunchOptions, Nproc, Placement, detect, place};
 use crate::torch::cuda::Cuda;
 
 /// How many CPU cores this process may use.
@@ -25,14 +27,43 @@ fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// How this process was started.
+fn launch(options: &LaunchOptions, cuda: &Cuda) -> Result<Launch> {
+    let variable = |name: &str| Some(var_os(name)?.to_string_lossy().into_owned());
+    detect(&variable, options, cuda.usable())
+}
+
 /// Where the ranks of `config` run on this machine, and whether they can do what it asks.
 fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
-    let placement = place_ranks(config.nproc_per_node, config.backend, cuda)?;
+    let launch = launch(&config.launch_options(), cuda)?;
+    let placement = place(launch.nproc, config.backend, cuda, &launch.share(cores()))?;
+    let placement = placement.in_processes(launch.processes.count, config.backend)?;
+    // Those of other processes are not known yet.
     config.validate_for(placement.devices.len())?;
     Ok(placement)
 }
 
 /// Where so many ranks run on this machine.
 fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
-    place(nproc, backend, cuda, cores())
+    place_launched(&LaunchOptions { nproc, ..LaunchOptions::default() }, backend, cuda)
+}
+
+/// Where the ranks of this process run, for what only one process does.
+fn place_launched(
+    options: &LaunchOptions,
+    backend: BackendChoice,
+    cuda: &Cuda,
+) -> Result<Placement> {
+    let launch = launch(options, cuda)?;
+    if launch.processes.count > 1 {
+        return Err(Error::Input(format!(
+            "this is process {} of {} ({}: {}), and this command is for one process; start one, or unset the \
+             launcher's variables",
+            launch.processes.index,
+            launch.processes.count,
+            launch.kind.name(),
+            launch.reason
+        )));
+    }
+    place(launch.nproc, backend, cuda, &launch.share(cores()))
 }

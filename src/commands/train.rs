@@ -8,12 +8,13 @@ use anyhow::Context;
 use tch::Device;
 
 use super::checkpoints::{self, Origin};
-use super::plan;
+use super::launched::{Launched, run_launched};
+use crate::checkpoint::Checkpoint;
 use crate::config::{Config, Data, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::{Error, Result};
-use crate::launch::{Placement, Rank, Spawn, SpawnError, Stop, StopReason, stop_on_signals};
+use crate::launch::{Launch, Rank, SpawnError, Stop, StopReason, stop_on_signals};
 use crate::models::Model;
 use crate::observe::{End, Event, Failure, LogFormat, Printer, Recorder, Start, peak_memory};
 use crate::optim::{Optimizer, Schedule};
@@ -25,7 +26,7 @@ use crate::trainer::Trainer;
 /// What all ranks share.
 struct Job {
     config: Config,
-    placement: Placement,
+    launched: Launched,
     data: Data,
     /// Taken by rank 0; there if it is wanted.
     recorder: Mutex<Option<Recorder>>,
@@ -47,41 +48,43 @@ pub fn train(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Option<StopReason>> {
+    run_launched(&config.clone(), cuda, printer, |launch| train_in(config, launch, cuda, printer))
+}
+
+/// The part of it that is this process's.
+fn train_in(
+    config: Config,
+    launch: Launch,
+    cuda: &Cuda,
+    printer: &Arc<Printer>,
+) -> anyhow::Result<Option<StopReason>> {
     let stop = Arc::new(Stop::new(config.max_seconds.map(Duration::from_secs)));
     stop_on_signals(&stop).context("watching for signals")?;
     let (config, data) = with_data(config)?;
-    let placement = plan(&config, cuda)?;
-    for note in [&placement.note, &data.note].into_iter().flatten() {
-        printer.note(note);
+    let launched = Launched::meet(&config, launch, cuda)?;
+    let world_size = launched.world_size();
+    config.validate_for(world_size)?;
+    let (mut recorder, mut origin) = (None, Origin::default());
+    if launched.is_first() {
+        for note in [&launched.placement.note, &data.note].into_iter().flatten() {
+            printer.note(note);
+        }
+        if let (_, Some(note)) = config.lr_for(world_size) {
+            printer.note(&note);
+        }
+        if let Some(note) = config.idle_in(config.steps(world_size)) {
+            printer.note(&note);
+        }
+        let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
+        recorder = Some(Recorder::new(printer, tensorboard, metrics)?);
+        origin = Origin::of(&config, world_size, printer)?;
     }
-    if let (_, Some(note)) = config.lr_for(placement.devices.len()) {
-        printer.note(&note);
-    }
-    if let Some(note) = config.idle_in(config.steps(placement.devices.len())) {
-        printer.note(&note);
-    }
-    let recorder =
-        Recorder::new(printer, config.tensorboard.as_deref(), config.metrics.as_deref())?;
-    let records = recorder.is_wanted();
-    let recorder = Mutex::new(Some(recorder));
-    let origin = Origin::of(&config, placement.devices.len(), printer)?;
-    let spawn = Spawn::at(&placement)
-        .timeout(config.timeout)
-        .grace_period(config.grace_period)
-        .check_collectives(config.check_collectives)
-        .fault(config.fault);
+    let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
+    let recorder = Mutex::new(recorder);
+    let spawn = launched.spawn(&config);
     let (printer, stopped) = (printer.clone(), OnceLock::new());
-    let job = Arc::new(Job {
-        config,
-        placement,
-        data,
-        recorder,
-        records,
-        printer,
-        origin,
-        stop,
-        stopped,
-    });
+    let job =
+        Arc::new(Job { config, launched, data, recorder, records, printer, origin, stop, stopped });
 
     let of_ranks = job.clone();
     let result = spawn.run(move |rank| train_on(rank, &of_ranks));
@@ -100,7 +103,8 @@ pub fn train(
 /// What one rank does, from its first to its last line.
 fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let config = &job.config;
-    let group = rank.init_process_group(job.placement.backend)?;
+    let group = rank.init_process_group(job.launched.placement.backend)?;
+    let start_from = StartFrom::agreed(job, &group)?;
 
     let Training { ddp, optimizer, schedule, generator, loader } =
         Training::new(rank, &group, config, &job.data.training, &job.origin)?;
@@ -117,7 +121,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .max_steps(config.max_steps)
         .patience(config.patience)
         .stop(job.stop.clone());
-    if job.records {
+    if start_from.records {
         let mut recorder = job.recorder.lock().unwrap_or_else(PoisonError::into_inner);
         let recorder = if rank.rank() == 0 { recorder.take() } else { None };
         trainer = trainer.record(config.log_every, recorder);
@@ -128,14 +132,15 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         let loader = DataLoader::new(validation.clone(), sampler.uneven(), batch_size, device)?;
         trainer = trainer.validation(loader.pin_memory(&group)?, config.val_every);
     }
-    if let Some(dir) = &job.origin.save_dir {
-        trainer = trainer.checkpoints(dir.clone(), config.save_every(), config.options()?);
+    if config.save_dir.is_some() {
+        let dir = job.origin.save_dir.clone();
+        trainer = trainer.checkpoints(dir, config.save_every(), config.options()?);
     }
-    if let Some(checkpoint) = &job.origin.checkpoint {
+    if let Some(checkpoint) = &start_from.checkpoint {
         trainer.resume(checkpoint)?;
     }
     let summary = trainer.train(config.max_epochs, |epoch| {
-        job.printer.epoch(epoch, rank.world_size()).context("writing to stdout")
+        job.printer.epoch(epoch, group.local_world_size()).context("writing to stdout")
     })?;
 
     group.barrier()?;
@@ -183,10 +188,35 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         if let Some(reason) = summary.stopped {
             let dir = job.origin.save_dir.as_ref();
             job.printer.note(&checkpoints::stopped(reason, trainer.state(), dir));
-            job.stopped.get_or_init(|| reason);
         }
     }
+    if let Some(reason) = summary.stopped {
+        job.stopped.get_or_init(|| reason);
+    }
     Ok(())
+}
+
+/// What the process of rank 0 knows, and all ranks must.
+struct StartFrom {
+    checkpoint: Option<Arc<Checkpoint>>,
+    /// Whether numbers are told on the way, which all ranks reduce.
+    records: bool,
+}
+
+impl StartFrom {
+    /// A collective, where there are several processes: rank 0 reads, and tells the others.
+    fn agreed(job: &Job, group: &ProcessGroup) -> Result<Self> {
+        let mut start = Self { checkpoint: job.origin.checkpoint.clone(), records: job.records };
+        if group.spans_processes() {
+            let mut records = vec![start.records];
+            group.broadcast_object_list(&mut records, 0)?;
+            start.records = records == [true];
+            let received = Checkpoint::broadcast(start.checkpoint.as_deref(), group)?;
+            // Those of rank 0's process share theirs.
+            start.checkpoint = start.checkpoint.or(received.map(Arc::new));
+        }
+        Ok(start)
+    }
 }
 
 /// What one rank trains with.
@@ -288,15 +318,16 @@ fn through_rank_0(end: &End) -> Option<String> {
 }
 
 fn start(job: &Job, parameters: usize) -> Start {
-    let on_gpus = matches!(job.placement.devices[0], Device::Cuda(_));
+    let placement = &job.launched.placement;
+    let on_gpus = matches!(placement.devices[0], Device::Cuda(_));
     Start {
-        world_size: job.placement.devices.len(),
-        nnodes: 1,
-        backend: job.placement.backend.name(),
+        world_size: job.launched.world_size(),
+        nnodes: job.launched.nnodes(),
+        backend: placement.backend.name(),
         device: if on_gpus { "GPU" } else { "CPU" },
         model: job.config.model.name(),
         parameters,
-        gpu_count: job.placement.gpu_count,
+        gpu_count: placement.gpu_count,
     }
 }
 

@@ -15,7 +15,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::data::DatasetSpec;
-use crate::launch::{BackendChoice, Fault, Nproc, Spawn};
+use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn};
 use crate::models::{Activation, ModelConfig, ModelKind};
 use crate::observe::LogFormat;
 use crate::optim::Unit;
@@ -182,6 +182,20 @@ pub struct Config {
     /// How many ranks to start.
     #[serde(alias = "nproc-per-node", with = "text::nproc")]
     pub nproc_per_node: Nproc,
+    /// Which launcher's variables to go by.
+    pub launch: LaunchChoice,
+    /// How many machines there are, if no launcher says so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nnodes: Option<usize>,
+    /// This machine's number among them, from 0.
+    #[serde(alias = "node-rank", skip_serializing_if = "Option::is_none")]
+    pub node_rank: Option<usize>,
+    /// The name or address of machine 0.
+    #[serde(alias = "master-addr", skip_serializing_if = "Option::is_none")]
+    pub master_addr: Option<String>,
+    /// The port where the machines meet.
+    #[serde(alias = "master-port", skip_serializing_if = "Option::is_none")]
+    pub master_port: Option<u16>,
     /// What carries the tensors.
     pub backend: BackendChoice,
     /// How one model is trained on all ranks.
@@ -283,6 +297,11 @@ impl Default for Config {
             max_seconds: None,
             patience: None,
             nproc_per_node: Nproc::Auto,
+            launch: LaunchChoice::Auto,
+            nnodes: None,
+            node_rank: None,
+            master_addr: None,
+            master_port: None,
             backend: BackendChoice::Auto,
             strategy: StrategyKind::Ddp,
             bucket_cap_mb: 25.0,
@@ -310,6 +329,18 @@ impl fmt::Display for Config {
 }
 
 impl Config {
+    /// What this says about how the process was launched.
+    pub fn launch_options(&self) -> LaunchOptions {
+        LaunchOptions {
+            launch: self.launch,
+            nnodes: self.nnodes,
+            node_rank: self.node_rank,
+            master_addr: self.master_addr.clone(),
+            master_port: self.master_port,
+            nproc: self.nproc_per_node,
+        }
+    }
+
     /// The model that this asks for.
     pub fn model_config(&self) -> ModelConfig {
         let default = ModelConfig::default();

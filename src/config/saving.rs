@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 29] = [
+const FREE: [&str; 34] = [
     "patience",
     "skip_nonfinite",
     "tensorboard",
@@ -20,6 +20,11 @@ const FREE: [&str; 29] = [
     "max_steps",
     "max_seconds",
     "nproc_per_node",
+    "launch",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
     "backend",
     "bucket_cap_mb",
     "no_overlap",
@@ -174,7 +179,8 @@ mod tests {
             "max_steps = 1\nmax_seconds = 1\nsave_dir = \"a\"\nsave_every = 1\nweight_decay = 0.1\n\
                           save_every_epochs = 1\nresume = \"auto\"\ninit_from = \"b\"\nmax_grad_norm = 1\n\
                           schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"\n\
-                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ntensorboard = \"c\"\nmetrics = \"d\"",
+                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ntensorboard = \"c\"\nmetrics = \"d\"\n\
+                          nnodes = 1\nnode_rank = 0\nmaster_addr = \"e\"\nmaster_port = 1",
         );
         let all = serde_json::to_value(all).unwrap();
         for key in FREE.iter().chain(&NOTED) {

@@ -155,6 +155,8 @@ impl Config {
         if self.timeout.is_zero() {
             return refuse("timeout", NO_TIME.into());
         }
+        at_least("nnodes", self.nnodes.map_or(1, |nnodes| nnodes as i64), 1)?;
+        at_least("master_port", self.master_port.map_or(1, i64::from), 1)?;
         if self.amp == Amp::Fp16 && self.comm_hook == CommHookKind::PowerSgd {
             let problem = "fp16 lets gradients overflow now and then, and powersgd would keep what it could not \
                            send of them for ever; use --amp bf16";

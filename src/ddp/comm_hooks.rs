@@ -30,6 +30,11 @@ pub trait CommHook {
     /// Its name in messages.
     fn name(&self) -> &'static str;
 
+    /// Whether it does no more than average each bucket as it is: that may go on beside backward.
+    fn only_averages(&self) -> bool {
+        false
+    }
+
     /// Averages `bucket` over the ranks of `group`.
     ///
     /// # Errors
@@ -81,6 +86,10 @@ pub(super) struct AllReduce;
 impl CommHook for AllReduce {
     fn name(&self) -> &'static str {
         "all_reduce"
+    }
+
+    fn only_averages(&self) -> bool {
+        true
     }
 
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {

@@ -292,6 +292,13 @@ impl State {
             let is_last = *next + 1 == buckets.len();
             let Bucket { gradients, parameters, .. } = &mut buckets[*next];
             let mut handle = gradients.shallow_clone();
+            let goes_on = self.mode == Mode::Overlap && !is_last && comm_hook.only_averages();
+            if goes_on && let Some(works) = communication.beside() {
+                let op = average(group);
+                works.push(group.async_op(move |group| group.all_reduce(&mut handle, op))?);
+                self.next += 1;
+                continue;
+            }
             let mut bucket =
                 GradBucket { index: *next, is_last, gradients: &mut handle, parameters };
             communication.run(group, |group| {

@@ -1,15 +1,22 @@
-//! Starting the ranks: which device each gets, the threads they run on, how they meet, how they fail.
+//! Starting the ranks: which process of how many this is, which device each gets, the threads they run on, how they meet, how they fail.
 
+mod environment;
+mod error_file;
 mod failure;
 mod placement;
 mod rank;
 mod rendezvous;
 mod signals;
 mod spawn;
+mod watch;
+mod world;
 
 pub use crate::sync::{Fault, FaultKind, Stage, Stop, StopReason, install_panic_hook};
+pub use environment::{Launch, LaunchChoice, LaunchKind, LaunchOptions, Master, Processes, detect};
+pub use error_file::write_error_file;
 pub use failure::{RankFailure, SpawnError, StuckRank};
-pub use placement::{BackendChoice, Nproc, Placement, place};
+pub use placement::{BackendChoice, Nproc, Placement, Share, place};
 pub use rank::{Backend, Rank};
 pub use signals::{exit_code, stop_on_signals};
 pub use spawn::{Spawn, spawn};
+pub use world::World;

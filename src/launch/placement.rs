@@ -48,20 +48,63 @@ impl FromStr for Nproc {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackendChoice {
-    /// `nccl` for ranks on GPUs, `threaded` for ranks on the CPU.
+    /// `nccl` for ranks on GPUs; for ranks on the CPU `threaded` in one process, `gloo` in several.
     Auto,
     /// NCCL: one GPU a rank.
     Nccl,
     /// Shared memory: ranks on the CPU, or all ranks on the first visible GPU.
     Threaded,
+    /// Gloo between processes: ranks on the CPU.
+    Gloo,
 }
 
-/// Where the ranks of this machine run.
+/// Which part of the machine a process has: all of it, unless a launcher has started several there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    /// The process's number on its machine, from 0.
+    pub index: usize,
+    /// How many there are on the machine.
+    pub count: usize,
+    /// How many CPU cores are this process's.
+    pub cores: usize,
+    /// How many threads libtorch is to use in each rank; otherwise the cores, divided by the ranks.
+    pub threads_per_rank: Option<usize>,
+}
+
+impl Share {
+    /// That of the only process, which may use so many CPU cores.
+    pub fn all(cores: usize) -> Self {
+        Self { index: 0, count: 1, cores, threads_per_rank: None }
+    }
+
+    /// How many of so many visible GPUs are this process's, if that can be told.
+    fn count_gpus(&self, gpus: usize) -> Option<usize> {
+        match gpus {
+            // The launcher shows each process its own.
+            1 => Some(1),
+            _ if gpus.is_multiple_of(self.count) => Some(gpus / self.count),
+            _ => None,
+        }
+    }
+
+    /// The first of this process's GPUs, of which it takes `count`; none if there are too few.
+    ///
+    /// Process `l` takes number `l * count` and those after it. If the launcher shows each process its own
+    /// GPUs only (`torchrun --virtual-local-rank`, `srun --gpus-per-task`), they count from 0 in each.
+    fn first_gpu(&self, count: usize, gpus: usize) -> Option<usize> {
+        if self.count.checked_mul(count).is_some_and(|all| all <= gpus) {
+            return Some(self.index * count);
+        }
+        (count == gpus).then_some(0)
+    }
+}
+
+/// Where the ranks of this process run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Placement {
     /// What carries the tensors.
     pub backend: Backend,
-    /// The device of each local rank.
+    /// The device of each of its ranks.
     pub devices: Vec<Device>,
     /// How many GPUs are visible to the ranks; none to ranks on the CPU.
     pub gpu_count: usize,
@@ -73,12 +116,12 @@ pub struct Placement {
 
 /// Decides how many ranks there are and where they run.
 ///
-/// `cores` is how many CPU cores this process may use.
+/// `share` is this process's part of the machine.
 ///
 /// # Errors
 /// [`Error::Input`] when what was asked for is not there; it says what to do.
-pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, cores: usize) -> Result<Placement> {
-    let gpus = if cuda.problem.is_none() { cuda.gpus.len() } else { 0 };
+pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &Share) -> Result<Placement> {
+    let gpus = cuda.usable();
     let on_gpus = gpus > 0 && nproc != Nproc::Cpu;
     let why_none = || match &cuda.problem {
         Some(problem) => problem.clone(),
@@ -86,17 +129,26 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, cores: usize) -> 
     };
 
     let count = match nproc {
-        Nproc::Auto | Nproc::Gpu if on_gpus => gpus,
+        Nproc::Auto | Nproc::Gpu if on_gpus => match share.count_gpus(gpus) {
+            Some(count) => count,
+            None => {
+                return Err(Error::Input(format!(
+                    "{gpus} GPUs are visible to each of {} processes on this machine, and don't go round; \
+                     use --nproc-per-node with the number of ranks in each process",
+                    share.count
+                )));
+            }
+        },
         Nproc::Gpu => {
             return Err(Error::Input(format!(
                 "--nproc-per-node gpu: {}; use cpu or a number for ranks on the CPU",
                 why_none()
             )));
         }
-        Nproc::Auto | Nproc::Cpu => cores,
+        Nproc::Auto | Nproc::Cpu => share.cores,
         Nproc::Count(count) => count,
     };
-    let threads_per_rank = (cores / count).max(1);
+    let threads_per_rank = share.threads_per_rank.unwrap_or((share.cores / count).max(1));
 
     if !on_gpus {
         if choice == BackendChoice::Nccl {
@@ -123,11 +175,27 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, cores: usize) -> 
         });
     }
 
+    if choice == BackendChoice::Gloo {
+        return Err(Error::Input(
+            "--backend gloo is for ranks on the CPU: use --nproc-per-node cpu or nccl".into(),
+        ));
+    }
     let (backend, devices, note) = if choice == BackendChoice::Threaded {
-        let note = (count > 1).then(|| format!("--backend threaded: {count} ranks share GPU 0"));
-        (Backend::Threaded, vec![Device::Cuda(0); count], note)
-    } else if count <= gpus {
-        (Backend::Nccl, (0..count).map(Device::Cuda).collect(), None)
+        let gpu = share.first_gpu(1, gpus).unwrap_or(0);
+        let note =
+            (count > 1).then(|| format!("--backend threaded: {count} ranks share GPU {gpu}"));
+        (Backend::Threaded, vec![Device::Cuda(gpu); count], note)
+    } else if let Some(first) = share.first_gpu(count, gpus) {
+        (Backend::Nccl, (first..first + count).map(Device::Cuda).collect(), None)
+    } else if share.count > 1 {
+        let Share { index, count: processes, .. } = share;
+        let each = if count == 1 { "1 rank" } else { &format!("{count} ranks") };
+        return Err(Error::Input(format!(
+            "process {index} of {processes} on this machine: {processes} processes with {each} each need {} GPUs, \
+             and {gpus} {} visible; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES",
+            processes * count,
+            if gpus == 1 { "is" } else { "are" }
+        )));
     } else {
         return Err(Error::Input(format!(
             "--nproc-per-node {count}: only {gpus} {} visible; use at most {gpus}, check \
@@ -136,6 +204,30 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, cores: usize) -> 
         )));
     };
     Ok(Placement { backend, devices, gpu_count: gpus, threads_per_rank, note })
+}
+
+impl Placement {
+    /// The same in a run of several processes, or of one.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for a backend that cannot do that.
+    pub fn in_processes(self, count: usize, choice: BackendChoice) -> Result<Self> {
+        let on_cpu = matches!(self.devices[0], Device::Cpu);
+        match (count, choice, self.backend) {
+            (1, BackendChoice::Gloo, _) => {
+                let note = "--backend gloo: all ranks are in one process, and share memory instead";
+                let known = self.note.map_or(String::new(), |note| note + "; ");
+                Ok(Self { note: Some(known + note), ..self })
+            }
+            (1, ..) | (_, _, Backend::Nccl) => Ok(self),
+            (_, BackendChoice::Auto | BackendChoice::Gloo, _) if on_cpu => {
+                Ok(Self { backend: Backend::Gloo, ..self })
+            }
+            _ => Err(Error::Input(format!(
+                "--backend threaded stays within one process, and there are {count}; use gloo or nccl"
+            ))),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -148,13 +240,13 @@ mod tests {
     }
 
     fn refused(nproc: Nproc, choice: BackendChoice, cuda: &Cuda) -> String {
-        place(nproc, choice, cuda, 8).unwrap_err().to_string()
+        place(nproc, choice, cuda, &Share::all(8)).unwrap_err().to_string()
     }
 
     #[test]
     fn one_rank_per_visible_gpu() {
         for nproc in [Nproc::Auto, Nproc::Gpu, Nproc::Count(4)] {
-            let placement = place(nproc, BackendChoice::Auto, &gpus(4), 8).unwrap();
+            let placement = place(nproc, BackendChoice::Auto, &gpus(4), &Share::all(8)).unwrap();
             assert_eq!(placement.backend, Backend::Nccl);
             assert_eq!(placement.devices, [0, 1, 2, 3].map(Device::Cuda));
             assert_eq!((placement.threads_per_rank, placement.note), (2, None));
@@ -163,22 +255,24 @@ mod tests {
 
     #[test]
     fn cpu_ranks_where_there_is_no_gpu() {
-        let placement = place(Nproc::Auto, BackendChoice::Auto, &gpus(0), 8).unwrap();
+        let placement = place(Nproc::Auto, BackendChoice::Auto, &gpus(0), &Share::all(8)).unwrap();
         assert_eq!(placement.backend, Backend::Threaded);
         assert_eq!(placement.devices, [Device::Cpu; 8]);
         let note = placement.note.unwrap();
         assert_eq!(note, "no GPU is visible: 8 ranks on the CPU, 1 thread each");
 
-        let placement = place(Nproc::Count(3), BackendChoice::Threaded, &gpus(0), 8).unwrap();
+        let placement =
+            place(Nproc::Count(3), BackendChoice::Threaded, &gpus(0), &Share::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.threads_per_rank), (3, 2));
         // More ranks than cores is fine on a CPU, and leaves each one thread.
-        let placement = place(Nproc::Count(20), BackendChoice::Auto, &gpus(0), 8).unwrap();
+        let placement =
+            place(Nproc::Count(20), BackendChoice::Auto, &gpus(0), &Share::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.threads_per_rank), (20, 1));
     }
 
     #[test]
     fn cpu_ranks_beside_gpus_when_asked_for() {
-        let placement = place(Nproc::Cpu, BackendChoice::Auto, &gpus(2), 8).unwrap();
+        let placement = place(Nproc::Cpu, BackendChoice::Auto, &gpus(2), &Share::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.devices[0]), (8, Device::Cpu));
         assert_eq!(placement.note, None);
     }
@@ -188,8 +282,63 @@ mod tests {
         let error = refused(Nproc::Count(2), BackendChoice::Auto, &gpus(1));
         assert!(error.contains("only 1 GPU is visible; use at most 1"), "{error}");
         assert!(error.contains("--backend threaded"), "{error}");
-        let placement = place(Nproc::Count(2), BackendChoice::Threaded, &gpus(1), 8).unwrap();
+        let placement =
+            place(Nproc::Count(2), BackendChoice::Threaded, &gpus(1), &Share::all(8)).unwrap();
         assert_eq!(placement.devices, [Device::Cuda(0); 2]);
+    }
+
+    /// Of process `index` of `count` on a machine, with 4 cores each.
+    fn shared(index: usize, count: usize, nproc: Nproc, cuda: &Cuda) -> Result<Placement> {
+        let share = Share { index, count, cores: 4, threads_per_rank: None };
+        place(nproc, BackendChoice::Auto, cuda, &share)
+    }
+
+    #[test]
+    fn several_processes_share_the_gpus_of_a_machine() {
+        let devices = |index, count, nproc, visible| {
+            let devices = shared(index, count, nproc, &gpus(visible)).unwrap().devices;
+            let index = |device| match device {
+                Device::Cuda(index) => index,
+                other => panic!("{other:?}"),
+            };
+            devices.into_iter().map(index).collect::<Vec<_>>()
+        };
+        // One rank in each of four, and two ranks in each of two.
+        assert_eq!(devices(2, 4, Nproc::Count(1), 4), [2]);
+        assert_eq!(devices(1, 2, Nproc::Count(2), 4), [2, 3]);
+        assert_eq!(devices(1, 2, Nproc::Gpu, 4), [2, 3]);
+        // Each sees its own only.
+        assert_eq!(devices(2, 4, Nproc::Count(1), 1), [0]);
+        assert_eq!(devices(2, 4, Nproc::Gpu, 1), [0]);
+        assert_eq!(devices(1, 2, Nproc::Count(2), 2), [0, 1]);
+        // More than are needed.
+        assert_eq!(devices(1, 2, Nproc::Count(1), 8), [1]);
+
+        let refused = |index, count, nproc, visible| {
+            shared(index, count, nproc, &gpus(visible)).unwrap_err().to_string()
+        };
+        // On every process of the machine alike, so that none waits for the others.
+        for index in 0..4 {
+            assert_eq!(
+                refused(index, 4, Nproc::Count(1), 3),
+                format!(
+                    "process {index} of 4 on this machine: 4 processes with 1 rank each need 4 GPUs, and 3 are \
+                     visible; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES"
+                )
+            );
+        }
+        assert!(refused(0, 2, Nproc::Count(2), 3).contains("with 2 ranks each need 4 GPUs"));
+        assert!(refused(0, 2, Nproc::Gpu, 3).contains("3 GPUs are visible to each of 2 processes"));
+    }
+
+    #[test]
+    fn cpu_ranks_get_the_cores_of_their_process() {
+        let threads = |nproc| shared(1, 2, nproc, &gpus(0)).unwrap().threads_per_rank;
+        assert_eq!((threads(Nproc::Count(1)), threads(Nproc::Count(2))), (4, 2));
+        assert_eq!((threads(Nproc::Cpu), threads(Nproc::Count(9))), (1, 1));
+        let share = Share { threads_per_rank: Some(3), ..Share::all(8) };
+        let placement = place(Nproc::Count(2), BackendChoice::Auto, &gpus(0), &share).unwrap();
+        assert_eq!(placement.threads_per_rank, 3);
     }
 
     #[test]

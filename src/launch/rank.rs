@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use tch::Device;
 
+use super::World;
 use super::rendezvous::Rendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
@@ -20,6 +21,8 @@ pub enum Backend {
     Nccl,
     /// Shared memory: ranks on the CPU, or on one GPU together.
     Threaded,
+    /// Gloo: ranks on the CPU in several processes, which share memory within each.
+    Gloo,
 }
 
 impl Backend {
@@ -28,6 +31,7 @@ impl Backend {
         match self {
             Backend::Nccl => "nccl",
             Backend::Threaded => "threaded",
+            Backend::Gloo => "gloo",
         }
     }
 }
@@ -37,8 +41,13 @@ impl Backend {
 /// Lives on the rank's thread and stays there.
 pub struct Rank {
     rank: usize,
+    local_rank: usize,
+    /// The first rank of this process.
+    first: usize,
     device: Device,
     run: Arc<Run>,
+    /// The processes, if there are several.
+    world: Option<Arc<World>>,
     /// Taken by the first `init_process_group`.
     rendezvous: RefCell<Option<Rendezvous>>,
     /// Kept here as well, so that it outlives the rank function: a rank that fails must first tell
@@ -57,9 +66,15 @@ impl fmt::Debug for Rank {
 }
 
 impl Rank {
-    pub(super) fn new(rank: usize, device: Device, run: Arc<Run>, rendezvous: Rendezvous) -> Self {
+    pub(super) fn new(
+        [rank, local_rank, first]: [usize; 3],
+        device: Device,
+        run: Arc<Run>,
+        world: Option<Arc<World>>,
+        rendezvous: Rendezvous,
+    ) -> Self {
         let rendezvous = RefCell::new(Some(rendezvous));
-        Self { rank, device, run, rendezvous, group: OnceCell::new() }
+        Self { rank, local_rank, first, device, run, world, rendezvous, group: OnceCell::new() }
     }
 
     /// This rank's number, from 0.
@@ -69,7 +84,7 @@ impl Rank {
 
     /// This rank's number on its machine, from 0.
     pub fn local_rank(&self) -> usize {
-        self.rank
+        self.local_rank
     }
 
     /// How many ranks there are.
@@ -84,8 +99,8 @@ impl Rank {
 
     /// Meets the other ranks and joins them in a process group. Every rank must call it, once.
     ///
-    /// Follows `torch.distributed.init_process_group`, without an address: rank 0 hands the others
-    /// what they need over a channel.
+    /// Follows `torch.distributed.init_process_group`, without an address: the first rank of a process hands
+    /// the others what they need over a channel; processes, if there are several, have met in a store.
     ///
     /// # Errors
     /// [`Error::Input`] when called twice or with a backend that the device does not allow,
@@ -101,11 +116,16 @@ impl Rank {
         let activity = &self.run.activity[self.rank];
         let before = activity.enter(Operation::Rendezvous, 0);
         self.run.fault_point(self.rank, Stage::Rendezvous, 0)?;
-        let invitation = rendezvous.meet(&self.run, self.rank, || {
+        let invitation = rendezvous.meet(&self.run, self.rank, self.first, || {
             let members = (0..self.world_size()).collect();
-            match backend {
-                Backend::Threaded => Ok(Invitation::threaded(&self.run, members)),
-                Backend::Nccl => Invitation::nccl(&self.run, members),
+            match (&self.world, backend) {
+                (Some(world), _) => world.invitation(&self.run, backend),
+                (None, Backend::Threaded) => Ok(Invitation::threaded(&self.run, members)),
+                (None, Backend::Nccl) => Invitation::nccl(&self.run, members),
+                (None, Backend::Gloo) => Err(Error::Input(
+                    "backend gloo is for several processes; use threaded for the ranks of one"
+                        .into(),
+                )),
             }
         })?;
         if invitation.backend() != backend.name() {

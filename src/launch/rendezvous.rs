@@ -1,4 +1,4 @@
-//! How the ranks of one process find each other: rank 0 sends the others what they need over channels.
+//! How the ranks of one process find each other: the first sends the others what they need over channels.
 //!
 //! This is what PyTorch does through a TCP store (`MASTER_ADDR`, `MASTER_PORT`): here no socket, no
 //! file and no port is involved.
@@ -29,11 +29,12 @@ pub(super) fn channels(world_size: usize) -> Vec<Rendezvous> {
 }
 
 impl Rendezvous {
-    /// Rank 0 makes the invitation and sends it; the others wait for it.
+    /// The first rank, `first`, makes the invitation and sends it; the others wait for it.
     pub(super) fn meet(
         self,
         run: &Run,
         rank: usize,
+        first: usize,
         invite: impl FnOnce() -> Result<Invitation>,
     ) -> Result<Invitation> {
         match self {
@@ -45,12 +46,17 @@ impl Rendezvous {
                 }
                 Ok(invitation)
             }
-            Rendezvous::Guest(invitations) => wait_for(invitations, run, rank),
+            Rendezvous::Guest(invitations) => wait_for(invitations, run, rank, first),
         }
     }
 }
 
-fn wait_for(invitations: Receiver<Invitation>, run: &Run, rank: usize) -> Result<Invitation> {
+fn wait_for(
+    invitations: Receiver<Invitation>,
+    run: &Run,
+    rank: usize,
+    first: usize,
+) -> Result<Invitation> {
     let began = Instant::now();
     let time_left = || run.timeout.checked_sub(began.elapsed());
     select! {
@@ -64,13 +70,13 @@ fn wait_for(invitations: Receiver<Invitation>, run: &Run, rank: usize) -> Result
     // say so, and if it has ended, to be marked as such; either wakes this thread.
     let (at, waiting) = (run.activity[rank].now(), rank);
     let error = loop {
-        let has_ended = run.is_done(0);
+        let has_ended = run.is_done(first);
         run.check(rank)?;
         if has_ended {
-            break Error::Left { at, waiting, left: 0 };
+            break Error::Left { at, waiting, left: first };
         }
         let Some(time_left) = time_left() else {
-            break Error::Timeout { at, waiting, waited: run.timeout, late: run.late(vec![0]) };
+            break Error::Timeout { at, waiting, waited: run.timeout, late: run.late(vec![first]) };
         };
         thread::park_timeout(time_left);
     };

@@ -10,7 +10,7 @@ use crossbeam::select;
 use tch::Device;
 
 use super::rendezvous::{self, Rendezvous};
-use super::{Placement, Rank, RankFailure, SpawnError, StuckRank};
+use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, World};
 use crate::error::Error;
 use crate::operation::Operation;
 use crate::process_group::rank_label;
@@ -64,6 +64,7 @@ pub struct Spawn {
     grace_period: Duration,
     fault: Option<Fault>,
     check_collectives: bool,
+    world: Option<Arc<World>>,
 }
 
 impl Spawn {
@@ -83,6 +84,7 @@ impl Spawn {
             grace_period: Self::GRACE_PERIOD,
             fault: None,
             check_collectives: false,
+            world: None,
         }
     }
 
@@ -116,6 +118,12 @@ impl Spawn {
         self
     }
 
+    /// Makes the ranks part of a run of several processes, in which they come after those of the processes before.
+    pub fn world(mut self, world: Option<Arc<World>>) -> Self {
+        self.world = world;
+        self
+    }
+
     /// Makes one rank fail, to see what happens.
     pub fn fault(mut self, fault: Option<Fault>) -> Self {
         self.fault = fault;
@@ -138,18 +146,34 @@ impl Spawn {
     where
         F: Fn(&Rank) -> anyhow::Result<()> + Send + Sync + 'static,
     {
-        let world_size = self.devices.len();
+        let count = self.devices.len();
+        let world_size = self.world.as_ref().map_or(count, |world| world.world_size());
         let mut run = Run::new(world_size, self.timeout, self.fault);
         run.check_collectives = self.check_collectives;
+        if let Some(world) = &self.world {
+            run.ranks_here = world.ranks_of_machine();
+            run.elsewhere = Some(world.watch().elsewhere());
+        }
         let run = Arc::new(run);
         let (ended, ends) = unbounded();
         let f = Arc::new(f);
 
-        let mut threads: Vec<Option<JoinHandle<()>>> = Vec::with_capacity(world_size);
-        for (rank, rendezvous) in rendezvous::channels(world_size).into_iter().enumerate() {
+        let mut threads: Vec<Option<JoinHandle<()>>> = Vec::with_capacity(count);
+        let (first, first_local) =
+            (self.first(), self.world.as_ref().map_or(0, |it| it.first_local()));
+        if let Some(world) = &self.world
+            && let Err(error) = world.watch().start(&run)
+        {
+            run.report(first, Some(&error), error.to_string());
+        }
+        for (local_rank, rendezvous) in rendezvous::channels(count).into_iter().enumerate() {
+            let rank = first + local_rank;
             let start = RankThread {
                 rank,
-                device: self.devices[rank],
+                local_rank: first_local + local_rank,
+                first,
+                device: self.devices[local_rank],
+                world: self.world.clone(),
                 threads: self.threads_per_rank,
                 rendezvous,
                 run: run.clone(),
@@ -171,12 +195,24 @@ impl Spawn {
         }
         drop(ended);
         self.wait(&run, &ends, &mut threads);
+        if let Some(world) = &self.world {
+            world.leave(self.grace_period);
+        }
         self.result(&run, &threads)
+    }
+
+    /// The first rank of this process.
+    fn first(&self) -> usize {
+        self.world.as_ref().map_or(0, |world| world.ranks_here().start)
     }
 
     /// The first failure, with all that is known about it.
     fn result(&self, run: &Run, threads: &[Option<JoinHandle<()>>]) -> Result<(), Box<SpawnError>> {
-        let device = |rank: usize| rank_label(self.devices[rank], rank);
+        let first = self.first();
+        let device = |rank: usize| match &self.world {
+            Some(world) => world.label(rank),
+            None => rank_label(self.devices[rank], rank),
+        };
         let mut failures = run.failures();
         let mut failures = failures.drain(..).map(|Failure { rank, at, error }| RankFailure {
             rank,
@@ -185,7 +221,8 @@ impl Spawn {
             error,
         });
         let Some(failure) = failures.next() else { return Ok(()) };
-        let still_running = (0..threads.len()).filter(|&rank| threads[rank].is_some());
+        let still_running = (0..threads.len()).filter(|&local| threads[local].is_some());
+        let still_running = still_running.map(|local| first + local);
         Err(Box::new(SpawnError {
             failure,
             also_failed: failures.collect(),
@@ -203,9 +240,9 @@ impl Spawn {
     /// Joins the threads as they end; gives up on the rest when the grace period is over. What is left
     /// in `threads` did not come back.
     fn wait(&self, run: &Run, ends: &Receiver<usize>, threads: &mut [Option<JoinHandle<()>>]) {
-        let mut running = threads.len();
+        let (mut running, first) = (threads.len(), self.first());
         let mut join = |rank: usize| {
-            if let Some(thread) = threads[rank].take() {
+            if let Some(thread) = threads[rank - first].take() {
                 // Panics of `f` were caught, and this thread has said that it is past everything else.
                 let _ = thread.join();
             }
@@ -232,6 +269,10 @@ impl Spawn {
 /// What one rank's thread needs.
 struct RankThread {
     rank: usize,
+    local_rank: usize,
+    /// The first rank of the process.
+    first: usize,
+    world: Option<Arc<World>>,
     device: Device,
     threads: usize,
     rendezvous: Rendezvous,
@@ -241,10 +282,10 @@ struct RankThread {
 
 impl RankThread {
     fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<()>) {
-        let Self { rank, device, threads, rendezvous, run, ended } = self;
+        let Self { rank, local_rank, first, world, device, threads, rendezvous, run, ended } = self;
         run.start(rank);
         panics::watch_this_thread();
-        let context = Rank::new(rank, device, run.clone(), rendezvous);
+        let context = Rank::new([rank, local_rank, first], device, run.clone(), world, rendezvous);
         let result = catch_unwind(AssertUnwindSafe(|| {
             prepare(device, threads)?;
             f(&context)

@@ -106,7 +106,9 @@ impl Printer {
         let mut reports = waiting.remove(&number).unwrap_or_default();
         reports.sort_by_key(|report| report.rank);
         // Still locked: the lines of two epochs must not mix.
-        let validation = reports.first_mut().and_then(|report| report.validation.take());
+        // Which is the same on all ranks, and told once, where rank 0 is.
+        let first = reports.first_mut().filter(|report| report.rank == 0);
+        let validation = first.and_then(|report| report.validation.take());
         reports.into_iter().try_for_each(|report| self.event(&Event::Epoch(report)))?;
         validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
     }

@@ -1,5 +1,7 @@
 //! Groups of some of the ranks.
 
+use std::sync::Arc;
+
 use super::threaded::Occasion;
 use super::{Invitation, ProcessGroup};
 #[cfg(doc)]
@@ -54,10 +56,14 @@ impl ProcessGroup {
         self.collective(operation, Options::default(), &shape, &[], &[])?;
 
         let Ok(place) = ranks.binary_search(&self.rank) else { return Ok(None) };
-        let guests = ranks.len();
-        let invitation = self.shared.invitation(occasion, guests, || {
-            let members = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
-            self.invitation(members)
+        let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
+        let here = ranks.iter().filter(|rank| self.shared.here().contains(rank)).count();
+        let invitation = self.shared.invitation(occasion, here, || match &self.network {
+            Some(network) if here < ranks.len() => {
+                let part = network.part(&ranks, &format!("group/{occasion:?}"), members.clone())?;
+                Invitation::across(self.run(), members, part, self.launches)
+            }
+            _ => self.invitation(members),
         })?;
         invitation.accept(place, self.local_rank, self.device).map(Some)
     }
@@ -71,7 +77,7 @@ impl ProcessGroup {
     }
 
     /// An invitation to a group that talks as this one does.
-    fn invitation(&self, members: std::sync::Arc<[usize]>) -> Result<Invitation> {
+    fn invitation(&self, members: Arc<[usize]>) -> Result<Invitation> {
         if self.launches {
             Invitation::nccl(self.run(), members)
         } else {

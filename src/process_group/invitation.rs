@@ -4,33 +4,60 @@ use std::sync::Arc;
 
 use tch::Device;
 
+use super::gloo::{Hierarchical, Network};
 use super::nccl::{Nccl, UniqueId};
 use super::threaded::{Shared, Threaded};
 use super::{Backend, ProcessGroup};
 use crate::error::{Error, Result};
 use crate::sync::Run;
 
-/// An invitation to a group of ranks of this process.
+/// An invitation to a group, for the ranks of this process.
 #[derive(Debug, Clone)]
 pub(crate) enum Invitation {
     /// The memory through which the ranks talk.
     Threaded(Arc<Shared>),
     /// NCCL's id of the communicator to join, and where its ranks in this process meet.
-    Nccl(UniqueId, Arc<Shared>),
+    Nccl(UniqueId, Arc<Shared>, Option<Arc<Network>>),
+    /// The memory of this process, and the way to the others.
+    Gloo(Arc<Shared>, Arc<Network>),
 }
 
 impl Invitation {
     /// To the ranks `members` of `run`, talking through shared memory.
     pub(crate) fn threaded(run: &Arc<Run>, members: Arc<[usize]>) -> Self {
-        Invitation::Threaded(Arc::new(Shared::new(run.clone(), members)))
+        let here = 0..members.len();
+        Invitation::Threaded(Arc::new(Shared::new(run.clone(), members, here)))
     }
 
-    /// To the ranks `members` of `run`, talking through NCCL.
+    /// To the ranks `members` of `run`, all of this process, talking through NCCL.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without NCCL.
     pub(crate) fn nccl(run: &Arc<Run>, members: Arc<[usize]>) -> Result<Self> {
-        Ok(Invitation::Nccl(UniqueId::new()?, Arc::new(Shared::new(run.clone(), members))))
+        let here = 0..members.len();
+        let shared = Arc::new(Shared::new(run.clone(), members, here));
+        Ok(Invitation::Nccl(UniqueId::new()?, shared, None))
+    }
+
+    /// To the ranks `members` of `run`, which are in several processes: over `network`, or through NCCL, the id for
+    /// which the first process makes and the others get from the store.
+    ///
+    /// # Errors
+    /// Those of the store, and [`Error::Unsupported`] without NCCL.
+    pub(crate) fn across(
+        run: &Arc<Run>,
+        members: Arc<[usize]>,
+        network: Network,
+        through_nccl: bool,
+    ) -> Result<Self> {
+        let shared = Arc::new(Shared::new(run.clone(), members, network.layout().here()));
+        let network = Arc::new(network);
+        if !through_nccl {
+            return Ok(Invitation::Gloo(shared, network));
+        }
+        let makes_it = network.layout().mine == 0;
+        let id = UniqueId::through(network.store(), "nccl", makes_it, run.timeout)?;
+        Ok(Invitation::Nccl(id, shared, Some(network)))
     }
 
     /// The name of what carries the tensors of those who accept.
@@ -38,6 +65,7 @@ impl Invitation {
         match self {
             Invitation::Threaded(_) => "threaded",
             Invitation::Nccl(..) => "nccl",
+            Invitation::Gloo(..) => "gloo",
         }
     }
 
@@ -51,14 +79,24 @@ impl Invitation {
         local_rank: usize,
         device: Device,
     ) -> Result<ProcessGroup> {
-        let (shared, backend): (_, Box<dyn Backend>) = match (self, device) {
+        let (shared, network, backend): (_, _, Box<dyn Backend>) = match (self, device) {
             (Invitation::Threaded(shared), _) => {
                 let backend = Threaded::join(shared.seat(rank))?;
-                (shared, Box::new(backend))
+                (shared, None, Box::new(backend))
             }
-            (Invitation::Nccl(id, shared), Device::Cuda(gpu)) => {
-                let backend = Nccl::join(shared.clone(), rank, gpu, id)?;
-                (shared, Box::new(backend))
+            (Invitation::Nccl(id, shared, network), Device::Cuda(gpu)) => {
+                let backend = Nccl::join(shared.clone(), network.clone(), rank, gpu, id)?;
+                (shared, network, Box::new(backend))
+            }
+            (Invitation::Gloo(shared, network), Device::Cpu) => {
+                let backend = Hierarchical::join(&shared, network.clone(), rank)?;
+                (shared, Some(network), Box::new(backend))
+            }
+            (Invitation::Gloo(..), _) => {
+                return Err(Error::Input(
+                    "backend gloo is for ranks on the CPU; use nccl for GPUs of several processes"
+                        .into(),
+                ));
             }
             (Invitation::Nccl(..), _) => {
                 return Err(Error::Input(
@@ -67,6 +105,6 @@ impl Invitation {
                 ));
             }
         };
-        Ok(ProcessGroup::new(rank, local_rank, device, shared, backend))
+        Ok(ProcessGroup::new(rank, local_rank, device, shared, network, backend))
     }
 }

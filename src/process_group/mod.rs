@@ -8,6 +8,7 @@ mod call;
 mod collectives;
 mod communication;
 pub mod functional;
+mod gloo;
 mod group;
 mod invitation;
 mod nccl;
@@ -29,6 +30,7 @@ use tch::{Device, Kind};
 pub(crate) use call::Call;
 pub use call::{KINDS, ReduceOp, kind_name, kind_named};
 use communication::CommunicationThread;
+pub(crate) use gloo::{Layout, Network};
 pub(crate) use invitation::Invitation;
 pub(crate) use nccl::version as nccl_version;
 pub use point_to_point::P2POp;
@@ -40,12 +42,12 @@ pub use work::Work;
 
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::{Activity, Run, Stage};
+use crate::sync::{Activity, Run, Stage, Stop};
 use crate::torch::cuda;
 
 /// What carries the tensors from rank to rank.
 ///
-/// One implementation a file: [`threaded`] and [`nccl`]. Every rank holds its own; the calls of all
+/// One implementation a file: [`threaded`], [`gloo`] and [`nccl`]. Every rank holds its own; the calls of all
 /// ranks at one sequence number belong together.
 pub(crate) trait Backend: Send {
     /// Its name in messages and on the command line.
@@ -99,6 +101,8 @@ pub struct ProcessGroup {
     backend: &'static str,
     launches: bool,
     shared: Arc<Shared>,
+    /// To the other processes, if there are any.
+    network: Option<Arc<Network>>,
     /// Not there while the communication thread has it.
     side: RefCell<Option<Side>>,
     communication: OnceCell<CommunicationThread>,
@@ -127,6 +131,7 @@ impl ProcessGroup {
         local_rank: usize,
         device: Device,
         shared: Arc<Shared>,
+        network: Option<Arc<Network>>,
         backend: Box<dyn Backend>,
     ) -> Self {
         Self {
@@ -136,6 +141,7 @@ impl ProcessGroup {
             backend: backend.name(),
             launches: backend.launches(),
             shared,
+            network,
             side: RefCell::new(Some(Side { sequence: 0, backend })),
             communication: OnceCell::new(),
             own_activity: None,
@@ -260,7 +266,32 @@ impl ProcessGroup {
     /// [`Error::Fault`], when the run was started with a fault that strikes here.
     pub fn enter_step(&self, step: u64) -> Result<()> {
         self.activity().enter(Operation::Step, step);
-        self.run().fault_point(self.global_rank(), Stage::Step, step)
+        self.run().fault_point(self.global_rank(), Stage::Step, step)?;
+        match &self.network {
+            // NCCL carries no news of a stop.
+            Some(network) if self.launches && self.rank == self.shared.here().start => {
+                network.exchange_news(step)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether there are ranks in other processes. Not a collective.
+    pub fn spans_processes(&self) -> bool {
+        self.shared.here().len() < self.world_size()
+    }
+
+    /// How many of the group's ranks are in this process. Not a collective.
+    pub fn local_world_size(&self) -> usize {
+        self.shared.here().len()
+    }
+
+    /// Has all processes stop after the same step: from now on rank 0's decision goes along with whatever they
+    /// exchange. On all ranks alike.
+    pub(crate) fn share_stop(&self, stop: &Arc<Stop>) {
+        if let Some(network) = &self.network {
+            network.share_stop(stop);
+        }
     }
 
     /// Notes that this rank saves after `steps` steps, for failure reports: it may wait for the disk. Not a
@@ -336,6 +367,7 @@ impl ProcessGroup {
     fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
         let Self { rank, local_rank, device, backend, launches, .. } = *self;
         let (shared, traffic) = (self.shared.clone(), self.traffic.clone());
+        let network = self.network.clone();
         move || ProcessGroup {
             rank,
             local_rank,
@@ -343,6 +375,7 @@ impl ProcessGroup {
             backend,
             launches,
             shared,
+            network,
             side: RefCell::new(None),
             communication: OnceCell::new(),
             own_activity: Some(Activity::default()),

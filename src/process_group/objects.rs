@@ -215,6 +215,14 @@ impl ProcessGroup {
         from_bytes("recv_object_list", &self.bytes_of(&bytes)?)
     }
 
+    /// Rank `src`'s `size` bytes, on every rank.
+    pub(crate) fn broadcast_bytes(&self, bytes: &[u8], size: usize, src: usize) -> Result<Vec<u8>> {
+        let mine = if self.rank() == src { bytes } else { &[] };
+        let mut tensor = self.tensor_of(mine, size);
+        self.broadcast(&mut tensor, src)?;
+        self.bytes_of(&tensor)
+    }
+
     /// This rank's bytes, made as long as the longest, and how long each rank's are.
     fn padded(&self, bytes: &[u8]) -> Result<(Tensor, Vec<usize>)> {
         let mut all = self.lengths(&vec![0; self.world_size()]);

@@ -194,6 +194,10 @@ impl ProcessGroup {
         let Some(peer) = op.peer else {
             return match self.launches {
                 true => refuse(operation, "backend nccl receives from a named rank only".into()),
+                false if self.spans_processes() => refuse(
+                    operation,
+                    "with several processes a rank receives from a named rank only".into(),
+                ),
                 false if self.world_size() == 1 => {
                     refuse(operation, "there is nobody else in the group".into())
                 }
@@ -220,6 +224,12 @@ impl ProcessGroup {
     fn mail(&self, op: &P2POp) -> Result<Work> {
         let sequence = self.messages.replace(self.messages.get() + 1);
         let at = At { operation: op.operation(), sequence };
+        if let (Some(network), Some(peer)) = (&self.network, op.peer)
+            && !self.shared.here().contains(&peer)
+        {
+            let result = network.carry(op, self.rank, peer, at)?;
+            return Ok(Work::new(State::Queued(result), self.run().clone(), self.global_rank()));
+        }
         let parcel = Parcel {
             side: op.side,
             tensor: op.tensor.shallow_clone(),

@@ -1,5 +1,6 @@
 //! How many bytes a rank sends and receives.
 
+use std::ops::AddAssign;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
@@ -18,6 +19,13 @@ pub struct Traffic {
     pub sent: u64,
     /// From others to this rank.
     pub received: u64,
+}
+
+impl AddAssign for Traffic {
+    fn add_assign(&mut self, other: Self) {
+        self.sent += other.sent;
+        self.received += other.received;
+    }
 }
 
 /// How many bytes the first of `tensors` has, if there is one.

@@ -32,7 +32,7 @@ pub struct Work {
 }
 
 pub(super) enum State {
-    /// A communication thread will send how it ended.
+    /// A communication thread or courier will send how it ended.
     Queued(Receiver<Result<()>>),
     /// A message in the letter box of `destination`, and the ranks that can be its other side.
     Posted { posted: Posted, shared: Arc<Shared>, destination: usize, peers: Vec<usize>, at: At },

@@ -67,7 +67,7 @@ impl Barrier {
             state: CachePadded::new(AtomicU64::new(0)),
             slots: members.iter().map(|_| CachePadded::default()).collect(),
             // All ranks count, also those of other groups: they may be at work meanwhile.
-            spins: if run.activity.len() <= cores { SPINS } else { 0 },
+            spins: if run.ranks_here <= cores { SPINS } else { 0 },
             run,
             members,
         }

@@ -15,5 +15,5 @@ pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
 pub use fault::{Fault, FaultKind, Stage};
 pub use panics::install_panic_hook;
-pub(crate) use run::{Activity, Failure, Run};
+pub(crate) use run::{Activity, Elsewhere, Failure, Run};
 pub use stop::{Stop, StopReason};

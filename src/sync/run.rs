@@ -1,6 +1,7 @@
 //! What the ranks of one run know of each other: who does what, who failed first, and whether to go on.
 
-use std::sync::PoisonError;
+use std::fmt;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
@@ -18,8 +19,6 @@ use crate::operation::{At, Operation};
 pub(crate) struct Activity(AtomicU64);
 
 impl Activity {
-    const SEQUENCE_BITS: u32 = 56;
-
     /// Notes that this rank now does `operation`, the `sequence`-th of its sort; returns what it
     /// did before, for [`Activity::restore`].
     pub(crate) fn enter(&self, operation: Operation, sequence: u64) -> At {
@@ -30,16 +29,15 @@ impl Activity {
 
     /// Goes back to what [`Activity::enter`] returned. Not called when the operation failed, so
     /// that the failure is reported with the operation it happened in.
-    pub(crate) fn restore(&self, At { operation, sequence }: At) {
-        let sequence = sequence & ((1 << Self::SEQUENCE_BITS) - 1);
-        self.0.store((operation as u64) << Self::SEQUENCE_BITS | sequence, Ordering::Release);
+    pub(crate) fn restore(&self, at: At) {
+        self.0.store(at.packed(), Ordering::Release);
     }
 
     /// What the rank does, as far as it has said.
     pub(crate) fn now(&self) -> At {
-        let packed = self.0.load(Ordering::Acquire);
-        let operation = Operation::ALL[(packed >> Self::SEQUENCE_BITS) as usize];
-        At { operation, sequence: packed & ((1 << Self::SEQUENCE_BITS) - 1) }
+        // What was packed can be unpacked.
+        At::unpacked(self.0.load(Ordering::Acquire))
+            .unwrap_or(At { operation: Operation::Function, sequence: 0 })
     }
 }
 
@@ -54,6 +52,13 @@ pub(crate) struct Failure {
     pub error: String,
 }
 
+/// What can be known of ranks in other processes.
+pub(crate) trait Elsewhere: fmt::Debug + Send + Sync {
+    /// What each such rank was last seen doing, and for how long it has not been heard of, if that is too long.
+    /// Takes a moment.
+    fn look(&self) -> Vec<(LateRank, bool)>;
+}
+
 /// Shared by all ranks of one run.
 #[derive(Debug)]
 pub(crate) struct Run {
@@ -61,6 +66,10 @@ pub(crate) struct Run {
     pub cancel: CancelToken,
     /// One entry per rank.
     pub activity: Box<[CachePadded<Activity>]>,
+    /// How many of the ranks are on this machine.
+    pub ranks_here: usize,
+    /// What is known of the ranks of other processes, if there are any.
+    pub elsewhere: Option<Arc<dyn Elsewhere>>,
     /// How long a rank waits for the others before it gives up.
     pub timeout: Duration,
     /// A rank that is to fail.
@@ -83,6 +92,8 @@ impl Run {
         Self {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
+            ranks_here: world_size,
+            elsewhere: None,
             timeout,
             fault,
             check_collectives: false,
@@ -259,12 +270,23 @@ impl Run {
         }
     }
 
+    /// Asks what ranks of other processes do: [`Run::activity`] has it then. Returns those that have not been heard of.
+    pub(crate) fn look(&self) -> Vec<LateRank> {
+        let Some(elsewhere) = &self.elsewhere else { return Vec::new() };
+        let seen = elsewhere.look();
+        for (LateRank { rank, last_seen, .. }, _) in &seen {
+            self.activity[*rank].restore(*last_seen);
+        }
+        seen.into_iter().filter(|(_, silent)| *silent).map(|(rank, _)| rank).collect()
+    }
+
     /// Names `missing`, the ranks that are waited for, with what they were last seen doing.
     ///
     /// If all of them are in collectives or messages themselves, somebody else keeps them: those who are in
     /// code of their own come first then.
     pub(crate) fn late(&self, missing: Vec<usize>) -> Vec<LateRank> {
-        let seen = |rank: usize| LateRank { rank, last_seen: self.activity[rank].now() };
+        let seen =
+            |rank: usize| LateRank { rank, last_seen: self.activity[rank].now(), silent: false };
         let mut late: Vec<LateRank> = missing.into_iter().map(seen).collect();
         if late.iter().all(|late| late.last_seen.operation.may_wait()) {
             let all = (0..self.activity.len()).map(seen);

@@ -111,6 +111,25 @@ impl Stop {
         }
     }
 
+    /// What a process tells the others: the last step and its reason, if rank 0 has decided, and who asks here.
+    pub(crate) fn news(&self) -> (u64, u64, u64) {
+        let last_step = self.last_step.load(Ordering::Acquire);
+        let number = |it: &AtomicUsize| it.load(Ordering::Relaxed) as u64;
+        (last_step, number(&self.reason), number(&self.asked))
+    }
+
+    /// What another process has told; `decides` says whether that is the one of rank 0. It told so within its part of a
+    /// step, so nobody is through with the step that is the last.
+    pub(crate) fn hear(&self, decides: bool, last_step: u64, reason: u64, asked: u64) {
+        if decides && last_step != NEVER {
+            self.reason.store(reason as usize, Ordering::Relaxed);
+            self.last_step.store(last_step, Ordering::Release);
+        }
+        if asked != 0 {
+            self.asked.store(asked as usize, Ordering::Relaxed);
+        }
+    }
+
     /// On every rank: why the run ends after `steps` steps, if it does.
     pub(crate) fn after(&self, steps: u64) -> Option<StopReason> {
         if steps <= self.last_step.load(Ordering::Acquire) {

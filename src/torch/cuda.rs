@@ -23,6 +23,13 @@ pub struct Cuda {
     pub problem: Option<String>,
 }
 
+impl Cuda {
+    /// How many GPUs are visible and can be used.
+    pub fn usable(&self) -> usize {
+        if self.problem.is_none() { self.gpus.len() } else { 0 }
+    }
+}
+
 /// Looks for GPUs and, where one is visible, loads libtorch_cuda.
 ///
 /// Must be called before anything else of libtorch: the first question about CUDA that libtorch is

@@ -9,7 +9,6 @@ mod c10d;
 pub mod cuda;
 mod fused;
 mod generator;
-#[allow(dead_code)] // the groundwork of launch::rendezvous over several machines
 pub(crate) mod gloo;
 #[cfg(test)]
 mod gloo_tests;
@@ -19,7 +18,6 @@ mod process;
 mod rng;
 mod shared;
 mod shim;
-#[allow(dead_code)] // as gloo
 pub(crate) mod store;
 #[cfg(test)]
 mod store_tests;
@@ -35,9 +33,11 @@ pub(crate) use autograd::self_adjoint;
 pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, scale_all, total_norm,
 };
+pub(crate) use gloo::{Gloo, GlooWork, Reduce};
 pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use shim::{add_scaled, move_grad, set_grad, set_multithreading_enabled};
+pub(crate) use store::TcpStore;
 
 use crate::error::{Error, first_line};
 

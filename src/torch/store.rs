@@ -147,6 +147,13 @@ impl TcpStore {
         Ok(Self { prefix: self.prefix.clone(), ..other })
     }
 
+    /// A connection of its own to the same store, with the same prefix, whose requests end when `cancelled` closes.
+    pub(crate) fn reconnect(&self, cancelled: Receiver<Infallible>) -> Result<Self> {
+        let Client { server, timeout, .. } = &*self.client;
+        let other = Self::connect(&server.ip().to_string(), server.port(), *timeout, cancelled)?;
+        Ok(Self { prefix: self.prefix.clone(), ..other })
+    }
+
     /// The same store, but with `prefix` and a slash before all keys. Follows `PrefixStore`.
     pub(crate) fn under(&self, prefix: &str) -> Self {
         Self { client: self.client.clone(), prefix: self.key(prefix) + "/" }

@@ -22,32 +22,32 @@ pub struct SaveEvery {
 /// What a trainer needs to save.
 #[derive(Debug)]
 pub(super) struct Saving {
-    dir: CheckpointDir,
     every: SaveEvery,
     options: Map<String, Value>,
-    /// Works on rank 0.
-    writer: Writer,
+    /// On rank 0.
+    writer: Option<Writer>,
     /// After how many steps it was saved last.
     saved_at: Option<u64>,
 }
 
 impl<M: ModuleT> Trainer<M> {
     /// Saves into `dir` from time to time, and when training ends or stops. `options` is kept beside, for a run
-    /// that goes on to be compared with. On all ranks alike.
+    /// that goes on to be compared with. On all ranks alike, but rank 0 alone, which writes, needs `dir`.
     #[must_use]
     pub fn checkpoints(
         self,
-        dir: CheckpointDir,
+        dir: impl Into<Option<CheckpointDir>>,
         every: SaveEvery,
         options: Map<String, Value>,
     ) -> Self {
-        let writer = Writer::new(dir.clone());
-        Self { saving: Some(Saving { dir, every, options, writer, saved_at: None }), ..self }
+        let writer = dir.into().map(Writer::new);
+        Self { saving: Some(Saving { every, options, writer, saved_at: None }), ..self }
     }
 
     /// Stops when it is asked to. The same on all ranks.
     #[must_use]
     pub fn stop(self, stop: Arc<Stop>) -> Self {
+        self.ddp.group().share_stop(&stop);
         Self { stop: Some(stop), ..self }
     }
 
@@ -82,7 +82,7 @@ impl<M: ModuleT> Trainer<M> {
         })?;
         self.state = saved.clone();
         if let Some(saving) = &mut self.saving
-            && saving.dir.contains(checkpoint)
+            && checkpoint.is_in_save_dir()
         {
             saving.saved_at = Some(saved.step);
         }
@@ -110,7 +110,7 @@ impl<M: ModuleT> Trainer<M> {
     pub(super) fn save_if_due(&mut self, epoch_has_ended: bool) -> Result<()> {
         let is_best = epoch_has_ended && self.is_best();
         let Some(Saving { every, writer, .. }) = &mut self.saving else { return Ok(()) };
-        writer.check()?;
+        writer.as_mut().map_or(Ok(()), Writer::check)?;
         let due = |every: Option<u64>, count: u64| every.is_some_and(|n| count.is_multiple_of(n));
         let of_epochs = epoch_has_ended && due(every.epochs, self.state.epoch);
         if of_epochs || is_best || due(every.steps, self.state.step) { self.save() } else { Ok(()) }
@@ -120,7 +120,8 @@ impl<M: ModuleT> Trainer<M> {
     pub(super) fn save_at_end(&mut self) -> Result<()> {
         self.check_parameters()?;
         self.save()?;
-        self.saving.as_mut().map_or(Ok(()), |saving| saving.writer.finish())
+        let writer = self.saving.as_mut().and_then(|saving| saving.writer.as_mut());
+        writer.map_or(Ok(()), Writer::finish)
     }
 
     /// Copies what there is; rank 0 writes it while training goes on.
@@ -138,7 +139,9 @@ impl<M: ModuleT> Trainer<M> {
         group.enter_save(step);
         let Some(saving) = &mut self.saving else { return Ok(()) };
         saving.saved_at = Some(step);
-        let Some(loss_sums) = loss_sums else { return Ok(()) };
+        let (Some(loss_sums), Some(writer)) = (loss_sums, &mut saving.writer) else {
+            return Ok(());
+        };
         let state = TrainerState {
             loss_sums,
             world_size: group.world_size(),
@@ -147,6 +150,6 @@ impl<M: ModuleT> Trainer<M> {
             ..self.state.clone()
         };
         let optimizer = self.optimizer.as_ref().map_or(Ok(Vec::new()), |it| it.state())?;
-        saving.writer.save(Snapshot::take(state, &self.ddp.state_dict(), &optimizer)?)
+        writer.save(Snapshot::take(state, &self.ddp.state_dict(), &optimizer)?)
     }
 }

@@ -7,12 +7,12 @@ use anyhow::Context;
 use serde::Serialize;
 
 use super::super::checkpoints::Origin;
-use super::super::plan;
+use super::super::launched::{Launched, run_launched};
 use super::super::train::{Training, with_data};
 use crate::config::{Config, StrategyKind};
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
-use crate::launch::{Backend, Rank, Spawn};
+use crate::launch::{Backend, Rank};
 use crate::observe::{LogFormat, Printer};
 use crate::torch::cuda::Cuda;
 use crate::trainer::Amp;
@@ -93,17 +93,17 @@ pub fn bench_step(
     }
     let (config, data) = with_data(Config { val_fraction: Some(0.0), patience: None, ..config })?;
     let dataset = data.training;
-    let placement = plan(&config, cuda)?;
-    if let Some(note) = &placement.note {
-        printer.note(note);
-    }
-    let spawn = Spawn::at(&placement)
-        .timeout(config.timeout)
-        .grace_period(config.grace_period)
-        .check_collectives(config.check_collectives);
-    let (backend, printer) = (placement.backend, printer.clone());
-    spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps.max(1), &printer))?;
-    Ok(())
+    run_launched(&config.clone(), cuda, &printer.clone(), |launch| {
+        let launched = Launched::meet(&config, launch, cuda)?;
+        config.validate_for(launched.world_size())?;
+        if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
+            printer.note(note);
+        }
+        let (backend, printer) = (launched.placement.backend, printer.clone());
+        let spawn = launched.spawn(&config);
+        spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps.max(1), &printer))?;
+        Ok(())
+    })
 }
 
 fn step_on(

@@ -19,7 +19,7 @@
 mod launch;
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_int};
+use std::ffi::{CStr, c_char, c_int};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,11 +27,12 @@ use std::time::{Duration, Instant};
 use cudarc::nccl::sys::{self, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
+use super::gloo::Network;
 use super::threaded::{self, Announced, Occasion, Seat, Shared};
 use super::{Backend, Call, Invitation, P2POp, ReduceOp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::torch::cuda;
+use crate::torch::{TcpStore, cuda};
 pub(super) use launch::reduction;
 
 /// What rank 0 makes and all ranks need to find each other.
@@ -47,6 +48,28 @@ impl UniqueId {
         let result = unsafe { sys::ncclGetUniqueId(&mut id) };
         check("ncclGetUniqueId", result, std::ptr::null_mut())?;
         Ok(Self(id))
+    }
+}
+
+impl UniqueId {
+    /// The one that all processes of a group get under `key` of their store; one of them makes it.
+    pub(super) fn through(
+        store: &TcpStore,
+        key: &str,
+        makes_it: bool,
+        timeout: Duration,
+    ) -> Result<Self> {
+        if makes_it {
+            let id = Self::new()?;
+            store.set(key, &id.0.internal.map(|byte| byte as u8))?;
+            return Ok(id);
+        }
+        let wrong = |why: String| Error::Nccl { call: "ncclGetUniqueId", reason: why };
+        let id = store.get(key, timeout)?;
+        let id = id.ok_or_else(|| wrong("the process that makes the id has not told it".into()))?;
+        let id = <[u8; 128]>::try_from(&id[..])
+            .map_err(|_| wrong(format!("the store has {} bytes for it", id.len())))?;
+        Ok(Self(sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) }))
     }
 }
 
@@ -79,6 +102,8 @@ pub(super) struct Nccl {
     rank: usize,
     gpu: usize,
     shared: Arc<Shared>,
+    /// To other processes, if there are any.
+    network: Option<Arc<Network>>,
     /// Where the ranks of this process meet around every launch.
     seat: Seat<Announced>,
     /// Whether they compare what they call: `--check-collectives`.
@@ -99,6 +124,7 @@ impl Nccl {
     /// The calling thread's current device must be `gpu`.
     pub(super) fn join(
         shared: Arc<Shared>,
+        network: Option<Arc<Network>>,
         rank: usize,
         gpu: usize,
         UniqueId(id): UniqueId,
@@ -112,6 +138,7 @@ impl Nccl {
             seat: shared.seat(rank),
             check: shared.run().check_collectives,
             shared,
+            network,
             done: cuda::Event::new()?,
             token,
             pairs: BTreeMap::new(),
@@ -147,14 +174,14 @@ impl Nccl {
         launch: impl FnOnce(&mut Self) -> ncclResult_t,
     ) -> Result<()> {
         if self.check {
-            threaded::meet(&mut self.seat, call, false)?;
+            threaded::meet(&mut self.seat, self.shared.here().start, call, false)?;
         } else {
-            self.seat.barrier().wait(self.rank, call.at())?;
+            self.seat.barrier().wait(self.seat.rank(), call.at())?;
         }
         let result = launch(self);
         let launched = self.see_through(name, result);
         self.tell(launched)?;
-        self.seat.barrier().wait(self.rank, call.at())
+        self.seat.barrier().wait(self.seat.rank(), call.at())
     }
 
     /// As [`Nccl::between_meetings`], for several calls that belong together. `launch` makes them, and returns
@@ -182,10 +209,10 @@ impl Nccl {
     fn meet_all(&mut self, call: &Call) -> Result<()> {
         // The first meeting of every operation is of one sort, so that all see the same announcements.
         if self.check {
-            threaded::meet(&mut self.seat, call, false)?;
+            threaded::meet(&mut self.seat, self.shared.here().start, call, false)?;
         } else {
             let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
-            self.seat.barrier().wait_at_most(self.rank, call.at(), timeout)?;
+            self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), timeout)?;
         }
         let token = self.token.shallow_clone();
         let token = std::slice::from_ref(&token);
@@ -204,13 +231,27 @@ impl Nccl {
     fn pair(&mut self, peer: usize) -> Result<&mut Nccl> {
         if !self.pairs.contains_key(&peer) {
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
+            if let Some(network) =
+                self.network.as_ref().filter(|_| !self.shared.here().contains(&peer))
+            {
+                let (run, key) = (self.shared.run(), format!("nccl/{low}-{high}"));
+                let makes_it = self.rank == low;
+                let id = UniqueId::through(network.store(), &key, makes_it, run.timeout)?;
+                let members = [low, high].map(|rank| self.shared.members()[rank]);
+                let place = usize::from(!makes_it);
+                let shared = Shared::new(run.clone(), Arc::new(members), place..place + 1);
+                self.pairs.insert(peer, Nccl::join(Arc::new(shared), None, place, self.gpu, id)?);
+            }
+        }
+        if !self.pairs.contains_key(&peer) {
+            let (low, high) = (self.rank.min(peer), self.rank.max(peer));
             let invitation = self.shared.invitation(Occasion::Pair(low, high), 2, || {
                 let members = [low, high].map(|rank| self.shared.members()[rank]);
                 Invitation::nccl(self.shared.run(), Arc::new(members))
             })?;
-            if let Invitation::Nccl(id, shared) = invitation {
+            if let Invitation::Nccl(id, shared, _) = invitation {
                 let place = usize::from(self.rank == high);
-                self.pairs.insert(peer, Nccl::join(shared, place, self.gpu, id)?);
+                self.pairs.insert(peer, Nccl::join(shared, None, place, self.gpu, id)?);
             }
         }
         self.pairs.get_mut(&peer).ok_or_else(|| {
@@ -266,7 +307,9 @@ impl Backend for Nccl {
         match call.operation {
             Operation::Barrier => self.meet_all(call),
             // Always checked: with different lists the ranks would take each other's places.
-            Operation::NewGroup => threaded::meet(&mut self.seat, call, false),
+            Operation::NewGroup => {
+                threaded::meet(&mut self.seat, self.shared.here().start, call, false)
+            }
             _ => self.launch(call),
         }
     }

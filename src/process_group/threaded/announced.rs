@@ -9,7 +9,7 @@ use crate::torch::cuda;
 
 /// A tensor's memory: where it begins, and how many elements it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(in super::super) struct Place {
     pub data: *mut u8,
     pub numel: usize,
 }
@@ -30,8 +30,8 @@ pub(crate) struct Announced {
     /// The CUDA stream that the rank's work goes to; 0 on a CPU. Equal, so the work is in order.
     stream: usize,
     shape: Vec<i64>,
-    pub(super) inputs: Vec<Place>,
-    pub(super) outputs: Vec<Place>,
+    pub(in super::super) inputs: Vec<Place>,
+    pub(in super::super) outputs: Vec<Place>,
 }
 
 impl Announced {
@@ -80,7 +80,7 @@ impl Announced {
             && self.shape == other.shape
     }
 
-    fn describe(&self) -> String {
+    pub(in super::super) fn describe(&self) -> String {
         let Announced { operation, kind, device, shape, .. } = self;
         let role = match operation {
             Operation::Broadcast | Operation::Scatter => "src",
@@ -126,13 +126,15 @@ impl Announced {
     }
 }
 
-/// Compares what all ranks call, in their order; `members` are the numbers by which the user knows them.
+/// Compares what the ranks of this process call, in their order; `members` are the numbers by which the user knows
+/// them, and `first_place` is that of the first in the group.
 ///
 /// # Errors
 /// [`Error::Mismatch`] where they differ. All ranks see the same calls, so all come to the same answer.
 pub(super) fn compare<'a>(
     calls: impl ExactSizeIterator<Item = &'a Announced> + Clone,
     members: &[usize],
+    first_place: usize,
     sequence: u64,
 ) -> Result<()> {
     let Some(first) = calls.clone().next() else { return Ok(()) };
@@ -145,7 +147,8 @@ pub(super) fn compare<'a>(
     // What each rank sends to each must be what that one expects.
     for (from, sender) in calls.clone().enumerate() {
         for (to, receiver) in calls.clone().enumerate() {
-            let (sent, expected) = (sender.inputs[to].numel, receiver.outputs[from].numel);
+            let (sent, expected) =
+                (sender.inputs[first_place + to].numel, receiver.outputs[first_place + from].numel);
             if sent != expected {
                 let (from, odd) = (members[from], members[to]);
                 let to = if from == odd {
@@ -194,15 +197,16 @@ fn differ<'a>(
 
 /// All memory that a collective reads and writes: start, end, rank, and whether it is written.
 #[derive(Debug, Default)]
-pub(super) struct Memory(Vec<(usize, usize, usize, bool)>);
+pub(in super::super) struct Memory(Vec<(usize, usize, usize, bool)>);
 
 impl Memory {
     /// Checks that nobody writes where somebody else reads or writes. All ranks see the same places, so
     /// all come to the same answer.
-    pub(super) fn check<'a>(
+    pub(in super::super) fn check<'a>(
         &mut self,
         calls: impl Iterator<Item = &'a Announced>,
         members: &[usize],
+        first_place: usize,
     ) -> Result<()> {
         self.0.clear();
         for (rank, call) in calls.enumerate() {
@@ -214,7 +218,8 @@ impl Memory {
                 }
             };
             call.outputs.iter().for_each(|place| add(place, true));
-            let kept = call.kept(rank).filter(|&(i, o)| call.inputs[i] == call.outputs[o]);
+            let kept =
+                call.kept(first_place + rank).filter(|&(i, o)| call.inputs[i] == call.outputs[o]);
             let others =
                 call.inputs.iter().enumerate().filter(|(i, _)| kept.is_none_or(|k| k.0 != *i));
             others.for_each(|(_, place)| add(place, false));

@@ -171,7 +171,7 @@ integer_element!(i64 i32 i16 i8 u8);
 /// There is an input, and every input and output points to at least `len` elements of `kind`. No output
 /// overlaps another output, or an input except that it may be the very same place. Until this returns
 /// nobody writes to these elements of the inputs, and nobody else touches those of the outputs.
-pub(super) unsafe fn reduce(
+pub(in super::super) unsafe fn reduce(
     kind: Kind,
     inputs: &[*mut u8],
     outputs: &[*mut u8],

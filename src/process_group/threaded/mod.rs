@@ -23,9 +23,11 @@ use super::{Backend, Call, P2POp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 pub(super) use announced::Announced;
-use announced::Memory;
+pub(super) use announced::{Memory, Place};
+pub(super) use element::reduce as reduce_elements;
 pub(super) use mail::{Parcel, Posted, Side};
 pub(super) use meeting::Seat;
+pub(super) use part::my_slice;
 pub(super) use shared::{Occasion, Shared};
 
 /// One rank's side of the backend.
@@ -50,10 +52,16 @@ impl Threaded {
 ///
 /// On success all ranks call the same, with tensors that fit each other. `on_one_device` asks as well that
 /// all tensors be in one place.
-pub(super) fn meet(seat: &mut Seat<Announced>, call: &Call, on_one_device: bool) -> Result<()> {
+/// `first_place` is the place in the group of the first rank of this process.
+pub(super) fn meet(
+    seat: &mut Seat<Announced>,
+    first_place: usize,
+    call: &Call,
+    on_one_device: bool,
+) -> Result<()> {
     let timeout = call.timeout.unwrap_or(seat.barrier().run().timeout);
     seat.meet(call.at(), timeout, |announced| announced.announce(call, on_one_device))?;
-    announced::compare(seat.announced(), seat.barrier().members(), call.sequence)
+    announced::compare(seat.announced(), seat.barrier().members(), first_place, call.sequence)
 }
 
 impl Backend for Threaded {
@@ -67,12 +75,12 @@ impl Backend for Threaded {
 
     fn run(&mut self, call: &Call) -> Result<()> {
         let Self { seat, memory, places } = self;
-        meet(seat, call, true)?;
+        meet(seat, 0, call, true)?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // all have come
         }
         // Nobody writes where another reads or writes.
-        memory.check(seat.announced(), seat.barrier().members())?;
+        memory.check(seat.announced(), seat.barrier().members(), 0)?;
         // The tensors of all ranks stay where they are: their owners are in this collective, hold them, and
         // leave it together.
         seat.and_leave_together(|| {

@@ -103,7 +103,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
 }
 
 /// The elements that a rank reduces for all: equal parts, in whole cache lines.
-pub(super) fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<usize> {
+pub(in super::super) fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<usize> {
     let part = numel.div_ceil(world_size).next_multiple_of(64);
     let start = (part * rank).min(numel);
     start..(start + part).min(numel)

@@ -1,6 +1,7 @@
 //! What the ranks of one process share of a group: where they meet, their mail, invitations to sub-groups.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::Invitation;
@@ -17,6 +18,7 @@ pub(crate) struct Shared {
     mail: Mail,
     run: Arc<Run>,
     members: Arc<[usize]>,
+    here: Range<usize>,
     /// Those that not everybody has taken, and how many still have to.
     invitations: Mutex<HashMap<Occasion, (Invitation, usize)>>,
 }
@@ -31,14 +33,15 @@ pub(crate) enum Occasion {
 }
 
 impl Shared {
-    /// For the ranks `members` of `run`.
-    pub(crate) fn new(run: Arc<Run>, members: Arc<[usize]>) -> Self {
-        let barrier = Barrier::new(run.clone(), members.clone());
+    /// For the ranks `members` of `run`, of which this process has those at the places `here`.
+    pub(crate) fn new(run: Arc<Run>, members: Arc<[usize]>, here: Range<usize>) -> Self {
+        let barrier = Barrier::new(run.clone(), members[here.clone()].into());
         Self {
             meeting: Arc::new(Meeting::new(barrier, Announced::nothing)),
             mail: Mail::new(run.clone(), members.clone()),
             run,
             members,
+            here,
             invitations: Mutex::default(),
         }
     }
@@ -53,14 +56,19 @@ impl Shared {
         &self.members
     }
 
+    /// The places in the group of the ranks that are in this process.
+    pub(crate) fn here(&self) -> Range<usize> {
+        self.here.clone()
+    }
+
     /// Where sent tensors wait to be received.
     pub(crate) fn mail(&self) -> &Mail {
         &self.mail
     }
 
-    /// The place of `rank` where the group meets; can be taken once.
+    /// The place of `rank`, which is in this process, where those of this process meet; can be taken once.
     pub(crate) fn seat(&self, rank: usize) -> Seat<Announced> {
-        Seat::take(rank, self.meeting.clone())
+        Seat::take(rank - self.here.start, self.meeting.clone())
     }
 
     /// The same invitation for each of `guests` ranks: the first to come makes it.

@@ -1,0 +1,94 @@
+//! What Kubeflow sets in each pod of a `PyTorchJob` or a `TrainJob`: a process has the whole pod.
+//!
+//! `WORLD_SIZE` counts pods with the older operator, and pods times `nprocPerNode` with the newer one, which
+//! sets `PET_NNODES` as well; so that is asked first. (`PET_` names are flags of torchrun.)
+
+use super::variables::{Launcher, Variables, check_below};
+use super::{
+    DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, Master, Processes, check_addr, check_flag,
+};
+use crate::error::{Error, Result};
+use crate::launch::Nproc;
+
+const KUBEFLOW: Launcher = Launcher { choice: "kubernetes", program: "a PyTorchJob or TrainJob" };
+
+pub(super) fn is_here(variables: &Variables) -> bool {
+    let set = |name| variables.is_set(name);
+    let has_rank = ["RANK", "WORLD_SIZE", "MASTER_ADDR"].into_iter().all(set);
+    (has_rank && !set("LOCAL_RANK")) || set("PET_NNODES") || set("PET_NODE_RANK")
+}
+
+pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Launch> {
+    let (nodes, nnodes) = nnodes(variables)?;
+    let (name, node) = node_rank(variables, nnodes)?;
+    check_below(name, node, nodes, nnodes)?;
+    check_flag("--nnodes", options.nnodes.as_ref(), "Kubeflow", Some(&nnodes))?;
+    check_flag("--node-rank", options.node_rank.as_ref(), "Kubeflow", Some(&node))?;
+    let master = if nnodes > 1 { Some(master(variables)?) } else { None };
+    let addr = master.as_ref().map(|master| &master.addr);
+    check_flag("--master-addr", options.master_addr.as_ref(), "Kubeflow", addr)?;
+    let port = master.as_ref().map(|master| &master.port);
+    check_flag("--master-port", options.master_port.as_ref(), "Kubeflow", port)?;
+    let nproc = match (options.nproc, variables.text("PET_NPROC_PER_NODE")) {
+        (Nproc::Auto, Some(text)) => text
+            .parse()
+            .map_err(|error: Error| Error::Input(format!("PET_NPROC_PER_NODE: {error}")))?,
+        (given, _) => given,
+    };
+    let processes = Processes { index: node, count: nnodes, local_index: 0, local_count: 1 };
+    let reason = format!("{}; one process a pod: its ranks are threads", variables.told());
+    Ok(Launch {
+        nnodes: Some(nnodes),
+        master,
+        threads_per_rank: variables.threads()?,
+        run_id: variables.text("PET_RDZV_ID").unwrap_or("none".into()),
+        ..Launch::new(LaunchKind::Kubernetes, processes, nproc, reason)
+    })
+}
+
+/// How many pods there are, and who says so.
+fn nnodes(variables: &Variables) -> Result<(&'static str, usize)> {
+    let name = "PET_NNODES";
+    let Some(text) = variables.text(name) else {
+        if variables.is_set("PET_NODE_RANK") && !variables.is_set("WORLD_SIZE") {
+            return Err(KUBEFLOW.lacks(&[name], &["PET_NODE_RANK"]));
+        }
+        let [_, pods] = variables.all(KUBEFLOW, ["RANK", "WORLD_SIZE"])?;
+        return Ok(("WORLD_SIZE", pods));
+    };
+    let Some((least, most)) = text.split_once(':') else {
+        return Ok((name, variables.count(name)?.unwrap_or(1)));
+    };
+    match (least.parse::<u32>(), most.parse::<u32>()) {
+        (Ok(least), Ok(most)) if least == most => Ok((name, least as usize)),
+        _ => Err(Error::Input(format!(
+            "{name}={text:?}: a number of pods that changes needs torchrun; start torchrun --no-python ddp-mp in \
+             each pod"
+        ))),
+    }
+}
+
+/// This pod's number, and who says so.
+fn node_rank(variables: &Variables, nnodes: usize) -> Result<(&'static str, usize)> {
+    match (variables.number("PET_NODE_RANK")?, variables.number("RANK")?) {
+        (Some(node), Some(rank)) if node != rank => Err(Error::Input(format!(
+            "RANK={rank} contradicts PET_NODE_RANK={node}; look for who sets them"
+        ))),
+        (Some(node), _) => Ok(("PET_NODE_RANK", node)),
+        (None, Some(rank)) => Ok(("RANK", rank)),
+        (None, None) if nnodes == 1 => Ok(("PET_NODE_RANK", 0)),
+        (None, None) => Err(KUBEFLOW.lacks(&["PET_NODE_RANK"], &["PET_NNODES"])),
+    }
+}
+
+fn master(variables: &Variables) -> Result<Master> {
+    let either = |names: &[&'static str]| variables.first_of(names).unwrap_or(names[0]);
+    let name = either(&["PET_MASTER_ADDR", "MASTER_ADDR"]);
+    let Some(addr) = variables.text(name) else {
+        let set = variables.first_of(&["PET_NNODES", "WORLD_SIZE"]);
+        return Err(KUBEFLOW.lacks(&["MASTER_ADDR"], set.as_slice()));
+    };
+    check_addr(name, &addr)?;
+    let port = variables.port(either(&["PET_MASTER_PORT", "MASTER_PORT"]))?;
+    Ok(Master { addr, port: port.unwrap_or(DEFAULT_PORT), agent_store: false })
+}

@@ -1,0 +1,52 @@
+//! No launcher: one process, or one started by hand on each of several machines.
+
+use super::{DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, Master, Processes, check_addr};
+use crate::error::{Error, Result};
+
+/// Goes by the flags alone. `why` says why no launcher counts.
+pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
+    let LaunchOptions { nnodes, node_rank, master_addr, master_port, .. } = options;
+    let flags = [
+        ("--node-rank", node_rank.is_some()),
+        ("--master-addr", master_addr.is_some()),
+        ("--master-port", master_port.is_some()),
+    ];
+    if let (None, Some((flag, _))) = (nnodes, flags.iter().find(|(_, given)| *given)) {
+        return Err(Error::Input(format!("{flag} needs --nnodes, the number of machines: {why}")));
+    }
+    let nnodes = nnodes.unwrap_or(1);
+    let missing = |flag: &str, what: &str| {
+        Error::Input(format!("--nnodes={nnodes} needs {flag}, {what}: {why}"))
+    };
+    let index = match node_rank {
+        Some(node_rank) => *node_rank,
+        None if nnodes == 1 => 0,
+        None => return Err(missing("--node-rank", "this machine's number, from 0")),
+    };
+    if index >= nnodes {
+        return Err(Error::Input(format!(
+            "--node-rank={index} is not below --nnodes={nnodes}; machines count from 0"
+        )));
+    }
+    let processes = Processes { index, count: nnodes, local_index: 0, local_count: 1 };
+    if nnodes == 1 {
+        let mut launch = Launch::new(LaunchKind::Local, processes, options.nproc, why.into());
+        launch.nnodes = Some(1);
+        return Ok(launch);
+    }
+    let Some(addr) = master_addr else {
+        return Err(missing("--master-addr", "the name or address of machine 0"));
+    };
+    check_addr("--master-addr", addr)?;
+    let reason = format!(
+        "--nnodes={nnodes} --node-rank={index}, and {why}; ranks are threads of one process a machine"
+    );
+    let mut launch = Launch::new(LaunchKind::ByHand, processes, options.nproc, reason);
+    launch.nnodes = Some(nnodes);
+    launch.master = Some(Master {
+        addr: addr.clone(),
+        port: master_port.unwrap_or(DEFAULT_PORT),
+        agent_store: false,
+    });
+    Ok(launch)
+}

@@ -1,0 +1,168 @@
+//! What srun sets for each task of a job step.
+
+use super::nodelist;
+use super::variables::{Launcher, Variables, check_below};
+use super::{Launch, LaunchKind, LaunchOptions, Processes, check_flag, master, ranks_of_one};
+use crate::error::{Error, Result};
+
+const SRUN: Launcher = Launcher { choice: "slurm", program: "srun" };
+
+/// Steps that srun did not start have numbers from here on: batch scripts, shells of salloc.
+const FIRST_OWN_STEP: usize = 0xffff_fff0;
+
+/// Names of jobs whose processes are shells, by convention.
+const INTERACTIVE: [&str; 2] = ["interactive", "bash"];
+
+/// Who says how many tasks there are, the one that knows best first.
+const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
+
+/// Whether srun has started this process.
+pub(super) enum Step {
+    /// As one of its tasks.
+    Task,
+    /// No; why that is worth a word, if it is.
+    Outside(Option<String>),
+}
+
+/// # Errors
+/// [`Error::Input`] where it cannot be told.
+pub(super) fn step(variables: &Variables) -> Result<Step> {
+    let job = ["SLURM_JOB_ID", "SLURM_JOBID"];
+    let Some(name) = variables.first_of(&job) else { return Ok(Step::Outside(None)) };
+    let job = variables.text(name).unwrap_or_default();
+    if step_id(variables)?.is_none() || !variables.is_set("SLURM_PROCID") {
+        // A batch script has SLURM_PROCID=0 as well, but no step.
+        let why = format!("srun has not started this process of Slurm job {job}");
+        return Ok(Step::Outside(Some(why)));
+    }
+    let Some(name) =
+        variables.text("SLURM_JOB_NAME").filter(|name| INTERACTIVE.contains(&name.as_str()))
+    else {
+        return Ok(Step::Task);
+    };
+    let tasks = tasks(variables)?.unwrap_or(1);
+    if tasks > 1 {
+        return Err(Error::Input(format!(
+            "SLURM_JOB_NAME={name} is the name of a shell's job, but this step has {tasks} tasks: use --launch \
+             slurm if srun has started this very program, and --launch local if it was started in a shell"
+        )));
+    }
+    Ok(Step::Outside(Some(format!("Slurm job {job} is a shell: SLURM_JOB_NAME={name}"))))
+}
+
+/// The number of the step, if it is one of srun's.
+fn step_id(variables: &Variables) -> Result<Option<usize>> {
+    match variables.first_of(&["SLURM_STEP_ID", "SLURM_STEPID"]) {
+        Some(name) => Ok(variables.number(name)?.filter(|&id| id < FIRST_OWN_STEP)),
+        None => Ok(None),
+    }
+}
+
+fn tasks(variables: &Variables) -> Result<Option<usize>> {
+    match variables.first_of(&TASKS) {
+        Some(name) => variables.count(name),
+        None => Ok(None),
+    }
+}
+
+pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
+    let either = |names: &[&'static str]| variables.first_of(names).unwrap_or(names[0]);
+    let all_tasks = either(&TASKS);
+    let nodes = either(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"]);
+    let names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", all_tasks, nodes];
+    let [index, local_index, node, count, nnodes] = variables.all(SRUN, names)?;
+    if step_id(variables)?.is_none() {
+        // A batch script has all of the others.
+        return Err(SRUN.lacks(&["SLURM_STEP_ID"], &names));
+    }
+    check_below("SLURM_PROCID", index, all_tasks, count)?;
+    check_below("SLURM_NODEID", node, nodes, nnodes)?;
+    check_flag("--nnodes", options.nnodes.as_ref(), "srun", Some(&nnodes))?;
+    check_flag("--node-rank", options.node_rank.as_ref(), "srun", Some(&node))?;
+    if let Some(rank) = variables.number("RANK")?
+        && rank != index
+    {
+        return Err(Error::Input(format!(
+            "RANK={rank} contradicts SLURM_PROCID={index}: unset RANK, or use --launch local to ignore both"
+        )));
+    }
+
+    let per_node = either(&["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"]);
+    let local_count = match variables.text(per_node) {
+        _ if nnodes == 1 => count,
+        _ if nnodes == count => 1,
+        None => return Err(SRUN.lacks(&[per_node], &names)),
+        Some(list) => {
+            let (mine, all) = nodelist::tasks_on(per_node, &list, node)?;
+            if all != count {
+                return Err(Error::Input(format!(
+                    "{per_node}={list} has {all} tasks, and {all_tasks}={count}; look for who sets them"
+                )));
+            }
+            mine
+        }
+    };
+    check_below("SLURM_LOCALID", local_index, per_node, local_count)?;
+
+    let processes = Processes { index, count, local_index, local_count };
+    let master = if count > 1 {
+        let addr = || first_host(variables, nnodes);
+        Some(master(variables, options, addr, || port(variables))?)
+    } else {
+        None
+    };
+    let told = variables.told();
+    // One task a node is how to ask for a process that has all of its node.
+    let (nproc, ranks) = if count == nnodes {
+        (options.nproc, "one task a node: its ranks are threads".to_string())
+    } else {
+        ranks_of_one(options.nproc, processes, gpus)
+    };
+    let job = variables.text(either(&["SLURM_JOB_ID", "SLURM_JOBID"])).unwrap_or_default();
+    let step = variables.text(either(&["SLURM_STEP_ID", "SLURM_STEPID"])).unwrap_or_default();
+    Ok(Launch {
+        nnodes: Some(nnodes),
+        master,
+        cores: variables.count("SLURM_CPUS_PER_TASK")?,
+        threads_per_rank: variables.threads()?,
+        run_id: format!("{job}.{step}"),
+        ..Launch::new(LaunchKind::Slurm, processes, nproc, format!("{told}; {ranks}"))
+    })
+}
+
+/// The host of task 0.
+fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
+    let names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
+    let Some((name, list)) =
+        variables.first_of(&names).and_then(|name| Some((name, variables.text(name)?)))
+    else {
+        return Err(Error::Input(
+            "none of SLURM_STEP_NODELIST, SLURM_JOB_NODELIST and MASTER_ADDR is set: which host has task 0? \
+             Use --master-addr"
+                .into(),
+        ));
+    };
+    let hosts = nodelist::hosts(name, &list)?;
+    // The job may have more nodes than the step.
+    let too_few = hosts.count < nnodes as u64;
+    if too_few || (name == names[0] && hosts.count != nnodes as u64) {
+        return Err(Error::Input(format!(
+            "{name}={list} has {} hosts, and the step has {nnodes} nodes; set MASTER_ADDR to the host of task 0",
+            hosts.count
+        )));
+    }
+    Ok(hosts.first)
+}
+
+/// A port that all tasks of a job come to, and those of another job on the same host hardly ever.
+fn port(variables: &Variables) -> Result<u16> {
+    let job = variables.first_of(&["SLURM_JOB_ID", "SLURM_JOBID"]);
+    let id = job.and_then(|name| variables.text(name)).unwrap_or_default();
+    let digits = id.get(id.len().saturating_sub(4)..).unwrap_or_default();
+    match digits.parse::<u16>() {
+        Ok(number) if digits.bytes().all(|byte| byte.is_ascii_digit()) => Ok(15000 + number),
+        _ => Err(Error::Input(format!(
+            "SLURM_JOB_ID={id:?} is no number to take a port from; set MASTER_PORT, or use --master-port"
+        ))),
+    }
+}

@@ -1,0 +1,299 @@
+//! Each launcher's variables as it sets them.
+
+mod wrong;
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use super::*;
+
+/// What two workers of `torchrun --no-python --nproc-per-node=2` see; this is the second. (torch 2.11)
+const TORCHRUN: &str = "GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 \
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 OMP_NUM_THREADS=1 RANK=1 ROLE_NAME=default ROLE_RANK=1 \
+    ROLE_WORLD_SIZE=2 TORCHELASTIC_ERROR_FILE=/tmp/torchelastic_o__zuay2/none_8_gdohn2/attempt_0/1/error.json \
+    TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_RUN_ID=none \
+    TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT TORCHELASTIC_USE_AGENT_STORE=True \
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=1 WORLD_SIZE=2";
+
+/// The first of two with `--virtual-local-rank --rdzv-backend=c10d --rdzv-id=job7 --max-restarts=3`, and
+/// `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: its second worker has `LOCAL_RANK=0`, too.
+const VIRTUAL: &str = "CUDA_VISIBLE_DEVICES=1 GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=0 \
+    LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=34803 OMP_NUM_THREADS=1 RANK=1 WORLD_SIZE=2 \
+    TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_RUN_ID=job7 \
+    TORCHELASTIC_USE_AGENT_STORE=False";
+
+/// One worker on each of two machines.
+const ALONE: &str = "GROUP_RANK=1 GROUP_WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=node1 \
+    MASTER_PORT=29500 RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True";
+
+/// The sixth of `srun` with seven tasks on four nodes, two on each of the first three.
+const SRUN: &str = "SLURM_JOB_ID=4103 SLURM_JOB_NAME=train SLURM_STEP_ID=0 SLURM_STEPID=0 SLURM_PROCID=5 \
+    SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_NTASKS=7 SLURM_NPROCS=7 SLURM_NNODES=4 SLURM_STEP_NUM_TASKS=7 \
+    SLURM_STEP_NUM_NODES=4 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_TASKS_PER_NODE=2(x3),1 \
+    SLURM_JOB_NODELIST=node[03-05,07] SLURM_STEP_NODELIST=node[03-05,07] SLURM_CPUS_PER_TASK=6";
+
+/// The second of `srun --nodes=2 --ntasks-per-node=1`.
+const SRUN_NODES: &str = "SLURM_JOB_ID=90012 SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1 \
+    SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) \
+    SLURM_STEP_NODELIST=a[1-2]b[3] SLURM_JOB_NODELIST=a[1-2]b[3]";
+
+/// A batch script, before srun.
+const SBATCH: &str = "SLURM_JOB_ID=4103 SLURM_JOB_NAME=train SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 \
+    SLURM_NTASKS=8 SLURM_NNODES=2 SLURM_JOB_NODELIST=node[03-04] SLURM_TASKS_PER_NODE=4(x2)";
+
+/// A shell that `salloc` has put on a node, by a step of its own.
+const SALLOC: &str = "SLURM_JOB_ID=4103 SLURM_JOB_NAME=interactive SLURM_STEP_ID=4294967290 SLURM_PROCID=0 \
+    SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=8 SLURM_NNODES=1";
+
+/// A shell that `srun --pty bash` has put on a node.
+const PTY: &str = "SLURM_JOB_ID=4103 SLURM_JOB_NAME=bash SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 \
+    SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=1 SLURM_NNODES=1 SLURM_STEP_TASKS_PER_NODE=1";
+
+/// The second of two with Open MPI 5.0's mpirun, without what says nothing of the launch.
+const OPEN_MPI: &str = "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 \
+    OMPI_COMM_WORLD_NODE_RANK=1 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 \
+    PMIX_NAMESPACE=prterun-vm-14666@1 PMIX_RANK=1";
+
+/// The second of two with MPICH 5.0's mpiexec.hydra.
+const HYDRA: &str =
+    "MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=11 PMI_HOSTNAME=vm PMI_RANK=1 PMI_SIZE=2";
+
+/// Cray's mpiexec, with two on each of two nodes.
+const PALS: &str = "PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PMI_RANK=3 PMI_SIZE=4 \
+    PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 MASTER_ADDR=x1000c0s0b0n0 MASTER_PORT=6000";
+
+/// The first worker of a `PyTorchJob` with a master, by the older operator.
+const PYTORCHJOB: &str = "MASTER_ADDR=job-master-0 MASTER_PORT=23456 WORLD_SIZE=3 RANK=1 \
+    PYTHONUNBUFFERED=0 KUBERNETES_PORT=tcp://10.0.0.1:443";
+
+/// The same by the newer one, with `nprocPerNode: 4`.
+const PYTORCHJOB_4: &str = "MASTER_ADDR=job-master-0 MASTER_PORT=23456 WORLD_SIZE=12 RANK=1 PET_NNODES=3 \
+    PET_NODE_RANK=1 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=job-master-0 PET_MASTER_PORT=23456";
+
+/// A `TrainJob`.
+const TRAINJOB: &str = "PET_NNODES=2 PET_NPROC_PER_NODE=auto PET_NODE_RANK=1 \
+    PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400";
+
+fn by_hand() -> LaunchOptions {
+    LaunchOptions {
+        nnodes: Some(2),
+        node_rank: Some(1),
+        master_addr: Some("node1".into()),
+        master_port: Some(4000),
+        ..LaunchOptions::default()
+    }
+}
+
+fn choose(launch: LaunchChoice) -> LaunchOptions {
+    LaunchOptions { launch, ..LaunchOptions::default() }
+}
+
+/// With these variables, of which later ones win; `NAME=` unsets one.
+fn with(variables: &[&str], options: &LaunchOptions, gpus: usize) -> Result<Launch> {
+    let all = variables.iter().flat_map(|list| list.split_whitespace());
+    let map: HashMap<&str, &str> = all.map(|pair| pair.split_once('=').unwrap()).collect();
+    detect(&|name| Some(map.get(name)?.to_string()), options, gpus)
+}
+
+fn found(variables: &str) -> Launch {
+    with(&[variables], &LaunchOptions::default(), 0).unwrap()
+}
+
+fn refused(variables: &[&str], options: &LaunchOptions) -> String {
+    match with(variables, options, 0) {
+        Err(Error::Input(why)) => why,
+        other => panic!("{variables:?} gave {other:?}"),
+    }
+}
+
+#[test]
+fn each_launcher_is_found_by_its_variables() {
+    use LaunchChoice as Choice;
+    let nobody = Choice::Local;
+    for (variables, choice, kind, places, nnodes, master) in [
+        (
+            TORCHRUN,
+            Choice::Torchrun,
+            LaunchKind::Torchrun,
+            (1, 2, 1, 2),
+            Some(1),
+            "127.0.0.1:29500",
+        ),
+        (VIRTUAL, Choice::Torchrun, LaunchKind::Torchrun, (1, 2, 0, 2), Some(1), "localhost:34803"),
+        (ALONE, Choice::Torchrun, LaunchKind::Torchrun, (1, 2, 0, 1), Some(2), "node1:29500"),
+        (SRUN, Choice::Slurm, LaunchKind::Slurm, (5, 7, 1, 2), Some(4), "node03:19103"),
+        (SRUN_NODES, Choice::Slurm, LaunchKind::Slurm, (1, 2, 0, 1), Some(2), "a1b3:15012"),
+        (OPEN_MPI, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:29500"),
+        (HYDRA, Choice::Mpi, LaunchKind::Mpi, (1, 2, 1, 2), Some(1), "127.0.0.1:29500"),
+        (PALS, Choice::Mpi, LaunchKind::Mpi, (3, 4, 1, 2), None, "x1000c0s0b0n0:6000"),
+        (
+            PYTORCHJOB,
+            Choice::Kubernetes,
+            LaunchKind::Kubernetes,
+            (1, 3, 0, 1),
+            Some(3),
+            "job-master-0:23456",
+        ),
+        (
+            PYTORCHJOB_4,
+            Choice::Kubernetes,
+            LaunchKind::Kubernetes,
+            (1, 3, 0, 1),
+            Some(3),
+            "job-master-0:23456",
+        ),
+        (
+            TRAINJOB,
+            Choice::Kubernetes,
+            LaunchKind::Kubernetes,
+            (1, 2, 0, 1),
+            Some(2),
+            "job-node-0-0.job:29400",
+        ),
+        (SBATCH, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
+        (SALLOC, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
+        (PTY, nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
+        ("MASTER_ADDR=a MASTER_PORT=1", nobody, LaunchKind::Local, (0, 1, 0, 1), Some(1), ""),
+    ] {
+        for choice in [Choice::Auto, choice] {
+            let launch = with(&[variables], &choose(choice), 0).unwrap();
+            let Processes { index, count, local_index, local_count } = launch.processes;
+            let master_is = launch.master.as_ref().map_or(String::new(), ToString::to_string);
+            assert_eq!((launch.kind, launch.nnodes), (kind, nnodes), "{variables}");
+            assert_eq!((index, count, local_index, local_count), places, "{variables}");
+            assert_eq!(master_is, master, "{variables}");
+        }
+        let local = with(&[variables], &choose(Choice::Local), 0).unwrap();
+        assert_eq!((local.kind, local.processes.count), (LaunchKind::Local, 1));
+        assert_eq!(local.reason, "--launch local");
+    }
+}
+
+#[test]
+fn what_only_torchrun_tells() {
+    let launch = found(TORCHRUN);
+    assert!(launch.master.unwrap().agent_store);
+    assert_eq!((launch.run_id.as_str(), launch.threads_per_rank), ("none", Some(1)));
+    assert_eq!(launch.error_file.unwrap().file_name().unwrap(), "error.json");
+    assert_eq!(
+        launch.reason,
+        "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_WORLD_SIZE=1 GROUP_RANK=0 \
+         MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True; one rank in each process"
+    );
+    let launch = found(VIRTUAL);
+    assert!(!launch.master.unwrap().agent_store);
+    assert_eq!((launch.run_id.as_str(), launch.error_file), ("job7", None));
+    assert_eq!((launch.restart_count, launch.max_restarts), (2, 3));
+    // A single worker needs no master.
+    let one = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 TORCHELASTIC_ERROR_FILE=/tmp/e";
+    let launch = found(one);
+    assert_eq!((launch.master, launch.error_file.as_deref()), (None, Some(Path::new("/tmp/e"))));
+}
+
+#[test]
+fn how_many_ranks_a_process_has() {
+    let ranks = |variables: &str, nproc, gpus| {
+        let options = LaunchOptions { nproc, ..LaunchOptions::default() };
+        let launch = with(&[variables], &options, gpus).unwrap();
+        (launch.nproc, launch.reason)
+    };
+    let (auto, one, two) = (Nproc::Auto, Nproc::Count(1), Nproc::Count(2));
+    for (variables, nproc, gpus, expected, reason) in [
+        // One process a rank is what torchrun, mpirun and srun are asked for.
+        (TORCHRUN, auto, 4, one, "one rank in each process"),
+        (VIRTUAL, auto, 1, one, "one rank in each process"),
+        (OPEN_MPI, auto, 2, one, "one rank in each process"),
+        (SRUN, auto, 2, one, "one rank in each process"),
+        // Threads in each of several processes, when that is said.
+        (TORCHRUN, two, 4, two, "as --nproc-per-node says"),
+        (SRUN, Nproc::Gpu, 2, Nproc::Gpu, "as --nproc-per-node says"),
+        // One process a machine leaves the GPUs to it.
+        (ALONE, auto, 4, auto, "a rank for each of 4 visible GPUs (--nproc-per-node=1: only one)"),
+        (ALONE, one, 4, one, "as --nproc-per-node says"),
+        (ALONE, auto, 1, one, "one rank in each process"),
+        (ALONE, auto, 0, one, "one rank in each process"),
+        (SRUN_NODES, auto, 4, auto, "one task a node: its ranks are threads"),
+        (SRUN_NODES, two, 4, two, "one task a node"),
+        (TRAINJOB, auto, 4, auto, "one process a pod: its ranks are threads"),
+        (PYTORCHJOB_4, auto, 4, Nproc::Count(4), "PET_NPROC_PER_NODE=4"),
+        (PYTORCHJOB_4, two, 4, two, "one process a pod"),
+        ("", auto, 4, auto, "no launcher's variables are set"),
+    ] {
+        let (nproc, why) = ranks(variables, nproc, gpus);
+        assert_eq!(nproc, expected, "{variables} with {gpus} GPUs");
+        assert!(why.contains(reason), "{why}");
+    }
+}
+
+#[test]
+fn the_more_particular_launcher_wins() {
+    let kind = |variables: &[&str]| with(variables, &LaunchOptions::default(), 0).unwrap().kind;
+    // srun torchrun, torchrun in a pod, mpirun in a pod.
+    assert_eq!(kind(&[SRUN_NODES, TORCHRUN]), LaunchKind::Torchrun);
+    assert_eq!(kind(&[PYTORCHJOB_4, TORCHRUN]), LaunchKind::Torchrun);
+    assert_eq!(kind(&["KUBERNETES_PORT=tcp://10.0.0.1:443", OPEN_MPI]), LaunchKind::Mpi);
+    // mpirun starts its processes on other machines through srun.
+    assert_eq!(kind(&[SRUN_NODES, OPEN_MPI]), LaunchKind::Mpi);
+    assert_eq!(kind(&[SRUN_NODES, HYDRA]), LaunchKind::Mpi);
+    // srun --mpi=pmi2.
+    assert_eq!(kind(&[SRUN, "PMI_RANK=5 PMI_SIZE=7"]), LaunchKind::Slurm);
+    // What scripts like to export beside srun.
+    let exported = "RANK=5 WORLD_SIZE=7 MASTER_ADDR=node03 MASTER_PORT=4000";
+    let launch = with(&[SRUN, exported], &LaunchOptions::default(), 0).unwrap();
+    assert_eq!((launch.kind, launch.processes.local_index), (LaunchKind::Slurm, 1));
+    assert_eq!(launch.master.unwrap().to_string(), "node03:4000");
+    // A batch script or a shell is no task.
+    assert_eq!(found(SBATCH).reason, "srun has not started this process of Slurm job 4103");
+    assert_eq!(found(PTY).reason, "Slurm job 4103 is a shell: SLURM_JOB_NAME=bash");
+    assert_eq!(with(&[PTY], &choose(LaunchChoice::Slurm), 0).unwrap().kind, LaunchKind::Slurm);
+}
+
+#[test]
+fn several_machines_by_hand() {
+    let launch = with(&[SBATCH], &by_hand(), 4).unwrap();
+    assert_eq!(
+        (launch.kind, launch.nproc, launch.nnodes),
+        (LaunchKind::ByHand, Nproc::Auto, Some(2))
+    );
+    assert_eq!((launch.processes.index, launch.processes.count), (1, 2));
+    let master = launch.master.unwrap();
+    assert_eq!((master.to_string().as_str(), master.agent_store), ("node1:4000", false));
+    let default_port = LaunchOptions { master_port: None, ..by_hand() };
+    let ipv6 = LaunchOptions { master_addr: Some("fe80::1".into()), ..default_port };
+    assert_eq!(with(&[], &ipv6, 0).unwrap().master.unwrap().to_string(), "[fe80::1]:29500");
+    // One machine, from a script that counts them.
+    let one = LaunchOptions { nnodes: Some(1), node_rank: Some(0), ..by_hand() };
+    assert_eq!(with(&[], &one, 0).unwrap().kind, LaunchKind::Local);
+    // torchrun's variables, ignored.
+    let options = LaunchOptions { launch: LaunchChoice::Local, ..by_hand() };
+    assert_eq!(with(&[TORCHRUN], &options, 0).unwrap().kind, LaunchKind::ByHand);
+}
+
+#[test]
+fn flags_beside_a_launcher() {
+    // What it says anyway.
+    let agreeing =
+        LaunchOptions { nnodes: Some(2), node_rank: Some(1), ..LaunchOptions::default() };
+    for variables in [ALONE, SRUN_NODES, TRAINJOB] {
+        assert_eq!(with(&[variables], &agreeing, 0).unwrap().processes.count, 2);
+    }
+    // What it leaves open.
+    let master = LaunchOptions { nnodes: None, node_rank: None, ..by_hand() };
+    for variables in [SRUN, OPEN_MPI, PALS] {
+        let launch = with(&[variables], &master, 0).unwrap();
+        assert_eq!(launch.master.unwrap().to_string(), "node1:4000");
+    }
+}
+
+#[test]
+fn a_process_s_part_of_the_machine() {
+    let share = |variables: &str, cores| found(variables).share(cores);
+    assert_eq!(
+        share(TORCHRUN, 8),
+        Share { index: 1, count: 2, cores: 4, threads_per_rank: Some(1) }
+    );
+    assert_eq!(share(OPEN_MPI, 1), Share { index: 1, count: 2, cores: 1, threads_per_rank: None });
+    // srun binds a task to its cores, so that they are all it sees.
+    assert_eq!(share(SRUN, 6), Share { index: 1, count: 2, cores: 6, threads_per_rank: None });
+    assert_eq!(share("", 8), Share::all(8));
+}

@@ -1,0 +1,234 @@
+//! Each way in which variables and flags can be wrong, and any environment whatever.
+
+use proptest::prelude::*;
+use proptest::test_runner::Config;
+
+use super::*;
+
+#[test]
+fn what_is_wrong_is_named() {
+    let auto = LaunchOptions::default();
+    for (variables, complaint) in [
+        (&["RANK=0"][..], "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are not set, but RANK is"),
+        (&["WORLD_SIZE=2"], "RANK, LOCAL_RANK and LOCAL_WORLD_SIZE are not set, but WORLD_SIZE is"),
+        (&["LOCAL_RANK=0"], "RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are not set, but LOCAL_RANK is"),
+        (&[SBATCH, "WORLD_SIZE=8"], "RANK, LOCAL_RANK and LOCAL_WORLD_SIZE are not set"),
+        (&[TORCHRUN, "WORLD_SIZE="], "WORLD_SIZE is not set, but RANK, LOCAL_RANK and LOCAL"),
+        (&[TORCHRUN, "LOCAL_WORLD_SIZE="], "LOCAL_WORLD_SIZE is not set, but RANK"),
+        (&[TORCHRUN, "RANK=2"], "RANK=2 is not below WORLD_SIZE=2"),
+        (&[TORCHRUN, "RANK=0 WORLD_SIZE=0"], "RANK=0 is not below WORLD_SIZE=0"),
+        (&[TORCHRUN, "LOCAL_RANK=2"], "LOCAL_RANK=2 is not below LOCAL_WORLD_SIZE=2"),
+        (
+            &[TORCHRUN, "LOCAL_WORLD_SIZE=3"],
+            "RANK=1 of WORLD_SIZE=2 cannot be LOCAL_RANK=1 of LOCAL",
+        ),
+        (&[TORCHRUN, "RANK=0"], "RANK=0 of WORLD_SIZE=2 cannot be LOCAL_RANK=1"),
+        (&[TORCHRUN, "RANK=one"], "RANK=\"one\" is not a whole number"),
+        (&[TORCHRUN, "RANK=-1"], "RANK=\"-1\" is not a whole number"),
+        (&[TORCHRUN, "RANK=99999999999"], "RANK=\"99999999999\" is not a whole number"),
+        (
+            &[TORCHRUN, "MASTER_ADDR="],
+            "MASTER_ADDR is not set, but RANK, WORLD_SIZE and MASTER_PORT",
+        ),
+        (
+            &[TORCHRUN, "MASTER_PORT="],
+            "MASTER_PORT is not set, but RANK, WORLD_SIZE and MASTER_ADDR",
+        ),
+        (
+            &[TORCHRUN, "MASTER_PORT=0"],
+            "MASTER_PORT=\"0\" is no port; use a number from 1 to 65535",
+        ),
+        (&[TORCHRUN, "MASTER_PORT=65536"], "MASTER_PORT=\"65536\" is no port"),
+        (&[TORCHRUN, "MASTER_ADDR=a:1"], "MASTER_ADDR=\"a:1\" has a port in it"),
+        (&[TORCHRUN, "MASTER_ADDR=tcp://a"], "MASTER_ADDR=\"tcp://a\" is no host name"),
+        (&[TORCHRUN, "GROUP_RANK=1"], "GROUP_RANK=1 is not below GROUP_WORLD_SIZE=1"),
+        (&[TORCHRUN, "TORCHELASTIC_RESTART_COUNT=x"], "TORCHELASTIC_RESTART_COUNT=\"x\" is not"),
+        (&[TORCHRUN, "OMP_NUM_THREADS=0"], "OMP_NUM_THREADS=\"0\" is no number of threads"),
+        (&[SRUN, "SLURM_PROCID=7"], "SLURM_PROCID=7 is not below SLURM_STEP_NUM_TASKS=7"),
+        (&[SRUN, "SLURM_NODEID=4"], "SLURM_NODEID=4 is not below SLURM_STEP_NUM_NODES=4"),
+        (&[SRUN, "SLURM_LOCALID=2"], "SLURM_LOCALID=2 is not below SLURM_STEP_TASKS_PER_NODE=2"),
+        (&[SRUN, "SLURM_LOCALID="], "SLURM_LOCALID is not set, but SLURM_PROCID"),
+        (
+            &[SRUN, "SLURM_STEP_TASKS_PER_NODE=2(x4)"],
+            "SLURM_STEP_TASKS_PER_NODE=2(x4) has 8 tasks, and",
+        ),
+        (&[SRUN, "SLURM_STEP_TASKS_PER_NODE=2(x"], "SLURM_STEP_TASKS_PER_NODE=\"2(x\" is no list"),
+        (
+            &[SRUN, "SLURM_STEP_NODELIST=node[03-04]"],
+            "SLURM_STEP_NODELIST=node[03-04] has 2 hosts, and",
+        ),
+        (
+            &[SRUN, "SLURM_STEP_NODELIST=node[03"],
+            "SLURM_STEP_NODELIST=\"node[03\" is no list of hosts",
+        ),
+        (&[SRUN, "SLURM_STEP_NODELIST= SLURM_JOB_NODELIST="], "none of SLURM_STEP_NODELIST"),
+        (&[SRUN, "SLURM_JOB_ID=x1y2"], "SLURM_JOB_ID=\"x1y2\" is no number to take a port from"),
+        (&[SRUN, "SLURM_CPUS_PER_TASK=0"], "SLURM_CPUS_PER_TASK=0 is too small"),
+        (&[SRUN, "SLURM_JOB_NAME=bash"], "SLURM_JOB_NAME=bash is the name of a shell's job, but"),
+        (&[SRUN, "RANK=2"], "RANK=2 contradicts SLURM_PROCID=5"),
+        (&[OPEN_MPI, "OMPI_COMM_WORLD_SIZE="], "OMPI_COMM_WORLD_SIZE is not set, but OMPI"),
+        (
+            &[OPEN_MPI, "OMPI_COMM_WORLD_RANK=2"],
+            "OMPI_COMM_WORLD_RANK=2 is not below OMPI_COMM_WORLD",
+        ),
+        (&[OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE=3"], "OMPI_COMM_WORLD_LOCAL_SIZE=3 is more than"),
+        (&[OPEN_MPI, "OMPI_COMM_WORLD_SIZE=4"], "MASTER_ADDR is not set, and mpirun has started"),
+        (&[OPEN_MPI, "RANK=0"], "RANK=0 contradicts OMPI_COMM_WORLD_RANK=1"),
+        (&[HYDRA, "MPI_LOCALRANKID=2"], "MPI_LOCALRANKID=2 is not below MPI_LOCALNRANKS=2"),
+        (
+            &["PMI_RANK=0 PMI_SIZE=2"],
+            "MPI_LOCALRANKID and MPI_LOCALNRANKS are not set, but PMI_RANK",
+        ),
+        (&[PYTORCHJOB, "RANK=3"], "RANK=3 is not below WORLD_SIZE=3"),
+        (&[PYTORCHJOB_4, "RANK=2"], "RANK=2 contradicts PET_NODE_RANK=1"),
+        (&[PYTORCHJOB_4, "PET_NPROC_PER_NODE=xpu"], "PET_NPROC_PER_NODE: \"xpu\" is no number of"),
+        (&[TRAINJOB, "PET_NNODES=1:4"], "PET_NNODES=\"1:4\": a number of pods that changes needs"),
+        (&[TRAINJOB, "PET_NNODES=0"], "PET_NNODES=0 is too small"),
+        (&[TRAINJOB, "PET_NODE_RANK="], "PET_NODE_RANK is not set, but PET_NNODES is"),
+        (&[TRAINJOB, "PET_NNODES="], "PET_NNODES is not set, but PET_NODE_RANK is"),
+        (&[TRAINJOB, "PET_MASTER_ADDR="], "MASTER_ADDR is not set, but PET_NNODES is"),
+    ] {
+        let why = refused(variables, &auto);
+        assert!(why.starts_with(complaint), "{variables:?} gave {why:?}");
+    }
+}
+
+#[test]
+fn a_launcher_that_was_asked_for_must_be_there() {
+    for (choice, variables, complaint) in [
+        (
+            LaunchChoice::Torchrun,
+            "",
+            "--launch torchrun: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are not",
+        ),
+        (LaunchChoice::Torchrun, SRUN, "--launch torchrun: RANK"),
+        (
+            LaunchChoice::Slurm,
+            TORCHRUN,
+            "--launch slurm: SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_",
+        ),
+        (LaunchChoice::Slurm, SBATCH, "SLURM_STEP_ID is not set, but SLURM_PROCID"),
+        (LaunchChoice::Slurm, SALLOC, "SLURM_STEP_ID is not set, but SLURM_PROCID"),
+        (LaunchChoice::Mpi, SRUN, "--launch mpi: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE"),
+        (LaunchChoice::Kubernetes, "", "--launch kubernetes: RANK and WORLD_SIZE are not set"),
+    ] {
+        let why = refused(&[variables], &choose(choice));
+        assert!(why.starts_with(complaint), "{variables} gave {why:?}");
+    }
+}
+
+#[test]
+fn flags_that_say_other_than_the_launcher_are_refused() {
+    let default = LaunchOptions::default;
+    let nnodes = LaunchOptions { nnodes: Some(5), ..default() };
+    let node_rank = LaunchOptions { node_rank: Some(9), ..default() };
+    let addr = LaunchOptions { master_addr: Some("b".into()), ..default() };
+    let port = LaunchOptions { master_port: Some(1), ..default() };
+    for (variables, options, complaint) in [
+        (TORCHRUN, &nnodes, "--nnodes=5: torchrun says 1; leave the flag out"),
+        (TORCHRUN, &node_rank, "--node-rank=9: torchrun says 0"),
+        (TORCHRUN, &addr, "--master-addr=b: torchrun says 127.0.0.1"),
+        (TORCHRUN, &port, "--master-port=1: torchrun says 29500"),
+        (SRUN, &nnodes, "--nnodes=5: srun says 4"),
+        (SRUN, &node_rank, "--node-rank=9: srun says 2"),
+        (OPEN_MPI, &nnodes, "--nnodes=5: mpirun says 1"),
+        (PALS, &nnodes, "--nnodes=5: mpirun has started the processes"),
+        (PYTORCHJOB, &nnodes, "--nnodes=5: Kubeflow says 3"),
+        (PYTORCHJOB, &addr, "--master-addr=b: Kubeflow says job-master-0"),
+        ("", &node_rank, "--node-rank needs --nnodes"),
+        ("", &addr, "--master-addr needs --nnodes"),
+        ("", &port, "--master-port needs --nnodes"),
+        ("", &nnodes, "--nnodes=5 needs --node-rank, this machine's number"),
+        (
+            "",
+            &LaunchOptions { nnodes: Some(9), ..node_rank.clone() },
+            "--node-rank=9 is not below --nnodes=9",
+        ),
+        (
+            "",
+            &LaunchOptions { nnodes: Some(10), ..node_rank.clone() },
+            "--nnodes=10 needs --master-addr",
+        ),
+        (
+            SRUN,
+            &LaunchOptions { master_addr: Some("b:1".into()), ..default() },
+            "--master-addr=\"b:1\" has a",
+        ),
+    ] {
+        let why = refused(&[variables], options);
+        assert!(why.starts_with(complaint), "{variables} gave {why:?}");
+    }
+}
+
+/// Every variable that anything here looks at.
+const NAMES: &str = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR \
+    MASTER_PORT OMP_NUM_THREADS TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS \
+    TORCHELASTIC_ERROR_FILE TORCHELASTIC_USE_AGENT_STORE SLURM_JOB_ID SLURM_JOBID SLURM_JOB_NAME SLURM_STEP_ID \
+    SLURM_STEPID SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS \
+    SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE \
+    SLURM_STEP_NODELIST SLURM_JOB_NODELIST SLURM_NODELIST SLURM_CPUS_PER_TASK OMPI_COMM_WORLD_RANK \
+    OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE PMIX_NAMESPACE PMI_RANK PMI_SIZE \
+    PMI_LOCAL_RANK PMI_LOCAL_SIZE PALS_RANKID PALS_LOCAL_RANKID PALS_LOCAL_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS \
+    PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT PET_RDZV_ID";
+
+fn any_environment() -> impl Strategy<Value = (Vec<(String, String)>, LaunchOptions)> {
+    let names: Vec<String> = NAMES.split_whitespace().map(String::from).collect();
+    let value = prop_oneof![
+        6 => (0u32..4).prop_map(|number| number.to_string()),
+        1 => Just("4294967295".to_string()),
+        1 => "[a-z]{1,2}(\\[[0-9]{1,3}(-[0-9]{1,12})?\\])?|[0-9](\\(x[0-9]{1,12}\\))?(,[0-9])?",
+        1 => ".{0,12}",
+    ];
+    let whole = [TORCHRUN, SRUN, SRUN_NODES, OPEN_MPI, HYDRA, PALS, PYTORCHJOB_4, TRAINJOB, ""];
+    let pairs = |list: &str| -> Vec<(String, String)> {
+        let pairs = list.split_whitespace().filter_map(|pair| pair.split_once('='));
+        pairs.map(|(name, value)| (name.into(), value.into())).collect()
+    };
+    let base = proptest::sample::select(whole.map(pairs).to_vec());
+    let changed = proptest::collection::vec((proptest::sample::select(names), value), 0..12);
+    use LaunchChoice as L;
+    let choice = proptest::sample::select(vec![
+        L::Auto,
+        L::Auto,
+        L::Local,
+        L::Torchrun,
+        L::Slurm,
+        L::Mpi,
+        L::Kubernetes,
+    ]);
+    let number = || proptest::option::weighted(0.2, 0usize..4);
+    let addr = proptest::option::weighted(0.2, ".{0,8}");
+    let nproc =
+        proptest::sample::select(vec![Nproc::Auto, Nproc::Gpu, Nproc::Cpu, Nproc::Count(3)]);
+    (base, changed, choice, number(), number(), addr, nproc).prop_map(
+        |(mut variables, changed, launch, nnodes, node_rank, master_addr, nproc)| {
+            variables.extend(changed);
+            let options =
+                LaunchOptions { launch, nnodes, node_rank, master_addr, master_port: None, nproc };
+            (variables, options)
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(Config { cases: 2000, failure_persistence: None, ..Config::default() })]
+
+    #[test]
+    fn whatever_the_environment_the_answer_makes_sense((variables, options) in any_environment(), gpus in 0usize..5) {
+        let map: HashMap<_, _> = variables.iter().cloned().collect();
+        match detect(&|name| map.get(name).cloned(), &options, gpus) {
+            Ok(launch) => {
+                let Processes { index, count, local_index, local_count } = launch.processes;
+                prop_assert!(index < count && local_index < local_count && local_count <= count);
+                prop_assert_eq!(launch.master.is_some(), count > 1);
+                prop_assert!(!launch.reason.is_empty() && !launch.run_id.is_empty());
+                prop_assert!(launch.share(2).cores >= 1);
+                if options.launch == LaunchChoice::Local {
+                    prop_assert!([LaunchKind::Local, LaunchKind::ByHand].contains(&launch.kind));
+                }
+            }
+            Err(Error::Input(why)) => prop_assert!(why.len() < 600 && !why.contains('\n'), "{}", why),
+            Err(other) => prop_assert!(false, "{:?}", other),
+        }
+    }
+}

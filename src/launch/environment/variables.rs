@@ -1,0 +1,179 @@
+//! Environment variables as text, numbers and ports, with one way to complain about them.
+
+use std::cell::RefCell;
+
+use crate::error::{Error, Result};
+
+/// Reads variables, and remembers which were there: they are what decided.
+pub(super) struct Variables<'a> {
+    look_up: &'a dyn Fn(&str) -> Option<String>,
+    read: RefCell<Vec<String>>,
+}
+
+/// More than this of a value is left out where it is told.
+const TOLD: usize = 80;
+
+impl<'a> Variables<'a> {
+    pub(super) fn new(look_up: &'a dyn Fn(&str) -> Option<String>) -> Self {
+        Self { look_up, read: RefCell::default() }
+    }
+
+    fn get(&self, name: &str) -> Option<String> {
+        let value = (self.look_up)(name)?;
+        let value = value.trim();
+        // Scripts and manifests often set to nothing what they do not know.
+        (!value.is_empty()).then(|| value.to_string())
+    }
+
+    pub(super) fn is_set(&self, name: &str) -> bool {
+        self.get(name).is_some()
+    }
+
+    /// Its value, if it is set to something.
+    pub(super) fn text(&self, name: &str) -> Option<String> {
+        let value = self.get(name)?;
+        let told = format!("{name}={}", shortened(&value));
+        let mut read = self.read.borrow_mut();
+        if !read.contains(&told) {
+            read.push(told);
+        }
+        Some(value)
+    }
+
+    /// A number from 0, if it is set.
+    pub(super) fn number(&self, name: &str) -> Result<Option<usize>> {
+        let Some(text) = self.text(name) else { return Ok(None) };
+        match text.parse::<u32>() {
+            Ok(number) => Ok(Some(number as usize)),
+            Err(_) => Err(Error::Input(format!(
+                "{name}={:?} is not a whole number from 0; --launch local ignores it",
+                shortened(&text)
+            ))),
+        }
+    }
+
+    /// A number from 1, if it is set.
+    pub(super) fn count(&self, name: &str) -> Result<Option<usize>> {
+        let count = self.number(name)?;
+        if count == Some(0) {
+            return Err(Error::Input(format!("{name}=0 is too small; it counts from 1")));
+        }
+        Ok(count)
+    }
+
+    /// The first of these variables that is set.
+    pub(super) fn first_of(&self, names: &[&'static str]) -> Option<&'static str> {
+        names.iter().copied().find(|name| self.is_set(name))
+    }
+
+    /// A TCP port, if it is set.
+    pub(super) fn port(&self, name: &str) -> Result<Option<u16>> {
+        let Some(text) = self.text(name) else { return Ok(None) };
+        match text.parse::<u16>() {
+            Ok(port @ 1..) => Ok(Some(port)),
+            _ => Err(Error::Input(format!(
+                "{name}={:?} is no port; use a number from 1 to 65535",
+                shortened(&text)
+            ))),
+        }
+    }
+
+    /// Numbers that `launcher` sets all of.
+    pub(super) fn all<const N: usize>(
+        &self,
+        launcher: Launcher,
+        names: [&str; N],
+    ) -> Result<[usize; N]> {
+        let mut numbers = [0; N];
+        let (mut set, mut missing) = (Vec::new(), Vec::new());
+        for (number, name) in numbers.iter_mut().zip(names) {
+            match self.number(name)? {
+                Some(value) => {
+                    *number = value;
+                    set.push(name);
+                }
+                None => missing.push(name),
+            }
+        }
+        if missing.is_empty() { Ok(numbers) } else { Err(launcher.lacks(&missing, &set)) }
+    }
+
+    /// `OMP_NUM_THREADS`, which torchrun sets where it starts several workers; the first number, if it is a list
+    /// for levels of nesting.
+    pub(super) fn threads(&self) -> Result<Option<usize>> {
+        let name = "OMP_NUM_THREADS";
+        let Some(text) = self.text(name) else { return Ok(None) };
+        let outermost = text.split(',').next().unwrap_or_default().trim();
+        match outermost.parse::<u16>() {
+            Ok(threads @ 1..) => Ok(Some(threads.into())),
+            _ => Err(Error::Input(format!(
+                "{name}={:?} is no number of threads; use 1 or more, or unset it",
+                shortened(&text)
+            ))),
+        }
+    }
+
+    /// What was read, as `NAME=value`s.
+    pub(super) fn told(&self) -> String {
+        self.read.borrow().join(" ")
+    }
+}
+
+/// Who sets variables, for what is said about them.
+#[derive(Clone, Copy)]
+pub(super) struct Launcher {
+    /// What `--launch` calls it.
+    pub choice: &'static str,
+    /// The program, as the user knows it.
+    pub program: &'static str,
+}
+
+impl Launcher {
+    pub(super) fn lacks(self, missing: &[&str], set: &[&str]) -> Error {
+        let Self { choice, program } = self;
+        let is = |names: &[&str]| if names.len() == 1 { "is" } else { "are" };
+        let missing = format!("{} {} not set", and(missing), is(missing));
+        Error::Input(if set.is_empty() {
+            format!(
+                "--launch {choice}: {missing}; start ddp-mp with {program}, or leave --launch out"
+            )
+        } else {
+            format!(
+                "{missing}, but {} {}: {program} sets all of them; set what is missing, or unset the others \
+                 (--launch local ignores them)",
+                and(set),
+                is(set)
+            )
+        })
+    }
+}
+
+/// Two numbers, the first of which must be below the second.
+pub(super) fn check_below(name: &str, number: usize, of: &str, count: usize) -> Result<()> {
+    if number < count {
+        return Ok(());
+    }
+    Err(Error::Input(format!(
+        "{name}={number} is not below {of}={count}; {name} counts from 0; look for who sets them \
+         (--launch local ignores them)"
+    )))
+}
+
+/// `a`, `a and b`, `a, b and c`.
+fn and(names: &[&str]) -> String {
+    match names {
+        [] => String::new(),
+        [one] => (*one).into(),
+        [others @ .., last] => format!("{} and {last}", others.join(", ")),
+    }
+}
+
+/// A value that fits on a line.
+pub(super) fn shortened(value: &str) -> String {
+    let escaped = value.chars().map(|c| if c.is_control() { '?' } else { c });
+    let mut short: String = escaped.take(TOLD).collect();
+    if value.chars().nth(TOLD).is_some() {
+        short.push_str("...");
+    }
+    short
+}

@@ -1,0 +1,47 @@
+//! What torchrun shows of a worker that fails: a file that the worker leaves.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::time::SystemTime;
+
+use serde_json::json;
+
+/// Leaves `report` in the file that torchrun's agent looks into, complete or not at all: half a file would end the
+/// agent's own report.
+///
+/// Follows `torch.distributed.elastic.multiprocessing.errors.record`. Of a program that is not Python the agent shows
+/// `py_callstack` alone, if there is one, so all is said there. The time is whole seconds as text: it takes nothing else.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn write_error_file(file: &Path, report: &str) -> io::Result<()> {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let timestamp = since.map_or(0, |it| it.as_secs()).to_string();
+    let text = json!({ "message": {
+        "message": report,
+        "extraInfo": { "py_callstack": report, "timestamp": timestamp },
+    }});
+    let unfinished = file.with_extension(format!("{}.unfinished", std::process::id()));
+    fs::write(&unfinished, text.to_string())?;
+    fs::rename(&unfinished, file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_says_all_and_its_time_in_whole_seconds() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("error.json");
+        write_error_file(&file, "rank 1 failed:\n  \"why\"").unwrap();
+        let text = fs::read_to_string(&file).unwrap();
+        let read: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let extra = &read["message"]["extraInfo"];
+        assert_eq!(extra["py_callstack"], "rank 1 failed:\n  \"why\"");
+        assert!(extra["timestamp"].as_str().unwrap().parse::<u64>().unwrap() > 1_700_000_000);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        assert!(write_error_file(&folder.path().join("no/error.json"), "").is_err());
+    }
+}

@@ -1,0 +1,225 @@
+//! The `gloo` backend: CPU ranks of several processes, on one machine or more.
+//!
+//! The ranks of one process share its memory, as with `threaded`, and one copy goes over the network for all of them:
+//!
+//! 1. meet: the ranks of the process compare what they call;
+//! 2. pack: each adds up its slice of their tensors, or copies its own, to where they lie for each process;
+//! 3. exchange: the first rank of each process sends and receives ([`Network`]), while the others wait;
+//! 4. unpack: each rank takes what is for it.
+//!
+//! A large all_reduce goes out in slices: each process adds up one slice of all, and then all exchange the sums.
+//! What comes from several processes is added in their order, so that the same run has the same bits each time; with one
+//! rank a process these are the bits of `threaded`.
+
+mod messages;
+mod network;
+mod parts;
+mod work;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tch::{Kind, Tensor};
+
+use super::threaded::{self, Announced, Memory, Seat, Shared, my_slice};
+use super::{Backend, Call, P2POp, ReduceOp, Traffic, num_bytes};
+use crate::error::{Error, Result};
+use crate::operation::{At, Operation};
+use crate::sync::Run;
+pub(crate) use network::Network;
+pub(crate) use parts::Layout;
+use parts::Parts;
+use work::{Work, sources};
+
+/// An all_reduce goes out whole up to this many bytes for all processes together: one exchange instead of two.
+const WHOLE: usize = 64 << 10;
+
+/// One rank's side of the backend.
+pub(super) struct Hierarchical {
+    seat: Seat<Announced>,
+    memory: Memory,
+    run: Arc<Run>,
+    work: Work,
+    /// What the last call has moved.
+    traffic: Traffic,
+}
+
+impl Hierarchical {
+    /// Joins the group as its rank `rank`; returns once all ranks of this process have.
+    pub(super) fn join(shared: &Shared, network: Arc<Network>, rank: usize) -> Result<Self> {
+        let seat = shared.seat(rank);
+        let at = At { operation: Operation::Init, sequence: 0 };
+        seat.barrier().wait(seat.rank(), at)?;
+        let work = Work::new(network);
+        let (run, memory, traffic) = (shared.run().clone(), Memory::default(), Traffic::default());
+        Ok(Self { seat, memory, run, work, traffic })
+    }
+
+    /// Whether this rank goes to the network for those of its process.
+    fn is_first(&self) -> bool {
+        self.seat.rank() == 0
+    }
+
+    /// This rank's number in the run.
+    fn global_rank(&self) -> usize {
+        self.seat.barrier().members()[self.seat.rank()]
+    }
+
+    /// On the process's first rank `work`; then all ranks of the process go on.
+    fn first_alone(&self, call: &Call, work: impl FnOnce(&Network) -> Result<()>) -> Result<()> {
+        if self.is_first()
+            && let Err(error) = work(&self.work.network)
+        {
+            self.run.check(self.global_rank())?; // what follows from another failure is none
+            self.run.report(self.global_rank(), Some(&error), error.to_string());
+            return Err(error);
+        }
+        // It has a deadline itself.
+        self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), Duration::MAX)
+    }
+
+    /// Every rank of the process its part of the work, which waits for nobody.
+    fn together(&mut self, work: impl FnOnce(&mut Work, &Seat<Announced>)) {
+        let Self { seat, work: mine, .. } = self;
+        seat.and_leave_together(|| work(mine, seat));
+    }
+
+    /// Whether Gloo adds up what two processes have as fast as it can be, and in the order of the ranks.
+    fn adds_up_whole(&self, call: &Call) -> bool {
+        let sums = matches!(call.op(), ReduceOp::Sum | ReduceOp::PremulSum(_));
+        let kind = matches!(call.kind, Kind::Float | Kind::Double);
+        sums && kind && self.work.network.layout().len() == 2
+    }
+
+    /// A large all_reduce of two processes.
+    fn add_up_whole(&mut self, call: &Call, numel: usize) -> Result<()> {
+        let layout = self.work.network.layout().clone();
+        let size = num_bytes(call.kind, numel);
+        let first = layout.here().start;
+        if self.is_first() {
+            self.run.check(self.global_rank())?;
+            self.work.network.make_room(size, 0)?;
+        }
+        threaded::meet(&mut self.seat, first, call, true)?;
+        self.memory.check(self.seat.announced(), self.seat.barrier().members(), first)?;
+        // One part, for nobody in particular.
+        let alone = Layout { processes: vec![layout.here()], mine: 0 };
+        let whole = Parts { to: vec![size], from: vec![size], largest: None };
+        self.together(|work, seat| {
+            // SAFETY: they have met, and leave together; there is room.
+            unsafe { work.pack(seat, &alone, call, &whole, true) }
+        });
+        let describe = || self.seat.announced().next().map_or(String::new(), Announced::describe);
+        self.first_alone(call, |network| network.add_up(call, numel, describe))?;
+        let sum = self.work.network.places().0;
+        self.together(|work, seat| {
+            // SAFETY: the sum is there, and nobody writes there until all have left.
+            unsafe { work.unpack(seat, &alone, call, &[sum], true) }
+        });
+        let traffic = if self.is_first() { size as u64 } else { 0 };
+        self.traffic = Traffic { sent: traffic, received: traffic };
+        Ok(())
+    }
+
+    /// The parts of an all_to_all, in which all ranks of a process may send and expect what they like.
+    fn parts_of_all_to_all(&self, call: &Call) -> Parts {
+        let layout = self.work.network.layout();
+        let size = |places: &[threaded::Place], range: &Range<usize>| -> usize {
+            places[range.clone()].iter().map(|place| num_bytes(call.kind, place.numel)).sum()
+        };
+        let of = |tensors: &dyn Fn(&Announced) -> usize| self.seat.announced().map(tensors).sum();
+        let each = |inputs: bool| {
+            let part = |range: &Range<usize>| {
+                of(&|it: &Announced| size(if inputs { &it.inputs } else { &it.outputs }, range))
+            };
+            layout.processes.iter().map(part).collect()
+        };
+        Parts { to: each(true), from: each(false), largest: None }
+    }
+}
+
+impl Backend for Hierarchical {
+    fn name(&self) -> &'static str {
+        "gloo"
+    }
+
+    fn launches(&self) -> bool {
+        false
+    }
+
+    fn run(&mut self, call: &Call) -> Result<()> {
+        let layout = self.work.network.layout().clone();
+        let first = layout.here().start;
+        let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
+        let sliced = call.operation == Operation::AllReduce
+            && num_bytes(call.kind, numel) * layout.len() > WHOLE;
+        if sliced && self.adds_up_whole(call) {
+            return self.add_up_whole(call, numel);
+        }
+        let mut parts = Parts::of(call, numel, &layout, sliced);
+        let end = |sizes: &[usize]| Parts::places(sizes, layout.mine).1;
+        let room = |network: &Network, parts: &Parts| {
+            let (sent, received) = (end(&parts.to), end(&parts.from));
+            // The sums of slices go out from behind the slices, which others may still read.
+            network.make_room(sent + received, sent.max(received))
+        };
+        if self.is_first() && call.operation != Operation::AllToAll {
+            self.run.check(self.global_rank())?;
+            room(&self.work.network, &parts)?;
+        }
+        threaded::meet(&mut self.seat, first, call, true)?;
+        self.memory.check(self.seat.announced(), self.seat.barrier().members(), first)?;
+        if call.operation == Operation::AllToAll {
+            parts = self.parts_of_all_to_all(call);
+            self.first_alone(call, |network| room(network, &parts))?;
+        }
+        self.together(|work, seat| {
+            // SAFETY: they have met, and leave together; there is room.
+            unsafe { work.pack(seat, &layout, call, &parts, sliced) }
+        });
+        let describe = || self.seat.announced().next().map_or(String::new(), Announced::describe);
+        self.first_alone(call, |network| network.exchange(call, &parts, 0, describe))?;
+        self.traffic = parts.traffic(&layout);
+        let mut sources = sources(&self.work.network, &parts, 0);
+        if sliced {
+            let slice = my_slice(numel, layout.mine, layout.len());
+            let mine = my_slice(slice.len(), self.seat.rank(), layout.here().len());
+            let offset = num_bytes(call.kind, mine.start);
+            let (begin, sums) = (end(&parts.to), parts.results());
+            let (places, _) = Parts::places(&sums.to, layout.mine);
+            let base = self.work.network.places().0.wrapping_add(begin + offset);
+            self.together(|work, _| {
+                let to = places.iter().map(|place| base.wrapping_add(*place));
+                // SAFETY: each rank of the process reads and writes its part of the slice.
+                unsafe { work.add_up(call, &sources, offset, mine.len(), to) };
+            });
+            self.first_alone(call, |network| network.send_parts(call, &sums, begin))?;
+            self.traffic += sums.traffic(&layout);
+            sources = self::sources(&self.work.network, &sums, begin);
+        }
+        self.together(|work, seat| {
+            // SAFETY: all is there, and nobody writes there until all have left.
+            unsafe { work.unpack(seat, &layout, call, &sources, sliced) }
+        });
+        if !self.is_first() {
+            self.traffic = Traffic::default(); // the first has moved it for all
+        }
+        Ok(())
+    }
+
+    fn point_to_point(&mut self, _: &[P2POp]) -> Result<()> {
+        Err(Error::Unsupported("backend gloo launches no messages".into()))
+    }
+
+    /// What crosses between the processes.
+    fn traffic(&self, _: &Call) -> Traffic {
+        self.traffic
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.run.check(self.global_rank())
+    }
+
+    fn shut_down(&mut self) {}
+}

@@ -1,0 +1,387 @@
+//! The way between the processes of a group: one exchange at a time, made by the first rank of each.
+//!
+//! Before anything else the processes exchange notes of a fixed size: which call this is, and how much each has for
+//! whom. Gloo itself compares nothing, and a message of another length than expected would end the process. What is
+//! small travels in the note.
+
+use std::cell::UnsafeCell;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::select_biased;
+use tch::{Device, Kind, Tensor};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::super::{Call, kind_name, num_bytes};
+use super::messages::Couriers;
+use super::parts::{Layout, Parts, padded};
+use crate::error::{Error, LateRank, Result};
+use crate::operation::{At, Operation};
+use crate::sync::{Run, Stop};
+use crate::torch::{Gloo, GlooWork, Reduce, TcpStore};
+
+/// How many bytes a note has.
+const NOTE: usize = 256;
+
+/// How many numbers are at its beginning, of 8 bytes each.
+const NUMBERS: usize = 6;
+
+/// Parts up to this size travel in it.
+const INLINE: usize = NOTE - 8 * NUMBERS;
+
+/// How long to wait for the reason of a failure, which another process may be about to tell.
+const REASON: Duration = Duration::from_secs(3);
+
+/// What the ranks of one process share of a group of several processes.
+pub(crate) struct Network {
+    gloo: Gloo,
+    /// With a prefix of its own.
+    store: TcpStore,
+    run: Arc<Run>,
+    members: Arc<[usize]>,
+    layout: Layout,
+    timeout: Duration,
+    /// `GLOO_SOCKET_IFNAME`.
+    interfaces: Option<String>,
+    /// Rank 0's decision to stop goes along with every note.
+    stop: OnceLock<Arc<Stop>>,
+    notes: [Tensor; 2],
+    room: UnsafeCell<Room>,
+    pub(super) couriers: Couriers,
+}
+
+// SAFETY: `Gloo` and `TcpStore` may be used from any thread. Notes and room are written, and made larger, by the
+// first rank of the process only (`Network::make_room`, `Network::exchange`), which is one thread at a time; the others
+// ask where the room is between a meeting of the process's ranks that follows and the one by which the collective
+// ends, and what they write and read there `super::Hierarchical` keeps apart.
+unsafe impl Sync for Network {}
+// SAFETY: tensors may be dropped on any thread.
+unsafe impl Send for Network {}
+
+/// Memory for what goes out and what comes in, kept from call to call.
+struct Room {
+    send: Tensor,
+    receive: Tensor,
+}
+
+impl fmt::Debug for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Network").field("layout", &self.layout).finish_non_exhaustive()
+    }
+}
+
+impl Network {
+    /// Connects the processes of `layout`, whose ranks are `members` of `run`. All of them call this, with a prefix
+    /// of `store` that nobody has used; it returns when all are connected.
+    ///
+    /// # Errors
+    /// Those of [`Gloo::new`]: who has not come, or cannot be reached.
+    pub(crate) fn connect(
+        store: TcpStore,
+        run: Arc<Run>,
+        members: Arc<[usize]>,
+        layout: Layout,
+        interfaces: Option<&str>,
+    ) -> Result<Self> {
+        let timeout = run.timeout;
+        let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces)?;
+        let notes = [bytes(NOTE * layout.len())?, bytes(NOTE * layout.len())?];
+        let room = UnsafeCell::new(Room { send: bytes(0)?, receive: bytes(0)? });
+        let stop = OnceLock::new();
+        let interfaces = interfaces.map(String::from);
+        Ok(Self {
+            gloo,
+            store,
+            run,
+            members,
+            layout,
+            timeout,
+            interfaces,
+            stop,
+            notes,
+            room,
+            couriers: Couriers::default(),
+        })
+    }
+
+    /// Connects the processes that have any of `ranks`, places in this group in their order, as a group of its own.
+    pub(crate) fn part(&self, ranks: &[usize], name: &str, members: Arc<[usize]>) -> Result<Self> {
+        let of_process = |places: &Range<usize>| {
+            ranks.partition_point(|&rank| rank < places.start)
+                ..ranks.partition_point(|&rank| rank < places.end)
+        };
+        let parts = self.layout.processes.iter().map(of_process).enumerate();
+        let there: Vec<(usize, Range<usize>)> =
+            parts.filter(|(_, part)| !part.is_empty()).collect();
+        let mine = there.iter().position(|(process, _)| *process == self.layout.mine).unwrap_or(0);
+        let layout = Layout { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
+        let (store, run) = (self.store.under(name), self.run.clone());
+        Self::connect(store, run, members, layout, self.interfaces.as_deref())
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The store that the processes share, under the group's prefix.
+    pub(crate) fn store(&self) -> &TcpStore {
+        &self.store
+    }
+
+    pub(super) fn gloo(&self) -> &Gloo {
+        &self.gloo
+    }
+
+    pub(super) fn run(&self) -> &Arc<Run> {
+        &self.run
+    }
+
+    /// The ranks of the group by their numbers in the run.
+    pub(super) fn members(&self) -> &[usize] {
+        &self.members
+    }
+
+    /// Has `stop` agree with that of the first process from now on.
+    pub(crate) fn share_stop(&self, stop: &Arc<Stop>) {
+        self.stop.get_or_init(|| stop.clone());
+    }
+
+    /// Tells the other processes the news of [`Stop`], and hears theirs, where no collective of this backend does. By
+    /// the process's first rank; all processes must call it, with the same number.
+    pub(crate) fn exchange_news(&self, number: u64) -> Result<()> {
+        if self.stop.get().is_none() {
+            return Ok(());
+        }
+        let call = Call { sequence: number, ..Call::bare(Operation::Step) };
+        let parts = Parts::of(&call, 0, &self.layout, false);
+        self.exchange(&call, &parts, 0, || Operation::Step.to_string())
+    }
+
+    /// Makes room for so many bytes in each direction. By the process's first rank, before the others meet it.
+    pub(super) fn make_room(&self, send: usize, receive: usize) -> Result<()> {
+        // SAFETY: as said where `Sync` is.
+        let room = unsafe { &mut *self.room.get() };
+        for (tensor, size) in [(&mut room.send, send), (&mut room.receive, receive)] {
+            if tensor.numel() < size {
+                *tensor = bytes(size)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where what goes out begins, and where what comes in.
+    pub(super) fn places(&self) -> (*mut u8, *mut u8) {
+        // SAFETY: as said where `Sync` is.
+        let room = unsafe { &*self.room.get() };
+        (room.send.data_ptr().cast(), room.receive.data_ptr().cast())
+    }
+
+    /// Exchanges what lies in the room from `begin` on, in the order of [`Parts::places`]; returns when what comes in
+    /// is there. By the process's first rank. `describe` tells what it has called, should another one have called
+    /// something else.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::Peer`].
+    pub(super) fn exchange(
+        &self,
+        call: &Call,
+        parts: &Parts,
+        begin: usize,
+        describe: impl Fn() -> String,
+    ) -> Result<()> {
+        let inline = parts.largest.is_some_and(|largest| largest <= INLINE);
+        let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
+        self.write_notes(call, parts, inline.then_some((begin, &send[..])));
+        let equal = vec![NOTE as i64; self.layout.len()];
+        let [mine, theirs] = &self.notes;
+        self.wait(call.at(), call.timeout, self.gloo.all_to_all(theirs, mine, &equal, &equal))?;
+        self.read_notes(call, parts, inline.then_some(&receive[..]), describe)?;
+        if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
+    }
+
+    /// Exchanges notes, and then adds up `numel` numbers of all processes where they lie in the room: for two processes
+    /// Gloo's own all_reduce, which adds up as we do and is faster.
+    pub(super) fn add_up(
+        &self,
+        call: &Call,
+        numel: usize,
+        describe: impl Fn() -> String,
+    ) -> Result<()> {
+        let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
+        self.exchange(call, &none, 0, describe)?;
+        // SAFETY: as said where `Sync` is.
+        let room = unsafe { &*self.room.get() };
+        let size = num_bytes(call.kind, numel) as i64;
+        let whole = room.send.f_narrow(0, 0, size).and_then(|it| it.f_view_dtype(call.kind));
+        let whole = whole.map_err(Error::torch("a view of the room"))?;
+        self.wait(call.at(), call.timeout, self.gloo.all_reduce(&whole, Reduce::Sum))
+    }
+
+    /// The second exchange of a call whose notes are read already.
+    pub(super) fn send_parts(&self, call: &Call, parts: &Parts, begin: usize) -> Result<()> {
+        let splits = |sizes: &[usize]| -> Vec<i64> {
+            let of_other = |(process, &size): (usize, &usize)| {
+                if process == self.layout.mine { 0 } else { padded(size) as i64 }
+            };
+            sizes.iter().enumerate().map(of_other).collect()
+        };
+        let (to, from) = (splits(&parts.to), splits(&parts.from));
+        // SAFETY: as said where `Sync` is.
+        let room = unsafe { &*self.room.get() };
+        let cut = |tensor: &Tensor, begin: usize, sizes: &[i64]| {
+            tensor.f_narrow(0, begin as i64, sizes.iter().sum()).map_err(Error::torch("narrow"))
+        };
+        let (send, receive) = (cut(&room.send, begin, &to)?, cut(&room.receive, 0, &from)?);
+        self.wait(call.at(), call.timeout, self.gloo.all_to_all(&receive, &send, &from, &to))
+    }
+
+    fn begins(&self, sizes: &[usize]) -> Vec<usize> {
+        Parts::places(sizes, self.layout.mine).0
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> {
+        let mine = self.layout.mine;
+        (0..self.layout.len()).filter(move |&process| process != mine)
+    }
+
+    fn write_notes(&self, call: &Call, parts: &Parts, inline: Option<(usize, &[usize])>) {
+        let (last_step, reason, asked) = self.stop.get().map_or((u64::MAX, 0, 0), |s| s.news());
+        let notes: *mut u8 = self.notes[0].data_ptr().cast();
+        for process in self.others() {
+            let size = parts.to[process];
+            let numbers = [call.sequence, fingerprint(call), size as u64, last_step, reason, asked];
+            // SAFETY: the tensor has a note for each process, which nobody else touches now; and a part that is no
+            // larger than its room in the note lies where it was packed.
+            unsafe {
+                let note = notes.add(process * NOTE);
+                for (place, number) in numbers.into_iter().enumerate() {
+                    note.add(8 * place).cast::<[u8; 8]>().write(number.to_le_bytes());
+                }
+                if let Some((begin, places)) = inline {
+                    let part = self.places().0.add(begin + places[process]);
+                    part.copy_to_nonoverlapping(note.add(8 * NUMBERS), size);
+                }
+            }
+        }
+    }
+
+    fn read_notes(
+        &self,
+        call: &Call,
+        parts: &Parts,
+        inline: Option<&[usize]>,
+        describe: impl Fn() -> String,
+    ) -> Result<()> {
+        let notes: *mut u8 = self.notes[1].data_ptr().cast();
+        let mut fits = true;
+        for process in self.others() {
+            // SAFETY: the tensor has a note for each process, and Gloo is through with it.
+            let note = unsafe { notes.add(process * NOTE) };
+            let number = |place: usize| {
+                // SAFETY: as above.
+                u64::from_le_bytes(unsafe { note.add(8 * place).cast::<[u8; 8]>().read() })
+            };
+            let expected = [call.sequence, fingerprint(call), parts.from[process] as u64];
+            fits &= [number(0), number(1), number(2)] == expected;
+            if let Some(stop) = self.stop.get() {
+                stop.hear(process == 0, number(3), number(4), number(5));
+            }
+            if let Some(places) = inline.filter(|_| fits) {
+                // SAFETY: its size is the one that was expected, for which there is room; nobody else is there now.
+                unsafe {
+                    let part = self.places().1.add(places[process]);
+                    part.copy_from_nonoverlapping(note.add(8 * NUMBERS), parts.from[process]);
+                }
+            }
+        }
+        if fits { Ok(()) } else { Err(self.mismatch(call, describe())?) }
+    }
+
+    /// Waits until Gloo has done it, the run is cancelled or time is up.
+    pub(super) fn wait(
+        &self,
+        at: At,
+        timeout: Option<Duration>,
+        work: Result<GlooWork>,
+    ) -> Result<()> {
+        let work = work?;
+        let timeout = timeout.unwrap_or(self.timeout);
+        let began = Instant::now();
+        let result = select_biased! {
+            recv(work.ended()) -> result => {
+                work.outcome(result.unwrap_or_else(|_| Err("it is gone".into())))
+            }
+            recv(self.run.cancel.tripped()) -> _ => Err(Error::Input(String::new())),
+            default(timeout) => Err(Error::Input(String::new())),
+        };
+        let reason = match result {
+            Ok(()) => return Ok(()),
+            Err(Error::Gloo { reason, .. }) => reason,
+            Err(other) => other.to_string(),
+        };
+        // Nobody touches the room any more, and the other processes notice.
+        let _ = self.gloo.abort();
+        // Another process may have failed first, and be telling so.
+        let too_late = began.elapsed() >= timeout;
+        select_biased! {
+            recv(self.run.cancel.tripped()) -> _ => {}
+            default(if too_late { Duration::ZERO } else { REASON }) => {}
+        }
+        let waiting = self.members[self.layout.here().start];
+        self.run.check(waiting)?;
+        let silent = self.run.look();
+        let elsewhere = self.others().flat_map(|it| self.layout.processes[it].clone());
+        let ranks: Vec<usize> = elsewhere.map(|place| self.members[place]).collect();
+        let silent: Vec<LateRank> =
+            silent.into_iter().filter(|late| ranks.contains(&late.rank)).collect();
+        if too_late {
+            let here = |rank: &usize| self.run.activity[*rank].now() == at;
+            let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !here(rank)).collect();
+            let late = match (silent.is_empty(), missing.is_empty()) {
+                (false, _) => silent,
+                (true, false) => self.run.late(missing),
+                (true, true) => self.run.late(ranks),
+            };
+            return Err(Error::Timeout { at, waiting, waited: timeout, late });
+        }
+        let lost = if silent.is_empty() { self.run.late(ranks) } else { silent };
+        Err(Error::Peer { at, lost, reason })
+    }
+
+    /// Which process has called what. Each tells the others, now that it must.
+    fn mismatch(&self, call: &Call, mine: String) -> Result<Error> {
+        let key = |process| format!("call/{}/{process}", call.sequence);
+        self.store.set(&key(self.layout.mine), mine.as_bytes())?;
+        let mut calls: Vec<(usize, String)> = Vec::new();
+        for process in 0..self.layout.len() {
+            let told = self.store.get(&key(process), REASON)?;
+            let told = told.map(|text: Vec<u8>| String::from_utf8_lossy(&text).into_owned());
+            let rank = self.members[self.layout.processes[process].start];
+            calls.push((rank, told.unwrap_or_else(|| "something else".into())));
+        }
+        // The one that most have not called; of two the later.
+        let count = |text: &str| calls.iter().filter(|(_, other)| other == text).count();
+        let odd = calls.iter().rev().min_by_key(|(_, text)| count(text)).map_or(0, |it| it.0);
+        let told: Vec<String> =
+            calls.iter().map(|(rank, text)| format!("rank {rank} called {text}")).collect();
+        let at = self.run.activity[odd].now();
+        let called = if odd == self.members[self.layout.here().start] {
+            call.operation
+        } else {
+            at.operation
+        };
+        Ok(Error::Mismatch { sequence: call.sequence, calls: told.join("; "), odd, called })
+    }
+}
+
+/// What must be the same in all processes.
+fn fingerprint(call: &Call) -> u64 {
+    let Call { operation, reduce_op, root, kind, shape, .. } = call;
+    xxh3_64(format!("{operation} {reduce_op:?} {root:?} {} {shape:?}", kind_name(*kind)).as_bytes())
+}
+
+fn bytes(size: usize) -> Result<Tensor> {
+    Tensor::f_zeros([size as i64], (Kind::Uint8, Device::Cpu)).map_err(Error::torch("making room"))
+}

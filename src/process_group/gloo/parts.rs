@@ -1,0 +1,174 @@
+//! Which part of a collective goes from which process to which: sizes and places, without any memory.
+
+use std::ops::Range;
+
+use super::super::threaded::my_slice;
+use super::super::{Call, Traffic, num_bytes};
+use crate::operation::Operation;
+
+/// Parts begin at cache lines, so that any kind of number is aligned.
+const LINE: usize = 64;
+
+/// The processes that a group is spread over: the places of each one's ranks in the group, and which is this one.
+#[derive(Debug, Clone)]
+pub(crate) struct Layout {
+    pub processes: Vec<Range<usize>>,
+    pub mine: usize,
+}
+
+impl Layout {
+    /// How many processes there are.
+    pub(super) fn len(&self) -> usize {
+        self.processes.len()
+    }
+
+    /// The places of this process's ranks.
+    pub(crate) fn here(&self) -> Range<usize> {
+        self.processes[self.mine].clone()
+    }
+
+    /// The process of the rank at this place.
+    pub(super) fn process_of(&self, place: usize) -> usize {
+        self.processes.iter().position(|places| places.contains(&place)).unwrap_or(0)
+    }
+}
+
+/// How many bytes this process has for each one, itself included, and gets from each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Parts {
+    pub to: Vec<usize>,
+    pub from: Vec<usize>,
+    /// The largest part that any process has for another, where all know that.
+    pub largest: Option<usize>,
+}
+
+impl Parts {
+    /// Of `call` on a rank of this process, whose `numel` elements each tensor has; of an all_reduce in slices the
+    /// first exchange. Nothing for an all_to_all, whose parts depend on all ranks of the process.
+    pub(super) fn of(call: &Call, numel: usize, layout: &Layout, sliced: bool) -> Self {
+        let bytes = |numel| num_bytes(call.kind, numel);
+        let (count, mine, whole) = (layout.len(), layout.mine, bytes(numel));
+        let ranks = |process: usize| layout.processes[process].len();
+        let root = layout.process_of(call.root());
+        let each = |size: &dyn Fn(usize) -> usize| (0..count).map(size).collect::<Vec<_>>();
+        let only = |process: usize, is_it: bool, size: usize| {
+            each(&|other| if is_it || other == process { size } else { 0 })
+        };
+        let most = (0..count).map(ranks).max().unwrap_or(1);
+        let (to, from, largest) = match call.operation {
+            Operation::AllReduce if sliced => {
+                let slice = |process| bytes(my_slice(numel, process, count).len());
+                (each(&slice), vec![slice(mine); count], slice(0))
+            }
+            Operation::AllReduce => (vec![whole; count], vec![whole; count], whole),
+            Operation::Reduce => {
+                let from = vec![if mine == root { whole } else { 0 }; count];
+                (only(root, false, whole), from, whole)
+            }
+            Operation::Broadcast => {
+                let to = vec![if mine == root { whole } else { 0 }; count];
+                (to, only(root, false, whole), whole)
+            }
+            Operation::AllGather => (
+                vec![whole * ranks(mine); count],
+                each(&|other| whole * ranks(other)),
+                whole * most,
+            ),
+            Operation::Gather => {
+                let to = only(root, false, whole * ranks(mine));
+                let from = each(&|other| if mine == root { whole * ranks(other) } else { 0 });
+                (to, from, whole * most)
+            }
+            Operation::Scatter => {
+                let to = each(&|other| if mine == root { whole * ranks(other) } else { 0 });
+                (to, only(root, false, whole * ranks(mine)), whole * most)
+            }
+            Operation::ReduceScatter => (
+                each(&|other| whole * ranks(other)),
+                vec![whole * ranks(mine); count],
+                whole * most,
+            ),
+            _ => (vec![0; count], vec![0; count], 0),
+        };
+        Self { to, from, largest: Some(largest) }
+    }
+
+    /// Of the second exchange of an all_reduce in slices: everybody's result to everybody.
+    pub(super) fn results(&self) -> Self {
+        Self { to: self.from.clone(), from: self.to.clone(), largest: self.largest }
+    }
+
+    /// What crosses to and from other processes.
+    pub(super) fn traffic(&self, layout: &Layout) -> Traffic {
+        let foreign = |sizes: &[usize]| (sizes.iter().sum::<usize>() - sizes[layout.mine]) as u64;
+        Traffic { sent: foreign(&self.to), received: foreign(&self.from) }
+    }
+
+    /// Where the part for each process begins, this process's own last, and where all ends.
+    pub(super) fn places(sizes: &[usize], mine: usize) -> (Vec<usize>, usize) {
+        let mut places = vec![0; sizes.len()];
+        let mut end = 0;
+        let others = (0..sizes.len()).filter(|&process| process != mine);
+        for process in others.chain([mine]) {
+            places[process] = end;
+            end += padded(sizes[process]);
+        }
+        (places, end)
+    }
+}
+
+/// How much room a part takes.
+pub(super) fn padded(bytes: usize) -> usize {
+    bytes.next_multiple_of(LINE)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+
+    #[test]
+    fn what_one_process_sends_another_expects() {
+        let processes = [0..2, 2..3, 3..6];
+        for operation in [
+            Operation::AllReduce,
+            Operation::Reduce,
+            Operation::Broadcast,
+            Operation::AllGather,
+            Operation::Gather,
+            Operation::Scatter,
+            Operation::ReduceScatter,
+            Operation::Barrier,
+        ] {
+            for (sliced, root) in [(false, 0), (false, 2), (true, 5)] {
+                let call = Call {
+                    operation,
+                    root: Some(root),
+                    kind: Kind::Float,
+                    ..Call::bare(operation)
+                };
+                let parts: Vec<Parts> = (0..3)
+                    .map(|mine| {
+                        Parts::of(
+                            &call,
+                            1000,
+                            &Layout { processes: processes.to_vec(), mine },
+                            sliced,
+                        )
+                    })
+                    .collect();
+                for (a, sender) in parts.iter().enumerate() {
+                    for (b, receiver) in parts.iter().enumerate() {
+                        assert_eq!(sender.to[b], receiver.from[a], "{operation} from {a} to {b}");
+                        assert!(Some(sender.to[b]) <= sender.largest);
+                        let (results, others) = (sender.results(), receiver.results());
+                        assert_eq!(results.to[b], others.from[a]);
+                    }
+                    assert_eq!(sender.largest, parts[0].largest);
+                }
+            }
+        }
+        assert_eq!(Parts::places(&[4, 100, 0], 0), (vec![128, 0, 128], 192));
+    }
+}

@@ -1,0 +1,254 @@
+//! What each rank does for an exchange: packing what goes out, and taking what has come.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::super::threaded::{Announced, Seat, my_slice, reduce_elements};
+use super::super::{Call, ReduceOp, num_bytes};
+use super::parts::Parts;
+use super::{Layout, Network};
+use crate::operation::Operation;
+
+/// What a rank packs and unpacks with.
+pub(super) struct Work {
+    pub network: Arc<Network>,
+    /// Filled again in every reduction, without allocating.
+    inputs: Vec<*mut u8>,
+    outputs: Vec<*mut u8>,
+}
+
+// SAFETY: nothing that one call leaves in these lists is used by the next.
+unsafe impl Send for Work {}
+
+impl Work {
+    pub(super) fn new(network: Arc<Network>) -> Self {
+        Self { network, inputs: Vec::new(), outputs: Vec::new() }
+    }
+
+    /// Step 2. Every rank writes to places of its own.
+    ///
+    /// # Safety
+    /// The ranks of this process have met for this call, and leave together; there is room from `begin` on.
+    pub(super) unsafe fn pack(
+        &mut self,
+        seat: &Seat<Announced>,
+        layout: &Layout,
+        call: &Call,
+        parts: &Parts,
+        sliced: bool,
+    ) {
+        let (begins, _) = Parts::places(&parts.to, layout.mine);
+        let room = self.network.places().0;
+        let part = |process: usize, offset: usize| room.wrapping_add(begins[process] + offset);
+        let (index, ranks) = (seat.rank(), layout.here().len());
+        let place = layout.here().start + index;
+        let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
+        let local = match call.op() {
+            ReduceOp::Avg => ReduceOp::Sum,
+            op => op,
+        };
+        let Self { inputs, outputs, .. } = self;
+        // Adds up the elements `range` of the ranks' tensors `input`; each rank its slice of them.
+        let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
+            let slice = my_slice(range.len(), index, ranks);
+            let from = num_bytes(call.kind, range.start + slice.start);
+            let offset = num_bytes(call.kind, slice.start);
+            inputs.clear();
+            inputs.extend(seat.announced().map(|it| it.inputs[input].data.wrapping_add(from)));
+            outputs.clear();
+            outputs.extend(to.map(|place| place.wrapping_add(offset)));
+            if !slice.is_empty() && !outputs.is_empty() {
+                // SAFETY: the tensors stay, and have so many elements; the parts are as large, and this rank alone
+                // writes to this slice of them.
+                unsafe { reduce_elements(call.kind, inputs, outputs, slice.len(), local) };
+            }
+        };
+        // Copies the tensor to a place that is this rank's alone.
+        let copy = |tensor: &Tensor, to: *mut u8| {
+            // SAFETY: there is room for it there, and nobody else writes there.
+            unsafe { tensor.data_ptr().cast::<u8>().copy_to_nonoverlapping(to, whole(tensor)) };
+        };
+        let is_root = place == call.root();
+        match call.operation {
+            Operation::AllReduce if sliced => {
+                for process in 0..layout.len() {
+                    let slice = my_slice(call.inputs[0].numel(), process, layout.len());
+                    add(0, slice, &mut [part(process, 0)].into_iter());
+                }
+            }
+            Operation::AllReduce => {
+                let all = &mut (0..layout.len()).map(|process| part(process, 0));
+                add(0, 0..call.inputs[0].numel(), all);
+            }
+            Operation::Reduce => {
+                let root = layout.process_of(call.root());
+                add(0, 0..call.inputs[0].numel(), &mut [part(root, 0)].into_iter());
+            }
+            Operation::ReduceScatter => {
+                let numel = call.outputs[0].numel();
+                for (process, places) in layout.processes.iter().enumerate() {
+                    for (offset, place) in places.clone().enumerate() {
+                        let offset = offset * num_bytes(call.kind, numel);
+                        add(place, 0..numel, &mut [part(process, offset)].into_iter());
+                    }
+                }
+            }
+            Operation::Broadcast if is_root => {
+                (0..layout.len()).for_each(|process| copy(&call.inputs[0], part(process, 0)));
+            }
+            Operation::AllGather => {
+                let offset = index * whole(&call.inputs[0]);
+                (0..layout.len()).for_each(|process| copy(&call.inputs[0], part(process, offset)));
+            }
+            Operation::Gather => {
+                let root = layout.process_of(call.root());
+                copy(&call.inputs[0], part(root, index * whole(&call.inputs[0])));
+            }
+            Operation::Scatter if is_root => {
+                for (process, places) in layout.processes.iter().enumerate() {
+                    for (offset, place) in places.clone().enumerate() {
+                        let input = &call.inputs[place];
+                        copy(input, part(process, offset * whole(input)));
+                    }
+                }
+            }
+            Operation::AllToAll => {
+                for (process, places) in layout.processes.iter().enumerate() {
+                    let earlier = seat.announced().take(index);
+                    let mut offset: usize = earlier
+                        .flat_map(|it| &it.inputs[places.clone()])
+                        .map(|place| num_bytes(call.kind, place.numel))
+                        .sum();
+                    for input in &call.inputs[places.clone()] {
+                        copy(input, part(process, offset));
+                        offset += whole(input);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Adds up what has come from all processes, `len` elements at `offset` of each part, for `to`.
+    ///
+    /// # Safety
+    /// There are so many elements, nobody writes to them, and nobody else touches those of `to`.
+    pub(super) unsafe fn add_up(
+        &mut self,
+        call: &Call,
+        sources: &[*mut u8],
+        offset: usize,
+        len: usize,
+        to: impl Iterator<Item = *mut u8>,
+    ) {
+        let layout = self.network.layout();
+        let world_size = layout.processes.iter().map(ExactSizeIterator::len).sum::<usize>();
+        let op = match call.op() {
+            ReduceOp::PremulSum(_) => ReduceOp::Sum,
+            // Of as many terms as there are ranks, unless a process has added up some already.
+            ReduceOp::Avg if world_size > layout.len() => {
+                ReduceOp::PremulSum(1.0 / world_size as f64)
+            }
+            op => op,
+        };
+        self.inputs.clear();
+        self.inputs.extend(sources.iter().map(|source| source.wrapping_add(offset)));
+        self.outputs.clear();
+        self.outputs.extend(to);
+        if len > 0 && !self.outputs.is_empty() {
+            // SAFETY: as the caller promises.
+            unsafe { reduce_elements(call.kind, &self.inputs, &self.outputs, len, op) };
+        }
+    }
+
+    /// Step 4.
+    ///
+    /// # Safety
+    /// Everything has come that `sources` has; nobody writes there, and the ranks of this process leave together.
+    pub(super) unsafe fn unpack(
+        &mut self,
+        seat: &Seat<Announced>,
+        layout: &Layout,
+        call: &Call,
+        sources: &[*mut u8],
+        sliced: bool,
+    ) {
+        let (index, place) = (seat.rank(), layout.here().start + seat.rank());
+        let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
+        let data = |tensor: &Tensor| tensor.data_ptr().cast::<u8>();
+        let copy = |from: *mut u8, to: *mut u8, size: usize| {
+            // SAFETY: there are so many bytes, and `to` is this rank's.
+            unsafe { from.copy_to_nonoverlapping(to, size) };
+        };
+        match call.operation {
+            Operation::AllReduce if sliced => {
+                let output = data(&call.outputs[0]);
+                for (process, source) in sources.iter().enumerate() {
+                    let slice = my_slice(call.outputs[0].numel(), process, layout.len());
+                    let offset = num_bytes(call.kind, slice.start);
+                    copy(*source, output.wrapping_add(offset), num_bytes(call.kind, slice.len()));
+                }
+            }
+            Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => {
+                let Some(output) = call.outputs.first() else { return };
+                let scattered = call.operation == Operation::ReduceScatter;
+                let offset = if scattered { index * whole(output) } else { 0 };
+                // SAFETY: the parts have so many elements there, and the output is this rank's.
+                unsafe {
+                    self.add_up(call, sources, offset, output.numel(), [data(output)].into_iter())
+                };
+            }
+            Operation::Broadcast | Operation::Scatter => {
+                let Some(output) = call.outputs.first() else { return };
+                let scattered = call.operation == Operation::Scatter;
+                let offset = if scattered { index * whole(output) } else { 0 };
+                let root = sources[layout.process_of(call.root())];
+                copy(root.wrapping_add(offset), data(output), whole(output));
+            }
+            Operation::AllGather | Operation::Gather => {
+                for (source, places) in sources.iter().zip(&layout.processes) {
+                    for (offset, output) in
+                        call.outputs.iter().skip(places.start).take(places.len()).enumerate()
+                    {
+                        let size = whole(output);
+                        copy(source.wrapping_add(offset * size), data(output), size);
+                    }
+                }
+            }
+            Operation::AllToAll => {
+                for (source, places) in sources.iter().zip(&layout.processes) {
+                    let mut offset = 0;
+                    for from in places.clone() {
+                        for (other, announced) in seat.announced().enumerate() {
+                            let size = num_bytes(call.kind, announced.outputs[from].numel);
+                            if layout.here().start + other == place {
+                                copy(source.wrapping_add(offset), data(&call.outputs[from]), size);
+                            }
+                            offset += size;
+                        }
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Where the part of each process lies: what has come, and of this process what it packed for itself, `begin` bytes
+/// into what goes out.
+pub(super) fn sources(network: &Network, parts: &Parts, begin: usize) -> Vec<*mut u8> {
+    let mine = network.layout().mine;
+    let (send, receive) = network.places();
+    let (to, _) = Parts::places(&parts.to, mine);
+    let (from, _) = Parts::places(&parts.from, mine);
+    let source = |(process, place): (usize, usize)| {
+        if process == mine {
+            send.wrapping_add(begin + to[mine])
+        } else {
+            receive.wrapping_add(place)
+        }
+    };
+    from.into_iter().enumerate().map(source).collect()
+}

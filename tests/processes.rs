@@ -1,0 +1,466 @@
+//! Several processes in one run: the same collectives, the same numbers, and an end to every wait.
+//!
+//! A test starts this very test binary again for each process; `child` is what it runs there.
+
+use std::env;
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::rc::Rc;
+
+use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
+use ddp_mp::torch::cuda::Cuda;
+use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn};
+use serde_json::Value;
+use tch::{Kind, Tensor};
+use wait_timeout::ChildExt;
+
+use crate::harness::{TIMEOUT, program, run};
+
+/// A port that is free now.
+pub(crate) fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Waits for all, and returns how they ended.
+fn join(children: Vec<Child>) -> Vec<Output> {
+    let mut outputs = Vec::new();
+    for mut child in children {
+        let ended = child.wait_timeout(TIMEOUT).unwrap();
+        if ended.is_none() {
+            child.kill().unwrap();
+        }
+        let output = child.wait_with_output().unwrap();
+        assert!(ended.is_some(), "it ran longer than {TIMEOUT:?}: {output:?}");
+        outputs.push(output);
+    }
+    outputs
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs the scene `name` in processes of so many ranks each; all must end well.
+fn scene(name: &str, ranks: &[usize]) {
+    let port = free_port();
+    let start = |(process, count): (usize, &usize)| {
+        Command::new(env::current_exe().unwrap())
+            .args(["processes::child", "--exact", "--nocapture"])
+            .env("DDP_MP_SCENE", format!("{name} {process} {} {count} {port}", ranks.len()))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    for output in join(ranks.iter().enumerate().map(start).collect()) {
+        let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{name} {ranks:?}: {stdout}{stderr}");
+        assert!(stdout.contains("scene over"), "{name} {ranks:?}: {stdout}{stderr}");
+    }
+}
+
+/// Nothing, unless a test above has started this process for a scene.
+#[test]
+fn child() {
+    let Ok(scene) = env::var("DDP_MP_SCENE") else { return };
+    let words: Vec<&str> = scene.split(' ').collect();
+    let number = |place: usize| words[place].parse::<usize>().unwrap();
+    let options = LaunchOptions {
+        nnodes: Some(number(2)),
+        node_rank: Some(number(1)),
+        master_addr: Some("127.0.0.1".into()),
+        master_port: Some(number(4) as u16),
+        nproc: Nproc::Count(number(3)),
+        ..LaunchOptions::default()
+    };
+    let launch = detect(&|_| None, &options, 0).unwrap();
+    let placement =
+        place(launch.nproc, BackendChoice::Auto, &Cuda::default(), &Share::all(2)).unwrap();
+    let placement = placement.in_processes(launch.processes.count, BackendChoice::Auto).unwrap();
+    assert_eq!(placement.backend, Backend::Gloo);
+    let world = World::meet(&launch, &placement, TIMEOUT, None).unwrap().unwrap();
+    let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
+        "collectives" => collectives,
+        "messages" => messages,
+        "groups" => groups,
+        other => panic!("no scene {other}"),
+    };
+    let spawn = Spawn::at(&placement).world(Some(world.into())).timeout(TIMEOUT);
+    spawn
+        .run(move |rank| {
+            let group = rank.init_process_group(Backend::Gloo)?;
+            play(rank, group);
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("{error}"));
+    println!("scene over");
+}
+
+/// Numbers of a rank that differ from those of others.
+fn numbers(rank: usize, len: i64, kind: Kind) -> Tensor {
+    let index = Tensor::arange(len, (Kind::Double, tch::Device::Cpu));
+    (index * (0.37 + rank as f64)).remainder(7.0).to_kind(kind)
+}
+
+fn collectives(rank: &Rank, group: Rc<ProcessGroup>) {
+    let (me, count) = (rank.rank(), rank.world_size());
+    for kind in [Kind::Float, Kind::Double, Kind::Int64, Kind::Uint8, Kind::BFloat16, Kind::Bool] {
+        // Within a note, in one exchange, in slices; and lengths that go round nowhere.
+        for len in [0, 1, 7, 1000, 40_001, 300_000] {
+            let mine = numbers(me, len, kind);
+            let all: Vec<Tensor> = (0..count).map(|other| numbers(other, len, kind)).collect();
+            let ops: &[ReduceOp] = match kind {
+                Kind::Bool => &[ReduceOp::Bor, ReduceOp::Max],
+                Kind::Int64 | Kind::Uint8 => &[ReduceOp::Sum, ReduceOp::Min, ReduceOp::Bxor],
+                _ => &[ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum(0.5), ReduceOp::Max],
+            };
+            for &op in ops {
+                let expected = reduced(&all, op);
+                let close = |found: &Tensor| {
+                    let bound = if kind == Kind::BFloat16 { 0.02 } else { 1e-6 };
+                    let found = found.to_kind(Kind::Double);
+                    let expected = expected.to_kind(Kind::Double);
+                    assert!(found.allclose(&expected, bound, bound, false), "{op} {kind:?} {len}");
+                };
+                let mut tensor = mine.copy();
+                group.all_reduce(&mut tensor, op).unwrap();
+                close(&tensor);
+                // The same bits on every rank.
+                let mut sent = tensor.copy();
+                group.broadcast(&mut sent, count - 1).unwrap();
+                assert!(sent.equal(&tensor), "{op} {kind:?} {len}");
+                for root in [0, count - 1] {
+                    let mut tensor = mine.copy();
+                    group.reduce(&mut tensor, root, op).unwrap();
+                    if me == root { close(&tensor) } else { assert!(tensor.equal(&mine)) }
+                }
+                let list: Vec<Tensor> = (0..count).map(|_| mine.copy()).collect();
+                let mut output = mine.zeros_like();
+                group.reduce_scatter(&mut output, &list, op).unwrap();
+                close(&output);
+            }
+            let mut gathered: Vec<Tensor> = (0..count).map(|_| mine.zeros_like()).collect();
+            group.all_gather(&mut gathered, &mine).unwrap();
+            assert!(gathered.iter().zip(&all).all(|(a, b)| a.equal(b)), "{kind:?} {len}");
+            for root in 0..count {
+                let mut list: Vec<Tensor> = (0..count).map(|_| mine.zeros_like()).collect();
+                group.gather(&mine, (me == root).then_some(&mut list[..]), root).unwrap();
+                if me == root {
+                    assert!(list.iter().zip(&all).all(|(a, b)| a.equal(b)), "{kind:?} {len}");
+                }
+                let mut output = mine.zeros_like();
+                group.scatter(&mut output, (me == root).then_some(&all[..]), root).unwrap();
+                assert!(output.equal(&mine));
+            }
+        }
+    }
+    // Of rank i for rank j: i + j numbers 10 i + j.
+    let part = |from: usize, to: usize| {
+        Tensor::full([(from + to) as i64], (10 * from + to) as i64, (Kind::Int64, tch::Device::Cpu))
+    };
+    let inputs: Vec<Tensor> = (0..count).map(|to| part(me, to)).collect();
+    let mut outputs: Vec<Tensor> = (0..count).map(|from| part(from, me).zeros_like()).collect();
+    group.all_to_all(&mut outputs, &inputs).unwrap();
+    for (from, output) in outputs.iter().enumerate() {
+        assert!(output.equal(&part(from, me)));
+    }
+    let names = group.all_gather_object(&format!("rank {me}")).unwrap();
+    assert_eq!(names, (0..count).map(|rank| format!("rank {rank}")).collect::<Vec<_>>());
+    // What is started and goes on, in its order.
+    let works: Vec<_> = (1..=3i64)
+        .map(|factor| {
+            let tensor = Tensor::full([100_000], factor, (Kind::Int64, tch::Device::Cpu));
+            let mut same = tensor.shallow_clone();
+            let work = group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum));
+            (factor, tensor, work.unwrap())
+        })
+        .collect();
+    for (factor, tensor, work) in works {
+        work.wait().unwrap();
+        assert_eq!(tensor.int64_value(&[99_999]), factor * count as i64);
+    }
+    group.barrier().unwrap();
+    let traffic = group.traffic();
+    assert_eq!(
+        traffic.sent > 0,
+        group.rank() == 0 || rank.local_rank() == 0 || group.local_world_size() == 1
+    );
+}
+
+/// What every rank is to have.
+fn reduced(all: &[Tensor], op: ReduceOp) -> Tensor {
+    let wide = |tensor: &Tensor| match tensor.kind() {
+        Kind::BFloat16 => tensor.to_kind(Kind::Float),
+        _ => tensor.copy(),
+    };
+    let premultiplied = |tensor: &Tensor| match op {
+        ReduceOp::PremulSum(factor) => wide(tensor) * factor,
+        _ => wide(tensor),
+    };
+    let mut result = premultiplied(&all[0]);
+    for other in &all[1..] {
+        let other = premultiplied(other);
+        result = match op {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => result + other,
+            ReduceOp::Min => result.minimum(&other),
+            ReduceOp::Max => result.maximum(&other),
+            ReduceOp::Bor => result.bitwise_or_tensor(&other),
+            ReduceOp::Bxor => result.bitwise_xor_tensor(&other),
+            other => panic!("{other}"),
+        };
+    }
+    if op == ReduceOp::Avg { result / all.len() as f64 } else { result }
+}
+
+#[test]
+fn every_collective_gives_every_rank_its_due() {
+    for ranks in [&[1, 1][..], &[2, 2], &[1, 2, 1], &[3, 1]] {
+        scene("collectives", ranks);
+    }
+}
+
+fn messages(rank: &Rank, group: Rc<ProcessGroup>) {
+    let (me, count) = (rank.rank(), rank.world_size());
+    // Everybody passes on to the right, and what is larger to the left.
+    for len in [1, 100_000] {
+        let (right, left) = ((me + 1) % count, (me + count - 1) % count);
+        let mine = Tensor::full([len], me as i64, (Kind::Int64, tch::Device::Cpu));
+        let (mut from_left, mut from_right) = (mine.zeros_like(), mine.zeros_like());
+        let works = [
+            group.irecv(&mut from_left, Some(left), 1).unwrap(),
+            group.irecv(&mut from_right, Some(right), 2).unwrap(),
+            group.isend(&mine, right, 1).unwrap(),
+            group.isend(&mine, left, 2).unwrap(),
+        ];
+        works.into_iter().for_each(|work| work.wait().unwrap());
+        assert_eq!(from_left.int64_value(&[len - 1]), left as i64);
+        assert_eq!(from_right.int64_value(&[len - 1]), right as i64);
+    }
+    // Those of one tag in their order, those of another overtake them.
+    if me == 0 {
+        let started = (0..5i64)
+            .map(|number| group.isend(&Tensor::from_slice(&[number]), count - 1, 0).unwrap());
+        let works: Vec<_> = started.collect();
+        group.send(&Tensor::from_slice(&[9i64]), count - 1, 7).unwrap();
+        works.into_iter().for_each(|work| work.wait().unwrap());
+    } else if me == count - 1 {
+        let mut tensor = Tensor::from_slice(&[0i64]);
+        group.recv(&mut tensor, Some(0), 7).unwrap();
+        assert_eq!(tensor.int64_value(&[0]), 9);
+        for number in 0..5i64 {
+            assert_eq!(group.recv(&mut tensor, Some(0), 0).unwrap(), 0);
+            assert_eq!(tensor.int64_value(&[0]), number);
+        }
+    }
+    if count == 2 {
+        let error = group.send(&Tensor::from_slice(&[1f32]), 1 - me, 256);
+        assert!(error.unwrap_err().to_string().contains("a message has a tag below 256"));
+    }
+    group.barrier().unwrap();
+}
+
+#[test]
+fn messages_go_from_process_to_process() {
+    scene("messages", &[1, 1]);
+    scene("messages", &[2, 1, 2]);
+}
+
+fn groups(rank: &Rank, group: Rc<ProcessGroup>) {
+    let (me, count) = (rank.rank(), rank.world_size());
+    let even: Vec<usize> = (0..count).step_by(2).collect();
+    let odd: Vec<usize> = (1..count).step_by(2).collect();
+    let mine = match (group.new_group(&even).unwrap(), group.new_group(&odd).unwrap()) {
+        (Some(group), None) | (None, Some(group)) => group,
+        other => panic!("{other:?}"),
+    };
+    let expected = if me.is_multiple_of(2) { even } else { odd };
+    assert_eq!(mine.ranks(), expected);
+    let mut tensor = Tensor::from_slice(&[me as i64; 50_000]);
+    mine.all_reduce(&mut tensor, ReduceOp::Sum).unwrap();
+    assert_eq!(tensor.int64_value(&[0]), expected.iter().sum::<usize>() as i64);
+    // Two that are in one process need no network.
+    if let Some(pair) = group.new_group(&[0, 1]).unwrap() {
+        pair.broadcast(&mut tensor, 1).unwrap();
+        assert_eq!(tensor.int64_value(&[0]), (1..count).step_by(2).sum::<usize>() as i64);
+    }
+}
+
+#[test]
+fn some_of_the_ranks_of_some_processes_form_groups() {
+    scene("groups", &[2, 2]);
+    scene("groups", &[2, 1, 3]);
+}
+
+/// A run of `args` in processes of so many ranks; their exit codes and outputs.
+fn train(args: &[&str], ranks: &[usize]) -> Vec<Output> {
+    join(start(args, ranks))
+}
+
+fn start(args: &[&str], ranks: &[usize]) -> Vec<Child> {
+    let (port, count) = (free_port().to_string(), ranks.len().to_string());
+    let start = |(process, ranks): (usize, &usize)| {
+        let (process, ranks) = (process.to_string(), format!("--nproc-per-node={ranks}"));
+        let mut command = program(&[args, &[&ranks, "--log-format=json"]].concat());
+        // As torchrun has it.
+        command.envs([("RANK", &process), ("LOCAL_RANK", &process), ("MASTER_PORT", &port)]);
+        command.envs([("WORLD_SIZE", &count), ("LOCAL_WORLD_SIZE", &count)]);
+        command.envs([("MASTER_ADDR", "127.0.0.1"), ("OMP_NUM_THREADS", "1")]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    ranks.iter().enumerate().map(start).collect()
+}
+
+/// The last event of rank 0's process, if all went well.
+fn end(args: &[&str], ranks: &[usize]) -> Value {
+    let outputs = train(args, ranks);
+    for output in &outputs {
+        assert!(output.status.success(), "{args:?} {ranks:?}: {}", text(&output.stderr));
+    }
+    serde_json::from_str(text(&outputs[0].stdout).lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn processes_train_as_threads_do() {
+    for args in [
+        &["--max-epochs=2"][..],
+        &["--model=mlp", "--hidden=300,300", "--momentum=0.9", "--bucket-cap-mb=0.2"],
+        &["--model=cnn", "--in-features=64", "--sync-batch-norm", "--num-samples=500"],
+        &["--model=mlp", "--optimizer=adamw", "--strategy=dp", "--accumulate=2"],
+        &["--dataset=digits", "--loss=cross-entropy", "--model=mlp", "--val-fraction=0.2"],
+    ] {
+        let (code, stdout, stderr) =
+            run(&[args, &["--nproc-per-node=4", "--log-format=json"]].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        let threads: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        // One rank a process adds up in the order of threads: the same bits.
+        let alone = end(args, &[1, 1, 1, 1]);
+        assert_eq!(alone["parameters_hash"], threads["parameters_hash"], "{args:?}");
+        let pairs = end(args, &[2, 2]);
+        let loss = |end: &Value| end["loss"].as_f64().unwrap();
+        assert!((loss(&pairs) - loss(&threads)).abs() < 1e-4 * loss(&threads), "{args:?}");
+        assert_eq!(end(args, &[2, 2])["parameters_hash"], pairs["parameters_hash"], "{args:?}");
+    }
+}
+
+/// The failure that a run of these processes ends with, as each of them tells it.
+fn failures(
+    args: &[&str],
+    ranks: &[usize],
+    harm: impl FnOnce(&mut [Child]),
+) -> Vec<(Option<i32>, String)> {
+    let mut children = start(args, ranks);
+    harm(&mut children);
+    let told = |output: Output| (output.status.code(), text(&output.stderr));
+    join(children).into_iter().map(told).collect()
+}
+
+#[test]
+fn a_failure_anywhere_is_told_everywhere() {
+    for stage in ["rendezvous", "init", "broadcast", "step,step=9", "barrier"] {
+        for (rank, process) in [(0, 0), (2, 1)] {
+            let fault = format!("--fault=error:rank={rank},at={stage}");
+            let told = failures(&[&fault, "--grace-period=5s"], &[2, 2], |_| {});
+            for (number, (code, stderr)) in told.iter().enumerate() {
+                assert_eq!(*code, Some(1), "{fault}: {stderr}");
+                let place = if number == process { ")" } else { " on " };
+                let who = format!("rank {rank} (CPU:{rank}{place}");
+                assert!(stderr.contains(&who), "{fault}: {stderr}");
+                assert!(stderr.contains("injected by --fault"), "{fault}: {stderr}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_process_that_is_killed_or_stopped_is_named() {
+    let long = ["--max-epochs=1000000", "--grace-period=5s", "--timeout=4s"];
+    for (signal, victim, ranks) in [
+        ("KILL", 1, &[1, 1][..]),
+        ("KILL", 0, &[1, 1]),
+        ("KILL", 1, &[2, 2, 1]),
+        ("STOP", 1, &[2, 2]),
+    ] {
+        let told = failures(&long, ranks, |children| {
+            // They have met when rank 0 says so.
+            use std::io::{BufRead, BufReader};
+            let mut first = String::new();
+            let stdout = children[0].stdout.as_mut().unwrap();
+            BufReader::new(stdout).read_line(&mut first).unwrap();
+            assert!(first.contains("start"), "{first}");
+            let send = |signal: &str| {
+                let pid = children[victim].id().to_string();
+                assert!(
+                    Command::new("kill")
+                        .args([&format!("-{signal}"), &pid])
+                        .status()
+                        .unwrap()
+                        .success()
+                );
+            };
+            send(signal);
+            if signal == "STOP" {
+                // Until the others have ended.
+                for (number, child) in children.iter_mut().enumerate() {
+                    if number != victim {
+                        assert!(child.wait_timeout(TIMEOUT).unwrap().is_some());
+                    }
+                }
+                children[victim].kill().unwrap();
+            }
+        });
+        let first: usize = ranks[..victim].iter().sum();
+        for (number, (code, stderr)) in told.iter().enumerate() {
+            if number != victim {
+                assert_eq!(*code, Some(1), "{signal} {victim} {ranks:?}: {stderr}");
+                assert!(
+                    stderr.contains(&format!("rank {first} (CPU:{first} on ")),
+                    "{signal}: {stderr}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn who_does_not_come_is_named() {
+    let told = failures(&["--timeout=2s"], &[1, 1, 1], |children| children[1].kill().unwrap());
+    for number in [0, 2] {
+        let (code, stderr) = &told[number];
+        assert_eq!(*code, Some(1), "{stderr}");
+        assert!(stderr.contains("processes 1 of 3 have not come within "), "{stderr}");
+        assert!(stderr.contains("there are: 0 (on "), "{stderr}");
+    }
+    let told = failures(&["--backend=threaded"], &[1, 1], |_| {});
+    assert!(told[0].1.contains("--backend threaded stays within one process"), "{}", told[0].1);
+}
+
+#[test]
+fn processes_stop_save_and_go_on_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = format!("--save-dir={}", folder.path().join("run").display());
+    let args =
+        ["--num-samples=65536", "--model=mlp", "--hidden=16", "--momentum=0.9", "--max-epochs=3"];
+    let whole = end(&args, &[1, 1]);
+    // SIGTERM to the process that does not decide.
+    let mut children = start(&[&args[..], &[&dir]].concat(), &[1, 1]);
+    use std::io::{BufRead, BufReader};
+    let mut stdout = BufReader::new(children[0].stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("\"epoch\":0") {
+        line.clear();
+        assert!(stdout.read_line(&mut line).unwrap() > 0);
+    }
+    let pid = children[1].id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    let mut rest = String::new();
+    std::io::Read::read_to_string(&mut stdout, &mut rest).unwrap();
+    for output in join(children) {
+        assert_eq!(output.status.code(), Some(143), "{}", text(&output.stderr));
+    }
+    let stopped: Value = serde_json::from_str(rest.lines().last().unwrap()).unwrap();
+    assert_eq!(stopped["stopped"], "SIGTERM");
+    assert!(stopped["steps"].as_u64() < whole["steps"].as_u64());
+    let end = end(&[&args[..], &[&dir, "--resume=auto"]].concat(), &[1, 1]);
+    assert_eq!(end["parameters_hash"], whole["parameters_hash"]);
+    assert_eq!(end["steps"], whole["steps"]);
+}
