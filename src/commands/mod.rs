@@ -43,18 +43,9 @@ fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
     Ok(placement)
 }
 
-/// Where so many ranks run on this machine.
+/// Where so many ranks run, for a command that is for one process.
 fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
-    place_launched(&LaunchOptions { nproc, ..LaunchOptions::default() }, backend, cuda)
-}
-
-/// Where the ranks of this process run, for what only one process does.
-fn place_launched(
-    options: &LaunchOptions,
-    backend: BackendChoice,
-    cuda: &Cuda,
-) -> Result<Placement> {
-    let launch = launch(options, cuda)?;
+    let launch = launch(&LaunchOptions { nproc, ..LaunchOptions::default() }, cuda)?;
     if launch.processes.count > 1 {
         return Err(Error::Input(format!(
             "this is process {} of {} ({}: {}), and this command is for one process; start one, or unset the \
