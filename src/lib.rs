@@ -45,14 +45,14 @@
 //! | `main` | parse, resolve, load CUDA, run, exit code |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `sampler`, `env` |
-//! | [`launch`] | a thread for each rank; how they meet and how they fail |
+//! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
 //! | [`trainer`] | the loop: epochs, batches, steps |
 //! | [`checkpoint`] | saved completely, resumed exactly |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |
 //! | [`optim`] | steps the flat buffers; learning rates; clipping; loss scales |
 //! | [`data`] | which sample goes to which rank; data files |
 //! | [`models`] | models by name |
-//! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads or NCCL |
+//! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads, NCCL or Gloo |
 //! | [`observe`] | the only place that prints |
 //! | [`torch`] | what `tch` lacks |
 //! | `sync` | who does what, who failed first, and the cancellable barrier |

@@ -3,10 +3,10 @@
 use std::env::var_os;
 use std::sync::Arc;
 
-use super::{cores, launch};
+use super::{launch, place_launched};
 use crate::config::Config;
 use crate::error::Result;
-use crate::launch::{Launch, Placement, Spawn, World, place, write_error_file};
+use crate::launch::{Launch, Placement, Spawn, World, write_error_file};
 use crate::observe::Printer;
 use crate::torch::cuda::Cuda;
 
@@ -21,8 +21,7 @@ pub(super) struct Launched {
 impl Launched {
     /// Meets the other processes of the run, if there are any.
     pub(super) fn meet(config: &Config, launch: Launch, cuda: &Cuda) -> Result<Self> {
-        let placement = place(launch.nproc, config.backend, cuda, &launch.share(cores()))?;
-        let placement = placement.in_processes(launch.processes.count, config.backend)?;
+        let placement = place_launched(config, &launch, cuda)?;
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
         let world = World::meet(&launch, &placement, config.timeout, interfaces)?.map(Arc::new);
         Ok(Self { launch, placement, world })

@@ -36,11 +36,16 @@ fn launch(options: &LaunchOptions, cuda: &Cuda) -> Result<Launch> {
 /// Where the ranks of `config` run on this machine, and whether they can do what it asks.
 fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
     let launch = launch(&config.launch_options(), cuda)?;
-    let placement = place(launch.nproc, config.backend, cuda, &launch.share(cores()))?;
-    let placement = placement.in_processes(launch.processes.count, config.backend)?;
-    // Those of other processes are not known yet.
+    let placement = place_launched(config, &launch, cuda)?;
+    // Ranks of other processes are not known before they meet.
     config.validate_for(placement.devices.len())?;
     Ok(placement)
+}
+
+/// Where the ranks of this process of a launch run.
+fn place_launched(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
+    place(launch.nproc, config.backend, cuda, &launch.share(cores()))?
+        .in_processes(launch.processes.count, config.backend)
 }
 
 /// Where so many ranks run, for a command that is for one process.
