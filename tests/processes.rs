@@ -42,6 +42,14 @@ fn text(bytes: &[u8]) -> String {
 
 /// Runs the scene `name` in processes of so many ranks each; all must end well.
 fn scene(name: &str, ranks: &[usize]) {
+    for (code, output) in play(name, ranks) {
+        assert_eq!(code, Some(0), "{name} {ranks:?}: {output}");
+        assert!(output.contains("scene over"), "{name} {ranks:?}: {output}");
+    }
+}
+
+/// How each of the processes of a scene ended, and what it wrote.
+fn play(name: &str, ranks: &[usize]) -> Vec<(Option<i32>, String)> {
     let port = free_port();
     let start = |(process, count): (usize, &usize)| {
         Command::new(env::current_exe().unwrap())
@@ -52,11 +60,8 @@ fn scene(name: &str, ranks: &[usize]) {
             .spawn()
             .unwrap()
     };
-    for output in join(ranks.iter().enumerate().map(start).collect()) {
-        let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-        assert!(output.status.success(), "{name} {ranks:?}: {stdout}{stderr}");
-        assert!(stdout.contains("scene over"), "{name} {ranks:?}: {stdout}{stderr}");
-    }
+    let told = |it: Output| (it.status.code(), text(&it.stdout) + &text(&it.stderr));
+    join(ranks.iter().enumerate().map(start).collect()).into_iter().map(told).collect()
 }
 
 /// Nothing, unless a test above has started this process for a scene.
@@ -83,6 +88,7 @@ fn child() {
         "collectives" => collectives,
         "messages" => messages,
         "groups" => groups,
+        "mismatch" => mismatch,
         other => panic!("no scene {other}"),
     };
     let spawn = Spawn::at(&placement).world(Some(world.into())).timeout(TIMEOUT);
@@ -289,6 +295,26 @@ fn groups(rank: &Rank, group: Rc<ProcessGroup>) {
 fn some_of_the_ranks_of_some_processes_form_groups() {
     scene("groups", &[2, 2]);
     scene("groups", &[2, 1, 3]);
+}
+
+fn mismatch(rank: &Rank, group: Rc<ProcessGroup>) {
+    let (me, count) = (rank.rank(), rank.world_size());
+    let len = if me == count - 1 { 100_001 } else { 100_000 };
+    let mut tensor = Tensor::zeros([len], (Kind::Float, tch::Device::Cpu));
+    let error = group.all_reduce(&mut tensor, ReduceOp::Sum).unwrap_err().to_string();
+    assert!(error.contains("collective #0 differs between ranks"), "{error}");
+    assert!(error.contains("float32 [100000]") && error.contains("float32 [100001]"), "{error}");
+    panic!("as expected");
+}
+
+#[test]
+fn processes_that_call_different_things_are_told() {
+    for ranks in [&[1, 1][..], &[2, 1], &[1, 1, 1]] {
+        for (code, stdout) in play("mismatch", ranks) {
+            assert_eq!(code, Some(101), "{ranks:?}: {stdout}");
+            assert!(stdout.contains("float32 [100001]"), "{ranks:?}: {stdout}");
+        }
+    }
 }
 
 /// A run of `args` in processes of so many ranks; their exit codes and outputs.

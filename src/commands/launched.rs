@@ -24,6 +24,8 @@ impl Launched {
         let placement = place_launched(config, &launch, cuda)?;
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
         let world = World::meet(&launch, &placement, config.timeout, interfaces)?.map(Arc::new);
+        // Goes with the process: to stop the server would take half a second.
+        std::mem::forget(world.clone());
         Ok(Self { launch, placement, world })
     }
 
