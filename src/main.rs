@@ -35,7 +35,9 @@ fn main() {
     let code = match result {
         Ok(code) => code,
         Err(error) => {
-            Printer::new(LogFormat::Text).note(&format!("{error:#}"));
+            if !error.is::<commands::Told>() {
+                Printer::new(LogFormat::Text).note(&format!("{error:#}"));
+            }
             let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::Input(_)));
             if wrong_input { WRONG_INPUT } else { FAILED }
         }

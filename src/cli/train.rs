@@ -183,6 +183,9 @@ pub(crate) struct TrainFlags {
     /// [default: auto]
     #[arg(long, value_name = "auto|gpu|cpu|N", help_heading = "Run")]
     nproc_per_node: Option<String>,
+    /// What the ranks of this machine are: threads of this process, or processes that it starts [default: threads]
+    #[arg(long, value_name = "NAME", value_parser = ["threads", "processes"], help_heading = "Run")]
+    spawn: Option<String>,
     /// What carries the tensors: auto (nccl on GPUs, else threaded; gloo for several processes) [default: auto]
     #[arg(long, value_name = "NAME", value_parser = ["auto", "nccl", "threaded", "gloo"], help_heading = "Run")]
     backend: Option<String>,

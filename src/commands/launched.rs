@@ -3,10 +3,11 @@
 use std::env::var_os;
 use std::sync::Arc;
 
+use super::processes::{leave_error, run_processes, starts_processes};
 use super::{launch, place_launched};
 use crate::config::Config;
 use crate::error::Result;
-use crate::launch::{Launch, Placement, Spawn, World, write_error_file};
+use crate::launch::{Launch, LaunchKind, Placement, Spawn, StopReason, World};
 use crate::observe::Printer;
 use crate::torch::cuda::Cuda;
 
@@ -21,7 +22,10 @@ pub(super) struct Launched {
 impl Launched {
     /// Meets the other processes of the run, if there are any.
     pub(super) fn meet(config: &Config, launch: Launch, cuda: &Cuda) -> Result<Self> {
-        let placement = place_launched(config, &launch, cuda)?;
+        let mut placement = place_launched(config, &launch, cuda)?;
+        if launch.kind == LaunchKind::Spawned {
+            placement.note = None; // who has started it has said so of all ranks
+        }
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
         let world = World::meet(&launch, &placement, config.timeout, interfaces)?.map(Arc::new);
         // Goes with the process: to stop the server would take half a second.
@@ -37,6 +41,11 @@ impl Launched {
     /// On how many machines.
     pub(super) fn nnodes(&self) -> usize {
         self.world.as_ref().map_or(1, |world| world.nnodes())
+    }
+
+    /// Whether `--spawn=processes` has started it.
+    pub(super) fn is_spawned(&self) -> bool {
+        self.launch.kind == LaunchKind::Spawned
     }
 
     /// Whether this is the process of rank 0, which speaks for all.
@@ -57,20 +66,25 @@ impl Launched {
     }
 }
 
-/// Runs `work` in this process of a launch; its error is left where the launcher looks for it.
-pub(super) fn run_launched<T>(
+/// Runs `work` in this process of a launch, or in processes that it starts; its error is left where the launcher looks for
+/// it. `stops`: whether `work` stops at a signal, and saves.
+pub(super) fn run_launched(
     config: &Config,
     cuda: &Cuda,
     printer: &Printer,
-    work: impl FnOnce(Launch) -> anyhow::Result<T>,
-) -> anyhow::Result<T> {
+    stops: bool,
+    work: impl FnOnce(Launch) -> anyhow::Result<Option<StopReason>>,
+) -> anyhow::Result<Option<StopReason>> {
     let launch = launch(&config.launch_options(), cuda)?;
-    let error_file = launch.error_file.clone();
+    if starts_processes(config, &launch) {
+        return run_processes(config, &launch, cuda, printer, stops);
+    }
+    let Launch { error_file, parent, processes, .. } = launch.clone();
     let result = work(launch);
     if let (Err(error), Some(file)) = (&result, error_file)
         && let Err(unwritable) = write_error_file(&file, &format!("{error:#}"))
     {
         printer.note(&format!("{} cannot be written: {unwritable}", file.display()));
     }
-    result
+    result.map_err(|error| leave_error(parent.as_ref(), processes.index, error))
 }

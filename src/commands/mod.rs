@@ -5,12 +5,14 @@ mod checkpoints;
 mod comm;
 mod env;
 mod launched;
+mod processes;
 mod sampler;
 mod train;
 
 pub use bench::{BenchOp, BenchRequest, bench, bench_step, check_step_flags};
 pub use comm::{CommOp, CommRequest, comm};
 pub use env::env;
+pub use processes::Told;
 pub use sampler::{SamplerRequest, sampler};
 pub use train::train;
 
@@ -36,7 +38,11 @@ fn launch(options: &LaunchOptions, cuda: &Cuda) -> Result<Launch> {
 /// Where the ranks of `config` run on this machine, and whether they can do what it asks.
 fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
     let launch = launch(&config.launch_options(), cuda)?;
-    let placement = place_launched(config, &launch, cuda)?;
+    let placement = if processes::starts_processes(config, &launch) {
+        processes::place_processes(config, &launch, cuda)?
+    } else {
+        place_launched(config, &launch, cuda)?
+    };
     // Ranks of other processes are not known before they meet.
     config.validate_for(placement.devices.len())?;
     Ok(placement)

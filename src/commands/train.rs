@@ -48,7 +48,8 @@ pub fn train(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Option<StopReason>> {
-    run_launched(&config.clone(), cuda, printer, |launch| train_in(config, launch, cuda, printer))
+    let work = |launch| train_in(config.clone(), launch, cuda, printer);
+    run_launched(&config, cuda, printer, true, work)
 }
 
 /// The part of it that is this process's.
@@ -91,7 +92,10 @@ fn train_in(
     let printer = &job.printer;
     printer.end_progress();
     if let Err(error) = &result {
-        let told = printer.flush_epochs().and_then(|()| printer.event(&failure(error)));
+        let told = printer.flush_epochs().and_then(|()| match job.launched.is_spawned() {
+            true => Ok(()), // by who has started it
+            false => printer.event(&Event::Failure(failure(error))),
+        });
         if let Err(unwritable) = told {
             printer.note(&format!("writing to stdout: {unwritable}"));
         }
@@ -331,13 +335,13 @@ fn start(job: &Job, parameters: usize) -> Start {
     }
 }
 
-fn failure(error: &SpawnError) -> Event {
+pub(super) fn failure(error: &SpawnError) -> Failure {
     let failure = &error.failure;
-    Event::Failure(Failure {
+    Failure {
         rank: failure.rank,
         device: failure.device.clone(),
         operation: failure.at.operation.to_string(),
         sequence: failure.at.sequence,
         error: failure.error.clone(),
-    })
+    }
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::data::DatasetSpec;
-use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn};
+use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn, SpawnChoice};
 use crate::models::{Activation, ModelConfig, ModelKind};
 use crate::observe::LogFormat;
 use crate::optim::Unit;
@@ -182,6 +182,8 @@ pub struct Config {
     /// How many ranks to start.
     #[serde(alias = "nproc-per-node", with = "text::nproc")]
     pub nproc_per_node: Nproc,
+    /// What the ranks are.
+    pub spawn: SpawnChoice,
     /// Which launcher's variables to go by.
     pub launch: LaunchChoice,
     /// How many machines there are, if no launcher says so.
@@ -297,6 +299,7 @@ impl Default for Config {
             max_seconds: None,
             patience: None,
             nproc_per_node: Nproc::Auto,
+            spawn: SpawnChoice::Threads,
             launch: LaunchChoice::Auto,
             nnodes: None,
             node_rank: None,

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 34] = [
+const FREE: [&str; 35] = [
     "patience",
     "skip_nonfinite",
     "tensorboard",
@@ -20,6 +20,7 @@ const FREE: [&str; 34] = [
     "max_steps",
     "max_seconds",
     "nproc_per_node",
+    "spawn",
     "launch",
     "nnodes",
     "node_rank",

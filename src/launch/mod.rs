@@ -4,6 +4,7 @@ mod environment;
 mod error_file;
 mod failure;
 mod placement;
+mod processes;
 mod rank;
 mod rendezvous;
 mod signals;
@@ -12,10 +13,13 @@ mod watch;
 mod world;
 
 pub use crate::sync::{Fault, FaultKind, Stage, Stop, StopReason, install_panic_hook};
-pub use environment::{Launch, LaunchChoice, LaunchKind, LaunchOptions, Master, Processes, detect};
+pub use environment::{
+    Launch, LaunchChoice, LaunchKind, LaunchOptions, Master, Processes, SpawnChoice, detect,
+};
 pub use error_file::write_error_file;
 pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use placement::{BackendChoice, Nproc, Placement, Share, place};
+pub(crate) use processes::{Ended, Report, SpawnProcesses};
 pub use rank::{Backend, Rank};
 pub use signals::{exit_code, stop_on_signals};
 pub use spawn::{Spawn, spawn};

@@ -8,6 +8,10 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 
 use crate::sync::{Stop, StopReason};
+use crate::torch;
+
+/// What asks a run to stop.
+pub(super) const STOP_SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
 
 /// The code of a process that `signal` ends, as shells count.
 const fn code_of(signal: i32) -> u8 {
@@ -20,10 +24,7 @@ const fn code_of(signal: i32) -> u8 {
 /// # Errors
 /// When the system refuses.
 pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
-    let interrupted = Arc::new(AtomicBool::new(false));
-    // In this order: the first SIGINT must not find the flag that it sets itself.
-    flag::register_conditional_shutdown(SIGINT, code_of(SIGINT).into(), interrupted.clone())?;
-    flag::register(SIGINT, interrupted)?;
+    end_at_second_interrupt()?;
     for (signal, reason) in [
         (SIGINT, StopReason::Interrupt),
         (SIGTERM, StopReason::Terminate),
@@ -31,7 +32,22 @@ pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
     ] {
         flag::register_usize(signal, stop.asked().clone(), reason as usize)?;
     }
+    // Those that `--spawn=processes` has held back until there is somebody to heed them.
+    torch::release_signals(&STOP_SIGNALS)
+}
+
+pub(super) fn end_at_second_interrupt() -> io::Result<()> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    // In this order: the first SIGINT must not find the flag that it sets itself.
+    flag::register_conditional_shutdown(SIGINT, code_of(SIGINT).into(), interrupted.clone())?;
+    flag::register(SIGINT, interrupted)?;
     Ok(())
+}
+
+/// Why a process of the run has stopped that ends with `code`; `None` if it failed.
+pub(super) fn reason_of(code: i32) -> Option<Option<StopReason>> {
+    let reasons = [None, Some(StopReason::Interrupt), Some(StopReason::Terminate)];
+    reasons.into_iter().find(|&reason| i32::from(exit_code(reason)) == code)
 }
 
 /// The program's exit code after a run that stopped because of `reason`. SIGUSR1 and limits are ends that were

@@ -217,6 +217,20 @@ impl Shared {
     }
 }
 
+/// Tells the processes of `store` that `rank`, the only one of its process, has ended, unless something is known to have
+/// failed. For who has started them and sees that. Returns what the rank was last seen doing.
+pub(super) fn tell_ended(store: &TcpStore, rank: usize, error: &str) -> Result<At> {
+    let beat = store.get(&alive(rank), Duration::ZERO)?.unwrap_or_default();
+    let doing = beat.as_chunks::<8>().0.get(1).copied().map(u64::from_le_bytes);
+    let unknown = At { operation: Operation::Start, sequence: 0 };
+    let at = doing.and_then(At::unpacked).unwrap_or(unknown);
+    let At { operation, sequence } = at;
+    let told = Told { rank, operation: operation.to_string(), sequence, error: error.into() };
+    let text = serde_json::to_vec(&told).unwrap_or_default();
+    store.compare_set(FAILURE, b"", &text)?;
+    Ok(at)
+}
+
 fn alive(process: usize) -> String {
     format!("alive/{process}")
 }

@@ -14,7 +14,7 @@ use crossbeam::channel::{Sender, bounded};
 use serde::{Deserialize, Serialize};
 
 use super::watch::Watch;
-use super::{Backend, Launch, Placement};
+use super::{Backend, Launch, LaunchKind, Placement};
 use crate::error::{Error, Result};
 use crate::process_group::{Invitation, Layout, Network, rank_label};
 use crate::sync::Run;
@@ -71,8 +71,7 @@ impl World {
             true => TcpStore::serve(addr, port, timeout, never)?,
             false => TcpStore::connect(addr, port, timeout, never)?,
         };
-        let prefix = format!("ddp-mp/{}/{}", launch.run_id, launch.restart_count);
-        let store = store.under(&prefix);
+        let store = store.under(&prefix(&launch.run_id, launch.restart_count));
         let first_local = launch.processes.local_index * placement.devices.len();
         let me = Process {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -106,6 +105,9 @@ impl World {
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let nnodes = launch.nnodes.unwrap_or(machines);
         let server = match &processes[0] {
+            _ if launch.kind == LaunchKind::Spawned => {
+                "the process that has started the ranks, and serves the store,".into()
+            }
             _ if master.agent_store => "torchrun's agent, which serves the store,".into(),
             Process { host, pid, .. } => {
                 format!("the process of rank 0 (on {host}, process {pid}), which serves the store,")
@@ -262,6 +264,17 @@ fn tell(
         waited: timeout,
         there: there.collect::<Vec<_>>().join(", "),
     })
+}
+
+/// What the keys of one start of a run begin with.
+pub(super) fn prefix(run_id: &str, restart_count: usize) -> String {
+    format!("ddp-mp/{run_id}/{restart_count}")
+}
+
+/// Tells those who still wait for `process` that it will not come.
+pub(super) fn tell_absent(store: &TcpStore, process: usize) -> Result<()> {
+    let told = (process.to_string(), "all others, or on their way");
+    store.set(ABSENT, &serde_json::to_vec(&told).unwrap_or_default())
 }
 
 /// Tells those who are there who is not, before the store goes with this process.

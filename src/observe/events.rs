@@ -1,6 +1,6 @@
 //! What a run reports: the fields are the contract of `--log-format json`.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::ValidationMetrics;
 
@@ -116,7 +116,7 @@ pub struct End {
 }
 
 /// The run failed.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Failure {
     /// The rank that failed first.
     pub rank: usize,

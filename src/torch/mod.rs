@@ -36,6 +36,7 @@ pub(crate) use fused::{
 pub(crate) use gloo::{Gloo, GlooWork, Reduce};
 pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
+pub(crate) use process::{release_signals, send_signal, tie_to_this_process};
 pub(crate) use shim::{add_scaled, move_grad, set_grad, set_multithreading_enabled};
 pub(crate) use store::TcpStore;
 

@@ -1,7 +1,10 @@
-//! What concerns the process as a whole: where libtorch came from, and how to leave.
+//! What concerns the process as a whole: where libtorch came from, processes that it starts, and how to leave.
 
-use std::io::Write;
+use std::io::{self, Write};
+use std::mem::MaybeUninit;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
+use std::process::{Child, Command};
 
 use super::shim;
 
@@ -26,4 +29,62 @@ pub fn exit(code: u8) -> ! {
     let _ = std::io::stderr().flush();
     // SAFETY: `_exit` takes any number and does not return.
     unsafe { libc::_exit(i32::from(code)) }
+}
+
+/// Has the system kill the process that `command` starts when this one ends, however that is, and hold back `held`
+/// signals until it calls [`release_signals`]. The thread that starts it must live on as long as this process does: to
+/// the system the end of that thread is the end of its parent.
+pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
+    let parent = std::process::id();
+    let prepare = move || {
+        // SAFETY: takes numbers, and changes nothing but this process.
+        if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: takes nothing, and cannot fail.
+        if unsafe { libc::getppid() } as u32 != parent {
+            // It has ended before it could be tied to.
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        mask(libc::SIG_BLOCK, held)
+    };
+    // SAFETY: between fork and exec `prepare` makes system calls, and neither allocates nor locks.
+    unsafe { command.pre_exec(prepare) };
+}
+
+/// Lets signals through to this thread that who started the process has held back until it can handle them.
+///
+/// # Errors
+/// When the system refuses.
+pub(crate) fn release_signals(signals: &[i32]) -> io::Result<()> {
+    mask(libc::SIG_UNBLOCK, signals)
+}
+
+fn mask(how: i32, signals: &[i32]) -> io::Result<()> {
+    let mut set = MaybeUninit::uninit();
+    // SAFETY: `sigemptyset` initialises the set, to which the other calls add and from which they read.
+    let refused = unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        for signal in signals {
+            libc::sigaddset(set.as_mut_ptr(), *signal);
+        }
+        libc::pthread_sigmask(how, set.as_ptr(), std::ptr::null_mut())
+    };
+    if refused == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(refused)) }
+}
+
+/// Sends `signal` to `child`, if it has not ended.
+///
+/// # Errors
+/// When the system refuses.
+pub(crate) fn send_signal(child: &mut Child, signal: i32) -> io::Result<()> {
+    if child.try_wait()?.is_some() {
+        return Ok(());
+    }
+    // SAFETY: takes numbers; the process is ours until it is waited for, so the number is not another's.
+    if unsafe { libc::kill(child.id() as i32, signal) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }

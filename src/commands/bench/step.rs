@@ -91,9 +91,10 @@ pub fn bench_step(
         let problem = "--accumulate: bench step measures steps of one batch; leave it out, and out of the file";
         return Err(Error::Input(problem.into()).into());
     }
-    let (config, data) = with_data(Config { val_fraction: Some(0.0), patience: None, ..config })?;
-    let dataset = data.training;
-    run_launched(&config.clone(), cuda, &printer.clone(), |launch| {
+    let config = Config { val_fraction: Some(0.0), patience: None, ..config };
+    let work = |launch| {
+        let (config, data) = with_data(config.clone())?;
+        let dataset = data.training;
         let launched = Launched::meet(&config, launch, cuda)?;
         config.validate_for(launched.world_size())?;
         if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
@@ -102,8 +103,9 @@ pub fn bench_step(
         let (backend, printer) = (launched.placement.backend, printer.clone());
         let spawn = launched.spawn(&config);
         spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps.max(1), &printer))?;
-        Ok(())
-    })
+        Ok(None)
+    };
+    run_launched(&config, cuda, printer, false, work).map(drop)
 }
 
 fn step_on(

@@ -7,6 +7,7 @@
 //!
 //! | looked for, in this order | by | what a process is |
 //! |---|---|---|
+//! | `--spawn=processes` of this program | `DDP_MP_SPAWNED` | one rank |
 //! | torchrun, or whoever sets what it sets | `RANK` and `LOCAL_RANK` | one rank |
 //! | mpirun | `OMPI_COMM_WORLD_RANK`, `MPI_LOCALRANKID` (MPICH, Intel), `PALS_RANKID` (Cray) | one rank |
 //! | srun | `SLURM_PROCID` and `SLURM_STEP_ID` | one rank; with one task a node a thread per GPU |
@@ -26,6 +27,7 @@ mod local;
 mod mpi;
 mod nodelist;
 mod slurm;
+mod spawned;
 mod torchrun;
 mod variables;
 
@@ -90,6 +92,19 @@ impl Default for LaunchOptions {
     }
 }
 
+pub(super) use spawned::variables as variables_of_spawned;
+
+/// What the ranks of one machine are: `--spawn`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SpawnChoice {
+    /// Threads of one process.
+    #[default]
+    Threads,
+    /// Processes with one rank each, that this one starts.
+    Processes,
+}
+
 /// Who started this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LaunchKind {
@@ -97,6 +112,8 @@ pub enum LaunchKind {
     Local,
     /// A person, on each of several machines.
     ByHand,
+    /// Another process of this program, with `--spawn=processes`.
+    Spawned,
     /// torchrun, or whoever sets its variables.
     Torchrun,
     /// srun.
@@ -113,6 +130,7 @@ impl LaunchKind {
         match self {
             LaunchKind::Local => "local",
             LaunchKind::ByHand => "by hand",
+            LaunchKind::Spawned => "spawn",
             LaunchKind::Torchrun => "torchrun",
             LaunchKind::Slurm => "slurm",
             LaunchKind::Mpi => "mpi",
@@ -184,6 +202,8 @@ pub struct Launch {
     pub max_restarts: usize,
     /// Where torchrun looks for the reason of a failure.
     pub error_file: Option<PathBuf>,
+    /// The store of the process that has started this one with `--spawn=processes`, where it looks for that.
+    pub parent: Option<Master>,
 }
 
 /// torchrun's `--master-port`, where nobody says another.
@@ -201,6 +221,10 @@ pub fn detect(
     gpus: usize,
 ) -> Result<Launch> {
     let variables = Variables::new(variables);
+    // Whatever the flags say: they are those of who has started it.
+    if spawned::is_here(&variables) {
+        return spawned::read(&variables, options);
+    }
     match options.launch {
         LaunchChoice::Local => local::read(options, "--launch local"),
         LaunchChoice::Torchrun => torchrun::read(&variables, options, gpus),
@@ -320,6 +344,7 @@ impl Launch {
             restart_count: 0,
             max_restarts: 0,
             error_file: None,
+            parent: None,
         }
     }
 

@@ -64,7 +64,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     })
 }
 
-fn master(variables: &Variables) -> Result<Master> {
+pub(super) fn master(variables: &Variables) -> Result<Master> {
     let (Some(addr), Some(port)) = (variables.text("MASTER_ADDR"), variables.port("MASTER_PORT")?)
     else {
         let (set, missing): (Vec<_>, Vec<_>) = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
