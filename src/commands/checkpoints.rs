@@ -173,7 +173,7 @@ mod tests {
         };
         let printer = Printer::new(LogFormat::Text);
         let checkpoint = Some(Checkpoint::read(&save(1)).unwrap());
-        let origin = Origin { checkpoint, ..Origin::default() };
+        let origin = Origin { checkpoint: checkpoint.map(Arc::new), ..Origin::default() };
         let config = Config { resume: Some("auto".into()), ..Config::default() };
         drop(origin.open(path, &config, &printer).unwrap());
         let newer = save(2);

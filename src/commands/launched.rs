@@ -7,7 +7,7 @@ use super::processes::{leave_error, run_processes, starts_processes};
 use super::{launch, place_launched};
 use crate::config::Config;
 use crate::error::Result;
-use crate::launch::{Launch, LaunchKind, Placement, Spawn, StopReason, World};
+use crate::launch::{Launch, LaunchKind, Placement, Spawn, StopReason, World, write_error_file};
 use crate::observe::Printer;
 use crate::torch::cuda::Cuda;
 
