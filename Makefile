@@ -14,9 +14,9 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test model check install parity safetensors tensorboard compare python libtorch cargo
+.PHONY: help run test model check install parity safetensors tensorboard compare test-launchers python libtorch cargo
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
 run: cargo libtorch ## build and run the demo; its flags: make run ARGS="--help"
 	cargo build --release
@@ -59,13 +59,17 @@ tensorboard: cargo python ## have TensorBoard read the program's files
 	cargo build --release
 	.python/bin/python tests/peers/tensorboard_reads.py $(PROGRAM)
 
+test-launchers: cargo python ## run over several processes with torchrun, mpirun and two hosts, as far as they are there
+	cargo build --release
+	.python/bin/python tests/launchers/launchers.py $(PROGRAM)
+
 compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and what DDP costs on one rank
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	cargo build --release
 	.pytorch/bin/python tests/peers/compare.py $(PROGRAM)
 	cargo bench --quiet --bench ddp_cost
 
-python: libtorch ## put a Python with PyTorch for the CPU and TensorBoard into .python/, for parity, safetensors and tensorboard
+python: libtorch ## put a Python with PyTorch for the CPU and TensorBoard into .python/, for parity, safetensors, tensorboard and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

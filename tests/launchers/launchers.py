@@ -1,0 +1,385 @@
+"""Starts the program over several processes as its users do, with the real launchers, and checks the outcome.
+
+launchers.py PROGRAM
+
+torchrun is that of the Python that runs this. mpirun is tried where it is installed, and two hosts, as
+network namespaces, where this may make them: what is skipped is said.
+"""
+
+import json
+import os
+import pathlib
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+
+# No command here runs for so long, unless it hangs.
+LIMIT = 180
+FLAGS = ["--model=mlp", "--hidden=64,64", "--momentum=0.9", "--max-epochs=2", "--log-format=json"]
+# Until it is ended.
+ENDLESS = ["--max-epochs=1000000", "--num-samples=65536", "--log-format=json"]
+# What is started here carries this, so that what is left of it can be found.
+MARK = ("DDP_MP_LAUNCHERS", str(os.getpid()))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def fail(what):
+    sys.exit(f"launchers.py: {what}")
+
+
+def check(is_true, what):
+    if not is_true:
+        fail(what)
+
+
+class Run:
+    """A command, whose output is read as it comes."""
+
+    def __init__(self, command, one_core=False):
+        name, value = MARK
+        core = {min(os.sched_getaffinity(0))}
+        self.command = list(map(str, command))
+        self.process = subprocess.Popen(
+            self.command,
+            env={**os.environ, name: value},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # As many threads in a rank as under torchrun: another number adds up in another order.
+            preexec_fn=(lambda: os.sched_setaffinity(0, core)) if one_core else None,
+        )
+        self.lines = []
+        self.coming = queue.Queue()
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.lines.append(line)
+            self.coming.put(line)
+        self.coming.put(None)
+
+    def output(self):
+        return f"{' '.join(self.command)}:\n{''.join(self.lines)}"
+
+    def until(self, part):
+        """Waits for a line with `part`; None waits for the end."""
+        while (line := self.next_line()) is not None:
+            if part is not None and part in line:
+                return line
+        check(part is None, f"there was no {part}: {self.output()}")
+
+    def next_line(self):
+        try:
+            return self.coming.get(timeout=LIMIT)
+        except queue.Empty:
+            fail(f"nothing came for {LIMIT} s: {self.output()}")
+
+    def end(self, code=0):
+        """Waits for the end, which is to have this exit code."""
+        self.until(None)
+        ended = self.process.wait(LIMIT)
+        check(code is None or ended == code, f"exit code {ended}, not {code}: {self.output()}")
+        return self
+
+    def text(self):
+        return "".join(self.lines)
+
+    def events(self, name):
+        events = [json.loads(line) for line in self.lines if line.startswith("{")]
+        return [event for event in events if event["event"] == name]
+
+    def result(self):
+        ends = self.end().events("end")
+        check(len(ends) == 1, f"{len(ends)} ends: {self.output()}")
+        return ends[0]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def left_over():
+    """Processes that were started here and are still there: their numbers and commands."""
+    left = {}
+    mark = "=".join(MARK).encode()
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+                left[int(process.name)] = command.decode()
+        except OSError:
+            pass  # it has ended
+    return left
+
+
+def end_what_is_left():
+    for process in left_over():
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it has ended
+
+
+def passed(what):
+    left = left_over()
+    check(not left, f"{what}: these processes are left: {left}")
+    print(f"launchers: {what}", flush=True)
+
+
+def threads(program, ranks, flags=FLAGS):
+    return Run([program, f"--nproc-per-node={ranks}", *flags], one_core=True).result()
+
+
+def same(found, expected, what):
+    """To the bit."""
+    for name in ["parameters_hash", "loss", "steps"]:
+        text = f"{what}: {name} is {found[name]}, and in threads {expected[name]}"
+        check(found[name] == expected[name], text)
+    passed(f"{what}: parameters {found['parameters_hash']}, as those of threads")
+
+
+def near(found, expected, what):
+    """As float32 is when it is added up in another order."""
+    difference = abs(found["loss"] - expected["loss"])
+    text = f"{what}: loss {found['loss']}, and in threads {expected['loss']}"
+    check(difference <= 1e-4 * expected["loss"] and found["steps"] == expected["steps"], text)
+    passed(text)
+
+
+def static():
+    return ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+
+
+def torchrun(program):
+    for ranks in [2, 4]:
+        expected = threads(program, ranks)
+        count = f"--nproc-per-node={ranks}"
+        for place in [["--standalone"], static()]:
+            run = Run([*TORCHRUN, *place, "--no-python", count, program, *FLAGS])
+            same(run.result(), expected, f"torchrun {place[0]} {count}")
+        launch = [sys.executable, "-m", "torch.distributed.launch", "--use-env", "--no-python"]
+        run = Run([*launch, *static(), count, program, *FLAGS])
+        same(run.result(), expected, f"torch.distributed.launch {count}")
+
+    both = ["--no-python", "--nproc-per-node=2", program, "--nproc-per-node=2", *FLAGS]
+    run = Run([*TORCHRUN, "--standalone", *both])
+    near(run.result(), expected, "torchrun, 2 processes with 2 threads each")
+
+    place = static()
+    command = [*place, "--no-python", "--nproc-per-node=2", program, *FLAGS]
+    nodes = [Run([*TORCHRUN, "--nnodes=2", f"--node-rank={node}", *command]) for node in range(2)]
+    result = nodes[0].result()
+    nodes[1].end()
+    same(result, expected, "two agents of torchrun with 2 processes each")
+
+
+def restart(program, folder):
+    """A rank fails; torchrun starts all again, and they end as if nothing had been."""
+    fault = "--fault=error:rank=1,at=step,step=40"
+    saving = [f"--save-dir={folder}/restart", "--save-every=10", "--resume=auto"]
+    start = [*TORCHRUN, "--standalone", "--no-python", "--nproc-per-node=2"]
+    run = Run([*start, "--max-restarts=1", program, *FLAGS, *saving, fault])
+    result = run.result()
+    check(run.events("failure"), f"nothing failed: {run.output()}")
+    check("going on from" in run.text(), f"it did not go on from a checkpoint: {run.output()}")
+    same(result, threads(program, 2), "torchrun --max-restarts=1 after a failure in step 40")
+
+    run = Run([*start, program, *FLAGS, fault]).end(1)
+    report = run.text().partition("Root Cause")[2]
+    who = r"traceback *: rank 1 \(CPU:1( on \S+, process \d+)?\) failed in step #40: injected by"
+    check(re.search(who, report), f"torchrun does not report the failure: {run.output()}")
+    passed("torchrun's report has rank and cause of the failure")
+
+
+def elastic(program, folder):
+    """One of two agents leaves, and the other goes on alone with the samples that are left."""
+    samples, batch, epochs = 131072, 32, 3
+    flags = [f"--num-samples={samples}", f"--batch-size={batch}", f"--max-epochs={epochs}"]
+    flags += [f"--save-dir={folder}/elastic", "--save-every=100", "--resume=auto"]
+    place = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
+    place.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    command = ["--no-python", "--nproc-per-node=1", program, *flags, "--log-format=json"]
+    # The one that stays has the agents' own store.
+    conf = "--rdzv-conf=last_call_timeout=10,is_host="
+    stays, leaves = [Run([*TORCHRUN, *place, f"{conf}{host}", *command]) for host in [1, 0]]
+    stays.until('"epoch":0')
+    leaves.process.terminate()
+    leaves.end(None)
+    stays.end()
+    sizes = [event["world_size"] for event in stays.events("start") + leaves.events("start")]
+    check(sorted(sizes) == [1, 2], f"worlds of {sizes}: {stays.output()}{leaves.output()}")
+    went_on = re.search(r"going on from \S+: epoch (\d+), step (\d+)", stays.text())
+    check(went_on, f"it did not go on from a checkpoint: {stays.output()}")
+    epoch, step = map(int, went_on.groups())
+    # Two ranks make half of one's steps.
+    of_two = samples // batch // 2
+    left = samples * (epochs - epoch) // batch - 2 * (step - epoch * of_two)
+    steps = stays.events("end")[-1]["steps"]
+    check(steps == step + left, f"{steps} steps, not {step} and {left}: {stays.output()}")
+    passed(f"torchrun --nnodes=1:2, left by an agent: {step} steps of two ranks, {left} of one")
+
+
+def mpirun(program):
+    if not (found := shutil.which("mpirun")):
+        return print("launchers: skipped: mpirun, which is not installed (openmpi-bin in Debian)")
+    start = [found, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    start += ["-x", f"MASTER_PORT={free_port()}", "-x", "OMP_NUM_THREADS=1"]
+    for ranks in [2, 4]:
+        run = Run([*start, "-n", ranks, program, *FLAGS])
+        same(run.result(), threads(program, ranks), f"mpirun -n {ranks}")
+
+
+class Hosts:
+    """Two hosts: namespaces with a network, an address and a name of their own, and a cable between them."""
+
+    def __init__(self):
+        self.names = [f"ddp-mp-{os.getpid()}-{host}" for host in "ab"]
+        self.addresses = ["10.213.77.1", "10.213.77.2"]
+        self.made = []
+
+    def why_not(self):
+        """Makes them, or says why that cannot be."""
+        if os.geteuid() != 0:
+            return "it takes root"
+        for tool, package in [("ip", "iproute2"), ("ss", "iproute2"), ("unshare", "util-linux")]:
+            if not shutil.which(tool):
+                return f"there is no {tool} ({package} in Debian)"
+        for name in self.names:
+            if why_not := self.tool("ip", "netns", "add", name):
+                return why_not
+            self.made.append(name)
+        a, b = self.names
+        link = ["ip", "link", "add", "veth0", "netns", a, "type", "veth"]
+        if why_not := self.tool(*link, "peer", "name", "veth0", "netns", b):
+            return why_not
+        for name, address in zip(self.names, self.addresses):
+            for words in ["link set lo up", f"addr add {address}/24 dev veth0", "link set veth0 up"]:
+                if why_not := self.tool("ip", "-n", name, *words.split()):
+                    return why_not
+        return None
+
+    def tool(self, *command):
+        """What it complains of, if it fails."""
+        done = subprocess.run(command, capture_output=True, text=True)
+        return f"{' '.join(command)}: {done.stderr.strip()}" if done.returncode else None
+
+    def start(self, program, flags, ranks=1):
+        """By hand, on both."""
+        named = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"']
+        flags = [f"--master-addr={self.addresses[0]}", f"--nproc-per-node={ranks}", *flags]
+        runs = []
+        for node, (name, host) in enumerate(zip(self.names, "ab")):
+            command = ["ip", "netns", "exec", name, "unshare", "--uts", *named, f"host-{host}"]
+            command += [program, "--nnodes=2", f"--node-rank={node}", *flags]
+            runs.append(Run(command, one_core=True))
+        return runs
+
+    def listening(self, name):
+        """The addresses where somebody listens, with ports."""
+        sockets = subprocess.check_output(["ip", "netns", "exec", name, "ss", "-Hltn"], text=True)
+        return [line.split()[3] for line in sockets.splitlines()]
+
+    def nobody_is_left(self, what):
+        for name in self.names:
+            check(not self.listening(name), f"{what}: {name} listens at {self.listening(name)}")
+
+    def cable(self, state):
+        why_not = self.tool("ip", "-n", self.names[0], "link", "set", "veth0", state)
+        check(not why_not, why_not)
+
+    def remove(self):
+        for name in self.made:
+            if complaint := self.tool("ip", "netns", "del", name):
+                print(f"launchers: {complaint}", file=sys.stderr)
+
+
+def two_hosts(program):
+    hosts = Hosts()
+    try:
+        if why_not := hosts.why_not():
+            return print(f"launchers: skipped: two hosts as network namespaces: {why_not}")
+        by_hand(program, hosts, "two hosts")
+        who_listens(program, hosts)
+        cut(program, hosts)
+        slow = ["tc", "-n", hosts.names[0], "qdisc", "add", "dev", "veth0", "root", "netem"]
+        no_tc = "there is no tc (iproute2 in Debian)"
+        why_not = hosts.tool(*slow, "delay", "10ms") if shutil.which("tc") else no_tc
+        if why_not:
+            return print(f"launchers: skipped: two hosts with 10 ms between them: {why_not}")
+        by_hand(program, hosts, "two hosts with 10 ms between them")
+    finally:
+        hosts.remove()
+
+
+def by_hand(program, hosts, what):
+    for ranks, compare in [(1, same), (2, near)]:
+        first, second = hosts.start(program, FLAGS, ranks)
+        result = first.result()
+        second.end()
+        [start] = first.events("start")
+        check(start["nnodes"] == 2 and start["world_size"] == 2 * ranks, f"it began as {start}")
+        compare(result, threads(program, 2 * ranks), f"{what}, {ranks} of the ranks on each")
+    hosts.nobody_is_left(what)
+
+
+def who_listens(program, hosts):
+    """Where they are asked to, and nowhere else; it ends with them."""
+    runs = hosts.start(program, ENDLESS)
+    runs[0].until('"epoch":0')
+    for name, address in zip(hosts.names, hosts.addresses):
+        listening = hosts.listening(name)
+        elsewhere = [it for it in listening if it.rpartition(":")[0] != address]
+        check(not elsewhere, f"{name} listens at {elsewhere}, which is not {address}")
+        store = f"{hosts.addresses[0]}:29500"
+        serves = address == hosts.addresses[0]
+        check((store in listening) == serves, f"{name} listens at {listening}")
+    # Either is told, and both stop.
+    runs[1].process.terminate()
+    for run in runs:
+        run.end(128 + signal.SIGTERM)
+    hosts.nobody_is_left("two hosts")
+    passed("two hosts listen at their own addresses only, and not after the end")
+
+
+def cut(program, hosts):
+    """The cable is cut in the middle: both notice, and name the other."""
+    runs = hosts.start(program, [*ENDLESS, "--timeout=4s", "--grace-period=4s"])
+    runs[0].until('"epoch":0')
+    hosts.cable("down")
+    for run, other, host in zip(runs, [1, 0], "ba"):
+        text = run.end(1).text()
+        named = f"rank {other} (CPU:0 on host-{host}, process " in text
+        check(named, f"rank {other} on host-{host} is not named: {run.output()}")
+    hosts.cable("up")
+    hosts.nobody_is_left("a cut cable")
+    passed("two hosts, and the cable is cut: both end, and name the other's rank")
+
+
+def main(program):
+    program = pathlib.Path(program).resolve()
+    check(program.is_file(), f"{program} is no program")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            torchrun(program)
+            restart(program, folder)
+            elastic(program, folder)
+            mpirun(program)
+            two_hosts(program)
+        finally:
+            end_what_is_left()
+    print("launchers: all passed")
+
+
+if __name__ == "__main__":
+    check(len(sys.argv) == 2, "give it the program")
+    main(sys.argv[1])
