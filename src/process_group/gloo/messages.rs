@@ -27,8 +27,9 @@ const RANKS: usize = 16;
 
 /// The threads that carry messages, by direction, the two ranks and the tag.
 #[derive(Debug, Default)]
-pub(super) struct Couriers(Mutex<HashMap<(bool, usize, usize, u64), Sender<Job>>>);
+pub(super) struct Couriers(Mutex<HashMap<Way, Sender<Job>>>);
 
+type Way = (bool, usize, usize, u64);
 type Job = Box<dyn FnOnce() + Send>;
 
 impl Network {
@@ -114,7 +115,7 @@ impl Network {
 }
 
 impl Couriers {
-    fn give(&self, key: (bool, usize, usize, u64), job: Job) -> Result<()> {
+    fn give(&self, key: Way, job: Job) -> Result<()> {
         let mut couriers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let courier = match couriers.get(&key) {
             Some(courier) => courier,
