@@ -14,7 +14,7 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test model check install parity safetensors tensorboard compare test-launchers python libtorch cargo
+.PHONY: help run test model check install parity safetensors tensorboard mixed compare test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -63,13 +63,17 @@ test-launchers: cargo python ## run over several processes with torchrun, mpirun
 	cargo build --release
 	.python/bin/python tests/launchers/launchers.py $(PROGRAM)
 
+mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
+	cargo build --release --example mixed_rank
+	.python/bin/python tests/peers/mixed_world.py $(dir $(PROGRAM))examples/mixed_rank
+
 compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and what DDP costs on one rank
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	cargo build --release
 	.pytorch/bin/python tests/peers/compare.py $(PROGRAM)
 	cargo bench --quiet --bench ddp_cost
 
-python: libtorch ## put a Python with PyTorch for the CPU and TensorBoard into .python/, for parity, safetensors, tensorboard and test-launchers
+python: libtorch ## put a Python with PyTorch for the CPU and TensorBoard into .python/, for parity, safetensors, tensorboard, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

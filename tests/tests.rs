@@ -6,6 +6,7 @@ mod harness;
 
 mod amp; // mixed precision: autocast on several threads, skipped steps
 mod bench; // ddp-mp bench: right results, right columns, wrong input
+mod c10d; // groups in which PyTorch could be
 mod checkpoint; // stopped, killed, damaged, and going on as if nothing had happened
 mod cli; // the program as a user meets it: help, mistakes, the README's commands
 mod collectives; // every operation, kind, world size and awkward length; mismatches

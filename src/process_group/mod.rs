@@ -4,6 +4,7 @@
 //! [`Rank::init_process_group`](crate::launch::Rank::init_process_group).
 
 mod arguments;
+pub mod c10d;
 mod call;
 mod collectives;
 mod communication;

@@ -137,10 +137,6 @@ char* ddp_store_compare_set(Store* store, const char* key, const uint8_t* expect
   });
 }
 
-char* ddp_store_delete(Store* store, const char* key, bool* was_there) {
-  return guarded([&] { *was_there = (*store)->deleteKey(key); });
-}
-
 // --- ProcessGroupGloo ---------------------------------------------------------------------------
 
 // Connects to all other ranks, which find each other under `prefix`; over the network interfaces named, else over

@@ -110,11 +110,6 @@ unsafe extern "C" {
         take: Take,
         context: *mut c_void,
     ) -> *mut c_char;
-    fn ddp_store_delete(
-        store: *mut RawStore,
-        key: *const c_char,
-        was_there: *mut bool,
-    ) -> *mut c_char;
     fn ddp_gloo_new(
         store: *mut RawStore,
         prefix: *const c_char,
@@ -232,13 +227,6 @@ impl Connection {
             )
         })?;
         Ok(value)
-    }
-
-    pub(super) fn delete(&mut self, key: &str) -> Result<bool> {
-        let (key, mut was_there) = (text(key)?, false);
-        // SAFETY: `self` is live; reads one string, writes one bool to a valid place.
-        take_message(unsafe { ddp_store_delete(self.0, key.as_ptr(), &mut was_there) })?;
-        Ok(was_there)
     }
 }
 

@@ -75,8 +75,39 @@ impl Gloo {
     ) -> Result<Self> {
         let interfaces = socket_ifname.map_or_else(|| Ok(vec![]), interfaces)?;
         meet(store, "here", rank, size, timeout)?;
+        let gloo = Self::connect(store, "gloo", rank, size, timeout, interfaces)?;
+        // One that is ready must not leave while others connect to it: they would fail in here.
+        meet(store, "connected", rank, size, timeout)?;
+        Ok(gloo)
+    }
+
+    /// As [`Gloo::new`], but meets the others as PyTorch does and in no other way, under the prefix `prefix`: they may
+    /// be PyTorch's. Who does not come is not named, and whoever is connected first must stay until all are.
+    ///
+    /// # Errors
+    /// If ranks do not come or cannot be reached.
+    pub(crate) fn new_plain(
+        store: &TcpStore,
+        prefix: &str,
+        rank: usize,
+        size: usize,
+        timeout: Duration,
+        socket_ifname: Option<&str>,
+    ) -> Result<Self> {
+        let interfaces = socket_ifname.map_or_else(|| Ok(vec![]), interfaces)?;
+        Self::connect(store, prefix, rank, size, timeout, interfaces)
+    }
+
+    fn connect(
+        store: &TcpStore,
+        prefix: &str,
+        rank: usize,
+        size: usize,
+        timeout: Duration,
+        interfaces: Vec<String>,
+    ) -> Result<Self> {
         let join = Join {
-            prefix: store.key("gloo"),
+            prefix: store.key(prefix),
             rank,
             size,
             timeout,
@@ -86,9 +117,7 @@ impl Gloo {
         // While it connects, it keeps its connection to the store busy, and afterwards it holds it.
         let own = store.another_connection()?;
         let connect = move |store: &mut _, _: &_| Group::new(store, &join);
-        let group = own.ask(("connecting to all ranks under", "gloo"), timeout, connect)?;
-        // One that is ready must not leave while others connect to it: they would fail in here.
-        meet(store, "connected", rank, size, timeout)?;
+        let group = own.ask(("connecting to all ranks under", prefix), timeout, connect)?;
         let (running, all_ended) = bounded(0);
         Ok(Self { group: Mutex::new(Some(group)), rank, size, running: Some(running), all_ended })
     }

@@ -169,11 +169,6 @@ impl TcpStore {
         self.client.local
     }
 
-    /// For how long a request waits.
-    pub(crate) fn timeout(&self) -> Duration {
-        self.client.timeout
-    }
-
     /// Sets `key`. The server does not confirm it; an error shows at the next request.
     pub(crate) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let (full, value) = (self.key(key), value.to_vec());
@@ -226,13 +221,6 @@ impl TcpStore {
         self.ask(("compare_set", key), Duration::ZERO, move |store, _| {
             store.compare_set(&full, &expected, &desired)
         })
-    }
-
-    /// Deletes `key`; returns whether it was there.
-    pub(crate) fn delete(&self, key: &str) -> Result<bool> {
-        let full = self.key(key);
-        self.check_size(&full, &[])?;
-        self.ask(("delete", key), Duration::ZERO, move |store, _| store.delete(&full))
     }
 
     /// The key as the server knows it.
