@@ -131,7 +131,10 @@ fn what_gloo_cannot_take_is_refused_with_the_reason() {
         refused(reduce(floats(), ReduceOp::Avg), "all_reduce(avg): Gloo has none");
         refused(reduce(floats(), ReduceOp::Band), "it is for integers and bool");
         refused(reduce(floats().tr(), ReduceOp::Sum), "not contiguous");
-        refused(reduce(floats().to_sparse(None, None::<&[i64]>, None), ReduceOp::Sum), "not contiguous");
+        refused(
+            reduce(floats().to_sparse(None, None::<&[i64]>, None), ReduceOp::Sum),
+            "not contiguous",
+        );
         refused(reduce(Tensor::new(), ReduceOp::Sum), "undefined");
         refused(group.broadcast(&mut floats(), 1), "no rank 1 in a group of 1");
         refused(group.send(&floats(), 0, 0), "this is rank 0 itself");
