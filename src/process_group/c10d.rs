@@ -135,7 +135,7 @@ impl ProcessGroupGloo {
     /// meet under `prefix`, which no group before has used in this store.
     ///
     /// Follows `ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)`, of the same version of PyTorch
-    /// ([`torch::version`](crate::torch::version)). As there, the connections go over the network interfaces in
+    /// ([`torch::version`]). As there, the connections go over the network interfaces in
     /// `GLOO_SOCKET_IFNAME`; without it over the one on the way to the store.
     ///
     /// # Errors
