@@ -8,7 +8,7 @@ use super::train::with_data;
 use super::{cores, launch, plan};
 use crate::config::{Config, Data};
 use crate::error::Result;
-use crate::launch::{Launch, LaunchKind};
+use crate::launch::{Launch, LaunchKind, SpawnChoice};
 use crate::observe::{LogFormat, Printer};
 use crate::process_group::{nccl_version, rank_label};
 use crate::torch::{self, cuda::Cuda};
@@ -168,7 +168,11 @@ fn write_text(
     row("NCCL", report.nccl.clone().unwrap_or_else(none))?;
     match launch {
         Ok(launch) if launch.kind == LaunchKind::Local => {
-            row("launcher", "local (ranks are threads of this process)".into())?;
+            let are = match config.spawn {
+                SpawnChoice::Threads => "threads of this process",
+                SpawnChoice::Processes => "processes that this one starts",
+            };
+            row("launcher", format!("local (ranks are {are})"))?;
         }
         Ok(launch) => {
             let (of, name) = (launch.processes, launch.kind.name());

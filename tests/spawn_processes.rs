@@ -1,0 +1,218 @@
+//! `--spawn=processes`: what threads come to, one report of a failure, and nobody left behind.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::Instant;
+
+use serde_json::Value;
+use wait_timeout::ChildExt;
+
+use crate::harness::{TIMEOUT, program, run};
+
+const PROCESSES: &str = "--spawn=processes";
+
+/// What a run of `args` writes as JSON, event by event; its exit code and stderr.
+fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
+    let (code, stdout, stderr) = run(&[args, &["--log-format=json"]].concat());
+    (code, stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), stderr)
+}
+
+#[test]
+fn processes_come_to_what_threads_come_to() {
+    for args in [
+        &["--nproc-per-node=2", "--max-epochs=2"][..],
+        &["--nproc-per-node=3", "--model=mlp", "--hidden=300,300", "--bucket-cap-mb=0.2"],
+        &["--nproc-per-node=1"],
+    ] {
+        let [threads, processes] = ["--spawn=threads", PROCESSES].map(|spawn| {
+            let (code, events, stderr) = events(&[args, &[spawn]].concat());
+            assert_eq!(code, Some(0), "{stderr}");
+            assert_eq!(stderr.lines().count(), 1, "{stderr}"); // where the ranks run
+            events
+        });
+        let hash = |events: &[Value]| events.last().unwrap()["parameters_hash"].clone();
+        assert!(hash(&threads).is_string());
+        assert_eq!(hash(&processes), hash(&threads), "{args:?}");
+        assert_eq!(processes.len(), threads.len(), "{args:?}");
+        assert_eq!(processes[0]["nnodes"], 1);
+    }
+}
+
+#[test]
+fn a_failure_is_told_once() {
+    for kind in ["error", "panic"] {
+        for (rank, stage) in [(0, "rendezvous"), (1, "init"), (2, "step,step=9")] {
+            let fault = format!("--fault={kind}:rank={rank},at={stage}");
+            let (code, events, stderr) = events(&[PROCESSES, "--nproc-per-node=3", &fault]);
+            assert_eq!(code, Some(1), "{stderr}");
+            let reports = stderr.lines().filter(|line| line.contains("injected by --fault"));
+            assert_eq!(reports.count(), 1, "{stderr}");
+            let report = format!("ddp-mp: rank {rank} (CPU:{rank}) failed in ");
+            assert!(stderr.contains(&report), "{stderr}");
+            let failures: Vec<_> = events.iter().filter(|it| it["event"] == "failure").collect();
+            assert_eq!(failures.len(), 1, "{events:?}");
+            assert_eq!(failures[0]["rank"], rank);
+        }
+    }
+}
+
+#[test]
+fn wrong_input_is_told_once() {
+    for (args, told) in [
+        (&["--nproc-per-node=2", "--dataset=csv:/nowhere"][..], "/nowhere: No such file"),
+        (&["--nproc-per-node=3", "--num-samples=2"], "3 ranks for 2 samples"),
+        (&["--nproc-per-node=2", "--backend=threaded"], "stays within one process"),
+        (&["--nproc-per-node=2", "--nnodes=2"], "needs --node-rank"),
+        (
+            &["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1"],
+            "for one machine without a launcher, and this is process 0 of 2",
+        ),
+    ] {
+        let (code, stdout, stderr) = run(&[args, &[PROCESSES]].concat());
+        assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+        assert_eq!(stderr.matches(told).count(), 1, "{stderr}");
+    }
+}
+
+/// A run that would go on for long, whose ranks have met; the lines it writes.
+fn long_run(args: &[&str]) -> (Child, BufReader<ChildStdout>) {
+    let long = [PROCESSES, "--max-epochs=1000000", "--grace-period=5s", "--log-format=json"];
+    let mut command = program(&[&long, args].concat());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stdout = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    stdout.read_line(&mut line).unwrap();
+    assert!(line.contains("start"), "{line}");
+    (child, stdout)
+}
+
+/// The process that `parent` has started for `rank`, if it is there.
+fn process_of(parent: &Child, rank: usize) -> Option<u32> {
+    let mut processes = fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<u32>().ok());
+    processes.find(|pid| {
+        // The parent's number is the second after the name, which is in parentheses.
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let of_child = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1));
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let name = format!("RANK={rank}");
+        of_child == Some(&parent.id().to_string())
+            && environment.split(|&byte| byte == 0).any(|variable| variable == name.as_bytes())
+    })
+}
+
+fn send(signal: &str, pid: u32) {
+    let status = Command::new("kill").args([signal, &pid.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+/// All that is written until nobody is left who could write.
+fn rest(mut stdout: BufReader<ChildStdout>) -> String {
+    let (done, ended) = channel();
+    thread::spawn(move || {
+        let mut text = String::new();
+        stdout.read_to_string(&mut text).unwrap();
+        done.send(text)
+    });
+    ended.recv_timeout(TIMEOUT).expect("all processes end")
+}
+
+/// Its exit code and stderr.
+fn end(mut child: Child) -> (Option<i32>, String) {
+    let status = child.wait_timeout(TIMEOUT).unwrap();
+    if status.is_none() {
+        child.kill().unwrap();
+    }
+    let output = child.wait_with_output().unwrap();
+    assert!(status.is_some(), "it ran longer than {TIMEOUT:?}");
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn a_process_that_is_killed_is_named() {
+    for (victim, signal, name) in [(1, "-KILL", "SIGKILL"), (0, "-SEGV", "SIGSEGV")] {
+        let (child, stdout) = long_run(&["--nproc-per-node=3"]);
+        let pid = process_of(&child, victim).unwrap();
+        send(signal, pid);
+        let last = rest(stdout).lines().last().unwrap().to_owned();
+        let (code, stderr) = end(child);
+        let told = format!("rank {victim} (process {pid}) was killed by {name}");
+        assert_eq!(code, Some(1), "{stderr}");
+        assert_eq!(stderr.lines().last().unwrap(), format!("ddp-mp: {told}"));
+        assert_eq!(stderr.lines().count(), 2, "{stderr}");
+        let event: Value = serde_json::from_str(&last).unwrap();
+        assert_eq!(event["event"], "failure");
+        assert_eq!((&event["rank"], &event["error"]), (&victim.into(), &told.into()));
+    }
+}
+
+#[test]
+fn nobody_outlives_who_has_started_them() {
+    let (mut child, stdout) = long_run(&["--nproc-per-node=3"]);
+    assert!((0..3).all(|rank| process_of(&child, rank).is_some()));
+    child.kill().unwrap();
+    // All of them could write: the end is there when the last of them has ended.
+    rest(stdout);
+    assert_eq!(end(child).0, None);
+}
+
+#[test]
+fn a_signal_stops_all_and_they_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = format!("--save-dir={}", folder.path().join("run").display());
+    for (signal, code, name) in
+        [("-INT", 130, "SIGINT"), ("-TERM", 143, "SIGTERM"), ("-USR1", 0, "SIGUSR1")]
+    {
+        let args = ["--nproc-per-node=2", &dir, "--save-every=1000000", "--resume=auto"];
+        let (child, stdout) = long_run(&args);
+        send(signal, child.id());
+        let last = rest(stdout).lines().last().unwrap().to_owned();
+        let (ended, stderr) = end(child);
+        assert_eq!(ended, Some(code), "{stderr}");
+        let event: Value = serde_json::from_str(&last).unwrap();
+        assert_eq!(event["stopped"], name);
+        assert!(stderr.contains("which are saved in"), "{stderr}");
+    }
+    // Threads go on where processes have stopped.
+    let (code, events, stderr) = events(&[
+        "--nproc-per-node=2",
+        &dir,
+        "--resume=auto",
+        "--max-epochs=1000000",
+        "--max-seconds=1",
+    ]);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("going on from"), "{stderr}");
+    assert_eq!(events.last().unwrap()["stopped"], "max-seconds");
+}
+
+#[test]
+fn a_signal_that_comes_early_is_not_lost() {
+    let args = [PROCESSES, "--nproc-per-node=2", "--max-epochs=1000000", "--log-format=json"];
+    let mut command = program(&args);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Nothing but the list of processes tells that one has been started and knows nothing of signals yet.
+    let began = Instant::now();
+    while process_of(&child, 0).is_none() {
+        assert!(began.elapsed() < TIMEOUT);
+        thread::yield_now();
+    }
+    send("-INT", child.id());
+    let last = rest(BufReader::new(child.stdout.take().unwrap())).lines().last().map(str::to_owned);
+    let (code, stderr) = end(child);
+    assert_eq!(code, Some(130), "{stderr}");
+    let event: Value = serde_json::from_str(&last.unwrap()).unwrap();
+    assert_eq!(event["stopped"], "SIGINT");
+}
+
+#[test]
+fn a_step_is_measured() {
+    let args = ["bench", "step", PROCESSES, "--nproc-per-node=2", "--steps=20"];
+    let (code, rows, stderr) = events(&args);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert_eq!((rows.len(), &rows[0]["world_size"]), (1, &2.into()));
+}
