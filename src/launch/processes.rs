@@ -186,7 +186,9 @@ impl SpawnProcesses<'_> {
             return Ended::Well(code.and_then(reason_of).flatten());
         };
         let read = |rank: usize| -> Option<Report> {
-            let text = store.get(&report_of(rank), Duration::ZERO).ok()??;
+            // A get without time to wait may find nothing where there is something.
+            store.check(&[report_of(rank)]).ok().filter(|is_there| *is_there)?;
+            let text = store.get(&report_of(rank), MERCY).ok()??;
             serde_json::from_slice(&text).ok()
         };
         let blamed = |report: &Report| report.failure.as_ref().map(|failure| failure.rank);

@@ -220,7 +220,8 @@ impl Shared {
 /// Tells the processes of `store` that `rank`, the only one of its process, has ended, unless something is known to have
 /// failed. For who has started them and sees that. Returns what the rank was last seen doing.
 pub(super) fn tell_ended(store: &TcpStore, rank: usize, error: &str) -> Result<At> {
-    let beat = store.get(&alive(rank), Duration::ZERO)?.unwrap_or_default();
+    let has_said = store.check(&[alive(rank)])?;
+    let beat = if has_said { store.get(&alive(rank), SILENCE)? } else { None }.unwrap_or_default();
     let doing = beat.as_chunks::<8>().0.get(1).copied().map(u64::from_le_bytes);
     let unknown = At { operation: Operation::Start, sequence: 0 };
     let at = doing.and_then(At::unpacked).unwrap_or(unknown);
