@@ -113,11 +113,12 @@ fn send(signal: &str, pid: u32) {
 /// All that is written until nobody is left who could write.
 fn rest(mut stdout: BufReader<ChildStdout>) -> String {
     let (done, ended) = channel();
-    thread::spawn(move || {
+    let read = move || {
         let mut text = String::new();
         stdout.read_to_string(&mut text).unwrap();
-        done.send(text)
-    });
+        let _ = done.send(text);
+    };
+    thread::Builder::new().spawn(read).unwrap();
     ended.recv_timeout(TIMEOUT).expect("all processes end")
 }
 
