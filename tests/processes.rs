@@ -110,15 +110,16 @@ fn numbers(rank: usize, len: i64, kind: Kind) -> Tensor {
 
 fn collectives(rank: &Rank, group: Rc<ProcessGroup>) {
     let (me, count) = (rank.rank(), rank.world_size());
-    for kind in [Kind::Float, Kind::Double, Kind::Int64, Kind::Uint8, Kind::BFloat16, Kind::Bool] {
+    for kind in [Kind::Float, Kind::Int64, Kind::BFloat16, Kind::Bool] {
         // Within a note, in one exchange, in slices; and lengths that go round nowhere.
-        for len in [0, 1, 7, 1000, 40_001, 300_000] {
+        for len in [0, 7, 1000, 100_001] {
             let mine = numbers(me, len, kind);
             let all: Vec<Tensor> = (0..count).map(|other| numbers(other, len, kind)).collect();
             let ops: &[ReduceOp] = match kind {
-                Kind::Bool => &[ReduceOp::Bor, ReduceOp::Max],
-                Kind::Int64 | Kind::Uint8 => &[ReduceOp::Sum, ReduceOp::Min, ReduceOp::Bxor],
-                _ => &[ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum(0.5), ReduceOp::Max],
+                Kind::Bool => &[ReduceOp::Bor],
+                Kind::Int64 => &[ReduceOp::Sum, ReduceOp::Bxor],
+                Kind::Float => &[ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum(0.5)],
+                _ => &[ReduceOp::Avg, ReduceOp::Max],
             };
             for &op in ops {
                 let expected = reduced(&all, op);
