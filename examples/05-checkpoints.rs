@@ -21,7 +21,8 @@ use ddp_mp::{
 };
 
 /// Trains for three epochs, or until step `max_steps`, and returns the hash of the parameters. Where there is a
-/// checkpoint in `folder`, it goes on from the newest.
+/// checkpoint in `folder`, it goes on from the newest. (It could from an older one, or from the file `best`: those that
+/// are newer are renamed then, to `aside-...`.)
 fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
     let dataset = Arc::new(TensorDataset::random(1024, 20, Targets::Values(1), 1)?);
     // Before the ranks start: what is wrong with the folder or the checkpoint is said at once.

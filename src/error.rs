@@ -154,12 +154,15 @@ pub enum Error {
 
     /// A loss or a gradient is infinite or not a number.
     #[error(
-        "in step {step} on rank {rank} {what}{samples}; look at the data, use a smaller --lr or --max-grad-norm, or \
-         pass over such steps with --skip-nonfinite"
+        "in step {step} on rank {rank} {what}{samples}; look at the data, or use a smaller --lr or \
+         --max-grad-norm{}",
+        if *.in_training { ", or pass over such steps with --skip-nonfinite" } else { "" }
     )]
     NonFinite {
         /// What is not finite: a loss, or whose gradient.
         what: String,
+        /// Whether such a step can be passed over: a validation cannot.
+        in_training: bool,
         /// On which rank.
         rank: usize,
         /// In which step of the run, from 0.

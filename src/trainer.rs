@@ -273,7 +273,7 @@ impl<M: ModuleT> Trainer<M> {
                 break;
             }
             if let Some(mut done) = self.run_epoch()? {
-                if let Some(validated) = self.validate_if_due()? {
+                if let Some(validated) = self.validate_if_due(max_epochs)? {
                     self.record_validation(&validated)?;
                     done.validation = Some(validated.metrics);
                 }

@@ -33,7 +33,8 @@ fn on_samples(samples: impl Iterator<Item = i32>, more: &[&str]) -> (Option<i32>
     };
     fs::write(&file, samples.map(row).collect::<String>()).unwrap();
     let dataset = format!("--dataset=csv:{}", file.display());
-    let args = ["--nproc-per-node=2", "--log-format=json", &dataset];
+    let ranks = (!more.iter().any(|it| it.contains("nproc"))).then_some("--nproc-per-node=2");
+    let args: Vec<&str> = ["--log-format=json", &dataset].into_iter().chain(ranks).collect();
     let (code, stdout, stderr) = run(&[&args[..], more].concat());
     (code, serde_json::from_str(stdout.lines().last().unwrap()).unwrap(), stderr)
 }
@@ -59,6 +60,44 @@ fn a_sample_that_is_not_a_number_is_named() {
         assert!(error.contains(told), "{more:?}: {error}");
         let place = format!("in step {} on rank {} ", event["sequence"], event["rank"]);
         assert!(error.starts_with(&place), "{more:?}: {event}");
+    }
+}
+
+#[test]
+fn a_sample_that_is_not_a_number_is_named_where_it_is_held_back_too() {
+    // By rank 0 or 1 alone, in any of its batches; the others neither wait for ever nor say so.
+    for more in [
+        &["--seed=4"][..],
+        &["--seed=5", "--batch-size=8", "--skip-nonfinite=3"],
+        &["--seed=4", "--model=mlp", "--amp=bf16", "--nproc-per-node=3"],
+        &["--seed=4", "--strategy=dp"],
+        &["--seed=5", "--max-epochs=3", "--val-every=2", "--patience=1"],
+    ] {
+        let (code, event, stderr) = on_spoiled_file(&[&["--val-fraction=0.3"], more].concat());
+        assert_eq!((code, &event["event"]), (Some(1), &"failure".into()), "{more:?}: {stderr}");
+        let epoch = u32::from(more.contains(&"--val-every=2"));
+        let told = format!(
+            " on rank {} the validation loss after epoch {epoch} is NaN for sample 17, in whose data there is \
+             something that is not finite; look at the data, or use a smaller --lr or --max-grad-norm",
+            event["rank"]
+        );
+        let error = event["error"].as_str().unwrap();
+        assert!(error.ends_with(&told), "{more:?}: {error}");
+        assert!(!stderr.contains("then rank"), "{stderr}");
+    }
+    // One step so large that nothing is finite on any rank.
+    for (optimizer, told) in [
+        ("sgd", "the validation loss after epoch 0 is inf for samples "),
+        (
+            "adamw",
+            "is inf, because the parameter `bias` is not finite after the steps before; look",
+        ),
+    ] {
+        let optimizer = format!("--optimizer={optimizer}");
+        let args = ["--nproc-per-node=2", "--num-samples=100", "--batch-size=80", "--lr=1e38"];
+        let (code, _, stderr) = run(&[&args[..], &["--val-fraction=0.2", &optimizer]].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(stderr.contains("in step 0 on rank ") && stderr.contains(told), "{stderr}");
     }
 }
 

@@ -83,6 +83,11 @@ impl CheckpointDir {
         folder.zip(mine).is_some_and(|(folder, mine)| folder.parent() == Some(&mine))
     }
 
+    /// Whether there are checkpoints of later steps than `step` in it.
+    pub(crate) fn has_newer_than(&self, step: u64) -> Result<bool> {
+        Ok(steps_in(&self.path)?.last_key_value().is_some_and(|(newest, _)| *newest > step))
+    }
+
     /// The newest checkpoint in it.
     ///
     /// # Errors
@@ -216,7 +221,12 @@ fn refuse_any_in(path: &Path) -> Result<()> {
 
 /// The checkpoints in the folder `path` by step: none where there is no folder.
 pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
-    let wrong = |error: io::Error| Error::Input(format!("{}: {error}", path.display()));
+    let wrong = |error: io::Error| {
+        Error::Input(format!(
+            "there can be no checkpoints in {}: {error}; use another folder for --save-dir",
+            path.display()
+        ))
+    };
     let entries = match fs::read_dir(path) {
         Ok(entries) => entries,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
@@ -225,7 +235,7 @@ pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let mut steps = BTreeMap::new();
     for entry in entries {
         let path = entry.map_err(wrong)?.path();
-        if let Some(step) = name_of(&path).strip_prefix("step-").and_then(|it| it.parse().ok()) {
+        if let Some(step) = step_of(&path) {
             steps.insert(step, path);
         }
     }
@@ -235,9 +245,13 @@ pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
 /// The checkpoint that the file `latest` or `best` at `pointer` names, if it is such a file.
 pub(super) fn pointed(pointer: &Path) -> Option<PathBuf> {
     let name = fs::read_to_string(pointer).ok()?;
-    let name = name.trim_end();
-    let is_checkpoint = name.strip_prefix("step-").is_some_and(|it| it.parse::<u64>().is_ok());
-    is_checkpoint.then(|| pointer.with_file_name(name))
+    let folder = pointer.with_file_name(name.trim_end());
+    step_of(&folder).map(|_| folder)
+}
+
+/// After how many steps the checkpoint in the folder `path` was written, by its name.
+pub(super) fn step_of(path: &Path) -> Option<u64> {
+    name_of(path).strip_prefix("step-")?.parse().ok()
 }
 
 pub(super) fn name_of(path: &Path) -> String {

@@ -3,15 +3,14 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::Value;
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use super::folder::{name_of, newest_in, pointed, steps_in};
+use super::folder::{name_of, newest_in, pointed, step_of, steps_in};
 use super::state::{FORMAT, FileMark, Manifest};
-use super::{CheckpointDir, MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
+use super::{BEST, LATEST, MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
 use crate::process_group::ProcessGroup;
@@ -23,8 +22,6 @@ pub struct Checkpoint {
     state: TrainerState,
     model: TensorFile,
     optimizer: TensorFile,
-    /// Whether the run that goes on saves where this is.
-    in_save_dir: AtomicBool,
 }
 
 impl Checkpoint {
@@ -35,11 +32,7 @@ impl Checkpoint {
     /// [`Error::Input`] that names what is missing, cut off, changed, or of another version, and the next older
     /// checkpoint that can be read.
     pub fn read(path: &Path) -> Result<Self> {
-        let instead = match pointed(path) {
-            None if !path.join(TRAINER).exists() => newest_in(path)?,
-            pointed => pointed,
-        };
-        let path = instead.as_deref().unwrap_or(path);
+        let path = &find(path)?;
         Self::read_one(path).map_err(|problem| {
             let instead = match older(path) {
                 Some(older) => {
@@ -77,22 +70,20 @@ impl Checkpoint {
             TensorFile::new(file, bytes).map_err(|error| error.to_string())
         };
         let (model, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
-        let in_save_dir = AtomicBool::new(false);
-        Ok(Self { path: path.into(), state, model, optimizer, in_save_dir })
+        Ok(Self { path: path.into(), state, model, optimizer })
     }
 
     /// Rank 0's checkpoint, if it has one, for all ranks of `group`: the others need no file. A collective.
     pub(crate) fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
         let mut header = Vec::new();
-        if let Some(Self { path, state, model, optimizer, .. }) = mine.filter(|_| group.rank() == 0)
+        if let Some(Self { path, state, model, optimizer }) = mine.filter(|_| group.rank() == 0)
         {
             let state = serde_json::to_string(state).map_err(|e| Error::Input(e.to_string()))?;
             let sizes = [model.bytes().len(), optimizer.bytes().len()];
-            let saved_here = mine.is_some_and(Self::is_in_save_dir);
-            header.push((path.clone(), state, sizes, saved_here));
+            header.push((path.clone(), state, sizes));
         }
         group.broadcast_object_list(&mut header, 0)?;
-        let Some((path, state, sizes, saved_here)) = header.pop() else { return Ok(None) };
+        let Some((path, state, sizes)) = header.pop() else { return Ok(None) };
         let file = |of: fn(&Self) -> &TensorFile, name: &str, size: usize| {
             let mine = mine.map_or(&[][..], |it| of(it).bytes());
             let bytes = group.broadcast_bytes(mine, size, 0)?;
@@ -101,16 +92,7 @@ impl Checkpoint {
         let model = file(|it| &it.model, MODEL, sizes[0])?;
         let optimizer = file(|it| &it.optimizer, OPTIMIZER, sizes[1])?;
         let state = serde_json::from_str(&state).map_err(|e| Error::Input(e.to_string()))?;
-        Ok(Some(Self { path, state, model, optimizer, in_save_dir: AtomicBool::new(saved_here) }))
-    }
-
-    /// Notes that the run which goes on from this saves into `dir`.
-    pub(crate) fn note_whether_in(&self, dir: &CheckpointDir) {
-        self.in_save_dir.store(dir.contains(self), Ordering::Relaxed);
-    }
-
-    pub(crate) fn is_in_save_dir(&self) -> bool {
-        self.in_save_dir.load(Ordering::Relaxed)
+        Ok(Some(Self { path, state, model, optimizer }))
     }
 
     /// The folder that it was read from.
@@ -157,9 +139,65 @@ impl Checkpoint {
     }
 }
 
+/// The folder of the checkpoint that `path` names: that folder, the folder of its run, or a pointer to it.
+///
+/// # Errors
+/// [`Error::Input`] that says what is there instead, and what could be meant.
+fn find(path: &Path) -> Result<PathBuf> {
+    let wrong =
+        |problem: &str| Err(Error::Input(format!("checkpoint {}: {problem}", path.display())));
+    let is_pointer = [LATEST, BEST].contains(&&*name_of(path));
+    // `Path::new("best").parent()` is empty.
+    let beside = path.parent().filter(|it| *it != Path::new("")).unwrap_or(Path::new("."));
+    if path.is_dir() {
+        let is_checkpoint = path.join(TRAINER).exists() || step_of(path).is_some();
+        return match newest_in(path)? {
+            _ if is_checkpoint => Ok(path.into()),
+            Some(newest) => Ok(newest),
+            None => wrong("there is none in this folder"),
+        };
+    }
+    match pointed(path) {
+        Some(folder) if folder.is_dir() => Ok(folder),
+        Some(folder) => wrong(&format!(
+            "the file names {}, which is not there{}",
+            name_of(&folder),
+            instead(beside)
+        )),
+        None if path.is_file() && is_pointer => {
+            wrong(&format!("the file names none{}", instead(beside)))
+        }
+        None if path.is_file() && beside.join(TRAINER).exists() => wrong(&format!(
+            "this is one of its files; name the folder: --resume {}",
+            beside.display()
+        )),
+        None if path.is_file() => wrong("this is a file, and a checkpoint is a folder"),
+        None if name_of(path) == BEST && beside.is_dir() => wrong(&format!(
+            "there is no such file: it is written by a run that validates, as with --val-fraction{}",
+            instead(beside)
+        )),
+        None => match &*instead(beside) {
+            "" => {
+                wrong("there is nothing there; name the folder of a checkpoint, or that of its run")
+            }
+            newest => wrong(&format!("there is nothing there{newest}")),
+        },
+    }
+}
+
+/// What there is in the folder of a run.
+fn instead(run: &Path) -> String {
+    match newest_in(run) {
+        Ok(Some(newest)) => {
+            format!("; the newest checkpoint in {} is --resume {}", run.display(), newest.display())
+        }
+        _ => String::new(),
+    }
+}
+
 /// The newest checkpoint beside `path` that is older and can be read.
 fn older(path: &Path) -> Option<PathBuf> {
-    let step: u64 = name_of(path).strip_prefix("step-")?.parse().ok()?;
+    let step = step_of(path)?;
     let steps = steps_in(path.parent()?).ok()?;
     let mut older = steps.into_iter().rev().filter(|(older, _)| *older < step);
     older.find(|(_, path)| Checkpoint::read_one(path).is_ok()).map(|(_, path)| path)

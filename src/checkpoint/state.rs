@@ -22,6 +22,13 @@ pub struct TrainerState {
     pub samples_seen: usize,
     /// How many ranks there were.
     pub world_size: usize,
+    /// How many samples the run trains on, all ranks together, and how many of them a batch has; 0 if that is not
+    /// known.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub num_samples: usize,
+    /// See [`num_samples`](Self::num_samples).
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub batch_size: usize,
     /// How many steps changed nothing, because gradients were not finite.
     pub skipped_steps: u64,
     /// How many samples of this epoch were in such steps, on all ranks together, and count for no loss.
@@ -140,6 +147,8 @@ mod tests {
                 best: true,
             }),
             validations_since_best: 2,
+            num_samples: 100,
+            batch_size: 7,
             options: Map::from_iter([("lr".into(), 0.1f64.into()), ("model".into(), "mlp".into())]),
             ..TrainerState::default()
         };
@@ -152,6 +161,11 @@ mod tests {
         let changed = text.replace("mlp", "cnn");
         assert!(!serde_json::from_str::<Manifest>(&changed).unwrap().is_intact());
         assert_eq!(read.files["a"], FileMark::of(b"abc"));
+        // Before it was kept it was not known, and such a file is as whole as it was.
+        let unknown = serde_json::to_value(TrainerState::default()).unwrap();
+        assert!(unknown.get("num_samples").is_none() && unknown.get("batch_size").is_none());
+        let unknown: TrainerState = serde_json::from_value(unknown).unwrap();
+        assert_eq!((unknown.num_samples, unknown.batch_size), (0, 0));
         let not_a_number = TrainerState { loss_sums: vec![f64::NAN], ..TrainerState::default() };
         let text = serde_json::to_string(&not_a_number).unwrap();
         assert!(serde_json::from_str::<TrainerState>(&text).unwrap().loss_sums[0].is_nan());

@@ -10,7 +10,7 @@ use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
 use super::MODEL;
-use super::folder::pointed;
+use super::folder::{newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result};
 
@@ -83,12 +83,16 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// The file at `path`, or the model of the checkpoint there: its folder, or a file `latest` or `best` that names it.
+    /// The file at `path`, or the model of the checkpoint there: its folder, that of its run, whose newest it is then,
+    /// or a file `latest` or `best` that names it.
     ///
     /// # Errors
     /// [`Error::Input`] when it cannot be read or is no safetensors file.
     pub fn read(path: &Path) -> Result<Self> {
-        let checkpoint = pointed(path).or_else(|| path.is_dir().then(|| path.into()));
+        let checkpoint = match pointed(path) {
+            None if path.is_dir() => Some(newest_in(path)?.unwrap_or_else(|| path.into())),
+            pointed => pointed,
+        };
         let path = checkpoint.map_or_else(|| path.into(), |folder| folder.join(MODEL));
         let bytes = fs::read(&path)
             .map_err(|error| Error::Input(format!("{}: {error}", path.display())))?;

@@ -59,6 +59,11 @@ impl Writer {
         Self { dir, writing: None }
     }
 
+    /// Where to.
+    pub(crate) fn dir(&self) -> &CheckpointDir {
+        &self.dir
+    }
+
     /// Begins to write `snapshot`, when the one before is written.
     ///
     /// # Errors

@@ -44,9 +44,6 @@ impl Origin {
             origin.load_model(&vs)?;
         }
         origin.save_dir = save_dir.map(|dir| origin.open(dir, config, printer)).transpose()?;
-        if let (Some(dir), Some(checkpoint)) = (&origin.save_dir, &origin.checkpoint) {
-            checkpoint.note_whether_in(dir);
-        }
         Ok(origin)
     }
 

@@ -139,6 +139,11 @@ impl DataLoader {
         self.batch_size
     }
 
+    /// How many samples the data set has, for all ranks.
+    pub fn dataset_len(&self) -> usize {
+        self.sampler.len()
+    }
+
     /// How many batches an epoch has, the same on every rank.
     pub fn num_batches(&self) -> usize {
         self.num_batches_from(0)
@@ -151,7 +156,7 @@ impl DataLoader {
 
     /// The samples of `count` batches from the `first` that are left when all ranks together have had the first
     /// `start` samples of `epoch`, by their numbers in the data.
-    pub(super) fn samples(
+    pub(crate) fn samples(
         &self,
         epoch: u64,
         start: usize,

@@ -79,6 +79,11 @@ impl ScatterLoader {
         self.share.batch_size
     }
 
+    /// How many samples the data set has, for all ranks.
+    pub fn dataset_len(&self) -> usize {
+        self.share.sampler.len()
+    }
+
     /// How many batches an epoch has, the same on every rank.
     pub fn num_batches(&self) -> usize {
         self.num_batches_from(0)
@@ -187,6 +192,14 @@ impl Loader {
         match self {
             Loader::Own(loader) => loader.batch_size(),
             Loader::Scattered(loader) => loader.batch_size(),
+        }
+    }
+
+    /// How many samples the data set has, for all ranks.
+    pub fn dataset_len(&self) -> usize {
+        match self {
+            Loader::Own(loader) => loader.dataset_len(),
+            Loader::Scattered(loader) => loader.dataset_len(),
         }
     }
 

@@ -4,7 +4,7 @@ use tch::nn::ModuleT;
 use tch::{Device, Kind, Tensor};
 
 use super::Trainer;
-use crate::data::Batch;
+use crate::data::{Batch, DataLoader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::optim::{FlatBuffer, Gradients};
@@ -149,37 +149,71 @@ impl<M: ModuleT> Trainer<M> {
 
     /// What is wrong with a batch's loss: of which samples it is not finite, if that can be told.
     fn wrong_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<Error> {
-        let buffers = self.ddp.flat_buffers().unwrap_or_default();
-        if let Some(name) = first_wrong(&buffers, |it| &it.parameters)? {
-            let what = format!(
-                "the loss is {}, because the parameter `{name}` is not finite after the steps before",
-                value(loss)?
-            );
-            return Ok(self.not_finite(what, None));
-        }
         let what = format!("the loss is {}", value(loss)?);
+        if let Some(why) = self.wrong_parameter()? {
+            return Ok(self.not_finite(what + &why, None));
+        }
         let Ok(samples) = self.samples(number, 1) else { return Ok(self.not_finite(what, None)) };
-        let mut wrong = not_finite_rows(&batch.inputs)?;
-        wrong.extend(not_finite_rows(&batch.targets)?);
-        let why = if wrong.is_empty() {
-            ""
-        } else {
-            ", in whose data there is something that is not finite"
+        let Wrong { rows, why } = self.wrong_samples(batch)?;
+        let wrong: Vec<usize> = rows.iter().filter_map(|&i| samples.get(i).copied()).collect();
+        // Together they may overflow where none does alone.
+        let named = list(if wrong.is_empty() { &samples } else { &wrong });
+        Ok(self.not_finite_of(what, &(named + why)))
+    }
+
+    /// Why the validation on the batches of `loader` came to a `loss` that is not finite. Each rank goes through its own
+    /// samples once more. A collective; who finds the cause in itself returns first.
+    pub(super) fn wrong_validation(&self, loader: &DataLoader, loss: f64) -> Result<Error> {
+        let (rank, step) = (self.ddp.group().rank(), self.state.step.saturating_sub(1));
+        let error = |why: &str, samples: String| {
+            let epoch = self.state.epoch.saturating_sub(1);
+            let what = format!("the validation loss after epoch {epoch} is {loss}{why}");
+            Error::NonFinite { what, in_training: false, rank, step, samples }
         };
-        if wrong.is_empty() {
+        if let Some(why) = self.wrong_parameter()? {
+            return Ok(error(&why, String::new()));
+        }
+        let (mut wrong, mut in_data) = (Vec::new(), true);
+        for (number, batch) in loader.epoch(0)?.enumerate() {
+            let Wrong { rows, why } = self.wrong_samples(&batch?)?;
+            let samples = loader.samples(0, 0, number, 1)?;
+            wrong.extend(rows.iter().filter_map(|&i| samples.get(i).copied()));
+            in_data &= rows.is_empty() || why == IN_DATA;
+        }
+        if !wrong.is_empty() {
+            wrong.sort_unstable();
+            return Ok(error("", list(&wrong) + if in_data { IN_DATA } else { "" }));
+        }
+        // Another rank's, then, which says so; if it is nobody's, all come here.
+        self.ddp.group().barrier()?;
+        Ok(error(", though no sample's is: they are too large together", String::new()))
+    }
+
+    /// That a parameter is the reason, if one is not finite.
+    fn wrong_parameter(&self) -> Result<Option<String>> {
+        let wrong = first_wrong(&self.ddp.flat_buffers().unwrap_or_default(), |it| &it.parameters)?;
+        let why = |name| {
+            format!(", because the parameter `{name}` is not finite after the steps before")
+        };
+        Ok(wrong.map(why))
+    }
+
+    /// Which samples of `batch` are not finite, or else have losses that are not.
+    fn wrong_samples(&self, batch: &Batch) -> Result<Wrong> {
+        let mut rows = not_finite_rows(&batch.inputs)?;
+        rows.extend(not_finite_rows(&batch.targets)?);
+        let why = if rows.is_empty() { "" } else { IN_DATA };
+        if rows.is_empty() {
             // Not in training: batch norms would mix the samples, and those of other ranks.
             let losses = tch::no_grad(|| {
                 let _autocast = self.amp.autocast(self.ddp.group().device())?;
                 self.loss.of_each(&self.ddp.forward_t(&batch.inputs, false), &batch.targets)
             })?;
-            wrong = not_finite_rows(&losses)?;
+            rows = not_finite_rows(&losses)?;
         }
-        wrong.sort_unstable();
-        wrong.dedup();
-        let wrong: Vec<usize> = wrong.iter().filter_map(|&i| samples.get(i).copied()).collect();
-        // Together they may overflow where none does alone.
-        let named = list(if wrong.is_empty() { &samples } else { &wrong });
-        Ok(self.not_finite_of(what, &(named + why)))
+        rows.sort_unstable();
+        rows.dedup();
+        Ok(Wrong { rows, why })
     }
 
     /// `what` is not finite; it comes from `batches` (the first, and how many) of this step.
@@ -191,12 +225,12 @@ impl<M: ModuleT> Trainer<M> {
     /// `what` was found not to be finite when the last step was over.
     fn not_finite_since(&self, what: String) -> Error {
         let (rank, step) = (self.ddp.group().rank(), self.state.step.saturating_sub(1));
-        Error::NonFinite { what, rank, step, samples: String::new() }
+        Error::NonFinite { what, in_training: true, rank, step, samples: String::new() }
     }
 
     fn not_finite_of(&self, what: String, samples: &str) -> Error {
         let (rank, step) = (self.ddp.group().rank(), self.state.step);
-        Error::NonFinite { what, rank, step, samples: samples.into() }
+        Error::NonFinite { what, in_training: true, rank, step, samples: samples.into() }
     }
 
     /// The samples of this rank in so many batches of this step, by their numbers in the data.
@@ -204,6 +238,16 @@ impl<M: ModuleT> Trainer<M> {
         self.loader.samples(self.state.epoch, self.state.samples_seen, first, count)
     }
 }
+
+/// The samples of a batch of which something is not finite.
+struct Wrong {
+    /// Their places in the batch, in order.
+    rows: Vec<usize>,
+    /// [`IN_DATA`], or nothing.
+    why: &'static str,
+}
+
+const IN_DATA: &str = ", in whose data there is something that is not finite";
 
 /// The places in the first dimension of `tensor` where something is not finite.
 fn not_finite_rows(tensor: &Tensor) -> Result<Vec<usize>> {

@@ -7,7 +7,7 @@ use tch::nn::ModuleT;
 
 use super::Trainer;
 use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::sync::{Stop, StopReason};
 
 /// When to save, besides at the end.
@@ -31,8 +31,12 @@ pub(super) struct Saving {
 }
 
 impl<M: ModuleT> Trainer<M> {
-    /// Saves into `dir` from time to time, and when training ends or stops. `options` is kept beside, for a run
-    /// that goes on to be compared with. On all ranks alike, but rank 0 alone, which writes, needs `dir`.
+    /// Saves into `dir` from time to time, and when training ends or stops. On all ranks alike, but rank 0 alone,
+    /// which writes, needs `dir`.
+    ///
+    /// `options` is kept beside, as [`TrainerState::options`]: whoever goes on compares it with its own, as the program
+    /// does. [`resume`](Self::resume) itself looks only at what it knows: parameters, optimizer, number of samples,
+    /// batch size.
     #[must_use]
     pub fn checkpoints(
         self,
@@ -59,14 +63,20 @@ impl<M: ModuleT> Trainer<M> {
 
     /// Goes on from `checkpoint`, with the sample after the last one that was seen. On all ranks, whose models
     /// have been made from [`Checkpoint::load_model`]; after [`amp`](Self::amp) and
-    /// [`checkpoints`](Self::checkpoints).
+    /// [`checkpoints`](Self::checkpoints). A collective.
     ///
     /// With as many ranks as before, all that follows is as if the run had never ended. With another number the
     /// rest of the epoch's samples is dealt among these.
     ///
+    /// Where this run saves, checkpoints that are newer than `checkpoint` are [set
+    /// aside](CheckpointDir::set_aside_after), as they are no longer its own.
+    ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when it is of another model, optimizer or scaler.
+    /// [`Error::Input`] when it is of another model, optimizer or scaler, of a run on another number of samples or
+    /// with another batch size, or when there are other checkpoints where this run is to save.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        self.check_data_of(checkpoint)?;
+        let is_saved_here = self.make_room_after(checkpoint)?;
         if let Some(optimizer) = &mut self.optimizer {
             checkpoint.load_optimizer(&mut **optimizer)?;
         }
@@ -82,9 +92,51 @@ impl<M: ModuleT> Trainer<M> {
         })?;
         self.state = saved.clone();
         if let Some(saving) = &mut self.saving
-            && checkpoint.is_in_save_dir()
+            && is_saved_here
         {
             saving.saved_at = Some(saved.step);
+        }
+        Ok(())
+    }
+
+    /// Whether `checkpoint` lies where this run saves; then those that are newer are out of the way. A collective.
+    fn make_room_after(&self, checkpoint: &Checkpoint) -> Result<bool> {
+        let (Some(saving), group) = (&self.saving, self.ddp.group()) else { return Ok(false) };
+        let mut is_saved_here = Vec::new();
+        if group.rank() == 0
+            && let Some(dir) = saving.writer.as_ref().map(Writer::dir)
+        {
+            let is_here = dir.contains(checkpoint);
+            if is_here && dir.has_newer_than(checkpoint.state().step)? {
+                dir.set_aside_after(checkpoint)?;
+            } else if !is_here && let Some(newest) = dir.newest()? {
+                return Err(Error::Input(format!(
+                    "this run goes on from {}, and is to save where there are other checkpoints already, the newest \
+                     being {}; use the folder that it comes from, or a new one",
+                    checkpoint.path().display(),
+                    newest.display()
+                )));
+            }
+            is_saved_here.push(is_here);
+        }
+        group.broadcast_object_list(&mut is_saved_here, 0)?;
+        Ok(is_saved_here == [true])
+    }
+
+    /// Whether the place in the epoch means the same here.
+    fn check_data_of(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let saved = checkpoint.state();
+        let (samples, batch_size) = (self.loader.dataset_len(), self.loader.batch_size());
+        let differs = |saved: usize, mine: usize| saved != 0 && saved != mine;
+        if differs(saved.num_samples, samples) || differs(saved.batch_size, batch_size) {
+            return Err(Error::Input(format!(
+                "checkpoint {}: it is of a run on {} samples in batches of {}, and here are {samples} in batches of \
+                 {batch_size}: where that run was in its epoch means nothing here; use the same data and batch size, \
+                 or only its parameters (Checkpoint::load_model)",
+                checkpoint.path().display(),
+                saved.num_samples,
+                saved.batch_size,
+            )));
         }
         Ok(())
     }
@@ -145,6 +197,8 @@ impl<M: ModuleT> Trainer<M> {
         let state = TrainerState {
             loss_sums,
             world_size: group.world_size(),
+            num_samples: self.loader.dataset_len(),
+            batch_size: self.loader.batch_size(),
             scaler: self.scaler.state(),
             options: saving.options.clone(),
             ..self.state.clone()

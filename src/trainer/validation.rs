@@ -32,7 +32,7 @@ const MAX_SAMPLES: i64 = 8;
 const MIN_SIDE: i64 = 8;
 
 impl<M: ModuleT> Trainer<M> {
-    /// Validates on the batches of `loader` after each `every` epochs, at least one. For no sample to be counted
+    /// Validates on the batches of `loader` after each `every` epochs, at least one, and after the last. For no sample to be counted
     /// twice its sampler is [`uneven`](crate::DistributedSampler::uneven).
     #[must_use]
     pub fn validation(self, loader: DataLoader, every: u64) -> Self {
@@ -46,10 +46,13 @@ impl<M: ModuleT> Trainer<M> {
         Self { patience: patience.map(|it| it.max(1)), ..self }
     }
 
-    /// Validates, if it is time to after the epoch that has just ended. A collective.
-    pub(super) fn validate_if_due(&mut self) -> Result<Option<Validated>> {
+    /// Validates, if it is time to after the epoch that has just ended, of `max_epochs`. A collective.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] when the loss is not finite; the rank that has the samples names them.
+    pub(super) fn validate_if_due(&mut self, max_epochs: u64) -> Result<Option<Validated>> {
         let Some(Validation { loader, every }) = &self.validation else { return Ok(None) };
-        if !self.state.epoch.is_multiple_of(*every) {
+        if !self.state.epoch.is_multiple_of(*every) && self.state.epoch < max_epochs {
             return Ok(None);
         }
         self.ddp.replicate()?;
@@ -89,8 +92,10 @@ impl<M: ModuleT> Trainer<M> {
         group.synchronize()?;
         let totals = Vec::<f64>::try_from(totals).map_err(wrong())?;
         let loss = totals[0] / totals[2];
-        // What is not a number is never the best.
-        let best = loss.is_finite() && self.state.best.as_ref().is_none_or(|best| loss < best.loss);
+        if !loss.is_finite() {
+            return Err(self.wrong_validation(loader, loss)?);
+        }
+        let best = self.state.best.as_ref().is_none_or(|best| loss < best.loss);
         let metrics = ValidationMetrics {
             step: self.state.step,
             epoch: self.state.epoch - 1,
