@@ -5,14 +5,21 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_mp::checkpoint::CheckpointDir;
+use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, TrainerState};
+use ddp_mp::models::ModelConfig;
+use ddp_mp::trainer::{Loss, SaveEvery, Trainer};
+use ddp_mp::{
+    DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Schedule, Sgd,
+    SgdOptions, SpawnError, Targets, TensorDataset,
+};
 use serde_json::Value;
 use tempfile::TempDir;
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, program, run, run_command};
+use crate::harness::{TIMEOUT, program, run, run_command, try_ranks};
 
 /// What a run came to.
 #[derive(Debug, PartialEq)]
@@ -326,6 +333,7 @@ fn a_folder_that_takes_nothing_more_ends_the_run_and_loses_nothing() {
     fs::write(&file, "").unwrap();
     let error = refused(args, &[&format!("--save-dir={}", file.display())]);
     assert!(error.contains("file: ") && error.contains("irectory"), "{error}");
+    assert!(error.contains("use another folder for --save-dir"), "{error}");
 }
 
 #[test]
@@ -449,4 +457,124 @@ fn two_runs_do_not_save_in_one_folder() {
     assert!(error.contains("another run is saving checkpoints in "), "{error}");
     drop(also);
     train("", &[&dir]);
+}
+
+/// Trains on two ranks as a program of one's own does, for two epochs of `samples` samples, from `from` if there is
+/// one, and saves in `folder` after each epoch. Where each rank is then.
+fn train_in_a_program(
+    folder: &Path,
+    samples: i64,
+    batch_size: usize,
+    from: Option<&Path>,
+) -> Result<Vec<TrainerState>, Box<SpawnError>> {
+    let dir = CheckpointDir::open(folder, 9).unwrap();
+    let checkpoint = from.map(|path| Checkpoint::read(path).unwrap());
+    let data = Arc::new(TensorDataset::random(samples, 20, Targets::Values(1), 1).unwrap());
+    try_ranks(2, move |rank, group| {
+        let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
+        if let Some(checkpoint) = &checkpoint {
+            checkpoint.load_model(&vs)?;
+        }
+        let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+        let sgd: Box<dyn Optimizer> =
+            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+        let sampler = DistributedSampler::new(data.len(), 2, rank.rank())?;
+        let loader = DataLoader::new(data.clone(), sampler, batch_size, rank.device())?;
+        let every = SaveEvery { steps: None, epochs: Some(1) };
+        let mut trainer = Trainer::new(ddp, sgd, Schedule::constant(0.01), loader, Loss::Mse)?
+            .checkpoints(dir.clone(), every, Default::default());
+        if let Some(checkpoint) = &checkpoint {
+            trainer.resume(checkpoint)?;
+        }
+        trainer.train(2, |_| Ok(()))?;
+        Ok(trainer.state().clone())
+    })
+}
+
+#[test]
+fn a_program_of_one_s_own_goes_on_from_an_older_checkpoint_and_with_the_same_data_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = folder.path().join("run");
+    let name = |path: &Path| path.file_name().unwrap().to_string_lossy().into_owned();
+    let names = || {
+        let entries = fs::read_dir(&run).unwrap().map(|it| name(&it.unwrap().path()));
+        let mut names: Vec<String> = entries.filter(|it| it.contains("step-")).collect();
+        names.sort();
+        names
+    };
+    train_in_a_program(&run, 64, 8, None).unwrap();
+    assert_eq!(names(), ["step-00000004", "step-00000008"]);
+    let newest = CheckpointDir::newest_in(&run).unwrap().unwrap();
+    let saved = Checkpoint::read(&newest).unwrap();
+    assert_eq!((saved.state().num_samples, saved.state().batch_size), (64, 8));
+
+    // Before anything is touched.
+    let oldest = run.join("step-00000004");
+    for (samples, batch_size) in [(128, 8), (64, 4)] {
+        let error = train_in_a_program(&run, samples, batch_size, Some(&oldest)).unwrap_err();
+        let told = format!(
+            "64 samples in batches of 8, and here are {samples} in batches of {batch_size}"
+        );
+        assert!(error.to_string().contains(&told), "{error}");
+    }
+    assert_eq!(names(), ["step-00000004", "step-00000008"]);
+
+    let states = train_in_a_program(&run, 64, 8, Some(&oldest)).unwrap();
+    assert!(states.iter().all(|state| state.step == 8));
+    assert_eq!(names(), ["aside-1-step-00000008", "step-00000004", "step-00000008"]);
+    assert_eq!(fs::read_to_string(run.join("latest")).unwrap(), "step-00000008\n");
+
+    // Nor among those of another run.
+    let other = folder.path().join("other");
+    train_in_a_program(&other, 64, 8, None).unwrap();
+    let error = train_in_a_program(&other, 64, 8, Some(&oldest)).unwrap_err().to_string();
+    assert!(error.contains("is to save where there are other checkpoints already"), "{error}");
+}
+
+#[test]
+fn what_is_no_checkpoint_is_told_with_what_is_there() {
+    let (folder, dir) = folder();
+    let args = "--max-epochs=2";
+    train(args, &[&dir]);
+    let run = folder.path().join("run");
+    let at = |path: &str| format!("--resume={}", run.join(path).display());
+    let newest =
+        format!("; the newest checkpoint in {0} is --resume {0}/step-00000128", run.display());
+    let refuses = |resume: &str, problem: &str| {
+        let error = refused(args, &[resume]);
+        assert!(error.trim_end().ends_with(problem), "{resume}: {error}");
+    };
+    refuses(&at("step-00000100"), &format!("there is nothing there{newest}"));
+    refuses(&at("best"), &format!("by a run that validates, as with --val-fraction{newest}"));
+    fs::write(run.join("best"), "").unwrap();
+    refuses(&at("best"), &format!("the file names none{newest}"));
+    fs::write(run.join("best"), "step-00000001").unwrap();
+    refuses(&at("best"), &format!("names step-00000001, which is not there{newest}"));
+    let oldest = run.join("step-00000064");
+    let named = format!("one of its files; name the folder: --resume {}", oldest.display());
+    refuses(&at("step-00000064/trainer.json"), &named);
+    let empty = folder.path().join("empty");
+    refuses(&format!("--resume={}", empty.display()), "or that of its run");
+    fs::create_dir(&empty).unwrap();
+    refuses(&format!("--resume={}", empty.display()), "there is none in this folder");
+
+    // By its name alone, in --save-dir.
+    let (code, _, stderr) = self::run(&arguments("--max-epochs=1", &[&dir, "--resume=latest"]));
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("step-00000128: epoch 2, step 128\n"), "{stderr}");
+    assert!(
+        stderr.contains("nothing to do: 2 epochs are done, and --max-epochs is 1\n"),
+        "{stderr}"
+    );
+    train(args, &[&dir, "--resume=step-00000064"]);
+    assert!(run.join("aside-1-step-00000128").exists());
+
+    // Weights of the newest; and only where a run begins.
+    let init = format!("--init-from={}", run.display());
+    let begun = train("--max-epochs=1 --lr=0", &[&init]).hash;
+    assert_eq!(begun, train(args, &[&dir, "--resume=auto"]).hash);
+    let (_, _, stderr) = self::run(&arguments(args, &[&dir, "--resume=auto", &init]));
+    assert!(stderr.contains("--init-from is not used: it was where the run began"), "{stderr}");
+    let error = refused(args, &[&at("latest"), &init]);
+    assert!(error.contains("--init-from: a run that is resumed has its own parameters"), "{error}");
 }

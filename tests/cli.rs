@@ -20,6 +20,7 @@ fn lasting(line: &str) -> String {
     let kept = match line {
         _ if line.starts_with("ddp-mp: loss ") => "ddp-mp: loss ",
         _ if line.starts_with("ddp-mp: validation ") => line.split_once(": loss").unwrap().0,
+        _ if line.starts_with("ddp-mp: best: ") => line.split_once(", loss").unwrap().0,
         _ if line.contains("on the CPU, ") => line.split_once("on the CPU, ").unwrap().0,
         _ => line,
     };
@@ -409,13 +410,13 @@ fn validation_counts_every_sample_once_whatever_the_number_of_ranks() {
         let loss = |event: &serde_json::Value| event["loss"].as_f64().unwrap();
         assert!((loss(&together) - loss(&alone)).abs() < 1e-6 * loss(&alone), "{ranks}");
     }
-    // Random data, every other epoch, with DataParallel too.
+    // Random data, every other epoch and after the last, with DataParallel too.
     for strategy in ["--strategy=ddp", "--strategy=dp"] {
         let random =
-            ["--val-fraction=0.1", "--max-epochs=4", "--val-every=2", "--nproc-per-node=2"];
+            ["--val-fraction=0.1", "--max-epochs=5", "--val-every=2", "--nproc-per-node=2"];
         let events = validations(&[&random[..], &[strategy, "--lr=0.1"]].concat());
         let epochs: Vec<_> = events.iter().map(|event| event["epoch"].as_u64()).collect();
-        assert_eq!(epochs, [Some(1), Some(3)]);
+        assert_eq!(epochs, [Some(1), Some(3), Some(4)]);
         assert!(
             events[1]["loss"].as_f64() < events[0]["loss"].as_f64()
                 && events[0]["accuracy"].is_null()
@@ -435,7 +436,7 @@ fn the_digits_are_learned() {
 fn what_is_told_on_the_way_changes_nothing_and_is_of_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
-    let (board, lines) = (path("board"), path("metrics.jsonl"));
+    let (board, lines) = (path("board"), path("numbers/metrics.jsonl"));
     let flags = [
         "--max-epochs=2",
         "--val-fraction=0.1",
@@ -482,6 +483,27 @@ fn what_is_told_on_the_way_changes_nothing_and_is_of_all_ranks() {
         assert_eq!(code, Some(2), "{stderr}");
         assert!(stderr.contains(&format!("{flag} {nowhere}: ")), "{stderr}");
     }
+}
+
+#[test]
+fn the_best_validation_is_told_in_the_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let args = ["--dataset=digits", "--nproc-per-node=2", "--val-fraction=0.2", "--max-epochs=2"];
+    let end_of = |more: &[&str]| {
+        let mut command = program(&[&args[..], more].concat());
+        command.current_dir(&folder);
+        let (code, _, stderr) = run_command(command);
+        assert_eq!(code, Some(0), "{stderr}");
+        (stderr.lines().last().unwrap().to_string(), stderr)
+    };
+    let (best, stderr) = end_of(&["--loss=cross-entropy", "--model=mlp", "--lr=0.1"]);
+    assert!(best.starts_with("ddp-mp: best: epoch 1, loss "), "{best}");
+    assert!(best.contains(", accuracy ") && best.ends_with(" %"), "{best}");
+    assert!(!stderr.contains("taken for values"), "{stderr}");
+    let (best, stderr) = end_of(&["--save-dir=run"]);
+    assert!(best.ends_with(" (run/best)"), "{best}");
+    let note = "digits has classes, whose numbers are taken for values: --loss cross-entropy takes them for classes";
+    assert!(stderr.contains(note), "{stderr}");
 }
 
 #[test]

@@ -76,8 +76,7 @@ impl Checkpoint {
     /// Rank 0's checkpoint, if it has one, for all ranks of `group`: the others need no file. A collective.
     pub(crate) fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
         let mut header = Vec::new();
-        if let Some(Self { path, state, model, optimizer }) = mine.filter(|_| group.rank() == 0)
-        {
+        if let Some(Self { path, state, model, optimizer }) = mine.filter(|_| group.rank() == 0) {
             let state = serde_json::to_string(state).map_err(|e| Error::Input(e.to_string()))?;
             let sizes = [model.bytes().len(), optimizer.bytes().len()];
             header.push((path.clone(), state, sizes));

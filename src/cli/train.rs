@@ -127,7 +127,7 @@ pub(crate) struct TrainFlags {
     /// t10k files, if they are there]
     #[arg(long, value_name = "F", help_heading = "Data")]
     val_fraction: Option<f64>,
-    /// After how many epochs to validate each time [default: 1]
+    /// After how many epochs to validate each time, besides after the last [default: 1]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Data")]
     val_every: Option<u64>,
     /// Don't shuffle the samples
@@ -161,19 +161,20 @@ pub(crate) struct TrainFlags {
     /// How many of the newest checkpoints to keep, besides the best [default: 3]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
     keep_last: Option<u64>,
-    /// Go on from a checkpoint: auto (the newest in --save-dir, or from the beginning if there is none), its
-    /// folder, or the file latest or best beside it
+    /// Go on from a checkpoint: auto (the newest in --save-dir, or from the beginning if there is none), best,
+    /// latest or step-... in --save-dir, or a path to one
     #[arg(long, value_name = "auto|PATH", help_heading = "Stopping and resuming")]
     resume: Option<String>,
-    /// Start from the parameters and buffers in a safetensors file, as PyTorch saves it, or in a checkpoint
+    /// Start from the parameters and buffers in a safetensors file, as PyTorch saves it, or in a checkpoint, or in
+    /// the newest of a run's folder
     #[arg(long, value_name = "FILE", help_heading = "Stopping and resuming")]
     init_from: Option<PathBuf>,
     /// Stop after so many steps of the whole run
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
     max_steps: Option<u64>,
-    /// Stop after so many seconds
-    #[arg(long, value_name = "S", value_parser = whole(), help_heading = "Stopping and resuming")]
-    max_seconds: Option<u64>,
+    /// Stop after so much time, as 90, 30s or 10m; only this start counts, not the time before a checkpoint
+    #[arg(long, value_name = "TIME", help_heading = "Stopping and resuming")]
+    max_seconds: Option<String>,
     /// Stop when so many validations in a row were no better, by their loss, than the best before them
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
     patience: Option<u64>,

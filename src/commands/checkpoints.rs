@@ -1,6 +1,6 @@
 //! From which checkpoint a run goes on, and where it saves its own: before any rank starts.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tch::Device;
@@ -10,7 +10,7 @@ use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile, TrainerState};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::launch::StopReason;
-use crate::observe::Printer;
+use crate::observe::{Printer, ValidationMetrics};
 
 /// What a run starts from, shared by its ranks.
 #[derive(Debug, Default)]
@@ -27,11 +27,14 @@ impl Origin {
         let save_dir = config.save_dir.as_deref();
         let checkpoint = match (config.resume.as_deref(), save_dir) {
             (Some("auto"), Some(dir)) => newest(dir, printer)?,
-            (Some(path), _) => Some(Checkpoint::read(Path::new(path))?),
+            (Some(path), dir) => Some(Checkpoint::read(&in_run(path, dir))?),
             (None, _) => None,
         };
         if let Some(checkpoint) = &checkpoint {
             compare(checkpoint, config, world_size, printer)?;
+            if config.init_from.is_some() {
+                printer.note("--init-from is not used: it was where the run began");
+            }
         }
         let weights = match &config.init_from {
             Some(file) if checkpoint.is_none() => Some(TensorFile::read(file).map_err(init_from)?),
@@ -87,6 +90,15 @@ impl Origin {
     }
 }
 
+/// What `--resume` names: `best`, `latest` and `step-...` are those of the run, if it has a folder.
+fn in_run(path: &str, save_dir: Option<&Path>) -> PathBuf {
+    let is_name = ["best", "latest"].contains(&path) || path.starts_with("step-");
+    match save_dir {
+        Some(dir) if is_name && !path.contains('/') => dir.join(path),
+        _ => path.into(),
+    }
+}
+
 fn init_from(error: Error) -> Error {
     Error::Input(format!("--init-from: {error}"))
 }
@@ -113,6 +125,14 @@ fn compare(
         .check_resume(&state.options)
         .map_err(|error| Error::Input(format!("checkpoint {path}: {error}")))?;
     printer.note(&format!("going on from {path}: epoch {}, step {}", state.epoch, state.step));
+    if state.epoch >= config.max_epochs {
+        let (done, epochs) =
+            (state.epoch, if state.epoch == 1 { "epoch is" } else { "epochs are" });
+        printer.note(&format!(
+            "nothing to do: {done} {epochs} done, and --max-epochs is {}",
+            config.max_epochs
+        ));
+    }
     for remark in remarks {
         printer.note(&remark);
     }
@@ -124,6 +144,16 @@ fn compare(
         ));
     }
     Ok(())
+}
+
+/// What to say about the best validation of a run, and where it is saved.
+pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
+    let ValidationMetrics { epoch, loss, accuracy, .. } = best;
+    let accuracy =
+        accuracy.map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
+    let pointer = dir.map(|dir| dir.path().join("best")).filter(|it| it.exists());
+    let place = pointer.map_or(String::new(), |it| format!(" ({})", it.display()));
+    format!("best: epoch {epoch}, loss {loss:.6}{accuracy}{place}")
 }
 
 /// What to say about a run that has stopped.
@@ -138,15 +168,18 @@ pub(super) fn stopped(
             "stopped by {name} after {steps} steps: the validation loss was smallest after epoch {} ({} steps)",
             best.epoch, best.step
         ),
-        (_, None) if reason == StopReason::NoProgress => format!(
-            "stopped by {name} after {steps} steps: no validation had a loss that is a number; look at the data, or \
-             use a smaller --lr"
-        ),
-        (Some(dir), _) => format!(
-            "stopped by {name} after {steps} steps, which are saved in {}; run the same command with --resume \
-             auto to go on",
-            dir.path().display()
-        ),
+        (Some(dir), _) => {
+            let unless = if reason == StopReason::Steps {
+                ", and with more --max-steps or none"
+            } else {
+                ""
+            };
+            format!(
+                "stopped by {name} after {steps} steps, which are saved in {}; to go on, run the same command with \
+                 --resume auto{unless}",
+                dir.path().display()
+            )
+        }
         (None, _) => format!(
             "stopped by {name} after {steps} steps; nothing is saved, because there is no --save-dir"
         ),

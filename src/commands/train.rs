@@ -2,7 +2,6 @@
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
 
 use anyhow::Context;
 use tch::Device;
@@ -59,7 +58,13 @@ fn train_in(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Option<StopReason>> {
-    let stop = Arc::new(Stop::new(config.max_seconds.map(Duration::from_secs)));
+    let to_tell = printer.clone();
+    let stop = Stop::new(config.max_seconds).tell(move |reason| {
+        if reason == StopReason::Interrupt {
+            to_tell.note("stopping after this step; Ctrl-C again ends the process at once");
+        }
+    });
+    let stop = Arc::new(stop);
     stop_on_signals(&stop).context("watching for signals")?;
     let (config, data) = with_data(config)?;
     let launched = Launched::meet(&config, launch, cuda)?;
@@ -67,7 +72,7 @@ fn train_in(
     config.validate_for(world_size)?;
     let (mut recorder, mut origin) = (None, Origin::default());
     if launched.is_first() {
-        for note in [&launched.placement.note, &data.note].into_iter().flatten() {
+        for note in launched.placement.note.iter().chain(&data.notes) {
             printer.note(note);
         }
         if let (_, Some(note)) = config.lr_for(world_size) {
@@ -189,8 +194,13 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             job.printer.note(&lesson);
         }
         job.printer.event(&Event::End(end)).context("writing to stdout")?;
+        let dir = job.origin.save_dir.as_ref();
+        if let Some(best) = &trainer.state().best
+            && job.printer.format() == LogFormat::Text
+        {
+            job.printer.note(&checkpoints::best(best, dir));
+        }
         if let Some(reason) = summary.stopped {
-            let dir = job.origin.save_dir.as_ref();
             job.printer.note(&checkpoints::stopped(reason, trainer.state(), dir));
         }
     }

@@ -17,7 +17,7 @@ pub struct Data {
     /// What is held back, or lies beside it.
     pub validation: Option<Arc<dyn Dataset>>,
     /// What to tell about it that nobody asked for.
-    pub note: Option<String>,
+    pub notes: Vec<String>,
 }
 
 /// The keys that a data file makes unnecessary.
@@ -51,16 +51,26 @@ impl Config {
             let dataset: Arc<dyn Dataset> =
                 Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
             let Some(fraction) = self.held_back() else {
-                return Ok((self, Data { training: dataset, validation: None, note: None }));
+                return Ok((self, Data { training: dataset, validation: None, notes: Vec::new() }));
             };
             let parts = random_split(dataset.len(), fraction, seed);
             let (training, validation) = parts.map_err(named)?;
             self.num_samples = Some(training.len() as i64);
             let training = Arc::new(Subset::new(dataset.clone(), training));
             let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
-            return Ok((self, Data { training, validation: Some(validation), note: None }));
+            return Ok((self, Data { training, validation: Some(validation), notes: Vec::new() }));
+        }
+        let mut notes = Vec::new();
+        if self.loss == Loss::Mse && self.dataset.has_classes() {
+            notes.push(format!(
+                "{} has classes, whose numbers are taken for values: --loss cross-entropy takes them for classes",
+                self.dataset
+            ));
         }
         let mut data = FileDataset::open(&self.dataset, self.target_kind())?;
+        if self.out_features.is_none() {
+            data.check_number_of_classes()?;
+        }
         if let Some(samples) = self.num_samples {
             let named = |error| Error::Input(format!("--num-samples: {error}"));
             data = data.first(samples as usize).map_err(named)?;
@@ -68,20 +78,26 @@ impl Config {
         self.take_sizes_of(&data)?;
         let Some(fraction) = self.held_back() else {
             let beside = self.validation_beside(&data)?;
-            let note = beside.as_ref().map(|beside| {
+            notes.extend(beside.as_ref().map(|beside| {
                 let samples = beside.len();
                 format!(
                     "validation on the {samples} samples of {}; --val-fraction 0 is without",
                     beside.name()
                 )
-            });
+            }));
             let validation = beside.map(FileDataset::into_dataset).transpose()?;
-            return Ok((self, Data { training: data.into_dataset()?, validation, note }));
+            return Ok((self, Data { training: data.into_dataset()?, validation, notes }));
         };
         let (training, validation) = data.split(fraction, seed).map_err(named)?;
         self.num_samples = Some(training.len() as i64);
         let validation = Some(validation.into_dataset()?);
-        Ok((self, Data { training: training.into_dataset()?, validation, note: None }))
+        Ok((self, Data { training: training.into_dataset()?, validation, notes }))
+    }
+
+    /// Whether there may be samples to validate on: not known of files that have not been opened.
+    pub(super) fn may_validate(&self) -> bool {
+        let beside = matches!(self.dataset, DatasetSpec::Idx(_)) && self.val_fraction.is_none();
+        beside || self.held_back().is_some()
     }
 
     /// The fraction of the samples that is held back for validation, if any.

@@ -175,9 +175,13 @@ pub struct Config {
     /// After how many validations without progress to stop.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub patience: Option<u64>,
-    /// After how much time to stop.
-    #[serde(alias = "max-seconds", skip_serializing_if = "Option::is_none")]
-    pub max_seconds: Option<u64>,
+    /// After how much time to stop, counted from this start.
+    #[serde(
+        alias = "max-seconds",
+        with = "text::some_duration",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub max_seconds: Option<Duration>,
 
     /// How many ranks to start.
     #[serde(alias = "nproc-per-node", with = "text::nproc")]

@@ -158,7 +158,7 @@ impl Config {
         let steps = self.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
         if self.warmup_steps >= steps.max(1) {
             return Err(Error::Input(format!(
-                "warmup_steps: {} steps of warm-up are the whole run, which has {steps}; use fewer",
+                "--warmup-steps: {} steps of warm-up are the whole run, which has {steps}; use fewer",
                 self.warmup_steps
             )));
         }
@@ -196,7 +196,7 @@ mod tests {
         }
         let error = resolve("warmup_steps = 64").unwrap().validate_for(2).unwrap_err().to_string();
         assert!(
-            error.starts_with("warmup_steps: 64 steps of warm-up are the whole run"),
+            error.starts_with("--warmup-steps: 64 steps of warm-up are the whole run"),
             "{error}"
         );
     }

@@ -90,13 +90,23 @@ fn which_was_meant(message: &str) -> String {
     let Some((before, unknown, known)) = parts() else { return message.into() };
     // Both spellings of a key are in the list.
     let known = known.split(", ").map(|key| key.trim_matches('`')).filter(|key| !key.contains('-'));
-    let likeness = |key| (strsim::jaro(&unknown.replace('-', "_"), key), key);
+    let unknown_key = unknown.replace('-', "_");
+    let likeness = |key| {
+        let is_short = initials(&unknown_key) == key || initials(key) == unknown_key;
+        let likeness = strsim::normalized_damerau_levenshtein(&unknown_key, key);
+        (if is_short { 1.0 } else { likeness }, key)
+    };
     let near = known.map(likeness).max_by(|a, b| a.0.total_cmp(&b.0));
     let remedy = match near {
-        Some((likeness, key)) if likeness > 0.7 => format!("did you mean `{key}`?"),
+        Some((likeness, key)) if likeness > 0.5 => format!("did you mean `{key}`?"),
         _ => "keys are the flags of ddp-mp --help, with _ for -".into(),
     };
     format!("{before}{UNKNOWN}{unknown}`: {remedy}")
+}
+
+/// `lr` of `learning_rate`.
+fn initials(key: &str) -> String {
+    key.split('_').filter_map(|word| word.chars().next()).collect()
 }
 
 #[cfg(test)]
@@ -145,6 +155,12 @@ mod tests {
             ("batchsize = 8", "unknown field `batchsize`: did you mean `batch_size`?"),
             ("max-epoch = 8", "unknown field `max-epoch`: did you mean `max_epochs`?"),
             ("learning_rate = 8", "unknown field `learning_rate`: did you mean `lr`?"),
+            ("num_epochs = 8", "unknown field `num_epochs`: did you mean `max_epochs`?"),
+            ("wd = 8", "unknown field `wd`: did you mean `weight_decay`?"),
+            (
+                "[train]\nlr = 8",
+                "unknown field `train`: keys are the flags of ddp-mp --help, with _ for -",
+            ),
             (
                 "xyzzy = 8",
                 "unknown field `xyzzy`: keys are the flags of ddp-mp --help, with _ for -",

@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value};
 
+use super::data::SIZES;
 use super::{CommHookKind, Config, Invalid, StrategyKind, flag_name};
 use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
@@ -63,6 +64,9 @@ const NOTED: [&str; 14] = [
     "max_grad_norm",
 ];
 
+/// So many options are rather forgotten all at once than changed.
+const MANY: usize = 3;
+
 impl Config {
     /// When to save.
     pub fn save_every(&self) -> SaveEvery {
@@ -94,16 +98,24 @@ impl Config {
             map.get(key).map_or("not set".into(), Value::to_string)
         };
         let differ = |key: &&&String| mine.get(**key) != saved.get(**key);
-        let (noted, wrong): (Vec<_>, Vec<_>) =
+        let (noted, mut wrong): (Vec<&&String>, Vec<&&String>) =
             keys.iter().filter(differ).partition(|key| NOTED.contains(&&key[..]));
+        if wrong.iter().any(|key| ["dataset", "val_fraction"].contains(&&key[..])) {
+            wrong.retain(|key| !SIZES.contains(&&key[..])); // they follow from those
+        }
         let tell = |key: &&String| {
             let (was, is) = (value(saved, key), value(&mine, key));
-            format!("{} was {was} in the checkpoint and is {is} now", flag_name(key))
+            let name = match &key[..] {
+                "num_samples" => "the number of training samples (num_samples)".into(),
+                key => flag_name(key),
+            };
+            format!("{name} was {was} in the checkpoint and is {is} now")
         };
         if !wrong.is_empty() {
+            let same = if wrong.len() < MANY { "" } else { " (is --config missing?)" };
             let told: Vec<String> = wrong.into_iter().map(tell).collect();
             return Err(Error::Input(format!(
-                "this is not the run that was saved: {}; give the same values, or start another run without \
+                "this is not the run that was saved: {}; give the same values{same}, or start another run without \
                  --resume",
                 told.join("; ")
             )));
@@ -115,7 +127,6 @@ impl Config {
         let refuse = |key, problem: &str| Err(Invalid { key, problem: problem.into() });
         let counts = [
             ("max_steps", self.max_steps),
-            ("max_seconds", self.max_seconds),
             ("save_every", self.save_every),
             ("save_every_epochs", self.save_every_epochs),
             ("keep_last", Some(self.keep_last)),
@@ -125,6 +136,15 @@ impl Config {
             if count == Some(0) {
                 return refuse(key, "0 is too small; use 1 or more");
             }
+        }
+        if self.max_seconds.is_some_and(|time| time.is_zero()) {
+            return refuse("max_seconds", "0 leaves no time; use for example 90, 30s or 10m");
+        }
+        if self.init_from.is_some() && self.resume.as_deref().is_some_and(|it| it != "auto") {
+            return refuse(
+                "init_from",
+                "a run that is resumed has its own parameters; leave out one of the two",
+            );
         }
         if self.skip_nonfinite.is_some() {
             let problem = match (self.amp, self.comm_hook, self.strategy) {
@@ -210,5 +230,19 @@ mod tests {
         let expected = "this is not the run that was saved: --batch-size was 32 in the checkpoint and is 8 now; \
                         --seed was 0 in the checkpoint and is 1 now; give the same";
         assert!(error.starts_with(expected), "{error}");
+
+        // What follows from something else that differs is not named, and many at once have one cause.
+        let held_back = Config { num_samples: Some(3277), val_fraction: Some(0.2), ..config("") };
+        let error = config("").check_resume(&held_back.options().unwrap()).unwrap_err().to_string();
+        let expected = "saved: --val-fraction was 0.2 in the checkpoint and is not set now; give the same values, or";
+        assert!(error.contains(expected), "{error}");
+        let error = check("num_samples = 9").unwrap_err().to_string();
+        let expected = "saved: the number of training samples (num_samples) was 4096 in the checkpoint and is 9 now;";
+        assert!(error.contains(expected), "{error}");
+        let error = check("model = \"mlp\"\nbatch_size = 8\nseed = 1").unwrap_err().to_string();
+        assert!(
+            error.contains("; give the same values (is --config missing?), or start"),
+            "{error}"
+        );
     }
 }

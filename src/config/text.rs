@@ -57,6 +57,27 @@ pub(super) mod duration {
     }
 }
 
+/// The same, or none.
+pub(super) mod some_duration {
+    use super::*;
+
+    pub(in crate::config) fn serialize<S: Serializer>(
+        time: &Option<Duration>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        match time {
+            Some(time) => duration::serialize(time, to),
+            None => to.serialize_none(),
+        }
+    }
+
+    pub(in crate::config) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<Duration>, D::Error> {
+        duration::deserialize(from).map(Some)
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "expected a text or a whole number")]
 enum TextOrNumber {

@@ -41,6 +41,14 @@ impl Config {
             let problem = "needs --save-dir: nothing is saved without".into();
             return Err(Invalid { key: "keep_last", problem });
         }
+        if self.num_workers == 0 && given("prefetch_factor") {
+            let problem = "needs --num-workers: nobody is ahead without".into();
+            return Err(Invalid { key: "prefetch_factor", problem });
+        }
+        if !self.may_validate() && given("val_every") {
+            let problem = "there is nothing to validate on; hold samples back with --val-fraction";
+            return Err(Invalid { key: "val_every", problem: problem.into() });
+        }
         self.check_idle_optimization(given)
     }
 

@@ -80,9 +80,13 @@ impl Printer {
                 } else {
                     format!("{first:.6} -> {last:.6}")
                 };
+                let each = match end.steps_now {
+                    0 => String::new(),
+                    _ => format!(", {:.0} us each", end.us_per_step),
+                };
                 self.note(&format!(
-                    "loss {losses}; {} steps in {:.3} s, {:.0} us each; parameters {}",
-                    end.steps_now, end.seconds, end.us_per_step, end.parameters_hash
+                    "loss {losses}; {} steps in {:.3} s{each}; parameters {}",
+                    end.steps_now, end.seconds, end.parameters_hash
                 ));
                 Ok(())
             }

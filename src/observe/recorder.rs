@@ -1,6 +1,6 @@
 //! What becomes of a run's numbers: a bar on the terminal, TensorBoard's files, lines of JSON.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -88,7 +88,9 @@ impl Recorder {
         let lines = metrics
             .map(|path| {
                 let name = format!("--metrics {}", path.display());
-                let file = OpenOptions::new().append(true).create(true).open(path);
+                let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
+                let open = |()| OpenOptions::new().append(true).create(true).open(path);
+                let file = folder.and_then(open);
                 let file = file.map_err(|error| input(name.clone(), error))?;
                 Ok((BufWriter::new(file), name))
             })

@@ -1,5 +1,6 @@
 //! Stopping a run before its end: who asks, and after which step all ranks stop.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -32,6 +33,10 @@ impl StopReason {
         StopReason::NoProgress,
     ];
 
+    fn of(number: usize) -> Option<Self> {
+        Self::ALL.into_iter().find(|it| *it as usize == number)
+    }
+
     /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
@@ -54,7 +59,6 @@ impl StopReason {
 /// part in its all_reduce (with `DataParallel`, has sent out the parameters), which comes after publishing. So
 /// whoever is through with step `n` sees that it was the last, and whoever is through with an earlier one finds
 /// a number that is larger, or none: all stop after step `n`.
-#[derive(Debug)]
 pub struct Stop {
     /// A [`StopReason`]'s number; 0 if nobody asks.
     asked: Arc<AtomicUsize>,
@@ -62,6 +66,13 @@ pub struct Stop {
     /// What rank 0 has published: the last step, and why.
     last_step: AtomicU64,
     reason: AtomicUsize,
+    tell: Option<Box<dyn Fn(StopReason) + Send + Sync>>,
+}
+
+impl fmt::Debug for Stop {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stop").field("deadline", &self.deadline).finish_non_exhaustive()
+    }
 }
 
 /// No step.
@@ -74,6 +85,7 @@ impl Default for Stop {
             deadline: None,
             last_step: AtomicU64::new(NEVER),
             reason: AtomicUsize::new(0),
+            tell: None,
         }
     }
 }
@@ -83,6 +95,12 @@ impl Stop {
     pub fn new(time: Option<Duration>) -> Self {
         let deadline = time.and_then(|time| Instant::now().checked_add(time));
         Self { deadline, ..Self::default() }
+    }
+
+    /// Has `tell` called once, on the thread of rank 0, when the run is going to stop.
+    #[must_use]
+    pub fn tell(self, tell: impl Fn(StopReason) + Send + Sync + 'static) -> Self {
+        Self { tell: Some(Box::new(tell)), ..self }
     }
 
     /// Asks the run to stop, at its next step. The last one to ask is the reason.
@@ -108,6 +126,9 @@ impl Stop {
         if reason != 0 {
             self.reason.store(reason, Ordering::Relaxed);
             self.last_step.store(step, Ordering::Release);
+            if let (Some(tell), Some(reason)) = (&self.tell, StopReason::of(reason)) {
+                tell(reason);
+            }
         }
     }
 
@@ -135,8 +156,7 @@ impl Stop {
         if steps <= self.last_step.load(Ordering::Acquire) {
             return None;
         }
-        let reason = self.reason.load(Ordering::Relaxed);
-        StopReason::ALL.into_iter().find(|it| *it as usize == reason)
+        StopReason::of(self.reason.load(Ordering::Relaxed))
     }
 }
 
@@ -146,7 +166,11 @@ mod tests {
 
     #[test]
     fn the_step_that_rank_0_is_about_to_make_is_the_last() {
-        let stop = Stop::new(None);
+        let told = Arc::new(AtomicUsize::new(0));
+        let count = told.clone();
+        let stop = Stop::new(None).tell(move |reason| {
+            count.fetch_add(reason as usize, Ordering::Relaxed);
+        });
         stop.decide(3);
         stop.ask(StopReason::User1);
         assert_eq!(stop.after(4), None, "nobody but rank 0 decides");
@@ -156,6 +180,7 @@ mod tests {
         stop.decide(5);
         assert_eq!((stop.after(4), stop.after(5)), (None, Some(StopReason::Terminate)));
         assert_eq!(stop.after(6), Some(StopReason::Terminate));
+        assert_eq!(told.load(Ordering::Relaxed), StopReason::Terminate as usize, "once");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::io::{BufReader, Read};
 use std::path::Path;
 
-use csv::{ByteRecord, ReaderBuilder, Trim};
+use csv::{ByteRecord, ReaderBuilder, Terminator, Trim};
 use tch::Tensor;
 
 use super::TargetKind;
@@ -28,18 +28,25 @@ struct Columns {
 /// A sample a line, with its target in the column `target` or `label`, or in the last.
 pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Array, Array)> {
     let wrong = |problem: String| Error::Input(format!("{name}: {problem}"));
+    // A carriage return is white space then, and trimmed. The last line ends too, so that each ends with its feed.
+    let text = text.chain(&b"\n"[..]);
     let mut builder = ReaderBuilder::new();
-    let mut lines = builder.has_headers(false).flexible(true).trim(Trim::All).from_reader(text);
+    builder.has_headers(false).flexible(true).trim(Trim::All).terminator(Terminator::Any(b'\n'));
+    let mut lines = builder.from_reader(text);
     let mut columns: Option<Columns> = None;
     let (mut inputs, mut values, mut classes) = (Vec::new(), Vec::new(), Vec::new());
     let mut samples = 0i64;
     let mut line = ByteRecord::new();
     while lines.read_byte_record(&mut line).map_err(|error| wrong(error.to_string()))? {
-        let number = line.position().map_or(0, csv::Position::line);
+        // That of the line itself begins before the empty lines ahead of it.
+        let number = lines.position().line() - 1;
+        if line.iter().all(<[u8]>::is_empty) && line.len() == 1 {
+            continue;
+        }
         let Columns { names, count, target } = match &columns {
             Some(columns) => columns,
             None => {
-                let found = columns.insert(Columns::of(&line).map_err(wrong)?);
+                let found = columns.insert(Columns::of(&line, number).map_err(wrong)?);
                 if !found.names.is_empty() {
                     continue;
                 }
@@ -56,8 +63,8 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
         for (column, field) in line.iter().enumerate() {
             let wrong = |problem| {
                 let title = names.get(column).map_or(String::new(), |name| format!(" ({name})"));
-                let field: String = String::from_utf8_lossy(field).chars().take(40).collect();
-                wrong(format!("line {number}, column {}{title}: {field:?} {problem}", column + 1))
+                let field = shown(field);
+                wrong(format!("line {number}, column {}{title}: {field} {problem}", column + 1))
             };
             let value = parsed(field).ok_or_else(|| wrong("is no number"))?;
             match kind {
@@ -93,7 +100,8 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
 const MOST_CLASSES: f64 = i32::MAX as f64;
 
 impl Columns {
-    fn of(first: &ByteRecord) -> Result<Self, String> {
+    /// From the first line that is not empty, which is `number` in the file.
+    fn of(first: &ByteRecord, number: u64) -> Result<Self, String> {
         let count = first.len();
         if count < 2 {
             return Err("the first line has one column, and a sample takes two at least, with commas between \
@@ -108,6 +116,18 @@ impl Columns {
         };
         let is_target = |name: &String| ["target", "label"].contains(&&*name.to_lowercase());
         let named: Vec<usize> = (0..names.len()).filter(|&i| is_target(&names[i])).collect();
+        let is_number = |field: &[u8]| parsed(field).is_some();
+        if let Some(odd) = first.iter().position(|field| !is_number(field))
+            && named.is_empty()
+            && first.iter().any(is_number)
+        {
+            return Err(format!(
+                "line {number}, column {}: {} is no number, and others in this line are; mend it, or, if the line is \
+                 a header, call the column of the targets target or label",
+                odd + 1,
+                shown(&first[odd])
+            ));
+        }
         match named[..] {
             [] => Ok(Self { names, count, target: count - 1 }),
             [target] => Ok(Self { names, count, target }),
@@ -118,4 +138,10 @@ impl Columns {
 
 fn parsed(field: &[u8]) -> Option<f64> {
     str::from_utf8(field).ok()?.parse().ok()
+}
+
+/// The beginning of a field, for a message.
+fn shown(field: &[u8]) -> String {
+    let field: String = String::from_utf8_lossy(field).chars().take(40).collect();
+    format!("{field:?}")
 }

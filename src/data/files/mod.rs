@@ -212,6 +212,29 @@ impl FileDataset {
         }
     }
 
+    /// Checks that there are not more classes than samples, as a slip in one of them makes.
+    ///
+    /// # Errors
+    /// [`Error::Input`], naming the first sample with such a class.
+    pub fn check_number_of_classes(&self) -> Result<()> {
+        let samples = self.len() as i64;
+        let too_high = |class: &Tensor| class.f_ge(samples);
+        match self.predicts {
+            Targets::Classes(classes) if classes > samples => {
+                let found = find(&self.targets.get(), too_high);
+                let found = found.map_err(Error::torch("looking at classes"))?;
+                let (sample, class) = found.unwrap_or_default();
+                Err(Error::Input(format!(
+                    "{}: sample {sample} has class {class}, which makes {} classes, and there are {samples} samples; \
+                     mend it, or say with --out-features how many classes there are",
+                    self.name,
+                    class + 1.0
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The whole file as it is, if there is nothing to convert or to pick.
     fn views(&self) -> Option<(Tensor, Tensor)> {
         let (inputs, targets) = (self.inputs.get(), self.targets.get());

@@ -40,6 +40,13 @@ pub enum DatasetSpec {
     Csv(PathBuf),
 }
 
+impl DatasetSpec {
+    /// Whether its targets are known to be classes.
+    pub(crate) fn has_classes(&self) -> bool {
+        matches!(self, Self::Digits | Self::Idx(_))
+    }
+}
+
 impl FromStr for DatasetSpec {
     type Err = Error;
 
