@@ -141,10 +141,7 @@ impl TcpStore {
 
     /// A second connection to the same store, with the same prefix: it can wait while this one does other things.
     pub(crate) fn another_connection(&self) -> Result<Self> {
-        let Client { server, timeout, cancelled, .. } = &*self.client;
-        let host = server.ip().to_string();
-        let other = Self::connect(&host, server.port(), *timeout, cancelled.clone())?;
-        Ok(Self { prefix: self.prefix.clone(), ..other })
+        self.reconnect(self.client.cancelled.clone())
     }
 
     /// A connection of its own to the same store, with the same prefix, whose requests end when `cancelled` closes.

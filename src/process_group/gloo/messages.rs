@@ -11,6 +11,7 @@ use std::thread;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 use tch::{Kind, Tensor};
 
+use super::super::arguments::Dense;
 use super::super::threaded::Side;
 use super::super::{P2POp, kind_name};
 use super::Network;
@@ -79,8 +80,7 @@ impl Network {
     }
 
     fn send(&self, tensor: &Tensor, process: usize, tag: u16, at: At) -> Result<()> {
-        let dense = tensor.f_resolve_conj().and_then(|it| it.f_resolve_neg()?.f_contiguous());
-        let dense = dense.map_err(Error::torch("contiguous"))?;
+        let dense = Dense::new(at.operation, tensor)?.handle();
         let mut description = describe(tensor).into_bytes();
         description.resize(DESCRIPTION, 0);
         let note = Tensor::f_from_slice(&description).map_err(Error::torch("from_slice"))?;

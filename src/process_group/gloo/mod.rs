@@ -66,6 +66,18 @@ impl Hierarchical {
         self.seat.barrier().members()[self.seat.rank()]
     }
 
+    /// Meets the ranks of this process, which then know that all call the same, with memory of their own.
+    fn meet(&mut self, call: &Call) -> Result<()> {
+        let first = self.work.network.layout().here().start;
+        threaded::meet(&mut self.seat, first, call, true)?;
+        self.memory.check(self.seat.announced(), self.seat.barrier().members(), first)
+    }
+
+    /// What they call, for other processes to read.
+    fn describe(&self) -> String {
+        self.seat.announced().next().map_or(String::new(), Announced::describe)
+    }
+
     /// On the process's first rank `work`; then all ranks of the process go on.
     fn first_alone(&self, call: &Call, work: impl FnOnce(&Network) -> Result<()>) -> Result<()> {
         if self.is_first()
@@ -94,15 +106,14 @@ impl Hierarchical {
 
     /// A large all_reduce of two processes.
     fn add_up_whole(&mut self, call: &Call, numel: usize) -> Result<()> {
-        let layout = self.work.network.layout().clone();
+        let network = self.work.network.clone();
+        let layout = network.layout();
         let size = num_bytes(call.kind, numel);
-        let first = layout.here().start;
         if self.is_first() {
             self.run.check(self.global_rank())?;
-            self.work.network.make_room(size, 0)?;
+            network.make_room(size, 0)?;
         }
-        threaded::meet(&mut self.seat, first, call, true)?;
-        self.memory.check(self.seat.announced(), self.seat.barrier().members(), first)?;
+        self.meet(call)?;
         // One part, for nobody in particular.
         let alone = Layout { processes: vec![layout.here()], mine: 0 };
         let whole = Parts { to: vec![size], from: vec![size], largest: None };
@@ -110,8 +121,7 @@ impl Hierarchical {
             // SAFETY: they have met, and leave together; there is room.
             unsafe { work.pack(seat, &alone, call, &whole, true) }
         });
-        let describe = || self.seat.announced().next().map_or(String::new(), Announced::describe);
-        self.first_alone(call, |network| network.add_up(call, numel, describe))?;
+        self.first_alone(call, |network| network.add_up(call, numel, || self.describe()))?;
         let sum = self.work.network.places().0;
         self.together(|work, seat| {
             // SAFETY: the sum is there, and nobody writes there until all have left.
@@ -149,15 +159,15 @@ impl Backend for Hierarchical {
     }
 
     fn run(&mut self, call: &Call) -> Result<()> {
-        let layout = self.work.network.layout().clone();
-        let first = layout.here().start;
+        let network = self.work.network.clone();
+        let layout = network.layout();
         let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
         let sliced = call.operation == Operation::AllReduce
             && num_bytes(call.kind, numel) * layout.len() > WHOLE;
         if sliced && self.adds_up_whole(call) {
             return self.add_up_whole(call, numel);
         }
-        let mut parts = Parts::of(call, numel, &layout, sliced);
+        let mut parts = Parts::of(call, numel, layout, sliced);
         let end = |sizes: &[usize]| Parts::places(sizes, layout.mine).1;
         let room = |network: &Network, parts: &Parts| {
             let (sent, received) = (end(&parts.to), end(&parts.from));
@@ -168,19 +178,17 @@ impl Backend for Hierarchical {
             self.run.check(self.global_rank())?;
             room(&self.work.network, &parts)?;
         }
-        threaded::meet(&mut self.seat, first, call, true)?;
-        self.memory.check(self.seat.announced(), self.seat.barrier().members(), first)?;
+        self.meet(call)?;
         if call.operation == Operation::AllToAll {
             parts = self.parts_of_all_to_all(call);
             self.first_alone(call, |network| room(network, &parts))?;
         }
         self.together(|work, seat| {
             // SAFETY: they have met, and leave together; there is room.
-            unsafe { work.pack(seat, &layout, call, &parts, sliced) }
+            unsafe { work.pack(seat, layout, call, &parts, sliced) }
         });
-        let describe = || self.seat.announced().next().map_or(String::new(), Announced::describe);
-        self.first_alone(call, |network| network.exchange(call, &parts, 0, describe))?;
-        self.traffic = parts.traffic(&layout);
+        self.first_alone(call, |network| network.exchange(call, &parts, 0, || self.describe()))?;
+        self.traffic = parts.traffic(layout);
         let mut sources = sources(&self.work.network, &parts, 0);
         if sliced {
             let slice = my_slice(numel, layout.mine, layout.len());
@@ -195,12 +203,12 @@ impl Backend for Hierarchical {
                 unsafe { work.add_up(call, &sources, offset, mine.len(), to) };
             });
             self.first_alone(call, |network| network.send_parts(call, &sums, begin))?;
-            self.traffic += sums.traffic(&layout);
+            self.traffic += sums.traffic(layout);
             sources = self::sources(&self.work.network, &sums, begin);
         }
         self.together(|work, seat| {
             // SAFETY: all is there, and nobody writes there until all have left.
-            unsafe { work.unpack(seat, &layout, call, &sources, sliced) }
+            unsafe { work.unpack(seat, layout, call, &sources, sliced) }
         });
         if !self.is_first() {
             self.traffic = Traffic::default(); // the first has moved it for all

@@ -248,10 +248,11 @@ impl Network {
 
     fn write_notes(&self, call: &Call, parts: &Parts, inline: Option<(usize, &[usize])>) {
         let (last_step, reason, asked) = self.stop.get().map_or((u64::MAX, 0, 0), |s| s.news());
+        let fingerprint = fingerprint(call);
         let notes: *mut u8 = self.notes[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
-            let numbers = [call.sequence, fingerprint(call), size as u64, last_step, reason, asked];
+            let numbers = [call.sequence, fingerprint, size as u64, last_step, reason, asked];
             // SAFETY: the tensor has a note for each process, which nobody else touches now; and a part that is no
             // larger than its room in the note lies where it was packed.
             unsafe {
@@ -275,7 +276,7 @@ impl Network {
         describe: impl Fn() -> String,
     ) -> Result<()> {
         let notes: *mut u8 = self.notes[1].data_ptr().cast();
-        let mut fits = true;
+        let (mut fits, fingerprint) = (true, fingerprint(call));
         for process in self.others() {
             // SAFETY: the tensor has a note for each process, and Gloo is through with it.
             let note = unsafe { notes.add(process * NOTE) };
@@ -283,7 +284,7 @@ impl Network {
                 // SAFETY: as above.
                 u64::from_le_bytes(unsafe { note.add(8 * place).cast::<[u8; 8]>().read() })
             };
-            let expected = [call.sequence, fingerprint(call), parts.from[process] as u64];
+            let expected = [call.sequence, fingerprint, parts.from[process] as u64];
             fits &= [number(0), number(1), number(2)] == expected;
             if let Some(stop) = self.stop.get() {
                 stop.hear(process == 0, number(3), number(4), number(5));
