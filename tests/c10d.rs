@@ -19,7 +19,10 @@ fn on_ranks(size: usize, f: impl Fn(&ProcessGroupGloo) + Sync) {
                 let store = TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
                 let group = ProcessGroupGloo::new(&store, "it", rank, size, TIMEOUT).unwrap();
                 f(&group);
-                group.barrier().unwrap();
+                // Nobody leaves while others need it. (Gloo's barrier also fails by what has just failed before it.)
+                if size > 1 {
+                    group.barrier().unwrap();
+                }
             });
         }
     });
