@@ -109,6 +109,9 @@ impl Hierarchical {
         let network = self.work.network.clone();
         let layout = network.layout();
         let size = num_bytes(call.kind, numel);
+        if layout.here().len() == 1 {
+            return self.add_up_in_place(call, size);
+        }
         if self.is_first() {
             self.run.check(self.global_rank())?;
             network.make_room(size, 0)?;
@@ -121,7 +124,9 @@ impl Hierarchical {
             // SAFETY: they have met, and leave together; there is room.
             unsafe { work.pack(seat, &alone, call, &whole, true) }
         });
-        self.first_alone(call, |network| network.add_up(call, numel, || self.describe()))?;
+        self.first_alone(call, |network| {
+            network.add_up(call, &network.whole_room(call.kind, size)?, || self.describe())
+        })?;
         let sum = self.work.network.places().0;
         self.together(|work, seat| {
             // SAFETY: the sum is there, and nobody writes there until all have left.
@@ -129,6 +134,20 @@ impl Hierarchical {
         });
         let traffic = if self.is_first() { size as u64 } else { 0 };
         self.traffic = Traffic { sent: traffic, received: traffic };
+        Ok(())
+    }
+
+    /// The same of two ranks, each in a process of its own: what there is to send is the rank's tensor itself.
+    fn add_up_in_place(&mut self, call: &Call, size: usize) -> Result<()> {
+        self.run.check(self.global_rank())?;
+        self.meet(call)?;
+        let tensor = &call.outputs[0];
+        if let ReduceOp::PremulSum(_) = call.op() {
+            // SAFETY: an all_reduce has one tensor for input and output, which this rank alone touches.
+            self.together(|work, _| unsafe { work.multiply(call, tensor) });
+        }
+        self.first_alone(call, |network| network.add_up(call, tensor, || self.describe()))?;
+        self.traffic = Traffic { sent: size as u64, received: size as u64 };
         Ok(())
     }
 

@@ -14,7 +14,7 @@ use crossbeam::channel::select_biased;
 use tch::{Device, Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::super::{Call, kind_name, num_bytes};
+use super::super::{Call, kind_name};
 use super::messages::Couriers;
 use super::parts::{Layout, Parts, padded};
 use crate::error::{Error, LateRank, Result};
@@ -201,22 +201,25 @@ impl Network {
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
     }
 
-    /// Exchanges notes, and then adds up `numel` numbers of all processes where they lie in the room: for two processes
-    /// Gloo's own all_reduce, which adds up as we do and is faster.
+    /// What goes out first, `size` bytes of it, as a tensor. By the process's first rank.
+    pub(super) fn whole_room(&self, kind: Kind, size: usize) -> Result<Tensor> {
+        // SAFETY: as said where `Sync` is.
+        let room = unsafe { &*self.room.get() };
+        let whole = room.send.f_narrow(0, 0, size as i64).and_then(|it| it.f_view_dtype(kind));
+        whole.map_err(Error::torch("a view of the room"))
+    }
+
+    /// Exchanges notes, and then adds up `tensor` over all processes, in place: for two processes Gloo's own
+    /// all_reduce, which adds up as we do and is faster.
     pub(super) fn add_up(
         &self,
         call: &Call,
-        numel: usize,
+        tensor: &Tensor,
         describe: impl Fn() -> String,
     ) -> Result<()> {
         let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
         self.exchange(call, &none, 0, describe)?;
-        // SAFETY: as said where `Sync` is.
-        let room = unsafe { &*self.room.get() };
-        let size = num_bytes(call.kind, numel) as i64;
-        let whole = room.send.f_narrow(0, 0, size).and_then(|it| it.f_view_dtype(call.kind));
-        let whole = whole.map_err(Error::torch("a view of the room"))?;
-        self.wait(call.at(), call.timeout, self.gloo.all_reduce(&whole, Reduce::Sum))
+        self.wait(call.at(), call.timeout, self.gloo.all_reduce(tensor, Reduce::Sum))
     }
 
     /// The second exchange of a call whose notes are read already.

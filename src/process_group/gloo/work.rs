@@ -163,6 +163,21 @@ impl Work {
         }
     }
 
+    /// Multiplies the numbers of `tensor` in place, as [`ReduceOp::PremulSum`] says.
+    ///
+    /// # Safety
+    /// Nobody else touches it.
+    pub(super) unsafe fn multiply(&mut self, call: &Call, tensor: &Tensor) {
+        self.inputs.clear();
+        self.inputs.push(tensor.data_ptr().cast());
+        self.outputs.clear();
+        self.outputs.push(tensor.data_ptr().cast());
+        // SAFETY: as the caller promises; what is written to an element comes from itself.
+        unsafe {
+            reduce_elements(call.kind, &self.inputs, &self.outputs, tensor.numel(), call.op());
+        }
+    }
+
     /// Step 4.
     ///
     /// # Safety
