@@ -1,5 +1,7 @@
 //! Where buckets are reduced: beside backward on a stream of its own, or in its midst.
 
+use std::time::Instant;
+
 use tch::Device;
 
 use crate::error::Result;
@@ -12,8 +14,8 @@ pub(super) enum Communication {
     /// On a GPU with `nccl`: on a stream for the reductions, ordered with the rank's own by events in both
     /// directions.
     OnGpu(OnGpu),
-    /// Between processes on CPUs: what can go on by itself, on the group's communication thread.
-    OnThread(Vec<Work>),
+    /// Between processes on CPUs: what goes on on the group's communication thread, and since when.
+    OnThread(Vec<Work>, Option<Instant>),
     /// By the rank itself.
     InPlace,
 }
@@ -41,7 +43,7 @@ impl Communication {
                 reduced: Event::new()?,
                 pending: false,
             }),
-            _ if group.spans_processes() => Self::OnThread(Vec::new()),
+            _ if group.spans_processes() => Self::OnThread(Vec::new(), None),
             _ => Self::InPlace,
         };
         Ok(on_gpu)
@@ -61,7 +63,18 @@ impl Communication {
     /// Where an operation that goes on by itself is to be kept until [`wait`](Self::wait), if that may be.
     pub(super) fn beside(&mut self) -> Option<&mut Vec<Work>> {
         match self {
-            Self::OnThread(works) => Some(works),
+            Self::OnThread(works, since) => {
+                since.get_or_insert_with(Instant::now);
+                Some(works)
+            }
+            _ => None,
+        }
+    }
+
+    /// When the first of these operations was started, unless they have been waited for.
+    pub(super) fn since(&self) -> Option<Instant> {
+        match self {
+            Self::OnThread(_, since) => *since,
             _ => None,
         }
     }
@@ -94,7 +107,10 @@ impl Communication {
                     Ok(())
                 }
             }
-            Self::OnThread(works) => works.drain(..).try_for_each(Work::wait),
+            Self::OnThread(works, since) => {
+                *since = None;
+                works.drain(..).try_for_each(Work::wait)
+            }
             Self::InPlace => Ok(()),
         }
     }

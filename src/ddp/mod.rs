@@ -86,7 +86,7 @@ pub struct DdpStatistics {
     pub bucket_bytes: Vec<usize>,
     /// Backward and everything that was reduced, in microseconds.
     pub backward_us: f64,
-    /// That part of it in which the rank reduced, or waited for others to.
+    /// That part of it in which the rank reduced, or its communication thread did, or it waited for others to.
     pub communication_us: f64,
     /// How much of that had passed when autograd was through, from 0 to 1.
     pub overlapped: f64,
@@ -95,7 +95,7 @@ pub struct DdpStatistics {
 impl DdpStatistics {
     fn new(times: Times, bucket_bytes: Vec<usize>) -> Self {
         let mean = |time: Duration| time.as_secs_f64() / f64::from(times.count.max(1));
-        let communication = mean(times.communication);
+        let communication = mean(times.communication + times.beside);
         Self {
             bucket_bytes,
             backward_us: mean(times.total) * 1e6,
@@ -103,7 +103,7 @@ impl DdpStatistics {
             overlapped: if communication == 0.0 {
                 0.0
             } else {
-                mean(times.overlapped) / communication
+                mean(times.overlapped + times.beside) / communication
             },
         }
     }

@@ -43,6 +43,8 @@ pub(super) struct Times {
     pub communication: Duration,
     /// That part of `communication` that passed before backward was through.
     pub overlapped: Duration,
+    /// How long others carried on with reducing while this rank was still at backward.
+    pub beside: Duration,
 }
 
 /// Why gradients may not be computed behind the engine's back: the ranks would part without a word.
@@ -185,6 +187,8 @@ impl Reducer {
         backward?;
         state.layout.settle()?;
         if sync {
+            let beside = state.communication.since().map_or(Duration::ZERO, |it| it.elapsed());
+            state.times.beside += beside;
             let so_far = state.times.communication;
             state.times.overlapped += so_far - before;
             state.mode = mode;
@@ -292,10 +296,13 @@ impl State {
             let is_last = *next + 1 == buckets.len();
             let Bucket { gradients, parameters, .. } = &mut buckets[*next];
             let mut handle = gradients.shallow_clone();
-            let goes_on = self.mode == Mode::Overlap && !is_last && comm_hook.only_averages();
-            if goes_on && let Some(works) = communication.beside() {
-                let op = average(group);
-                works.push(group.async_op(move |group| group.all_reduce(&mut handle, op))?);
+            // A bucket that is alone has nothing to go on beside.
+            let goes_on = self.mode == Mode::Overlap && !(is_last && *next == 0);
+            if goes_on
+                && comm_hook.only_averages()
+                && let Some(works) = communication.beside()
+            {
+                works.push(group.all_reduce_beside(&handle, average(group))?);
                 self.next += 1;
                 continue;
             }
@@ -328,7 +335,9 @@ impl State {
             bucket.pending = 0; // whoever had no gradient contributes zeros
         }
         self.reduce_complete_buckets()?;
+        let began = Instant::now();
         self.communication.wait()?;
+        self.times.communication += began.elapsed();
         if let Some(active) = active {
             let factor = self.group.world_size() as f64 / active as f64;
             for flat in &mut self.layout.flats {

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::{Call, ProcessGroup, ReduceOp, device_name};
+use super::gloo::InFlight;
+use super::{Backend, Call, ProcessGroup, ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::sync::Stage;
@@ -40,7 +41,7 @@ impl ProcessGroup {
         };
         let run = |inputs: &[Tensor], outputs: &[Tensor]| {
             let Options { reduce_op, root, timeout } = options;
-            self.enter(operation, |sequence| Call {
+            let call = |sequence| Call {
                 operation,
                 sequence,
                 reduce_op,
@@ -50,7 +51,8 @@ impl ProcessGroup {
                 inputs,
                 outputs,
                 timeout,
-            })
+            };
+            self.enter(operation, call, |backend, call| backend.run(call))
         };
         if as_they_are(inputs)? && as_they_are(further)? {
             return run(inputs, outputs);
@@ -66,7 +68,35 @@ impl ProcessGroup {
         results.iter().zip(outputs).try_for_each(|(dense, output)| dense.write_back(output))
     }
 
-    fn enter<'a>(&self, operation: Operation, call: impl FnOnce(u64) -> Call<'a>) -> Result<()> {
+    /// Starts an all_reduce of a tensor in one piece, and leaves what can go on by itself.
+    pub(super) fn start_all_reduce(
+        &self,
+        tensor: &Tensor,
+        op: ReduceOp,
+    ) -> Result<Option<InFlight>> {
+        let tensors = std::slice::from_ref(tensor);
+        let kind = self.common_kind(Operation::AllReduce, tensors, &[])?;
+        op.check_kind(Operation::AllReduce, kind)?;
+        let shape = &tensor.size();
+        let call = |sequence| Call {
+            sequence,
+            reduce_op: Some(op),
+            kind,
+            shape,
+            inputs: tensors,
+            outputs: tensors,
+            ..Call::bare(Operation::AllReduce)
+        };
+        self.enter(Operation::AllReduce, call, |backend, call| backend.start(call))
+    }
+
+    /// Numbers the call, notes what this rank does, and has the backend do it.
+    fn enter<'a, T>(
+        &self,
+        operation: Operation,
+        call: impl FnOnce(u64) -> Call<'a>,
+        run: impl FnOnce(&mut dyn Backend, &Call) -> Result<T>,
+    ) -> Result<T> {
         let mut side = self.side()?;
         let before = self.activity().enter(operation, side.sequence);
         let stage = match operation {
@@ -79,10 +109,10 @@ impl ProcessGroup {
         }
         let call = call(side.sequence);
         side.sequence += 1;
-        side.backend.run(&call)?;
+        let result = run(&mut *side.backend, &call)?;
         self.traffic.add(side.backend.traffic(&call));
         self.activity().restore(before);
-        Ok(())
+        Ok(result)
     }
 
     /// The kind of all tensors, which must be there and on this rank's device.

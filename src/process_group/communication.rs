@@ -4,22 +4,26 @@
 //! and comes back when the rank calls something itself, so that the order of its calls is kept and a rank
 //! that never asks for more than synchronous collectives pays nothing.
 
+use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
-use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
+use crossbeam::channel::{Receiver, Select, Sender, bounded, unbounded};
 use tch::Device;
 
+use super::gloo::InFlight;
 use super::{ProcessGroup, Side};
 use crate::error::{Error, Result};
+use crate::operation::At;
 use crate::sync::panics;
 use crate::torch::{cuda, set_multithreading_enabled};
 
 /// As much as a rank's own thread has: closures of users run here. Only what is used becomes memory.
 const STACK_BYTES: usize = 64 << 20;
 
-/// What it is asked to do.
-type Operation = Box<dyn FnOnce(&ProcessGroup) -> Result<()> + Send>;
+/// What it is asked to do. What is left may go on by itself, while the thread does the next.
+pub(super) type Operation = Box<dyn FnOnce(&ProcessGroup) -> Result<Option<InFlight>> + Send>;
 
 enum Job {
     /// Go on from here.
@@ -50,20 +54,42 @@ impl CommunicationThread {
             run.cancel.register();
             panics::watch_this_thread();
             set_multithreading_enabled(false);
-            for job in received {
+            let mut in_flight: VecDeque<(InFlight, Sender<Result<()>>)> = VecDeque::new();
+            let tell = |result: Sender<Result<()>>, ended| {
+                let _ = result.send(ended); // need not be waited for
+                run.end_pending(rank);
+            };
+            let finish = |oldest: Option<(InFlight, Sender<Result<()>>)>| {
+                if let Some((work, result)) = oldest {
+                    let at = work.at();
+                    tell(result, carry_out(&group, Some(at), |_| work.wait()));
+                }
+            };
+            loop {
+                // Whatever is there first: a job, or an end.
+                if let Some((oldest, _)) = in_flight.front()
+                    && ends_before_a_job(oldest, &received, run.cancel.tripped())
+                {
+                    finish(in_flight.pop_front());
+                    continue;
+                }
+                let Ok(job) = received.recv() else { break };
                 match job {
                     Job::Take(side) => group.take(side),
                     Job::GiveBack => {
+                        in_flight.drain(..).for_each(|it| finish(Some(it)));
                         if let Some(side) = group.give_away() {
                             let _ = give_back.send(side); // whoever asked waits for it
                         }
                     }
-                    Job::Run(operation, result) => {
-                        let _ = result.send(carry_out(&group, operation)); // need not be waited for
-                        run.end_pending(rank);
-                    }
+                    Job::Run(operation, result) => match carry_out(&group, None, operation) {
+                        Ok(Some(work)) => in_flight.push_back((work, result)),
+                        Ok(None) => tell(result, Ok(())),
+                        Err(error) => tell(result, Err(error)),
+                    },
                 }
             }
+            in_flight.drain(..).for_each(|it| finish(Some(it)));
             run.cancel.deregister();
         };
         let name = format!("rank{rank}-comm");
@@ -100,8 +126,26 @@ impl CommunicationThread {
     }
 }
 
-/// Does one operation. The run learns of a failure here, because its rank may never ask.
-fn carry_out(group: &ProcessGroup, operation: Operation) -> Result<()> {
+/// Waits for the next job, or until `work` has ended or must.
+fn ends_before_a_job(
+    work: &InFlight,
+    jobs: &Receiver<Job>,
+    cancelled: &Receiver<Infallible>,
+) -> bool {
+    let mut select = Select::new_biased();
+    select.recv(cancelled);
+    select.recv(work.ended());
+    let job = select.recv(jobs);
+    select.ready_timeout(work.time_left()) != Ok(job)
+}
+
+/// Does one operation, or at `at` waits for its end. The run learns of a failure here, because its rank may never
+/// ask.
+fn carry_out<T>(
+    group: &ProcessGroup,
+    at: Option<At>,
+    operation: impl FnOnce(&ProcessGroup) -> Result<T>,
+) -> Result<T> {
     let (run, rank) = (group.run(), group.global_rank());
     let work = || {
         if let Device::Cuda(gpu) = group.device() {
@@ -109,10 +153,12 @@ fn carry_out(group: &ProcessGroup, operation: Operation) -> Result<()> {
         }
         operation(group)
     };
-    let at = || Some(group.activity().now());
+    let at = || at.or_else(|| Some(group.activity().now()));
     let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        run.report_at(rank, at(), None, panics::describe(&*panic));
-        run.check(rank)
+        let cause = panics::describe(&*panic);
+        run.report_at(rank, at(), None, cause.clone());
+        run.check(rank)?;
+        Err(Error::Unsupported(cause)) // the report has cancelled the run, so this does not happen
     });
     if let Err(error) = &result {
         run.report_at(rank, at(), Some(error), error.to_string());

@@ -26,11 +26,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, select_biased};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 pub(crate) use call::Call;
 pub use call::{KINDS, ReduceOp, kind_name, kind_named};
 use communication::CommunicationThread;
+use gloo::InFlight;
 pub(crate) use gloo::{Layout, Network};
 pub(crate) use invitation::Invitation;
 pub(crate) use nccl::version as nccl_version;
@@ -59,6 +60,11 @@ pub(crate) trait Backend: Send {
 
     /// Does this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;
+
+    /// As [`Backend::run`], but leaves what can go on by itself, if there is such a thing.
+    fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
+        self.run(call).map(|()| None)
+    }
 
     /// Does or launches messages that belong together, each in one piece of memory.
     fn point_to_point(&mut self, ops: &[P2POp]) -> Result<()>;
@@ -230,6 +236,22 @@ impl ProcessGroup {
             operation(self)?;
             return Ok(Work::new(State::Done, self.run().clone(), self.global_rank()));
         }
+        self.queue(Box::new(|group| operation(group).map(|()| None)))
+    }
+
+    /// What [`async_op`](Self::async_op) does with an [`all_reduce`](Self::all_reduce) of a tensor in one piece, but
+    /// where it can go on by itself, the next one starts meanwhile.
+    pub(crate) fn all_reduce_beside(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
+        let mut tensor = tensor.shallow_clone();
+        if self.launches || self.own_activity.is_some() {
+            return self.async_op(move |group| group.all_reduce(&mut tensor, op));
+        }
+        self.run().check(self.global_rank())?;
+        self.queue(Box::new(move |group| group.start_all_reduce(&tensor, op)))
+    }
+
+    /// Has the communication thread do it, after what it has been told before.
+    fn queue(&self, operation: communication::Operation) -> Result<Work> {
         let thread = match self.communication.get() {
             Some(thread) => thread,
             None => {
@@ -240,7 +262,7 @@ impl ProcessGroup {
         if let Some(side) = self.give_away() {
             thread.take(side);
         }
-        let result = thread.run(self, Box::new(operation));
+        let result = thread.run(self, operation);
         Ok(Work::new(State::Queued(result), self.run().clone(), self.global_rank()))
     }
 

@@ -11,6 +11,7 @@
 //! What comes from several processes is added in their order, so that the same run has the same bits each time; with one
 //! rank a process these are the bits of `threaded`.
 
+mod in_flight;
 mod messages;
 mod network;
 mod parts;
@@ -27,6 +28,7 @@ use super::{Backend, Call, P2POp, ReduceOp, Traffic, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 use crate::sync::Run;
+pub(crate) use in_flight::InFlight;
 pub(crate) use network::Network;
 pub(crate) use parts::Layout;
 use parts::Parts;
@@ -80,15 +82,20 @@ impl Hierarchical {
 
     /// On the process's first rank `work`; then all ranks of the process go on.
     fn first_alone(&self, call: &Call, work: impl FnOnce(&Network) -> Result<()>) -> Result<()> {
-        if self.is_first()
-            && let Err(error) = work(&self.work.network)
-        {
-            self.run.check(self.global_rank())?; // what follows from another failure is none
-            self.run.report(self.global_rank(), Some(&error), error.to_string());
-            return Err(error);
+        if self.is_first() {
+            self.reported(work(&self.work.network))?;
         }
         // It has a deadline itself.
         self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), Duration::MAX)
+    }
+
+    /// Has the others of this process know of an error, who wait for this rank without a deadline.
+    fn reported<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result {
+            self.run.check(self.global_rank())?; // what follows from another failure is none
+            self.run.report(self.global_rank(), Some(error), error.to_string());
+        }
+        result
     }
 
     /// Every rank of the process its part of the work, which waits for nobody.
@@ -104,14 +111,21 @@ impl Hierarchical {
         sums && kind && self.work.network.layout().len() == 2
     }
 
+    /// Whether the call is an all_reduce of so much that it does not go out whole.
+    fn is_sliced(&self, call: &Call, numel: usize) -> bool {
+        let processes = self.work.network.layout().len();
+        call.operation == Operation::AllReduce && num_bytes(call.kind, numel) * processes > WHOLE
+    }
+
     /// A large all_reduce of two processes.
     fn add_up_whole(&mut self, call: &Call, numel: usize) -> Result<()> {
         let network = self.work.network.clone();
         let layout = network.layout();
-        let size = num_bytes(call.kind, numel);
         if layout.here().len() == 1 {
-            return self.add_up_in_place(call, size);
+            let in_flight = self.add_up_in_place(call)?;
+            return self.reported(in_flight.wait());
         }
+        let size = num_bytes(call.kind, numel);
         if self.is_first() {
             self.run.check(self.global_rank())?;
             network.make_room(size, 0)?;
@@ -125,7 +139,8 @@ impl Hierarchical {
             unsafe { work.pack(seat, &alone, call, &whole, true) }
         });
         self.first_alone(call, |network| {
-            network.add_up(call, &network.whole_room(call.kind, size)?, || self.describe())
+            let room = network.whole_room(call.kind, size)?;
+            network.finish(&network.add_up(call, &room, || self.describe())?)
         })?;
         let sum = self.work.network.places().0;
         self.together(|work, seat| {
@@ -137,8 +152,9 @@ impl Hierarchical {
         Ok(())
     }
 
-    /// The same of two ranks, each in a process of its own: what there is to send is the rank's tensor itself.
-    fn add_up_in_place(&mut self, call: &Call, size: usize) -> Result<()> {
+    /// The same of two ranks, each in a process of its own: what there is to send is the rank's tensor itself, and
+    /// nobody has to wait for the sum.
+    fn add_up_in_place(&mut self, call: &Call) -> Result<InFlight> {
         self.run.check(self.global_rank())?;
         self.meet(call)?;
         let tensor = &call.outputs[0];
@@ -146,9 +162,12 @@ impl Hierarchical {
             // SAFETY: an all_reduce has one tensor for input and output, which this rank alone touches.
             self.together(|work, _| unsafe { work.multiply(call, tensor) });
         }
-        self.first_alone(call, |network| network.add_up(call, tensor, || self.describe()))?;
-        self.traffic = Traffic { sent: size as u64, received: size as u64 };
-        Ok(())
+        let network = &self.work.network;
+        let started = self.reported(network.add_up(call, tensor, || self.describe()))?;
+        let in_flight = InFlight::new(network.clone(), started);
+        let size = num_bytes(call.kind, tensor.numel()) as u64;
+        self.traffic = Traffic { sent: size, received: size };
+        Ok(in_flight)
     }
 
     /// The parts of an all_to_all, in which all ranks of a process may send and expect what they like.
@@ -181,8 +200,7 @@ impl Backend for Hierarchical {
         let network = self.work.network.clone();
         let layout = network.layout();
         let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
-        let sliced = call.operation == Operation::AllReduce
-            && num_bytes(call.kind, numel) * layout.len() > WHOLE;
+        let sliced = self.is_sliced(call, numel);
         if sliced && self.adds_up_whole(call) {
             return self.add_up_whole(call, numel);
         }
@@ -233,6 +251,15 @@ impl Backend for Hierarchical {
             self.traffic = Traffic::default(); // the first has moved it for all
         }
         Ok(())
+    }
+
+    fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
+        let alone = self.work.network.layout().here().len() == 1;
+        let numel = call.inputs.first().map_or(0, Tensor::numel);
+        if alone && self.is_sliced(call, numel) && self.adds_up_whole(call) {
+            return self.add_up_in_place(call).map(Some);
+        }
+        self.run(call).map(|()| None)
     }
 
     fn point_to_point(&mut self, _: &[P2POp]) -> Result<()> {

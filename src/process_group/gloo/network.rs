@@ -15,6 +15,7 @@ use tch::{Device, Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::{Call, kind_name};
+use super::in_flight::Started;
 use super::messages::Couriers;
 use super::parts::{Layout, Parts, padded};
 use crate::error::{Error, LateRank, Result};
@@ -209,17 +210,17 @@ impl Network {
         whole.map_err(Error::torch("a view of the room"))
     }
 
-    /// Exchanges notes, and then adds up `tensor` over all processes, in place: for two processes Gloo's own
-    /// all_reduce, which adds up as we do and is faster.
+    /// Exchanges notes, and then starts to add up `tensor` over all processes, in place: for two processes Gloo's own
+    /// all_reduce, which adds up as we do and is faster. By the process's first rank.
     pub(super) fn add_up(
         &self,
         call: &Call,
         tensor: &Tensor,
         describe: impl Fn() -> String,
-    ) -> Result<()> {
+    ) -> Result<Started> {
         let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
         self.exchange(call, &none, 0, describe)?;
-        self.wait(call.at(), call.timeout, self.gloo.all_reduce(tensor, Reduce::Sum))
+        self.started(call.at(), call.timeout, self.gloo.all_reduce(tensor, Reduce::Sum))
     }
 
     /// The second exchange of a call whose notes are read already.
@@ -310,15 +311,28 @@ impl Network {
         timeout: Option<Duration>,
         work: Result<GlooWork>,
     ) -> Result<()> {
-        let work = work?;
+        self.finish(&self.started(at, timeout, work)?)
+    }
+
+    fn started(
+        &self,
+        at: At,
+        timeout: Option<Duration>,
+        work: Result<GlooWork>,
+    ) -> Result<Started> {
         let timeout = timeout.unwrap_or(self.timeout);
-        let began = Instant::now();
+        Ok(Started { work: work?, at, began: Instant::now(), timeout })
+    }
+
+    /// As [`Network::wait`], for what was started before.
+    pub(super) fn finish(&self, started: &Started) -> Result<()> {
+        let &Started { ref work, at, began, timeout } = started;
         let result = select_biased! {
             recv(work.ended()) -> result => {
                 work.outcome(result.unwrap_or_else(|_| Err("it is gone".into())))
             }
             recv(self.run.cancel.tripped()) -> _ => Err(Error::Input(String::new())),
-            default(timeout) => Err(Error::Input(String::new())),
+            default(started.time_left()) => Err(Error::Input(String::new())),
         };
         let reason = match result {
             Ok(()) => return Ok(()),
