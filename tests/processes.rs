@@ -355,11 +355,20 @@ fn processes_train_as_threads_do() {
         &["--model=mlp", "--optimizer=adamw", "--strategy=dp", "--accumulate=2"],
         &["--dataset=digits", "--loss=cross-entropy", "--model=mlp", "--val-fraction=0.2"],
     ] {
-        let (code, stdout, stderr) =
-            run(&[args, &["--nproc-per-node=4", "--log-format=json"]].concat());
-        assert_eq!(code, Some(0), "{stderr}");
-        let threads: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
-        // One rank a process adds up in the order of threads: the same bits.
+        let threads = |ranks: &str| -> Value {
+            let (code, stdout, stderr) = run(&[args, &[ranks, "--log-format=json"]].concat());
+            assert_eq!(code, Some(0), "{stderr}");
+            serde_json::from_str(stdout.lines().last().unwrap()).unwrap()
+        };
+        // One rank a process adds up in the order of threads: the same bits. Two go another way, on which several
+        // buckets are in flight.
+        let two = end(args, &[1, 1]);
+        assert_eq!(
+            two["parameters_hash"],
+            threads("--nproc-per-node=2")["parameters_hash"],
+            "{args:?}"
+        );
+        let threads = threads("--nproc-per-node=4");
         let alone = end(args, &[1, 1, 1, 1]);
         assert_eq!(alone["parameters_hash"], threads["parameters_hash"], "{args:?}");
         let pairs = end(args, &[2, 2]);
@@ -401,13 +410,16 @@ fn a_failure_anywhere_is_told_everywhere() {
 #[test]
 fn a_process_that_is_killed_or_stopped_is_named() {
     let long = ["--max-epochs=1000000", "--grace-period=5s", "--timeout=4s"];
-    for (signal, victim, ranks) in [
-        ("KILL", 1, &[1, 1][..]),
-        ("KILL", 0, &[1, 1]),
-        ("KILL", 1, &[2, 2, 1]),
-        ("STOP", 1, &[2, 2]),
+    let buckets = [&long[..], &["--model=mlp", "--hidden=500,500", "--bucket-cap-mb=0.1"]].concat();
+    for (signal, victim, ranks, args) in [
+        ("KILL", 1, &[1, 1][..], &long[..]),
+        ("KILL", 0, &[1, 1], &long),
+        ("KILL", 1, &[1, 1], &buckets),
+        ("STOP", 1, &[1, 1], &buckets),
+        ("KILL", 1, &[2, 2, 1], &long),
+        ("STOP", 1, &[2, 2], &long),
     ] {
-        let told = failures(&long, ranks, |children| {
+        let told = failures(args, ranks, |children| {
             // They have met when rank 0 says so.
             use std::io::{BufRead, BufReader};
             let mut first = String::new();
