@@ -348,7 +348,7 @@ fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened, String> {
 /// address that answers.
 fn reach(host: &str, port: u16, timeout: Duration, given_up: &GivenUp) -> Result<Opened, String> {
     let began = Instant::now();
-    let mut pause = Duration::from_millis(10);
+    let mut pause = Duration::from_millis(1);
     loop {
         let left = || timeout.saturating_sub(began.elapsed());
         let reason = match find(host, port, left) {

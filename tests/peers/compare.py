@@ -57,17 +57,22 @@ FLAGS = {
 
 
 def compare_step(program, pairs, kind, ranks):
-    theirs, ours = [], []
+    """Several ranks as threads, and as processes that talk through Gloo, as PyTorch's always do."""
+    spawns = ["threads"] if ranks == 1 else ["threads", "processes"]
+    theirs, ours = [], {spawn: [] for spawn in spawns}
     steps = str(STEPS[kind])
     for _ in range(pairs):
         _, out = run([sys.executable, FOLDER / "ddp_step.py", kind, str(ranks), steps])
         theirs.append(json.loads(out)["us_per_step"])
         flags = [f"--nproc-per-node={ranks}", f"--steps={steps}", "--log-format=json", *FLAGS[kind]]
-        _, out = run([program, "bench", "step", *flags])
-        ours.append(json.loads(out)["us_per_step"])
-    theirs, ours = statistics.median(theirs), statistics.median(ours)
-    name = f"{kind}, {ranks} rank{'s' if ranks > 1 else ''}"
-    print(f"{name:>35}{theirs:9.0f} us{ours:9.1f} us{theirs / ours:9.1f}", flush=True)
+        for spawn in spawns:
+            _, out = run([program, "bench", "step", f"--spawn={spawn}", *flags])
+            ours[spawn].append(json.loads(out)["us_per_step"])
+    theirs = statistics.median(theirs)
+    for spawn in spawns:
+        mine = statistics.median(ours[spawn])
+        name = f"{kind}, {ranks} {'rank' if ranks == 1 else spawn}"
+        print(f"{name:>35}{theirs:9.0f} us{mine:9.1f} us{theirs / mine:9.1f}", flush=True)
 
 
 def compare_memory(program):
@@ -79,6 +84,15 @@ def compare_memory(program):
     print(f"\n{'memory, mlp':35}{'PyTorch':>12}{'ddp-mp':>12}")
     print(f"{'one rank':>35}{theirs:9.0f} MB{ours[0]:9.0f} MB")
     print(f"{'each further rank':>35}{theirs:9.0f} MB{(ours[1] - ours[0]) / 3:9.0f} MB", flush=True)
+
+
+def compare_rendezvous():
+    """Two processes that have started meet, and form a group."""
+    _, out = run([sys.executable, FOLDER / "rendezvous.py", "9"])
+    theirs = json.loads(out)["median_ms"]
+    _, out = run(["cargo", "bench", "--quiet", "--bench", "rendezvous"])
+    ours = float(out.split()[0])
+    print(f"\n{'two processes meet':35}{theirs:9.1f} ms{ours:9.1f} ms{theirs / ours:9.1f}", flush=True)
 
 
 def gloo(ranks):
@@ -125,6 +139,7 @@ def main():
         compare_step(program, pairs, kind, ranks)
     compare_step(program, pairs, "linear", 4)
     compare_memory(program)
+    compare_rendezvous()
     compare_all_reduce(program, pairs, ranks=2)
     compare_all_reduce(program, pairs, ranks=4)
 
