@@ -59,7 +59,7 @@ tensorboard: cargo python ## have TensorBoard read the program's files
 	cargo build --release
 	.python/bin/python tests/peers/tensorboard_reads.py $(PROGRAM)
 
-test-launchers: cargo python ## run over several processes with torchrun, mpirun and two hosts, as far as they are there
+test-launchers: cargo python ## run over several processes with torchrun, mpirun, Slurm and two hosts, as far as they are there
 	cargo build --release
 	.python/bin/python tests/launchers/launchers.py $(PROGRAM)
 
