@@ -44,6 +44,21 @@ fn same(tensor: &Tensor, values: &[i64]) {
     assert_eq!(found, values);
 }
 
+/// In `top -H` it is seen who does the work of the network.
+#[test]
+fn threads_of_gloo_bear_its_name() {
+    let names = on_ranks(1, |gloo| {
+        assert_eq!(gloo.size(), 1);
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        // One that has ended meanwhile has none.
+        let name = |task: std::io::Result<std::fs::DirEntry>| {
+            std::fs::read_to_string(task.unwrap().path().join("comm")).unwrap_or_default()
+        };
+        tasks.map(name).collect::<Vec<_>>()
+    });
+    assert!(names[0].iter().any(|name| name == "ddp-mp gloo\n"), "{names:?}");
+}
+
 #[test]
 fn every_collective_does_what_it_says() {
     for size in 1..=4 {

@@ -1,5 +1,6 @@
 //! What concerns the process as a whole: where libtorch came from, processes that it starts, and how to leave.
 
+use std::ffi::CStr;
 use std::io::{self, Write};
 use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
@@ -50,6 +51,20 @@ pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
     };
     // SAFETY: between fork and exec `prepare` makes system calls, and neither allocates nor locks.
     unsafe { command.pre_exec(prepare) };
+}
+
+/// Runs `f` on this thread under another name, of up to 15 bytes, which the threads that it starts inherit: for `top -H`.
+pub(super) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
+    let mut before = [0u8; 16];
+    // SAFETY: as many bytes as a name has, in both directions; a system that refuses has names as they were.
+    unsafe {
+        libc::prctl(libc::PR_GET_NAME, before.as_mut_ptr());
+        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
+    }
+    let result = f();
+    // SAFETY: as above.
+    unsafe { libc::prctl(libc::PR_SET_NAME, before.as_ptr()) };
+    result
 }
 
 /// Lets signals through to this thread that who started the process has held back until it can handle them.
