@@ -473,6 +473,27 @@ fn who_does_not_come_is_named() {
     assert!(told[0].1.contains("--backend threaded stays within one process"), "{}", told[0].1);
 }
 
+/// Debian gives a machine's own name a loopback address.
+#[test]
+fn a_name_that_leads_no_other_machine_here_is_told_once() {
+    let port = format!("--master-port={}", free_port());
+    let start = |node: &str, addr: &str| {
+        let place = [format!("--node-rank={node}"), format!("--master-addr={addr}")];
+        let args = ["--nnodes=2", "--nproc-per-node=1", &place[0], &place[1], &port];
+        let mut command = program(&args);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for (addr, times) in [("localhost", 1), ("127.0.0.1", 0)] {
+        let [first, second] = join(vec![start("0", addr), start("1", addr)]).try_into().unwrap();
+        for (output, times) in [(first, times), (second, 0)] {
+            let stderr = text(&output.stderr);
+            assert!(output.status.success(), "{stderr}");
+            let warning = "localhost, where the processes are to meet, is ";
+            assert_eq!(stderr.matches(warning).count(), times, "{stderr}");
+        }
+    }
+}
+
 #[test]
 fn processes_stop_save_and_go_on_together() {
     let folder = tempfile::tempdir().unwrap();

@@ -21,10 +21,18 @@ pub(super) struct Launched {
 
 impl Launched {
     /// Meets the other processes of the run, if there are any.
-    pub(super) fn meet(config: &Config, launch: Launch, cuda: &Cuda) -> Result<Self> {
+    pub(super) fn meet(
+        config: &Config,
+        launch: Launch,
+        cuda: &Cuda,
+        printer: &Printer,
+    ) -> Result<Self> {
         let mut placement = place_launched(config, &launch, cuda)?;
         if launch.kind == LaunchKind::Spawned {
             placement.note = None; // who has started it has said so of all ranks
+        }
+        if let Some(warning) = World::warning(&launch) {
+            printer.note(&warning);
         }
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
         let world = World::meet(&launch, &placement, config.timeout, interfaces)?.map(Arc::new);

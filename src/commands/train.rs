@@ -67,7 +67,7 @@ fn train_in(
     let stop = Arc::new(stop);
     stop_on_signals(&stop).context("watching for signals")?;
     let (config, data) = with_data(config)?;
-    let launched = Launched::meet(&config, launch, cuda)?;
+    let launched = Launched::meet(&config, launch, cuda, printer)?;
     let world_size = launched.world_size();
     config.validate_for(world_size)?;
     let (mut recorder, mut origin) = (None, Origin::default());

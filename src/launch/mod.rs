@@ -3,6 +3,7 @@
 mod environment;
 mod error_file;
 mod failure;
+mod messages;
 mod placement;
 mod processes;
 mod rank;

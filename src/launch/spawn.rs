@@ -153,6 +153,9 @@ impl Spawn {
         if let Some(world) = &self.world {
             run.ranks_here = world.ranks_of_machine();
             run.elsewhere = Some(world.watch().elsewhere());
+            for rank in (0..world_size).filter(|rank| !world.ranks_here().contains(rank)) {
+                run.activity[rank].enter(Operation::Start, 0); // until more is known
+            }
         }
         let run = Arc::new(run);
         let (ended, ends) = unbounded();

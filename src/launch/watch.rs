@@ -1,15 +1,18 @@
 //! How the processes of a run watch over each other: a thread in each says through the store that it lives and what its
 //! ranks do, and tells its own ranks when one elsewhere has failed.
 
+use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded, select_biased};
-use serde::{Deserialize, Serialize};
+use crossbeam::channel::{
+    Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, never, select_biased,
+};
 
+use super::messages::{Beat, Told};
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
 use crate::sync::{Elsewhere, Run};
@@ -21,16 +24,17 @@ const BEAT: Duration = Duration::from_millis(500);
 /// Who has said nothing for so long does not answer any more.
 const SILENCE: Duration = Duration::from_millis(2000);
 
-/// What a failing rank leaves for the others.
-#[derive(Debug, Serialize, Deserialize)]
-struct Told {
-    rank: usize,
-    operation: String,
-    sequence: u64,
-    error: String,
-}
-
+/// Where a failing rank leaves what the others should know.
 const FAILURE: &str = "failure";
+
+/// Who serves the store.
+#[derive(Debug)]
+pub(super) struct Server {
+    /// The first rank of that process, if it has any.
+    pub rank: Option<usize>,
+    /// For the user.
+    pub name: String,
+}
 
 /// This process's side of it.
 #[derive(Debug)]
@@ -40,15 +44,15 @@ pub(super) struct Watch {
 }
 
 /// What ends the thread, and the thread.
-type Thread = (Sender<()>, JoinHandle<()>);
+type Thread = (Sender<Infallible>, JoinHandle<()>);
 
 #[derive(Debug)]
 struct Shared {
+    /// With the run's own patience.
     store: TcpStore,
     mine: usize,
     ranks: Vec<Range<usize>>,
-    /// Who serves the store.
-    server: String,
+    server: Server,
     beats: AtomicU64,
 }
 
@@ -57,7 +61,7 @@ impl Watch {
     /// `server` is who serves their store.
     pub(super) fn new(
         store: &TcpStore,
-        server: String,
+        server: Server,
         mine: usize,
         ranks: &[Range<usize>],
     ) -> Result<Self> {
@@ -97,19 +101,22 @@ impl Watch {
         drop(stop);
         let _ = thread.join();
         let (began, shared) = (Instant::now(), &self.shared);
+        let store = shared.hasty(never());
         // What fails here fails because the others are gone.
-        let _ = shared.store.add("left", 1);
+        let _ = store.add("left", 1);
         let Some(stay) = stay else { return };
         let all = shared.ranks.len() as i64;
-        let have_left = || !shared.store.add("left", 0).is_ok_and(|left| left < all);
-        let mut before = shared.beats_elsewhere();
+        let have_left = || !store.add("left", 0).is_ok_and(|left| left < all);
+        let beats =
+            || shared.others().map(|it| shared.beat_of(&store, it).ok()).collect::<Vec<_>>();
+        let mut before = beats();
         let mut looked = Instant::now();
         while !have_left() && began.elapsed() < stay {
             thread::park_timeout(SILENCE / 100); // the store has no event for it
             if looked.elapsed() < SILENCE {
                 continue;
             }
-            let now = shared.beats_elsewhere();
+            let now = beats();
             if now == before {
                 break; // nobody is there who has not left
             }
@@ -119,19 +126,27 @@ impl Watch {
 }
 
 impl Shared {
+    /// The store for who cannot wait long: one that takes longer is out of reach.
+    fn hasty(&self, cancelled: Receiver<Infallible>) -> TcpStore {
+        self.store.patient(SILENCE, cancelled)
+    }
+
     /// Until `stopped` closes.
-    fn watch(&self, run: &Arc<Run>, stopped: &Receiver<()>) {
+    fn watch(&self, run: &Arc<Run>, stopped: &Receiver<Infallible>) {
+        let store = self.store.patient(run.timeout, stopped.clone());
         let mut told = false;
         loop {
             if !told && run.cancel.cancelled_by().is_some() {
                 self.tell(run);
                 told = true;
             }
-            if let Err(error) = self.beat(run).and_then(|()| self.hear(run, &mut told)) {
+            let said = self.beat(&store, run).and_then(|()| self.hear(&store, run, &mut told));
+            let stops = stopped.try_recv() == Err(TryRecvError::Disconnected);
+            if let Err(error) = said
+                && !stops
+            {
                 if !told {
-                    let rank = self.ranks[0].start;
-                    let at = Some(run.activity[rank].now());
-                    run.report_at(rank, at, None, format!("{} is gone: {error}", self.server));
+                    self.report_loss(run, &error);
                 }
                 return;
             }
@@ -155,80 +170,102 @@ impl Shared {
         }
     }
 
+    /// The store is gone: that is a failure of who serves it. If that is no rank, this process can only say what it
+    /// was doing itself.
+    fn report_loss(&self, run: &Run, error: &Error) {
+        let rank = self.server.rank.unwrap_or(self.ranks[self.mine].start);
+        let at = Some(run.activity[rank].now());
+        run.report_at(rank, at, None, format!("{} is gone: {error}", self.server.name));
+    }
+
     /// Says that this process lives, and what its ranks do.
-    fn beat(&self, run: &Run) -> Result<()> {
-        let beats = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
-        let doing = run.activity[self.ranks[self.mine].clone()].iter().map(|it| it.now().packed());
-        let message: Vec<u8> =
-            std::iter::once(beats).chain(doing).flat_map(u64::to_le_bytes).collect();
-        self.store.set(&alive(self.mine), &message)
+    fn beat(&self, store: &TcpStore, run: &Run) -> Result<()> {
+        let number = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
+        let doing = run.activity[self.ranks[self.mine].clone()].iter().map(|it| it.now()).collect();
+        store.set(&alive(self.mine), &Beat { number, doing }.to_bytes())
     }
 
     /// Tells the others what has failed here first, unless somebody was faster.
     fn tell(&self, run: &Run) {
-        let told = run.failures().first().map(|failure| Told {
-            rank: failure.rank,
-            operation: failure.at.operation.to_string(),
-            sequence: failure.at.sequence,
-            error: failure.error.clone(),
-        });
-        let Some(told) = told else { return };
-        if let Ok(text) = serde_json::to_vec(&told) {
+        let told = run.failures().first().map(|it| Told::new(it.rank, it.at, &it.error));
+        if let Some(Ok(text)) = told.map(|told| told.to_bytes(FAILURE)) {
             // If the store is gone, they notice that.
-            let _ = self.store.compare_set(FAILURE, b"", &text);
+            let _ = self.hasty(never()).compare_set(FAILURE, b"", &text);
         }
     }
 
     /// Has this process's ranks stop, if one elsewhere has failed.
-    fn hear(&self, run: &Run, known: &mut bool) -> Result<()> {
-        if *known || !self.store.check(&[FAILURE.into()])? {
+    fn hear(&self, store: &TcpStore, run: &Run, known: &mut bool) -> Result<()> {
+        if *known {
             return Ok(());
         }
+        if !store.check(&[FAILURE.into()])? {
+            return self.follow_server(store, run);
+        }
         *known = true;
-        let text = self.store.get(FAILURE, SILENCE)?.unwrap_or_default();
-        let Ok(Told { rank, operation, sequence, error }) = serde_json::from_slice(&text) else {
-            let what = "another process has failed, and left something that cannot be read";
-            run.report_at(self.ranks[0].start, None, None, what.into());
-            return Ok(());
-        };
-        let rank = rank.min(run.activity.len() - 1);
-        let at = At::named(&operation, sequence);
-        run.activity[rank].restore(at);
-        run.report_at(rank, Some(at), None, error);
+        let text = store.get(FAILURE, SILENCE)?.unwrap_or_default();
+        match Told::from_bytes(FAILURE, &text, run.activity.len()) {
+            Ok(told) => {
+                run.activity[told.rank].restore(told.at());
+                run.report_at(told.rank, Some(told.at()), None, told.error);
+            }
+            Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
+        }
         Ok(())
     }
 
-    /// What each process has said last: its beats, and what its ranks do. None of what cannot be read.
-    fn told(&self, process: usize) -> Option<(u64, Vec<At>)> {
-        let message = self.store.get(&alive(process), Duration::ZERO).ok()??;
-        let (numbers, rest) = message.as_chunks::<8>();
-        let mut numbers = numbers.iter().copied().map(u64::from_le_bytes);
-        let beats = numbers.next()?;
-        let doing: Vec<At> = numbers.map(At::unpacked).collect::<Option<_>>()?;
-        (rest.is_empty() && doing.len() == self.ranks[process].len()).then_some((beats, doing))
+    /// Keeps what the ranks of the process that serves the store do: when it is gone, nobody can ask any more.
+    fn follow_server(&self, store: &TcpStore, run: &Run) -> Result<()> {
+        let is_server = |ranks: &Range<usize>| self.server.rank == Some(ranks.start);
+        let Some(process) = self.ranks.iter().position(is_server) else { return Ok(()) };
+        if process != self.mine
+            && let Some(beat) = self.beat_of(store, process)?
+        {
+            self.note(run, process, &beat);
+        }
+        Ok(())
+    }
+
+    fn note(&self, run: &Run, process: usize, beat: &Beat) {
+        for (rank, at) in self.ranks[process].clone().zip(&beat.doing) {
+            run.activity[rank].restore(*at);
+        }
+    }
+
+    /// What a process has said last; none if it has said nothing, or nothing that can be read.
+    fn beat_of(&self, store: &TcpStore, process: usize) -> Result<Option<Beat>> {
+        let key = alive(process);
+        if !store.check(std::slice::from_ref(&key))? {
+            return Ok(None);
+        }
+        let message = store.get(&key, SILENCE)?.unwrap_or_default();
+        Ok(Beat::from_bytes(&key, &message, self.ranks[process].len()).ok())
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
         (0..self.ranks.len()).filter(|&process| process != self.mine)
     }
 
-    fn beats_elsewhere(&self) -> Vec<Option<u64>> {
-        self.others().map(|process| self.told(process).map(|(beats, _)| beats)).collect()
+    /// All other processes' beats, noted.
+    fn beats_elsewhere(&self, store: &TcpStore, run: &Run) -> Result<Vec<Option<u64>>> {
+        let ask = |process| {
+            let beat = self.beat_of(store, process)?;
+            beat.iter().for_each(|beat| self.note(run, process, beat));
+            Ok(beat.map(|beat| beat.number))
+        };
+        self.others().map(ask).collect()
     }
 }
 
 /// Tells the processes of `store` that `rank`, the only one of its process, has ended, unless something is known to have
 /// failed. For who has started them and sees that. Returns what the rank was last seen doing.
 pub(super) fn tell_ended(store: &TcpStore, rank: usize, error: &str) -> Result<At> {
-    let has_said = store.check(&[alive(rank)])?;
-    let beat = if has_said { store.get(&alive(rank), SILENCE)? } else { None }.unwrap_or_default();
-    let doing = beat.as_chunks::<8>().0.get(1).copied().map(u64::from_le_bytes);
-    let unknown = At { operation: Operation::Start, sequence: 0 };
-    let at = doing.and_then(At::unpacked).unwrap_or(unknown);
-    let At { operation, sequence } = at;
-    let told = Told { rank, operation: operation.to_string(), sequence, error: error.into() };
-    let text = serde_json::to_vec(&told).unwrap_or_default();
-    store.compare_set(FAILURE, b"", &text)?;
+    let key = alive(rank);
+    let has_said = store.check(std::slice::from_ref(&key))?;
+    let beat = if has_said { store.get(&key, SILENCE)? } else { None }.unwrap_or_default();
+    let doing = Beat::from_bytes(&key, &beat, 1).ok().and_then(|beat| beat.doing.first().copied());
+    let at = doing.unwrap_or(At { operation: Operation::Start, sequence: 0 });
+    store.compare_set(FAILURE, b"", &Told::new(rank, at, error).to_bytes(FAILURE)?)?;
     Ok(at)
 }
 
@@ -237,25 +274,36 @@ fn alive(process: usize) -> String {
 }
 
 impl Elsewhere for Shared {
-    /// Asks twice, so that who has said nothing new in between is known to be silent.
-    fn look(&self) -> Vec<(LateRank, bool)> {
-        let before = self.beats_elsewhere();
-        // Nothing tells that nothing comes but time.
-        let until = Instant::now() + SILENCE;
-        while let Some(left) = until.checked_duration_since(Instant::now()) {
-            thread::park_timeout(left);
-        }
-        let mut seen = Vec::new();
-        for (process, before) in self.others().zip(before) {
-            let told = self.told(process);
-            let silent = told.as_ref().map(|(beats, _)| *beats) == before;
-            let mut doing = told.map_or(Vec::new(), |(_, doing)| doing);
-            let unknown = At { operation: Operation::Start, sequence: 0 };
-            doing.resize(self.ranks[process].len(), unknown);
-            for (rank, last_seen) in self.ranks[process].clone().zip(doing) {
-                seen.push((LateRank { rank, last_seen, silent }, silent));
+    /// Asks twice, so that who has said nothing new in between is known to be silent. If the store does not answer,
+    /// that is who serves it.
+    fn look(&self, run: &Run) -> Vec<LateRank> {
+        let cancelled = run.cancel.tripped();
+        let store = self.hasty(cancelled.clone());
+        let twice = self.beats_elsewhere(&store, run).and_then(|before| {
+            // Nothing tells that nothing comes but time.
+            select_biased! {
+                recv(cancelled) -> _ => Ok((before.clone(), Vec::new())),
+                default(SILENCE) => Ok((before, self.beats_elsewhere(&store, run)?)),
             }
-        }
-        seen
+        });
+        let silent: Vec<usize> = match twice {
+            _ if run.cancel.cancelled_by().is_some() => Vec::new(),
+            Ok((before, now)) => {
+                let both = before.iter().zip(&now);
+                let same = self.others().zip(both).filter(|(_, (before, now))| before == now);
+                same.map(|(process, _)| process).collect()
+            }
+            Err(_) => {
+                let serves = |process: &usize| self.server.rank == Some(self.ranks[*process].start);
+                self.others().filter(serves).collect()
+            }
+        };
+        let ranks = silent.into_iter().flat_map(|process| self.ranks[process].clone());
+        let seen =
+            |rank: usize| LateRank { rank, last_seen: run.activity[rank].now(), silent: true };
+        ranks.map(seen).collect()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,38 +5,29 @@
 //! of this start of it: an agent's store outlives a restart.
 
 use std::convert::Infallible;
+use std::net::{IpAddr, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Sender, bounded};
-use serde::{Deserialize, Serialize};
+use tch::Device;
 
-use super::watch::Watch;
+use super::messages::{Absence, Process, places, shared_gpu};
+use super::watch::{Server, Watch};
 use super::{Backend, Launch, LaunchKind, Placement};
 use crate::error::{Error, Result};
 use crate::process_group::{Invitation, Layout, Network, rank_label};
 use crate::sync::Run;
-use crate::torch::TcpStore;
-
-/// What a process tells the others about itself.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Process {
-    version: String,
-    host: String,
-    pid: u32,
-    backend: String,
-    /// The number of its first rank among those of its machine.
-    first_local: usize,
-    /// `CPU:0` for each of its ranks.
-    ranks: Vec<String>,
-}
+use crate::torch::{TcpStore, cuda};
 
 /// All processes of a run, as one of them knows them.
 #[derive(Debug)]
 pub struct World {
     processes: Vec<Process>,
+    /// The places of their ranks among all.
+    ranks: Vec<Range<usize>>,
     mine: usize,
     /// Under this run's prefix.
     store: TcpStore,
@@ -50,6 +41,24 @@ pub struct World {
 }
 
 impl World {
+    /// What the user should know before this process waits for others: if it is to serve them the store under a name that
+    /// is a loopback address here, as a line in Debian's `/etc/hosts` has it, no other machine can come. It is no error,
+    /// because all the processes may be on this one.
+    pub fn warning(launch: &Launch) -> Option<String> {
+        let master = launch.master.as_ref().filter(|it| !it.agent_store)?;
+        let others = launch.processes.index == 0 && launch.nnodes.is_some_and(|nnodes| nnodes > 1);
+        if !others || master.addr.parse::<IpAddr>().is_ok() {
+            return None;
+        }
+        let found = (&master.addr[..], master.port).to_socket_addrs().ok()?.next()?.ip();
+        let addr = &master.addr;
+        found.is_loopback().then(|| {
+            format!(
+                "{addr}, where the processes are to meet, is {found} here, where no other machine can come; if there are                  others, use --master-addr with an address of this machine that they can reach"
+            )
+        })
+    }
+
     /// Meets the other processes of `launch`; `None` if this is the only one. Returns when all are there.
     ///
     /// # Errors
@@ -82,6 +91,7 @@ impl World {
             ranks: (placement.devices.iter().zip(first_local..))
                 .map(|(device, local_rank)| rank_label(*device, local_rank))
                 .collect(),
+            gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
         };
         let count = launch.processes.count;
         let processes = match tell(&store, &me, mine, count, timeout) {
@@ -91,6 +101,10 @@ impl World {
             }
             told => told?,
         };
+        if processes[mine] != me {
+            let text = format!("another process has told the store that it is number {mine}, too");
+            return Err(Error::Input(text));
+        }
         if let Some((number, other)) = processes
             .iter()
             .enumerate()
@@ -102,29 +116,54 @@ impl World {
                 other.host, other.version, other.backend, me.host, me.version, me.backend
             )));
         }
+        if placement.backend == Backend::Nccl
+            && let Some((gpu, [one, other])) = shared_gpu(&processes)
+            && std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_none_or(|it| it != "1")
+        {
+            return Err(Error::Input(format!(
+                "{one} and {other} have the same GPU, {gpu}, and NCCL wants one for each rank: start fewer, or have each                  process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
+            )));
+        }
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let nnodes = launch.nnodes.unwrap_or(machines);
         let server = match &processes[0] {
-            _ if launch.kind == LaunchKind::Spawned => {
-                "the process that has started the ranks, and serves the store,".into()
+            _ if launch.kind == LaunchKind::Spawned => Server {
+                rank: None,
+                name: "the process that has started the ranks, and serves the store,".into(),
+            },
+            _ if master.agent_store => {
+                Server { rank: None, name: "torchrun's agent, which serves the store,".into() }
             }
-            _ if master.agent_store => "torchrun's agent, which serves the store,".into(),
-            Process { host, pid, .. } => {
-                format!("the process of rank 0 (on {host}, process {pid}), which serves the store,")
-            }
+            Process { host, pid, .. } => Server {
+                rank: Some(0),
+                name: format!(
+                    "the process of rank 0 (on {host}, process {pid}), which serves the store,"
+                ),
+            },
         };
-        let watch = Watch::new(&store, server, mine, &ranks(&processes))?;
-        Ok(Some(Self { processes, mine, store, serves, nnodes, interfaces, watch, _open: open }))
+        let ranks = places(&processes)?;
+        let watch = Watch::new(&store, server, mine, &ranks)?;
+        Ok(Some(Self {
+            processes,
+            ranks,
+            mine,
+            store,
+            serves,
+            nnodes,
+            interfaces,
+            watch,
+            _open: open,
+        }))
     }
 
     /// How many ranks all processes have together.
     pub fn world_size(&self) -> usize {
-        self.processes.iter().map(|process| process.ranks.len()).sum()
+        self.ranks.last().map_or(0, |last| last.end)
     }
 
     /// The ranks of this process.
     pub fn ranks_here(&self) -> Range<usize> {
-        ranks(&self.processes)[self.mine].clone()
+        self.ranks[self.mine].clone()
     }
 
     /// How many machines there are.
@@ -150,16 +189,15 @@ impl World {
 
     /// A rank's device, and its process if that is another one: `CPU:0 on b, process 71`.
     pub(super) fn label(&self, rank: usize) -> String {
-        let all = ranks(&self.processes);
+        let all = &self.ranks;
         let Some(process) = all.iter().position(|ranks| ranks.contains(&rank)) else {
             return "of no process".into();
         };
-        let Process { host, pid, ranks, .. } = &self.processes[process];
-        let label = &ranks[rank - all[process].start];
+        let place = rank - all[process].start;
         if process == self.mine {
-            label.clone()
+            self.processes[process].ranks[place].clone()
         } else {
-            format!("{label} on {host}, process {pid}")
+            self.processes[process].label(place)
         }
     }
 
@@ -176,7 +214,7 @@ impl World {
         }
         let store = self.store.reconnect(run.cancel.tripped().clone())?.under("world");
         let members = (0..self.world_size()).collect::<Vec<_>>().into();
-        let layout = Layout { processes: ranks(&self.processes), mine: self.mine };
+        let layout = Layout { processes: self.ranks.clone(), mine: self.mine };
         let interfaces = self.interfaces.as_deref();
         let network =
             Network::connect(store, run.clone(), Arc::clone(&members), layout, interfaces)?;
@@ -194,14 +232,12 @@ impl World {
     }
 }
 
-/// The places of the ranks of each process among all.
-fn ranks(processes: &[Process]) -> Vec<Range<usize>> {
-    let mut next = 0;
-    let mut take = |count: usize| {
-        next += count;
-        next - count..next
-    };
-    processes.iter().map(|process| take(process.ranks.len())).collect()
+/// What the device's GPU is called, if it is one.
+fn gpu_of(device: &Device) -> Option<String> {
+    match device {
+        Device::Cuda(index) => cuda::uuid(*index),
+        _ => None,
+    }
 }
 
 /// Tells the others what this process is, and hears what they are.
@@ -218,16 +254,14 @@ fn tell(
             "two processes say that they are number {mine} of {count}; give each its own --node-rank (or RANK)"
         )));
     }
-    let unreadable =
-        |error: serde_json::Error| Error::Input(format!("what a process tells: {error}"));
-    store.set(&key(mine), &serde_json::to_vec(me).map_err(unreadable)?)?;
+    store.set(&key(mine), &me.to_bytes(&key(mine))?)?;
     let keys: Vec<String> = (0..count).map(key).collect();
     let came = |process: &String| -> Result<Option<Process>> {
         if !store.check(std::slice::from_ref(process))? {
             return Ok(None);
         }
-        let told = store.get(process, Duration::from_secs(1))?.unwrap_or_default();
-        serde_json::from_slice(&told).map(Some).map_err(unreadable)
+        let told = store.get(process, SLICE)?.unwrap_or_default();
+        Process::from_bytes(process, &told).map(Some)
     };
     let began = Instant::now();
     let arrived = loop {
@@ -236,8 +270,7 @@ fn tell(
             break true;
         }
         if let Some(told) = store.get(ABSENT, Duration::ZERO)? {
-            let told = serde_json::from_slice(&told).map_err(unreadable)?;
-            let (missing, there): (String, String) = told;
+            let Absence { missing, there } = Absence::from_bytes(ABSENT, &told)?;
             store.add(HEARD, 1)?;
             return Err(Error::Absent { missing, count, waited: began.elapsed(), there });
         }
@@ -247,11 +280,7 @@ fn tell(
     };
     let all = keys.iter().map(came).collect::<Result<Vec<_>>>()?;
     if arrived && let Some(all) = all.iter().cloned().collect::<Option<Vec<_>>>() {
-        let too_many = all.iter().any(|process| process.ranks.len() > MOST_RANKS);
-        return match too_many {
-            true => Err(Error::Input("a process says that it has too many ranks".into())),
-            false => Ok(all),
-        };
+        return Ok(all);
     }
     let numbered = || all.iter().enumerate();
     let missing = numbered().filter(|(_, it)| it.is_none()).map(|(number, _)| number.to_string());
@@ -273,14 +302,14 @@ pub(super) fn prefix(run_id: &str, restart_count: usize) -> String {
 
 /// Tells those who still wait for `process` that it will not come.
 pub(super) fn tell_absent(store: &TcpStore, process: usize) -> Result<()> {
-    let told = (process.to_string(), "all others, or on their way");
-    store.set(ABSENT, &serde_json::to_vec(&told).unwrap_or_default())
+    let there = "all others, or on their way".into();
+    store.set(ABSENT, &Absence { missing: process.to_string(), there }.to_bytes(ABSENT)?)
 }
 
 /// Tells those who are there who is not, before the store goes with this process.
 fn part(store: &TcpStore, missing: &str, there: &str, count: usize) -> Result<()> {
-    let text = serde_json::to_vec(&(missing, there)).unwrap_or_default();
-    store.set(ABSENT, &text)?;
+    let absence = Absence { missing: missing.into(), there: there.into() };
+    store.set(ABSENT, &absence.to_bytes(ABSENT)?)?;
     let others = count - missing.split(", ").count() - 1;
     let began = Instant::now();
     while store.add(HEARD, 0)? < others as i64 && began.elapsed() < 3 * SLICE {
@@ -295,6 +324,3 @@ const SLICE: Duration = Duration::from_secs(1);
 /// Who is missing, as the process that serves the store has found; and how many have heard of it.
 const ABSENT: &str = "absent";
 const HEARD: &str = "heard";
-
-/// More than any process has.
-const MOST_RANKS: usize = 1 << 16;

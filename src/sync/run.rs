@@ -54,9 +54,9 @@ pub(crate) struct Failure {
 
 /// What can be known of ranks in other processes.
 pub(crate) trait Elsewhere: fmt::Debug + Send + Sync {
-    /// What each such rank was last seen doing, and for how long it has not been heard of, if that is too long.
-    /// Takes a moment.
-    fn look(&self) -> Vec<(LateRank, bool)>;
+    /// Asks what each such rank does: [`Run::activity`] of `run` has it then, as far as it can be known. Returns those
+    /// that do not answer any more. Takes a moment, unless the run is cancelled.
+    fn look(&self, run: &Run) -> Vec<LateRank>;
 }
 
 /// Shared by all ranks of one run.
@@ -270,14 +270,9 @@ impl Run {
         }
     }
 
-    /// Asks what ranks of other processes do: [`Run::activity`] has it then. Returns those that have not been heard of.
+    /// Asks what ranks of other processes do, as [`Elsewhere::look`].
     pub(crate) fn look(&self) -> Vec<LateRank> {
-        let Some(elsewhere) = &self.elsewhere else { return Vec::new() };
-        let seen = elsewhere.look();
-        for (LateRank { rank, last_seen, .. }, _) in &seen {
-            self.activity[*rank].restore(*last_seen);
-        }
-        seen.into_iter().filter(|(_, silent)| *silent).map(|(rank, _)| rank).collect()
+        self.elsewhere.as_ref().map_or(Vec::new(), |elsewhere| elsewhere.look(self))
     }
 
     /// Names `missing`, the ranks that are waited for, with what they were last seen doing.

@@ -106,6 +106,16 @@ fn find_gpus() -> Cuda {
     }
 }
 
+/// What no other GPU in the world is called, such as `GPU-8c1f...`, as `nvidia-smi -L` shows it; `None` if the driver
+/// does not say.
+pub(crate) fn uuid(index: usize) -> Option<String> {
+    let gpu = driver::device::get(i32::try_from(index).ok()?).ok()?;
+    let bytes = driver::device::get_uuid(gpu).ok()?.bytes;
+    let hex: String = bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
+    let parts = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]];
+    Some(format!("GPU-{}", parts.join("-")))
+}
+
 /// As `torch.cuda.set_device`, for the calling thread.
 ///
 /// # Errors

@@ -118,7 +118,8 @@ impl Gloo {
         // While it connects, it keeps its connection to the store busy, and afterwards it holds it.
         let own = store.another_connection()?;
         // Its threads for the network get the name of the one that makes them.
-        let connect = move |store: &mut _, _: &_| named(c"ddp-mp gloo", || Group::new(store, &join));
+        let connect =
+            move |store: &mut _, _: &_| named(c"ddp-mp gloo", || Group::new(store, &join));
         let group = own.ask(("connecting to all ranks under", prefix), timeout, connect)?;
         let (running, all_ended) = bounded(0);
         Ok(Self { group: Mutex::new(Some(group)), rank, size, running: Some(running), all_ended })

@@ -28,6 +28,9 @@ use crate::error::{Error, Result};
 pub(crate) struct TcpStore {
     client: Arc<Client>,
     prefix: String,
+    /// For how long an answer is waited for.
+    timeout: Duration,
+    cancelled: Receiver<Infallible>,
 }
 
 /// The thread of a connection, seen from outside.
@@ -40,8 +43,6 @@ struct Client {
     name: String,
     server: SocketAddr,
     local: IpAddr,
-    timeout: Duration,
-    cancelled: Receiver<Infallible>,
 }
 
 type Request = Box<dyn FnOnce(&mut Connection) + Send>;
@@ -135,25 +136,32 @@ impl TcpStore {
         drop(waiting);
         let (server, local) = answer.map_err(fail)?;
         let requests = Some(requests);
-        let client = Client { requests, ended, name, server, local, timeout, cancelled };
-        Ok(Self { client: Arc::new(client), prefix: String::new() })
+        let client = Client { requests, ended, name, server, local };
+        Ok(Self { client: Arc::new(client), prefix: String::new(), timeout, cancelled })
     }
 
     /// A second connection to the same store, with the same prefix: it can wait while this one does other things.
     pub(crate) fn another_connection(&self) -> Result<Self> {
-        self.reconnect(self.client.cancelled.clone())
+        self.reconnect(self.cancelled.clone())
     }
 
     /// A connection of its own to the same store, with the same prefix, whose requests end when `cancelled` closes.
     pub(crate) fn reconnect(&self, cancelled: Receiver<Infallible>) -> Result<Self> {
-        let Client { server, timeout, .. } = &*self.client;
-        let other = Self::connect(&server.ip().to_string(), server.port(), *timeout, cancelled)?;
+        let server = self.client.server;
+        let host = server.ip().to_string();
+        let other = Self::connect(&host, server.port(), self.timeout, cancelled)?;
         Ok(Self { prefix: self.prefix.clone(), ..other })
+    }
+
+    /// The same connection, for requests that wait for the server for `timeout`, and no longer than until `cancelled`
+    /// closes.
+    pub(crate) fn patient(&self, timeout: Duration, cancelled: Receiver<Infallible>) -> Self {
+        Self { timeout, cancelled, ..self.clone() }
     }
 
     /// The same store, but with `prefix` and a slash before all keys. Follows `PrefixStore`.
     pub(crate) fn under(&self, prefix: &str) -> Self {
-        Self { client: self.client.clone(), prefix: self.key(prefix) + "/" }
+        Self { prefix: self.key(prefix) + "/", ..self.clone() }
     }
 
     /// Where the server listens.
@@ -262,7 +270,7 @@ impl TcpStore {
             // If the thread has ended, so has `reply`.
             let _ = requests.send(request);
         }
-        let answer = answer(&reply, &client.cancelled, client.timeout.saturating_add(waits));
+        let answer = answer(&reply, &self.cancelled, self.timeout.saturating_add(waits));
         drop(waiting);
         answer.map_err(|reason| Error::Store {
             address: client.name.clone(),

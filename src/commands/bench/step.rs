@@ -95,7 +95,7 @@ pub fn bench_step(
     let work = |launch| {
         let (config, data) = with_data(config.clone())?;
         let dataset = data.training;
-        let launched = Launched::meet(&config, launch, cuda)?;
+        let launched = Launched::meet(&config, launch, cuda, printer)?;
         config.validate_for(launched.world_size())?;
         if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
             printer.note(note);

@@ -1,0 +1,349 @@
+//! What the processes of a run leave for each other in their store: as bytes, and checked when they come back.
+//!
+//! Whoever reaches the store can write there, so nothing that is read is taken to be what a process wrote: no number
+//! is used that does not fit the run, and no message ends a process.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::operation::At;
+
+/// More ranks than any run has: that many are counted, and each takes some memory.
+pub(super) const MOST_RANKS: usize = 1 << 16;
+
+/// What a process tells the others about itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Process {
+    pub version: String,
+    pub host: String,
+    pub pid: u32,
+    pub backend: String,
+    /// The number of its first rank among those of its machine.
+    pub first_local: usize,
+    /// `CPU:0` for each of its ranks.
+    pub ranks: Vec<String>,
+    /// What no other GPU in the world is called, for each rank; none of ranks on the CPU.
+    pub gpus: Vec<String>,
+}
+
+impl Process {
+    pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
+        to_json(key, self)
+    }
+
+    /// # Errors
+    /// [`Error::Input`] for what is none.
+    pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
+        let process: Self = from_json(key, bytes)?;
+        match (process.ranks.len(), process.gpus.len()) {
+            (count @ 1..=MOST_RANKS, gpus) if gpus <= count => Ok(process),
+            (count, gpus) => {
+                Err(unreadable(key, &format!("a process with {count} ranks and {gpus} GPUs")))
+            }
+        }
+    }
+
+    /// Rank `place` of it, for the user.
+    pub(super) fn label(&self, place: usize) -> String {
+        let Process { host, pid, ranks, .. } = self;
+        format!("{} on {host}, process {pid}", ranks[place])
+    }
+}
+
+/// The places of the ranks of each process among all.
+///
+/// # Errors
+/// [`Error::Input`] if all of them together are too many.
+pub(super) fn places(processes: &[Process]) -> Result<Vec<Range<usize>>> {
+    let mut next = 0;
+    let mut take = |count: usize| {
+        next += count;
+        next - count..next
+    };
+    // Each has been checked, so that the sum is no larger than the memory that they take.
+    let places: Vec<_> = processes.iter().map(|process| take(process.ranks.len())).collect();
+    if next <= MOST_RANKS {
+        return Ok(places);
+    }
+    let count = processes.len();
+    Err(Error::Input(format!(
+        "{count} processes say that they have {next} ranks; {MOST_RANKS} are the most"
+    )))
+}
+
+/// The first GPU that two ranks have, if there is one, with both of them for the user.
+pub(super) fn shared_gpu(processes: &[Process]) -> Option<(&str, [String; 2])> {
+    let mut seen: HashMap<&str, (usize, &Process, usize)> = HashMap::new();
+    let mut first = 0;
+    for process in processes {
+        for (place, gpu) in process.gpus.iter().enumerate() {
+            let here = (first + place, process, place);
+            if let Some(before) = seen.insert(gpu, here) {
+                let name = |(rank, process, place): (usize, &Process, usize)| {
+                    format!("rank {rank} ({})", process.label(place))
+                };
+                return Some((gpu, [name(before), name(here)]));
+            }
+        }
+        first += process.ranks.len();
+    }
+    None
+}
+
+/// Who has not come, and who is there: for the user.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Absence {
+    pub missing: String,
+    pub there: String,
+}
+
+impl Absence {
+    pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
+        to_json(key, self)
+    }
+
+    /// # Errors
+    /// [`Error::Input`] for what is none.
+    pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
+        from_json(key, bytes)
+    }
+}
+
+/// What a failing rank leaves for the others.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Told {
+    pub rank: usize,
+    pub operation: String,
+    pub sequence: u64,
+    pub error: String,
+}
+
+impl Told {
+    pub(super) fn new(rank: usize, at: At, error: &str) -> Self {
+        let At { operation, sequence } = at;
+        Self { rank, operation: operation.to_string(), sequence, error: error.into() }
+    }
+
+    /// What the rank was doing.
+    pub(super) fn at(&self) -> At {
+        At::named(&self.operation, self.sequence)
+    }
+
+    pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
+        to_json(key, self)
+    }
+
+    /// In a run of so many ranks.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for what is none.
+    pub(super) fn from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Self> {
+        let told: Self = from_json(key, bytes)?;
+        if told.rank < world_size {
+            return Ok(told);
+        }
+        let Told { rank, error, .. } = told;
+        Err(unreadable(key, &format!("rank {rank} of {world_size} has failed: {error}")))
+    }
+}
+
+/// That a process lives, and what its ranks do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Beat {
+    /// How many there were.
+    pub number: u64,
+    pub doing: Vec<At>,
+}
+
+impl Beat {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let doing = self.doing.iter().map(|at| at.packed());
+        std::iter::once(self.number).chain(doing).flat_map(u64::to_le_bytes).collect()
+    }
+
+    /// Of a process with so many ranks.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for what is none.
+    pub(super) fn from_bytes(key: &str, bytes: &[u8], ranks: usize) -> Result<Self> {
+        let (numbers, rest) = bytes.as_chunks::<8>();
+        if !rest.is_empty() || numbers.len() != 1 + ranks {
+            let len = bytes.len();
+            return Err(unreadable(key, &format!("{len} bytes from a process of {ranks} ranks")));
+        }
+        let mut numbers = numbers.iter().copied().map(u64::from_le_bytes);
+        let number = numbers.next().unwrap_or_default();
+        let doing = numbers.map(|packed| {
+            At::unpacked(packed)
+                .ok_or_else(|| unreadable(key, &format!("{packed:#x} is nothing that a rank does")))
+        });
+        Ok(Self { number, doing: doing.collect::<Result<_>>()? })
+    }
+}
+
+fn unreadable(key: &str, why: &str) -> Error {
+    Error::Input(format!(
+        "what the store has as {key:?} is no message of this program's: {why}; who else writes there?"
+    ))
+}
+
+fn to_json(key: &str, message: &impl Serialize) -> Result<Vec<u8>> {
+    serde_json::to_vec(message).map_err(|error| Error::Input(format!("{key}: {error}")))
+}
+
+fn from_json<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|error| unreadable(key, &error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use proptest::sample::Index;
+
+    use super::*;
+    use crate::operation::Operation;
+
+    const KEY: &str = "some/key";
+
+    /// Reads `bytes` as each of the messages: none may panic, and what is refused names the key.
+    fn read_all(bytes: &[u8], count: usize) {
+        let refused = [
+            Process::from_bytes(KEY, bytes).err(),
+            Absence::from_bytes(KEY, bytes).err(),
+            Told::from_bytes(KEY, bytes, count).err(),
+            Beat::from_bytes(KEY, bytes, count).err(),
+        ];
+        for error in refused.into_iter().flatten() {
+            assert!(error.to_string().contains(KEY), "{error}");
+        }
+        if let Ok(process) = Process::from_bytes(KEY, bytes) {
+            let twice = [process.clone(), process];
+            assert_eq!(places(&twice).is_ok(), 2 * twice[0].ranks.len() <= MOST_RANKS);
+            assert_eq!(shared_gpu(&twice).is_some(), !twice[0].gpus.is_empty());
+        }
+        if let Ok(told) = Told::from_bytes(KEY, bytes, count) {
+            assert!(told.rank < count);
+            told.at().packed();
+        }
+        if let Ok(beat) = Beat::from_bytes(KEY, bytes, count) {
+            assert_eq!((beat.doing.len(), beat.to_bytes()), (count, bytes.to_vec()));
+        }
+    }
+
+    fn at() -> impl Strategy<Value = At> {
+        let operation = (0..Operation::ALL.len()).prop_map(|place| Operation::ALL[place]);
+        (operation, 0..1u64 << 56).prop_map(|(operation, sequence)| At { operation, sequence })
+    }
+
+    fn process() -> impl Strategy<Value = Process> {
+        let texts = (".*", ".*", ".*", prop::collection::vec(".*", 1..4));
+        (texts, any::<u32>(), any::<usize>()).prop_map(|(texts, pid, first_local)| {
+            let (version, host, backend, ranks) = texts;
+            let gpus = ranks.clone();
+            Process { version, host, pid, backend, first_local, ranks, gpus }
+        })
+    }
+
+    /// Each of the messages as it is written, and how many ranks it is about.
+    fn written() -> impl Strategy<Value = (Vec<u8>, usize)> {
+        let beat = (any::<u64>(), prop::collection::vec(at(), 0..5)).prop_map(|(number, doing)| {
+            let count = doing.len();
+            (Beat { number, doing }.to_bytes(), count)
+        });
+        let told = (0..9usize, at(), ".*")
+            .prop_map(|(rank, at, error)| (Told::new(rank, at, &error).to_bytes(KEY).unwrap(), 9));
+        let absence = (".*", ".*")
+            .prop_map(|(missing, there)| (Absence { missing, there }.to_bytes(KEY).unwrap(), 1));
+        let process = process().prop_map(|process| (process.to_bytes(KEY).unwrap(), 1));
+        prop_oneof![beat, told, absence, process]
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_end_a_process(bytes: Vec<u8>, count in 0..9usize) {
+            read_all(&bytes, count);
+        }
+
+        #[test]
+        fn nor_do_messages_that_were_changed(
+            (mut bytes, count) in written(),
+            changes: Vec<(Index, u8)>,
+            len: Index,
+            cut: bool,
+        ) {
+            let whole = bytes.len();
+            if whole > 0 {
+                changes.iter().for_each(|(place, byte)| bytes[place.index(whole)] = *byte);
+            }
+            if cut {
+                bytes.truncate(len.index(whole + 1));
+            }
+            read_all(&bytes, count);
+        }
+
+        #[test]
+        fn what_is_written_is_read(
+            process in process(),
+            told in (0..9usize, at(), ".*"),
+            number: u64,
+            doing in prop::collection::vec(at(), 0..5),
+        ) {
+            let bytes = process.to_bytes(KEY).unwrap();
+            prop_assert_eq!(Process::from_bytes(KEY, &bytes).unwrap(), process);
+            let (rank, at, error) = told;
+            let told = Told::new(rank, at, &error);
+            let read = Told::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 9).unwrap();
+            prop_assert_eq!(read.at(), at);
+            prop_assert_eq!(read, told);
+            let beat = Beat { number, doing };
+            let read = Beat::from_bytes(KEY, &beat.to_bytes(), beat.doing.len()).unwrap();
+            prop_assert_eq!(read, beat);
+        }
+    }
+
+    fn crowd(count: usize) -> Process {
+        Process {
+            version: String::new(),
+            host: "a".into(),
+            pid: count as u32,
+            backend: String::new(),
+            first_local: 0,
+            ranks: (0..count).map(|rank| format!("GPU:{rank}")).collect(),
+            gpus: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn two_ranks_with_one_gpu_are_found() {
+        let with = |gpus: &[&str]| Process {
+            gpus: gpus.iter().map(ToString::to_string).collect(),
+            ..crowd(gpus.len())
+        };
+        assert_eq!(shared_gpu(&[with(&["x", "y"]), crowd(3), with(&["z"])]), None);
+        let ranks = [with(&["x", "y"]), crowd(3), with(&["z", "y", "x"])];
+        let both = ["rank 1 (GPU:1 on a, process 2)", "rank 6 (GPU:1 on a, process 3)"];
+        assert_eq!(shared_gpu(&ranks), Some(("y", both.map(String::from))));
+    }
+
+    #[test]
+    fn numbers_that_do_not_fit_the_run_are_refused() {
+        let told = Told::new(3, At { operation: Operation::Step, sequence: 1 }, "why");
+        let error = Told::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 3).unwrap_err().to_string();
+        assert!(error.contains("rank 3 of 3 has failed: why"), "{error}");
+        for count in [0, MOST_RANKS + 1] {
+            let bytes = crowd(count).to_bytes(KEY).unwrap();
+            let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
+            assert!(error.contains(&format!("a process with {count} ranks")), "{error}");
+        }
+        let bytes = Process { gpus: vec!["x".into(); 3], ..crowd(2) }.to_bytes(KEY).unwrap();
+        let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
+        assert!(error.contains("a process with 2 ranks and 3 GPUs"), "{error}");
+        let error = places(&[crowd(MOST_RANKS), crowd(1)]).unwrap_err().to_string();
+        assert!(error.contains("2 processes say that they have 65537 ranks"), "{error}");
+        assert_eq!(places(&[crowd(2), crowd(1)]).unwrap(), [0..2, 2..3]);
+    }
+}

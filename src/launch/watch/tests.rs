@@ -1,0 +1,121 @@
+//! A process whose cable to the store is cut, or whose store goes.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::AtomicBool;
+
+use super::*;
+
+/// No test takes so long.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The timeout of a run whose end no test would see.
+const LONG: Duration = Duration::from_secs(24 * 60 * 60);
+
+const RANKS: [Range<usize>; 3] = [0..2, 2..3, 3..4];
+
+/// Process 2 of these, and its way to the store, which process 0 serves.
+struct Scene {
+    server: TcpStore,
+    cut: Arc<AtomicBool>,
+    watch: Watch,
+    run: Arc<Run>,
+}
+
+fn scene() -> Scene {
+    let server = TcpStore::serve("127.0.0.1", 0, LIMIT, never()).unwrap();
+    let (port, cut) = cable(server.port());
+    let store = TcpStore::connect("127.0.0.1", port, LONG, never()).unwrap();
+    let serves = Server { rank: Some(0), name: "the server".into() };
+    let watch = Watch::new(&store, serves, 2, &RANKS).unwrap();
+    let beat = Beat { number: 1, doing: vec![all_reduce(), all_reduce()] };
+    server.set("alive/0", &beat.to_bytes()).unwrap();
+    Scene { server, cut, watch, run: Arc::new(Run::new(4, LONG, None)) }
+}
+
+fn all_reduce() -> At {
+    At { operation: Operation::AllReduce, sequence: 7 }
+}
+
+/// A way to `port`, for as many connections as a scene opens: each looks whether there is one first. After it is cut,
+/// nothing arrives, and nobody hears of that.
+fn cable(port: u16) -> (u16, Arc<AtomicBool>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let here = listener.local_addr().unwrap().port();
+    let cut = Arc::new(AtomicBool::new(false));
+    let is_cut = cut.clone();
+    thread::spawn(move || {
+        for from in listener.incoming().take(4) {
+            let (from, to) = (from.unwrap(), TcpStream::connect(("127.0.0.1", port)).unwrap());
+            let ends = (from.try_clone().unwrap(), to.try_clone().unwrap());
+            for (mut from, mut to) in [(from, to), (ends.1, ends.0)] {
+                let is_cut = is_cut.clone();
+                thread::spawn(move || {
+                    let mut bytes = [0; 4096];
+                    while let Ok(count @ 1..) = from.read(&mut bytes) {
+                        if !is_cut.load(Ordering::SeqCst) && to.write_all(&bytes[..count]).is_err()
+                        {
+                            return;
+                        }
+                    }
+                    if !is_cut.load(Ordering::SeqCst) {
+                        let _ = to.shutdown(std::net::Shutdown::Both);
+                    }
+                });
+            }
+        }
+    });
+    (here, cut)
+}
+
+/// What `work` returns; it does not hang.
+fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, result) = bounded(1);
+    thread::spawn(move || done.send(work()));
+    result.recv_timeout(LIMIT).expect("it ends")
+}
+
+#[test]
+fn a_look_at_a_store_out_of_reach_ends_and_names_who_serves_it() {
+    let Scene { server: _server, cut, watch, run } = scene();
+    let store = watch.shared.store.clone();
+    watch.shared.hear(&store, &run, &mut false).unwrap();
+    cut.store(true, Ordering::SeqCst);
+    let silent = in_time(move || watch.elsewhere().look(&run));
+    let named: Vec<_> = silent.iter().map(|it| (it.rank, it.last_seen, it.silent)).collect();
+    assert_eq!(named, [(0, all_reduce(), true), (1, all_reduce(), true)]);
+}
+
+#[test]
+fn a_look_names_nobody_when_the_run_is_cancelled() {
+    let Scene { server: _server, cut, watch, run } = scene();
+    cut.store(true, Ordering::SeqCst);
+    run.report(3, None, "something else".into());
+    assert!(in_time(move || watch.elsewhere().look(&run)).is_empty());
+}
+
+#[test]
+fn the_watch_ends_although_the_store_is_out_of_reach() {
+    let Scene { server, cut, watch, run } = scene();
+    watch.start(&run).unwrap();
+    assert!(server.wait(&[alive(2)], LIMIT).unwrap());
+    cut.store(true, Ordering::SeqCst);
+    in_time(move || watch.leave(Some(LONG)));
+    assert!(run.failures().is_empty());
+}
+
+#[test]
+fn when_the_store_goes_the_rank_that_served_it_is_named_with_what_it_did_last() {
+    let Scene { server, watch, run, .. } = scene();
+    watch.start(&run).unwrap();
+    while run.activity[1].now() != all_reduce() {
+        thread::yield_now(); // it hears of that with its next beat
+    }
+    drop(server);
+    run.cancel.tripped().recv_timeout(LIMIT).unwrap_err();
+    let failures = run.failures();
+    assert_eq!((failures[0].rank, failures[0].at), (0, all_reduce()));
+    assert!(failures[0].error.starts_with("the server is gone: "), "{}", failures[0].error);
+    drop(failures);
+    watch.leave(None);
+}
