@@ -90,7 +90,8 @@ impl Checkpoint {
         };
         let model = file(|it| &it.model, MODEL, sizes[0])?;
         let optimizer = file(|it| &it.optimizer, OPTIMIZER, sizes[1])?;
-        let state = serde_json::from_str(&state).map_err(|e| Error::Input(e.to_string()))?;
+        let state = serde_json::from_str(&state)
+            .map_err(|error| Error::Input(format!("what rank 0 tells of {TRAINER}: {error}")))?;
         Ok(Some(Self { path, state, model, optimizer }))
     }
 

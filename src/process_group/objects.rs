@@ -43,7 +43,7 @@ impl ProcessGroup {
         let bytes = if is_source { to_bytes(NAME, &*object_list)? } else { Vec::new() };
         let mut len = self.lengths(&[bytes.len()]);
         self.broadcast(&mut len, src)?;
-        let mut bytes = self.tensor_of(&bytes, self.read_lengths(&len)?[0]);
+        let mut bytes = self.tensor_of(&bytes, self.read_lengths(NAME, &len)?[0])?;
         self.broadcast(&mut bytes, src)?;
         if !is_source {
             *object_list = from_bytes(NAME, &self.bytes_of(&bytes)?)?;
@@ -73,7 +73,7 @@ impl ProcessGroup {
     /// ```
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         const NAME: &str = "all_gather_object";
-        let (padded, lengths) = self.padded(&to_bytes(NAME, object)?)?;
+        let (padded, lengths) = self.padded(NAME, &to_bytes(NAME, object)?)?;
         let mut all: Vec<Tensor> = lengths.iter().map(|_| padded.zeros_like()).collect();
         self.all_gather(&mut all, &padded)?;
         self.objects(NAME, &all, &lengths)
@@ -105,7 +105,7 @@ impl ProcessGroup {
         dst: usize,
     ) -> Result<Option<Vec<T>>> {
         const NAME: &str = "gather_object";
-        let (padded, lengths) = self.padded(&to_bytes(NAME, object)?)?;
+        let (padded, lengths) = self.padded(NAME, &to_bytes(NAME, object)?)?;
         if self.rank() != dst {
             self.gather(&padded, None, dst)?;
             return Ok(None);
@@ -159,14 +159,14 @@ impl ProcessGroup {
         let lengths: Vec<Tensor> = list.iter().map(|bytes| self.lengths(&[bytes.len()])).collect();
         self.scatter(&mut len, (self.rank() == src).then_some(&lengths[..]), src)?;
         // Only rank `src` sends anything in this all_to_all, so that nothing needs to be padded.
-        let len = self.read_lengths(&len)?[0];
+        let len = self.read_lengths(NAME, &len)?[0];
         let none = vec![0; self.world_size()];
         let (mut from, mut to) = (none.clone(), none);
         from[src] = len as i64;
         list.iter().zip(&mut to).for_each(|(bytes, to)| *to = bytes.len() as i64);
         let all = list.concat();
-        let mut mine = self.tensor_of(&[], len);
-        let input = self.tensor_of(&all, all.len());
+        let mut mine = self.tensor_of(&[], len)?;
+        let input = self.tensor_of(&all, all.len())?;
         self.all_to_all_single(&mut mine, &input, Some(&from), Some(&to))?;
         from_bytes(NAME, &self.bytes_of(&mine)?)
     }
@@ -198,7 +198,7 @@ impl ProcessGroup {
     pub fn send_object_list<T: Serialize>(&self, object_list: &[T], dst: usize) -> Result<()> {
         let bytes = to_bytes("send_object_list", &object_list)?;
         self.send(&self.lengths(&[bytes.len()]), dst, OBJECTS)?;
-        self.send(&self.tensor_of(&bytes, bytes.len()), dst, OBJECTS)
+        self.send(&self.tensor_of(&bytes, bytes.len())?, dst, OBJECTS)
     }
 
     /// Receives the list that rank `src` sends with [`ProcessGroup::send_object_list`].
@@ -208,28 +208,29 @@ impl ProcessGroup {
     /// # Errors
     /// As [`ProcessGroup::send_object_list`], which has an example.
     pub fn recv_object_list<T: DeserializeOwned>(&self, src: usize) -> Result<Vec<T>> {
+        const NAME: &str = "recv_object_list";
         let mut len = self.lengths(&[0]);
         self.recv(&mut len, Some(src), OBJECTS)?;
-        let mut bytes = self.tensor_of(&[], self.read_lengths(&len)?[0]);
+        let mut bytes = self.tensor_of(&[], self.read_lengths(NAME, &len)?[0])?;
         self.recv(&mut bytes, Some(src), OBJECTS)?;
-        from_bytes("recv_object_list", &self.bytes_of(&bytes)?)
+        from_bytes(NAME, &self.bytes_of(&bytes)?)
     }
 
     /// Rank `src`'s `size` bytes, on every rank.
     pub(crate) fn broadcast_bytes(&self, bytes: &[u8], size: usize, src: usize) -> Result<Vec<u8>> {
         let mine = if self.rank() == src { bytes } else { &[] };
-        let mut tensor = self.tensor_of(mine, size);
+        let mut tensor = self.tensor_of(mine, size)?;
         self.broadcast(&mut tensor, src)?;
         self.bytes_of(&tensor)
     }
 
     /// This rank's bytes, made as long as the longest, and how long each rank's are.
-    fn padded(&self, bytes: &[u8]) -> Result<(Tensor, Vec<usize>)> {
+    fn padded(&self, name: &str, bytes: &[u8]) -> Result<(Tensor, Vec<usize>)> {
         let mut all = self.lengths(&vec![0; self.world_size()]);
         self.all_gather_into_tensor(&mut all, &self.lengths(&[bytes.len()]))?;
-        let lengths = self.read_lengths(&all)?;
+        let lengths = self.read_lengths(name, &all)?;
         let longest = lengths.iter().copied().max().unwrap_or(0);
-        Ok((self.tensor_of(bytes, longest), lengths))
+        Ok((self.tensor_of(bytes, longest)?, lengths))
     }
 
     fn objects<T: DeserializeOwned>(
@@ -244,11 +245,17 @@ impl ProcessGroup {
         all.iter().zip(lengths).map(object).collect()
     }
 
-    /// Bytes on this rank's device, with zeros up to `len`.
-    fn tensor_of(&self, bytes: &[u8], len: usize) -> Tensor {
-        let mut padded = bytes.to_vec();
+    /// Bytes on this rank's device, with zeros up to `len`, which another rank may have told.
+    fn tensor_of(&self, bytes: &[u8], len: usize) -> Result<Tensor> {
+        let mut padded = Vec::new();
+        padded.try_reserve_exact(len).map_err(|error| {
+            Error::Input(format!(
+                "there is no room for the {len} bytes that are announced: {error}"
+            ))
+        })?;
+        padded.extend_from_slice(&bytes[..bytes.len().min(len)]);
         padded.resize(len, 0);
-        Tensor::from_slice(&padded).to_device(self.device())
+        Ok(Tensor::from_slice(&padded).to_device(self.device()))
     }
 
     fn lengths(&self, lengths: &[usize]) -> Tensor {
@@ -262,11 +269,11 @@ impl ProcessGroup {
         if self.launches { self.synchronize() } else { Ok(()) }
     }
 
-    fn read_lengths(&self, lengths: &Tensor) -> Result<Vec<usize>> {
+    fn read_lengths(&self, name: &str, lengths: &Tensor) -> Result<Vec<usize>> {
         self.await_launched()?;
         let lengths = lengths.to_device(Device::Cpu).to_kind(Kind::Int64);
         let lengths = Vec::<i64>::try_from(&lengths).map_err(Error::torch("reading lengths"))?;
-        Ok(lengths.into_iter().map(|len| len.max(0) as usize).collect())
+        lengths.into_iter().map(|len| length(name, len)).collect()
     }
 
     fn bytes_of(&self, tensor: &Tensor) -> Result<Vec<u8>> {
@@ -278,9 +285,23 @@ impl ProcessGroup {
 /// The tag of objects between two ranks, which no tensor's tag should be.
 const OBJECTS: u64 = u64::MAX;
 
+/// No object is longer: each rank makes room for as much as another one announces.
+const LONGEST: usize = i32::MAX as usize;
+
+fn length(name: &str, len: i64) -> Result<usize> {
+    usize::try_from(len).ok().filter(|len| *len <= LONGEST).ok_or_else(|| {
+        Error::Input(format!(
+            "{name}: an object has up to {LONGEST} bytes, and {len} are announced"
+        ))
+    })
+}
+
 fn to_bytes(name: &str, object: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
-    rmp_serde::to_vec_named(object)
-        .map_err(|error| Error::Input(format!("{name}: the object cannot be serialised: {error}")))
+    let bytes = rmp_serde::to_vec_named(object).map_err(|error| {
+        Error::Input(format!("{name}: the object cannot be serialised: {error}"))
+    })?;
+    length(name, bytes.len() as i64)?;
+    Ok(bytes)
 }
 
 fn from_bytes<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
@@ -290,4 +311,63 @@ fn from_bytes<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
             std::any::type_name::<T>()
         ))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::path::PathBuf;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    type Header = Vec<(PathBuf, String, [usize; 2])>;
+    type Map = BTreeMap<String, Vec<Option<f64>>>;
+
+    /// Reads `bytes` as objects of several types: what is none of them is refused in the name of the call.
+    fn read_all(bytes: &[u8]) {
+        let refused = [
+            from_bytes::<Header>("some_call", bytes).err(),
+            from_bytes::<Map>("some_call", bytes).err(),
+            from_bytes::<Vec<Vec<Vec<String>>>>("some_call", bytes).err(),
+            from_bytes::<serde_json::Value>("some_call", bytes).err(),
+        ];
+        for error in refused.into_iter().flatten() {
+            assert!(error.to_string().contains("some_call: the object that came"), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_are_more_than_an_error(bytes: Vec<u8>) {
+            read_all(&bytes);
+        }
+
+        #[test]
+        fn nor_is_an_object_that_was_changed(
+            map: Map,
+            header: (String, String, [usize; 2]),
+            changes: Vec<(prop::sample::Index, u8)>,
+        ) {
+            let header: Header = vec![(header.0.into(), header.1, header.2)];
+            for mut bytes in [to_bytes("", &map).unwrap(), to_bytes("", &header).unwrap()] {
+                let len = bytes.len();
+                changes.iter().for_each(|(place, byte)| bytes[place.index(len)] = *byte);
+                read_all(&bytes);
+            }
+        }
+    }
+
+    /// Lists in lists without an end, and one that claims to be longer than any memory.
+    #[test]
+    fn what_would_take_all_memory_is_refused() {
+        read_all(&vec![0x91; 1 << 20]);
+        read_all(&[0xdd, 0xff, 0xff, 0xff, 0xff]);
+        for len in [-1, LONGEST as i64 + 1, i64::MAX] {
+            let error = length("some_call", len).unwrap_err().to_string();
+            assert!(error.contains(&format!("and {len} are announced")), "{error}");
+        }
+        assert_eq!(length("some_call", LONGEST as i64).unwrap(), LONGEST);
+    }
 }

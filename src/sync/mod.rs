@@ -16,4 +16,5 @@ pub(crate) use cancel::CancelToken;
 pub use fault::{Fault, FaultKind, Stage};
 pub use panics::install_panic_hook;
 pub(crate) use run::{Activity, Elsewhere, Failure, Run};
+pub(crate) use stop::News;
 pub use stop::{Stop, StopReason};

@@ -37,6 +37,11 @@ impl StopReason {
         Self::ALL.into_iter().find(|it| *it as usize == number)
     }
 
+    /// Its number; 0 for none.
+    fn number(reason: Option<Self>) -> usize {
+        reason.map_or(0, |reason| reason as usize)
+    }
+
     /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
@@ -77,6 +82,37 @@ impl fmt::Debug for Stop {
 
 /// No step.
 const NEVER: u64 = u64::MAX;
+
+/// What processes tell each other about a stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct News {
+    /// What rank 0 has decided, if it has.
+    last_step: u64,
+    reason: Option<StopReason>,
+    /// Who asks in the process that tells.
+    asked: Option<StopReason>,
+}
+
+impl News {
+    /// There is none.
+    pub(crate) const NONE: Self = Self { last_step: NEVER, reason: None, asked: None };
+
+    pub(crate) fn to_numbers(self) -> [u64; 3] {
+        let [reason, asked] = [self.reason, self.asked].map(|it| StopReason::number(it) as u64);
+        [self.last_step, reason, asked]
+    }
+
+    /// `None` for numbers that no process tells.
+    pub(crate) fn from_numbers([last_step, reason, asked]: [u64; 3]) -> Option<Self> {
+        let read = |number: u64| match usize::try_from(number).ok()? {
+            0 => Some(None),
+            number => StopReason::of(number).map(Some),
+        };
+        let (reason, asked) = (read(reason)?, read(asked)?);
+        // A last step has a reason; a reason may be seen before its step.
+        (last_step == NEVER || reason.is_some()).then_some(Self { last_step, reason, asked })
+    }
+}
 
 impl Default for Stop {
     fn default() -> Self {
@@ -132,22 +168,23 @@ impl Stop {
         }
     }
 
-    /// What a process tells the others: the last step and its reason, if rank 0 has decided, and who asks here.
-    pub(crate) fn news(&self) -> (u64, u64, u64) {
+    /// What this process tells the others.
+    pub(crate) fn news(&self) -> News {
         let last_step = self.last_step.load(Ordering::Acquire);
-        let number = |it: &AtomicUsize| it.load(Ordering::Relaxed) as u64;
-        (last_step, number(&self.reason), number(&self.asked))
+        let reason = |it: &AtomicUsize| StopReason::of(it.load(Ordering::Relaxed));
+        News { last_step, reason: reason(&self.reason), asked: reason(&self.asked) }
     }
 
     /// What another process has told; `decides` says whether that is the one of rank 0. It told so within its part of a
     /// step, so nobody is through with the step that is the last.
-    pub(crate) fn hear(&self, decides: bool, last_step: u64, reason: u64, asked: u64) {
+    pub(crate) fn hear(&self, decides: bool, news: News) {
+        let News { last_step, reason, asked } = news;
         if decides && last_step != NEVER {
-            self.reason.store(reason as usize, Ordering::Relaxed);
+            self.reason.store(StopReason::number(reason), Ordering::Relaxed);
             self.last_step.store(last_step, Ordering::Release);
         }
-        if asked != 0 {
-            self.asked.store(asked as usize, Ordering::Relaxed);
+        if asked.is_some() {
+            self.asked.store(StopReason::number(asked), Ordering::Relaxed);
         }
     }
 

@@ -14,6 +14,7 @@
 mod in_flight;
 mod messages;
 mod network;
+mod note;
 mod parts;
 mod work;
 

@@ -17,20 +17,12 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::super::{Call, kind_name};
 use super::in_flight::Started;
 use super::messages::Couriers;
+use super::note::{INLINE, NOTE, NUMBERS, Note};
 use super::parts::{Layout, Parts, padded};
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
-use crate::sync::{Run, Stop};
+use crate::sync::{News, Run, Stop};
 use crate::torch::{Gloo, GlooWork, Reduce, TcpStore};
-
-/// How many bytes a note has.
-const NOTE: usize = 256;
-
-/// How many numbers are at its beginning, of 8 bytes each.
-const NUMBERS: usize = 6;
-
-/// Parts up to this size travel in it.
-const INLINE: usize = NOTE - 8 * NUMBERS;
 
 /// How long to wait for the reason of a failure, which another process may be about to tell.
 const REASON: Duration = Duration::from_secs(3);
@@ -251,22 +243,20 @@ impl Network {
     }
 
     fn write_notes(&self, call: &Call, parts: &Parts, inline: Option<(usize, &[usize])>) {
-        let (last_step, reason, asked) = self.stop.get().map_or((u64::MAX, 0, 0), |s| s.news());
-        let fingerprint = fingerprint(call);
+        let news = self.stop.get().map_or(News::NONE, |stop| stop.news());
+        let (sequence, fingerprint) = (call.sequence, fingerprint(call));
         let notes: *mut u8 = self.notes[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
-            let numbers = [call.sequence, fingerprint, size as u64, last_step, reason, asked];
+            let note = Note { sequence, fingerprint, size: size as u64, news }.to_bytes();
             // SAFETY: the tensor has a note for each process, which nobody else touches now; and a part that is no
             // larger than its room in the note lies where it was packed.
             unsafe {
-                let note = notes.add(process * NOTE);
-                for (place, number) in numbers.into_iter().enumerate() {
-                    note.add(8 * place).cast::<[u8; 8]>().write(number.to_le_bytes());
-                }
+                let place = notes.add(process * NOTE);
+                place.cast::<[u8; NUMBERS]>().write(note);
                 if let Some((begin, places)) = inline {
                     let part = self.places().0.add(begin + places[process]);
-                    part.copy_to_nonoverlapping(note.add(8 * NUMBERS), size);
+                    part.copy_to_nonoverlapping(place.add(NUMBERS), size);
                 }
             }
         }
@@ -283,21 +273,21 @@ impl Network {
         let (mut fits, fingerprint) = (true, fingerprint(call));
         for process in self.others() {
             // SAFETY: the tensor has a note for each process, and Gloo is through with it.
-            let note = unsafe { notes.add(process * NOTE) };
-            let number = |place: usize| {
-                // SAFETY: as above.
-                u64::from_le_bytes(unsafe { note.add(8 * place).cast::<[u8; 8]>().read() })
+            let (place, note) = unsafe {
+                let place = notes.add(process * NOTE);
+                (place, place.cast::<[u8; NUMBERS]>().read())
             };
+            let note = Note::from_bytes(process, &note)?;
             let expected = [call.sequence, fingerprint, parts.from[process] as u64];
-            fits &= [number(0), number(1), number(2)] == expected;
+            fits &= [note.sequence, note.fingerprint, note.size] == expected;
             if let Some(stop) = self.stop.get() {
-                stop.hear(process == 0, number(3), number(4), number(5));
+                stop.hear(process == 0, note.news);
             }
             if let Some(places) = inline.filter(|_| fits) {
                 // SAFETY: its size is the one that was expected, for which there is room; nobody else is there now.
                 unsafe {
                     let part = self.places().1.add(places[process]);
-                    part.copy_from_nonoverlapping(note.add(8 * NUMBERS), parts.from[process]);
+                    part.copy_from_nonoverlapping(place.add(NUMBERS), parts.from[process]);
                 }
             }
         }
@@ -350,6 +340,7 @@ impl Network {
         let waiting = self.members[self.layout.here().start];
         self.run.check(waiting)?;
         let silent = self.run.look();
+        self.run.check(waiting)?;
         let elsewhere = self.others().flat_map(|it| self.layout.processes[it].clone());
         let ranks: Vec<usize> = elsewhere.map(|place| self.members[place]).collect();
         let silent: Vec<LateRank> =

@@ -49,9 +49,7 @@ impl UniqueId {
         check("ncclGetUniqueId", result, std::ptr::null_mut())?;
         Ok(Self(id))
     }
-}
 
-impl UniqueId {
     /// The one that all processes of a group get under `key` of their store; one of them makes it.
     pub(super) fn through(
         store: &TcpStore,
@@ -64,11 +62,15 @@ impl UniqueId {
             store.set(key, &id.0.internal.map(|byte| byte as u8))?;
             return Ok(id);
         }
-        let wrong = |why: String| Error::Nccl { call: "ncclGetUniqueId", reason: why };
-        let id = store.get(key, timeout)?;
-        let id = id.ok_or_else(|| wrong("the process that makes the id has not told it".into()))?;
-        let id = <[u8; 128]>::try_from(&id[..])
-            .map_err(|_| wrong(format!("the store has {} bytes for it", id.len())))?;
+        let id =
+            store.get(key, timeout)?.ok_or("the process that makes the id has not told it".into());
+        id.and_then(|id| Self::from_bytes(key, &id))
+            .map_err(|reason| Error::Nccl { call: "ncclGetUniqueId", reason })
+    }
+
+    fn from_bytes(key: &str, bytes: &[u8]) -> std::result::Result<Self, String> {
+        let id = <[u8; 128]>::try_from(bytes)
+            .map_err(|_| format!("the store has {} bytes as {key:?}, not 128", bytes.len()))?;
         Ok(Self(sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) }))
     }
 }
@@ -430,6 +432,13 @@ fn check(call: &'static str, result: ncclResult_t, comm: sys::ncclComm_t) -> Res
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_id_has_128_bytes() {
+        UniqueId::from_bytes("some/key", &[0xff; 128]).unwrap();
+        let refused = UniqueId::from_bytes("some/key", &[0; 127]).unwrap_err();
+        assert_eq!(refused, "the store has 127 bytes as \"some/key\", not 128");
+    }
 
     #[test]
     fn a_missing_library_is_an_error_and_not_a_panic() {

@@ -1,0 +1,94 @@
+//! What a process tells each other one ahead of an exchange: a note of a fixed size.
+
+use crate::error::{Error, Result};
+use crate::sync::News;
+
+/// How many bytes a note has.
+pub(super) const NOTE: usize = 256;
+
+/// How many of them are numbers: 6, of 8 bytes each.
+pub(super) const NUMBERS: usize = 48;
+
+/// Parts up to this size travel in it.
+pub(super) const INLINE: usize = NOTE - NUMBERS;
+
+/// The numbers of a note.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Note {
+    /// Which call this is, and what.
+    pub sequence: u64,
+    pub fingerprint: u64,
+    /// How many bytes follow.
+    pub size: u64,
+    pub news: News,
+}
+
+impl Note {
+    pub(super) fn to_bytes(self) -> [u8; NUMBERS] {
+        let Note { sequence, fingerprint, size, news } = self;
+        let [last_step, reason, asked] = news.to_numbers();
+        let mut bytes = [0; NUMBERS];
+        let (places, _) = bytes.as_chunks_mut::<8>();
+        for (place, number) in
+            places.iter_mut().zip([sequence, fingerprint, size, last_step, reason, asked])
+        {
+            *place = number.to_le_bytes();
+        }
+        bytes
+    }
+
+    /// What `process` has sent. Whether it fits the call is for the caller to see.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for what no process sends.
+    pub(super) fn from_bytes(process: usize, bytes: &[u8; NUMBERS]) -> Result<Self> {
+        let mut numbers = [0; NUMBERS / 8];
+        let (places, _) = bytes.as_chunks::<8>();
+        for (number, place) in numbers.iter_mut().zip(places) {
+            *number = u64::from_le_bytes(*place);
+        }
+        let [sequence, fingerprint, size, last_step, reason, asked] = numbers;
+        let news = News::from_numbers([last_step, reason, asked]).ok_or_else(|| {
+            Error::Input(format!(
+                "the note of process {process} ahead of call #{sequence} is none of this program's: to stop after \
+                 step {last_step} for reason {reason}, and {asked}; who else is in Gloo's network?"
+            ))
+        })?;
+        Ok(Note { sequence, fingerprint, size, news })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn no_bytes_are_more_than_an_error(bytes: [u8; NUMBERS], small: [u8; 3]) {
+            let mut near = bytes;
+            // Reasons that may be some.
+            near[24..].fill(0);
+            [near[24], near[32], near[40]] = small.map(|byte| byte % 9);
+            for bytes in [bytes, near] {
+                match Note::from_bytes(3, &bytes) {
+                    Ok(note) => prop_assert_eq!(note.to_bytes(), bytes),
+                    Err(error) => {
+                        prop_assert!(error.to_string().contains("the note of process 3"), "{}", error);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let news = News::from_numbers([7, 2, 1]).unwrap();
+        let note = Note { sequence: 1, fingerprint: 2, size: 3, news };
+        assert_eq!(Note::from_bytes(0, &note.to_bytes()).unwrap(), note);
+        for wrong in [[7, 0, 0], [7, 9, 0], [u64::MAX, 0, 9]] {
+            assert_eq!(News::from_numbers(wrong), None, "{wrong:?}");
+        }
+    }
+}
