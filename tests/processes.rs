@@ -3,11 +3,13 @@
 //! A test starts this very test binary again for each process; `child` is what it runs there.
 
 use std::env;
+use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
 
 use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
+use ddp_mp::process_group::c10d::TcpStore;
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn};
 use serde_json::Value;
@@ -324,7 +326,13 @@ fn train(args: &[&str], ranks: &[usize]) -> Vec<Output> {
 }
 
 fn start(args: &[&str], ranks: &[usize]) -> Vec<Child> {
-    let (port, count) = (free_port().to_string(), ranks.len().to_string());
+    start_at(args, ranks).1
+}
+
+/// And the port of their store.
+fn start_at(args: &[&str], ranks: &[usize]) -> (u16, Vec<Child>) {
+    let free = free_port();
+    let (port, count) = (free.to_string(), ranks.len().to_string());
     let start = |(process, ranks): (usize, &usize)| {
         let (process, ranks) = (process.to_string(), format!("--nproc-per-node={ranks}"));
         let mut command = program(&[args, &[&ranks, "--log-format=json"]].concat());
@@ -334,7 +342,7 @@ fn start(args: &[&str], ranks: &[usize]) -> Vec<Child> {
         command.envs([("MASTER_ADDR", "127.0.0.1"), ("OMP_NUM_THREADS", "1")]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    ranks.iter().enumerate().map(start).collect()
+    (free, ranks.iter().enumerate().map(start).collect())
 }
 
 /// The last event of rank 0's process, if all went well.
@@ -421,7 +429,6 @@ fn a_process_that_is_killed_or_stopped_is_named() {
     ] {
         let told = failures(args, ranks, |children| {
             // They have met when rank 0 says so.
-            use std::io::{BufRead, BufReader};
             let mut first = String::new();
             let stdout = children[0].stdout.as_mut().unwrap();
             BufReader::new(stdout).read_line(&mut first).unwrap();
@@ -456,6 +463,29 @@ fn a_process_that_is_killed_or_stopped_is_named() {
                     "{signal}: {stderr}"
                 );
             }
+        }
+    }
+}
+
+/// Whoever reaches the store can write there.
+#[test]
+fn what_somebody_else_writes_into_the_store_ends_nothing_but_the_run() {
+    for (key, value) in [
+        ("failure", &b"\xff\xfe"[..]),
+        ("failure", br#"{"rank":2,"operation":"step","sequence":1,"error":"a lie"}"#),
+    ] {
+        let (port, mut children) = start_at(&["--max-epochs=1000000"], &[1, 1]);
+        let mut first = String::new();
+        let stdout = children[0].stdout.as_mut().unwrap();
+        BufReader::new(stdout).read_line(&mut first).unwrap();
+        assert!(first.contains("start"), "{first}");
+        let store = TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
+        store.set("ddp-mp/none/0/alive/1", b"nothing that can be read").unwrap();
+        store.set(&format!("ddp-mp/none/0/{key}"), value).unwrap();
+        for output in join(children) {
+            let stderr = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{stderr}");
+            assert!(stderr.contains(&format!("what the store has as {key:?} is no ")), "{stderr}");
         }
     }
 }
@@ -503,7 +533,6 @@ fn processes_stop_save_and_go_on_together() {
     let whole = end(&args, &[1, 1]);
     // SIGTERM to the process that does not decide.
     let mut children = start(&[&args[..], &[&dir]].concat(), &[1, 1]);
-    use std::io::{BufRead, BufReader};
     let mut stdout = BufReader::new(children[0].stdout.take().unwrap());
     let mut line = String::new();
     while !line.contains("\"epoch\":0") {

@@ -49,6 +49,16 @@ fn a_store_keeps_values_and_counts() {
 }
 
 #[test]
+fn what_is_no_number_is_not_counted() {
+    let server = serve();
+    let client = connect(server.port());
+    client.set("n", b"one").unwrap();
+    let failed = reason(client.add("n", 1));
+    assert!(failed.contains("add \"n\""), "{failed}");
+    assert_eq!(server.get("n", TIMEOUT).unwrap(), Some(b"one".to_vec()));
+}
+
+#[test]
 fn a_wait_ends_when_the_key_is_set() {
     let server = serve();
     let waiting = server.another_connection().unwrap();

@@ -108,8 +108,10 @@ fn the_watch_ends_although_the_store_is_out_of_reach() {
 fn when_the_store_goes_the_rank_that_served_it_is_named_with_what_it_did_last() {
     let Scene { server, watch, run, .. } = scene();
     watch.start(&run).unwrap();
+    let began = Instant::now();
     while run.activity[1].now() != all_reduce() {
-        thread::yield_now(); // it hears of that with its next beat
+        assert!(began.elapsed() < LIMIT, "it does not hear what rank 1 does");
+        thread::yield_now();
     }
     drop(server);
     run.cancel.tripped().recv_timeout(LIMIT).unwrap_err();
