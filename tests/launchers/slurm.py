@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 
 from runs import ENDLESS, FLAGS, LIMIT, Run, check, free_port, near, passed, same, threads
 
@@ -101,8 +102,9 @@ def slurm(program, folder):
         batch(program, folder)
         failure(program)
         agreed_stop(program, folder)
-    except SystemExit as error:
-        raise SystemExit(f"{error}\n{cluster.logs()}") from error
+    except SystemExit:
+        print(cluster.logs(), file=sys.stderr)
+        raise
     finally:
         cluster.stop()
         os.environ.pop("SLURM_CONF", None)
