@@ -75,7 +75,10 @@ impl Network {
             let _ = ending.send(result);
             network.run().end_pending(rank);
         });
-        self.couriers.give((op.is_send(), source, destination, op.tag), job)?;
+        if let Err(error) = self.couriers.give((op.is_send(), source, destination, op.tag), job) {
+            self.run().end_pending(rank);
+            return Err(error);
+        }
         Ok(ended)
     }
 
