@@ -118,7 +118,7 @@ impl Rank {
         self.run.fault_point(self.rank, Stage::Rendezvous, 0)?;
         let invitation = rendezvous.meet(&self.run, self.rank, self.first, || {
             let members = (0..self.world_size()).collect();
-            match (&self.world, backend) {
+            let invitation = match (&self.world, backend) {
                 (Some(world), _) => world.invitation(&self.run, backend),
                 (None, Backend::Threaded) => Ok(Invitation::threaded(&self.run, members)),
                 (None, Backend::Nccl) => Invitation::nccl(&self.run, members),
@@ -126,7 +126,9 @@ impl Rank {
                     "backend gloo is for several processes; use threaded for the ranks of one"
                         .into(),
                 )),
-            }
+            };
+            // A store that is given up or gone because the run has failed is no failure of its own.
+            invitation.or_else(|error| self.run.check(self.rank).and(Err(error)))
         })?;
         if invitation.backend() != backend.name() {
             return Err(Error::Input(format!(
