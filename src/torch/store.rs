@@ -195,7 +195,7 @@ impl TcpStore {
     /// Waits up to `timeout` until all `keys` are set; false if they are not.
     pub(crate) fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
         let full = self.keys(keys)?;
-        self.ask(("wait", &keys.join(", ")), timeout, move |store, given_up| {
+        self.ask(("wait", &told(keys)), timeout, move |store, given_up| {
             wait(store, &full, timeout, given_up)
         })
     }
@@ -203,7 +203,7 @@ impl TcpStore {
     /// Whether all `keys` are set.
     pub(crate) fn check(&self, keys: &[String]) -> Result<bool> {
         let full = self.keys(keys)?;
-        self.ask(("check", &keys.join(", ")), Duration::ZERO, move |store, _| store.check(&full))
+        self.ask(("check", &told(keys)), Duration::ZERO, move |store, _| store.check(&full))
     }
 
     /// Adds to a counter, which is 0 before the first time; returns the sum.
@@ -408,6 +408,14 @@ fn whole_seconds(timeout: Duration) -> Duration {
 
 fn is_closed(channel: &Receiver<Infallible>) -> bool {
     channel.try_recv() == Err(TryRecvError::Disconnected)
+}
+
+/// Keys on one line, of which there may be one for each of many processes.
+fn told(keys: &[String]) -> String {
+    match keys {
+        [first, .., last] if keys.len() > 4 => format!("{first}, ... {last}"),
+        _ => keys.join(", "),
+    }
 }
 
 fn name(host: &str, port: u16) -> String {
