@@ -410,6 +410,8 @@ fn a_failure_anywhere_is_told_everywhere() {
                 let who = format!("rank {rank} (CPU:{rank}{place}");
                 assert!(stderr.contains(&who), "{fault}: {stderr}");
                 assert!(stderr.contains("injected by --fault"), "{fault}: {stderr}");
+                // What follows from it is no failure of its own.
+                assert!(!stderr.contains("  then "), "{fault}: {stderr}");
             }
         }
     }
@@ -499,6 +501,9 @@ fn who_does_not_come_is_named() {
         assert!(stderr.contains("processes 1 of 3 have not come within "), "{stderr}");
         assert!(stderr.contains("there are: 0 (on "), "{stderr}");
     }
+    let by_hand = ["--node-rank=0", "--master-addr=127.0.0.1"];
+    let (code, _, stderr) = run(&[&by_hand[..], &["--nnodes=4000000000"]].concat());
+    assert!(code == Some(2) && stderr.contains("4000000000 processes are more than"), "{stderr}");
     let told = failures(&["--backend=threaded"], &[1, 1], |_| {});
     assert!(told[0].1.contains("--backend threaded stays within one process"), "{}", told[0].1);
 }

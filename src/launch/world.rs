@@ -73,6 +73,13 @@ impl World {
         let (Some(master), mine) = (&launch.master, launch.processes.index) else {
             return Ok(None);
         };
+        let count = launch.processes.count;
+        if count > MOST_RANKS {
+            return Err(Error::Input(format!(
+                "{count} processes are more than {MOST_RANKS}; look for who says so ({})",
+                launch.reason
+            )));
+        }
         let (open, never) = bounded(0);
         let serves = mine == 0 && !master.agent_store;
         let (addr, port) = (&master.addr, master.port);
@@ -93,7 +100,6 @@ impl World {
                 .collect(),
             gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
         };
-        let count = launch.processes.count;
         let processes = match tell(&store, &me, mine, count, timeout) {
             Err(Error::Absent { missing, count, waited, there }) if serves => {
                 part(&store, &missing, &there, count)?;
