@@ -530,6 +530,25 @@ fn a_name_that_leads_no_other_machine_here_is_told_once() {
 }
 
 #[test]
+fn a_signal_ends_who_waits_for_others_to_come() {
+    for (signal, code) in [("-TERM", 143), ("-INT", 130)] {
+        // Somebody is there, who never answers.
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = format!("--master-port={}", listener.local_addr().unwrap().port());
+        let by_hand = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", &port];
+        let mut waits = program(&by_hand).spawn().unwrap();
+        let _connection = listener.accept().unwrap();
+        let pid = waits.id().to_string();
+        assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+        let ended = waits.wait_timeout(TIMEOUT).unwrap();
+        if ended.is_none() {
+            waits.kill().unwrap();
+        }
+        assert_eq!(ended.expect("it goes on waiting").code(), Some(code));
+    }
+}
+
+#[test]
 fn processes_stop_save_and_go_on_together() {
     let folder = tempfile::tempdir().unwrap();
     let dir = format!("--save-dir={}", folder.path().join("run").display());

@@ -13,7 +13,9 @@ use crate::config::{Config, Data, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::{Error, Result};
-use crate::launch::{Launch, Rank, SpawnError, Stop, StopReason, stop_on_signals};
+use crate::launch::{
+    Launch, LaunchKind, Rank, SpawnError, Stop, StopReason, end_at_signals_in, stop_on_signals,
+};
 use crate::models::Model;
 use crate::observe::{End, Event, Failure, LogFormat, Printer, Recorder, Start, peak_memory};
 use crate::optim::{Optimizer, Schedule};
@@ -67,7 +69,12 @@ fn train_in(
     let stop = Arc::new(stop);
     stop_on_signals(&stop).context("watching for signals")?;
     let (config, data) = with_data(config)?;
-    let launched = Launched::meet(&config, launch, cuda, printer)?;
+    // Those of `--spawn=processes` are all on their way.
+    let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
+    let meet = || Launched::meet(&config, launch, cuda, printer);
+    let launched =
+        if may_wait { end_at_signals_in(&stop, meet)?.transpose()? } else { Some(meet()?) };
+    let Some(launched) = launched else { return Ok(stop.asked_for()) };
     let world_size = launched.world_size();
     config.validate_for(world_size)?;
     let (mut recorder, mut origin) = (None, Origin::default());

@@ -22,6 +22,7 @@ pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use placement::{BackendChoice, Nproc, Placement, Share, place};
 pub(crate) use processes::{Ended, Report, SpawnProcesses};
 pub use rank::{Backend, Rank};
+pub(crate) use signals::end_at_signals_in;
 pub use signals::{exit_code, stop_on_signals};
 pub use spawn::{Spawn, spawn};
 pub use world::World;

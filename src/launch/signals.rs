@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
@@ -12,6 +12,13 @@ use crate::torch;
 
 /// What asks a run to stop.
 pub(super) const STOP_SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
+
+/// And what it is told to have stopped because of.
+const REASONS: [(i32, StopReason); 3] = [
+    (SIGINT, StopReason::Interrupt),
+    (SIGTERM, StopReason::Terminate),
+    (SIGUSR1, StopReason::User1),
+];
 
 /// The code of a process that `signal` ends, as shells count.
 const fn code_of(signal: i32) -> u8 {
@@ -25,15 +32,28 @@ const fn code_of(signal: i32) -> u8 {
 /// When the system refuses.
 pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
     end_at_second_interrupt()?;
-    for (signal, reason) in [
-        (SIGINT, StopReason::Interrupt),
-        (SIGTERM, StopReason::Terminate),
-        (SIGUSR1, StopReason::User1),
-    ] {
+    for (signal, reason) in REASONS {
         flag::register_usize(signal, stop.asked().clone(), reason as usize)?;
     }
     // Those that `--spawn=processes` has held back until there is somebody to heed them.
     torch::release_signals(&STOP_SIGNALS)
+}
+
+/// Does `wait`, which has no step yet to stop after and may take long: a signal ends the process at once meanwhile, with
+/// the code of a run that has stopped. `None` if one has come before. After [`stop_on_signals`].
+///
+/// # Errors
+/// When the system refuses.
+pub(crate) fn end_at_signals_in<T>(stop: &Stop, wait: impl FnOnce() -> T) -> io::Result<Option<T>> {
+    let waiting = Arc::new(AtomicBool::new(true));
+    for (signal, reason) in REASONS {
+        let code = exit_code(Some(reason)).into();
+        flag::register_conditional_shutdown(signal, code, waiting.clone())?;
+    }
+    // Looked for after that, so that none is missed.
+    let waited = stop.asked_for().is_none().then(wait);
+    waiting.store(false, Ordering::SeqCst);
+    Ok(waited)
 }
 
 pub(super) fn end_at_second_interrupt() -> io::Result<()> {

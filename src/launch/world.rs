@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
-use super::messages::{Absence, Process, places, shared_gpu};
+use super::messages::{Absence, MOST_RANKS, Process, places, shared_gpu};
 use super::watch::{Server, Watch};
 use super::{Backend, Launch, LaunchKind, Placement};
 use crate::error::{Error, Result};

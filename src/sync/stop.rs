@@ -149,6 +149,11 @@ impl Stop {
         &self.asked
     }
 
+    /// Why the run has been asked to stop, if it has.
+    pub(crate) fn asked_for(&self) -> Option<StopReason> {
+        StopReason::of(self.asked.load(Ordering::Relaxed))
+    }
+
     /// On rank 0, before it begins `step`.
     pub(crate) fn decide(&self, step: u64) {
         if self.last_step.load(Ordering::Relaxed) != NEVER {
