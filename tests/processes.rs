@@ -549,6 +549,19 @@ fn a_signal_ends_who_waits_for_others_to_come() {
 }
 
 #[test]
+fn what_rank_0_finds_wrong_is_told_everywhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let nothing = folder.path().join("nothing");
+    let resume = format!("--resume={}", nothing.display());
+    let told = failures(&[&resume], &[1, 2], |_| {});
+    let why = format!("checkpoint {}: there is nothing there", nothing.display());
+    assert_eq!(told[0].0, Some(2), "{}", told[0].1);
+    assert_eq!(told[1].0, Some(1), "{}", told[1].1);
+    assert!(told.iter().all(|(_, stderr)| stderr.contains(&why)), "{told:?}");
+    assert!(told[1].1.contains("rank 0 (CPU:0 on "), "{}", told[1].1);
+}
+
+#[test]
 fn processes_stop_save_and_go_on_together() {
     let folder = tempfile::tempdir().unwrap();
     let dir = format!("--save-dir={}", folder.path().join("run").display());

@@ -61,6 +61,19 @@ impl Launched {
         self.world.as_ref().is_none_or(|world| world.is_first())
     }
 
+    /// What this process does before its ranks begin; if it fails, the others are told. Not of a process that
+    /// `--spawn=processes` has started: who has started it tells them that it has ended.
+    pub(super) fn before_ranks<T>(
+        &self,
+        config: &Config,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        match self.world.as_ref().filter(|_| !self.is_spawned()) {
+            Some(world) => world.before_ranks(config.grace_period, work),
+            None => work(),
+        }
+    }
+
     /// The ranks of this process, as `config` says.
     pub(super) fn spawn(&self, config: &Config) -> Spawn {
         // What fails once is to go well after a restart.

@@ -89,8 +89,10 @@ fn train_in(
             printer.note(&note);
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
-        recorder = Some(Recorder::new(printer, tensorboard, metrics)?);
-        origin = Origin::of(&config, world_size, printer)?;
+        (recorder, origin) = launched.before_ranks(&config, || {
+            let recorder = Recorder::new(printer, tensorboard, metrics)?;
+            Ok((Some(recorder), Origin::of(&config, world_size, printer)?))
+        })?;
     }
     let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
     let recorder = Mutex::new(recorder);

@@ -94,12 +94,19 @@ impl Watch {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Tells the others that this process ends before its ranks have begun. By a process that has not begun to watch.
+    pub(super) fn tell_of_start(&self, error: &str) -> Result<()> {
+        let Shared { store, mine, ranks, .. } = &*self.shared;
+        tell(store, ranks[*mine].start, At { operation: Operation::Start, sequence: 0 }, error)
+    }
+
     /// Ends the watch. With `stay` this returns when all other processes have left too, do not answer, or when
     /// that time is over.
     pub(super) fn leave(&self, stay: Option<Duration>) {
-        let Some((stop, thread)) = self.thread().take() else { return };
-        drop(stop);
-        let _ = thread.join();
+        if let Some((stop, thread)) = self.thread().take() {
+            drop(stop);
+            let _ = thread.join();
+        }
         let (began, shared) = (Instant::now(), &self.shared);
         let store = shared.hasty(never());
         // What fails here fails because the others are gone.
@@ -187,10 +194,11 @@ impl Shared {
 
     /// Tells the others what has failed here first, unless somebody was faster.
     fn tell(&self, run: &Run) {
-        let told = run.failures().first().map(|it| Told::new(it.rank, it.at, &it.error));
-        if let Some(Ok(text)) = told.map(|told| told.to_bytes(FAILURE)) {
+        if let Some((rank, at, error)) =
+            run.failures().first().map(|it| (it.rank, it.at, it.error.clone()))
+        {
             // If the store is gone, they notice that.
-            let _ = self.hasty(never()).compare_set(FAILURE, b"", &text);
+            let _ = tell(&self.hasty(never()), rank, at, &error);
         }
     }
 
@@ -265,8 +273,13 @@ pub(super) fn tell_ended(store: &TcpStore, rank: usize, error: &str) -> Result<A
     let beat = if has_said { store.get(&key, SILENCE)? } else { None }.unwrap_or_default();
     let doing = Beat::from_bytes(&key, &beat, 1).ok().and_then(|beat| beat.doing.first().copied());
     let at = doing.unwrap_or(At { operation: Operation::Start, sequence: 0 });
-    store.compare_set(FAILURE, b"", &Told::new(rank, at, error).to_bytes(FAILURE)?)?;
+    tell(store, rank, at, error)?;
     Ok(at)
+}
+
+/// Tells the processes of `store` what has failed first, unless somebody was faster.
+fn tell(store: &TcpStore, rank: usize, at: At, error: &str) -> Result<()> {
+    store.compare_set(FAILURE, b"", &Told::new(rank, at, error).to_bytes(FAILURE)?).map(drop)
 }
 
 fn alive(process: usize) -> String {

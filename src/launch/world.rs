@@ -231,6 +231,23 @@ impl World {
         &self.watch
     }
 
+    /// What is this process's alone to do before its ranks begin. If that fails, the others are told why, as they are
+    /// of a rank that fails; who serves the store stays for that, at most for `timeout`.
+    ///
+    /// # Errors
+    /// Those of `work`.
+    pub fn before_ranks<T>(
+        &self,
+        timeout: Duration,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        work().inspect_err(|error| {
+            // What fails here the others find out as of a process that is killed.
+            let _ = self.watch.tell_of_start(&error.to_string());
+            self.leave(timeout);
+        })
+    }
+
     /// The end, which the others may still read from the store: who serves it stays until all have left, or do not
     /// answer any more, at most for `timeout`.
     pub fn leave(&self, timeout: Duration) {
