@@ -79,7 +79,8 @@ fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {
     commands::check_step_flags(table.keys())?;
     let config = Config::resolve(flags.train.config.as_deref(), table)?;
     let printer = Arc::new(Printer::new(config.log_format));
-    commands::bench_step(config, flags.steps, &cuda::load(), &printer)
+    let cluster = flags.model_cluster.clone();
+    commands::bench_step(config, flags.steps, cluster, &cuda::load(), &printer)
 }
 
 fn env(flags: &TrainFlags) -> anyhow::Result<()> {

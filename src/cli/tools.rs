@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use ddp_mp::ReduceOp;
-use ddp_mp::commands::{BenchOp, BenchRequest, CommOp, CommRequest, SamplerRequest};
+use ddp_mp::commands::{BenchOp, BenchRequest, CommOp, CommRequest, ModelCluster, SamplerRequest};
 use ddp_mp::config::parse_timeout;
 use ddp_mp::launch::{BackendChoice, Nproc};
 use ddp_mp::observe::LogFormat;
@@ -165,6 +165,9 @@ pub(crate) struct StepFlags {
     /// How many steps are measured
     #[arg(long, value_name = "N", default_value_t = 500)]
     pub(crate) steps: usize,
+    /// Also show what the step would take on a cluster: nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo. What is left out has a default, which is shown. Measured is one rank, if --nproc-per-node does not say otherwise
+    #[arg(long, value_name = "KEY=VALUE,...")]
+    pub(crate) model_cluster: Option<ModelCluster>,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }

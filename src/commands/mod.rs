@@ -9,7 +9,7 @@ mod processes;
 mod sampler;
 mod train;
 
-pub use bench::{BenchOp, BenchRequest, bench, bench_step, check_step_flags};
+pub use bench::{BenchOp, BenchRequest, ModelCluster, bench, bench_step, check_step_flags};
 pub use comm::{CommOp, CommRequest, comm};
 pub use env::env;
 pub use processes::Told;

@@ -211,6 +211,12 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.times().communication
     }
 
+    /// How long the last backward took to complete each bucket, not counting what was reduced meanwhile; on a GPU, to
+    /// launch it. None of one that it has not completed, for want of a gradient.
+    pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {
+        self.reducer.bucket_times()
+    }
+
     /// What every [`backward`](Self::backward) that averaged came to so far, on average.
     pub fn statistics(&self) -> DdpStatistics {
         DdpStatistics::new(self.reducer.times(), self.reducer.bucket_bytes())

@@ -76,6 +76,10 @@ struct State {
     undefined: Vec<usize>,
     /// The next bucket to reduce in this step.
     next: usize,
+    /// When backward began, and what `times` had counted as communication by then.
+    began: (Instant, Duration),
+    /// How far backward was when it had completed each bucket, not counting what was reduced meanwhile.
+    complete: Vec<Option<Duration>>,
     /// What went wrong in a hook, which cannot return it.
     error: Option<Error>,
     comm_hook: Box<dyn CommHook>,
@@ -108,6 +112,8 @@ impl Reducer {
             has_agreed: false,
             undefined: Vec::new(),
             next: 0,
+            began: (Instant::now(), Duration::ZERO),
+            complete: Vec::new(),
             error: None,
             comm_hook: Box::new(super::comm_hooks::AllReduce),
             communication,
@@ -152,6 +158,11 @@ impl Reducer {
 
     pub(super) fn times(&self) -> Times {
         self.state.borrow().times
+    }
+
+    /// How long the last backward took to complete each bucket. None of one that it has not, for want of a gradient.
+    pub(super) fn bucket_times(&self) -> Vec<Option<Duration>> {
+        self.state.borrow().complete.clone()
     }
 
     pub(super) fn group(&self) -> Rc<ProcessGroup> {
@@ -238,7 +249,10 @@ impl State {
     fn reset(&mut self) -> Result<()> {
         self.next = 0;
         self.error = None;
+        self.began = (Instant::now(), self.times.communication);
         let Layout { buckets, members, .. } = &mut self.layout;
+        self.complete.clear();
+        self.complete.resize(buckets.len(), None);
         buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.parameters.len());
         members.iter_mut().for_each(|member| member.ready = false);
         for &index in self.always_unused.iter().flatten() {
@@ -282,6 +296,11 @@ impl State {
         member.ready = true;
         let bucket = member.bucket;
         self.layout.buckets[bucket].pending -= 1;
+        if self.layout.buckets[bucket].pending == 0 {
+            let (began, before) = self.began;
+            let reduced = self.times.communication - before;
+            self.complete[bucket] = Some(began.elapsed().saturating_sub(reduced));
+        }
         if let Some(order) = &mut self.ready_order {
             order.push(index);
         }

@@ -110,6 +110,14 @@ impl<M> Strategy<M> {
         either!(self, statistics())
     }
 
+    /// [`DistributedDataParallel::bucket_times`]; none of [`DataParallel`].
+    pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {
+        match self {
+            Strategy::Ddp(ddp) => ddp.bucket_times(),
+            Strategy::Dp(_) => Vec::new(),
+        }
+    }
+
     pub(crate) fn communication_time(&self) -> Duration {
         either!(self, communication_time())
     }

@@ -1,9 +1,12 @@
 //! `ddp-mp bench OP`: how long a collective takes at each size, beside the limit of the machine's memory; and
-//! `ddp-mp bench step`, how long a training step takes.
+//! `ddp-mp bench step`, how long a training step takes, here and on a cluster that is imagined.
 //!
 //! The columns are those of NVIDIA's nccl-tests, so that the tools and habits for those fit.
 
+mod cluster;
+mod cost;
 mod exercise;
+mod forecast;
 mod limit;
 mod step;
 
@@ -20,6 +23,7 @@ use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
 use crate::observe::{LogFormat, Printer};
 use crate::process_group::{ProcessGroup, ReduceOp, kind_name};
 use crate::torch::cuda::Cuda;
+pub use cluster::ModelCluster;
 pub use exercise::BenchOp;
 use exercise::Exercise;
 use limit::Limit;

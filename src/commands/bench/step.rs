@@ -1,18 +1,23 @@
 //! `ddp-mp bench step`: how long a training step takes, and its parts.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use serde::Serialize;
+use tch::Device;
 
 use super::super::checkpoints::Origin;
 use super::super::launched::{Launched, run_launched};
 use super::super::train::{Training, with_data};
-use crate::config::{Config, StrategyKind};
+use super::cluster::ModelCluster;
+use super::cost::Measured;
+use super::forecast;
+use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
-use crate::launch::{Backend, Rank};
+use crate::launch::{Backend, Nproc, Rank};
 use crate::observe::{LogFormat, Printer};
 use crate::torch::cuda::Cuda;
 use crate::trainer::Amp;
@@ -37,6 +42,10 @@ struct StepTimes {
     /// Averaging the gradients, or waiting for the other ranks.
     communication_us: f64,
     optimizer_us: f64,
+    /// Of each bucket of gradients; none with `--strategy dp`.
+    bucket_bytes: Vec<usize>,
+    /// How far backward is when it has completed each.
+    bucket_complete_us: Vec<f64>,
 }
 
 /// Steps that are made first and do not count.
@@ -77,13 +86,15 @@ pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Resul
     }
 }
 
-/// Trains as `config` says for `steps` steps, and prints what one takes.
+/// Trains as `config` says for `steps` steps, and prints what one takes; and what it would take on `cluster`, for which
+/// one rank is measured if `config` does not say how many.
 ///
 /// # Errors
-/// As [`train`](super::super::train).
+/// As [`train`](super::super::train), and [`Error::Input`] for what is not modelled.
 pub fn bench_step(
     config: Config,
     steps: usize,
+    cluster: Option<ModelCluster>,
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
@@ -91,7 +102,14 @@ pub fn bench_step(
         let problem = "--accumulate: bench step measures steps of one batch; leave it out, and out of the file";
         return Err(Error::Input(problem.into()).into());
     }
-    let config = Config { val_fraction: Some(0.0), patience: None, ..config };
+    let mut config = Config { val_fraction: Some(0.0), patience: None, ..config };
+    if cluster.is_some() {
+        check_modelled(&config)?;
+        if config.nproc_per_node == Nproc::Auto {
+            config.nproc_per_node = Nproc::Count(1);
+        }
+    }
+    let cluster = Arc::new(cluster);
     let work = |launch| {
         let (config, data) = with_data(config.clone())?;
         let dataset = data.training;
@@ -101,26 +119,48 @@ pub fn bench_step(
             printer.note(note);
         }
         let (backend, printer) = (launched.placement.backend, printer.clone());
-        let spawn = launched.spawn(&config);
-        spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps.max(1), &printer))?;
+        let (spawn, cluster) = (launched.spawn(&config), cluster.clone());
+        spawn.run(move |rank| {
+            let times = step_on(rank, backend, &config, &dataset, steps.max(1))?;
+            let Some(times) = times else { return Ok(()) };
+            print(&times, &config, steps, &printer)
+                .and_then(|()| match &*cluster {
+                    Some(cluster) => print_on(cluster, &times, &config, rank, &printer),
+                    None => Ok(()),
+                })
+                .context("writing to stdout")
+        })?;
         Ok(None)
     };
     run_launched(&config, cuda, printer, false, work).map(drop)
 }
 
+/// Refuses what [`ModelCluster`] knows nothing of.
+fn check_modelled(config: &Config) -> Result<()> {
+    let refuse = |what: &str| {
+        let why = "is not modelled by --model-cluster; leave out one of the two";
+        Err(Error::Input(format!("{what}: {why}")))
+    };
+    if config.strategy == StrategyKind::Dp {
+        return refuse("--strategy dp");
+    }
+    if config.comm_hook != CommHookKind::None { refuse("--comm-hook") } else { Ok(()) }
+}
+
+/// The times, on rank 0.
 fn step_on(
     rank: &Rank,
     backend: Backend,
     config: &Config,
     dataset: &Arc<dyn Dataset>,
     steps: usize,
-    printer: &Printer,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Option<StepTimes>> {
     let group = rank.init_process_group(backend)?;
     let Training { mut ddp, mut optimizer, schedule, loader, .. } =
         Training::new(rank, &group, config, dataset, &Origin::default())?;
     let mut scaler = config.amp.grad_scaler(&ddp)?;
     let mut times: Vec<[Duration; 5]> = Vec::with_capacity(steps);
+    let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // of each bucket, as a share of backward
     let mut epoch = 0;
     while times.len() < WARM_UP + steps {
         let mut batches = loader.epoch(epoch)?.take(WARM_UP + steps - times.len());
@@ -139,9 +179,13 @@ fn step_on(
             let forward = began.elapsed();
             let before = ddp.communication_time();
             ddp.backward(&scaler.scale(&loss)?)?;
+            let launched = began.elapsed() - forward;
             group.synchronize()?;
             let backward = began.elapsed() - forward;
             let communication = ddp.communication_time() - before;
+            let whole = launched.saturating_sub(communication).as_secs_f64();
+            let share = |time: Option<Duration>| time.map_or(1.0, |it| it.as_secs_f64() / whole);
+            complete.push(ddp.bucket_times().into_iter().map(share).collect());
             if let Some(optimizer) = &mut optimizer {
                 scaler.unscale_()?;
                 if let Some(max_norm) = config.max_grad_norm {
@@ -159,16 +203,19 @@ fn step_on(
     }
     group.barrier()?;
     if rank.rank() != 0 {
-        return Ok(());
+        return Ok(None);
     }
+    let (times, complete) = (&times[WARM_UP..], &complete[WARM_UP..]);
     let of_part = |part: usize| {
-        let mut column: Vec<Duration> = times[WARM_UP..].iter().map(|step| step[part]).collect();
-        column.sort_unstable();
-        column.into_iter().map(|time| time.as_secs_f64() * 1e6).collect::<Vec<f64>>()
+        sorted(times.iter().map(|step| step[part].as_secs_f64() * 1e6).collect::<Vec<f64>>())
     };
     let median = |column: Vec<f64>| column[column.len() / 2];
     let totals = of_part(0);
-    let row = StepTimes {
+    let backward_us = median(of_part(2));
+    let bucket_bytes = ddp.statistics().bucket_bytes;
+    let shares = |bucket: usize| sorted(complete.iter().map(|step| step[bucket]).collect());
+    let buckets = 0..complete[0].len();
+    Ok(Some(StepTimes {
         model: config.model.name(),
         strategy: config.strategy,
         amp: config.amp,
@@ -178,23 +225,54 @@ fn step_on(
         us_max: totals[totals.len() - 1],
         us_per_step: median(totals),
         forward_us: median(of_part(1)),
-        backward_us: median(of_part(2)),
+        backward_us,
         communication_us: median(of_part(3)),
         optimizer_us: median(of_part(4)),
-    };
+        bucket_bytes,
+        bucket_complete_us: buckets
+            .map(|bucket| median(shares(bucket)).min(1.0) * backward_us)
+            .collect(),
+    }))
+}
+
+fn sorted(mut column: Vec<f64>) -> Vec<f64> {
+    column.sort_unstable_by(f64::total_cmp);
+    column
+}
+
+fn print(times: &StepTimes, config: &Config, steps: usize, printer: &Printer) -> io::Result<()> {
     match printer.format() {
-        LogFormat::Json => printer.object(&row),
-        LogFormat::Text => printer.lines(|out| write_text(&row, config, steps, out)),
+        LogFormat::Json => printer.object(times),
+        LogFormat::Text => printer.lines(|out| write_text(times, config, steps, out)),
     }
-    .context("writing to stdout")
+}
+
+/// What the step comes to on `cluster`.
+fn print_on(
+    cluster: &ModelCluster,
+    times: &StepTimes,
+    config: &Config,
+    rank: &Rank,
+    printer: &Printer,
+) -> io::Result<()> {
+    let complete = times.bucket_complete_us.iter().map(|us| us / 1e6);
+    let measured = Measured {
+        forward: times.forward_us / 1e6,
+        backward: times.backward_us / 1e6,
+        optimizer: times.optimizer_us / 1e6,
+        buckets: times.bucket_bytes.iter().map(|bytes| *bytes as f64).zip(complete).collect(),
+        overlaps: !config.no_overlap && !config.find_unused_parameters && !config.static_graph,
+    };
+    let on_cpu = rank.device() == Device::Cpu;
+    forecast::print(times.model, times.batch_size, &measured, cluster, on_cpu, printer)
 }
 
 fn write_text(
     row: &StepTimes,
     config: &Config,
     steps: usize,
-    out: &mut dyn std::io::Write,
-) -> std::io::Result<()> {
+    out: &mut dyn io::Write,
+) -> io::Result<()> {
     let StepTimes { model, world_size, us_per_step, us_min, us_max, .. } = row;
     let ranks = if *world_size == 1 { "rank" } else { "ranks" };
     let batch = config.batch_size;

@@ -1,0 +1,303 @@
+//! The cluster of `--model-cluster`: what was said of it, and what is taken for granted.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Error, Result};
+
+/// How one rank reaches another.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Link {
+    /// Of a message, in seconds.
+    pub latency: f64,
+    /// In bytes a second, in each direction.
+    pub bandwidth: f64,
+}
+
+/// Which library's collectives are modelled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Library {
+    /// NCCL's.
+    Nccl,
+    /// The backend `gloo`: a process on each node, whose ranks share memory.
+    Gloo,
+}
+
+/// How an all_reduce goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Algorithm {
+    /// From rank to rank, in slices, and once more around with the sums.
+    Ring,
+    /// Up two binary trees of nodes, with half of the bytes each, and down again.
+    Tree,
+    /// Slices within each node, each slice in a ring of nodes, and then within each node again.
+    Hierarchical,
+}
+
+/// A cluster to imagine: `nodes=64,gpus=8,bandwidth=25GB/s`. What is not said has a default.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelCluster {
+    pub(super) nodes: usize,
+    /// Ranks on each.
+    pub(super) gpus: usize,
+    pub(super) library: Library,
+    /// None: the one that is fastest.
+    pub(super) algorithm: Option<Algorithm>,
+    /// From node to node. The bandwidth is that of all ranks of a node together.
+    pub(super) between: Link,
+    /// From rank to rank within a node. The bandwidth is that of each rank.
+    pub(super) within: Link,
+    said: Vec<&'static str>,
+}
+
+const KEYS: [&str; 8] = [
+    "nodes",
+    "gpus",
+    "backend",
+    "algorithm",
+    "latency",
+    "bandwidth",
+    "node-latency",
+    "node-bandwidth",
+];
+
+const TIMES: [(&str, f64); 4] = [("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3), ("s", 1.0)];
+
+const RATES: [(&str, f64); 7] = [
+    ("TB/s", 1e12),
+    ("GB/s", 1e9),
+    ("MB/s", 1e6),
+    ("kB/s", 1e3),
+    ("Gbit/s", 1e9 / 8.0),
+    ("Mbit/s", 1e6 / 8.0),
+    ("kbit/s", 1e3 / 8.0),
+];
+
+/// More ranks than any cluster has.
+const MOST: usize = 1 << 24;
+
+impl FromStr for ModelCluster {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let mut said: Vec<(&'static str, &str)> = Vec::new();
+        for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let Some(known) = KEYS.into_iter().find(|known| *known == key.replace('_', "-")) else {
+                let keys = KEYS.join(", ");
+                return Err(Error::Input(format!("there is no key `{key}`; use {keys}")));
+            };
+            if said.iter().any(|(other, _)| *other == known) {
+                return Err(Error::Input(format!("`{known}` is there twice; say it once")));
+            }
+            said.push((known, value));
+        }
+        let value = |key: &str| said.iter().find(|(known, _)| *known == key).map(|(_, it)| *it);
+        let library = match value("backend") {
+            None | Some("nccl") => Library::Nccl,
+            Some("gloo") => Library::Gloo,
+            Some(other) => return Err(wrong("backend", other, "use nccl or gloo")),
+        };
+        let algorithm = match value("algorithm") {
+            None | Some("auto") => None,
+            Some("ring") => Some(Algorithm::Ring),
+            Some("tree") => Some(Algorithm::Tree),
+            Some("hierarchical") => Some(Algorithm::Hierarchical),
+            Some(other) => {
+                return Err(wrong("algorithm", other, "use ring, tree, hierarchical or auto"));
+            }
+        };
+        if let (Library::Gloo, Some(chosen)) = (library, algorithm) {
+            let only = "backend=gloo has one way for each number of processes; leave it out";
+            return Err(wrong("algorithm", chosen.name(), only));
+        }
+        // What is usual where it is used: NVLink and a network card of 200 Gbit/s or more; cores and 10 Gbit/s.
+        let [latency, bandwidth, node_latency, node_bandwidth] = match library {
+            Library::Nccl => [5e-6, 25e9, 3e-6, 300e9],
+            Library::Gloo => [50e-6, 1.25e9, 5e-6, 5e9],
+        };
+        let time = |key, default| value(key).map_or(Ok(default), |text| parse_time(key, text));
+        let rate = |key, default| value(key).map_or(Ok(default), |text| parse_rate(key, text));
+        let count = |key, default| value(key).map_or(Ok(default), |text| parse_count(key, text));
+        let (nodes, gpus) = (count("nodes", 2)?, count("gpus", 8)?);
+        if nodes.saturating_mul(gpus) > MOST {
+            let ranks = format!("that would be more than {MOST} ranks; use fewer nodes or gpus");
+            return Err(wrong("nodes", &nodes.to_string(), &ranks));
+        }
+        Ok(Self {
+            nodes,
+            gpus,
+            library,
+            algorithm,
+            between: Link {
+                latency: time("latency", latency)?,
+                bandwidth: rate("bandwidth", bandwidth)?,
+            },
+            within: Link {
+                latency: time("node-latency", node_latency)?,
+                bandwidth: rate("node-bandwidth", node_bandwidth)?,
+            },
+            said: said.into_iter().map(|(key, _)| key).collect(),
+        })
+    }
+}
+
+impl ModelCluster {
+    /// Everything there is to say, as it could be said, with what it means, and whether it is a default.
+    pub(super) fn settings(&self) -> Vec<(String, &'static str, bool)> {
+        let is_nccl = self.library == Library::Nccl;
+        let meaning = |key| match key {
+            "nodes" => "machines",
+            "gpus" => "ranks on each",
+            "backend" if is_nccl => "in one ring or tree, beside backward",
+            "backend" => "a process on each node, beside backward",
+            "algorithm" if !is_nccl => "Gloo's ring for two nodes, slices to all for more",
+            "algorithm" if self.algorithm.is_none() => {
+                "the faster of ring and tree for each bucket"
+            }
+            "algorithm" => "for all buckets",
+            "latency" => "of a message from node to node",
+            "bandwidth" => "out of a node, and as much into it",
+            "node-latency" => "of a message from rank to rank within a node",
+            _ => "out of each rank within a node, and as much into it",
+        };
+        let value = |key| match key {
+            "nodes" => self.nodes.to_string(),
+            "gpus" => self.gpus.to_string(),
+            "backend" => (if is_nccl { "nccl" } else { "gloo" }).to_string(),
+            "algorithm" => self.algorithm.map_or("auto", Algorithm::name).to_string(),
+            "latency" => show(self.between.latency, &TIMES),
+            "bandwidth" => show(self.between.bandwidth, &RATES[..4]),
+            "node-latency" => show(self.within.latency, &TIMES),
+            _ => show(self.within.bandwidth, &RATES[..4]),
+        };
+        let setting =
+            |key| (format!("{key}={}", value(key)), meaning(key), !self.said.contains(&key));
+        KEYS.map(setting).to_vec()
+    }
+}
+
+impl Algorithm {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Algorithm::Ring => "ring",
+            Algorithm::Tree => "tree",
+            Algorithm::Hierarchical => "hierarchical",
+        }
+    }
+}
+
+fn wrong(key: &str, value: &str, remedy: &str) -> Error {
+    Error::Input(format!("{key}={value}: {remedy}"))
+}
+
+fn parse_count(key: &str, text: &str) -> Result<usize> {
+    let count = text.parse().ok().filter(|count| *count > 0);
+    count.ok_or_else(|| wrong(key, text, "use a whole number from 1"))
+}
+
+fn parse_time(key: &str, text: &str) -> Result<f64> {
+    let time = with_unit(text, &TIMES).filter(|time| *time >= 0.0);
+    time.ok_or_else(|| wrong(key, text, "use a time with its unit (ns, us, ms, s), as 5us"))
+}
+
+fn parse_rate(key: &str, text: &str) -> Result<f64> {
+    let remedy = "use a number above 0 with its unit (kB/s, MB/s, GB/s, TB/s; kbit/s, Mbit/s, Gbit/s), as 25GB/s";
+    with_unit(text, &RATES).filter(|rate| *rate > 0.0).ok_or_else(|| wrong(key, text, remedy))
+}
+
+/// A number with one of these units right behind it.
+fn with_unit(text: &str, units: &[(&str, f64)]) -> Option<f64> {
+    let begin = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
+    let (number, name) = text.split_at(begin);
+    let (_, unit) = units.iter().find(|(unit, _)| *unit == name.trim_start())?;
+    Some(number.parse::<f64>().ok()? * unit).filter(|it| it.is_finite())
+}
+
+/// In the unit that leaves the fewest digits before the point, but one at least.
+fn show(value: f64, units: &[(&str, f64)]) -> String {
+    let fitting = units.iter().filter(|(_, unit)| value >= *unit * 0.9999);
+    let (name, unit) = fitting
+        .max_by(|a, b| a.1.total_cmp(&b.1))
+        .unwrap_or_else(|| units.iter().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(&("", 1.0)));
+    let number = format!("{:.3}", value / unit);
+    format!("{}{name}", number.trim_end_matches('0').trim_end_matches('.'))
+}
+
+impl fmt::Display for ModelCluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let settings = self.settings().into_iter().map(|(setting, ..)| setting);
+        f.write_str(&settings.collect::<Vec<_>>().join(","))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> ModelCluster {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn what_is_said_counts_and_the_rest_has_defaults() {
+        let cluster =
+            parse("nodes=64, gpus=4,bandwidth=200Gbit/s,node_latency=1.5us,algorithm=tree");
+        assert_eq!((cluster.nodes, cluster.gpus), (64, 4));
+        assert_eq!(cluster.algorithm, Some(Algorithm::Tree));
+        assert_eq!(cluster.between, Link { latency: 5e-6, bandwidth: 25e9 });
+        assert!((cluster.within.latency - 1.5e-6).abs() < 1e-18);
+        let defaults = cluster.settings().into_iter().filter(|(_, _, default)| *default);
+        let defaults: Vec<String> = defaults.map(|(setting, ..)| setting).collect();
+        assert_eq!(defaults, ["backend=nccl", "latency=5us", "node-bandwidth=300GB/s"]);
+        assert_eq!(parse("").nodes, 2);
+        assert_eq!(parse("backend=gloo").between, Link { latency: 50e-6, bandwidth: 1.25e9 });
+    }
+
+    #[test]
+    fn what_is_shown_can_be_said() {
+        for text in [
+            "nodes=2,gpus=1,backend=gloo,algorithm=auto,latency=10ms,bandwidth=125MB/s,\
+             node-latency=0ns,node-bandwidth=7.9GB/s",
+            "nodes=3,gpus=8,backend=nccl,algorithm=ring,latency=750ns,bandwidth=1.5TB/s,\
+             node-latency=2s,node-bandwidth=12kB/s",
+        ] {
+            assert_eq!(parse(text).to_string(), text);
+        }
+    }
+
+    #[test]
+    fn units_are_written_out() {
+        let bandwidth = |text: &str| parse(&format!("bandwidth={text}")).between.bandwidth;
+        assert_eq!(bandwidth("1Gbit/s"), 125e6);
+        assert_eq!(bandwidth("0.5 MB/s"), 5e5);
+        assert_eq!(parse("latency=0.25ms").between.latency, 0.25e-3);
+    }
+
+    #[test]
+    fn a_mistake_names_the_key_the_value_and_what_is_possible() {
+        for (text, parts) in [
+            (
+                "speed=3",
+                ["there is no key `speed`", "use nodes, gpus, backend, algorithm, latency"],
+            ),
+            ("nodes=2,nodes=3", ["`nodes` is there twice", "say it once"]),
+            ("nodes=0", ["nodes=0", "whole number from 1"]),
+            ("gpus=-1", ["gpus=-1", "whole number from 1"]),
+            ("nodes", ["nodes=", "whole number from 1"]),
+            ("nodes=9999999,gpus=8", ["nodes=9999999", "more than 16777216 ranks"]),
+            ("backend=mpi", ["backend=mpi", "use nccl or gloo"]),
+            ("algorithm=star", ["algorithm=star", "use ring, tree, hierarchical or auto"]),
+            ("backend=gloo,algorithm=tree", ["algorithm=tree", "leave it out"]),
+            ("latency=5", ["latency=5", "with its unit (ns, us, ms, s)"]),
+            ("node-latency=-5us", ["node-latency=-5us", "as 5us"]),
+            ("bandwidth=0GB/s", ["bandwidth=0GB/s", "above 0"]),
+            ("bandwidth=25GB", ["bandwidth=25GB", "kB/s, MB/s, GB/s"]),
+            ("bandwidth=1e999GB/s", ["bandwidth=1e999GB/s", "as 25GB/s"]),
+            ("node-bandwidth=1.2.3GB/s", ["node-bandwidth=1.2.3GB/s", "as 25GB/s"]),
+        ] {
+            let error = text.parse::<ModelCluster>().unwrap_err().to_string();
+            assert!(parts.iter().all(|part| error.contains(part)), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,343 @@
+//! What an all_reduce costs on a cluster, and a step with it: pure arithmetic, in seconds and bytes.
+//!
+//! A message of n bytes takes `latency + n / bandwidth`. The latencies add up along the way of a slice, and the bytes on
+//! the link that has the most to carry; NCCL weighs its own algorithms in the same way.
+
+use super::cluster::{Algorithm, Library, Link, ModelCluster};
+
+/// Ranks that take part: how many nodes, with so many each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Shape {
+    pub nodes: usize,
+    pub gpus: usize,
+}
+
+/// A note of the backend `gloo`, which goes ahead of every collective.
+const NOTE: f64 = 256.0;
+/// What has room in it.
+const INLINE: f64 = 208.0;
+/// Up to so many bytes for all processes together, `gloo` sends an all_reduce whole.
+const WHOLE: f64 = 65536.0;
+/// The largest piece in which Gloo's ring sends, two of which are on their way at a time.
+const SEGMENT: f64 = 1048576.0;
+
+impl ModelCluster {
+    /// 1, 2, 4, ... ranks of one node, and then 2, 4, ... nodes, up to all.
+    pub(super) fn shapes(&self) -> Vec<Shape> {
+        let doubled = |most: usize| {
+            let powers = std::iter::successors(Some(1), |count| Some(count * 2));
+            powers.take_while(move |count| *count < most).chain([most])
+        };
+        let mut shapes: Vec<Shape> =
+            doubled(self.gpus).map(|gpus| Shape { nodes: 1, gpus }).collect();
+        let more = doubled(self.nodes).filter(|nodes| *nodes > 1);
+        shapes.extend(more.map(|nodes| Shape { nodes, gpus: self.gpus }));
+        shapes
+    }
+
+    /// An all_reduce of so many bytes: how long it takes, and how it goes.
+    pub(super) fn all_reduce(&self, shape: Shape, bytes: f64) -> (f64, &'static str) {
+        let time = |algorithm| (self.by(algorithm, shape, bytes), algorithm.name());
+        match (self.library, self.algorithm) {
+            _ if shape.nodes * shape.gpus == 1 => (0.0, "-"),
+            (Library::Gloo, _) if shape.nodes == 1 => {
+                (ring(shape.gpus, self.within, bytes), "shared memory")
+            }
+            (Library::Gloo, _) => (self.gloo(shape, bytes), "hierarchical"),
+            (Library::Nccl, Some(algorithm)) => time(algorithm),
+            (Library::Nccl, None) if shape.nodes == 1 => time(Algorithm::Ring),
+            (Library::Nccl, None) => {
+                let (ring, tree) = (time(Algorithm::Ring), time(Algorithm::Tree));
+                if tree.0 < ring.0 { tree } else { ring }
+            }
+        }
+    }
+
+    fn by(&self, algorithm: Algorithm, shape: Shape, bytes: f64) -> f64 {
+        let Self { between, within, .. } = *self;
+        let Shape { nodes, gpus } = shape;
+        // What goes through a node also goes through its ranks.
+        let narrowest = match (nodes, gpus) {
+            (1, _) => within.bandwidth,
+            (_, 1) => between.bandwidth,
+            _ => between.bandwidth.min(within.bandwidth),
+        };
+        match algorithm {
+            Algorithm::Ring => {
+                // Around twice, less one step each; of a round's steps so many cross from node to node.
+                let (ranks, across) = ((nodes * gpus) as f64, (nodes - 1) as f64);
+                let inside = ranks - 1.0 - across;
+                let latency = 2.0 * (across * between.latency + inside * within.latency);
+                latency + 2.0 * (ranks - 1.0) / ranks * bytes / narrowest
+            }
+            Algorithm::Tree => {
+                let height = nodes.next_power_of_two().trailing_zeros();
+                let chain = (gpus - 1) as f64 * within.latency;
+                let latency = 2.0 * (chain + f64::from(height) * between.latency);
+                latency + 2.0 * bytes / narrowest
+            }
+            // The slices of a node's ranks share its connection.
+            Algorithm::Hierarchical => ring(gpus, within, bytes) + ring(nodes, between, bytes),
+        }
+    }
+
+    /// The backend `gloo` between processes: into memory that is shared, between the first ranks, and out again.
+    fn gloo(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> f64 {
+        let Link { latency, bandwidth } = self.between;
+        let others = (nodes - 1) as f64;
+        let local =
+            2.0 * (gpus - 1) as f64 * self.within.latency + 2.0 * bytes / self.within.bandwidth;
+        let note = latency + others * NOTE / bandwidth;
+        let network = if bytes * nodes as f64 <= WHOLE {
+            if bytes <= INLINE { 0.0 } else { latency + others * bytes / bandwidth }
+        } else if nodes == 2 {
+            gloo_ring_of_two(bytes, self.between)
+        } else {
+            // Slices to those who add them up, and the sums to all.
+            2.0 * (latency + others / nodes as f64 * bytes / bandwidth)
+        };
+        local + note + network
+    }
+}
+
+/// An all_reduce in slices around a ring of equals.
+fn ring(count: usize, link: Link, bytes: f64) -> f64 {
+    let others = (count - 1) as f64;
+    2.0 * others * link.latency + 2.0 * others / count as f64 * bytes / link.bandwidth
+}
+
+/// Gloo's own all_reduce of two processes, step by step: each sends the other its half, and then the sums, in segments
+/// of 1 MiB at most, of which the third waits for the first to come in. With more than 4 MiB it sends some of
+/// them for nothing, as it counts its steps.
+fn gloo_ring_of_two(bytes: f64, link: Link) -> f64 {
+    let segment = (bytes / 4.0).ceil().min(SEGMENT);
+    let half = ((bytes / segment).ceil().max(4.0) / 2.0).ceil() as usize;
+    let count = 2 * half;
+    let length = |index: usize| (bytes - (index % count) as f64 * segment).clamp(0.0, segment);
+    // Where each rank is, when its line is free, and when what it has sent has come in.
+    let (mut now, mut free) = ([0.0f64; 2], [0.0f64; 2]);
+    for phase in 0..2 {
+        let mut come = [const { Vec::new() }; 2];
+        for step in 0..count {
+            for rank in 0..2 {
+                if step >= 2 {
+                    now[rank] = now[rank].max(come[1 - rank][step - 2]);
+                }
+                if step < count - 2 {
+                    let length = length((rank + 1 - phase) * half + step);
+                    if length > 0.0 {
+                        free[rank] = now[rank].max(free[rank]) + length / link.bandwidth;
+                    }
+                    come[rank].push(if length > 0.0 { free[rank] + link.latency } else { 0.0 });
+                }
+            }
+        }
+    }
+    now[0].max(now[1])
+}
+
+/// What was measured of a step on one rank.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Measured {
+    pub forward: f64,
+    /// Autograd alone.
+    pub backward: f64,
+    pub optimizer: f64,
+    /// The bytes of each bucket, and how far backward is when it is complete.
+    pub buckets: Vec<(f64, f64)>,
+    /// Whether buckets are reduced beside backward.
+    pub overlaps: bool,
+}
+
+/// What a step comes to with so many ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Forecast {
+    pub shape: Shape,
+    /// How buckets are reduced; two ways, if not all go the same.
+    pub algorithm: String,
+    pub step: f64,
+    /// The step of one rank by this one.
+    pub efficiency: f64,
+    /// In which anything is reduced.
+    pub communication: f64,
+    /// That part of it which backward does not cover.
+    pub exposed: f64,
+}
+
+impl Measured {
+    /// This step on `shape` of `cluster`: buckets go one after the other, in their order, each when it is complete.
+    pub(super) fn on(&self, cluster: &ModelCluster, shape: Shape) -> Forecast {
+        // Ranks that share memory reduce by themselves, when backward is through.
+        let beside = self.overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
+        let (mut end, mut communication) = (0.0f64, 0.0);
+        let mut names: Vec<&str> = Vec::new();
+        for &(bytes, complete) in &self.buckets {
+            let (time, name) = cluster.all_reduce(shape, bytes);
+            let complete = if beside { complete.min(self.backward) } else { self.backward };
+            end = end.max(complete) + time;
+            communication += time;
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        let exposed = if beside { (end - self.backward).max(0.0) } else { communication };
+        let alone = self.forward + self.backward + self.optimizer;
+        let step = alone + exposed;
+        let algorithm = names.join("+");
+        Forecast { shape, algorithm, step, efficiency: alone / step, communication, exposed }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cluster(text: &str) -> ModelCluster {
+        text.parse().unwrap()
+    }
+
+    const NETWORK: &str = "latency=10us,bandwidth=1GB/s,node-latency=1us,node-bandwidth=100GB/s";
+
+    /// In microseconds.
+    fn time(text: &str, nodes: usize, gpus: usize, bytes: f64) -> f64 {
+        let cluster = cluster(&format!("{NETWORK},{text}"));
+        cluster.all_reduce(Shape { nodes, gpus }, bytes).0 * 1e6
+    }
+
+    fn near(found: f64, expected: f64) {
+        assert!((found - expected).abs() < 1e-9 * expected.max(1.0), "{found}, not {expected}");
+    }
+
+    #[test]
+    fn rings_and_trees_by_hand() {
+        // Two nodes of one rank: half goes there, half comes back, and so it does with the sums.
+        near(time("algorithm=ring", 2, 1, 1e6), 2. * 10. + 1e3);
+        near(time("algorithm=ring", 8, 1, 1e6), 14. * 10. + 2. * 7. / 8. * 1e3);
+        // Within a node: a hundred times the bandwidth.
+        near(time("algorithm=ring", 1, 8, 1e6), 14. * 1. + 2. * 7. / 8. * 10.);
+        // Of 2 * 31 steps 2 * 3 cross.
+        near(time("algorithm=ring", 4, 8, 1e6), 6. * 10. + 56. * 1. + 2. * 31. / 32. * 1e3);
+        near(time("algorithm=tree", 8, 1, 1e6), 2. * 3. * 10. + 2e3);
+        near(time("algorithm=tree", 5, 4, 1e6), 2. * (3. + 3. * 10.) + 2e3);
+        near(
+            time("algorithm=hierarchical", 4, 8, 1e6),
+            14. * 1. + 2. * 7. / 8. * 10. + 6. * 10. + 2. * 3. / 4. * 1e3,
+        );
+        // A node's connection is of no use to a ring that is slower within the node.
+        let narrow = cluster("latency=0us,bandwidth=1TB/s,node-latency=0us,node-bandwidth=1GB/s");
+        near(narrow.all_reduce(Shape { nodes: 2, gpus: 2 }, 1e6).0 * 1e6, 1.5e3);
+    }
+
+    #[test]
+    fn the_faster_of_ring_and_tree_is_taken() {
+        let cluster = cluster(&format!("{NETWORK},nodes=64"));
+        let shape = Shape { nodes: 64, gpus: 8 };
+        assert_eq!(cluster.all_reduce(shape, 1e3).1, "tree");
+        assert_eq!(cluster.all_reduce(shape, 1e9).1, "ring");
+        assert_eq!(cluster.all_reduce(Shape { nodes: 1, gpus: 8 }, 1e3).1, "ring");
+    }
+
+    #[test]
+    fn gloo_by_hand() {
+        let note = 10. + 0.256;
+        let copies = |bytes: f64| 2. * bytes / 100e9 * 1e6;
+        near(time("backend=gloo", 2, 1, 100.), note + copies(100.));
+        near(time("backend=gloo", 2, 1, 1e4), note + 10. + 10. + copies(1e4));
+        near(time("backend=gloo", 4, 1, 1e4), 10. + 3. * 0.256 + 10. + 30. + copies(1e4));
+        // Gloo's ring: half of it twice.
+        near(time("backend=gloo", 2, 1, 1e6), note + 2. * (10. + 500.) + copies(1e6));
+        near(time("backend=gloo", 2, 4, 1e6), 6. + note + 2. * (10. + 500.) + copies(1e6));
+        // Slices to all, and sums to all.
+        near(time("backend=gloo", 4, 1, 1e6), 10. + 3. * 0.256 + 2. * (10. + 750.) + copies(1e6));
+        near(time("backend=gloo", 1, 2, 1e6), 2. + 10.);
+    }
+
+    #[test]
+    fn gloo_waits_for_segments_and_sends_some_for_nothing() {
+        let mib = 1048576.0;
+        let ring = |mibs: f64, latency| {
+            gloo_ring_of_two(mibs * mib, Link { latency, bandwidth: mib }) // a segment a second
+        };
+        // Two segments there, two back.
+        near(ring(4.0, 0.0), 4.0);
+        near(ring(4.0, 10.0), 24.0);
+        // Three segments would do for each half of six, but four go out.
+        near(ring(6.0, 0.0), 8.0);
+        // The third goes when the first has come in.
+        near(ring(6.0, 10.0), 2.0 * (11.0 + 12.0));
+    }
+
+    fn measured(overlaps: bool) -> Measured {
+        let buckets = vec![(1e6, 1e-3), (2e6, 3e-3)];
+        Measured { forward: 2e-3, backward: 3e-3, optimizer: 1e-3, buckets, overlaps }
+    }
+
+    #[test]
+    fn buckets_go_one_after_the_other_beside_backward() {
+        let two = Shape { nodes: 2, gpus: 1 };
+        let quick = "latency=0us,bandwidth=1GB/s,algorithm=ring";
+        // 1 ms from 1 ms on, 2 ms from 3 ms on.
+        let forecast = measured(true).on(&cluster(quick), two);
+        near(forecast.communication, 3e-3);
+        near(forecast.exposed, 2e-3);
+        near(forecast.step, 8e-3);
+        near(forecast.efficiency, 6. / 8.);
+        near(measured(false).on(&cluster(quick), two).exposed, 3e-3);
+        // 10 ms from 1 ms on, 20 ms after that.
+        let slow = "latency=0us,bandwidth=100MB/s,algorithm=ring";
+        near(measured(true).on(&cluster(slow), two).exposed, 28e-3);
+        // Threads reduce after backward.
+        let threads = "backend=gloo,node-latency=0us,node-bandwidth=1GB/s";
+        near(measured(true).on(&cluster(threads), Shape { nodes: 1, gpus: 2 }).exposed, 3e-3);
+    }
+
+    #[test]
+    fn one_rank_communicates_with_nobody() {
+        for text in ["backend=gloo", "algorithm=tree", "latency=1s,bandwidth=1kB/s"] {
+            let forecast = measured(true).on(&cluster(text), Shape { nodes: 1, gpus: 1 });
+            assert_eq!((forecast.communication, forecast.exposed), (0.0, 0.0));
+            assert_eq!((forecast.efficiency, &forecast.algorithm[..]), (1.0, "-"));
+        }
+    }
+
+    #[test]
+    fn better_networks_are_never_slower_and_more_bytes_never_faster() {
+        let ways = ["algorithm=ring", "algorithm=tree", "algorithm=hierarchical", "backend=gloo"];
+        for way in ways.into_iter().chain(["algorithm=auto"]) {
+            for (nodes, gpus) in [(1, 2), (1, 8), (2, 1), (2, 8), (3, 4), (64, 8), (512, 1)] {
+                let shape = Shape { nodes, gpus };
+                let time = |network: &str, bytes: f64| {
+                    cluster(&format!("{network},{way}")).all_reduce(shape, bytes).0
+                };
+                let mut last = 0.0;
+                for power in 0..30 {
+                    let bytes = f64::from(1u32 << power);
+                    let plain = time(NETWORK, bytes);
+                    for (worse, better) in [
+                        ("latency=10us", "latency=9us"),
+                        ("node-latency=1us", "node-latency=0us"),
+                        (",bandwidth=1GB/s", ",bandwidth=2GB/s"),
+                        ("node-bandwidth=100GB/s", "node-bandwidth=101GB/s"),
+                    ] {
+                        let better = NETWORK.replacen(worse, better, 1);
+                        assert!(time(&better, bytes) <= plain, "{way} {shape:?} {bytes} {better}");
+                    }
+                    // Up to 64 KiB for all, gloo sends more bytes to save an exchange.
+                    let more = plain > last || way == "backend=gloo";
+                    assert!(more, "{way} {shape:?}: {bytes} bytes");
+                    last = plain;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_world_doubles_up_to_the_cluster() {
+        let shapes = |text: &str| -> Vec<(usize, usize)> {
+            cluster(text).shapes().iter().map(|it| (it.nodes, it.gpus)).collect()
+        };
+        assert_eq!(shapes("nodes=1,gpus=1"), [(1, 1)]);
+        assert_eq!(shapes("nodes=3,gpus=1"), [(1, 1), (2, 1), (3, 1)]);
+        assert_eq!(shapes("nodes=4,gpus=6"), [(1, 1), (1, 2), (1, 4), (1, 6), (2, 6), (4, 6)]);
+    }
+}

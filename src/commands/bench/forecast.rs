@@ -1,0 +1,142 @@
+//! What `--model-cluster` prints: the step that was measured, on more and more ranks of the cluster.
+
+use std::io::{self, Write};
+
+use serde::Serialize;
+
+use super::cluster::ModelCluster;
+use super::cost::{Forecast, Measured};
+use crate::observe::{LogFormat, Printer};
+
+/// A row of the table. Times are in microseconds.
+#[derive(Debug, Serialize)]
+struct Row<'a> {
+    model: &'static str,
+    cluster: &'a str,
+    nodes: usize,
+    world_size: usize,
+    all_reduce: String,
+    us_per_step: f64,
+    samples_per_second: f64,
+    /// The step of one rank by this one.
+    efficiency: f64,
+    /// In which buckets are reduced.
+    communication_us: f64,
+    /// That part of it which makes the step longer.
+    exposed_us: f64,
+    /// The share of it that does not. None where there is no communication.
+    hidden: Option<f64>,
+}
+
+/// Prints what the step would come to on `cluster`.
+pub(super) fn print(
+    model: &'static str,
+    batch_size: usize,
+    measured: &Measured,
+    cluster: &ModelCluster,
+    on_cpu: bool,
+    printer: &Printer,
+) -> io::Result<()> {
+    let text = cluster.to_string();
+    let row = |Forecast { shape, algorithm, step, efficiency, communication, exposed }| {
+        let world_size = shape.nodes * shape.gpus;
+        Row {
+            model,
+            cluster: &text,
+            nodes: shape.nodes,
+            world_size,
+            all_reduce: algorithm,
+            us_per_step: step * 1e6,
+            samples_per_second: (world_size * batch_size) as f64 / step,
+            efficiency,
+            communication_us: communication * 1e6,
+            exposed_us: exposed * 1e6,
+            hidden: (communication > 0.0).then(|| 1.0 - exposed / communication),
+        }
+    };
+    let shapes = cluster.shapes().into_iter();
+    let mut rows = shapes.map(|shape| row(measured.on(cluster, shape)));
+    match printer.format() {
+        LogFormat::Json => rows.try_for_each(|row| printer.object(&row)),
+        LogFormat::Text => printer.lines(|out| {
+            write_head(measured, cluster, out)?;
+            rows.try_for_each(|row| write_row(&row, out))?;
+            write_foot(on_cpu, out)
+        }),
+    }
+}
+
+fn write_head(measured: &Measured, cluster: &ModelCluster, out: &mut dyn Write) -> io::Result<()> {
+    let buckets = &measured.buckets;
+    writeln!(out, "\n# buckets of gradients, and when backward has completed them")?;
+    let shown = if buckets.len() > 8 { 7 } else { buckets.len() };
+    for (bytes, complete) in &buckets[..shown] {
+        writeln!(out, "#   {:>9.3} MB {:>12.1} us", bytes / 1e6, complete * 1e6)?;
+    }
+    let (rest, last) = (&buckets[shown..], buckets.last());
+    if let (false, Some((_, complete))) = (rest.is_empty(), last) {
+        let (count, bytes) = (rest.len(), rest.iter().map(|it| it.0).sum::<f64>());
+        let (bytes, complete) = (bytes / 1e6, complete * 1e6);
+        writeln!(out, "#   {bytes:>9.3} MB {complete:>12.1} us for the last of {count} more")?;
+    }
+    writeln!(out, "\n# a cluster that is not here")?;
+    for (setting, meaning, is_default) in cluster.settings() {
+        let default = if is_default { " (default)" } else { "" };
+        writeln!(out, "#   {setting:<24}{meaning}{default}")?;
+    }
+    writeln!(
+        out,
+        "\n#{:>5}{:>7}  {:<13}{:>11}{:>11}{:>11}{:>11}{:>10}{:>7}\n\
+         #{:>5}{:>7}  {:<13}{:>11}{:>11}{:>11}{:>11}{:>10}{:>7}",
+        "nodes",
+        "ranks",
+        "all_reduce",
+        "step",
+        "samples",
+        "efficiency",
+        "reduction",
+        "exposed",
+        "hidden",
+        "",
+        "",
+        "",
+        "(us)",
+        "(1/s)",
+        "(%)",
+        "(us)",
+        "(us)",
+        "(%)"
+    )
+}
+
+fn write_row(row: &Row, out: &mut dyn Write) -> io::Result<()> {
+    let hidden = row.hidden.map_or("-".into(), |share| format!("{:.1}", share * 100.0));
+    writeln!(
+        out,
+        "{:>6}{:>7}  {:<13}{:>11.1}{:>11.0}{:>11.1}{:>11.1}{:>10.1}{hidden:>7}",
+        row.nodes,
+        row.world_size,
+        row.all_reduce,
+        row.us_per_step,
+        row.samples_per_second,
+        row.efficiency * 100.0,
+        row.communication_us,
+        row.exposed_us,
+    )
+}
+
+fn write_foot(on_cpu: bool, out: &mut dyn Write) -> io::Result<()> {
+    writeln!(
+        out,
+        "\n# This is a model, not a measurement. Every rank computes as fast as here, and every message\n\
+         # takes latency + bytes / bandwidth. Left out: ranks that are late (stragglers), others on the\n\
+         # network (congestion), what communication takes from computing, and the loading of data."
+    )?;
+    if on_cpu {
+        writeln!(
+            out,
+            "# Computed on the CPU: for a cluster of GPUs, measure on one that has such a GPU."
+        )?;
+    }
+    Ok(())
+}
