@@ -14,7 +14,7 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test model check install parity safetensors tensorboard mixed compare test-launchers python libtorch cargo
+.PHONY: help run test model check install parity safetensors tensorboard mixed compare cluster-model test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -72,6 +72,10 @@ compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorc
 	cargo build --release
 	.pytorch/bin/python tests/peers/compare.py $(PROGRAM)
 	cargo bench --quiet --bench ddp_cost
+
+cluster-model: cargo libtorch ## measure two hosts, as network namespaces, beside what bench step --model-cluster says
+	cargo build --release
+	python3 tests/peers/cluster_model.py $(PROGRAM)
 
 python: libtorch ## put a Python with PyTorch for the CPU and TensorBoard into .python/, for parity, safetensors, tensorboard, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python

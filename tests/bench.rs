@@ -183,3 +183,62 @@ fn a_step_and_its_parts() {
     assert_eq!(code, Some(0));
     assert!(stdout.starts_with("# linear, batch 32, 1 rank: medians of 5 steps"), "{stdout}");
 }
+
+#[test]
+fn a_step_is_modelled_on_a_cluster() {
+    let cluster = "nodes=4,gpus=2,latency=1ms,bandwidth=1Gbit/s,algorithm=ring";
+    let flags = ["--steps=5", "--model=mlp", "--hidden=600,600", "--bucket-cap-mb=0.5"];
+    let flags = [&["bench", "step", "--model-cluster", cluster], &flags[..]].concat();
+    let (code, stdout, stderr) = run(&[&flags[..], &["--log-format=json"]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let objects: Vec<Value> =
+        stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (step, rows) = objects.split_first().unwrap();
+    // What was not said is one rank.
+    assert_eq!(step["world_size"], 1);
+    let numbers = |key: &str| -> Vec<f64> {
+        step[key].as_array().unwrap().iter().map(|it| it.as_f64().unwrap()).collect()
+    };
+    let (bytes, complete) = (numbers("bucket_bytes"), numbers("bucket_complete_us"));
+    let parameters = (20 + 1) * 600 + (600 + 1) * 600 + 600 + 1;
+    let padding = 64. * 6.;
+    let total = bytes.iter().sum::<f64>() - 4. * f64::from(parameters);
+    assert!(bytes.len() > 1 && (0. ..padding).contains(&total), "{step}");
+    // Backward completes them in their order.
+    assert_eq!(complete.len(), bytes.len());
+    assert!(complete[0] > 0. && complete.is_sorted(), "{step}");
+    assert!(*complete.last().unwrap() <= step["backward_us"].as_f64().unwrap(), "{step}");
+
+    let places: Vec<_> = rows.iter().map(|row| (&row["nodes"], &row["world_size"])).collect();
+    let expected = [(1, 1), (1, 2), (2, 4), (4, 8)].map(|(a, b)| (Value::from(a), b.into()));
+    assert_eq!(places, expected.each_ref().map(|(a, b)| (a, b)));
+    let number = |row: &Value, key: &str| row[key].as_f64().unwrap();
+    let near = |a: f64, b: f64| assert!((a / b - 1.).abs() < 1e-9, "{a}, not {b}: {stdout}");
+    let alone = number(&rows[0], "us_per_step");
+    near(
+        alone,
+        ["forward_us", "backward_us", "optimizer_us"].map(|key| number(step, key)).iter().sum(),
+    );
+    for row in rows {
+        let time = number(row, "us_per_step");
+        near(time, alone + number(row, "exposed_us"));
+        near(number(row, "efficiency"), alone / time);
+        near(number(row, "samples_per_second"), number(row, "world_size") * 32e6 / time);
+        assert!(row["cluster"].as_str().unwrap().starts_with("nodes=4,gpus=2,backend=nccl,"));
+    }
+    assert_eq!((&rows[0]["all_reduce"], &rows[0]["hidden"]), (&"-".into(), &Value::Null));
+    // By hand, all buckets: 2 * 3 steps from node to node and 8 within, and 7 / 4 of the bytes.
+    let count = bytes.len() as f64;
+    let total: f64 = bytes.iter().sum();
+    let expected = count * (6. * 1000. + 8. * 3.) + 1.75 * total / 125.;
+    near(number(&rows[3], "communication_us"), expected);
+    let hidden = 1. - number(&rows[3], "exposed_us") / expected;
+    assert!((number(&rows[3], "hidden") - hidden).abs() < 1e-9, "{stdout}");
+
+    let (code, stdout, stderr) = run(&flags);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stdout.lines().all(|line| line.len() <= 92), "{stdout}");
+    assert!(stdout.contains("(default)") && stdout.contains("This is a model"), "{stdout}");
+    let table = stdout.lines().filter(|line| line.split_whitespace().count() == 9);
+    assert_eq!(table.filter(|line| !line.starts_with('#')).count(), 4, "{stdout}");
+}

@@ -158,8 +158,8 @@ impl ModelCluster {
             "algorithm" => "for all buckets",
             "latency" => "of a message from node to node",
             "bandwidth" => "out of a node, and as much into it",
-            "node-latency" => "of a message from rank to rank within a node",
-            _ => "out of each rank within a node, and as much into it",
+            "node-latency" => "of a message within a node",
+            _ => "out of a rank within a node, and as much into it",
         };
         let value = |key| match key {
             "nodes" => self.nodes.to_string(),

@@ -85,16 +85,18 @@ impl ModelCluster {
     fn gloo(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> f64 {
         let Link { latency, bandwidth } = self.between;
         let others = (nodes - 1) as f64;
+        // Nothing is sent before the receiver has asked for it.
+        let message = 2.0 * latency;
         let local =
             2.0 * (gpus - 1) as f64 * self.within.latency + 2.0 * bytes / self.within.bandwidth;
-        let note = latency + others * NOTE / bandwidth;
+        let note = message + others * NOTE / bandwidth;
         let network = if bytes * nodes as f64 <= WHOLE {
-            if bytes <= INLINE { 0.0 } else { latency + others * bytes / bandwidth }
+            if bytes <= INLINE { 0.0 } else { message + others * bytes / bandwidth }
         } else if nodes == 2 {
             gloo_ring_of_two(bytes, self.between)
         } else {
             // Slices to those who add them up, and the sums to all.
-            2.0 * (latency + others / nodes as f64 * bytes / bandwidth)
+            2.0 * (message + others / nodes as f64 * bytes / bandwidth)
         };
         local + note + network
     }
@@ -106,34 +108,18 @@ fn ring(count: usize, link: Link, bytes: f64) -> f64 {
     2.0 * others * link.latency + 2.0 * others / count as f64 * bytes / link.bandwidth
 }
 
-/// Gloo's own all_reduce of two processes, step by step: each sends the other its half, and then the sums, in segments
-/// of 1 MiB at most, of which the third waits for the first to come in. With more than 4 MiB it sends some of
-/// them for nothing, as it counts its steps.
+/// Gloo's own all_reduce of two processes: each sends the other its half, and then the sums, in an even number of equal
+/// segments of 1 MiB at most. The third waits for the first to come in, and so on; and each for the receiver to ask for it.
 fn gloo_ring_of_two(bytes: f64, link: Link) -> f64 {
-    let segment = (bytes / 4.0).ceil().min(SEGMENT);
-    let half = ((bytes / segment).ceil().max(4.0) / 2.0).ceil() as usize;
-    let count = 2 * half;
-    let length = |index: usize| (bytes - (index % count) as f64 * segment).clamp(0.0, segment);
-    // Where each rank is, when its line is free, and when what it has sent has come in.
-    let (mut now, mut free) = ([0.0f64; 2], [0.0f64; 2]);
-    for phase in 0..2 {
-        let mut come = [const { Vec::new() }; 2];
-        for step in 0..count {
-            for rank in 0..2 {
-                if step >= 2 {
-                    now[rank] = now[rank].max(come[1 - rank][step - 2]);
-                }
-                if step < count - 2 {
-                    let length = length((rank + 1 - phase) * half + step);
-                    if length > 0.0 {
-                        free[rank] = now[rank].max(free[rank]) + length / link.bandwidth;
-                    }
-                    come[rank].push(if length > 0.0 { free[rank] + link.latency } else { 0.0 });
-                }
-            }
-        }
+    let half = ((bytes / SEGMENT).ceil().max(4.0) / 2.0).ceil();
+    let segment = bytes / (2.0 * half) / link.bandwidth;
+    // When the line is free, and when the last two segments have come in.
+    let (mut free, mut come) = (0.0f64, [0.0; 2]);
+    for _ in 0..half as u64 {
+        free = free.max(come[0] + link.latency) + segment;
+        come = [come[1], free + link.latency];
     }
-    now[0].max(now[1])
+    2.0 * come[1]
 }
 
 /// What was measured of a step on one rank.
@@ -239,32 +225,34 @@ mod tests {
 
     #[test]
     fn gloo_by_hand() {
-        let note = 10. + 0.256;
+        let note = 20. + 0.256;
         let copies = |bytes: f64| 2. * bytes / 100e9 * 1e6;
         near(time("backend=gloo", 2, 1, 100.), note + copies(100.));
-        near(time("backend=gloo", 2, 1, 1e4), note + 10. + 10. + copies(1e4));
-        near(time("backend=gloo", 4, 1, 1e4), 10. + 3. * 0.256 + 10. + 30. + copies(1e4));
+        near(time("backend=gloo", 2, 1, 1e4), note + 20. + 10. + copies(1e4));
+        near(time("backend=gloo", 4, 1, 1e4), 20. + 3. * 0.256 + 20. + 30. + copies(1e4));
         // Gloo's ring: half of it twice.
-        near(time("backend=gloo", 2, 1, 1e6), note + 2. * (10. + 500.) + copies(1e6));
-        near(time("backend=gloo", 2, 4, 1e6), 6. + note + 2. * (10. + 500.) + copies(1e6));
+        near(time("backend=gloo", 2, 1, 1e6), note + 2. * (20. + 500.) + copies(1e6));
+        near(time("backend=gloo", 2, 4, 1e6), 6. + note + 2. * (20. + 500.) + copies(1e6));
         // Slices to all, and sums to all.
         near(time("backend=gloo", 4, 1, 1e6), 10. + 3. * 0.256 + 2. * (10. + 750.) + copies(1e6));
         near(time("backend=gloo", 1, 2, 1e6), 2. + 10.);
     }
 
     #[test]
-    fn gloo_waits_for_segments_and_sends_some_for_nothing() {
+    fn gloo_has_two_segments_on_their_way_at_a_time() {
         let mib = 1048576.0;
         let ring = |mibs: f64, latency| {
             gloo_ring_of_two(mibs * mib, Link { latency, bandwidth: mib }) // a segment a second
         };
         // Two segments there, two back.
         near(ring(4.0, 0.0), 4.0);
-        near(ring(4.0, 10.0), 24.0);
-        // Three segments would do for each half of six, but four go out.
-        near(ring(6.0, 0.0), 8.0);
-        // The third goes when the first has come in.
-        near(ring(6.0, 10.0), 2.0 * (11.0 + 12.0));
+        near(ring(4.0, 10.0), 2.0 * (20.0 + 2.0));
+        // Three: the last goes when the first has come in, after 21 s, and the other is told so.
+        near(ring(6.0, 0.0), 6.0);
+        near(ring(6.0, 10.0), 2.0 * (21.0 + 21.0));
+        // Segments are smaller if they would not be as many in both halves.
+        near(ring(5.0, 0.0), 5.0);
+        near(ring(5.0, 10.0), 2.0 * 2.0 * (5.0 / 6.0 + 20.0));
     }
 
     fn measured(overlaps: bool) -> Measured {

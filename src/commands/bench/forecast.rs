@@ -128,9 +128,9 @@ fn write_row(row: &Row, out: &mut dyn Write) -> io::Result<()> {
 fn write_foot(on_cpu: bool, out: &mut dyn Write) -> io::Result<()> {
     writeln!(
         out,
-        "\n# This is a model, not a measurement. Every rank computes as fast as here, and every message\n\
-         # takes latency + bytes / bandwidth. Left out: ranks that are late (stragglers), others on the\n\
-         # network (congestion), what communication takes from computing, and the loading of data."
+        "\n# This is a model, not a measurement: every rank computes as fast as here, and a message\n\
+         # takes latency + bytes / bandwidth. Left out: ranks that are late (stragglers), others on\n\
+         # the network (congestion), what communication takes from computing, loading of data."
     )?;
     if on_cpu {
         writeln!(

@@ -138,7 +138,7 @@ pub fn bench_step(
 /// Refuses what [`ModelCluster`] knows nothing of.
 fn check_modelled(config: &Config) -> Result<()> {
     let refuse = |what: &str| {
-        let why = "is not modelled by --model-cluster; leave out one of the two";
+        let why = "--model-cluster does not know it; leave out one of the two";
         Err(Error::Input(format!("{what}: {why}")))
     };
     if config.strategy == StrategyKind::Dp {
