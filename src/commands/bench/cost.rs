@@ -234,7 +234,7 @@ mod tests {
         near(time("backend=gloo", 2, 1, 1e6), note + 2. * (20. + 500.) + copies(1e6));
         near(time("backend=gloo", 2, 4, 1e6), 6. + note + 2. * (20. + 500.) + copies(1e6));
         // Slices to all, and sums to all.
-        near(time("backend=gloo", 4, 1, 1e6), 10. + 3. * 0.256 + 2. * (10. + 750.) + copies(1e6));
+        near(time("backend=gloo", 4, 1, 1e6), 20. + 3. * 0.256 + 2. * (20. + 750.) + copies(1e6));
         near(time("backend=gloo", 1, 2, 1e6), 2. + 10.);
     }
 
