@@ -87,9 +87,11 @@ impl ModelCluster {
         let others = (nodes - 1) as f64;
         // Nothing is sent before the receiver has asked for it.
         let message = 2.0 * latency;
+        // Two ranks send from where their tensors lie.
+        let passes = if self.goes_on(Shape { nodes, gpus }, bytes) { 1.0 } else { 2.0 };
         let local =
-            2.0 * (gpus - 1) as f64 * self.within.latency + 2.0 * bytes / self.within.bandwidth;
-        let note = message + others * NOTE / bandwidth;
+            2.0 * (gpus - 1) as f64 * self.within.latency + passes * bytes / self.within.bandwidth;
+        let note = self.note(nodes);
         let network = if bytes * nodes as f64 <= WHOLE {
             if bytes <= INLINE { 0.0 } else { message + others * bytes / bandwidth }
         } else if nodes == 2 {
@@ -99,6 +101,17 @@ impl ModelCluster {
             2.0 * (message + others / nodes as f64 * bytes / bandwidth)
         };
         local + note + network
+    }
+
+    /// Whether an all_reduce goes on by itself while the next one begins.
+    fn goes_on(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> bool {
+        self.library == Library::Gloo && (nodes, gpus) == (2, 1) && 2.0 * bytes > WHOLE
+    }
+
+    /// The notes that go ahead.
+    fn note(&self, nodes: usize) -> f64 {
+        let Link { latency, bandwidth } = self.between;
+        2.0 * latency + (nodes - 1) as f64 * NOTE / bandwidth
     }
 }
 
@@ -151,16 +164,24 @@ pub(super) struct Forecast {
 }
 
 impl Measured {
-    /// This step on `shape` of `cluster`: buckets go one after the other, in their order, each when it is complete.
+    /// This step on `shape` of `cluster`: buckets go one after the other, in their order, each when it is complete; where
+    /// two can be on their way they share the line.
     pub(super) fn on(&self, cluster: &ModelCluster, shape: Shape) -> Forecast {
         // Ranks that share memory reduce by themselves, when backward is through.
         let beside = self.overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
-        let (mut end, mut communication) = (0.0f64, 0.0);
+        let (mut free, mut end, mut communication) = (0.0f64, 0.0f64, 0.0);
         let mut names: Vec<&str> = Vec::new();
         for &(bytes, complete) in &self.buckets {
             let (time, name) = cluster.all_reduce(shape, bytes);
             let complete = if beside { complete.min(self.backward) } else { self.backward };
-            end = end.max(complete) + time;
+            let began = complete.max(free);
+            end = if beside && cluster.goes_on(shape, bytes) {
+                free = began + cluster.note(shape.nodes);
+                (began + time).max(end + bytes / cluster.between.bandwidth)
+            } else {
+                free = began.max(end) + time;
+                free
+            };
             communication += time;
             if !names.contains(&name) {
                 names.push(name);
@@ -231,7 +252,7 @@ mod tests {
         near(time("backend=gloo", 2, 1, 1e4), note + 20. + 10. + copies(1e4));
         near(time("backend=gloo", 4, 1, 1e4), 20. + 3. * 0.256 + 20. + 30. + copies(1e4));
         // Gloo's ring: half of it twice.
-        near(time("backend=gloo", 2, 1, 1e6), note + 2. * (20. + 500.) + copies(1e6));
+        near(time("backend=gloo", 2, 1, 1e6), note + 2. * (20. + 500.) + copies(1e6) / 2.);
         near(time("backend=gloo", 2, 4, 1e6), 6. + note + 2. * (20. + 500.) + copies(1e6));
         // Slices to all, and sums to all.
         near(time("backend=gloo", 4, 1, 1e6), 20. + 3. * 0.256 + 2. * (20. + 750.) + copies(1e6));
@@ -274,6 +295,13 @@ mod tests {
         // 10 ms from 1 ms on, 20 ms after that.
         let slow = "latency=0us,bandwidth=100MB/s,algorithm=ring";
         near(measured(true).on(&cluster(slow), two).exposed, 28e-3);
+        // Two processes: 10 ms each way, and 1 ms for a megabyte, of which the second goes while the first does.
+        let far = "backend=gloo,latency=10ms,bandwidth=1GB/s,node-bandwidth=1000000TB/s";
+        let note = 20f64 + 256e-6;
+        let second = (3. + note + 2. * (20. + 1.)).max(1. + note + 2. * (20. + 0.5) + 2.);
+        // It begins when the first one's note has come.
+        let second = second.max(1. + 2. * note + 2. * (20. + 1.));
+        near(measured(true).on(&cluster(far), two).exposed * 1e3, second - 3.);
         // Threads reduce after backward.
         let threads = "backend=gloo,node-latency=0us,node-bandwidth=1GB/s";
         near(measured(true).on(&cluster(threads), Shape { nodes: 1, gpus: 2 }).exposed, 3e-3);
