@@ -25,6 +25,11 @@ pub enum Operation {
     Barrier,
     Synchronize,
     Step,
+    Data,
+    Forward,
+    Backward,
+    Optimizer,
+    Validation,
     Save,
     ShutDown,
     Done,
@@ -32,7 +37,7 @@ pub enum Operation {
 
 impl Operation {
     /// All of them, each at the place of its number.
-    pub(crate) const ALL: [Operation; 21] = [
+    pub(crate) const ALL: [Operation; 26] = [
         Operation::Function,
         Operation::Start,
         Operation::Rendezvous,
@@ -51,6 +56,11 @@ impl Operation {
         Operation::Barrier,
         Operation::Synchronize,
         Operation::Step,
+        Operation::Data,
+        Operation::Forward,
+        Operation::Backward,
+        Operation::Optimizer,
+        Operation::Validation,
         Operation::Save,
         Operation::ShutDown,
         Operation::Done,
@@ -60,7 +70,8 @@ impl Operation {
 impl Operation {
     /// Whether a rank that does it is in code of its own, and waits for nobody as far as is known.
     pub(crate) fn is_own_work(self) -> bool {
-        matches!(self, Operation::Function | Operation::Step | Operation::Save)
+        use Operation::{Backward, Data, Forward, Function, Optimizer, Save, Step, Validation};
+        matches!(self, Function | Step | Data | Forward | Backward | Optimizer | Validation | Save)
     }
 
     /// Whether a rank that does it may be waiting for others as well as working.
@@ -91,6 +102,11 @@ impl fmt::Display for Operation {
             Operation::Barrier => "barrier",
             Operation::Synchronize => "synchronize",
             Operation::Step => "step",
+            Operation::Data => "data",
+            Operation::Forward => "forward",
+            Operation::Backward => "backward",
+            Operation::Optimizer => "optimizer",
+            Operation::Validation => "validation",
             Operation::Save => "save",
             Operation::ShutDown => "shutting down",
             Operation::Done => "done",

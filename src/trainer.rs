@@ -20,6 +20,7 @@ use crate::data::{Batch, Loader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::observe::Epoch;
+use crate::operation::Operation;
 use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
 use crate::process_group::rank_label;
 use crate::sync::{Stop, StopReason};
@@ -325,6 +326,7 @@ impl<M: ModuleT> Trainer<M> {
                 stop.decide(self.state.step);
             }
             self.ddp.group().enter_step(self.state.step)?;
+            self.ddp.group().enter_phase(Operation::Data, self.state.step);
             let of_step = batches.by_ref().take(self.accumulate).collect::<Result<Vec<_>>>()?;
             let skipped = self.state.skipped_samples;
             self.run_step(&of_step, epoch)?;
@@ -343,6 +345,7 @@ impl<M: ModuleT> Trainer<M> {
                 self.save_if_due(false)?;
             }
         }
+        self.ddp.group().end_phase();
         let loss = self.take_loss()?;
         self.state.epoch_losses.truncate(1);
         self.state.epoch_losses.push(loss);
@@ -384,6 +387,7 @@ impl<M: ModuleT> Trainer<M> {
         for (loss, batch) in losses.iter().zip(batches) {
             self.loss_sum.add(loss, batch.len())?;
         }
+        self.ddp.group().next_phase(Operation::Optimizer);
         let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         self.scaler.unscale_()?;
         if let Some(max_norm) = self.max_grad_norm {

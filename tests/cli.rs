@@ -21,6 +21,9 @@ fn lasting(line: &str) -> String {
         _ if line.starts_with("ddp-mp: loss ") => "ddp-mp: loss ",
         _ if line.starts_with("ddp-mp: validation ") => line.split_once(": loss").unwrap().0,
         _ if line.starts_with("ddp-mp: best: ") => line.split_once(", loss").unwrap().0,
+        _ if line.contains(" last seen in ") && line.ends_with(" s ago") => {
+            line.split_once(".rs:").unwrap().0
+        }
         _ if line.contains("on the CPU, ") => line.split_once("on the CPU, ").unwrap().0,
         _ => line,
     };

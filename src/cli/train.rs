@@ -244,6 +244,9 @@ pub(crate) struct TrainFlags {
     /// How long the other ranks get to come back after one has failed; likewise [default: 30s]
     #[arg(long, value_name = "TIME", help_heading = "Run")]
     grace_period: Option<String>,
+    /// After how long in a collective to tell who is missing there; likewise [default: 10s]
+    #[arg(long, value_name = "TIME", help_heading = "Run")]
+    stall_warning: Option<String>,
     /// Write scalars, histograms and pictures for TensorBoard into this folder
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     tensorboard: Option<PathBuf>,

@@ -75,13 +75,15 @@ impl Launched {
     }
 
     /// The ranks of this process, as `config` says.
-    pub(super) fn spawn(&self, config: &Config) -> Spawn {
+    pub(super) fn spawn(&self, config: &Config, printer: &Arc<Printer>) -> Spawn {
+        let printer = printer.clone();
         // What fails once is to go well after a restart.
         let fault = config.fault.filter(|_| self.launch.restart_count == 0);
         Spawn::at(&self.placement)
             .world(self.world.clone())
             .timeout(config.timeout)
             .grace_period(config.grace_period)
+            .stall_warning(config.stall_warning, move |text| printer.note(text))
             .check_collectives(config.check_collectives)
             .fault(fault)
     }

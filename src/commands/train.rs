@@ -14,7 +14,8 @@ use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::{Error, Result};
 use crate::launch::{
-    Launch, LaunchKind, Rank, SpawnError, Stop, StopReason, end_at_signals_in, stop_on_signals,
+    Launch, LaunchKind, Rank, SpawnError, Stop, StopReason, ask_on_signal, end_at_signals_in,
+    stop_on_signals,
 };
 use crate::models::Model;
 use crate::observe::{End, Event, Failure, LogFormat, Printer, Recorder, Start, peak_memory};
@@ -68,6 +69,7 @@ fn train_in(
     });
     let stop = Arc::new(stop);
     stop_on_signals(&stop).context("watching for signals")?;
+    let asks = ask_on_signal().context("watching for signals")?;
     let (config, data) = with_data(config)?;
     // Those of `--spawn=processes` are all on their way.
     let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
@@ -96,7 +98,7 @@ fn train_in(
     }
     let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
     let recorder = Mutex::new(recorder);
-    let spawn = launched.spawn(&config);
+    let spawn = launched.spawn(&config, printer).table_when(asks);
     let (printer, stopped) = (printer.clone(), OnceLock::new());
     let job =
         Arc::new(Job { config, launched, data, recorder, records, printer, origin, stop, stopped });

@@ -235,6 +235,9 @@ pub struct Config {
     /// How long the others get to come back after one rank has failed.
     #[serde(alias = "grace-period", with = "text::duration")]
     pub grace_period: Duration,
+    /// After how long in a collective who is missing there is told.
+    #[serde(alias = "stall-warning", with = "text::duration")]
+    pub stall_warning: Duration,
     /// How results are written.
     #[serde(alias = "log-format")]
     pub log_format: LogFormat,
@@ -321,6 +324,7 @@ impl Default for Config {
             no_broadcast_buffers: false,
             timeout: Spawn::TIMEOUT,
             grace_period: Spawn::GRACE_PERIOD,
+            stall_warning: Spawn::STALL_WARNING,
             log_format: LogFormat::Text,
             check_collectives: false,
             fault: None,

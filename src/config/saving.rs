@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 35] = [
+const FREE: [&str; 36] = [
     "patience",
     "skip_nonfinite",
     "tensorboard",
@@ -35,6 +35,7 @@ const FREE: [&str; 35] = [
     "no_broadcast_buffers",
     "timeout",
     "grace_period",
+    "stall_warning",
     "log_format",
     "check_collectives",
     "fault",

@@ -160,6 +160,9 @@ impl Config {
         if self.in_features.is_some() {
             self.model_config().check().map_err(|(key, problem)| Invalid { key, problem })?;
         }
+        if self.stall_warning.is_zero() {
+            return refuse("stall-warning", "0 would tell of every wait".into());
+        }
         if self.timeout.is_zero() {
             return refuse("timeout", NO_TIME.into());
         }

@@ -13,6 +13,7 @@ use super::parameters::{self, NamedTensor};
 use super::reducer::Times;
 use super::{DdpOptions, DdpStatistics, NoSync};
 use crate::error::{Error, Result};
+use crate::operation::Operation;
 use crate::optim::{FlatBuffer, Gradients, clip_grad_norm};
 use crate::process_group::{ProcessGroup, num_bytes};
 use crate::torch::backward;
@@ -155,7 +156,9 @@ impl<M> DataParallel<M> {
     /// # Errors
     /// [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been replaced, and those of
     /// [`ProcessGroup::gather`].
+    #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        self.group.next_phase(Operation::Backward);
         let began = Instant::now();
         if self.has_gathered {
             self.set_aside()?;
@@ -244,12 +247,17 @@ impl<M> DataParallel<M> {
 
 impl<M: ModuleT> DataParallel<M> {
     /// The model's own forward pass, in training.
+    #[track_caller]
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
         self.forward_t(inputs, true)
     }
 
     /// The model's own forward pass, in training or in evaluation.
+    #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
+        if train {
+            self.group.next_phase(Operation::Forward);
+        }
         self.module.forward_t(inputs, train)
     }
 }

@@ -13,6 +13,7 @@ mod strategy;
 
 use std::cell::Cell;
 use std::fmt;
+use std::panic::Location;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -22,6 +23,7 @@ use tch::{Kind, Tensor};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::operation::Operation;
 use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
 use parameters::NamedTensor;
@@ -262,9 +264,11 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been
     /// replaced, and those of [`ProcessGroup::all_reduce`], which may happen in the model's own
     /// backward pass as well.
+    #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         let sync = self.no_sync.get() == 0;
-        self.reducer.backward(loss, sync)?;
+        self.group.next_phase(Operation::Backward);
+        self.reducer.backward(loss, sync, Location::caller())?;
         if sync && self.options.broadcast_buffers && !self.reducer.is_joining() {
             self.sync_buffers(0)?;
         }
@@ -301,13 +305,18 @@ impl<M> DistributedDataParallel<M> {
 
 impl<M: ModuleT> DistributedDataParallel<M> {
     /// The model's own forward pass, in training.
+    #[track_caller]
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
         self.forward_t(inputs, true)
     }
 
     /// The model's own forward pass, in training or in evaluation: what PyTorch switches with
     /// `model.train()` and `model.eval()`.
+    #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
+        if train {
+            self.group.next_phase(Operation::Forward);
+        }
         self.module.forward_t(inputs, train)
     }
 }

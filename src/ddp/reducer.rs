@@ -16,7 +16,8 @@ use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
 use crate::optim::{FlatBuffer, Gradients};
-use crate::process_group::{ProcessGroup, ReduceOp, num_bytes};
+use crate::process_group::{Note, ProcessGroup, ReduceOp, num_bytes};
+use crate::sync::Place;
 use crate::torch::{self, GradHooks};
 
 /// What backward on this rank is for.
@@ -80,6 +81,8 @@ struct State {
     began: (Instant, Duration),
     /// How far backward was when it had completed each bucket, not counting what was reduced meanwhile.
     complete: Vec<Option<Duration>>,
+    /// Who has called backward.
+    place: Option<Place>,
     /// What went wrong in a hook, which cannot return it.
     error: Option<Error>,
     comm_hook: Box<dyn CommHook>,
@@ -114,6 +117,7 @@ impl Reducer {
             next: 0,
             began: (Instant::now(), Duration::ZERO),
             complete: Vec::new(),
+            place: None,
             error: None,
             comm_hook: Box::new(super::comm_hooks::AllReduce),
             communication,
@@ -178,7 +182,7 @@ impl Reducer {
     }
 
     /// Runs backward on `loss`; averages the gradients over the ranks if `sync`.
-    pub(super) fn backward(&self, loss: &Tensor, sync: bool) -> Result<()> {
+    pub(super) fn backward(&self, loss: &Tensor, sync: bool, place: Place) -> Result<()> {
         let began = Instant::now();
         let before = self.state.borrow().times.communication;
         // Where ranks may use different parameters, the time at which a bucket is complete differs between them,
@@ -187,6 +191,7 @@ impl Reducer {
         let overlaps = same_everywhere && self.state.borrow().communication.overlaps();
         let overlap = self.options.overlap.unwrap_or(overlaps);
         let active = self.state.borrow_mut().begin(sync, overlap)?;
+        self.state.borrow_mut().place = Some(place);
         let backward = torch::backward(loss);
         let mode = std::mem::replace(&mut self.state.borrow_mut().mode, Mode::Outside);
         self.hooks.resume_panic();
@@ -310,7 +315,8 @@ impl State {
     fn reduce_complete_buckets(&mut self) -> Result<()> {
         while self.layout.buckets.get(self.next).is_some_and(|bucket| bucket.pending == 0) {
             let began = Instant::now();
-            let State { layout, next, group, comm_hook, communication, .. } = self;
+            let State { layout, next, group, comm_hook, communication, place, .. } = self;
+            group.note(Note { place: *place, bucket: u16::try_from(*next).ok() });
             let buckets = &mut layout.buckets;
             let is_last = *next + 1 == buckets.len();
             let Bucket { gradients, parameters, .. } = &mut buckets[*next];
@@ -339,6 +345,7 @@ impl State {
             self.next += 1;
             self.times.communication += began.elapsed();
         }
+        self.group.note(Note::default());
         Ok(())
     }
 

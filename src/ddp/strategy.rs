@@ -83,6 +83,7 @@ impl<M> Strategy<M> {
     ///
     /// # Errors
     /// As there.
+    #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         either!(self, backward(loss))
     }
@@ -138,11 +139,13 @@ impl<M> Strategy<M> {
 
 impl<M: ModuleT> Strategy<M> {
     /// The model's own forward pass, in training.
+    #[track_caller]
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
         either!(self, forward(inputs))
     }
 
     /// The model's own forward pass, in training or in evaluation.
+    #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         either!(self, forward_t(inputs, train))
     }

@@ -53,6 +53,9 @@ pub struct SpawnError {
     pub stuck: Vec<StuckRank>,
     /// How long the others were waited for.
     pub grace_period: Duration,
+    /// What each rank of this process was doing when the run failed, a line for each, if that was because some waited
+    /// for others.
+    pub table: Option<String>,
 }
 
 impl fmt::Display for SpawnError {
@@ -60,6 +63,9 @@ impl fmt::Display for SpawnError {
         write!(f, "{}", self.failure)?;
         for failure in &self.also_failed {
             write!(f, "\n  then {failure}")?;
+        }
+        if let Some(table) = &self.table {
+            write!(f, "\n{table}")?;
         }
         for StuckRank { rank, device, last_seen } in &self.stuck {
             write!(

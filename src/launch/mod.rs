@@ -10,6 +10,7 @@ mod rank;
 mod rendezvous;
 mod signals;
 mod spawn;
+mod stall;
 mod watch;
 mod world;
 
@@ -23,6 +24,6 @@ pub use placement::{BackendChoice, Nproc, Placement, Share, place};
 pub(crate) use processes::{Ended, Report, SpawnProcesses};
 pub use rank::{Backend, Rank};
 pub(crate) use signals::end_at_signals_in;
-pub use signals::{exit_code, stop_on_signals};
+pub use signals::{ask_on_signal, exit_code, stop_on_signals};
 pub use spawn::{Spawn, spawn};
 pub use world::World;

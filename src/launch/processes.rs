@@ -14,7 +14,7 @@ use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::signal_name;
 
 use super::environment::variables_of_spawned;
-use super::signals::{STOP_SIGNALS, end_at_second_interrupt, reason_of};
+use super::signals::{SIGNALS, end_at_second_interrupt, reason_of};
 use super::{Master, Placement, world};
 use crate::error::{Error, Result};
 use crate::observe::Failure;
@@ -109,7 +109,7 @@ impl SpawnProcesses<'_> {
         let mut heeded = vec![SIGCHLD];
         if self.stops {
             end_at_second_interrupt()?;
-            heeded.extend(STOP_SIGNALS);
+            heeded.extend(SIGNALS);
         }
         let mut signals = Signals::new(heeded)?;
         let (happened, events) = unbounded();
@@ -129,7 +129,7 @@ impl SpawnProcesses<'_> {
                 None => command.env_remove(name),
             };
         }
-        torch::tie_to_this_process(&mut command, if self.stops { &STOP_SIGNALS } else { &[] });
+        torch::tie_to_this_process(&mut command, if self.stops { &SIGNALS } else { &[] });
         command.spawn()
     }
 

@@ -1,19 +1,25 @@
-//! Signals that ask the program to stop.
+//! Signals that ask the program to stop, or what it does.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use crossbeam::channel::{Receiver, bounded};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::flag;
+use signal_hook::iterator::Signals;
 
 use crate::sync::{Stop, StopReason};
 use crate::torch;
 
 /// What asks a run to stop.
-pub(super) const STOP_SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
+const STOP_SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
 
-/// And what it is told to have stopped because of.
+/// And what asks it for more: these concern the processes that train.
+pub(super) const SIGNALS: [i32; 4] = [SIGINT, SIGTERM, SIGUSR1, SIGUSR2];
+
+/// What it is told to have stopped because of.
 const REASONS: [(i32, StopReason); 3] = [
     (SIGINT, StopReason::Interrupt),
     (SIGTERM, StopReason::Terminate),
@@ -37,6 +43,25 @@ pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
     }
     // Those that `--spawn=processes` has held back until there is somebody to heed them.
     torch::release_signals(&STOP_SIGNALS)
+}
+
+/// From now on something arrives in the channel whenever the process gets a SIGUSR2: for
+/// [`Spawn::table_when`](super::Spawn::table_when).
+///
+/// # Errors
+/// When the system refuses.
+pub fn ask_on_signal() -> io::Result<Receiver<()>> {
+    let mut signals = Signals::new([SIGUSR2])?;
+    let (ask, asks) = bounded(1);
+    // As long as the process.
+    let listen = move || {
+        for _ in signals.forever() {
+            let _ = ask.try_send(()); // once is enough
+        }
+    };
+    thread::Builder::new().name("signals".into()).spawn(listen)?;
+    torch::release_signals(&[SIGUSR2])?;
+    Ok(asks)
 }
 
 /// Does `wait`, which has no step yet to stop after and may take long: a signal ends the process at once meanwhile, with

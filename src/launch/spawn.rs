@@ -5,13 +5,15 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, Sender, unbounded};
+use crossbeam::channel::{Receiver, Sender, never, unbounded};
 use crossbeam::select;
 use tch::Device;
 
 use super::rendezvous::{self, Rendezvous};
+use super::stall::{Tell, stalled, table};
 use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, World};
 use crate::error::Error;
+use crate::observe::{LogFormat, Printer};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
 use crate::sync::{Failure, Fault, Run, panics};
@@ -65,6 +67,9 @@ pub struct Spawn {
     fault: Option<Fault>,
     check_collectives: bool,
     world: Option<Arc<World>>,
+    stall_warning: Duration,
+    asks: Receiver<()>,
+    tell: Tell,
 }
 
 impl Spawn {
@@ -85,6 +90,9 @@ impl Spawn {
             fault: None,
             check_collectives: false,
             world: None,
+            stall_warning: Self::STALL_WARNING,
+            asks: never(),
+            tell: Tell::new(|text| Printer::new(LogFormat::Text).note(text)),
         }
     }
 
@@ -95,6 +103,9 @@ impl Spawn {
 
     /// How long a rank waits for the others, unless told otherwise: PyTorch's 10 minutes for NCCL.
     pub const TIMEOUT: Duration = Duration::from_secs(600);
+
+    /// After how long in a collective who is missing is told, unless told otherwise.
+    pub const STALL_WARNING: Duration = Duration::from_secs(10);
 
     /// How long ranks get to come back after a failure, unless told otherwise: PyTorch's 30 seconds.
     pub const GRACE_PERIOD: Duration = Duration::from_secs(30);
@@ -115,6 +126,24 @@ impl Spawn {
     /// How long the others get to come back after one rank has failed; at most a hundred years.
     pub fn grace_period(mut self, grace_period: Duration) -> Self {
         self.grace_period = grace_period.min(LONGEST);
+        self
+    }
+
+    /// After how long in a collective `tell` hears who is missing there, once, instead of after
+    /// [`Spawn::STALL_WARNING`] stderr. It may have several lines.
+    pub fn stall_warning(
+        mut self,
+        limit: Duration,
+        tell: impl Fn(&str) + Send + Sync + 'static,
+    ) -> Self {
+        self.stall_warning = limit.min(LONGEST);
+        self.tell = Tell::new(tell);
+        self
+    }
+
+    /// Has whoever is told of stalls hear what each rank does, whenever something arrives in `asks`.
+    pub fn table_when(mut self, asks: Receiver<()>) -> Self {
+        self.asks = asks;
         self
     }
 
@@ -197,11 +226,11 @@ impl Spawn {
             }
         }
         drop(ended);
-        self.wait(&run, &ends, &mut threads);
+        let table = self.wait(&run, &ends, &mut threads);
         if let Some(world) = &self.world {
             world.leave(self.grace_period);
         }
-        self.result(&run, &threads)
+        self.result(&run, &threads, table)
     }
 
     /// The first rank of this process.
@@ -210,14 +239,20 @@ impl Spawn {
     }
 
     /// The first failure, with all that is known about it.
-    fn result(&self, run: &Run, threads: &[Option<JoinHandle<()>>]) -> Result<(), Box<SpawnError>> {
+    fn result(
+        &self,
+        run: &Run,
+        threads: &[Option<JoinHandle<()>>],
+        table: Option<String>,
+    ) -> Result<(), Box<SpawnError>> {
         let first = self.first();
         let device = |rank: usize| match &self.world {
             Some(world) => world.label(rank),
             None => rank_label(self.devices[rank], rank),
         };
         let mut failures = run.failures();
-        let mut failures = failures.drain(..).map(|Failure { rank, at, error }| RankFailure {
+        let table = table.filter(|_| failures.first().is_some_and(|it| it.waited));
+        let mut failures = failures.drain(..).map(|Failure { rank, at, error, .. }| RankFailure {
             rank,
             device: device(rank),
             at,
@@ -237,12 +272,18 @@ impl Spawn {
                 })
                 .collect(),
             grace_period: self.grace_period,
+            table,
         }))
     }
 
     /// Joins the threads as they end; gives up on the rest when the grace period is over. What is left
-    /// in `threads` did not come back.
-    fn wait(&self, run: &Run, ends: &Receiver<usize>, threads: &mut [Option<JoinHandle<()>>]) {
+    /// in `threads` did not come back. Returns what each rank was doing when the run failed, if it has.
+    fn wait(
+        &self,
+        run: &Run,
+        ends: &Receiver<usize>,
+        threads: &mut [Option<JoinHandle<()>>],
+    ) -> Option<String> {
         let (mut running, first) = (threads.len(), self.first());
         let mut join = |rank: usize| {
             if let Some(thread) = threads[rank - first].take() {
@@ -250,24 +291,44 @@ impl Spawn {
                 let _ = thread.join();
             }
         };
+        let here = first..first + running;
+        let mut told = None;
         while running > 0 && run.cancel.cancelled_by().is_none() {
             select! {
+                recv(self.asks) -> _ => {
+                    self.tell.tell(&format!("what each rank does\n{}", table(run, here.clone())));
+                    continue;
+                }
+                default(self.stall_warning.div_f64(8.0).clamp(LOOK.0, LOOK.1)) => {
+                    if let Some(stall) = stalled(run, here.clone(), self.stall_warning)
+                        && told != Some(stall.key)
+                    {
+                        self.tell.tell(&stall.text);
+                        told = Some(stall.key);
+                    }
+                    continue;
+                }
                 recv(ends) -> rank => match rank {
                     Ok(rank) => join(rank),
-                    Err(_) => return,
+                    Err(_) => return None,
                 },
                 recv(run.cancel.tripped()) -> _ => break,
             }
             running -= 1;
         }
+        let table = run.cancel.cancelled_by().map(|_| table(run, here));
         let deadline = Instant::now() + self.grace_period;
         while running > 0 {
             let Ok(rank) = ends.recv_deadline(deadline) else { break };
             join(rank);
             running -= 1;
         }
+        table
     }
 }
+
+/// How often somebody looks for stalls, at most and at least.
+const LOOK: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 
 /// What one rank's thread needs.
 struct RankThread {

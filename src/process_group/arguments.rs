@@ -1,5 +1,6 @@
 //! What a collective's arguments must be, and how they become a call.
 
+use std::panic::Location;
 use std::time::Duration;
 
 use tch::{Kind, Tensor};
@@ -8,7 +9,7 @@ use super::gloo::InFlight;
 use super::{Backend, Call, ProcessGroup, ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::Stage;
+use crate::sync::{Place, Stage};
 
 /// What a collective is told beside its tensors.
 #[derive(Default, Clone, Copy)]
@@ -21,6 +22,7 @@ pub(super) struct Options {
 impl ProcessGroup {
     /// Checks what can be checked without the others, sees to it that every tensor is in one piece, numbers
     /// the call, and notes what this rank does, for the others to see.
+    #[track_caller]
     pub(super) fn collective(
         &self,
         operation: Operation,
@@ -29,6 +31,7 @@ impl ProcessGroup {
         inputs: &[Tensor],
         outputs: &[Tensor],
     ) -> Result<()> {
+        let place = Location::caller();
         let in_place = std::ptr::eq(inputs, outputs);
         // What is both is looked at once.
         let further = if in_place { &[] } else { outputs };
@@ -52,7 +55,10 @@ impl ProcessGroup {
                 outputs,
                 timeout,
             };
-            self.enter(operation, call, |backend, call| backend.run(call))
+            let ((), record) =
+                self.enter(operation, call, place, |backend, call| backend.run(call))?;
+            self.record_end(record);
+            Ok(())
         };
         if as_they_are(inputs)? && as_they_are(further)? {
             return run(inputs, outputs);
@@ -68,12 +74,13 @@ impl ProcessGroup {
         results.iter().zip(outputs).try_for_each(|(dense, output)| dense.write_back(output))
     }
 
-    /// Starts an all_reduce of a tensor in one piece, and leaves what can go on by itself.
+    /// Starts an all_reduce of a tensor in one piece, and leaves what can go on by itself with the number of its
+    /// record.
     pub(super) fn start_all_reduce(
         &self,
         tensor: &Tensor,
         op: ReduceOp,
-    ) -> Result<Option<InFlight>> {
+    ) -> Result<Option<(InFlight, u64)>> {
         let tensors = std::slice::from_ref(tensor);
         let kind = self.common_kind(Operation::AllReduce, tensors, &[])?;
         op.check_kind(Operation::AllReduce, kind)?;
@@ -87,16 +94,23 @@ impl ProcessGroup {
             outputs: tensors,
             ..Call::bare(Operation::AllReduce)
         };
-        self.enter(Operation::AllReduce, call, |backend, call| backend.start(call))
+        let start = |backend: &mut dyn Backend, call: &Call| backend.start(call);
+        let (left, record) = self.enter(Operation::AllReduce, call, Location::caller(), start)?;
+        if left.is_none() {
+            self.record_end(record);
+        }
+        Ok(left.map(|left| (left, record)))
     }
 
-    /// Numbers the call, notes what this rank does, and has the backend do it.
+    /// Numbers the call, notes what this rank does, and has the backend do it. Returns the number of its record, too,
+    /// which is not ended.
     fn enter<'a, T>(
         &self,
         operation: Operation,
         call: impl FnOnce(u64) -> Call<'a>,
+        place: Place,
         run: impl FnOnce(&mut dyn Backend, &Call) -> Result<T>,
-    ) -> Result<T> {
+    ) -> Result<(T, u64)> {
         let mut side = self.side()?;
         let before = self.activity().enter(operation, side.sequence);
         let stage = match operation {
@@ -109,10 +123,11 @@ impl ProcessGroup {
         }
         let call = call(side.sequence);
         side.sequence += 1;
+        let record = self.record_call(&call, place);
         let result = run(&mut *side.backend, &call)?;
         self.traffic.add(side.backend.traffic(&call));
         self.activity().restore(before);
-        Ok(result)
+        Ok((result, record))
     }
 
     /// The kind of all tensors, which must be there and on this rank's device.

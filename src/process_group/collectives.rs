@@ -1,7 +1,5 @@
 //! Every collective, with PyTorch's names and order of arguments.
 
-use std::time::Duration;
-
 use tch::Tensor;
 
 use super::arguments::{Dense, Options};
@@ -42,6 +40,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let tensors = std::slice::from_ref(&*tensor);
@@ -72,6 +71,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn reduce(&self, tensor: &mut Tensor, dst: usize, op: ReduceOp) -> Result<()> {
         self.check_rank(Operation::Reduce, "dst", dst)?;
         let options = Options { reduce_op: Some(op), root: Some(dst), ..Options::default() };
@@ -102,6 +102,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
         self.check_rank(Operation::Broadcast, "src", src)?;
         let options = Options { root: Some(src), ..Options::default() };
@@ -136,6 +137,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn all_gather(&self, tensor_list: &mut [Tensor], tensor: &Tensor) -> Result<()> {
         let shape = tensor.size();
         self.check_list(Operation::AllGather, tensor_list, Some(&shape))?;
@@ -167,6 +169,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn all_gather_into_tensor(
         &self,
         output_tensor: &mut Tensor,
@@ -209,6 +212,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn gather(
         &self,
         tensor: &Tensor,
@@ -245,6 +249,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn scatter(
         &self,
         tensor: &mut Tensor,
@@ -283,6 +288,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn reduce_scatter(
         &self,
         output: &mut Tensor,
@@ -319,6 +325,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn reduce_scatter_tensor(
         &self,
         output: &mut Tensor,
@@ -360,6 +367,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn all_to_all(
         &self,
         output_tensor_list: &mut [Tensor],
@@ -402,6 +410,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn all_to_all_single(
         &self,
         output: &mut Tensor,
@@ -417,27 +426,5 @@ impl ProcessGroup {
         let inputs = Dense::new(operation, input)?.parts(operation, "input", &inputs)?;
         self.collective(operation, Options::default(), &[], &inputs, &outputs)?;
         dense.write_back(output)
-    }
-
-    /// Returns once every rank has called it.
-    ///
-    /// Follows `torch.distributed.barrier`.
-    ///
-    /// # Errors
-    /// As [`ProcessGroup::all_reduce`].
-    pub fn barrier(&self) -> Result<()> {
-        self.collective(Operation::Barrier, Options::default(), &[], &[], &[])
-    }
-
-    /// A barrier that waits no longer than `timeout`, and whose error names all ranks that have not come.
-    ///
-    /// Follows `torch.distributed.monitored_barrier` with `wait_all_ranks`. (Here every collective names
-    /// the ranks it waited for in vain.)
-    ///
-    /// # Errors
-    /// As [`ProcessGroup::all_reduce`].
-    pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
-        let options = Options { timeout: Some(timeout), ..Options::default() };
-        self.collective(Operation::Barrier, options, &[], &[], &[])
     }
 }

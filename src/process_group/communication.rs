@@ -23,7 +23,8 @@ use crate::torch::{cuda, set_multithreading_enabled};
 const STACK_BYTES: usize = 64 << 20;
 
 /// What it is asked to do. What is left may go on by itself, while the thread does the next.
-pub(super) type Operation = Box<dyn FnOnce(&ProcessGroup) -> Result<Option<InFlight>> + Send>;
+pub(super) type Operation =
+    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, u64)>> + Send>;
 
 enum Job {
     /// Go on from here.
@@ -54,20 +55,21 @@ impl CommunicationThread {
             run.cancel.register();
             panics::watch_this_thread();
             set_multithreading_enabled(false);
-            let mut in_flight: VecDeque<(InFlight, Sender<Result<()>>)> = VecDeque::new();
+            let mut in_flight: VecDeque<(InFlight, u64, Sender<Result<()>>)> = VecDeque::new();
             let tell = |result: Sender<Result<()>>, ended| {
                 let _ = result.send(ended); // need not be waited for
                 run.end_pending(rank);
             };
-            let finish = |oldest: Option<(InFlight, Sender<Result<()>>)>| {
-                if let Some((work, result)) = oldest {
+            let finish = |oldest: Option<(InFlight, u64, Sender<Result<()>>)>| {
+                if let Some((work, record, result)) = oldest {
                     let at = work.at();
-                    tell(result, carry_out(&group, Some(at), |_| work.wait()));
+                    let end = |group: &ProcessGroup| work.wait().map(|()| group.record_end(record));
+                    tell(result, carry_out(&group, Some(at), end));
                 }
             };
             loop {
                 // Whatever is there first: a job, or an end.
-                if let Some((oldest, _)) = in_flight.front()
+                if let Some((oldest, ..)) = in_flight.front()
                     && ends_before_a_job(oldest, &received, run.cancel.tripped())
                 {
                     finish(in_flight.pop_front());
@@ -83,7 +85,7 @@ impl CommunicationThread {
                         }
                     }
                     Job::Run(operation, result) => match carry_out(&group, None, operation) {
-                        Ok(Some(work)) => in_flight.push_back((work, result)),
+                        Ok(Some((work, record))) => in_flight.push_back((work, record, result)),
                         Ok(None) => tell(result, Ok(())),
                         Err(error) => tell(result, Err(error)),
                     },

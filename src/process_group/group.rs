@@ -43,6 +43,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<ProcessGroup>> {
         let operation = Operation::NewGroup;
         let mut ranks = ranks.to_vec();
@@ -52,7 +53,8 @@ impl ProcessGroup {
             return refuse(operation, format!("{ranks:?} is no list of different ranks"));
         }
         let shape: Vec<i64> = ranks.iter().map(|&rank| rank as i64).collect();
-        let occasion = Occasion::NewGroup(self.sequence()?);
+        let sequence = self.sequence()?;
+        let occasion = Occasion::NewGroup(sequence);
         self.collective(operation, Options::default(), &shape, &[], &[])?;
 
         let Ok(place) = ranks.binary_search(&self.rank) else { return Ok(None) };
@@ -65,7 +67,8 @@ impl ProcessGroup {
             }
             _ => self.invitation(members),
         })?;
-        invitation.accept(place, self.local_rank, self.device).map(Some)
+        let group = invitation.accept(place, self.local_rank, self.device)?;
+        Ok(Some(group.record_as_part_of(self, sequence)))
     }
 
     /// The members of this group in their order, by the numbers that they have in the group that

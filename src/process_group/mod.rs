@@ -4,6 +4,7 @@
 //! [`Rank::init_process_group`](crate::launch::Rank::init_process_group).
 
 mod arguments;
+mod barriers;
 pub mod c10d;
 mod call;
 mod collectives;
@@ -15,6 +16,7 @@ mod invitation;
 mod nccl;
 mod objects;
 mod point_to_point;
+mod recorded;
 mod threaded;
 mod traffic;
 mod work;
@@ -36,6 +38,8 @@ pub(crate) use gloo::{Layout, Network};
 pub(crate) use invitation::Invitation;
 pub(crate) use nccl::version as nccl_version;
 pub use point_to_point::P2POp;
+pub(crate) use recorded::Note;
+use recorded::Recorded;
 use threaded::Shared;
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
@@ -44,7 +48,7 @@ pub use work::Work;
 
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::{Activity, Run, Stage, Stop};
+use crate::sync::{Activity, Run, Stop};
 use crate::torch::cuda;
 
 /// What carries the tensors from rank to rank.
@@ -115,6 +119,7 @@ pub struct ProcessGroup {
     communication: OnceCell<CommunicationThread>,
     /// What a communication thread does; what the rank itself does stands in the run.
     own_activity: Option<Activity>,
+    recorded: Recorded,
     /// How many messages this rank has sent and received.
     messages: Cell<u64>,
     traffic: Arc<TrafficCounter>,
@@ -152,6 +157,7 @@ impl ProcessGroup {
             side: RefCell::new(Some(Side { sequence: 0, backend })),
             communication: OnceCell::new(),
             own_activity: None,
+            recorded: Recorded::default(),
             messages: Cell::new(0),
             traffic: Arc::default(),
             stays_here: PhantomData,
@@ -247,7 +253,11 @@ impl ProcessGroup {
             return self.async_op(move |group| group.all_reduce(&mut tensor, op));
         }
         self.run().check(self.global_rank())?;
-        self.queue(Box::new(move |group| group.start_all_reduce(&tensor, op)))
+        let note = self.recorded.note.get();
+        self.queue(Box::new(move |group| {
+            group.note(note);
+            group.start_all_reduce(&tensor, op)
+        }))
     }
 
     /// Has the communication thread do it, after what it has been told before.
@@ -283,22 +293,6 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Notes that this rank begins training step `step`, for failure reports. Not a collective.
-    ///
-    /// # Errors
-    /// [`Error::Fault`], when the run was started with a fault that strikes here.
-    pub fn enter_step(&self, step: u64) -> Result<()> {
-        self.activity().enter(Operation::Step, step);
-        self.run().fault_point(self.global_rank(), Stage::Step, step)?;
-        match &self.network {
-            // NCCL carries no news of a stop.
-            Some(network) if self.launches && self.rank == self.shared.here().start => {
-                network.exchange_news(step)
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Whether there are ranks in other processes. Not a collective.
     pub fn spans_processes(&self) -> bool {
         self.shared.here().len() < self.world_size()
@@ -315,12 +309,6 @@ impl ProcessGroup {
         if let Some(network) = &self.network {
             network.share_stop(stop);
         }
-    }
-
-    /// Notes that this rank saves after `steps` steps, for failure reports: it may wait for the disk. Not a
-    /// collective.
-    pub(crate) fn enter_save(&self, steps: u64) {
-        self.activity().enter(Operation::Save, steps);
     }
 
     pub(crate) fn shut_down(&self) {
@@ -390,7 +378,7 @@ impl ProcessGroup {
     fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
         let Self { rank, local_rank, device, backend, launches, .. } = *self;
         let (shared, traffic) = (self.shared.clone(), self.traffic.clone());
-        let network = self.network.clone();
+        let (network, recorded) = (self.network.clone(), self.recorded.beside());
         move || ProcessGroup {
             rank,
             local_rank,
@@ -402,6 +390,7 @@ impl ProcessGroup {
             side: RefCell::new(None),
             communication: OnceCell::new(),
             own_activity: Some(Activity::default()),
+            recorded,
             messages: Cell::new(0),
             traffic,
             stays_here: PhantomData,

@@ -33,6 +33,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn broadcast_object_list<T: Serialize + DeserializeOwned>(
         &self,
         object_list: &mut Vec<T>,
@@ -71,6 +72,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         const NAME: &str = "all_gather_object";
         let (padded, lengths) = self.padded(NAME, &to_bytes(NAME, object)?)?;
@@ -99,6 +101,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn gather_object<T: Serialize + DeserializeOwned>(
         &self,
         object: &T,
@@ -137,6 +140,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn scatter_object_list<T: Serialize + DeserializeOwned>(
         &self,
         scatter_object_input_list: Option<&[T]>,
@@ -195,6 +199,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn send_object_list<T: Serialize>(&self, object_list: &[T], dst: usize) -> Result<()> {
         let bytes = to_bytes("send_object_list", &object_list)?;
         self.send(&self.lengths(&[bytes.len()]), dst, OBJECTS)?;
@@ -207,6 +212,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`ProcessGroup::send_object_list`], which has an example.
+    #[track_caller]
     pub fn recv_object_list<T: DeserializeOwned>(&self, src: usize) -> Result<Vec<T>> {
         const NAME: &str = "recv_object_list";
         let mut len = self.lengths(&[0]);
@@ -217,6 +223,7 @@ impl ProcessGroup {
     }
 
     /// Rank `src`'s `size` bytes, on every rank.
+    #[track_caller]
     pub(crate) fn broadcast_bytes(&self, bytes: &[u8], size: usize, src: usize) -> Result<Vec<u8>> {
         let mine = if self.rank() == src { bytes } else { &[] };
         let mut tensor = self.tensor_of(mine, size)?;

@@ -1,5 +1,7 @@
 //! Tensors from one rank to one other.
 
+use std::panic::Location;
+
 use tch::{Device, Tensor};
 
 use super::arguments::{Dense, refuse};
@@ -10,6 +12,7 @@ use super::{ProcessGroup, Traffic, Work, num_bytes};
 use crate::error::Error;
 use crate::error::Result;
 use crate::operation::{At, Operation};
+use crate::sync::Begin;
 use crate::torch::cuda;
 
 /// One message of [`ProcessGroup::batch_isend_irecv`]. Follows `torch.distributed.P2POp`.
@@ -80,6 +83,7 @@ impl ProcessGroup {
     /// # Ok(())
     /// # }
     /// ```
+    #[track_caller]
     pub fn send(&self, tensor: &Tensor, dst: usize, tag: u64) -> Result<()> {
         self.noted(&P2POp::isend(tensor, dst, tag)).map(drop)
     }
@@ -91,6 +95,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// As [`ProcessGroup::send`], which has an example.
+    #[track_caller]
     pub fn recv(&self, tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Result<usize> {
         let source = self.noted(&P2POp::irecv(tensor, src, tag))?;
         Ok(source.or(src).unwrap_or(self.rank))
@@ -173,9 +178,15 @@ impl ProcessGroup {
     }
 
     /// One message from beginning to end, which is what this rank is seen doing.
+    #[track_caller]
     fn noted(&self, op: &P2POp) -> Result<Option<usize>> {
-        let before = self.activity().enter(op.operation(), self.messages.get());
+        let at = At { operation: op.operation(), sequence: self.messages.get() };
+        let before = self.activity().enter(at.operation, at.sequence);
+        let bytes = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
+        let begin = Begin { bytes, ..Begin::alone(at, Location::caller()) };
+        let number = self.run().timeline.begin(self.global_rank(), begin);
         let source = self.start(op)?.wait_for_source()?;
+        self.record_end(number);
         self.activity().restore(before);
         Ok(source)
     }

@@ -10,6 +10,7 @@ pub(crate) mod panics;
 pub(crate) mod primitives;
 mod run;
 mod stop;
+mod timeline;
 
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
@@ -18,3 +19,4 @@ pub use panics::install_panic_hook;
 pub(crate) use run::{Activity, Elsewhere, Failure, Run};
 pub(crate) use stop::News;
 pub use stop::{Stop, StopReason};
+pub(crate) use timeline::{Begin, Place, Record, Timeline};

@@ -1,5 +1,6 @@
 //! What the ranks of one run know of each other: who does what, who failed first, and whether to go on.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use super::primitives::{
     AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, current, park,
     park_timeout, yield_now,
 };
-use super::{CancelToken, Fault, Stage};
+use super::{CancelToken, Fault, Stage, Timeline};
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
 
@@ -50,6 +51,8 @@ pub(crate) struct Failure {
     pub at: At,
     /// Why.
     pub error: String,
+    /// Whether another rank reported it, which waited for this one.
+    pub waited: bool,
 }
 
 /// What can be known of ranks in other processes.
@@ -66,6 +69,10 @@ pub(crate) struct Run {
     pub cancel: CancelToken,
     /// One entry per rank.
     pub activity: Box<[CachePadded<Activity>]>,
+    /// What the ranks of this process do and have done.
+    pub timeline: Timeline,
+    /// Which ranks each group has, by its number in the timeline.
+    groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
     /// How many of the ranks are on this machine.
     pub ranks_here: usize,
     /// What is known of the ranks of other processes, if there are any.
@@ -92,6 +99,8 @@ impl Run {
         Self {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
+            timeline: Timeline::new(world_size),
+            groups: Mutex::default(),
             ranks_here: world_size,
             elsewhere: None,
             timeout,
@@ -102,6 +111,21 @@ impl Run {
             pending: (0..world_size).map(|_| AtomicUsize::default()).collect(),
             threads: (0..world_size).map(|_| Mutex::default()).collect(),
         }
+    }
+
+    /// Notes which ranks the group of this number has.
+    pub(crate) fn know_group(&self, group: u32, members: &Arc<[usize]>) {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        groups.entry(group).or_insert_with(|| members.clone());
+    }
+
+    /// The ranks of the group of this number, as far as this process has joined it; number 0 has all.
+    pub(crate) fn members(&self, group: u32) -> Option<Arc<[usize]>> {
+        if group == 0 {
+            return Some((0..self.activity.len()).collect());
+        }
+        let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        groups.get(&group).cloned()
     }
 
     /// Notes that the calling thread is that of `rank`.
@@ -151,7 +175,7 @@ impl Run {
             // Ranks that wait in vain for the same one tell the same story, each in its words.
             let known = |f: &Failure| f.error == text || (blamed.is_some() && f.rank == rank);
             if !failures.iter().any(known) {
-                failures.push(Failure { rank, at, error: text });
+                failures.push(Failure { rank, at, error: text, waited: blamed.is_some() });
             }
         }
         // What the reporter says next, this same error in other words for one, follows from this.

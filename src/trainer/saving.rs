@@ -192,6 +192,7 @@ impl<M: ModuleT> Trainer<M> {
         let Some(saving) = &mut self.saving else { return Ok(()) };
         saving.saved_at = Some(step);
         let (Some(loss_sums), Some(writer)) = (loss_sums, &mut saving.writer) else {
+            group.end_phase();
             return Ok(());
         };
         let state = TrainerState {
@@ -204,6 +205,8 @@ impl<M: ModuleT> Trainer<M> {
             ..self.state.clone()
         };
         let optimizer = self.optimizer.as_ref().map_or(Ok(Vec::new()), |it| it.state())?;
-        writer.save(Snapshot::take(state, &self.ddp.state_dict(), &optimizer)?)
+        writer.save(Snapshot::take(state, &self.ddp.state_dict(), &optimizer)?)?;
+        group.end_phase();
+        Ok(())
     }
 }

@@ -7,6 +7,7 @@ use super::{Loss, Trainer};
 use crate::data::{Batch, DataLoader};
 use crate::error::{Error, Result};
 use crate::observe::{Sample, ValidationMetrics};
+use crate::operation::Operation;
 use crate::process_group::ReduceOp;
 
 /// What a trainer validates on, and when.
@@ -55,6 +56,8 @@ impl<M: ModuleT> Trainer<M> {
         if !self.state.epoch.is_multiple_of(*every) && self.state.epoch < max_epochs {
             return Ok(None);
         }
+        let epoch = self.state.epoch - 1; // which has just ended
+        self.ddp.group().enter_phase(Operation::Validation, epoch);
         self.ddp.replicate()?;
         let device = self.ddp.group().device();
         // The sum of the losses, how many are right, and how many there are.
@@ -107,6 +110,7 @@ impl<M: ModuleT> Trainer<M> {
         if best {
             (self.state.best, self.state.validations_since_best) = (Some(metrics.clone()), 0);
         }
+        self.ddp.group().end_phase();
         Ok(Some(Validated { metrics, samples }))
     }
 

@@ -119,7 +119,7 @@ pub fn bench_step(
             printer.note(note);
         }
         let (backend, printer) = (launched.placement.backend, printer.clone());
-        let (spawn, cluster) = (launched.spawn(&config), cluster.clone());
+        let (spawn, cluster) = (launched.spawn(&config, &printer), cluster.clone());
         spawn.run(move |rank| {
             let times = step_on(rank, backend, &config, &dataset, steps.max(1))?;
             let Some(times) = times else { return Ok(()) };

@@ -1,0 +1,128 @@
+//! How what a rank does gets into the timeline of its run.
+
+use std::cell::Cell;
+use std::panic::Location;
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{Call, ProcessGroup, num_bytes};
+use crate::error::Result;
+use crate::operation::{At, Operation};
+use crate::sync::{Begin, Place, Stage};
+
+/// What a group knows for its records.
+#[derive(Debug, Default)]
+pub(super) struct Recorded {
+    /// The group's number, the same on all of its ranks.
+    pub group: u32,
+    /// On a communication thread.
+    pub beside: bool,
+    /// What DistributedDataParallel says of what it is about to reduce.
+    pub note: Cell<Note>,
+    /// The record of the phase of a training step that this rank is in, and the step.
+    phase: Cell<Option<(u64, u64)>>,
+}
+
+/// On whose behalf a collective is called, and with which bucket of gradients.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Note {
+    pub place: Option<Place>,
+    pub bucket: Option<u16>,
+}
+
+impl Recorded {
+    /// The same for the group's communication thread.
+    pub(super) fn beside(&self) -> Self {
+        Self { group: self.group, beside: true, ..Self::default() }
+    }
+}
+
+impl ProcessGroup {
+    /// Notes that this rank begins training step `step`, for failure reports. Not a collective.
+    ///
+    /// # Errors
+    /// [`Error::Fault`], when the run was started with a fault that strikes here.
+    #[track_caller]
+    pub fn enter_step(&self, step: u64) -> Result<()> {
+        self.enter_phase(Operation::Step, step);
+        self.activity().enter(Operation::Step, step);
+        self.run().fault_point(self.global_rank(), Stage::Step, step)?;
+        match &self.network {
+            // NCCL carries no news of a stop.
+            Some(network) if self.launches && self.rank == self.shared.here().start => {
+                network.exchange_news(step)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes that this rank saves after `steps` steps, for failure reports: it may wait for the disk. Not a
+    /// collective.
+    #[track_caller]
+    pub(crate) fn enter_save(&self, steps: u64) {
+        self.activity().enter(Operation::Save, steps);
+        self.enter_phase(Operation::Save, steps);
+    }
+
+    /// What follows is called with `note`, until the next one.
+    pub(crate) fn note(&self, note: Note) {
+        self.recorded.note.set(note);
+    }
+
+    /// Records that this rank comes to `call`; the number is for [`ProcessGroup::record_end`].
+    pub(super) fn record_call(&self, call: &Call, place: Place) -> u64 {
+        let Note { place: on_behalf, bucket } = self.recorded.note.get();
+        let numel =
+            |tensors: &[tch::Tensor]| -> usize { tensors.iter().map(tch::Tensor::numel).sum() };
+        let most = numel(call.inputs).max(numel(call.outputs));
+        let begin = Begin {
+            at: call.at(),
+            group: Some(self.recorded.group),
+            bucket,
+            bytes: num_bytes(call.kind, most) as u64,
+            place: Some(on_behalf.unwrap_or(place)),
+            beside: self.recorded.beside,
+        };
+        self.run().timeline.begin(self.global_rank(), begin)
+    }
+
+    /// Records that it is through with it.
+    pub(super) fn record_end(&self, number: u64) {
+        self.run().timeline.end(self.global_rank(), number);
+    }
+
+    /// Records that this rank goes on with `phase` of training step `step`. Not a collective.
+    #[track_caller]
+    pub(crate) fn enter_phase(&self, phase: Operation, step: u64) {
+        self.end_phase();
+        let at = At { operation: phase, sequence: step };
+        let begin = Begin::alone(at, Location::caller());
+        let number = self.run().timeline.begin(self.global_rank(), begin);
+        self.recorded.phase.set(Some((number, step)));
+    }
+
+    /// The same, of the step that this rank is in; nothing outside of steps.
+    #[track_caller]
+    pub(crate) fn next_phase(&self, phase: Operation) {
+        if let Some((_, step)) = self.recorded.phase.get() {
+            self.enter_phase(phase, step);
+        }
+    }
+
+    /// Records that the phase is over, and none follows.
+    pub(crate) fn end_phase(&self) {
+        if let Some((number, _)) = self.recorded.phase.take() {
+            self.record_end(number);
+        }
+    }
+
+    /// Names this group for the timeline, as its `sequence`-th call of `parent` has made it.
+    pub(super) fn record_as_part_of(self, parent: &ProcessGroup, sequence: u64) -> Self {
+        let name = [u64::from(parent.recorded.group), sequence].map(u64::to_le_bytes).concat();
+        // Not 0, which is the group of all.
+        let group = (xxh3_64(&name) as u32).max(1);
+        self.run().know_group(group, &Arc::from(self.ranks()));
+        Self { recorded: Recorded { group, ..Recorded::default() }, ..self }
+    }
+}

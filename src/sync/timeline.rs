@@ -1,0 +1,262 @@
+//! What each rank does and has done: a ring of records, which anybody may read at any time.
+//!
+//! Always on, so it costs little: a record is written without a lock and without allocating (but for the first), by the
+//! rank itself or by one of its communication threads, with two looks at the clock.
+
+use std::panic::Location;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam::atomic::AtomicCell;
+use crossbeam::utils::CachePadded;
+
+use crate::operation::At;
+
+/// How many records of each rank are kept, the newest: of a training step there are about ten.
+const RECORDS: usize = if cfg!(loom) { 1 } else { 1024 };
+
+/// The records of all ranks of a run.
+#[derive(Debug)]
+pub(crate) struct Timeline {
+    began: Instant,
+    ranks: Box<[Ring]>,
+}
+
+/// A line of the program, that of whoever has called the library.
+pub(crate) type Place = &'static Location<'static>;
+
+/// What is recorded when it begins.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Begin {
+    pub at: At,
+    /// Which group of ranks, for what all of them do together: the same number on all of them.
+    pub group: Option<u32>,
+    /// Which bucket of gradients.
+    pub bucket: Option<u16>,
+    /// How much of it there is on this rank.
+    pub bytes: u64,
+    pub place: Option<Place>,
+    /// Whether a communication thread does it.
+    pub beside: bool,
+}
+
+impl Begin {
+    /// Something that a rank does by itself.
+    pub(crate) fn alone(at: At, place: Place) -> Self {
+        Self { at, group: None, bucket: None, bytes: 0, place: Some(place), beside: false }
+    }
+}
+
+/// What one rank did, or does. Times are from the beginning of the run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Record {
+    pub begin: Begin,
+    pub arrived: Duration,
+    /// None while it goes on, or if it has failed.
+    pub ended: Option<Duration>,
+}
+
+#[derive(Debug)]
+struct Ring {
+    /// How many records were begun.
+    next: CachePadded<AtomicU64>,
+    /// Made for the first record: a rank of another process has none.
+    entries: OnceLock<Box<[Entry]>>,
+}
+
+/// One record: a reader who finds the same number before and after has read what belongs together.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Entry {
+    /// One more than the number of the record that is here; 0 while there is none, or while it is written.
+    number: AtomicU64,
+    at: AtomicU64,
+    /// From its upper end: the group and one more (32 bits), the bucket and one more (17), `beside` (1).
+    marks: AtomicU64,
+    bytes: AtomicU64,
+    arrived: AtomicU64,
+    /// 0 while it goes on.
+    ended: AtomicU64,
+    place: AtomicCell<Option<Place>>,
+}
+
+impl Timeline {
+    /// For so many ranks, from now on.
+    pub(crate) fn new(ranks: usize) -> Self {
+        let ring = |_| Ring { next: CachePadded::new(AtomicU64::new(0)), entries: OnceLock::new() };
+        Self { began: Instant::now(), ranks: (0..ranks).map(ring).collect() }
+    }
+
+    /// How much time has passed.
+    pub(crate) fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Notes that `rank` begins something now; the number is for [`Timeline::end`].
+    pub(crate) fn begin(&self, rank: usize, begin: Begin) -> u64 {
+        let Begin { at, group, bucket, bytes, place, beside } = begin;
+        let ring = &self.ranks[rank];
+        // Threads of one rank may come here at once: each has a record of its own.
+        let number = ring.next.fetch_add(1, Ordering::Relaxed);
+        let entry = ring.entry(number);
+        let group = group.map_or(0, |group| u64::from(group) + 1);
+        let bucket = bucket.map_or(0, |bucket| u64::from(bucket) + 1);
+        entry.number.store(0, Ordering::Relaxed);
+        std::sync::atomic::fence(Ordering::Release);
+        entry.at.store(at.packed(), Ordering::Relaxed);
+        entry.marks.store(group << 18 | bucket << 1 | u64::from(beside), Ordering::Relaxed);
+        entry.bytes.store(bytes, Ordering::Relaxed);
+        entry.arrived.store(nanos(self.now()), Ordering::Relaxed);
+        entry.ended.store(0, Ordering::Relaxed);
+        entry.place.store(place);
+        entry.number.store(number + 1, Ordering::Release);
+        number
+    }
+
+    /// Notes that it is over.
+    pub(crate) fn end(&self, rank: usize, number: u64) {
+        let entry = self.ranks[rank].entry(number);
+        // It has been written over, if it took as long as that.
+        if entry.number.load(Ordering::Relaxed) == number + 1 {
+            entry.ended.store(nanos(self.now()).max(1), Ordering::Release);
+        }
+    }
+
+    /// How many records `rank` has begun.
+    pub(crate) fn count(&self, rank: usize) -> u64 {
+        self.ranks[rank].next.load(Ordering::Acquire)
+    }
+
+    /// What is kept of `rank`'s records from number `from` on, the oldest first. What is being written at this moment
+    /// is left out.
+    pub(crate) fn records(&self, rank: usize, from: u64) -> impl Iterator<Item = Record> {
+        let (ring, count) = (&self.ranks[rank], self.count(rank));
+        let first = from.max(count.saturating_sub(RECORDS as u64));
+        (first..count).filter_map(|number| ring.read(number))
+    }
+
+    /// The newest record of `rank` in which it does something itself.
+    pub(crate) fn newest(&self, rank: usize) -> Option<Record> {
+        let count = self.count(rank);
+        let kept = count.saturating_sub(RECORDS as u64)..count;
+        let ring = &self.ranks[rank];
+        kept.rev().filter_map(|number| ring.read(number)).find(|it| !it.begin.beside)
+    }
+}
+
+impl Ring {
+    fn entry(&self, number: u64) -> &Entry {
+        let entries = self.entries.get_or_init(|| (0..RECORDS).map(|_| Entry::default()).collect());
+        &entries[(number % RECORDS as u64) as usize]
+    }
+
+    fn read(&self, number: u64) -> Option<Record> {
+        let entry = self.entry(number);
+        if entry.number.load(Ordering::Acquire) != number + 1 {
+            return None;
+        }
+        let (at, marks) = (entry.at.load(Ordering::Relaxed), entry.marks.load(Ordering::Relaxed));
+        let (bytes, place) = (entry.bytes.load(Ordering::Relaxed), entry.place.load());
+        let arrived = entry.arrived.load(Ordering::Relaxed);
+        let ended = entry.ended.load(Ordering::Acquire);
+        std::sync::atomic::fence(Ordering::Acquire);
+        if entry.number.load(Ordering::Relaxed) != number + 1 {
+            return None;
+        }
+        let (group, bucket) = (marks >> 18, marks >> 1 & 0x1_ffff);
+        let begin = Begin {
+            at: At::unpacked(at)?,
+            group: group.checked_sub(1).map(|group| group as u32),
+            bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
+            bytes,
+            place,
+            beside: marks & 1 == 1,
+        };
+        let ended = (ended > 0).then(|| Duration::from_nanos(ended));
+        Some(Record { begin, arrived: Duration::from_nanos(arrived), ended })
+    }
+}
+
+/// Enough for centuries.
+fn nanos(time: Duration) -> u64 {
+    time.as_nanos() as u64
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::operation::Operation;
+
+    fn begin(sequence: u64) -> Begin {
+        Begin {
+            at: At { operation: Operation::AllReduce, sequence },
+            group: Some(u32::MAX),
+            bucket: Some(u16::MAX),
+            bytes: sequence * 3,
+            place: Some(Location::caller()),
+            beside: false,
+        }
+    }
+
+    #[test]
+    fn what_is_written_can_be_read() {
+        let timeline = Timeline::new(2);
+        assert!(timeline.newest(1).is_none());
+        let number = timeline.begin(1, begin(7));
+        let open = timeline.newest(1).unwrap();
+        assert_eq!(open.ended, None);
+        assert_eq!(open.begin.at.to_string(), "all_reduce #7");
+        assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
+        assert_eq!((open.begin.bytes, open.begin.beside), (21, false));
+        assert!(open.begin.place.unwrap().file().ends_with("timeline.rs"));
+        timeline.end(1, number);
+        let over = timeline.newest(1).unwrap();
+        assert!(over.ended.unwrap() >= over.arrived && over.arrived == open.arrived);
+        let other = Begin { group: None, bucket: None, place: None, beside: true, ..begin(8) };
+        timeline.begin(1, other);
+        let last = timeline.records(1, 0).last().unwrap();
+        assert!(last.begin.beside && last.begin.place.is_none());
+        assert_eq!((last.begin.group, last.begin.bucket), (None, None));
+        assert_eq!(timeline.newest(1).unwrap().begin.at.sequence, 7);
+        assert_eq!(timeline.records(0, 0).count(), 0);
+    }
+
+    #[test]
+    fn the_newest_are_kept() {
+        let timeline = Timeline::new(1);
+        let first = timeline.begin(0, begin(0));
+        for sequence in 1..3000 {
+            let number = timeline.begin(0, begin(sequence));
+            timeline.end(0, number);
+        }
+        timeline.end(0, first); // too late: another one is in its place
+        let records: Vec<Record> = timeline.records(0, 0).collect();
+        assert_eq!(records.len(), RECORDS);
+        let sequences = records.iter().map(|it| it.begin.at.sequence);
+        assert!(sequences.eq(3000 - 1024..3000) && records.iter().all(|it| it.ended.is_some()));
+        assert_eq!(timeline.records(0, 2990).count(), 10);
+    }
+
+    /// Two threads of a rank write, a third one reads: nothing that it reads is mixed of two records.
+    #[test]
+    fn a_reader_never_sees_half_a_record() {
+        let timeline = Timeline::new(1);
+        let write = |offset: u64| {
+            for sequence in 0..50_000 {
+                let number = timeline.begin(0, begin(2 * sequence + offset));
+                timeline.end(0, number);
+            }
+        };
+        std::thread::scope(|scope| {
+            let writers = [scope.spawn(|| write(0)), scope.spawn(|| write(1))];
+            while writers.iter().any(|it| !it.is_finished()) {
+                for record in timeline.records(0, 0) {
+                    assert_eq!(record.begin.bytes, record.begin.at.sequence * 3);
+                    assert!(record.ended.is_none_or(|ended| ended >= record.arrived));
+                }
+            }
+        });
+        assert_eq!(timeline.count(0), 100_000);
+    }
+}

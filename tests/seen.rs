@@ -1,0 +1,135 @@
+//! What can be seen of a run: who is missing where.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use crossbeam::channel::unbounded;
+use ddp_mp::{Backend, ReduceOp, Spawn};
+use tch::Tensor;
+
+use crate::harness::{TIMEOUT, program};
+
+/// Whatever takes so long in these tests is a stall.
+const SHORT: Duration = Duration::from_millis(40);
+
+#[test]
+fn who_is_missing_is_told_while_the_others_wait() {
+    let (tell, told) = unbounded::<String>();
+    let (keep, texts) = unbounded::<String>();
+    let spawn =
+        Spawn::new(3).timeout(TIMEOUT).grace_period(SHORT).stall_warning(SHORT, move |text| {
+            let _ = (tell.send(text.into()), keep.send(text.into()));
+        });
+    spawn
+        .run(move |rank| {
+            let group = rank.init_process_group(Backend::Threaded)?;
+            group.barrier()?;
+            if rank.rank() == 2 {
+                // It comes when it has been missed.
+                let text = told.recv()?;
+                anyhow::ensure!(text.contains("all_reduce #1 at tests/seen.rs:"), "{text}");
+            }
+            Ok(group.all_reduce(&mut Tensor::from_slice(&[1i64]), ReduceOp::Sum)?)
+        })
+        .unwrap();
+    let text = texts.recv().unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[0].contains(" has not ended for "), "{text}");
+    assert!(lines[1].starts_with("  arrived: rank 0 ") && lines[1].contains("rank 1 "), "{text}");
+    let missing =
+        "  rank 2 has not entered all_reduce #1; last seen leaving barrier #0 at tests/seen.rs:";
+    assert!(lines[2].starts_with(missing), "{text}");
+    assert_eq!(lines.len(), 3, "{text}");
+    assert!(texts.recv().is_err(), "it is told once");
+}
+
+#[test]
+fn what_each_rank_does_is_told_when_somebody_asks() {
+    let (ask, asks) = unbounded::<()>();
+    let (tell, told) = unbounded::<String>();
+    let tell = Mutex::new(tell);
+    let forever = Duration::from_secs(3600);
+    let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT).table_when(asks).stall_warning(
+        forever,
+        move |text| {
+            let _ = tell.lock().unwrap().send(text.into());
+        },
+    );
+    spawn
+        .run(move |rank| {
+            let group = rank.init_process_group(Backend::Threaded)?;
+            group.enter_step(7)?;
+            if rank.rank() == 1 {
+                let text = loop {
+                    ask.send(())?;
+                    let text: String = told.recv()?;
+                    if text.contains("all_reduce") {
+                        break text;
+                    }
+                };
+                let lines: Vec<&str> = text.lines().collect();
+                let first = "  rank 0 last seen in all_reduce #0 at tests/seen.rs:";
+                anyhow::ensure!(lines[1].starts_with(first), "{text}");
+                let second = "  rank 1 last seen in step #7 at tests/seen.rs:";
+                anyhow::ensure!(lines[2].starts_with(second), "{text}");
+            }
+            Ok(group.all_reduce(&mut Tensor::from_slice(&[1i64]), ReduceOp::Sum)?)
+        })
+        .unwrap();
+}
+
+/// Starts a run that does not end, and hands `f` its process and the lines of its stderr once it trains.
+fn watch(args: &[&str], f: impl FnOnce(u32, &mut dyn Iterator<Item = String>)) {
+    let mut command = program(&[&["--max-epochs=1000000", "--log-format=json"], args].concat());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut first = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut first).unwrap();
+    assert!(first.contains("start"), "{first}");
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    f(child.id(), &mut lines);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+fn send(signal: &str, pid: u32) {
+    let status = Command::new("kill").args([signal, &pid.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+#[test]
+fn a_signal_has_a_running_program_tell_what_its_ranks_do() {
+    for args in [&["--nproc-per-node=2"][..], &["--nproc-per-node=2", "--spawn=processes"]] {
+        watch(args, |pid, lines| {
+            send("-USR2", pid);
+            let mut table: Vec<String> =
+                lines.filter(|it| it.starts_with("  rank ")).take(2).collect();
+            table.sort();
+            for (rank, line) in table.iter().enumerate() {
+                let seen = line.strip_prefix(&format!("  rank {rank} last seen ")).unwrap();
+                assert!(seen.contains(" at src/") && line.ends_with(" s ago"), "{table:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_program_that_is_stuck_says_who_is_missing_and_where() {
+    let stall =
+        ["--nproc-per-node=3", "--fault=stall:rank=1,at=step,step=3", "--stall-warning=50ms"];
+    watch(&stall, |_, lines| {
+        let mut lines = lines.skip_while(|line| !line.contains(" has not ended for "));
+        let first = lines.next().unwrap();
+        assert!(first.starts_with("ddp-mp: all_reduce #"), "{first}");
+        assert!(first.contains(" (bucket 0) at src/trainer.rs:"), "{first}");
+        let arrived = lines.next().unwrap();
+        assert!(
+            arrived.starts_with("  arrived: rank 0 ") && arrived.contains(", rank 2 "),
+            "{arrived}"
+        );
+        let missing = lines.next().unwrap();
+        assert!(missing.starts_with("  rank 1 has not entered all_reduce #"), "{missing}");
+        assert!(missing.contains("; last seen in step #3 at src/trainer.rs:"), "{missing}");
+    });
+}
