@@ -63,7 +63,11 @@ fn the_readme_s_commands_do_what_it_says() {
                 is_error
             });
             assert_eq!(filled(&stdout).collect::<Vec<_>>(), results, "{args:?}");
-            let said = |lines: &[&str]| lines.iter().map(|line| lasting(line)).collect::<Vec<_>>();
+            // A rank may really have been slow, on a machine that does other things as well.
+            let said = |lines: &[&str]| {
+                let lines = lines.iter().filter(|line| !line.contains(" held the others back: "));
+                lines.map(|line| lasting(line)).collect::<Vec<_>>()
+            };
             assert_eq!(said(&stderr.lines().collect::<Vec<_>>()), said(&errors), "{args:?}");
             count += 1;
         }
@@ -233,7 +237,8 @@ fn the_events_have_the_fields_of_the_contract_in_their_order() {
     }
     let end = "event seconds steps loss us_per_step parameters_hash bucket_bytes backward_us \
                communication_us overlapped bytes_sent_by_rank bytes_received_by_rank \
-               data_wait_seconds_by_rank peak_memory_bytes";
+               data_wait_seconds_by_rank collective_seconds_by_rank \
+               peak_memory_bytes";
     assert_eq!(fields(lines[3]), end);
     let (_, stdout, _) = run(&[&args[..], &["--amp=fp16"]].concat());
     assert_eq!(fields(stdout.lines().last().unwrap()), format!("{end} skipped_steps scale"));

@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use crossbeam::channel::unbounded;
 use ddp_mp::{Backend, ReduceOp, Spawn};
+use serde_json::Value;
 use tch::Tensor;
 
-use crate::harness::{TIMEOUT, program};
+use crate::harness::{TIMEOUT, program, run};
 
 /// Whatever takes so long in these tests is a stall.
 const SHORT: Duration = Duration::from_millis(40);
@@ -132,4 +133,27 @@ fn a_program_that_is_stuck_says_who_is_missing_and_where() {
         assert!(missing.starts_with("  rank 1 has not entered all_reduce #"), "{missing}");
         assert!(missing.contains("; last seen in step #3 at src/trainer.rs:"), "{missing}");
     });
+}
+
+#[test]
+fn a_slow_rank_is_named_with_what_it_was_slow_at() {
+    let slow =
+        ["--fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072", "--log-format=json"];
+    let layouts = [&["--nproc-per-node=3"][..], &["--nproc-per-node=3", "--spawn=processes"]];
+    for args in layouts {
+        let (code, stdout, stderr) = run(&[&slow[..], args].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        let held_back = &end["held_back"];
+        assert_eq!((held_back["rank"].as_u64(), &held_back["phase"]), (Some(1), &"step".into()));
+        // Thirty steps, 60 ms each; less what the others were late themselves.
+        let seconds = held_back["seconds"].as_f64().unwrap();
+        assert!(seconds > 1.0 && held_back["phase_seconds"].as_f64().unwrap() >= 1.7, "{end}");
+        let waited = end["collective_seconds_by_rank"].as_array().unwrap();
+        assert_eq!(waited.len(), 3);
+    }
+    let text: Vec<&str> = slow[..2].iter().copied().chain(["--nproc-per-node=2"]).collect();
+    let (_, _, stderr) = run(&text);
+    let told = "ddp-mp: rank 1 held the others back: of ";
+    assert!(stderr.contains(told) && stderr.contains(" longer than they at step"), "{stderr}");
 }

@@ -264,8 +264,8 @@ pub(crate) struct TrainFlags {
     #[arg(long, help_heading = "Run")]
     #[serde(skip_serializing_if = "is_false")]
     check_collectives: bool,
-    /// Make a rank fail, to see what happens. KIND: error, panic, stall. STAGE: rendezvous, init,
-    /// broadcast, step, barrier
+    /// Make a rank fail, to see what happens. KIND: error, panic, stall, slow=50ms (from this step on). STAGE:
+    /// rendezvous, init, broadcast, step, barrier
     #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]", help_heading = "Run")]
     fault: Option<String>,
     /// Read options from a TOML file; flags win over it

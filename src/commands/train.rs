@@ -18,7 +18,9 @@ use crate::launch::{
     stop_on_signals,
 };
 use crate::models::Model;
-use crate::observe::{End, Event, Failure, LogFormat, Printer, Recorder, Start, peak_memory};
+use crate::observe::{
+    End, Event, Failure, LogFormat, Printer, Recorder, Start, held_back, peak_memory,
+};
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, Traffic};
 use crate::torch::Generator;
@@ -166,13 +168,16 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     group.barrier()?;
     let Traffic { sent, received } = group.traffic();
     let waited = trainer.loader().waited().as_secs_f64();
-    if let Some(of_ranks) = group.gather_object(&(sent, received, waited), 0)? {
+    if let Some(of_ranks) =
+        group.gather_object(&(sent, received, waited, group.phase_seconds()), 0)?
+    {
         let seconds = summary.elapsed.as_secs_f64();
         let scaler = trainer.scaler().state();
         let statistics = trainer.ddp().statistics();
         let (mut bytes_sent_by_rank, mut bytes_received_by_rank) = (Vec::new(), Vec::new());
-        let mut data_wait_seconds_by_rank = Vec::new();
-        for (sent, received, waited) in of_ranks {
+        let (mut data_wait_seconds_by_rank, mut phases) = (Vec::new(), Vec::new());
+        for (sent, received, waited, of_rank) in of_ranks {
+            phases.push(of_rank);
             bytes_sent_by_rank.push(sent);
             bytes_received_by_rank.push(received);
             data_wait_seconds_by_rank.push(waited);
@@ -190,6 +195,9 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             bytes_sent_by_rank,
             bytes_received_by_rank,
             data_wait_seconds_by_rank,
+            collective_seconds_by_rank: phases.iter().map(|it| it.collectives).collect(),
+            // On a GPU a collective ends when it is launched.
+            held_back: if group.backend() == "nccl" { None } else { held_back(&phases, seconds) },
             peak_memory_bytes: peak_memory(),
             skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
             scale: scaler.map(|scaler| scaler.scale),

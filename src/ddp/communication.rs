@@ -98,7 +98,7 @@ impl Communication {
     }
 
     /// Has whatever this rank launches from now on wait for all reductions.
-    pub(super) fn wait(&mut self) -> Result<()> {
+    pub(super) fn wait(&mut self, group: &ProcessGroup) -> Result<()> {
         match self {
             Self::OnGpu(OnGpu { gpu, reduced, pending, .. }) => {
                 if std::mem::take(pending) {
@@ -109,7 +109,10 @@ impl Communication {
             }
             Self::OnThread(works, since) => {
                 *since = None;
-                works.drain(..).try_for_each(Work::wait)
+                let began = Instant::now();
+                works.drain(..).try_for_each(Work::wait)?;
+                group.record_wait(began.elapsed());
+                Ok(())
             }
             Self::InPlace => Ok(()),
         }

@@ -362,7 +362,7 @@ impl State {
         }
         self.reduce_complete_buckets()?;
         let began = Instant::now();
-        self.communication.wait()?;
+        self.communication.wait(&self.group)?;
         self.times.communication += began.elapsed();
         if let Some(active) = active {
             let factor = self.group.world_size() as f64 / active as f64;

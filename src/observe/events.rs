@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::ValidationMetrics;
+use super::{HeldBack, ValidationMetrics};
 
 /// One line of `--log-format json`; its `event` field comes first.
 #[derive(Debug, Clone, Serialize)]
@@ -91,6 +91,11 @@ pub struct End {
     pub bytes_received_by_rank: Vec<u64>,
     /// How long each rank has waited for data: for workers, or while it gathered samples itself.
     pub data_wait_seconds_by_rank: Vec<f64>,
+    /// How long each rank was in collectives within its steps, in its own part of them and waiting for others.
+    pub collective_seconds_by_rank: Vec<f64>,
+    /// On CPUs: the rank that the others waited for, if it was for long.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held_back: Option<HeldBack>,
     /// The most memory that the process took, of all ranks together; not known on every system.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory_bytes: Option<u64>,

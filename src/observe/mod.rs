@@ -3,6 +3,7 @@
 //! stdout carries results: text for people, or one JSON object a line. stderr carries the rest.
 
 mod events;
+mod held_back;
 mod memory;
 mod printer;
 mod progress;
@@ -11,6 +12,7 @@ mod samples;
 mod tensorboard;
 
 pub use events::{End, Epoch, Event, Failure, Start};
+pub use held_back::{HeldBack, PhaseSeconds, held_back};
 pub use memory::peak_memory;
 pub use printer::{LogFormat, Printer};
 pub use recorder::{Recorder, TrainMetrics, ValidationMetrics};

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::progress::Progress;
-use super::{Epoch, Event, ValidationMetrics};
+use super::{Epoch, Event, HeldBack, ValidationMetrics};
 
 /// How results are written: `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,6 +84,13 @@ impl Printer {
                     0 => String::new(),
                     _ => format!(", {:.0} us each", end.us_per_step),
                 };
+                if let Some(HeldBack { rank, seconds, phase, phase_seconds }) = &end.held_back {
+                    self.note(&format!(
+                        "rank {rank} held the others back: of {:.1} s they waited {seconds:.1} s for it, which took \
+                         {phase_seconds:.1} s longer than they at {phase}",
+                        end.seconds
+                    ));
+                }
                 self.note(&format!(
                     "loss {losses}; {} steps in {:.3} s{each}; parameters {}",
                     end.steps_now, end.seconds, end.parameters_hash

@@ -9,7 +9,7 @@ use super::gloo::InFlight;
 use super::{Backend, Call, ProcessGroup, ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::{Place, Stage};
+use crate::sync::{Mark, Place, Stage};
 
 /// What a collective is told beside its tensors.
 #[derive(Default, Clone, Copy)]
@@ -74,13 +74,13 @@ impl ProcessGroup {
         results.iter().zip(outputs).try_for_each(|(dense, output)| dense.write_back(output))
     }
 
-    /// Starts an all_reduce of a tensor in one piece, and leaves what can go on by itself with the number of its
+    /// Starts an all_reduce of a tensor in one piece, and leaves what can go on by itself with the mark of its
     /// record.
     pub(super) fn start_all_reduce(
         &self,
         tensor: &Tensor,
         op: ReduceOp,
-    ) -> Result<Option<(InFlight, u64)>> {
+    ) -> Result<Option<(InFlight, Mark)>> {
         let tensors = std::slice::from_ref(tensor);
         let kind = self.common_kind(Operation::AllReduce, tensors, &[])?;
         op.check_kind(Operation::AllReduce, kind)?;
@@ -102,7 +102,7 @@ impl ProcessGroup {
         Ok(left.map(|left| (left, record)))
     }
 
-    /// Numbers the call, notes what this rank does, and has the backend do it. Returns the number of its record, too,
+    /// Numbers the call, notes what this rank does, and has the backend do it. Returns the mark of its record, too,
     /// which is not ended.
     fn enter<'a, T>(
         &self,
@@ -110,7 +110,7 @@ impl ProcessGroup {
         call: impl FnOnce(u64) -> Call<'a>,
         place: Place,
         run: impl FnOnce(&mut dyn Backend, &Call) -> Result<T>,
-    ) -> Result<(T, u64)> {
+    ) -> Result<(T, Mark)> {
         let mut side = self.side()?;
         let before = self.activity().enter(operation, side.sequence);
         let stage = match operation {

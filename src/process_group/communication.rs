@@ -16,7 +16,7 @@ use super::gloo::InFlight;
 use super::{ProcessGroup, Side};
 use crate::error::{Error, Result};
 use crate::operation::At;
-use crate::sync::panics;
+use crate::sync::{Mark, panics};
 use crate::torch::{cuda, set_multithreading_enabled};
 
 /// As much as a rank's own thread has: closures of users run here. Only what is used becomes memory.
@@ -24,7 +24,7 @@ const STACK_BYTES: usize = 64 << 20;
 
 /// What it is asked to do. What is left may go on by itself, while the thread does the next.
 pub(super) type Operation =
-    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, u64)>> + Send>;
+    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, Mark)>> + Send>;
 
 enum Job {
     /// Go on from here.
@@ -55,12 +55,12 @@ impl CommunicationThread {
             run.cancel.register();
             panics::watch_this_thread();
             set_multithreading_enabled(false);
-            let mut in_flight: VecDeque<(InFlight, u64, Sender<Result<()>>)> = VecDeque::new();
+            let mut in_flight: VecDeque<(InFlight, Mark, Sender<Result<()>>)> = VecDeque::new();
             let tell = |result: Sender<Result<()>>, ended| {
                 let _ = result.send(ended); // need not be waited for
                 run.end_pending(rank);
             };
-            let finish = |oldest: Option<(InFlight, u64, Sender<Result<()>>)>| {
+            let finish = |oldest: Option<(InFlight, Mark, Sender<Result<()>>)>| {
                 if let Some((work, record, result)) = oldest {
                     let at = work.at();
                     let end = |group: &ProcessGroup| work.wait().map(|()| group.record_end(record));

@@ -3,13 +3,15 @@
 use std::cell::Cell;
 use std::panic::Location;
 use std::sync::Arc;
+use std::time::Duration;
 
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Call, ProcessGroup, num_bytes};
 use crate::error::Result;
+use crate::observe::PhaseSeconds;
 use crate::operation::{At, Operation};
-use crate::sync::{Begin, Place, Stage};
+use crate::sync::{Begin, Mark, Place, Stage};
 
 /// What a group knows for its records.
 #[derive(Debug, Default)]
@@ -20,8 +22,18 @@ pub(super) struct Recorded {
     pub beside: bool,
     /// What DistributedDataParallel says of what it is about to reduce.
     pub note: Cell<Note>,
-    /// The record of the phase of a training step that this rank is in, and the step.
-    phase: Cell<Option<(u64, u64)>>,
+    /// The phase of a training step that this rank is in.
+    phase: Cell<Option<Phase>>,
+    seconds: Cell<PhaseSeconds>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Phase {
+    is: Operation,
+    step: u64,
+    mark: Mark,
+    /// How long it has been in collectives.
+    collectives: Duration,
 }
 
 /// On whose behalf a collective is called, and with which bucket of gradients.
@@ -70,8 +82,8 @@ impl ProcessGroup {
         self.recorded.note.set(note);
     }
 
-    /// Records that this rank comes to `call`; the number is for [`ProcessGroup::record_end`].
-    pub(super) fn record_call(&self, call: &Call, place: Place) -> u64 {
+    /// Records that this rank comes to `call`; what is returned is for [`ProcessGroup::record_end`].
+    pub(super) fn record_call(&self, call: &Call, place: Place) -> Mark {
         let Note { place: on_behalf, bucket } = self.recorded.note.get();
         let numel =
             |tensors: &[tch::Tensor]| -> usize { tensors.iter().map(tch::Tensor::numel).sum() };
@@ -88,8 +100,21 @@ impl ProcessGroup {
     }
 
     /// Records that it is through with it.
-    pub(super) fn record_end(&self, number: u64) {
-        self.run().timeline.end(self.global_rank(), number);
+    pub(super) fn record_end(&self, mark: Mark) {
+        self.record_wait(self.run().timeline.end(self.global_rank(), mark));
+    }
+
+    /// Counts `time` as spent in collectives.
+    pub(crate) fn record_wait(&self, time: Duration) {
+        if let Some(phase) = self.recorded.phase.get() {
+            let collectives = phase.collectives + time;
+            self.recorded.phase.set(Some(Phase { collectives, ..phase }));
+        }
+    }
+
+    /// How long this rank has been at each phase so far. Not a collective.
+    pub(crate) fn phase_seconds(&self) -> PhaseSeconds {
+        self.recorded.seconds.get()
     }
 
     /// Records that this rank goes on with `phase` of training step `step`. Not a collective.
@@ -98,23 +123,35 @@ impl ProcessGroup {
         self.end_phase();
         let at = At { operation: phase, sequence: step };
         let begin = Begin::alone(at, Location::caller());
-        let number = self.run().timeline.begin(self.global_rank(), begin);
-        self.recorded.phase.set(Some((number, step)));
+        let mark = self.run().timeline.begin(self.global_rank(), begin);
+        let collectives = Duration::ZERO;
+        self.recorded.phase.set(Some(Phase { is: phase, step, mark, collectives }));
     }
 
     /// The same, of the step that this rank is in; nothing outside of steps.
     #[track_caller]
     pub(crate) fn next_phase(&self, phase: Operation) {
-        if let Some((_, step)) = self.recorded.phase.get() {
-            self.enter_phase(phase, step);
+        if let Some(before) = self.recorded.phase.get() {
+            self.enter_phase(phase, before.step);
         }
     }
 
     /// Records that the phase is over, and none follows.
     pub(crate) fn end_phase(&self) {
-        if let Some((number, _)) = self.recorded.phase.take() {
-            self.record_end(number);
-        }
+        let Some(Phase { is, mark, collectives, .. }) = self.recorded.phase.take() else { return };
+        let elapsed = self.run().timeline.end(self.global_rank(), mark);
+        let mut seconds = self.recorded.seconds.get();
+        let of_phase = match is {
+            Operation::Step => &mut seconds.step,
+            Operation::Data => &mut seconds.data,
+            Operation::Forward => &mut seconds.forward,
+            Operation::Backward => &mut seconds.backward,
+            Operation::Optimizer => &mut seconds.optimizer,
+            _ => return, // no part of a step
+        };
+        *of_phase += elapsed.saturating_sub(collectives).as_secs_f64();
+        seconds.collectives += collectives.as_secs_f64();
+        self.recorded.seconds.set(seconds);
     }
 
     /// Names this group for the timeline, as its `sequence`-th call of `parent` has made it.

@@ -2,6 +2,8 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::thread;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 
@@ -12,6 +14,8 @@ pub enum FaultKind {
     Error,
     /// It panics.
     Panic,
+    /// It takes so much longer, at this place and from this step on at each.
+    Slow(Duration),
     /// It goes on for ever without doing anything, and does not notice that it should stop.
     Stall,
 }
@@ -44,6 +48,7 @@ pub struct Fault {
     pub step: u64,
 }
 
+/// Those that are a name alone.
 const KINDS: [(&str, FaultKind); 3] =
     [("error", FaultKind::Error), ("panic", FaultKind::Panic), ("stall", FaultKind::Stall)];
 
@@ -59,8 +64,14 @@ fn name_of<T: PartialEq>(table: &[(&'static str, T)], value: &T) -> &'static str
     table.iter().find(|(_, v)| v == value).map_or("?", |(name, _)| name)
 }
 
-fn named<T: Copy>(table: &[(&'static str, T)], what: &str, name: &str) -> Result<T> {
-    let known = || table.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+fn named<T: Copy>(
+    table: &[(&'static str, T)],
+    further: &[&'static str],
+    what: &str,
+    name: &str,
+) -> Result<T> {
+    let names = table.iter().map(|(name, _)| *name).chain(further.iter().copied());
+    let known = || names.collect::<Vec<_>>().join(", ");
     table
         .iter()
         .find(|(known, _)| *known == name)
@@ -68,10 +79,21 @@ fn named<T: Copy>(table: &[(&'static str, T)], what: &str, name: &str) -> Result
         .ok_or_else(|| Error::Input(format!("{what} {name:?} is not one of {}", known())))
 }
 
+/// `50ms`.
+fn milliseconds(time: &str) -> Result<Duration> {
+    let number = time.strip_suffix("ms").and_then(|number| number.parse().ok());
+    number.map(Duration::from_millis).ok_or_else(|| {
+        Error::Input(format!("slow={time}: write in milliseconds how much longer, as slow=50ms"))
+    })
+}
+
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (kind, at) = (name_of(&KINDS, &self.kind), name_of(&STAGES, &self.at));
-        write!(f, "{kind}:rank={},at={at}", self.rank)?;
+        match self.kind {
+            FaultKind::Slow(time) => write!(f, "slow={}ms", time.as_millis())?,
+            kind => f.write_str(name_of(&KINDS, &kind))?,
+        }
+        write!(f, ":rank={},at={}", self.rank, name_of(&STAGES, &self.at))?;
         if self.at == Stage::Step { write!(f, ",step={}", self.step) } else { Ok(()) }
     }
 }
@@ -85,12 +107,15 @@ impl FromStr for Fault {
             value.parse().map_err(|_| Error::Input(format!("{key}={value} is not a number from 0")))
         };
         let (kind, rest) = text.split_once(':').ok_or_else(form)?;
-        let kind = named(&KINDS, "KIND", kind)?;
+        let kind = match kind.split_once('=') {
+            Some(("slow", time)) => FaultKind::Slow(milliseconds(time)?),
+            _ => named(&KINDS, &["slow=50ms"], "KIND", kind)?,
+        };
         let (mut rank, mut at, mut step) = (None, None, None);
         for item in rest.split(',') {
             match item.split_once('=').ok_or_else(form)? {
                 ("rank", value) if rank.is_none() => rank = Some(number("rank", value)?),
-                ("at", value) if at.is_none() => at = Some(named(&STAGES, "STAGE", value)?),
+                ("at", value) if at.is_none() => at = Some(named(&STAGES, &[], "STAGE", value)?),
                 ("step", value) if step.is_none() => step = Some(number("step", value)?),
                 (key @ ("rank" | "at" | "step"), _) => {
                     return Err(Error::Input(format!("{key} is given twice")));
@@ -111,14 +136,21 @@ impl FromStr for Fault {
 impl Fault {
     /// Fails as planned, if this is the place.
     pub(crate) fn strike(&self, rank: usize, at: Stage, step: u64) -> Result<()> {
-        if (self.rank, self.at, self.step) != (rank, at, step) {
+        if (self.rank, self.at) != (rank, at) {
             return Ok(());
         }
         match self.kind {
+            FaultKind::Slow(time) => {
+                if step >= self.step {
+                    thread::sleep(time);
+                }
+                Ok(())
+            }
+            _ if step != self.step => Ok(()),
             FaultKind::Error => Err(Error::Fault(self.to_string())),
             FaultKind::Panic => panic!("injected by --fault {self}"),
             FaultKind::Stall => loop {
-                std::thread::park();
+                thread::park();
             },
         }
     }
@@ -130,7 +162,8 @@ mod tests {
 
     #[test]
     fn a_fault_reads_what_it_writes() {
-        for (_, kind) in KINDS {
+        let slow = FaultKind::Slow(Duration::from_millis(1500));
+        for kind in KINDS.map(|(_, kind)| kind).into_iter().chain([slow]) {
             for (_, at) in STAGES {
                 let step = if at == Stage::Step { 17 } else { 0 };
                 let fault = Fault { kind, rank: 3, at, step };
@@ -146,7 +179,10 @@ mod tests {
             ("error", "write KIND:"),
             ("error:", "write KIND:"),
             ("error:rank=0", "write KIND:"),
-            ("explode:rank=0,at=step", "is not one of error, panic, stall"),
+            ("explode:rank=0,at=step", "is not one of error, panic, stall, slow=50ms"),
+            ("slow:rank=0,at=step", "is not one of"),
+            ("slow=:rank=0,at=step", "slow=: write in milliseconds"),
+            ("slow=5s:rank=0,at=step", "slow=5s: write in milliseconds"),
             ("error:rank=0,at=lunch", "is not one of rendezvous, init"),
             ("error:rank=-1,at=init", "rank=-1 is not a number from 0"),
             ("error:rank=0,rank=1,at=init", "rank is given twice"),

@@ -48,6 +48,13 @@ impl Begin {
     }
 }
 
+/// Where a record is, and when it began: for [`Timeline::end`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Mark {
+    number: u64,
+    arrived: Duration,
+}
+
 /// What one rank did, or does. Times are from the beginning of the run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Record {
@@ -93,8 +100,8 @@ impl Timeline {
         self.began.elapsed()
     }
 
-    /// Notes that `rank` begins something now; the number is for [`Timeline::end`].
-    pub(crate) fn begin(&self, rank: usize, begin: Begin) -> u64 {
+    /// Notes that `rank` begins something now.
+    pub(crate) fn begin(&self, rank: usize, begin: Begin) -> Mark {
         let Begin { at, group, bucket, bytes, place, beside } = begin;
         let ring = &self.ranks[rank];
         // Threads of one rank may come here at once: each has a record of its own.
@@ -107,20 +114,23 @@ impl Timeline {
         entry.at.store(at.packed(), Ordering::Relaxed);
         entry.marks.store(group << 18 | bucket << 1 | u64::from(beside), Ordering::Relaxed);
         entry.bytes.store(bytes, Ordering::Relaxed);
-        entry.arrived.store(nanos(self.now()), Ordering::Relaxed);
+        let arrived = self.now();
+        entry.arrived.store(nanos(arrived), Ordering::Relaxed);
         entry.ended.store(0, Ordering::Relaxed);
         entry.place.store(place);
         entry.number.store(number + 1, Ordering::Release);
-        number
+        Mark { number, arrived }
     }
 
-    /// Notes that it is over.
-    pub(crate) fn end(&self, rank: usize, number: u64) {
-        let entry = self.ranks[rank].entry(number);
+    /// Notes that it is over; returns how long it took.
+    pub(crate) fn end(&self, rank: usize, mark: Mark) -> Duration {
+        let Mark { number, arrived } = mark;
+        let (entry, now) = (self.ranks[rank].entry(number), self.now());
         // It has been written over, if it took as long as that.
         if entry.number.load(Ordering::Relaxed) == number + 1 {
-            entry.ended.store(nanos(self.now()).max(1), Ordering::Release);
+            entry.ended.store(nanos(now).max(1), Ordering::Release);
         }
+        now.saturating_sub(arrived)
     }
 
     /// How many records `rank` has begun.

@@ -1,0 +1,83 @@
+//! Which rank the others have waited for, and why.
+
+use serde::{Deserialize, Serialize};
+
+/// How long a rank has been at each phase of its training steps, not counting collectives, and how long in these: in
+/// its own work with the others, and waiting for them. In seconds.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PhaseSeconds {
+    /// Before it asks for its data.
+    pub step: f64,
+    /// Getting a batch.
+    pub data: f64,
+    /// The model and the loss.
+    pub forward: f64,
+    /// Autograd.
+    pub backward: f64,
+    /// The optimizer.
+    pub optimizer: f64,
+    /// Collectives of all phases.
+    pub collectives: f64,
+}
+
+/// The rank that held the others back.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct HeldBack {
+    /// The rank.
+    pub rank: usize,
+    /// How much longer than it the others were in collectives, on average: for so long they waited for it.
+    pub seconds: f64,
+    /// The phase in which it took longer than the others: `data`, `forward`, `backward`, `optimizer`, or `step` for what
+    /// comes before these.
+    pub phase: &'static str,
+    /// How much longer than the others it took there, on average.
+    pub phase_seconds: f64,
+}
+
+/// What is less of the run than this, or less in seconds, is noise.
+const SHARE: f64 = 0.1;
+const SECONDS: f64 = 1.0;
+
+/// Looks at what all ranks, in their order, have told; `None` where they did about equally well in a run of `elapsed`
+/// seconds.
+pub fn held_back(ranks: &[PhaseSeconds], elapsed: f64) -> Option<HeldBack> {
+    let others = (ranks.len() as f64 - 1.0).max(1.0);
+    let (rank, slow) = (ranks.iter().enumerate())
+        .min_by(|(_, a), (_, b)| a.collectives.total_cmp(&b.collectives))?;
+    let more = |of: fn(&PhaseSeconds) -> f64| {
+        let all: f64 = ranks.iter().map(of).sum();
+        of(slow) - (all - of(slow)) / others
+    };
+    let seconds = -more(|it| it.collectives);
+    let phases = [
+        ("step", more(|it| it.step)),
+        ("data", more(|it| it.data)),
+        ("forward", more(|it| it.forward)),
+        ("backward", more(|it| it.backward)),
+        ("optimizer", more(|it| it.optimizer)),
+    ];
+    let (phase, phase_seconds) = phases.into_iter().max_by(|(_, a), (_, b)| a.total_cmp(b))?;
+    let counts = ranks.len() > 1 && seconds > SECONDS.max(SHARE * elapsed) && phase_seconds > 0.0;
+    counts.then_some(HeldBack { rank, seconds, phase, phase_seconds })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_least_was_waited_for() {
+        let quick =
+            PhaseSeconds { data: 0.1, forward: 1.0, collectives: 3.0, ..Default::default() };
+        let slow = PhaseSeconds { data: 2.1, forward: 1.1, collectives: 0.9, ..Default::default() };
+        let found = held_back(&[quick, quick, slow, quick], 5.0).unwrap();
+        assert_eq!((found.rank, found.phase), (2, "data"));
+        assert!((found.seconds - 2.1).abs() < 1e-9 && (found.phase_seconds - 2.0).abs() < 1e-9);
+        assert_eq!(held_back(&[quick, quick, slow, quick], 50.0), None);
+        assert_eq!(held_back(&[quick, quick], 1.0), None);
+        let noise = PhaseSeconds { data: 1.0, collectives: 2.1, ..quick };
+        assert_eq!(held_back(&[quick, noise], 1.0), None);
+        assert_eq!(held_back(&[slow], 1.0), None);
+        assert_eq!(held_back(&[], 1.0), None);
+    }
+}
