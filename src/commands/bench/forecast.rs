@@ -28,13 +28,17 @@ struct Row<'a> {
     hidden: Option<f64>,
 }
 
-/// Prints what the step would come to on `cluster`.
+/// Where the median of the steps by the fastest is more than this, something else goes on.
+const NOISY: f64 = 1.5;
+
+/// Prints what the step would come to on `cluster`. `spread`: the median of the steps that were measured by the fastest.
 pub(super) fn print(
     model: &'static str,
     batch_size: usize,
     measured: &Measured,
     cluster: &ModelCluster,
     on_cpu: bool,
+    spread: f64,
     printer: &Printer,
 ) -> io::Result<()> {
     let text = cluster.to_string();
@@ -59,14 +63,19 @@ pub(super) fn print(
     match printer.format() {
         LogFormat::Json => rows.try_for_each(|row| printer.object(&row)),
         LogFormat::Text => printer.lines(|out| {
-            write_head(measured, cluster, out)?;
+            write_head(measured, cluster, batch_size, out)?;
             rows.try_for_each(|row| write_row(&row, out))?;
-            write_foot(on_cpu, out)
+            write_foot(on_cpu, spread, out)
         }),
     }
 }
 
-fn write_head(measured: &Measured, cluster: &ModelCluster, out: &mut dyn Write) -> io::Result<()> {
+fn write_head(
+    measured: &Measured,
+    cluster: &ModelCluster,
+    batch_size: usize,
+    out: &mut dyn Write,
+) -> io::Result<()> {
     let buckets = &measured.buckets;
     writeln!(out, "\n# buckets of gradients, and when backward has completed them")?;
     let shown = if buckets.len() > 8 { 7 } else { buckets.len() };
@@ -84,6 +93,12 @@ fn write_head(measured: &Measured, cluster: &ModelCluster, out: &mut dyn Write) 
         let default = if is_default { " (default)" } else { "" };
         writeln!(out, "#   {setting:<24}{meaning}{default}")?;
     }
+    writeln!(
+        out,
+        "\n# Every rank takes {batch_size} samples a step, so that more ranks take more (weak scaling).\n\
+         # efficiency: samples per second of a rank, beside one that is alone. reduction: how long the\n\
+         # all_reduces take. exposed: the part of it that makes the step longer. hidden: the rest."
+    )?;
     writeln!(
         out,
         "\n#{:>5}{:>7}  {:<13}{:>11}{:>11}{:>11}{:>11}{:>10}{:>7}\n\
@@ -125,13 +140,20 @@ fn write_row(row: &Row, out: &mut dyn Write) -> io::Result<()> {
     )
 }
 
-fn write_foot(on_cpu: bool, out: &mut dyn Write) -> io::Result<()> {
+fn write_foot(on_cpu: bool, spread: f64, out: &mut dyn Write) -> io::Result<()> {
     writeln!(
         out,
         "\n# This is a model, not a measurement: every rank computes as fast as here, and a message\n\
          # takes latency + bytes / bandwidth. Left out: ranks that are late (stragglers), others on\n\
          # the network (congestion), what communication takes from computing, loading of data."
     )?;
+    if spread > NOISY {
+        writeln!(
+            out,
+            "# The steps that were measured vary: the middle one took {spread:.1} times as long as the fastest.\n\
+             # A slow step makes a cluster look efficient: measure on a machine that does nothing else."
+        )?;
+    }
     if on_cpu {
         writeln!(
             out,

@@ -264,7 +264,8 @@ fn print_on(
         overlaps: !config.no_overlap && !config.find_unused_parameters && !config.static_graph,
     };
     let on_cpu = rank.device() == Device::Cpu;
-    forecast::print(times.model, times.batch_size, &measured, cluster, on_cpu, printer)
+    let spread = times.us_per_step / times.us_min;
+    forecast::print(times.model, times.batch_size, &measured, cluster, on_cpu, spread, printer)
 }
 
 fn write_text(
