@@ -85,7 +85,7 @@ fn child() {
         place(launch.nproc, BackendChoice::Auto, &Cuda::default(), &Share::all(2)).unwrap();
     let placement = placement.in_processes(launch.processes.count, BackendChoice::Auto).unwrap();
     assert_eq!(placement.backend, Backend::Gloo);
-    let world = World::meet(&launch, &placement, TIMEOUT, None).unwrap().unwrap();
+    let world = World::meet(&launch, &placement, TIMEOUT, None, Vec::new()).unwrap().unwrap();
     let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
         "collectives" => collectives,
         "messages" => messages,
@@ -331,18 +331,29 @@ fn start(args: &[&str], ranks: &[usize]) -> Vec<Child> {
 
 /// And the port of their store.
 fn start_at(args: &[&str], ranks: &[usize]) -> (u16, Vec<Child>) {
+    let ranks: Vec<String> = ranks.iter().map(|it| format!("--nproc-per-node={it}")).collect();
+    let args: Vec<Vec<&str>> = ranks.iter().map(|ranks| [args, &[ranks]].concat()).collect();
+    start_each_at(&args)
+}
+
+/// A process for each of these arguments.
+fn start_each(args: &[Vec<&str>]) -> Vec<Child> {
+    start_each_at(args).1
+}
+
+fn start_each_at(args: &[Vec<&str>]) -> (u16, Vec<Child>) {
     let free = free_port();
-    let (port, count) = (free.to_string(), ranks.len().to_string());
-    let start = |(process, ranks): (usize, &usize)| {
-        let (process, ranks) = (process.to_string(), format!("--nproc-per-node={ranks}"));
-        let mut command = program(&[args, &[&ranks, "--log-format=json"]].concat());
+    let (port, count) = (free.to_string(), args.len().to_string());
+    let start = |(process, args): (usize, &Vec<&str>)| {
+        let process = process.to_string();
+        let mut command = program(&[&args[..], &["--log-format=json"]].concat());
         // As torchrun has it.
         command.envs([("RANK", &process), ("LOCAL_RANK", &process), ("MASTER_PORT", &port)]);
         command.envs([("WORLD_SIZE", &count), ("LOCAL_WORLD_SIZE", &count)]);
         command.envs([("MASTER_ADDR", "127.0.0.1"), ("OMP_NUM_THREADS", "1")]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    (free, ranks.iter().enumerate().map(start).collect())
+    (free, args.iter().enumerate().map(start).collect())
 }
 
 /// The last event of rank 0's process, if all went well.
@@ -559,6 +570,37 @@ fn what_rank_0_finds_wrong_is_told_everywhere() {
     assert_eq!(told[1].0, Some(1), "{}", told[1].1);
     assert!(told.iter().all(|(_, stderr)| stderr.contains(&why)), "{told:?}");
     assert!(told[1].1.contains("rank 0 (CPU:0 on "), "{}", told[1].1);
+}
+
+/// Trained with other options, each would come to other numbers, and nobody would know.
+#[test]
+fn processes_with_different_options_are_refused_everywhere() {
+    let (mlp, data) = (&["--model=mlp"][..], &["--num-samples=100"][..]);
+    let bench = &["bench", "step", "--batch-size=8"][..];
+    for (args, differ, told) in [
+        (&[][..], ["--lr=0.1", "--lr=1.0"], "--lr is 0.1 for process 0 (on "),
+        (&[], ["--max-epochs=2", "--max-epochs=1"], "--max-epochs is 2 for process 0 (on "),
+        (data, ["--max-steps=2", "--val-every=1"], "--max-steps is 2 for process 0 (on "),
+        (mlp, ["--bucket-cap-mb=1", "--bucket-cap-mb=2"], "--bucket-cap-mb is 1.0 for process 0"),
+        (&[], ["--seed=0", "--save-dir=/nowhere"], "--save-dir is not set for process 0 (on "),
+        (bench, ["--steps=2", "--steps=3"], "the command is bench step --steps=2 for process 0"),
+    ] {
+        // The one that serves the store must not be gone before the others have found out.
+        for order in [[0, 1, 0], [1, 0, 0]] {
+            let outputs = join(start_each(&order.map(|it| [args, &[differ[it]]].concat())));
+            for output in outputs {
+                let stderr = text(&output.stderr);
+                assert_eq!(output.status.code(), Some(2), "{args:?} {differ:?}: {stderr}");
+                let found = if order[0] == 0 { stderr.contains(told) } else { true };
+                assert!(found && stderr.contains(" for process 1 (on "), "{differ:?}: {stderr}");
+            }
+        }
+    }
+    // What is a process's own affair.
+    let own = [vec!["--num-workers=1", "--timeout=50s"], vec!["--max-seconds=1h", "--timeout=60s"]];
+    for output in join(start_each(&own)) {
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
 }
 
 #[test]

@@ -20,9 +20,10 @@ pub(super) struct Launched {
 }
 
 impl Launched {
-    /// Meets the other processes of the run, if there are any.
+    /// Meets the other processes of the run, if there are any. They must be at the same `command`.
     pub(super) fn meet(
         config: &Config,
+        command: &str,
         launch: Launch,
         cuda: &Cuda,
         printer: &Printer,
@@ -35,7 +36,10 @@ impl Launched {
             printer.note(&warning);
         }
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
-        let world = World::meet(&launch, &placement, config.timeout, interfaces)?.map(Arc::new);
+        let mut options = vec![("the command".into(), command.into())];
+        options.extend(config.shared_options()?);
+        let world = World::meet(&launch, &placement, config.timeout, interfaces, options)?;
+        let world = world.map(Arc::new);
         // Goes with the process: to stop the server would take half a second.
         std::mem::forget(world.clone());
         Ok(Self { launch, placement, world })

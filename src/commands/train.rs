@@ -75,12 +75,12 @@ fn train_in(
     let (config, data) = with_data(config)?;
     // Those of `--spawn=processes` are all on their way.
     let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
-    let meet = || Launched::meet(&config, launch, cuda, printer);
+    let meet = || Launched::meet(&config, "train", launch, cuda, printer);
     let launched =
         if may_wait { end_at_signals_in(&stop, meet)?.transpose()? } else { Some(meet()?) };
     let Some(launched) = launched else { return Ok(stop.asked_for()) };
     let world_size = launched.world_size();
-    config.validate_for(world_size)?;
+    launched.before_ranks(&config, || config.validate_for(world_size))?;
     let (mut recorder, mut origin) = (None, Origin::default());
     if launched.is_first() {
         for note in launched.placement.note.iter().chain(&data.notes) {

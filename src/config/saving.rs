@@ -47,6 +47,31 @@ const FREE: [&str; 36] = [
     "init_from",
 ];
 
+/// What each process of a run may have for itself, because it changes nothing there, or because only that of rank 0
+/// counts.
+const OWN: [&str; 20] = [
+    "tensorboard",
+    "metrics",
+    "num_workers",
+    "prefetch_factor",
+    "max_seconds",
+    "nproc_per_node",
+    "spawn",
+    "launch",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "backend", // what comes of it is compared
+    "timeout",
+    "grace_period",
+    "log_format",
+    "fault",
+    "keep_last",
+    "resume",
+    "init_from",
+];
+
 /// What is changed on purpose from time to time, and said then. Of all else a change is a mistake.
 const NOTED: [&str; 14] = [
     "lr",
@@ -84,6 +109,22 @@ impl Config {
         let Value::Object(mut all) = all else { return Ok(Map::new()) };
         all.retain(|key, _| !FREE.contains(&&key[..]));
         Ok(all)
+    }
+
+    /// The options that must be the same in all processes of a run, with their values. Where rank 0 saves is its own
+    /// affair, but whether it does is a decision of all.
+    ///
+    /// # Errors
+    /// As [`Config::options`].
+    pub fn shared_options(&self) -> Result<Vec<(String, String)>> {
+        let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
+        let Value::Object(all) = all else { return Ok(Vec::new()) };
+        let shared = all.into_iter().filter(|(key, _)| !OWN.contains(&&key[..]));
+        let text = |(key, value): (String, Value)| match &key[..] {
+            "save_dir" => (flag_name(&key), "set".into()),
+            _ => (flag_name(&key), value.to_string()),
+        };
+        Ok(shared.map(text).collect())
     }
 
     /// Compares this with the options of a checkpoint to go on from: remarks on what differs.

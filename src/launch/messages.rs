@@ -28,6 +28,9 @@ pub(super) struct Process {
     pub ranks: Vec<String>,
     /// What no other GPU in the world is called, for each rank; none of ranks on the CPU.
     pub gpus: Vec<String>,
+    /// What must be the same in all processes: names and values, which mean nothing here.
+    #[serde(default)]
+    pub options: Vec<(String, String)>,
 }
 
 impl Process {
@@ -52,6 +55,39 @@ impl Process {
         let Process { host, pid, ranks, .. } = self;
         format!("{} on {host}, process {pid}", ranks[place])
     }
+}
+
+/// Whether the processes can train together, each compared with the first, so that all find the same.
+///
+/// # Errors
+/// [`Error::Input`] with the first difference: what it is, both values, and who has them.
+pub(super) fn check_same(processes: &[Process]) -> Result<()> {
+    let Some((first, others)) = processes.split_first() else { return Ok(()) };
+    let same = "start the same program with the same options everywhere";
+    for (number, other) in (1..).zip(others) {
+        let whose = |number: usize, process: &Process| {
+            format!("process {number} (on {}, process {})", process.host, process.pid)
+        };
+        let (one, two) = (whose(0, first), whose(number, other));
+        if (&first.version, &first.backend) != (&other.version, &other.backend) {
+            return Err(Error::Input(format!(
+                "{one} is ddp-mp {} with backend {}, {two} is {} with {}; {same}",
+                first.version, first.backend, other.version, other.backend
+            )));
+        }
+        let value = |process: &Process, name: &String| {
+            let found = process.options.iter().find(|(it, _)| it == name);
+            found.map_or("not set".into(), |(_, value)| value.clone())
+        };
+        let mut names = first.options.iter().chain(&other.options).map(|(name, _)| name);
+        if let Some(name) = names.find(|name| value(first, name) != value(other, name)) {
+            let (of_first, of_other) = (value(first, name), value(other, name));
+            return Err(Error::Input(format!(
+                "{name} is {of_first} for {one}, and {of_other} for {two}; {same}"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The places of the ranks of each process among all.
@@ -244,7 +280,8 @@ mod tests {
         (texts, any::<u32>(), any::<usize>()).prop_map(|(texts, pid, first_local)| {
             let (version, host, backend, ranks) = texts;
             let gpus = ranks.clone();
-            Process { version, host, pid, backend, first_local, ranks, gpus }
+            let options = vec![(host.clone(), backend.clone())];
+            Process { version, host, pid, backend, first_local, ranks, gpus, options }
         })
     }
 
@@ -314,6 +351,38 @@ mod tests {
             first_local: 0,
             ranks: (0..count).map(|rank| format!("GPU:{rank}")).collect(),
             gpus: Vec::new(),
+            options: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_first_difference_between_processes_is_named() {
+        let with = |options: &[(&str, &str)]| Process {
+            options: options.iter().map(|(name, it)| (name.to_string(), it.to_string())).collect(),
+            ..crowd(1)
+        };
+        let first = with(&[("--lr", "0.1"), ("--seed", "0")]);
+        assert!(check_same(&[first.clone(), first.clone()]).is_ok());
+        for (other, told) in [
+            (
+                with(&[("--lr", "1.0"), ("--seed", "1")]),
+                "--lr is 0.1 for process 0 (on a, process 1), and 1.0 for process 2 (on a, process 1)",
+            ),
+            (
+                with(&[("--lr", "0.1")]),
+                "--seed is 0 for process 0 (on a, process 1), and not set for process 2",
+            ),
+            (
+                with(&[("--lr", "0.1"), ("--seed", "0"), ("--eps", "1")]),
+                "--eps is not set for process 0",
+            ),
+            (
+                Process { version: "9".into(), ..first.clone() },
+                "process 2 (on a, process 1) is 9 with",
+            ),
+        ] {
+            let error = check_same(&[first.clone(), first.clone(), other]).unwrap_err().to_string();
+            assert!(error.contains(told), "{error}");
         }
     }
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
-use super::messages::{Absence, MOST_RANKS, Process, places, shared_gpu};
+use super::messages::{Absence, MOST_RANKS, Process, check_same, places, shared_gpu};
 use super::watch::{Server, Watch};
 use super::{Backend, Launch, LaunchKind, Placement};
 use crate::error::{Error, Result};
@@ -60,6 +60,7 @@ impl World {
     }
 
     /// Meets the other processes of `launch`; `None` if this is the only one. Returns when all are there.
+    /// `options` has the names and values of whatever must be the same in all of them.
     ///
     /// # Errors
     /// [`Error::Input`] when the processes do not fit each other, [`Error::Store`] when the store cannot be reached
@@ -69,6 +70,7 @@ impl World {
         placement: &Placement,
         timeout: Duration,
         interfaces: Option<String>,
+        options: Vec<(String, String)>,
     ) -> Result<Option<Self>> {
         let (Some(master), mine) = (&launch.master, launch.processes.index) else {
             return Ok(None);
@@ -99,37 +101,18 @@ impl World {
                 .map(|(device, local_rank)| rank_label(*device, local_rank))
                 .collect(),
             gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
+            options,
         };
-        let processes = match tell(&store, &me, mine, count, timeout) {
-            Err(Error::Absent { missing, count, waited, there }) if serves => {
-                part(&store, &missing, &there, count)?;
-                return Err(Error::Absent { missing, count, waited, there });
+        let fitting = tell(&store, &me, mine, count, timeout)
+            .and_then(|processes| check(&processes, &me, mine).map(|ranks| (processes, ranks)));
+        let (processes, ranks) = match fitting {
+            Err(error) => {
+                // Who cannot be told has found out, or will.
+                let _ = part(&store, &error, serves, count);
+                return Err(error);
             }
-            told => told?,
+            Ok(fitting) => fitting,
         };
-        if processes[mine] != me {
-            let text = format!("another process has told the store that it is number {mine}, too");
-            return Err(Error::Input(text));
-        }
-        if let Some((number, other)) = processes
-            .iter()
-            .enumerate()
-            .find(|(_, it)| it.version != me.version || it.backend != me.backend)
-        {
-            return Err(Error::Input(format!(
-                "process {number} on {} is ddp-mp {} with backend {}, process {mine} on {} is {} with {}; start the \
-                 same program with the same options everywhere",
-                other.host, other.version, other.backend, me.host, me.version, me.backend
-            )));
-        }
-        if placement.backend == Backend::Nccl
-            && let Some((gpu, [one, other])) = shared_gpu(&processes)
-            && std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_none_or(|it| it != "1")
-        {
-            return Err(Error::Input(format!(
-                "{one} and {other} have the same GPU, {gpu}, and NCCL wants one for each rank: start fewer, or have each                  process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
-            )));
-        }
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let nnodes = launch.nnodes.unwrap_or(machines);
         let server = match &processes[0] {
@@ -147,7 +130,6 @@ impl World {
                 ),
             },
         };
-        let ranks = places(&processes)?;
         let watch = Watch::new(&store, server, mine, &ranks)?;
         Ok(Some(Self {
             processes,
@@ -294,7 +276,6 @@ fn tell(
         }
         if let Some(told) = store.get(ABSENT, Duration::ZERO)? {
             let Absence { missing, there } = Absence::from_bytes(ABSENT, &told)?;
-            store.add(HEARD, 1)?;
             return Err(Error::Absent { missing, count, waited: began.elapsed(), there });
         }
         if left <= SLICE {
@@ -318,6 +299,28 @@ fn tell(
     })
 }
 
+/// Whether `processes`, of which number `mine` is this one, `me`, can train together; the places of their ranks.
+///
+/// # Errors
+/// [`Error::Input`] that says why not: the same in all of them.
+fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
+    if processes[mine] != *me {
+        let text = format!("another process has told the store that it is number {mine}, too");
+        return Err(Error::Input(text));
+    }
+    check_same(processes)?;
+    if me.backend == Backend::Nccl.name()
+        && let Some((gpu, [one, other])) = shared_gpu(processes)
+        && std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_none_or(|it| it != "1")
+    {
+        return Err(Error::Input(format!(
+            "{one} and {other} have the same GPU, {gpu}, and NCCL wants one for each rank: start fewer, or have each \
+             process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
+        )));
+    }
+    places(processes)
+}
+
 /// What the keys of one start of a run begin with.
 pub(super) fn prefix(run_id: &str, restart_count: usize) -> String {
     format!("ddp-mp/{run_id}/{restart_count}")
@@ -329,11 +332,21 @@ pub(super) fn tell_absent(store: &TcpStore, process: usize) -> Result<()> {
     store.set(ABSENT, &Absence { missing: process.to_string(), there }.to_bytes(ABSENT)?)
 }
 
-/// Tells those who are there who is not, before the store goes with this process.
-fn part(store: &TcpStore, missing: &str, there: &str, count: usize) -> Result<()> {
-    let absence = Absence { missing: missing.into(), there: there.into() };
-    store.set(ABSENT, &absence.to_bytes(ABSENT)?)?;
-    let others = count - missing.split(", ").count() - 1;
+/// The end for a process that finds that the run cannot begin. Who serves the store stays until the others have found the
+/// same, and tells them who has not come.
+fn part(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<()> {
+    if !serves {
+        return store.add(HEARD, 1).map(drop);
+    }
+    let others = match error {
+        Error::Absent { missing, there, .. } => {
+            let absence = Absence { missing: missing.clone(), there: there.clone() };
+            store.set(ABSENT, &absence.to_bytes(ABSENT)?)?;
+            count - missing.split(", ").count() - 1
+        }
+        Error::Input(_) => count - 1,
+        _ => return Ok(()), // the store is gone already
+    };
     let began = Instant::now();
     while store.add(HEARD, 0)? < others as i64 && began.elapsed() < 3 * SLICE {
         thread::park_timeout(SLICE / 50); // the store has no event for it

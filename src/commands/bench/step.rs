@@ -113,8 +113,10 @@ pub fn bench_step(
     let work = |launch| {
         let (config, data) = with_data(config.clone())?;
         let dataset = data.training;
-        let launched = Launched::meet(&config, launch, cuda, printer)?;
-        config.validate_for(launched.world_size())?;
+        let command = format!("bench step --steps={steps}");
+        let launched = Launched::meet(&config, &command, launch, cuda, printer)?;
+        let world_size = launched.world_size();
+        launched.before_ranks(&config, || config.validate_for(world_size))?;
         if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
             printer.note(note);
         }
