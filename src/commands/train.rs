@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use anyhow::Context;
 use tch::Device;
@@ -14,8 +15,8 @@ use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
 use crate::error::{Error, Result};
 use crate::launch::{
-    Launch, LaunchKind, Rank, SpawnError, Stop, StopReason, ask_on_signal, end_at_signals_in,
-    stop_on_signals,
+    Launch, LaunchKind, Rank, SpawnError, Stop, StopReason, ask_on_signal, await_termination,
+    end_at_signals_in, stop_on_signals,
 };
 use crate::models::Model;
 use crate::observe::{
@@ -26,6 +27,10 @@ use crate::process_group::{ProcessGroup, Traffic};
 use crate::torch::Generator;
 use crate::torch::cuda::Cuda;
 use crate::trainer::Trainer;
+
+/// So long an agent of torchrun's may take to see that machines have come or gone, and to end its processes: then their
+/// end is no failure that uses up a restart. Some look every 5 seconds only.
+const AGENTS_LOOK: Duration = Duration::from_secs(10);
 
 /// What all ranks share.
 struct Job {
@@ -119,7 +124,12 @@ fn train_in(
         }
     }
     result?;
-    Ok(job.stopped.get().copied())
+    let stopped = job.stopped.get().copied();
+    if stopped == Some(StopReason::Terminate) && job.launched.launch.has_agent {
+        let grace_period = job.config.grace_period.min(AGENTS_LOOK);
+        await_termination(&job.stop, grace_period).context("watching for signals")?;
+    }
+    Ok(stopped)
 }
 
 /// What one rank does, from its first to its last line.

@@ -11,6 +11,7 @@ mod rendezvous;
 mod signals;
 mod spawn;
 mod stall;
+mod start;
 mod watch;
 mod world;
 
@@ -23,7 +24,7 @@ pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use placement::{BackendChoice, Nproc, Placement, Share, place};
 pub(crate) use processes::{Ended, Report, SpawnProcesses};
 pub use rank::{Backend, Rank};
-pub(crate) use signals::end_at_signals_in;
 pub use signals::{ask_on_signal, exit_code, stop_on_signals};
+pub(crate) use signals::{await_termination, end_at_signals_in};
 pub use spawn::{Spawn, spawn};
 pub use world::World;

@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use crossbeam::channel::{Receiver, bounded};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -41,6 +42,7 @@ pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
     for (signal, reason) in REASONS {
         flag::register_usize(signal, stop.asked().clone(), reason as usize)?;
     }
+    flag::register(SIGTERM, stop.terminated().clone())?;
     // Those that `--spawn=processes` has held back until there is somebody to heed them.
     torch::release_signals(&STOP_SIGNALS)
 }
@@ -70,15 +72,36 @@ pub fn ask_on_signal() -> io::Result<Receiver<()>> {
 /// # Errors
 /// When the system refuses.
 pub(crate) fn end_at_signals_in<T>(stop: &Stop, wait: impl FnOnce() -> T) -> io::Result<Option<T>> {
+    let waiting = end_at_signals()?;
+    // Looked for after that, so that none is missed.
+    let waited = stop.asked_for().is_none().then(wait);
+    waiting.store(false, Ordering::SeqCst);
+    Ok(waited)
+}
+
+/// Waits up to `timeout` for this process's own SIGTERM, if it has not come, and ends with it. For a run that has
+/// stopped because it came to another process: whoever ends all processes one after the other must not find that this
+/// one has ended before it was asked to. After [`stop_on_signals`].
+///
+/// # Errors
+/// When the system refuses.
+pub(crate) fn await_termination(stop: &Stop, timeout: Duration) -> io::Result<()> {
+    let _waiting = end_at_signals()?;
+    // Looked for after that, so that it is not missed.
+    if !stop.terminated().load(Ordering::SeqCst) {
+        thread::sleep(timeout);
+    }
+    Ok(())
+}
+
+/// Has signals end the process at once, while what this returns is true, with the code of a run that has stopped.
+fn end_at_signals() -> io::Result<Arc<AtomicBool>> {
     let waiting = Arc::new(AtomicBool::new(true));
     for (signal, reason) in REASONS {
         let code = exit_code(Some(reason)).into();
         flag::register_conditional_shutdown(signal, code, waiting.clone())?;
     }
-    // Looked for after that, so that none is missed.
-    let waited = stop.asked_for().is_none().then(wait);
-    waiting.store(false, Ordering::SeqCst);
-    Ok(waited)
+    Ok(waiting)
 }
 
 pub(super) fn end_at_second_interrupt() -> io::Result<()> {

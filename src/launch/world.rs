@@ -2,7 +2,7 @@
 //!
 //! One process alone needs none of this, and opens nothing. Several meet in a `TCPStore` of c10d's, the one of
 //! torchrun's agent or one that process 0 serves, and tell each other what they are. The keys are those of this run and
-//! of this start of it: an agent's store outlives a restart.
+//! of this start of it: an agent's store outlives a restart, one that process 0 serves is new each time.
 
 use std::convert::Infallible;
 use std::net::{IpAddr, ToSocketAddrs};
@@ -15,6 +15,7 @@ use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
 use super::messages::{Absence, MOST_RANKS, Process, check_same, places, shared_gpu};
+use super::start;
 use super::watch::{Server, Watch};
 use super::{Backend, Launch, LaunchKind, Placement};
 use crate::error::{Error, Result};
@@ -89,7 +90,20 @@ impl World {
             true => TcpStore::serve(addr, port, timeout, never)?,
             false => TcpStore::connect(addr, port, timeout, never)?,
         };
-        let store = store.under(&prefix(&launch.run_id, launch.restart_count));
+        let began = Instant::now();
+        let start = match launch.kind {
+            LaunchKind::Torchrun if master.agent_store => {
+                let of_run = store.under(&format!("ddp-mp/{}", launch.run_id));
+                start::number(&of_run, mine, count, timeout)?.ok_or_else(|| Error::Absent {
+                    missing: "0".into(),
+                    count,
+                    waited: timeout,
+                    there: format!("{mine}, which is this one"),
+                })?
+            }
+            _ => 0,
+        };
+        let store = store.under(&prefix(&launch.run_id, start));
         let first_local = launch.processes.local_index * placement.devices.len();
         let me = Process {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -103,7 +117,7 @@ impl World {
             gpus: placement.devices.iter().map(gpu_of).collect::<Option<_>>().unwrap_or_default(),
             options,
         };
-        let fitting = tell(&store, &me, mine, count, timeout)
+        let fitting = tell(&store, &me, [mine, count], began, timeout)
             .and_then(|processes| check(&processes, &me, mine).map(|ranks| (processes, ranks)));
         let (processes, ranks) = match fitting {
             Err(error) => {
@@ -245,12 +259,12 @@ fn gpu_of(device: &Device) -> Option<String> {
     }
 }
 
-/// Tells the others what this process is, and hears what they are.
+/// Tells the others what this process is, and hears what they are, until `timeout` after it `began`.
 fn tell(
     store: &TcpStore,
     me: &Process,
-    mine: usize,
-    count: usize,
+    [mine, count]: [usize; 2],
+    began: Instant,
     timeout: Duration,
 ) -> Result<Vec<Process>> {
     let key = |process: usize| format!("process/{process}");
@@ -268,7 +282,6 @@ fn tell(
         let told = store.get(process, SLICE)?.unwrap_or_default();
         Process::from_bytes(process, &told).map(Some)
     };
-    let began = Instant::now();
     let arrived = loop {
         let left = timeout.saturating_sub(began.elapsed());
         if store.wait(&keys, left.min(SLICE))? {
@@ -322,8 +335,8 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
 }
 
 /// What the keys of one start of a run begin with.
-pub(super) fn prefix(run_id: &str, restart_count: usize) -> String {
-    format!("ddp-mp/{run_id}/{restart_count}")
+pub(super) fn prefix(run_id: &str, start: i64) -> String {
+    format!("ddp-mp/{run_id}/{start}")
 }
 
 /// Tells those who still wait for `process` that it will not come.

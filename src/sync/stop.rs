@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Why a run ends before all epochs are done.
@@ -67,6 +67,8 @@ impl StopReason {
 pub struct Stop {
     /// A [`StopReason`]'s number; 0 if nobody asks.
     asked: Arc<AtomicUsize>,
+    /// Whether SIGTERM has come to this very process.
+    terminated: Arc<AtomicBool>,
     deadline: Option<Instant>,
     /// What rank 0 has published: the last step, and why.
     last_step: AtomicU64,
@@ -118,6 +120,7 @@ impl Default for Stop {
     fn default() -> Self {
         Self {
             asked: Arc::default(),
+            terminated: Arc::default(),
             deadline: None,
             last_step: AtomicU64::new(NEVER),
             reason: AtomicUsize::new(0),
@@ -147,6 +150,11 @@ impl Stop {
     /// Where a signal handler writes the number of its reason.
     pub(crate) fn asked(&self) -> &Arc<AtomicUsize> {
         &self.asked
+    }
+
+    /// Where a signal handler notes SIGTERM; other processes' is not noted here.
+    pub(crate) fn terminated(&self) -> &Arc<AtomicBool> {
+        &self.terminated
     }
 
     /// Why the run has been asked to stop, if it has.

@@ -105,6 +105,40 @@ def elastic(program, folder):
     passed(f"torchrun --nnodes=1:2, left by an agent: {step} steps of two ranks, {left} of one")
 
 
+def joined(program, folder):
+    """A third agent joins two. What stops then is no failure, for which there would be no restart."""
+    samples, batch, epochs = 134400, 32, 16
+    flags = [f"--num-samples={samples}", f"--batch-size={batch}", f"--max-epochs={epochs}"]
+    flags += [f"--save-dir={folder}/joined", "--save-every=1000", "--resume=auto"]
+    place = ["--nnodes=2:3", "--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-id=joined"]
+    place += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    command = ["--no-python", "--nproc-per-node=1", program, *flags, "--log-format=json"]
+    # Agents that keep the store of their first round cannot take in another: torchrun itself hangs.
+    start = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN, *place]
+    conf = "--rdzv-conf=last_call_timeout=2,is_host="
+    agents = [Run([*start, f"{conf}{host}", *command]) for host in [1, 0]]
+    first = agents[0]
+    first.until('"epoch":0')
+    agents.append(Run([*start, f"{conf}0", *command]))
+    outputs = lambda: "".join(agent.output() for agent in agents)
+    for agent in agents:
+        agent.until(None)
+    for agent in agents:
+        check(agent.process.wait(60) == 0, f"an agent failed: {outputs()}")
+    sizes = [event["world_size"] for agent in agents for event in agent.events("start")]
+    check(sorted(sizes) == [2, 3], f"worlds of {sizes}: {outputs()}")
+    text = "".join(agent.text() for agent in agents)
+    went_on = re.search(r"going on from \S+: epoch (\d+), step (\d+)", text)
+    check(went_on, f"they did not go on from a checkpoint: {outputs()}")
+    epoch, step = map(int, went_on.groups())
+    of = lambda samples, ranks: -(-(-(-samples // ranks)) // batch)
+    left = samples - 2 * batch * (step - epoch * of(samples, 2))
+    expected = step + of(left, 3) + (epochs - epoch - 1) * of(samples, 3)
+    steps = [event["steps"] for agent in agents for event in agent.events("end")]
+    check(max(steps) == expected, f"{steps} steps, not {expected}: {outputs()}")
+    passed(f"torchrun --nnodes=2:3, joined by an agent: {step} steps of two ranks, {expected - step} of three")
+
+
 def mpirun(program):
     if not (found := shutil.which("mpirun")):
         return print("launchers: skipped: mpirun, which is not installed (openmpi-bin in Debian)")
@@ -250,6 +284,7 @@ def main(program):
             torchrun(program)
             restart(program, folder)
             elastic(program, folder)
+            joined(program, folder)
             mpirun(program)
             slurm(program, pathlib.Path(folder))
             two_hosts(program)

@@ -193,10 +193,12 @@ pub struct Launch {
     pub cores: Option<usize>,
     /// How many threads libtorch is to use in each rank, if the launcher said so: `OMP_NUM_THREADS`.
     pub threads_per_rank: Option<usize>,
-    /// What all processes of this run share and those of no other: with `restart_count` it must be
-    /// part of every key in an agent's store, which outlives a restart. `none` if nobody gave it.
+    /// What all processes of this run share and those of no other, part of every key in the store. `none` if nobody
+    /// gave it.
     pub run_id: String,
-    /// How often torchrun has started the processes anew.
+    /// Whether an agent of torchrun's watches over this process, and ends it when machines come or go.
+    pub has_agent: bool,
+    /// How often torchrun has started the processes of this machine anew after a failure; others may count otherwise.
     pub restart_count: usize,
     /// How often it would.
     pub max_restarts: usize,
@@ -341,6 +343,7 @@ impl Launch {
             cores: None,
             threads_per_rank: None,
             run_id: "none".into(),
+            has_agent: false,
             restart_count: 0,
             max_restarts: 0,
             error_file: None,

@@ -57,6 +57,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         master,
         threads_per_rank,
         run_id: variables.text("TORCHELASTIC_RUN_ID").unwrap_or("none".into()),
+        has_agent: variables.is_set("TORCHELASTIC_RUN_ID"),
         restart_count: number("TORCHELASTIC_RESTART_COUNT")?,
         max_restarts: number("TORCHELASTIC_MAX_RESTARTS")?,
         error_file: variables.text("TORCHELASTIC_ERROR_FILE").map(Into::into),
