@@ -14,6 +14,8 @@ use crate::torch::GlooWork;
 pub(super) struct Started {
     pub work: GlooWork,
     pub at: At,
+    /// The rank of the run that waits for it.
+    pub waiting: usize,
     pub began: Instant,
     pub timeout: Duration,
 }

@@ -63,7 +63,7 @@ impl Network {
         let job = Box::new(move || {
             let process = network.layout().process_of(peer);
             let result = match side {
-                Side::Send => network.send(&tensor, process, tag as u16, at),
+                Side::Send => network.send(&tensor, rank, process, tag as u16, at),
                 Side::Receive => {
                     network.receive(tensor, (source, destination), process, tag as u16, at)
                 }
@@ -82,13 +82,14 @@ impl Network {
         Ok(ended)
     }
 
-    fn send(&self, tensor: &Tensor, process: usize, tag: u16, at: At) -> Result<()> {
+    /// For `rank`, which waits for it.
+    fn send(&self, tensor: &Tensor, rank: usize, process: usize, tag: u16, at: At) -> Result<()> {
         let dense = Dense::new(at.operation, tensor)?.handle();
         let mut description = describe(tensor).into_bytes();
         description.resize(DESCRIPTION, 0);
         let note = Tensor::f_from_slice(&description).map_err(Error::torch("from_slice"))?;
-        self.wait(at, None, self.gloo().send(&note, process, tag))?;
-        self.wait(at, None, self.gloo().send(&dense, process, tag))
+        self.wait_for(rank, at, self.gloo().send(&note, process, tag))?;
+        self.wait_for(rank, at, self.gloo().send(&dense, process, tag))
     }
 
     fn receive(
@@ -99,9 +100,10 @@ impl Network {
         tag: u16,
         at: At,
     ) -> Result<()> {
+        let rank = self.members()[destination];
         let note = Tensor::f_zeros([DESCRIPTION as i64], (Kind::Uint8, tch::Device::Cpu));
         let note = note.map_err(Error::torch("zeros"))?;
-        self.wait(at, None, self.gloo().recv(&note, process, tag))?;
+        self.wait_for(rank, at, self.gloo().recv(&note, process, tag))?;
         let sent = Vec::<u8>::try_from(note).map_err(Error::torch("reading a note"))?;
         let sent = String::from_utf8_lossy(&sent).trim_end_matches('\0').to_string();
         let expected = describe(&tensor);
@@ -112,7 +114,7 @@ impl Network {
         }
         let dense = tensor.f_empty_like().map_err(Error::torch("empty_like"))?;
         let dense = dense.f_contiguous().map_err(Error::torch("contiguous"))?;
-        self.wait(at, None, self.gloo().recv(&dense, process, tag))?;
+        self.wait_for(rank, at, self.gloo().recv(&dense, process, tag))?;
         tch::no_grad(|| tensor.f_copy_(&dense)).map(drop).map_err(Error::torch("copy_"))
     }
 }

@@ -16,6 +16,7 @@ mod messages;
 mod network;
 mod note;
 mod parts;
+mod room;
 mod work;
 
 use std::ops::Range;

@@ -4,14 +4,13 @@
 //! whom. Gloo itself compares nothing, and a message of another length than expected would end the process. What is
 //! small travels in the note.
 
-use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::select_biased;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::{Call, kind_name};
@@ -19,6 +18,7 @@ use super::in_flight::Started;
 use super::messages::Couriers;
 use super::note::{INLINE, NOTE, NUMBERS, Note};
 use super::parts::{Layout, Parts, padded};
+use super::room::Room;
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
 use crate::sync::{News, Run, Stop};
@@ -40,23 +40,8 @@ pub(crate) struct Network {
     interfaces: Option<String>,
     /// Rank 0's decision to stop goes along with every note.
     stop: OnceLock<Arc<Stop>>,
-    notes: [Tensor; 2],
-    room: UnsafeCell<Room>,
+    room: Room,
     pub(super) couriers: Couriers,
-}
-
-// SAFETY: `Gloo` and `TcpStore` may be used from any thread. Notes and room are written, and made larger, by the
-// first rank of the process only (`Network::make_room`, `Network::exchange`), which is one thread at a time; the others
-// ask where the room is between a meeting of the process's ranks that follows and the one by which the collective
-// ends, and what they write and read there `super::Hierarchical` keeps apart.
-unsafe impl Sync for Network {}
-// SAFETY: tensors may be dropped on any thread.
-unsafe impl Send for Network {}
-
-/// Memory for what goes out and what comes in, kept from call to call.
-struct Room {
-    send: Tensor,
-    receive: Tensor,
 }
 
 impl fmt::Debug for Network {
@@ -80,8 +65,7 @@ impl Network {
     ) -> Result<Self> {
         let timeout = run.timeout;
         let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces)?;
-        let notes = [bytes(NOTE * layout.len())?, bytes(NOTE * layout.len())?];
-        let room = UnsafeCell::new(Room { send: bytes(0)?, receive: bytes(0)? });
+        let room = Room::new(layout.len())?;
         let stop = OnceLock::new();
         let interfaces = interfaces.map(String::from);
         Ok(Self {
@@ -93,7 +77,6 @@ impl Network {
             timeout,
             interfaces,
             stop,
-            notes,
             room,
             couriers: Couriers::default(),
         })
@@ -154,21 +137,13 @@ impl Network {
 
     /// Makes room for so many bytes in each direction. By the process's first rank, before the others meet it.
     pub(super) fn make_room(&self, send: usize, receive: usize) -> Result<()> {
-        // SAFETY: as said where `Sync` is.
-        let room = unsafe { &mut *self.room.get() };
-        for (tensor, size) in [(&mut room.send, send), (&mut room.receive, receive)] {
-            if tensor.numel() < size {
-                *tensor = bytes(size)?;
-            }
-        }
-        Ok(())
+        self.room.make(send, receive)
     }
 
     /// Where what goes out begins, and where what comes in.
     pub(super) fn places(&self) -> (*mut u8, *mut u8) {
-        // SAFETY: as said where `Sync` is.
-        let room = unsafe { &*self.room.get() };
-        (room.send.data_ptr().cast(), room.receive.data_ptr().cast())
+        let [send, receive] = self.room.parts();
+        (send.data_ptr().cast(), receive.data_ptr().cast())
     }
 
     /// Exchanges what lies in the room from `begin` on, in the order of [`Parts::places`]; returns when what comes in
@@ -188,7 +163,7 @@ impl Network {
         let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
         self.write_notes(call, parts, inline.then_some((begin, &send[..])));
         let equal = vec![NOTE as i64; self.layout.len()];
-        let [mine, theirs] = &self.notes;
+        let [mine, theirs] = self.room.notes();
         self.wait(call.at(), call.timeout, self.gloo.all_to_all(theirs, mine, &equal, &equal))?;
         self.read_notes(call, parts, inline.then_some(&receive[..]), describe)?;
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
@@ -196,9 +171,8 @@ impl Network {
 
     /// What goes out first, `size` bytes of it, as a tensor. By the process's first rank.
     pub(super) fn whole_room(&self, kind: Kind, size: usize) -> Result<Tensor> {
-        // SAFETY: as said where `Sync` is.
-        let room = unsafe { &*self.room.get() };
-        let whole = room.send.f_narrow(0, 0, size as i64).and_then(|it| it.f_view_dtype(kind));
+        let [send, _] = self.room.parts();
+        let whole = send.f_narrow(0, 0, size as i64).and_then(|it| it.f_view_dtype(kind));
         whole.map_err(Error::torch("a view of the room"))
     }
 
@@ -224,12 +198,11 @@ impl Network {
             sizes.iter().enumerate().map(of_other).collect()
         };
         let (to, from) = (splits(&parts.to), splits(&parts.from));
-        // SAFETY: as said where `Sync` is.
-        let room = unsafe { &*self.room.get() };
         let cut = |tensor: &Tensor, begin: usize, sizes: &[i64]| {
             tensor.f_narrow(0, begin as i64, sizes.iter().sum()).map_err(Error::torch("narrow"))
         };
-        let (send, receive) = (cut(&room.send, begin, &to)?, cut(&room.receive, 0, &from)?);
+        let [send, receive] = self.room.parts();
+        let (send, receive) = (cut(send, begin, &to)?, cut(receive, 0, &from)?);
         self.wait(call.at(), call.timeout, self.gloo.all_to_all(&receive, &send, &from, &to))
     }
 
@@ -245,7 +218,7 @@ impl Network {
     fn write_notes(&self, call: &Call, parts: &Parts, inline: Option<(usize, &[usize])>) {
         let news = self.stop.get().map_or(News::NONE, |stop| stop.news());
         let (sequence, fingerprint) = (call.sequence, fingerprint(call));
-        let notes: *mut u8 = self.notes[0].data_ptr().cast();
+        let notes: *mut u8 = self.room.notes()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
             let note = Note { sequence, fingerprint, size: size as u64, news }.to_bytes();
@@ -269,7 +242,7 @@ impl Network {
         inline: Option<&[usize]>,
         describe: impl Fn() -> String,
     ) -> Result<()> {
-        let notes: *mut u8 = self.notes[1].data_ptr().cast();
+        let notes: *mut u8 = self.room.notes()[1].data_ptr().cast();
         let (mut fits, fingerprint) = (true, fingerprint(call));
         for process in self.others() {
             // SAFETY: the tensor has a note for each process, and Gloo is through with it.
@@ -294,14 +267,14 @@ impl Network {
         if fits { Ok(()) } else { Err(self.mismatch(call, describe())?) }
     }
 
-    /// Waits until Gloo has done it, the run is cancelled or time is up.
-    pub(super) fn wait(
-        &self,
-        at: At,
-        timeout: Option<Duration>,
-        work: Result<GlooWork>,
-    ) -> Result<()> {
+    /// Has the process's first rank wait until Gloo has done it, the run is cancelled or time is up.
+    fn wait(&self, at: At, timeout: Option<Duration>, work: Result<GlooWork>) -> Result<()> {
         self.finish(&self.started(at, timeout, work)?)
+    }
+
+    /// As [`Network::wait`], but `waiting`, a rank of the run, is the one that is told if another has failed.
+    pub(super) fn wait_for(&self, waiting: usize, at: At, work: Result<GlooWork>) -> Result<()> {
+        self.finish(&Started { waiting, ..self.started(at, None, work)? })
     }
 
     fn started(
@@ -311,12 +284,13 @@ impl Network {
         work: Result<GlooWork>,
     ) -> Result<Started> {
         let timeout = timeout.unwrap_or(self.timeout);
-        Ok(Started { work: work?, at, began: Instant::now(), timeout })
+        let waiting = self.members[self.layout.here().start];
+        Ok(Started { work: work?, at, waiting, began: Instant::now(), timeout })
     }
 
     /// As [`Network::wait`], for what was started before.
     pub(super) fn finish(&self, started: &Started) -> Result<()> {
-        let &Started { ref work, at, began, timeout } = started;
+        let &Started { ref work, at, waiting, began, timeout } = started;
         let result = select_biased! {
             recv(work.ended()) -> result => {
                 work.outcome(result.unwrap_or_else(|_| Err("it is gone".into())))
@@ -337,7 +311,6 @@ impl Network {
             recv(self.run.cancel.tripped()) -> _ => {}
             default(if too_late { Duration::ZERO } else { REASON }) => {}
         }
-        let waiting = self.members[self.layout.here().start];
         self.run.check(waiting)?;
         let silent = self.run.look();
         self.run.check(waiting)?;
@@ -389,8 +362,4 @@ impl Network {
 fn fingerprint(call: &Call) -> u64 {
     let Call { operation, reduce_op, root, kind, shape, .. } = call;
     xxh3_64(format!("{operation} {reduce_op:?} {root:?} {} {shape:?}", kind_name(*kind)).as_bytes())
-}
-
-fn bytes(size: usize) -> Result<Tensor> {
-    Tensor::f_zeros([size as i64], (Kind::Uint8, Device::Cpu)).map_err(Error::torch("making room"))
 }
