@@ -11,8 +11,9 @@ use std::rc::Rc;
 use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
 use ddp_mp::process_group::c10d::TcpStore;
 use ddp_mp::torch::cuda::Cuda;
-use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn};
+use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Spawn};
 use serde_json::Value;
+use tch::nn::{self, VarStore};
 use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
@@ -89,6 +90,7 @@ fn child() {
     let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
         "collectives" => collectives,
         "messages" => messages,
+        "failing_backward" => failing_backward,
         "groups" => groups,
         "mismatch" => mismatch,
         other => panic!("no scene {other}"),
@@ -570,6 +572,42 @@ fn what_rank_0_finds_wrong_is_told_everywhere() {
     assert_eq!(told[1].0, Some(1), "{}", told[1].1);
     assert!(told.iter().all(|(_, stderr)| stderr.contains(&why)), "{told:?}");
     assert!(told[1].1.contains("rank 0 (CPU:0 on "), "{}", told[1].1);
+}
+
+/// A backward that fails in its midst, while the other rank is late with what has been started already.
+fn failing_backward(rank: &Rank, group: Rc<ProcessGroup>) {
+    const LEN: i64 = 100_000;
+    let vs = VarStore::new(rank.device());
+    let [first, last] =
+        ["first", "last"].map(|name| vs.root().var(name, &[LEN], nn::Init::Const(1.0)));
+    let of_model = last.shallow_clone();
+    let model = nn::func(move |xs| {
+        let mut inner = (xs * &first).exp();
+        let outer = &inner * 2.0 * &of_model;
+        // The gradient of `exp` is what comes from it, which is changed here: that of `first` cannot be had.
+        let _ = tch::no_grad(|| inner.f_mul_scalar_(3.0)).unwrap();
+        outer
+    });
+    // A bucket each.
+    let (bucket_cap_mb, first_bucket_mb) = (1e-9, 1e-9);
+    let options = DdpOptions { bucket_cap_mb, first_bucket_mb, ..DdpOptions::default() };
+    let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options).unwrap();
+    let inputs = Tensor::full([LEN], rank.rank() as f64, (Kind::Float, rank.device()));
+    let loss = ddp.forward(&inputs).sum(Kind::Float);
+    group.barrier().unwrap();
+    if rank.rank() == 1 {
+        std::thread::sleep(std::time::Duration::from_millis(300)); // late, as a rank may be
+    }
+    let error = ddp.backward(&loss).unwrap_err().to_string();
+    assert!(error.contains("inplace operation"), "{error}");
+    // What had been started is over: the mean of 2 and 2e.
+    let found = last.grad().mean(Kind::Double).double_value(&[]);
+    assert!((found - 1.0 - 1f64.exp()).abs() < 1e-5, "{found}");
+}
+
+#[test]
+fn a_backward_that_fails_leaves_nothing_in_flight() {
+    scene("failing_backward", &[1, 1]);
 }
 
 /// Trained with other options, each would come to other numbers, and nobody would know.

@@ -97,7 +97,7 @@ impl Communication {
         })
     }
 
-    /// Has whatever this rank launches from now on wait for all reductions.
+    /// Has whatever this rank launches from now on wait for all reductions. None is left, also if one has failed.
     pub(super) fn wait(&mut self, group: &ProcessGroup) -> Result<()> {
         match self {
             Self::OnGpu(OnGpu { gpu, reduced, pending, .. }) => {
@@ -110,9 +110,9 @@ impl Communication {
             Self::OnThread(works, since) => {
                 *since = None;
                 let began = Instant::now();
-                works.drain(..).try_for_each(Work::wait)?;
+                let result = works.drain(..).map(Work::wait).fold(Ok(()), Result::and);
                 group.record_wait(began.elapsed());
-                Ok(())
+                result
             }
             Self::InPlace => Ok(()),
         }

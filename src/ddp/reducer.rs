@@ -181,8 +181,19 @@ impl Reducer {
         self.state.borrow_mut().joining = joining;
     }
 
-    /// Runs backward on `loss`; averages the gradients over the ranks if `sync`.
+    /// Runs backward on `loss`; averages the gradients over the ranks if `sync`. Also if that fails, nothing is left
+    /// that goes on with the gradients.
     pub(super) fn backward(&self, loss: &Tensor, sync: bool, place: Place) -> Result<()> {
+        let result = self.try_backward(loss, sync, place);
+        if result.is_err() {
+            // The others take part in what has been started, or the run ends, and so do these. Why it ends is known.
+            let State { communication, group, .. } = &mut *self.state.borrow_mut();
+            let _ = communication.wait(group);
+        }
+        result
+    }
+
+    fn try_backward(&self, loss: &Tensor, sync: bool, place: Place) -> Result<()> {
         let began = Instant::now();
         let before = self.state.borrow().times.communication;
         // Where ranks may use different parameters, the time at which a bucket is complete differs between them,
