@@ -10,6 +10,12 @@ const SRUN: Launcher = Launcher { choice: "slurm", program: "srun" };
 /// Steps that srun did not start have numbers from here on: batch scripts, shells of salloc.
 const FIRST_OWN_STEP: usize = 0xffff_fff0;
 
+/// The job.
+const JOB: [&str; 2] = ["SLURM_JOB_ID", "SLURM_JOBID"];
+
+/// What srun tells a task of itself.
+const OF_A_TASK: [&str; 3] = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"];
+
 /// Names of jobs whose processes are shells, by convention.
 const INTERACTIVE: [&str; 2] = ["interactive", "bash"];
 
@@ -27,11 +33,15 @@ pub(super) enum Step {
 /// # Errors
 /// [`Error::Input`] where it cannot be told.
 pub(super) fn step(variables: &Variables) -> Result<Step> {
-    let job = ["SLURM_JOB_ID", "SLURM_JOBID"];
-    let Some(name) = variables.first_of(&job) else { return Ok(Step::Outside(None)) };
+    let step = step_id(variables)?.is_some();
+    let Some(name) = variables.first_of(&JOB) else {
+        let set = step || variables.first_of(&OF_A_TASK).is_some();
+        return Ok(if set { Step::Task } else { Step::Outside(None) }); // `read` says what is missing
+    };
     let job = variables.text(name).unwrap_or_default();
-    if step_id(variables)?.is_none() || !variables.is_set("SLURM_PROCID") {
-        // A batch script has SLURM_PROCID=0 as well, but no step.
+    // A batch script has SLURM_PROCID=0 as well, but no step.
+    let not_of_a_script = variables.number("SLURM_PROCID")?.is_some_and(|task| task > 0);
+    if !step && !not_of_a_script {
         let why = format!("srun has not started this process of Slurm job {job}");
         return Ok(Step::Outside(Some(why)));
     }
@@ -70,10 +80,16 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     let all_tasks = either(&TASKS);
     let nodes = either(&["SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"]);
     let names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", all_tasks, nodes];
+    if step_id(variables)?.is_some() && !variables.is_set("SLURM_PROCID") {
+        return Err(SRUN.lacks(&["SLURM_PROCID"], &["SLURM_STEP_ID"]));
+    }
     let [index, local_index, node, count, nnodes] = variables.all(SRUN, names)?;
     if step_id(variables)?.is_none() {
         // A batch script has all of the others.
         return Err(SRUN.lacks(&["SLURM_STEP_ID"], &names));
+    }
+    if variables.first_of(&JOB).is_none() {
+        return Err(SRUN.lacks(&JOB[..1], &names));
     }
     check_below("SLURM_PROCID", index, all_tasks, count)?;
     check_below("SLURM_NODEID", node, nodes, nnodes)?;
@@ -118,7 +134,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     } else {
         ranks_of_one(options.nproc, processes, gpus)
     };
-    let job = variables.text(either(&["SLURM_JOB_ID", "SLURM_JOBID"])).unwrap_or_default();
+    let job = variables.text(either(&JOB)).unwrap_or_default();
     let step = variables.text(either(&["SLURM_STEP_ID", "SLURM_STEPID"])).unwrap_or_default();
     Ok(Launch {
         nnodes: Some(nnodes),
@@ -156,7 +172,7 @@ fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
 
 /// A port that all tasks of a job come to, and those of another job on the same host hardly ever.
 fn port(variables: &Variables) -> Result<u16> {
-    let job = variables.first_of(&["SLURM_JOB_ID", "SLURM_JOBID"]);
+    let job = variables.first_of(&JOB);
     let id = job.and_then(|name| variables.text(name)).unwrap_or_default();
     let digits = id.get(id.len().saturating_sub(4)..).unwrap_or_default();
     match digits.parse::<u16>() {

@@ -1,8 +1,8 @@
 //! What `--spawn=processes` sets for the processes that it starts: what torchrun does, and a mark.
 
-use super::variables::Variables;
+use super::variables::{Variables, and};
 use super::{Launch, LaunchKind, LaunchOptions, torchrun};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::launch::Nproc;
 
 /// Says that the others are this program's own.
@@ -14,6 +14,12 @@ pub(super) fn is_here(variables: &Variables) -> bool {
 
 /// One rank, whatever the flags say about all of them; but `--nproc-per-node=cpu` also says where.
 pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Launch> {
+    let names =
+        ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+    let missing: Vec<_> = names.into_iter().filter(|name| !variables.is_set(name)).collect();
+    if !missing.is_empty() {
+        return Err(lacks(&missing));
+    }
     let nproc = if options.nproc == Nproc::Cpu { Nproc::Cpu } else { Nproc::Count(1) };
     let options = LaunchOptions { nproc, ..LaunchOptions::default() };
     let launch = torchrun::read(variables, &options, 0)?;
@@ -25,6 +31,14 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
         parent: Some(torchrun::master(variables)?),
         ..launch
     })
+}
+
+fn lacks(missing: &[&str]) -> Error {
+    let is = if missing.len() == 1 { "is" } else { "are" };
+    Error::Input(format!(
+        "{} {is} not set, but {MARK} is: --spawn=processes sets all of them for the processes that it starts; unset it",
+        and(missing)
+    ))
 }
 
 /// The environment of rank `rank` of `count`, where it differs from that of who starts it; `None` unsets.

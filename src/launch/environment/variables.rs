@@ -98,7 +98,7 @@ impl<'a> Variables<'a> {
         if missing.is_empty() { Ok(numbers) } else { Err(launcher.lacks(&missing, &set)) }
     }
 
-    /// `OMP_NUM_THREADS`, which torchrun sets where it starts several workers; the first number, if it is a list
+    /// `OMP_NUM_THREADS`, a user's or torchrun's, which sets it where it starts several; the first number, if it is a list
     /// for levels of nesting.
     pub(super) fn threads(&self) -> Result<Option<usize>> {
         let name = "OMP_NUM_THREADS";
@@ -160,7 +160,7 @@ pub(super) fn check_below(name: &str, number: usize, of: &str, count: usize) -> 
 }
 
 /// `a`, `a and b`, `a, b and c`.
-fn and(names: &[&str]) -> String {
+pub(super) fn and(names: &[&str]) -> String {
     match names {
         [] => String::new(),
         [one] => (*one).into(),
