@@ -257,6 +257,19 @@ const TORCHRUN: [(&str, &str); 9] = [
     ("TORCHELASTIC_USE_AGENT_STORE", "True"),
 ];
 
+/// Not only under a launcher, which sets it: users of PyTorch and OpenMP expect it everywhere.
+#[test]
+fn omp_num_threads_is_heeded_everywhere() {
+    for threads in ["1", "3"] {
+        let mut command = program(&["--nproc-per-node=2", "--log-format=json"]);
+        command.env("OMP_NUM_THREADS", threads);
+        let (code, _, stderr) = run_command(command);
+        let s = if threads == "1" { "" } else { "s" };
+        let note = format!("2 ranks on the CPU, {threads} thread{s} each (OMP_NUM_THREADS)");
+        assert!(code == Some(0) && stderr.contains(&note), "{stderr}");
+    }
+}
+
 fn under_torchrun(args: &[&str]) -> (Option<i32>, String, String) {
     let mut command = program(args);
     command.envs(TORCHRUN);

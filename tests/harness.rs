@@ -39,7 +39,9 @@ pub(crate) fn ranks<T: Send + 'static>(
 }
 
 /// By what the program would take the tests' own launcher for its own.
-const LAUNCHERS: [&str; 10] = [
+const LAUNCHERS: [&str; 12] = [
+    "OMP_NUM_THREADS",
+    "SLURM_PROCID",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",

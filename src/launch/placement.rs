@@ -67,7 +67,7 @@ pub struct Share {
     pub count: usize,
     /// How many CPU cores are this process's.
     pub cores: usize,
-    /// How many threads libtorch is to use in each rank; otherwise the cores, divided by the ranks.
+    /// How many threads libtorch is to use in each rank (`OMP_NUM_THREADS`); otherwise the cores, divided by the ranks.
     pub threads_per_rank: Option<usize>,
 }
 
@@ -164,7 +164,8 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &Share) ->
             } else {
                 format!("{threads_per_rank} threads")
             };
-            format!("{}: {ranks} on the CPU, {threads} each", why_none())
+            let why = if share.threads_per_rank.is_some() { " (OMP_NUM_THREADS)" } else { "" };
+            format!("{}: {ranks} on the CPU, {threads} each{why}", why_none())
         });
         return Ok(Placement {
             backend: Backend::Threaded,

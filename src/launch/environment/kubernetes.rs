@@ -40,7 +40,6 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
     Ok(Launch {
         nnodes: Some(nnodes),
         master,
-        threads_per_rank: variables.threads()?,
         run_id: variables.text("PET_RDZV_ID").unwrap_or("none".into()),
         ..Launch::new(LaunchKind::Kubernetes, processes, nproc, reason)
     })

@@ -191,7 +191,7 @@ pub struct Launch {
     pub master: Option<Master>,
     /// How many CPU cores the launcher gave to this process, if it said so.
     pub cores: Option<usize>,
-    /// How many threads libtorch is to use in each rank, if the launcher said so: `OMP_NUM_THREADS`.
+    /// How many threads libtorch is to use in each rank, if the user or the launcher said so: `OMP_NUM_THREADS`.
     pub threads_per_rank: Option<usize>,
     /// What all processes of this run share and those of no other, part of every key in the store. `none` if nobody
     /// gave it.
@@ -223,17 +223,22 @@ pub fn detect(
     gpus: usize,
 ) -> Result<Launch> {
     let variables = Variables::new(variables);
+    let launch = read(&variables, options, gpus)?;
+    Ok(Launch { threads_per_rank: variables.threads()?, ..launch })
+}
+
+fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
     // Whatever the flags say: they are those of who has started it.
-    if spawned::is_here(&variables) {
-        return spawned::read(&variables, options);
+    if spawned::is_here(variables) {
+        return spawned::read(variables, options);
     }
     match options.launch {
         LaunchChoice::Local => local::read(options, "--launch local"),
-        LaunchChoice::Torchrun => torchrun::read(&variables, options, gpus),
-        LaunchChoice::Slurm => slurm::read(&variables, options, gpus),
-        LaunchChoice::Mpi => mpi::read(&variables, options, gpus),
-        LaunchChoice::Kubernetes => kubernetes::read(&variables, options),
-        LaunchChoice::Auto => detect_any(&variables, options, gpus),
+        LaunchChoice::Torchrun => torchrun::read(variables, options, gpus),
+        LaunchChoice::Slurm => slurm::read(variables, options, gpus),
+        LaunchChoice::Mpi => mpi::read(variables, options, gpus),
+        LaunchChoice::Kubernetes => kubernetes::read(variables, options),
+        LaunchChoice::Auto => detect_any(variables, options, gpus),
     }
 }
 

@@ -73,7 +73,6 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     Ok(Launch {
         nnodes,
         master,
-        threads_per_rank: variables.threads()?,
         // Open MPI's name of the job.
         run_id: variables.text("PMIX_NAMESPACE").unwrap_or("none".into()),
         ..Launch::new(LaunchKind::Mpi, processes, nproc, format!("{told}; {ranks}"))

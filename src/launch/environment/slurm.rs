@@ -140,7 +140,6 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         nnodes: Some(nnodes),
         master,
         cores: variables.count("SLURM_CPUS_PER_TASK")?,
-        threads_per_rank: variables.threads()?,
         run_id: format!("{job}.{step}"),
         ..Launch::new(LaunchKind::Slurm, processes, nproc, format!("{told}; {ranks}"))
     })

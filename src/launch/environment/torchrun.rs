@@ -50,12 +50,10 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     let processes = Processes { index, count, local_index, local_count };
     let told = variables.told();
     let (nproc, ranks) = ranks_of_one(options.nproc, processes, gpus);
-    let threads_per_rank = variables.threads()?;
     let number = |name| Ok(variables.number(name)?.unwrap_or(0));
     Ok(Launch {
         nnodes,
         master,
-        threads_per_rank,
         run_id: variables.text("TORCHELASTIC_RUN_ID").unwrap_or("none".into()),
         has_agent: variables.is_set("TORCHELASTIC_RUN_ID"),
         restart_count: number("TORCHELASTIC_RESTART_COUNT")?,

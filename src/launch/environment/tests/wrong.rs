@@ -56,6 +56,7 @@ fn what_is_wrong_is_named() {
         (&[SRUN, "SLURM_STEP_ID= SLURM_STEPID="], "SLURM_STEP_ID is not set, but SLURM_PROCID"),
         (&["DDP_MP_SPAWNED=1"], "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and"),
         (&["DDP_MP_SPAWNED=1", TORCHRUN, "RANK="], "RANK is not set, but DDP_MP_SPAWNED is"),
+        (&["OMP_NUM_THREADS=many"], "OMP_NUM_THREADS=\"many\" is no number of threads"),
         (
             &[SRUN, "SLURM_STEP_TASKS_PER_NODE=2(x4)"],
             "SLURM_STEP_TASKS_PER_NODE=2(x4) has 8 tasks, and",
