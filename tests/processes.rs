@@ -574,6 +574,35 @@ fn what_rank_0_finds_wrong_is_told_everywhere() {
     assert!(told[1].1.contains("rank 0 (CPU:0 on "), "{}", told[1].1);
 }
 
+#[test]
+fn addresses_and_interfaces_that_are_not_here_are_wrong_input() {
+    for (addr, why) in [
+        ("192.0.2.1", "that is no address of this machine"), // nobody's, by RFC 5737
+        ("0.0.0.0", "that is every interface of this machine"),
+    ] {
+        let addr = format!("--master-addr={addr}");
+        let (code, _, stderr) = run(&["--nnodes=2", "--node-rank=0", &addr]);
+        assert_eq!(code, Some(2), "{stderr}");
+        assert!(stderr.contains(&format!("{addr}: {why}")), "{stderr}");
+    }
+    for (interfaces, why) in [("eth99", "eth99 is no network interface"), ("lo,", "an empty name")]
+    {
+        let port = format!("--master-port={}", free_port());
+        let children = ["0", "1"].map(|node| {
+            let node = format!("--node-rank={node}");
+            let mut command = program(&["--nnodes=2", &node, "--master-addr=127.0.0.1", &port]);
+            command.env("GLOO_SOCKET_IFNAME", interfaces);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        });
+        for output in join(children.into()) {
+            let stderr = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{stderr}");
+            let told = format!("ddp-mp: GLOO_SOCKET_IFNAME={interfaces}: ");
+            assert!(stderr.contains(&told) && stderr.contains(why), "{stderr}");
+        }
+    }
+}
+
 /// A backward that fails in its midst, while the other rank is late with what has been started already.
 fn failing_backward(rank: &Rank, group: Rc<ProcessGroup>) {
     const LEN: i64 = 100_000;

@@ -42,7 +42,10 @@ impl Launched {
         let world = world.map(Arc::new);
         // Goes with the process: to stop the server would take half a second.
         std::mem::forget(world.clone());
-        Ok(Self { launch, placement, world })
+        let launched = Self { launch, placement, world };
+        let check = || launched.world.as_ref().map_or(Ok(()), |world| world.check_interfaces());
+        launched.before_ranks(config, check)?;
+        Ok(launched)
     }
 
     /// How many ranks there are in all processes.

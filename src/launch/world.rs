@@ -5,7 +5,8 @@
 //! of this start of it: an agent's store outlives a restart, one that process 0 serves is new each time.
 
 use std::convert::Infallible;
-use std::net::{IpAddr, ToSocketAddrs};
+use std::io::ErrorKind;
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread;
@@ -17,11 +18,11 @@ use tch::Device;
 use super::messages::{Absence, MOST_RANKS, Process, check_same, places, shared_gpu};
 use super::start;
 use super::watch::{Server, Watch};
-use super::{Backend, Launch, LaunchKind, Placement};
+use super::{Backend, Launch, LaunchKind, Master, Placement};
 use crate::error::{Error, Result};
 use crate::process_group::{Invitation, Layout, Network, rank_label};
 use crate::sync::Run;
-use crate::torch::{TcpStore, cuda};
+use crate::torch::{TcpStore, check_interfaces, cuda};
 
 /// All processes of a run, as one of them knows them.
 #[derive(Debug)]
@@ -85,6 +86,9 @@ impl World {
         }
         let (open, never) = bounded(0);
         let serves = mine == 0 && !master.agent_store;
+        if serves {
+            check_is_here(master)?;
+        }
         let (addr, port) = (&master.addr, master.port);
         let store = match serves {
             true => TcpStore::serve(addr, port, timeout, never)?,
@@ -156,6 +160,15 @@ impl World {
             watch,
             _open: open,
         }))
+    }
+
+    /// Refuses network interfaces that this machine has not, if Gloo is to use them.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names `GLOO_SOCKET_IFNAME`.
+    pub fn check_interfaces(&self) -> Result<()> {
+        let uses = self.processes[self.mine].backend == Backend::Gloo.name();
+        self.interfaces.as_deref().filter(|_| uses).map_or(Ok(()), check_interfaces)
     }
 
     /// How many ranks all processes have together.
@@ -248,6 +261,24 @@ impl World {
     /// answer any more, at most for `timeout`.
     pub fn leave(&self, timeout: Duration) {
         self.watch.leave(self.serves.then_some(timeout));
+    }
+}
+
+/// Whether a store can be served there, at whatever port. A name that leads nowhere is found out later.
+///
+/// # Errors
+/// [`Error::Input`] if that is no address of this machine, or every one.
+fn check_is_here(master: &Master) -> Result<()> {
+    let addr = &master.addr;
+    let refuse = |why: &str| Err(Error::Input(format!("--master-addr={addr}: {why}")));
+    match TcpListener::bind((&addr[..], 0)).and_then(|it| it.local_addr()) {
+        Ok(found) if found.ip().is_unspecified() => refuse(
+            "that is every interface of this machine; name one by an address that the others can reach",
+        ),
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => refuse(
+            "that is no address of this machine; start the first process where it is, or give one of this machine's",
+        ),
+        _ => Ok(()),
     }
 }
 

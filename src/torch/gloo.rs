@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::mem;
+use std::path::Path;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -365,6 +366,21 @@ impl GlooWork {
             recv(cancelled) -> _ => Err("given up, because the run ends".into()),
         };
         self.outcome(result)
+    }
+}
+
+/// Refuses what cannot be `GLOO_SOCKET_IFNAME` on this machine, before anybody relies on it.
+///
+/// # Errors
+/// [`Error::Input`] that names what is no network interface.
+pub(crate) fn check_interfaces(list: &str) -> Result<()> {
+    let known = Path::new("/sys/class/net");
+    let unknown = |name: &String| known.is_dir() && !known.join(name).exists();
+    match interfaces(list)?.into_iter().find(unknown) {
+        Some(name) => Err(Error::Input(format!(
+            "GLOO_SOCKET_IFNAME={list}: {name} is no network interface of this machine; ip link shows which there are"
+        ))),
+        None => Ok(()),
     }
 }
 

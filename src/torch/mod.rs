@@ -33,7 +33,7 @@ pub(crate) use autograd::self_adjoint;
 pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, scale_all, total_norm,
 };
-pub(crate) use gloo::{Gloo, GlooWork, Reduce};
+pub(crate) use gloo::{Gloo, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use process::{release_signals, send_signal, tie_to_this_process};
