@@ -33,15 +33,14 @@ pub(super) enum Step {
 /// # Errors
 /// [`Error::Input`] where it cannot be told.
 pub(super) fn step(variables: &Variables) -> Result<Step> {
-    let step = step_id(variables)?.is_some();
-    let Some(name) = variables.first_of(&JOB) else {
-        let set = step || variables.first_of(&OF_A_TASK).is_some();
+    let job = variables.first_of(&JOB).and_then(|name| variables.text(name));
+    let is_step = step_id(variables)?.is_some();
+    let Some(job) = job else {
+        let set = is_step || variables.first_of(&OF_A_TASK).is_some();
         return Ok(if set { Step::Task } else { Step::Outside(None) }); // `read` says what is missing
     };
-    let job = variables.text(name).unwrap_or_default();
     // A batch script has SLURM_PROCID=0 as well, but no step.
-    let not_of_a_script = variables.number("SLURM_PROCID")?.is_some_and(|task| task > 0);
-    if !step && !not_of_a_script {
+    if !is_step && variables.number("SLURM_PROCID")?.is_none_or(|task| task == 0) {
         let why = format!("srun has not started this process of Slurm job {job}");
         return Ok(Step::Outside(Some(why)));
     }
