@@ -49,7 +49,7 @@ const FREE: [&str; 36] = [
 
 /// What each process of a run may have for itself, because it changes nothing there, or because only that of rank 0
 /// counts.
-const OWN: [&str; 20] = [
+const OWN: [&str; 21] = [
     "tensorboard",
     "metrics",
     "num_workers",
@@ -65,6 +65,7 @@ const OWN: [&str; 20] = [
     "backend", // what comes of it is compared
     "timeout",
     "grace_period",
+    "stall_warning",
     "log_format",
     "fault",
     "keep_last",

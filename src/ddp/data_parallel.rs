@@ -10,7 +10,7 @@ use tch::nn::{ModuleT, VarStore};
 
 use super::layout::{Flat, Layout};
 use super::parameters::{self, NamedTensor};
-use super::reducer::Times;
+use super::times::Times;
 use super::{DdpOptions, DdpStatistics, NoSync};
 use crate::error::{Error, Result};
 use crate::operation::Operation;

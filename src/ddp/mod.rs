@@ -10,6 +10,7 @@ mod parameters;
 mod power_sgd;
 mod reducer;
 mod strategy;
+mod times;
 
 use std::cell::Cell;
 use std::fmt;
@@ -27,7 +28,8 @@ use crate::operation::Operation;
 use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
 use parameters::NamedTensor;
-use reducer::{Reducer, Times};
+use reducer::Reducer;
+use times::Times;
 
 pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
 pub use data_parallel::DataParallel;

@@ -14,6 +14,7 @@ use super::communication::Communication;
 use super::join::{JoinOptions, count_active};
 use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
+use super::times::Times;
 use crate::error::{Error, Result};
 use crate::optim::{FlatBuffer, Gradients};
 use crate::process_group::{Note, ProcessGroup, ReduceOp, num_bytes};
@@ -31,21 +32,6 @@ enum Mode {
     Overlap,
     /// Buckets are reduced when backward is through.
     AfterBackward,
-}
-
-/// How long the parts of backward passes took on this rank.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Times {
-    /// How many these are.
-    pub count: u32,
-    /// From the beginning of backward to the end of the last bucket.
-    pub total: Duration,
-    /// In which this rank was busy with reducing, or waited for it.
-    pub communication: Duration,
-    /// That part of `communication` that passed before backward was through.
-    pub overlapped: Duration,
-    /// How long others carried on with reducing while this rank was still at backward.
-    pub beside: Duration,
 }
 
 /// Why gradients may not be computed behind the engine's back: the ranks would part without a word.
