@@ -507,12 +507,15 @@ fn what_somebody_else_writes_into_the_store_ends_nothing_but_the_run() {
 
 #[test]
 fn who_does_not_come_is_named() {
-    let told = failures(&["--timeout=2s"], &[1, 1, 1], |children| children[1].kill().unwrap());
+    let told = failures(&["--timeout=7s"], &[1, 1, 1], |children| children[1].kill().unwrap());
     for number in [0, 2] {
         let (code, stderr) = &told[number];
         assert_eq!(*code, Some(1), "{stderr}");
         assert!(stderr.contains("processes 1 of 3 have not come within "), "{stderr}");
         assert!(stderr.contains("there are: 0 (on "), "{stderr}");
+        let waits =
+            format!("process {number} of 3 (from 0) still waits for the others to come to ");
+        assert!(stderr.contains(&waits), "{stderr}");
     }
     let by_hand = ["--node-rank=0", "--master-addr=127.0.0.1"];
     let (code, _, stderr) = run(&[&by_hand[..], &["--nnodes=4000000000"]].concat());

@@ -1,7 +1,12 @@
 //! This process's part in a run: its ranks, and the other processes.
 
+use std::convert::Infallible;
 use std::env::var_os;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use crossbeam::channel::{RecvTimeoutError, bounded};
 
 use super::processes::{leave_error, run_processes, starts_processes};
 use super::{launch, place_launched};
@@ -38,8 +43,8 @@ impl Launched {
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
         let mut options = vec![("the command".into(), command.into())];
         options.extend(config.shared_options()?);
-        let world = World::meet(&launch, &placement, config.timeout, interfaces, options)?;
-        let world = world.map(Arc::new);
+        let meet = || World::meet(&launch, &placement, config.timeout, interfaces, options);
+        let world = telling_of_a_wait(&launch, printer, meet)?.map(Arc::new);
         // Goes with the process: to stop the server would take half a second.
         std::mem::forget(world.clone());
         let launched = Self { launch, placement, world };
@@ -51,6 +56,13 @@ impl Launched {
     /// How many ranks there are in all processes.
     pub(super) fn world_size(&self) -> usize {
         self.world.as_ref().map_or(self.placement.devices.len(), |world| world.world_size())
+    }
+
+    /// How many ranks and processes there are, if this is one of several that were started one by one.
+    pub(super) fn note(&self) -> Option<String> {
+        let world = self.world.as_ref().filter(|_| !self.is_spawned())?;
+        let (ranks, processes) = (world.world_size(), world.num_processes());
+        Some(format!("{ranks} ranks in {processes} processes"))
     }
 
     /// On how many machines.
@@ -95,6 +107,30 @@ impl Launched {
             .fault(fault)
     }
 }
+
+/// Does `meet`, and tells if it takes long whom it waits for.
+fn telling_of_a_wait<T>(launch: &Launch, printer: &Printer, meet: impl FnOnce() -> T) -> T {
+    let Some(master) = &launch.master else { return meet() };
+    let (met, meeting) = bounded::<Infallible>(0);
+    let wait = || {
+        if meeting.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            let (processes, addr, port) = (&launch.processes, &master.addr, master.port);
+            printer.note(&format!(
+                "process {} of {} (from 0) still waits for the others to come to {addr}:{port}; Ctrl-C gives up",
+                processes.index, processes.count
+            ));
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(wait);
+        let result = meet();
+        drop(met);
+        result
+    })
+}
+
+/// How long others may take to come before somebody wonders.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Runs `work` in this process of a launch, or in processes that it starts; its error is left where the launcher looks for
 /// it. `stops`: whether `work` stops at a signal, and saves.

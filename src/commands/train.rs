@@ -88,7 +88,8 @@ fn train_in(
     launched.before_ranks(&config, || config.validate_for(world_size))?;
     let (mut recorder, mut origin) = (None, Origin::default());
     if launched.is_first() {
-        for note in launched.placement.note.iter().chain(&data.notes) {
+        let of_all = launched.note();
+        for note in launched.placement.note.iter().chain(&of_all).chain(&data.notes) {
             printer.note(note);
         }
         if let (_, Some(note)) = config.lr_for(world_size) {
@@ -222,7 +223,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         {
             job.printer.note(&lesson);
         }
-        job.printer.event(&Event::End(end)).context("writing to stdout")?;
+        job.printer.event(&Event::End(Box::new(end))).context("writing to stdout")?;
         let dir = job.origin.save_dir.as_ref();
         if let Some(best) = &trainer.state().best
             && job.printer.format() == LogFormat::Text

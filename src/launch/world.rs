@@ -176,6 +176,11 @@ impl World {
         self.ranks.last().map_or(0, |last| last.end)
     }
 
+    /// How many processes there are.
+    pub fn num_processes(&self) -> usize {
+        self.processes.len()
+    }
+
     /// The ranks of this process.
     pub fn ranks_here(&self) -> Range<usize> {
         self.ranks[self.mine].clone()

@@ -15,7 +15,7 @@ pub enum Event {
     /// The model has been tried on data that it is not trained on.
     Validation(ValidationMetrics),
     /// The run is done.
-    End(End),
+    End(Box<End>),
     /// The run failed.
     Failure(Failure),
 }
