@@ -10,7 +10,7 @@ use ddp_mp::launch::{exit_code, install_panic_hook};
 use ddp_mp::observe::{LogFormat, Printer};
 use ddp_mp::torch::{self, cuda};
 
-use cli::{BenchCommand, BenchFlags, Command, StepFlags, TrainFlags};
+use cli::{BenchCommand, BenchFlags, Command, StepFlags, TrainFlags, VerifyFlags};
 
 /// The run failed.
 const FAILED: u8 = 1;
@@ -61,6 +61,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             let printer = Arc::new(Printer::new(flags.log_format()));
             commands::bench(flags.request(), &cuda::load(), &printer)
         }
+        Command::Verify(flags) => verify(&flags),
         Command::Sampler(flags) => {
             commands::sampler(&flags.request(), &Printer::new(flags.log_format()))
         }
@@ -81,6 +82,14 @@ fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {
     let printer = Arc::new(Printer::new(config.log_format));
     let cluster = flags.model_cluster.clone();
     commands::bench_step(config, flags.steps, cluster, &cuda::load(), &printer)
+}
+
+fn verify(flags: &VerifyFlags) -> anyhow::Result<()> {
+    let table = flags.train.table()?;
+    commands::check_verify_flags(table.keys())?;
+    let config = Config::resolve(flags.train.config.as_deref(), table)?;
+    let printer = Printer::new(config.log_format);
+    commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
 }
 
 fn env(flags: &TrainFlags) -> anyhow::Result<()> {

@@ -7,7 +7,7 @@ use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-pub(crate) use tools::{BenchCommand, BenchFlags, StepFlags};
+pub(crate) use tools::{BenchCommand, BenchFlags, StepFlags, VerifyFlags};
 use tools::{CommFlags, SamplerFlags};
 pub(crate) use train::TrainFlags;
 
@@ -33,6 +33,8 @@ pub(crate) enum Command {
     Sampler(SamplerFlags),
     /// Measure a collective at many sizes, in the columns of nccl-tests, or a training step
     Bench(BenchFlags),
+    /// Train N ranks, and one rank with the N-fold batch, and show how far the parameters differ
+    Verify(VerifyFlags),
     /// Show what was found on this machine, and what would be run with these options
     Env(TrainFlags),
 }

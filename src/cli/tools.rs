@@ -1,4 +1,4 @@
-//! The flags of the commands that show and measure: `sampler`, `comm`, `bench`.
+//! The flags of the commands that show and measure: `sampler`, `comm`, `bench`, `verify`.
 
 use std::time::Duration;
 
@@ -168,6 +168,19 @@ pub(crate) struct StepFlags {
     /// Also show what the step would take on a cluster: nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo. What is left out has a default, which is shown. Measured is one rank, if --nproc-per-node does not say otherwise
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub(crate) model_cluster: Option<ModelCluster>,
+    #[command(flatten)]
+    pub(crate) train: TrainFlags,
+}
+
+/// The flags of `verify`: those of training, as far as they change what is compared.
+#[derive(Debug, Args)]
+pub(crate) struct VerifyFlags {
+    /// How many steps are made
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), default_value_t = 20)]
+    pub(crate) steps: u64,
+    /// Show the difference of each parameter, however many there are
+    #[arg(long)]
+    pub(crate) per_parameter: bool,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }

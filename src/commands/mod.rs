@@ -8,6 +8,7 @@ mod launched;
 mod processes;
 mod sampler;
 mod train;
+mod verify;
 
 pub use bench::{BenchOp, BenchRequest, ModelCluster, bench, bench_step, check_step_flags};
 pub use comm::{CommOp, CommRequest, comm};
@@ -15,6 +16,7 @@ pub use env::env;
 pub use processes::Told;
 pub use sampler::{SamplerRequest, sampler};
 pub use train::train;
+pub use verify::{check_verify_flags, verify};
 
 use std::env::var_os;
 use std::thread;

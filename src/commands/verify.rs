@@ -1,0 +1,348 @@
+//! `ddp-mp verify`: N ranks against one rank with the N-fold batch, on the same samples.
+
+mod difference;
+
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Context;
+use tch::{Device, Kind, Tensor};
+
+use super::checkpoints::Origin;
+use super::place_ranks;
+use super::train::{Training, with_data};
+use crate::config::{CommHookKind, Config, StrategyKind};
+use crate::data::{Dataset, Subset};
+use crate::error::{Error, Result};
+use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
+use crate::models::ModelKind;
+use crate::observe::{LogFormat, Printer};
+use crate::process_group::ProcessGroup;
+use crate::torch::cuda::Cuda;
+use crate::trainer::{Amp, Trainer};
+use difference::{Bound, Comparison, write_head};
+
+/// What is compared, or has no place in a comparison. In a file it may be there for training.
+const NOT_OF_VERIFY: [&str; 27] = [
+    "max_epochs",
+    "val_fraction",
+    "val_every",
+    "save_dir",
+    "save_every",
+    "save_every_epochs",
+    "keep_last",
+    "resume",
+    "init_from",
+    "max_steps",
+    "max_seconds",
+    "patience",
+    "skip_nonfinite",
+    "fault",
+    "tensorboard",
+    "metrics",
+    "log_every",
+    "stall_warning",
+    "strategy",
+    "accumulate",
+    "backend",
+    "spawn",
+    "launch",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+];
+
+/// What is trained in one of the ways that must come to the same.
+#[derive(Debug, Clone, Copy)]
+struct Way {
+    strategy: StrategyKind,
+    ranks: usize,
+    batch_size: usize,
+    accumulate: usize,
+}
+
+/// A tensor after training.
+#[derive(Debug)]
+struct Values {
+    name: String,
+    values: Vec<f32>,
+    /// How many numbers go into each that a layer with it computes.
+    width: usize,
+}
+
+/// What training came to.
+#[derive(Debug)]
+struct Trained {
+    before: Vec<Values>,
+    after: Vec<Values>,
+    replicas_equal: bool,
+}
+
+/// Refuses a flag that [`verify`] would do nothing with.
+///
+/// # Errors
+/// [`Error::Input`] that names it.
+pub fn check_verify_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
+    match keys.into_iter().find(|key| NOT_OF_VERIFY.contains(&key.as_str())) {
+        Some(key) => Err(Error::Input(format!(
+            "--{}: verify goes through the ways of training by itself, for --steps, and has no use for it; leave it \
+             out",
+            key.replace('_', "-")
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Trains `steps` steps on N ranks in every way that there is here, and on one rank with the N-fold batch, and prints
+/// how far the parameters differ; each one's with `per_parameter`.
+///
+/// # Errors
+/// [`Error::Input`] for what cannot be compared, [`SpawnError`](crate::SpawnError) when a rank failed, and a
+/// difference beyond what rounding explains.
+pub fn verify(
+    config: Config,
+    steps: u64,
+    per_parameter: bool,
+    cuda: &Cuda,
+    printer: &Printer,
+) -> anyhow::Result<()> {
+    check_comparable(&config)?;
+    let ranks = match config.nproc_per_node {
+        Nproc::Count(ranks) => ranks,
+        other => place_ranks(other, BackendChoice::Auto, cuda)?.devices.len(),
+    };
+    if ranks < 2 {
+        let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
+        return Err(Error::Input(problem.into()).into());
+    }
+    let config = Config { val_fraction: Some(0.0), patience: None, fault: None, ..config };
+    let (mut config, data) = with_data(config)?;
+    let of_step = ranks.saturating_mul(config.batch_size);
+    let (dataset, note) = whole_steps(data.training, ranks, config.batch_size)?;
+    // The same for one rank as for all.
+    (config.lr, config.scale_lr) = (config.lr_for(ranks).0, false);
+    config.num_samples = Some(dataset.len() as i64);
+    config.max_epochs = steps.div_ceil((dataset.len() / of_step) as u64);
+    config.validate_for(ranks)?;
+    let config = Arc::new(config);
+    let (placements, left_out) = placements(config.nproc_per_node, ranks, cuda)?;
+    let notes = note.into_iter().chain(left_out).chain(not_of_batch_norm(&config));
+    notes.for_each(|note| printer.note(&note));
+
+    let train = |placement: &Placement, way| trained(placement, way, &config, &dataset, steps);
+    let (mut bound, mut device, mut all, mut broken) = (None, None, 0, 0);
+    for placement in &placements {
+        let whole =
+            Way { strategy: StrategyKind::Ddp, ranks: 1, batch_size: of_step, accumulate: 1 };
+        let reference = train(placement, whole)?;
+        let bound = *match &mut bound {
+            Some(bound) => bound,
+            none => {
+                let bound = none.insert(Bound::of(&reference, steps, of_step)?);
+                if printer.format() == LogFormat::Text {
+                    printer
+                        .lines(|out| write_head(&config, ranks, bound, out))
+                        .context("writing to stdout")?;
+                }
+                bound
+            }
+        };
+        // Without any communication, the first time on each device.
+        let alone = device.replace(placement.devices[0]) != Some(placement.devices[0]);
+        for way in ways(&config, ranks, alone) {
+            let trained = train(placement, way)?;
+            let comparison = Comparison::new(placement, way, &reference, &trained, bound);
+            all += 1;
+            broken += usize::from(!comparison.ok);
+            match printer.format() {
+                LogFormat::Json => printer.object(&comparison),
+                LogFormat::Text => printer.lines(|out| comparison.write(per_parameter, out)),
+            }
+            .context("writing to stdout")?;
+        }
+    }
+    anyhow::ensure!(
+        broken == 0,
+        "{broken} of {all} comparisons are beyond what rounding explains{}",
+        match config.comm_hook() {
+            Some(_) => "; --comm-hook averages less than the whole gradients",
+            None => "",
+        }
+    );
+    if printer.format() == LogFormat::Text {
+        printer.note("all are within the bound; bits differ where sums are made in another order");
+    }
+    Ok(())
+}
+
+/// Refuses what makes N ranks another thing than one rank.
+fn check_comparable(config: &Config) -> Result<()> {
+    let refuse = |problem: &str| Err(Error::Input(problem.into()));
+    if config.dropout > 0.0 {
+        return refuse(
+            "--dropout: each rank draws its own, so N ranks are not one rank with the N-fold batch; leave it out, and \
+             out of the file",
+        );
+    }
+    if config.model == ModelKind::Cnn && !config.sync_batch_norm {
+        return refuse(
+            "--model cnn: each rank normalizes its own batch, so N ranks are not one rank with the N-fold batch; use \
+             --sync-batch-norm",
+        );
+    }
+    if config.amp != Amp::Off {
+        return refuse(
+            "--amp: the bound is for float32, and that rounds more; leave it out, and out of the file",
+        );
+    }
+    Ok(())
+}
+
+/// As many samples as make whole steps of all ranks, where padding and a smaller last batch change nothing; and what to
+/// tell of it.
+fn whole_steps(
+    dataset: Arc<dyn Dataset>,
+    ranks: usize,
+    batch_size: usize,
+) -> Result<(Arc<dyn Dataset>, Option<String>)> {
+    let (len, of_step) = (dataset.len(), ranks.saturating_mul(batch_size));
+    match len - len % of_step {
+        0 => Err(Error::Input(format!(
+            "{len} samples are less than a step of {ranks} ranks with batch {batch_size}; use more samples, or a \
+             smaller --batch-size"
+        ))),
+        whole if whole == len => Ok((dataset, None)),
+        whole => {
+            let note = format!("the first {whole} of {len} samples, which make whole steps");
+            Ok((Arc::new(Subset::new(dataset, (0..whole).collect())), Some(note)))
+        }
+    }
+}
+
+/// Where so many ranks can run here, and what is left out, and why.
+fn placements(
+    nproc: Nproc,
+    ranks: usize,
+    cuda: &Cuda,
+) -> anyhow::Result<(Vec<Placement>, Vec<String>)> {
+    let (mut placements, mut left_out) = (Vec::new(), Vec::new());
+    if cuda.usable() > 0 && nproc != Nproc::Cpu {
+        match place_ranks(Nproc::Count(ranks), BackendChoice::Nccl, cuda) {
+            Ok(placement) => placements.push(placement),
+            Err(error) => left_out.push(format!("without nccl: {error}")),
+        }
+        placements.push(place_ranks(Nproc::Count(ranks), BackendChoice::Threaded, cuda)?);
+    } else {
+        let why = match (&cuda.problem, nproc) {
+            (_, Nproc::Cpu) => "ranks on the CPU were asked for",
+            (Some(problem), _) => problem,
+            _ => "no GPU is visible",
+        };
+        left_out.push(format!("without nccl: {why}"));
+    }
+    let no_gpu = Cuda::default();
+    placements.push(place_ranks(Nproc::Count(ranks), BackendChoice::Threaded, &no_gpu)?);
+    left_out.push("without gloo: it is for several processes, and this is one".into());
+    Ok((placements, left_out))
+}
+
+/// What a model with batch norm cannot be compared in.
+fn not_of_batch_norm(config: &Config) -> Option<String> {
+    config.sync_batch_norm.then(|| {
+        "without dp, which has no --sync-batch-norm, and accumulation, where each smaller batch is normalized by \
+         itself"
+            .into()
+    })
+}
+
+/// All that must come to the same; `alone`: also one rank that adds up as many batches as there are ranks.
+fn ways(config: &Config, ranks: usize, alone: bool) -> Vec<Way> {
+    let batch_size = config.batch_size;
+    let way =
+        |strategy, ranks, batch_size, accumulate| Way { strategy, ranks, batch_size, accumulate };
+    let (ddp, dp) = (StrategyKind::Ddp, StrategyKind::Dp);
+    let mut ways = vec![way(ddp, ranks, batch_size, 1)];
+    if !config.sync_batch_norm {
+        if alone {
+            ways.insert(0, way(ddp, 1, batch_size, ranks));
+        }
+        ways.push(way(dp, ranks, batch_size, 1));
+        if batch_size.is_multiple_of(2) {
+            ways.push(way(ddp, ranks, batch_size / 2, 2));
+            ways.push(way(dp, ranks, batch_size / 2, 2));
+        }
+    }
+    ways
+}
+
+/// Trains one way.
+fn trained(
+    placement: &Placement,
+    way: Way,
+    config: &Arc<Config>,
+    dataset: &Arc<dyn Dataset>,
+    steps: u64,
+) -> anyhow::Result<Trained> {
+    let mut placement = placement.clone();
+    placement.devices.truncate(way.ranks);
+    let backend = placement.backend;
+    let Way { strategy, batch_size, accumulate, .. } = way;
+    let mut config =
+        Config { strategy, batch_size, accumulate: accumulate as u64, ..Config::clone(config) };
+    if way.ranks == 1 || strategy == StrategyKind::Dp {
+        config.comm_hook = CommHookKind::None; // what is compared is whole
+    }
+    let spawn = Spawn::at(&placement)
+        .timeout(config.timeout)
+        .grace_period(config.grace_period)
+        .check_collectives(config.check_collectives);
+    let (result, dataset) = (Arc::new(Mutex::new(None)), dataset.clone());
+    let of_rank_0 = result.clone();
+    spawn.run(move |rank| {
+        let trained = train_on(rank, &rank.init_process_group(backend)?, &config, &dataset, steps)?;
+        if let Some(trained) = trained {
+            *of_rank_0.lock().unwrap_or_else(PoisonError::into_inner) = Some(trained);
+        }
+        Ok(())
+    })?;
+    let mut result = result.lock().unwrap_or_else(PoisonError::into_inner);
+    result.take().context("rank 0 has ended without a result")
+}
+
+/// What one rank does; rank 0 has the result.
+fn train_on(
+    rank: &Rank,
+    group: &Rc<ProcessGroup>,
+    config: &Config,
+    dataset: &Arc<dyn Dataset>,
+    steps: u64,
+) -> anyhow::Result<Option<Trained>> {
+    let Training { ddp, optimizer, schedule, generator, loader } =
+        Training::new(rank, group, config, dataset, &Origin::default())?;
+    let before = values(&ddp.state_dict())?;
+    let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
+        .generator(generator)
+        .max_grad_norm(config.max_grad_norm)
+        .accumulate(config.accumulate as usize)
+        .max_steps(Some(steps));
+    trainer.train(config.max_epochs, |_| Ok(()))?;
+    let ddp = trainer.ddp();
+    ddp.replicate()?;
+    group.synchronize()?;
+    let Some(hashes) = group.gather_object(&ddp.parameters_hash()?, 0)? else { return Ok(None) };
+    let replicas_equal = hashes.iter().all(|hash| *hash == hashes[0]);
+    Ok(Some(Trained { before, after: values(&ddp.state_dict())?, replicas_equal }))
+}
+
+/// Copies of all tensors of numbers, and not of those that count.
+fn values(tensors: &[(String, Tensor)]) -> Result<Vec<Values>> {
+    let copy = |(name, tensor): &(String, Tensor)| {
+        let flat = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_flatten(0, -1)?;
+        let shape = tensor.size();
+        let width = if shape.len() > 1 { shape[1..].iter().product::<i64>() as usize } else { 1 };
+        Ok(Values { name: name.clone(), values: Vec::<f32>::try_from(flat)?, width })
+    };
+    let of_numbers = tensors.iter().filter(|(_, tensor)| tensor.kind() == Kind::Float);
+    of_numbers.map(copy).collect::<Result<_, _>>().map_err(Error::torch("reading the parameters"))
+}

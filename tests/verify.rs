@@ -1,0 +1,154 @@
+//! `ddp-mp verify`: every way to train comes to the same, what does not is found, wrong input.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::harness::run;
+
+/// The exit code, the comparisons, and stderr.
+fn verify(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
+    let (code, stdout, stderr) = run(&[&["verify", "--log-format=json"], args].concat());
+    let rows = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    (code, rows, stderr)
+}
+
+/// How a row was trained: strategy, ranks, batch size, accumulated batches.
+fn way(row: &Value) -> (&str, u64, u64, u64) {
+    let number = |key: &str| row[key].as_u64().unwrap();
+    let strategy = row["strategy"].as_str().unwrap();
+    (strategy, number("world_size"), number("batch_size"), number("accumulate"))
+}
+
+#[test]
+fn every_way_to_train_comes_to_the_same() {
+    for flags in [
+        "--nproc-per-node=2 --batch-size=8 --lr=0.1",
+        "--nproc-per-node=3 --batch-size=8 --model=mlp --momentum=0.9 --lr=0.05 --scale-lr",
+        // More steps than the samples are good for once, and samples that are left over.
+        "--nproc-per-node=4 --batch-size=8 --model=mlp --optimizer=adamw --steps=40 --num-samples=330",
+        "--nproc-per-node=2 --batch-size=8 --model=mlp --schedule=cosine --schedule-by=step \
+         --max-grad-norm=0.1 --bucket-cap-mb=0.001",
+    ] {
+        let args: Vec<&str> = flags.split_whitespace().collect();
+        let (code, rows, stderr) = verify(&args);
+        assert_eq!(code, Some(0), "{flags}: {stderr}");
+        let n = rows[1]["world_size"].as_u64().unwrap();
+        let expected = [
+            ("ddp", 1, 8, n),
+            ("ddp", n, 8, 1),
+            ("dp", n, 8, 1),
+            ("ddp", n, 4, 2),
+            ("dp", n, 4, 2),
+        ];
+        assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), expected);
+        for row in &rows {
+            assert_eq!((&row["ok"], &row["replicas_equal"]), (&true.into(), &true.into()));
+            assert_eq!((&row["backend"], &row["device"]), (&"threaded".into(), &"CPU".into()));
+            let number = |row: &Value, key: &str| row[key].as_f64().unwrap();
+            let (difference, bound) = (number(row, "difference"), number(row, "bound"));
+            // A bound that one wrong sample in a step would break.
+            assert!(difference <= bound && bound < 1e-4, "{flags}: {row}");
+            let parameters = row["parameters"].as_array().unwrap();
+            let largest = parameters.iter().map(|it| number(it, "difference")).fold(0., f64::max);
+            assert_eq!(largest.to_bits(), difference.to_bits(), "{row}");
+            let of_it = parameters.iter().find(|it| it["name"] == row["parameter"]).unwrap();
+            assert_eq!(of_it["difference"], row["difference"]);
+            let equal = parameters.iter().all(|it| it["equal_bits"] == true);
+            assert_eq!(row["equal_bits"], equal);
+        }
+        // What goes through rank 0 is added in the same order.
+        assert_eq!(rows[1]["parameters"], rows[2]["parameters"], "{flags}");
+        assert_eq!(rows[3]["parameters"], rows[4]["parameters"], "{flags}");
+        let left_over = stderr.contains("the first 320 of 330 samples, which make whole steps");
+        assert_eq!(left_over, flags.contains("330"), "{stderr}");
+        for backend in ["nccl", "gloo"] {
+            assert!(stderr.contains(&format!("without {backend}: ")), "{stderr}");
+        }
+    }
+}
+
+#[test]
+fn batch_norm_over_all_ranks_comes_to_the_same() {
+    let model = ["--model=cnn", "--in-features=64", "--channels=4", "--sync-batch-norm"];
+    let flags = ["--nproc-per-node=2", "--batch-size=8", "--steps=8", "--lr=0.05"];
+    let (code, rows, stderr) = verify(&[&model[..], &flags].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    assert_eq!(rows.iter().map(way).collect::<Vec<_>>(), [("ddp", 2, 8, 1)]);
+    let names = |row: &Value| row["parameters"].as_array().unwrap().clone();
+    assert!(names(&rows[0]).iter().any(|it| it["name"] == "2.running_var"), "{}", rows[0]);
+    assert!(stderr.contains("without dp, which has no --sync-batch-norm"), "{stderr}");
+}
+
+#[test]
+fn gradients_that_are_not_the_mean_are_found() {
+    // Averaged as bfloat16, and as products of thin matrices: the right mean no more.
+    for hook in [&["--comm-hook=bf16"][..], &["--comm-hook=powersgd", "--powersgd-start=2"]] {
+        let flags = ["--model=mlp", "--lr=0.05", "--nproc-per-node=2"];
+        let (code, rows, stderr) = verify(&[&flags[..], hook].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        assert_eq!(rows.len(), 5);
+        for row in &rows {
+            let (strategy, ranks, ..) = way(row);
+            let hooked = strategy == "ddp" && ranks > 1;
+            assert_eq!(row["ok"], !hooked, "{row}");
+            let beyond = row["difference"].as_f64() > row["bound"].as_f64();
+            // Wrong, and on all ranks alike.
+            assert_eq!((beyond, &row["replicas_equal"]), (hooked, &true.into()), "{row}");
+        }
+        let reason = "2 of 5 comparisons are beyond what rounding explains; --comm-hook averages";
+        assert!(stderr.contains(reason), "{stderr}");
+        let (code, stdout, _) = run(&[&["verify"], &flags[..], hook].concat());
+        assert_eq!(code, Some(1));
+        let verdicts = stdout.lines().filter(|line| line.ends_with("TOO FAR"));
+        assert!(verdicts.clone().all(|line| line.starts_with(" ddp, threaded, CPU: 2 x ")));
+        assert_eq!(verdicts.count(), 2, "{stdout}");
+    }
+}
+
+#[test]
+fn the_table_tells_of_each_parameter_if_there_are_few_or_it_is_asked_to() {
+    let lines = |args: &[&str]| {
+        let flags = ["verify", "--steps=3", "--batch-size=5", "--nproc-per-node=2"];
+        let (code, stdout, stderr) = run(&[&flags[..], args].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        assert!(stderr.ends_with("bits differ where sums are made in another order\n"), "{stderr}");
+        assert!(stdout.lines().all(|line| line.len() <= 92), "{stdout}");
+        assert!(stdout.contains(", 3 steps: 2 ranks with batch 5 against 1 rank with batch 10\n"));
+        // An odd batch has no half.
+        let rows = stdout.lines().filter(|line| line.ends_with("  ok"));
+        assert_eq!(rows.count(), 3, "{stdout}");
+        stdout.lines().filter(|line| line.starts_with("   ")).count()
+    };
+    assert_eq!(lines(&[]), 3 * 2);
+    assert_eq!(lines(&["--model=mlp"]), 0);
+    assert_eq!(lines(&["--model=mlp", "--per-parameter"]), 3 * 6);
+}
+
+#[test]
+fn what_cannot_be_compared_is_refused() {
+    for (args, reason) in [
+        (&["--accumulate=2"][..], "--accumulate: verify goes through the ways of training"),
+        (&["--strategy=dp"], "--strategy: verify goes through"),
+        (&["--backend=threaded"], "--backend: verify goes through"),
+        (&["--max-epochs=2"], "--max-epochs: verify goes through"),
+        (&["--spawn=processes"], "--spawn: verify goes through"),
+        (&["--model=mlp", "--dropout=0.1"], "--dropout: each rank draws its own"),
+        (&["--model=cnn", "--in-features=64"], "--model cnn: each rank normalizes its own batch"),
+        (&["--amp=bf16"], "--amp: the bound is for float32"),
+        (&["--nproc-per-node=1"], "--nproc-per-node: one rank has nothing to be compared with"),
+        (&["--nproc-per-node=2", "--num-samples=63"], "63 samples are less than a step of 2 ranks"),
+        (&["--steps=0"], "invalid value '0'"),
+    ] {
+        let (code, rows, stderr) = verify(args);
+        assert_eq!((code, rows.len()), (Some(2), 0), "{args:?}: {stderr}");
+        assert!(stderr.contains(reason), "{args:?}: {stderr}");
+    }
+    // What is for training may stand in a file.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fs::write(&file, "val_fraction = 0.1\npatience = 3\naccumulate = 4\nstrategy = \"dp\"\n")
+        .unwrap();
+    let config = format!("--config={}", file.path().display());
+    let (code, rows, stderr) = verify(&["--steps=2", "--nproc-per-node=2", &config]);
+    assert_eq!((code, rows.len()), (Some(0), 5), "{stderr}");
+}
