@@ -182,10 +182,11 @@ impl ProcessGroup {
     fn noted(&self, op: &P2POp) -> Result<Option<usize>> {
         let at = At { operation: op.operation(), sequence: self.messages.get() };
         let before = self.activity().enter(at.operation, at.sequence);
+        self.check(op)?;
         let bytes = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
         let begin = Begin { bytes, ..Begin::alone(at, Location::caller()) };
         let number = self.run().timeline.begin(self.global_rank(), begin);
-        let source = self.start(op)?.wait_for_source()?;
+        let source = self.post_one(op)?.wait_for_source()?;
         self.record_end(number);
         self.activity().restore(before);
         Ok(source)
@@ -193,6 +194,10 @@ impl ProcessGroup {
 
     fn start(&self, op: &P2POp) -> Result<Work> {
         self.check(op)?;
+        self.post_one(op)
+    }
+
+    fn post_one(&self, op: &P2POp) -> Result<Work> {
         let mut works = self.post(std::slice::from_ref(op))?;
         let work = works.pop();
         Ok(work.unwrap_or_else(|| Work::new(State::Done, self.run().clone(), self.global_rank())))

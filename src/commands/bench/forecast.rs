@@ -96,8 +96,8 @@ fn write_head(
     writeln!(
         out,
         "\n# Every rank takes {batch_size} samples a step, so that more ranks take more (weak scaling).\n\
-         # efficiency: samples per second of a rank, beside one that is alone. reduction: how long the\n\
-         # all_reduces take. exposed: the part of it that makes the step longer. hidden: the rest."
+         # efficiency: a rank's samples per second beside those of one alone. reduction: how long\n\
+         # the all_reduces take. exposed: the part that makes the step longer. hidden: the rest."
     )?;
     writeln!(
         out,
@@ -150,8 +150,8 @@ fn write_foot(on_cpu: bool, spread: f64, out: &mut dyn Write) -> io::Result<()> 
     if spread > NOISY {
         writeln!(
             out,
-            "# The steps that were measured vary: the middle one took {spread:.1} times as long as the fastest.\n\
-             # A slow step makes a cluster look efficient: measure on a machine that does nothing else."
+            "# The steps that were measured vary: their median is {spread:.1} times the fastest.\n\
+             # A slow step makes a cluster look efficient: measure where nothing else runs."
         )?;
     }
     if on_cpu {
