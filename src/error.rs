@@ -171,6 +171,23 @@ pub enum Error {
         samples: String,
     },
 
+    /// A rank does not have the parameters of the others any more.
+    #[error(
+        "after step {step} rank {rank} has another `{parameter}` than the others{}; look for what changes it on that \
+         rank alone: outside of the optimizer, or from gradients that were not averaged",
+        if *.others == 0 { String::new() } else { format!(", and {others} more parameters differ") }
+    )]
+    Replicas {
+        /// The first parameter that differs.
+        parameter: String,
+        /// How many others differ.
+        others: usize,
+        /// Whose it is; of two ranks the later.
+        rank: usize,
+        /// After which step of the run, from 0.
+        step: u64,
+    },
+
     /// A checkpoint cannot be written.
     #[error("{doing} failed: {reason}; the checkpoints that were there before it are whole")]
     Save {
@@ -288,6 +305,9 @@ impl Error {
             }
             Error::SendMismatch { destination, .. } => Some((*destination, None)),
             Error::SharedMemory { second, .. } => Some((*second, None)),
+            Error::Replicas { rank, step, .. } => {
+                Some((*rank, Some(At { operation: Operation::Step, sequence: *step })))
+            }
             _ => None,
         }
     }

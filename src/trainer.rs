@@ -1,9 +1,11 @@
 //! The training loop: `train`, `run_epoch`, `run_batch`.
 
 mod buffers;
+mod harm;
 mod loss_sum;
 mod non_finite;
 mod recording;
+mod replicas;
 mod saving;
 mod validation;
 mod warm_up;
@@ -141,6 +143,7 @@ pub struct Trainer<M> {
     amp: Amp,
     scaler: GradScaler,
     skip_nonfinite: Option<u64>,
+    check_replicas: Option<u64>,
     generator: Option<Arc<Generator>>,
     loader: Loader,
     loss: Loss,
@@ -191,6 +194,7 @@ impl<M: ModuleT> Trainer<M> {
             amp,
             scaler,
             skip_nonfinite: None,
+            check_replicas: None,
             generator: None,
             loader,
             loss,
@@ -327,9 +331,11 @@ impl<M: ModuleT> Trainer<M> {
             }
             self.ddp.group().enter_step(self.state.step)?;
             self.ddp.group().enter_phase(Operation::Data, self.state.step);
-            let of_step = batches.by_ref().take(self.accumulate).collect::<Result<Vec<_>>>()?;
+            let mut of_step = batches.by_ref().take(self.accumulate).collect::<Result<Vec<_>>>()?;
             let skipped = self.state.skipped_samples;
+            self.harm_batches(&mut of_step)?;
             self.run_step(&of_step, epoch)?;
+            self.harm_parameters()?;
             let counts = self.state.skipped_samples == skipped;
             // Every rank has as many: their shares are equal.
             let of_rank: usize = of_step.iter().map(Batch::len).sum();
@@ -337,6 +343,7 @@ impl<M: ModuleT> Trainer<M> {
             self.state.step += 1;
             self.state.epoch_steps += 1;
             self.state.samples_seen += of_rank * world_size;
+            self.check_replicas_if_due()?;
             self.record_step(of_rank, if counts { of_rank } else { 0 }, left == 0)?;
             if left > 0 {
                 if self.stopped().is_some() {

@@ -157,3 +157,38 @@ fn a_slow_rank_is_named_with_what_it_was_slow_at() {
     let told = "ddp-mp: rank 1 held the others back: of ";
     assert!(stderr.contains(told) && stderr.contains(" longer than they at step"), "{stderr}");
 }
+
+#[test]
+fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
+    let mistakes = [
+        ("nan", "in step 5 on rank 1 the loss is NaN for sample "),
+        ("desync", "after step 5 rank 1 has another `weight` than the others;"),
+        ("wrong-shape", "rank 1 called all_reduce(sum) of float32 [7]"),
+    ];
+    for (kind, told) in mistakes {
+        let fault = format!("--fault={kind}:rank=1,at=step,step=5");
+        for layout in [&["--nproc-per-node=3"][..], &["--nproc-per-node=3", "--spawn=processes"]] {
+            let (code, _, stderr) = run(&[&[&fault, "--check-replicas=1"][..], layout].concat());
+            assert_eq!(code, Some(1), "{kind}: {stderr}");
+            assert!(stderr.contains(told), "{kind}: {stderr}");
+            assert!(stderr.contains("ddp-mp: rank 1 (CPU:1"), "{kind}: {stderr}");
+        }
+    }
+}
+
+#[test]
+fn replicas_that_are_equal_change_nothing() {
+    let plain = ["--nproc-per-node=2", "--model=mlp", "--log-format=json"];
+    let hash = |args: &[&str]| {
+        let (code, stdout, stderr) = run(args);
+        assert_eq!(code, Some(0), "{stderr}");
+        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        end["parameters_hash"].clone()
+    };
+    assert_eq!(hash(&plain), hash(&[&plain[..], &["--check-replicas=3"]].concat()));
+    let (code, _, stderr) = run(&["--strategy=dp", "--check-replicas=3"]);
+    assert!(
+        code == Some(2) && stderr.contains("--check-replicas: needs --strategy ddp"),
+        "{stderr}"
+    );
+}

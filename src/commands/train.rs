@@ -151,6 +151,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .accumulate(config.accumulate as usize)
         .amp(config.amp)?
         .skip_nonfinite(config.skip_nonfinite)?
+        .check_replicas(config.check_replicas)?
         .max_steps(config.max_steps)
         .patience(config.patience)
         .stop(job.stop.clone());

@@ -23,7 +23,7 @@ use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
 
 /// What is compared, or has no place in a comparison. In a file it may be there for training.
-const NOT_OF_VERIFY: [&str; 27] = [
+const NOT_OF_VERIFY: [&str; 28] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -37,6 +37,7 @@ const NOT_OF_VERIFY: [&str; 27] = [
     "max_seconds",
     "patience",
     "skip_nonfinite",
+    "check_replicas",
     "fault",
     "tensorboard",
     "metrics",

@@ -104,6 +104,9 @@ pub struct Config {
     /// How many steps to leave out whose losses or gradients are not finite.
     #[serde(alias = "skip-nonfinite", skip_serializing_if = "Option::is_none")]
     pub skip_nonfinite: Option<u64>,
+    /// After how many steps each time to compare what each rank has for each parameter.
+    #[serde(alias = "check-replicas", skip_serializing_if = "Option::is_none")]
+    pub check_replicas: Option<u64>,
 
     /// What to train on.
     pub dataset: DatasetSpec,
@@ -281,6 +284,7 @@ impl Default for Config {
             scale_lr: false,
             max_grad_norm: None,
             skip_nonfinite: None,
+            check_replicas: None,
             dataset: DatasetSpec::Random,
             num_samples: Some(4096),
             in_features: Some(20),

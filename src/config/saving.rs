@@ -8,9 +8,10 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 36] = [
+const FREE: [&str; 37] = [
     "patience",
     "skip_nonfinite",
+    "check_replicas",
     "tensorboard",
     "metrics",
     "log_every",
@@ -189,6 +190,15 @@ impl Config {
                 "a run that is resumed has its own parameters; leave out one of the two",
             );
         }
+        if self.check_replicas.is_some() && self.strategy == StrategyKind::Dp {
+            return refuse(
+                "check_replicas",
+                "needs --strategy ddp: with dp rank 0 alone has the parameters",
+            );
+        }
+        if self.check_replicas == Some(0) {
+            return refuse("check_replicas", "use a number of steps of at least 1");
+        }
         if self.skip_nonfinite.is_some() {
             let problem = match (self.amp, self.comm_hook, self.strategy) {
                 (Amp::Fp16, ..) => "fp16 skips steps by a rule of its own; leave this out",
@@ -243,7 +253,7 @@ mod tests {
             "max_steps = 1\nmax_seconds = 1\nsave_dir = \"a\"\nsave_every = 1\nweight_decay = 0.1\n\
                           save_every_epochs = 1\nresume = \"auto\"\ninit_from = \"b\"\nmax_grad_norm = 1\n\
                           schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"\n\
-                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ntensorboard = \"c\"\nmetrics = \"d\"\n\
+                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ncheck_replicas = 1\ntensorboard = \"c\"\nmetrics = \"d\"\n\
                           nnodes = 1\nnode_rank = 0\nmaster_addr = \"e\"\nmaster_port = 1",
         );
         let all = serde_json::to_value(all).unwrap();

@@ -303,6 +303,11 @@ impl<M> DistributedDataParallel<M> {
         self.group.synchronize()?;
         parameters::hash(&self.tensors)
     }
+
+    /// The names of all parameters, with 64 bits over the values of each, which must be there.
+    pub(crate) fn parameter_hashes(&self) -> Result<Vec<(String, u64)>> {
+        parameters::hash_each(&self.tensors)
+    }
 }
 
 impl<M: ModuleT> DistributedDataParallel<M> {

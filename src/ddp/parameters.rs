@@ -2,7 +2,7 @@
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use xxhash_rust::xxh3::Xxh3Default;
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 use super::DdpOptions;
 use crate::error::{Error, Result};
@@ -181,6 +181,12 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
         hasher.update(&bytes_of(tensor)?);
     }
     Ok(hasher.digest())
+}
+
+/// The names of all parameters, with 64 bits over the values of each.
+pub(super) fn hash_each(tensors: &[NamedTensor]) -> Result<Vec<(String, u64)>> {
+    let parameters = tensors.iter().filter(|it| !it.is_buffer);
+    parameters.map(|it| Ok((it.name.clone(), xxh3_64(&bytes_of(&it.tensor)?)))).collect()
 }
 
 /// The bytes of `tensor`, whose kind may be any and whose device too.

@@ -11,7 +11,7 @@ use super::{Call, ProcessGroup, num_bytes};
 use crate::error::Result;
 use crate::observe::PhaseSeconds;
 use crate::operation::{At, Operation};
-use crate::sync::{Begin, Mark, Place, Stage};
+use crate::sync::{Begin, FaultKind, Mark, Place, Stage};
 
 /// What a group knows for its records.
 #[derive(Debug, Default)]
@@ -80,6 +80,13 @@ impl ProcessGroup {
     /// What follows is called with `note`, until the next one.
     pub(crate) fn note(&self, note: Note) {
         self.recorded.note.set(note);
+    }
+
+    /// What else than to fail or to be slow this rank is to do in training step `step`: `--fault`.
+    pub(crate) fn harm(&self, step: u64) -> Option<FaultKind> {
+        let fault = self.run().fault?;
+        let here = (fault.rank, fault.at, fault.step) == (self.global_rank(), Stage::Step, step);
+        here.then_some(fault.kind)
     }
 
     /// Records that this rank comes to `call`; what is returned is for [`ProcessGroup::record_end`].

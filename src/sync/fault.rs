@@ -16,6 +16,12 @@ pub enum FaultKind {
     Panic,
     /// It takes so much longer, at this place and from this step on at each.
     Slow(Duration),
+    /// A number of its first sample is none: the first sample of its batch becomes NaN.
+    Nan,
+    /// Its first parameter is another one after the step than on all other ranks.
+    Desync,
+    /// It calls a collective that the others don't, with another shape than theirs.
+    WrongShape,
     /// It goes on for ever without doing anything, and does not notice that it should stop.
     Stall,
 }
@@ -49,8 +55,14 @@ pub struct Fault {
 }
 
 /// Those that are a name alone.
-const KINDS: [(&str, FaultKind); 3] =
-    [("error", FaultKind::Error), ("panic", FaultKind::Panic), ("stall", FaultKind::Stall)];
+const KINDS: [(&str, FaultKind); 6] = [
+    ("error", FaultKind::Error),
+    ("panic", FaultKind::Panic),
+    ("stall", FaultKind::Stall),
+    ("nan", FaultKind::Nan),
+    ("desync", FaultKind::Desync),
+    ("wrong-shape", FaultKind::WrongShape),
+];
 
 const STAGES: [(&str, Stage); 5] = [
     ("rendezvous", Stage::Rendezvous),
@@ -126,6 +138,10 @@ impl FromStr for Fault {
             }
         }
         let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
+        let in_a_step = matches!(kind, FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape);
+        if in_a_step && at != Stage::Step {
+            return Err(Error::Input(format!("{} goes with at=step only", name_of(&KINDS, &kind))));
+        }
         if step.is_some() && at != Stage::Step {
             return Err(Error::Input("step goes with at=step only".into()));
         }
@@ -146,6 +162,8 @@ impl Fault {
                 }
                 Ok(())
             }
+            // For who trains to do: `ProcessGroup::harm`.
+            FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape => Ok(()),
             _ if step != self.step => Ok(()),
             FaultKind::Error => Err(Error::Fault(self.to_string())),
             FaultKind::Panic => panic!("injected by --fault {self}"),
@@ -165,6 +183,11 @@ mod tests {
         let slow = FaultKind::Slow(Duration::from_millis(1500));
         for kind in KINDS.map(|(_, kind)| kind).into_iter().chain([slow]) {
             for (_, at) in STAGES {
+                let goes =
+                    !matches!(kind, FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape);
+                if !goes && at != Stage::Step {
+                    continue;
+                }
                 let step = if at == Stage::Step { 17 } else { 0 };
                 let fault = Fault { kind, rank: 3, at, step };
                 assert_eq!(fault.to_string().parse::<Fault>().unwrap(), fault);
@@ -179,7 +202,11 @@ mod tests {
             ("error", "write KIND:"),
             ("error:", "write KIND:"),
             ("error:rank=0", "write KIND:"),
-            ("explode:rank=0,at=step", "is not one of error, panic, stall, slow=50ms"),
+            (
+                "explode:rank=0,at=step",
+                "is not one of error, panic, stall, nan, desync, wrong-shape, slow=50ms",
+            ),
+            ("nan:rank=0,at=init", "nan goes with at=step only"),
             ("slow:rank=0,at=step", "is not one of"),
             ("slow=:rank=0,at=step", "slow=: write in milliseconds"),
             ("slow=5s:rank=0,at=step", "slow=5s: write in milliseconds"),

@@ -52,7 +52,7 @@ struct StepTimes {
 const WARM_UP: usize = 20;
 
 /// What has no place in single steps. In a file it may be there for training.
-const NOT_OF_A_STEP: [&str; 17] = [
+const NOT_OF_A_STEP: [&str; 18] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -66,6 +66,7 @@ const NOT_OF_A_STEP: [&str; 17] = [
     "max_seconds",
     "patience",
     "skip_nonfinite",
+    "check_replicas",
     "fault",
     "tensorboard",
     "metrics",
