@@ -106,9 +106,6 @@ pub(crate) struct TrainFlags {
     /// finite, before that ends the run; without it the first such loss does
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Optimization")]
     skip_nonfinite: Option<u64>,
-    /// After each so many steps, compare what each rank has for each parameter; the first that differs ends the run
-    #[arg(long, value_name = "STEPS", value_parser = whole(), help_heading = "Run")]
-    check_replicas: Option<u64>,
 
     /// What to train on: random, digits (handwritten ones, which the program brings along), or a file of your
     /// own: safetensors:FILE, npy:INPUTS,TARGETS, idx:FOLDER (as MNIST), csv:FILE [default: random]
@@ -267,6 +264,9 @@ pub(crate) struct TrainFlags {
     #[arg(long, help_heading = "Run")]
     #[serde(skip_serializing_if = "is_false")]
     check_collectives: bool,
+    /// After each so many steps, compare what each rank has for each parameter; the first that differs ends the run
+    #[arg(long, value_name = "STEPS", value_parser = whole(), help_heading = "Run")]
+    check_replicas: Option<u64>,
     /// Make a rank fail, to see what happens. KIND: error, panic, stall, slow=50ms (from this step on);
     /// in a step also nan, desync, wrong-shape. STAGE: rendezvous, init, broadcast, step, barrier
     #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]", help_heading = "Run")]

@@ -86,8 +86,8 @@ impl Printer {
                 };
                 if let Some(HeldBack { rank, seconds, phase, phase_seconds }) = &end.held_back {
                     self.note(&format!(
-                        "rank {rank} held the others back: of {:.1} s they waited {seconds:.1} s for it, which took \
-                         {phase_seconds:.1} s longer than they at {phase}",
+                        "rank {rank} held the others back: they waited for it for {seconds:.1} of {:.1} s; it was \
+                         {phase_seconds:.1} s slower than they in its phase {phase}",
                         end.seconds
                     ));
                 }

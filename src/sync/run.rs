@@ -51,7 +51,7 @@ pub(crate) struct Failure {
     pub at: At,
     /// Why.
     pub error: String,
-    /// Whether another rank reported it, which waited for this one.
+    /// Whether another rank reported it, which waited for this one or met it in another call.
     pub waited: bool,
 }
 
@@ -170,12 +170,13 @@ impl Run {
             || matches!(cause, Some(Error::Cancelled { .. }));
         if !echo || failures.is_empty() {
             let blamed = cause.and_then(Error::blames);
+            let waited = blamed.is_some() && !matches!(cause, Some(Error::Replicas { .. }));
             let (rank, at) = blamed.unwrap_or((reporter, at));
             let at = at.unwrap_or_else(|| self.activity[rank].now());
             // Ranks that wait in vain for the same one tell the same story, each in its words.
             let known = |f: &Failure| f.error == text || (blamed.is_some() && f.rank == rank);
             if !failures.iter().any(known) {
-                failures.push(Failure { rank, at, error: text, waited: blamed.is_some() });
+                failures.push(Failure { rank, at, error: text, waited });
             }
         }
         // What the reporter says next, this same error in other words for one, follows from this.
