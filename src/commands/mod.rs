@@ -5,6 +5,7 @@ mod checkpoints;
 mod comm;
 mod env;
 mod launched;
+mod no_use;
 mod processes;
 mod sampler;
 mod train;

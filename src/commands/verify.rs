@@ -9,6 +9,7 @@ use anyhow::Context;
 use tch::{Device, Kind, Tensor};
 
 use super::checkpoints::Origin;
+use super::no_use::refuse_flags;
 use super::place_ranks;
 use super::train::{Training, with_data};
 use crate::config::{CommHookKind, Config, StrategyKind};
@@ -22,26 +23,8 @@ use crate::torch::cuda::Cuda;
 use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
 
-/// What is compared, or has no place in a comparison. In a file it may be there for training.
-const NOT_OF_VERIFY: [&str; 28] = [
-    "max_epochs",
-    "val_fraction",
-    "val_every",
-    "save_dir",
-    "save_every",
-    "save_every_epochs",
-    "keep_last",
-    "resume",
-    "init_from",
-    "max_steps",
-    "max_seconds",
-    "patience",
-    "skip_nonfinite",
-    "check_replicas",
-    "fault",
-    "tensorboard",
-    "metrics",
-    "log_every",
+/// What is compared, or has no place in a comparison, beside what is of a whole run.
+const NOT_OF_VERIFY: [&str; 10] = [
     "stall_warning",
     "strategy",
     "accumulate",
@@ -85,14 +68,8 @@ struct Trained {
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_verify_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    match keys.into_iter().find(|key| NOT_OF_VERIFY.contains(&key.as_str())) {
-        Some(key) => Err(Error::Input(format!(
-            "--{}: verify goes through the ways of training by itself, for --steps, and has no use for it; leave it \
-             out",
-            key.replace('_', "-")
-        ))),
-        None => Ok(()),
-    }
+    let why = "verify goes through the ways of training by itself, for --steps,";
+    refuse_flags(keys, &NOT_OF_VERIFY, why)
 }
 
 /// Trains `steps` steps on N ranks in every way that there is here, and on one rank with the N-fold batch, and prints

@@ -60,26 +60,24 @@ impl CommunicationThread {
                 let _ = result.send(ended); // need not be waited for
                 run.end_pending(rank);
             };
-            let finish = |oldest: Option<(InFlight, Mark, Sender<Result<()>>)>| {
-                if let Some((work, record, result)) = oldest {
-                    let at = work.at();
-                    let end = |group: &ProcessGroup| work.wait().map(|()| group.record_end(record));
-                    tell(result, carry_out(&group, Some(at), end));
-                }
+            let finish = |(work, record, result): (InFlight, Mark, Sender<Result<()>>)| {
+                let at = work.at();
+                let end = |group: &ProcessGroup| work.wait().map(|()| group.record_end(record));
+                tell(result, carry_out(&group, Some(at), end));
             };
             loop {
                 // Whatever is there first: a job, or an end.
                 if let Some((oldest, ..)) = in_flight.front()
                     && ends_before_a_job(oldest, &received, run.cancel.tripped())
                 {
-                    finish(in_flight.pop_front());
+                    in_flight.pop_front().into_iter().for_each(finish);
                     continue;
                 }
                 let Ok(job) = received.recv() else { break };
                 match job {
                     Job::Take(side) => group.take(side),
                     Job::GiveBack => {
-                        in_flight.drain(..).for_each(|it| finish(Some(it)));
+                        in_flight.drain(..).for_each(finish);
                         if let Some(side) = group.give_away() {
                             let _ = give_back.send(side); // whoever asked waits for it
                         }
@@ -91,7 +89,7 @@ impl CommunicationThread {
                     },
                 }
             }
-            in_flight.drain(..).for_each(|it| finish(Some(it)));
+            in_flight.drain(..).for_each(finish);
             run.cancel.deregister();
         };
         let name = format!("rank{rank}-comm");

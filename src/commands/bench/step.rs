@@ -10,6 +10,7 @@ use tch::Device;
 
 use super::super::checkpoints::Origin;
 use super::super::launched::{Launched, run_launched};
+use super::super::no_use::refuse_flags;
 use super::super::train::{Training, with_data};
 use super::cluster::ModelCluster;
 use super::cost::Measured;
@@ -51,40 +52,12 @@ struct StepTimes {
 /// Steps that are made first and do not count.
 const WARM_UP: usize = 20;
 
-/// What has no place in single steps. In a file it may be there for training.
-const NOT_OF_A_STEP: [&str; 18] = [
-    "max_epochs",
-    "val_fraction",
-    "val_every",
-    "save_dir",
-    "save_every",
-    "save_every_epochs",
-    "keep_last",
-    "resume",
-    "init_from",
-    "max_steps",
-    "max_seconds",
-    "patience",
-    "skip_nonfinite",
-    "check_replicas",
-    "fault",
-    "tensorboard",
-    "metrics",
-    "log_every",
-];
-
 /// Refuses a flag that [`bench_step`] would do nothing with.
 ///
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    match keys.into_iter().find(|key| NOT_OF_A_STEP.contains(&key.as_str())) {
-        Some(key) => Err(Error::Input(format!(
-            "--{}: bench step measures single steps, and has no use for it; leave it out",
-            key.replace('_', "-")
-        ))),
-        None => Ok(()),
-    }
+    refuse_flags(keys, &[], "bench step measures single steps,")
 }
 
 /// Trains as `config` says for `steps` steps, and prints what one takes; and what it would take on `cluster`, for which
