@@ -28,6 +28,7 @@ pub enum Operation {
     Data,
     Forward,
     Backward,
+    Gradient,
     Optimizer,
     Validation,
     Save,
@@ -37,7 +38,7 @@ pub enum Operation {
 
 impl Operation {
     /// All of them, each at the place of its number.
-    pub(crate) const ALL: [Operation; 26] = [
+    pub(crate) const ALL: [Operation; 27] = [
         Operation::Function,
         Operation::Start,
         Operation::Rendezvous,
@@ -59,6 +60,7 @@ impl Operation {
         Operation::Data,
         Operation::Forward,
         Operation::Backward,
+        Operation::Gradient,
         Operation::Optimizer,
         Operation::Validation,
         Operation::Save,
@@ -70,8 +72,13 @@ impl Operation {
 impl Operation {
     /// Whether a rank that does it is in code of its own, and waits for nobody as far as is known.
     pub(crate) fn is_own_work(self) -> bool {
-        use Operation::{Backward, Data, Forward, Function, Optimizer, Save, Step, Validation};
-        matches!(self, Function | Step | Data | Forward | Backward | Optimizer | Validation | Save)
+        use Operation::{
+            Backward, Data, Forward, Function, Gradient, Optimizer, Save, Step, Validation,
+        };
+        matches!(
+            self,
+            Function | Step | Data | Forward | Backward | Gradient | Optimizer | Validation | Save
+        )
     }
 
     /// Whether a rank that does it may be waiting for others as well as working.
@@ -105,6 +112,7 @@ impl fmt::Display for Operation {
             Operation::Data => "data",
             Operation::Forward => "forward",
             Operation::Backward => "backward",
+            Operation::Gradient => "gradient",
             Operation::Optimizer => "optimizer",
             Operation::Validation => "validation",
             Operation::Save => "save",

@@ -31,4 +31,5 @@ mod seen; // who is missing where, and what each rank does
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind
 mod sync_batch_norm; // the sum that gradients flow through, and batch norm over all ranks
 mod tidy; // the rules of the source that a compiler does not check
+mod trace; // what happened when, for Perfetto
 mod verify; // N ranks against one, in every way; what really differs is found

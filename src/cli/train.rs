@@ -250,6 +250,9 @@ pub(crate) struct TrainFlags {
     /// Write scalars, histograms and pictures for TensorBoard into this folder
     #[arg(long, value_name = "DIR", help_heading = "Run")]
     tensorboard: Option<PathBuf>,
+    /// Write what each rank has done, and when, to this file, for Perfetto (ui.perfetto.dev) and chrome://tracing
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    trace: Option<PathBuf>,
     /// Write metrics at the end of this file, a JSON object a line
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     metrics: Option<PathBuf>,

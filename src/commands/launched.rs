@@ -43,7 +43,8 @@ impl Launched {
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
         let mut options = vec![("the command".into(), command.into())];
         options.extend(config.shared_options()?);
-        let meet = || World::meet(&launch, &placement, config.timeout, interfaces, options);
+        let traces = config.trace.is_some();
+        let meet = || World::meet(&launch, &placement, config.timeout, interfaces, options, traces);
         let world = telling_of_a_wait(&launch, printer, meet)?.map(Arc::new);
         // Goes with the process: to stop the server would take half a second.
         std::mem::forget(world.clone());
@@ -51,6 +52,11 @@ impl Launched {
         let check = || launched.world.as_ref().map_or(Ok(()), |world| world.check_interfaces());
         launched.before_ranks(config, check)?;
         Ok(launched)
+    }
+
+    /// This process's number, and how many there are.
+    pub(super) fn process(&self) -> [usize; 2] {
+        self.world.as_ref().map_or([0, 1], |world| [world.process(), world.num_processes()])
     }
 
     /// How many ranks there are in all processes.

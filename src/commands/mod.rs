@@ -8,6 +8,7 @@ mod launched;
 mod no_use;
 mod processes;
 mod sampler;
+mod seen;
 mod train;
 mod verify;
 

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// What is of a whole run. In a file it may be there for training.
-const OF_A_RUN: [&str; 18] = [
+const OF_A_RUN: [&str; 19] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -21,6 +21,7 @@ const OF_A_RUN: [&str; 18] = [
     "fault",
     "tensorboard",
     "metrics",
+    "trace",
     "log_every",
 ];
 

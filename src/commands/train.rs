@@ -9,6 +9,7 @@ use tch::Device;
 
 use super::checkpoints::{self, Origin};
 use super::launched::{Launched, run_launched};
+use super::seen::Seen;
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, Data, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
@@ -104,9 +105,10 @@ fn train_in(
             Ok((Some(recorder), Origin::of(&config, world_size, printer)?))
         })?;
     }
+    let seen = launched.before_ranks(&config, || Seen::new(&config, &launched))?;
     let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
     let recorder = Mutex::new(recorder);
-    let spawn = launched.spawn(&config, printer).table_when(asks);
+    let spawn = launched.spawn(&config, printer).table_when(asks).history(seen.history());
     let (printer, stopped) = (printer.clone(), OnceLock::new());
     let job =
         Arc::new(Job { config, launched, data, recorder, records, printer, origin, stop, stopped });
@@ -124,7 +126,12 @@ fn train_in(
             printer.note(&format!("writing to stdout: {unwritable}"));
         }
     }
+    let written = seen.write(printer);
+    if let (Err(unwritable), true) = (&written, result.is_err()) {
+        printer.note(&unwritable.to_string());
+    }
     result?;
+    written?;
     let stopped = job.stopped.get().copied();
     if stopped == Some(StopReason::Terminate) && job.launched.launch.has_agent {
         let grace_period = job.config.grace_period.min(AGENTS_LOOK);

@@ -123,6 +123,9 @@ pub struct Config {
     /// The folder of TensorBoard's files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensorboard: Option<PathBuf>,
+    /// The file of the timeline of all ranks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace: Option<PathBuf>,
     /// The file of metrics, a JSON object a line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metrics: Option<PathBuf>,
@@ -292,6 +295,7 @@ impl Default for Config {
             no_shuffle: false,
             drop_last: false,
             tensorboard: None,
+            trace: None,
             metrics: None,
             log_every: 50,
             val_fraction: None,

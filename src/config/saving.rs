@@ -8,12 +8,13 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 37] = [
+const FREE: [&str; 38] = [
     "patience",
     "skip_nonfinite",
     "check_replicas",
     "tensorboard",
     "metrics",
+    "trace",
     "log_every",
     "val_every",
     "num_workers",
@@ -113,7 +114,7 @@ impl Config {
         Ok(all)
     }
 
-    /// The options that must be the same in all processes of a run, with their values. Where rank 0 saves is its own
+    /// The options that must be the same in all processes of a run, with their values. Where a process writes is its own
     /// affair, but whether it does is a decision of all.
     ///
     /// # Errors
@@ -123,7 +124,7 @@ impl Config {
         let Value::Object(all) = all else { return Ok(Vec::new()) };
         let shared = all.into_iter().filter(|(key, _)| !OWN.contains(&&key[..]));
         let text = |(key, value): (String, Value)| match &key[..] {
-            "save_dir" => (flag_name(&key), "set".into()),
+            "save_dir" | "trace" => (flag_name(&key), "set".into()),
             _ => (flag_name(&key), value.to_string()),
         };
         Ok(shared.map(text).collect())
@@ -253,7 +254,7 @@ mod tests {
             "max_steps = 1\nmax_seconds = 1\nsave_dir = \"a\"\nsave_every = 1\nweight_decay = 0.1\n\
                           save_every_epochs = 1\nresume = \"auto\"\ninit_from = \"b\"\nmax_grad_norm = 1\n\
                           schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"\n\
-                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ncheck_replicas = 1\ntensorboard = \"c\"\nmetrics = \"d\"\n\
+                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ncheck_replicas = 1\ntensorboard = \"c\"\nmetrics = \"d\"\ntrace = \"d\"\n\
                           nnodes = 1\nnode_rank = 0\nmaster_addr = \"e\"\nmaster_port = 1",
         );
         let all = serde_json::to_value(all).unwrap();

@@ -256,7 +256,7 @@ impl<M: ModuleT> DataParallel<M> {
     #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         if train {
-            self.group.next_phase(Operation::Forward);
+            self.group.enter_forward(inputs);
         }
         self.module.forward_t(inputs, train)
     }

@@ -322,7 +322,7 @@ impl<M: ModuleT> DistributedDataParallel<M> {
     #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         if train {
-            self.group.next_phase(Operation::Forward);
+            self.group.enter_forward(inputs);
         }
         self.module.forward_t(inputs, train)
     }

@@ -297,6 +297,7 @@ impl State {
         }
         member.ready = true;
         let bucket = member.bucket;
+        self.group.record_gradient(index, bucket, self.place);
         self.layout.buckets[bucket].pending -= 1;
         if self.layout.buckets[bucket].pending == 0 {
             let (began, before) = self.began;

@@ -1,7 +1,8 @@
 //! `spawn`: a thread for each rank, and what happens when one of them fails.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -13,10 +14,10 @@ use super::rendezvous::{self, Rendezvous};
 use super::stall::{Tell, stalled, table};
 use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, World};
 use crate::error::Error;
-use crate::observe::{LogFormat, Printer};
+use crate::observe::{LogFormat, Printer, TRACED, trace_file, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Failure, Fault, Run, panics};
+use crate::sync::{Failure, Fault, History, Run, Timeline, panics};
 use crate::torch;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
@@ -70,6 +71,8 @@ pub struct Spawn {
     stall_warning: Duration,
     asks: Receiver<()>,
     tell: Tell,
+    trace: Option<PathBuf>,
+    history: Option<Arc<OnceLock<History>>>,
 }
 
 impl Spawn {
@@ -93,6 +96,8 @@ impl Spawn {
             stall_warning: Self::STALL_WARNING,
             asks: never(),
             tell: Tell::new(|text| Printer::new(LogFormat::Text).note(text)),
+            trace: None,
+            history: None,
         }
     }
 
@@ -147,6 +152,18 @@ impl Spawn {
         self
     }
 
+    /// Writes what each rank has done, and when, to the file `path` for Perfetto and chrome://tracing, when all have
+    /// ended, well or not; several processes write a file each. Whoever is told of stalls hears if that fails. Training
+    /// steps are seen that begin with [`ProcessGroup::enter_step`](crate::ProcessGroup::enter_step).
+    pub fn trace(self, path: impl Into<PathBuf>) -> Self {
+        Self { trace: Some(path.into()), ..self }
+    }
+
+    /// Keeps more of what the ranks do, and leaves it in `history` when all have ended.
+    pub(crate) fn history(self, history: Option<Arc<OnceLock<History>>>) -> Self {
+        Self { history, ..self }
+    }
+
     /// Makes the ranks part of a run of several processes, in which they come after those of the processes before.
     pub fn world(mut self, world: Option<Arc<World>>) -> Self {
         self.world = world;
@@ -179,6 +196,9 @@ impl Spawn {
         let world_size = self.world.as_ref().map_or(count, |world| world.world_size());
         let mut run = Run::new(world_size, self.timeout, self.fault);
         run.check_collectives = self.check_collectives;
+        if self.trace.is_some() || self.history.is_some() {
+            run.timeline = Timeline::new(world_size, TRACED);
+        }
         if let Some(world) = &self.world {
             run.ranks_here = world.ranks_of_machine();
             run.elsewhere = Some(world.watch().elsewhere());
@@ -230,7 +250,37 @@ impl Spawn {
         if let Some(world) = &self.world {
             world.leave(self.grace_period);
         }
+        self.leave_history(&run);
         self.result(&run, &threads, table)
+    }
+
+    /// What the ranks have done goes to whoever wants it.
+    fn leave_history(&self, run: &Run) {
+        if self.trace.is_none() && self.history.is_none() {
+            return;
+        }
+        let world = self.world.as_ref();
+        let process = world.map_or([0, 1], |world| [world.process(), world.num_processes()]);
+        let here = self.first()..self.first() + self.devices.len();
+        let clock = world.and_then(|world| world.clock());
+        let history = History::of(run, here, |rank| self.device(rank), process, clock);
+        if let Some(path) = &self.trace {
+            let path = trace_file(path, process);
+            if let Err(error) = write_trace(&history, &path) {
+                self.tell.tell(&format!("the trace {} cannot be written: {error}", path.display()));
+            }
+        }
+        if let Some(slot) = &self.history {
+            let _ = slot.set(history); // a second run of the same keeps the first one's
+        }
+    }
+
+    /// What is said of a rank's device.
+    fn device(&self, rank: usize) -> String {
+        match &self.world {
+            Some(world) => world.label(rank),
+            None => rank_label(self.devices[rank], rank),
+        }
     }
 
     /// The first rank of this process.
@@ -246,15 +296,11 @@ impl Spawn {
         table: Option<String>,
     ) -> Result<(), Box<SpawnError>> {
         let first = self.first();
-        let device = |rank: usize| match &self.world {
-            Some(world) => world.label(rank),
-            None => rank_label(self.devices[rank], rank),
-        };
         let mut failures = run.failures();
         let table = table.filter(|_| failures.first().is_some_and(|it| it.waited));
         let mut failures = failures.drain(..).map(|Failure { rank, at, error, .. }| RankFailure {
             rank,
-            device: device(rank),
+            device: self.device(rank),
             at,
             error,
         });
@@ -267,7 +313,7 @@ impl Spawn {
             stuck: still_running
                 .map(|rank| StuckRank {
                     rank,
-                    device: device(rank),
+                    device: self.device(rank),
                     last_seen: run.activity[rank].now(),
                 })
                 .collect(),

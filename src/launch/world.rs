@@ -16,12 +16,12 @@ use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
 use super::messages::{Absence, MOST_RANKS, Process, check_same, places, shared_gpu};
-use super::start;
 use super::watch::{Server, Watch};
 use super::{Backend, Launch, LaunchKind, Master, Placement};
+use super::{clock, start};
 use crate::error::{Error, Result};
 use crate::process_group::{Invitation, Layout, Network, rank_label};
-use crate::sync::Run;
+use crate::sync::{Clock, Run};
 use crate::torch::{TcpStore, check_interfaces, cuda};
 
 /// All processes of a run, as one of them knows them.
@@ -37,6 +37,8 @@ pub struct World {
     nnodes: usize,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
+    /// How this one's clock compares, if that was asked.
+    clock: Option<Clock>,
     watch: Watch,
     /// Nobody ever closes this: requests of the run's end must not be given up.
     _open: Sender<Infallible>,
@@ -62,7 +64,8 @@ impl World {
     }
 
     /// Meets the other processes of `launch`; `None` if this is the only one. Returns when all are there.
-    /// `options` has the names and values of whatever must be the same in all of them.
+    /// `options` has the names and values of whatever must be the same in all of them; so must be whether they compare
+    /// their clocks.
     ///
     /// # Errors
     /// [`Error::Input`] when the processes do not fit each other, [`Error::Store`] when the store cannot be reached
@@ -73,6 +76,7 @@ impl World {
         timeout: Duration,
         interfaces: Option<String>,
         options: Vec<(String, String)>,
+        compare_clocks: bool,
     ) -> Result<Option<Self>> {
         let (Some(master), mine) = (&launch.master, launch.processes.index) else {
             return Ok(None);
@@ -148,6 +152,8 @@ impl World {
                 ),
             },
         };
+        let clock = compare_clocks.then(|| clock::measure(&store, mine, count, timeout));
+        let clock = clock.transpose()?;
         let watch = Watch::new(&store, server, mine, &ranks)?;
         Ok(Some(Self {
             processes,
@@ -157,6 +163,7 @@ impl World {
             serves,
             nnodes,
             interfaces,
+            clock,
             watch,
             _open: open,
         }))
@@ -189,6 +196,16 @@ impl World {
     /// How many machines there are.
     pub fn nnodes(&self) -> usize {
         self.nnodes
+    }
+
+    /// This process's number.
+    pub fn process(&self) -> usize {
+        self.mine
+    }
+
+    /// How this process's clock compares to that of process 0, if that was asked.
+    pub(super) fn clock(&self) -> Option<Clock> {
+        self.clock
     }
 
     /// The number of this process's first rank among those of its machine.

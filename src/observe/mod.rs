@@ -9,7 +9,9 @@ mod printer;
 mod progress;
 mod recorder;
 mod samples;
+mod slices;
 mod tensorboard;
+mod trace;
 
 pub use events::{End, Epoch, Event, Failure, Start};
 pub use held_back::{HeldBack, PhaseSeconds, held_back};
@@ -18,3 +20,4 @@ pub use printer::{LogFormat, Printer};
 pub use recorder::{Recorder, TrainMetrics, ValidationMetrics};
 pub use samples::Sample;
 pub use tensorboard::TensorBoard;
+pub(crate) use trace::{TRACED, trace_file, write_trace};

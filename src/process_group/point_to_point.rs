@@ -183,8 +183,8 @@ impl ProcessGroup {
         let at = At { operation: op.operation(), sequence: self.messages.get() };
         let before = self.activity().enter(at.operation, at.sequence);
         self.check(op)?;
-        let bytes = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
-        let begin = Begin { bytes, ..Begin::alone(at, Location::caller()) };
+        let amount = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
+        let begin = Begin { amount, ..Begin::alone(at, Location::caller()) };
         let number = self.run().timeline.begin(self.global_rank(), begin);
         let source = self.post_one(op)?.wait_for_source()?;
         self.record_end(number);

@@ -5,6 +5,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tch::Tensor;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Call, ProcessGroup, num_bytes};
@@ -92,14 +93,13 @@ impl ProcessGroup {
     /// Records that this rank comes to `call`; what is returned is for [`ProcessGroup::record_end`].
     pub(super) fn record_call(&self, call: &Call, place: Place) -> Mark {
         let Note { place: on_behalf, bucket } = self.recorded.note.get();
-        let numel =
-            |tensors: &[tch::Tensor]| -> usize { tensors.iter().map(tch::Tensor::numel).sum() };
+        let numel = |tensors: &[Tensor]| -> usize { tensors.iter().map(Tensor::numel).sum() };
         let most = numel(call.inputs).max(numel(call.outputs));
         let begin = Begin {
             at: call.at(),
             group: Some(self.recorded.group),
             bucket,
-            bytes: num_bytes(call.kind, most) as u64,
+            amount: num_bytes(call.kind, most) as u64,
             place: Some(on_behalf.unwrap_or(place)),
             beside: self.recorded.beside,
         };
@@ -127,9 +127,13 @@ impl ProcessGroup {
     /// Records that this rank goes on with `phase` of training step `step`. Not a collective.
     #[track_caller]
     pub(crate) fn enter_phase(&self, phase: Operation, step: u64) {
-        self.end_phase();
         let at = At { operation: phase, sequence: step };
-        let begin = Begin::alone(at, Location::caller());
+        self.begin_phase(Begin::alone(at, Location::caller()));
+    }
+
+    fn begin_phase(&self, begin: Begin) {
+        self.end_phase();
+        let At { operation: phase, sequence: step } = begin.at;
         let mark = self.run().timeline.begin(self.global_rank(), begin);
         let collectives = Duration::ZERO;
         self.recorded.phase.set(Some(Phase { is: phase, step, mark, collectives }));
@@ -140,6 +144,30 @@ impl ProcessGroup {
     pub(crate) fn next_phase(&self, phase: Operation) {
         if let Some(before) = self.recorded.phase.get() {
             self.enter_phase(phase, before.step);
+        }
+    }
+
+    /// Records that this rank goes on with the forward pass of `samples` samples, if it is in a step. Not a collective.
+    #[track_caller]
+    pub(crate) fn enter_forward(&self, samples: &Tensor) {
+        if let Some(before) = self.recorded.phase.get() {
+            let at = At { operation: Operation::Forward, sequence: before.step };
+            let amount = samples.size().first().map_or(0, |&samples| samples as u64);
+            self.begin_phase(Begin { amount, ..Begin::alone(at, Location::caller()) });
+        }
+    }
+
+    /// Records that the gradient of the `index`-th parameter, which is in `bucket`, is complete, if somebody wants to see
+    /// everything. Not a collective.
+    pub(crate) fn record_gradient(&self, index: usize, bucket: usize, place: Option<Place>) {
+        let timeline = &self.run().timeline;
+        if timeline.keeps_all() {
+            let at = At { operation: Operation::Gradient, sequence: index as u64 };
+            let bucket = u16::try_from(bucket).ok();
+            let (group, amount, beside) = (None, 0, false);
+            let begin = Begin { at, group, bucket, amount, place, beside };
+            let mark = timeline.begin(self.global_rank(), begin);
+            timeline.end(self.global_rank(), mark);
         }
     }
 

@@ -6,6 +6,7 @@
 mod barrier;
 mod cancel;
 mod fault;
+mod history;
 pub(crate) mod panics;
 pub(crate) mod primitives;
 mod run;
@@ -15,6 +16,7 @@ mod timeline;
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
 pub use fault::{Fault, FaultKind, Stage};
+pub(crate) use history::{Clock, History, OfRank};
 pub use panics::install_panic_hook;
 pub(crate) use run::{Activity, Elsewhere, Failure, Run};
 pub(crate) use stop::News;

@@ -11,6 +11,7 @@ use super::primitives::{
     AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, Thread, current, park,
     park_timeout, yield_now,
 };
+use super::timeline::RECORDS;
 use super::{CancelToken, Fault, Stage, Timeline};
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
@@ -99,7 +100,7 @@ impl Run {
         Self {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
-            timeline: Timeline::new(world_size),
+            timeline: Timeline::new(world_size, RECORDS),
             groups: Mutex::default(),
             ranks_here: world_size,
             elsewhere: None,
@@ -126,6 +127,11 @@ impl Run {
         }
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups.get(&group).cloned()
+    }
+
+    /// The ranks of all groups that this process has joined, but for the group of all.
+    pub(crate) fn known_groups(&self) -> BTreeMap<u32, Arc<[usize]>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Notes that the calling thread is that of `rank`.

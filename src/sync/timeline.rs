@@ -11,15 +11,18 @@ use std::time::{Duration, Instant};
 use crossbeam::atomic::AtomicCell;
 use crossbeam::utils::CachePadded;
 
-use crate::operation::At;
+use crate::operation::{At, Operation};
 
-/// How many records of each rank are kept, the newest: of a training step there are about ten.
-const RECORDS: usize = if cfg!(loom) { 1 } else { 1024 };
+/// How many records of each rank are kept, the newest, unless somebody wants to see more: of a training step there are
+/// about ten.
+pub(crate) const RECORDS: usize = if cfg!(loom) { 1 } else { 1024 };
 
 /// The records of all ranks of a run.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     began: Instant,
+    /// How many records of each rank are kept.
+    keeps: usize,
     ranks: Box<[Ring]>,
 }
 
@@ -34,8 +37,8 @@ pub(crate) struct Begin {
     pub group: Option<u32>,
     /// Which bucket of gradients.
     pub bucket: Option<u16>,
-    /// How much of it there is on this rank.
-    pub bytes: u64,
+    /// How much of it there is on this rank: bytes of what is moved, samples of a forward pass.
+    pub amount: u64,
     pub place: Option<Place>,
     /// Whether a communication thread does it.
     pub beside: bool,
@@ -44,7 +47,7 @@ pub(crate) struct Begin {
 impl Begin {
     /// Something that a rank does by itself.
     pub(crate) fn alone(at: At, place: Place) -> Self {
-        Self { at, group: None, bucket: None, bytes: 0, place: Some(place), beside: false }
+        Self { at, group: None, bucket: None, amount: 0, place: Some(place), beside: false }
     }
 }
 
@@ -70,6 +73,8 @@ struct Ring {
     next: CachePadded<AtomicU64>,
     /// Made for the first record: a rank of another process has none.
     entries: OnceLock<Box<[Entry]>>,
+    /// Of each collective and message how often it was begun, and its bytes.
+    totals: [[AtomicU64; 2]; Operation::ALL.len()],
 }
 
 /// One record: a reader who finds the same number before and after has read what belongs together.
@@ -81,7 +86,7 @@ struct Entry {
     at: AtomicU64,
     /// From its upper end: the group and one more (32 bits), the bucket and one more (17), `beside` (1).
     marks: AtomicU64,
-    bytes: AtomicU64,
+    amount: AtomicU64,
     arrived: AtomicU64,
     /// 0 while it goes on.
     ended: AtomicU64,
@@ -89,10 +94,24 @@ struct Entry {
 }
 
 impl Timeline {
-    /// For so many ranks, from now on.
-    pub(crate) fn new(ranks: usize) -> Self {
-        let ring = |_| Ring { next: CachePadded::new(AtomicU64::new(0)), entries: OnceLock::new() };
-        Self { began: Instant::now(), ranks: (0..ranks).map(ring).collect() }
+    /// For so many ranks, from now on, with so many records of each.
+    pub(crate) fn new(ranks: usize, keeps: usize) -> Self {
+        let ring = |_| Ring {
+            next: CachePadded::new(AtomicU64::new(0)),
+            entries: OnceLock::new(),
+            totals: Default::default(),
+        };
+        Self { began: Instant::now(), keeps, ranks: (0..ranks).map(ring).collect() }
+    }
+
+    /// When it began.
+    pub(crate) fn began(&self) -> Instant {
+        self.began
+    }
+
+    /// Whether so much is kept that somebody wants to see all of it.
+    pub(crate) fn keeps_all(&self) -> bool {
+        self.keeps > RECORDS
     }
 
     /// How much time has passed.
@@ -102,18 +121,23 @@ impl Timeline {
 
     /// Notes that `rank` begins something now.
     pub(crate) fn begin(&self, rank: usize, begin: Begin) -> Mark {
-        let Begin { at, group, bucket, bytes, place, beside } = begin;
+        let Begin { at, group, bucket, amount, place, beside } = begin;
         let ring = &self.ranks[rank];
+        if at.operation.may_wait() {
+            let [calls, bytes] = &ring.totals[at.operation as usize];
+            calls.fetch_add(1, Ordering::Relaxed);
+            bytes.fetch_add(amount, Ordering::Relaxed);
+        }
         // Threads of one rank may come here at once: each has a record of its own.
         let number = ring.next.fetch_add(1, Ordering::Relaxed);
-        let entry = ring.entry(number);
+        let entry = ring.entry(number, self.keeps);
         let group = group.map_or(0, |group| u64::from(group) + 1);
         let bucket = bucket.map_or(0, |bucket| u64::from(bucket) + 1);
         entry.number.store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
         entry.at.store(at.packed(), Ordering::Relaxed);
         entry.marks.store(group << 18 | bucket << 1 | u64::from(beside), Ordering::Relaxed);
-        entry.bytes.store(bytes, Ordering::Relaxed);
+        entry.amount.store(amount, Ordering::Relaxed);
         let arrived = self.now();
         entry.arrived.store(nanos(arrived), Ordering::Relaxed);
         entry.ended.store(0, Ordering::Relaxed);
@@ -125,7 +149,7 @@ impl Timeline {
     /// Notes that it is over; returns how long it took.
     pub(crate) fn end(&self, rank: usize, mark: Mark) -> Duration {
         let Mark { number, arrived } = mark;
-        let (entry, now) = (self.ranks[rank].entry(number), self.now());
+        let (entry, now) = (self.ranks[rank].entry(number, self.keeps), self.now());
         // It has been written over, if it took as long as that.
         if entry.number.load(Ordering::Relaxed) == number + 1 {
             entry.ended.store(nanos(now).max(1), Ordering::Release);
@@ -142,32 +166,39 @@ impl Timeline {
     /// is left out.
     pub(crate) fn records(&self, rank: usize, from: u64) -> impl Iterator<Item = Record> {
         let (ring, count) = (&self.ranks[rank], self.count(rank));
-        let first = from.max(count.saturating_sub(RECORDS as u64));
-        (first..count).filter_map(|number| ring.read(number))
+        let first = from.max(count.saturating_sub(self.keeps as u64));
+        (first..count).filter_map(|number| ring.read(number, self.keeps))
+    }
+
+    /// How often `rank` has begun such a collective or message, and with how many bytes in all.
+    pub(crate) fn total(&self, rank: usize, operation: Operation) -> [u64; 2] {
+        self.ranks[rank].totals[operation as usize].each_ref().map(|it| it.load(Ordering::Relaxed))
     }
 
     /// The newest record of `rank` in which it does something itself.
     pub(crate) fn newest(&self, rank: usize) -> Option<Record> {
         let count = self.count(rank);
-        let kept = count.saturating_sub(RECORDS as u64)..count;
+        let kept = count.saturating_sub(self.keeps as u64)..count;
         let ring = &self.ranks[rank];
-        kept.rev().filter_map(|number| ring.read(number)).find(|it| !it.begin.beside)
+        let its_own =
+            |it: &Record| !it.begin.beside && it.begin.at.operation != Operation::Gradient;
+        kept.rev().filter_map(|number| ring.read(number, self.keeps)).find(its_own)
     }
 }
 
 impl Ring {
-    fn entry(&self, number: u64) -> &Entry {
-        let entries = self.entries.get_or_init(|| (0..RECORDS).map(|_| Entry::default()).collect());
-        &entries[(number % RECORDS as u64) as usize]
+    fn entry(&self, number: u64, keeps: usize) -> &Entry {
+        let entries = self.entries.get_or_init(|| (0..keeps).map(|_| Entry::default()).collect());
+        &entries[(number % keeps as u64) as usize]
     }
 
-    fn read(&self, number: u64) -> Option<Record> {
-        let entry = self.entry(number);
+    fn read(&self, number: u64, keeps: usize) -> Option<Record> {
+        let entry = self.entry(number, keeps);
         if entry.number.load(Ordering::Acquire) != number + 1 {
             return None;
         }
         let (at, marks) = (entry.at.load(Ordering::Relaxed), entry.marks.load(Ordering::Relaxed));
-        let (bytes, place) = (entry.bytes.load(Ordering::Relaxed), entry.place.load());
+        let (amount, place) = (entry.amount.load(Ordering::Relaxed), entry.place.load());
         let arrived = entry.arrived.load(Ordering::Relaxed);
         let ended = entry.ended.load(Ordering::Acquire);
         std::sync::atomic::fence(Ordering::Acquire);
@@ -179,7 +210,7 @@ impl Ring {
             at: At::unpacked(at)?,
             group: group.checked_sub(1).map(|group| group as u32),
             bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
-            bytes,
+            amount,
             place,
             beside: marks & 1 == 1,
         };
@@ -196,14 +227,12 @@ fn nanos(time: Duration) -> u64 {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::operation::Operation;
-
     fn begin(sequence: u64) -> Begin {
         Begin {
             at: At { operation: Operation::AllReduce, sequence },
             group: Some(u32::MAX),
             bucket: Some(u16::MAX),
-            bytes: sequence * 3,
+            amount: sequence * 3,
             place: Some(Location::caller()),
             beside: false,
         }
@@ -211,14 +240,14 @@ mod tests {
 
     #[test]
     fn what_is_written_can_be_read() {
-        let timeline = Timeline::new(2);
+        let timeline = Timeline::new(2, RECORDS);
         assert!(timeline.newest(1).is_none());
         let number = timeline.begin(1, begin(7));
         let open = timeline.newest(1).unwrap();
         assert_eq!(open.ended, None);
         assert_eq!(open.begin.at.to_string(), "all_reduce #7");
         assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
-        assert_eq!((open.begin.bytes, open.begin.beside), (21, false));
+        assert_eq!((open.begin.amount, open.begin.beside), (21, false));
         assert!(open.begin.place.unwrap().file().ends_with("timeline.rs"));
         timeline.end(1, number);
         let over = timeline.newest(1).unwrap();
@@ -234,7 +263,7 @@ mod tests {
 
     #[test]
     fn the_newest_are_kept() {
-        let timeline = Timeline::new(1);
+        let timeline = Timeline::new(1, RECORDS);
         let first = timeline.begin(0, begin(0));
         for sequence in 1..3000 {
             let number = timeline.begin(0, begin(sequence));
@@ -251,7 +280,7 @@ mod tests {
     /// Two threads of a rank write, a third one reads: nothing that it reads is mixed of two records.
     #[test]
     fn a_reader_never_sees_half_a_record() {
-        let timeline = Timeline::new(1);
+        let timeline = Timeline::new(1, RECORDS);
         let write = |offset: u64| {
             for sequence in 0..50_000 {
                 let number = timeline.begin(0, begin(2 * sequence + offset));
@@ -262,7 +291,7 @@ mod tests {
             let writers = [scope.spawn(|| write(0)), scope.spawn(|| write(1))];
             while writers.iter().any(|it| !it.is_finished()) {
                 for record in timeline.records(0, 0) {
-                    assert_eq!(record.begin.bytes, record.begin.at.sequence * 3);
+                    assert_eq!(record.begin.amount, record.begin.at.sequence * 3);
                     assert!(record.ended.is_none_or(|ended| ended >= record.arrived));
                 }
             }

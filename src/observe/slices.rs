@@ -1,0 +1,92 @@
+//! What a timeline shows: each record with the step it belongs to, and how long a rank only waited in it.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use crate::operation::Operation;
+use crate::sync::{Begin, History, OfRank, Record};
+
+/// A record, and what follows from the others.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Slice {
+    pub begin: Begin,
+    pub arrived: Duration,
+    /// Of what had not ended: the end of what it is in the midst of, or of all.
+    pub ended: Duration,
+    pub unfinished: bool,
+    /// The training step, of what lies in one.
+    pub step: Option<u64>,
+    /// For how long the rank waited for the last one to come, and for whom.
+    pub waited: Option<(Duration, usize)>,
+}
+
+/// When each rank has come to a collective: the group's number and that of the call.
+type Arrivals = HashMap<(u32, u64), Arrival>;
+
+#[derive(Debug)]
+struct Arrival {
+    ranks: usize,
+    last: (Duration, usize),
+}
+
+/// The slices of each rank of `history`, in the order in which they began.
+pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
+    let mut arrivals = Arrivals::new();
+    for OfRank { rank, records, .. } in &history.ranks {
+        for Record { begin, arrived, .. } in records {
+            let Some(key) = meeting(begin) else { continue };
+            let mine = (*arrived, *rank);
+            let arrival = arrivals.entry(key).or_insert(Arrival { ranks: 0, last: mine });
+            arrival.ranks += 1;
+            arrival.last = arrival.last.max(mine);
+        }
+    }
+    // Of a collective that also has ranks elsewhere nobody here knows who came last.
+    let mut members: HashMap<u32, usize> = HashMap::new();
+    arrivals.retain(|(group, _), arrival| {
+        let of_group = || history.members(*group).map_or(0, |members| members.len());
+        arrival.ranks == *members.entry(*group).or_insert_with(of_group)
+    });
+    history.ranks.iter().map(|rank| of_rank(rank, &arrivals, history.taken)).collect()
+}
+
+fn of_rank(rank: &OfRank, arrivals: &Arrivals, taken: Duration) -> Vec<Slice> {
+    let (mut step, mut phase_ends) = (None, None);
+    let mut slices = Vec::with_capacity(rank.records.len());
+    for Record { begin, arrived, ended } in &rank.records {
+        let at = begin.at;
+        match at.operation {
+            Operation::Step
+            | Operation::Data
+            | Operation::Forward
+            | Operation::Backward
+            | Operation::Optimizer => (step, phase_ends) = (Some(at.sequence), *ended),
+            Operation::Validation | Operation::Save => (step, phase_ends) = (None, *ended),
+            // After a step's last phase nothing is part of it.
+            _ if !begin.beside && phase_ends.is_some_and(|end| end < *arrived) => step = None,
+            _ => {}
+        }
+        let own_end = phase_ends.filter(|end| end >= arrived).unwrap_or(taken);
+        let ended_or = ended.unwrap_or(own_end).max(*arrived);
+        let waited = meeting(begin).and_then(|key| arrivals.get(&key)).and_then(|arrival| {
+            let (last, by) = arrival.last;
+            let waited = last.min(ended_or).saturating_sub(*arrived);
+            (by != rank.rank && !waited.is_zero()).then_some((waited, by))
+        });
+        slices.push(Slice {
+            begin: *begin,
+            arrived: *arrived,
+            ended: ended_or,
+            unfinished: ended.is_none(),
+            step,
+            waited,
+        });
+    }
+    slices
+}
+
+/// Which meeting of ranks it is, if it is one.
+fn meeting(begin: &Begin) -> Option<(u32, u64)> {
+    let meets = begin.at.operation != Operation::Synchronize;
+    begin.group.filter(|_| meets).map(|group| (group, begin.at.sequence))
+}

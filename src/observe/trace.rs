@@ -1,0 +1,319 @@
+//! `--trace`: the timeline of a run, for Perfetto and chrome://tracing.
+//!
+//! The format is the "Trace Event Format" of Chromium's: a JSON object whose `traceEvents` are slices (`X`), names of lanes
+//! (`M`), arrows (`s`, `f`) and counters (`C`), with times in microseconds.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use super::slices::{Slice, slices};
+use crate::operation::Operation;
+use crate::sync::History;
+
+/// How many records of each rank a trace has at most, the newest: about three thousand steps of a small model.
+pub(crate) const TRACED: usize = 1 << 15;
+
+/// The file for `process`, of so many: `trace.json` of one alone, `trace.0.json` and so on of several.
+pub(crate) fn trace_file(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
+    if count == 1 {
+        return path.to_owned();
+    }
+    let extension = path.extension().map_or(String::new(), |it| format!(".{}", it.display()));
+    let stem = path.file_stem().unwrap_or_default().display();
+    path.with_file_name(format!("{stem}.{process}{extension}"))
+}
+
+/// Writes the trace of `history` to `path`.
+///
+/// # Errors
+/// When it cannot be written.
+pub(crate) fn write_trace(history: &History, path: &Path) -> io::Result<()> {
+    let mut file = BufWriter::new(File::create(path)?);
+    Trace { history, start: history.start() * 1e6, out: &mut file, first: true, arrows: 0 }
+        .write()?;
+    file.flush()
+}
+
+/// One event. The fields' names are those of the format.
+#[derive(Debug, Default, Serialize)]
+struct Event<'a> {
+    name: &'a str,
+    ph: &'a str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    cat: &'a str,
+    pid: usize,
+    tid: usize,
+    /// In microseconds.
+    ts: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dur: Option<f64>,
+    /// Of an arrow.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<u64>,
+    /// Where an arrow ends: at the slice around it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bp: Option<&'a str>,
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    args: Map<String, Value>,
+}
+
+struct Trace<'a, W> {
+    history: &'a History,
+    /// When the history's clock began, on that of process 0.
+    start: f64,
+    out: &'a mut W,
+    first: bool,
+    /// How many there are.
+    arrows: u64,
+}
+
+impl<W: Write> Trace<'_, W> {
+    fn write(&mut self) -> io::Result<()> {
+        let [process, processes] = self.history.process;
+        self.out.write_all(b"{\"traceEvents\":[\n")?;
+        let name = format!("process {process} of {processes}, {}", std::process::id());
+        self.name("process_name", 0, &name)?;
+        let of_ranks = slices(self.history);
+        for (rank, slices) in self.history.ranks.iter().zip(&of_ranks) {
+            let (own, beside) = lanes(rank.rank);
+            self.name("thread_name", own, &format!("rank {} ({})", rank.rank, rank.device))?;
+            if slices.iter().any(|it| it.begin.beside) {
+                let name = format!("rank {} communication", rank.rank);
+                self.name("thread_name", beside, &name)?;
+            }
+            self.rank(rank.rank, slices)?;
+        }
+        let lost: Map<String, Value> = (self.history.ranks.iter())
+            .map(|it| (format!("rank {}", it.rank), it.lost.into()))
+            .collect();
+        let clock = self.history.clock.map(|clock| micros(clock.error));
+        let other = json!({
+            "program": format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
+            "process": process,
+            "processes": processes,
+            "world_size": self.history.world_size,
+            "clock": if clock.is_some() { "that of process 0" } else { "its own" },
+            "clock_error_us": clock,
+            "records_not_kept": lost,
+        });
+        write!(self.out, "\n],\"displayTimeUnit\":\"ns\",\"otherData\":{other}}}")?;
+        self.out.write_all(b"\n")
+    }
+
+    /// One rank's slices, and what connects them.
+    fn rank(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
+        self.steps(rank, slices)?;
+        // What goes on to where the next arrow ends: gradients to their buckets, buckets to the optimizer.
+        let (mut gradients, mut buckets): (Vec<&Slice>, Vec<&Slice>) = (Vec::new(), Vec::new());
+        for slice in slices {
+            let operation = slice.begin.at.operation;
+            if operation == Operation::Step {
+                // What a step before has not used is used no more.
+                gradients.clear();
+                buckets.clear();
+                continue; // it is the beginning of the step's own slice
+            }
+            self.slice(rank, slice)?;
+            match (operation, slice.begin.bucket) {
+                (Operation::Gradient, _) => gradients.push(slice),
+                (Operation::Optimizer, _) => {
+                    for bucket in buckets.drain(..) {
+                        self.arrow(rank, "update", bucket, slice)?;
+                    }
+                }
+                (_, Some(number)) => {
+                    let (of_bucket, others) =
+                        gradients.iter().partition(|it| it.begin.bucket == Some(number));
+                    gradients = others;
+                    let of_bucket: Vec<&Slice> = of_bucket;
+                    for gradient in of_bucket {
+                        self.arrow(rank, "gradient", gradient, slice)?;
+                    }
+                    buckets.push(slice);
+                }
+                _ => {}
+            }
+            if let Some((waited, by)) = slice.waited {
+                let event = Event {
+                    name: &format!("waiting for rank {by}"),
+                    cat: "wait",
+                    ph: "X",
+                    ts: self.time(slice.arrived),
+                    dur: Some(micros(waited)),
+                    tid: lane(rank, slice),
+                    ..Event::default()
+                };
+                self.event(event)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A slice around each training step, and what it has moved and trained on.
+    fn steps(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
+        let mut rest = slices;
+        while let Some((at, step)) =
+            rest.iter().enumerate().find_map(|(at, it)| Some((at, it.step?)))
+        {
+            let end = rest[at..].iter().position(|it| it.step != Some(step));
+            let (of_step, after) = rest[at..].split_at(end.unwrap_or(rest.len() - at));
+            rest = after;
+            let own = of_step.iter().filter(|it| !it.begin.beside);
+            let (Some(first), Some(end)) = (of_step.first(), own.map(|it| it.ended).max()) else {
+                continue;
+            };
+            let time = end.saturating_sub(first.arrived);
+            let (ts, tid) = (self.time(first.arrived), lanes(rank).0);
+            let amount = |of: fn(Operation) -> bool| -> u64 {
+                of_step
+                    .iter()
+                    .filter(|it| of(it.begin.at.operation))
+                    .map(|it| it.begin.amount)
+                    .sum()
+            };
+            let samples = amount(|it| it == Operation::Forward);
+            let name = format!("step {step}");
+            let args = to_args([("samples", samples.into())]);
+            let dur = Some(micros(time));
+            self.event(Event {
+                name: &name,
+                cat: "step",
+                ph: "X",
+                ts,
+                dur,
+                tid,
+                args,
+                ..Event::default()
+            })?;
+            let counters = [
+                ("samples per second", samples as f64 / time.as_secs_f64().max(1e-9)),
+                ("bytes in collectives", amount(Operation::may_wait) as f64),
+            ];
+            for (what, value) in counters {
+                let name = format!("rank {rank}: {what}");
+                let args = to_args([(what, value.into())]);
+                self.event(Event { name: &name, ph: "C", ts, tid, args, ..Event::default() })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn slice(&mut self, rank: usize, slice: &Slice) -> io::Result<()> {
+        let begin = &slice.begin;
+        let operation = begin.at.operation;
+        let cat = match begin.group {
+            Some(_) => "collective",
+            None if operation == Operation::Gradient => "gradient",
+            None if operation.is_own_work() => "phase",
+            None => "message",
+        };
+        let name = match begin.bucket {
+            Some(bucket) => format!("{operation} (bucket {bucket})"),
+            None => operation.to_string(),
+        };
+        let place = begin.place.map(|it| format!("{}:{}", it.file(), it.line()));
+        let (waited, waited_for) = slice.waited.unzip();
+        let of_data = !operation.is_own_work();
+        let all = [
+            ("sequence", Some(begin.at.sequence.into())),
+            ("step", slice.step.map(Value::from)),
+            ("bytes", of_data.then(|| begin.amount.into())),
+            ("group", begin.group.map(Value::from)),
+            ("waited_us", waited.map(|it| micros(it).into())),
+            ("waited_for_rank", waited_for.map(Value::from)),
+            ("at", place.map(Value::from)),
+            ("unfinished", slice.unfinished.then(|| true.into())),
+        ];
+        let event = Event {
+            name: &name,
+            cat,
+            ph: "X",
+            ts: self.time(slice.arrived),
+            dur: Some(micros(slice.ended.saturating_sub(slice.arrived))),
+            tid: lane(rank, slice),
+            args: all.into_iter().filter_map(|(key, value)| Some((key.into(), value?))).collect(),
+            ..Event::default()
+        };
+        self.event(event)
+    }
+
+    /// From the end of one slice to the beginning of another.
+    fn arrow(&mut self, rank: usize, name: &str, from: &Slice, to: &Slice) -> io::Result<()> {
+        self.arrows += 1;
+        // Of several processes none has the number of another's.
+        let id = Some(((self.history.process[0] as u64) << 40) + self.arrows);
+        let ts = self.time(inside(from));
+        let begin = Event {
+            name,
+            cat: "gradients",
+            ph: "s",
+            ts,
+            id,
+            tid: lane(rank, from),
+            ..Event::default()
+        };
+        self.event(begin)?;
+        // Drawn forwards also where the optimizer has begun while a bucket was still on its way.
+        let ts = self.time(to.arrived.max(inside(from)));
+        let (tid, bp) = (lane(rank, to), Some("e"));
+        self.event(Event { name, cat: "gradients", ph: "f", ts, id, tid, bp, ..Event::default() })
+    }
+
+    fn name(&mut self, what: &str, tid: usize, name: &str) -> io::Result<()> {
+        let args = to_args([("name", name.into())]);
+        self.event(Event { name: what, ph: "M", tid, args, ..Event::default() })?;
+        if what == "thread_name" {
+            let args = to_args([("sort_index", tid.into())]);
+            self.event(Event {
+                name: "thread_sort_index",
+                ph: "M",
+                tid,
+                args,
+                ..Event::default()
+            })?;
+        }
+        Ok(())
+    }
+
+    fn event(&mut self, event: Event<'_>) -> io::Result<()> {
+        if !std::mem::replace(&mut self.first, false) {
+            self.out.write_all(b",\n")?;
+        }
+        let event = Event { pid: self.history.process[0], ..event };
+        serde_json::to_writer(&mut *self.out, &event).map_err(io::Error::from)
+    }
+
+    /// In microseconds, on the clock of process 0.
+    fn time(&self, time: Duration) -> f64 {
+        self.start + micros(time)
+    }
+}
+
+fn to_args<const N: usize>(args: [(&str, Value); N]) -> Map<String, Value> {
+    args.into_iter().map(|(key, value)| (key.into(), value)).collect()
+}
+
+/// A time well within the part of a slice in which its rank does not wait: the arrow binds to what is there.
+fn inside(slice: &Slice) -> Duration {
+    let began = slice.arrived + slice.waited.map_or(Duration::ZERO, |(waited, _)| waited);
+    began + slice.ended.saturating_sub(began) / 2
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_nanos() as f64 / 1e3
+}
+
+/// The lane of a rank, and that of its communication threads.
+fn lanes(rank: usize) -> (usize, usize) {
+    (2 * rank, 2 * rank + 1)
+}
+
+fn lane(rank: usize, slice: &Slice) -> usize {
+    let (own, beside) = lanes(rank);
+    if slice.begin.beside { beside } else { own }
+}
