@@ -72,7 +72,7 @@ fn the_readme_s_commands_do_what_it_says() {
             count += 1;
         }
     }
-    assert_eq!(count, 11, "commands with output in the README");
+    assert_eq!(count, 12, "commands with output in the README");
 }
 
 #[test]

@@ -27,6 +27,7 @@ mod parity; // against values recorded from PyTorch
 mod processes; // several processes: collectives, training, failures
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
+mod report; // the page of a run
 mod seen; // who is missing where, and what each rank does
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind
 mod sync_batch_norm; // the sum that gradients flow through, and batch norm over all ranks

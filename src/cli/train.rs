@@ -253,10 +253,13 @@ pub(crate) struct TrainFlags {
     /// Write what each rank has done, and when, to this file, for Perfetto (ui.perfetto.dev) and chrome://tracing
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     trace: Option<PathBuf>,
+    /// Write a page that shows the run to this file, for a browser: curves, timeline, samples, buckets, verdict
+    #[arg(long, value_name = "FILE", help_heading = "Run")]
+    report: Option<PathBuf>,
     /// Write metrics at the end of this file, a JSON object a line
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     metrics: Option<PathBuf>,
-    /// After how many steps to tell how training goes each time [default: 50]
+    /// After how many steps to tell how training goes each time [default: 50; with --report 10]
     #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Run")]
     log_every: Option<u64>,
     /// How results are written on stdout [default: text]

@@ -43,7 +43,7 @@ impl Launched {
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
         let mut options = vec![("the command".into(), command.into())];
         options.extend(config.shared_options()?);
-        let traces = config.trace.is_some();
+        let traces = config.trace.is_some() || config.report.is_some();
         let meet = || World::meet(&launch, &placement, config.timeout, interfaces, options, traces);
         let world = telling_of_a_wait(&launch, printer, meet)?.map(Arc::new);
         // Goes with the process: to stop the server would take half a second.

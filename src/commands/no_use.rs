@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// What is of a whole run. In a file it may be there for training.
-const OF_A_RUN: [&str; 19] = [
+const OF_A_RUN: [&str; 20] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -22,6 +22,7 @@ const OF_A_RUN: [&str; 19] = [
     "tensorboard",
     "metrics",
     "trace",
+    "report",
     "log_every",
 ];
 

@@ -1,5 +1,7 @@
 //! `ddp-mp train`: starts the ranks, and trains on each.
 
+mod ending;
+
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -20,11 +22,10 @@ use crate::launch::{
     end_at_signals_in, stop_on_signals,
 };
 use crate::models::Model;
-use crate::observe::{
-    End, Event, Failure, LogFormat, Printer, Recorder, Start, held_back, peak_memory,
-};
+use crate::observe::report::Outcome;
+use crate::observe::{End, Event, Failure, LogFormat, Printer, Recorder, Start};
 use crate::optim::{Optimizer, Schedule};
-use crate::process_group::{ProcessGroup, Traffic};
+use crate::process_group::ProcessGroup;
 use crate::torch::Generator;
 use crate::torch::cuda::Cuda;
 use crate::trainer::Trainer;
@@ -46,6 +47,7 @@ struct Job {
     stop: Arc<Stop>,
     /// Why the run has ended before its last epoch, if it has.
     stopped: OnceLock<StopReason>,
+    seen: Seen,
 }
 
 /// Trains as `config` says; returns when every rank has ended, and why that was before the last epoch, if it was.
@@ -87,6 +89,7 @@ fn train_in(
     let Some(launched) = launched else { return Ok(stop.asked_for()) };
     let world_size = launched.world_size();
     launched.before_ranks(&config, || config.validate_for(world_size))?;
+    let seen = launched.before_ranks(&config, || Seen::new(&config, &launched))?;
     let (mut recorder, mut origin) = (None, Origin::default());
     if launched.is_first() {
         let of_all = launched.note();
@@ -101,17 +104,17 @@ fn train_in(
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
         (recorder, origin) = launched.before_ranks(&config, || {
-            let recorder = Recorder::new(printer, tensorboard, metrics)?;
+            let recorder = Recorder::new(printer, tensorboard, metrics)?.curves(seen.curves());
             Ok((Some(recorder), Origin::of(&config, world_size, printer)?))
         })?;
     }
-    let seen = launched.before_ranks(&config, || Seen::new(&config, &launched))?;
     let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
     let recorder = Mutex::new(recorder);
     let spawn = launched.spawn(&config, printer).table_when(asks).history(seen.history());
     let (printer, stopped) = (printer.clone(), OnceLock::new());
     let job =
-        Arc::new(Job { config, launched, data, recorder, records, printer, origin, stop, stopped });
+        Job { config, launched, data, recorder, records, printer, origin, stop, stopped, seen };
+    let job = Arc::new(job);
 
     let of_ranks = job.clone();
     let result = spawn.run(move |rank| train_on(rank, &of_ranks));
@@ -126,7 +129,9 @@ fn train_in(
             printer.note(&format!("writing to stdout: {unwritable}"));
         }
     }
-    let written = seen.write(printer);
+    let Job { seen, config, launched, data, .. } = &*job;
+    let outcome = outcome(&result, job.stopped.get().copied());
+    let written = seen.write(config, launched, data, outcome, printer);
     if let (Err(unwritable), true) = (&written, result.is_err()) {
         printer.note(&unwritable.to_string());
     }
@@ -165,7 +170,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     if start_from.records {
         let mut recorder = job.recorder.lock().unwrap_or_else(PoisonError::into_inner);
         let recorder = if rank.rank() == 0 { recorder.take() } else { None };
-        trainer = trainer.record(config.log_every, recorder);
+        trainer = trainer.record(config.log_every(), recorder);
     }
     if let Some(validation) = &job.data.validation {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;
@@ -180,51 +185,18 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     if let Some(checkpoint) = &start_from.checkpoint {
         trainer.resume(checkpoint)?;
     }
+    if rank.rank() == 0 {
+        job.seen.model(config, trainer.ddp(), trainer.state().step);
+    }
     let summary = trainer.train(config.max_epochs, |epoch| {
         job.printer.epoch(epoch, group.local_world_size()).context("writing to stdout")
     })?;
 
     group.barrier()?;
-    let Traffic { sent, received } = group.traffic();
-    let waited = trainer.loader().waited().as_secs_f64();
-    if let Some(of_ranks) =
-        group.gather_object(&(sent, received, waited, group.phase_seconds()), 0)?
-    {
-        let seconds = summary.elapsed.as_secs_f64();
-        let scaler = trainer.scaler().state();
-        let statistics = trainer.ddp().statistics();
-        let (mut bytes_sent_by_rank, mut bytes_received_by_rank) = (Vec::new(), Vec::new());
-        let (mut data_wait_seconds_by_rank, mut phases) = (Vec::new(), Vec::new());
-        for (sent, received, waited, of_rank) in of_ranks {
-            phases.push(of_rank);
-            bytes_sent_by_rank.push(sent);
-            bytes_received_by_rank.push(received);
-            data_wait_seconds_by_rank.push(waited);
-        }
-        let end = End {
-            seconds,
-            steps: summary.steps,
-            loss: summary.last_loss,
-            us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
-            parameters_hash: format!("{:016x}", trainer.ddp().parameters_hash()?),
-            bucket_bytes: statistics.bucket_bytes,
-            backward_us: statistics.backward_us,
-            communication_us: statistics.communication_us,
-            overlapped: statistics.overlapped,
-            bytes_sent_by_rank,
-            bytes_received_by_rank,
-            data_wait_seconds_by_rank,
-            collective_seconds_by_rank: phases.iter().map(|it| it.collectives).collect(),
-            // On a GPU a collective ends when it is launched.
-            held_back: if group.backend() == "nccl" { None } else { held_back(&phases, seconds) },
-            peak_memory_bytes: peak_memory(),
-            skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
-            scale: scaler.map(|scaler| scaler.scale),
-            stopped: summary.stopped.map(StopReason::name),
-            best: trainer.state().best.clone(),
-            steps_now: summary.steps_now,
-            first_loss: summary.first_loss,
-        };
+    if rank.rank() == 0 {
+        job.seen.moved(trainer.ddp());
+    }
+    if let Some(end) = ending::end(&trainer, &summary, job, &group)? {
         if config.strategy == StrategyKind::Dp
             && job.printer.format() == LogFormat::Text
             && let Some(lesson) = through_rank_0(&end)
@@ -292,10 +264,7 @@ impl Training {
         origin: &Origin,
     ) -> anyhow::Result<Self> {
         let loader = |of_rank| -> Result<DataLoader> {
-            let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), of_rank)?
-                .shuffle(!config.no_shuffle)
-                .seed(config.seed)
-                .drop_last(config.drop_last)?;
+            let sampler = config.sampler(dataset.len(), rank.world_size(), of_rank)?;
             let loader =
                 DataLoader::new(dataset.clone(), sampler, config.batch_size, rank.device())?;
             loader
@@ -367,6 +336,16 @@ fn through_rank_0(end: &End) -> Option<String> {
         others_sent.iter().max().map(kb)?,
         others_received.iter().max().map(kb)?
     ))
+}
+
+/// How the run ended, for its report.
+fn outcome(result: &Result<(), Box<SpawnError>>, stopped: Option<StopReason>) -> Outcome {
+    let (kind, text) = match (result, stopped) {
+        (Err(error), _) => ("failed", error.to_string()),
+        (Ok(()), Some(reason)) => ("stopped", format!("stopped by {}", reason.name())),
+        (Ok(()), None) => ("done", "done".into()),
+    };
+    Outcome { kind, text }
 }
 
 fn start(job: &Job, parameters: usize) -> Start {

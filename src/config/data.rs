@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::{Config, Invalid, flag_name};
 use crate::data::{
-    Dataset, DatasetSpec, FileDataset, Subset, TargetKind, Targets, TensorDataset, random_split,
+    Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
+    TensorDataset, random_split,
 };
 use crate::error::{Error, Result};
 use crate::trainer::Loss;
@@ -24,6 +25,19 @@ pub struct Data {
 pub(super) const SIZES: [&str; 3] = ["num_samples", "in_features", "out_features"];
 
 impl Config {
+    /// What deals `rank` of `world_size` ranks its part of `len` samples.
+    pub(crate) fn sampler(
+        &self,
+        len: usize,
+        world_size: usize,
+        rank: usize,
+    ) -> Result<DistributedSampler> {
+        DistributedSampler::new(len, world_size, rank)?
+            .shuffle(!self.no_shuffle)
+            .seed(self.seed)
+            .drop_last(self.drop_last)
+    }
+
     /// Takes back the defaults of sizes that were not given, where a file will tell them.
     pub(super) fn leave_sizes_to_the_file(&mut self, given: [bool; 3]) {
         if self.dataset == DatasetSpec::Random {

@@ -126,12 +126,15 @@ pub struct Config {
     /// The file of the timeline of all ranks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace: Option<PathBuf>,
+    /// The file of the page that shows the run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub report: Option<PathBuf>,
     /// The file of metrics, a JSON object a line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metrics: Option<PathBuf>,
-    /// After how many steps to tell how training goes each time.
-    #[serde(alias = "log-every")]
-    pub log_every: u64,
+    /// After how many steps to tell how training goes each time, if not by default.
+    #[serde(alias = "log-every", skip_serializing_if = "Option::is_none")]
+    pub log_every: Option<u64>,
     /// Which fraction of the samples is held back for validation; if it is not given, files for validation that
     /// lie beside those for training are used.
     #[serde(alias = "val-fraction", skip_serializing_if = "Option::is_none")]
@@ -296,8 +299,9 @@ impl Default for Config {
             drop_last: false,
             tensorboard: None,
             trace: None,
+            report: None,
             metrics: None,
-            log_every: 50,
+            log_every: None,
             val_fraction: None,
             val_every: 1,
             drop_last_batch: false,
@@ -358,6 +362,11 @@ impl Config {
             master_port: self.master_port,
             nproc: self.nproc_per_node,
         }
+    }
+
+    /// After how many steps to tell how training goes each time: more often for the curves of a report.
+    pub fn log_every(&self) -> u64 {
+        self.log_every.unwrap_or(if self.report.is_some() { 10 } else { 50 })
     }
 
     /// The model that this asks for.

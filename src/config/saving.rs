@@ -8,13 +8,14 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 38] = [
+const FREE: [&str; 39] = [
     "patience",
     "skip_nonfinite",
     "check_replicas",
     "tensorboard",
     "metrics",
     "trace",
+    "report",
     "log_every",
     "val_every",
     "num_workers",
@@ -124,7 +125,7 @@ impl Config {
         let Value::Object(all) = all else { return Ok(Vec::new()) };
         let shared = all.into_iter().filter(|(key, _)| !OWN.contains(&&key[..]));
         let text = |(key, value): (String, Value)| match &key[..] {
-            "save_dir" | "trace" => (flag_name(&key), "set".into()),
+            "save_dir" | "trace" | "report" => (flag_name(&key), "set".into()),
             _ => (flag_name(&key), value.to_string()),
         };
         Ok(shared.map(text).collect())
@@ -254,7 +255,7 @@ mod tests {
             "max_steps = 1\nmax_seconds = 1\nsave_dir = \"a\"\nsave_every = 1\nweight_decay = 0.1\n\
                           save_every_epochs = 1\nresume = \"auto\"\ninit_from = \"b\"\nmax_grad_norm = 1\n\
                           schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"\n\
-                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ncheck_replicas = 1\ntensorboard = \"c\"\nmetrics = \"d\"\ntrace = \"d\"\n\
+                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ncheck_replicas = 1\ntensorboard = \"c\"\nmetrics = \"d\"\ntrace = \"d\"\nreport = \"d\"\n\
                           nnodes = 1\nnode_rank = 0\nmaster_addr = \"e\"\nmaster_port = 1",
         );
         let all = serde_json::to_value(all).unwrap();

@@ -104,7 +104,7 @@ impl Config {
     }
 
     /// How many steps each of so many ranks makes in an epoch.
-    pub(super) fn steps_per_epoch(&self, world_size: usize) -> u64 {
+    pub(crate) fn steps_per_epoch(&self, world_size: usize) -> u64 {
         let samples = self.num_samples.unwrap_or(0) as usize;
         let share =
             if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
@@ -127,7 +127,7 @@ impl Config {
             let problem = format!("{fraction} is no part; use a number from 0 to below 1");
             return refuse("val_fraction", problem);
         }
-        at_least("log_every", self.log_every as i64, 1)?;
+        at_least("log_every", self.log_every.map_or(1, |every| every as i64), 1)?;
         at_least("val_every", self.val_every as i64, 1)?;
         at_least("prefetch_factor", self.prefetch_factor as i64, 1)?;
         if self.num_workers > MOST_WORKERS {

@@ -13,6 +13,7 @@ use super::parameters::{self, NamedTensor};
 use super::times::Times;
 use super::{DdpOptions, DdpStatistics, NoSync};
 use crate::error::{Error, Result};
+use crate::observe::report::Parameter;
 use crate::operation::Operation;
 use crate::optim::{FlatBuffer, Gradients, clip_grad_norm};
 use crate::process_group::{ProcessGroup, num_bytes};
@@ -109,6 +110,11 @@ impl<M> DataParallel<M> {
     /// nothing: for steps that are made of several batches.
     pub fn no_sync(&self) -> NoSync {
         NoSync::new(&self.no_sync)
+    }
+
+    /// Where the parameters are: [`Strategy::parameter_places`](super::Strategy::parameter_places).
+    pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
+        self.layout.parameter_places()
     }
 
     /// What every [`backward`](Self::backward) that gathered came to so far, on average. A bucket is what goes

@@ -8,6 +8,7 @@ use super::bucket::{self, Size};
 use super::parameters::NamedTensor;
 use super::{DdpOptions, elements_per_line, mib};
 use crate::error::{Error, Result};
+use crate::observe::report::Parameter;
 use crate::optim::{FlatBuffer, Gradients, Place, Places};
 use crate::process_group::num_bytes;
 use crate::torch::{move_grad, set_grad};
@@ -107,6 +108,17 @@ impl Layout {
         let mut layout = Self { flats: Vec::new(), buckets: Vec::new(), members };
         layout.fill_buckets(&layout.default_order(), options)?;
         Ok(layout)
+    }
+
+    /// What each parameter is, and where its gradient.
+    pub(super) fn parameter_places(&self) -> Vec<Parameter> {
+        let place = |member: &Member| Parameter {
+            name: member.name.clone(),
+            shape: member.parameter.size(),
+            bytes: num_bytes(member.parameter.kind(), member.parameter.numel()),
+            bucket: Some(member.bucket),
+        };
+        self.members.iter().map(place).collect()
     }
 
     /// Takes all gradients away: the first that backward computes is copied to its place, which is less work

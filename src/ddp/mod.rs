@@ -20,10 +20,12 @@ use std::time::Duration;
 
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
+use xxhash_rust::xxh3::xxh3_64;
 
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::observe::report::Parameter;
 use crate::operation::Operation;
 use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
@@ -210,6 +212,11 @@ impl<M> DistributedDataParallel<M> {
         NoSync::new(&self.no_sync)
     }
 
+    /// Where the parameters are: [`Strategy::parameter_places`].
+    pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
+        self.reducer.parameter_places()
+    }
+
     /// How long this rank has reduced gradients, or waited for others to, since the beginning.
     pub(crate) fn communication_time(&self) -> Duration {
         self.reducer.times().communication
@@ -302,6 +309,13 @@ impl<M> DistributedDataParallel<M> {
     pub fn parameters_hash(&self) -> Result<u64> {
         self.group.synchronize()?;
         parameters::hash(&self.tensors)
+    }
+
+    /// 64 bits over the values of all parameters, which must be there.
+    pub(crate) fn replica_hash(&self) -> Result<u64> {
+        self.group.synchronize()?;
+        let each = self.parameter_hashes()?.into_iter();
+        Ok(xxh3_64(&each.flat_map(|(_, hash)| hash.to_le_bytes()).collect::<Vec<_>>()))
     }
 
     /// The names of all parameters, with 64 bits over the values of each, which must be there.

@@ -16,6 +16,7 @@ use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
 use super::times::Times;
 use crate::error::{Error, Result};
+use crate::observe::report::Parameter;
 use crate::optim::{FlatBuffer, Gradients};
 use crate::process_group::{Note, ProcessGroup, ReduceOp, num_bytes};
 use crate::sync::Place;
@@ -140,6 +141,10 @@ impl Reducer {
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
         let bytes = |b: &Bucket| num_bytes(b.gradients.kind(), b.gradients.numel());
         self.state.borrow().layout.buckets.iter().map(bytes).collect()
+    }
+
+    pub(super) fn parameter_places(&self) -> Vec<Parameter> {
+        self.state.borrow().layout.parameter_places()
     }
 
     pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) {

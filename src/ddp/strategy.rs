@@ -8,6 +8,7 @@ use tch::nn::ModuleT;
 
 use super::{DataParallel, DdpStatistics, DistributedDataParallel, NoSync};
 use crate::error::Result;
+use crate::observe::report::Parameter;
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
 
@@ -117,6 +118,11 @@ impl<M> Strategy<M> {
             Strategy::Ddp(ddp) => ddp.bucket_times(),
             Strategy::Dp(_) => Vec::new(),
         }
+    }
+
+    /// Where the parameters and their gradients are, in the order in which hooks number them.
+    pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
+        either!(self, parameter_places())
     }
 
     pub(crate) fn communication_time(&self) -> Duration {

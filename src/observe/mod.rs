@@ -8,6 +8,7 @@ mod memory;
 mod printer;
 mod progress;
 mod recorder;
+pub(crate) mod report;
 mod samples;
 mod slices;
 mod tensorboard;

@@ -3,11 +3,12 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
+use super::report::Curves;
 use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result};
@@ -65,6 +66,8 @@ pub struct Recorder {
     tensorboard: Option<TensorBoard>,
     /// The file of JSON lines, and its name.
     lines: Option<(BufWriter<File>, String)>,
+    /// What a report is to show.
+    curves: Option<Arc<Mutex<Curves>>>,
 }
 
 impl Recorder {
@@ -95,12 +98,20 @@ impl Recorder {
                 Ok((BufWriter::new(file), name))
             })
             .transpose()?;
-        Ok(Self { printer: printer.clone(), tensorboard, lines })
+        Ok(Self { printer: printer.clone(), tensorboard, lines, curves: None })
+    }
+
+    /// Leaves the numbers in `curves` too, if somebody wants them there.
+    pub(crate) fn curves(self, curves: Option<Arc<Mutex<Curves>>>) -> Self {
+        Self { curves, ..self }
     }
 
     /// Whether there is anybody to tell.
     pub fn is_wanted(&self) -> bool {
-        self.tensorboard.is_some() || self.lines.is_some() || self.printer.shows_progress()
+        self.tensorboard.is_some()
+            || self.lines.is_some()
+            || self.curves.is_some()
+            || self.printer.shows_progress()
     }
 
     /// Whether there is anybody to look at samples.
@@ -131,6 +142,7 @@ impl Recorder {
             ("train/samples_per_second", Some(samples_per_second)),
         ];
         self.scalars(step, &scalars)?;
+        self.draw(|curves| curves.train(metrics));
         self.line(&Line::Train(metrics))
     }
 
@@ -160,6 +172,7 @@ impl Recorder {
                 tensorboard.histogram(&format!("model/{name}"), step, &values).map_err(board)?;
             }
         }
+        self.draw(|curves| curves.validation.push(metrics.clone()));
         self.line(&Line::Validation(metrics))?;
         self.flush()
     }
@@ -180,6 +193,12 @@ impl Recorder {
         match &mut self.lines {
             Some((file, name)) => file.flush().map_err(|error| unwritable(name, &error)),
             None => Ok(()),
+        }
+    }
+
+    fn draw(&self, add: impl FnOnce(&mut Curves)) {
+        if let Some(curves) = &self.curves {
+            add(&mut curves.lock().unwrap_or_else(PoisonError::into_inner));
         }
     }
 

@@ -1,0 +1,130 @@
+//! The end of a run: what each rank has to tell, and what rank 0 makes of it.
+
+use serde::{Deserialize, Serialize};
+
+use super::Job;
+use crate::config::StrategyKind;
+use crate::ddp::Strategy;
+use crate::error::Result;
+use crate::models::Model;
+use crate::observe::report::{Measured, Moved, Replicas, Verdict, advice, efficiency};
+use crate::observe::{End, PhaseSeconds, held_back, peak_memory};
+use crate::process_group::{ProcessGroup, Traffic};
+use crate::sync::StopReason;
+use crate::trainer::{Summary, Trainer};
+
+/// What rank 0 hears of each.
+#[derive(Debug, Serialize, Deserialize)]
+struct OfRank {
+    sent: u64,
+    received: u64,
+    /// For data, in seconds.
+    waited: f64,
+    phases: PhaseSeconds,
+    /// 64 bits over the parameters, if replicas are to be seen.
+    parameters: Option<u64>,
+}
+
+/// Gathers what all ranks have to tell; on rank 0, what the run came to. A collective.
+pub(super) fn end(
+    trainer: &Trainer<Model>,
+    summary: &Summary,
+    job: &Job,
+    group: &ProcessGroup,
+) -> Result<Option<End>> {
+    let Traffic { sent, received } = group.traffic();
+    let parameters = match trainer.ddp() {
+        Strategy::Ddp(ddp) if job.config.report.is_some() => {
+            Some(match job.config.no_broadcast_buffers {
+                true => ddp.replica_hash()?, // buffers may differ
+                false => ddp.parameters_hash()?,
+            })
+        }
+        _ => None,
+    };
+    let mine = OfRank {
+        sent,
+        received,
+        waited: trainer.loader().waited().as_secs_f64(),
+        phases: group.phase_seconds(),
+        parameters,
+    };
+    let Some(of_ranks) = group.gather_object(&mine, 0)? else { return Ok(None) };
+    let seconds = summary.elapsed.as_secs_f64();
+    let statistics = trainer.ddp().statistics();
+    let by_rank = |of: fn(&OfRank) -> f64| of_ranks.iter().map(of).collect::<Vec<_>>();
+    let phases: Vec<PhaseSeconds> = of_ranks.iter().map(|it| it.phases).collect();
+    let end = End {
+        seconds,
+        steps: summary.steps,
+        loss: summary.last_loss,
+        us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
+        parameters_hash: format!("{:016x}", trainer.ddp().parameters_hash()?),
+        bucket_bytes: statistics.bucket_bytes,
+        backward_us: statistics.backward_us,
+        communication_us: statistics.communication_us,
+        overlapped: statistics.overlapped,
+        bytes_sent_by_rank: of_ranks.iter().map(|it| it.sent).collect(),
+        bytes_received_by_rank: of_ranks.iter().map(|it| it.received).collect(),
+        data_wait_seconds_by_rank: by_rank(|it| it.waited),
+        collective_seconds_by_rank: by_rank(|it| it.phases.collectives),
+        // On a GPU a collective ends when it is launched.
+        held_back: if group.backend() == "nccl" { None } else { held_back(&phases, seconds) },
+        peak_memory_bytes: peak_memory(),
+        skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
+        scale: trainer.scaler().state().map(|scaler| scaler.scale),
+        stopped: summary.stopped.map(StopReason::name),
+        best: trainer.state().best.clone(),
+        steps_now: summary.steps_now,
+        first_loss: summary.first_loss,
+    };
+    job.seen.draft(|draft| {
+        draft.model.buckets.clone_from(&end.bucket_bytes);
+        draft.moved = Moved {
+            sent: end.bytes_sent_by_rank.clone(),
+            received: end.bytes_received_by_rank.clone(),
+            collectives: Vec::new(),
+        };
+        draft.replicas = replicas(&of_ranks, job.config.check_replicas);
+        draft.verdict = verdict(&end, phases, job, group);
+        draft.end = Some(end.clone());
+    });
+    Ok(Some(end))
+}
+
+fn replicas(of_ranks: &[OfRank], checked_every: Option<u64>) -> Option<Replicas> {
+    let hashes: Vec<u64> = of_ranks.iter().map(|it| it.parameters).collect::<Option<_>>()?;
+    Some(Replicas {
+        equal: hashes.iter().all(|hash| *hash == hashes[0]),
+        hashes: hashes.iter().map(|hash| format!("{hash:016x}")).collect(),
+        checked_every,
+    })
+}
+
+fn verdict(end: &End, phases: Vec<PhaseSeconds>, job: &Job, group: &ProcessGroup) -> Verdict {
+    let config = &job.config;
+    if group.backend() == "nccl" {
+        let why = "On GPUs a phase ends when its kernels are launched: see the samples per second, and a profiler.";
+        return Verdict { advice: vec![why.into()], ..Verdict::default() };
+    }
+    let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
+    let overlapped = overlaps.then_some(end.overlapped);
+    let measured = Measured {
+        phases: &phases,
+        held_back: end.held_back.as_ref(),
+        overlapped,
+        us_per_step: end.us_per_step,
+        buckets: end.bucket_bytes.len(),
+        batch_size: config.batch_size,
+        num_workers: config.num_workers,
+        backend: group.backend(),
+        seconds: end.seconds,
+    };
+    Verdict {
+        efficiency: efficiency(&phases),
+        overlapped,
+        held_back: end.held_back.clone(),
+        advice: advice(measured),
+        phases,
+    }
+}

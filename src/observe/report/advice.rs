@@ -1,0 +1,164 @@
+//! What to make of a run's times, and what to try next.
+
+use crate::observe::{HeldBack, PhaseSeconds};
+
+/// What is known of a run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Measured<'a> {
+    /// Of each rank.
+    pub phases: &'a [PhaseSeconds],
+    pub held_back: Option<&'a HeldBack>,
+    pub overlapped: Option<f64>,
+    pub us_per_step: f64,
+    pub buckets: usize,
+    pub batch_size: usize,
+    pub num_workers: usize,
+    pub backend: &'a str,
+    /// How long the run took.
+    pub seconds: f64,
+}
+
+impl PhaseSeconds {
+    /// What the rank does by itself.
+    fn own(&self) -> f64 {
+        self.step + self.data + self.forward + self.backward + self.optimizer
+    }
+}
+
+/// Which part of the time of their steps the ranks are at work for themselves: neither in collectives nor waiting there.
+/// With nothing lost to the others it is 1, and N ranks are N times as fast as one. None where there are no steps.
+pub(crate) fn efficiency(phases: &[PhaseSeconds]) -> Option<f64> {
+    let own: f64 = phases.iter().map(PhaseSeconds::own).sum();
+    let collectives: f64 = phases.iter().map(|it| it.collectives).sum();
+    (own + collectives > 0.0).then(|| own / (own + collectives))
+}
+
+/// What takes less of the time than this is not worth a word.
+const SHARE: f64 = 0.2;
+
+/// A step that is shorter than this, in microseconds, is mostly overhead.
+const SHORT_STEP: f64 = 1000.0;
+
+/// What to try next, the most important first; each a sentence.
+pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
+    let mut advice = Vec::new();
+    let Some(efficiency) = efficiency(run.phases) else { return advice };
+    let ranks = run.phases.len() as f64;
+    let total: f64 = run.phases.iter().map(|it| it.own() + it.collectives).sum();
+    let share = |of: fn(&PhaseSeconds) -> f64| run.phases.iter().map(of).sum::<f64>() / total;
+    let mut say = |text: String| advice.push(text);
+    if let Some(HeldBack { rank, phase, seconds, .. }) = run.held_back {
+        say(format!(
+            "Rank {rank} held the others back by {seconds:.1} s, in its phase {phase}: look at what it does there, or at \
+             what else runs on its device."
+        ));
+    }
+    let data = share(|it| it.data);
+    if data > SHARE {
+        let percent = 100.0 * data;
+        say(match run.num_workers {
+            0 => format!(
+                "{percent:.0} % of the steps' time goes into getting data: try --num-workers 2."
+            ),
+            workers => format!(
+                "{percent:.0} % of the steps' time goes into getting data, with --num-workers {workers}: try more, or a \
+                 larger --prefetch-factor."
+            ),
+        });
+    }
+    let lost = 1.0 - efficiency;
+    if ranks > 1.0 && lost > SHARE {
+        let percent = 100.0 * lost;
+        if run.us_per_step < SHORT_STEP {
+            let (step, batch) = (run.us_per_step, run.batch_size);
+            say(format!(
+                "{percent:.0} % of the steps' time goes into collectives, and a step is only {step:.0} us long: with so \
+                 small a model a larger --batch-size (now {batch}), or fewer ranks, pays best."
+            ));
+        } else if run.held_back.is_none() {
+            say(format!(
+                "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --accumulate makes \
+                 fewer of them, and --comm-hook bf16 makes them smaller."
+            ));
+        }
+        // Ranks in threads reduce in the same cores that compute.
+        if run.buckets == 1 && run.us_per_step >= SHORT_STEP && run.backend != "threaded" {
+            say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
+                 --bucket-cap-mb lets the first go out earlier."
+                .into());
+        } else if run.overlapped.is_some_and(|it| it < 0.5)
+            && run.buckets > 1
+            && run.backend != "threaded"
+        {
+            let percent = 100.0 * run.overlapped.unwrap_or(0.0);
+            say(format!(
+                "Only {percent:.0} % of the communication was hidden behind backward: another --bucket-cap-mb may hide \
+                 more."
+            ));
+        }
+    }
+    if advice.is_empty() {
+        let (own, seconds) = (100.0 * efficiency, run.seconds);
+        advice.push(match ranks > 1.0 {
+            true => format!(
+                "Nothing stands out: the ranks were at work of their own for {own:.0} % of their steps. More ranks should \
+                 pay."
+            ),
+            false => format!(
+                "This was one rank alone, for {seconds:.1} s: compare with --nproc-per-node 2 and more."
+            ),
+        });
+    }
+    advice
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(phases: &[PhaseSeconds]) -> Measured<'_> {
+        Measured {
+            phases,
+            held_back: None,
+            overlapped: None,
+            us_per_step: 5000.0,
+            buckets: 1,
+            batch_size: 32,
+            num_workers: 0,
+            backend: "gloo",
+            seconds: 10.0,
+        }
+    }
+
+    #[test]
+    fn what_is_lost_is_told_with_what_to_do() {
+        let well =
+            PhaseSeconds { forward: 4.0, backward: 5.0, collectives: 1.0, ..Default::default() };
+        assert_eq!(efficiency(&[well, well]), Some(0.9));
+        assert_eq!(efficiency(&[]), None);
+        assert!(advice(run(&[])).is_empty());
+        assert!(
+            advice(run(&[well, well]))[0].starts_with("Nothing stands out: the ranks were at work")
+        );
+        assert!(advice(run(&[well]))[0].starts_with("This was one rank alone"));
+
+        let waiting = PhaseSeconds { collectives: 9.0, ..well };
+        let told = advice(run(&[waiting, waiting]));
+        assert!(
+            told[0].starts_with("50 % of the steps' time goes into collectives: a larger"),
+            "{told:?}"
+        );
+        assert!(told[1].contains("in one bucket"), "{told:?}");
+        let told =
+            advice(Measured { overlapped: Some(0.2), buckets: 4, ..run(&[waiting, waiting]) });
+        assert!(told[1].starts_with("Only 20 % of the communication"), "{told:?}");
+        let told = advice(Measured { us_per_step: 50.0, ..run(&[waiting, waiting]) });
+        assert!(told.len() == 1 && told[0].contains("only 50 us long"), "{told:?}");
+
+        let hungry = PhaseSeconds { data: 9.0, ..well };
+        assert!(advice(run(&[hungry, hungry]))[0].ends_with("try --num-workers 2."));
+        let held = HeldBack { rank: 1, seconds: 2.0, phase: "data", phase_seconds: 2.0 };
+        let told = advice(Measured { held_back: Some(&held), ..run(&[well, well]) });
+        assert!(told[0].starts_with("Rank 1 held the others back by 2.0 s, in its phase data"));
+    }
+}

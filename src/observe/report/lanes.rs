@@ -1,0 +1,114 @@
+//! The timeline of a report: the records of the trace, as short as they can be.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+use crate::observe::slices::{Slice, slices};
+use crate::operation::Operation;
+use crate::sync::{History, OfRank, Place};
+
+/// So many records a page has at most: what a phone can still draw.
+const MOST: usize = 120_000;
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Lanes {
+    /// How many records of a rank are not here, at most.
+    lost: u64,
+    /// What the numbers of operations in records mean.
+    operations: Vec<String>,
+    /// The lines of source.
+    places: Vec<String>,
+    ranks: Vec<Lane>,
+}
+
+#[derive(Debug, Serialize)]
+struct Lane {
+    rank: usize,
+    device: String,
+    records: Vec<Short>,
+}
+
+/// A record as a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, beside, how
+/// long it waited, for whom, place. Times are in microseconds; -1 is none.
+#[derive(Debug)]
+struct Short {
+    operation: usize,
+    times: (f64, Option<f64>),
+    numbers: (u64, i64, i64, u64, u8),
+    waited: (f64, i64),
+    place: i64,
+}
+
+impl Serialize for Short {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { operation, times, numbers, waited, place } = self;
+        let (begin, duration) = times;
+        let (sequence, step, bucket, bytes, beside) = numbers;
+        (
+            operation, begin, duration, sequence, step, bucket, bytes, beside, waited.0, waited.1,
+            place,
+        )
+            .serialize(serializer)
+    }
+}
+
+impl Lanes {
+    /// The newest records of each rank of `history`.
+    pub(crate) fn new(history: &History) -> Self {
+        let most = MOST / history.ranks.len().max(1);
+        let mut places = Places::default();
+        let mut lost = 0;
+        let lane = |(of_rank, slices): (&OfRank, Vec<Slice>)| {
+            let too_many = slices.len().saturating_sub(most);
+            lost = lost.max(of_rank.lost + too_many as u64);
+            Lane {
+                rank: of_rank.rank,
+                device: of_rank.device.clone(),
+                records: slices[too_many..].iter().map(|it| short(it, &mut places)).collect(),
+            }
+        };
+        let ranks = history.ranks.iter().zip(slices(history)).map(lane).collect();
+        let operations = Operation::ALL.iter().map(ToString::to_string).collect();
+        Self { lost, operations, places: places.names, ranks }
+    }
+}
+
+fn short(slice: &Slice, places: &mut Places) -> Short {
+    let Slice { begin, arrived, ended, unfinished, step, waited } = *slice;
+    let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
+    let duration = micros(ended.saturating_sub(arrived));
+    let number = |it: Option<u64>| it.map_or(-1, |it| it as i64);
+    let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
+    Short {
+        operation: begin.at.operation as usize,
+        times: (micros(arrived), (!unfinished).then_some(duration)),
+        numbers: (
+            begin.at.sequence,
+            number(step),
+            number(begin.bucket.map(u64::from)),
+            begin.amount,
+            u8::from(begin.beside),
+        ),
+        waited: (waited, waited_for),
+        place: begin.place.map_or(-1, |place| places.number(place)),
+    }
+}
+
+/// Each line of source once.
+#[derive(Debug, Default)]
+struct Places {
+    names: Vec<String>,
+    known: HashMap<(&'static str, u32), i64>,
+}
+
+impl Places {
+    fn number(&mut self, place: Place) -> i64 {
+        let (file, line) = (place.file(), place.line());
+        *self.known.entry((file, line)).or_insert_with(|| {
+            self.names.push(format!("{file}:{line}"));
+            self.names.len() as i64 - 1
+        })
+    }
+}

@@ -1,0 +1,175 @@
+//! `--report`: one page that shows what a run did, made of the same records as the trace.
+
+mod advice;
+mod lanes;
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::{HeldBack, PhaseSeconds, TrainMetrics, ValidationMetrics};
+pub(crate) use advice::{Measured, advice, efficiency};
+pub(crate) use lanes::Lanes;
+
+/// The page, and what goes into it.
+const PAGE: &str = include_str!("page.html");
+const PARTS: [(&str, &str); 2] =
+    [("__REPORT_CSS__", include_str!("page.css")), ("__REPORT_JS__", include_str!("page.js"))];
+const DATA: &str = "__REPORT_DATA__";
+
+/// Everything that a page shows. What a run has not come to is not there.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    pub version: u32,
+    pub program: String,
+    /// As it was typed.
+    pub command: String,
+    /// When, in UTC.
+    pub began: String,
+    pub libtorch: String,
+    pub outcome: Outcome,
+    pub seconds: Option<f64>,
+    pub steps: Option<u64>,
+    pub us_per_step: Option<f64>,
+    pub loss: Option<f64>,
+    pub parameters_hash: Option<String>,
+    /// Those that are not the defaults come first.
+    pub options: Vec<(String, String)>,
+    pub world: Ranks,
+    pub model: Parameters,
+    #[serde(flatten)]
+    pub curves: Curves,
+    pub samples: Samples,
+    pub timeline: Lanes,
+    pub traffic: Moved,
+    pub replicas: Option<Replicas>,
+    pub verdict: Verdict,
+}
+
+/// How the run ended.
+#[derive(Debug, Serialize)]
+pub(crate) struct Outcome {
+    /// `done`, `stopped` or `failed`.
+    pub kind: &'static str,
+    pub text: String,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Ranks {
+    pub size: usize,
+    pub nnodes: usize,
+    pub backend: &'static str,
+    /// Of the ranks of this process.
+    pub devices: Vec<String>,
+}
+
+#[derive(Debug, Default, Clone, Serialize)]
+pub(crate) struct Parameters {
+    pub name: String,
+    pub parameters: Vec<Parameter>,
+    /// How many bytes each bucket holds.
+    pub buckets: Vec<usize>,
+}
+
+/// A parameter, and the bucket that its gradient is in.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Parameter {
+    pub name: String,
+    pub shape: Vec<i64>,
+    pub bytes: usize,
+    pub bucket: Option<usize>,
+}
+
+/// How training went.
+#[derive(Debug, Default, Clone, Serialize)]
+pub(crate) struct Curves {
+    pub train: Vec<TrainMetrics>,
+    pub validation: Vec<ValidationMetrics>,
+}
+
+/// Of so many points a curve is drawn at most; every other one goes when there are more.
+const POINTS: usize = 4000;
+
+impl Curves {
+    pub(super) fn train(&mut self, metrics: &TrainMetrics) {
+        if self.train.len() == POINTS {
+            let mut number = 0;
+            self.train.retain(|_| {
+                number += 1;
+                number % 2 == 0
+            });
+        }
+        self.train.push(metrics.clone());
+    }
+}
+
+/// Which sample each rank had.
+#[derive(Debug, Serialize)]
+pub(crate) struct Samples {
+    /// How many there are.
+    pub dataset: usize,
+    pub batch_size: usize,
+    /// Whether all that were seen are here.
+    pub complete: bool,
+    pub epochs: Vec<OfEpoch>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct OfEpoch {
+    pub epoch: u64,
+    /// Of each rank the samples in their order.
+    pub ranks: Vec<Vec<usize>>,
+}
+
+/// How many bytes went where.
+#[derive(Debug, Default, Clone, Serialize)]
+pub(crate) struct Moved {
+    /// By each rank.
+    pub sent: Vec<u64>,
+    pub received: Vec<u64>,
+    /// By the ranks of this process.
+    pub collectives: Vec<Called>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Called {
+    pub operation: String,
+    pub calls: Vec<u64>,
+    pub bytes: Vec<u64>,
+}
+
+/// What each rank has in the end.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Replicas {
+    pub hashes: Vec<String>,
+    pub equal: bool,
+    pub checked_every: Option<u64>,
+}
+
+/// What to make of it.
+#[derive(Debug, Default, Clone, Serialize)]
+pub(crate) struct Verdict {
+    /// Which part of its steps a rank works for itself, on average, from 0 to 1.
+    pub efficiency: Option<f64>,
+    pub overlapped: Option<f64>,
+    pub phases: Vec<PhaseSeconds>,
+    pub held_back: Option<HeldBack>,
+    pub advice: Vec<String>,
+}
+
+impl Report {
+    /// Writes the page to `path`.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(crate) fn write(&self, path: &Path) -> io::Result<()> {
+        // No end of the script, whatever is in the texts.
+        let data = serde_json::to_string(self)?.replace('<', "\\u003c");
+        let page =
+            PARTS.iter().fold(PAGE.to_owned(), |page, (place, part)| page.replace(place, part));
+        // Last, so that nothing in it is taken for a place.
+        fs::write(path, page.replacen(DATA, &data, 1))
+    }
+}

@@ -1,0 +1,158 @@
+//! `--report`: what is in the page is what has happened.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::harness::run;
+
+/// What a page shows.
+fn data(path: &Path) -> Value {
+    let page = fs::read_to_string(path).unwrap();
+    let (_, data) = page.split_once(r#"<script type="application/json" id="data">"#).unwrap();
+    let (data, _) = data.split_once("</script>").unwrap();
+    assert!(!page.contains("__REPORT_"), "all places are taken");
+    serde_json::from_str(data).unwrap()
+}
+
+fn list(value: &Value) -> &Vec<Value> {
+    value.as_array().unwrap()
+}
+
+#[test]
+fn the_page_has_the_numbers_of_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("pages/run.html");
+    let args = [
+        "--nproc-per-node=3",
+        "--max-epochs=2",
+        "--num-samples=100",
+        "--batch-size=4",
+        "--accumulate=2",
+        "--model=mlp",
+        "--hidden=64,64",
+        "--bucket-cap-mb=0.01",
+        "--val-fraction=0.25",
+        "--log-every=2",
+        "--seed=7",
+        "--log-format=json",
+        "--report",
+        path.to_str().unwrap(),
+    ];
+    let (code, stdout, stderr) = run(&args);
+    assert_eq!(code, Some(0), "{stderr}");
+    let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+    let page = data(&path);
+    assert_eq!(page["outcome"]["kind"], "done");
+    for key in ["loss", "parameters_hash", "us_per_step", "seconds", "steps"] {
+        assert_eq!(page[key], end[key], "{key}");
+    }
+    assert_eq!(page["traffic"]["sent"], end["bytes_sent_by_rank"]);
+    assert_eq!(page["model"]["buckets"], end["bucket_bytes"]);
+    assert_eq!(page["world"]["devices"], serde_json::json!(["CPU:0", "CPU:1", "CPU:2"]));
+    assert!(
+        page["command"].as_str().unwrap().starts_with("ddp-mp --nproc-per-node=3 --max-epochs=2")
+    );
+
+    // Every parameter is in a bucket, and they fit.
+    let parameters = list(&page["model"]["parameters"]);
+    assert_eq!(parameters.len(), 6);
+    for (number, bytes) in list(&page["model"]["buckets"]).iter().enumerate() {
+        let inside = parameters.iter().filter(|it| it["bucket"] == number);
+        let sum: u64 = inside.map(|it| it["bytes"].as_u64().unwrap()).sum();
+        assert!(sum > 0 && sum <= bytes.as_u64().unwrap(), "bucket {number}");
+    }
+
+    // Each rank had what the sampler says.
+    assert_eq!(
+        (page["samples"]["dataset"].clone(), &page["samples"]["complete"]),
+        (75.into(), &true.into())
+    );
+    for (epoch, of_epoch) in list(&page["samples"]["epochs"]).iter().enumerate() {
+        for (rank, samples) in list(&of_epoch["ranks"]).iter().enumerate() {
+            let epoch = format!("--epoch={epoch}");
+            let rank = format!("--rank={rank}");
+            let args = ["sampler", "--len=75", "--world-size=3", "--seed=7", &epoch, &rank];
+            let (_, stdout, _) = run(&args);
+            let dealt: Vec<u64> = stdout.lines().map(|line| line.parse().unwrap()).collect();
+            let had: Vec<u64> = list(samples).iter().map(|it| it.as_u64().unwrap()).collect();
+            assert_eq!(had, dealt, "{args:?}");
+        }
+    }
+    assert_eq!(list(&page["samples"]["epochs"]).len(), 2);
+
+    let hashes = list(&page["replicas"]["hashes"]);
+    assert!(hashes.len() == 3 && hashes.iter().all(|it| *it == end["parameters_hash"]));
+    assert_eq!(page["replicas"]["equal"], true);
+    // 25 samples a rank are 4 steps of 2 batches an epoch.
+    let steps: Vec<u64> =
+        list(&page["train"]).iter().map(|it| it["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [2, 4, 6, 8]);
+    assert_eq!(list(&page["validation"]).len(), 2);
+
+    let timeline = &page["timeline"];
+    let name = |record: &Value| {
+        timeline["operations"][record[0].as_u64().unwrap() as usize].as_str().unwrap().to_owned()
+    };
+    for rank in list(&timeline["ranks"]) {
+        let records = list(&rank["records"]);
+        let count = |what: &str| records.iter().filter(|it| name(it) == what).count();
+        let counts = ["forward", "backward", "optimizer", "validation"].map(count);
+        assert_eq!(counts, [16, 16, 8, 2]);
+        let buckets = records.iter().filter(|it| name(it) == "all_reduce" && it[5] != -1).count();
+        assert_eq!(buckets, 8 * list(&page["model"]["buckets"]).len());
+        assert!(records.iter().all(|it| list(it).len() == 11 && it[2].is_number()));
+    }
+    let efficiency = page["verdict"]["efficiency"].as_f64().unwrap();
+    assert!(efficiency > 0.0 && efficiency < 1.0);
+    assert!(!list(&page["verdict"]["advice"]).is_empty());
+    assert_eq!(list(&page["verdict"]["phases"]).len(), 3);
+}
+
+#[test]
+fn a_run_that_fails_or_stops_leaves_a_page_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("failed.html");
+    let report = ["--nproc-per-node=2", "--report", path.to_str().unwrap()];
+    let fault = ["--fault=error:rank=1,at=step,step=5", "--init-from=</script>"];
+    let (code, ..) = run(&[&report[..], &fault[..1]].concat());
+    assert_eq!(code, Some(1));
+    let page = data(&path);
+    assert_eq!(page["outcome"]["kind"], "failed");
+    let text = page["outcome"]["text"].as_str().unwrap();
+    assert!(text.contains("rank 1") && text.contains("step #5"), "{text}");
+    assert!(page["loss"].is_null() && page["replicas"].is_null());
+    // Rank 0 has come through five steps.
+    let had = |page: &Value| list(&page["samples"]["epochs"][0]["ranks"][0]).len();
+    assert_eq!(had(&page), 5 * 32);
+
+    let (code, _, stderr) = run(&[&report[..], &["--max-steps=3"]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let page = data(&path);
+    let outcome = &page["outcome"];
+    assert_eq!(
+        (&outcome["kind"], &outcome["text"]),
+        (&"stopped".into(), &"stopped by max-steps".into())
+    );
+    assert_eq!(had(&page), 3 * 32);
+
+    // What is refused leaves the page as it was.
+    let before = fs::read(&path).unwrap();
+    let (code, ..) = run(&[&report[..], &fault[1..]].concat());
+    assert_eq!((code, fs::read(&path).unwrap() == before), (Some(2), true));
+}
+
+#[test]
+fn the_process_of_rank_0_writes_the_page_of_several() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.html");
+    let args = ["--nproc-per-node=2", "--spawn=processes", "--num-samples=64", "--report"];
+    let (code, _, stderr) = run(&[&args[..], &[path.to_str().unwrap()]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let page = data(&path);
+    assert_eq!(list(&page["replicas"]["hashes"]).len(), 2);
+    assert_eq!(list(&page["verdict"]["phases"]).len(), 2);
+    assert_eq!(list(&page["traffic"]["sent"]).len(), 2);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
