@@ -14,7 +14,7 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test model check install parity safetensors tensorboard mixed compare cluster-model test-launchers python libtorch cargo
+.PHONY: help run test model check install parity safetensors tensorboard report mixed compare cluster-model test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -63,6 +63,10 @@ test-launchers: cargo python ## run over several processes with torchrun, mpirun
 	cargo build --release
 	.python/bin/python tests/launchers/launchers.py $(PROGRAM)
 
+report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
+	cargo build --release
+	.python/bin/python tests/peers/report_page.py $(PROGRAM) $(PICTURES)
+
 mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 	cargo build --release --example mixed_rank
 	.python/bin/python tests/peers/mixed_world.py $(dir $(PROGRAM))examples/mixed_rank
@@ -77,7 +81,7 @@ cluster-model: cargo libtorch ## measure two hosts, as network namespaces, besid
 	cargo build --release
 	python3 tests/peers/cluster_model.py $(PROGRAM)
 
-python: libtorch ## put a Python with PyTorch for the CPU and TensorBoard into .python/, for parity, safetensors, tensorboard, mixed and test-launchers
+python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, safetensors, tensorboard, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

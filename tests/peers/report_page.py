@@ -424,7 +424,7 @@ class Report:
                             "return [...c.getImageData(0, 0, 1, 1).data].slice(0, 3) })")
         tried = 0
         for part in [0.11, 0.23, 0.37, 0.52, 0.68, 0.83, 0.94]:
-            x, y = width * part, height * 0.4
+            x, y = width * part, height * (0.9 - 0.8 * part)
             browser.hover(left + x, top + y)
             tip = self.tip()
             if tip is None:
@@ -449,7 +449,10 @@ class Report:
         browser.js("document.getElementById('grid').focus()")
         for key in ["ArrowRight", "ArrowRight"][:count]:
             browser.key(key)
-        equal(self.text("#sample"), self.takers(lists, min(1, count - 1)), "the second sample, by keys")
+        # Where a cell stands for several samples, the next is not the next sample.
+        second = int(re.match(r"sample (\d+)", self.text("#sample"))[1])
+        check(0 < second < 50 or count == 1, f"sample {second} follows the first")
+        equal(self.text("#sample"), self.takers(lists, second), "the second sample, by keys")
         browser.key("Escape")
 
     def takers(self, lists, sample):
