@@ -106,3 +106,32 @@ fn only_the_printer_prints() {
         }
     }
 }
+
+#[test]
+fn every_example_is_short_and_in_the_readme() {
+    let readme = fs::read_to_string(repository("README.md")).unwrap();
+    let mut lessons = Vec::new();
+    for entry in fs::read_dir(repository("examples")).unwrap() {
+        let file = entry.unwrap().path();
+        if file.extension().is_none_or(|extension| extension != "rs") {
+            continue;
+        }
+        let name = file.file_stem().unwrap().to_str().unwrap().to_owned();
+        let text = fs::read_to_string(&file).unwrap();
+        let lines = text.lines().count();
+        assert!(lines < 100, "{name} has {lines} lines: a lesson is read in one go");
+        let command = format!("cargo run --release --example {name}");
+        assert!(
+            text.contains(&format!("//!     {command}\n")),
+            "{name} does not say how to run it"
+        );
+        assert!(readme.contains(&format!("`{command}`")), "the README does not name {name}");
+        if let Some((number, _)) = name.split_once('-') {
+            let purpose = text.strip_prefix(&format!("//! {number}. "));
+            assert!(purpose.is_some(), "{name} does not begin with its number and purpose");
+            lessons.push(number.parse::<usize>().unwrap());
+        }
+    }
+    lessons.sort_unstable();
+    assert_eq!(lessons, (1..=lessons.len()).collect::<Vec<_>>(), "no lesson is missing");
+}

@@ -1,7 +1,9 @@
-//! What DistributedDataParallel has beside averaging: steps of several batches, mixed precision, clipping, a
-//! communication hook, dropout from each rank's own random numbers, evaluation.
+//! 09. The engine: what `DistributedDataParallel` has beside averaging, in one loop.
 //!
-//!     cargo run --release --example 03-the-engine
+//!     cargo run --release --example 09-the-engine
+//!
+//! Steps of several batches, mixed precision, clipping, a communication hook, dropout from each rank's own random numbers,
+//! evaluation.
 
 #![allow(clippy::print_stdout)]
 
@@ -11,46 +13,34 @@ use anyhow::ensure;
 use ddp_mp::{
     AdamW, AdamWOptions, Autocast, Backend, DataLoader, Dataset, DdpOptions,
     DistributedDataParallel, DistributedSampler, Dropout, Generator, GradScaler, GradScalerOptions,
-    ReduceOp, Schedule, fork_rng, hook_fn, spawn,
+    ReduceOp, Schedule, TensorDataset, fork_rng, hook_fn, spawn,
 };
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Kind, Reduction, Tensor};
 
 const EPOCHS: u64 = 50;
 
-/// The sine, made when it is asked for.
-#[derive(Debug)]
-struct Sine;
-
-impl Dataset for Sine {
-    fn len(&self) -> usize {
-        1024
-    }
-    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
-        let x = index as f32 / 1024.0 * 2.0 - 1.0;
-        Ok((Tensor::from_slice(&[x]), Tensor::from_slice(&[(3.0 * x).sin()])))
-    }
+/// 1024 points of the sine.
+fn sine() -> anyhow::Result<TensorDataset> {
+    let x = Tensor::linspace(-1.0, 1.0, 1024, tch::kind::FLOAT_CPU).unsqueeze(1);
+    Ok(TensorDataset::new(x.shallow_clone(), (x * 3.0).sin())?)
 }
 
 fn model(vs: &VarStore, generator: &Arc<Generator>) -> impl ModuleT + use<> {
-    let root = vs.root();
     nn::seq_t()
-        .add(nn::linear(&root / "in", 1, 64, Default::default()))
+        .add(nn::linear(vs.root() / "in", 1, 64, Default::default()))
         .add_fn(|x| x.tanh())
         .add(Dropout::new(0.02, generator))
-        .add(nn::linear(&root / "out", 64, 1, Default::default()))
+        .add(nn::linear(vs.root() / "out", 64, 1, Default::default()))
 }
 
 fn main() -> anyhow::Result<()> {
-    let dataset = Arc::new(Sine);
+    let dataset = Arc::new(sine()?);
     spawn(2, move |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
         let generator = Arc::new(Generator::new(rank.device(), 0, rank.rank())?);
-        let (vs, model) = fork_rng(7, || {
-            let vs = VarStore::new(rank.device());
-            let model = model(&vs, &generator);
-            (vs, model)
-        })?;
+        let vs = VarStore::new(rank.device());
+        let model = fork_rng(7, || model(&vs, &generator))?;
         let mut ddp =
             DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
         // What DDP does by itself, and could be anything that leaves the same on all ranks.
@@ -63,9 +53,10 @@ fn main() -> anyhow::Result<()> {
         let schedule = Schedule::cosine(0.01, EPOCHS, 0.0);
 
         let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
-        let loader = DataLoader::new(dataset.clone(), sampler, 32, rank.device())?;
-        let loader = loader.num_workers(1, 2, &group);
-        let mut step = 0;
+        let loader =
+            DataLoader::new(dataset.clone(), sampler, 32, rank.device())?.num_workers(1, 2, &group);
+        let (whole_x, whole_y) = dataset.batch(&(0..dataset.len()).collect::<Vec<_>>())?;
+        let (mut step, mut clipped, mut error) = (0, 0, f64::INFINITY);
         for epoch in 0..EPOCHS {
             let mut batches = loader.epoch(epoch)?.peekable();
             while batches.peek().is_some() {
@@ -83,21 +74,24 @@ fn main() -> anyhow::Result<()> {
                     ddp.backward(&scaler.scale(&loss)?)?;
                 }
                 scaler.unscale_()?;
-                let _ = ddp.clip_grad_norm(1.0)?;
+                clipped += usize::from(ddp.clip_grad_norm(0.3)?.double_value(&[]) > 0.3);
                 scaler.step(&mut optimizer, schedule.lr(epoch, step))?;
                 scaler.update()?;
                 step += 1;
             }
+            // As `model.eval()` in `torch.no_grad()`.
+            let output = tch::no_grad(|| ddp.forward_t(&whole_x, false));
+            error = output.f_mse_loss(&whole_y, Reduction::Mean)?.double_value(&[]);
+            if rank.rank() == 0 && epoch % 10 == 9 {
+                let lr = schedule.lr(epoch, step);
+                println!(
+                    "epoch {epoch}: error {error:.5}, lr {lr:.4}, {clipped} of {step} steps clipped"
+                );
+            }
         }
 
-        let (inputs, targets) = dataset.batch(&(0..dataset.len()).collect::<Vec<_>>())?;
-        let output = tch::no_grad(|| ddp.forward_t(&inputs, false));
-        let error = output.f_mse_loss(&targets, Reduction::Mean)?.double_value(&[]);
-        println!(
-            "rank {}: error {error:.5}, parameters {:016x}",
-            rank.rank(),
-            ddp.parameters_hash()?
-        );
+        let hashes = group.all_gather_object(&ddp.parameters_hash()?)?;
+        ensure!(hashes[0] == hashes[1], "the replicas must hold the same bits");
         ensure!(error < 0.01, "it should have learned the sine by now");
         Ok(())
     })?;

@@ -1,6 +1,6 @@
-//! Data of your own: loaded by workers while the ranks train, and some of it held back to validate on.
+//! 10. Data and validation: data of your own, loaded by workers while the ranks train, some of it held back.
 //!
-//!     cargo run --release --example 04-data-and-validation
+//!     cargo run --release --example 10-data-and-validation
 //!
 //! In Python: `__len__` and `__getitem__`, `random_split`, `DataLoader(num_workers=2, sampler=DistributedSampler(..))`,
 //! and `dist.all_reduce` of how many were right, where some samples count twice; with `uneven` each counts once.
@@ -29,8 +29,7 @@ impl Dataset for Waves {
         3005
     }
 
-    /// Made (or read from a file, or unpacked) when it is asked for, on a worker's thread. An error ends the run,
-    /// and names the sample.
+    /// Made (or read, or unpacked) when asked for, on a worker's thread. An error ends the run, and names the sample.
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
         let class = index % 3;
         let (pitch, start) = (2.0 + (index % 11) as f32 / 3.0, (index % 101) as f32 / 101.0);
@@ -54,10 +53,9 @@ fn main() -> anyhow::Result<()> {
     let held_back = Arc::new(Subset::new(dataset, held_back));
     spawn(2, move |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
-        let (kind, hidden) = (ModelKind::Mlp, vec![32]);
-        let (in_features, out_features) = (LEN as i64, 3);
-        let model = ModelConfig { kind, in_features, out_features, hidden, ..Default::default() };
-        let (vs, model) = model.build(rank.device(), 0)?;
+        let (kind, hidden, in_features, out_features) = (ModelKind::Mlp, vec![32], LEN as i64, 3);
+        let config = ModelConfig { kind, hidden, in_features, out_features, ..Default::default() };
+        let (vs, model) = config.build(rank.device(), 0)?;
         let mut ddp =
             DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
@@ -87,9 +85,9 @@ fn main() -> anyhow::Result<()> {
                 right += Tensor::stack(&[hits, Tensor::from(batch.len() as f64)], 0);
             }
             group.all_reduce(&mut right, ReduceOp::Sum)?; // each rank has seen its own
-            let count = right.double_value(&[1]);
+            let [hits, count] = [0, 1].map(|index| right.double_value(&[index]));
             ensure!(count as usize == held_back.len(), "each sample once");
-            accuracy = right.double_value(&[0]) / count;
+            accuracy = hits / count;
             if rank.rank() == 0 {
                 println!("epoch {epoch}: {:.1} % of {count} that were held back", 100.0 * accuracy);
             }

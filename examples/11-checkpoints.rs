@@ -1,6 +1,6 @@
-//! Checkpoints: a run that is stopped in the midst of an epoch, and goes on as if it had not been.
+//! 11. Checkpoints: a run that is stopped in the midst of an epoch, and goes on as if it had not been.
 //!
-//!     cargo run --release --example 05-checkpoints
+//!     cargo run --release --example 11-checkpoints
 //!
 //! In Python `torch.save` of `model.state_dict()`, `optimizer.state_dict()` and whatever else one thinks of, on rank
 //! 0, and `sampler.set_epoch`; the place in the epoch is lost there. Here `Trainer` saves and finds all of it, and

@@ -1,0 +1,92 @@
+//! 04. Naive DDP: lesson 1's loop on several ranks, each with a part of the batch. The losses are the same.
+//!
+//!     cargo run --release --example 04-naive-ddp
+//!
+//! Two things make it so: the same parameters in the beginning (broadcast), and the same gradients in each step
+//! (all_reduce). This is what people write before they find `DistributedDataParallel`, and it is right.
+
+#![allow(clippy::print_stdout)]
+
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context, ensure};
+use ddp_mp::ddp::parameters_hash;
+use ddp_mp::{Backend, DataLoader, DistributedSampler, ReduceOp, TensorDataset, fork_rng, spawn};
+use tch::nn::{self, Module, OptimizerConfig, VarStore};
+use tch::{Reduction, Tensor};
+
+/// What all ranks take in a step, together.
+const BATCH: usize = 64;
+
+/// The loss of each epoch, and of each rank 64 bits over its parameters.
+type Trained = (Vec<f64>, Vec<u64>);
+
+fn train(ranks: usize) -> anyhow::Result<Trained> {
+    let x = Tensor::linspace(-1.0, 1.0, 1024, tch::kind::FLOAT_CPU).unsqueeze(1);
+    let dataset = Arc::new(TensorDataset::new(x.shallow_clone(), (x * 3.0).sin())?);
+    let trained = Arc::new(Mutex::new(None));
+    let result = trained.clone();
+    spawn(ranks, move |rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        // Of the samples in their order of this epoch, rank r of n takes number r, r + n, r + 2n, ...: in each step all
+        // ranks together have the samples that one rank would have.
+        let sampler = DistributedSampler::new(dataset.len(), ranks, rank.rank())?;
+        let loader = DataLoader::new(dataset.clone(), sampler, BATCH / ranks, rank.device())?;
+
+        // Another beginning on each rank, to see that it does not matter. Rank 0 has that of lesson 1.
+        let vs = VarStore::new(rank.device());
+        let model = fork_rng(7 + rank.rank() as u64, || {
+            nn::seq()
+                .add(nn::linear(vs.root() / "in", 1, 64, Default::default()))
+                .add_fn(|x| x.tanh())
+                .add(nn::linear(vs.root() / "out", 64, 1, Default::default()))
+        })?;
+        let mut optimizer = nn::Sgd::default().build(&vs, 0.03)?;
+        // In the order in which they were made, so that all ranks mean the same one. (`variables` has no order.)
+        let mut parameters = vs.trainable_variables();
+        for parameter in &mut parameters {
+            group.broadcast(parameter, 0)?;
+        }
+
+        let mut losses = Vec::new();
+        for epoch in 0..8 {
+            let mut sum = Tensor::from_slice(&[0f64]);
+            for batch in loader.epoch(epoch)? {
+                let batch = batch?;
+                optimizer.zero_grad();
+                let loss = model.forward(&batch.inputs).mse_loss(&batch.targets, Reduction::Mean);
+                loss.f_backward()?;
+                for parameter in &parameters {
+                    group.all_reduce(&mut parameter.grad(), ReduceOp::Avg)?;
+                }
+                optimizer.step(); // the same step everywhere, so nobody need send parameters again
+                sum += loss.double_value(&[]);
+            }
+            group.all_reduce(&mut sum, ReduceOp::Avg)?;
+            losses.push(sum.double_value(&[0]) / loader.num_batches() as f64);
+        }
+        let hashes = group.all_gather_object(&parameters_hash(&vs)?)?;
+        if rank.rank() == 0 {
+            *result.lock().expect("nobody panics") = Some((losses, hashes));
+        }
+        Ok(())
+    })?;
+    trained.lock().expect("nobody panics").take().context("rank 0 has put it there")
+}
+
+fn main() -> anyhow::Result<()> {
+    let (one, hash_of_one) = train(1)?;
+    let (four, hashes) = train(4)?;
+    println!("          1 rank x 64    4 ranks x 16   difference");
+    for (epoch, (one, four)) in one.iter().zip(&four).enumerate() {
+        println!("epoch {epoch}   {one:.9}    {four:.9}    {:8.1e}", four - one);
+        ensure!((one - four).abs() < 1e-5, "they must differ by no more than rounding");
+    }
+    // One rank adds up 64 gradients in one go, four ranks 16 each and then four sums: rounded in other places.
+    println!("parameters of the one rank   {:016x}", hash_of_one[0]);
+    for (rank, hash) in hashes.iter().enumerate() {
+        println!("parameters of rank {rank} of 4   {hash:016x}");
+    }
+    ensure!(hashes.iter().all(|hash| *hash == hashes[0]), "the replicas must hold the same bits");
+    Ok(())
+}
