@@ -335,6 +335,7 @@ impl<M: ModuleT> Trainer<M> {
             let skipped = self.state.skipped_samples;
             self.harm_batches(&mut of_step)?;
             self.run_step(&of_step, epoch)?;
+            self.ddp.group().end_phase();
             self.harm_parameters()?;
             let counts = self.state.skipped_samples == skipped;
             // Every rank has as many: their shares are equal.
@@ -352,7 +353,6 @@ impl<M: ModuleT> Trainer<M> {
                 self.save_if_due(false)?;
             }
         }
-        self.ddp.group().end_phase();
         let loss = self.take_loss()?;
         self.state.epoch_losses.truncate(1);
         self.state.epoch_losses.push(loss);

@@ -144,7 +144,7 @@ fn a_trace_shows_every_step_of_every_rank() {
     ];
     let (code, _, stderr) = run(&args);
     assert_eq!(code, Some(0), "{stderr}");
-    assert!(stderr.contains("new/trace.json can be looked at in ui.perfetto.dev"), "{stderr}");
+    assert!(stderr.contains("new/trace.json: open it in ui.perfetto.dev"), "{stderr}");
     let trace = Trace::read(&path);
     let (ranks, steps, parameters) = (3, 6, 6);
     assert_eq!(trace.lanes.len(), ranks);

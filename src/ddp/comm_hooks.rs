@@ -5,7 +5,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use super::reducer::average;
+use super::communication::average;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp};
 

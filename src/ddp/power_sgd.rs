@@ -6,7 +6,7 @@ use rand_mt::Mt;
 use tch::{Device, Kind, Tensor};
 
 use super::comm_hooks::{CommHook, GradBucket};
-use super::reducer::average;
+use super::communication::average;
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 use crate::torch::fork_rng;

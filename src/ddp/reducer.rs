@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::DdpOptions;
 use super::comm_hooks::{CommHook, GradBucket};
-use super::communication::Communication;
+use super::communication::{Communication, average};
 use super::join::{JoinOptions, count_active};
 use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
@@ -444,9 +444,4 @@ impl State {
             .collect();
         self.layout.fill_buckets(&order, options)
     }
-}
-
-/// How DDP averages: each gradient is divided before they are summed, as PyTorch does.
-pub(super) fn average(group: &ProcessGroup) -> ReduceOp {
-    ReduceOp::PremulSum(1.0 / group.world_size() as f64)
 }
