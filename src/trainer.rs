@@ -1,6 +1,7 @@
 //! The training loop: `train`, `run_epoch`, `run_batch`.
 
 mod buffers;
+mod explaining;
 mod harm;
 mod loss_sum;
 mod non_finite;
@@ -28,6 +29,7 @@ use crate::process_group::rank_label;
 use crate::sync::{Stop, StopReason};
 use crate::torch::{Autocast, Generator};
 use buffers::KeptBuffers;
+use explaining::Explaining;
 use loss_sum::LossSum;
 use recording::Recording;
 use saving::Saving;
@@ -155,6 +157,7 @@ pub struct Trainer<M> {
     patience: Option<u64>,
     validation: Option<Validation>,
     recording: Option<Recording>,
+    explaining: Option<Explaining>,
 }
 
 impl<M: ModuleT> Trainer<M> {
@@ -206,6 +209,7 @@ impl<M: ModuleT> Trainer<M> {
             patience: None,
             validation: None,
             recording: None,
+            explaining: None,
         })
     }
 
@@ -268,6 +272,7 @@ impl<M: ModuleT> Trainer<M> {
         if matches!(self.ddp.group().device(), Device::Cuda(_)) {
             self.warm_up()?;
         }
+        self.begin_explaining()?;
         let began = Instant::now();
         self.begin_recording(max_epochs.max(1))?;
         let steps_before = self.state.step;
@@ -289,6 +294,7 @@ impl<M: ModuleT> Trainer<M> {
         let elapsed = began.elapsed();
         self.end_recording()?;
         self.save_at_end()?;
+        self.end_explaining()?;
         let losses = match &self.state.epoch_losses[..] {
             [] => vec![self.take_loss()?],
             losses => losses.to_vec(),
@@ -337,6 +343,7 @@ impl<M: ModuleT> Trainer<M> {
             self.run_step(&of_step, epoch)?;
             self.ddp.group().end_phase();
             self.harm_parameters()?;
+            self.explain_step()?;
             let counts = self.state.skipped_samples == skipped;
             // Every rank has as many: their shares are equal.
             let of_rank: usize = of_step.iter().map(Batch::len).sum();
@@ -394,6 +401,7 @@ impl<M: ModuleT> Trainer<M> {
         for (loss, batch) in losses.iter().zip(batches) {
             self.loss_sum.add(loss, batch.len())?;
         }
+        self.see_gradients(&losses)?;
         self.ddp.group().next_phase(Operation::Optimizer);
         let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         self.scaler.unscale_()?;

@@ -16,6 +16,7 @@ mod data; // loaders, with workers and without
 mod data_parallel; // DataParallel: DDP's results the old way
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
 mod engine; // overlap, accumulation, unused parameters, communication hooks
+mod explain; // what --explain tells: short, right, and changing nothing
 mod failures; // every kind of failure at every stage on every rank
 mod files; // data sets in files: written by others, damaged, cut off
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed

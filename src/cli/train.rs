@@ -265,6 +265,13 @@ pub(crate) struct TrainFlags {
     /// How results are written on stdout [default: text]
     #[arg(long, value_name = "FORMAT", value_parser = ["text", "json"], help_heading = "Run")]
     log_format: Option<String>,
+    /// Tell on stderr how the ranks come to train one model: the first steps of this very run, with their numbers
+    #[arg(long, help_heading = "Run")]
+    #[serde(skip_serializing_if = "is_false")]
+    explain: bool,
+    /// In which language --explain tells: English or Chinese [default: en]
+    #[arg(long, value_name = "NAME", value_parser = ["en", "zh"], help_heading = "Run")]
+    language: Option<String>,
     /// Compare what the ranks call at every collective with nccl too, and tell who differs; threaded
     /// always does
     #[arg(long, help_heading = "Run")]

@@ -4,6 +4,7 @@ mod bench;
 mod checkpoints;
 mod comm;
 mod env;
+mod explain;
 mod launched;
 mod no_use;
 mod processes;

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// What is of a whole run. In a file it may be there for training.
-const OF_A_RUN: [&str; 20] = [
+const OF_A_RUN: [&str; 22] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -24,6 +24,8 @@ const OF_A_RUN: [&str; 20] = [
     "trace",
     "report",
     "log_every",
+    "explain",
+    "language",
 ];
 
 /// Refuses the first of these, or of `others`, among the flags `keys` that were typed, because of what the command does.

@@ -10,12 +10,13 @@ use anyhow::Context;
 use tch::Device;
 
 use super::checkpoints::{self, Origin};
+use super::explain::narrator;
 use super::launched::{Launched, run_launched};
 use super::seen::Seen;
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, Data, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
-use crate::ddp::{DataParallel, DistributedDataParallel, Strategy};
+use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
 use crate::error::{Error, Result};
 use crate::launch::{
     Launch, LaunchKind, Rank, SpawnError, Stop, StopReason, ask_on_signal, await_termination,
@@ -151,7 +152,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.launched.placement.backend)?;
     let start_from = StartFrom::agreed(job, &group)?;
 
-    let Training { ddp, optimizer, schedule, generator, loader } =
+    let Training { ddp, optimizer, schedule, generator, loader, built } =
         Training::new(rank, &group, config, &job.data.training, &job.origin)?;
     if rank.rank() == 0 {
         let start = start(job, ddp.num_parameters());
@@ -171,6 +172,12 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         let mut recorder = job.recorder.lock().unwrap_or_else(PoisonError::into_inner);
         let recorder = if rank.rank() == 0 { recorder.take() } else { None };
         trainer = trainer.record(config.log_every(), recorder);
+    }
+    if let Some(built) = built {
+        let Job { launched, data, printer, .. } = job;
+        let parameters = trainer.ddp().num_parameters();
+        let narrator = || narrator(config, launched, data.training.len(), parameters, printer);
+        trainer = trainer.explain(built, (rank.rank() == 0).then(narrator))?;
     }
     if let Some(validation) = &job.data.validation {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;
@@ -252,6 +259,8 @@ pub(super) struct Training {
     /// What the model draws from.
     pub generator: Arc<Generator>,
     pub loader: Loader,
+    /// If it is to be explained: 64 bits over the parameters that this rank had before they were rank 0's.
+    pub built: Option<u64>,
 }
 
 impl Training {
@@ -276,6 +285,7 @@ impl Training {
         if rank.rank() == 0 {
             origin.load_model(&vs)?;
         }
+        let built = config.explain.then(|| parameters_hash(&vs)).transpose()?;
         let generator = Arc::new(Generator::new(rank.device(), config.seed, rank.rank())?);
         model = model.with_generator(&generator);
         if config.sync_batch_norm {
@@ -300,7 +310,7 @@ impl Training {
         let build = |buffers| config.optimizer_config().build(buffers);
         let optimizer = ddp.flat_buffers().map(build).transpose()?;
         let schedule = config.schedule_for(rank.world_size());
-        Ok(Self { ddp, optimizer, schedule, generator, loader })
+        Ok(Self { ddp, optimizer, schedule, generator, loader, built })
     }
 }
 

@@ -296,7 +296,7 @@ fn train_on(
     dataset: &Arc<dyn Dataset>,
     steps: u64,
 ) -> anyhow::Result<Option<Trained>> {
-    let Training { ddp, optimizer, schedule, generator, loader } =
+    let Training { ddp, optimizer, schedule, generator, loader, .. } =
         Training::new(rank, group, config, dataset, &Origin::default())?;
     let before = values(&ddp.state_dict())?;
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?

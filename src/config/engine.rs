@@ -57,6 +57,7 @@ impl Config {
             ("static_graph", self.static_graph),
             ("no_broadcast_buffers", self.no_broadcast_buffers),
             ("sync_batch_norm", self.sync_batch_norm),
+            ("explain", self.explain),
         ];
         if self.strategy == StrategyKind::Dp && self.amp == Amp::Fp16 {
             let problem = "fp16 needs --strategy ddp: rank 0 alone would know which steps to skip";

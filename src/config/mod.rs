@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::DatasetSpec;
 use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn, SpawnChoice};
 use crate::models::{Activation, ModelConfig, ModelKind};
-use crate::observe::LogFormat;
+use crate::observe::{Language, LogFormat};
 use crate::optim::Unit;
 use crate::trainer::{Amp, Loss};
 
@@ -250,6 +250,10 @@ pub struct Config {
     /// How results are written.
     #[serde(alias = "log-format")]
     pub log_format: LogFormat,
+    /// Whether the run is told step by step.
+    pub explain: bool,
+    /// In which language.
+    pub language: Language,
     /// Compare what the ranks call also where the backend need not.
     #[serde(alias = "check-collectives")]
     pub check_collectives: bool,
@@ -338,6 +342,8 @@ impl Default for Config {
             grace_period: Spawn::GRACE_PERIOD,
             stall_warning: Spawn::STALL_WARNING,
             log_format: LogFormat::Text,
+            explain: false,
+            language: Language::En,
             check_collectives: false,
             fault: None,
         }

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 39] = [
+const FREE: [&str; 41] = [
     "patience",
     "skip_nonfinite",
     "check_replicas",
@@ -40,6 +40,8 @@ const FREE: [&str; 39] = [
     "grace_period",
     "stall_warning",
     "log_format",
+    "explain",
+    "language",
     "check_collectives",
     "fault",
     "save_dir",
@@ -52,7 +54,7 @@ const FREE: [&str; 39] = [
 
 /// What each process of a run may have for itself, because it changes nothing there, or because only that of rank 0
 /// counts.
-const OWN: [&str; 21] = [
+const OWN: [&str; 22] = [
     "tensorboard",
     "metrics",
     "num_workers",
@@ -70,6 +72,7 @@ const OWN: [&str; 21] = [
     "grace_period",
     "stall_warning",
     "log_format",
+    "language",
     "fault",
     "keep_last",
     "resume",

@@ -45,6 +45,10 @@ impl Config {
             let problem = "needs --num-workers: nobody is ahead without".into();
             return Err(Invalid { key: "prefetch_factor", problem });
         }
+        if !self.explain && given("language") {
+            let problem = "needs --explain: nothing else is told in other languages".into();
+            return Err(Invalid { key: "language", problem });
+        }
         if !self.may_validate() && given("val_every") {
             let problem = "there is nothing to validate on; hold samples back with --val-fraction";
             return Err(Invalid { key: "val_every", problem: problem.into() });
@@ -172,6 +176,11 @@ impl Config {
             let problem = "fp16 lets gradients overflow now and then, and powersgd would keep what it could not \
                            send of them for ever; use --amp bf16";
             return refuse("amp", problem.into());
+        }
+        if self.explain && (self.amp == Amp::Fp16 || self.skip_nonfinite.is_some()) {
+            let problem = "tells of steps that are made, and with amp fp16 or skip_nonfinite the first may be left \
+                           out; leave out one of the two";
+            return refuse("explain", problem.into());
         }
         if self.loss == Loss::CrossEntropy && self.out_features.is_some_and(|classes| classes < 2) {
             let problem = "cross-entropy over one column is always 0, and so is its gradient: nothing \

@@ -5,7 +5,6 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use super::communication::average;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp};
 
@@ -95,6 +94,11 @@ impl CommHook for AllReduce {
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
         group.all_reduce(bucket.gradients, average(group))
     }
+}
+
+/// How DDP averages: each gradient is divided before they are summed, as PyTorch does.
+pub(super) fn average(group: &ProcessGroup) -> ReduceOp {
+    ReduceOp::PremulSum(1.0 / group.world_size() as f64)
 }
 
 /// Sends gradients as another kind, half as many bytes. Follows `fp16_compress_hook` and

@@ -5,7 +5,7 @@ use std::time::Instant;
 use tch::Device;
 
 use crate::error::Result;
-use crate::process_group::{ProcessGroup, ReduceOp, Work};
+use crate::process_group::{ProcessGroup, Work};
 use crate::torch::cuda::{Event, Stream};
 
 /// How it is done.
@@ -117,9 +117,4 @@ impl Communication {
             Self::InPlace => Ok(()),
         }
     }
-}
-
-/// How DDP averages: each gradient is divided before they are summed, as PyTorch does.
-pub(super) fn average(group: &ProcessGroup) -> ReduceOp {
-    ReduceOp::PremulSum(1.0 / group.world_size() as f64)
 }

@@ -89,6 +89,8 @@ pub(super) struct Layout {
     pub buckets: Vec<Bucket>,
     /// The parameters, in the order of their creation.
     pub members: Vec<Member>,
+    /// If the first one is watched: room for its gradient as this rank has computed it.
+    pub watched: Option<Tensor>,
 }
 
 impl Layout {
@@ -105,7 +107,8 @@ impl Layout {
             used: false,
         };
         let members = parameters.iter().map(member).collect();
-        let mut layout = Self { flats: Vec::new(), buckets: Vec::new(), members };
+        let (flats, buckets, watched) = Default::default();
+        let mut layout = Self { flats, buckets, members, watched };
         layout.fill_buckets(&layout.default_order(), options)?;
         Ok(layout)
     }
@@ -138,6 +141,16 @@ impl Layout {
     /// Says what the gradients are.
     pub(super) fn set_gradients(&self, gradients: Gradients) {
         self.flats.iter().for_each(|flat| flat.places.set_gradients(gradients));
+    }
+
+    /// Keeps the gradient of the first parameter as it is, if that is watched and in `bucket`, which is to be reduced.
+    pub(super) fn keep_local(&mut self, bucket: usize) -> Result<()> {
+        let Some(local) = &mut self.watched else { return Ok(()) };
+        let first = &self.members[0];
+        if first.bucket != bucket {
+            return Ok(());
+        }
+        tch::no_grad(|| local.f_copy_(&first.grad)).map_err(Error::torch("copy_"))
     }
 
     /// Last parameter first: backward computes the gradients roughly in that order.

@@ -11,6 +11,7 @@ mod power_sgd;
 mod reducer;
 mod strategy;
 mod times;
+mod watched;
 
 use std::cell::Cell;
 use std::fmt;
@@ -40,6 +41,7 @@ pub(crate) use parameters::bytes_of;
 pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use strategy::Strategy;
+pub(crate) use watched::Watched;
 
 /// How a model is kept the same on all ranks, with PyTorch's names and defaults.
 ///

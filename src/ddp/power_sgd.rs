@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 use rand_mt::Mt;
 use tch::{Device, Kind, Tensor};
 
-use super::comm_hooks::{CommHook, GradBucket};
-use super::communication::average;
+use super::comm_hooks::{CommHook, GradBucket, average};
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 use crate::torch::fork_rng;

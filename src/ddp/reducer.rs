@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 
 use super::DdpOptions;
-use super::comm_hooks::{CommHook, GradBucket};
-use super::communication::{Communication, average};
+use super::comm_hooks::{CommHook, GradBucket, average};
+use super::communication::Communication;
 use super::join::{JoinOptions, count_active};
 use super::layout::{Bucket, Flat, Layout, Member};
 use super::parameters::NamedTensor;
@@ -149,6 +149,10 @@ impl Reducer {
 
     pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) {
         self.state.borrow_mut().comm_hook = hook;
+    }
+
+    pub(super) fn watch_first(&self, local: Option<Tensor>) {
+        self.state.borrow_mut().layout.watched = local;
     }
 
     pub(super) fn times(&self) -> Times {
@@ -320,6 +324,7 @@ impl State {
             let began = Instant::now();
             let State { layout, next, group, comm_hook, communication, place, .. } = self;
             group.note(Note { place: *place, bucket: u16::try_from(*next).ok() });
+            layout.keep_local(*next)?;
             let buckets = &mut layout.buckets;
             let is_last = *next + 1 == buckets.len();
             let Bucket { gradients, parameters, .. } = &mut buckets[*next];
@@ -437,11 +442,8 @@ impl State {
         self.group.broadcast(&mut agreed, 0)?;
         self.group.synchronize()?;
         let agreed = Vec::<i64>::try_from(agreed.to_device(Device::Cpu).to_kind(Kind::Int64));
-        order = agreed
-            .map_err(Error::torch("reading rank 0's order"))?
-            .into_iter()
-            .map(|index| index as usize)
-            .collect();
+        let agreed = agreed.map_err(Error::torch("reading rank 0's order"))?;
+        order = agreed.into_iter().map(|index| index as usize).collect();
         self.layout.fill_buckets(&order, options)
     }
 }

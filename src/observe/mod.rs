@@ -3,6 +3,7 @@
 //! stdout carries results: text for people, or one JSON object a line. stderr carries the rest.
 
 mod events;
+mod explain;
 mod held_back;
 mod memory;
 mod printer;
@@ -15,6 +16,7 @@ mod tensorboard;
 mod trace;
 
 pub use events::{End, Epoch, Event, Failure, Start};
+pub use explain::{Facts, Language, Narrator, RankStep, Step};
 pub use held_back::{HeldBack, PhaseSeconds, held_back};
 pub use memory::peak_memory;
 pub use printer::{LogFormat, Printer};

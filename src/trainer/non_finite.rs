@@ -233,7 +233,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// The samples of this rank in so many batches of this step, by their numbers in the data.
-    fn samples(&self, first: usize, count: usize) -> Result<Vec<usize>> {
+    pub(super) fn samples(&self, first: usize, count: usize) -> Result<Vec<usize>> {
         self.loader.samples(self.state.epoch, self.state.samples_seen, first, count)
     }
 }

@@ -1,0 +1,45 @@
+//! What `--explain` has to know of a run before it begins.
+
+use std::sync::Arc;
+
+use super::launched::Launched;
+use crate::config::{CommHookKind, Config};
+use crate::observe::{Facts, Narrator, Printer};
+use crate::optim::OptimizerConfig;
+
+/// Who tells the run of `config` on `samples` samples, of a model of so many parameters.
+pub(super) fn narrator(
+    config: &Config,
+    launched: &Launched,
+    samples: usize,
+    parameters: usize,
+    printer: &Arc<Printer>,
+) -> Narrator {
+    let (optimizer, is_plain) = match config.optimizer_config() {
+        OptimizerConfig::Sgd(sgd) => ("sgd", sgd.momentum == 0.0 && sgd.weight_decay == 0.0),
+        OptimizerConfig::AdamW(_) => ("adamw", false),
+    };
+    let facts = Facts {
+        world_size: launched.world_size(),
+        processes: launched.world.as_ref().map_or(1, |world| world.num_processes()),
+        backend: launched.placement.backend.name(),
+        model: config.model.name(),
+        parameters,
+        seed: config.seed,
+        samples,
+        shuffles: !config.no_shuffle,
+        drops_last: config.drop_last,
+        accumulate: config.accumulate,
+        steps_per_epoch: config.steps(launched.world_size()) / config.max_epochs,
+        compression: match config.comm_hook {
+            CommHookKind::None => None,
+            CommHookKind::Fp16 => Some(("float16", 0)),
+            CommHookKind::Bf16 => Some(("bfloat16", 0)),
+            CommHookKind::PowerSgd => Some(("powersgd", config.powersgd_start)),
+        },
+        optimizer,
+        is_plain,
+        max_grad_norm: config.max_grad_norm,
+    };
+    Narrator::new(config.language, facts, printer.clone())
+}

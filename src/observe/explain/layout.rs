@@ -1,0 +1,140 @@
+//! Paragraphs, tables and numbers for a terminal of 80 columns, on which a Chinese character takes two.
+
+use std::borrow::Cow;
+
+use textwrap::core::{Word, display_width};
+use textwrap::{Options, WordSeparator, WordSplitter, wrap};
+
+/// As wide as a terminal is at least.
+const WIDTH: usize = 80;
+
+/// The lines of a paragraph; none of an empty one.
+pub(super) fn paragraph(text: &str) -> Vec<String> {
+    let options = Options::new(WIDTH).initial_indent("  ").subsequent_indent("  ");
+    let options = options.word_separator(WordSeparator::Custom(words));
+    let lines = wrap(text.trim(), options.word_splitter(WordSplitter::NoHyphenation));
+    lines.into_iter().map(Cow::into_owned).filter(|line| !line.trim().is_empty()).collect()
+}
+
+/// Where a line may end: after a space but before a number, and beside a Chinese character; but no line begins with `，`
+/// or ends with `（`.
+fn words(text: &str) -> Box<dyn Iterator<Item = Word<'_>> + '_> {
+    let is_wide = |c: char| display_width(c.encode_utf8(&mut [0; 4])) > 1;
+    let ends = text.char_indices().zip(text.chars().skip(1)).filter(move |&((_, one), next)| {
+        let beside = is_wide(one) || is_wide(next);
+        let beside = beside && one != '（' && !"，。：；！）、…".contains(next);
+        next != ' ' && ((one == ' ' && !next.is_ascii_digit()) || beside)
+    });
+    let ends = ends.map(|((at, one), _)| at + one.len_utf8()).chain([text.len()]);
+    let words =
+        ends.scan(0, move |start, end| Some(Word::from(&text[std::mem::replace(start, end)..end])));
+    Box::new(words)
+}
+
+/// The lines of a table: rank and samples on the left of their columns, numbers on the right.
+pub(super) fn table(rows: &[Vec<String>]) -> Vec<String> {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
+    let cell = |row: &Vec<String>, column: usize| row.get(column).cloned().unwrap_or_default();
+    let width = |column| rows.iter().map(|row| display_width(&cell(row, column))).max();
+    let widths: Vec<usize> = (0..columns).map(|column| width(column).unwrap_or_default()).collect();
+    let line = |row: &Vec<String>| {
+        let cells = widths.iter().enumerate().map(|(column, width)| {
+            let text = cell(row, column);
+            let gap = " ".repeat(width - display_width(&text));
+            if column < 2 { format!("  {text}{gap}") } else { format!("  {gap}{text}") }
+        });
+        cells.collect::<String>().trim_end().to_string()
+    };
+    rows.iter().map(line).collect()
+}
+
+/// The ranks that are shown, `None` for a gap: all of a few, otherwise the first and the last.
+pub(super) fn shown(ranks: usize) -> Vec<Option<usize>> {
+    if ranks <= 8 {
+        return (0..ranks).map(Some).collect();
+    }
+    (0..6).map(Some).chain([None, Some(ranks - 1)]).collect()
+}
+
+/// As many of the first samples as there is room for.
+pub(super) fn samples(first: &[usize], count: usize) -> String {
+    const ROOM: usize = 20;
+    let mut text = String::new();
+    for (place, sample) in first.iter().enumerate() {
+        let more = if place + 1 < count { " ..." } else { "" };
+        let next = format!("{text}{}{sample}", if place == 0 { "" } else { " " });
+        if place > 0 && next.len() + more.len() > ROOM {
+            break;
+        }
+        text = next;
+    }
+    let is_all = text.split(' ').count() == count;
+    if is_all { text } else { text + " ..." }
+}
+
+/// All with as many decimals as give the largest so many digits.
+pub(super) fn numbers(values: &[f64], digits: i32) -> Vec<String> {
+    let largest = values.iter().fold(0.0f64, |most, it| most.max(it.abs()));
+    let magnitude = if largest == 0.0 { -1 } else { largest.log10().floor() as i32 };
+    let decimals = digits.saturating_sub(1).saturating_sub(magnitude).clamp(0, 15) as usize;
+    values.iter().map(|it| format!("{it:.decimals$}")).collect()
+}
+
+/// One number, as it is if that is short.
+pub(super) fn number(value: f64) -> String {
+    let exact = value.to_string();
+    if exact.len() <= 10 { exact } else { numbers(&[value], 6).remove(0) }
+}
+
+/// What follows a first number in a sum.
+pub(super) fn signed(number: &str) -> String {
+    match number.strip_prefix('-') {
+        Some(rest) => format!(" - {rest}"),
+        None => format!(" + {number}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_a_column_have_the_same_decimals() {
+        assert_eq!(numbers(&[0.5, -0.25], 6), ["0.500000", "-0.250000"]);
+        assert_eq!(numbers(&[12.5, 1.0], 6), ["12.5000", "1.0000"]);
+        assert_eq!(numbers(&[0.0], 6), ["0.000000"]);
+        assert_eq!(numbers(&[1.5e-9], 6), ["0.00000000150000"]);
+        assert_eq!(number(0.001), "0.001");
+        assert_eq!(number(1.0 / 3.0), "0.333333");
+    }
+
+    #[test]
+    fn columns_are_aligned_whatever_takes_two_columns() {
+        let row = |cells: [&str; 3]| cells.map(String::from).to_vec();
+        let lines = table(&[row(["", "样本", "损失"]), row(["rank 0", "1 2", "0.5"])]);
+        assert_eq!(lines, ["          样本  损失", "  rank 0  1 2    0.5"]);
+    }
+
+    #[test]
+    fn lines_of_chinese_end_where_they_may() {
+        let text = "各 rank 的梯度（都在桶里），求平均：rank 0 与 rank 1。".repeat(20);
+        for start in 0..40 {
+            let lines = paragraph(&text.chars().skip(start).collect::<String>());
+            assert!(lines.len() > 10 && lines.iter().all(|it| display_width(it) <= WIDTH));
+            for line in lines.iter().skip(1) {
+                let first = line.trim().chars().next().unwrap();
+                assert!(!"，。：）".contains(first) && !first.is_ascii_digit(), "{line}");
+            }
+            assert!(lines.iter().all(|it| !it.ends_with('（')), "{lines:?}");
+        }
+    }
+
+    #[test]
+    fn samples_that_do_not_fit_are_left_out() {
+        assert_eq!(samples(&[1, 2, 3], 3), "1 2 3");
+        assert_eq!(samples(&[1, 2, 3], 32), "1 2 3 ...");
+        assert_eq!(samples(&[123456, 234567, 345678, 4], 4), "123456 234567 ...");
+        assert_eq!(shown(2), [Some(0), Some(1)]);
+        assert_eq!(shown(64).last(), Some(&Some(63)));
+    }
+}

@@ -1,0 +1,271 @@
+//! The demo tells what it does, with the numbers of this very run: `--explain`.
+
+mod chinese;
+mod english;
+mod layout;
+mod texts;
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::Printer;
+use layout::{number, numbers, paragraph, samples, shown, signed, table};
+use texts::{Section, Texts};
+
+/// In which language it is told: `--language`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Language {
+    /// English.
+    En,
+    /// Chinese, in simplified characters.
+    Zh,
+}
+
+impl Language {
+    fn texts(self) -> &'static dyn Texts {
+        match self {
+            Language::En => &english::English,
+            Language::Zh => &chinese::Chinese,
+        }
+    }
+}
+
+/// What a run is, before it begins.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// How many ranks there are.
+    pub world_size: usize,
+    /// In how many processes.
+    pub processes: usize,
+    /// What carries the tensors.
+    pub backend: &'static str,
+    /// The model's name.
+    pub model: &'static str,
+    /// How many numbers are trained.
+    pub parameters: usize,
+    /// What all randomness starts from.
+    pub seed: u64,
+    /// How many samples there are to train on.
+    pub samples: usize,
+    /// Whether they are shuffled.
+    pub shuffles: bool,
+    /// Whether those that don't go round are dropped, and not dealt twice.
+    pub drops_last: bool,
+    /// Of how many batches a step is made.
+    pub accumulate: u64,
+    /// How many steps an epoch has.
+    pub steps_per_epoch: u64,
+    /// As what gradients are sent, and from which step on, if not as they are.
+    pub compression: Option<(&'static str, u64)>,
+    /// What steps the parameters.
+    pub optimizer: &'static str,
+    /// Whether that is `weight - lr * gradient` and nothing else.
+    pub is_plain: bool,
+    /// How long the gradient may be.
+    pub max_grad_norm: Option<f64>,
+}
+
+/// What one rank had of a step, at one weight of the model.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RankStep {
+    /// The first of its samples, by their numbers in the data.
+    pub samples: Vec<usize>,
+    /// How many there were.
+    pub num_samples: usize,
+    /// Their mean loss.
+    pub loss: f64,
+    /// The gradient that the rank has computed.
+    pub local: f64,
+    /// What the all-reduce has put in its place.
+    pub averaged: f64,
+    /// What the optimizer has stepped by.
+    pub stepped_by: f64,
+    /// The weight before the step.
+    pub before: f64,
+    /// The weight after it.
+    pub after: f64,
+}
+
+/// A step of all ranks.
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// Its number in the whole run, from 0.
+    pub step: u64,
+    /// The learning rate.
+    pub lr: f64,
+    /// The weight that is looked at, such as `weight[0][7]`.
+    pub weight: String,
+    /// In how many buckets the gradients are.
+    pub buckets: usize,
+    /// What each rank had.
+    pub ranks: Vec<RankStep>,
+}
+
+/// Tells a run on stderr, where rank 0 is.
+#[derive(Debug)]
+pub struct Narrator {
+    language: Language,
+    facts: Facts,
+    printer: Arc<Printer>,
+}
+
+impl Narrator {
+    /// A narrator of the run that `facts` are of.
+    pub fn new(language: Language, facts: Facts, printer: Arc<Printer>) -> Self {
+        Self { language, facts, printer }
+    }
+
+    /// How the ranks have met, and that they begin with the same parameters: of each rank 64 bits over those that it
+    /// had by itself, and over those that it begins with. `epoch` is the first, `resumed` the step from which a
+    /// checkpoint lets the run go on.
+    pub fn begin(&self, hashes: &[(u64, u64)], epoch: u64, resumed: Option<u64>) {
+        let (texts, facts) = (self.language.texts(), &self.facts);
+        self.tell(&texts.meeting(facts), &[]);
+        let were_same = hashes.iter().all(|it| it.0 == hashes[0].0);
+        let [built, now] = texts.built_and_now();
+        let mut rows = vec![vec![String::new(), built.into(), now.into()]];
+        rows.extend(each_rank(hashes, |(built, now)| vec![hex(*built), hex(*now)]));
+        self.tell(&texts.start(facts, were_same, resumed), &table(&rows));
+        self.tell(&texts.data(facts, epoch), &[]);
+    }
+
+    /// The first step that is told: how gradients become one, and what follows.
+    pub fn first_step(&self, step: &Step) {
+        let (texts, facts) = (self.language.texts(), &self.facts);
+        let section = texts.gradients(facts, step, self.compression(step.step));
+        let mut lines = self.gradients(step, false);
+        lines.push(format!("  {}{}", texts.by_hand(), mean(&step.ranks)));
+        self.tell(&section, &lines);
+
+        let mut section = texts.update(facts, step.step, &number(step.lr));
+        let first = &step.ranks[0];
+        if let Some(max_norm) = facts.max_grad_norm
+            && first.averaged.to_bits() != first.stepped_by.to_bits()
+        {
+            let [from, to] = [first.averaged, first.stepped_by].map(number);
+            section.text += &texts.clipped(&number(max_norm), &from, &to);
+        }
+        self.tell(&section, &self.updates(step));
+    }
+
+    /// The second, in short.
+    pub fn second_step(&self, step: &Step) {
+        let texts = self.language.texts();
+        let mut section = texts.next_step(step.step);
+        let told = self.compression(step.step.saturating_sub(1)).is_some();
+        if let Some(name) = self.compression(step.step).filter(|_| !told) {
+            section.text = texts.compressed(name);
+        }
+        let mut lines = self.gradients(step, true);
+        lines.extend(paragraph(&texts.goes_on(self.facts.steps_per_epoch)));
+        self.tell(&section, &lines);
+    }
+
+    /// The end, after so many steps of the whole run: of each rank 64 bits over its parameters.
+    pub fn end(&self, steps: u64, hashes: &[u64]) {
+        let texts = self.language.texts();
+        let rows: Vec<_> = each_rank(hashes, |hash| vec![hex(*hash)]).collect();
+        let mut lines = table(&rows);
+        let are_same = hashes.iter().all(|it| it == &hashes[0]);
+        lines.extend(paragraph(&texts.verdict(&self.facts, are_same)));
+        self.tell(&texts.end(&self.facts, steps), &lines);
+    }
+
+    fn compression(&self, step: u64) -> Option<&'static str> {
+        let (name, from) = self.facts.compression?;
+        (step >= from).then_some(name)
+    }
+
+    /// A row for each rank: its samples, its loss, its gradient and the mean; and the weight after the step.
+    fn gradients(&self, step: &Step, with_weight: bool) -> Vec<String> {
+        let ranks = &step.ranks;
+        let all = |value: fn(&RankStep) -> f64| ranks.iter().map(value).collect::<Vec<_>>();
+        let losses = numbers(&all(|it| it.loss), 6);
+        let gradients = [all(|it| it.local), all(|it| it.averaged)].concat();
+        let gradients = numbers(&gradients, 6);
+        let weights = numbers(&all(|it| it.after), 8);
+        let mut header = vec![String::new()];
+        header.extend(self.language.texts().columns(ranks[0].num_samples));
+        let row = |rank: usize| {
+            let it = &ranks[rank];
+            let numbers = [&losses[rank], &gradients[rank], &gradients[ranks.len() + rank]];
+            let mut row = vec![samples(&it.samples, it.num_samples)];
+            row.extend(numbers.into_iter().chain([&weights[rank]]).cloned());
+            row
+        };
+        let all: Vec<usize> = (0..ranks.len()).collect();
+        let mut rows = vec![header];
+        rows.extend(each_rank(&all, |rank| row(*rank)));
+        let columns = if with_weight { 6 } else { 5 };
+        rows.iter_mut().for_each(|row| row.truncate(columns));
+        table(&rows)
+    }
+
+    /// What each rank's optimizer has done.
+    fn updates(&self, step: &Step) -> Vec<String> {
+        let weights = step.ranks.iter().flat_map(|it| [it.before, it.after]);
+        let weights = numbers(&weights.collect::<Vec<_>>(), 8);
+        let gradients: Vec<f64> = step.ranks.iter().map(|it| it.stepped_by).collect();
+        let gradients = numbers(&gradients, 6);
+        let lr = number(step.lr);
+        let rows: Vec<usize> = (0..step.ranks.len()).collect();
+        let header = vec![String::new(), self.language.texts().rule(self.facts.is_plain).into()];
+        let rows = each_rank(&rows, |&rank| {
+            let [before, after] = [&weights[2 * rank], &weights[2 * rank + 1]];
+            let gradient = match gradients[rank].strip_prefix('-') {
+                Some(_) => format!("({})", gradients[rank]),
+                None => gradients[rank].clone(),
+            };
+            vec![if self.facts.is_plain {
+                format!("{before} - {lr} * {gradient} = {after}")
+            } else {
+                format!("{before} -> {after}")
+            }]
+        });
+        table(&std::iter::once(header).chain(rows).collect::<Vec<_>>())
+    }
+
+    fn tell(&self, section: &Section, lines: &[String]) {
+        let Section { heading, text } = section;
+        let text = paragraph(text);
+        let all: Vec<&str> = text.iter().chain(lines).map(String::as_str).collect();
+        self.printer.note(&[&[heading.as_str()][..], &all].concat().join("\n"));
+    }
+}
+
+/// `(a + b) / 2 = c`, of the gradients that the ranks have computed; not all of them if they are many.
+fn mean(ranks: &[RankStep]) -> String {
+    let mut values: Vec<f64> = ranks.iter().map(|it| it.local).collect();
+    values.push(values.iter().sum::<f64>() / ranks.len() as f64);
+    let texts = numbers(&values, 6);
+    let Some((mean, texts)) = texts.split_last() else { return String::new() };
+    let sum = match texts {
+        [one] => one.clone(),
+        [first, others @ ..] if ranks.len() <= FEW => {
+            let others = others.iter().map(|it| signed(it)).collect::<String>();
+            format!("({first}{others})")
+        }
+        _ => "(rank 0 + rank 1 + ...)".into(),
+    };
+    format!("{sum} / {} = {mean}", ranks.len())
+}
+
+/// Of so many ranks all gradients fit into a line.
+const FEW: usize = 4;
+
+fn hex(hash: u64) -> String {
+    format!("{hash:016x}")
+}
+
+/// `rank 0` and its cells, and so on; not all of them if they are many.
+fn each_rank<T>(
+    ranks: &[T],
+    cells: impl Fn(&T) -> Vec<String>,
+) -> impl Iterator<Item = Vec<String>> {
+    shown(ranks.len()).into_iter().map(move |rank| match rank {
+        Some(rank) => [vec![format!("rank {rank}")], cells(&ranks[rank])].concat(),
+        None => vec!["...".into()],
+    })
+}

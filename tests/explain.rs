@@ -1,0 +1,232 @@
+//! What `--explain` tells is short, the same each time, and what the run has really done.
+
+use std::process::Command;
+
+use ddp_mp::DistributedSampler;
+use serde_json::Value;
+use textwrap::core::display_width;
+
+use crate::harness::{program, repository, run, run_command};
+
+const TWO: [&str; 2] = ["--nproc-per-node=2", "--explain"];
+
+/// What it tells of a run that goes well.
+fn told_by(command: Command) -> String {
+    let (code, _, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{stderr}");
+    let end = stderr.find("ddp-mp: loss ").expect("it ends with the loss");
+    stderr[..end].to_string()
+}
+
+fn told(args: &[&str]) -> String {
+    told_by(program(args))
+}
+
+/// The cells of each rank's row below the `heading`; the samples are not numbers of it.
+fn rows(text: &str, heading: &str) -> Vec<Vec<String>> {
+    let section = text.lines().skip_while(|line| !line.contains(heading)).skip(1);
+    let section = section.take_while(|line| line.starts_with("  "));
+    let cells = |line: &str| line.split("  ").map(str::trim).map(String::from).collect::<Vec<_>>();
+    let rows = section.filter(|line| line.starts_with("  rank "));
+    rows.map(|row| cells(row).into_iter().filter(|cell| !cell.is_empty()).collect()).collect()
+}
+
+fn number(cell: &str) -> f64 {
+    cell.trim_matches(['(', ')']).parse().unwrap_or_else(|_| panic!("{cell:?} is no number"))
+}
+
+/// Half of the last of six digits that are shown.
+const SHOWN: f64 = 1e-6;
+
+fn near(one: f64, other: f64, tolerance: f64) {
+    assert!((one - other).abs() <= tolerance, "{one} is not {other}");
+}
+
+/// Checks all numbers of two told steps; returns the samples, a row for each rank and step.
+fn check_numbers(text: &str, ranks: usize, lr: f64, is_exact: bool) -> Vec<String> {
+    let (first, second) = (rows(text, ": Step 0: different"), rows(text, ": Step 1: "));
+    let updates = rows(text, ": Step 0: the same update");
+    assert_eq!([first.len(), second.len(), updates.len()], [ranks; 3], "{text}");
+    for step in [&first, &second] {
+        let mean = step.iter().map(|row| number(&row[3])).sum::<f64>() / ranks as f64;
+        for row in step {
+            assert_eq!(row[4], step[0][4], "all ranks have the same after the all-reduce");
+            near(number(&row[4]), mean, if is_exact { SHOWN } else { 0.01 * mean.abs() });
+        }
+    }
+    assert_ne!(first[0][3], first[1][3], "each rank has a gradient of its own");
+    let by_hand = text.lines().find(|line| line.contains("by hand: ")).unwrap();
+    let by_hand = by_hand.rsplit(" = ").next().unwrap();
+    near(number(by_hand), number(&first[0][4]), if is_exact { SHOWN } else { 0.01 });
+    for (rank, row) in updates.iter().enumerate() {
+        // weight - lr * gradient = new weight
+        let parts: Vec<&str> = row[1].split([' ']).collect();
+        let [weight, "-", told_lr, "*", gradient, "=", new] = parts[..] else { panic!("{row:?}") };
+        assert_eq!(number(told_lr), lr);
+        if is_exact {
+            assert_eq!(number(gradient), number(&first[0][4]));
+        }
+        near(number(new), number(weight) - lr * number(gradient), 2e-8);
+        assert_ne!(weight, new);
+        // And from there to the next.
+        near(number(&second[rank][5]), number(new) - lr * number(&second[0][4]), 2e-8 + lr * SHOWN);
+    }
+    let samples = |row: &Vec<String>| row[1].clone();
+    first.iter().chain(&second).map(samples).collect()
+}
+
+#[test]
+fn what_is_told_can_be_checked_by_hand() {
+    for (ranks, more) in [(2, &[][..]), (4, &[]), (2, &["--model=mlp", "--lr=0.5"])] {
+        let nproc = format!("--nproc-per-node={ranks}");
+        let text = told(&[&[&nproc, "--explain"][..], more].concat());
+        let lr = if more.is_empty() { 0.001 } else { 0.5 };
+        for (place, samples) in check_numbers(&text, ranks, lr, true).iter().enumerate() {
+            let (rank, step) = (place % ranks, place / ranks);
+            let all = DistributedSampler::new(4096, ranks, rank).unwrap().indices(0).unwrap();
+            let mut mine = all[32 * step..].iter();
+            let shown: Vec<&str> = samples.split(' ').collect();
+            let (dots, shown) = shown.split_last().unwrap();
+            assert!(*dots == "..." && shown.len() > 1, "{samples}");
+            assert!(shown.iter().all(|it| *it == mine.next().unwrap().to_string()), "{samples}");
+        }
+    }
+}
+
+#[test]
+fn what_is_done_on_the_way_to_the_mean_is_told() {
+    let text = told(&[&TWO[..], &["--comm-hook=bf16", "--accumulate=4"]].concat());
+    assert!(text.contains("They travel as bfloat16"), "{text}");
+    assert!(text.contains("4\n  batches") || text.contains("over 4 batches"), "{text}");
+    assert!(text.contains("its 128 samples") && text.contains("And so on, 16 steps"), "{text}");
+    check_numbers(&text, 2, 0.001, false);
+
+    let text = told(&[&TWO[..], &["--max-grad-norm=0.01", "--num-samples=4095"]].concat());
+    assert!(text.contains("a norm of 0.01") && text.contains("get as many: 1."), "{text}");
+    let stepped_by = rows(&text, "the same update")[0][1].split(' ').nth(4).map(number).unwrap();
+    let averaged = number(&rows(&text, "different gradients")[0][4]);
+    assert!(stepped_by / averaged > 0.0 && stepped_by.abs() < 0.01, "{stepped_by} of {averaged}");
+
+    let text = told(&[&TWO[..], &["--optimizer=adamw"]].concat());
+    assert!(text.contains("optimizer (adamw, lr 0.001)") && !text.contains(" * "), "{text}");
+}
+
+/// The fields of the last event.
+fn end(args: &[&str]) -> (Value, String) {
+    let (code, stdout, stderr) = run(args);
+    assert_eq!(code, Some(0), "{stderr}");
+    (serde_json::from_str(stdout.lines().last().unwrap()).unwrap(), stderr)
+}
+
+#[test]
+fn to_be_told_changes_nothing_and_is_told_the_same_again() {
+    for more in [&["--model=mlp"][..], &["--model=mlp", "--spawn=processes"]] {
+        let plain = [&["--nproc-per-node=2", "--log-format=json"], more].concat();
+        let explained = [&plain[..], &["--explain"]].concat();
+        let (with, text) = end(&explained);
+        let (without, nothing) = end(&plain);
+        assert_eq!(with["parameters_hash"], without["parameters_hash"]);
+        assert_eq!(with["loss"], without["loss"]);
+        assert!(text.starts_with(&nothing), "{nothing}");
+        assert_eq!(text, end(&explained).1);
+        let told: Vec<Vec<String>> = rows(&text, ": The end");
+        let hash = with["parameters_hash"].as_str().unwrap();
+        assert_eq!(told, [["rank 0", hash], ["rank 1", hash]]);
+        check_numbers(&text, 2, 0.001, true);
+    }
+    let plain: Vec<_> = run(&TWO[..1]).1.lines().map(String::from).collect();
+    assert_eq!(run(&TWO).1.lines().collect::<Vec<_>>(), plain, "stdout is as without it");
+}
+
+#[test]
+fn two_screens_of_80_columns_are_enough_in_both_languages() {
+    for language in ["--language=en", "--language=zh"] {
+        for more in [&[][..], &["--model=mlp"], &["--spawn=processes"], &["--num-samples=4095"]] {
+            let text = told(&[&TWO[..], &[language], more].concat());
+            assert!(text.lines().count() <= 48, "{}: {text}", text.lines().count());
+            let widest = text.lines().max_by_key(|line| display_width(line)).unwrap();
+            assert!(display_width(widest) <= 80, "{widest}");
+            let is_chinese = text.contains("梯度");
+            assert_eq!(is_chinese, language.ends_with("zh"));
+        }
+    }
+    // The numbers are those of the other language.
+    let numbers = |language| {
+        let text = told(&[&TWO[..], &[language]].concat());
+        let ranks = text.lines().filter(|line| line.starts_with("  rank "));
+        ranks.map(str::to_string).filter(|line| !line.contains("写")).collect::<Vec<_>>()
+    };
+    let squeezed = |lines: Vec<String>| {
+        let cells = |line: &String| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        lines.iter().map(cells).collect::<Vec<_>>()
+    };
+    assert_eq!(squeezed(numbers("--language=en")), squeezed(numbers("--language=zh")));
+}
+
+#[test]
+fn one_rank_and_many_are_told_as_well() {
+    let text = told(&["--nproc-per-node=1", "--explain"]);
+    assert!(text.contains("There is one rank") && !text.contains("divided by"), "{text}");
+    let text = told(&["--nproc-per-node=9", "--explain", "--max-steps=1"]);
+    assert!(text.contains("  by hand: (rank 0 + rank 1 + ...) / 9 = "), "{text}");
+    assert_eq!(rows(&text, "different gradients").len(), 7, "the first and the last: {text}");
+    assert!(text.contains("\n  rank 8  ") && !text.contains("Step 1"), "{text}");
+    assert!(text.contains("After 1 step the ranks"), "{text}");
+}
+
+#[test]
+fn a_run_that_goes_on_is_told_from_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let save = format!("--save-dir={}", folder.path().display());
+    let common = [&TWO[..], &[&save, "--max-epochs=2"]].concat();
+    told(&[&common[..], &["--max-steps=70"]].concat());
+    let text = told(&[&common[..], &["--resume=auto"]].concat());
+    assert!(text.contains("of a checkpoint, after 70 steps"), "{text}");
+    assert!(text.contains(": Step 70: different") && text.contains(": Step 71: other"), "{text}");
+    let of_start = rows(&text, "The same start");
+    assert_ne!(of_start[0][1], of_start[0][2], "built, and from the checkpoint");
+    // The 7th batch of epoch 1.
+    let mine = DistributedSampler::new(4096, 2, 1).unwrap().indices(1).unwrap();
+    let samples = &rows(&text, ": Step 70: different")[1][1];
+    assert!(samples.starts_with(&format!("{} {} ", mine[6 * 32], mine[6 * 32 + 1])), "{samples}");
+    assert!(text.contains("After 128 steps"), "{text}");
+}
+
+#[test]
+fn ranks_that_keep_buffers_of_their_own_are_not_called_the_same() {
+    let cnn = ["--model=cnn", "--in-features=64", "--num-samples=256", "--channels=4,4"];
+    let text = told(&[&TWO[..], &cnn].concat());
+    assert!(text.contains("The same to the bit: 2 ranks have trained one model."), "{text}");
+    let text = told(&[&TWO[..], &cnn, &["--no-broadcast-buffers"]].concat());
+    assert!(text.contains("Not the same! ") && !text.contains("The same to the bit"), "{text}");
+}
+
+#[test]
+fn what_does_not_go_together_is_refused() {
+    for (args, complaint) in [
+        (&["--explain", "--strategy=dp"][..], "--explain: needs --strategy ddp\n"),
+        (&["--explain", "--amp=fp16"], "--explain: tells of steps that are made, and with amp"),
+        (&["--explain", "--skip-nonfinite=1"], "--explain: tells of steps that are made"),
+        (&["--language=zh"], "--language: needs --explain"),
+        (&["--language=fr"], "error: invalid value 'fr' for '--language <NAME>'"),
+        (&["verify", "--explain"], "--explain: "),
+    ] {
+        let (code, _, stderr) = run(args);
+        assert_eq!(code, Some(2), "{args:?}: {stderr}");
+        assert!(stderr.trim_start_matches("ddp-mp: ").starts_with(complaint), "{stderr}");
+    }
+}
+
+#[test]
+fn what_the_readme_shows_of_it_is_what_it_tells() {
+    let readme = std::fs::read_to_string(repository("README.md")).unwrap();
+    let shown = readme.split("    $ ddp-mp --nproc-per-node=2 --explain\n").nth(1).unwrap();
+    let shown: Vec<&str> = shown.lines().map_while(|line| line.strip_prefix("    ")).collect();
+    let text = told(&TWO);
+    // Which parts follow each other is no matter; that each line is there is.
+    let told: Vec<&str> = text.lines().chain(["..."]).collect();
+    assert!(shown.len() > 15, "{shown:?}");
+    for line in shown {
+        assert!(told.contains(&line), "{line:?} is not told:\n{text}");
+    }
+}
