@@ -135,3 +135,115 @@ fn every_example_is_short_and_in_the_readme() {
     lessons.sort_unstable();
     assert_eq!(lessons, (1..=lessons.len()).collect::<Vec<_>>(), "no lesson is missing");
 }
+
+/// A heading, a paragraph, an item of a list, a row of a table or a block of code in Markdown.
+struct Block {
+    line: usize,
+    text: String,
+}
+
+fn blocks(markdown: &str) -> Vec<Block> {
+    let mut blocks: Vec<Block> = Vec::new();
+    let (mut in_fence, mut goes_on) = (false, false);
+    for (index, line) in markdown.lines().enumerate() {
+        let is_fence = line.starts_with("```");
+        let begins = is_fence || ["#", "|", "- ", "* "].iter().any(|mark| line.starts_with(mark));
+        if in_fence || (goes_on && !begins && !line.is_empty()) {
+            let block = blocks.last_mut().unwrap();
+            block.text += "\n";
+            block.text += line;
+        } else if !line.is_empty() {
+            blocks.push(Block { line: index + 1, text: line.to_string() });
+        }
+        in_fence ^= is_fence;
+        goes_on = !line.is_empty() && !is_fence;
+    }
+    blocks
+}
+
+/// Where a link to each heading leads, as GitHub derives it: `#several-processes`.
+fn anchors(blocks: &[Block]) -> Vec<String> {
+    let anchor = |heading: &str| {
+        let heading = heading.trim_start_matches('#').trim().to_lowercase();
+        let kept = heading.chars().filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c));
+        format!("#{}", kept.map(|c| if c == ' ' { '-' } else { c }).collect::<String>())
+    };
+    let headings = blocks.iter().filter(|block| block.text.starts_with('#'));
+    headings.map(|block| anchor(&block.text)).collect()
+}
+
+/// What a translation keeps of a block: a block of code as it is; of a row each cell in its place; of
+/// others, in any order, the mark that they begin with, inline code, where links lead, and numbers.
+fn kept(block: &str, anchors: &[String]) -> Vec<String> {
+    if block.starts_with("```") || block.starts_with("    ") {
+        return vec![block.to_string()];
+    }
+    if block.starts_with('|') {
+        let mut cells = Vec::new();
+        for cell in block.replace("\\|", " ").split('|') {
+            cells.push("|".to_string());
+            cells.extend(kept(cell.trim(), anchors));
+        }
+        return cells;
+    }
+    let mut kept = Vec::new();
+    let mark = block.split(' ').next().unwrap();
+    if !mark.is_empty() && mark.chars().all(|c| "#-*".contains(c)) {
+        kept.push(mark.to_string());
+    }
+    let title = block.trim_start_matches('#').trim_start();
+    let is_name = !title.contains(' ') && title.starts_with(|c: char| c.is_ascii_lowercase());
+    if block.starts_with('#') && is_name {
+        kept.push(title.to_string());
+    }
+    // Between backticks is code: every other part.
+    let parts: Vec<&str> = block.split('`').collect();
+    for code in parts.iter().skip(1).step_by(2) {
+        let code = code.split_whitespace().collect::<Vec<_>>().join(" ");
+        kept.push(format!("`{code}`"));
+    }
+    let prose = parts.iter().step_by(2).copied().collect::<Vec<_>>().join(" ");
+    for link in prose.split("](").skip(1) {
+        let link = link.split(')').next().unwrap();
+        if link.starts_with('#') {
+            let section = anchors.iter().position(|anchor| anchor == link);
+            let section = section.unwrap_or_else(|| panic!("{link} leads to no heading"));
+            kept.push(format!("a link to heading {section}"));
+        } else {
+            kept.push(format!("a link to {link}"));
+        }
+    }
+    let numbers = prose.split(|c: char| !c.is_ascii_digit() && c != '.' && c != ',');
+    let numbers = numbers.map(|number| number.trim_matches(['.', ',']));
+    kept.extend(numbers.filter(|number| !number.is_empty()).map(str::to_string));
+    kept.sort();
+    kept
+}
+
+#[test]
+fn the_chinese_readme_is_in_step_with_the_english_one() {
+    let read = |file: &str, start: &str| {
+        let text = fs::read_to_string(repository(file)).unwrap();
+        assert!(text.starts_with(start), "{file} does not begin with\n{start}");
+        blocks(&text.replacen(start, "# ddp-mp\n\n\n", 1)) // the languages differ, the lines stay
+    };
+    let english = read("README.md", "# ddp-mp\n\nEnglish | [简体中文](README.zh.md)\n");
+    let chinese = read("README.zh.md", "# ddp-mp\n\n[English](README.md) | 简体中文\n");
+    let (english_anchors, chinese_anchors) = (anchors(&english), anchors(&chinese));
+    let mut section = String::new();
+    for (en, zh) in english.iter().zip(&chinese) {
+        if en.text.starts_with('#') {
+            section = format!("`{}`, `{}`", en.text, zh.text);
+        }
+        assert_eq!(
+            kept(&en.text, &english_anchors),
+            kept(&zh.text, &chinese_anchors),
+            "in section {section}\nREADME.md:{}: {}\nREADME.zh.md:{}: {}\n",
+            en.line,
+            en.text,
+            zh.line,
+            zh.text
+        );
+    }
+    assert_eq!(english.len(), chinese.len(), "one goes on after `{section}`, the other does not");
+}
