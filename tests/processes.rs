@@ -86,8 +86,7 @@ fn child() {
         place(launch.nproc, BackendChoice::Auto, &Cuda::default(), &Share::all(2)).unwrap();
     let placement = placement.in_processes(launch.processes.count, BackendChoice::Auto).unwrap();
     assert_eq!(placement.backend, Backend::Gloo);
-    let world =
-        World::meet(&launch, &placement, TIMEOUT, None, Vec::new(), false).unwrap().unwrap();
+    let world = World::meet(&launch, &placement, TIMEOUT, None, Vec::new()).unwrap().unwrap();
     let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
         "collectives" => collectives,
         "messages" => messages,

@@ -44,7 +44,10 @@ impl Launched {
         let mut options = vec![("the command".into(), command.into())];
         options.extend(config.shared_options()?);
         let traces = config.trace.is_some() || config.report.is_some();
-        let meet = || World::meet(&launch, &placement, config.timeout, interfaces, options, traces);
+        let meet = || match World::meet(&launch, &placement, config.timeout, interfaces, options)? {
+            Some(world) if traces => world.compare_clocks(config.timeout).map(Some),
+            world => Ok(world),
+        };
         let world = telling_of_a_wait(&launch, printer, meet)?.map(Arc::new);
         // Goes with the process: to stop the server would take half a second.
         std::mem::forget(world.clone());

@@ -64,8 +64,7 @@ impl World {
     }
 
     /// Meets the other processes of `launch`; `None` if this is the only one. Returns when all are there.
-    /// `options` has the names and values of whatever must be the same in all of them; so must be whether they compare
-    /// their clocks.
+    /// `options` has the names and values of whatever must be the same in all of them.
     ///
     /// # Errors
     /// [`Error::Input`] when the processes do not fit each other, [`Error::Store`] when the store cannot be reached
@@ -76,7 +75,6 @@ impl World {
         timeout: Duration,
         interfaces: Option<String>,
         options: Vec<(String, String)>,
-        compare_clocks: bool,
     ) -> Result<Option<Self>> {
         let (Some(master), mine) = (&launch.master, launch.processes.index) else {
             return Ok(None);
@@ -152,8 +150,6 @@ impl World {
                 ),
             },
         };
-        let clock = compare_clocks.then(|| clock::measure(&store, mine, count, timeout));
-        let clock = clock.transpose()?;
         let watch = Watch::new(&store, server, mine, &ranks)?;
         Ok(Some(Self {
             processes,
@@ -163,10 +159,21 @@ impl World {
             serves,
             nnodes,
             interfaces,
-            clock,
+            clock: None,
             watch,
             _open: open,
         }))
+    }
+
+    /// Compares this process's clock with that of the first one, for traces. All processes must call it, and wait for each
+    /// other, at most for `timeout`.
+    ///
+    /// # Errors
+    /// [`Error::Store`], [`Error::Input`] when another process does not answer.
+    pub fn compare_clocks(self, timeout: Duration) -> Result<Self> {
+        let count = self.processes.len();
+        let clock = clock::measure(&self.store, self.mine, count, timeout)?;
+        Ok(Self { clock: Some(clock), ..self })
     }
 
     /// Refuses network interfaces that this machine has not, if Gloo is to use them.

@@ -259,7 +259,7 @@ impl<W: Write> Trace<'_, W> {
         };
         self.event(begin)?;
         // Drawn forwards also where the optimizer has begun while a bucket was still on its way.
-        let ts = self.time(to.arrived.max(inside(from)));
+        let ts = self.time(inside(to).max(inside(from)));
         let (tid, bp) = (lane(rank, to), Some("e"));
         self.event(Event { name, cat: "gradients", ph: "f", ts, id, tid, bp, ..Event::default() })
     }

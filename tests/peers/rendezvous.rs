@@ -42,8 +42,7 @@ fn meet(process: usize, port: u16) -> anyhow::Result<()> {
     println!("ready");
     stdin().lock().lines().next().context("no word to go")??;
     let began = Instant::now();
-    let world =
-        World::meet(&launch, &placement, TIMEOUT, None, Vec::new(), false)?.context("alone")?;
+    let world = World::meet(&launch, &placement, TIMEOUT, None, Vec::new())?.context("alone")?;
     let spawn = Spawn::at(&placement).world(Some(world.into())).timeout(TIMEOUT);
     spawn.run(move |rank| {
         let group = rank.init_process_group(Backend::Gloo)?;
