@@ -22,13 +22,23 @@ fn told(args: &[&str]) -> String {
     told_by(program(args))
 }
 
+fn in_one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 /// The cells of each rank's row below the `heading`; the samples are not numbers of it.
 fn rows(text: &str, heading: &str) -> Vec<Vec<String>> {
     let section = text.lines().skip_while(|line| !line.contains(heading)).skip(1);
     let section = section.take_while(|line| line.starts_with("  "));
     let cells = |line: &str| line.split("  ").map(str::trim).map(String::from).collect::<Vec<_>>();
-    let rows = section.filter(|line| line.starts_with("  rank "));
+    let rows = section.filter(|line| is_row(line));
     rows.map(|row| cells(row).into_iter().filter(|cell| !cell.is_empty()).collect()).collect()
+}
+
+/// Whether it is the row of a rank, and no line of a text that happens to begin so.
+fn is_row(line: &str) -> bool {
+    let rest = line.strip_prefix("  rank ").map(|it| it.trim_start_matches(char::is_numeric));
+    rest.is_some_and(|rest| rest.starts_with("  "))
 }
 
 fn number(cell: &str) -> f64 {
@@ -96,13 +106,14 @@ fn what_is_told_can_be_checked_by_hand() {
 #[test]
 fn what_is_done_on_the_way_to_the_mean_is_told() {
     let text = told(&[&TWO[..], &["--comm-hook=bf16", "--accumulate=4"]].concat());
-    assert!(text.contains("They travel as bfloat16"), "{text}");
-    assert!(text.contains("4\n  batches") || text.contains("over 4 batches"), "{text}");
+    assert!(in_one_line(&text).contains("They travel as bfloat16"), "{text}");
+    assert!(in_one_line(&text).contains("the mean over 4 batches"), "{text}");
     assert!(text.contains("its 128 samples") && text.contains("And so on, 16 steps"), "{text}");
     check_numbers(&text, 2, 0.001, false);
 
     let text = told(&[&TWO[..], &["--max-grad-norm=0.01", "--num-samples=4095"]].concat());
-    assert!(text.contains("a norm of 0.01") && text.contains("get as many: 1."), "{text}");
+    let flat = in_one_line(&text);
+    assert!(flat.contains("a norm of 0.01") && flat.contains("get as many: 1."), "{text}");
     let stepped_by = rows(&text, "the same update")[0][1].split(' ').nth(4).map(number).unwrap();
     let averaged = number(&rows(&text, "different gradients")[0][4]);
     assert!(stepped_by / averaged > 0.0 && stepped_by.abs() < 0.01, "{stepped_by} of {averaged}");
@@ -153,8 +164,7 @@ fn two_screens_of_80_columns_are_enough_in_both_languages() {
     // The numbers are those of the other language.
     let numbers = |language| {
         let text = told(&[&TWO[..], &[language]].concat());
-        let ranks = text.lines().filter(|line| line.starts_with("  rank "));
-        ranks.map(str::to_string).filter(|line| !line.contains("写")).collect::<Vec<_>>()
+        text.lines().filter(|line| is_row(line)).map(String::from).collect::<Vec<_>>()
     };
     let squeezed = |lines: Vec<String>| {
         let cells = |line: &String| line.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -181,15 +191,23 @@ fn a_run_that_goes_on_is_told_from_there() {
     let common = [&TWO[..], &[&save, "--max-epochs=2"]].concat();
     told(&[&common[..], &["--max-steps=70"]].concat());
     let text = told(&[&common[..], &["--resume=auto"]].concat());
-    assert!(text.contains("of a checkpoint, after 70 steps"), "{text}");
+    assert!(in_one_line(&text).contains("Rank 0 takes those of a checkpoint, after 70"), "{text}");
     assert!(text.contains(": Step 70: different") && text.contains(": Step 71: other"), "{text}");
     let of_start = rows(&text, "The same start");
-    assert_ne!(of_start[0][1], of_start[0][2], "built, and from the checkpoint");
+    let [of_0, of_1] = [&of_start[0], &of_start[1]];
+    assert!(of_0[1] == of_0[2] && of_1[1] != of_1[2] && of_0[2] == of_1[2], "{of_start:?}");
+    assert!(!in_one_line(&text).contains("the same already"), "{text}");
     // The 7th batch of epoch 1.
     let mine = DistributedSampler::new(4096, 2, 1).unwrap().indices(1).unwrap();
     let samples = &rows(&text, ": Step 70: different")[1][1];
     assert!(samples.starts_with(&format!("{} {} ", mine[6 * 32], mine[6 * 32 + 1])), "{samples}");
     assert!(text.contains("After 128 steps"), "{text}");
+
+    let init_from = format!("--init-from={}", folder.path().display());
+    let text = told(&[&TWO[..], &[&init_from]].concat());
+    assert!(in_one_line(&text).contains("Rank 0 takes those of a file (--init-from)"), "{text}");
+    let of_start = rows(&text, "The same start");
+    assert!(of_start[0][1] == of_start[1][2] && of_start[1][1] != of_start[1][2], "{text}");
 }
 
 #[test]

@@ -26,6 +26,7 @@ pub(super) fn narrator(
         model: config.model.name(),
         parameters,
         seed: config.seed,
+        starts_from_file: config.init_from.is_some(),
         samples,
         shuffles: !config.no_shuffle,
         drops_last: config.drop_last,

@@ -39,6 +39,11 @@ impl Texts for Chinese {
         let Facts { world_size: n, model, parameters, seed, .. } = facts;
         let who = if *n > 1 { "每个 rank 各自" } else { "这个 rank " };
         let mut text = format!("{who}用种子 {seed} 构建模型（{model}，{parameters} 个参数）");
+        match resumed {
+            Some(step) => text += &format!("，rank 0 再换成检查点（已训练 {step} 步）的参数"),
+            None if facts.starts_from_file => text += "，rank 0 再换成文件里的参数（--init-from）",
+            None => {}
+        }
         if *n > 1 {
             text += "，然后 rank 0 把自己的参数广播给所有 rank：此后 rank 之间只交换梯度，\
                      初始权重不同的 rank 永远无法与其他 rank 一致。";
@@ -47,9 +52,6 @@ impl Texts for Chinese {
             }
         } else {
             text += "。";
-        }
-        if let Some(step) = resumed {
-            text += &format!("接着各 rank 载入检查点（已训练 {step} 步）的参数。");
         }
         text += "参数的 64 位哈希：";
         Section::new("相同的起点", text)

@@ -41,16 +41,21 @@ impl Texts for English {
         let who = if *n > 1 { "Each rank" } else { "The rank" };
         let mut text =
             format!("{who} builds the model ({model}, {parameters} parameters) from seed {seed}. ");
+        match resumed {
+            Some(step) => {
+                text += &format!("Rank 0 takes those of a checkpoint, after {step} steps. ")
+            }
+            None if facts.starts_from_file => {
+                text += "Rank 0 takes those of a file (--init-from). "
+            }
+            None => {}
+        }
         if *n > 1 {
             text += "Then rank 0's parameters go to all: from here on the ranks exchange gradients only, and one that \
                      started with other weights would stay apart for ever. ";
             if were_same {
                 text += "(They are the same already, but DDP does not rely on it.) ";
             }
-        }
-        if let Some(step) = resumed {
-            text +=
-                &format!("Then each takes the parameters of a checkpoint, after {step} steps. ");
         }
         text += "Their hash, of 64 bits:";
         Section::new("The same start", text)

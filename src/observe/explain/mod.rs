@@ -47,6 +47,8 @@ pub struct Facts {
     pub parameters: usize,
     /// What all randomness starts from.
     pub seed: u64,
+    /// Whether rank 0 has its first parameters from a file.
+    pub starts_from_file: bool,
     /// How many samples there are to train on.
     pub samples: usize,
     /// Whether they are shuffled.
