@@ -192,10 +192,10 @@ const ranksText = plural(world.size, "rank");
   const figures = [
     verdict.efficiency != null && ["Scaling efficiency", exact(verdict.efficiency, percent(verdict.efficiency)),
       `of the speed of ${ranksText} that never wait for each other`],
-    verdict.overlapped != null && ["Overlapped communication", exact(verdict.overlapped, percent(verdict.overlapped)),
-      "of it passed while autograd was still at work"],
+    verdict.overlapped != null && ["Overlapped share", exact(verdict.overlapped, percent(verdict.overlapped)),
+      "of communication passed while autograd was still at work"],
     held && ["Held back by", exact(held.rank, rankName(held.rank)),
-      `${seconds(held.phase_seconds)} longer than the others in ${held.phase}; they waited ${seconds(held.seconds)} for it`],
+      `${seconds(held.phase_seconds)} longer than the others ${held.phase === "step" ? "before it asked for data" : `in ${held.phase}`}; they waited ${seconds(held.seconds)} for it`],
     replicas && !alone && ["Replicas", el("span", { class: replicas.equal ? "good" : "bad" }, replicas.equal ? "equal" : "differ"),
       replicas.equal ? `all ${ranksText} hold the same bits` : "which do, is shown below"],
     (data.loss != null || kind === "done") && ["Loss", exact(data.loss, number(data.loss)), "mean of the last epoch, over all ranks"],
@@ -208,7 +208,7 @@ const ranksText = plural(world.size, "rank");
 
   $("advice").append(el("h3", {}, "What to try next"), verdict.advice.length
     ? el("ul", {}, verdict.advice.map(line => el("li", {}, line)))
-    : el("p", { class: "lede" }, "Nothing stands out in this run."));
+    : el("p", {}, kind === "failed" ? "Look at the end of the timeline: there is what each rank was doing when the run failed." : "Nothing stands out in this run."));
 
   const columns = ["step", "data", "forward", "backward", "optimizer", "collectives"];
   const colour = column => column === "collectives" ? "var(--collective)" : tint(column);
@@ -371,7 +371,7 @@ function curve(line, x, y, shown, width, bottom) {
     ["Loss", [training("loss"), tried("loss")], value, []],
     ["Accuracy", [tried("accuracy")], percent, [0, 1]],
     ["Time of a step", [training("step_us")], micros, [0]],
-    ["Learning rate", [training("lr")], value, [0]],
+    ...(new Set(train.map(it => it.lr)).size > 1 ? [["Learning rate", [training("lr")], value, [0]]] : []),
   ].map(([title, lines, ...how]) => [title, lines.filter(line => line.points.length), ...how]).filter(it => it[1].length);
   const figures = charts.map(it => chart(...it));
   $("charts").replaceChildren(...figures);
@@ -440,7 +440,7 @@ function timeline() {
     const own = rank.records.filter(it => !it[BESIDE] && it[OPERATION] !== gradient);
     const phases = add("phases", own.filter(it => !isCollective[it[OPERATION]]), top, HIGH);
     phases.inner = add("collectives", own.filter(it => isCollective[it[OPERATION]]), top + HIGH * .42, HIGH * .58);
-    add("gradients", rank.records.filter(it => !it[BESIDE] && it[OPERATION] === gradient), top, HIGH * .25);
+    add("gradients", rank.records.filter(it => !it[BESIDE] && it[OPERATION] === gradient), top - 5, 5); // above the lane, where they hide no name
     if (hasBeside) add("beside", rank.records.filter(it => it[BESIDE]), top + HIGH + 2, LOW);
     const starts = phases.records.filter((it, i, all) => it[STEP] >= 0 && (!i || all[i - 1][STEP] !== it[STEP]));
     return { rank, top, starts };
@@ -646,18 +646,24 @@ function timeline() {
     if (each >= 9) {
       context.fillStyle = rgb("var(--ink)");
       for (const lane of lanes) {
+        let beside = -Infinity;
         for (let i = firstStep(lane, view.from); i < lane.starts.length && lane.starts[i][BEGIN] < view.to; i++) {
-          context.fillRect(Math.round(xOf(lane.starts[i][BEGIN])) - .5, lane.top - 3, 1, HIGH + 3);
+          const x = Math.round(xOf(lane.starts[i][BEGIN])) - .5;
+          if (x < beside + 4) continue; // in a crowd of short steps a few lines do
+          context.fillRect(x, lane.top, 1, HIGH);
+          beside = x;
         }
       }
     }
     const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5, 1e6].find(it => it * each >= 60) ?? 1e7;
     context.fillStyle = rgb("var(--muted)");
-    for (const lane of lanes.slice(0, 1)) {
-      for (let i = Math.max(0, low - 1); i < Math.min(lane.starts.length, high); i++) {
-        const x = xOf(lane.starts[i][BEGIN]), step = lane.starts[i][STEP];
-        if (step % every === 0 && x >= GUTTER - 1 && x < width - 50) context.fillText(`step ${step}`, x, 31);
-      }
+    const { starts } = lanes[0];
+    let free = GUTTER - 1;
+    for (let i = Math.max(0, low - 1); i < Math.min(starts.length, high); i++) {
+      const x = xOf(starts[i][BEGIN]), step = starts[i][STEP], text = `step ${step}`;
+      if (step % every || x < free || x > width - 50) continue;
+      context.fillText(text, x, 29);
+      free = x + context.measureText(text).width + 10;
     }
   }
   function firstStep(lane, time) {
@@ -706,11 +712,13 @@ function timeline() {
     return operation === "gradient" ? `gradient of ${model.parameters[it[SEQUENCE]]?.name ?? `parameter ${it[SEQUENCE]}`}` : `${operation} #${it[SEQUENCE]}`;
   }
   const waitedFor = it => `${micros(it[WAITED])}${it[WAITED_FOR] >= 0 ? ` for rank ${it[WAITED_FOR]}` : ""}`;
+  const ofSamples = it => operations[it[OPERATION]] === "forward"; // which takes samples, and not bytes
+  const amount = it => ofSamples(it) ? plural(it[BYTES], "sample") : bytes(it[BYTES]);
   const lasted = it => it[DURATION] === null ? "had not ended" : micros(it[DURATION]);
   function tell(slice) {
     const it = slice.track.records[slice.i];
     return [`${name(slice)} on rank ${slice.track.rank.rank}`, lasted(it), it[STEP] >= 0 && `step ${it[STEP]}`,
-      it[BUCKET] >= 0 && `${bucketName(it[BUCKET])}, ${bytes(it[BYTES])}`, it[WAITED] > 0 && `waited ${waitedFor(it)}`].filter(Boolean).join("\n");
+      it[BUCKET] >= 0 && bucketName(it[BUCKET]), it[BYTES] > 0 && amount(it), it[WAITED] > 0 && `waited ${waitedFor(it)}`].filter(Boolean).join("\n");
   }
   function select(slice) {
     selected = slice;
@@ -721,7 +729,7 @@ function timeline() {
       ["rank", `${track.rank.rank} (${track.rank.device})`],
       ["step", it[STEP] >= 0 ? exact(it[STEP], String(it[STEP])) : null],
       ["bucket", it[BUCKET] >= 0 ? [swatch(bucketHue(it[BUCKET])), ` ${it[BUCKET]}`] : null],
-      ["bytes", it[BYTES] > 0 ? exact(it[BYTES], bytes(it[BYTES])) : null],
+      [ofSamples(it) ? "samples" : "bytes", it[BYTES] > 0 ? exact(it[BYTES], amount(it)) : null],
       [collective ? "arrived at" : "began at", exact(it[BEGIN], `${(it[BEGIN] / 1000).toLocaleString("en", { maximumFractionDigits: 4 })}\u00a0ms`)],
       ["took", it[DURATION] === null ? lasted(it) : exact(it[DURATION], lasted(it))],
       ["waited", it[WAITED] > 0 ? exact(it[WAITED], waitedFor(it)) : collective && it[DURATION] !== null ? "for nobody" : null],
@@ -829,7 +837,7 @@ function timeline() {
   });
   $("step-number").addEventListener("input", event => event.target.setCustomValidity(""));
 
-  $("timeline-note").textContent = `${plural(total, "record")} of ${ranksText}, ${micros(end - begin)} in all. ` +
+  $("timeline-note").textContent = `${plural(total, "record")} of ${ranks.length < world.size ? `the ${plural(ranks.length, "rank")} in the process of rank 0` : ranksText}, ${micros(end - begin)} in all. ` +
     (lost ? `These are the last: ${count(lost)} older ones are no longer kept. ` : "") +
     (hasBeside ? "Under each rank lies the lane of its communication thread. " : "") + "Hatched is what a rank only waited, for the last one to arrive.";
   const used = new Set(tracks.filter(it => it.name === "phases").flatMap(it => [...new Set(it.style)]));
@@ -883,7 +891,7 @@ function samplesOfEpochs() {
     $("samples-note").textContent = [
       `Epoch ${epoch.epoch}: of ${count(dataset)} samples ${seen === dataset ? "each" : count(seen)} ${seen === dataset || seen === 1 ? "was" : "were"} dealt to a rank,`,
       again.size ? `${count(seen - again.size)} to one only and ${count(again.size)} more than once (${some}).` : seen === dataset && !alone ? "and to one only." : "none of them twice.",
-      missing && complete ? `${count(missing)} ${missing === 1 ? "was" : "were"} not.` : "",
+      missing && complete ? `${count(missing)} ${missing === 1 ? "was" : "were"} not${outcome.kind === "done" ? "" : ": the run ended before"}.` : "",
       complete ? "" : "Only the first that each rank takes are kept here.",
     ].filter(Boolean).join(" ");
     $("epoch").value = index;
@@ -1010,13 +1018,14 @@ function bucketPlan() {
     : ". Which bucket each is in was not settled when the run ended.");
   const shape = it => it.shape.length ? it.shape.join(" \u00d7 ") : "one number";
   const members = sizes.map((_, bucket) => parameters.filter(it => it.bucket === bucket));
+  const padding = bucket => sizes[bucket] - sum(members[bucket].map(it => it.bytes));
   const strips = [strip("The model, as it is written", parameters.map(it => ({
     size: it.bytes, colour: colour(it.bucket), name: it.name,
     text: `${it.name}\n${shape(it)}, ${bytes(it.bytes)}${it.bucket == null ? "" : `, bucket ${it.bucket}`}`,
   })))];
   if (sizes.length) strips.push(strip("The buckets, in the order in which they are averaged", sizes.map((size, bucket) => ({
     size, colour: colour(bucket), name: String(bucket),
-    text: `bucket ${bucket}: ${bytes(size)}, ${plural(members[bucket].length, "parameter")}`,
+    text: `bucket ${bucket}: ${bytes(size)}, ${plural(members[bucket].length, "parameter")}${padding(bucket) ? `\n${bytes(padding(bucket))} of it between them, so that each begins at a round address` : ""}`,
   }))));
   $("plan").append(...strips.flat());
   $("parameters").append(table("All parameters", ["parameter", "shape", "bytes", "of all", { cell: "bucket", class: "left" }],
@@ -1048,32 +1057,33 @@ function strip(title, blocks) {
 
 function traffic() {
   const { sent, received, collectives } = data.traffic;
-  if (!collectives.length && !sum(sent)) {
-    $("traffic-note").textContent = alone ? "One rank has nobody to send anything to." : "Nothing was sent.";
-    return;
-  }
-  $("traffic-note").textContent = `${bytes(sum(sent))} sent in all. Beside each collective stand the bytes that a rank gave to it, and how often it was called.`;
-  const most = Math.max(1, ...sent.map((_, rank) => sum(collectives.map(it => it.bytes[rank]))));
-  const of = (it, rank) => [exact(it.bytes[rank], bytes(it.bytes[rank])), el("small", {}, `${count(it.calls[rank])}\u00d7`)];
+  const lines = [...Array(Math.max(sent.length, ...collectives.map(it => it.bytes.length))).keys()];
+  const somewhere = !sent.length ? "How much was sent in all is counted at the end, to which this run did not come." : alone ? "One rank has nobody to send anything to." : sum(sent) ? `${bytes(sum(sent))} were sent in all.` : "Nothing was sent.";
+  $("traffic-note").textContent = somewhere + (collectives.length ? " Beside each collective stand the bytes that a rank gave to it, and how often it was called." : "");
+  if (!collectives.length && !sum(sent)) return;
+  const told = n => n == null ? "\u2013" : exact(n, bytes(n));
+  // Of several processes each knows the calls of its own ranks only.
+  const most = Math.max(1, ...lines.map(rank => sum(collectives.map(it => it.bytes[rank] ?? 0))));
+  const of = (it, rank) => it.bytes[rank] == null ? "\u2013" : [exact(it.bytes[rank], bytes(it.bytes[rank])), el("small", {}, `${count(it.calls[rank])}\u00d7`)];
   $("traffic-table").append(table("Bytes of each rank", ["rank", { cell: "share", class: "left share" }, "sent", "received", ...collectives.map((it, i) => [swatch(hue(i)), ` ${it.operation}`])],
-    sent.map((_, rank) => [String(rank), { class: "left share", cell: el("div", { class: "bar" }, collectives.map((it, i) =>
-      el("i", { title: `${it.operation}: ${bytes(it.bytes[rank])}`, style: { background: hue(i), width: `${100 * it.bytes[rank] / most}%` } }))) },
-      exact(sent[rank], bytes(sent[rank])), exact(received[rank], bytes(received[rank])), ...collectives.map(it => of(it, rank))]),
-    ["all", { class: "left share", cell: "" }, bytes(sum(sent)), bytes(sum(received)),
+    lines.map(rank => [String(rank), { class: "left share", cell: el("div", { class: "bar" }, collectives.map((it, i) =>
+      el("i", { title: `${it.operation}: ${bytes(it.bytes[rank] ?? 0)}`, style: { background: hue(i), width: `${100 * (it.bytes[rank] ?? 0) / most}%` } }))) },
+      told(sent[rank]), told(received[rank]), ...collectives.map(it => of(it, rank))]),
+    ["all", { class: "left share", cell: "" }, sent.length ? bytes(sum(sent)) : "\u2013", received.length ? bytes(sum(received)) : "\u2013",
       ...collectives.map(it => [bytes(sum(it.bytes)), el("small", {}, `${count(sum(it.calls))}\u00d7`)])]));
 }
 
 function sameReplicas() {
   const often = replicas?.checked_every ? ` They were also compared every ${plural(replicas.checked_every, "step")} of the run.` : "";
   $("replicas-note").textContent = !replicas ? "The run ended before the ranks could compare their models." : alone ? "There is one rank, and so nothing to compare."
-    : replicas.equal ? `After the last step all ${ranksText} hold the same parameters, bit for bit: the same 64 bits over names, shapes and bytes.${often}`
-    : `The ranks do not hold the same parameters: what follows from them can't be trusted.${often}`;
+    : replicas.equal ? `After the last step all ${ranksText} hold the same model, bit for bit: the 64 bits that sum each up are the same.${often}`
+    : `The ranks do not hold the same model: what follows from them can't be trusted.${often}`;
   if (!replicas) return;
   if (!replicas.equal) $("replicas-note").classList.add("bad");
   const votes = new Map();
   for (const hash of replicas.hashes) votes.set(hash, (votes.get(hash) ?? 0) + 1);
   const usual = [...votes].reduce((a, b) => b[1] > a[1] ? b : a)[0];
-  $("replicas-table").append(table("Hashes of all ranks", ["rank", { cell: "device", class: "left" }, { cell: "parameters", class: "left" }, { cell: "", class: "left" }],
+  $("replicas-table").append(table("Hashes of all ranks", ["rank", { cell: "device", class: "left" }, { cell: "hash", class: "left" }, { cell: "", class: "left" }],
     replicas.hashes.map((hash, rank) => [String(rank), { class: "left", cell: device(rank) }, { class: "left mono", cell: hash },
       { class: "left", cell: alone ? "" : hash === usual ? el("span", { class: "good" }, "the same") : el("strong", { class: "bad" }, "differs") }])));
 }
