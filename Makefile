@@ -14,7 +14,7 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test model check install parity safetensors tensorboard report mixed compare cluster-model test-launchers python libtorch cargo
+.PHONY: help run test model check install parity safetensors tensorboard report trace mixed compare cluster-model test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -66,6 +66,10 @@ test-launchers: cargo python ## run over several processes with torchrun, mpirun
 report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
 	cargo build --release
 	.python/bin/python tests/peers/report_page.py $(PROGRAM) $(PICTURES)
+
+trace: cargo python ## have Perfetto's trace processor, in Chromium, read the traces of runs
+	cargo build --release
+	.python/bin/python tests/peers/trace_in_perfetto.py $(PROGRAM)
 
 mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 	cargo build --release --example mixed_rank
