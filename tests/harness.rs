@@ -38,6 +38,21 @@ pub(crate) fn ranks<T: Send + 'static>(
     try_ranks(world_size, f).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// The text of a mismatch without the lines of this file at which the ranks have made their calls, each of which has one.
+pub(crate) fn without_lines(text: &str, file: &str) -> String {
+    let calls = text.matches(" called ").count();
+    let place = format!(" at {file}:");
+    let mut parts = text.split(&place);
+    let mut rest = parts.next().expect("there is always one").to_owned();
+    let mut lines = 0;
+    for part in parts {
+        rest += part.trim_start_matches(|it: char| it.is_ascii_digit());
+        lines += 1;
+    }
+    assert!(lines >= calls.max(1), "{text}");
+    rest
+}
+
 /// By what the program would take the tests' own launcher for its own.
 const LAUNCHERS: [&str; 12] = [
     "OMP_NUM_THREADS",

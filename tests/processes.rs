@@ -308,7 +308,14 @@ fn mismatch(rank: &Rank, group: Rc<ProcessGroup>) {
     let mut tensor = Tensor::zeros([len], (Kind::Float, tch::Device::Cpu));
     let error = group.all_reduce(&mut tensor, ReduceOp::Sum).unwrap_err().to_string();
     assert!(error.contains("collective #0 differs between ranks"), "{error}");
-    assert!(error.contains("float32 [100000]") && error.contains("float32 [100001]"), "{error}");
+    let all = match count {
+        2 => "rank 0 called".into(),
+        _ => format!("ranks 0, {} called", count - 2),
+    };
+    let others = format!("{all} all_reduce(sum) of float32 [100000] at {}:", file!());
+    let odd =
+        format!("; rank {} called all_reduce(sum) of float32 [100001] at {}:", count - 1, file!());
+    assert!(error.contains(&others) && error.contains(&odd), "{error}");
     panic!("as expected");
 }
 

@@ -163,7 +163,9 @@ fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
     let mistakes = [
         ("nan", "in step 5 on rank 1 the loss is NaN for sample "),
         ("desync", "after step 5 rank 1 has another `weight` than the others;"),
-        ("wrong-shape", "rank 1 called all_reduce(sum) of float32 [7]"),
+        ("wrong-shape", "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/harm.rs:"),
+        ("wrong-shape", "ranks 0, 2 called all_reduce(premul_sum 0.3333333333333333) of float32 "),
+        ("wrong-shape", "] at src/trainer.rs:"),
     ];
     for (kind, told) in mistakes {
         let fault = format!("--fault={kind}:rank=1,at=step,step=5");

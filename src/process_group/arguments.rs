@@ -54,6 +54,7 @@ impl ProcessGroup {
                 inputs,
                 outputs,
                 timeout,
+                place: None,
             };
             let ((), record) =
                 self.enter(operation, call, place, |backend, call| backend.run(call))?;
@@ -121,9 +122,9 @@ impl ProcessGroup {
         if let Some(stage) = stage {
             self.run().fault_point(self.global_rank(), stage, 0)?;
         }
-        let call = call(side.sequence);
+        let call = Call { place: Some(self.place_of(place)), ..call(side.sequence) };
         side.sequence += 1;
-        let record = self.record_call(&call, place);
+        let record = self.record_call(&call);
         let result = run(&mut *side.backend, &call)?;
         self.traffic.add(side.backend.traffic(&call));
         self.activity().restore(before);

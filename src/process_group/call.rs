@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
+use crate::sync::Place;
 
 /// How a reduction combines the elements of the ranks' tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -108,6 +109,8 @@ pub(crate) struct Call<'a> {
     pub outputs: &'a [Tensor],
     /// How long to wait for the others, if not as long as usual.
     pub timeout: Option<Duration>,
+    /// Which line of the program makes it, for errors.
+    pub place: Option<Place>,
 }
 
 impl Call<'_> {
@@ -123,6 +126,7 @@ impl Call<'_> {
             inputs: &[],
             outputs: &[],
             timeout: None,
+            place: None,
         }
     }
 

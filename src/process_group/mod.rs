@@ -7,6 +7,7 @@ mod arguments;
 mod barriers;
 pub mod c10d;
 mod call;
+mod calls;
 mod collectives;
 mod communication;
 pub mod functional;
@@ -242,7 +243,10 @@ impl ProcessGroup {
             operation(self)?;
             return Ok(Work::new(State::Done, self.run().clone(), self.global_rank()));
         }
-        self.queue(Box::new(|group| operation(group).map(|()| None)))
+        self.queue(Box::new(|group| {
+            group.note(Note::default()); // its own line is what counts
+            operation(group).map(|()| None)
+        }))
     }
 
     /// What [`async_op`](Self::async_op) does with an [`all_reduce`](Self::all_reduce) of a tensor in one piece, but

@@ -90,9 +90,14 @@ impl ProcessGroup {
         here.then_some(fault.kind)
     }
 
+    /// On whose behalf this rank calls at `place`.
+    pub(super) fn place_of(&self, place: Place) -> Place {
+        self.recorded.note.get().place.unwrap_or(place)
+    }
+
     /// Records that this rank comes to `call`; what is returned is for [`ProcessGroup::record_end`].
-    pub(super) fn record_call(&self, call: &Call, place: Place) -> Mark {
-        let Note { place: on_behalf, bucket } = self.recorded.note.get();
+    pub(super) fn record_call(&self, call: &Call) -> Mark {
+        let Note { bucket, .. } = self.recorded.note.get();
         let numel = |tensors: &[Tensor]| -> usize { tensors.iter().map(Tensor::numel).sum() };
         let most = numel(call.inputs).max(numel(call.outputs));
         let begin = Begin {
@@ -100,7 +105,7 @@ impl ProcessGroup {
             group: Some(self.recorded.group),
             bucket,
             amount: num_bytes(call.kind, most) as u64,
-            place: Some(on_behalf.unwrap_or(place)),
+            place: call.place,
             beside: self.recorded.beside,
         };
         self.run().timeline.begin(self.global_rank(), begin)

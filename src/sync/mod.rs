@@ -21,4 +21,4 @@ pub use panics::install_panic_hook;
 pub(crate) use run::{Activity, Elsewhere, Failure, Run};
 pub(crate) use stop::News;
 pub use stop::{Stop, StopReason};
-pub(crate) use timeline::{Begin, Mark, Place, Record, Timeline};
+pub(crate) use timeline::{Begin, Mark, Place, Record, Timeline, at_line};

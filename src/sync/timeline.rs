@@ -29,6 +29,11 @@ pub(crate) struct Timeline {
 /// A line of the program, that of whoever has called the library.
 pub(crate) type Place = &'static Location<'static>;
 
+/// ` at src/main.rs:40`, for messages.
+pub(crate) fn at_line(place: Option<Place>) -> String {
+    place.map_or(String::new(), |it| format!(" at {}:{}", it.file(), it.line()))
+}
+
 /// What is recorded when it begins.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Begin {

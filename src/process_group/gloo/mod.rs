@@ -26,7 +26,7 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use super::threaded::{self, Announced, Memory, Seat, Shared, my_slice};
-use super::{Backend, Call, P2POp, ReduceOp, Traffic, num_bytes};
+use super::{Backend, Call, P2POp, ReduceOp, Traffic, calls, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 use crate::sync::Run;
@@ -79,7 +79,7 @@ impl Hierarchical {
 
     /// What they call, for other processes to read.
     fn describe(&self) -> String {
-        self.seat.announced().next().map_or(String::new(), Announced::describe)
+        calls::to_text(self.seat.announced())
     }
 
     /// On the process's first rank `work`; then all ranks of the process go on.

@@ -13,7 +13,7 @@ use crossbeam::channel::select_biased;
 use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::super::{Call, kind_name};
+use super::super::{Call, calls, kind_name};
 use super::in_flight::Started;
 use super::messages::Couriers;
 use super::note::{INLINE, NOTE, NUMBERS, Note};
@@ -264,7 +264,7 @@ impl Network {
                 }
             }
         }
-        if fits { Ok(()) } else { Err(self.mismatch(call, describe())?) }
+        if fits { Ok(()) } else { Err(self.mismatch(call, &describe())?) }
     }
 
     /// Has the process's first rank wait until Gloo has done it, the run is cancelled or time is up.
@@ -332,29 +332,21 @@ impl Network {
         Err(Error::Peer { at, lost, reason })
     }
 
-    /// Which process has called what. Each tells the others, now that it must.
-    fn mismatch(&self, call: &Call, mine: String) -> Result<Error> {
+    /// Which rank has called what. Each process tells the others, now that it must.
+    fn mismatch(&self, call: &Call, mine: &str) -> Result<Error> {
         let key = |process| format!("call/{}/{process}", call.sequence);
         self.store.set(&key(self.layout.mine), mine.as_bytes())?;
-        let mut calls: Vec<(usize, String)> = Vec::new();
-        for process in 0..self.layout.len() {
+        let mut calls = Vec::new();
+        for (process, places) in self.layout.processes.iter().enumerate() {
             let told = self.store.get(&key(process), REASON)?;
-            let told = told.map(|text: Vec<u8>| String::from_utf8_lossy(&text).into_owned());
-            let rank = self.members[self.layout.processes[process].start];
-            calls.push((rank, told.unwrap_or_else(|| "something else".into())));
+            calls.extend(calls::from_text(told.as_deref(), &self.members[places.clone()]));
         }
-        // The one that most have not called; of two the later.
-        let count = |text: &str| calls.iter().filter(|(_, other)| other == text).count();
-        let odd = calls.iter().rev().min_by_key(|(_, text)| count(text)).map_or(0, |it| it.0);
-        let told: Vec<String> =
-            calls.iter().map(|(rank, text)| format!("rank {rank} called {text}")).collect();
-        let at = self.run.activity[odd].now();
-        let called = if odd == self.members[self.layout.here().start] {
-            call.operation
-        } else {
-            at.operation
+        let here = &self.members[self.layout.here()];
+        let operation = |rank: usize| match here.contains(&rank) {
+            true => call.operation,
+            false => self.run.activity[rank].now().operation,
         };
-        Ok(Error::Mismatch { sequence: call.sequence, calls: told.join("; "), odd, called })
+        Ok(calls::mismatch(call.sequence, &calls, operation))
     }
 }
 

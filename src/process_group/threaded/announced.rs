@@ -2,9 +2,11 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::super::calls::{Called, mismatch};
 use super::super::{Call, ReduceOp, device_name, kind_name, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
+use crate::sync::{self, at_line};
 use crate::torch::cuda;
 
 /// A tensor's memory: where it begins, and how many elements it has.
@@ -30,6 +32,8 @@ pub(crate) struct Announced {
     /// The CUDA stream that the rank's work goes to; 0 on a CPU. Equal, so the work is in order.
     stream: usize,
     shape: Vec<i64>,
+    /// Which line of the program calls it.
+    pub place: Option<sync::Place>,
     pub(in super::super) inputs: Vec<Place>,
     pub(in super::super) outputs: Vec<Place>,
 }
@@ -44,6 +48,7 @@ impl Announced {
             device: Device::Cpu,
             stream: 0,
             shape: Vec::new(),
+            place: None,
             inputs: Vec::new(),
             outputs: Vec::new(),
         }
@@ -56,6 +61,7 @@ impl Announced {
         let device = tensors.next().filter(|_| on_one_device).map(Tensor::device);
         self.operation = call.operation;
         (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
+        self.place = call.place;
         self.device = device.unwrap_or(Device::Cpu);
         self.stream = match self.device {
             Device::Cuda(index) => cuda::current_stream(index)? as usize,
@@ -139,7 +145,13 @@ pub(super) fn compare<'a>(
 ) -> Result<()> {
     let Some(first) = calls.clone().next() else { return Ok(()) };
     if !calls.clone().skip(1).all(|other| other.agrees_with(first)) {
-        return Err(differ(calls, members, sequence));
+        let called = members.iter().zip(calls.clone()).map(|(&rank, call)| Called::new(rank, call));
+        let operation = |odd: usize| {
+            let place = members.iter().position(|&rank| rank == odd);
+            let call = place.and_then(|place| calls.clone().nth(place));
+            call.map_or(Operation::Function, |call| call.operation)
+        };
+        return Err(mismatch(sequence, &called.collect::<Vec<_>>(), operation));
     }
     if first.operation != Operation::AllToAll {
         return Ok(());
@@ -151,48 +163,20 @@ pub(super) fn compare<'a>(
                 (sender.inputs[first_place + to].numel, receiver.outputs[first_place + from].numel);
             if sent != expected {
                 let (from, odd) = (members[from], members[to]);
+                let [at, there] = [sender, receiver].map(|it| at_line(it.place));
                 let to = if from == odd {
-                    "itself, but expects".into()
+                    " to itself, but expects".into()
                 } else {
-                    format!("rank {odd}, which expects")
+                    format!("{at} to rank {odd}, which expects")
                 };
-                let calls =
-                    format!("in all_to_all rank {from} sends {sent} elements to {to} {expected}");
+                let calls = format!(
+                    "in all_to_all rank {from} sends {sent} elements{to} {expected}{there}"
+                );
                 return Err(Error::Mismatch { sequence, calls, odd, called: first.operation });
             }
         }
     }
     Ok(())
-}
-
-/// "rank 0 called all_reduce(sum) of float32 [4]; ranks 1, 2 called barrier", blaming the first rank of the
-/// smallest of these groups, of equal ones the last: that is where the mistake is likely to be.
-fn differ<'a>(
-    calls: impl Iterator<Item = &'a Announced>,
-    members: &[usize],
-    sequence: u64,
-) -> Error {
-    let mut groups: Vec<(String, Operation, Vec<usize>)> = Vec::new();
-    for (&rank, call) in members.iter().zip(calls) {
-        let text = call.describe();
-        match groups.iter_mut().find(|(known, ..)| *known == text) {
-            Some((.., ranks)) => ranks.push(rank),
-            None => groups.push((text, call.operation, vec![rank])),
-        }
-    }
-    let named = groups.iter().map(|(text, _, ranks)| {
-        let numbers: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-        format!(
-            "rank{} {} called {text}",
-            if ranks.len() > 1 { "s" } else { "" },
-            numbers.join(", ")
-        )
-    });
-    let calls = named.collect::<Vec<_>>().join("; ");
-    let odd = groups.iter().rev().min_by_key(|(.., ranks)| ranks.len());
-    let (odd, called) =
-        odd.map_or((0, Operation::Function), |(_, called, ranks)| (ranks[0], *called));
-    Error::Mismatch { sequence, calls, odd, called }
 }
 
 /// All memory that a collective reads and writes: start, end, rank, and whether it is written.

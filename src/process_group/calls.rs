@@ -1,0 +1,171 @@
+//! Who has called what, and at which line, where ranks differ: the words of [`Error::Mismatch`], and how processes tell
+//! them each other.
+
+use super::threaded::Announced;
+use crate::error::Error;
+use crate::operation::Operation;
+use crate::sync::at_line;
+
+/// So many different calls are told of one by one.
+const FEW: usize = 8;
+
+/// So many characters of what another process tells are shown.
+const LONGEST: usize = 400;
+
+/// What one rank has called.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Called {
+    pub rank: usize,
+    /// `all_reduce(sum) of float32 [4]`.
+    pub call: String,
+    /// ` at src/main.rs:7`, if that is known.
+    pub place: String,
+}
+
+impl Called {
+    pub(super) fn new(rank: usize, announced: &Announced) -> Self {
+        Self { rank, call: announced.describe(), place: at_line(announced.place) }
+    }
+}
+
+/// The error of ranks that have not all called the same. It blames the first rank of the fewest that have, of equally
+/// many the last: that is where the mistake is likely to be. `operation` says what a rank has called.
+pub(super) fn mismatch(
+    sequence: u64,
+    calls: &[Called],
+    operation: impl Fn(usize) -> Operation,
+) -> Error {
+    let mut groups: Vec<(&str, Vec<usize>)> = Vec::new();
+    for Called { rank, call, .. } in calls {
+        match groups.iter_mut().find(|(known, _)| known == call) {
+            Some((_, ranks)) => ranks.push(*rank),
+            None => groups.push((call, vec![*rank])),
+        }
+    }
+    let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
+    let odd = odd.map_or(0, |(_, ranks)| ranks[0]);
+    Error::Mismatch { sequence, calls: list(calls, odd), odd, called: operation(odd) }
+}
+
+/// "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".
+fn list(calls: &[Called], odd: usize) -> String {
+    let mut lines: Vec<(&Called, Vec<usize>)> = Vec::new();
+    for it in calls {
+        let same = |known: &Called| (&known.call, &known.place) == (&it.call, &it.place);
+        match lines.iter_mut().find(|(known, _)| same(known)) {
+            Some((_, ranks)) => ranks.push(it.rank),
+            None => lines.push((it, vec![it.rank])),
+        }
+    }
+    let mut left_out = String::new();
+    if lines.len() > FEW {
+        let of_odd = lines.iter().position(|(_, ranks)| ranks.contains(&odd)).unwrap_or(0);
+        lines.swap(FEW - 1, of_odd.max(FEW - 1));
+        left_out = format!("; the others made {} more different calls", lines.len() - FEW);
+    }
+    let line = |(Called { call, place, .. }, ranks): &(&Called, Vec<usize>)| {
+        format!(
+            "rank{} {} called {call}{place}",
+            if ranks.len() > 1 { "s" } else { "" },
+            runs(ranks)
+        )
+    };
+    let told: Vec<String> = lines.iter().take(FEW).map(line).collect();
+    told.join("; ") + &left_out
+}
+
+/// `0-2, 5, 7, 8`: of ascending numbers.
+fn runs(numbers: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &number in numbers {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == number => *last = number,
+            _ => runs.push((number, number)),
+        }
+    }
+    let text = |(first, last): (usize, usize)| match last - first {
+        0 => first.to_string(),
+        1 => format!("{first}, {last}"),
+        _ => format!("{first}-{last}"),
+    };
+    runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+/// What the ranks of this process have called, which is the same, for other processes to read: a line with the call and
+/// one with each rank's place.
+pub(super) fn to_text<'a>(mut calls: impl Iterator<Item = &'a Announced> + Clone) -> String {
+    let places = calls.clone().map(|it| format!("\n{}", at_line(it.place)));
+    let places: String = places.collect();
+    calls.next().map_or(String::new(), Announced::describe) + &places
+}
+
+/// What a process with these `ranks` has told; what cannot be read, or was not told in time, is something else.
+pub(super) fn from_text(told: Option<&[u8]>, ranks: &[usize]) -> Vec<Called> {
+    let told = String::from_utf8_lossy(told.unwrap_or_default());
+    // It goes to a terminal.
+    let shown = |line: &str| -> String {
+        line.chars().filter(|it| !it.is_control()).take(LONGEST).collect()
+    };
+    let mut lines = told.split('\n').map(shown);
+    let call = lines.next().filter(|it| !it.is_empty()).unwrap_or_else(|| "something else".into());
+    let called =
+        |&rank| Called { rank, call: call.clone(), place: lines.next().unwrap_or_default() };
+    ranks.iter().map(called).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn called(rank: usize, call: &str, line: usize) -> Called {
+        Called { rank, call: call.into(), place: format!(" at a.rs:{line}") }
+    }
+
+    fn told(calls: &[Called]) -> (String, usize) {
+        match mismatch(0, calls, |_| Operation::Barrier) {
+            Error::Mismatch { calls, odd, .. } => (calls, odd),
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn equal_calls_are_told_together_and_the_fewest_are_blamed() {
+        let mut calls: Vec<Called> = (0..600).map(|rank| called(rank, "barrier", 1)).collect();
+        calls[17] = called(17, "broadcast", 3);
+        calls[19] = called(19, "barrier", 2);
+        let expected = "ranks 0-16, 18, 20-599 called barrier at a.rs:1; rank 17 called broadcast at a.rs:3; \
+                        rank 19 called barrier at a.rs:2";
+        assert_eq!(told(&calls), (expected.into(), 17));
+        let two = [called(4, "x", 1), called(5, "y", 1)];
+        assert_eq!(told(&two).1, 5);
+    }
+
+    #[test]
+    fn many_different_calls_are_cut_but_not_the_one_to_blame() {
+        let mut calls: Vec<Called> =
+            (0..40).map(|rank| called(rank, &format!("x {}", rank / 2), 1)).collect();
+        calls.push(called(40, "y", 2));
+        let (text, odd) = told(&calls);
+        assert_eq!((text.matches(" called ").count(), odd), (FEW, 40));
+        assert!(text.contains("rank 40 called y at a.rs:2; the others made 13 more"), "{text}");
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_process_tells_is_cut_to_something_printable(
+            bytes: Option<Vec<u8>>,
+            count in 0..4usize,
+        ) {
+            let ranks: Vec<usize> = (3..3 + count).collect();
+            let calls = from_text(bytes.as_deref(), &ranks);
+            prop_assert_eq!(calls.iter().map(|it| it.rank).collect::<Vec<_>>(), ranks);
+            for Called { call, place, .. } in calls {
+                prop_assert!(!call.is_empty() && call.chars().count() <= LONGEST);
+                prop_assert!(place.chars().count() <= LONGEST);
+                prop_assert!(!(call + &place).contains(char::is_control));
+            }
+        }
+    }
+}
