@@ -69,12 +69,15 @@ pub enum Error {
 
     /// The connection to another process broke.
     #[error(
-        "{at}: the connection to {} is lost: {reason}; look at what that process has said, and why it has ended",
+        "{at}{}: the connection to {} is lost: {reason}; look at what that process has said, and why it has ended",
+        step.map_or(String::new(), |step| format!(" of step #{step}")),
         list_late(lost)
     )]
     Peer {
         /// What the rank that noticed was doing.
         at: At,
+        /// In which step of training, if in one. The lost ranks have been in whatever came before, so it is theirs too.
+        step: Option<u64>,
         /// The ranks of the processes that do not answer; if all do, those of all others.
         lost: Vec<LateRank>,
         /// What the system says.
@@ -299,7 +302,10 @@ impl Error {
         match self {
             Error::Timeout { late, .. } => late.first().map(|l| (l.rank, Some(l.last_seen))),
             Error::Left { left, .. } => Some((*left, None)),
-            Error::Peer { lost, .. } => lost.first().map(|l| (l.rank, Some(l.last_seen))),
+            Error::Peer { lost, step, .. } => {
+                let step = step.map(|sequence| At { operation: Operation::Step, sequence });
+                lost.first().map(|l| (l.rank, step.or(Some(l.last_seen))))
+            }
             Error::Mismatch { odd, called, sequence, .. } => {
                 Some((*odd, Some(At { operation: *called, sequence: *sequence })))
             }

@@ -407,7 +407,7 @@ fn processes_train_as_threads_do() {
 }
 
 /// The failure that a run of these processes ends with, as each of them tells it.
-fn failures(
+pub(crate) fn failures(
     args: &[&str],
     ranks: &[usize],
     harm: impl FnOnce(&mut [Child]),

@@ -11,6 +11,7 @@ use serde_json::Value;
 use tch::Tensor;
 
 use crate::harness::{TIMEOUT, program, run};
+use crate::processes::failures;
 
 /// Whatever takes so long in these tests is a stall.
 const SHORT: Duration = Duration::from_millis(40);
@@ -71,7 +72,7 @@ fn what_each_rank_does_is_told_when_somebody_asks() {
                     }
                 };
                 let lines: Vec<&str> = text.lines().collect();
-                let first = "  rank 0 last seen in all_reduce #0 at tests/seen.rs:";
+                let first = "  rank 0 last seen in all_reduce #0 of step #7 at tests/seen.rs:";
                 anyhow::ensure!(lines[1].starts_with(first), "{text}");
                 let second = "  rank 1 last seen in step #7 at tests/seen.rs:";
                 anyhow::ensure!(lines[2].starts_with(second), "{text}");
@@ -176,6 +177,61 @@ fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
             assert!(stderr.contains("ddp-mp: rank 1 (CPU:1"), "{kind}: {stderr}");
         }
     }
+}
+
+#[test]
+fn ranks_of_other_processes_are_told_of_too() {
+    let stall = ["--fault=stall:rank=2,at=step,step=3", "--stall-warning=50ms", "--timeout=6s"];
+    let told = failures(&[&stall[..], &["--grace-period=1s"]].concat(), &[2, 2], |_| {});
+    let seen = "last seen in step #3 at src/trainer.rs:";
+    for (here, (code, stderr)) in [[0, 1], [2, 3]].iter().zip(&told) {
+        assert_eq!(*code, Some(1), "{stderr}");
+        let mut lines = stderr.lines().skip_while(|it| !it.contains(" has not ended for "));
+        assert!(
+            lines.next().unwrap().contains(" (bucket 0) at src/trainer.rs:"),
+            "{here:?}: {stderr}"
+        );
+        let arrived = lines.next().unwrap();
+        let all = arrived.strip_prefix("  arrived: rank 0 ").unwrap();
+        assert!(all.contains(" ago, rank 1 ") && all.contains(" ago, rank 3 "), "{stderr}");
+        let missing = lines.next().unwrap();
+        assert!(missing.starts_with("  rank 2 has not entered all_reduce #"), "{stderr}");
+        assert!(missing.contains(&format!(" (bucket 0); {seen}")), "{stderr}");
+    }
+    // Again in the end, by the first that has waited in vain: all four.
+    let is_told = |text: &str| text.matches(" of backward #3 at src/trainer.rs:").count() == 3;
+    let (_, stderr) = told.iter().find(|(_, stderr)| is_told(stderr)).unwrap();
+    let table: Vec<&str> =
+        stderr.lines().filter(|it| it.contains(" last seen in ") && it.ends_with(" ago")).collect();
+    let of_rank = |rank: usize| {
+        table.iter().rfind(|it| it.starts_with(&format!("  rank {rank} last seen in ")))
+    };
+    assert!(of_rank(2).unwrap().contains(seen), "{stderr}");
+    for rank in [0, 1, 3] {
+        assert!(
+            of_rank(rank).unwrap().contains(" (bucket 0) of backward #3 at src/trainer.rs:"),
+            "{stderr}"
+        );
+    }
+}
+
+#[test]
+fn a_process_that_does_not_answer_is_told_of() {
+    let long = ["--max-epochs=1000000", "--stall-warning=50ms"];
+    failures(&long, &[1, 1], |children| {
+        let mut first = String::new();
+        BufReader::new(children[0].stdout.as_mut().unwrap()).read_line(&mut first).unwrap();
+        assert!(first.contains("start"), "{first}");
+        send("-STOP", children[1].id());
+        let mut lines = BufReader::new(children[0].stderr.as_mut().unwrap()).lines();
+        let missing = lines.find_map(|it| {
+            let line = it.unwrap();
+            line.starts_with("  rank 1 has not entered ").then_some(line)
+        });
+        let missing = missing.unwrap();
+        assert!(missing.ends_with("; its process does not answer"), "{missing}");
+        children.iter_mut().for_each(|it| it.kill().unwrap());
+    });
 }
 
 #[test]

@@ -143,11 +143,14 @@ fn a_process_that_is_killed_is_named() {
         let (code, stderr) = end(child);
         let told = format!("rank {victim} (process {pid}) was killed by {name}");
         assert_eq!(code, Some(1), "{stderr}");
-        assert_eq!(stderr.lines().last().unwrap(), format!("ddp-mp: {told}"));
+        let last_line = stderr.lines().last().unwrap();
+        assert!(last_line.starts_with(&format!("ddp-mp: {told}; rank ")), "{stderr}");
+        assert!(last_line.contains(" waits for it in all_reduce #"), "{stderr}");
         assert_eq!(stderr.lines().count(), 2, "{stderr}");
         let event: Value = serde_json::from_str(&last).unwrap();
         assert_eq!(event["event"], "failure");
-        assert_eq!((&event["rank"], &event["error"]), (&victim.into(), &told.into()));
+        assert_eq!((&event["rank"], &event["operation"]), (&victim.into(), &"step".into()));
+        assert_eq!(event["error"], last_line.trim_start_matches("ddp-mp: "));
     }
 }
 

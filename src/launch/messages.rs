@@ -187,51 +187,17 @@ impl Told {
     }
 }
 
-/// That a process lives, and what its ranks do.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Beat {
-    /// How many there were.
-    pub number: u64,
-    pub doing: Vec<At>,
-}
-
-impl Beat {
-    pub(super) fn to_bytes(&self) -> Vec<u8> {
-        let doing = self.doing.iter().map(|at| at.packed());
-        std::iter::once(self.number).chain(doing).flat_map(u64::to_le_bytes).collect()
-    }
-
-    /// Of a process with so many ranks.
-    ///
-    /// # Errors
-    /// [`Error::Input`] for what is none.
-    pub(super) fn from_bytes(key: &str, bytes: &[u8], ranks: usize) -> Result<Self> {
-        let (numbers, rest) = bytes.as_chunks::<8>();
-        if !rest.is_empty() || numbers.len() != 1 + ranks {
-            let len = bytes.len();
-            return Err(unreadable(key, &format!("{len} bytes from a process of {ranks} ranks")));
-        }
-        let mut numbers = numbers.iter().copied().map(u64::from_le_bytes);
-        let number = numbers.next().unwrap_or_default();
-        let doing = numbers.map(|packed| {
-            At::unpacked(packed)
-                .ok_or_else(|| unreadable(key, &format!("{packed:#x} is nothing that a rank does")))
-        });
-        Ok(Self { number, doing: doing.collect::<Result<_>>()? })
-    }
-}
-
-fn unreadable(key: &str, why: &str) -> Error {
+pub(super) fn unreadable(key: &str, why: &str) -> Error {
     Error::Input(format!(
         "what the store has as {key:?} is no message of this program's: {why}; who else writes there?"
     ))
 }
 
-fn to_json(key: &str, message: &impl Serialize) -> Result<Vec<u8>> {
+pub(super) fn to_json(key: &str, message: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(message).map_err(|error| Error::Input(format!("{key}: {error}")))
 }
 
-fn from_json<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
+pub(super) fn from_json<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|error| unreadable(key, &error.to_string()))
 }
 
@@ -251,7 +217,6 @@ mod tests {
             Process::from_bytes(KEY, bytes).err(),
             Absence::from_bytes(KEY, bytes).err(),
             Told::from_bytes(KEY, bytes, count).err(),
-            Beat::from_bytes(KEY, bytes, count).err(),
         ];
         for error in refused.into_iter().flatten() {
             assert!(error.to_string().contains(KEY), "{error}");
@@ -264,9 +229,6 @@ mod tests {
         if let Ok(told) = Told::from_bytes(KEY, bytes, count) {
             assert!(told.rank < count);
             told.at().packed();
-        }
-        if let Ok(beat) = Beat::from_bytes(KEY, bytes, count) {
-            assert_eq!((beat.doing.len(), beat.to_bytes()), (count, bytes.to_vec()));
         }
     }
 
@@ -287,16 +249,12 @@ mod tests {
 
     /// Each of the messages as it is written, and how many ranks it is about.
     fn written() -> impl Strategy<Value = (Vec<u8>, usize)> {
-        let beat = (any::<u64>(), prop::collection::vec(at(), 0..5)).prop_map(|(number, doing)| {
-            let count = doing.len();
-            (Beat { number, doing }.to_bytes(), count)
-        });
         let told = (0..9usize, at(), ".*")
             .prop_map(|(rank, at, error)| (Told::new(rank, at, &error).to_bytes(KEY).unwrap(), 9));
         let absence = (".*", ".*")
             .prop_map(|(missing, there)| (Absence { missing, there }.to_bytes(KEY).unwrap(), 1));
         let process = process().prop_map(|process| (process.to_bytes(KEY).unwrap(), 1));
-        prop_oneof![beat, told, absence, process]
+        prop_oneof![told, absence, process]
     }
 
     proptest! {
@@ -326,8 +284,6 @@ mod tests {
         fn what_is_written_is_read(
             process in process(),
             told in (0..9usize, at(), ".*"),
-            number: u64,
-            doing in prop::collection::vec(at(), 0..5),
         ) {
             let bytes = process.to_bytes(KEY).unwrap();
             prop_assert_eq!(Process::from_bytes(KEY, &bytes).unwrap(), process);
@@ -336,9 +292,6 @@ mod tests {
             let read = Told::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 9).unwrap();
             prop_assert_eq!(read.at(), at);
             prop_assert_eq!(read, told);
-            let beat = Beat { number, doing };
-            let read = Beat::from_bytes(KEY, &beat.to_bytes(), beat.doing.len()).unwrap();
-            prop_assert_eq!(read, beat);
         }
     }
 

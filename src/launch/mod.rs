@@ -1,5 +1,6 @@
 //! Starting the ranks: which process of how many this is, which device each gets, the threads they run on, how they meet, how they fail.
 
+mod beat;
 mod clock;
 mod environment;
 mod error_file;

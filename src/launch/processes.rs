@@ -15,6 +15,7 @@ use signal_hook::low_level::signal_name;
 
 use super::environment::variables_of_spawned;
 use super::signals::{SIGNALS, end_at_second_interrupt, reason_of};
+use super::watch::{tell_ended, waited_for};
 use super::{Master, Placement, world};
 use crate::error::{Error, Result};
 use crate::observe::Failure;
@@ -163,18 +164,23 @@ impl SpawnProcesses<'_> {
     fn tell(&self, store: &TcpStore, rank: usize, error: &str) -> Result<()> {
         let store_of_run = store.under(&world::prefix("none", 0));
         world::tell_absent(&store_of_run, rank)?;
-        let at = super::watch::tell_ended(&store_of_run, rank, error)?;
         if store.check(&[report_of(rank)])? {
-            return Ok(());
+            // It has told itself.
+            return tell_ended(&store_of_run, rank, None, error).map(drop);
         }
+        let waits = waited_for(&store_of_run, rank, self.placement.devices.len())?;
+        let (waits, at) =
+            waits.map_or_else(Default::default, |(waits, at)| (format!("; {waits}"), at));
+        let error = &(error.to_owned() + &waits);
+        let at = tell_ended(&store_of_run, rank, at, error)?;
         let failure = Some(Failure {
             rank,
             device: rank_label(self.placement.devices[rank], rank),
             operation: at.operation.to_string(),
             sequence: at.sequence,
-            error: error.into(),
+            error: error.clone(),
         });
-        let report = Report { text: error.into(), wrong_input: false, failure };
+        let report = Report { text: error.clone(), wrong_input: false, failure };
         store.set(&report_of(rank), &serde_json::to_vec(&report).unwrap_or_default())
     }
 

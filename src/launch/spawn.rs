@@ -347,10 +347,11 @@ impl Spawn {
                 }
                 default(self.stall_warning.div_f64(8.0).clamp(LOOK.0, LOOK.1)) => {
                     if let Some(stall) = stalled(run, here.clone(), self.stall_warning)
-                        && told != Some(stall.key)
+                        && told != Some(stall)
+                        && let Some(text) = stall.text(run, here.clone(), self.stall_warning)
                     {
-                        self.tell.tell(&stall.text);
-                        told = Some(stall.key);
+                        self.tell.tell(&text);
+                        told = Some(stall);
                     }
                     continue;
                 }
@@ -362,7 +363,12 @@ impl Spawn {
             }
             running -= 1;
         }
-        let table = run.cancel.cancelled_by().map(|_| table(run, here));
+        let table = run.cancel.cancelled_by().map(|_| {
+            if run.failures().first().is_some_and(|it| it.waited) {
+                run.ask();
+            }
+            table(run, here)
+        });
         let deadline = Instant::now() + self.grace_period;
         while running > 0 {
             let Ok(rank) = ends.recv_deadline(deadline) else { break };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::operation::At;
-use crate::sync::{Begin, Record, Run};
+use crate::sync::{Record, Run, Seen};
 
 /// Who is told.
 #[derive(Clone)]
@@ -29,105 +29,121 @@ impl fmt::Debug for Tell {
 }
 
 /// A collective in which ranks of this process wait for others for longer than they should.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stall {
-    /// Which one, for not telling it twice.
-    pub key: (u32, At),
-    /// What to tell, in lines.
-    pub text: String,
+    group: u32,
+    at: At,
 }
 
 /// The collective that ranks of this process, `here`, have waited in the longest, if that is longer than `limit`.
 pub(super) fn stalled(run: &Run, here: Range<usize>, limit: Duration) -> Option<Stall> {
-    let now = run.timeline.now();
-    let waits = |it: &Record| it.ended.is_none() && now.saturating_sub(it.arrived) >= limit;
-    let waiting = here.clone().flat_map(|rank| run.timeline.records(rank, 0)).filter(waits);
-    // What a phase is in the midst of tells more than the phase.
-    let first = waiting.filter(|it| it.begin.group.is_some()).min_by_key(|it| it.arrived)?;
-    let Begin { at, group, .. } = first.begin;
-    let group = group?;
-    let members = run.members(group)?;
-    let waited = seconds(now.saturating_sub(first.arrived));
-    let mut text = format!("{} has not ended for {waited}", what(&first.begin));
-    let (mut elsewhere, mut arrived) = (Vec::new(), Vec::new());
-    let mut missing = String::new();
-    for &rank in members.iter() {
-        if !here.contains(&rank) {
-            elsewhere.push(rank.to_string());
-            continue;
-        }
-        let same =
-            |it: &Record| it.begin.group == Some(group) && it.begin.at.sequence == at.sequence;
-        match run.timeline.records(rank, 0).find(same) {
-            Some(record) if record.begin.at == at => {
-                let ago = seconds(now.saturating_sub(record.arrived));
-                arrived.push(format!("rank {rank} {ago} ago"));
-            }
-            Some(record) => {
-                let _ = write!(missing, "\n  rank {rank} is in {} instead", what(&record.begin));
-            }
-            None => {
-                let last = last_seen(run, rank);
-                let _ = write!(
-                    missing,
-                    "\n  rank {rank} has not entered {}; {last}",
-                    name(&first.begin)
-                );
-            }
-        }
-    }
-    let _ = write!(text, "\n  arrived: {}", arrived.join(", "));
-    text += &missing;
-    if !elsewhere.is_empty() {
-        let _ = write!(text, "\n  in other processes: ranks {}", elsewhere.join(", "));
-    }
-    Some(Stall { key: (group, at), text })
+    longest(run, here, limit).map(|(stall, _)| stall)
 }
 
-/// What each rank of this process, `here`, does, and since when; a line for each.
+fn longest(run: &Run, here: Range<usize>, limit: Duration) -> Option<(Stall, Record)> {
+    let now = run.timeline.now();
+    let waits = |it: &Record| it.ended.is_none() && now.saturating_sub(it.arrived) >= limit;
+    // What a phase is in the midst of tells more than the phase.
+    let of_group = |it: Record| it.begin.group.map(|group| (Stall { group, at: it.begin.at }, it));
+    let waiting = here.flat_map(|rank| run.timeline.records(rank, 0)).filter(waits);
+    waiting.filter_map(of_group).min_by_key(|(_, it)| it.arrived)
+}
+
+impl Stall {
+    /// Who has come, and who has not, in lines. Asks other processes, if ranks of theirs take part, which takes a
+    /// moment; `None` if it has ended meanwhile.
+    pub(super) fn text(self, run: &Run, here: Range<usize>, limit: Duration) -> Option<String> {
+        let Self { group, at } = self;
+        let members = run.members(group)?;
+        let mut silent = Vec::new();
+        if members.iter().any(|rank| !here.contains(rank)) {
+            silent = run.look();
+        }
+        if run.cancel.cancelled_by().is_some() {
+            return None; // whose failure tells more
+        }
+        let (_, first) = longest(run, here.clone(), limit).filter(|(stall, _)| *stall == self)?;
+        let first = Seen::new(&first, run.timeline.now());
+        let mut text = format!("{} has not ended for {}", what(&first), seconds(first.began));
+        let (mut arrived, mut missing) = (Vec::new(), String::new());
+        for &rank in members.iter() {
+            let seen = seen(run, &here, rank);
+            let same_group = || seen.iter().filter(|it| it.group == Some(group));
+            let late = match same_group().find(|it| it.at.sequence == at.sequence) {
+                Some(it) if it.at == at => {
+                    arrived.push(format!("rank {rank} {} ago", seconds(it.began)));
+                    continue;
+                }
+                Some(it) => format!("is in {} instead", what(it)),
+                // What lies longer back is not told.
+                None if same_group().any(|it| it.at.sequence > at.sequence) => {
+                    arrived.push(format!("rank {rank}"));
+                    continue;
+                }
+                None => {
+                    format!("has not entered {}; {}", name(&first), last_seen(run, rank, &seen))
+                }
+            };
+            let is_silent = silent.iter().any(|it| it.rank == rank);
+            let silent = if is_silent { "; its process does not answer" } else { "" };
+            let _ = write!(missing, "\n  rank {rank} {late}{silent}");
+        }
+        let _ = write!(text, "\n  arrived: {}", arrived.join(", "));
+        Some(text + &missing)
+    }
+}
+
+/// What each rank of this process, `here`, does, and since when, and those of others that have told of theirs; a line
+/// for each.
 pub(super) fn table(run: &Run, here: Range<usize>) -> String {
     let mut lines = Vec::new();
-    for rank in here {
-        let mut line = format!("  rank {rank} {}", last_seen(run, rank));
-        let beside =
-            run.timeline.records(rank, 0).filter(|it| it.begin.beside && it.ended.is_none());
-        for record in beside {
-            let ago = seconds(run.timeline.now().saturating_sub(record.arrived));
-            let _ = write!(line, "; beside it in {}, {ago} ago", what(&record.begin));
+    for rank in 0..run.activity.len() {
+        let seen = seen(run, &here, rank);
+        if !here.contains(&rank) && seen.is_empty() {
+            continue;
+        }
+        let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
+        for it in seen.iter().filter(|it| it.beside && it.ended.is_none()) {
+            let _ = write!(line, "; beside it in {}, {} ago", what(it), seconds(it.began));
         }
         lines.push(line);
     }
     lines.join("\n")
 }
 
+/// What is known of `rank`, the newest last.
+fn seen(run: &Run, here: &Range<usize>, rank: usize) -> Vec<Seen> {
+    if here.contains(&rank) { run.timeline.seen(rank) } else { run.sightings.of(rank) }
+}
+
 /// What `rank` does now, or has done last.
-fn last_seen(run: &Run, rank: usize) -> String {
-    let now = run.timeline.now();
-    let Some(record) = run.timeline.newest(rank) else {
+fn last_seen(run: &Run, rank: usize, seen: &[Seen]) -> String {
+    let Some(newest) = seen.iter().rev().find(|it| !it.beside) else {
         return format!("last seen in {}", run.activity[rank].now());
     };
-    match record.ended {
-        None => {
-            let ago = seconds(now.saturating_sub(record.arrived));
-            format!("last seen in {}, {ago} ago", what(&record.begin))
-        }
-        Some(ended) => {
-            let ago = seconds(now.saturating_sub(ended));
-            format!("last seen leaving {}, {ago} ago", what(&record.begin))
-        }
+    match newest.ended {
+        None => format!("last seen in {}, {} ago", within(newest, seen), seconds(newest.began)),
+        Some(ended) => format!("last seen leaving {}, {} ago", what(newest), seconds(ended)),
     }
 }
 
+/// A collective that a rank waits in, with the phase of a step that calls it:
+/// `all_reduce #118 (bucket 3) of backward #40 at src/main.rs:40`.
+pub(super) fn within(it: &Seen, seen: &[Seen]) -> String {
+    let phase = seen.iter().rev().find(|phase| it.group.is_some() && phase.is_open_phase());
+    let phase = phase.map_or(String::new(), |phase| format!(" of {}", phase.at));
+    name(it) + &phase + &it.place
+}
+
 /// `all_reduce #118 (bucket 3) at src/main.rs:40`.
-fn what(begin: &Begin) -> String {
-    let place = begin.place.map_or(String::new(), |it| format!(" at {}:{}", it.file(), it.line()));
-    name(begin) + &place
+fn what(it: &Seen) -> String {
+    name(it) + &it.place
 }
 
 /// `all_reduce #118 (bucket 3)`.
-fn name(begin: &Begin) -> String {
-    let bucket = begin.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
-    format!("{}{bucket}", begin.at)
+fn name(it: &Seen) -> String {
+    let bucket = it.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
+    format!("{}{bucket}", it.at)
 }
 
 fn seconds(time: Duration) -> String {

@@ -12,10 +12,12 @@ use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, never, select_biased,
 };
 
-use super::messages::{Beat, Told};
+use super::beat::{Beat, Doing};
+use super::messages::Told;
+use super::stall;
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
-use crate::sync::{Elsewhere, Run};
+use crate::sync::{Elsewhere, Run, Seen};
 use crate::torch::TcpStore;
 
 /// How often a process says that it lives.
@@ -181,15 +183,19 @@ impl Shared {
     /// was doing itself.
     fn report_loss(&self, run: &Run, error: &Error) {
         let rank = self.server.rank.unwrap_or(self.ranks[self.mine].start);
-        let at = Some(run.activity[rank].now());
+        // What it said last is older than what this process has come to with it.
+        let step = self.ranks[self.mine].clone().find_map(|mine| run.timeline.step_of(mine));
+        let at = step.map(|sequence| At { operation: Operation::Step, sequence });
+        let at = at.or_else(|| Some(run.activity[rank].now()));
         run.report_at(rank, at, None, format!("{} is gone: {error}", self.server.name));
     }
 
     /// Says that this process lives, and what its ranks do.
     fn beat(&self, store: &TcpStore, run: &Run) -> Result<()> {
         let number = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
-        let doing = run.activity[self.ranks[self.mine].clone()].iter().map(|it| it.now()).collect();
-        store.set(&alive(self.mine), &Beat { number, doing }.to_bytes())
+        let ranks = self.ranks[self.mine].clone().map(|rank| Doing::of(run, rank)).collect();
+        let key = alive(self.mine);
+        store.set(&key, &Beat { number, ranks }.to_bytes(&key)?)
     }
 
     /// Tells the others what has failed here first, unless somebody was faster.
@@ -235,19 +241,15 @@ impl Shared {
     }
 
     fn note(&self, run: &Run, process: usize, beat: &Beat) {
-        for (rank, at) in self.ranks[process].clone().zip(&beat.doing) {
-            run.activity[rank].restore(*at);
+        for (rank, doing) in self.ranks[process].clone().zip(&beat.ranks) {
+            run.activity[rank].restore(doing.at());
+            run.sightings.note(rank, &doing.seen);
         }
     }
 
     /// What a process has said last; none if it has said nothing, or nothing that can be read.
     fn beat_of(&self, store: &TcpStore, process: usize) -> Result<Option<Beat>> {
-        let key = alive(process);
-        if !store.check(std::slice::from_ref(&key))? {
-            return Ok(None);
-        }
-        let message = store.get(&key, SILENCE)?.unwrap_or_default();
-        Ok(Beat::from_bytes(&key, &message, self.ranks[process].len()).ok())
+        beat_of(store, process, self.ranks[process].len())
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
@@ -265,16 +267,65 @@ impl Shared {
     }
 }
 
-/// Tells the processes of `store` that `rank`, the only one of its process, has ended, unless something is known to have
-/// failed. For who has started them and sees that. Returns what the rank was last seen doing.
-pub(super) fn tell_ended(store: &TcpStore, rank: usize, error: &str) -> Result<At> {
-    let key = alive(rank);
-    let has_said = store.check(std::slice::from_ref(&key))?;
-    let beat = if has_said { store.get(&key, SILENCE)? } else { None }.unwrap_or_default();
-    let doing = Beat::from_bytes(&key, &beat, 1).ok().and_then(|beat| beat.doing.first().copied());
-    let at = doing.unwrap_or(At { operation: Operation::Start, sequence: 0 });
+/// What a process of so many ranks has said last; none if it has said nothing, or nothing that can be read.
+fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Beat>> {
+    let key = alive(process);
+    if !store.check(std::slice::from_ref(&key))? {
+        return Ok(None);
+    }
+    let message = store.get(&key, SILENCE)?.unwrap_or_default();
+    Ok(Beat::from_bytes(&key, &message, ranks).ok())
+}
+
+/// Tells the processes of `store`, of one rank each, that `rank` has ended, unless something is known to have failed.
+/// For who has started them and sees that. Returns what the rank was last seen doing.
+pub(super) fn tell_ended(store: &TcpStore, rank: usize, at: Option<At>, error: &str) -> Result<At> {
+    let doing = || -> Result<Option<At>> {
+        Ok(beat_of(store, rank, 1)?.and_then(|beat| beat.ranks.first().map(Doing::at)))
+    };
+    let at = at.map_or_else(doing, |at| Ok(Some(at)))?;
+    let at = at.unwrap_or(At { operation: Operation::Start, sequence: 0 });
     tell(store, rank, at, error)?;
     Ok(at)
+}
+
+/// What `rank` has not come to: in what the first that waits of the `count` processes of `store`, of one rank each, waits
+/// since that one is gone, for the user, and its step. Its own last beat may be older.
+pub(super) fn waited_for(
+    store: &TcpStore,
+    rank: usize,
+    count: usize,
+) -> Result<Option<(String, Option<At>)>> {
+    let beats = || -> Result<Vec<Option<Beat>>> {
+        let others = (0..count).filter(|other| *other != rank);
+        others.map(|other| beat_of(store, other, 1)).collect()
+    };
+    let (began, before) = (Instant::now(), beats()?);
+    let mut now = beats()?;
+    // What has been said since then is of a time in which it was gone.
+    let is_old = |now: &[Option<Beat>]| {
+        let numbers = |beats: &[Option<Beat>]| -> Vec<_> {
+            beats.iter().map(|beat| beat.as_ref().map(|it| it.number)).collect()
+        };
+        let pairs = numbers(&before).into_iter().zip(numbers(now));
+        pairs.into_iter().any(|(before, now)| before.is_some() && before == now)
+    };
+    while is_old(&now) && began.elapsed() < SILENCE {
+        thread::park_timeout(BEAT / 50); // the store has no event for it
+        now = beats()?;
+    }
+    let others = (0..count).filter(|other| *other != rank);
+    for (other, beat) in others.zip(&now) {
+        let Some(doing) = beat.as_ref().and_then(|beat| beat.ranks.first()) else { continue };
+        if let Some(waits) = doing.seen.iter().find(|it| it.is_open_collective()) {
+            let step = doing.seen.iter().find_map(Seen::step);
+            let at = step.map(|sequence| At { operation: Operation::Step, sequence });
+            let text =
+                format!("rank {other} waits for it in {}", stall::within(waits, &doing.seen));
+            return Ok(Some((text, at)));
+        }
+    }
+    Ok(None)
 }
 
 /// Tells the processes of `store` what has failed first, unless somebody was faster.
@@ -315,6 +366,11 @@ impl Elsewhere for Shared {
         let seen =
             |rank: usize| LateRank { rank, last_seen: run.activity[rank].now(), silent: true };
         ranks.map(seen).collect()
+    }
+
+    fn ask(&self, run: &Run) {
+        // What cannot be had is not there.
+        let _ = self.beats_elsewhere(&self.hasty(never()), run);
     }
 }
 

@@ -10,6 +10,7 @@ mod history;
 pub(crate) mod panics;
 pub(crate) mod primitives;
 mod run;
+mod seen;
 mod stop;
 mod timeline;
 
@@ -19,6 +20,7 @@ pub use fault::{Fault, FaultKind, Stage};
 pub(crate) use history::{Clock, History, OfRank};
 pub use panics::install_panic_hook;
 pub(crate) use run::{Activity, Elsewhere, Failure, Run};
+pub(crate) use seen::{Seen, Sightings};
 pub(crate) use stop::News;
 pub use stop::{Stop, StopReason};
 pub(crate) use timeline::{Begin, Mark, Place, Record, Timeline, at_line};

@@ -12,7 +12,7 @@ use super::primitives::{
     park_timeout, yield_now,
 };
 use super::timeline::RECORDS;
-use super::{CancelToken, Fault, Stage, Timeline};
+use super::{CancelToken, Fault, Sightings, Stage, Timeline};
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
 
@@ -52,15 +52,18 @@ pub(crate) struct Failure {
     pub at: At,
     /// Why.
     pub error: String,
-    /// Whether another rank reported it, which waited for this one or met it in another call.
+    /// Whether it was reported by a rank that waited in vain, or met another one in another call.
     pub waited: bool,
 }
 
 /// What can be known of ranks in other processes.
 pub(crate) trait Elsewhere: fmt::Debug + Send + Sync {
-    /// Asks what each such rank does: [`Run::activity`] of `run` has it then, as far as it can be known. Returns those
+    /// Asks what each such rank does: [`Run::activity`] and [`Run::sightings`] have it then, as far as it can be known. Returns those
     /// that do not answer any more. Takes a moment, unless the run is cancelled.
     fn look(&self, run: &Run) -> Vec<LateRank>;
+
+    /// Asks once, and does not mind whether the run is cancelled.
+    fn ask(&self, run: &Run);
 }
 
 /// Shared by all ranks of one run.
@@ -72,6 +75,8 @@ pub(crate) struct Run {
     pub activity: Box<[CachePadded<Activity>]>,
     /// What the ranks of this process do and have done.
     pub timeline: Timeline,
+    /// What those of other processes do, as far as they were asked: [`Run::look`].
+    pub sightings: Sightings,
     /// Which ranks each group has, by its number in the timeline.
     groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
     /// How many of the ranks are on this machine.
@@ -101,6 +106,7 @@ impl Run {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
             timeline: Timeline::new(world_size, RECORDS),
+            sightings: Sightings::default(),
             groups: Mutex::default(),
             ranks_here: world_size,
             elsewhere: None,
@@ -176,7 +182,8 @@ impl Run {
             || matches!(cause, Some(Error::Cancelled { .. }));
         if !echo || failures.is_empty() {
             let blamed = cause.and_then(Error::blames);
-            let waited = blamed.is_some() && !matches!(cause, Some(Error::Replicas { .. }));
+            let waited = matches!(cause, Some(Error::Timeout { .. }))
+                || blamed.is_some() && !matches!(cause, Some(Error::Replicas { .. }));
             let (rank, at) = blamed.unwrap_or((reporter, at));
             let at = at.unwrap_or_else(|| self.activity[rank].now());
             // Ranks that wait in vain for the same one tell the same story, each in its words.
@@ -304,6 +311,13 @@ impl Run {
     /// Asks what ranks of other processes do, as [`Elsewhere::look`].
     pub(crate) fn look(&self) -> Vec<LateRank> {
         self.elsewhere.as_ref().map_or(Vec::new(), |elsewhere| elsewhere.look(self))
+    }
+
+    /// Asks the same once, also when the run has failed.
+    pub(crate) fn ask(&self) {
+        if let Some(elsewhere) = &self.elsewhere {
+            elsewhere.ask(self);
+        }
     }
 
     /// Names `missing`, the ranks that are waited for, with what they were last seen doing.

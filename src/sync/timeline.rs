@@ -169,7 +169,11 @@ impl Timeline {
 
     /// What is kept of `rank`'s records from number `from` on, the oldest first. What is being written at this moment
     /// is left out.
-    pub(crate) fn records(&self, rank: usize, from: u64) -> impl Iterator<Item = Record> {
+    pub(crate) fn records(
+        &self,
+        rank: usize,
+        from: u64,
+    ) -> impl DoubleEndedIterator<Item = Record> {
         let (ring, count) = (&self.ranks[rank], self.count(rank));
         let first = from.max(count.saturating_sub(self.keeps as u64));
         (first..count).filter_map(|number| ring.read(number, self.keeps))
@@ -178,16 +182,6 @@ impl Timeline {
     /// How often `rank` has begun such a collective or message, and with how many bytes in all.
     pub(crate) fn total(&self, rank: usize, operation: Operation) -> [u64; 2] {
         self.ranks[rank].totals[operation as usize].each_ref().map(|it| it.load(Ordering::Relaxed))
-    }
-
-    /// The newest record of `rank` in which it does something itself.
-    pub(crate) fn newest(&self, rank: usize) -> Option<Record> {
-        let count = self.count(rank);
-        let kept = count.saturating_sub(self.keeps as u64)..count;
-        let ring = &self.ranks[rank];
-        let its_own =
-            |it: &Record| !it.begin.beside && it.begin.at.operation != Operation::Gradient;
-        kept.rev().filter_map(|number| ring.read(number, self.keeps)).find(its_own)
     }
 }
 
@@ -246,23 +240,23 @@ mod tests {
     #[test]
     fn what_is_written_can_be_read() {
         let timeline = Timeline::new(2, RECORDS);
-        assert!(timeline.newest(1).is_none());
+        let newest = |timeline: &Timeline| timeline.records(1, 0).next_back();
+        assert!(newest(&timeline).is_none());
         let number = timeline.begin(1, begin(7));
-        let open = timeline.newest(1).unwrap();
+        let open = newest(&timeline).unwrap();
         assert_eq!(open.ended, None);
         assert_eq!(open.begin.at.to_string(), "all_reduce #7");
         assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
         assert_eq!((open.begin.amount, open.begin.beside), (21, false));
         assert!(open.begin.place.unwrap().file().ends_with("timeline.rs"));
         timeline.end(1, number);
-        let over = timeline.newest(1).unwrap();
+        let over = newest(&timeline).unwrap();
         assert!(over.ended.unwrap() >= over.arrived && over.arrived == open.arrived);
         let other = Begin { group: None, bucket: None, place: None, beside: true, ..begin(8) };
         timeline.begin(1, other);
-        let last = timeline.records(1, 0).last().unwrap();
+        let last = newest(&timeline).unwrap();
         assert!(last.begin.beside && last.begin.place.is_none());
         assert_eq!((last.begin.group, last.begin.bucket), (None, None));
-        assert_eq!(timeline.newest(1).unwrap().begin.at.sequence, 7);
         assert_eq!(timeline.records(0, 0).count(), 0);
     }
 

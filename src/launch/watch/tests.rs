@@ -30,8 +30,9 @@ fn scene() -> Scene {
     let store = TcpStore::connect("127.0.0.1", port, LONG, never()).unwrap();
     let serves = Server { rank: Some(0), name: "the server".into() };
     let watch = Watch::new(&store, serves, 2, &RANKS).unwrap();
-    let beat = Beat { number: 1, doing: vec![all_reduce(), all_reduce()] };
-    server.set("alive/0", &beat.to_bytes()).unwrap();
+    let doing = || Doing::new(all_reduce(), Vec::new());
+    let beat = Beat { number: 1, ranks: vec![doing(), doing()] };
+    server.set("alive/0", &beat.to_bytes("alive/0").unwrap()).unwrap();
     Scene { server, cut, watch, run: Arc::new(Run::new(4, LONG, None)) }
 }
 
@@ -86,6 +87,19 @@ fn a_look_at_a_store_out_of_reach_ends_and_names_who_serves_it() {
     let silent = in_time(move || watch.elsewhere().look(&run));
     let named: Vec<_> = silent.iter().map(|it| (it.rank, it.last_seen, it.silent)).collect();
     assert_eq!(named, [(0, all_reduce(), true), (1, all_reduce(), true)]);
+}
+
+#[test]
+fn to_ask_says_what_others_have_told_also_when_the_run_has_failed() {
+    let Scene { server: _server, cut, watch, run } = scene();
+    run.report(3, None, "something".into());
+    watch.elsewhere().ask(&run);
+    assert_eq!(
+        (run.activity[1].now(), run.activity[2].now().operation),
+        (all_reduce(), Operation::Function)
+    );
+    cut.store(true, Ordering::SeqCst);
+    in_time(move || watch.elsewhere().ask(&run));
 }
 
 #[test]

@@ -329,7 +329,7 @@ impl Network {
             return Err(Error::Timeout { at, waiting, waited: timeout, late });
         }
         let lost = if silent.is_empty() { self.run.late(ranks) } else { silent };
-        Err(Error::Peer { at, lost, reason })
+        Err(Error::Peer { at, step: self.run.timeline.step_of(waiting), lost, reason })
     }
 
     /// Which rank has called what. Each process tells the others, now that it must.

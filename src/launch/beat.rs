@@ -1,0 +1,184 @@
+//! What a process tells the others again and again: that it lives, and what its ranks do.
+
+use serde::{Deserialize, Serialize};
+
+use super::messages::{from_json, to_json, unreadable};
+use crate::error::Result;
+use crate::operation::At;
+use crate::sync::{Run, Seen};
+
+/// So much is told of each rank.
+const MOST: usize = 8;
+
+/// So many bytes of a place are told: its end.
+const LONGEST: usize = 200;
+
+/// That a process lives, and what its ranks do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Beat {
+    /// How many there were.
+    pub number: u64,
+    pub ranks: Vec<Doing>,
+}
+
+/// What a rank does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Doing {
+    at: u64,
+    /// Of its timeline, the newest last.
+    pub seen: Vec<Seen>,
+}
+
+impl Doing {
+    /// Of `rank`, which is one of this process.
+    pub(super) fn of(run: &Run, rank: usize) -> Self {
+        let mut seen = run.timeline.digest(rank, MOST);
+        for Seen { place, .. } in &mut seen {
+            let start =
+                (place.len().saturating_sub(LONGEST)..).find(|&it| place.is_char_boundary(it));
+            place.drain(..start.unwrap_or_default());
+        }
+        Self::new(run.activity[rank].now(), seen)
+    }
+
+    pub(super) fn new(at: At, seen: Vec<Seen>) -> Self {
+        Self { at: at.packed(), seen }
+    }
+
+    /// What it does as a whole; code of its own, if that is nothing.
+    pub(super) fn at(&self) -> At {
+        At::unpacked(self.at).unwrap_or_else(|| At::named("", 0))
+    }
+}
+
+impl Beat {
+    pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
+        to_json(key, self)
+    }
+
+    /// Of a process with so many ranks.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) for what is none.
+    pub(super) fn from_bytes(key: &str, bytes: &[u8], ranks: usize) -> Result<Self> {
+        let beat: Self = from_json(key, bytes)?;
+        if beat.ranks.len() != ranks {
+            let told = beat.ranks.len();
+            return Err(unreadable(key, &format!("a process of {ranks} ranks tells of {told}")));
+        }
+        for Doing { at, seen } in &beat.ranks {
+            if At::unpacked(*at).is_none() {
+                return Err(unreadable(key, &format!("{at:#x} is nothing that a rank does")));
+            }
+            // It goes to a terminal.
+            let is_wrong =
+                |it: &Seen| it.place.len() > LONGEST || it.place.contains(char::is_control);
+            if seen.len() > MOST || seen.iter().any(is_wrong) {
+                return Err(unreadable(key, "that is more than a process tells of a rank"));
+            }
+        }
+        Ok(beat)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+    use proptest::sample::Index;
+
+    use super::*;
+    use crate::operation::Operation;
+
+    const KEY: &str = "some/key";
+
+    fn at() -> impl Strategy<Value = At> {
+        let operation = (0..Operation::ALL.len()).prop_map(|place| Operation::ALL[place]);
+        (operation, 0..1u64 << 56).prop_map(|(operation, sequence)| At { operation, sequence })
+    }
+
+    fn seen() -> impl Strategy<Value = Seen> {
+        let place = "[a-zä/]{0,90}";
+        (at(), any::<(Option<u32>, Option<u16>)>(), place, any::<bool>(), any::<[u32; 2]>())
+            .prop_map(|(at, (group, bucket), place, beside, [began, ended])| {
+                let began = Duration::from_millis(began.into());
+                let ended = (ended % 2 == 0).then(|| Duration::from_nanos(ended.into()));
+                Seen { at, group, bucket, place, beside, began, ended }
+            })
+    }
+
+    fn beat() -> impl Strategy<Value = Beat> {
+        let doing = (at(), prop::collection::vec(seen(), 0..=MOST));
+        let ranks = prop::collection::vec(doing.prop_map(|(at, seen)| Doing::new(at, seen)), 0..4);
+        (any::<u64>(), ranks).prop_map(|(number, ranks)| Beat { number, ranks })
+    }
+
+    /// None may panic, and what is refused names the key.
+    fn read(bytes: &[u8], count: usize) {
+        match Beat::from_bytes(KEY, bytes, count) {
+            Ok(beat) => {
+                assert_eq!(beat.ranks.len(), count);
+                beat.ranks.iter().for_each(|doing| assert!(doing.at().packed() == doing.at));
+            }
+            Err(error) => assert!(error.to_string().contains(KEY), "{error}"),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_end_a_process(bytes: Vec<u8>, count in 0..9usize) {
+            read(&bytes, count);
+        }
+
+        #[test]
+        fn nor_does_a_beat_that_was_changed(
+            beat in beat(),
+            changes: Vec<(Index, u8)>,
+            len: Index,
+            cut: bool,
+        ) {
+            let mut bytes = beat.to_bytes(KEY).unwrap();
+            let whole = bytes.len();
+            changes.iter().for_each(|(place, byte)| bytes[place.index(whole)] = *byte);
+            if cut {
+                bytes.truncate(len.index(whole + 1));
+            }
+            read(&bytes, beat.ranks.len());
+        }
+
+        #[test]
+        fn what_is_written_is_read(beat in beat()) {
+            let bytes = beat.to_bytes(KEY).unwrap();
+            prop_assert_eq!(Beat::from_bytes(KEY, &bytes, beat.ranks.len()).unwrap(), beat);
+        }
+    }
+
+    #[test]
+    fn what_no_process_tells_is_refused() {
+        let plain = At { operation: Operation::Step, sequence: 1 };
+        let seen = |place: &str| Seen {
+            at: plain,
+            group: None,
+            bucket: None,
+            place: place.into(),
+            beside: false,
+            began: Duration::MAX,
+            ended: None,
+        };
+        let told = |seen: Vec<Seen>, count| {
+            let beat = Beat { number: 1, ranks: vec![Doing::new(plain, seen)] };
+            Beat::from_bytes(KEY, &beat.to_bytes(KEY).unwrap(), count).map(drop)
+        };
+        assert!(told(vec![seen(" at src/a.rs:7"); MOST], 1).is_ok());
+        for (told, reason) in [
+            (told(vec![], 2), "a process of 2 ranks tells of 1"),
+            (told(vec![seen(""); MOST + 1], 1), "more than a process tells"),
+            (told(vec![seen("\u{1b}[2J")], 1), "more than a process tells"),
+            (told(vec![seen(&"x".repeat(LONGEST + 1))], 1), "more than a process tells"),
+        ] {
+            let error = told.unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+        }
+    }
+}
