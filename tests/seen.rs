@@ -1,6 +1,7 @@
 //! What can be seen of a run: who is missing where.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
@@ -180,6 +181,46 @@ fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
 }
 
 #[test]
+fn a_process_that_is_killed_is_named_with_the_step_in_which_the_others_wait_for_it() {
+    let kill = "--fault=kill:rank=1,at=step,step=5";
+    let place = " (bucket 0) of backward #5 at src/trainer.rs:";
+    // The process that has started them sees how it has ended.
+    let args = ["--nproc-per-node=3", "--spawn=processes", "--log-format=json"];
+    let (code, stdout, stderr) = run(&[&[kill], &args[..]].concat());
+    assert_eq!(code, Some(1), "{stderr}");
+    let event: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+    assert_eq!((&event["event"], &event["rank"]), (&"failure".into(), &1.into()));
+    assert_eq!((&event["operation"], &event["sequence"]), (&"step".into(), &5.into()));
+    let error = event["error"].as_str().unwrap();
+    assert!(error.starts_with("rank 1 (process "), "{error}");
+    assert!(error.contains(") was killed by SIGKILL; rank 0 waits for it in "), "{error}");
+    assert!(error.contains(place), "{error}");
+    // Nobody does, on several machines.
+    let told = failures(&[kill], &[1, 1], |_| {});
+    assert_eq!([told[0].0, told[1].0], [Some(1), None], "{told:?}");
+    let stderr = &told[0].1;
+    assert!(stderr.contains("ddp-mp: rank 1 (CPU:1 on "), "{stderr}");
+    let lost = ") failed in step #5: all_reduce #";
+    let seen = " of step #5: the connection to rank 1 (last seen: ";
+    assert!(stderr.contains(lost) && stderr.contains(seen), "{stderr}");
+    assert!(stderr.contains("; its process does not answer) is lost: "), "{stderr}");
+    let mut lines = stderr.lines();
+    let mine = lines.find(|it| it.starts_with("  rank 0 last seen in all_reduce #")).unwrap();
+    assert!(mine.contains(place), "{stderr}");
+    // Of the first process the store is gone as well.
+    let told = failures(&["--fault=kill:rank=0,at=step,step=5"], &[1, 1], |_| {});
+    assert_eq!([told[0].0, told[1].0], [None, Some(1)], "{told:?}");
+    let lost = ") failed in step #5: the process of rank 0 (";
+    assert!(
+        told[1].1.contains("ddp-mp: rank 0 (CPU:0 on ") && told[1].1.contains(lost),
+        "{told:?}"
+    );
+    // Threads end with their process.
+    let status = program(&[kill, "--nproc-per-node=2"]).output();
+    assert_eq!(status.unwrap().status.signal(), Some(9));
+}
+
+#[test]
 fn ranks_of_other_processes_are_told_of_too() {
     let stall = ["--fault=stall:rank=2,at=step,step=3", "--stall-warning=50ms", "--timeout=6s"];
     let told = failures(&[&stall[..], &["--grace-period=1s"]].concat(), &[2, 2], |_| {});
@@ -232,6 +273,59 @@ fn a_process_that_does_not_answer_is_told_of() {
         assert!(missing.ends_with("; its process does not answer"), "{missing}");
         children.iter_mut().for_each(|it| it.kill().unwrap());
     });
+}
+
+#[test]
+fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
+    let fault = "--fault=skip-sample:rank=1,at=step,step=5";
+    let ranks = ["--nproc-per-node=2", "--log-format=json"];
+    let hash = |args: &[&str]| {
+        let (code, stdout, stderr) = run(&[&ranks[..], args, &["--check-replicas=1"]].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        end["parameters_hash"].clone()
+    };
+    // Training goes on, with the same parameters on all ranks; but they are others.
+    assert_ne!(hash(&[fault]), hash(&[]));
+    for model in [&["--model=mlp", "--lr=0.05"][..], &["--batch-size=3"]] {
+        let (code, stdout, stderr) = run(&[&["verify", fault], model, &ranks].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        let rows: Vec<Value> =
+            stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        for row in &rows {
+            let alone = row["world_size"] == 1;
+            assert_eq!(
+                (&row["ok"], &row["replicas_equal"]),
+                (&alone.into(), &true.into()),
+                "{row}"
+            );
+            let step = if alone { Value::Null } else { 5.into() };
+            assert_eq!(row["first_step"], step, "{row}");
+        }
+        let broken = rows.iter().filter(|row| row["world_size"] != 1).count();
+        let told = format!(
+            "{broken} of {} comparisons are beyond what rounding explains, from step 5 on; all ranks have the same",
+            rows.len()
+        );
+        assert!(stderr.contains(&told), "{stderr}");
+        assert!(stderr.contains("look at which samples they have in step 5 "), "{stderr}");
+    }
+    let (_, stdout, _) = run(&["verify", fault, "--model=mlp", "--nproc-per-node=2"]);
+    let mut lines = stdout.lines().skip_while(|it| !it.ends_with("  TOO FAR, from step 5 on"));
+    assert!(lines.next().unwrap().starts_with(" ddp, threaded, CPU: 2 x 32 "), "{stdout}");
+    assert!(lines.next().unwrap().starts_with("   0.weight "), "{stdout}");
+    for (args, told) in [
+        (&[fault, "--steps=5"][..], "--fault: there is no step 5; verify makes steps 0 to 4"),
+        (
+            &["--fault=nan:rank=1,at=step,step=5"],
+            "--fault: verify finds what skip-sample does, and nan:",
+        ),
+        (&["--fault=skip-sample:rank=2,at=step"], "--fault: there is no rank 2"),
+        (&[fault, "--batch-size=1"], "--fault: skip-sample takes the next sample of the step"),
+    ] {
+        let (code, _, stderr) = run(&[&["verify", "--nproc-per-node=2"], args].concat());
+        assert!(code == Some(2) && stderr.contains(told), "{args:?}: {stderr}");
+    }
 }
 
 #[test]

@@ -280,8 +280,8 @@ pub(crate) struct TrainFlags {
     /// After each so many steps, compare what each rank has for each parameter; the first that differs ends the run
     #[arg(long, value_name = "STEPS", value_parser = whole(), help_heading = "Run")]
     check_replicas: Option<u64>,
-    /// Make a rank fail, to see what happens. KIND: error, panic, stall, slow=50ms (from this step on);
-    /// in a step also nan, desync, wrong-shape. STAGE: rendezvous, init, broadcast, step, barrier
+    /// Make a rank fail, to see what happens. KIND: error, panic, kill, stall, slow=50ms (from this step on);
+    /// in a step also nan, desync, wrong-shape, skip-sample. STAGE: rendezvous, init, broadcast, step, barrier
     #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]", help_heading = "Run")]
     fault: Option<String>,
     /// Read options from a TOML file; flags win over it

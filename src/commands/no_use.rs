@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// What is of a whole run. In a file it may be there for training.
-const OF_A_RUN: [&str; 22] = [
+const OF_A_RUN: [&str; 21] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -18,7 +18,6 @@ const OF_A_RUN: [&str; 22] = [
     "patience",
     "skip_nonfinite",
     "check_replicas",
-    "fault",
     "tensorboard",
     "metrics",
     "trace",

@@ -19,6 +19,7 @@ use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
 use crate::models::ModelKind;
 use crate::observe::{LogFormat, Printer};
 use crate::process_group::ProcessGroup;
+use crate::sync::FaultKind;
 use crate::torch::cuda::Cuda;
 use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
@@ -94,7 +95,7 @@ pub fn verify(
         let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
         return Err(Error::Input(problem.into()).into());
     }
-    let config = Config { val_fraction: Some(0.0), patience: None, fault: None, ..config };
+    let config = Config { val_fraction: Some(0.0), patience: None, ..config };
     let (mut config, data) = with_data(config)?;
     let of_step = ranks.saturating_mul(config.batch_size);
     let (dataset, note) = whole_steps(data.training, ranks, config.batch_size)?;
@@ -103,17 +104,19 @@ pub fn verify(
     config.num_samples = Some(dataset.len() as i64);
     config.max_epochs = steps.div_ceil((dataset.len() / of_step) as u64);
     config.validate_for(ranks)?;
+    check_fault(&config, steps)?;
     let config = Arc::new(config);
     let (placements, left_out) = placements(config.nproc_per_node, ranks, cuda)?;
     let notes = note.into_iter().chain(left_out).chain(not_of_batch_norm(&config));
     notes.for_each(|note| printer.note(&note));
 
-    let train = |placement: &Placement, way| trained(placement, way, &config, &dataset, steps);
-    let (mut bound, mut device, mut all, mut broken) = (None, None, 0, 0);
+    let train =
+        |placement: &Placement, way, steps| trained(placement, way, &config, &dataset, steps);
+    let (mut bound, mut device, mut all, mut broken) = (None, None, 0, Vec::new());
     for placement in &placements {
         let whole =
             Way { strategy: StrategyKind::Ddp, ranks: 1, batch_size: of_step, accumulate: 1 };
-        let reference = train(placement, whole)?;
+        let reference = train(placement, whole, steps)?;
         let bound = *match &mut bound {
             Some(bound) => bound,
             none => {
@@ -129,10 +132,19 @@ pub fn verify(
         // Without any communication, the first time on each device.
         let alone = device.replace(placement.devices[0]) != Some(placement.devices[0]);
         for way in ways(&config, ranks, alone) {
-            let trained = train(placement, way)?;
-            let comparison = Comparison::new(placement, way, &reference, &trained, bound);
+            let trained = train(placement, way, steps)?;
+            let mut comparison = Comparison::new(placement, way, &reference, &trained, bound);
             all += 1;
-            broken += usize::from(!comparison.ok);
+            if !comparison.ok {
+                let step = first_apart(steps, |steps| {
+                    let reference = train(placement, whole, steps)?;
+                    let trained = train(placement, way, steps)?;
+                    let bound = Bound::of(&reference, steps, of_step)?;
+                    Ok(Comparison::new(placement, way, &reference, &trained, bound).ok)
+                })?;
+                comparison.first_step = Some(step);
+                broken.push((step, comparison.replicas_equal));
+            }
             match printer.format() {
                 LogFormat::Json => printer.object(&comparison),
                 LogFormat::Text => printer.lines(|out| comparison.write(per_parameter, out)),
@@ -140,18 +152,51 @@ pub fn verify(
             .context("writing to stdout")?;
         }
     }
-    anyhow::ensure!(
-        broken == 0,
-        "{broken} of {all} comparisons are beyond what rounding explains{}",
-        match config.comm_hook() {
-            Some(_) => "; --comm-hook averages less than the whole gradients",
-            None => "",
-        }
-    );
+    if let Some((step, _)) = broken.iter().min() {
+        let count = broken.len();
+        let why = match config.comm_hook() {
+            Some(_) => "--comm-hook averages less than the whole gradients".into(),
+            None if broken.iter().all(|(_, replicas_equal)| *replicas_equal) => format!(
+                "all ranks have the same parameters, so it is what they average that is wrong: look at which samples \
+                 they have in step {step} (the sampler, the loader), and at what the loss is a mean of"
+            ),
+            None => "the ranks have different parameters: train with --check-replicas 1, which names the rank".into(),
+        };
+        anyhow::bail!(
+            "{count} of {all} comparisons are beyond what rounding explains, from step {step} on; {why}"
+        );
+    }
     if printer.format() == LogFormat::Text {
         printer.note("all are within the bound; bits differ where sums are made in another order");
     }
     Ok(())
+}
+
+/// The first step, from 0, after which two ways to train are apart that are so after `steps`: of as few looks as there
+/// must be. `is_ok` trains so many steps.
+fn first_apart(steps: u64, is_ok: impl Fn(u64) -> anyhow::Result<bool>) -> anyhow::Result<u64> {
+    // After so many they are not, after so many they are.
+    let (mut together, mut apart) = (0, steps);
+    while apart - together > 1 {
+        let middle = together + (apart - together) / 2;
+        *(if is_ok(middle)? { &mut together } else { &mut apart }) = middle;
+    }
+    Ok(apart - 1)
+}
+
+/// A mistake that is to be made must be one that is found here.
+fn check_fault(config: &Config, steps: u64) -> Result<()> {
+    let Some(fault) = config.fault else { return Ok(()) };
+    let problem = match fault.kind {
+        FaultKind::SkipSample if fault.step < steps => return Ok(()),
+        FaultKind::SkipSample => {
+            format!("there is no step {}; verify makes steps 0 to {}", fault.step, steps - 1)
+        }
+        _ => format!(
+            "verify finds what skip-sample does, and {fault} is for training; leave it out, and out of the file"
+        ),
+    };
+    Err(Error::Input(format!("--fault: {problem}")))
 }
 
 /// Refuses what makes N ranks another thing than one rank.
@@ -274,7 +319,9 @@ fn trained(
     let spawn = Spawn::at(&placement)
         .timeout(config.timeout)
         .grace_period(config.grace_period)
-        .check_collectives(config.check_collectives);
+        .check_collectives(config.check_collectives)
+        // One rank with the whole batch is what is right.
+        .fault(config.fault.filter(|_| way.ranks > 1));
     let (result, dataset) = (Arc::new(Mutex::new(None)), dataset.clone());
     let of_rank_0 = result.clone();
     spawn.run(move |rank| {

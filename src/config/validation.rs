@@ -91,6 +91,13 @@ impl Config {
                     .into(),
             ));
         }
+        if fault.kind == FaultKind::SkipSample && self.batch_size as u64 * self.accumulate < 2 {
+            return Err(Error::Input(
+                "--fault: skip-sample takes the next sample of the step instead, and there is none; use a larger \
+                 --batch-size"
+                    .into(),
+            ));
+        }
         let steps = self.steps(world_size);
         if fault.at == Stage::Step && fault.step >= steps {
             return Err(Error::Input(format!(

@@ -5,6 +5,8 @@ use std::str::FromStr;
 use std::thread;
 use std::time::Duration;
 
+use signal_hook::consts::SIGKILL;
+
 use crate::error::{Error, Result};
 
 /// How a rank is made to fail.
@@ -22,8 +24,20 @@ pub enum FaultKind {
     Desync,
     /// It calls a collective that the others don't, with another shape than theirs.
     WrongShape,
+    /// Its process is killed, as the system does it that is out of memory, and all of its other ranks with it.
+    Kill,
+    /// It leaves out the first sample of the step, and takes the next one twice, as a sampler that is wrong does.
+    SkipSample,
     /// It goes on for ever without doing anything, and does not notice that it should stop.
     Stall,
+}
+
+impl FaultKind {
+    /// Whether it is for who trains to do: `ProcessGroup::harm`.
+    fn is_of_a_step(self) -> bool {
+        use FaultKind::{Desync, Nan, SkipSample, WrongShape};
+        matches!(self, Nan | Desync | WrongShape | SkipSample)
+    }
 }
 
 /// Where in a run a rank is made to fail.
@@ -55,13 +69,15 @@ pub struct Fault {
 }
 
 /// Those that are a name alone.
-const KINDS: [(&str, FaultKind); 6] = [
+const KINDS: [(&str, FaultKind); 8] = [
     ("error", FaultKind::Error),
     ("panic", FaultKind::Panic),
     ("stall", FaultKind::Stall),
+    ("kill", FaultKind::Kill),
     ("nan", FaultKind::Nan),
     ("desync", FaultKind::Desync),
     ("wrong-shape", FaultKind::WrongShape),
+    ("skip-sample", FaultKind::SkipSample),
 ];
 
 const STAGES: [(&str, Stage); 5] = [
@@ -138,8 +154,7 @@ impl FromStr for Fault {
             }
         }
         let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
-        let in_a_step = matches!(kind, FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape);
-        if in_a_step && at != Stage::Step {
+        if kind.is_of_a_step() && at != Stage::Step {
             return Err(Error::Input(format!("{} goes with at=step only", name_of(&KINDS, &kind))));
         }
         if step.is_some() && at != Stage::Step {
@@ -162,15 +177,25 @@ impl Fault {
                 }
                 Ok(())
             }
-            // For who trains to do: `ProcessGroup::harm`.
-            FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape => Ok(()),
+            FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape | FaultKind::SkipSample => {
+                Ok(())
+            }
             _ if step != self.step => Ok(()),
             FaultKind::Error => Err(Error::Fault(self.to_string())),
             FaultKind::Panic => panic!("injected by --fault {self}"),
-            FaultKind::Stall => loop {
-                thread::park();
-            },
+            FaultKind::Kill => {
+                signal_hook::low_level::raise(SIGKILL)
+                    .map_err(|error| Error::Fault(format!("{self}: {error}")))?;
+                never()
+            }
+            FaultKind::Stall => never(),
         }
+    }
+}
+
+fn never() -> ! {
+    loop {
+        thread::park();
     }
 }
 
@@ -183,9 +208,7 @@ mod tests {
         let slow = FaultKind::Slow(Duration::from_millis(1500));
         for kind in KINDS.map(|(_, kind)| kind).into_iter().chain([slow]) {
             for (_, at) in STAGES {
-                let goes =
-                    !matches!(kind, FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape);
-                if !goes && at != Stage::Step {
+                if kind.is_of_a_step() && at != Stage::Step {
                     continue;
                 }
                 let step = if at == Stage::Step { 17 } else { 0 };
@@ -204,7 +227,7 @@ mod tests {
             ("error:rank=0", "write KIND:"),
             (
                 "explode:rank=0,at=step",
-                "is not one of error, panic, stall, nan, desync, wrong-shape, slow=50ms",
+                "is not one of error, panic, stall, kill, nan, desync, wrong-shape, skip-sample, slow=50ms",
             ),
             ("nan:rank=0,at=init", "nan goes with at=step only"),
             ("slow:rank=0,at=step", "is not one of"),

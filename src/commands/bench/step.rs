@@ -57,7 +57,7 @@ const WARM_UP: usize = 20;
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    refuse_flags(keys, &[], "bench step measures single steps,")
+    refuse_flags(keys, &["fault"], "bench step measures single steps,")
 }
 
 /// Trains as `config` says for `steps` steps, and prints what one takes; and what it would take on `cluster`, for which

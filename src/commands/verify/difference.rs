@@ -89,8 +89,10 @@ pub(super) struct Comparison {
     bound: f64,
     equal_bits: bool,
     /// Whether all ranks had the same bits in the end.
-    replicas_equal: bool,
+    pub replicas_equal: bool,
     pub ok: bool,
+    /// If not: the first step, from 0, after which it is not.
+    pub first_step: Option<u64>,
     parameters: Vec<Difference>,
 }
 
@@ -124,6 +126,7 @@ impl Comparison {
             equal_bits: parameters.iter().all(|it| it.equal_bits),
             replicas_equal,
             ok: largest <= bound.value() && replicas_equal,
+            first_step: None,
             parameters,
         }
     }
@@ -141,7 +144,8 @@ impl Comparison {
         format!("{what}: {world_size} x {batch_size}{batches}")
     }
 
-    /// The row of the table, and one for each tensor if there are few or `per_parameter`.
+    /// The row of the table, and one for each tensor if there are few or `per_parameter`, else for those beyond the
+    /// bound.
     pub(super) fn write(&self, per_parameter: bool, out: &mut dyn Write) -> io::Result<()> {
         let bits = |equal| if equal { "equal" } else { "differ" };
         let verdict = match self {
@@ -149,11 +153,18 @@ impl Comparison {
             Self { ok: false, .. } => "TOO FAR",
             _ => "ok",
         };
+        let since = self.first_step.map_or(String::new(), |step| format!(", from step {step} on"));
         let (name, bits_of_all) = (self.name(), bits(self.equal_bits));
         let (difference, parameter) = (self.difference, &self.parameter);
-        writeln!(out, " {name:<40}{difference:>9.1e}  {bits_of_all:<8}{parameter:<17}{verdict}")?;
-        let shown = if per_parameter || self.parameters.len() <= FEW { usize::MAX } else { 0 };
-        self.parameters.iter().take(shown).try_for_each(|it| {
+        writeln!(
+            out,
+            " {name:<40}{difference:>9.1e}  {bits_of_all:<8}{parameter:<17}{verdict}{since}"
+        )?;
+        let all = per_parameter || self.parameters.len() <= FEW;
+        // What is no number is beyond it, too.
+        let is_shown =
+            |it: &&Difference| all || it.difference.is_nan() || it.difference > self.bound;
+        self.parameters.iter().filter(is_shown).try_for_each(|it| {
             let Difference { name, difference, equal_bits } = it;
             writeln!(out, "   {name:<38}{difference:>9.1e}  {}", bits(*equal_bits))
         })
