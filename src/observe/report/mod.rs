@@ -16,7 +16,16 @@ pub(crate) use lanes::Lanes;
 /// The page, and what goes into it.
 const PAGE: &str = include_str!("page.html");
 const PARTS: [(&str, &str); 2] =
-    [("__REPORT_CSS__", include_str!("page.css")), ("__REPORT_JS__", include_str!("page.js"))];
+    [("__REPORT_CSS__", include_str!("page.css")), ("__REPORT_JS__", SCRIPT)];
+/// Its script, in the order in which it is to be read.
+const SCRIPT: &str = concat!(
+    include_str!("helpers.js"),
+    include_str!("verdict.js"),
+    include_str!("curves.js"),
+    include_str!("timeline.js"),
+    include_str!("samples.js"),
+    include_str!("page.js"),
+);
 const DATA: &str = "__REPORT_DATA__";
 
 /// Everything that a page shows. What a run has not come to is not there.

@@ -1,0 +1,87 @@
+// What one wants to know first: how the run went, what to try next, and what it was that ran.
+
+// ---- Verdict
+
+const { replicas } = data;
+const alone = world.size === 1;
+const ranksText = plural(world.size, "rank");
+{
+  const { kind, text } = outcome;
+  const ran = data.steps != null && data.seconds != null;
+  const how = ran ? `${plural(data.steps, "step")} on ${ranksText} in ${seconds(data.seconds)}` : `a run of ${ranksText}`;
+  const titles = { done: how[0].toUpperCase() + how.slice(1), failed: "The run failed", stopped: "The run was stopped" };
+  $("headline").textContent = titles[kind];
+  document.title = `${kind}: ${how} - ddp-mp report`;
+  $("program").textContent = data.program;
+  const told = [];
+  if (kind !== "done") told.push(text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : "."));
+  if (kind !== "done" && ran) told.push(`By then: ${how}.`);
+  if (replicas && !alone) {
+    told.push(replicas.equal ? "All replicas hold the same bits." : "The replicas do not hold the same parameters.");
+  }
+  if (verdict.held_back) told.push(`Rank ${verdict.held_back.rank} held the others back.`);
+  else if (kind === "done" && !alone) told.push("No rank held the others back.");
+  $("subtitle").textContent = told.join(" ");
+  if (kind === "failed" || replicas?.equal === false) $("subtitle").classList.add("bad");
+
+  const held = verdict.held_back, best = data.validation.findLast(it => it.best);
+  const where = held?.phase === "step" ? "before it asked for data" : `in ${held?.phase}`;
+  const figures = [
+    verdict.efficiency != null && ["Scaling efficiency", exact(verdict.efficiency, percent(verdict.efficiency)),
+      `of the speed of ${ranksText} that never wait for each other`],
+    verdict.overlapped != null && ["Overlapped share", exact(verdict.overlapped, percent(verdict.overlapped)),
+      "of communication passed while autograd was still at work"],
+    held && ["Held back by", exact(held.rank, rankName(held.rank)),
+      `${seconds(held.phase_seconds)} longer than the others ${where}; they waited ${seconds(held.seconds)} for it`],
+    replicas && !alone && ["Replicas",
+      el("span", { class: replicas.equal ? "good" : "bad" }, replicas.equal ? "equal" : "differ"),
+      replicas.equal ? `all ${ranksText} hold the same bits` : "which do, is shown below"],
+    (data.loss != null || kind === "done") && ["Loss", exact(data.loss, number(data.loss)),
+      "mean of the last epoch, over all ranks"],
+    best && ["Best validation", exact(best.loss, number(best.loss)),
+      `at step ${count(best.step)}${best.accuracy == null ? "" : `, with ${percent(best.accuracy)} correct`}`],
+    data.us_per_step != null && ["Time of a step", exact(data.us_per_step, micros(data.us_per_step)),
+      "on average, everything included"],
+  ].filter(Boolean);
+  $("figures").replaceChildren(...figures.map(([term, value, note]) =>
+    el("div", {}, el("dt", {}, term), el("dd", {}, value), el("dd", { class: "note" }, note))));
+
+  $("advice").append(el("h3", {}, "What to try next"), verdict.advice.length
+    ? el("ul", {}, verdict.advice.map(line => el("li", {}, line)))
+    : el("p", {}, kind === "failed"
+      ? "Look at the end of the timeline: there is what each rank was doing when the run failed."
+      : "Nothing stands out in this run."));
+
+  const columns = ["step", "data", "forward", "backward", "optimizer", "collectives"];
+  const colour = column => column === "collectives" ? "var(--collective)" : tint(column);
+  const most = Math.max(...verdict.phases.map(it => sum(columns.map(column => it[column]))));
+  if (verdict.phases.length) {
+    $("phases").append(el("h3", {}, "Where the time of each rank went"), table("Time of each rank in each phase",
+      ["rank", SHARE, ...columns.map(it => [swatch(colour(it)), " ", it])],
+      verdict.phases.map((it, rank) => [
+        String(rank),
+        bar(columns.map(name => ({ name, value: it[name], colour: colour(name) })), most, seconds),
+        ...columns.map(column => exact(it[column], seconds(it[column]))),
+      ])),
+      el("p", { class: "hint" }, "Collectives count by themselves, with the waiting in them, wherever they began; ",
+        "\u201cstep\u201d is what comes before a rank asks for data."));
+  }
+}
+
+// ---- What ran
+
+{
+  const numbers = model.parameters.map(it => it.shape.reduce((a, b) => a * b, 1));
+  $("command").textContent = data.command;
+  facts($("facts"), [
+    ["outcome", outcome.kind],
+    ["began", data.began.replace("T", " ").replace("Z", " UTC")],
+    ["ranks", `${world.size} on ${plural(world.nnodes, "machine")}`],
+    ["devices", [...world.devices.slice(0, 8), ...(world.devices.length > 8 ? ["\u2026"] : [])].join(", ")],
+    ["backend", world.backend],
+    ["model", `${model.name}, ${plural(sum(numbers), "number")} in ${plural(numbers.length, "parameter")}`],
+    ["samples", `${count(data.samples.dataset)}, ${data.samples.batch_size} a step on each rank`],
+    ["libtorch", data.libtorch],
+    ["parameters at the end", data.parameters_hash && el("span", { class: "mono" }, data.parameters_hash)],
+  ]);
+}
