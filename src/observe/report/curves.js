@@ -54,7 +54,7 @@ function chart(title, lines, format, within) {
       ...marks.map(mark => svg("line", { class: "gridline", x1: LEFT, x2: right, y1: y(mark), y2: y(mark) })),
       ...marks.map(mark => write(LEFT - 8, y(mark) + 4, "end", format(Number(mark.toPrecision(12))))),
       svg("line", { class: "axis", x1: LEFT, x2: right, y1: bottom, y2: bottom }),
-      write(LEFT - 8, HEIGHT - 8, "end", "step"),
+      write(LEFT - 22, HEIGHT - 8, "end", "step"),
       ...ticks(first, last, width / 110).filter(Number.isInteger)
         .map(mark => write(x(mark), HEIGHT - 8, "middle", count(mark))));
     if (!values.length) drawing.append(write((LEFT + right) / 2, bottom / 2, "middle", "nothing that could be drawn"));
