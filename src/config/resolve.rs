@@ -98,7 +98,7 @@ fn which_was_meant(message: &str) -> String {
     };
     let near = known.map(likeness).max_by(|a, b| a.0.total_cmp(&b.0));
     let remedy = match near {
-        Some((likeness, key)) if likeness > 0.5 => format!("did you mean `{key}`?"),
+        Some((likeness, key)) if likeness > 0.6 => format!("did you mean `{key}`?"),
         _ => "keys are the flags of ddp-mp --help, with _ for -".into(),
     };
     format!("{before}{UNKNOWN}{unknown}`: {remedy}")
