@@ -23,7 +23,18 @@ pub struct CheckpointDir {
     path: PathBuf,
     keep_last: usize,
     /// Unlocked when the last clone is dropped, and when the process ends, however it does.
-    _lock: Arc<File>,
+    _lock: Arc<Lock>,
+}
+
+/// A locked file. Closing it would unlock it too, but not while a process that another thread starts at this moment still
+/// has a copy of it.
+#[derive(Debug)]
+struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        let _ = self.0.unlock(); // and if not, it goes with the process
+    }
 }
 
 impl CheckpointDir {
@@ -68,7 +79,7 @@ impl CheckpointDir {
         let probe = path.join(format!("{UNFINISHED}probe"));
         fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(wrong)?;
         // Where a file system has no locks, nobody is kept out.
-        Ok(Self { path: path.into(), keep_last: keep_last.max(1), _lock: Arc::new(lock) })
+        Ok(Self { path: path.into(), keep_last: keep_last.max(1), _lock: Arc::new(Lock(lock)) })
     }
 
     /// Where it is.
