@@ -248,6 +248,7 @@ fn the_trace_of_a_failed_run_shows_what_had_not_ended() {
     let unfinished = |it: &&Slice| it.args["unfinished"] == true;
     let waits = trace.of("collective").find(unfinished).unwrap();
     assert_eq!((waits.lane.1, &waits.args["step"]), (0, &3.into()), "{waits:?}");
+    assert_eq!(waits.args["waited_for_rank"], 1, "{waits:?}");
     assert!(trace.of("step").any(|it| it.name == "step 3" && it.lane.1 == 2));
 }
 

@@ -47,10 +47,19 @@ pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
         let of_group = || history.members(*group).map_or(0, |members| members.len());
         arrival.ranks == *members.entry(*group).or_insert_with(of_group)
     });
-    history.ranks.iter().map(|rank| of_rank(rank, &arrivals, history.taken)).collect()
+    history.ranks.iter().map(|rank| of_rank(rank, &arrivals, history)).collect()
 }
 
-fn of_rank(rank: &OfRank, arrivals: &Arrivals, taken: Duration) -> Vec<Slice> {
+/// A rank of this process that has not come to that meeting.
+fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
+    let members = history.members(group)?;
+    let here = history.ranks.iter().filter(|it| members.contains(&it.rank));
+    let came =
+        |it: &OfRank| it.records.iter().any(|it| meeting(&it.begin) == Some((group, sequence)));
+    here.filter(|it| !came(it)).map(|it| it.rank).next()
+}
+
+fn of_rank(rank: &OfRank, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
     let (mut step, mut phase_ends) = (None, None);
     let mut slices = Vec::with_capacity(rank.records.len());
     for Record { begin, arrived, ended } in &rank.records {
@@ -66,10 +75,14 @@ fn of_rank(rank: &OfRank, arrivals: &Arrivals, taken: Duration) -> Vec<Slice> {
             _ if !begin.beside && phase_ends.is_some_and(|end| end < *arrived) => step = None,
             _ => {}
         }
-        let own_end = phase_ends.filter(|end| end >= arrived).unwrap_or(taken);
+        let own_end = phase_ends.filter(|end| end >= arrived).unwrap_or(history.taken);
         let ended_or = ended.unwrap_or(own_end).max(*arrived);
-        let waited = meeting(begin).and_then(|key| arrivals.get(&key)).and_then(|arrival| {
-            let (last, by) = arrival.last;
+        let waited = meeting(begin).and_then(|key| {
+            let (last, by) = match arrivals.get(&key) {
+                Some(arrival) => arrival.last,
+                None if ended.is_none() => (ended_or, missing(history, key)?),
+                None => return None,
+            };
             let waited = last.min(ended_or).saturating_sub(*arrived);
             (by != rank.rank && !waited.is_zero()).then_some((waited, by))
         });

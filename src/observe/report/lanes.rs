@@ -14,6 +14,8 @@ const MOST: usize = 120_000;
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Lanes {
+    /// When the ranks had ended, in microseconds: so long goes on what has not.
+    end: f64,
     /// How many records of a rank are not here, at most.
     lost: u64,
     /// What the numbers of operations in records mean.
@@ -71,13 +73,12 @@ impl Lanes {
         };
         let ranks = history.ranks.iter().zip(slices(history)).map(lane).collect();
         let operations = Operation::ALL.iter().map(ToString::to_string).collect();
-        Self { lost, operations, places: places.names, ranks }
+        Self { end: micros(history.taken), lost, operations, places: places.names, ranks }
     }
 }
 
 fn short(slice: &Slice, places: &mut Places) -> Short {
     let Slice { begin, arrived, ended, unfinished, step, waited } = *slice;
-    let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
     let duration = micros(ended.saturating_sub(arrived));
     let number = |it: Option<u64>| it.map_or(-1, |it| it as i64);
     let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
@@ -94,6 +95,10 @@ fn short(slice: &Slice, places: &mut Places) -> Short {
         waited: (waited, waited_for),
         place: begin.place.map_or(-1, |place| places.number(place)),
     }
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_nanos() as f64 / 1e3
 }
 
 /// Each line of source once.

@@ -22,8 +22,9 @@ function timeline() {
       open ||= it[DURATION] === null;
     }
   }
-  // What has not ended goes on to the end of the picture, beyond all that has.
-  const end = Math.max(last, begin + 1) + (open ? Math.max(1, (last - begin) * .04) : 0);
+  // What has not ended goes on to the end of the run, beyond all that has.
+  const beyond = Math.max(data.timeline.end ?? 0, last + Math.max(1, (last - begin) * .04));
+  const end = open ? beyond : Math.max(last, begin + 1);
   const endOf = it => it[DURATION] === null ? end : it[BEGIN] + it[DURATION];
 
   // Styles are numbers: for each operation one, for each bucket one to work and one to wait; -1 is no bucket.
