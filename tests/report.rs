@@ -137,6 +137,27 @@ fn a_run_that_fails_or_stops_leaves_a_page_too() {
     );
     assert_eq!(had(&page), 3 * 32);
 
+    // It goes on, with one rank more: what is left of the epoch, and then the next.
+    let saved = folder.path().join("saved");
+    let save = ["--save-dir", saved.to_str().unwrap(), "--resume=auto", "--num-samples=100"];
+    let (code, _, stderr) =
+        run(&[&report[..], &save[..], &["--batch-size=10", "--max-steps=2"][..]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let three = ["--nproc-per-node=3", "--batch-size=10", "--max-epochs=2", report[1], report[2]];
+    let (code, _, stderr) = run(&[&three[..], &save[..]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let page = data(&path);
+    let epochs = list(&page["samples"]["epochs"]);
+    let numbers = epochs.iter().map(|it| it["epoch"].as_u64().unwrap());
+    assert_eq!(numbers.collect::<Vec<_>>(), [0, 1]);
+    let of_rank = |epoch: usize, rank: usize| list(&epochs[epoch]["ranks"][rank]).len();
+    assert_eq!([of_rank(0, 0), of_rank(1, 0), of_rank(1, 2)], [20, 34, 34]);
+    let (_, dealt, _) = run(&["sampler", "--len=100", "--world-size=1", "--rank=0"]);
+    let order: Vec<u64> = dealt.lines().map(|line| line.parse().unwrap()).collect();
+    // 40 samples were taken before.
+    let first = list(&epochs[0]["ranks"][1]).iter().map(|it| it.as_u64().unwrap());
+    assert!(first.take(19).eq(order[41..].iter().copied().step_by(3).take(19)));
+
     // What is refused leaves the page as it was.
     let before = fs::read(&path).unwrap();
     let (code, ..) = run(&[&report[..], &fault[1..]].concat());
@@ -155,4 +176,67 @@ fn the_process_of_rank_0_writes_the_page_of_several() {
     assert_eq!(list(&page["verdict"]["phases"]).len(), 2);
     assert_eq!(list(&page["traffic"]["sent"]).len(), 2);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_page_of_many_samples_has_the_first_of_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.html");
+    let args = ["--nproc-per-node=2", "--num-samples=260000", "--batch-size=65000", "--report"];
+    let (code, _, stderr) = run(&[&args[..], &[path.to_str().unwrap()]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let page = data(&path);
+    assert_eq!(page["samples"]["complete"], false);
+    assert_eq!(list(&page["samples"]["epochs"][0]["ranks"][1]).len(), 100_000);
+}
+
+#[test]
+fn what_would_be_lost_is_not_written_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    fs::write(at("data.csv"), "1,2\n").unwrap();
+    let (other, same) = (at("data.csv"), at("same"));
+    for (flags, complaint) in [
+        (vec!["--report", &other], "--report"),
+        (vec!["--trace", &other], "something else is in that file"),
+        (vec!["--trace", &same, "--report", &same], "--report: that is the file of --trace"),
+        (vec!["--metrics", &same, "--trace", &same], "--metrics: that is the file of --trace"),
+        (vec!["--report=/dev/null"], "that is no plain file"),
+        (vec!["--report=.."], "that is no name of a file"),
+        (
+            vec!["--trace=..", "--nproc-per-node=2", "--spawn=processes"],
+            "that is no name of a file",
+        ),
+    ] {
+        let (code, stdout, stderr) = run(&flags);
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags:?}: {stderr}");
+        assert!(stderr.contains(complaint), "{flags:?}: {stderr}");
+    }
+    assert_eq!(fs::read_to_string(other).unwrap(), "1,2\n");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn replicas_that_differ_are_told_of() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.html");
+    let fault = "--fault=desync:rank=1,at=step,step=5";
+    let (code, _, stderr) = run(&["--nproc-per-node=2", fault, "--report", path.to_str().unwrap()]);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("the ranks do not hold the same parameters; --check-replicas 1"));
+    let page = data(&path);
+    assert_eq!(page["replicas"]["equal"], false);
+    assert!(page["verdict"]["advice"][0].as_str().unwrap().contains("--check-replicas 1"));
+}
+
+#[test]
+fn the_page_in_assets_is_what_the_program_writes_now() {
+    let page = include_str!("../assets/report.html");
+    for part in [
+        include_str!("../src/observe/report/page.css"),
+        include_str!("../src/observe/report/timeline.js"),
+        include_str!("../src/observe/report/page.js"),
+    ] {
+        assert!(page.contains(part.trim()), "make it anew: see assets/README.md");
+    }
 }

@@ -185,9 +185,9 @@ fn a_trace_shows_every_step_of_every_rank() {
         let last = within.args["waited_for_rank"].as_u64().unwrap();
         assert_eq!(wait.name, format!("waiting for rank {last}"));
         let group = (&within.args["group"], &within.args["sequence"]);
-        let its = trace
-            .of("collective")
-            .find(|it| it.lane.1 == 2 * last && (&it.args["group"], &it.args["sequence"]) == group);
+        let its = trace.of("collective").find(|it| {
+            it.lane.1 == 64 * last && (&it.args["group"], &it.args["sequence"]) == group
+        });
         assert!((its.unwrap().from - wait.to).abs() < 0.01 || its.unwrap().from > wait.to);
     }
     let samples = &trace.counters["rank 1: samples per second"];
@@ -217,10 +217,10 @@ fn every_process_writes_its_own_on_one_clock() {
     assert!(!path.exists() && stderr.contains("trace.0.json"), "{stderr}");
     let [first, second] =
         ["trace.0.json", "trace.1.json"].map(|name| Trace::read(&folder.path().join(name)));
-    assert_eq!(first.other["clock_error_us"], 0.0);
-    let error = second.other["clock_error_us"].as_f64().unwrap();
+    assert_eq!(first.other["clock_error_at_start_us"], 0.0);
+    let error = second.other["clock_error_at_start_us"].as_f64().unwrap();
     assert!(error > 0.0 && second.other["clock"] == "that of process 0", "{}", second.other);
-    assert!(first.lanes.contains_key(&(0, 0)) && second.lanes.contains_key(&(1, 2)));
+    assert!(first.lanes.contains_key(&(0, 0)) && second.lanes.contains_key(&(1, 64)));
     // What all do together overlaps in time, as far as the clocks are known.
     let mut together = 0;
     for mine in first.of("collective") {
@@ -233,6 +233,31 @@ fn every_process_writes_its_own_on_one_clock() {
         }
     }
     assert!(together > 0);
+}
+
+#[test]
+fn what_goes_on_at_the_same_time_has_lanes_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let args = [
+        "--nproc-per-node=2",
+        "--spawn=processes",
+        "--num-samples=320",
+        "--model=mlp",
+        "--hidden=256,256,256",
+        "--bucket-cap-mb=0.1",
+        "--trace",
+        path.to_str().unwrap(),
+    ];
+    let (code, _, stderr) = run(&args);
+    assert_eq!(code, Some(0), "{stderr}");
+    for name in ["trace.0.json", "trace.1.json"] {
+        // Reading it checks that nothing overlaps in a lane.
+        let trace = Trace::read(&folder.path().join(name));
+        let beside = trace.of("collective").filter(|it| it.lane.1 % 64 > 0);
+        assert!(beside.count() > 5 && trace.of("step").count() == 5);
+        assert!(trace.arrows.iter().filter(|it| it.0 == "update").count() > 5);
+    }
 }
 
 #[test]
@@ -249,7 +274,7 @@ fn the_trace_of_a_failed_run_shows_what_had_not_ended() {
     let waits = trace.of("collective").find(unfinished).unwrap();
     assert_eq!((waits.lane.1, &waits.args["step"]), (0, &3.into()), "{waits:?}");
     assert_eq!(waits.args["waited_for_rank"], 1, "{waits:?}");
-    assert!(trace.of("step").any(|it| it.name == "step 3" && it.lane.1 == 2));
+    assert!(trace.of("step").any(|it| it.name == "step 3" && it.lane.1 == 64));
 }
 
 #[test]

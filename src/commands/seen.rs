@@ -2,17 +2,17 @@
 
 use std::borrow::Cow;
 use std::ffi::OsString;
-use std::fs::{self, OpenOptions};
-use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::SystemTime;
 
 use serde_json::Value;
 
 use super::launched::Launched;
+use crate::checkpoint::TrainerState;
 use crate::config::{Config, Data};
-use crate::data::DistributedSampler;
+use crate::data::{DistributedSampler, num_batches};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::models::Model;
@@ -20,7 +20,7 @@ use crate::observe::report::{
     Called, Curves, Lanes, Moved, OfEpoch, Outcome, Parameters, Ranks, Replicas, Report, Samples,
     Verdict,
 };
-use crate::observe::{End, Printer, trace_file, write_trace};
+use crate::observe::{End, Output, Printer, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::sync::{History, OfRank, Record};
 use crate::torch;
@@ -29,9 +29,9 @@ use crate::torch;
 #[derive(Debug)]
 pub(super) struct Seen {
     /// The file of this process.
-    trace: Option<PathBuf>,
+    trace: Option<Output>,
     /// In the process of rank 0.
-    report: Option<PathBuf>,
+    report: Option<Output>,
     history: Arc<OnceLock<History>>,
     draft: Mutex<Draft>,
     curves: Arc<Mutex<Curves>>,
@@ -42,8 +42,8 @@ pub(super) struct Seen {
 #[derive(Debug, Default)]
 pub(super) struct Draft {
     pub model: Parameters,
-    /// How many steps had been made before.
-    pub first_step: u64,
+    /// Where it was in the beginning.
+    pub first: TrainerState,
     pub moved: Moved,
     pub replicas: Option<Replicas>,
     pub verdict: Verdict,
@@ -57,10 +57,31 @@ impl Seen {
     /// [`Error::Input`] if a file cannot be written.
     pub(super) fn new(config: &Config, launched: &Launched) -> Result<Self> {
         let process = launched.process();
-        let trace = config.trace.as_deref().map(|path| trace_file(path, process));
-        let report = config.report.clone().filter(|_| launched.is_first());
-        for (flag, path) in [("--trace", &trace), ("--report", &report)] {
-            path.as_deref().map_or(Ok(()), |path| check_writable(flag, path))?;
+        let input = |flag: &str, path: &Path, error: io::Error| {
+            Error::Input(format!("{flag} {}: {error}", path.display()))
+        };
+        let trace = config
+            .trace
+            .as_deref()
+            .map(|path| trace_output(path, process).map_err(|error| input("--trace", path, error)));
+        let report = config
+            .report
+            .as_deref()
+            .filter(|_| launched.is_first())
+            .map(|path| Report::output(path).map_err(|error| input("--report", path, error)));
+        let (trace, report) = (trace.transpose()?, report.transpose()?);
+        let metrics = config.metrics.as_deref().and_then(|it| std::path::absolute(it).ok());
+        let [traced, reported] = [&trace, &report].map(|it| it.as_ref().map(Output::path));
+        let files =
+            [("--trace", traced), ("--report", reported), ("--metrics", metrics.as_deref())];
+        for (number, (flag, path)) in files.iter().enumerate() {
+            if let Some((other, _)) =
+                files[..number].iter().find(|it| path.is_some() && it.1 == *path)
+            {
+                return Err(Error::Input(format!(
+                    "{flag}: that is the file of {other}; use another"
+                )));
+            }
         }
         Ok(Self {
             trace,
@@ -88,9 +109,9 @@ impl Seen {
     }
 
     /// The model that rank 0 begins to train.
-    pub(super) fn model(&self, config: &Config, ddp: &Strategy<Model>, first_step: u64) {
+    pub(super) fn model(&self, config: &Config, ddp: &Strategy<Model>, first: &TrainerState) {
         self.draft(|draft| {
-            draft.first_step = first_step;
+            draft.first = first.clone();
             draft.model = Parameters {
                 name: config.model.name().into(),
                 parameters: ddp.parameter_places(),
@@ -117,23 +138,37 @@ impl Seen {
         printer: &Printer,
     ) -> Result<()> {
         let Some(history) = self.history.get() else { return Ok(()) };
-        let unwritable = |flag: &str, path: &Path, error: std::io::Error| Error::Write {
-            what: format!("{flag} {}", path.display()),
+        let unwritable = |flag: &str, output: &Output, error: io::Error| Error::Write {
+            what: format!("{flag} {}", output.path().display()),
             reason: error.to_string(),
         };
-        if let Some(path) = &self.trace {
-            write_trace(history, path).map_err(|error| unwritable("--trace", path, error))?;
-            if launched.is_first() {
+        // One of them that cannot be written does not cost the other.
+        let trace = self.trace.as_ref().map_or(Ok(()), |output| {
+            output
+                .write(|file| write_trace(history, file))
+                .map_err(|error| unwritable("--trace", output, error))?;
+            if let (true, Some(path)) = (launched.is_first(), &config.trace) {
                 let path = path.display();
-                printer.note(&format!("the trace is in {path}: open it in ui.perfetto.dev"));
+                printer.note(&match history.process {
+                    [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
+                    [_, count] => format!(
+                        "the traces of {count} processes are beside {path}, each with its number in its name: open them \
+                         in ui.perfetto.dev"
+                    ),
+                });
             }
-        }
-        if let Some(path) = &self.report {
+            Ok(())
+        });
+        let report = self.report.as_ref().map_or(Ok(()), |output| {
             let report = self.page(config, launched, data, outcome, history)?;
-            report.write(path).map_err(|error| unwritable("--report", path, error))?;
-            printer.note(&format!("the report is in {}: open it in a browser", path.display()));
-        }
-        Ok(())
+            output
+                .write(|file| report.write(file))
+                .map_err(|error| unwritable("--report", output, error))?;
+            let path = config.report.as_deref().unwrap_or(output.path()).display();
+            printer.note(&format!("the report is in {path}: open it in a browser"));
+            Ok(())
+        });
+        trace.and(report)
     }
 
     fn page(
@@ -146,8 +181,8 @@ impl Seen {
     ) -> Result<Report> {
         let draft = std::mem::take(&mut *self.draft.lock().unwrap_or_else(PoisonError::into_inner));
         let curves = self.curves.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let steps = steps_of(history, draft.first_step);
-        let Draft { model, moved, replicas, verdict, end, .. } = draft;
+        let steps = steps_of(history).saturating_sub(draft.first.step);
+        let Draft { first, model, moved, replicas, verdict, end, .. } = draft;
         let end = end.as_ref();
         Ok(Report {
             version: 1,
@@ -170,7 +205,7 @@ impl Seen {
             },
             model,
             curves,
-            samples: samples(config, data.training.len(), launched.world_size(), steps)?,
+            samples: samples(config, data.training.len(), launched.world_size(), &first, steps)?,
             timeline: Lanes::new(history),
             traffic: Moved { collectives: collectives(history), ..moved },
             replicas,
@@ -193,14 +228,6 @@ fn command() -> String {
     ["ddp-mp".to_owned()].into_iter().chain(args).collect::<Vec<_>>().join(" ")
 }
 
-/// Nothing that is in the file is touched.
-fn check_writable(flag: &str, path: &Path) -> Result<()> {
-    let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
-    let open = |()| OpenOptions::new().write(true).create(true).truncate(false).open(path);
-    let refuse = |error| Error::Input(format!("{flag} {}: {error}", path.display()));
-    folder.and_then(open).map(drop).map_err(refuse)
-}
-
 /// All options as text, those first that are not what they are by default.
 fn options(config: &Config) -> Vec<(String, String)> {
     let values = |config: &Config| match serde_json::to_value(config) {
@@ -217,53 +244,52 @@ fn options(config: &Config) -> Vec<(String, String)> {
     given.into_iter().chain(rest).map(text).collect()
 }
 
-/// The steps that rank 0 has come through, of the whole run's.
-fn steps_of(history: &History, first: u64) -> Range<u64> {
+/// How many steps of the whole run rank 0 has come through.
+fn steps_of(history: &History) -> u64 {
     let records = history.ranks.first().into_iter().flat_map(|rank| &rank.records);
     let stepped =
         |it: &&Record| it.begin.at.operation == Operation::Optimizer && it.ended.is_some();
-    let last = records.filter(stepped).map(|it| it.begin.at.sequence).max();
-    first..last.map_or(first, |last| last + 1)
+    records.filter(stepped).map(|it| it.begin.at.sequence + 1).max().unwrap_or(0)
 }
 
 /// So many samples a report lists at most.
 const LISTED: usize = 200_000;
 
-/// Which samples each rank had in these `steps` of the run.
+/// Which samples the sampler has dealt to each rank in `steps` steps, from where the run was `first`.
 fn samples(
     config: &Config,
     dataset: usize,
     world_size: usize,
-    steps: Range<u64>,
+    first: &TrainerState,
+    mut steps: u64,
 ) -> Result<Samples> {
     let batch = config.batch_size;
     let of_rank = |rank| config.sampler(dataset, world_size, rank);
     let samplers = (0..world_size).map(of_rank).collect::<Result<Vec<DistributedSampler>>>()?;
-    let (per_epoch, a_step) =
-        (config.steps_per_epoch(world_size), batch * config.accumulate as usize);
     let mut listed = Samples { dataset, batch_size: batch, complete: true, epochs: Vec::new() };
-    let mut count = 0;
-    let mut step = steps.start;
-    while step < steps.end && per_epoch > 0 {
-        let epoch = step / per_epoch;
-        let ends = ((epoch + 1) * per_epoch).min(steps.end);
-        let [from, to] = [step, ends].map(|step| (step - epoch * per_epoch) as usize * a_step);
-        let of_rank = |sampler: &DistributedSampler| -> Result<Vec<usize>> {
-            let indices = sampler.indices(epoch)?;
-            let len = match config.drop_last_batch {
-                true => indices.len() - indices.len() % batch.max(1),
-                false => indices.len(),
-            };
-            Ok(indices[from.min(len)..to.min(len)].to_vec())
-        };
-        let ranks = samplers.iter().map(of_rank).collect::<Result<Vec<_>>>()?;
-        count += ranks.iter().map(Vec::len).sum::<usize>();
-        if count > LISTED {
-            listed.complete = false;
-            break;
+    let (mut epoch, mut seen, mut room) = (first.epoch, first.samples_seen, LISTED / world_size);
+    while steps > 0 && listed.complete {
+        let batches =
+            num_batches(samplers[0].num_samples_from(seen), batch, config.drop_last_batch);
+        let now = (batches as u64).div_ceil(config.accumulate).min(steps);
+        if now == 0 && seen == 0 {
+            break; // an epoch of nothing
         }
-        listed.epochs.push(OfEpoch { epoch, ranks });
-        step = ends;
+        let most = (now * config.accumulate).min(batches as u64) as usize * batch;
+        let of_rank = |sampler: &DistributedSampler| -> Result<Vec<usize>> {
+            let mut indices = sampler.indices_from(epoch, seen)?;
+            indices.truncate(most.min(room));
+            Ok(indices)
+        };
+        if now > 0 {
+            let ranks = samplers.iter().map(of_rank).collect::<Result<Vec<_>>>()?;
+            let longest = most.min(samplers[0].num_samples_from(seen));
+            listed.complete = longest <= room;
+            room -= longest.min(room);
+            listed.epochs.push(OfEpoch { epoch, ranks });
+        }
+        steps -= now;
+        (epoch, seen) = (epoch + 1, 0);
     }
     Ok(listed)
 }

@@ -193,7 +193,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         trainer.resume(checkpoint)?;
     }
     if rank.rank() == 0 {
-        job.seen.model(config, trainer.ddp(), trainer.state().step);
+        job.seen.model(config, trainer.ddp(), trainer.state());
     }
     let summary = trainer.train(config.max_epochs, |epoch| {
         job.printer.epoch(epoch, group.local_world_size()).context("writing to stdout")

@@ -125,7 +125,8 @@ impl Config {
     /// As [`Config::options`].
     pub fn shared_options(&self) -> Result<Vec<(String, String)>> {
         let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
-        let Value::Object(all) = all else { return Ok(Vec::new()) };
+        let Value::Object(mut all) = all else { return Ok(Vec::new()) };
+        all.insert("log_every".into(), self.log_every().into()); // whether it was typed or not
         let shared = all.into_iter().filter(|(key, _)| !OWN.contains(&&key[..]));
         let text = |(key, value): (String, Value)| match &key[..] {
             "save_dir" | "trace" | "report" => (flag_name(&key), "set".into()),

@@ -98,21 +98,22 @@ pub struct DdpStatistics {
     pub communication_us: f64,
     /// How much of that had passed when autograd was through, from 0 to 1.
     pub overlapped: f64,
+    /// How much of it took no time of the rank's own, because others carried on with it while autograd went on, from 0
+    /// to 1: nothing, where ranks reduce by themselves in the midst of backward.
+    pub hidden: f64,
 }
 
 impl DdpStatistics {
     fn new(times: Times, bucket_bytes: Vec<usize>) -> Self {
         let mean = |time: Duration| time.as_secs_f64() / f64::from(times.count.max(1));
         let communication = mean(times.communication + times.beside);
+        let share = |of: f64| if communication == 0.0 { 0.0 } else { of / communication };
         Self {
             bucket_bytes,
             backward_us: mean(times.total) * 1e6,
             communication_us: communication * 1e6,
-            overlapped: if communication == 0.0 {
-                0.0
-            } else {
-                mean(times.overlapped + times.beside) / communication
-            },
+            overlapped: share(mean(times.overlapped + times.beside)),
+            hidden: share(mean(times.beside)),
         }
     }
 }

@@ -14,7 +14,7 @@ use super::rendezvous::{self, Rendezvous};
 use super::stall::{Tell, stalled, table};
 use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, World};
 use crate::error::Error;
-use crate::observe::{LogFormat, Printer, TRACED, trace_file, write_trace};
+use crate::observe::{LogFormat, Printer, TRACED, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
 use crate::sync::{Failure, Fault, History, Run, Timeline, panics};
@@ -265,8 +265,9 @@ impl Spawn {
         let clock = world.and_then(|world| world.clock());
         let history = History::of(run, here, |rank| self.device(rank), process, clock);
         if let Some(path) = &self.trace {
-            let path = trace_file(path, process);
-            if let Err(error) = write_trace(&history, &path) {
+            let written = trace_output(path, process)
+                .and_then(|it| it.write(|file| write_trace(&history, file)));
+            if let Err(error) = written {
                 self.tell.tell(&format!("the trace {} cannot be written: {error}", path.display()));
             }
         }

@@ -77,6 +77,9 @@ pub struct End {
     pub us_per_step: f64,
     /// 64 bits in hex over names, shapes and bytes of the parameters.
     pub parameters_hash: String,
+    /// Whether all ranks hold the same parameters; with DataParallel rank 0 alone has them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replicas_equal: Option<bool>,
     /// How many bytes of gradients each bucket holds.
     pub bucket_bytes: Vec<usize>,
     /// Of a step, on rank 0: backward and everything that was reduced, in microseconds.

@@ -41,6 +41,15 @@ const SECONDS: f64 = 1.0;
 /// Looks at what all ranks, in their order, have told; `None` where they did about equally well in a run of `elapsed`
 /// seconds.
 pub fn held_back(ranks: &[PhaseSeconds], elapsed: f64) -> Option<HeldBack> {
+    held_back_longer(ranks, elapsed, SECONDS)
+}
+
+/// The same, if it was for more than `least` seconds.
+pub(crate) fn held_back_longer(
+    ranks: &[PhaseSeconds],
+    elapsed: f64,
+    least: f64,
+) -> Option<HeldBack> {
     let others = (ranks.len() as f64 - 1.0).max(1.0);
     let (rank, slow) = (ranks.iter().enumerate())
         .min_by(|(_, a), (_, b)| a.collectives.total_cmp(&b.collectives))?;
@@ -57,7 +66,7 @@ pub fn held_back(ranks: &[PhaseSeconds], elapsed: f64) -> Option<HeldBack> {
         ("optimizer", more(|it| it.optimizer)),
     ];
     let (phase, phase_seconds) = phases.into_iter().max_by(|(_, a), (_, b)| a.total_cmp(b))?;
-    let counts = ranks.len() > 1 && seconds > SECONDS.max(SHARE * elapsed) && phase_seconds > 0.0;
+    let counts = ranks.len() > 1 && seconds > least.max(SHARE * elapsed) && phase_seconds > 0.0;
     counts.then_some(HeldBack { rank, seconds, phase, phase_seconds })
 }
 

@@ -84,6 +84,12 @@ impl Printer {
                     0 => String::new(),
                     _ => format!(", {:.0} us each", end.us_per_step),
                 };
+                if end.replicas_equal == Some(false) {
+                    self.note(
+                        "the ranks do not hold the same parameters; --check-replicas 1 finds the step, the rank and \
+                         the parameter",
+                    );
+                }
                 if let Some(HeldBack { rank, seconds, phase, phase_seconds }) = &end.held_back {
                     self.note(&format!(
                         "rank {rank} held the others back: they waited for it for {seconds:.1} of {:.1} s; it was \

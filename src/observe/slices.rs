@@ -14,6 +14,8 @@ pub(super) struct Slice {
     /// Of what had not ended: the end of what it is in the midst of, or of all.
     pub ended: Duration,
     pub unfinished: bool,
+    /// 0 is the rank's own; of what communication threads do at the same time each has another.
+    pub lane: usize,
     /// The training step, of what lies in one.
     pub step: Option<u64>,
     /// For how long the rank waited for the last one to come, and for whom.
@@ -62,6 +64,7 @@ fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
 fn of_rank(rank: &OfRank, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
     let (mut step, mut phase_ends) = (None, None);
     let mut slices = Vec::with_capacity(rank.records.len());
+    let mut lanes: Vec<Duration> = Vec::new(); // when the last of each ends
     for Record { begin, arrived, ended } in &rank.records {
         let at = begin.at;
         match at.operation {
@@ -86,16 +89,29 @@ fn of_rank(rank: &OfRank, arrivals: &Arrivals, history: &History) -> Vec<Slice> 
             let waited = last.min(ended_or).saturating_sub(*arrived);
             (by != rank.rank && !waited.is_zero()).then_some((waited, by))
         });
+        let lane = if begin.beside { 1 + free(&mut lanes, *arrived, ended_or) } else { 0 };
         slices.push(Slice {
             begin: *begin,
             arrived: *arrived,
             ended: ended_or,
             unfinished: ended.is_none(),
+            lane,
             step,
             waited,
         });
     }
     slices
+}
+
+/// So many lanes a rank has beside its own, at most.
+pub(super) const LANES: usize = 63;
+
+/// The first lane in which nothing goes on at `from`, which is taken until `to` then.
+fn free(lanes: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
+    let lane = lanes.iter().position(|end| *end <= from).unwrap_or(lanes.len()).min(LANES - 1);
+    lanes.resize(lanes.len().max(lane + 1), to);
+    lanes[lane] = to;
+    lane
 }
 
 /// Which meeting of ranks it is, if it is one.

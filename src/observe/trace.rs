@@ -3,15 +3,15 @@
 //! The format is the "Trace Event Format" of Chromium's: a JSON object whose `traceEvents` are slices (`X`), names of lanes
 //! (`M`), arrows (`s`, `f`) and counters (`C`), with times in microseconds.
 
-use std::fs::File;
-use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::io::{self, Write};
+use std::path::Path;
 use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::slices::{Slice, slices};
+use super::Output;
+use super::slices::{LANES, Slice, slices};
 use crate::operation::Operation;
 use crate::sync::History;
 
@@ -19,25 +19,27 @@ use crate::sync::History;
 pub(crate) const TRACED: usize = 1 << 15;
 
 /// The file for `process`, of so many: `trace.json` of one alone, `trace.0.json` and so on of several.
-pub(crate) fn trace_file(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
-    if count == 1 {
-        return path.to_owned();
-    }
-    let extension = path.extension().map_or(String::new(), |it| format!(".{}", it.display()));
-    let stem = path.file_stem().unwrap_or_default().display();
-    path.with_file_name(format!("{stem}.{process}{extension}"))
-}
-
-/// Writes the trace of `history` to `path`.
 ///
 /// # Errors
 /// When it cannot be written.
-pub(crate) fn write_trace(history: &History, path: &Path) -> io::Result<()> {
-    let mut file = BufWriter::new(File::create(path)?);
-    Trace { history, start: history.start() * 1e6, out: &mut file, first: true, arrows: 0 }
-        .write()?;
-    file.flush()
+pub(crate) fn trace_output(path: &Path, [process, count]: [usize; 2]) -> io::Result<Output> {
+    if count == 1 || path.file_name().is_none() {
+        return Output::new(path, BEGINS);
+    }
+    let extension = path.extension().map_or(String::new(), |it| format!(".{}", it.display()));
+    let stem = path.file_stem().unwrap_or_default().display();
+    Output::new(&path.with_file_name(format!("{stem}.{process}{extension}")), BEGINS)
 }
+
+/// Writes the trace of `history`.
+///
+/// # Errors
+/// When it cannot be written.
+pub(crate) fn write_trace(history: &History, out: &mut impl Write) -> io::Result<()> {
+    Trace { history, start: history.start() * 1e6, out, first: true, arrows: 0 }.write()
+}
+
+const BEGINS: &str = "{\"traceEvents\":[";
 
 /// One event. The fields' names are those of the format.
 #[derive(Debug, Default, Serialize)]
@@ -75,16 +77,19 @@ struct Trace<'a, W> {
 impl<W: Write> Trace<'_, W> {
     fn write(&mut self) -> io::Result<()> {
         let [process, processes] = self.history.process;
-        self.out.write_all(b"{\"traceEvents\":[\n")?;
+        writeln!(self.out, "{BEGINS}")?;
         let name = format!("process {process} of {processes}, {}", std::process::id());
         self.name("process_name", 0, &name)?;
         let of_ranks = slices(self.history);
         for (rank, slices) in self.history.ranks.iter().zip(&of_ranks) {
-            let (own, beside) = lanes(rank.rank);
-            self.name("thread_name", own, &format!("rank {} ({})", rank.rank, rank.device))?;
-            if slices.iter().any(|it| it.begin.beside) {
-                let name = format!("rank {} communication", rank.rank);
-                self.name("thread_name", beside, &name)?;
+            let lanes = slices.iter().map(|it| it.lane).max().unwrap_or(0);
+            for number in 0..=lanes {
+                let name = match number {
+                    0 => format!("rank {} ({})", rank.rank, rank.device),
+                    1 => format!("rank {} communication", rank.rank),
+                    _ => format!("rank {} communication {number}", rank.rank),
+                };
+                self.name("thread_name", lane(rank.rank, number), &name)?;
             }
             self.rank(rank.rank, slices)?;
         }
@@ -98,7 +103,7 @@ impl<W: Write> Trace<'_, W> {
             "processes": processes,
             "world_size": self.history.world_size,
             "clock": if clock.is_some() { "that of process 0" } else { "its own" },
-            "clock_error_us": clock,
+            "clock_error_at_start_us": clock,
             "records_not_kept": lost,
         });
         write!(self.out, "\n],\"displayTimeUnit\":\"ns\",\"otherData\":{other}}}")?;
@@ -145,7 +150,7 @@ impl<W: Write> Trace<'_, W> {
                     ph: "X",
                     ts: self.time(slice.arrived),
                     dur: Some(micros(waited)),
-                    tid: lane(rank, slice),
+                    tid: lane(rank, slice.lane),
                     ..Event::default()
                 };
                 self.event(event)?;
@@ -168,7 +173,7 @@ impl<W: Write> Trace<'_, W> {
                 continue;
             };
             let time = end.saturating_sub(first.arrived);
-            let (ts, tid) = (self.time(first.arrived), lanes(rank).0);
+            let (ts, tid) = (self.time(first.arrived), lane(rank, 0));
             let amount = |of: fn(Operation) -> bool| -> u64 {
                 of_step
                     .iter()
@@ -235,7 +240,7 @@ impl<W: Write> Trace<'_, W> {
             ph: "X",
             ts: self.time(slice.arrived),
             dur: Some(micros(slice.ended.saturating_sub(slice.arrived))),
-            tid: lane(rank, slice),
+            tid: lane(rank, slice.lane),
             args: all.into_iter().filter_map(|(key, value)| Some((key.into(), value?))).collect(),
             ..Event::default()
         };
@@ -254,13 +259,13 @@ impl<W: Write> Trace<'_, W> {
             ph: "s",
             ts,
             id,
-            tid: lane(rank, from),
+            tid: lane(rank, from.lane),
             ..Event::default()
         };
         self.event(begin)?;
         // Drawn forwards also where the optimizer has begun while a bucket was still on its way.
         let ts = self.time(inside(to).max(inside(from)));
-        let (tid, bp) = (lane(rank, to), Some("e"));
+        let (tid, bp) = (lane(rank, to.lane), Some("e"));
         self.event(Event { name, cat: "gradients", ph: "f", ts, id, tid, bp, ..Event::default() })
     }
 
@@ -308,12 +313,7 @@ fn micros(time: Duration) -> f64 {
     time.as_nanos() as f64 / 1e3
 }
 
-/// The lane of a rank, and that of its communication threads.
-fn lanes(rank: usize) -> (usize, usize) {
-    (2 * rank, 2 * rank + 1)
-}
-
-fn lane(rank: usize, slice: &Slice) -> usize {
-    let (own, beside) = lanes(rank);
-    if slice.begin.beside { beside } else { own }
+/// The lane of a rank of this number: 0 is its own.
+fn lane(rank: usize, number: usize) -> usize {
+    rank * (LANES + 1) + number
 }

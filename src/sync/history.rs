@@ -63,7 +63,12 @@ impl History {
         let timeline = &run.timeline;
         let of_rank = |rank| {
             let count = timeline.count(rank);
-            let records: Vec<Record> = timeline.records(rank, 0).collect();
+            let mut records: Vec<Record> = timeline.records(rank, 0).collect();
+            if (records.len() as u64) < count {
+                // From the first step on that is all there.
+                let is_step = |it: &Record| it.begin.at.operation == Operation::Step;
+                records.drain(..records.iter().position(is_step).unwrap_or(0));
+            }
             let totals = Operation::ALL.into_iter().map(|it| (it, timeline.total(rank, it)));
             OfRank {
                 rank,

@@ -8,7 +8,7 @@ use crate::ddp::Strategy;
 use crate::error::Result;
 use crate::models::Model;
 use crate::observe::report::{Measured, Moved, Replicas, Verdict, advice, efficiency};
-use crate::observe::{End, PhaseSeconds, held_back, peak_memory};
+use crate::observe::{End, PhaseSeconds, held_back, held_back_longer, peak_memory};
 use crate::process_group::{ProcessGroup, Traffic};
 use crate::sync::StopReason;
 use crate::trainer::{Summary, Trainer};
@@ -21,7 +21,7 @@ struct OfRank {
     /// For data, in seconds.
     waited: f64,
     phases: PhaseSeconds,
-    /// 64 bits over the parameters, if replicas are to be seen.
+    /// 64 bits over what all ranks should have alike.
     parameters: Option<u64>,
 }
 
@@ -33,14 +33,11 @@ pub(super) fn end(
     group: &ProcessGroup,
 ) -> Result<Option<End>> {
     let Traffic { sent, received } = group.traffic();
+    let of_model = trainer.ddp().parameters_hash()?;
     let parameters = match trainer.ddp() {
-        Strategy::Ddp(ddp) if job.config.report.is_some() => {
-            Some(match job.config.no_broadcast_buffers {
-                true => ddp.replica_hash()?, // buffers may differ
-                false => ddp.parameters_hash()?,
-            })
-        }
-        _ => None,
+        Strategy::Ddp(ddp) if job.config.no_broadcast_buffers => Some(ddp.replica_hash()?),
+        Strategy::Ddp(_) => Some(of_model),
+        Strategy::Dp(_) => None, // rank 0 alone has the model
     };
     let mine = OfRank {
         sent,
@@ -51,7 +48,9 @@ pub(super) fn end(
     };
     let Some(of_ranks) = group.gather_object(&mine, 0)? else { return Ok(None) };
     let seconds = summary.elapsed.as_secs_f64();
+    let replicas = replicas(&of_ranks, job.config.check_replicas);
     let statistics = trainer.ddp().statistics();
+    let hidden = statistics.hidden;
     let by_rank = |of: fn(&OfRank) -> f64| of_ranks.iter().map(of).collect::<Vec<_>>();
     let phases: Vec<PhaseSeconds> = of_ranks.iter().map(|it| it.phases).collect();
     let end = End {
@@ -59,7 +58,8 @@ pub(super) fn end(
         steps: summary.steps,
         loss: summary.last_loss,
         us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
-        parameters_hash: format!("{:016x}", trainer.ddp().parameters_hash()?),
+        parameters_hash: format!("{of_model:016x}"),
+        replicas_equal: replicas.as_ref().map(|it| it.equal),
         bucket_bytes: statistics.bucket_bytes,
         backward_us: statistics.backward_us,
         communication_us: statistics.communication_us,
@@ -85,8 +85,8 @@ pub(super) fn end(
             received: end.bytes_received_by_rank.clone(),
             collectives: Vec::new(),
         };
-        draft.replicas = replicas(&of_ranks, job.config.check_replicas);
-        draft.verdict = verdict(&end, phases, job, group);
+        draft.replicas = replicas;
+        draft.verdict = verdict(&end, phases, hidden, job, group);
         draft.end = Some(end.clone());
     });
     Ok(Some(end))
@@ -101,20 +101,30 @@ fn replicas(of_ranks: &[OfRank], checked_every: Option<u64>) -> Option<Replicas>
     })
 }
 
-fn verdict(end: &End, phases: Vec<PhaseSeconds>, job: &Job, group: &ProcessGroup) -> Verdict {
+/// How long the others must have waited for a rank, in seconds, to say so on a page.
+const SHOWN: f64 = 0.05;
+
+fn verdict(
+    end: &End,
+    phases: Vec<PhaseSeconds>,
+    hidden: f64,
+    job: &Job,
+    group: &ProcessGroup,
+) -> Verdict {
     let config = &job.config;
     if group.backend() == "nccl" {
         let why = "On GPUs a phase ends when its kernels are launched: see the samples per second, and a profiler.";
         return Verdict { advice: vec![why.into()], ..Verdict::default() };
     }
     let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
-    let overlapped = overlaps.then_some(end.overlapped);
+    let overlapped = overlaps.then_some(hidden);
+    let held_back = held_back_longer(&phases, end.seconds, SHOWN);
     let measured = Measured {
         phases: &phases,
-        held_back: end.held_back.as_ref(),
+        held_back: held_back.as_ref(),
         overlapped,
         us_per_step: end.us_per_step,
-        buckets: end.bucket_bytes.len(),
+        bucket_bytes: &end.bucket_bytes,
         batch_size: config.batch_size,
         num_workers: config.num_workers,
         backend: group.backend(),
@@ -123,8 +133,15 @@ fn verdict(end: &End, phases: Vec<PhaseSeconds>, job: &Job, group: &ProcessGroup
     Verdict {
         efficiency: efficiency(&phases),
         overlapped,
-        held_back: end.held_back.clone(),
-        advice: advice(measured),
+        advice: match end.replicas_equal {
+            Some(false) => vec![
+                "First of all find out why the ranks do not hold the same parameters: --check-replicas 1 names the \
+                 step, the rank and the parameter."
+                    .into(),
+            ],
+            _ => advice(measured),
+        },
+        held_back,
         phases,
     }
 }

@@ -10,7 +10,7 @@ pub(crate) struct Measured<'a> {
     pub held_back: Option<&'a HeldBack>,
     pub overlapped: Option<f64>,
     pub us_per_step: f64,
-    pub buckets: usize,
+    pub bucket_bytes: &'a [usize],
     pub batch_size: usize,
     pub num_workers: usize,
     pub backend: &'a str,
@@ -38,6 +38,9 @@ const SHARE: f64 = 0.2;
 
 /// A step that is shorter than this, in microseconds, is mostly overhead.
 const SHORT_STEP: f64 = 1000.0;
+
+/// So many bytes of gradients take longer to move than to begin with.
+const MUCH: usize = 1 << 20;
 
 /// What to try next, the most important first; each a sentence.
 pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
@@ -67,6 +70,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
         });
     }
     let lost = 1.0 - efficiency;
+    let bytes: usize = run.bucket_bytes.iter().sum();
     if ranks > 1.0 && lost > SHARE {
         let percent = 100.0 * lost;
         if run.us_per_step < SHORT_STEP {
@@ -76,20 +80,20 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
                  small a model a larger --batch-size (now {batch}), or fewer ranks, pays best."
             ));
         } else if run.held_back.is_none() {
+            let smaller =
+                if bytes >= MUCH { ", and --comm-hook bf16 makes them smaller" } else { "" };
             say(format!(
                 "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --accumulate makes \
-                 fewer of them, and --comm-hook bf16 makes them smaller."
+                 fewer of them{smaller}."
             ));
         }
         // Ranks in threads reduce in the same cores that compute.
-        if run.buckets == 1 && run.us_per_step >= SHORT_STEP && run.backend != "threaded" {
+        let may_hide = bytes >= MUCH && run.backend != "threaded";
+        if may_hide && run.bucket_bytes.len() == 1 {
             say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
                  --bucket-cap-mb lets the first go out earlier."
                 .into());
-        } else if run.overlapped.is_some_and(|it| it < 0.5)
-            && run.buckets > 1
-            && run.backend != "threaded"
-        {
+        } else if may_hide && run.overlapped.is_some_and(|it| it < 0.5) {
             let percent = 100.0 * run.overlapped.unwrap_or(0.0);
             say(format!(
                 "Only {percent:.0} % of the communication was hidden behind backward: another --bucket-cap-mb may hide \
@@ -122,7 +126,7 @@ mod tests {
             held_back: None,
             overlapped: None,
             us_per_step: 5000.0,
-            buckets: 1,
+            bucket_bytes: &[4 << 20],
             batch_size: 32,
             num_workers: 0,
             backend: "gloo",
@@ -149,8 +153,11 @@ mod tests {
             "{told:?}"
         );
         assert!(told[1].contains("in one bucket"), "{told:?}");
-        let told =
-            advice(Measured { overlapped: Some(0.2), buckets: 4, ..run(&[waiting, waiting]) });
+        let told = advice(Measured {
+            overlapped: Some(0.2),
+            bucket_bytes: &[1 << 20; 4],
+            ..run(&[waiting, waiting])
+        });
         assert!(told[1].starts_with("Only 20 % of the communication"), "{told:?}");
         let told = advice(Measured { us_per_step: 50.0, ..run(&[waiting, waiting]) });
         assert!(told.len() == 1 && told[0].contains("only 50 us long"), "{told:?}");

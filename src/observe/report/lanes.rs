@@ -32,7 +32,7 @@ struct Lane {
     records: Vec<Short>,
 }
 
-/// A record as a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, beside, how
+/// A record as a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, lane (0 is the rank's own), how
 /// long it waited, for whom, place. Times are in microseconds; -1 is none.
 #[derive(Debug)]
 struct Short {
@@ -47,11 +47,8 @@ impl Serialize for Short {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Self { operation, times, numbers, waited, place } = self;
         let (begin, duration) = times;
-        let (sequence, step, bucket, bytes, beside) = numbers;
-        (
-            operation, begin, duration, sequence, step, bucket, bytes, beside, waited.0, waited.1,
-            place,
-        )
+        let (sequence, step, bucket, bytes, lane) = numbers;
+        (operation, begin, duration, sequence, step, bucket, bytes, lane, waited.0, waited.1, place)
             .serialize(serializer)
     }
 }
@@ -63,7 +60,11 @@ impl Lanes {
         let mut places = Places::default();
         let mut lost = 0;
         let lane = |(of_rank, slices): (&OfRank, Vec<Slice>)| {
-            let too_many = slices.len().saturating_sub(most);
+            let mut too_many = slices.len().saturating_sub(most);
+            if too_many > 0 {
+                let is_step = |it: &Slice| it.begin.at.operation == Operation::Step;
+                too_many += slices[too_many..].iter().position(is_step).unwrap_or(0);
+            }
             lost = lost.max(of_rank.lost + too_many as u64);
             Lane {
                 rank: of_rank.rank,
@@ -78,7 +79,7 @@ impl Lanes {
 }
 
 fn short(slice: &Slice, places: &mut Places) -> Short {
-    let Slice { begin, arrived, ended, unfinished, step, waited } = *slice;
+    let Slice { begin, arrived, ended, unfinished, step, waited, .. } = *slice;
     let duration = micros(ended.saturating_sub(arrived));
     let number = |it: Option<u64>| it.map_or(-1, |it| it as i64);
     let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
@@ -90,7 +91,7 @@ fn short(slice: &Slice, places: &mut Places) -> Short {
             number(step),
             number(begin.bucket.map(u64::from)),
             begin.amount,
-            u8::from(begin.beside),
+            slice.lane as u8,
         ),
         waited: (waited, waited_for),
         place: begin.place.map_or(-1, |place| places.number(place)),

@@ -3,13 +3,12 @@
 mod advice;
 mod lanes;
 
-use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
 
 use serde::Serialize;
 
-use super::{HeldBack, PhaseSeconds, TrainMetrics, ValidationMetrics};
+use super::{HeldBack, Output, PhaseSeconds, TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Measured, advice, efficiency};
 pub(crate) use lanes::Lanes;
 
@@ -169,16 +168,25 @@ pub(crate) struct Verdict {
 }
 
 impl Report {
-    /// Writes the page to `path`.
+    /// The file of a page at `path`.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub(crate) fn write(&self, path: &Path) -> io::Result<()> {
+    pub(crate) fn output(path: &Path) -> io::Result<Output> {
+        let (first_lines, _) = PAGE.split_once("\n<html").unwrap_or((PAGE, ""));
+        Output::new(path, first_lines)
+    }
+
+    /// Writes the page.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(crate) fn write(&self, out: &mut impl Write) -> io::Result<()> {
         // No end of the script, whatever is in the texts.
         let data = serde_json::to_string(self)?.replace('<', "\\u003c");
         let page =
             PARTS.iter().fold(PAGE.to_owned(), |page, (place, part)| page.replace(place, part));
         // Last, so that nothing in it is taken for a place.
-        fs::write(path, page.replacen(DATA, &data, 1))
+        out.write_all(page.replacen(DATA, &data, 1).as_bytes())
     }
 }

@@ -38,8 +38,10 @@ function timeline() {
 
   // A track is what lies in one row: sorted, with columns of its own, so that 20,000 slices are run through quickly.
   const [HIGH, LOW, GAP] = ranks.length > 8 ? [22, 9, 6] : [34, 14, 12], RULER = 40, GUTTER = 56;
-  const hasBeside = ranks.some(it => it.records.some(record => record[BESIDE]));
-  const pitch = HIGH + (hasBeside ? LOW + 2 : 0) + GAP, height = RULER + pitch * ranks.length;
+  // What goes on beside the rank's own work has lanes for what overlaps; the last has all for which there is no room.
+  const besideOf = it => Math.min(it[BESIDE], 6);
+  const besides = Math.max(0, ...ranks.map(it => it.records.reduce((most, record) => Math.max(most, besideOf(record)), 0)));
+  const pitch = HIGH + besides * (LOW + 2) + GAP, height = RULER + pitch * ranks.length;
   const tracks = [];
   const lanes = ranks.map((rank, lane) => {
     const top = RULER + lane * pitch;
@@ -61,7 +63,9 @@ function timeline() {
     phases.inner = add("collectives", own.filter(it => isCollective[it[OPERATION]]), top + HIGH * .42, HIGH * .58);
     // Above the lane, where they hide no name.
     add("gradients", rank.records.filter(it => !it[BESIDE] && it[OPERATION] === gradient), top - 5, 5);
-    if (hasBeside) add("beside", rank.records.filter(it => it[BESIDE]), top + HIGH + 2, LOW);
+    for (let n = 1; n <= besides; n++) {
+      add(`beside ${n}`, rank.records.filter(it => besideOf(it) === n), top + HIGH + 2 + (n - 1) * (LOW + 2), LOW);
+    }
     const starts = phases.records.filter((it, i, all) => it[STEP] >= 0 && (!i || all[i - 1][STEP] !== it[STEP]));
     return { rank, top, starts };
   });
@@ -479,7 +483,7 @@ function timeline() {
   const whose = ranks.length < world.size ? `the ${plural(ranks.length, "rank")} in the process of rank 0` : ranksText;
   $("timeline-note").textContent = `${plural(total, "record")} of ${whose}, ${micros(end - begin)} in all. ` +
     (lost ? `These are the last: ${count(lost)} older ones are no longer kept. ` : "") +
-    (hasBeside ? "Under each rank lies the lane of its communication thread. " : "") +
+    (besides ? "Under each rank lies what its communication thread does. " : "") +
     "Hatched is what a rank only waited, for the last one to arrive.";
   const used = new Set(tracks.filter(it => it.name === "phases").flatMap(it => [...new Set(it.style)]));
   const buckets = new Set(tracks.flatMap(it => [...new Set(it.style)])

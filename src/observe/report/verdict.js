@@ -20,7 +20,6 @@ const ranksText = plural(world.size, "rank");
     told.push(replicas.equal ? "All replicas hold the same bits." : "The replicas do not hold the same parameters.");
   }
   if (verdict.held_back) told.push(`Rank ${verdict.held_back.rank} held the others back.`);
-  else if (kind === "done" && !alone) told.push("No rank held the others back.");
   $("subtitle").textContent = told.join(" ");
   if (kind === "failed" || replicas?.equal === false) $("subtitle").classList.add("bad");
 
@@ -30,7 +29,7 @@ const ranksText = plural(world.size, "rank");
     verdict.efficiency != null && ["Scaling efficiency", exact(verdict.efficiency, percent(verdict.efficiency)),
       `of the speed of ${ranksText} that never wait for each other`],
     verdict.overlapped != null && ["Overlapped share", exact(verdict.overlapped, percent(verdict.overlapped)),
-      "of communication passed while autograd was still at work"],
+      "of communication went on beside autograd, which it did not stop"],
     held && ["Held back by", exact(held.rank, rankName(held.rank)),
       `${seconds(held.phase_seconds)} longer than the others ${where}; they waited ${seconds(held.seconds)} for it`],
     replicas && !alone && ["Replicas",
