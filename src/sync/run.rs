@@ -58,8 +58,8 @@ pub(crate) struct Failure {
 
 /// What can be known of ranks in other processes.
 pub(crate) trait Elsewhere: fmt::Debug + Send + Sync {
-    /// Asks what each such rank does: [`Run::activity`] and [`Run::sightings`] have it then, as far as it can be known. Returns those
-    /// that do not answer any more. Takes a moment, unless the run is cancelled.
+    /// Asks what each such rank does: [`Run::activity`] and [`Run::sightings`] have it then, as far as it can be known.
+    /// Returns those that do not answer any more. Takes a moment, unless the run is cancelled.
     fn look(&self, run: &Run) -> Vec<LateRank>;
 
     /// Asks once, and does not mind whether the run is cancelled.
