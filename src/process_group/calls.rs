@@ -12,6 +12,9 @@ const FEW: usize = 8;
 /// So many characters of what another process tells are shown.
 const LONGEST: usize = 400;
 
+/// Before the sizes of an all_to_all, which each rank may have of its own.
+pub(super) const SIZES: &str = " sending ";
+
 /// What one rank has called.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Called {
@@ -26,6 +29,26 @@ impl Called {
     pub(super) fn new(rank: usize, announced: &Announced) -> Self {
         Self { rank, call: announced.describe(), place: at_line(announced.place) }
     }
+
+    /// What of the call must be the same on all ranks.
+    fn agreed(&self) -> &str {
+        self.call.split(SIZES).next().unwrap_or_default()
+    }
+}
+
+/// Which ranks there are of each `kind` of call, in the order of the first.
+fn groups<'a>(
+    calls: &'a [Called],
+    kind: impl Fn(&'a Called) -> &'a str,
+) -> Vec<(&'a str, Vec<usize>)> {
+    let mut groups: Vec<(&str, Vec<usize>)> = Vec::new();
+    for it in calls {
+        match groups.iter_mut().find(|(known, _)| *known == kind(it)) {
+            Some((_, ranks)) => ranks.push(it.rank),
+            None => groups.push((kind(it), vec![it.rank])),
+        }
+    }
+    groups
 }
 
 /// The error of ranks that have not all called the same. It blames the first rank of the fewest that have, of equally
@@ -35,12 +58,10 @@ pub(super) fn mismatch(
     calls: &[Called],
     operation: impl Fn(usize) -> Operation,
 ) -> Error {
-    let mut groups: Vec<(&str, Vec<usize>)> = Vec::new();
-    for Called { rank, call, .. } in calls {
-        match groups.iter_mut().find(|(known, _)| known == call) {
-            Some((_, ranks)) => ranks.push(*rank),
-            None => groups.push((call, vec![*rank])),
-        }
+    let mut groups = groups(calls, Called::agreed);
+    if groups.len() == 1 {
+        // Then it is the sizes that do not fit.
+        groups = self::groups(calls, |it| &it.call);
     }
     let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
     let odd = odd.map_or(0, |(_, ranks)| ranks[0]);
@@ -140,6 +161,19 @@ mod tests {
         assert_eq!(told(&calls), (expected.into(), 17));
         let two = [called(4, "x", 1), called(5, "y", 1)];
         assert_eq!(told(&two).1, 5);
+    }
+
+    #[test]
+    fn sizes_that_may_differ_are_no_difference_beside_one() {
+        let uneven = |rank, size| {
+            called(rank, &format!("all_to_all of float32{SIZES}[{size}] and expecting [1]"), 1)
+        };
+        let barrier = called(1, "barrier", 2);
+        let calls = [uneven(0, 5), barrier, uneven(2, 6), uneven(3, 7)];
+        let (text, odd) = told(&calls);
+        assert_eq!((text.matches(" called ").count(), odd), (4, 1), "{text}");
+        // If that is all that differs, as between processes.
+        assert_eq!(told(&[uneven(0, 5), uneven(1, 6), uneven(2, 5)]).1, 1);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::super::calls::{Called, mismatch};
+use super::super::calls::{Called, SIZES, mismatch};
 use super::super::{Call, ReduceOp, device_name, kind_name, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
@@ -99,23 +99,23 @@ impl Announced {
             (None, None) => String::new(),
         };
         let sizes = |places: &[Place]| places.iter().map(|place| place.numel).collect::<Vec<_>>();
-        let what = match operation {
-            Operation::Barrier => return operation.to_string(),
-            Operation::NewGroup => return format!("{operation} of ranks {shape:?}"),
-            Operation::AllToAll => {
-                format!(
-                    "sending {:?} and expecting {:?}",
-                    sizes(&self.inputs),
-                    sizes(&self.outputs)
-                )
-            }
-            _ => format!("{shape:?}"),
-        };
+        let kind = kind_name(*kind);
         let place = match device {
             Device::Cpu => String::new(),
             device => format!(" on {}, stream {:#x}", device_name(*device), self.stream),
         };
-        format!("{operation}{options} of {} {what}{place}", kind_name(*kind))
+        let what = match operation {
+            Operation::Barrier => return operation.to_string(),
+            Operation::NewGroup => return format!("{operation} of ranks {shape:?}"),
+            Operation::AllToAll => {
+                let [sent, expected] = [&self.inputs, &self.outputs].map(|it| sizes(it));
+                return format!(
+                    "{operation} of {kind}{place}{SIZES}{sent:?} and expecting {expected:?}"
+                );
+            }
+            _ => format!("{shape:?}"),
+        };
+        format!("{operation}{options} of {kind} {what}{place}")
     }
 
     /// The places that this rank may both read and write in one call, because nobody else does: those of
