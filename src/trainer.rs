@@ -401,7 +401,7 @@ impl<M: ModuleT> Trainer<M> {
         for (loss, batch) in losses.iter().zip(batches) {
             self.loss_sum.add(loss, batch.len())?;
         }
-        self.see_gradients(&losses)?;
+        self.see_gradients(&losses, batches)?;
         self.ddp.group().next_phase(Operation::Optimizer);
         let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         self.scaler.unscale_()?;

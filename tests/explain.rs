@@ -122,6 +122,25 @@ fn what_is_done_on_the_way_to_the_mean_is_told() {
     assert!(text.contains("optimizer (adamw, lr 0.001)") && !text.contains(" * "), "{text}");
 }
 
+#[test]
+fn the_loss_of_a_step_is_the_mean_over_its_samples_also_if_its_batches_are_not_equal() {
+    let args = ["--num-samples=84", "--batch-size=32", "--accumulate=2", "--max-epochs=2"];
+    let (code, stdout, stderr) = run(&[&TWO[..], &args, &["--log-format=json"]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("its 42 samples"), "batches of 32 and of 10: {stderr}");
+    let events = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let epochs = events.filter(|it| it["event"] == "epoch").map(|it| it["loss"].as_f64().unwrap());
+    let steps = [": Step 0: different", ": Step 1: "].map(|heading| {
+        let of_ranks = rows(&stderr, heading);
+        of_ranks.iter().map(|row| number(&row[2])).sum::<f64>() / of_ranks.len() as f64
+    });
+    let epochs: Vec<f64> = epochs.collect();
+    assert!(epochs.len() >= steps.len(), "{stdout}");
+    for (step, epoch) in steps.iter().zip([epochs[0], epochs[epochs.len() - 1]]) {
+        near(*step, epoch, SHOWN);
+    }
+}
+
 /// The fields of the last event.
 fn end(args: &[&str]) -> (Value, String) {
     let (code, stdout, stderr) = run(args);

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::Trainer;
 use crate::checkpoint::TrainerState;
+use crate::data::Batch;
 use crate::ddp::{Strategy, Watched};
 use crate::error::{Error, Result};
 use crate::observe::{Narrator, RankStep, Step};
@@ -64,7 +65,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// The gradients of a step are averaged, and nothing has been made of them yet.
-    pub(super) fn see_gradients(&mut self, losses: &[Tensor]) -> Result<()> {
+    pub(super) fn see_gradients(&mut self, losses: &[Tensor], batches: &[Batch]) -> Result<()> {
         let Some(Explaining { watched: Some(watched), .. }) = &self.explaining else {
             return Ok(());
         };
@@ -72,13 +73,16 @@ impl<M: ModuleT> Trainer<M> {
         let samples = self.samples(0, self.accumulate)?;
         let [local, averaged] = [&watched.local, &watched.parameter.grad()].map(numbers);
         let (local, averaged, before) = (local?, averaged?, numbers(&watched.parameter)?);
-        let loss = losses.iter().map(numbers).collect::<Result<Vec<_>>>()?.concat();
+        // The mean over all samples, of which the last batch of an epoch may have fewer.
+        let of_batch =
+            |(loss, batch): (&Tensor, &Batch)| Ok(numbers(loss)?[0] * batch.len() as f64);
+        let sums = losses.iter().zip(batches).map(of_batch).collect::<Result<Vec<_>>>()?;
         let Some(explaining) = &mut self.explaining else { return Ok(()) };
         let place = *explaining.place.get_or_insert_with(|| largest(&averaged));
         explaining.seen = Some(RankStep {
             num_samples: samples.len(),
             samples: samples.into_iter().take(SAMPLES).collect(),
-            loss: loss.iter().sum::<f64>() / loss.len() as f64,
+            loss: sums.iter().sum::<f64>() / batches.iter().map(Batch::len).sum::<usize>() as f64,
             local: local[place],
             averaged: averaged[place],
             stepped_by: averaged[place],
