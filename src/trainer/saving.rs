@@ -173,7 +173,11 @@ impl<M: ModuleT> Trainer<M> {
         self.check_parameters()?;
         self.save()?;
         let writer = self.saving.as_mut().and_then(|saving| saving.writer.as_mut());
-        writer.map_or(Ok(()), Writer::finish)
+        let (Some(writer), group) = (writer, self.ddp.group()) else { return Ok(()) };
+        group.enter_save(self.state.step);
+        writer.finish()?;
+        group.end_phase();
+        Ok(())
     }
 
     /// Copies what there is; rank 0 writes it while training goes on.
