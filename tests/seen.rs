@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use crossbeam::channel::unbounded;
-use ddp_mp::{Backend, ReduceOp, Spawn};
+use ddp_mp::{Backend, Error, ProcessGroup, ReduceOp, Spawn};
 use serde_json::Value;
 use tch::Tensor;
 
@@ -81,6 +81,26 @@ fn what_each_rank_does_is_told_when_somebody_asks() {
             Ok(group.all_reduce(&mut Tensor::from_slice(&[1i64]), ReduceOp::Sum)?)
         })
         .unwrap();
+}
+
+#[test]
+fn a_collective_on_objects_is_seen_where_the_program_calls_it() {
+    type Call = fn(&ProcessGroup) -> ddp_mp::Result<()>;
+    let calls: [Call; 4] = [
+        |group| group.all_gather_object(&1).map(drop),
+        |group| group.gather_object(&1, 0).map(drop),
+        |group| group.broadcast_object_list(&mut vec![1], 0),
+        |group| group.scatter_object_list((group.rank() == 0).then_some(&[1, 2][..]), 0).map(drop),
+    ];
+    for call in calls {
+        let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT);
+        let result = spawn.run(move |rank| {
+            let group = rank.init_process_group(Backend::Threaded)?;
+            Ok(if rank.rank() == 0 { call(&group) } else { group.barrier() }?)
+        });
+        let error = result.unwrap_err().failure.error;
+        assert_eq!(error.matches(" at tests/seen.rs:").count(), 2, "{error}");
+    }
 }
 
 /// Starts a run that does not end, and hands `f` its process and the lines of its stderr once it trains.

@@ -232,6 +232,7 @@ impl ProcessGroup {
     }
 
     /// This rank's bytes, made as long as the longest, and how long each rank's are.
+    #[track_caller]
     fn padded(&self, name: &str, bytes: &[u8]) -> Result<(Tensor, Vec<usize>)> {
         let mut all = self.lengths(&vec![0; self.world_size()]);
         self.all_gather_into_tensor(&mut all, &self.lengths(&[bytes.len()]))?;
