@@ -84,6 +84,38 @@ fn what_each_rank_does_is_told_when_somebody_asks() {
 }
 
 #[test]
+fn a_collective_that_has_failed_is_over_if_the_program_goes_on() {
+    let (ask, asks) = unbounded::<()>();
+    let (tell, told) = unbounded::<String>();
+    let (fail, failed) = unbounded::<()>();
+    let (go, gone) = unbounded::<()>();
+    let forever = Duration::from_secs(3600);
+    let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT).table_when(asks);
+    spawn
+        .stall_warning(forever, move |text| drop(tell.send(text.into())))
+        .run(move |rank| {
+            let group = rank.init_process_group(Backend::Threaded)?;
+            let len = 4 + rank.rank();
+            let mut tensor = Tensor::from_slice(&vec![1i64; len]);
+            let result = group.all_reduce(&mut tensor, ReduceOp::Sum);
+            assert!(matches!(result, Err(Error::Mismatch { .. })), "{result:?}");
+            if rank.rank() == 0 {
+                fail.send(())?;
+                gone.recv()?;
+            } else {
+                failed.recv()?;
+                ask.send(())?;
+                let text = told.recv()?;
+                go.send(())?;
+                let over = " last seen leaving all_reduce #0 at tests/seen.rs:";
+                anyhow::ensure!(text.matches(over).count() == 2, "{text}");
+            }
+            Ok(group.barrier()?)
+        })
+        .unwrap();
+}
+
+#[test]
 fn a_collective_on_objects_is_seen_where_the_program_calls_it() {
     type Call = fn(&ProcessGroup) -> ddp_mp::Result<()>;
     let calls: [Call; 4] = [

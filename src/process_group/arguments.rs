@@ -125,7 +125,8 @@ impl ProcessGroup {
         let call = Call { place: Some(self.place_of(place)), ..call(side.sequence) };
         side.sequence += 1;
         let record = self.record_call(&call);
-        let result = run(&mut *side.backend, &call)?;
+        let result = run(&mut *side.backend, &call)
+            .inspect_err(|error| self.record_failure(record, error))?;
         self.traffic.add(side.backend.traffic(&call));
         self.activity().restore(before);
         Ok((result, record))

@@ -186,7 +186,8 @@ impl ProcessGroup {
         let amount = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
         let begin = Begin { amount, ..Begin::alone(at, Location::caller()) };
         let number = self.run().timeline.begin(self.global_rank(), begin);
-        let source = self.post_one(op)?.wait_for_source()?;
+        let source = self.post_one(op).and_then(Work::wait_for_source);
+        let source = source.inspect_err(|error| self.record_failure(number, error))?;
         self.record_end(number);
         self.activity().restore(before);
         Ok(source)

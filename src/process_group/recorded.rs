@@ -9,7 +9,7 @@ use tch::Tensor;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Call, ProcessGroup, num_bytes};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::observe::PhaseSeconds;
 use crate::operation::{At, Operation};
 use crate::sync::{Begin, FaultKind, Mark, Place, Stage};
@@ -114,6 +114,19 @@ impl ProcessGroup {
     /// Records that it is through with it.
     pub(super) fn record_end(&self, mark: Mark) {
         self.record_wait(self.run().timeline.end(self.global_rank(), mark));
+    }
+
+    /// Records that it has failed, and is over if this rank can go on. What it has waited for in vain is not: that shows
+    /// where the run has ended.
+    pub(super) fn record_failure(&self, mark: Mark, error: &Error) {
+        use Error::{Absent, Cancelled, Left, Peer, Timeout};
+        let in_vain = matches!(
+            error,
+            Absent { .. } | Cancelled { .. } | Left { .. } | Peer { .. } | Timeout { .. }
+        );
+        if !in_vain {
+            self.record_end(mark);
+        }
     }
 
     /// Counts `time` as spent in collectives.
