@@ -13,11 +13,10 @@
 
 #![allow(clippy::print_stdout)]
 
-use std::io::Read;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
-use std::{env, thread};
+use std::{env, io, thread};
 
 use anyhow::{Context, ensure};
 use crossbeam::channel::unbounded;
@@ -29,8 +28,7 @@ use ddp_mp::{
     Backend, DdpOptions, DistributedDataParallel, Optimizer, Rank, Sgd, SgdOptions, Spawn,
     fork_rng, spawn,
 };
-use tch::Tensor;
-use tch::kind::{FLOAT_CPU, Kind};
+use tch::{Kind, Tensor, kind};
 use wait_timeout::ChildExt;
 
 /// How long anybody waits for another.
@@ -42,7 +40,7 @@ fn train(rank: &Rank, backend: Backend) -> anyhow::Result<String> {
     let (vs, model) = ModelConfig::default().build(rank.device(), 0)?; // one layer, 20 -> 1
     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
-    let inputs = fork_rng(rank.rank() as u64, || Tensor::rand([32, 20], FLOAT_CPU))?
+    let inputs = fork_rng(rank.rank() as u64, || Tensor::rand([32, 20], kind::FLOAT_CPU))?
         .to_device(rank.device());
     for _step in 0..10 {
         ddp.zero_grad()?;
@@ -88,12 +86,14 @@ fn main() -> anyhow::Result<()> {
         processes.push(command.stdout(Stdio::piped()).spawn()?);
     }
     println!("two processes with one rank each, as on two machines:");
-    for (process, expected) in processes.iter_mut().zip(&lines) {
+    let ended = processes.iter_mut().zip(&lines).try_for_each(|(process, expected)| {
         let status = process.wait_timeout(TIMEOUT)?.context("a process does not end")?;
-        let mut said = String::new();
-        process.stdout.take().context("it has an output")?.read_to_string(&mut said)?;
+        let said = io::read_to_string(process.stdout.take().context("it has an output")?)?;
         print!("    {said}");
         ensure!(status.success() && said.trim() == *expected, "{status}; expected {expected}");
-    }
-    Ok(())
+        Ok(())
+    });
+    // When one has failed, the other may still run.
+    processes.iter_mut().for_each(|it| drop((it.kill(), it.wait())));
+    ended
 }
