@@ -159,8 +159,8 @@ mod tests {
             ..run(&[waiting, waiting])
         });
         assert!(told[1].starts_with("Only 20 % of the communication"), "{told:?}");
-        let short = Measured { us_per_step: 50.0, bucket_bytes: &[84], ..run(&[waiting, waiting]) };
-        let told = advice(short);
+        let told =
+            advice(Measured { us_per_step: 50.0, bucket_bytes: &[84], ..run(&[waiting, waiting]) });
         assert!(told.len() == 1 && told[0].contains("only 50 us long"), "{told:?}");
 
         let hungry = PhaseSeconds { data: 9.0, ..well };
