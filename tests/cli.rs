@@ -235,7 +235,7 @@ fn the_events_have_the_fields_of_the_contract_in_their_order() {
         assert!(line.starts_with(&start), "{line}");
         assert!(line.contains("\"samples_per_second\":"), "{line}");
     }
-    let end = "event seconds steps loss us_per_step parameters_hash bucket_bytes backward_us \
+    let end = "event seconds steps loss us_per_step parameters_hash replicas_equal bucket_bytes backward_us \
                communication_us overlapped bytes_sent_by_rank bytes_received_by_rank \
                data_wait_seconds_by_rank collective_seconds_by_rank \
                peak_memory_bytes";
