@@ -148,8 +148,8 @@ impl<W: Write> Trace<'_, W> {
                     name: &format!("waiting for rank {by}"),
                     cat: "wait",
                     ph: "X",
-                    ts: self.time(slice.arrived),
-                    dur: Some(micros(waited)),
+                    ts: self.time(slice.arrived + BEFORE_WAITING),
+                    dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
                     tid: lane(rank, slice.lane),
                     ..Event::default()
                 };
@@ -303,10 +303,14 @@ fn to_args<const N: usize>(args: [(&str, Value); N]) -> Map<String, Value> {
     args.into_iter().map(|(key, value)| (key.into(), value)).collect()
 }
 
-/// A time well within the part of a slice in which its rank does not wait: the arrow binds to what is there.
+/// From its beginning a rank waits only after this: where an arrow binds to the slice in which it waits.
+const BEFORE_WAITING: Duration = Duration::from_nanos(2);
+
+/// A time at which no other slice lies within this one: an arrow binds to the innermost that has begun.
 fn inside(slice: &Slice) -> Duration {
-    let began = slice.arrived + slice.waited.map_or(Duration::ZERO, |(waited, _)| waited);
-    began + slice.ended.saturating_sub(began) / 2
+    let whole = slice.ended.saturating_sub(slice.arrived);
+    let free = if slice.waited.is_some() { BEFORE_WAITING } else { whole };
+    slice.arrived + free / 2
 }
 
 fn micros(time: Duration) -> f64 {
