@@ -55,7 +55,7 @@ impl ProcessGroup {
     /// Notes that this rank begins training step `step`, for failure reports. Not a collective.
     ///
     /// # Errors
-    /// [`Error::Fault`](crate::Error::Fault), when the run was started with a fault that strikes here.
+    /// [`Error::Fault`], when the run was started with a fault that strikes here.
     #[track_caller]
     pub fn enter_step(&self, step: u64) -> Result<()> {
         self.enter_phase(Operation::Step, step);
