@@ -31,7 +31,7 @@ pub(super) fn narrator(
         shuffles: !config.no_shuffle,
         drops_last: config.drop_last,
         accumulate: config.accumulate,
-        steps_per_epoch: config.steps(launched.world_size()) / config.max_epochs,
+        steps_per_epoch: config.steps_per_epoch(launched.world_size()),
         compression: match config.comm_hook {
             CommHookKind::None => None,
             CommHookKind::Fp16 => Some(("float16", 0)),

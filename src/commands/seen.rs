@@ -103,9 +103,11 @@ impl Seen {
         self.report.is_some().then(|| self.curves.clone())
     }
 
-    /// Takes down what rank 0 knows.
+    /// Takes down what rank 0 knows, if there is to be a report.
     pub(super) fn draft(&self, write: impl FnOnce(&mut Draft)) {
-        write(&mut self.draft.lock().unwrap_or_else(PoisonError::into_inner));
+        if self.report.is_some() {
+            write(&mut self.draft.lock().unwrap_or_else(PoisonError::into_inner));
+        }
     }
 
     /// The model that rank 0 begins to train.
@@ -118,11 +120,6 @@ impl Seen {
                 buckets: ddp.statistics().bucket_bytes,
             };
         });
-    }
-
-    /// Has seen where the parameters are in the end.
-    pub(super) fn moved(&self, ddp: &Strategy<Model>) {
-        self.draft(|draft| draft.model.parameters = ddp.parameter_places());
     }
 
     /// The ranks have ended.

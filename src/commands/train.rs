@@ -200,9 +200,6 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     })?;
 
     group.barrier()?;
-    if rank.rank() == 0 {
-        job.seen.moved(trainer.ddp());
-    }
     if let Some(end) = ending::end(&trainer, &summary, job, &group)? {
         if config.strategy == StrategyKind::Dp
             && job.printer.format() == LogFormat::Text

@@ -48,9 +48,7 @@ impl Output {
         write(&mut file)?;
         file.flush()?;
         drop(file);
-        // Through links, which stay.
-        let path = fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone());
-        beside.persist(path).map(drop).map_err(|error| error.error)
+        beside.persist(self.place()).map(drop).map_err(|error| error.error)
     }
 
     /// What is there now must be of the same kind, or empty.
@@ -75,10 +73,15 @@ impl Output {
         }
     }
 
+    /// Where it really is: through links, which stay.
+    fn place(&self) -> PathBuf {
+        fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone())
+    }
+
     /// A new file in the same folder, where it can take that one's place at once.
     fn beside(&self) -> io::Result<tempfile::NamedTempFile> {
-        let path = fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone());
-        let folder = path.parent().unwrap_or(Path::new("/"));
+        let place = self.place();
+        let folder = place.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(folder)?;
         let everybody = Permissions::from_mode(0o666); // but for the umask
         tempfile::Builder::new().prefix(".ddp-mp-").permissions(everybody).tempfile_in(folder)

@@ -79,7 +79,9 @@ pub(super) fn end(
         first_loss: summary.first_loss,
     };
     job.seen.draft(|draft| {
+        // They have been put together anew since the beginning.
         draft.model.buckets.clone_from(&end.bucket_bytes);
+        draft.model.parameters = trainer.ddp().parameter_places();
         draft.moved = Moved {
             sent: end.bytes_sent_by_rank.clone(),
             received: end.bytes_received_by_rank.clone(),
