@@ -7,6 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
+use std::time::Duration;
 
 use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
 use ddp_mp::process_group::c10d::TcpStore;
@@ -93,9 +94,12 @@ fn child() {
         "failing_backward" => failing_backward,
         "groups" => groups,
         "mismatch" => mismatch,
+        "late" => late,
         other => panic!("no scene {other}"),
     };
     let spawn = Spawn::at(&placement).world(Some(world.into())).timeout(TIMEOUT);
+    let spawn =
+        if words[0] == "late" { spawn.grace_period(Duration::from_millis(50)) } else { spawn };
     spawn
         .run(move |rank| {
             let group = rank.init_process_group(Backend::Gloo)?;
@@ -327,6 +331,20 @@ fn processes_that_call_different_things_are_told() {
             assert!(stdout.contains("float32 [100001]"), "{ranks:?}: {stdout}");
         }
     }
+}
+
+/// The last rank still works long after the others have ended.
+fn late(rank: &Rank, group: Rc<ProcessGroup>) {
+    group.barrier().unwrap();
+    if rank.rank() + 1 == rank.world_size() {
+        std::thread::sleep(Duration::from_secs(4)); // its work: longer than the others' grace period
+    }
+}
+
+#[test]
+fn the_process_that_serves_the_store_stays_until_the_others_are_done() {
+    scene("late", &[1, 1]);
+    scene("late", &[1, 2]);
 }
 
 /// A run of `args` in processes of so many ranks; their exit codes and outputs.

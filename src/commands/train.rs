@@ -112,6 +112,7 @@ fn train_in(
     let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
     let recorder = Mutex::new(recorder);
     let spawn = launched.spawn(&config, printer).table_when(asks).history(seen.history());
+    let spawn = spawn.stop(stop.clone());
     let (printer, stopped) = (printer.clone(), OnceLock::new());
     let job =
         Job { config, launched, data, recorder, records, printer, origin, stop, stopped, seen };

@@ -12,12 +12,13 @@ use tch::Device;
 
 use super::rendezvous::{self, Rendezvous};
 use super::stall::{Tell, stalled, table};
+use super::watch::Stay;
 use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, World};
 use crate::error::Error;
 use crate::observe::{LogFormat, Printer, TRACED, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Failure, Fault, History, Run, Timeline, panics};
+use crate::sync::{Failure, Fault, History, Run, Stop, Timeline, panics};
 use crate::torch;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
@@ -71,6 +72,7 @@ pub struct Spawn {
     stall_warning: Duration,
     asks: Receiver<()>,
     tell: Tell,
+    stop: Option<Arc<Stop>>,
     trace: Option<PathBuf>,
     history: Option<Arc<OnceLock<History>>>,
 }
@@ -96,6 +98,7 @@ impl Spawn {
             stall_warning: Self::STALL_WARNING,
             asks: never(),
             tell: Tell::new(|text| Printer::new(LogFormat::Text).note(text)),
+            stop: None,
             trace: None,
             history: None,
         }
@@ -168,6 +171,11 @@ impl Spawn {
     pub fn world(mut self, world: Option<Arc<World>>) -> Self {
         self.world = world;
         self
+    }
+
+    /// Lets the signals that ask `stop` also end the time for which this process serves the store to others.
+    pub(crate) fn stop(self, stop: Arc<Stop>) -> Self {
+        Self { stop: Some(stop), ..self }
     }
 
     /// Makes one rank fail, to see what happens.
@@ -248,7 +256,10 @@ impl Spawn {
         drop(ended);
         let table = self.wait(&run, &ends, &mut threads);
         if let Some(world) = &self.world {
-            world.leave(self.grace_period);
+            let failed = run.cancel.cancelled_by().is_some();
+            let asked_to_end = || self.stop.as_ref().is_some_and(|it| it.asked_for().is_some());
+            let stay = Stay { patience: self.grace_period, failed, asked_to_end: &asked_to_end };
+            world.leave(stay);
         }
         self.leave_history(&run);
         self.result(&run, &threads, table)

@@ -102,42 +102,63 @@ impl Watch {
         tell(store, ranks[*mine].start, At { operation: Operation::Start, sequence: 0 }, error)
     }
 
-    /// Ends the watch. With `stay` this returns when all other processes have left too, do not answer, or when
-    /// that time is over.
-    pub(super) fn leave(&self, stay: Option<Duration>) {
+    /// Ends the watch. The process that serves the store passes `stay`, and this returns when the others need the
+    /// store no longer.
+    pub(super) fn leave(&self, stay: Option<Stay<'_>>) {
         if let Some((stop, thread)) = self.thread().take() {
             drop(stop);
             let _ = thread.join();
         }
-        let (began, shared) = (Instant::now(), &self.shared);
-        let store = shared.hasty(never());
+        let store = self.shared.hasty(never());
         // What fails here fails because the others are gone.
         let _ = store.add("left", 1);
-        let Some(stay) = stay else { return };
-        let all = shared.ranks.len() as i64;
-        let have_left = || !store.add("left", 0).is_ok_and(|left| left < all);
-        let beats =
-            || shared.others().map(|it| shared.beat_of(&store, it).ok()).collect::<Vec<_>>();
-        let mut before = beats();
-        let mut looked = Instant::now();
-        while !have_left() && began.elapsed() < stay {
-            thread::park_timeout(SILENCE / 100); // the store has no event for it
-            if looked.elapsed() < SILENCE {
-                continue;
-            }
-            let now = beats();
-            if now == before {
-                break; // nobody is there who has not left
-            }
-            (before, looked) = (now, Instant::now());
+        if let Some(stay) = stay {
+            self.shared.stay(&store, stay);
         }
     }
+}
+
+/// How long the process that serves the store stays after its own ranks have ended.
+pub(super) struct Stay<'a> {
+    /// How long the others may be silent; once the run has failed or `asked_to_end`, how long they get in all.
+    pub patience: Duration,
+    /// Whether the run has failed.
+    pub failed: bool,
+    /// Whether a signal asks this process to end.
+    pub asked_to_end: &'a dyn Fn() -> bool,
 }
 
 impl Shared {
     /// The store for who cannot wait long: one that takes longer is out of reach.
     fn hasty(&self, cancelled: Receiver<Infallible>) -> TcpStore {
         self.store.patient(SILENCE, cancelled)
+    }
+
+    /// Returns when all other processes have left, or send no heartbeat any more, or when their time is over.
+    fn stay(&self, store: &TcpStore, stay: Stay<'_>) {
+        let Stay { patience, failed, asked_to_end } = stay;
+        let all = self.ranks.len() as i64;
+        let have_left = || !store.add("left", 0).is_ok_and(|left| left < all);
+        let beats = || self.others().map(|it| self.beat_of(store, it).ok()).collect::<Vec<_>>();
+        let mut deadline: Option<Instant> = None;
+        let (mut before, mut heard, mut looked) = (beats(), Instant::now(), Instant::now());
+        while !have_left() {
+            if deadline.is_none() && (failed || asked_to_end()) {
+                deadline = Some(Instant::now() + patience);
+            }
+            let limit = if deadline.is_some() { SILENCE } else { patience.max(SILENCE) };
+            if heard.elapsed() >= limit || deadline.is_some_and(|it| Instant::now() >= it) {
+                break;
+            }
+            thread::park_timeout(SILENCE / 100); // the store has no event for it
+            if looked.elapsed() >= BEAT {
+                let now = beats();
+                looked = Instant::now();
+                if now != before {
+                    (before, heard) = (now, looked);
+                }
+            }
+        }
     }
 
     /// Until `stopped` closes.

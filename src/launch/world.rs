@@ -16,7 +16,7 @@ use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
 use super::messages::{Absence, MOST_RANKS, Process, check_same, places, shared_gpu};
-use super::watch::{Server, Watch};
+use super::watch::{Server, Stay, Watch};
 use super::{Backend, Launch, LaunchKind, Master, Placement};
 use super::{clock, start};
 use crate::error::{Error, Result};
@@ -282,14 +282,13 @@ impl World {
         work().inspect_err(|error| {
             // What fails here the others find out as of a process that is killed.
             let _ = self.watch.tell_of_start(&error.to_string());
-            self.leave(timeout);
+            self.leave(Stay { patience: timeout, failed: true, asked_to_end: &|| false });
         })
     }
 
-    /// The end, which the others may still read from the store: who serves it stays until all have left, or do not
-    /// answer any more, at most for `timeout`.
-    pub fn leave(&self, timeout: Duration) {
-        self.watch.leave(self.serves.then_some(timeout));
+    /// Ends this process's part. If it serves the store, it stays as long as the others need it, as `stay` says.
+    pub(super) fn leave(&self, stay: Stay<'_>) {
+        self.watch.leave(self.serves.then_some(stay));
     }
 }
 

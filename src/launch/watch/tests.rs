@@ -116,7 +116,8 @@ fn the_watch_ends_although_the_store_is_out_of_reach() {
     watch.start(&run).unwrap();
     assert!(server.wait(&[alive(2)], LIMIT).unwrap());
     cut.store(true, Ordering::SeqCst);
-    in_time(move || watch.leave(Some(LONG)));
+    let stay = || Stay { patience: LONG, failed: false, asked_to_end: &|| false };
+    in_time(move || watch.leave(Some(stay())));
     assert!(run.failures().is_empty());
 }
 
