@@ -19,7 +19,6 @@ use std::time::Duration;
 use std::{env, io, thread};
 
 use anyhow::{Context, ensure};
-use crossbeam::channel::unbounded;
 use ddp_mp::launch::{BackendChoice, Launch, LaunchKind, LaunchOptions, World, detect, place};
 use ddp_mp::models::ModelConfig;
 use ddp_mp::process_group::c10d::TcpStore;
@@ -59,7 +58,8 @@ fn run(launch: &Launch, cuda: &Cuda) -> anyhow::Result<()> {
     let world = World::meet(launch, &placement, TIMEOUT, None, Vec::new())?.map(Arc::new);
     let backend = placement.backend;
     let tell = |line| println!("{line}");
-    Ok(Spawn::at(&placement).world(world).run(move |rank| train(rank, backend).map(tell))?)
+    Spawn::at(&placement).world(world).run(move |rank| train(rank, backend).map(tell))?;
+    Ok(())
 }
 
 fn main() -> anyhow::Result<()> {
@@ -68,10 +68,7 @@ fn main() -> anyhow::Result<()> {
     if launch.kind != LaunchKind::Local {
         return run(&launch, &cuda);
     }
-    let (tell, lines) = unbounded();
-    spawn(2, move |rank| Ok(tell.send(train(rank, Backend::Threaded)?)?))?;
-    let mut lines: Vec<String> = lines.try_iter().collect();
-    lines.sort(); // whichever came first
+    let lines = spawn(2, |rank| train(rank, Backend::Threaded))?; // in the order of the ranks
     println!("two ranks in one process:\n    {}\n    {}", lines[0], lines[1]);
 
     // What torchrun's agents are for: a store to meet in, and variables that tell each process who it is.

@@ -9,7 +9,7 @@
 #![allow(clippy::print_stdout)]
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use anyhow::ensure;
 use ddp_mp::models::{ModelConfig, ModelKind};
@@ -31,9 +31,7 @@ fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
         Some(newest) => (CheckpointDir::open(folder, 2)?, Some(Checkpoint::read(newest)?)),
         None => (CheckpointDir::create(folder, 2)?, None),
     };
-    let hash = Arc::new(Mutex::new(0));
-    let result = hash.clone();
-    spawn(2, move |rank| {
+    let hashes = spawn(2, move |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
         let model = ModelConfig {
             kind: ModelKind::Mlp,
@@ -58,19 +56,17 @@ fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
             trainer.resume(checkpoint)?; // optimizer, step, and the place in the epoch
         }
         let summary = trainer.train(3, |_| Ok(()))?;
+        let hash = trainer.ddp().parameters_hash()?;
         if rank.rank() == 0 {
-            let hash = trainer.ddp().parameters_hash()?;
             let (from, to) = (summary.steps - summary.steps_now, summary.steps);
             println!(
                 "steps {from:2} to {to}: loss {:.6}, parameters {hash:016x}",
                 summary.last_loss
             );
-            *result.lock().expect("nobody panics") = hash;
         }
-        Ok(())
+        Ok(hash)
     })?;
-    let hash = *hash.lock().expect("nobody panics");
-    Ok(hash)
+    Ok(hashes[0])
 }
 
 fn main() -> anyhow::Result<()> {

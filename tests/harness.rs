@@ -1,9 +1,8 @@
-//! What the tests share: running ranks and collecting what they found, running the program.
+//! What the tests share: running ranks, running the program.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ddp_mp::{Backend, ProcessGroup, Rank, Spawn, SpawnError};
@@ -17,17 +16,10 @@ pub(crate) fn try_ranks<T: Send + 'static>(
     world_size: usize,
     f: impl Fn(&Rank, Rc<ProcessGroup>) -> anyhow::Result<T> + Send + Sync + 'static,
 ) -> Result<Vec<T>, Box<SpawnError>> {
-    let results: Vec<Option<T>> = (0..world_size).map(|_| None).collect();
-    let results = Arc::new(Mutex::new(results));
-    let filled = results.clone();
-    Spawn::new(world_size).threads_per_rank(1).timeout(TIMEOUT).run(move |rank| {
-        let group = rank.init_process_group(Backend::Threaded)?;
-        let result = f(rank, group)?;
-        filled.lock().unwrap()[rank.rank()] = Some(result);
-        Ok(())
-    })?;
-    let mut results = results.lock().unwrap();
-    Ok(results.iter_mut().map(|result| result.take().expect("every rank has ended")).collect())
+    Spawn::new(world_size)
+        .threads_per_rank(1)
+        .timeout(TIMEOUT)
+        .run(move |rank| f(rank, rank.init_process_group(Backend::Threaded)?))
 }
 
 /// As [`try_ranks`], for ranks that must not fail.

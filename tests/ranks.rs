@@ -29,7 +29,36 @@ fn every_rank_runs_once_on_a_thread_of_its_own_name() {
 
 #[test]
 fn no_ranks_are_no_work() {
-    spawn(0, |_| panic!("there is no rank")).unwrap();
+    assert!(spawn::<(), _>(0, |_| panic!("there is no rank")).unwrap().is_empty());
+}
+
+#[test]
+fn what_each_rank_returns_comes_back_in_the_order_of_the_ranks() {
+    // The last rank ends first: each waits for the next one.
+    let (tell, told): (Vec<_>, Vec<_>) = (0..4).map(|_| crossbeam::channel::bounded(1)).unzip();
+    let returned = spawn(4, move |rank| {
+        if let Some(next) = told.get(rank.rank() + 1) {
+            next.recv()?;
+        }
+        tell[rank.rank()].send(())?;
+        Ok((rank.rank(), Tensor::from(rank.rank() as i64 * 10)))
+    })
+    .unwrap();
+    for (place, (rank, tensor)) in returned.iter().enumerate() {
+        assert_eq!((*rank, tensor.int64_value(&[])), (place, place as i64 * 10));
+    }
+    assert_eq!(returned.len(), 4);
+
+    // Of a run that fails nothing comes back, and nothing is left behind.
+    let value = Arc::new(());
+    let captured = value.clone();
+    let error = spawn(3, move |rank| {
+        anyhow::ensure!(rank.rank() != 1, "out of luck");
+        Ok(captured.clone())
+    })
+    .unwrap_err();
+    assert_eq!(error.failure.error, "out of luck");
+    assert_eq!(Arc::strong_count(&value), 1);
 }
 
 #[test]
@@ -192,7 +221,7 @@ fn an_independent_failure_is_told_after_the_first() {
     // Rank 0 never asks this crate for anything, so nothing tells it that it should stop.
     let (first_is_gone, first) = crossbeam::channel::bounded::<()>(0);
     let error = Spawn::new(3)
-        .run(move |rank| match rank.rank() {
+        .run::<(), _>(move |rank| match rank.rank() {
             0 => {
                 let _ = first.recv(); // until rank 2 has been told, so the first is known
                 anyhow::bail!("the second")

@@ -347,11 +347,11 @@ fn through_rank_0(end: &End) -> Option<String> {
 }
 
 /// How the run ended, for its report.
-fn outcome(result: &Result<(), Box<SpawnError>>, stopped: Option<StopReason>) -> Outcome {
+fn outcome<T>(result: &Result<T, Box<SpawnError>>, stopped: Option<StopReason>) -> Outcome {
     let (kind, text) = match (result, stopped) {
         (Err(error), _) => ("failed", error.to_string()),
-        (Ok(()), Some(reason)) => ("stopped", format!("stopped by {}", reason.name())),
-        (Ok(()), None) => ("done", "done".into()),
+        (Ok(_), Some(reason)) => ("stopped", format!("stopped by {}", reason.name())),
+        (Ok(_), None) => ("done", "done".into()),
     };
     Outcome { kind, text }
 }

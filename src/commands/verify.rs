@@ -3,7 +3,7 @@
 mod difference;
 
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use anyhow::Context;
 use tch::{Device, Kind, Tensor};
@@ -322,17 +322,11 @@ fn trained(
         .check_collectives(config.check_collectives)
         // One rank with the whole batch is what is right.
         .fault(config.fault.filter(|_| way.ranks > 1));
-    let (result, dataset) = (Arc::new(Mutex::new(None)), dataset.clone());
-    let of_rank_0 = result.clone();
-    spawn.run(move |rank| {
-        let trained = train_on(rank, &rank.init_process_group(backend)?, &config, &dataset, steps)?;
-        if let Some(trained) = trained {
-            *of_rank_0.lock().unwrap_or_else(PoisonError::into_inner) = Some(trained);
-        }
-        Ok(())
+    let dataset = dataset.clone();
+    let results = spawn.run(move |rank| {
+        train_on(rank, &rank.init_process_group(backend)?, &config, &dataset, steps)
     })?;
-    let mut result = result.lock().unwrap_or_else(PoisonError::into_inner);
-    result.take().context("rank 0 has ended without a result")
+    results.into_iter().next().flatten().context("rank 0 has ended without a result")
 }
 
 /// What one rank does; rank 0 has the result.

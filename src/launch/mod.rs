@@ -9,6 +9,7 @@ mod messages;
 mod placement;
 mod processes;
 mod rank;
+mod rank_thread;
 mod rendezvous;
 mod signals;
 mod spawn;

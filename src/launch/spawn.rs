@@ -1,24 +1,25 @@
 //! `spawn`: a thread for each rank, and what happens when one of them fails.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::mem;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, Sender, never, unbounded};
+use crossbeam::channel::{Receiver, never, unbounded};
 use crossbeam::select;
 use tch::Device;
 
-use super::rendezvous::{self, Rendezvous};
+use super::rank_thread::{Ended, RankThread};
+use super::rendezvous;
 use super::stall::{Tell, stalled, table};
 use super::watch::Stay;
 use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, World};
-use crate::error::Error;
 use crate::observe::{LogFormat, Printer, TRACED, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Failure, Fault, History, Run, Stop, Timeline, panics};
+use crate::sync::{Failure, Fault, History, Run, Stop, Timeline};
+#[cfg(doc)]
 use crate::torch;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
@@ -28,23 +29,23 @@ const STACK_BYTES: usize = 64 << 20;
 /// A wait that nobody sees the end of; longer ones cannot be added to a point in time.
 const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
-/// Runs `f` on `world_size` CPU ranks and returns when all have ended: [`Spawn`] with its defaults.
+/// Runs `f` on `world_size` CPU ranks and returns what each has returned, in the order of the ranks: [`Spawn`] with
+/// its defaults.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
-/// ddp_mp::spawn(4, |rank| {
-///     println!("rank {} of {}", rank.rank(), rank.world_size());
-///     Ok(())
-/// })?;
+/// let squares = ddp_mp::spawn(4, |rank| Ok(rank.rank() * rank.rank()))?;
+/// assert_eq!(squares, [0, 1, 4, 9]);
 /// # Ok(())
 /// # }
 /// ```
 ///
 /// # Errors
 /// As [`Spawn::run`].
-pub fn spawn<F>(world_size: usize, f: F) -> Result<(), Box<SpawnError>>
+pub fn spawn<T, F>(world_size: usize, f: F) -> Result<Vec<T>, Box<SpawnError>>
 where
-    F: Fn(&Rank) -> anyhow::Result<()> + Send + Sync + 'static,
+    T: Send + 'static,
+    F: Fn(&Rank) -> anyhow::Result<T> + Send + Sync + 'static,
 {
     Spawn::new(world_size).run(f)
 }
@@ -59,7 +60,7 @@ where
 ///   and its thread is left behind: exit the process then.
 /// * What takes the process down (a segmentation fault, `abort`, the out-of-memory killer) takes all
 ///   ranks down. In exchange no rank can be orphaned.
-/// * Return values are dropped, as there; send results through what `f` captures.
+/// * What `f` returns on each rank is handed to the caller, where PyTorch drops it.
 #[derive(Debug, Clone)]
 pub struct Spawn {
     devices: Vec<Device>,
@@ -192,13 +193,15 @@ impl Spawn {
         self
     }
 
-    /// Starts the ranks, runs `f` on each, and returns when all have ended.
+    /// Starts the ranks, runs `f` on each, and returns when all have ended: what `f` has returned on each rank of this
+    /// process, in the order of the ranks.
     ///
     /// # Errors
     /// The first failure of a rank, and which ranks did not come back; see [`Spawn`].
-    pub fn run<F>(self, f: F) -> Result<(), Box<SpawnError>>
+    pub fn run<T, F>(self, f: F) -> Result<Vec<T>, Box<SpawnError>>
     where
-        F: Fn(&Rank) -> anyhow::Result<()> + Send + Sync + 'static,
+        T: Send + 'static,
+        F: Fn(&Rank) -> anyhow::Result<T> + Send + Sync + 'static,
     {
         let count = self.devices.len();
         let world_size = self.world.as_ref().map_or(count, |world| world.world_size());
@@ -218,7 +221,7 @@ impl Spawn {
         let (ended, ends) = unbounded();
         let f = Arc::new(f);
 
-        let mut threads: Vec<Option<JoinHandle<()>>> = Vec::with_capacity(count);
+        let mut threads: Vec<Thread<T>> = Vec::with_capacity(count);
         let (first, first_local) =
             (self.first(), self.world.as_ref().map_or(0, |it| it.first_local()));
         if let Some(world) = &self.world
@@ -245,7 +248,7 @@ impl Spawn {
                 .stack_size(STACK_BYTES)
                 .spawn(move || start.main(&*f));
             match thread {
-                Ok(thread) => threads.push(Some(thread)),
+                Ok(thread) => threads.push(Thread::Runs(thread)),
                 Err(error) => {
                     run.activity[rank].enter(Operation::Start, 0);
                     run.report(rank, None, format!("its thread cannot be started: {error}"));
@@ -262,7 +265,7 @@ impl Spawn {
             world.leave(stay);
         }
         self.leave_history(&run);
-        self.result(&run, &threads, table)
+        self.result(&run, threads, table)
     }
 
     /// What the ranks have done goes to whoever wants it.
@@ -300,13 +303,13 @@ impl Spawn {
         self.world.as_ref().map_or(0, |world| world.ranks_here().start)
     }
 
-    /// The first failure, with all that is known about it.
-    fn result(
+    /// What the ranks have returned, or the first failure, with all that is known about it.
+    fn result<T>(
         &self,
         run: &Run,
-        threads: &[Option<JoinHandle<()>>],
+        threads: Vec<Thread<T>>,
         table: Option<String>,
-    ) -> Result<(), Box<SpawnError>> {
+    ) -> Result<Vec<T>, Box<SpawnError>> {
         let first = self.first();
         let mut failures = run.failures();
         let table = table.filter(|_| failures.first().is_some_and(|it| it.waited));
@@ -316,9 +319,12 @@ impl Spawn {
             at,
             error,
         });
-        let Some(failure) = failures.next() else { return Ok(()) };
-        let still_running = (0..threads.len()).filter(|&local| threads[local].is_some());
-        let still_running = still_running.map(|local| first + local);
+        let Some(failure) = failures.next() else {
+            // Without a failure every rank has started and ended, and has returned something.
+            return Ok(threads.into_iter().filter_map(Thread::value).collect());
+        };
+        let still_running = threads.iter().zip(first..).filter(|(thread, _)| thread.runs());
+        let still_running = still_running.map(|(_, rank)| rank);
         Err(Box::new(SpawnError {
             failure,
             also_failed: failures.collect(),
@@ -334,17 +340,19 @@ impl Spawn {
         }))
     }
 
-    /// Joins the threads as they end; gives up on the rest when the grace period is over. What is left
-    /// in `threads` did not come back. Returns what each rank was doing when the run failed, if it has.
-    fn wait(
+    /// Joins the threads as they end; gives up on the rest when the grace period is over. Threads that still run
+    /// did not come back. Returns what each rank was doing when the run failed, if it has.
+    fn wait<T>(
         &self,
         run: &Run,
-        ends: &Receiver<usize>,
-        threads: &mut [Option<JoinHandle<()>>],
+        ends: &Receiver<Ended<T>>,
+        threads: &mut [Thread<T>],
     ) -> Option<String> {
         let (mut running, first) = (threads.len(), self.first());
-        let mut join = |rank: usize| {
-            if let Some(thread) = threads[rank - first].take() {
+        let mut join = |Ended { rank, value }| {
+            if let Thread::Runs(thread) =
+                mem::replace(&mut threads[rank - first], Thread::Ended(value))
+            {
                 // Panics of `f` were caught, and this thread has said that it is past everything else.
                 let _ = thread.join();
             }
@@ -367,8 +375,8 @@ impl Spawn {
                     }
                     continue;
                 }
-                recv(ends) -> rank => match rank {
-                    Ok(rank) => join(rank),
+                recv(ends) -> ended => match ended {
+                    Ok(ended) => join(ended),
                     Err(_) => return None,
                 },
                 recv(run.cancel.tripped()) -> _ => break,
@@ -383,8 +391,8 @@ impl Spawn {
         });
         let deadline = Instant::now() + self.grace_period;
         while running > 0 {
-            let Ok(rank) = ends.recv_deadline(deadline) else { break };
-            join(rank);
+            let Ok(ended) = ends.recv_deadline(deadline) else { break };
+            join(ended);
             running -= 1;
         }
         table
@@ -394,57 +402,23 @@ impl Spawn {
 /// How often somebody looks for stalls, at most and at least.
 const LOOK: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 
-/// What one rank's thread needs.
-struct RankThread {
-    rank: usize,
-    local_rank: usize,
-    /// The first rank of the process.
-    first: usize,
-    world: Option<Arc<World>>,
-    device: Device,
-    threads: usize,
-    rendezvous: Rendezvous,
-    run: Arc<Run>,
-    ended: Sender<usize>,
+/// A rank's thread, as the one that has started it sees it.
+enum Thread<T> {
+    /// It runs, or has not been joined yet.
+    Runs(JoinHandle<()>),
+    /// It is gone; with what its function returned, unless that failed.
+    Ended(Option<T>),
 }
 
-impl RankThread {
-    fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<()>) {
-        let Self { rank, local_rank, first, world, device, threads, rendezvous, run, ended } = self;
-        run.start(rank);
-        panics::watch_this_thread();
-        let context = Rank::new([rank, local_rank, first], device, run.clone(), world, rendezvous);
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            prepare(device, threads)?;
-            f(&context)
-        }))
-        .unwrap_or_else(|panic| Err(panics::error(panic)));
-        // In this order: tell how it ended, so that nobody waits for this rank; let what it has started end;
-        // then part from the group, for which the others may be needed; then say that the thread can be
-        // joined.
-        if let Err(error) = &result {
-            let cause = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
-            run.report(rank, cause, format!("{error:#}"));
+impl<T> Thread<T> {
+    fn runs(&self) -> bool {
+        matches!(self, Thread::Runs(_))
+    }
+
+    fn value(self) -> Option<T> {
+        match self {
+            Thread::Runs(_) => None,
+            Thread::Ended(value) => value,
         }
-        run.wait_until_idle(rank);
-        run.finish(rank);
-        context.shut_down();
-        drop(context);
-        run.activity[rank].enter(Operation::Done, 0);
-        // Nobody listens any more if the grace period is over.
-        let _ = ended.send(rank);
     }
-}
-
-/// What every rank thread does before its function: its device, its share of the cores, and backward
-/// on this very thread, so that its errors belong to this rank.
-fn prepare(device: Device, threads: usize) -> crate::Result<()> {
-    if let Device::Cuda(index) = device {
-        torch::cuda::set_device(index)?;
-    }
-    tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
-    // Asked for once, so that this thread keeps it whatever another one sets.
-    tch::get_num_threads();
-    torch::set_multithreading_enabled(false);
-    Ok(())
 }
