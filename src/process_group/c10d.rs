@@ -61,7 +61,7 @@ impl TcpStore {
     }
 
     /// The value of `key`, waiting up to `timeout` until somebody sets it; `None` if nobody does. Follows
-    /// `TCPStore.get`. Other requests of this connection wait meanwhile.
+    /// `TCPStore.get`. Other threads can use the store meanwhile.
     ///
     /// # Errors
     /// As [`TcpStore::set`].

@@ -19,6 +19,7 @@ mod rng;
 mod shared;
 mod shim;
 pub(crate) mod store;
+mod store_connection;
 #[cfg(test)]
 mod store_tests;
 

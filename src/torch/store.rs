@@ -1,29 +1,25 @@
 //! Where ranks of several processes meet: `torch.distributed.TCPStore`, with an end to every wait.
 
 use std::convert::Infallible;
-use std::fmt;
-use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::fd::IntoRawFd;
-use std::sync::Arc;
-use std::thread;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{
-    Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select_biased, unbounded,
-};
+use crossbeam::channel::Receiver;
 
 use super::c10d::Connection;
+use super::store_connection::{GivenUp, Opened, StoreConnection, listen, reach, wait};
 use crate::error::{Error, Result};
 
-/// A connection to a key-value store on the network; to keys under one prefix.
+/// A client of a key-value store on the network; of keys under one prefix.
 ///
-/// libtorch's client blocks until the server answers, whatever happens, so it has a thread of its own here, and
-/// who asks waits for that thread until it answers, the run is cancelled, or time is up. A request that nobody
-/// waits for any more is left to that thread; if the server hangs, it stays there until the process ends.
+/// libtorch's client blocks until the server answers, whatever happens, so each connection has a thread of its own here,
+/// and the caller waits for that thread until it answers, the run is cancelled, or time is up. A request that was given
+/// up is left to that thread; if the server hangs, it stays there until the process ends.
 ///
-/// Any number of threads can use one store, but one request follows another: a `wait` holds up a `set` from
-/// another thread. [`TcpStore::another_connection`] does not.
+/// Any number of threads can use one store. Requests that the server answers at once follow each other on one connection,
+/// so that each sees what those before it have set. A `get` or `wait` for a key that is not there yet takes another
+/// connection, so that no other request waits behind it.
 #[derive(Debug, Clone)]
 pub(crate) struct TcpStore {
     client: Arc<Client>,
@@ -33,42 +29,19 @@ pub(crate) struct TcpStore {
     cancelled: Receiver<Infallible>,
 }
 
-/// The thread of a connection, seen from outside.
+/// The connections of a client.
+#[derive(Debug)]
 struct Client {
-    /// None while it is dropped.
-    requests: Option<Sender<Request>>,
-    /// Closes when the thread has ended.
-    ended: Receiver<Infallible>,
+    connection: StoreConnection,
+    /// A further one, on which nobody waits now.
+    idle: Mutex<Option<StoreConnection>>,
     /// As the user gave it, for errors.
     name: String,
-    server: SocketAddr,
-    local: IpAddr,
 }
-
-type Request = Box<dyn FnOnce(&mut Connection) + Send>;
-
-/// What the thread of a connection finds out when it opens it.
-struct Opened {
-    connection: Connection,
-    server: SocketAddr,
-    /// This machine's address on the way to the server.
-    local: IpAddr,
-}
-
-/// Closed when nobody waits for the answer any more.
-type GivenUp = Receiver<Infallible>;
-
-/// For how long a wait goes on after nobody is interested any more, at most.
-const SLICE: Duration = Duration::from_secs(1);
-
-/// How long one address is tried before the next.
-const ATTEMPT: Duration = Duration::from_secs(5);
 
 /// What libtorch's server accepts; beyond that it closes the connection without a word.
 const MAX_KEY: usize = 8 << 10;
 const MAX_VALUE: usize = 8 << 20;
-
-const GIVEN_UP: &str = "given up, because the run ends";
 
 impl TcpStore {
     /// Serves a store at `host`, and nowhere else: an address of this machine, or a name of one. Port 0 takes a
@@ -114,40 +87,21 @@ impl TcpStore {
         cancelled: Receiver<Infallible>,
         open: impl FnOnce(&GivenUp) -> Result<Opened, String> + Send + 'static,
     ) -> Result<Self> {
-        let fail = |reason| Error::Store { address: name.clone(), doing: doing.into(), reason };
-        let (requests, to_do) = unbounded::<Request>();
-        let (opening, opened) = bounded(1);
-        let (waiting, given_up) = bounded::<Infallible>(0);
-        let (running, ended) = bounded::<Infallible>(0);
-        let work = move || {
-            let _running = running; // closed last
-            let Opened { mut connection, server, local } = match open(&given_up) {
-                Ok(opened) => opened,
-                Err(reason) => return drop(opening.send(Err(reason))),
-            };
-            if opening.send(Ok((server, local))).is_ok() {
-                to_do.into_iter().for_each(|request| request(&mut connection));
-            }
-        };
-        let thread = thread::Builder::new().name("ddp-mp store".into());
-        thread.spawn(work).map_err(|error| fail(format!("cannot start a thread: {error}")))?;
-        // It keeps to the timeout itself, unless what it has reached hangs.
-        let answer = answer(&opened, &cancelled, timeout + SLICE);
-        drop(waiting);
-        let (server, local) = answer.map_err(fail)?;
-        let requests = Some(requests);
-        let client = Client { requests, ended, name, server, local };
+        let connection = StoreConnection::open(timeout, &cancelled, open).map_err(|reason| {
+            Error::Store { address: name.clone(), doing: doing.into(), reason }
+        })?;
+        let client = Client { connection, idle: Mutex::default(), name };
         Ok(Self { client: Arc::new(client), prefix: String::new(), timeout, cancelled })
     }
 
-    /// A second connection to the same store, with the same prefix: it can wait while this one does other things.
+    /// A client of its own of the same store, with the same prefix.
     pub(crate) fn another_connection(&self) -> Result<Self> {
         self.reconnect(self.cancelled.clone())
     }
 
     /// A connection of its own to the same store, with the same prefix, whose requests end when `cancelled` closes.
     pub(crate) fn reconnect(&self, cancelled: Receiver<Infallible>) -> Result<Self> {
-        let server = self.client.server;
+        let server = self.client.connection.server;
         let host = server.ip().to_string();
         let other = Self::connect(&host, server.port(), self.timeout, cancelled)?;
         Ok(Self { prefix: self.prefix.clone(), ..other })
@@ -166,12 +120,12 @@ impl TcpStore {
 
     /// Where the server listens.
     pub(crate) fn port(&self) -> u16 {
-        self.client.server.port()
+        self.client.connection.server.port()
     }
 
     /// This machine's address on the way to the server.
     pub(crate) fn local_address(&self) -> IpAddr {
-        self.client.local
+        self.client.connection.local
     }
 
     /// Sets `key`. The server does not confirm it; an error shows at the next request.
@@ -185,19 +139,14 @@ impl TcpStore {
     pub(crate) fn get(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let full = self.key(key);
         self.check_size(&full, &[])?;
-        self.ask(("get", key), timeout, move |store, given_up| {
-            let keys = [full];
-            let is_there = wait(store, &keys, timeout, given_up)?;
-            is_there.then(|| store.get(&keys[0])).transpose()
-        })
+        self.when_set(("get", key), vec![full], timeout, |store, keys| store.get(&keys[0]))
     }
 
     /// Waits up to `timeout` until all `keys` are set; false if they are not.
     pub(crate) fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
         let full = self.keys(keys)?;
-        self.ask(("wait", &told(keys)), timeout, move |store, given_up| {
-            wait(store, &full, timeout, given_up)
-        })
+        let set = self.when_set(("wait", &told(keys)), full, timeout, |_, _| Ok(()))?;
+        Ok(set.is_some())
     }
 
     /// Whether all `keys` are set.
@@ -253,161 +202,75 @@ impl TcpStore {
     /// Has the connection's thread do `request`, which takes up to `waits` beside the server's answer.
     pub(super) fn ask<T: Send + 'static>(
         &self,
-        (doing, key): (&str, &str),
+        doing: (&str, &str),
         waits: Duration,
         request: impl FnOnce(&mut Connection, &GivenUp) -> Result<T, String> + Send + 'static,
     ) -> Result<T> {
-        let client = &*self.client;
-        let (replying, reply) = bounded(1);
-        let (waiting, given_up) = bounded::<Infallible>(0);
-        let request: Request = Box::new(move |store| {
-            if !is_closed(&given_up) {
-                // Fails if nobody is interested any more.
-                let _ = replying.send(request(store, &given_up));
-            }
-        });
-        if let Some(requests) = &client.requests {
-            // If the thread has ended, so has `reply`.
-            let _ = requests.send(request);
+        let timeout = self.timeout.saturating_add(waits);
+        let answer = self.client.connection.ask(timeout, &self.cancelled, request);
+        answer.map_err(|reason| self.failed(doing, reason))
+    }
+
+    /// What `read` finds once all `keys` are set; `None` if they are not within `timeout`.
+    fn when_set<T: Send + 'static>(
+        &self,
+        doing: (&str, &str),
+        keys: Vec<String>,
+        timeout: Duration,
+        read: impl Fn(&mut Connection, &[String]) -> Result<T, String> + Copy + Send + 'static,
+    ) -> Result<Option<T>> {
+        let (began, known) = (Instant::now(), keys.clone());
+        let at_once = self.ask(doing, Duration::ZERO, move |store, _| {
+            store.check(&known)?.then(|| read(store, &known)).transpose()
+        })?;
+        if at_once.is_some() || timeout.is_zero() {
+            return Ok(at_once);
         }
-        let answer = answer(&reply, &self.cancelled, self.timeout.saturating_add(waits));
-        drop(waiting);
-        answer.map_err(|reason| Error::Store {
-            address: client.name.clone(),
-            doing: format!("{doing} {key:?}"),
-            reason,
-        })
+        let waits = || -> Result<Option<T>, String> {
+            let connection = self.client.another(self.timeout, &self.cancelled)?;
+            let left = timeout.saturating_sub(began.elapsed());
+            let patience = self.timeout.saturating_add(left);
+            let answer = connection.ask(patience, &self.cancelled, move |store, given_up| {
+                wait(store, &keys, left, given_up)?.then(|| read(store, &keys)).transpose()
+            })?;
+            self.client.keep(connection);
+            Ok(answer)
+        };
+        waits().map_err(|reason| self.failed(doing, reason))
+    }
+
+    fn failed(&self, (doing, key): (&str, &str), reason: String) -> Error {
+        let address = self.client.name.clone();
+        Error::Store { address, doing: format!("{doing} {key:?}"), reason }
     }
 }
 
-impl fmt::Debug for Client {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Client").field("server", &self.server).finish_non_exhaustive()
+impl Client {
+    /// A connection on which a request may wait.
+    fn another(
+        &self,
+        timeout: Duration,
+        cancelled: &Receiver<Infallible>,
+    ) -> Result<StoreConnection, String> {
+        if let Some(idle) = self.idle.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Ok(idle);
+        }
+        let server = self.connection.server;
+        StoreConnection::open(timeout, cancelled, move |given_up| {
+            reach(&server.ip().to_string(), server.port(), timeout, given_up)
+        })
+    }
+
+    /// Keeps one on which nobody waits any more for the next request that waits, unless there is one already.
+    fn keep(&self, connection: StoreConnection) {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(connection);
     }
 }
 
 impl Drop for Client {
     fn drop(&mut self) {
-        drop(self.requests.take());
-        // So that the port is free again; not for long, if the server hangs.
-        let _ = self.ended.recv_timeout(SLICE);
+        self.connection.close();
     }
-}
-
-/// Waits for the thread of a connection.
-fn answer<T>(
-    reply: &Receiver<Result<T, String>>,
-    cancelled: &Receiver<Infallible>,
-    timeout: Duration,
-) -> Result<T, String> {
-    select_biased! {
-        recv(reply) -> reply => reply.unwrap_or_else(|_| Err("its connection is gone".into())),
-        recv(cancelled) -> _ => Err(GIVEN_UP.into()),
-        default(timeout) => Err(format!(
-            "no answer for {timeout:?}: the process there hangs, it is no store, or the network is down"
-        )),
-    }
-}
-
-/// Waits in short pieces, so that the thread is soon free again when nobody waits for it any more.
-fn wait(
-    store: &mut Connection,
-    keys: &[String],
-    timeout: Duration,
-    given_up: &GivenUp,
-) -> Result<bool, String> {
-    let began = Instant::now();
-    loop {
-        let left = timeout.saturating_sub(began.elapsed());
-        if store.wait(keys, left.min(SLICE))? {
-            return Ok(true);
-        }
-        if left <= SLICE {
-            return Ok(false);
-        }
-        if is_closed(given_up) {
-            return Err(GIVEN_UP.into());
-        }
-    }
-}
-
-/// libtorch would listen on every interface, and say less if it cannot: so it gets a socket that listens.
-fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened, String> {
-    let listener = TcpListener::bind((host, port)).map_err(|error| match error.kind() {
-        ErrorKind::AddrInUse => {
-            "the port is in use, by another run perhaps; choose another --master-port".into()
-        }
-        ErrorKind::AddrNotAvailable => {
-            "that is no address of this machine; start this node where --master-addr is".into()
-        }
-        _ => error.to_string(),
-    })?;
-    let server = listener.local_addr().map_err(|error| error.to_string())?;
-    if server.ip().is_unspecified() {
-        return Err("that is every interface of this machine; name one by its address".into());
-    }
-    let host = server.ip().to_string();
-    let socket = listener.into_raw_fd();
-    let connection = Connection::new(&host, server.port(), Some(socket), whole_seconds(timeout))?;
-    Ok(Opened { connection, server, local: server.ip() })
-}
-
-/// libtorch's client is good at connecting, but cannot be stopped, nor say what it has found: so it is told an
-/// address that answers.
-fn reach(host: &str, port: u16, timeout: Duration, given_up: &GivenUp) -> Result<Opened, String> {
-    let began = Instant::now();
-    let mut pause = Duration::from_millis(1);
-    loop {
-        let left = || timeout.saturating_sub(began.elapsed());
-        let reason = match find(host, port, left) {
-            Ok((server, local)) => {
-                let host = server.ip().to_string();
-                let connection = Connection::new(&host, port, None, whole_seconds(left()))?;
-                return Ok(Opened { connection, server, local });
-            }
-            Err(reason) => reason,
-        };
-        if left().is_zero() {
-            return Err(format!(
-                "{reason}, for {timeout:?}; is rank 0 there, and is this its address?"
-            ));
-        }
-        match given_up.recv_timeout(pause.min(left())) {
-            Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(SLICE),
-            Err(RecvTimeoutError::Disconnected) => return Err(GIVEN_UP.into()),
-            Ok(never) => match never {},
-        }
-    }
-}
-
-/// An address of `host` where somebody answers, and this machine's on the way there.
-fn find(
-    host: &str,
-    port: u16,
-    left: impl Fn() -> Duration,
-) -> Result<(SocketAddr, IpAddr), String> {
-    let servers = (host, port).to_socket_addrs().map_err(|error| format!("{host}: {error}"))?;
-    let mut reason = format!("{host} has no address");
-    for server in servers {
-        let limit = left().clamp(Duration::from_millis(1), ATTEMPT);
-        let stream = TcpStream::connect_timeout(&server, limit);
-        match stream.and_then(|stream| stream.local_addr()) {
-            // A socket that looks for a port of its own machine can find itself.
-            Ok(local) if local == server => reason = format!("{server}: nobody there"),
-            Ok(local) => return Ok((server, local.ip())),
-            Err(error) => reason = format!("{server}: {error}"),
-        }
-    }
-    Err(reason)
-}
-
-/// libtorch's client counts in these while it connects.
-fn whole_seconds(timeout: Duration) -> Duration {
-    Duration::from_secs(timeout.as_secs().saturating_add(1))
-}
-
-fn is_closed(channel: &Receiver<Infallible>) -> bool {
-    channel.try_recv() == Err(TryRecvError::Disconnected)
 }
 
 /// Keys on one line, of which there may be one for each of many processes.

@@ -71,6 +71,35 @@ fn a_wait_ends_when_the_key_is_set() {
     assert!(waits.unwrap());
 }
 
+/// Each of these keys is set by the client that waits for it, and only once its waits have begun.
+#[test]
+fn no_request_of_a_client_waits_behind_another_that_waits() {
+    let server = serve();
+    let client = connect(server.port());
+    thread::scope(|scope| {
+        for round in 0..10 {
+            let keys = [0, 1, 2].map(|number| format!("{round}/{number}"));
+            let (waits, begun) = bounded(0);
+            let get = |key: &String| {
+                let (client, waits, key) = (client.clone(), waits.clone(), key.clone());
+                scope.spawn(move || {
+                    waits.send(()).unwrap();
+                    client.get(&key, TIMEOUT)
+                })
+            };
+            let threads = keys.each_ref().map(get);
+            keys.iter().for_each(|_| begun.recv().unwrap());
+            // The last one first: neither does a wait end behind another.
+            for (key, thread) in keys.iter().zip(threads).rev() {
+                client.add("n", 1).unwrap();
+                client.set(key, b"set").unwrap();
+                assert_eq!(thread.join().unwrap().unwrap(), Some(b"set".to_vec()));
+            }
+        }
+    });
+    assert_eq!(server.add("n", 0).unwrap(), 30);
+}
+
 #[test]
 fn a_wait_ends_when_the_run_is_cancelled() {
     let server = serve();

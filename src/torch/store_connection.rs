@@ -1,0 +1,235 @@
+//! One connection to a store, with a thread of its own: libtorch's client blocks until the server answers.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::IntoRawFd;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{
+    Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select_biased, unbounded,
+};
+
+use super::c10d::Connection;
+
+/// The thread of a connection, seen from outside. Dropping it lets the thread end after its current request.
+pub(super) struct StoreConnection {
+    /// None once it is to end.
+    requests: Option<Sender<Request>>,
+    /// Closes when the thread has ended.
+    ended: Receiver<Infallible>,
+    pub server: SocketAddr,
+    /// This machine's address on the way to the server.
+    pub local: IpAddr,
+}
+
+type Request = Box<dyn FnOnce(&mut Connection) + Send>;
+
+/// What the thread of a connection finds out when it opens it.
+pub(super) struct Opened {
+    connection: Connection,
+    server: SocketAddr,
+    local: IpAddr,
+}
+
+/// Closed when nobody waits for the answer any more.
+pub(super) type GivenUp = Receiver<Infallible>;
+
+/// For how long a wait goes on after nobody is interested any more, at most.
+pub(super) const SLICE: Duration = Duration::from_secs(1);
+
+/// How long one address is tried before the next.
+const ATTEMPT: Duration = Duration::from_secs(5);
+
+pub(super) const GIVEN_UP: &str = "given up, because the run ends";
+
+impl StoreConnection {
+    /// Starts the thread, which first opens its connection with `open`: within `timeout`, and until `cancelled` closes.
+    pub(super) fn open(
+        timeout: Duration,
+        cancelled: &Receiver<Infallible>,
+        open: impl FnOnce(&GivenUp) -> Result<Opened, String> + Send + 'static,
+    ) -> Result<Self, String> {
+        let (requests, to_do) = unbounded::<Request>();
+        let (opening, opened) = bounded(1);
+        let (waiting, given_up) = bounded::<Infallible>(0);
+        let (running, ended) = bounded::<Infallible>(0);
+        let work = move || {
+            let _running = running; // closed last
+            let Opened { mut connection, server, local } = match open(&given_up) {
+                Ok(opened) => opened,
+                Err(reason) => return drop(opening.send(Err(reason))),
+            };
+            if opening.send(Ok((server, local))).is_ok() {
+                to_do.into_iter().for_each(|request| request(&mut connection));
+            }
+        };
+        let thread = thread::Builder::new().name("ddp-mp store".into());
+        thread.spawn(work).map_err(|error| format!("cannot start a thread: {error}"))?;
+        // It keeps to the timeout itself, unless what it has reached hangs.
+        let answer = answer(&opened, cancelled, timeout + SLICE);
+        drop(waiting);
+        let (server, local) = answer?;
+        Ok(Self { requests: Some(requests), ended, server, local })
+    }
+
+    /// Has the thread do `request` after those before it, and waits for its answer for `timeout`, and until `cancelled`
+    /// closes.
+    pub(super) fn ask<T: Send + 'static>(
+        &self,
+        timeout: Duration,
+        cancelled: &Receiver<Infallible>,
+        request: impl FnOnce(&mut Connection, &GivenUp) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, String> {
+        let (replying, reply) = bounded(1);
+        let (waiting, given_up) = bounded::<Infallible>(0);
+        let request: Request = Box::new(move |store| {
+            if !is_closed(&given_up) {
+                // Fails if nobody is interested any more.
+                let _ = replying.send(request(store, &given_up));
+            }
+        });
+        if let Some(requests) = &self.requests {
+            // If the thread has ended, so has `reply`.
+            let _ = requests.send(request);
+        }
+        let answer = answer(&reply, cancelled, timeout);
+        drop(waiting);
+        answer
+    }
+
+    /// Lets the thread end, and waits a moment until it has: a server's port is free again then.
+    pub(super) fn close(&mut self) {
+        drop(self.requests.take());
+        let _ = self.ended.recv_timeout(SLICE); // it takes longer if the server hangs
+    }
+}
+
+impl fmt::Debug for StoreConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoreConnection").field("server", &self.server).finish_non_exhaustive()
+    }
+}
+
+/// Waits for the thread of a connection.
+fn answer<T>(
+    reply: &Receiver<Result<T, String>>,
+    cancelled: &Receiver<Infallible>,
+    timeout: Duration,
+) -> Result<T, String> {
+    select_biased! {
+        recv(reply) -> reply => reply.unwrap_or_else(|_| Err("its connection is gone".into())),
+        recv(cancelled) -> _ => Err(GIVEN_UP.into()),
+        default(timeout) => Err(format!(
+            "no answer for {timeout:?}: the process there hangs, it is no store, or the network is down"
+        )),
+    }
+}
+
+/// Waits in short pieces, so that the thread is soon free again when nobody waits for it any more.
+pub(super) fn wait(
+    store: &mut Connection,
+    keys: &[String],
+    timeout: Duration,
+    given_up: &GivenUp,
+) -> Result<bool, String> {
+    let began = Instant::now();
+    loop {
+        let left = timeout.saturating_sub(began.elapsed());
+        if store.wait(keys, left.min(SLICE))? {
+            return Ok(true);
+        }
+        if left <= SLICE {
+            return Ok(false);
+        }
+        if is_closed(given_up) {
+            return Err(GIVEN_UP.into());
+        }
+    }
+}
+
+/// libtorch would listen on every interface, and say less if it cannot: so it gets a socket that listens.
+pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened, String> {
+    let listener = TcpListener::bind((host, port)).map_err(|error| match error.kind() {
+        ErrorKind::AddrInUse => {
+            "the port is in use, by another run perhaps; choose another --master-port".into()
+        }
+        ErrorKind::AddrNotAvailable => {
+            "that is no address of this machine; start this node where --master-addr is".into()
+        }
+        _ => error.to_string(),
+    })?;
+    let server = listener.local_addr().map_err(|error| error.to_string())?;
+    if server.ip().is_unspecified() {
+        return Err("that is every interface of this machine; name one by its address".into());
+    }
+    let host = server.ip().to_string();
+    let socket = listener.into_raw_fd();
+    let connection = Connection::new(&host, server.port(), Some(socket), whole_seconds(timeout))?;
+    Ok(Opened { connection, server, local: server.ip() })
+}
+
+/// libtorch's client is good at connecting, but cannot be stopped, nor say what it has found: so it is told an
+/// address that answers.
+pub(super) fn reach(
+    host: &str,
+    port: u16,
+    timeout: Duration,
+    given_up: &GivenUp,
+) -> Result<Opened, String> {
+    let began = Instant::now();
+    let mut pause = Duration::from_millis(1);
+    loop {
+        let left = || timeout.saturating_sub(began.elapsed());
+        let reason = match find(host, port, left) {
+            Ok((server, local)) => {
+                let host = server.ip().to_string();
+                let connection = Connection::new(&host, port, None, whole_seconds(left()))?;
+                return Ok(Opened { connection, server, local });
+            }
+            Err(reason) => reason,
+        };
+        if left().is_zero() {
+            return Err(format!(
+                "{reason}, for {timeout:?}; is rank 0 there, and is this its address?"
+            ));
+        }
+        match given_up.recv_timeout(pause.min(left())) {
+            Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(SLICE),
+            Err(RecvTimeoutError::Disconnected) => return Err(GIVEN_UP.into()),
+            Ok(never) => match never {},
+        }
+    }
+}
+
+/// An address of `host` where somebody answers, and this machine's on the way there.
+fn find(
+    host: &str,
+    port: u16,
+    left: impl Fn() -> Duration,
+) -> Result<(SocketAddr, IpAddr), String> {
+    let servers = (host, port).to_socket_addrs().map_err(|error| format!("{host}: {error}"))?;
+    let mut reason = format!("{host} has no address");
+    for server in servers {
+        let limit = left().clamp(Duration::from_millis(1), ATTEMPT);
+        let stream = TcpStream::connect_timeout(&server, limit);
+        match stream.and_then(|stream| stream.local_addr()) {
+            // A socket that looks for a port of its own machine can find itself.
+            Ok(local) if local == server => reason = format!("{server}: nobody there"),
+            Ok(local) => return Ok((server, local.ip())),
+            Err(error) => reason = format!("{server}: {error}"),
+        }
+    }
+    Err(reason)
+}
+
+/// libtorch's client counts in these while it connects.
+fn whole_seconds(timeout: Duration) -> Duration {
+    Duration::from_secs(timeout.as_secs().saturating_add(1))
+}
+
+fn is_closed(channel: &Receiver<Infallible>) -> bool {
+    channel.try_recv() == Err(TryRecvError::Disconnected)
+}
