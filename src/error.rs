@@ -51,6 +51,16 @@ pub enum Error {
         left: usize,
     },
 
+    /// The thread that carried out an operation for a rank ended without a result.
+    #[error(
+        "rank {rank}: the thread of its asynchronous operation ended without a result; this is a mistake in ddp-mp, please \
+         report it"
+    )]
+    Abandoned {
+        /// The rank that started the operation.
+        rank: usize,
+    },
+
     /// Processes that are part of the run did not come.
     #[error(
         "processes {missing} of {count} have not come within {waited:?}; there are: {there}; look whether those were \

@@ -10,9 +10,7 @@ use crossbeam::channel::Receiver;
 #[cfg(doc)]
 use super::ProcessGroup;
 use super::threaded::{Posted, Shared};
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::operation::At;
 use crate::sync::Run;
 use crate::torch::cuda;
@@ -81,7 +79,12 @@ impl Work {
             // Every queued operation ends, so this does.
             State::Queued(result) => match result.recv() {
                 Ok(result) => result.map(|()| None),
-                Err(_) => self.run.check(self.rank).map(|()| None),
+                Err(_) => {
+                    self.run.check(self.rank)?;
+                    let error = Error::Abandoned { rank: self.rank };
+                    self.run.report(self.rank, Some(&error), error.to_string());
+                    Err(error)
+                }
             },
             State::Posted { posted, shared, destination, peers, at } => {
                 let peers = peers.iter().copied();
@@ -97,5 +100,27 @@ impl Work {
             State::Launched(_) => self.run.check(self.rank).map(|()| None),
             State::Done => Ok(None),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use crossbeam::channel::bounded;
+
+    use super::*;
+
+    #[test]
+    fn an_operation_whose_thread_is_gone_fails_in_the_name_of_its_rank() {
+        let run = Arc::new(Run::new(4, Duration::from_secs(60), None));
+        let (ending, ended) = bounded(1);
+        let work = Work::new(State::Queued(ended), run.clone(), 3);
+        drop(ending);
+        let error = work.wait().unwrap_err();
+        assert!(matches!(error, Error::Abandoned { rank: 3 }), "{error}");
+        let told: Vec<_> = run.failures().iter().map(|it| (it.rank, it.error.clone())).collect();
+        assert_eq!(told, [(3, error.to_string())]);
+        assert_eq!(run.cancel.cancelled_by(), Some(3));
     }
 }
