@@ -15,7 +15,8 @@ use crate::sync::Place;
 pub enum ReduceOp {
     /// Their sum. Integers wrap on overflow.
     Sum,
-    /// Their sum, divided by the number of ranks. Float kinds only. (NCCL divides each before it adds.)
+    /// Their sum, divided by the number of ranks. Float kinds only. (NCCL divides each before it adds.) For float16 and
+    /// bfloat16 sum and quotient are float32, and the quotient alone is rounded.
     Avg,
     /// Their product. Integers wrap on overflow.
     Product,

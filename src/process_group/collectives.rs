@@ -17,6 +17,11 @@ impl ProcessGroup {
     /// uint8 and bool, as far as the operation makes sense for them ([`ReduceOp`]). With `threaded` the
     /// reduction runs in the order of the ranks, so it has the same bits on every rank and in every run.
     ///
+    /// With `gloo` and one rank a process the bits are those of `threaded`. With several, each process first reduces the
+    /// tensors of its own ranks, and then the processes do the same with these partial results, in their order. Partial
+    /// sums and products of float16 and bfloat16 stay float32 until the end, also on the network, where they take twice
+    /// the bytes. So an average of float16 is finite where the sum is not.
+    ///
     /// On a GPU this launches and returns, as every operation there does.
     ///
     /// # Errors

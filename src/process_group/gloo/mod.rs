@@ -9,7 +9,9 @@
 //!
 //! A large all_reduce goes out in slices: each process adds up one slice of all, and then all exchange the sums.
 //! What comes from several processes is added in their order, so that the same run has the same bits each time; with one
-//! rank a process these are the bits of `threaded`.
+//! rank a process these are the bits of `threaded`. With more, each process first reduces what its own ranks have.
+//! Sums and products of float16 and bfloat16 travel between the processes in float32 then, and are narrowed once, when
+//! all of them are there.
 
 mod in_flight;
 mod messages;
@@ -232,10 +234,11 @@ impl Backend for Hierarchical {
         if sliced {
             let slice = my_slice(numel, layout.mine, layout.len());
             let mine = my_slice(slice.len(), self.seat.rank(), layout.here().len());
-            let offset = num_bytes(call.kind, mine.start);
-            let (begin, sums) = (end(&parts.to), parts.results());
+            let offset = num_bytes(layout.partial_kind(call), mine.start);
+            let (begin, sums) = (end(&parts.to), Parts::results(call, numel, layout));
             let (places, _) = Parts::places(&sums.to, layout.mine);
-            let base = self.work.network.places().0.wrapping_add(begin + offset);
+            let result = begin + num_bytes(call.kind, mine.start);
+            let base = self.work.network.places().0.wrapping_add(result);
             self.together(|work, _| {
                 let to = places.iter().map(|place| base.wrapping_add(*place));
                 // SAFETY: each rank of the process reads and writes its part of the slice.

@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use tch::Kind;
+
 use super::super::threaded::my_slice;
-use super::super::{Call, Traffic, num_bytes};
+use super::super::{Call, ReduceOp, Traffic, num_bytes};
 use crate::operation::Operation;
 
 /// Parts begin at cache lines, so that any kind of number is aligned.
@@ -31,6 +33,20 @@ impl Layout {
     pub(super) fn process_of(&self, place: usize) -> usize {
         self.processes.iter().position(|places| places.contains(&place)).unwrap_or(0)
     }
+
+    /// Whether every process has one rank: then what it sends is what the rank has, and the receiver does all of the
+    /// arithmetic, as with `threaded`.
+    pub(super) fn is_one_rank_each(&self) -> bool {
+        self.processes.iter().all(|places| places.len() == 1)
+    }
+
+    /// The kind in which a process sends its ranks' tensors, reduced, to the others: float32 for sums and products of
+    /// half-precision numbers, which are narrowed once, in the end.
+    pub(super) fn partial_kind(&self, call: &Call) -> Kind {
+        let is_half = matches!(call.kind, Kind::Half | Kind::BFloat16);
+        let rounds = !matches!(call.reduce_op, None | Some(ReduceOp::Min | ReduceOp::Max));
+        if is_half && rounds && !self.is_one_rank_each() { Kind::Float } else { call.kind }
+    }
 }
 
 /// How many bytes this process has for each one, itself included, and gets from each.
@@ -46,8 +62,9 @@ impl Parts {
     /// Of `call` on a rank of this process, whose `numel` elements each tensor has; of an all_reduce in slices the
     /// first exchange. Nothing for an all_to_all, whose parts depend on all ranks of the process.
     pub(super) fn of(call: &Call, numel: usize, layout: &Layout, sliced: bool) -> Self {
-        let bytes = |numel| num_bytes(call.kind, numel);
-        let (count, mine, whole) = (layout.len(), layout.mine, bytes(numel));
+        let (count, mine, whole) = (layout.len(), layout.mine, num_bytes(call.kind, numel));
+        let partial_kind = layout.partial_kind(call);
+        let partial = num_bytes(partial_kind, numel);
         let ranks = |process: usize| layout.processes[process].len();
         let root = layout.process_of(call.root());
         let each = |size: &dyn Fn(usize) -> usize| (0..count).map(size).collect::<Vec<_>>();
@@ -57,13 +74,14 @@ impl Parts {
         let most = (0..count).map(ranks).max().unwrap_or(1);
         let (to, from, largest) = match call.operation {
             Operation::AllReduce if sliced => {
-                let slice = |process| bytes(my_slice(numel, process, count).len());
-                (each(&slice), vec![slice(mine); count], slice(0))
+                let slices = slices(partial_kind, numel, count);
+                let (mine, largest) = (slices[mine], slices[0]);
+                (slices, vec![mine; count], largest)
             }
-            Operation::AllReduce => (vec![whole; count], vec![whole; count], whole),
+            Operation::AllReduce => (vec![partial; count], vec![partial; count], partial),
             Operation::Reduce => {
-                let from = vec![if mine == root { whole } else { 0 }; count];
-                (only(root, false, whole), from, whole)
+                let from = vec![if mine == root { partial } else { 0 }; count];
+                (only(root, false, partial), from, partial)
             }
             Operation::Broadcast => {
                 let to = vec![if mine == root { whole } else { 0 }; count];
@@ -84,9 +102,9 @@ impl Parts {
                 (to, only(root, false, whole * ranks(mine)), whole * most)
             }
             Operation::ReduceScatter => (
-                each(&|other| whole * ranks(other)),
-                vec![whole * ranks(mine); count],
-                whole * most,
+                each(&|other| partial * ranks(other)),
+                vec![partial * ranks(mine); count],
+                partial * most,
             ),
             _ => (vec![0; count], vec![0; count], 0),
         };
@@ -94,8 +112,10 @@ impl Parts {
     }
 
     /// Of the second exchange of an all_reduce in slices: everybody's result to everybody.
-    pub(super) fn results(&self) -> Self {
-        Self { to: self.from.clone(), from: self.to.clone(), largest: self.largest }
+    pub(super) fn results(call: &Call, numel: usize, layout: &Layout) -> Self {
+        let slices = slices(call.kind, numel, layout.len());
+        let (mine, largest) = (slices[layout.mine], slices[0]);
+        Self { to: vec![mine; slices.len()], from: slices, largest: Some(largest) }
     }
 
     /// What crosses to and from other processes.
@@ -117,6 +137,11 @@ impl Parts {
     }
 }
 
+/// The bytes of the slice that each of `count` processes reduces of `numel` elements of an all_reduce.
+fn slices(kind: Kind, numel: usize, count: usize) -> Vec<usize> {
+    (0..count).map(|process| num_bytes(kind, my_slice(numel, process, count).len())).collect()
+}
+
 /// How much room a part takes.
 pub(super) fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(LINE)
@@ -124,8 +149,6 @@ pub(super) fn padded(bytes: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use tch::Kind;
-
     use super::*;
 
     #[test]
@@ -141,29 +164,24 @@ mod tests {
             Operation::ReduceScatter,
             Operation::Barrier,
         ] {
-            for (sliced, root) in [(false, 0), (false, 2), (true, 5)] {
+            for (sliced, root, kind) in
+                [(false, 0, Kind::Float), (false, 2, Kind::Half), (true, 5, Kind::Half)]
+            {
                 let call = Call {
                     operation,
                     root: Some(root),
-                    kind: Kind::Float,
+                    kind,
+                    reduce_op: Some(ReduceOp::Sum),
                     ..Call::bare(operation)
                 };
-                let parts: Vec<Parts> = (0..3)
-                    .map(|mine| {
-                        Parts::of(
-                            &call,
-                            1000,
-                            &Layout { processes: processes.to_vec(), mine },
-                            sliced,
-                        )
-                    })
-                    .collect();
+                let layouts = [0, 1, 2].map(|mine| Layout { processes: processes.to_vec(), mine });
+                let parts = layouts.each_ref().map(|layout| Parts::of(&call, 1000, layout, sliced));
+                let results = layouts.each_ref().map(|layout| Parts::results(&call, 1000, layout));
                 for (a, sender) in parts.iter().enumerate() {
                     for (b, receiver) in parts.iter().enumerate() {
                         assert_eq!(sender.to[b], receiver.from[a], "{operation} from {a} to {b}");
                         assert!(Some(sender.to[b]) <= sender.largest);
-                        let (results, others) = (sender.results(), receiver.results());
-                        assert_eq!(results.to[b], others.from[a]);
+                        assert_eq!(results[a].to[b], results[b].from[a]);
                     }
                     assert_eq!(sender.largest, parts[0].largest);
                 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::super::threaded::{Announced, Seat, my_slice, reduce_elements};
+use super::super::threaded::{Announced, Kinds, Seat, my_slice, reduce_elements};
 use super::super::{Call, ReduceOp, num_bytes};
 use super::parts::Parts;
 use super::{Layout, Network};
@@ -45,8 +45,11 @@ impl Work {
         let (index, ranks) = (seat.rank(), layout.here().len());
         let place = layout.here().start + index;
         let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
+        let partial = layout.partial_kind(call);
         let local = match call.op() {
             ReduceOp::Avg => ReduceOp::Sum,
+            // The tensor as it is: the receiver multiplies, without rounding in between.
+            ReduceOp::PremulSum(_) if layout.is_one_rank_each() => ReduceOp::Sum,
             op => op,
         };
         let Self { inputs, outputs, .. } = self;
@@ -54,15 +57,16 @@ impl Work {
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
             let slice = my_slice(range.len(), index, ranks);
             let from = num_bytes(call.kind, range.start + slice.start);
-            let offset = num_bytes(call.kind, slice.start);
+            let offset = num_bytes(partial, slice.start);
             inputs.clear();
             inputs.extend(seat.announced().map(|it| it.inputs[input].data.wrapping_add(from)));
             outputs.clear();
             outputs.extend(to.map(|place| place.wrapping_add(offset)));
+            let kinds = Kinds { from: call.kind, to: partial };
             if !slice.is_empty() && !outputs.is_empty() {
                 // SAFETY: the tensors stay, and have so many elements; the parts are as large, and this rank alone
                 // writes to this slice of them.
-                unsafe { reduce_elements(call.kind, inputs, outputs, slice.len(), local) };
+                unsafe { reduce_elements(kinds, inputs, outputs, slice.len(), local) };
             }
         };
         // Copies the tensor to a place that is this rank's alone.
@@ -90,7 +94,7 @@ impl Work {
                 let numel = call.outputs[0].numel();
                 for (process, places) in layout.processes.iter().enumerate() {
                     for (offset, place) in places.clone().enumerate() {
-                        let offset = offset * num_bytes(call.kind, numel);
+                        let offset = offset * num_bytes(partial, numel);
                         add(place, 0..numel, &mut [part(process, offset)].into_iter());
                     }
                 }
@@ -146,20 +150,20 @@ impl Work {
         let layout = self.network.layout();
         let world_size = layout.processes.iter().map(ExactSizeIterator::len).sum::<usize>();
         let op = match call.op() {
+            op if layout.is_one_rank_each() => op,
+            // What the processes have multiplied and added up.
             ReduceOp::PremulSum(_) => ReduceOp::Sum,
-            // Of as many terms as there are ranks, unless a process has added up some already.
-            ReduceOp::Avg if world_size > layout.len() => {
-                ReduceOp::PremulSum(1.0 / world_size as f64)
-            }
+            ReduceOp::Avg => ReduceOp::PremulSum(1.0 / world_size as f64),
             op => op,
         };
+        let kinds = Kinds { from: layout.partial_kind(call), to: call.kind };
         self.inputs.clear();
         self.inputs.extend(sources.iter().map(|source| source.wrapping_add(offset)));
         self.outputs.clear();
         self.outputs.extend(to);
         if len > 0 && !self.outputs.is_empty() {
             // SAFETY: as the caller promises.
-            unsafe { reduce_elements(call.kind, &self.inputs, &self.outputs, len, op) };
+            unsafe { reduce_elements(kinds, &self.inputs, &self.outputs, len, op) };
         }
     }
 
@@ -174,7 +178,8 @@ impl Work {
         self.outputs.push(tensor.data_ptr().cast());
         // SAFETY: as the caller promises; what is written to an element comes from itself.
         unsafe {
-            reduce_elements(call.kind, &self.inputs, &self.outputs, tensor.numel(), call.op());
+            let kinds = Kinds::same(call.kind);
+            reduce_elements(kinds, &self.inputs, &self.outputs, tensor.numel(), call.op());
         }
     }
 
@@ -209,7 +214,8 @@ impl Work {
             Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => {
                 let Some(output) = call.outputs.first() else { return };
                 let scattered = call.operation == Operation::ReduceScatter;
-                let offset = if scattered { index * whole(output) } else { 0 };
+                let part = num_bytes(self.network.layout().partial_kind(call), output.numel());
+                let offset = if scattered { index * part } else { 0 };
                 // SAFETY: the parts have so many elements there, and the output is this rank's.
                 unsafe {
                     self.add_up(call, sources, offset, output.numel(), [data(output)].into_iter())

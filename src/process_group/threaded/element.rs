@@ -162,17 +162,32 @@ macro_rules! integer_element {
 
 integer_element!(i64 i32 i16 i8 u8);
 
+/// The kinds of the elements that a reduction reads and writes: the same, or one of float16 and bfloat16 with float32,
+/// in which these are reduced.
+#[derive(Debug, Clone, Copy)]
+pub(in super::super) struct Kinds {
+    pub from: Kind,
+    pub to: Kind,
+}
+
+impl Kinds {
+    /// Results of the kind of the elements.
+    pub(in super::super) fn same(kind: Kind) -> Self {
+        Self { from: kind, to: kind }
+    }
+}
+
 /// Reduces `len` elements of all `inputs`, in their order, and writes the result to all `outputs`.
 ///
 /// With the widest vector instructions that this processor has. They change no bit: every element is
 /// computed on its own, by the same operations.
 ///
 /// # Safety
-/// There is an input, and every input and output points to at least `len` elements of `kind`. No output
-/// overlaps another output, or an input except that it may be the very same place. Until this returns
-/// nobody writes to these elements of the inputs, and nobody else touches those of the outputs.
+/// There is an input, every input points to at least `len` elements of `kinds.from`, and every output to as many of
+/// `kinds.to`. No output overlaps another output, or an input except that it may be the very same place, of the same
+/// kind. Until this returns nobody writes to these elements of the inputs, and nobody else touches those of the outputs.
 pub(in super::super) unsafe fn reduce(
-    kind: Kind,
+    kinds: Kinds,
     inputs: &[*mut u8],
     outputs: &[*mut u8],
     len: usize,
@@ -181,10 +196,10 @@ pub(in super::super) unsafe fn reduce(
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
         // SAFETY: the processor has them; the rest is handed on to the caller.
-        return unsafe { reduce_with_avx2(kind, inputs, outputs, len, op) };
+        return unsafe { reduce_with_avx2(kinds, inputs, outputs, len, op) };
     }
     // SAFETY: handed on to the caller.
-    unsafe { reduce_kind(kind, inputs, outputs, len, op) }
+    unsafe { reduce_kind(kinds, inputs, outputs, len, op) }
 }
 
 /// # Safety
@@ -192,39 +207,44 @@ pub(in super::super) unsafe fn reduce(
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn reduce_with_avx2(
-    kind: Kind,
+    kinds: Kinds,
     inputs: &[*mut u8],
     outputs: &[*mut u8],
     len: usize,
     op: ReduceOp,
 ) {
     // SAFETY: handed on to the caller.
-    unsafe { reduce_kind(kind, inputs, outputs, len, op) }
+    unsafe { reduce_kind(kinds, inputs, outputs, len, op) }
 }
 
 /// # Safety
 /// As [`reduce`].
 #[inline(always)] // to be compiled for the instructions of the function that it is in
 unsafe fn reduce_kind(
-    kind: Kind,
+    kinds: Kinds,
     inputs: &[*mut u8],
     outputs: &[*mut u8],
     len: usize,
     op: ReduceOp,
 ) {
-    // SAFETY: handed on to the caller of `reduce`, with the type that belongs to `kind`.
+    // SAFETY: handed on to the caller of `reduce`, with the types that belong to `kinds`.
     unsafe {
-        match kind {
-            Kind::Double => reduce_as::<f64>(inputs, outputs, len, op),
-            Kind::Float => reduce_as::<f32>(inputs, outputs, len, op),
-            Kind::Half => reduce_as::<f16>(inputs, outputs, len, op),
-            Kind::BFloat16 => reduce_as::<bf16>(inputs, outputs, len, op),
-            Kind::Int64 => reduce_as::<i64>(inputs, outputs, len, op),
-            Kind::Int => reduce_as::<i32>(inputs, outputs, len, op),
-            Kind::Int16 => reduce_as::<i16>(inputs, outputs, len, op),
-            Kind::Int8 => reduce_as::<i8>(inputs, outputs, len, op),
+        match (kinds.from, kinds.to) {
+            (Kind::Half, Kind::Float) => reduce_as::<f16, f32>(inputs, outputs, len, op),
+            (Kind::Float, Kind::Half) => reduce_as::<f32, f16>(inputs, outputs, len, op),
+            (Kind::BFloat16, Kind::Float) => reduce_as::<bf16, f32>(inputs, outputs, len, op),
+            (Kind::Float, Kind::BFloat16) => reduce_as::<f32, bf16>(inputs, outputs, len, op),
+            (from, to) if from != to => refused(),
+            (Kind::Double, _) => reduce_as::<f64, f64>(inputs, outputs, len, op),
+            (Kind::Float, _) => reduce_as::<f32, f32>(inputs, outputs, len, op),
+            (Kind::Half, _) => reduce_as::<f16, f16>(inputs, outputs, len, op),
+            (Kind::BFloat16, _) => reduce_as::<bf16, bf16>(inputs, outputs, len, op),
+            (Kind::Int64, _) => reduce_as::<i64, i64>(inputs, outputs, len, op),
+            (Kind::Int, _) => reduce_as::<i32, i32>(inputs, outputs, len, op),
+            (Kind::Int16, _) => reduce_as::<i16, i16>(inputs, outputs, len, op),
+            (Kind::Int8, _) => reduce_as::<i8, i8>(inputs, outputs, len, op),
             // A bool is a byte of 0 or 1, and stays one under the operations that it has.
-            Kind::Uint8 | Kind::Bool => reduce_as::<u8>(inputs, outputs, len, op),
+            (Kind::Uint8 | Kind::Bool, _) => reduce_as::<u8, u8>(inputs, outputs, len, op),
             _ => refused(),
         }
     }
@@ -234,15 +254,20 @@ unsafe fn reduce_kind(
 const PIECE: usize = 1024;
 
 /// # Safety
-/// As [`reduce`], for elements of type `T`.
+/// As [`reduce`], for inputs of type `T` and outputs of type `R`.
 #[inline(always)]
-unsafe fn reduce_as<T: Element>(inputs: &[*mut u8], outputs: &[*mut u8], len: usize, op: ReduceOp) {
+unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    len: usize,
+    op: ReduceOp,
+) {
     let mut room = [T::ZERO; PIECE];
-    let mut results = [T::narrow(T::ZERO); PIECE];
+    let mut results = [R::narrow(R::ZERO); PIECE];
     for start in (0..len).step_by(PIECE) {
         let len = PIECE.min(len - start);
         // SAFETY: `start + len` stays within the elements that the caller vouches for.
-        let piece = |place: *mut u8| unsafe { place.cast::<T>().add(start) };
+        let piece = |input: *mut u8| unsafe { input.cast::<T>().add(start) };
         // SAFETY: nobody writes to these elements while the slice lives: the writes below come after.
         let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
 
@@ -285,10 +310,14 @@ unsafe fn reduce_as<T: Element>(inputs: &[*mut u8], outputs: &[*mut u8], len: us
         if op == ReduceOp::Avg {
             wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
         }
-        let results = T::results(wide, &mut results[..len]);
+        let results = R::results(wide, &mut results[..len]);
         for &output in outputs {
-            // SAFETY: `results` is a local array of at least `len` elements, so nothing overlaps.
-            unsafe { std::ptr::copy_nonoverlapping(results.as_ptr(), piece(output), len) };
+            // SAFETY: `start + len` stays within the elements that the caller vouches for, and `results` is a local
+            // array of at least `len` elements, so nothing overlaps.
+            unsafe {
+                let output = output.cast::<R>().add(start);
+                std::ptr::copy_nonoverlapping(results.as_ptr(), output, len);
+            }
         }
     }
 }

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 pub(super) use announced::Announced;
 pub(super) use announced::{Memory, Place};
-pub(super) use element::reduce as reduce_elements;
+pub(super) use element::{Kinds, reduce as reduce_elements};
 pub(super) use mail::{Parcel, Posted, Side};
 pub(super) use meeting::Seat;
 pub(super) use part::my_slice;

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use super::super::traffic::{Traffic, first_bytes, of_parts};
 use super::super::{Call, ReduceOp, num_bytes};
 use super::announced::{Announced, Place};
-use super::element;
+use super::element::{self, Kinds};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
@@ -131,7 +131,7 @@ unsafe fn reduce(
     let Places { inputs, outputs } = places;
     if mine.device == Device::Cpu {
         // SAFETY: as the caller promises, with the pointers moved to the beginning of the slice.
-        unsafe { element::reduce(mine.kind, inputs, outputs, slice.len(), op) };
+        unsafe { element::reduce(Kinds::same(mine.kind), inputs, outputs, slice.len(), op) };
         return Ok(());
     }
     // SAFETY: likewise.
@@ -242,7 +242,7 @@ mod tests {
                     let numel = len as usize;
                     // SAFETY: tensors of `len` elements of `kind` that do not overlap, of this thread.
                     unsafe {
-                        element::reduce(kind, &from, &loops, numel, op);
+                        element::reduce(Kinds::same(kind), &from, &loops, numel, op);
                         reduce_by_kernels(kind, Device::Cpu, &from, &kernels, numel, op).unwrap();
                     }
                     assert!(by_loops.equal(&by_kernels), "{kind:?} {op} {len}");
