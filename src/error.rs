@@ -1,9 +1,14 @@
 //! What can go wrong between ranks: each error names who, where, and what to do.
 
+#[path = "error/suspects.rs"] // tests/model has this file, too
+mod suspects;
+
 use std::fmt;
 use std::time::Duration;
 
 use crate::operation::{At, Operation};
+pub use suspects::Suspects;
+pub(crate) use suspects::{Blame, runs};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -97,16 +102,19 @@ pub enum Error {
     /// The ranks called different things at the same point.
     #[error(
         "collective #{sequence} differs between ranks: {calls}; \
-         every rank must make the same calls, in the same order, with the same kinds and shapes"
+         every rank must make the same calls, in the same order, with the same kinds and shapes{}",
+        suspects.without_majority()
     )]
     Mismatch {
         /// The number of the collective in the order of every rank's calls, from 0.
         sequence: u64,
         /// Who called what.
         calls: String,
-        /// The first of the fewest ranks that called the same: the one to look at first.
+        /// The ranks whose calls may be wrong.
+        suspects: Suspects,
+        /// The rank to look at first: one of them.
         odd: usize,
-        /// What that one called.
+        /// The operation that this one called.
         called: Operation,
     },
 
@@ -184,19 +192,21 @@ pub enum Error {
         samples: String,
     },
 
-    /// A rank does not have the parameters of the others any more.
+    /// The ranks do not hold the same parameters any more.
     #[error(
-        "after step {step} rank {rank} has another `{parameter}` than the others{}; look for what changes it on that \
-         rank alone: outside of the optimizer, or from gradients that were not averaged",
-        if *.others == 0 { String::new() } else { format!(", and {others} more parameters differ") }
+        "after step {step} {}{}; look for what changes it on {} alone: outside of the optimizer, or from gradients \
+         that were not averaged",
+        suspects.hold_another(parameter),
+        if *.others == 0 { String::new() } else { format!(", and {others} more parameters differ") },
+        if suspects.is_one() { "that rank" } else { "one rank" }
     )]
     Replicas {
         /// The first parameter that differs.
         parameter: String,
         /// How many others differ.
         others: usize,
-        /// Whose it is; of two ranks the later.
-        rank: usize,
+        /// The ranks whose values may be wrong.
+        suspects: Suspects,
         /// After which step of the run, from 0.
         step: u64,
     },
@@ -307,22 +317,31 @@ fn list_late(late: &[LateRank]) -> String {
 }
 
 impl Error {
-    /// The rank that this error blames, if not the one that reports it, and what it was doing.
-    pub(crate) fn blames(&self) -> Option<(usize, Option<At>)> {
+    /// Returns whom this error blames, if not the rank that reports it.
+    pub(crate) fn blames(&self) -> Option<Blame> {
         match self {
-            Error::Timeout { late, .. } => late.first().map(|l| (l.rank, Some(l.last_seen))),
-            Error::Left { left, .. } => Some((*left, None)),
+            Error::Timeout { late, .. } => {
+                late.first().map(|it| Blame::one(it.rank, Some(it.last_seen)))
+            }
+            Error::Left { left, .. } => Some(Blame::one(*left, None)),
             Error::Peer { lost, step, .. } => {
                 let step = step.map(|sequence| At { operation: Operation::Step, sequence });
-                lost.first().map(|l| (l.rank, step.or(Some(l.last_seen))))
+                lost.first().map(|it| Blame::one(it.rank, step.or(Some(it.last_seen))))
             }
-            Error::Mismatch { odd, called, sequence, .. } => {
-                Some((*odd, Some(At { operation: *called, sequence: *sequence })))
+            Error::Mismatch { suspects, odd, called, sequence, .. } => {
+                let at = At { operation: *called, sequence: *sequence };
+                Some(Blame::of(suspects, *odd, Some(at)))
             }
-            Error::SendMismatch { destination, .. } => Some((*destination, None)),
-            Error::SharedMemory { second, .. } => Some((*second, None)),
-            Error::Replicas { rank, step, .. } => {
-                Some((*rank, Some(At { operation: Operation::Step, sequence: *step })))
+            Error::SendMismatch { source_rank, destination, .. } => {
+                let suspects = Suspects::tied(vec![*source_rank, *destination]);
+                Some(Blame::of(&suspects, *destination, None))
+            }
+            Error::SharedMemory { first, second } => {
+                Some(Blame::of(&Suspects::tied(vec![*first, *second]), *second, None))
+            }
+            Error::Replicas { suspects, step, .. } => {
+                let at = At { operation: Operation::Step, sequence: *step };
+                suspects.ranks.first().map(|&rank| Blame::of(suspects, rank, Some(at)))
             }
             _ => None,
         }

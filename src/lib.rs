@@ -91,7 +91,7 @@ pub use ddp::{
     CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
     parameters_hash,
 };
-pub use error::{Error, LateRank, Result};
+pub use error::{Error, LateRank, Result, Suspects};
 pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn};
 pub use models::{Dropout, SyncBatchNorm};
 pub use operation::{At, Operation};

@@ -97,6 +97,10 @@ fn errors_in_a_group_name_the_ranks_as_the_user_knows_them() {
     let told = without_lines(&error.failure.error, file!());
     assert!(told.starts_with(expected), "{error}");
     assert_eq!(error.failure.rank, 3);
+    assert!(
+        error.to_string().starts_with("ranks 1 (CPU:1) and 3 (CPU:3) failed in barrier #0: "),
+        "{error}"
+    );
 
     let error = Spawn::new(4)
         .timeout(Duration::from_millis(200))

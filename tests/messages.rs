@@ -198,6 +198,10 @@ fn a_tensor_that_is_not_the_expected_one_is_told_to_both() {
             result
         });
         assert_eq!(error.failure.rank, 1);
+        assert!(
+            error.to_string().starts_with("ranks 0 (CPU:0) and 1 (CPU:1) failed in "),
+            "{error}"
+        );
         assert!(error.also_failed.is_empty(), "{error}");
     }
 }

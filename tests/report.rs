@@ -222,7 +222,7 @@ fn replicas_that_differ_are_told_of() {
     let path = folder.path().join("run.html");
     let fault = "--fault=desync:rank=1,at=step,step=5";
     let (code, _, stderr) = run(&["--nproc-per-node=2", fault, "--report", path.to_str().unwrap()]);
-    assert_eq!(code, Some(0), "{stderr}");
+    assert_eq!(code, Some(1), "{stderr}");
     assert!(stderr.contains("the ranks do not hold the same parameters; --check-replicas 1"));
     let page = data(&path);
     assert_eq!(page["replicas"]["equal"], false);

@@ -381,6 +381,49 @@ fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
 }
 
 #[test]
+fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
+    let fault = "--fault=desync:rank=1,at=step,step=5";
+    let tie = ") failed in step #63: after step 63 ranks 0 and 1 differ in `weight`";
+    let minority = "failed in step #42: after step 42 rank 1 has another `weight` than the others";
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let args = [fault, spawn, "--log-format=json"];
+        let (code, stdout, stderr) = run(&[&args[..], &["--nproc-per-node=2"]].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(stderr.contains(tie) && stderr.matches(" failed in ").count() == 1, "{stderr}");
+        assert!(stderr.contains("ddp-mp: ranks 0 (CPU:0"), "{stderr}");
+        assert!(stderr.contains(", and nothing tells which of the two is wrong"), "{stderr}");
+        let events: Vec<Value> =
+            stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let [.., end, failure] = &events[..] else { panic!("{stdout}") };
+        assert_eq!((&end["event"], &end["replicas_equal"]), (&"end".into(), &false.into()));
+        assert_eq!(failure["event"], "failure");
+        assert_eq!((&failure["rank"], &failure["ranks"]), (&Value::Null, &vec![0, 1].into()));
+        let device = failure["device"].as_str().unwrap();
+        assert!(device.starts_with("CPU:0") && device.contains(", CPU:1"), "{failure}");
+        // A majority tells who is wrong.
+        let (code, stdout, stderr) = run(&[&args[..], &["--nproc-per-node=3"]].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        assert!(stderr.contains("ddp-mp: rank 1 (CPU:1"), "{stderr}");
+        assert!(stderr.contains(minority), "{stderr}");
+        let failure: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+        assert_eq!((&failure["rank"], &failure["ranks"]), (&1.into(), &Value::Null));
+    }
+    // Several processes, of one rank and of several: each ends with the same error.
+    for (ranks, told) in [(&[1, 1][..], tie), (&[2, 1], minority)] {
+        for (code, stderr) in failures(&[fault], ranks, |_| {}) {
+            assert_eq!(code, Some(1), "{stderr}");
+            assert!(stderr.contains(told), "{stderr}");
+        }
+    }
+    // Found on the way, a tie is one, too.
+    let args = [fault, "--nproc-per-node=2", "--check-replicas=2"];
+    let (code, _, stderr) = run(&args);
+    assert_eq!(code, Some(1), "{stderr}");
+    let tie = "ranks 0 (CPU:0) and 1 (CPU:1) failed in step #5: after step 5 ranks 0 and 1 differ in `weight`";
+    assert!(stderr.contains(tie), "{stderr}");
+}
+
+#[test]
 fn replicas_that_are_equal_change_nothing() {
     let plain = ["--nproc-per-node=2", "--model=mlp", "--log-format=json"];
     let hash = |args: &[&str]| {

@@ -201,7 +201,8 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     })?;
 
     group.barrier()?;
-    if let Some(end) = ending::end(&trainer, &summary, job, &group)? {
+    let (end, replicas_equal) = ending::end(&trainer, &summary, job, &group)?;
+    if let Some(end) = end {
         if config.strategy == StrategyKind::Dp
             && job.printer.format() == LogFormat::Text
             && let Some(lesson) = through_rank_0(&end)
@@ -222,7 +223,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     if let Some(reason) = summary.stopped {
         job.stopped.get_or_init(|| reason);
     }
-    Ok(())
+    if replicas_equal { Ok(()) } else { Ok(ending::refuse_different_replicas(&trainer, job)?) }
 }
 
 /// What the process of rank 0 knows, and all ranks must.
@@ -373,8 +374,12 @@ fn start(job: &Job, parameters: usize) -> Start {
 pub(super) fn failure(error: &SpawnError) -> Failure {
     let failure = &error.failure;
     Failure {
-        rank: failure.rank,
-        device: failure.device.clone(),
+        rank: failure.tied.is_empty().then_some(failure.rank),
+        ranks: failure.tied.iter().map(|(rank, _)| *rank).collect(),
+        device: match &failure.tied[..] {
+            [] => failure.device.clone(),
+            tied => tied.iter().map(|(_, device)| &device[..]).collect::<Vec<_>>().join(", "),
+        },
         operation: failure.at.operation.to_string(),
         sequence: failure.at.sequence,
         error: failure.error.clone(),

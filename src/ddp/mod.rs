@@ -317,13 +317,14 @@ impl<M> DistributedDataParallel<M> {
     /// 64 bits over the values of all parameters, which must be there.
     pub(crate) fn replica_hash(&self) -> Result<u64> {
         self.group.synchronize()?;
-        let each = self.parameter_hashes()?.into_iter();
+        let each = self.tensor_hashes(false)?.into_iter();
         Ok(xxh3_64(&each.flat_map(|(_, hash)| hash.to_le_bytes()).collect::<Vec<_>>()))
     }
 
-    /// The names of all parameters, with 64 bits over the values of each, which must be there.
-    pub(crate) fn parameter_hashes(&self) -> Result<Vec<(String, u64)>> {
-        parameters::hash_each(&self.tensors)
+    /// Returns the names of all parameters, and of buffers if wanted, with 64 bits over the values of each, which must
+    /// be there.
+    pub(crate) fn tensor_hashes(&self, buffers: bool) -> Result<Vec<(String, u64)>> {
+        parameters::hash_each(&self.tensors, buffers)
     }
 }
 

@@ -183,10 +183,10 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
     Ok(hasher.digest())
 }
 
-/// The names of all parameters, with 64 bits over the values of each.
-pub(super) fn hash_each(tensors: &[NamedTensor]) -> Result<Vec<(String, u64)>> {
-    let parameters = tensors.iter().filter(|it| !it.is_buffer);
-    parameters.map(|it| Ok((it.name.clone(), xxh3_64(&bytes_of(&it.tensor)?)))).collect()
+/// Returns the names of all parameters, and of `buffers` if wanted, with 64 bits over the values of each.
+pub(super) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
+    let wanted = tensors.iter().filter(|it| buffers || !it.is_buffer);
+    wanted.map(|it| Ok((it.name.clone(), xxh3_64(&bytes_of(&it.tensor)?)))).collect()
 }
 
 /// The bytes of `tensor`, whose kind may be any and whose device too.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::error::runs;
 use crate::operation::{At, Operation};
 
 /// How one rank failed.
@@ -10,6 +11,8 @@ use crate::operation::{At, Operation};
 pub struct RankFailure {
     /// The rank to blame. When another rank waited for it in vain, that one is only the reporter.
     pub rank: usize,
+    /// All ranks that may be the wrong one with their devices, `rank` among them, if nothing tells which; else empty.
+    pub tied: Vec<(usize, String)>,
     /// Its device, as `CPU:1` or `GPU:0`.
     pub device: String,
     /// What it was doing.
@@ -20,13 +23,29 @@ pub struct RankFailure {
 
 impl fmt::Display for RankFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} ({}) ", self.rank, self.device)?;
+        match &self.tied[..] {
+            [] => write!(f, "rank {} ({}) ", self.rank, self.device)?,
+            tied => write!(f, "ranks {} ", list(tied))?,
+        }
         match self.at.operation {
             Operation::Function => write!(f, "failed in its function")?,
             Operation::ShutDown | Operation::Done => write!(f, "ended too early")?,
             _ => write!(f, "failed in {}", self.at)?,
         }
         write!(f, ": {}", self.error)
+    }
+}
+
+/// `0 (CPU:0) and 1 (CPU:1)`; without the devices of many.
+fn list(ranks: &[(usize, String)]) -> String {
+    const FEW: usize = 4;
+    let names: Vec<String> = match ranks {
+        few if few.len() <= FEW => few.iter().map(|(rank, on)| format!("{rank} ({on})")).collect(),
+        many => return runs(&many.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()),
+    };
+    match names.split_last() {
+        Some((last, others)) if !others.is_empty() => format!("{} and {last}", others.join(", ")),
+        _ => names.concat(),
     }
 }
 

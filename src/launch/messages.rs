@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::operation::At;
+use crate::sync::Failure;
 
 /// More ranks than any run has: that many are counted, and each takes some memory.
 pub(super) const MOST_RANKS: usize = 1 << 16;
@@ -153,6 +154,9 @@ impl Absence {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Told {
     pub rank: usize,
+    /// As [`Failure::tied`].
+    #[serde(default)]
+    pub tied: Vec<usize>,
     pub operation: String,
     pub sequence: u64,
     pub error: String,
@@ -161,7 +165,13 @@ pub(super) struct Told {
 impl Told {
     pub(super) fn new(rank: usize, at: At, error: &str) -> Self {
         let At { operation, sequence } = at;
-        Self { rank, operation: operation.to_string(), sequence, error: error.into() }
+        let (operation, tied) = (operation.to_string(), Vec::new());
+        Self { rank, tied, operation, sequence, error: error.into() }
+    }
+
+    pub(super) fn of(failure: &Failure) -> Self {
+        let Failure { rank, tied, at, error, .. } = failure;
+        Self { tied: tied.clone(), ..Self::new(*rank, *at, error) }
     }
 
     /// What the rank was doing.
@@ -179,7 +189,7 @@ impl Told {
     /// [`Error::Input`] for what is none.
     pub(super) fn from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Self> {
         let told: Self = from_json(key, bytes)?;
-        if told.rank < world_size {
+        if told.tied.iter().chain([&told.rank]).all(|&rank| rank < world_size) {
             return Ok(told);
         }
         let Told { rank, error, .. } = told;

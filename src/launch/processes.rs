@@ -174,7 +174,8 @@ impl SpawnProcesses<'_> {
         let error = &(error.to_owned() + &waits);
         let at = tell_ended(&store_of_run, rank, at, error)?;
         let failure = Some(Failure {
-            rank,
+            rank: Some(rank),
+            ranks: Vec::new(),
             device: rank_label(self.placement.devices[rank], rank),
             operation: at.operation.to_string(),
             sequence: at.sequence,
@@ -197,7 +198,7 @@ impl SpawnProcesses<'_> {
             let text = store.get(&report_of(rank), MERCY).ok()??;
             serde_json::from_slice(&text).ok()
         };
-        let blamed = |report: &Report| report.failure.as_ref().map(|failure| failure.rank);
+        let blamed = |report: &Report| report.failure.as_ref().and_then(|failure| failure.rank);
         let first = read(rank)
             .unwrap_or_else(|| Report { text: how(rank, pid, status), ..Report::default() });
         let of_blamed = blamed(&first).filter(|it| *it != rank).and_then(read);

@@ -313,12 +313,14 @@ impl Spawn {
         let first = self.first();
         let mut failures = run.failures();
         let table = table.filter(|_| failures.first().is_some_and(|it| it.waited));
-        let mut failures = failures.drain(..).map(|Failure { rank, at, error, .. }| RankFailure {
-            rank,
-            device: self.device(rank),
-            at,
-            error,
-        });
+        let mut failures =
+            failures.drain(..).map(|Failure { rank, tied, at, error, .. }| RankFailure {
+                rank,
+                tied: tied.into_iter().map(|rank| (rank, self.device(rank))).collect(),
+                device: self.device(rank),
+                at,
+                error,
+            });
         let Some(failure) = failures.next() else {
             // Without a failure every rank has started and ended, and has returned something.
             return Ok(threads.into_iter().filter_map(Thread::value).collect());

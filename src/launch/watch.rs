@@ -17,7 +17,7 @@ use super::messages::Told;
 use super::stall;
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
-use crate::sync::{Elsewhere, Run, Seen};
+use crate::sync::{Elsewhere, Failure, Run, Seen};
 use crate::torch::TcpStore;
 
 /// How often a process says that it lives.
@@ -99,7 +99,8 @@ impl Watch {
     /// Tells the others that this process ends before its ranks have begun. By a process that has not begun to watch.
     pub(super) fn tell_of_start(&self, error: &str) -> Result<()> {
         let Shared { store, mine, ranks, .. } = &*self.shared;
-        tell(store, ranks[*mine].start, At { operation: Operation::Start, sequence: 0 }, error)
+        let at = At { operation: Operation::Start, sequence: 0 };
+        tell(store, &Told::new(ranks[*mine].start, at, error))
     }
 
     /// Ends the watch. The process that serves the store passes `stay`, and this returns when the others need the
@@ -221,11 +222,10 @@ impl Shared {
 
     /// Tells the others what has failed here first, unless somebody was faster.
     fn tell(&self, run: &Run) {
-        if let Some((rank, at, error)) =
-            run.failures().first().map(|it| (it.rank, it.at, it.error.clone()))
-        {
+        let told = run.failures().first().map(Told::of);
+        if let Some(told) = told {
             // If the store is gone, they notice that.
-            let _ = tell(&self.hasty(never()), rank, at, &error);
+            let _ = tell(&self.hasty(never()), &told);
         }
     }
 
@@ -242,7 +242,9 @@ impl Shared {
         match Told::from_bytes(FAILURE, &text, run.activity.len()) {
             Ok(told) => {
                 run.activity[told.rank].restore(told.at());
-                run.report_at(told.rank, Some(told.at()), None, told.error);
+                let at = told.at();
+                let Told { rank, tied, error, .. } = told;
+                run.report_told(Failure { rank, tied, at, error, waited: false });
             }
             Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
         }
@@ -306,7 +308,7 @@ pub(super) fn tell_ended(store: &TcpStore, rank: usize, at: Option<At>, error: &
     };
     let at = at.map_or_else(doing, |at| Ok(Some(at)))?;
     let at = at.unwrap_or(At { operation: Operation::Start, sequence: 0 });
-    tell(store, rank, at, error)?;
+    tell(store, &Told::new(rank, at, error))?;
     Ok(at)
 }
 
@@ -350,8 +352,8 @@ pub(super) fn waited_for(
 }
 
 /// Tells the processes of `store` what has failed first, unless somebody was faster.
-fn tell(store: &TcpStore, rank: usize, at: At, error: &str) -> Result<()> {
-    store.compare_set(FAILURE, b"", &Told::new(rank, at, error).to_bytes(FAILURE)?).map(drop)
+fn tell(store: &TcpStore, told: &Told) -> Result<()> {
+    store.compare_set(FAILURE, b"", &told.to_bytes(FAILURE)?).map(drop)
 }
 
 fn alive(process: usize) -> String {

@@ -126,9 +126,12 @@ pub struct End {
 /// The run failed.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Failure {
-    /// The rank that failed first.
-    pub rank: usize,
-    /// Its device.
+    /// The rank that failed first; `None` where ranks differ and nothing tells which is wrong.
+    pub rank: Option<usize>,
+    /// These ranks then; else empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<usize>,
+    /// Its device; those of all such ranks.
     pub device: String,
     /// What it was doing.
     pub operation: String,

@@ -2,7 +2,7 @@
 //! them each other.
 
 use super::threaded::Announced;
-use crate::error::Error;
+use crate::error::{Error, Suspects, runs};
 use crate::operation::Operation;
 use crate::sync::at_line;
 
@@ -51,8 +51,8 @@ fn groups<'a>(
     groups
 }
 
-/// The error of ranks that have not all called the same. It blames the first rank of the fewest that have, of equally
-/// many the last: that is where the mistake is likely to be. `operation` says what a rank has called.
+/// Returns the error of ranks that have not all called the same. The rank to look at first is the first of the fewest
+/// that have, of equally many the last. `operation` says what a rank has called.
 pub(super) fn mismatch(
     sequence: u64,
     calls: &[Called],
@@ -65,7 +65,11 @@ pub(super) fn mismatch(
     }
     let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
     let odd = odd.map_or(0, |(_, ranks)| ranks[0]);
-    Error::Mismatch { sequence, calls: list(calls, odd), odd, called: operation(odd) }
+    let calls_of = |group: usize| groups[group].1.iter().map(move |&rank| (rank, group));
+    let answers: Vec<(usize, usize)> = (0..groups.len()).flat_map(calls_of).collect();
+    let mut suspects = Suspects::of(&answers);
+    suspects.ranks.sort_unstable();
+    Error::Mismatch { sequence, calls: list(calls, odd), suspects, odd, called: operation(odd) }
 }
 
 /// "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".
@@ -93,23 +97,6 @@ fn list(calls: &[Called], odd: usize) -> String {
     };
     let told: Vec<String> = lines.iter().take(FEW).map(line).collect();
     told.join("; ") + &left_out
-}
-
-/// `0-2, 5, 7, 8`: of ascending numbers.
-fn runs(numbers: &[usize]) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for &number in numbers {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == number => *last = number,
-            _ => runs.push((number, number)),
-        }
-    }
-    let text = |(first, last): (usize, usize)| match last - first {
-        0 => first.to_string(),
-        1 => format!("{first}, {last}"),
-        _ => format!("{first}-{last}"),
-    };
-    runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
 /// What the ranks of this process have called, which is the same, for other processes to read: a line with the call and
@@ -149,6 +136,26 @@ mod tests {
             Error::Mismatch { calls, odd, .. } => (calls, odd),
             other => panic!("{other}"),
         }
+    }
+
+    #[test]
+    fn two_ranks_are_tied_and_the_minority_of_more_is_suspected() {
+        let end = |calls: &[Called]| {
+            let error = mismatch(0, calls, |_| Operation::Barrier);
+            let text = error.to_string();
+            let end = text.split("same kinds and shapes").nth(1).unwrap().to_string();
+            (end, error.blames().unwrap().tied)
+        };
+        let (two, tied) = end(&[called(4, "x", 1), called(5, "y", 1)]);
+        assert_eq!(
+            (&two[..], &tied[..]),
+            ("; nothing tells which of ranks 4 and 5 is wrong", &[4, 5][..])
+        );
+        let (minority, tied) = end(&[called(4, "x", 1), called(5, "y", 1), called(6, "x", 2)]);
+        assert_eq!((&minority[..], tied.len()), ("", 0));
+        let (three, tied) = end(&[called(4, "x", 1), called(5, "y", 1), called(6, "z", 2)]);
+        assert_eq!(tied, [4, 5, 6]);
+        assert_eq!(three, "; no majority agrees, so nothing tells which rank is wrong");
     }
 
     #[test]

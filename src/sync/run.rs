@@ -13,7 +13,7 @@ use super::primitives::{
 };
 use super::timeline::RECORDS;
 use super::{CancelToken, Fault, Sightings, Stage, Timeline};
-use crate::error::{Error, LateRank, Result};
+use crate::error::{Blame, Error, LateRank, Result};
 use crate::operation::{At, Operation};
 
 /// What one rank does now, written by that rank alone and readable by all without a lock.
@@ -48,6 +48,8 @@ impl Activity {
 pub(crate) struct Failure {
     /// The rank to blame: the one that reported, or one that it waited for in vain.
     pub rank: usize,
+    /// All ranks that may be the wrong one, if nothing tells which; else empty.
+    pub tied: Vec<usize>,
     /// What that rank was doing.
     pub at: At,
     /// Why.
@@ -177,19 +179,33 @@ impl Run {
         cause: Option<&Error>,
         text: String,
     ) {
-        let mut failures = self.failures();
         let echo = self.told[reporter].load(Ordering::Relaxed)
             || matches!(cause, Some(Error::Cancelled { .. }));
+        let blamed = cause.and_then(Error::blames);
+        let waited = matches!(cause, Some(Error::Timeout { .. }))
+            || blamed.is_some() && !matches!(cause, Some(Error::Replicas { .. }));
+        let blames = blamed.is_some();
+        let Blame { rank, tied, at } =
+            blamed.unwrap_or_else(|| Blame { rank: reporter, tied: Vec::new(), at });
+        let at = at.unwrap_or_else(|| self.activity[rank].now());
+        let failure = Failure { rank, tied, at, error: text, waited };
+        self.note_failure(reporter, failure, echo, blames);
+    }
+
+    /// Notes a failure of another process that its process has told, and has everybody stop.
+    pub(crate) fn report_told(&self, failure: Failure) {
+        let echo = self.told[failure.rank].load(Ordering::Relaxed);
+        self.note_failure(failure.rank, failure, echo, false);
+    }
+
+    fn note_failure(&self, reporter: usize, failure: Failure, echo: bool, blames: bool) {
+        let mut failures = self.failures();
         if !echo || failures.is_empty() {
-            let blamed = cause.and_then(Error::blames);
-            let waited = matches!(cause, Some(Error::Timeout { .. }))
-                || blamed.is_some() && !matches!(cause, Some(Error::Replicas { .. }));
-            let (rank, at) = blamed.unwrap_or((reporter, at));
-            let at = at.unwrap_or_else(|| self.activity[rank].now());
             // Ranks that wait in vain for the same one tell the same story, each in its words.
-            let known = |f: &Failure| f.error == text || (blamed.is_some() && f.rank == rank);
+            let known =
+                |it: &Failure| it.error == failure.error || (blames && it.rank == failure.rank);
             if !failures.iter().any(known) {
-                failures.push(Failure { rank, at, error: text, waited });
+                failures.push(failure);
             }
         }
         // What the reporter says next, this same error in other words for one, follows from this.

@@ -4,8 +4,8 @@ use tch::nn::ModuleT;
 use tch::{Device, Kind, Tensor};
 
 use super::Trainer;
-use crate::ddp::Strategy;
-use crate::error::{Error, Result};
+use crate::ddp::{DistributedDataParallel, Strategy};
+use crate::error::{Error, Result, Suspects};
 
 impl<M: ModuleT> Trainer<M> {
     /// Compares after every so many steps, at least one, what each rank has for each parameter, by 64 bits over its
@@ -36,9 +36,22 @@ impl<M: ModuleT> Trainer<M> {
         if !step.is_multiple_of(every) {
             return Ok(());
         }
+        self.compare_replicas(ddp, false)
+    }
+
+    /// Compares what each rank has for each parameter, and with `buffers` for each buffer. A collective.
+    ///
+    /// # Errors
+    /// [`Error::Replicas`], on all ranks alike.
+    pub(crate) fn compare_replicas(
+        &self,
+        ddp: &DistributedDataParallel<M>,
+        buffers: bool,
+    ) -> Result<()> {
         let group = ddp.group();
         group.synchronize()?;
-        let (names, mine): (Vec<String>, Vec<u64>) = ddp.parameter_hashes()?.into_iter().unzip();
+        let (names, mine): (Vec<String>, Vec<u64>) =
+            ddp.tensor_hashes(buffers)?.into_iter().unzip();
         let torch = || Error::torch("comparing the parameters");
         let mine: Vec<i64> = mine.into_iter().map(u64::cast_signed).collect();
         let mine = Tensor::f_from_slice(&mine)
@@ -50,38 +63,30 @@ impl<M: ModuleT> Trainer<M> {
         group.synchronize()?;
         let all = all.f_to_device(Device::Cpu).and_then(|it| it.f_reshape([-1])).map_err(torch())?;
         let all = Vec::<i64>::try_from(all).map_err(torch())?;
-        match odd_one(&all, names.len()) {
+        match difference(&all, &names, group.ranks()) {
             None => Ok(()),
-            Some(Odd { rank, parameter, count }) => Err(Error::Replicas {
-                parameter: names[parameter].clone(),
-                others: count - 1,
-                rank: group.ranks()[rank],
-                step: step - 1,
-            }),
+            Some((parameter, others, suspects)) => {
+                let step = self.state.step.saturating_sub(1);
+                Err(Error::Replicas { parameter: parameter.clone(), others, suspects, step })
+            }
         }
     }
 }
 
-/// A rank whose parameters are not those of the others.
-#[derive(Debug, PartialEq, Eq)]
-struct Odd {
-    rank: usize,
-    /// The first that differs.
-    parameter: usize,
-    /// How many differ on any rank.
-    count: usize,
-}
-
-/// Looks at the hashes of all ranks, `parameters` of each. The odd one has what the fewest have; of two the later.
-fn odd_one(all: &[i64], parameters: usize) -> Option<Odd> {
-    let ranks: Vec<&[i64]> = all.chunks_exact(parameters.max(1)).collect();
-    let differs = |parameter: &usize| ranks.iter().any(|it| it[*parameter] != ranks[0][*parameter]);
-    let differing: Vec<usize> = (0..parameters).filter(differs).collect();
-    let parameter = *differing.first()?;
-    let of = |rank: usize| ranks[rank][parameter];
-    let same = |rank: &usize| ranks.iter().filter(|it| it[parameter] == of(*rank)).count();
-    let rank = (0..ranks.len()).rev().min_by_key(same)?;
-    Some(Odd { rank, parameter, count: differing.len() })
+/// Returns the first of `names` whose hashes differ between `ranks`, how many others do, and whose may be wrong; `None`
+/// if all are equal. `all` has the hashes of one rank after those of the other.
+fn difference<'a>(
+    all: &[i64],
+    names: &'a [String],
+    ranks: &[usize],
+) -> Option<(&'a String, usize, Suspects)> {
+    let of_ranks: Vec<&[i64]> = all.chunks_exact(names.len().max(1)).collect();
+    let differs = |at: &usize| of_ranks.iter().any(|it| it[*at] != of_ranks[0][*at]);
+    let differing: Vec<usize> = (0..names.len()).filter(differs).collect();
+    let first = *differing.first()?;
+    let answers: Vec<(usize, i64)> =
+        ranks.iter().zip(&of_ranks).map(|(&rank, it)| (rank, it[first])).collect();
+    Some((&names[first], differing.len() - 1, Suspects::of(&answers)))
 }
 
 #[cfg(test)]
@@ -89,14 +94,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_odd_one_is_the_one_that_the_others_do_not_agree_with() {
-        let odd = |all: &[i64], parameters| odd_one(all, parameters);
-        assert_eq!(odd(&[1, 2, 3, 1, 2, 3], 3), None);
-        assert_eq!(odd(&[], 0), None);
-        assert_eq!(odd(&[1, 2], 2), None);
-        let found = |rank, parameter, count| Some(Odd { rank, parameter, count });
-        assert_eq!(odd(&[1, 2, 3, 1, 9, 9], 3), found(1, 1, 2));
-        assert_eq!(odd(&[9, 2, 1, 2, 1, 2], 2), found(0, 0, 1));
-        assert_eq!(odd(&[1, 2, 1, 9, 1, 2, 1, 2], 2), found(1, 1, 1));
+    fn the_first_that_differs_is_named_with_the_ranks_that_may_be_wrong() {
+        let names = ["a", "b", "c"].map(String::from);
+        let found = |all: &[i64], ranks: &[usize]| {
+            let count = all.len() / ranks.len().max(1);
+            let found = difference(all, &names[..count], ranks);
+            found.map(|(name, others, it)| (name.clone(), others, it.ranks, it.has_majority))
+        };
+        let expected = |name: &str, others, ranks: &[usize], has_majority| {
+            Some((name.to_string(), others, ranks.to_vec(), has_majority))
+        };
+        assert_eq!(found(&[1, 2, 3, 1, 2, 3], &[0, 1]), None);
+        assert_eq!(found(&[], &[]), None);
+        assert_eq!(found(&[1, 2], &[0]), None);
+        assert_eq!(found(&[1, 2, 3, 1, 9, 9], &[0, 1]), expected("b", 1, &[0, 1], false));
+        assert_eq!(found(&[9, 2, 1, 2, 1, 2], &[0, 1, 2]), expected("a", 0, &[0], true));
+        let of_four = [1, 2, 1, 9, 1, 2, 1, 2];
+        assert_eq!(found(&of_four, &[4, 5, 6, 7]), expected("b", 0, &[5], true));
     }
 }

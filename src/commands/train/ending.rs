@@ -25,13 +25,14 @@ struct OfRank {
     parameters: Option<u64>,
 }
 
-/// Gathers what all ranks have to tell; on rank 0, what the run came to. A collective.
+/// Gathers what all ranks have to tell. Returns what the run came to on rank 0, and on all ranks whether the replicas
+/// are equal. A collective.
 pub(super) fn end(
     trainer: &Trainer<Model>,
     summary: &Summary,
     job: &Job,
     group: &ProcessGroup,
-) -> Result<Option<End>> {
+) -> Result<(Option<End>, bool)> {
     let Traffic { sent, received } = group.traffic();
     let of_model = trainer.ddp().parameters_hash()?;
     let parameters = match trainer.ddp() {
@@ -46,9 +47,14 @@ pub(super) fn end(
         phases: group.phase_seconds(),
         parameters,
     };
-    let Some(of_ranks) = group.gather_object(&mine, 0)? else { return Ok(None) };
-    let seconds = summary.elapsed.as_secs_f64();
+    // All ranks must know: each ends with an error if the replicas differ.
+    let of_ranks = group.all_gather_object(&mine)?;
     let replicas = replicas(&of_ranks, job.config.check_replicas);
+    let equal = replicas.as_ref().is_none_or(|it| it.equal);
+    if group.rank() > 0 {
+        return Ok((None, equal));
+    }
+    let seconds = summary.elapsed.as_secs_f64();
     let statistics = trainer.ddp().statistics();
     let hidden = statistics.hidden;
     let by_rank = |of: fn(&OfRank) -> f64| of_ranks.iter().map(of).collect::<Vec<_>>();
@@ -91,7 +97,18 @@ pub(super) fn end(
         draft.verdict = verdict(&end, phases, hidden, job, group);
         draft.end = Some(end.clone());
     });
-    Ok(Some(end))
+    Ok((Some(end), equal))
+}
+
+/// Ends a run whose replicas differ.
+///
+/// # Errors
+/// [`Error::Replicas`], on all ranks alike.
+pub(super) fn refuse_different_replicas(trainer: &Trainer<Model>, job: &Job) -> Result<()> {
+    match trainer.ddp() {
+        Strategy::Ddp(ddp) => trainer.compare_replicas(ddp, !job.config.no_broadcast_buffers),
+        Strategy::Dp(_) => Ok(()),
+    }
 }
 
 fn replicas(of_ranks: &[OfRank], checked_every: Option<u64>) -> Option<Replicas> {

@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::super::calls::{Called, SIZES, mismatch};
 use super::super::{Call, ReduceOp, device_name, kind_name, num_bytes};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Suspects};
 use crate::operation::Operation;
 use crate::sync::{self, at_line};
 use crate::torch::cuda;
@@ -163,6 +163,7 @@ pub(super) fn compare<'a>(
                 (sender.inputs[first_place + to].numel, receiver.outputs[first_place + from].numel);
             if sent != expected {
                 let (from, odd) = (members[from], members[to]);
+                let suspects = Suspects::tied(vec![from, odd]);
                 let [at, there] = [sender, receiver].map(|it| at_line(it.place));
                 let to = if from == odd {
                     " to itself, but expects".into()
@@ -172,7 +173,8 @@ pub(super) fn compare<'a>(
                 let calls = format!(
                     "in all_to_all rank {from} sends {sent} elements{to} {expected}{there}"
                 );
-                return Err(Error::Mismatch { sequence, calls, odd, called: first.operation });
+                let called = first.operation;
+                return Err(Error::Mismatch { sequence, calls, suspects, odd, called });
             }
         }
     }

@@ -1,0 +1,174 @@
+//! Which rank is wrong where ranks differ: the minority, if there is a majority.
+
+use crate::operation::At;
+
+/// The ranks that may be wrong where ranks differ.
+///
+/// A majority of more than half of the ranks is taken to be right. Between two ranks nothing tells which is wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Suspects {
+    /// The ranks outside of the majority; all ranks, if there is no majority. Ascending.
+    pub ranks: Vec<usize>,
+    /// Whether more than half of the ranks agree.
+    pub has_majority: bool,
+}
+
+impl Suspects {
+    /// Returns the suspects among ranks with these answers.
+    pub(crate) fn of<T: PartialEq>(answers: &[(usize, T)]) -> Self {
+        let same = |answer: &T| answers.iter().filter(|(_, it)| it == answer).count();
+        let majority = answers.iter().find(|(_, it)| 2 * same(it) > answers.len());
+        let suspected =
+            answers.iter().filter(|(_, it)| majority.is_none_or(|(_, right)| it != right));
+        Self { ranks: suspected.map(|(rank, _)| *rank).collect(), has_majority: majority.is_some() }
+    }
+
+    /// Returns ranks that differ from each other, and from no others.
+    pub(crate) fn tied(mut ranks: Vec<usize>) -> Self {
+        ranks.sort_unstable();
+        ranks.dedup();
+        Self { has_majority: ranks.len() == 1, ranks }
+    }
+
+    pub(super) fn is_one(&self) -> bool {
+        self.ranks.len() == 1
+    }
+
+    /// ``rank 1 has another `weight` than the others``.
+    pub(super) fn hold_another(&self, parameter: &str) -> String {
+        let ranks = list_ranks(&self.ranks);
+        match self {
+            Self { has_majority: false, ranks: two } if two.len() == 2 => {
+                format!(
+                    "{ranks} differ in `{parameter}`, and nothing tells which of the two is wrong"
+                )
+            }
+            Self { has_majority: false, .. } => format!(
+                "{ranks} differ in `{parameter}`, and no majority has the same values, so nothing tells which is wrong"
+            ),
+            it if it.is_one() => format!("{ranks} has another `{parameter}` than the others"),
+            _ => format!("{ranks} have another `{parameter}` than the majority"),
+        }
+    }
+
+    /// The end of a message about ranks that differ.
+    pub(super) fn without_majority(&self) -> String {
+        match self {
+            Self { has_majority: true, .. } => String::new(),
+            Self { ranks, .. } if ranks.len() == 2 => {
+                format!("; nothing tells which of {} is wrong", list_ranks(ranks))
+            }
+            _ => "; no majority agrees, so nothing tells which rank is wrong".into(),
+        }
+    }
+}
+
+/// `rank 3`, `ranks 0 and 1`, `ranks 0-2, 5`: of ascending ranks.
+fn list_ranks(ranks: &[usize]) -> String {
+    match ranks {
+        [rank] => format!("rank {rank}"),
+        [first, second] => format!("ranks {first} and {second}"),
+        _ => format!("ranks {}", runs(ranks)),
+    }
+}
+
+/// `0-2, 5, 7, 8`: of ascending numbers.
+pub(crate) fn runs(numbers: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &number in numbers {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == number => *last = number,
+            _ => runs.push((number, number)),
+        }
+    }
+    let text = |(first, last): (usize, usize)| match last - first {
+        0 => first.to_string(),
+        1 => format!("{first}, {last}"),
+        _ => format!("{first}-{last}"),
+    };
+    runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+/// The ranks that an error blames.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Blame {
+    /// The rank to look at first.
+    pub rank: usize,
+    /// All ranks that may be the wrong one, if nothing tells which; else empty.
+    pub tied: Vec<usize>,
+    /// What the rank was doing, if that is not what it does now.
+    pub at: Option<At>,
+}
+
+impl Blame {
+    pub(super) fn one(rank: usize, at: Option<At>) -> Self {
+        Self { rank, tied: Vec::new(), at }
+    }
+
+    pub(super) fn of(suspects: &Suspects, rank: usize, at: Option<At>) -> Self {
+        let tied = if suspects.has_majority { Vec::new() } else { suspects.ranks.clone() };
+        Self { rank, tied, at }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    fn suspects(answers: &[char]) -> (Vec<usize>, bool) {
+        let answers: Vec<(usize, char)> = answers.iter().copied().enumerate().collect();
+        let Suspects { ranks, has_majority } = Suspects::of(&answers);
+        (ranks, has_majority)
+    }
+
+    #[test]
+    fn the_minority_is_suspected_and_all_are_without_a_majority() {
+        assert_eq!(suspects(&['a', 'b', 'a']), (vec![1], true));
+        assert_eq!(suspects(&['b', 'a', 'a', 'a', 'c']), (vec![0, 4], true));
+        assert_eq!(suspects(&['a', 'b']), (vec![0, 1], false));
+        assert_eq!(suspects(&['a', 'b', 'c']), (vec![0, 1, 2], false));
+        // The largest group is no majority.
+        assert_eq!(suspects(&['a', 'a', 'b', 'c']), (vec![0, 1, 2, 3], false));
+    }
+
+    #[test]
+    fn ranks_are_listed_as_runs() {
+        let listed = [&[3][..], &[0, 1], &[2, 5], &[0, 1, 2, 5], &[0, 1, 3]].map(list_ranks);
+        assert_eq!(
+            listed,
+            ["rank 3", "ranks 0 and 1", "ranks 2 and 5", "ranks 0-2, 5", "ranks 0, 1, 3"]
+        );
+    }
+
+    #[test]
+    fn an_error_blames_one_rank_only_if_something_tells_which() {
+        let replicas = |answers: &[(usize, char)]| Error::Replicas {
+            parameter: "weight".into(),
+            others: 0,
+            suspects: Suspects::of(answers),
+            step: 5,
+        };
+        let tie = replicas(&[(0, 'a'), (1, 'b')]);
+        let told = tie.to_string();
+        assert!(
+            told.starts_with("after step 5 ranks 0 and 1 differ in `weight`, and nothing tells"),
+            "{told}"
+        );
+        assert_eq!(tie.blames().unwrap().tied, [0, 1]);
+        let minority = replicas(&[(0, 'a'), (1, 'b'), (2, 'a')]);
+        let told = minority.to_string();
+        assert!(
+            told.starts_with("after step 5 rank 1 has another `weight` than the others; "),
+            "{told}"
+        );
+        let Blame { rank, tied, .. } = minority.blames().unwrap();
+        assert_eq!((rank, tied.len()), (1, 0));
+        let none = replicas(&[(0, 'a'), (1, 'b'), (2, 'c')]).to_string();
+        assert!(none.contains("ranks 0-2 differ in `weight`, and no majority has"), "{none}");
+        let shared = Error::SharedMemory { first: 1, second: 2 };
+        assert_eq!(shared.blames().unwrap().tied, [1, 2]);
+        let alone = Error::SharedMemory { first: 2, second: 2 }.blames().unwrap();
+        assert_eq!((alone.rank, alone.tied.len()), (2, 0));
+    }
+}
