@@ -9,6 +9,8 @@ use ddp_mp::ddp::{CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
+use proptest::prelude::*;
+use proptest::sample::Index;
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, ranks};
@@ -167,5 +169,278 @@ fn hooks_average_half_precision_as_by_threads() {
         let threads = ranks(counts.iter().sum(), |rank, group| averages(rank, &group));
         let across = processes(counts, |rank, group| averages(rank, &group));
         assert!(threads == across, "{counts:?}");
+    }
+}
+
+fn one(value: i64) -> Tensor {
+    Tensor::from_slice(&[value])
+}
+
+/// A message of a random order: its ranks, its tag, and how many numbers it has.
+#[derive(Debug, Clone)]
+struct Message {
+    from: usize,
+    to: usize,
+    tag: u64,
+    len: i64,
+    /// Whether it is received from anybody.
+    is_from_anybody: bool,
+}
+
+/// Tags from both ends; what is received from anybody has one of its own.
+const TAGS: [u64; 4] = [0, 1, u64::MAX - 2, u64::MAX];
+
+fn message(world_size: usize) -> impl Strategy<Value = Message> {
+    // Nothing, little, the most that goes along with an offer, one more, and much.
+    let len = prop::sample::select(vec![0, 1, 100, 8192, 8193, 200_000]);
+    (0..world_size, 1..world_size, prop::sample::select(&TAGS[..]), len).prop_map(
+        move |(from, step, tag, len)| {
+            let to = (from + step) % world_size;
+            Message { from, to, tag, len, is_from_anybody: tag == TAGS[2] }
+        },
+    )
+}
+
+/// What message `number` of the order is filled with.
+fn filled(message: &Message, number: usize) -> Tensor {
+    Tensor::full(
+        [message.len],
+        number as i64 * 100 + message.from as i64,
+        (Kind::Int64, Device::Cpu),
+    )
+}
+
+/// Every rank sends its messages in the order of the list and expects those for it in that order, but begins the one and
+/// the other in turns that `turns` decides, and waits for them in the order of `waits`.
+fn exchange(
+    (me, group): (usize, &ProcessGroup),
+    messages: &[Message],
+    turns: &[bool],
+    waits: &[Index],
+) -> anyhow::Result<()> {
+    let numbered = || messages.iter().enumerate();
+    let mut sends = numbered().filter(|(_, it)| it.from == me).peekable();
+    let mut receives = numbered().filter(|(_, it)| it.to == me).peekable();
+    let (mut turns, mut works, mut received) = (turns.iter().cycle(), Vec::new(), Vec::new());
+    while sends.peek().is_some() || receives.peek().is_some() {
+        if *turns.next().unwrap() {
+            let Some((number, message)) = sends.next() else { continue };
+            works.push(group.isend(&filled(message, number), message.to, message.tag)?);
+        } else {
+            let Some((number, message)) = receives.next() else { continue };
+            let mut into = Tensor::full([message.len], -1, (Kind::Int64, Device::Cpu));
+            if message.is_from_anybody {
+                received.push((number, message, into));
+                continue;
+            }
+            works.push(group.irecv(&mut into, Some(message.from), message.tag)?);
+            received.push((number, message, into));
+        }
+    }
+    // Of one length only, because who comes first is not known.
+    for (_, message, into) in received.iter_mut().filter(|(_, it, _)| it.is_from_anybody) {
+        let from = group.recv(into, None, message.tag)?;
+        assert_eq!(into.int64_value(&[0]) % 100, from as i64);
+    }
+    for wait in waits.iter().cycle().take(works.len()) {
+        let work = works.swap_remove(wait.index(works.len()));
+        work.wait()?;
+    }
+    for (number, message, into) in received.iter().filter(|(_, it, _)| !it.is_from_anybody) {
+        assert!(into.equal(&filled(message, *number)), "{message:?}");
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Messages of one source, destination and tag arrive in their order, whatever the others do.
+    #[test]
+    fn messages_in_random_orders_arrive(
+        (counts, mut messages) in prop::sample::select(vec![
+            vec![1, 1], vec![2, 2], vec![1, 3, 2],
+        ]).prop_flat_map(|counts: Vec<usize>| {
+            let world_size = counts.iter().sum();
+            (Just(counts), prop::collection::vec(message(world_size), 0..60))
+        }),
+        turns: [Vec<bool>; 6],
+        waits in prop::collection::vec(any::<Index>(), 1..20),
+    ) {
+        messages.iter_mut().filter(|it| it.is_from_anybody).for_each(|it| it.len = 300);
+        processes(&counts, move |rank, group| {
+            let me = rank.rank();
+            let turns = [&turns[me][..], &[true, false]].concat();
+            exchange((me, &group), &messages, &turns, &waits)?;
+            // The same again, in the other direction, on connections that are there.
+            let back = |it: &Message| Message { from: it.to, to: it.from, ..it.clone() };
+            let back: Vec<Message> = messages.iter().map(back).collect();
+            exchange((me, &group), &back, &turns, &waits)
+        });
+    }
+}
+
+#[test]
+fn messages_go_between_all_of_many_ranks() {
+    processes(&[17, 18], |rank, group| {
+        let (me, count) = (rank.rank(), rank.world_size());
+        let others: Vec<usize> = (0..count).filter(|&other| other != me).collect();
+        let mine: Vec<Tensor> = others.iter().map(|to| one((me * 100 + to) as i64)).collect();
+        let mut theirs: Vec<Tensor> = others.iter().map(|_| one(-1)).collect();
+        let mut works = Vec::new();
+        for ((&other, mine), theirs) in others.iter().zip(&mine).zip(&mut theirs) {
+            works.push(group.isend(mine, other, 9_999_999_999)?);
+            works.push(group.irecv(theirs, Some(other), 9_999_999_999)?);
+        }
+        works.into_iter().try_for_each(ddp_mp::Work::wait)?;
+        for (other, theirs) in others.iter().zip(&theirs) {
+            assert_eq!(theirs.int64_value(&[0]), (other * 100 + me) as i64);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn objects_go_from_process_to_process() {
+    for counts in [&[1, 1][..], &[2, 2]] {
+        processes(counts, |rank, group| {
+            let (me, count) = (rank.rank(), rank.world_size());
+            // So long that they are asked for, and so short that they are not.
+            for len in [3, 100_000] {
+                let list: Vec<String> = (0..2).map(|_| "é".repeat(len)).collect();
+                if me > 0 {
+                    group.send_object_list(&list, me - 1)?;
+                }
+                if me + 1 < count {
+                    assert_eq!(group.recv_object_list::<String>(me + 1)?, list);
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn large_messages_cross_each_other_and_fill_what_has_gaps() {
+    processes(&[2, 1], |rank, group| {
+        let me = rank.rank();
+        let other = if me == 2 { 0 } else { 2 };
+        let tensor = |rank: usize| {
+            let numbers = Tensor::arange(3_000_000, (Kind::Float, Device::Cpu)) + rank as i64;
+            numbers.view([1000, 3000])
+        };
+        if me == 1 {
+            return Ok(());
+        }
+        let mut received = Tensor::zeros([3000, 2000], (Kind::Float, Device::Cpu));
+        let mut into = received.slice(1, 0, 2000, 2);
+        let sent = group.isend(&tensor(me).transpose(0, 1), other, 0)?;
+        group.irecv(&mut into, Some(other), 0)?.wait()?;
+        sent.wait()?;
+        assert!(into.equal(&tensor(other).transpose(0, 1)));
+        assert_eq!(received.slice(1, 1, 2000, 2).abs().max().double_value(&[]), 0.);
+        // A scalar, and a kind that has no arithmetic of its own here.
+        let kind = Kind::ComplexFloat;
+        let scalar = Tensor::full([], 7, (kind, Device::Cpu));
+        received = Tensor::zeros([], (kind, Device::Cpu));
+        let sent = group.isend(&scalar, other, 0)?;
+        group.recv(&mut received, Some(other), 0)?;
+        sent.wait()?;
+        assert!(received.equal(&scalar));
+        Ok(())
+    });
+}
+
+/// What the first process ends with.
+fn failing(
+    counts: &[usize],
+    timeout: Duration,
+    f: impl Fn(usize, &ProcessGroup) -> ddp_mp::Result<()> + Send + Sync + 'static,
+) -> Vec<String> {
+    let ended = try_processes(counts, timeout, move |rank, group| Ok(f(rank.rank(), &group)?));
+    ended.into_iter().map(|it| it.unwrap_err().to_string()).collect()
+}
+
+#[test]
+fn a_tensor_that_is_not_the_expected_one_is_told_in_both_processes() {
+    for len in [4, 100_000] {
+        let told = failing(&[1, 2], TIMEOUT, move |me, group| match me {
+            0 => group.send(&Tensor::zeros([len], (Kind::Float, Device::Cpu)), 2, 5),
+            1 => group.recv(&mut one(0), Some(2), 6).map(drop),
+            _ => group.recv(&mut one(0), Some(0), 5).map(drop),
+        });
+        for told in told {
+            let expected =
+                format!("rank 2 expects int64 [1] from rank 0, which sends float32 [{len}]");
+            assert!(told.contains(&expected), "{told}");
+        }
+    }
+}
+
+#[test]
+fn a_message_that_does_not_come_ends_the_wait() {
+    // Nobody receives, and nobody sends: little, which is there already, and much.
+    let limit = Duration::from_secs(1);
+    for len in [1, 100_000] {
+        for sends in [true, false] {
+            let told = failing(&[1, 1], limit, move |me, group| {
+                let mut tensor = Tensor::zeros([len], (Kind::Float, Device::Cpu));
+                match me {
+                    0 if sends => group.send(&tensor, 1, 0),
+                    0 => group.recv(&mut tensor, Some(1), 0).map(drop),
+                    _ => group.recv(&mut tensor, Some(0), 1).map(drop),
+                }
+            });
+            assert!(told[0].contains("waited 1s in"), "{told:?}");
+        }
+    }
+    // The other process has ended.
+    let told = try_processes(&[1, 1], TIMEOUT, |rank, group| match rank.rank() {
+        0 => Ok(group.recv(&mut one(0), Some(1), 0).map(drop)?),
+        _ => Ok(()),
+    });
+    let told = told.into_iter().next().unwrap().unwrap_err().to_string();
+    assert!(told.contains("the connection to rank 1"), "{told}");
+    assert!(told.contains("is lost"), "{told}");
+    // What was sent is asked for by nobody, and its rank does not wait for it.
+    let told = try_processes(&[1, 1], TIMEOUT, |rank, group| {
+        if rank.rank() == 0 {
+            let tensor = Tensor::zeros([100_000], (Kind::Float, Device::Cpu));
+            drop(group.isend(&tensor, 1, 0)?);
+        }
+        Ok(())
+    });
+    let told = told.into_iter().next().unwrap().unwrap_err().to_string();
+    assert!(told.contains("send #0"), "{told}");
+    // Another one fails.
+    let told = failing(&[1, 2], TIMEOUT, |me, group| match me {
+        2 => Err(ddp_mp::Error::Input("the cause".into())),
+        1 => group.recv(&mut one(0), None, 0).map(drop),
+        _ => group.irecv(&mut one(0), Some(1), 0)?.wait(),
+    });
+    for told in told {
+        assert!(told.contains("rank 2") && told.contains("the cause"), "{told}");
+    }
+}
+
+#[test]
+fn what_was_sent_is_received_after_its_sender_has_ended() {
+    for _ in 0..5 {
+        processes(&[1, 1, 1], |rank, group| {
+            match rank.rank() {
+                0 => {
+                    // Which comes when rank 2 has ended, or does not know that yet.
+                    let mut tensor = one(0);
+                    group.recv(&mut tensor, Some(1), 0)?;
+                    for expected in [7, 8] {
+                        group.recv(&mut tensor, Some(2), 0)?;
+                        assert_eq!(tensor.int64_value(&[0]), expected);
+                    }
+                }
+                1 => group.send(&one(1), 0, 0)?,
+                _ => [7, 8].into_iter().try_for_each(|it| group.isend(&one(it), 0, 0).map(drop))?,
+            }
+            Ok(())
+        });
     }
 }

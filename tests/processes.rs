@@ -91,6 +91,7 @@ fn child() {
     let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
         "collectives" => collectives,
         "messages" => messages,
+        "message_to_nobody" => message_to_nobody,
         "failing_backward" => failing_backward,
         "groups" => groups,
         "mismatch" => mismatch,
@@ -267,9 +268,20 @@ fn messages(rank: &Rank, group: Rc<ProcessGroup>) {
             assert_eq!(tensor.int64_value(&[0]), number);
         }
     }
-    if count == 2 {
-        let error = group.send(&Tensor::from_slice(&[1f32]), 1 - me, 256);
-        assert!(error.unwrap_err().to_string().contains("a message has a tag below 256"));
+    // Any tag, from anybody; objects.
+    if me == 0 {
+        let mut tensor = Tensor::from_slice(&[0i64]);
+        let mut sources: Vec<usize> =
+            (1..count).map(|_| group.recv(&mut tensor, None, u64::MAX - 1).unwrap()).collect();
+        sources.sort_unstable();
+        assert!(sources.into_iter().eq(1..count));
+        let objects: Vec<String> = group.recv_object_list(count - 1).unwrap();
+        assert_eq!(objects, ["hello", "world"]);
+    } else {
+        group.send(&Tensor::from_slice(&[me as i64]), 0, u64::MAX - 1).unwrap();
+        if me == count - 1 {
+            group.send_object_list(&["hello", "world"], 0).unwrap();
+        }
     }
     group.barrier().unwrap();
 }
@@ -278,6 +290,37 @@ fn messages(rank: &Rank, group: Rc<ProcessGroup>) {
 fn messages_go_from_process_to_process() {
     scene("messages", &[1, 1]);
     scene("messages", &[2, 1, 2]);
+}
+
+/// The last process is gone before it receives, or sends.
+fn message_to_nobody(rank: &Rank, group: Rc<ProcessGroup>) {
+    let last = rank.world_size() - 1;
+    let mut tensor = Tensor::zeros([100_000], (Kind::Float, tch::Device::Cpu));
+    if rank.rank() == last {
+        // One message first, so that it is known to be there.
+        group.send(&tensor, 0, 0).unwrap();
+        std::process::abort();
+    }
+    if rank.rank() > 0 {
+        return drop(group.recv(&mut tensor, Some(0), 0));
+    }
+    group.recv(&mut tensor, Some(last), 0).unwrap();
+    let error = match last {
+        1 => group.recv(&mut tensor, Some(last), 0).map(drop),
+        _ => group.send(&tensor, last, 0),
+    };
+    panic!("{}", error.unwrap_err());
+}
+
+#[test]
+fn a_message_that_a_killed_process_is_in_is_an_error_that_names_its_rank() {
+    for ranks in [&[1, 1][..], &[1, 1, 1]] {
+        let ended = play("message_to_nobody", ranks);
+        let (code, told) = &ended[0];
+        assert_eq!(*code, Some(101), "{told}");
+        let last = ranks.len() - 1;
+        assert!(told.contains(&format!("the connection to rank {last}")), "{told}");
+    }
 }
 
 fn groups(rank: &Rank, group: Rc<ProcessGroup>) {

@@ -51,10 +51,11 @@ impl Invitation {
         through_nccl: bool,
     ) -> Result<Self> {
         let shared = Arc::new(Shared::new(run.clone(), members, network.layout().here()));
-        let network = Arc::new(network);
         if !through_nccl {
-            return Ok(Invitation::Gloo(shared, network));
+            let network = network.with_messages_to(shared.mail())?;
+            return Ok(Invitation::Gloo(shared, Arc::new(network)));
         }
+        let network = Arc::new(network);
         let makes_it = network.layout().mine == 0;
         let id = UniqueId::through(network.store(), "nccl", makes_it, run.timeout)?;
         Ok(Invitation::Nccl(id, shared, Some(network)))

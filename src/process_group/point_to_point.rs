@@ -5,8 +5,9 @@ use std::panic::Location;
 use tch::{Device, Tensor};
 
 use super::arguments::{Dense, refuse};
-use super::threaded::{self, Parcel};
-use super::work::State;
+use super::gloo::Letter;
+use super::threaded::{self, Contents, Parcel};
+use super::work::{OtherSide, State};
 use super::{ProcessGroup, Traffic, Work, num_bytes};
 #[cfg(doc)]
 use crate::error::Error;
@@ -54,15 +55,16 @@ impl ProcessGroup {
     /// ranks are received in the order in which they were sent, those of each `tag` on their own; `nccl`
     /// knows no tags.
     ///
-    /// With `threaded` the tensor is copied once, by whichever of the two comes second. So two ranks that both
-    /// send before they receive wait for each other until they time out
+    /// Between ranks of one process the tensor is copied once, by whichever of the two comes second. Between processes
+    /// (`gloo`) it goes over the network, up to 64 KiB at once, and more when the receiver is there. Either way two ranks
+    /// that both send before they receive wait for each other until they time out
     /// ([`Spawn::timeout`](crate::Spawn::timeout)), and so does one whose message has another tag than the
     /// other expects: let one receive first, or use [`ProcessGroup::isend`].
     ///
     /// # Errors
-    /// With `threaded` [`Error::SendMismatch`] when the other expects another kind or shape, [`Error::Input`] for a tensor
+    /// [`Error::SendMismatch`] when the other expects another kind or shape (not with `nccl`), [`Error::Input`] for a tensor
     /// that is undefined or elsewhere and for a rank that is not there or this one, [`Error::Timeout`],
-    /// [`Error::Left`] and [`Error::Cancelled`] when the other does not come, and the backend's own errors.
+    /// [`Error::Left`], [`Error::Peer`] and [`Error::Cancelled`] when the other does not come, and the backend's own errors.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -211,10 +213,6 @@ impl ProcessGroup {
         let Some(peer) = op.peer else {
             return match self.launches {
                 true => refuse(operation, "backend nccl receives from a named rank only".into()),
-                false if self.spans_processes() => refuse(
-                    operation,
-                    "with several processes a rank receives from a named rank only".into(),
-                ),
                 false if self.world_size() == 1 => {
                     refuse(operation, "there is nobody else in the group".into())
                 }
@@ -241,30 +239,41 @@ impl ProcessGroup {
     fn mail(&self, op: &P2POp) -> Result<Work> {
         let sequence = self.messages.replace(self.messages.get() + 1);
         let at = At { operation: op.operation(), sequence };
-        if let (Some(network), Some(peer)) = (&self.network, op.peer)
-            && !self.shared.here().contains(&peer)
-        {
-            let result = network.carry(op, self.rank, peer, at)?;
-            return Ok(Work::new(State::Queued(result), self.run().clone(), self.global_rank()));
-        }
-        let parcel = Parcel {
-            side: op.side,
-            tensor: op.tensor.shallow_clone(),
-            source: if op.is_send() { Some(self.rank) } else { op.peer },
-            tag: op.tag,
-            kind: op.tensor.kind(),
-            stream: match self.device {
-                Device::Cuda(gpu) => cuda::current_stream(gpu)? as usize,
-                _ => 0,
-            },
-        };
+        let is_here = |place: usize| self.shared.here().contains(&place);
+        let messages = self.network.as_ref().and_then(|network| network.messages());
+        // To another process, or perhaps from one.
+        let messages = messages.filter(|_| !op.peer.is_some_and(is_here));
         let destination = op.peer.filter(|_| op.is_send()).unwrap_or(self.rank);
-        let posted = self.shared.mail().post(parcel, destination);
+        let posted = match messages {
+            Some(messages) if op.is_send() => {
+                let (tensor, source, tag) = (&op.tensor, self.rank, op.tag);
+                messages.send(&Letter { tensor, source, destination, tag, at })?
+            }
+            _ => {
+                let parcel = Parcel {
+                    side: op.side,
+                    contents: Contents::Here(op.tensor.shallow_clone()),
+                    source: if op.is_send() { Some(self.rank) } else { op.peer },
+                    tag: op.tag,
+                    kind: op.tensor.kind(),
+                    shape: op.tensor.size(),
+                    stream: match self.device {
+                        Device::Cuda(gpu) => cuda::current_stream(gpu)? as usize,
+                        _ => 0,
+                    },
+                };
+                let posted = self.shared.mail().post(parcel, destination);
+                messages.map_or(Ok(()), |messages| messages.expect(op.peer))?;
+                posted
+            }
+        };
         let others = (0..self.world_size()).filter(|&rank| rank != self.rank);
         let peers = others.filter(|&rank| op.peer.is_none_or(|peer| peer == rank));
-        let peers = peers.map(|rank| self.shared.members()[rank]).collect();
+        let ranks = peers.map(|rank| self.shared.members()[rank]).collect();
+        let network = messages.and_then(|_| self.network.clone());
+        let side = OtherSide { ranks, peer: op.peer, network };
         let shared = self.shared.clone();
-        let state = State::Posted { posted, shared, destination, peers, at };
+        let state = State::Posted { posted, shared, destination, side, at };
         Ok(Work::new(state, self.run().clone(), self.global_rank()))
     }
 

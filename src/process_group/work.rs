@@ -7,12 +7,13 @@ use std::sync::Arc;
 
 use crossbeam::channel::Receiver;
 
+use super::Network;
 #[cfg(doc)]
 use super::ProcessGroup;
-use super::threaded::{Posted, Shared};
+use super::threaded::{Outcome, Posted, Shared};
 use crate::error::{Error, Result};
 use crate::operation::At;
-use crate::sync::Run;
+use crate::sync::{Peers, Run};
 use crate::torch::cuda;
 
 /// An operation that was started and may not be over. Follows `torch.distributed.Work`.
@@ -30,14 +31,24 @@ pub struct Work {
 }
 
 pub(super) enum State {
-    /// A communication thread or courier will send how it ended.
+    /// A communication thread will send how it ended.
     Queued(Receiver<Result<()>>),
-    /// A message in the letter box of `destination`, and the ranks that can be its other side.
-    Posted { posted: Posted, shared: Arc<Shared>, destination: usize, peers: Vec<usize>, at: At },
+    /// A message in the letter box of `destination`, or on its way to another process.
+    Posted { posted: Posted, shared: Arc<Shared>, destination: usize, side: OtherSide, at: At },
     /// Launched on a GPU, up to this mark of the rank's stream.
     Launched(cuda::Event),
     /// It was over before anybody could ask.
     Done,
+}
+
+/// Who can be the other side of a message.
+pub(super) struct OtherSide {
+    /// By their numbers in the run.
+    pub ranks: Vec<usize>,
+    /// The one that is meant, by its place in the group.
+    pub peer: Option<usize>,
+    /// The way to those in other processes, if they can be.
+    pub network: Option<Arc<Network>>,
 }
 
 impl fmt::Debug for Work {
@@ -86,15 +97,25 @@ impl Work {
                     Err(error)
                 }
             },
-            State::Posted { posted, shared, destination, peers, at } => {
-                let peers = peers.iter().copied();
+            State::Posted { posted, shared, destination, side, at } => {
+                let OtherSide { ranks, peer, network } = side;
+                let peers = Peers { ranks: &ranks, are_elsewhere: network.is_some() };
                 let is_done = || posted.is_completed();
                 let withdraw = || shared.mail().withdraw(&posted, destination);
                 self.run.wait_for_peers(self.rank, peers, at, is_done, withdraw)?;
-                match posted.source() {
-                    Some(source) => Ok(Some(source)),
+                match posted.outcome() {
+                    Some(Outcome::From(source)) => Ok(Some(*source)),
+                    Some(Outcome::Lost(reason)) => {
+                        self.run.check(self.rank)?;
+                        let reason = reason.clone();
+                        let messages = network.as_ref().and_then(|network| network.messages());
+                        let lost = messages.map(|it| it.lost(at, self.rank, peer, &reason));
+                        let error = lost.unwrap_or(Error::Abandoned { rank: self.rank });
+                        self.run.report(self.rank, Some(&error), error.to_string());
+                        Err(error)
+                    }
                     // The two sides did not fit, which has been reported.
-                    None => self.run.check(self.rank).map(|()| None),
+                    Some(Outcome::Reported) | None => self.run.check(self.rank).map(|()| None),
                 }
             }
             State::Launched(_) => self.run.check(self.rank).map(|()| None),

@@ -19,7 +19,7 @@ pub(crate) use cancel::CancelToken;
 pub use fault::{Fault, FaultKind, Stage};
 pub(crate) use history::{Clock, History, OfRank};
 pub use panics::install_panic_hook;
-pub(crate) use run::{Activity, Elsewhere, Failure, Run};
+pub(crate) use run::{Activity, Elsewhere, Failure, Peers, Run};
 pub(crate) use seen::{Seen, Sightings};
 pub(crate) use stop::News;
 pub use stop::{Stop, StopReason};

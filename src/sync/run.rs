@@ -68,6 +68,14 @@ pub(crate) trait Elsewhere: fmt::Debug + Send + Sync {
     fn ask(&self, run: &Run);
 }
 
+/// The ranks that a rank waits for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Peers<'a> {
+    pub ranks: &'a [usize],
+    /// Whether some of them are in other processes: what they have done before they ended may still be on its way.
+    pub are_elsewhere: bool,
+}
+
 /// Shared by all ranks of one run.
 #[derive(Debug)]
 pub(crate) struct Run {
@@ -257,7 +265,7 @@ impl Run {
 
     /// Waits until another rank has done what `is_done` looks for, and has then unparked this thread.
     ///
-    /// `peers` are the ranks that can do it. `waiting` is the rank that waits, `at` what it does. Before this
+    /// `peers` are those that can do it. `waiting` is the rank that waits, `at` what it does. Before this
     /// gives up, `withdraw` sees to it that they no longer can; it says false if they have.
     ///
     /// # Errors
@@ -265,15 +273,16 @@ impl Run {
     pub(crate) fn wait_for_peers(
         &self,
         waiting: usize,
-        peers: impl Iterator<Item = usize> + Clone,
+        peers: Peers,
         at: At,
         is_done: impl Fn() -> bool,
         withdraw: impl Fn() -> bool,
     ) -> Result<()> {
         let began = Instant::now();
+        let Peers { ranks, are_elsewhere } = peers;
         let error = loop {
             // In this order: a rank that has ended may have done it just before.
-            let left = peers.clone().all(|peer| self.is_done(peer));
+            let left = !are_elsewhere && ranks.iter().all(|&peer| self.is_done(peer));
             let cancelled = self.cancel.cancelled_by().is_some();
             if is_done() {
                 return Ok(());
@@ -281,11 +290,18 @@ impl Run {
             if cancelled {
                 return if withdraw() { self.check(waiting) } else { Ok(()) };
             }
-            if left && let Some(left) = peers.clone().next() {
+            if left && let Some(&left) = ranks.first() {
                 break Error::Left { at, waiting, left };
             }
             let Some(time_left) = self.timeout.checked_sub(began.elapsed()) else {
-                let late = self.late(peers.collect());
+                let mut late = if are_elsewhere { self.look() } else { Vec::new() };
+                if self.cancel.cancelled_by().is_some() {
+                    continue; // the failure of another process, which tells more
+                }
+                late.retain(|late| ranks.contains(&late.rank));
+                if late.is_empty() {
+                    late = self.late(ranks.to_vec());
+                }
                 break Error::Timeout { at, waiting, waited: self.timeout, late };
             };
             park_timeout(time_left);

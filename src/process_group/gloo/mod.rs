@@ -14,6 +14,7 @@
 //! all of them are there.
 
 mod in_flight;
+mod lost;
 mod messages;
 mod network;
 mod note;
@@ -33,6 +34,7 @@ use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 use crate::sync::Run;
 pub(crate) use in_flight::InFlight;
+pub(crate) use messages::Letter;
 pub(crate) use network::Network;
 pub(crate) use parts::Layout;
 use parts::Parts;

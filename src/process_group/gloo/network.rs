@@ -13,19 +13,18 @@ use crossbeam::channel::select_biased;
 use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::super::threaded::Mail;
 use super::super::{Call, calls, kind_name};
 use super::in_flight::Started;
-use super::messages::Couriers;
+use super::lost::{self, REASON};
+use super::messages::{Door, Messages};
 use super::note::{INLINE, NOTE, NUMBERS, Note};
 use super::parts::{Layout, Parts, padded};
 use super::room::Room;
-use crate::error::{Error, LateRank, Result};
+use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 use crate::sync::{News, Run, Stop};
 use crate::torch::{Gloo, GlooWork, Reduce, TcpStore};
-
-/// How long to wait for the reason of a failure, which another process may be about to tell.
-const REASON: Duration = Duration::from_secs(3);
 
 /// What the ranks of one process share of a group of several processes.
 pub(crate) struct Network {
@@ -41,7 +40,9 @@ pub(crate) struct Network {
     /// Rank 0's decision to stop goes along with every note.
     stop: OnceLock<Arc<Stop>>,
     room: Room,
-    pub(super) couriers: Couriers,
+    /// Where other processes connect for messages, until that is the messages' own.
+    door: Option<Door>,
+    messages: Option<Messages>,
 }
 
 impl fmt::Debug for Network {
@@ -64,6 +65,8 @@ impl Network {
         interfaces: Option<&str>,
     ) -> Result<Self> {
         let timeout = run.timeout;
+        // Before they meet, so that nobody has to wait for it afterwards.
+        let door = Some(Door::open(&store, layout.mine, interfaces)?);
         let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces)?;
         let room = Room::new(layout.len())?;
         let stop = OnceLock::new();
@@ -78,8 +81,27 @@ impl Network {
             interfaces,
             stop,
             room,
-            couriers: Couriers::default(),
+            door,
+            messages: None,
         })
+    }
+
+    /// The same, with messages from other processes, which go to `mail`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it has them already.
+    pub(crate) fn with_messages_to(mut self, mail: &Arc<Mail>) -> Result<Self> {
+        let taken = || Error::Unsupported("a network has messages once".into());
+        let door = self.door.take().ok_or_else(taken)?;
+        let (run, members) = (self.run.clone(), self.members.clone());
+        let of_run = (run, self.store.clone());
+        self.messages = Some(Messages::new(of_run, members, self.layout.clone(), door, mail));
+        Ok(self)
+    }
+
+    /// The messages between the processes, which NCCL's ranks have without this.
+    pub(crate) fn messages(&self) -> Option<&Messages> {
+        self.messages.as_ref()
     }
 
     /// Connects the processes that have any of `ranks`, places in this group in their order, as a group of its own.
@@ -104,19 +126,6 @@ impl Network {
     /// The store that the processes share, under the group's prefix.
     pub(crate) fn store(&self) -> &TcpStore {
         &self.store
-    }
-
-    pub(super) fn gloo(&self) -> &Gloo {
-        &self.gloo
-    }
-
-    pub(super) fn run(&self) -> &Arc<Run> {
-        &self.run
-    }
-
-    /// The ranks of the group by their numbers in the run.
-    pub(super) fn members(&self) -> &[usize] {
-        &self.members
     }
 
     /// Has `stop` agree with that of the first process from now on.
@@ -272,11 +281,6 @@ impl Network {
         self.finish(&self.started(at, timeout, work)?)
     }
 
-    /// As [`Network::wait`], but `waiting`, a rank of the run, is the one that is told if another has failed.
-    pub(super) fn wait_for(&self, waiting: usize, at: At, work: Result<GlooWork>) -> Result<()> {
-        self.finish(&Started { waiting, ..self.started(at, None, work)? })
-    }
-
     fn started(
         &self,
         at: At,
@@ -305,31 +309,10 @@ impl Network {
         };
         // Nobody touches the room any more, and the other processes notice.
         let _ = self.gloo.abort();
-        // Another process may have failed first, and be telling so.
-        let too_late = began.elapsed() >= timeout;
-        select_biased! {
-            recv(self.run.cancel.tripped()) -> _ => {}
-            default(if too_late { Duration::ZERO } else { REASON }) => {}
-        }
-        self.run.check(waiting)?;
-        let silent = self.run.look();
-        self.run.check(waiting)?;
         let elsewhere = self.others().flat_map(|it| self.layout.processes[it].clone());
-        let ranks: Vec<usize> = elsewhere.map(|place| self.members[place]).collect();
-        let silent: Vec<LateRank> =
-            silent.into_iter().filter(|late| ranks.contains(&late.rank)).collect();
-        if too_late {
-            let here = |rank: &usize| self.run.activity[*rank].now() == at;
-            let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !here(rank)).collect();
-            let late = match (silent.is_empty(), missing.is_empty()) {
-                (false, _) => silent,
-                (true, false) => self.run.late(missing),
-                (true, true) => self.run.late(ranks),
-            };
-            return Err(Error::Timeout { at, waiting, waited: timeout, late });
-        }
-        let lost = if silent.is_empty() { self.run.late(ranks) } else { silent };
-        Err(Error::Peer { at, step: self.run.timeline.step_of(waiting), lost, reason })
+        let ranks = elsewhere.map(|place| self.members[place]).collect();
+        let waited = (began.elapsed() >= timeout).then_some(timeout);
+        Err(lost::error(&self.run, at, waiting, ranks, waited, reason))
     }
 
     /// Which rank has called what. Each process tells the others, now that it must.

@@ -3,7 +3,12 @@
 //! A send or receive that finds its counterpart copies at once, from the sender's memory into the
 //! receiver's, on its own thread; otherwise it is left in the receiver's letter box and its rank goes on.
 //! So nothing is copied twice, and an `isend` needs no thread of its own.
+//!
+//! A message from another process is left there as well, by the thread that reads from that process; the other side of
+//! it then says what becomes of it ([`Incoming`]).
 
+use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, Thread};
 
@@ -35,15 +40,41 @@ pub(crate) struct Parcel {
     /// Which side.
     pub side: Side,
     /// To be read from, or to be written to.
-    pub tensor: Tensor,
+    pub contents: Contents,
     /// For a send the rank that sends; for a receive the rank that must have sent, if not any.
     pub source: Option<usize>,
     /// Sends and receives of the same tag belong together.
     pub tag: u64,
     /// The kind of the tensor.
     pub kind: Kind,
+    /// Its shape.
+    pub shape: Vec<i64>,
     /// The CUDA stream of the rank; 0 on a CPU.
     pub stream: usize,
+}
+
+/// The tensor of a message.
+#[derive(Debug)]
+pub(crate) enum Contents {
+    /// In the memory of this process.
+    Here(Tensor),
+    /// In that of another process, which sends it.
+    Elsewhere(Box<dyn Incoming>),
+}
+
+/// A message of a rank of another process.
+pub(crate) trait Incoming: fmt::Debug + Send {
+    /// Fills `into`, now or when the bytes have come, and completes `delivery` then.
+    fn accept(self: Box<Self>, into: Tensor, delivery: Arc<Delivery>);
+
+    /// Has the sender learn that `expected` is expected instead.
+    fn refuse(self: Box<Self>, expected: &str);
+}
+
+/// The way on which messages come from another process, or go there.
+pub(crate) trait Carrier: fmt::Debug + Send + Sync {
+    /// Ends it, so that everything on it is completed at once.
+    fn cut(&self);
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,13 +94,11 @@ impl Parcel {
             0 => String::new(),
             stream => format!(" on stream {stream:#x}"),
         };
-        format!("{} {:?}{stream}", kind_name(self.kind), self.tensor.size())
+        describe(self.kind, &self.shape) + &stream
     }
 
     fn fits(&self, other: &Parcel) -> bool {
-        self.kind == other.kind
-            && self.stream == other.stream
-            && self.tensor.size() == other.tensor.size()
+        self.kind == other.kind && self.stream == other.stream && self.shape == other.shape
     }
 }
 
@@ -79,13 +108,49 @@ struct Waiting {
     delivery: Arc<Delivery>,
 }
 
+/// A tensor as errors name it.
+pub(in super::super) fn describe(kind: Kind, shape: &[i64]) -> String {
+    format!("{} {shape:?}", kind_name(kind))
+}
+
 /// What becomes of one side of a message.
 #[derive(Debug)]
-struct Delivery {
-    /// The rank that sent; nobody if the two sides did not fit.
-    source: OnceLock<Option<usize>>,
+pub(crate) struct Delivery {
+    outcome: OnceLock<Outcome>,
     /// The thread that may wait for it.
     waiter: Thread,
+    /// The way to the other side, if that is in another process.
+    carrier: OnceLock<Arc<dyn Carrier>>,
+}
+
+/// What has become of it.
+#[derive(Debug, Clone)]
+pub(crate) enum Outcome {
+    /// It was handed over; the rank that sent.
+    From(usize),
+    /// It failed, and the run knows why.
+    Reported,
+    /// The connection to the other side is lost, and this is why.
+    Lost(String),
+}
+
+impl Delivery {
+    fn new() -> Arc<Self> {
+        let (outcome, waiter) = (OnceLock::new(), thread::current());
+        Arc::new(Self { outcome, waiter, carrier: OnceLock::new() })
+    }
+
+    /// Notes what has become of it, once, and wakes whoever waits for that.
+    pub(crate) fn complete(&self, outcome: Outcome) {
+        let _ = self.outcome.set(outcome); // the first counts
+        self.waiter.unpark();
+    }
+
+    /// Notes on which way it goes on. Whoever gives up waiting can cut that.
+    pub(crate) fn carried_by(&self, carrier: Arc<dyn Carrier>) {
+        let _ = self.carrier.set(carrier); // there is one
+        self.waiter.unpark();
+    }
 }
 
 /// One side of a message that has been handed over, or left to be.
@@ -93,14 +158,20 @@ struct Delivery {
 pub(crate) struct Posted(Arc<Delivery>);
 
 impl Posted {
-    /// Whether it has been handed over.
-    pub(crate) fn is_completed(&self) -> bool {
-        self.0.source.get().is_some()
+    /// For the calling thread; and to be completed.
+    pub(crate) fn new() -> (Self, Arc<Delivery>) {
+        let delivery = Delivery::new();
+        (Self(delivery.clone()), delivery)
     }
 
-    /// The rank that sent, once it has been handed over.
-    pub(crate) fn source(&self) -> Option<usize> {
-        self.0.source.get().copied().flatten()
+    /// Whether it is over, well or not.
+    pub(crate) fn is_completed(&self) -> bool {
+        self.0.outcome.get().is_some()
+    }
+
+    /// What has become of it, once it is over.
+    pub(crate) fn outcome(&self) -> Option<&Outcome> {
+        self.0.outcome.get()
     }
 }
 
@@ -118,11 +189,30 @@ impl Mail {
                 return true;
             }
         }
-        // A copy is plain work, so this ends; whoever copies unparks this thread.
+        // A copy is plain work, so this ends; whoever copies unparks this thread. What is on its way from or to another
+        // process may never end by itself.
         while !posted.is_completed() {
-            thread::park();
+            if let Some(carrier) = posted.0.carrier.get() {
+                carrier.cut();
+            }
+            if !posted.is_completed() {
+                thread::park();
+            }
         }
-        false
+        matches!(posted.outcome(), Some(Outcome::Lost(_)))
+    }
+
+    /// Ends all receives that wait for one of the ranks at the places `sources`: these are lost, for this reason.
+    pub(crate) fn fail(&self, sources: Range<usize>, reason: &str) {
+        let is_lost = |waiting: &mut Waiting| {
+            waiting.parcel.source.is_some_and(|source| sources.contains(&source))
+        };
+        for letter_box in &self.boxes {
+            let lost: Vec<Waiting> = lock(letter_box).expected.extract_if(.., is_lost).collect();
+            for waiting in lost {
+                waiting.delivery.complete(Outcome::Lost(reason.into()));
+            }
+        }
     }
 
     pub(super) fn new(run: Arc<Run>, members: Arc<[usize]>) -> Self {
@@ -132,8 +222,7 @@ impl Mail {
     /// Hands a tensor over to `destination`, or from somebody to it, or leaves it there until the other side
     /// comes. The calling thread is unparked when that has happened.
     pub(crate) fn post(&self, parcel: Parcel, destination: usize) -> Posted {
-        let delivery = Arc::new(Delivery { source: OnceLock::new(), waiter: thread::current() });
-        let posted = Posted(delivery.clone());
+        let (posted, delivery) = Posted::new();
         let mine = Waiting { parcel, delivery };
         let is_send = mine.parcel.side == Side::Send;
         let (sent, expected) = {
@@ -148,34 +237,40 @@ impl Mail {
             let other = other_side.remove(other);
             if is_send { (mine, other) } else { (other, mine) }
         };
-        self.hand_over(&sent, &expected, destination);
+        self.hand_over(sent, expected, destination);
         posted
     }
 
-    /// Copies, and tells both sides.
-    fn hand_over(&self, sent: &Waiting, expected: &Waiting, destination: usize) {
+    /// Copies, and has both sides learn that.
+    fn hand_over(&self, sent: Waiting, expected: Waiting, destination: usize) {
+        let Waiting { parcel: sent, delivery: sender } = sent;
+        let Waiting { parcel: expected, delivery: receiver } = expected;
         // A send says where it comes from.
-        let source = sent.parcel.source.unwrap_or(destination);
-        let copied = if sent.parcel.fits(&expected.parcel) {
-            let mut into = expected.parcel.tensor.shallow_clone();
-            tch::no_grad(|| into.f_copy_(&sent.parcel.tensor).map(drop))
-                .map_err(Error::torch("copy_"))
+        let source = sent.source.unwrap_or(destination);
+        let copied = if sent.fits(&expected) {
+            match (sent.contents, expected.contents) {
+                (Contents::Here(from), Contents::Here(mut into)) => {
+                    tch::no_grad(|| into.f_copy_(&from).map(drop)).map_err(Error::torch("copy_"))
+                }
+                (Contents::Elsewhere(incoming), Contents::Here(into)) => {
+                    return incoming.accept(into, receiver);
+                }
+                (_, Contents::Elsewhere(_)) => Ok(()), // a rank receives into memory of its own
+            }
         } else {
-            Err(Error::SendMismatch {
-                source_rank: self.members[source],
-                destination: self.members[destination],
-                sent: sent.parcel.describe(),
-                expected: expected.parcel.describe(),
-            })
+            let (text, expected) = (sent.describe(), expected.describe());
+            if let Contents::Elsewhere(incoming) = sent.contents {
+                incoming.refuse(&expected);
+            }
+            let [source_rank, destination] = [source, destination].map(|it| self.members[it]);
+            Err(Error::SendMismatch { source_rank, destination, sent: text, expected })
         };
         // The run learns of an error here, because neither side may be waiting.
         if let Err(error) = &copied {
             self.run.report(self.members[destination], Some(error), error.to_string());
         }
-        for side in [sent, expected] {
-            // Set once, because whoever came second has taken it out of the box.
-            let _ = side.delivery.source.set(copied.is_ok().then_some(source));
-            side.delivery.waiter.unpark();
+        for side in [sender, receiver] {
+            side.complete(if copied.is_ok() { Outcome::From(source) } else { Outcome::Reported });
         }
     }
 }

@@ -25,7 +25,9 @@ use crate::operation::{At, Operation};
 pub(super) use announced::Announced;
 pub(super) use announced::{Memory, Place};
 pub(super) use element::{Kinds, reduce as reduce_elements};
-pub(super) use mail::{Parcel, Posted, Side};
+pub(super) use mail::{
+    Carrier, Contents, Delivery, Incoming, Mail, Outcome, Parcel, Posted, Side, describe,
+};
 pub(super) use meeting::Seat;
 pub(super) use part::my_slice;
 pub(super) use shared::{Occasion, Shared};

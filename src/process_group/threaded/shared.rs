@@ -15,7 +15,7 @@ use crate::sync::{Barrier, Run};
 #[derive(Debug)]
 pub(crate) struct Shared {
     meeting: Arc<Meeting<Announced>>,
-    mail: Mail,
+    mail: Arc<Mail>,
     run: Arc<Run>,
     members: Arc<[usize]>,
     here: Range<usize>,
@@ -38,7 +38,7 @@ impl Shared {
         let barrier = Barrier::new(run.clone(), members[here.clone()].into());
         Self {
             meeting: Arc::new(Meeting::new(barrier, Announced::nothing)),
-            mail: Mail::new(run.clone(), members.clone()),
+            mail: Arc::new(Mail::new(run.clone(), members.clone())),
             run,
             members,
             here,
@@ -62,7 +62,7 @@ impl Shared {
     }
 
     /// Where sent tensors wait to be received.
-    pub(crate) fn mail(&self) -> &Mail {
+    pub(crate) fn mail(&self) -> &Arc<Mail> {
         &self.mail
     }
 

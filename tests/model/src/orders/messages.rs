@@ -1,13 +1,12 @@
 //! A wait for one other rank, which hands something over as `mail.rs` does.
 
 use std::collections::BTreeSet;
-use std::iter::once;
 use std::sync::Mutex as NotWatched;
 use std::time::Duration;
 
 use super::{AT, TIMEOUT, Watched, in_every_order};
 use crate::error::Error;
-use crate::sync::Run;
+use crate::sync::{Peers, Run};
 use crate::sync::primitives::{AtomicBool, Mutex, Ordering, Thread, current, park};
 
 /// From rank 1 to rank 0.
@@ -61,7 +60,8 @@ impl Letter {
             }
             false
         };
-        let result = self.run.wait_for_peers(0, once(1), AT, is_completed, withdraw);
+        let peers = Peers { ranks: &[1], are_elsewhere: false };
+        let result = self.run.wait_for_peers(0, peers, AT, is_completed, withdraw);
         if result.is_ok() {
             assert_eq!(self.text.get(), 1);
         }

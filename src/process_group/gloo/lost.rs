@@ -1,0 +1,50 @@
+//! Why a rank waits in vain for those of other processes: who is to blame, as far as that can be found out.
+
+use std::time::Duration;
+
+use crossbeam::channel::select_biased;
+
+use crate::error::{Error, LateRank};
+use crate::operation::At;
+use crate::sync::Run;
+
+/// How long to wait for the reason of a failure, which another process may be about to tell.
+pub(super) const REASON: Duration = Duration::from_secs(3);
+
+/// The error of `waiting`, a rank of `run`, that waits at `at` for `ranks` of other processes: after it has `waited` for
+/// too long, or because the connection to them is lost for this `reason`.
+pub(super) fn error(
+    run: &Run,
+    at: At,
+    waiting: usize,
+    ranks: Vec<usize>,
+    waited: Option<Duration>,
+    reason: String,
+) -> Error {
+    // Another process may have failed first, and be telling so.
+    select_biased! {
+        recv(run.cancel.tripped()) -> _ => {}
+        default(if waited.is_some() { Duration::ZERO } else { REASON }) => {}
+    }
+    if let Err(cancelled) = run.check(waiting) {
+        return cancelled;
+    }
+    let silent = run.look();
+    if let Err(cancelled) = run.check(waiting) {
+        return cancelled;
+    }
+    let silent: Vec<LateRank> =
+        silent.into_iter().filter(|late| ranks.contains(&late.rank)).collect();
+    let Some(waited) = waited else {
+        let lost = if silent.is_empty() { run.late(ranks) } else { silent };
+        return Error::Peer { at, step: run.timeline.step_of(waiting), lost, reason };
+    };
+    let here = |rank: &usize| run.activity[*rank].now() == at;
+    let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !here(rank)).collect();
+    let late = match (silent.is_empty(), missing.is_empty()) {
+        (false, _) => silent,
+        (true, false) => run.late(missing),
+        (true, true) => run.late(ranks),
+    };
+    Error::Timeout { at, waiting, waited, late }
+}

@@ -1,0 +1,213 @@
+//! The frames that two processes exchange on a connection for messages: a length, a header in MessagePack, and after
+//! some of them the bytes of a tensor.
+//!
+//! Whatever reaches the port can write there, so a header is checked before anything is done with it.
+
+use std::io::{self, Read, Write};
+
+use serde::{Deserialize, Serialize};
+use tch::Kind;
+
+use super::super::super::{kind_name, num_bytes};
+use super::super::Layout;
+
+/// Tensors up to this many bytes travel with the offer; larger ones when the receiver is ready for them.
+pub(super) const INLINE: usize = 64 << 10;
+
+/// No header has more bytes.
+const LONGEST: usize = 64 << 10;
+
+/// A header.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Frame {
+    /// The first one of the process that connects; `token` is the one that the other process has left in the store.
+    Hello { token: u64, process: usize },
+    /// The answer to it: this connection is the one that both use.
+    Welcome,
+    /// The answer to it: use the other connection, which was opened at the same time.
+    Busy,
+    /// A rank sends a tensor. Its bytes follow, if they are few.
+    Offer(Offer),
+    /// The receiver of this offer waits for its bytes.
+    Ready { id: u64 },
+    /// The bytes of this offer follow.
+    Data { id: u64 },
+    /// The receiver has the bytes of this offer, which came with it.
+    Taken { id: u64 },
+    /// The receiver expects another kind or shape.
+    Refused { id: u64, expected: String },
+}
+
+/// A tensor that a rank of one process sends to a rank of the other.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Offer {
+    /// Its number in the order in which its process offers tensors to the other.
+    pub id: u64,
+    /// The places of the two ranks in the group.
+    pub source: usize,
+    pub destination: usize,
+    pub tag: u64,
+    /// PyTorch's name of it.
+    pub kind: String,
+    pub shape: Vec<i64>,
+}
+
+impl Offer {
+    /// The kind of the tensor, and how many bytes it has.
+    ///
+    /// # Errors
+    /// What is wrong, if this is no offer of process `from` to this one.
+    pub(super) fn check(&self, layout: &Layout, from: usize) -> Result<(Kind, usize), String> {
+        let Self { source, destination, kind, shape, .. } = self;
+        if !layout.processes[from].contains(source) || !layout.here().contains(destination) {
+            return Err(format!("process {from} sends from rank {source} to rank {destination}"));
+        }
+        let known = KINDS.into_iter().find(|known| kind_name(*known) == kind);
+        let known = known.ok_or_else(|| format!("there is no kind {kind:?}"))?;
+        let numel = shape
+            .iter()
+            .try_fold(1usize, |numel, &size| numel.checked_mul(usize::try_from(size).ok()?));
+        let most = isize::MAX as usize / num_bytes(known, 1);
+        match numel.filter(|numel| *numel <= most) {
+            Some(numel) => Ok((known, num_bytes(known, numel))),
+            None => Err(format!("no tensor has the shape {shape:?}")),
+        }
+    }
+}
+
+impl Frame {
+    /// Writes the length and the header.
+    pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
+        let header = rmp_serde::to_vec(self).map_err(io::Error::other)?;
+        let len = u32::try_from(header.len()).ok().filter(|len| *len as usize <= LONGEST);
+        let len = len.ok_or_else(|| io::Error::other("a header that is too long"))?;
+        // At once, because each write may become a packet.
+        to.write_all(&[&len.to_le_bytes()[..], &header].concat())
+    }
+
+    /// Reads the next header; `None` at the end.
+    pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
+        let mut len = [0; 4];
+        if from.read(&mut len[..1])? == 0 {
+            return Ok(None);
+        }
+        from.read_exact(&mut len[1..])?;
+        let len = u32::from_le_bytes(len) as usize;
+        if len > LONGEST {
+            return Err(io::Error::other(format!(
+                "a header of {len} bytes is none of this program's"
+            )));
+        }
+        let mut header = vec![0; len];
+        from.read_exact(&mut header)?;
+        rmp_serde::from_slice(&header).map(Some).map_err(|error| {
+            io::Error::other(format!("a header is none of this program's: {error}"))
+        })
+    }
+}
+
+/// The kinds that a tensor to send can have.
+const KINDS: [Kind; 17] = [
+    Kind::Uint8,
+    Kind::Int8,
+    Kind::Int16,
+    Kind::Int,
+    Kind::Int64,
+    Kind::Half,
+    Kind::Float,
+    Kind::Double,
+    Kind::ComplexHalf,
+    Kind::ComplexFloat,
+    Kind::ComplexDouble,
+    Kind::Bool,
+    Kind::BFloat16,
+    Kind::Float8e5m2,
+    Kind::Float8e4m3fn,
+    Kind::Float8e5m2fnuz,
+    Kind::Float8e4m3fnuz,
+];
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn frame() -> impl Strategy<Value = Frame> {
+        let offer = (any::<(u64, usize, usize, u64)>(), ".{0,40}", any::<Vec<i64>>());
+        let offer = offer.prop_map(|((id, source, destination, tag), kind, shape)| {
+            Frame::Offer(Offer { id, source, destination, tag, kind, shape })
+        });
+        prop_oneof![
+            any::<(u64, usize)>().prop_map(|(token, process)| Frame::Hello { token, process }),
+            Just(Frame::Welcome),
+            Just(Frame::Busy),
+            offer,
+            any::<u64>().prop_map(|id| Frame::Ready { id }),
+            any::<u64>().prop_map(|id| Frame::Data { id }),
+            any::<u64>().prop_map(|id| Frame::Taken { id }),
+            (any::<u64>(), ".{0,40}").prop_map(|(id, expected)| Frame::Refused { id, expected }),
+        ]
+    }
+
+    fn layout() -> Layout {
+        Layout { processes: vec![0..2, 2..4], mine: 1 }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(frames in prop::collection::vec(frame(), 0..5)) {
+            let mut bytes = Vec::new();
+            frames.iter().for_each(|frame| frame.write(&mut bytes).unwrap());
+            let mut rest = &bytes[..];
+            for frame in frames {
+                prop_assert_eq!(Frame::read(&mut rest).unwrap(), Some(frame));
+            }
+            prop_assert_eq!(Frame::read(&mut rest).unwrap(), None);
+        }
+
+        #[test]
+        fn no_bytes_are_more_than_an_error(
+            frame in frame(),
+            changes: Vec<(prop::sample::Index, u8)>,
+            others: Vec<u8>,
+        ) {
+            let mut bytes = Vec::new();
+            frame.write(&mut bytes).unwrap();
+            let len = bytes.len();
+            changes.iter().for_each(|(place, byte)| bytes[place.index(len)] = *byte);
+            for bytes in [bytes, others] {
+                if let Ok(Some(Frame::Offer(offer))) = Frame::read(&mut &bytes[..])
+                    && let Ok((kind, size)) = offer.check(&layout(), 0)
+                {
+                    prop_assert!(offer.source < 2 && (2..4).contains(&offer.destination));
+                    let numel: i64 = offer.shape.iter().product();
+                    prop_assert_eq!(num_bytes(kind, numel as usize), size);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn offers_that_no_process_makes_are_refused() {
+        let offer = |source, destination, kind: &str, shape: &[i64]| {
+            let (kind, shape) = (kind.into(), shape.into());
+            let offer = Offer { id: 0, source, destination, tag: 0, kind, shape };
+            offer.check(&layout(), 0)
+        };
+        assert_eq!(offer(1, 2, "float32", &[3, 5]), Ok((Kind::Float, 60)));
+        assert_eq!(offer(1, 2, "int64", &[]), Ok((Kind::Int64, 8)));
+        assert_eq!(offer(1, 2, "int64", &[0, 5]), Ok((Kind::Int64, 0)));
+        for (source, destination, kind, shape) in [
+            (2, 2, "float32", &[3][..]),
+            (1, 1, "float32", &[3]),
+            (1, 9, "float32", &[3]),
+            (1, 2, "float31", &[3]),
+            (1, 2, "float32", &[-1]),
+            (1, 2, "float32", &[1 << 62, 2]),
+            (1, 2, "float32", &[1 << 62]),
+        ] {
+            assert!(offer(source, destination, kind, shape).is_err(), "{kind} {shape:?}");
+        }
+    }
+}

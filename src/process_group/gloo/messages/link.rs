@@ -1,0 +1,398 @@
+//! The connection between this process and one other, for messages: opened by the first of the two that needs it.
+//!
+//! A sender makes an offer: kind, shape, tag and the two ranks, with the bytes if they are few. The receiving process
+//! posts it in the mailbox of the destination, where a receive finds it, now or later. Then the receiver takes the bytes,
+//! or asks for them. So every rank, every tag and receiving from any rank work as they do between threads, and nothing
+//! large waits anywhere but in the sender's tensor.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crossbeam::channel::{Receiver, Sender, unbounded};
+use tch::{Kind, Tensor};
+
+use super::super::super::kind_name;
+use super::super::super::threaded::{
+    Carrier, Contents, Delivery, Incoming, Outcome, Parcel, Side, describe,
+};
+use super::super::lost;
+use super::frame::{Frame, INLINE, Offer};
+use super::transfer::Outgoing;
+use super::{Post, open, reader, transfer};
+use crate::error::Error;
+use crate::operation::At;
+
+/// One end of the connection to another process.
+pub(super) struct Link {
+    pub process: usize,
+    pub post: Arc<Post>,
+    state: Mutex<State>,
+}
+
+struct State {
+    stage: Stage,
+    /// To the thread that writes. None once the connection is to end.
+    outbox: Option<Sender<Outgoing>>,
+    /// For that thread, once there is a connection.
+    queued: Option<Receiver<Outgoing>>,
+    next_id: u64,
+    /// Sent, and not taken by the receiver so far.
+    sends: HashMap<u64, Sent>,
+    /// Offers that the receiver waits for the bytes of.
+    receives: HashMap<u64, Expected>,
+}
+
+enum Stage {
+    Idle,
+    /// This process has begun to connect.
+    Connecting,
+    Open(TcpStream),
+    /// Why.
+    Closed(String),
+}
+
+/// A tensor on its way to the other process.
+pub(super) struct Sent {
+    pub tensor: Tensor,
+    /// The places of the two ranks in the group.
+    pub source: usize,
+    pub destination: usize,
+    /// The rank in the run, and what it does.
+    pub rank: usize,
+    pub at: At,
+    pub began: Instant,
+    pub delivery: Arc<Delivery>,
+    /// Whether the rank must not end before the bytes have gone.
+    pub is_pending: bool,
+}
+
+/// A tensor to be filled by the other process.
+pub(super) struct Expected {
+    pub into: Tensor,
+    pub source: usize,
+    /// The receiver, by its number in the run.
+    pub rank: usize,
+    pub delivery: Arc<Delivery>,
+}
+
+impl Link {
+    pub(super) fn new(process: usize, post: Arc<Post>) -> Arc<Self> {
+        let (outbox, queued) = unbounded();
+        let state = State {
+            stage: Stage::Idle,
+            outbox: Some(outbox),
+            queued: Some(queued),
+            next_id: 0,
+            sends: HashMap::new(),
+            receives: HashMap::new(),
+        };
+        Arc::new(Self { process, post, state: Mutex::new(state) })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to connect, unless that has begun.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when no thread can be started.
+    pub(super) fn start(self: &Arc<Self>) -> Result<(), Error> {
+        {
+            let mut state = self.state();
+            match state.stage {
+                Stage::Idle => state.stage = Stage::Connecting,
+                _ => return Ok(()),
+            }
+        }
+        let link = self.clone();
+        self.post.thread(move |serving| match open::connect(&link) {
+            Ok(Some(stream)) if link.adopt(&stream, true) => reader::run(&link, stream, serving),
+            Ok(_) => {} // the connection of the other process is the one
+            Err(reason) => link.fail_to_connect(reason),
+        })
+    }
+
+    /// Makes `stream` the connection, if it is the one that both processes choose: of two that were opened at the same
+    /// time that of the lower process.
+    pub(super) fn adopt(&self, stream: &TcpStream, is_mine: bool) -> bool {
+        let mut state = self.state();
+        let chosen = match state.stage {
+            Stage::Idle => true,
+            Stage::Connecting => is_mine || self.process < self.post.layout.mine,
+            Stage::Open(_) | Stage::Closed(_) => false,
+        };
+        match stream.try_clone() {
+            Ok(stream) if chosen => {
+                state.stage = Stage::Open(stream);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// What there is to write, for the thread that does; once.
+    pub(super) fn take_queue(&self) -> Option<Receiver<Outgoing>> {
+        self.state().queued.take()
+    }
+
+    /// Offers `sent` to its destination.
+    pub(super) fn send(&self, sent: Sent, tag: u64) {
+        let bytes = transfer::size(&sent.tensor);
+        let mut state = self.state();
+        if let Stage::Closed(reason) = &state.stage {
+            return sent.delivery.complete(Outcome::Lost(reason.clone()));
+        }
+        let id = state.next_id;
+        state.next_id += 1;
+        let offer = Frame::Offer(Offer {
+            id,
+            source: sent.source,
+            destination: sent.destination,
+            tag,
+            kind: kind_name(sent.tensor.kind()).into(),
+            shape: sent.tensor.size(),
+        });
+        let bytes = (bytes <= INLINE).then(|| (id, sent.tensor.shallow_clone()));
+        if sent.is_pending {
+            self.post.run.begin_pending(sent.rank);
+        }
+        state.sends.insert(id, sent);
+        state.put(Outgoing { frame: offer, bytes });
+    }
+
+    fn reply(&self, frame: Frame) {
+        self.state().put(Outgoing { frame, bytes: None });
+    }
+
+    /// The bytes of `id` have been written.
+    pub(super) fn written(&self, id: u64) {
+        let mut state = self.state();
+        let Some(sent) = state.sends.get_mut(&id) else { return };
+        if std::mem::take(&mut sent.is_pending) {
+            self.post.run.end_pending(sent.rank);
+        }
+        // What was asked for has been received; what went along with an offer the receiver has to take.
+        if transfer::size(&sent.tensor) > INLINE
+            && let Some(sent) = state.sends.remove(&id)
+        {
+            sent.delivery.complete(Outcome::From(sent.source));
+        }
+    }
+
+    /// A rank of the other process sends a tensor, and these are its bytes if there are few.
+    pub(super) fn offered(self: &Arc<Self>, offer: Offer, kind: Kind, inline: Option<Tensor>) {
+        let Offer { id, source, destination, tag, shape, .. } = offer;
+        let link = self.clone();
+        let contents = Box::new(Offered { link, id, source, destination, inline });
+        let parcel = Parcel {
+            side: Side::Send,
+            contents: Contents::Elsewhere(contents),
+            source: Some(source),
+            tag,
+            kind,
+            shape,
+            stream: 0,
+        };
+        // Without a mailbox the group is gone, and nobody receives any more.
+        if let Some(mail) = self.post.mail.upgrade() {
+            mail.post(parcel, destination);
+        }
+    }
+
+    /// The receiver of `id` waits for its bytes.
+    pub(super) fn ready(&self, id: u64) -> Result<(), String> {
+        let state = self.state();
+        let sent = state.sends.get(&id).ok_or_else(|| format!("nothing was sent as {id}"))?;
+        let bytes = Some((id, sent.tensor.shallow_clone()));
+        state.put(Outgoing { frame: Frame::Data { id }, bytes });
+        Ok(())
+    }
+
+    /// The receiver of `id` has its bytes.
+    pub(super) fn taken(&self, id: u64) -> Result<(), String> {
+        let sent = self.take_sent(id)?;
+        sent.delivery.complete(Outcome::From(sent.source));
+        Ok(())
+    }
+
+    /// The receiver of `id` expects something else.
+    pub(super) fn refused(&self, id: u64, expected: String) -> Result<(), String> {
+        let sent = self.take_sent(id)?;
+        let error = Error::SendMismatch {
+            source_rank: sent.rank,
+            destination: self.post.members[sent.destination],
+            sent: describe(sent.tensor.kind(), &sent.tensor.size()),
+            expected,
+        };
+        self.post.run.report_at(sent.rank, Some(sent.at), Some(&error), error.to_string());
+        sent.delivery.complete(Outcome::Reported);
+        Ok(())
+    }
+
+    fn take_sent(&self, id: u64) -> Result<Sent, String> {
+        let sent = self.state().sends.remove(&id);
+        let sent = sent.ok_or_else(|| format!("nothing was sent as {id}"))?;
+        if sent.is_pending {
+            self.post.run.end_pending(sent.rank);
+        }
+        Ok(sent)
+    }
+
+    /// The tensor that the bytes of `id` are for.
+    pub(super) fn take_expected(&self, id: u64) -> Result<Expected, String> {
+        self.state().receives.remove(&id).ok_or_else(|| format!("nobody has asked for {id}"))
+    }
+
+    /// Has the run fail if a rank that is to end cannot, because nobody has received for too long what it has sent and
+    /// does not wait for.
+    pub(super) fn look_at_deadlines(&self) {
+        let run = &self.post.run;
+        let is_late = |sent: &&Sent| sent.is_pending && sent.began.elapsed() >= run.timeout;
+        let late = self.state().sends.values().find(is_late).map(|sent| (sent.rank, sent.at));
+        if let Some((rank, at)) = late {
+            let error = lost::error(run, at, rank, self.ranks(), Some(run.timeout), String::new());
+            run.report_at(rank, Some(at), Some(&error), error.to_string());
+            self.close(&error.to_string());
+        }
+    }
+
+    /// The ranks of the other process, by their numbers in the run.
+    pub(super) fn ranks(&self) -> Vec<usize> {
+        let places = self.post.layout.processes[self.process].clone();
+        places.map(|place| self.post.members[place]).collect()
+    }
+
+    /// The other process cannot be reached. If it has connected itself meanwhile, that does not matter.
+    fn fail_to_connect(&self, reason: String) {
+        let is_open = matches!(self.state().stage, Stage::Open(_));
+        if !is_open {
+            self.lose(&reason);
+        }
+    }
+
+    /// The connection has ended, for this reason. Ranks that wait for the other process learn that, and a rank that is to
+    /// end, but has sent what has not arrived, fails.
+    pub(super) fn lose(&self, reason: &str) {
+        let sends = self.end(reason);
+        let run = &self.post.run;
+        for sent in sends.values().filter(|sent| sent.is_pending) {
+            if !self.post.is_closing() {
+                let error = lost::error(run, sent.at, sent.rank, self.ranks(), None, reason.into());
+                run.report_at(sent.rank, Some(sent.at), Some(&error), error.to_string());
+            }
+            run.end_pending(sent.rank);
+        }
+    }
+
+    /// Ends the connection of a run that has failed, or is about to.
+    pub(super) fn close(&self, reason: &str) {
+        let sends = self.end(reason);
+        sends.values().filter(|it| it.is_pending).for_each(|it| self.post.run.end_pending(it.rank));
+    }
+
+    /// Ends all that goes on. Returns what has not arrived.
+    fn end(&self, reason: &str) -> HashMap<u64, Sent> {
+        let (sends, receives) = {
+            let mut state = self.state();
+            match &state.stage {
+                Stage::Closed(_) => return HashMap::new(),
+                Stage::Open(stream) => drop(stream.shutdown(Shutdown::Both)),
+                Stage::Idle | Stage::Connecting => {}
+            }
+            state.stage = Stage::Closed(reason.into());
+            (state.outbox, state.queued) = (None, None);
+            (std::mem::take(&mut state.sends), std::mem::take(&mut state.receives))
+        };
+        let deliveries = sends.values().map(|it| &it.delivery);
+        for delivery in deliveries.chain(receives.values().map(|it| &it.delivery)) {
+            delivery.complete(Outcome::Lost(reason.into()));
+        }
+        self.fail_receives();
+        sends
+    }
+
+    /// Ends all receives that wait for the other process, if it is gone.
+    pub(super) fn fail_receives(&self) {
+        let reason = match &self.state().stage {
+            Stage::Closed(reason) => reason.clone(),
+            _ => return,
+        };
+        if let Some(mail) = self.post.mail.upgrade() {
+            mail.fail(self.post.layout.processes[self.process].clone(), &reason);
+        }
+    }
+
+    /// Lets the thread that writes end when it has written what there is.
+    pub(super) fn finish(&self) {
+        let mut state = self.state();
+        state.outbox = None;
+        if !matches!(state.stage, Stage::Open(_)) {
+            state.queued = None;
+        }
+    }
+}
+
+impl State {
+    fn put(&self, outgoing: Outgoing) {
+        if let Some(outbox) = &self.outbox {
+            let _ = outbox.send(outgoing); // if nobody writes any more, the connection is closed
+        }
+    }
+}
+
+impl Carrier for Link {
+    fn cut(&self) {
+        self.close("given up, because the run ends");
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("process", &self.process).finish_non_exhaustive()
+    }
+}
+
+/// An offer in a mailbox.
+#[derive(Debug)]
+struct Offered {
+    link: Arc<Link>,
+    id: u64,
+    source: usize,
+    destination: usize,
+    inline: Option<Tensor>,
+}
+
+impl Incoming for Offered {
+    fn accept(self: Box<Self>, mut into: Tensor, delivery: Arc<Delivery>) {
+        let Self { link, id, source, destination, inline } = *self;
+        let rank = link.post.members[destination];
+        if let Some(tensor) = inline {
+            let copied = tch::no_grad(|| into.f_copy_(&tensor).map(drop));
+            return match copied.map_err(Error::torch("copy_")) {
+                Ok(()) => {
+                    link.reply(Frame::Taken { id });
+                    delivery.complete(Outcome::From(source));
+                }
+                Err(error) => {
+                    link.post.run.report(rank, Some(&error), error.to_string());
+                    delivery.complete(Outcome::Reported);
+                }
+            };
+        }
+        delivery.carried_by(link.clone());
+        let mut state = link.state();
+        if let Stage::Closed(reason) = &state.stage {
+            return delivery.complete(Outcome::Lost(reason.clone()));
+        }
+        state.receives.insert(id, Expected { into, source, rank, delivery });
+        state.put(Outgoing { frame: Frame::Ready { id }, bytes: None });
+    }
+
+    fn refuse(self: Box<Self>, expected: &str) {
+        self.link.reply(Frame::Refused { id: self.id, expected: expected.into() });
+    }
+}

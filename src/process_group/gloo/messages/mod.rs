@@ -1,0 +1,197 @@
+//! Tensors from a rank of this process to one of another, and from there.
+//!
+//! They have connections of their own beside Gloo's, which can tell only a few senders and tags apart, ends the process
+//! at a tensor of another length, and receives from nobody in particular. Read [`link`] next.
+
+mod frame;
+mod guard;
+mod link;
+mod open;
+mod reader;
+mod transfer;
+
+use std::convert::Infallible;
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, Sender, bounded};
+use tch::Tensor;
+
+use super::super::arguments::Dense;
+use super::super::threaded::{Mail, Posted};
+use super::Layout;
+use crate::error::{Error, Result};
+use crate::operation::At;
+use crate::sync::Run;
+use crate::torch::TcpStore;
+use guard::Serving;
+use link::{Link, Sent};
+pub(super) use open::Door;
+
+/// How long it may take until what was said has gone out, in the end.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// The messages of a group between this process and others. Dropping it ends the connections, after what was said has
+/// gone out, or at once if the run has failed.
+pub(crate) struct Messages {
+    post: Arc<Post>,
+    /// To each process; the one to this process is never used.
+    links: Vec<Arc<Link>>,
+    /// None once a thread lets others in.
+    listener: Mutex<Option<TcpListener>>,
+    address: SocketAddr,
+    /// Closes when all that was said has gone out.
+    written: Receiver<Infallible>,
+}
+
+/// A message to a rank of another process.
+pub(crate) struct Letter<'a> {
+    pub tensor: &'a Tensor,
+    /// The places of the two ranks in the group.
+    pub source: usize,
+    pub destination: usize,
+    pub tag: u64,
+    pub at: At,
+}
+
+/// What the threads of all connections share.
+pub(super) struct Post {
+    run: Arc<Run>,
+    store: TcpStore,
+    members: Arc<[usize]>,
+    layout: Layout,
+    token: u64,
+    /// Where the ranks of this process receive. It ends with their group.
+    mail: Weak<Mail>,
+    closing: AtomicBool,
+    /// Held by every thread that writes. None in the end.
+    writing: Mutex<Option<Sender<Infallible>>>,
+}
+
+impl Post {
+    fn first_rank(&self) -> usize {
+        self.members[self.layout.here().start]
+    }
+
+    fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
+    fn writing(&self) -> Option<Sender<Infallible>> {
+        self.writing.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Starts a thread, by the name of which it is seen in `top -H`. If it panics, the rank that it served then fails.
+    fn thread(self: &Arc<Self>, work: impl FnOnce(&Serving) + Send + 'static) -> Result<()> {
+        let post = self.clone();
+        let work = move || guard::run(&post.run, post.first_rank(), work);
+        let thread = thread::Builder::new().name("ddp-mp message".into()).spawn(work);
+        thread.map(drop).map_err(|error| {
+            Error::Unsupported(format!("a thread for messages cannot be started: {error}"))
+        })
+    }
+}
+
+impl Messages {
+    /// For the ranks of `layout`, which are `members` of `run`. Those of this process receive from `mail`; others come
+    /// through `door`, and leave in `store` where theirs is.
+    pub(super) fn new(
+        (run, store): (Arc<Run>, TcpStore),
+        members: Arc<[usize]>,
+        layout: Layout,
+        door: Door,
+        mail: &Arc<Mail>,
+    ) -> Self {
+        let (writing, written) = bounded(0);
+        let Door { listener, address, token } = door;
+        let (mail, processes) = (Arc::downgrade(mail), layout.len());
+        let (closing, writing) = (AtomicBool::default(), Mutex::new(Some(writing)));
+        let post = Post { run, store, members, layout, token, mail, closing, writing };
+        let post = Arc::new(post);
+        let links = (0..processes).map(|process| Link::new(process, post.clone())).collect();
+        Self { post, links, listener: Mutex::new(Some(listener)), address, written }
+    }
+
+    /// Begins to send. The tensor has been received when that is [completed](Posted::is_completed).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when no thread can be started.
+    pub(crate) fn send(&self, letter: &Letter) -> Result<Posted> {
+        let &Letter { tensor, source, destination, tag, at } = letter;
+        let link = &self.links[self.post.layout.process_of(destination)];
+        let (posted, delivery) = Posted::new();
+        delivery.carried_by(link.clone());
+        let tensor = Dense::new(at.operation, tensor)?.handle();
+        let (rank, began) = (self.post.members[source], Instant::now());
+        link.send(
+            Sent { tensor, source, destination, rank, at, began, delivery, is_pending: true },
+            tag,
+        );
+        self.listen()?;
+        link.start()?;
+        Ok(posted)
+    }
+
+    /// Lets messages in for a receive that is posted: from the rank at this place in the group, or from any. If its process
+    /// has gone without having sent it, the receive ends.
+    ///
+    /// # Errors
+    /// As [`Messages::send`].
+    pub(crate) fn expect(&self, source: Option<usize>) -> Result<()> {
+        self.listen()?;
+        let Some(source) = source else { return Ok(()) };
+        let link = &self.links[self.post.layout.process_of(source)];
+        link.start()?;
+        link.fail_receives();
+        Ok(())
+    }
+
+    /// Why a message at `at` that `waiting` waits for cannot come: the connection to the rank at this place in the group is
+    /// lost.
+    pub(crate) fn lost(&self, at: At, waiting: usize, peer: Option<usize>, reason: &str) -> Error {
+        let ranks = match peer {
+            Some(peer) => self.links[self.post.layout.process_of(peer)].ranks(),
+            None => Vec::new(),
+        };
+        super::lost::error(&self.post.run, at, waiting, ranks, None, reason.into())
+    }
+
+    fn listen(&self) -> Result<()> {
+        let listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(listener) = listener else { return Ok(()) };
+        let (post, links) = (self.post.clone(), self.links.clone());
+        self.post.thread(move |_| open::accept(&post, &links, &listener))
+    }
+}
+
+impl fmt::Debug for Messages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Messages").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Messages {
+    fn drop(&mut self) {
+        self.post.closing.store(true, Ordering::Release);
+        if self.listener.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+            Self::knock(self.address);
+        }
+        let cancelled = self.post.run.cancel.tripped();
+        for link in &self.links {
+            link.finish();
+        }
+        drop(self.post.writing.lock().unwrap_or_else(PoisonError::into_inner).take());
+        crossbeam::channel::select_biased! {
+            recv(self.written) -> _ => {}
+            recv(cancelled) -> _ => {}
+            default(GRACE) => {}
+        }
+        if self.post.run.cancel.cancelled_by().is_some() {
+            self.links.iter().for_each(|link| link.close("given up, because the run ends"));
+        }
+    }
+}
