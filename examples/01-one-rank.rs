@@ -7,9 +7,8 @@
 use std::sync::Arc;
 
 use anyhow::ensure;
-use ddp_mp::{DataLoader, Dataset, DistributedSampler, TensorDataset, fork_rng};
+use ddp_mp::prelude::*;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
-use tch::{Device, Reduction, Tensor};
 
 fn main() -> anyhow::Result<()> {
     // What is to be learned: the sine, from 1024 points.

@@ -13,7 +13,8 @@ use std::thread;
 
 use anyhow::{Context, bail, ensure};
 use crossbeam::channel::unbounded;
-use ddp_mp::{Backend, Error, spawn};
+use ddp_mp::Error;
+use ddp_mp::prelude::*;
 
 const RANKS: usize = 4;
 

@@ -7,8 +7,7 @@
 #![allow(clippy::print_stdout)]
 
 use anyhow::ensure;
-use ddp_mp::{Backend, ProcessGroup, ReduceOp, fork_rng, spawn};
-use tch::{Device, Kind, Tensor};
+use ddp_mp::prelude::*;
 
 const RANKS: usize = 4;
 const LEN: i64 = 1 << 16;

@@ -10,10 +10,8 @@
 use std::sync::Arc;
 
 use anyhow::ensure;
-use ddp_mp::ddp::parameters_hash;
-use ddp_mp::{Backend, DataLoader, DistributedSampler, ReduceOp, TensorDataset, fork_rng, spawn};
+use ddp_mp::prelude::*;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
-use tch::{Reduction, Tensor};
 
 /// What all ranks take in a step, together.
 const BATCH: usize = 64;

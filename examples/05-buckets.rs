@@ -11,9 +11,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use ddp_mp::{Backend, ProcessGroup, ReduceOp, fork_rng, spawn};
+use ddp_mp::prelude::*;
 use tch::nn::{self, Module, VarStore};
-use tch::{Kind, Tensor};
 
 /// How many parameters share a bucket. (The library counts bytes: 1 MiB for the first one, then 25 MiB.)
 const MEMBERS: usize = 20;

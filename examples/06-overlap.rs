@@ -15,12 +15,8 @@ use std::rc::Rc;
 
 use anyhow::ensure;
 use ddp_mp::ddp::DdpStatistics;
-use ddp_mp::{
-    Backend, DdpOptions, DistributedDataParallel, Optimizer, Rank, ReduceOp, Sgd, SgdOptions,
-    fork_rng, hook_fn, spawn,
-};
+use ddp_mp::prelude::*;
 use tch::nn::{self, VarStore};
-use tch::{Kind, Tensor};
 
 const LAYERS: usize = 6;
 

@@ -7,13 +7,8 @@
 use std::sync::Arc;
 
 use anyhow::ensure;
-use ddp_mp::torch::fork_rng;
-use ddp_mp::{
-    Backend, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer,
-    ReduceOp, Sgd, SgdOptions, TensorDataset, spawn,
-};
+use ddp_mp::prelude::*;
 use tch::nn::{self, Module, VarStore};
-use tch::{Kind, Tensor};
 
 /// Two arms of points in the plane, and the arm that each point is on.
 fn spirals(points_per_arm: i64) -> anyhow::Result<TensorDataset> {

@@ -13,33 +13,21 @@
 
 #![allow(clippy::print_stdout)]
 
+use std::env;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::time::Duration;
-use std::{env, io, thread};
 
-use anyhow::{Context, ensure};
-use ddp_mp::launch::{BackendChoice, Launch, LaunchKind, LaunchOptions, World, detect, place};
-use ddp_mp::models::ModelConfig;
+use anyhow::ensure;
+use ddp_mp::prelude::*;
 use ddp_mp::process_group::c10d::TcpStore;
-use ddp_mp::torch::cuda::{self, Cuda};
-use ddp_mp::{
-    Backend, DdpOptions, DistributedDataParallel, Optimizer, Rank, Sgd, SgdOptions, Spawn,
-    fork_rng, spawn,
-};
-use tch::{Kind, Tensor, kind};
-use wait_timeout::ChildExt;
 
-/// How long anybody waits for another.
-const TIMEOUT: Duration = Duration::from_secs(60);
-
-/// What every rank does, wherever it is. Returns who it is, and 64 bits over the parameters in the end.
-fn train(rank: &Rank, backend: Backend) -> anyhow::Result<String> {
-    let group = rank.init_process_group(backend)?;
+/// Trains on one rank, wherever it is. Returns its number, and 64 bits over its parameters in the end.
+fn train(rank: &Rank) -> anyhow::Result<String> {
+    let group = rank.init_process_group(rank.backend())?; // nccl, gloo or threaded
     let (vs, model) = ModelConfig::default().build(rank.device(), 0)?; // one layer, 20 -> 1
     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
-    let inputs = fork_rng(rank.rank() as u64, || Tensor::rand([32, 20], kind::FLOAT_CPU))?
+    let inputs = fork_rng(rank.rank() as u64, || Tensor::rand([32, 20], tch::kind::FLOAT_CPU))?
         .to_device(rank.device());
     for _step in 0..10 {
         ddp.zero_grad()?;
@@ -50,47 +38,31 @@ fn train(rank: &Rank, backend: Backend) -> anyhow::Result<String> {
     Ok(format!("rank {number} of {count}: parameters {hash:016x}"))
 }
 
-/// One process of several: who it is, where its ranks run, whom it meets; from there on all is as in one process.
-fn run(launch: &Launch, cuda: &Cuda) -> anyhow::Result<()> {
-    let cores = thread::available_parallelism()?.get();
-    let placement = place(launch.nproc, BackendChoice::Auto, cuda, &launch.share(cores))?
-        .in_processes(launch.processes.count, BackendChoice::Auto)?; // nccl on GPUs, else gloo
-    let world = World::meet(launch, &placement, TIMEOUT, None, Vec::new())?.map(Arc::new);
-    let backend = placement.backend;
-    let tell = |line| println!("{line}");
-    Spawn::at(&placement).world(world).run(move |rank| train(rank, backend).map(tell))?;
-    Ok(())
-}
-
 fn main() -> anyhow::Result<()> {
-    let cuda = cuda::load(); // before anything else of libtorch
-    let launch = detect(&|name| env::var(name).ok(), &LaunchOptions::default(), cuda.usable())?;
-    if launch.kind != LaunchKind::Local {
-        return run(&launch, &cuda);
+    let launched = Spawn::from_env()?; // first of all, because it looks for GPUs
+    if launched.launcher().is_some() {
+        launched.run(train)?.iter().for_each(|line| println!("{line}"));
+        return Ok(());
     }
-    let lines = spawn(2, |rank| train(rank, Backend::Threaded))?; // in the order of the ranks
+    let lines = spawn(2, train)?;
     println!("two ranks in one process:\n    {}\n    {}", lines[0], lines[1]);
 
-    // What torchrun's agents are for: a store to meet in, and variables that tell each process who it is.
-    let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT)?;
-    let mut processes = Vec::new();
-    for node in ["0", "1"] {
+    // What torchrun's agents are for: a store to meet in, and variables that tell each process its rank.
+    let store = TcpStore::serve("127.0.0.1", 0, Duration::from_secs(60))?;
+    let start = |node| {
         let mut command = Command::new(env::current_exe()?);
         command.envs([("RANK", node), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")]);
         command.envs([("LOCAL_WORLD_SIZE", "1"), ("TORCHELASTIC_USE_AGENT_STORE", "True")]);
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", store.port().to_string());
         command.env("CUDA_VISIBLE_DEVICES", ""); // a machine with one GPU has none for a second process
-        processes.push(command.stdout(Stdio::piped()).spawn()?);
-    }
+        command.stdout(Stdio::piped()).spawn()
+    };
     println!("two processes with one rank each, as on two machines:");
-    let ended = processes.iter_mut().zip(&lines).try_for_each(|(process, expected)| {
-        let status = process.wait_timeout(TIMEOUT)?.context("a process does not end")?;
-        let said = io::read_to_string(process.stdout.take().context("it has an output")?)?;
+    for (process, expected) in [start("0")?, start("1")?].into_iter().zip(&lines) {
+        let output = process.wait_with_output()?; // if one fails, so does the other
+        let said = String::from_utf8_lossy(&output.stdout);
         print!("    {said}");
-        ensure!(status.success() && said.trim() == *expected, "{status}; expected {expected}");
-        Ok(())
-    });
-    // When one has failed, the other may still run.
-    processes.iter_mut().for_each(|it| drop((it.kill(), it.wait())));
-    ended
+        ensure!(said.trim() == *expected, "{}; expected {expected}", output.status);
+    }
+    Ok(())
 }

@@ -10,13 +10,8 @@
 use std::sync::Arc;
 
 use anyhow::ensure;
-use ddp_mp::{
-    AdamW, AdamWOptions, Autocast, Backend, DataLoader, Dataset, DdpOptions,
-    DistributedDataParallel, DistributedSampler, Dropout, Generator, GradScaler, GradScalerOptions,
-    ReduceOp, Schedule, TensorDataset, fork_rng, hook_fn, spawn,
-};
+use ddp_mp::prelude::*;
 use tch::nn::{self, ModuleT, VarStore};
-use tch::{Kind, Reduction, Tensor};
 
 const EPOCHS: u64 = 50;
 

@@ -11,12 +11,7 @@ use std::f32::consts::TAU;
 use std::sync::Arc;
 
 use anyhow::ensure;
-use ddp_mp::models::{ModelConfig, ModelKind};
-use ddp_mp::{
-    AdamW, AdamWOptions, Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel,
-    DistributedSampler, Optimizer, ReduceOp, Subset, random_split, spawn,
-};
-use tch::{Kind, Tensor};
+use ddp_mp::prelude::*;
 
 const LEN: usize = 64;
 

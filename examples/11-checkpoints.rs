@@ -12,13 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::ensure;
-use ddp_mp::models::{ModelConfig, ModelKind};
-use ddp_mp::trainer::{Loss, SaveEvery, Trainer};
-use ddp_mp::{
-    AdamW, AdamWOptions, Backend, Checkpoint, CheckpointDir, DataLoader, DdpOptions,
-    DistributedDataParallel, DistributedSampler, Optimizer, Schedule, Targets, TensorDataset,
-    spawn,
-};
+use ddp_mp::prelude::*;
 
 /// Trains for three epochs, or until step `max_steps`, and returns the hash of the parameters. Where there is a
 /// checkpoint in `folder`, it goes on from the newest. (It could from an older one, or from the file `best`: those that

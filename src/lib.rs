@@ -1,39 +1,65 @@
 //! Data-parallel training in Rust the way `torch.multiprocessing.spawn` and `DistributedDataParallel` do
-//! it in Python: one rank per GPU, here a thread each.
+//! it in Python. A rank is one of N workers that train one model together: each is a thread, with a device of its own.
 //!
 //! ```
 //! use std::sync::Arc;
 //!
-//! use ddp_mp::{
-//!     Backend, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Sgd,
-//!     SgdOptions, Targets, TensorDataset, spawn,
-//! };
-//! use ddp_mp::models::ModelConfig;
-//! use tch::Reduction;
+//! use ddp_mp::prelude::*;
+//! use tch::nn::{self, VarStore};
 //!
-//! # fn main() -> anyhow::Result<()> {
-//! let dataset = Arc::new(TensorDataset::random(256, 20, Targets::Values(1), 1)?);
-//! spawn(2, move |rank| {
-//!     let group = rank.init_process_group(Backend::Threaded)?;
-//!     let (vs, model) = ModelConfig::default().build(rank.device(), 0)?; // Linear(20, 1)
-//!     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
-//!     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
-//!     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
-//!     let loader = DataLoader::new(dataset.clone(), sampler, 32, rank.device())?;
-//!     for epoch in 0..2 {
-//!         for batch in loader.epoch(epoch)? {
-//!             let batch = batch?;
-//!             ddp.zero_grad()?;
-//!             let loss = ddp.forward(&batch.inputs).mse_loss(&batch.targets, Reduction::Mean);
-//!             ddp.backward(&loss)?;
-//!             optimizer.step(0.1)?;
+//! fn main() -> anyhow::Result<()> {
+//!     let dataset = Arc::new(TensorDataset::random(256, 20, Targets::Values(1), 1)?);
+//!     let hashes = spawn(2, move |rank| {
+//!         let group = rank.init_process_group(rank.backend())?;
+//!         let vs = VarStore::new(rank.device());
+//!         let model = nn::seq().add(nn::linear(vs.root(), 20, 1, Default::default()));
+//!         let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+//!         let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+//!         let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
+//!         let loader = DataLoader::new(dataset.clone(), sampler, 32, rank.device())?;
+//!         for epoch in 0..2 {
+//!             for batch in loader.epoch(epoch)? {
+//!                 let batch = batch?;
+//!                 ddp.zero_grad()?;
+//!                 let loss = ddp.forward(&batch.inputs).mse_loss(&batch.targets, Reduction::Mean);
+//!                 ddp.backward(&loss)?; // averages the gradients over the ranks
+//!                 optimizer.step(0.1)?;
+//!             }
 //!         }
-//!     }
+//!         Ok(ddp.parameters_hash()?)
+//!     })?;
+//!     assert_eq!(hashes[0], hashes[1]); // every rank has the same bits
 //!     Ok(())
-//! })?;
-//! # Ok(())
-//! # }
+//! }
 //! ```
+//!
+//! # Where to begin
+//!
+//! | to | see |
+//! |---|---|
+//! | start ranks as threads of this process | [`spawn`]; [`spawn_scoped`] if they borrow from the caller |
+//! | start them with other settings, or on GPUs | [`Spawn`] |
+//! | run under torchrun, Slurm, MPI or Kubernetes | [`Spawn::from_env`] instead of [`spawn`] |
+//! | find out which rank this is, and join the others | [`Rank`] |
+//! | call collectives | [`ProcessGroup`], and [`process_group::functional`] for those that gradients flow through |
+//! | train a model on all ranks | [`DistributedDataParallel`] |
+//! | have the loop, checkpoints and validation as well | [`trainer::Trainer`] |
+//!
+//! [`prelude`] has the names that a program needs. A rank's function returns an `anyhow::Result`, so that `?` takes every
+//! error; this crate's own are [`Error`].
+//!
+//! # Threads
+//!
+//! A rank is a thread, and the compiler keeps on it what belongs to it:
+//!
+//! | type | Rust | may it leave its thread? |
+//! |---|---|---|
+//! | `Rank`, `ProcessGroup`, `Work` | neither `Send` nor `Sync` | stays: only the rank's own thread is woken when another rank fails |
+//! | `DistributedDataParallel`, `Sgd`, `AdamW`, `DataLoader`, `Trainer` | neither `Send` nor `Sync` | stays with its group |
+//! | `Autocast` | neither `Send` nor `Sync` | stays: libtorch has the state in the thread |
+//! | `Spawn`, `SpawnError`, `Error`, `Launch`, `Launched`, `Placement`, `World` | `Send + Sync` | may be shared |
+//! | `Stop`, `Dataset`, `TensorDataset`, `Checkpoint`, `CheckpointDir` | `Send + Sync` | may be shared: what a rank's function captures |
+//! | `Schedule`, `ReduceOp`, `Backend` | `Send + Sync` | may be shared: plain values |
 //!
 //! # Reading order
 //!
@@ -77,6 +103,7 @@ pub mod models;
 pub mod observe;
 mod operation;
 pub mod optim;
+pub mod prelude;
 pub mod process_group;
 mod sync;
 pub mod torch;
@@ -92,7 +119,9 @@ pub use ddp::{
     parameters_hash,
 };
 pub use error::{Error, LateRank, Result, Suspects};
-pub use launch::{Backend, Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn};
+pub use launch::{
+    Backend, Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn, spawn_scoped,
+};
 pub use models::{Dropout, SyncBatchNorm};
 pub use operation::{At, Operation};
 pub use optim::{

@@ -1,14 +1,15 @@
 //! What `spawn` promises, seen from a program that uses the library.
 
+use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use ddp_mp::{Backend, Error, ReduceOp, Spawn, spawn};
+use ddp_mp::{Backend, Error, ReduceOp, Spawn, spawn, spawn_scoped};
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::TIMEOUT;
+use crate::harness::{TIMEOUT, repository, run_command};
 
 #[test]
 fn every_rank_runs_once_on_a_thread_of_its_own_name() {
@@ -330,4 +331,146 @@ fn nccl_without_a_gpu_is_an_error_on_a_machine_with_and_without_nccl() {
         message.contains("libnccl was not found") || message.contains("needs a GPU for each rank"),
         "{message}"
     );
+}
+
+#[test]
+fn scoped_ranks_borrow_from_the_caller_and_return_what_they_borrow() {
+    let names = ["zero".to_string(), "one".to_string(), "two".to_string()];
+    let count = AtomicUsize::new(0);
+    let mut inputs: Vec<Tensor> = (0..3).map(|it| Tensor::from_slice(&[it as f32])).collect();
+    // A rank takes its own by exclusive reference.
+    let slots: Vec<_> = inputs.iter_mut().map(std::sync::Mutex::new).collect();
+    let borrowed: Vec<&str> = spawn_scoped(3, |rank| {
+        let group = rank.init_process_group(rank.backend())?;
+        group.all_reduce(&mut slots[rank.rank()].lock().unwrap(), ReduceOp::Sum)?;
+        count.fetch_add(1, Ordering::Relaxed);
+        Ok(names[rank.rank()].as_str())
+    })
+    .unwrap();
+    assert_eq!(borrowed, ["zero", "one", "two"]);
+    assert_eq!(count.into_inner(), 3);
+    drop(slots);
+    assert!(inputs.iter().all(|sum| sum.double_value(&[0]) == 3.0), "{inputs:?}");
+}
+
+#[test]
+fn scoped_ranks_have_all_ended_when_the_failure_comes_back() {
+    struct Ends<'a>(&'a AtomicUsize);
+    impl Drop for Ends<'_> {
+        fn drop(&mut self) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    let ended = AtomicUsize::new(0);
+    let error = spawn_scoped(3, |rank| {
+        let _ends = Ends(&ended);
+        let group = rank.init_process_group(Backend::Threaded)?;
+        anyhow::ensure!(rank.rank() != 1, "out of luck");
+        Ok(group.barrier()?)
+    })
+    .unwrap_err();
+    assert_eq!(error.to_string(), "rank 1 (CPU:1) failed in its function: out of luck");
+    assert_eq!(ended.load(Ordering::SeqCst), 3);
+    // A panic is a failure, too.
+    let error = spawn_scoped::<(), _>(1, |_| panic!("in vain")).unwrap_err();
+    assert!(error.failure.error.contains("in vain"), "{error}");
+}
+
+/// Nothing, unless the test below has started this process: a run in which a rank never comes back.
+#[test]
+fn stuck_child() {
+    if std::env::var_os("DDP_MP_STUCK").is_none() {
+        return;
+    }
+    let value = 5;
+    let result = Spawn::new(2).grace_period(Duration::from_millis(100)).run_scoped(|rank| {
+        let group = rank.init_process_group(Backend::Threaded)?;
+        group.enter_step(3)?;
+        anyhow::ensure!(rank.rank() != 0, "the cause");
+        loop {
+            std::thread::park(); // not one of our waits
+            std::hint::black_box(&value);
+        }
+        #[allow(unreachable_code)]
+        Ok(())
+    });
+    println!("it has returned: {result:?}");
+}
+
+#[test]
+fn a_scoped_rank_that_does_not_come_back_ends_the_process() {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["ranks::stuck_child", "--exact", "--nocapture"]).env("DDP_MP_STUCK", "1");
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(1), "{stdout}{stderr}");
+    assert!(!stdout.contains("it has returned"), "{stdout}");
+    let cause = "rank 0 (CPU:0) failed in step #3: the cause";
+    let stuck = "rank 1 (CPU:1) did not come back within 100ms; last seen: step #3";
+    assert!(stderr.contains(cause) && stderr.contains(stuck), "{stderr}");
+}
+
+/// Says of a type whether it may go to another thread, and be shared with one.
+struct Of<T: ?Sized>(std::marker::PhantomData<T>);
+
+trait Neither {
+    const SEND: bool = false;
+    const SYNC: bool = false;
+}
+
+impl<T: ?Sized> Neither for Of<T> {}
+
+// A constant of the type itself comes before one of a trait.
+impl<T: ?Sized + Send> Of<T> {
+    const SEND: bool = true;
+}
+
+impl<T: ?Sized + Sync> Of<T> {
+    const SYNC: bool = true;
+}
+
+macro_rules! threads {
+    ($($name:ident => $type:ty),* $(,)?) => {
+        [$((stringify!($name), <Of<$type>>::SEND, <Of<$type>>::SYNC)),*]
+    };
+}
+
+#[test]
+fn what_the_documentation_says_of_threads_is_so() {
+    use ddp_mp::launch::{Launch, Launched, Placement, World};
+    use ddp_mp::prelude::*;
+    use tch::nn::Linear;
+    let types = threads![
+        Rank => Rank,
+        ProcessGroup => ProcessGroup,
+        Work => Work,
+        DistributedDataParallel => DistributedDataParallel<Linear>,
+        Trainer => Trainer<Linear>,
+        DataLoader => DataLoader,
+        Autocast => Autocast,
+        Sgd => Sgd,
+        AdamW => AdamW,
+        Spawn => Spawn,
+        SpawnError => SpawnError,
+        Error => ddp_mp::Error,
+        Launch => Launch,
+        Launched => Launched,
+        Placement => Placement,
+        World => World,
+        Stop => ddp_mp::Stop,
+        Dataset => dyn Dataset,
+        TensorDataset => TensorDataset,
+        Checkpoint => Checkpoint,
+        CheckpointDir => CheckpointDir,
+        Schedule => Schedule,
+        ReduceOp => ReduceOp,
+        Backend => Backend,
+    ];
+    let library = std::fs::read_to_string(repository("src/lib.rs")).unwrap();
+    let section = library.split("//! # Threads").nth(1).unwrap().split("//! # ").next().unwrap();
+    for (name, send, sync) in types {
+        let row = section.lines().find(|line| line.contains(&format!("`{name}`")));
+        let row = row.unwrap_or_else(|| panic!("lib.rs does not say where {name} may go"));
+        let says = ["stays", "may move", "may be shared"].map(|word| row.contains(word));
+        assert_eq!(says, [!send && !sync, send && !sync, send && sync], "{name}: {row}");
+    }
 }

@@ -62,7 +62,10 @@ fn a_module_uses_modules_below_it_only() {
         let name = name(&file);
         let module = name.split(['/', '.']).next().unwrap();
         let Some(mine) = place(module) else {
-            assert!(["main", "cli", "lib"].contains(&module), "{name} has no place in the order");
+            assert!(
+                ["main", "cli", "lib", "prelude"].contains(&module),
+                "{name} has no place in the order"
+            );
             continue;
         };
         for used in code(&file).split("crate::").skip(1) {
@@ -127,6 +130,18 @@ fn every_example_is_short_and_in_the_readme() {
         );
         assert!(readme.contains(&format!("`{command}`")), "the README does not name {name}");
         if let Some((number, _)) = name.split_once('-') {
+            // Whatever the prelude has is not named on its own.
+            let prelude = fs::read_to_string(repository("src/prelude.rs")).unwrap();
+            let names = |text: &str| -> Vec<String> {
+                let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
+                words.filter(|word| !word.is_empty()).map(Into::into).collect()
+            };
+            let of_prelude = names(&prelude[prelude.find("pub use").unwrap()..]);
+            for import in text.split("use ddp_mp::").skip(1) {
+                let import = names(import.split(';').next().unwrap());
+                let last = import.last().unwrap();
+                assert!(!of_prelude.contains(last), "{name} imports {last} beside the prelude");
+            }
             let purpose = text.strip_prefix(&format!("//! {number}. "));
             assert!(purpose.is_some(), "{name} does not begin with its number and purpose");
             lessons.push(number.parse::<usize>().unwrap());
@@ -134,6 +149,18 @@ fn every_example_is_short_and_in_the_readme() {
     }
     lessons.sort_unstable();
     assert_eq!(lessons, (1..=lessons.len()).collect::<Vec<_>>(), "no lesson is missing");
+}
+
+#[test]
+fn the_readme_shows_the_librarys_example() {
+    let library = fs::read_to_string(repository("src/lib.rs")).unwrap();
+    let example = library.split("//! ```\n").nth(1).unwrap();
+    let lines = example.lines().map(|line| line.trim_start_matches("//!"));
+    let lines: Vec<&str> = lines.map(|line| line.strip_prefix(' ').unwrap_or(line)).collect();
+    let block = format!("```rust\n{}\n```\n", lines.join("\n"));
+    assert!(block.contains("use ddp_mp::prelude::*;"), "{block}");
+    let readme = fs::read_to_string(repository("README.md")).unwrap();
+    assert!(readme.contains(&block), "README.md does not have\n{block}");
 }
 
 /// A heading, a paragraph, an item of a list, a row of a table or a block of code in Markdown.

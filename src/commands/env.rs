@@ -5,7 +5,7 @@ use std::io::Write;
 use serde::Serialize;
 
 use super::train::with_data;
-use super::{cores, launch, plan};
+use super::{cores, plan};
 use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::launch::{Launch, LaunchKind, SpawnChoice};
@@ -83,7 +83,7 @@ struct Plan {
 /// # Errors
 /// When stdout can't be written. A configuration that can't be run here is part of the report.
 pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()> {
-    let launch = launch(&config.launch_options(), cuda);
+    let launch = Launch::from_env(&config.launch_options(), cuda);
     let (data, plan) = match with_data(config.clone()) {
         Ok((config, data)) => (Some(Samples::of(&config, &data)), plan(&config, cuda)),
         Err(error) => (None, Err(error)),

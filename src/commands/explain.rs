@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::launched::Launched;
 use crate::config::{CommHookKind, Config};
+use crate::launch::Launched;
 use crate::observe::{Facts, Narrator, Printer};
 use crate::optim::OptimizerConfig;
 

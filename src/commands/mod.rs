@@ -21,12 +21,11 @@ pub use sampler::{SamplerRequest, sampler};
 pub use train::train;
 pub use verify::{check_verify_flags, verify};
 
-use std::env::var_os;
 use std::thread;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::launch::{BackendChoice, Launch, LaunchOptions, Nproc, Placement, detect, place};
+use crate::launch::{BackendChoice, Launch, LaunchOptions, Nproc, Placement};
 use crate::torch::cuda::Cuda;
 
 /// How many CPU cores this process may use.
@@ -34,34 +33,22 @@ fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// How this process was started.
-fn launch(options: &LaunchOptions, cuda: &Cuda) -> Result<Launch> {
-    let variable = |name: &str| Some(var_os(name)?.to_string_lossy().into_owned());
-    detect(&variable, options, cuda.usable())
-}
-
 /// Where the ranks of `config` run on this machine, and whether they can do what it asks.
 fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
-    let launch = launch(&config.launch_options(), cuda)?;
+    let launch = Launch::from_env(&config.launch_options(), cuda)?;
     let placement = if processes::starts_processes(config, &launch) {
         processes::place_processes(config, &launch, cuda)?
     } else {
-        place_launched(config, &launch, cuda)?
+        launch.place(config.backend, cuda)?
     };
     // Ranks of other processes are not known before they meet.
     config.validate_for(placement.devices.len())?;
     Ok(placement)
 }
 
-/// Where the ranks of this process of a launch run.
-fn place_launched(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
-    place(launch.nproc, config.backend, cuda, &launch.share(cores()))?
-        .in_processes(launch.processes.count, config.backend)
-}
-
 /// Where so many ranks run, for a command that is for one process.
 fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
-    let launch = launch(&LaunchOptions { nproc, ..LaunchOptions::default() }, cuda)?;
+    let launch = Launch::from_env(&LaunchOptions { nproc, ..LaunchOptions::default() }, cuda)?;
     if launch.processes.count > 1 {
         return Err(Error::Input(format!(
             "this is process {} of {} ({}: {}), and this command is for one process; start one, or unset the \
@@ -72,5 +59,5 @@ fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Plac
             launch.reason
         )));
     }
-    place(launch.nproc, backend, cuda, &launch.share(cores()))
+    launch.place(backend, cuda)
 }

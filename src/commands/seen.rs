@@ -9,12 +9,12 @@ use std::time::SystemTime;
 
 use serde_json::Value;
 
-use super::launched::Launched;
 use crate::checkpoint::TrainerState;
 use crate::config::{Config, Data};
 use crate::data::{DistributedSampler, num_batches};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
+use crate::launch::Launched;
 use crate::models::Model;
 use crate::observe::report::{
     Called, Curves, Lanes, Moved, OfEpoch, Outcome, Parameters, Ranks, Replicas, Report, Samples,

@@ -11,7 +11,7 @@ use tch::Device;
 
 use super::checkpoints::{self, Origin};
 use super::explain::narrator;
-use super::launched::{Launched, run_launched};
+use super::launched::{self, run_launched};
 use super::seen::Seen;
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, Data, StrategyKind};
@@ -19,8 +19,8 @@ use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
 use crate::error::{Error, Result};
 use crate::launch::{
-    Launch, LaunchKind, Rank, SpawnError, Stop, StopReason, ask_on_signal, await_termination,
-    end_at_signals_in, stop_on_signals,
+    Launch, LaunchKind, Launched, Rank, SpawnError, Stop, StopReason, ask_on_signal,
+    await_termination, end_at_signals_in, stop_on_signals,
 };
 use crate::models::Model;
 use crate::observe::report::Outcome;
@@ -84,17 +84,16 @@ fn train_in(
     let (config, data) = with_data(config)?;
     // Those of `--spawn=processes` are all on their way.
     let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
-    let meet = || Launched::meet(&config, "train", launch, cuda, printer);
+    let meet = || launched::join(&config, "train", launch, cuda, printer);
     let launched =
         if may_wait { end_at_signals_in(&stop, meet)?.transpose()? } else { Some(meet()?) };
     let Some(launched) = launched else { return Ok(stop.asked_for()) };
     let world_size = launched.world_size();
-    launched.before_ranks(&config, || config.validate_for(world_size))?;
-    let seen = launched.before_ranks(&config, || Seen::new(&config, &launched))?;
+    launched.before_ranks(|| config.validate_for(world_size))?;
+    let seen = launched.before_ranks(|| Seen::new(&config, &launched))?;
     let (mut recorder, mut origin) = (None, Origin::default());
     if launched.is_first() {
-        let of_all = launched.note();
-        for note in launched.placement.note.iter().chain(&of_all).chain(&data.notes) {
+        for note in launched.notes().iter().chain(&data.notes) {
             printer.note(note);
         }
         if let (_, Some(note)) = config.lr_for(world_size) {
@@ -104,14 +103,15 @@ fn train_in(
             printer.note(&note);
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
-        (recorder, origin) = launched.before_ranks(&config, || {
+        (recorder, origin) = launched.before_ranks(|| {
             let recorder = Recorder::new(printer, tensorboard, metrics)?.curves(seen.curves());
             Ok((Some(recorder), Origin::of(&config, world_size, printer)?))
         })?;
     }
     let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
     let recorder = Mutex::new(recorder);
-    let spawn = launched.spawn(&config, printer).table_when(asks).history(seen.history());
+    let spawn =
+        launched::spawn(&launched, &config, printer).table_when(asks).history(seen.history());
     let spawn = spawn.stop(stop.clone());
     let (printer, stopped) = (printer.clone(), OnceLock::new());
     let job =

@@ -138,17 +138,39 @@ impl Drop for NoSync {
     }
 }
 
-/// A model that is trained on all ranks at once.
+/// A model that is trained on all ranks at once. Each rank has a replica; the gradients are averaged.
 ///
-/// Follows `torch.nn.parallel.DistributedDataParallel`. What it does, in order:
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// use ddp_mp::prelude::*;
+/// use tch::nn::{self, VarStore};
+///
+/// let hashes = spawn(2, |rank| {
+///     let group = rank.init_process_group(rank.backend())?;
+///     let vs = VarStore::new(rank.device());
+///     let model = nn::linear(vs.root(), 3, 1, Default::default()); // other values on each rank
+///     let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?; // those of rank 0
+///     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+///     let samples = Tensor::full([4, 3], rank.rank() as f64, (Kind::Float, rank.device()));
+///     ddp.zero_grad()?;
+///     let loss = ddp.forward(&samples).square().mean(Kind::Float);
+///     ddp.backward(&loss)?;
+///     optimizer.step(0.1)?;
+///     Ok(ddp.parameters_hash()?)
+/// })?;
+/// assert_eq!(hashes[0], hashes[1]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Follows `torch.nn.parallel.DistributedDataParallel`. Its steps, in order:
 ///
 /// 1. At construction it compares the models of all ranks, copies rank 0's parameters and buffers to
 ///    all, and moves the parameters into flat buffers ("buckets"), each with a twin for its gradients:
 ///    every parameter is a view, and so is its `grad`, which moves there as soon as backward has it.
 /// 2. [`forward`](Self::forward) is the model's own.
-/// 3. [`backward`](Self::backward) runs autograd. Hooks tell when a gradient is complete; a bucket whose
-///    gradients all are is summed over the ranks, divided by their number: the mean over the ranks of each
-///    rank's gradient. With `nccl` that happens while backward goes on.
+/// 3. [`backward`](Self::backward) runs autograd. Hooks report each gradient that is complete. A bucket with all of its
+///    gradients is summed over the ranks and divided by their number. With `nccl` that happens while backward goes on.
 /// 4. Every rank makes the same optimizer step with the same numbers, and stays the same.
 ///
 /// With equal batches and a mean loss that mean is the gradient of the whole batch; when ranks have
@@ -156,6 +178,8 @@ impl Drop for NoSync {
 ///
 /// Zero gradients with [`zero_grad`](Self::zero_grad). The one of tch's
 /// optimizers would drop them, which libtorch refuses for views.
+///
+/// It stays on its rank's thread, as its group does.
 pub struct DistributedDataParallel<M> {
     module: M,
     group: Rc<ProcessGroup>,

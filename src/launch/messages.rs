@@ -91,6 +91,16 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
     Ok(())
 }
 
+/// Returns the number of the machine of process `mine`, where no launcher tells it: machines count in the order of their
+/// first processes. Several processes of one host that count their ranks from 0 each stand for a machine each.
+pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
+    let host = &processes[mine].host;
+    let firsts = || processes.iter().enumerate().filter(|(_, process)| process.first_local == 0);
+    let of_host = firsts().filter(|(index, process)| process.host == *host && *index <= mine);
+    let first = of_host.map(|(index, _)| index).last().unwrap_or(mine);
+    firsts().take_while(|(index, _)| *index < first).count()
+}
+
 /// The places of the ranks of each process among all.
 ///
 /// # Errors
@@ -377,5 +387,29 @@ mod tests {
         let error = places(&[crowd(MOST_RANKS), crowd(1)]).unwrap_err().to_string();
         assert!(error.contains("2 processes say that they have 65537 ranks"), "{error}");
         assert_eq!(places(&[crowd(2), crowd(1)]).unwrap(), [0..2, 2..3]);
+    }
+
+    #[test]
+    fn machines_count_in_the_order_of_their_first_processes() {
+        let of = |host: &str, first_local| Process {
+            version: String::new(),
+            host: host.into(),
+            pid: 0,
+            backend: String::new(),
+            first_local,
+            ranks: vec!["CPU:0".into()],
+            gpus: Vec::new(),
+            options: Vec::new(),
+        };
+        let nodes =
+            |all: &[Process]| (0..all.len()).map(|mine| node_of(all, mine)).collect::<Vec<_>>();
+        let (a, b) = ("a", "b");
+        assert_eq!(nodes(&[of(a, 0), of(a, 1), of(b, 0), of(b, 1)]), [0, 0, 1, 1]);
+        // Slurm's `--distribution=cyclic`.
+        assert_eq!(nodes(&[of(a, 0), of(b, 0), of(a, 1), of(b, 1)]), [0, 1, 0, 1]);
+        // Two processes of one host that stand for a machine each, and one elsewhere.
+        assert_eq!(nodes(&[of(a, 0), of(b, 0), of(a, 0)]), [0, 1, 2]);
+        // None counts from 0, as no launcher has it.
+        assert_eq!(nodes(&[of(a, 1), of(a, 2)]), [0, 0]);
     }
 }

@@ -36,15 +36,22 @@ impl Backend {
     }
 }
 
-/// One rank, as its function sees it.
+/// One rank, as its function sees it: its number, its device, and the way into the process group.
 ///
-/// Lives on the rank's thread and stays there.
+/// [`spawn`](super::spawn) hands it to the function by reference. It stays on the rank's thread.
+///
+/// | torchrun sets | here |
+/// |---|---|
+/// | `RANK`, `WORLD_SIZE` | [`rank`](Self::rank), [`world_size`](Self::world_size) |
+/// | `LOCAL_RANK` | [`local_rank`](Self::local_rank); [`device`](Self::device) is chosen already |
+/// | `GROUP_RANK`, `GROUP_WORLD_SIZE` | [`node_rank`](Self::node_rank), [`nnodes`](Self::nnodes) |
 pub struct Rank {
     rank: usize,
     local_rank: usize,
     /// The first rank of this process.
     first: usize,
     device: Device,
+    backend: Backend,
     run: Arc<Run>,
     /// The processes, if there are several.
     world: Option<Arc<World>>,
@@ -69,35 +76,59 @@ impl Rank {
     pub(super) fn new(
         [rank, local_rank, first]: [usize; 3],
         device: Device,
+        backend: Backend,
         run: Arc<Run>,
         world: Option<Arc<World>>,
         rendezvous: Rendezvous,
     ) -> Self {
         let rendezvous = RefCell::new(Some(rendezvous));
-        Self { rank, local_rank, first, device, run, world, rendezvous, group: OnceCell::new() }
+        let group = OnceCell::new();
+        Self { rank, local_rank, first, device, backend, run, world, rendezvous, group }
     }
 
-    /// This rank's number, from 0.
+    /// Returns this rank's number, from 0.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// This rank's number on its machine, from 0.
+    /// Returns this rank's number on its machine, from 0.
     pub fn local_rank(&self) -> usize {
         self.local_rank
     }
 
-    /// How many ranks there are.
+    /// Returns how many ranks there are, in all processes.
     pub fn world_size(&self) -> usize {
         self.run.activity.len()
     }
 
-    /// This rank's device. If it is a GPU, it is the thread's current device already.
+    /// Returns the number of this rank's machine, from 0: torchrun's `GROUP_RANK`.
+    pub fn node_rank(&self) -> usize {
+        self.world.as_ref().map_or(0, |world| world.node_rank())
+    }
+
+    /// Returns how many machines there are.
+    pub fn nnodes(&self) -> usize {
+        self.world.as_ref().map_or(1, |world| world.nnodes())
+    }
+
+    /// Returns whether this is rank 0, which prints and writes files for all.
+    pub fn is_main(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// Returns this rank's device. If it is a GPU, it is the thread's current device already.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Meets the other ranks and joins them in a process group. Every rank must call it, once.
+    /// Returns the backend that suits the ranks: `nccl` where each has a GPU of its own, `gloo` for CPU ranks in several
+    /// processes, and `threaded` for CPU ranks of one process and for ranks that share a GPU.
+    pub fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// Meets the other ranks and joins them in a process group. Every rank must call it, once. Use
+    /// [`Rank::backend`] unless you want another one.
     ///
     /// Follows `torch.distributed.init_process_group`, without an address: the first rank of a process hands
     /// the others what they need over a channel; processes, if there are several, have met in a store.

@@ -7,7 +7,7 @@ use crossbeam::channel::Sender;
 use tch::Device;
 
 use super::rendezvous::Rendezvous;
-use super::{Rank, World};
+use super::{Backend, Rank, World};
 use crate::error::Error;
 use crate::operation::Operation;
 use crate::sync::{Run, panics};
@@ -23,6 +23,8 @@ pub(super) struct RankThread<T> {
     pub device: Device,
     /// How many threads libtorch uses in this rank.
     pub threads: usize,
+    /// What suits the ranks: see [`Rank::backend`].
+    pub backend: Backend,
     pub rendezvous: Rendezvous,
     pub run: Arc<Run>,
     pub ended: Sender<Ended<T>>,
@@ -37,10 +39,12 @@ pub(super) struct Ended<T> {
 
 impl<T> RankThread<T> {
     pub(super) fn main(self, f: &dyn Fn(&Rank) -> anyhow::Result<T>) {
-        let Self { rank, local_rank, first, world, device, threads, rendezvous, run, ended } = self;
+        let Self { rank, local_rank, first, device, threads, backend, .. } = self;
+        let Self { world, rendezvous, run, ended, .. } = self;
         run.start(rank);
         panics::watch_this_thread();
-        let context = Rank::new([rank, local_rank, first], device, run.clone(), world, rendezvous);
+        let context =
+            Rank::new([rank, local_rank, first], device, backend, run.clone(), world, rendezvous);
         let result = catch_unwind(AssertUnwindSafe(|| {
             prepare(device, threads)?;
             f(&context)

@@ -1,30 +1,23 @@
 //! `spawn`: a thread for each rank, and what happens when one of them fails.
 
-use std::mem;
+mod supervisor;
+
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::thread::{self, JoinHandle, ScopedJoinHandle};
+use std::time::Duration;
 
-use crossbeam::channel::{Receiver, never, unbounded};
-use crossbeam::select;
+use crossbeam::channel::{Receiver, never};
 use tch::Device;
 
-use super::rank_thread::{Ended, RankThread};
-use super::rendezvous;
-use super::stall::{Tell, stalled, table};
-use super::watch::Stay;
-use super::{Placement, Rank, RankFailure, SpawnError, StuckRank, World};
-use crate::observe::{LogFormat, Printer, TRACED, trace_output, write_trace};
-use crate::operation::Operation;
-use crate::process_group::rank_label;
-use crate::sync::{Failure, Fault, History, Run, Stop, Timeline};
-#[cfg(doc)]
+use super::rank_thread::RankThread;
+use super::stall::Tell;
+use super::{
+    Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, Rank, SpawnError, World,
+};
+use crate::observe::{LogFormat, Printer};
+use crate::sync::{Fault, History, Stop};
 use crate::torch;
-
-/// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
-/// is used becomes memory.
-const STACK_BYTES: usize = 64 << 20;
 
 /// A wait that nobody sees the end of; longer ones cannot be added to a point in time.
 const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
@@ -50,20 +43,76 @@ where
     Spawn::new(world_size).run(f)
 }
 
-/// How to start the ranks. Follows `torch.multiprocessing.spawn`, with threads for processes:
+/// Runs `f` on `world_size` CPU ranks as [`spawn`] does, and lets `f` and what it returns borrow from the caller.
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// let names = vec!["a".to_string(), "b".to_string()];
+/// let borrowed: Vec<&str> = ddp_mp::spawn_scoped(2, |rank| Ok(names[rank.rank()].as_str()))?;
+/// assert_eq!(borrowed, ["a", "b"]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # The price
+/// The two differ in one case: another rank has failed, and a rank does not come back within the grace period, because it
+/// computes or waits for something that is not of this crate. A thread cannot be killed.
+///
+/// * [`spawn`] returns the error and leaves the thread behind. That is why what it uses must be `'static`: the thread may
+///   still use it.
+/// * `spawn_scoped` cannot return while a thread may still use what it borrows, and to wait would be to wait for ever. So
+///   the failure is written to stderr and the process ends with exit code 1, without running destructors. PyTorch kills
+///   the process of such a rank.
+///
+/// A program that must go on after every failure uses [`spawn`] and shares its data in an `Arc`.
+///
+/// # Errors
+/// As [`Spawn::run_scoped`].
+pub fn spawn_scoped<T, F>(world_size: usize, f: F) -> Result<Vec<T>, Box<SpawnError>>
+where
+    T: Send,
+    F: Fn(&Rank) -> anyhow::Result<T> + Sync,
+{
+    Spawn::new(world_size).run_scoped(f)
+}
+
+/// The ranks of this process before they start: how many, on which devices, and how long they wait for each other.
+///
+/// [`Spawn::new`] has ranks on the CPU, [`Spawn::on`] one for each device, and [`Spawn::from_env`] those that the launcher
+/// asks for. [`Spawn::run`] starts them and returns when all have ended.
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// use std::time::Duration;
+///
+/// use ddp_mp::prelude::*;
+///
+/// let sums = Spawn::new(2).timeout(Duration::from_secs(60)).run(|rank| {
+///     let group = rank.init_process_group(rank.backend())?;
+///     let mut tensor = Tensor::from_slice(&[rank.rank() as f32 + 1.0]);
+///     group.all_reduce(&mut tensor, ReduceOp::Sum)?;
+///     Ok(tensor.double_value(&[0]))
+/// })?;
+/// assert_eq!(sums, [3.0, 3.0]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Follows `torch.multiprocessing.spawn`, with threads in the place of processes:
 ///
 /// * Nothing is pickled: `f` is shared, and what it captures exists once.
 /// * The first rank that returns an error or panics ends the run. A thread cannot be killed, so the
-///   others are asked to stop: whatever of this crate they wait in returns
+///   others are asked to stop: every wait of this crate returns
 ///   [`Error::Cancelled`](crate::Error::Cancelled) at once, and they end at their next `?`. A rank that computes goes on until
-///   its next collective. One that does not come back within the grace period is named in the error,
-///   and its thread is left behind: exit the process then.
+///   its next collective. The error names each rank that does not come back within the grace period. The thread of such a
+///   rank is left behind, so exit the process then; or use [`Spawn::run_scoped`], which does.
 /// * What takes the process down (a segmentation fault, `abort`, the out-of-memory killer) takes all
 ///   ranks down. In exchange no rank can be orphaned.
 /// * What `f` returns on each rank is handed to the caller, where PyTorch drops it.
 #[derive(Debug, Clone)]
 pub struct Spawn {
     devices: Vec<Device>,
+    backend: Backend,
     threads_per_rank: usize,
     timeout: Duration,
     grace_period: Duration,
@@ -76,6 +125,8 @@ pub struct Spawn {
     stop: Option<Arc<Stop>>,
     trace: Option<PathBuf>,
     history: Option<Arc<OnceLock<History>>>,
+    /// Where a failure is left for the launcher.
+    launch: Option<Arc<Launch>>,
 }
 
 impl Spawn {
@@ -90,6 +141,7 @@ impl Spawn {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
             threads_per_rank: (cores / devices.len().max(1)).max(1),
+            backend: backend_of(&devices),
             devices,
             timeout: Self::TIMEOUT,
             grace_period: Self::GRACE_PERIOD,
@@ -102,12 +154,69 @@ impl Spawn {
             stop: None,
             trace: None,
             history: None,
+            launch: None,
         }
     }
 
     /// The ranks of `placement`.
     pub fn at(placement: &Placement) -> Self {
-        Self::on(placement.devices.clone()).threads_per_rank(placement.threads_per_rank)
+        let Placement { devices, backend, threads_per_rank, .. } = placement;
+        Self { backend: *backend, ..Self::on(devices.clone()) }.threads_per_rank(*threads_per_rank)
+    }
+
+    /// The ranks of this process as its launcher wants them: torchrun, Slurm's srun, mpirun, Kubeflow on Kubernetes, or a
+    /// person who sets torchrun's flags as variables on each machine (`PET_NNODES=2 PET_NODE_RANK=0 MASTER_ADDR=node0`).
+    /// Without a launcher there is a rank for each visible GPU, or one for each CPU core where no GPU is visible.
+    ///
+    /// The processes of the launch meet here, for at most [`Spawn::TIMEOUT`]. Notes go to stderr. If a rank fails, torchrun
+    /// shows the reason. Use [`Rank::backend`] for the process group:
+    ///
+    /// ```no_run
+    /// use ddp_mp::prelude::*;
+    ///
+    /// fn main() -> anyhow::Result<()> {
+    ///     let sums = Spawn::from_env()?.run(|rank| {
+    ///         let group = rank.init_process_group(rank.backend())?;
+    ///         let mut tensor = Tensor::ones([1], (Kind::Float, rank.device()));
+    ///         group.all_reduce(&mut tensor, ReduceOp::Sum)?; // as many as there are ranks in all processes
+    ///         Ok(tensor.double_value(&[0]))
+    ///     })?;
+    ///     println!("{sums:?}"); // of the ranks of this process
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// A launch has one run: put all that the ranks do in one function. Call it first in `main`: it looks for GPUs ([`cuda::load`](torch::cuda::load)), which libtorch does once. For other
+    /// settings use [`Launch::from_env`](super::Launch::from_env) and [`Launch::join`](super::Launch::join).
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) when the variables contradict each other or the processes do not fit each
+    /// other; [`Error::Store`](crate::Error::Store) and [`Error::Absent`](crate::Error::Absent) when the processes do not
+    /// meet.
+    pub fn from_env() -> crate::Result<Self> {
+        let cuda = torch::cuda::load();
+        let launch = Arc::new(Launch::from_env(&LaunchOptions::default(), &cuda)?);
+        let printer = Printer::new(LogFormat::Text);
+        let note = |text: &str| printer.note(text);
+        let joining = Joining { note: &note, ..Joining::default() };
+        let launched = Launch::clone(&launch).join(&cuda, joining).inspect_err(|error| {
+            leave_failure(&launch, &error.to_string(), note);
+        })?;
+        if launched.is_first() {
+            launched.notes().iter().for_each(|text| note(text));
+        }
+        Ok(Self { launch: Some(launch), ..launched.spawn() })
+    }
+
+    /// Returns the name of the launcher that [`Spawn::from_env`] has found, such as `torchrun`; `None` without one.
+    pub fn launcher(&self) -> Option<&'static str> {
+        let kind = self.launch.as_ref()?.kind;
+        (kind != LaunchKind::Local).then(|| kind.name())
+    }
+
+    /// Returns how many ranks there will be, in all processes.
+    pub fn world_size(&self) -> usize {
+        self.world.as_ref().map_or(self.devices.len(), |world| world.world_size())
     }
 
     /// How long a rank waits for the others, unless told otherwise: PyTorch's 10 minutes for NCCL.
@@ -203,224 +312,59 @@ impl Spawn {
         T: Send + 'static,
         F: Fn(&Rank) -> anyhow::Result<T> + Send + Sync + 'static,
     {
-        let count = self.devices.len();
-        let world_size = self.world.as_ref().map_or(count, |world| world.world_size());
-        let mut run = Run::new(world_size, self.timeout, self.fault);
-        run.check_collectives = self.check_collectives;
-        if self.trace.is_some() || self.history.is_some() {
-            run.timeline = Timeline::new(world_size, TRACED);
-        }
-        if let Some(world) = &self.world {
-            run.ranks_here = world.ranks_of_machine();
-            run.elsewhere = Some(world.watch().elsewhere());
-            for rank in (0..world_size).filter(|rank| !world.ranks_here().contains(rank)) {
-                run.activity[rank].enter(Operation::Start, 0); // until more is known
-            }
-        }
-        let run = Arc::new(run);
-        let (ended, ends) = unbounded();
         let f = Arc::new(f);
-
-        let mut threads: Vec<Thread<T>> = Vec::with_capacity(count);
-        let (first, first_local) =
-            (self.first(), self.world.as_ref().map_or(0, |it| it.first_local()));
-        if let Some(world) = &self.world
-            && let Err(error) = world.watch().start(&run)
-        {
-            run.report(first, Some(&error), error.to_string());
-        }
-        for (local_rank, rendezvous) in rendezvous::channels(count).into_iter().enumerate() {
-            let rank = first + local_rank;
-            let start = RankThread {
-                rank,
-                local_rank: first_local + local_rank,
-                first,
-                device: self.devices[local_rank],
-                world: self.world.clone(),
-                threads: self.threads_per_rank,
-                rendezvous,
-                run: run.clone(),
-                ended: ended.clone(),
-            };
+        let start = |builder: thread::Builder, rank: RankThread<T>| {
             let f = f.clone();
-            let thread = thread::Builder::new()
-                .name(format!("rank{rank}"))
-                .stack_size(STACK_BYTES)
-                .spawn(move || start.main(&*f));
-            match thread {
-                Ok(thread) => threads.push(Thread::Runs(thread)),
-                Err(error) => {
-                    run.activity[rank].enter(Operation::Start, 0);
-                    run.report(rank, None, format!("its thread cannot be started: {error}"));
-                    break;
-                }
-            }
-        }
-        drop(ended);
-        let table = self.wait(&run, &ends, &mut threads);
-        if let Some(world) = &self.world {
-            let failed = run.cancel.cancelled_by().is_some();
-            let asked_to_end = || self.stop.as_ref().is_some_and(|it| it.asked_for().is_some());
-            let stay = Stay { patience: self.grace_period, failed, asked_to_end: &asked_to_end };
-            world.leave(stay);
-        }
-        self.leave_history(&run);
-        self.result(&run, threads, table)
-    }
-
-    /// What the ranks have done goes to whoever wants it.
-    fn leave_history(&self, run: &Run) {
-        if self.trace.is_none() && self.history.is_none() {
-            return;
-        }
-        let world = self.world.as_ref();
-        let process = world.map_or([0, 1], |world| [world.process(), world.num_processes()]);
-        let here = self.first()..self.first() + self.devices.len();
-        let clock = world.and_then(|world| world.clock());
-        let history = History::of(run, here, |rank| self.device(rank), process, clock);
-        if let Some(path) = &self.trace {
-            let written = trace_output(path, process)
-                .and_then(|it| it.write(|file| write_trace(&history, file)));
-            if let Err(error) = written {
-                self.tell.tell(&format!("the trace {} cannot be written: {error}", path.display()));
-            }
-        }
-        if let Some(slot) = &self.history {
-            let _ = slot.set(history); // a second run of the same keeps the first one's
-        }
-    }
-
-    /// What is said of a rank's device.
-    fn device(&self, rank: usize) -> String {
-        match &self.world {
-            Some(world) => world.label(rank),
-            None => rank_label(self.devices[rank], rank),
-        }
-    }
-
-    /// The first rank of this process.
-    fn first(&self) -> usize {
-        self.world.as_ref().map_or(0, |world| world.ranks_here().start)
-    }
-
-    /// What the ranks have returned, or the first failure, with all that is known about it.
-    fn result<T>(
-        &self,
-        run: &Run,
-        threads: Vec<Thread<T>>,
-        table: Option<String>,
-    ) -> Result<Vec<T>, Box<SpawnError>> {
-        let first = self.first();
-        let mut failures = run.failures();
-        let table = table.filter(|_| failures.first().is_some_and(|it| it.waited));
-        let mut failures =
-            failures.drain(..).map(|Failure { rank, tied, at, error, .. }| RankFailure {
-                rank,
-                tied: tied.into_iter().map(|rank| (rank, self.device(rank))).collect(),
-                device: self.device(rank),
-                at,
-                error,
-            });
-        let Some(failure) = failures.next() else {
-            // Without a failure every rank has started and ended, and has returned something.
-            return Ok(threads.into_iter().filter_map(Thread::value).collect());
+            builder.spawn(move || rank.main(&*f))
         };
-        let still_running = threads.iter().zip(first..).filter(|(thread, _)| thread.runs());
-        let still_running = still_running.map(|(_, rank)| rank);
-        Err(Box::new(SpawnError {
-            failure,
-            also_failed: failures.collect(),
-            stuck: still_running
-                .map(|rank| StuckRank {
-                    rank,
-                    device: self.device(rank),
-                    last_seen: run.activity[rank].now(),
-                })
-                .collect(),
-            grace_period: self.grace_period,
-            table,
-        }))
+        self.supervise(start, |thread: JoinHandle<()>| drop(thread.join()))
     }
 
-    /// Joins the threads as they end; gives up on the rest when the grace period is over. Threads that still run
-    /// did not come back. Returns what each rank was doing when the run failed, if it has.
-    fn wait<T>(
-        &self,
-        run: &Run,
-        ends: &Receiver<Ended<T>>,
-        threads: &mut [Thread<T>],
-    ) -> Option<String> {
-        let (mut running, first) = (threads.len(), self.first());
-        let mut join = |Ended { rank, value }| {
-            if let Thread::Runs(thread) =
-                mem::replace(&mut threads[rank - first], Thread::Ended(value))
+    /// As [`Spawn::run`], but `f` and what it returns may borrow from the caller; see [`spawn_scoped`], also for what
+    /// that costs.
+    ///
+    /// # Errors
+    /// The first failure of a rank; see [`Spawn`]. If a rank does not come back within the grace period, it does not
+    /// return: the failure is written to stderr, and the process ends with exit code 1.
+    pub fn run_scoped<T, F>(self, f: F) -> Result<Vec<T>, Box<SpawnError>>
+    where
+        T: Send,
+        F: Fn(&Rank) -> anyhow::Result<T> + Sync,
+    {
+        let f = &f;
+        thread::scope(|scope| {
+            let start = |builder: thread::Builder, rank: RankThread<T>| {
+                builder.spawn_scoped(scope, move || rank.main(f))
+            };
+            let result =
+                self.supervise(start, |thread: ScopedJoinHandle<'_, ()>| drop(thread.join()));
+            if let Err(error) = &result
+                && !error.stuck.is_empty()
             {
-                // Panics of `f` were caught, and this thread has said that it is past everything else.
-                let _ = thread.join();
+                // To return is to wait for its thread for ever, and to leave that behind is unsound.
+                Printer::new(LogFormat::Text).note(&error.to_string());
+                torch::exit(1);
             }
-        };
-        let here = first..first + running;
-        let mut told = None;
-        while running > 0 && run.cancel.cancelled_by().is_none() {
-            select! {
-                recv(self.asks) -> _ => {
-                    self.tell.tell(&format!("what each rank does\n{}", table(run, here.clone())));
-                    continue;
-                }
-                default(self.stall_warning.div_f64(8.0).clamp(LOOK.0, LOOK.1)) => {
-                    if let Some(stall) = stalled(run, here.clone(), self.stall_warning)
-                        && told != Some(stall)
-                        && let Some(text) = stall.text(run, here.clone(), self.stall_warning)
-                    {
-                        self.tell.tell(&text);
-                        told = Some(stall);
-                    }
-                    continue;
-                }
-                recv(ends) -> ended => match ended {
-                    Ok(ended) => join(ended),
-                    Err(_) => return None,
-                },
-                recv(run.cancel.tripped()) -> _ => break,
-            }
-            running -= 1;
-        }
-        let table = run.cancel.cancelled_by().map(|_| {
-            if run.failures().first().is_some_and(|it| it.waited) {
-                run.ask();
-            }
-            table(run, here)
-        });
-        let deadline = Instant::now() + self.grace_period;
-        while running > 0 {
-            let Ok(ended) = ends.recv_deadline(deadline) else { break };
-            join(ended);
-            running -= 1;
-        }
-        table
+            result
+        })
     }
 }
 
-/// How often somebody looks for stalls, at most and at least.
-const LOOK: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
-
-/// A rank's thread, as the one that has started it sees it.
-enum Thread<T> {
-    /// It runs, or has not been joined yet.
-    Runs(JoinHandle<()>),
-    /// It is gone; with what its function returned, unless that failed.
-    Ended(Option<T>),
+/// The backend that suits ranks on these devices of one process.
+fn backend_of(devices: &[Device]) -> Backend {
+    let mut gpus: Vec<usize> = devices
+        .iter()
+        .filter_map(|device| if let Device::Cuda(index) = device { Some(*index) } else { None })
+        .collect();
+    gpus.sort_unstable();
+    gpus.dedup();
+    let has_own = !devices.is_empty() && gpus.len() == devices.len();
+    if has_own { Backend::Nccl } else { Backend::Threaded }
 }
 
-impl<T> Thread<T> {
-    fn runs(&self) -> bool {
-        matches!(self, Thread::Runs(_))
-    }
-
-    fn value(self) -> Option<T> {
-        match self {
-            Thread::Runs(_) => None,
-            Thread::Ended(value) => value,
-        }
+/// Leaves `error` for the launcher, and says so if that is not possible.
+fn leave_failure(launch: &Launch, error: &str, note: impl Fn(&str)) {
+    if let Err(unwritable) = launch.report_failure(error) {
+        note(&unwritable);
     }
 }

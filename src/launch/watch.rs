@@ -3,7 +3,7 @@
 
 use std::convert::Infallible;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -43,6 +43,8 @@ pub(super) struct Server {
 pub(super) struct Watch {
     shared: Arc<Shared>,
     thread: Mutex<Option<Thread>>,
+    /// Whether a run has begun. What it leaves in the store would mislead another one.
+    has_begun: AtomicBool,
 }
 
 /// What ends the thread, and the thread.
@@ -69,7 +71,8 @@ impl Watch {
     ) -> Result<Self> {
         let store = store.another_connection()?;
         let shared = Shared { store, mine, ranks: ranks.into(), server, beats: AtomicU64::new(0) };
-        Ok(Self { shared: Arc::new(shared), thread: Mutex::default() })
+        let (thread, has_begun) = (Mutex::default(), AtomicBool::new(false));
+        Ok(Self { shared: Arc::new(shared), thread, has_begun })
     }
 
     /// What [`Run`] asks about ranks elsewhere.
@@ -80,8 +83,15 @@ impl Watch {
     /// Begins to watch over `run`.
     ///
     /// # Errors
-    /// [`Error::Input`] when no thread can be started.
+    /// [`Error::Input`] when no thread can be started, and for a second run.
     pub(super) fn start(&self, run: &Arc<Run>) -> Result<()> {
+        if self.has_begun.swap(true, Ordering::Relaxed) {
+            return Err(Error::Input(
+                "these processes have met for one run, and it is over: do all work in one function of the ranks, or join \
+                 the launch again"
+                    .into(),
+            ));
+        }
         let (stop, stopped) = bounded(0);
         let (shared, run) = (self.shared.clone(), run.clone());
         let thread = thread::Builder::new().name("watch".into());

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
-use super::messages::{Absence, MOST_RANKS, Process, check_same, places, shared_gpu};
+use super::messages::{Absence, MOST_RANKS, Process, check_same, node_of, places, shared_gpu};
 use super::watch::{Server, Stay, Watch};
 use super::{Backend, Launch, LaunchKind, Master, Placement};
 use super::{clock, start};
@@ -35,6 +35,7 @@ pub struct World {
     store: TcpStore,
     serves: bool,
     nnodes: usize,
+    node_rank: usize,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
     /// How this one's clock compares, if that was asked.
@@ -135,6 +136,7 @@ impl World {
         };
         let machines = processes.iter().filter(|process| process.first_local == 0).count();
         let nnodes = launch.nnodes.unwrap_or(machines);
+        let node_rank = launch.node_rank.unwrap_or_else(|| node_of(&processes, mine));
         let server = match &processes[0] {
             _ if launch.kind == LaunchKind::Spawned => Server {
                 rank: None,
@@ -158,6 +160,7 @@ impl World {
             store,
             serves,
             nnodes,
+            node_rank,
             interfaces,
             clock: None,
             watch,
@@ -203,6 +206,11 @@ impl World {
     /// How many machines there are.
     pub fn nnodes(&self) -> usize {
         self.nnodes
+    }
+
+    /// Returns this machine's number, from 0.
+    pub fn node_rank(&self) -> usize {
+        self.node_rank
     }
 
     /// This process's number.

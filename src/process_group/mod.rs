@@ -100,10 +100,13 @@ struct Side {
 /// Follows `torch.distributed`: its functions are methods here, and there is no default group; you pass the
 /// group on. What PyTorch does with `async_op=True` is [`ProcessGroup::async_op`].
 ///
+/// Begin with [`all_reduce`](Self::all_reduce), [`all_gather_object`](Self::all_gather_object), [`send`](Self::send) and
+/// [`new_group`](Self::new_group). A group stays on its rank's thread, and so does every [`Work`]:
+///
 /// ```compile_fail
 /// fn goes_elsewhere(_: impl Send) {}
 /// fn try_it(group: ddp_mp::ProcessGroup) {
-///     goes_elsewhere(group); // it does not: who waits must be one whom a failure wakes
+///     goes_elsewhere(group); // only the rank's own thread is woken when another rank fails
 /// }
 /// ```
 pub struct ProcessGroup {

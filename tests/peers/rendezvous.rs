@@ -11,9 +11,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
+use ddp_mp::Backend;
+use ddp_mp::launch::{Joining, LaunchOptions, Nproc, detect};
 use ddp_mp::torch::cuda::Cuda;
-use ddp_mp::{Backend, Spawn};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const ROUNDS: usize = 21;
@@ -36,15 +36,12 @@ fn meet(process: usize, port: u16) -> anyhow::Result<()> {
         ..LaunchOptions::default()
     };
     let launch = detect(&|_| None, &options, 0)?;
-    let share = Share::all(2);
-    let placement = place(launch.nproc, BackendChoice::Auto, &Cuda::default(), &share)?
-        .in_processes(launch.processes.count, BackendChoice::Auto)?;
     println!("ready");
     stdin().lock().lines().next().context("no word to go")??;
     let began = Instant::now();
-    let world = World::meet(&launch, &placement, TIMEOUT, None, Vec::new())?.context("alone")?;
-    let spawn = Spawn::at(&placement).world(Some(world.into())).timeout(TIMEOUT);
-    spawn.run(move |rank| {
+    let joining = Joining { timeout: TIMEOUT, ..Joining::default() };
+    let launched = launch.join(&Cuda::default(), joining)?;
+    launched.spawn().timeout(TIMEOUT).run(move |rank| {
         let group = rank.init_process_group(Backend::Gloo)?;
         group.barrier()?;
         println!("{}", began.elapsed().as_secs_f64() * 1e3);

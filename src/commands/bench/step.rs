@@ -9,7 +9,7 @@ use serde::Serialize;
 use tch::Device;
 
 use super::super::checkpoints::Origin;
-use super::super::launched::{Launched, run_launched};
+use super::super::launched::{self, run_launched};
 use super::super::no_use::refuse_flags;
 use super::super::train::{Training, with_data};
 use super::cluster::ModelCluster;
@@ -88,14 +88,14 @@ pub fn bench_step(
         let (config, data) = with_data(config.clone())?;
         let dataset = data.training;
         let command = format!("bench step --steps={steps}");
-        let launched = Launched::meet(&config, &command, launch, cuda, printer)?;
+        let launched = launched::join(&config, &command, launch, cuda, printer)?;
         let world_size = launched.world_size();
-        launched.before_ranks(&config, || config.validate_for(world_size))?;
+        launched.before_ranks(|| config.validate_for(world_size))?;
         if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
             printer.note(note);
         }
         let (backend, printer) = (launched.placement.backend, printer.clone());
-        let (spawn, cluster) = (launched.spawn(&config, &printer), cluster.clone());
+        let (spawn, cluster) = (launched::spawn(&launched, &config, &printer), cluster.clone());
         spawn.run(move |rank| {
             let times = step_on(rank, backend, &config, &dataset, steps.max(1))?;
             let Some(times) = times else { return Ok(()) };

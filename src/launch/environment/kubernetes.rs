@@ -39,6 +39,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
     let reason = format!("{}; one process a pod: its ranks are threads", variables.told());
     Ok(Launch {
         nnodes: Some(nnodes),
+        node_rank: Some(node),
         master,
         run_id: variables.text("PET_RDZV_ID").unwrap_or("none".into()),
         ..Launch::new(LaunchKind::Kubernetes, processes, nproc, reason)

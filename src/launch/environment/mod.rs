@@ -185,6 +185,8 @@ pub struct Launch {
     pub processes: Processes,
     /// How many machines there are, where that is told.
     pub nnodes: Option<usize>,
+    /// This machine's number, from 0, where that is told.
+    pub node_rank: Option<usize>,
     /// How many ranks this process starts.
     pub nproc: Nproc,
     /// Where the processes meet; none if this is the only one.
@@ -343,6 +345,7 @@ impl Launch {
             reason,
             processes,
             nnodes: None,
+            node_rank: None,
             nproc,
             master: None,
             cores: None,

@@ -72,6 +72,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     let (nproc, ranks) = ranks_of_one(options.nproc, processes, gpus);
     Ok(Launch {
         nnodes,
+        node_rank,
         master,
         // Open MPI's name of the job.
         run_id: variables.text("PMIX_NAMESPACE").unwrap_or("none".into()),

@@ -137,6 +137,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     let step = variables.text(either(&["SLURM_STEP_ID", "SLURM_STEPID"])).unwrap_or_default();
     Ok(Launch {
         nnodes: Some(nnodes),
+        node_rank: Some(node),
         master,
         cores: variables.count("SLURM_CPUS_PER_TASK")?,
         run_id: format!("{job}.{step}"),

@@ -27,6 +27,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
         kind: LaunchKind::Spawned,
         reason: "--spawn=processes: one rank in each process".into(),
         nnodes: Some(1),
+        node_rank: Some(0),
         cores: Some(1),
         parent: Some(torchrun::master(variables)?),
         ..launch

@@ -53,6 +53,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     let number = |name| Ok(variables.number(name)?.unwrap_or(0));
     Ok(Launch {
         nnodes,
+        node_rank,
         master,
         run_id: variables.text("TORCHELASTIC_RUN_ID").unwrap_or("none".into()),
         has_agent: variables.is_set("TORCHELASTIC_RUN_ID"),

@@ -1,0 +1,206 @@
+//! Joining a launch: what has started this process, where its ranks run, and which other processes there are.
+
+use std::convert::Infallible;
+use std::env::var_os;
+use std::fmt;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use crossbeam::channel::{RecvTimeoutError, bounded};
+
+use super::{
+    BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, Spawn, World, detect, place,
+    write_error_file,
+};
+use crate::error::Result;
+use crate::torch::cuda::Cuda;
+
+/// How a process joins its launch. The default is that of [`Spawn::from_env`], which tells nobody anything.
+pub struct Joining<'a> {
+    /// The backend that the user asks for.
+    pub backend: BackendChoice,
+    /// How long to wait for the other processes.
+    pub timeout: Duration,
+    /// How long the other processes may take to leave after a failure.
+    pub grace_period: Duration,
+    /// Names and values that must be the same in all processes.
+    pub shared_options: Vec<(String, String)>,
+    /// Whether the processes compare their clocks, for traces on one clock. The same in all processes.
+    pub compare_clocks: bool,
+    /// Receives what the user should know while this process waits for others.
+    pub note: &'a (dyn Fn(&str) + Sync),
+}
+
+impl Default for Joining<'_> {
+    fn default() -> Self {
+        Self {
+            backend: BackendChoice::Auto,
+            timeout: Spawn::TIMEOUT,
+            grace_period: Spawn::GRACE_PERIOD,
+            shared_options: Vec::new(),
+            compare_clocks: false,
+            note: &|_| {},
+        }
+    }
+}
+
+impl fmt::Debug for Joining<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Joining")
+            .field("backend", &self.backend)
+            .field("timeout", &self.timeout)
+            .field("grace_period", &self.grace_period)
+            .field("shared_options", &self.shared_options)
+            .field("compare_clocks", &self.compare_clocks)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A launch that this process has joined: how it was started, where its ranks run, and the other processes.
+///
+/// `Send` and `Sync`: ranks may share it.
+#[derive(Debug)]
+pub struct Launched {
+    /// How this process was started.
+    pub launch: Launch,
+    /// Where its ranks run.
+    pub placement: Placement,
+    /// All processes, if there are several.
+    pub world: Option<Arc<World>>,
+    grace_period: Duration,
+}
+
+impl Launch {
+    /// Finds out from the environment and `options` how this process was started.
+    ///
+    /// # Errors
+    /// As [`detect`].
+    pub fn from_env(options: &LaunchOptions, cuda: &Cuda) -> Result<Self> {
+        let variable = |name: &str| Some(var_os(name)?.to_string_lossy().into_owned());
+        detect(&variable, options, cuda.usable())
+    }
+
+    /// Decides where the ranks of this process run.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) when what was asked for is not there; it says what to do.
+    pub fn place(&self, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        place(self.nproc, backend, cuda, &self.share(cores))?
+            .in_processes(self.processes.count, backend)
+    }
+
+    /// Places the ranks of this process, and meets the other processes, if there are any.
+    ///
+    /// # Errors
+    /// As [`Launch::place`] and [`World::meet`].
+    pub fn join(self, cuda: &Cuda, joining: Joining) -> Result<Launched> {
+        let Joining { backend, timeout, grace_period, shared_options, compare_clocks, note } =
+            joining;
+        let mut placement = self.place(backend, cuda)?;
+        if self.kind == LaunchKind::Spawned {
+            placement.note = None; // the process that has started it has told the user
+        }
+        if let Some(warning) = World::warning(&self) {
+            note(&warning);
+        }
+        let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
+        let meet = || match World::meet(&self, &placement, timeout, interfaces, shared_options)? {
+            Some(world) if compare_clocks => world.compare_clocks(timeout).map(Some),
+            world => Ok(world),
+        };
+        let world = noting_a_wait(&self, note, meet)?.map(Arc::new);
+        let launched = Launched { launch: self, placement, world, grace_period };
+        launched
+            .before_ranks(|| launched.world.as_ref().map_or(Ok(()), |it| it.check_interfaces()))?;
+        Ok(launched)
+    }
+
+    /// Leaves `error` where the launcher looks for the reason of a failure, if it does, as torchrun.
+    ///
+    /// # Errors
+    /// When the file cannot be written; the text names it.
+    pub fn report_failure(&self, error: &str) -> std::result::Result<(), String> {
+        let Some(file) = &self.error_file else { return Ok(()) };
+        write_error_file(file, error)
+            .map_err(|unwritable| format!("{} cannot be written: {unwritable}", file.display()))
+    }
+}
+
+impl Launched {
+    /// Returns this process's number, and how many processes there are.
+    pub fn process(&self) -> [usize; 2] {
+        self.world.as_ref().map_or([0, 1], |world| [world.process(), world.num_processes()])
+    }
+
+    /// Returns how many ranks all processes have together.
+    pub fn world_size(&self) -> usize {
+        self.world.as_ref().map_or(self.placement.devices.len(), |world| world.world_size())
+    }
+
+    /// Returns how many machines there are.
+    pub fn nnodes(&self) -> usize {
+        self.world.as_ref().map_or(1, |world| world.nnodes())
+    }
+
+    /// Returns whether this is the process of rank 0, which writes and reads for all.
+    pub fn is_first(&self) -> bool {
+        self.world.as_ref().is_none_or(|world| world.is_first())
+    }
+
+    /// Returns whether `--spawn=processes` has started this process.
+    pub fn is_spawned(&self) -> bool {
+        self.launch.kind == LaunchKind::Spawned
+    }
+
+    /// Returns what the user should know of the ranks, a line each; the process of rank 0 shows it.
+    pub fn notes(&self) -> Vec<String> {
+        let world = self.world.as_ref().filter(|_| !self.is_spawned());
+        let of_all = world.map(|world| {
+            format!("{} ranks in {} processes", world.world_size(), world.num_processes())
+        });
+        self.placement.note.iter().cloned().chain(of_all).collect()
+    }
+
+    /// Does `work`, which is this process's alone, before its ranks begin. If that fails, the other processes are told
+    /// why; those of `--spawn=processes` hear it from the process that has started this one.
+    ///
+    /// # Errors
+    /// Those of `work`.
+    pub fn before_ranks<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        match self.world.as_ref().filter(|_| !self.is_spawned()) {
+            Some(world) => world.before_ranks(self.grace_period, work),
+            None => work(),
+        }
+    }
+
+    /// Returns how to start the ranks of this process.
+    pub fn spawn(&self) -> Spawn {
+        Spawn::at(&self.placement).world(self.world.clone()).grace_period(self.grace_period)
+    }
+}
+
+/// Does `meet`, and says which processes it waits for if that takes long.
+fn noting_a_wait<T>(launch: &Launch, note: &(dyn Fn(&str) + Sync), meet: impl FnOnce() -> T) -> T {
+    let Some(master) = &launch.master else { return meet() };
+    let (met, meeting) = bounded::<Infallible>(0);
+    let wait = || {
+        if meeting.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            let (processes, addr, port) = (&launch.processes, &master.addr, master.port);
+            note(&format!(
+                "process {} of {} (from 0) still waits for the others to come to {addr}:{port}; Ctrl-C gives up",
+                processes.index, processes.count
+            ));
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(wait);
+        let result = meet();
+        drop(met);
+        result
+    })
+}
+
+/// How long the other processes may take before the user reads that this one waits.
+const PATIENCE: Duration = Duration::from_secs(5);

@@ -1,0 +1,255 @@
+//! What happens while the ranks run: their threads are started, watched and joined, and the first failure is kept.
+
+use std::io;
+use std::mem;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, unbounded};
+use crossbeam::select;
+
+use super::{Spawn, leave_failure};
+use crate::launch::rank_thread::{Ended, RankThread};
+use crate::launch::stall::{stalled, table};
+use crate::launch::watch::Stay;
+use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
+use crate::observe::{TRACED, trace_output, write_trace};
+use crate::operation::Operation;
+use crate::process_group::rank_label;
+use crate::sync::{Failure, History, Run, Timeline};
+
+/// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
+/// is used becomes memory.
+const STACK_BYTES: usize = 64 << 20;
+
+impl Spawn {
+    /// Starts a thread for each rank with `start`, and returns when all have ended and have been joined with `join`, or
+    /// when the grace period after a failure is over: what the ranks have returned, in their order.
+    pub(super) fn supervise<T, J>(
+        &self,
+        mut start: impl FnMut(thread::Builder, RankThread<T>) -> io::Result<J>,
+        join: impl Fn(J),
+    ) -> Result<Vec<T>, Box<SpawnError>> {
+        let count = self.devices.len();
+        let world_size = self.world_size();
+        let mut run = Run::new(world_size, self.timeout, self.fault);
+        run.check_collectives = self.check_collectives;
+        if self.trace.is_some() || self.history.is_some() {
+            run.timeline = Timeline::new(world_size, TRACED);
+        }
+        if let Some(world) = &self.world {
+            run.ranks_here = world.ranks_of_machine();
+            run.elsewhere = Some(world.watch().elsewhere());
+            for rank in (0..world_size).filter(|rank| !world.ranks_here().contains(rank)) {
+                run.activity[rank].enter(Operation::Start, 0); // until more is known
+            }
+        }
+        let run = Arc::new(run);
+        let (ended, ends) = unbounded();
+
+        let mut threads: Vec<Thread<T, J>> = Vec::with_capacity(count);
+        let (first, first_local) =
+            (self.first(), self.world.as_ref().map_or(0, |it| it.first_local()));
+        if let Some(world) = &self.world
+            && let Err(error) = world.watch().start(&run)
+        {
+            run.report(first, Some(&error), error.to_string());
+        }
+        for (local_rank, rendezvous) in rendezvous::channels(count).into_iter().enumerate() {
+            let rank = first + local_rank;
+            let thread = RankThread {
+                rank,
+                local_rank: first_local + local_rank,
+                first,
+                device: self.devices[local_rank],
+                world: self.world.clone(),
+                threads: self.threads_per_rank,
+                backend: self.backend,
+                rendezvous,
+                run: run.clone(),
+                ended: ended.clone(),
+            };
+            let builder =
+                thread::Builder::new().name(format!("rank{rank}")).stack_size(STACK_BYTES);
+            match start(builder, thread) {
+                Ok(thread) => threads.push(Thread::Runs(thread)),
+                Err(error) => {
+                    run.activity[rank].enter(Operation::Start, 0);
+                    run.report(rank, None, format!("its thread cannot be started: {error}"));
+                    break;
+                }
+            }
+        }
+        drop(ended);
+        let table = self.wait(&run, &ends, &mut threads, join);
+        if let Some(world) = &self.world {
+            let failed = run.cancel.cancelled_by().is_some();
+            let asked_to_end = || self.stop.as_ref().is_some_and(|it| it.asked_for().is_some());
+            let stay = Stay { patience: self.grace_period, failed, asked_to_end: &asked_to_end };
+            world.leave(stay);
+        }
+        self.leave_history(&run);
+        let result = self.result(&run, threads, table);
+        if let (Err(error), Some(launch)) = (&result, &self.launch) {
+            leave_failure(launch, &error.to_string(), |text| self.tell.tell(text));
+        }
+        result
+    }
+
+    /// What the ranks have done goes to whoever wants it.
+    fn leave_history(&self, run: &Run) {
+        if self.trace.is_none() && self.history.is_none() {
+            return;
+        }
+        let world = self.world.as_ref();
+        let process = world.map_or([0, 1], |world| [world.process(), world.num_processes()]);
+        let here = self.first()..self.first() + self.devices.len();
+        let clock = world.and_then(|world| world.clock());
+        let history = History::of(run, here, |rank| self.device(rank), process, clock);
+        if let Some(path) = &self.trace {
+            let written = trace_output(path, process)
+                .and_then(|it| it.write(|file| write_trace(&history, file)));
+            if let Err(error) = written {
+                self.tell.tell(&format!("the trace {} cannot be written: {error}", path.display()));
+            }
+        }
+        if let Some(slot) = &self.history {
+            let _ = slot.set(history); // a second run of the same keeps the first one's
+        }
+    }
+
+    /// What is said of a rank's device.
+    fn device(&self, rank: usize) -> String {
+        match &self.world {
+            Some(world) => world.label(rank),
+            None => rank_label(self.devices[rank], rank),
+        }
+    }
+
+    /// The first rank of this process.
+    fn first(&self) -> usize {
+        self.world.as_ref().map_or(0, |world| world.ranks_here().start)
+    }
+
+    /// What the ranks have returned, or the first failure, with all that is known about it.
+    fn result<T, J>(
+        &self,
+        run: &Run,
+        threads: Vec<Thread<T, J>>,
+        table: Option<String>,
+    ) -> Result<Vec<T>, Box<SpawnError>> {
+        let first = self.first();
+        let mut failures = run.failures();
+        let table = table.filter(|_| failures.first().is_some_and(|it| it.waited));
+        let mut failures =
+            failures.drain(..).map(|Failure { rank, tied, at, error, .. }| RankFailure {
+                rank,
+                tied: tied.into_iter().map(|rank| (rank, self.device(rank))).collect(),
+                device: self.device(rank),
+                at,
+                error,
+            });
+        let Some(failure) = failures.next() else {
+            // Without a failure every rank has started and ended, and has returned something.
+            return Ok(threads.into_iter().filter_map(Thread::value).collect());
+        };
+        let still_running = threads.iter().zip(first..).filter(|(thread, _)| thread.runs());
+        let still_running = still_running.map(|(_, rank)| rank);
+        Err(Box::new(SpawnError {
+            failure,
+            also_failed: failures.collect(),
+            stuck: still_running
+                .map(|rank| StuckRank {
+                    rank,
+                    device: self.device(rank),
+                    last_seen: run.activity[rank].now(),
+                })
+                .collect(),
+            grace_period: self.grace_period,
+            table,
+        }))
+    }
+
+    /// Joins the threads as they end; gives up on the rest when the grace period is over. Threads that still run
+    /// did not come back. Returns what each rank was doing when the run failed, if it has.
+    fn wait<T, J>(
+        &self,
+        run: &Run,
+        ends: &Receiver<Ended<T>>,
+        threads: &mut [Thread<T, J>],
+        join_thread: impl Fn(J),
+    ) -> Option<String> {
+        let (mut running, first) = (threads.len(), self.first());
+        let mut join = |Ended { rank, value }| {
+            if let Thread::Runs(thread) =
+                mem::replace(&mut threads[rank - first], Thread::Ended(value))
+            {
+                join_thread(thread); // it is past everything else, and cannot have panicked
+            }
+        };
+        let here = first..first + running;
+        let mut told = None;
+        while running > 0 && run.cancel.cancelled_by().is_none() {
+            select! {
+                recv(self.asks) -> _ => {
+                    self.tell.tell(&format!("what each rank does\n{}", table(run, here.clone())));
+                    continue;
+                }
+                default(self.stall_warning.div_f64(8.0).clamp(LOOK.0, LOOK.1)) => {
+                    if let Some(stall) = stalled(run, here.clone(), self.stall_warning)
+                        && told != Some(stall)
+                        && let Some(text) = stall.text(run, here.clone(), self.stall_warning)
+                    {
+                        self.tell.tell(&text);
+                        told = Some(stall);
+                    }
+                    continue;
+                }
+                recv(ends) -> ended => match ended {
+                    Ok(ended) => join(ended),
+                    Err(_) => return None,
+                },
+                recv(run.cancel.tripped()) -> _ => break,
+            }
+            running -= 1;
+        }
+        let table = run.cancel.cancelled_by().map(|_| {
+            if run.failures().first().is_some_and(|it| it.waited) {
+                run.ask();
+            }
+            table(run, here)
+        });
+        let deadline = Instant::now() + self.grace_period;
+        while running > 0 {
+            let Ok(ended) = ends.recv_deadline(deadline) else { break };
+            join(ended);
+            running -= 1;
+        }
+        table
+    }
+}
+
+/// How often somebody looks for stalls, at most and at least.
+const LOOK: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+
+/// A rank's thread, as the one that has started it sees it.
+enum Thread<T, J> {
+    /// It runs, or has not been joined yet.
+    Runs(J),
+    /// It is gone; with what its function returned, unless that failed.
+    Ended(Option<T>),
+}
+
+impl<T, J> Thread<T, J> {
+    fn runs(&self) -> bool {
+        matches!(self, Thread::Runs(_))
+    }
+
+    fn value(self) -> Option<T> {
+        match self {
+            Thread::Runs(_) => None,
+            Thread::Ended(value) => value,
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The names that a training program needs: `use ddp_mp::prelude::*;`.
+//!
+//! Ranks and their group, the wrapper, optimizers, data, models by name, checkpoints, the training loop, and the types of
+//! `tch` that all of these take and return. `Error` and `Result` are left out, because programs have their own;
+//! [`ddp_mp::Error`](crate::Error) names this crate's.
+
+pub use tch::{Device, Kind, Reduction, Tensor};
+
+pub use crate::checkpoint::{Checkpoint, CheckpointDir};
+pub use crate::data::{
+    Batch, DataLoader, Dataset, DistributedSampler, Subset, Targets, TensorDataset, random_split,
+};
+pub use crate::ddp::{
+    DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn, parameters_hash,
+};
+pub use crate::launch::{Backend, Rank, Spawn, SpawnError, spawn, spawn_scoped};
+pub use crate::models::{Dropout, ModelConfig, ModelKind, SyncBatchNorm};
+pub use crate::optim::{
+    AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd, SgdOptions, Unit,
+};
+pub use crate::process_group::{P2POp, ProcessGroup, ReduceOp, Work};
+pub use crate::torch::{Autocast, Generator, fork_rng};
+pub use crate::trainer::{Loss, SaveEvery, Trainer};
