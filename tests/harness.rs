@@ -64,12 +64,17 @@ const LAUNCHERS: [&str; 12] = [
 /// The program, seeing no GPU, with nothing of the tests' environment that it would react to.
 pub(crate) fn program(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ddp-mp"));
-    command.args(args).env("CUDA_VISIBLE_DEVICES", "").env_remove("RUST_BACKTRACE");
+    without_launcher(command.args(args)).env_remove("RUST_BACKTRACE");
+    command.stdin(Stdio::null());
+    command
+}
+
+/// Has a process see no GPU, and no launcher.
+pub(crate) fn without_launcher(command: &mut Command) -> &mut Command {
     for name in LAUNCHERS {
         command.env_remove(name);
     }
-    command.stdin(Stdio::null());
-    command
+    command.env("CUDA_VISIBLE_DEVICES", "")
 }
 
 /// Runs the program, and returns its exit code, stdout and stderr.

@@ -5,11 +5,12 @@
 use std::env;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
 use std::time::Duration;
 
-use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
+use ddp_mp::launch::{Joining, LaunchOptions, Nproc, detect};
 use ddp_mp::process_group::c10d::TcpStore;
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Spawn};
@@ -18,7 +19,8 @@ use tch::nn::{self, VarStore};
 use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, program, run};
+use crate::harness::{TIMEOUT, program, run, run_command, without_launcher};
+use crate::surface::{self, Surface};
 
 /// A port that is free now.
 pub(crate) fn free_port() -> u16 {
@@ -54,11 +56,21 @@ fn scene(name: &str, ranks: &[usize]) {
 
 /// How each of the processes of a scene ended, and what it wrote.
 fn play(name: &str, ranks: &[usize]) -> Vec<(Option<i32>, String)> {
+    play_with(name, ranks, &[])
+}
+
+/// As [`play`], with more variables in the environment.
+pub(crate) fn play_with(
+    name: &str,
+    ranks: &[usize],
+    variables: &[(&str, &Path)],
+) -> Vec<(Option<i32>, String)> {
     let port = free_port();
     let start = |(process, count): (usize, &usize)| {
         Command::new(env::current_exe().unwrap())
             .args(["processes::child", "--exact", "--nocapture"])
             .env("DDP_MP_SCENE", format!("{name} {process} {} {count} {port}", ranks.len()))
+            .envs(variables.iter().copied())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -83,11 +95,9 @@ fn child() {
         ..LaunchOptions::default()
     };
     let launch = detect(&|_| None, &options, 0).unwrap();
-    let placement =
-        place(launch.nproc, BackendChoice::Auto, &Cuda::default(), &Share::all(2)).unwrap();
-    let placement = placement.in_processes(launch.processes.count, BackendChoice::Auto).unwrap();
-    assert_eq!(placement.backend, Backend::Gloo);
-    let world = World::meet(&launch, &placement, TIMEOUT, None, Vec::new()).unwrap().unwrap();
+    let joining = Joining { timeout: TIMEOUT, ..Joining::default() };
+    let launched = launch.join(&Cuda::default(), joining).unwrap();
+    assert_eq!(launched.placement.backend, Backend::Gloo);
     let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
         "collectives" => collectives,
         "messages" => messages,
@@ -95,10 +105,11 @@ fn child() {
         "failing_backward" => failing_backward,
         "groups" => groups,
         "mismatch" => mismatch,
+        "surface" => surface,
         "late" => late,
         other => panic!("no scene {other}"),
     };
-    let spawn = Spawn::at(&placement).world(Some(world.into())).timeout(TIMEOUT);
+    let spawn = launched.spawn().timeout(TIMEOUT);
     let spawn =
         if words[0] == "late" { spawn.grace_period(Duration::from_millis(50)) } else { spawn };
     spawn
@@ -109,6 +120,181 @@ fn child() {
         })
         .unwrap_or_else(|error| panic!("{error}"));
     println!("scene over");
+}
+
+fn surface(rank: &Rank, group: Rc<ProcessGroup>) {
+    let folder = env::var_os("DDP_MP_FOLDER").unwrap();
+    let of_process = group.local_world_size();
+    let seen = Surface::new(group, of_process, Path::new(&folder)).run();
+    println!("{}", surface::lines(rank.rank(), &seen));
+}
+
+/// Nothing, unless a test below has started this process: all that a program does to join its launch.
+#[test]
+fn from_env_child() {
+    let Ok(scene) = env::var("DDP_MP_FROM_ENV") else { return };
+    let spawn = match Spawn::from_env() {
+        Ok(spawn) => spawn.timeout(TIMEOUT),
+        Err(error) => return println!("\nrefused|{error}"),
+    };
+    let (launcher, world_size) = (spawn.launcher(), spawn.world_size());
+    let again = (scene == "twice").then(|| spawn.clone());
+    let lines = spawn.run_scoped(|rank| {
+        let group = rank.init_process_group(rank.backend())?;
+        anyhow::ensure!(scene != "fails" || rank.rank() != 1, "out of luck");
+        let mut sum = Tensor::from(1i64);
+        group.all_reduce(&mut sum, ReduceOp::Sum)?;
+        assert_eq!(
+            (sum.int64_value(&[]), world_size),
+            (rank.world_size() as i64, rank.world_size())
+        );
+        assert_eq!((rank.is_main(), rank.device()), (rank.rank() == 0, tch::Device::Cpu));
+        Ok(format!(
+            "\n{}|rank {} of {}, {} on node {} of {}, {}",
+            launcher.unwrap_or("nothing"),
+            rank.rank(),
+            rank.world_size(),
+            rank.local_rank(),
+            rank.node_rank(),
+            rank.nnodes(),
+            group.backend()
+        ))
+    });
+    match lines {
+        Ok(lines) => println!("{}", lines.concat()),
+        Err(error) => println!("\nfailed|{error}"),
+    }
+    if let Some(again) = again {
+        println!("\nagain|{}", again.run(|_| Ok(())).unwrap_err());
+    }
+}
+
+type Variables = Vec<(String, String)>;
+
+fn variables(text: String) -> Variables {
+    let pair = |it: &str| it.split_once('=').map(|(name, value)| (name.into(), value.into()));
+    text.split(' ').filter_map(pair).collect()
+}
+
+/// Starts a process with each of these environments, and returns the lines that all of them print, sorted.
+fn from_env(scene: &str, processes: Vec<Variables>) -> Vec<String> {
+    let start = |variables: Variables| {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["processes::from_env_child", "--exact", "--nocapture"]);
+        without_launcher(&mut command).envs(variables).env("DDP_MP_FROM_ENV", scene);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let outputs = join(processes.into_iter().map(start).collect());
+    let all: String = outputs.iter().map(|it| text(&it.stdout)).collect();
+    let mut lines: Vec<String> =
+        all.lines().filter(|it| it.contains('|')).map(Into::into).collect();
+    lines.sort();
+    assert!(!lines.is_empty(), "{outputs:?}");
+    lines
+}
+
+#[test]
+fn one_call_joins_whatever_launcher_is_there() {
+    let port = || free_port().to_string();
+    let torchrun = |rank: usize, port: &str| {
+        variables(format!(
+            "RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK={rank} GROUP_WORLD_SIZE=2 \
+             MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+        ))
+    };
+    let srun = |rank: usize, port: &str| {
+        variables(format!(
+            "SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_JOB_ID=7 \
+             SLURM_STEP_ID=0 SLURM_CPUS_PER_TASK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+        ))
+    };
+    let mpirun = |rank: usize, port: &str| {
+        variables(format!(
+            "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={rank} \
+             OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT={port}"
+        ))
+    };
+    let by_hand = |rank: usize, port: &str| {
+        variables(format!(
+            "PET_NNODES=2 PET_NODE_RANK={rank} PET_NPROC_PER_NODE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+        ))
+    };
+    let both = |of: &dyn Fn(usize, &str) -> Variables| {
+        let port = port();
+        vec![of(0, &port), of(1, &port)]
+    };
+    assert_eq!(
+        from_env("", both(&torchrun)),
+        [
+            "torchrun|rank 0 of 2, 0 on node 0 of 2, gloo",
+            "torchrun|rank 1 of 2, 0 on node 1 of 2, gloo"
+        ]
+    );
+    assert_eq!(
+        from_env("", both(&srun)),
+        ["slurm|rank 0 of 2, 0 on node 0 of 1, gloo", "slurm|rank 1 of 2, 1 on node 0 of 1, gloo"]
+    );
+    assert_eq!(
+        from_env("", both(&mpirun)),
+        ["mpi|rank 0 of 2, 0 on node 0 of 1, gloo", "mpi|rank 1 of 2, 1 on node 0 of 1, gloo"]
+    );
+    assert_eq!(
+        from_env("", both(&by_hand)),
+        [
+            "kubernetes|rank 0 of 4, 0 on node 0 of 2, gloo",
+            "kubernetes|rank 1 of 4, 1 on node 0 of 2, gloo",
+            "kubernetes|rank 2 of 4, 0 on node 1 of 2, gloo",
+            "kubernetes|rank 3 of 4, 1 on node 1 of 2, gloo"
+        ]
+    );
+    // The processes have met for one run.
+    let twice = from_env("twice", both(&torchrun));
+    assert!(
+        twice[..2].iter().all(|line| line.contains("again|") && line.contains("for one run")),
+        "{twice:?}"
+    );
+    assert_eq!(twice.len(), 4, "{twice:?}");
+    // Without a launcher a rank for each core, all in this process.
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let mut alone: Vec<String> = (0..cores)
+        .map(|rank| format!("nothing|rank {rank} of {cores}, {rank} on node 0 of 1, threaded"))
+        .collect();
+    alone.sort();
+    assert_eq!(from_env("", vec![Vec::new()]), alone);
+}
+
+#[test]
+fn what_is_wrong_with_a_launch_is_said_as_the_program_says_it() {
+    let wrong =
+        variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=9 LOCAL_RANK=4".into());
+    let said = from_env("", vec![wrong.clone()]).concat();
+    let mut command = program(&["--max-epochs=1"]);
+    let (code, _, stderr) = run_command(std::mem::replace(command.envs(wrong), program(&[])));
+    let why = said.strip_prefix("refused|").unwrap();
+    assert!(code == Some(2) && stderr.contains(why), "{said}; {stderr}");
+}
+
+#[test]
+fn torchrun_finds_the_failure_of_a_rank_where_it_looks() {
+    let folder = tempfile::tempdir().unwrap();
+    let port = free_port();
+    let of_rank = |rank: usize| {
+        let file = folder.path().join(rank.to_string());
+        variables(format!(
+            "RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} \
+             TORCHELASTIC_ERROR_FILE={}",
+            file.display()
+        ))
+    };
+    let lines = from_env("fails", vec![of_rank(0), of_rank(1)]);
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    for (rank, line) in lines.iter().enumerate() {
+        assert!(line.contains("rank 1") && line.contains("out of luck"), "{line}");
+        let file = std::fs::read_to_string(folder.path().join(rank.to_string())).unwrap();
+        let left: Value = serde_json::from_str(&file).unwrap();
+        let report = left["message"]["message"].as_str().unwrap();
+        assert!(report.contains("rank 1") && report.contains("out of luck"), "{report}");
+    }
 }
 
 /// Numbers of a rank that differ from those of others.

@@ -32,6 +32,7 @@ mod ranks; // what spawn promises
 mod report; // the page of a run
 mod seen; // who is missing where, and what each rank does
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind
+mod surface; // every public method of a group, with threads and with processes
 mod sync_batch_norm; // the sum that gradients flow through, and batch norm over all ranks
 mod tidy; // the rules of the source that a compiler does not check
 mod trace; // what happened when, for Perfetto
