@@ -2,6 +2,7 @@
 
 mod cli;
 
+use std::io::{self, Write};
 use std::sync::Arc;
 
 use ddp_mp::commands;
@@ -10,7 +11,12 @@ use ddp_mp::launch::{exit_code, install_panic_hook};
 use ddp_mp::observe::{LogFormat, Printer};
 use ddp_mp::torch::{self, cuda};
 
-use cli::{BenchCommand, BenchFlags, Command, StepFlags, TrainFlags, VerifyFlags};
+use cli::{BenchCommand, BenchFlags, Command, ScalingFlags, StepFlags, TrainFlags, VerifyFlags};
+
+/// Runs before `main`, and before the constructors of libtorch.
+#[used]
+#[unsafe(link_section = ".preinit_array")]
+static LIMIT_SPINNING: torch::BeforeMain = torch::limit_spinning;
 
 /// The run failed.
 const FAILED: u8 = 1;
@@ -23,8 +29,11 @@ fn main() {
         Ok(cli) => cli,
         Err(message) => {
             // A mistake goes to stderr, the help that was asked for to stdout.
-            let _ = message.print();
-            torch::exit(if message.use_stderr() { WRONG_INPUT } else { 0 })
+            let printed = message.print();
+            if message.use_stderr() {
+                torch::exit(WRONG_INPUT)
+            }
+            torch::exit(if is_written(printed) { 0 } else { FAILED })
         }
     };
     let result = match cli.command {
@@ -45,6 +54,17 @@ fn main() {
     torch::exit(code)
 }
 
+/// Whether stdout has taken what was printed, as far as its reader wanted it. Reports it if not.
+fn is_written(printed: io::Result<()>) -> bool {
+    match printed.and_then(|()| io::stdout().flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Printer::new(LogFormat::Text).note(&format!("writing to stdout: {error}"));
+            false
+        }
+        _ => true,
+    }
+}
+
 /// Any command.
 fn run(command: Command) -> anyhow::Result<()> {
     match command {
@@ -56,6 +76,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Env(flags) => env(&flags),
         Command::Bench(BenchFlags { step: Some(BenchCommand::Step(flags)), .. }) => {
             bench_step(&flags)
+        }
+        Command::Bench(BenchFlags { step: Some(BenchCommand::Scaling(flags)), .. }) => {
+            bench_scaling(&flags)
         }
         Command::Bench(flags) => {
             let printer = Arc::new(Printer::new(flags.log_format()));
@@ -81,7 +104,16 @@ fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {
     let config = Config::resolve(flags.train.config.as_deref(), table)?;
     let printer = Arc::new(Printer::new(config.log_format));
     let cluster = flags.model_cluster.clone();
-    commands::bench_step(config, flags.steps, cluster, &cuda::load(), &printer)
+    commands::bench_step(config, flags.steps as usize, cluster, &cuda::load(), &printer)
+}
+
+fn bench_scaling(flags: &ScalingFlags) -> anyhow::Result<()> {
+    let table = flags.train.table()?;
+    commands::check_scaling_flags(table.keys())?;
+    let config = Config::resolve(flags.train.config.as_deref(), table)?;
+    let printer = Printer::new(config.log_format);
+    let (steps, repetitions) = (flags.steps as usize, flags.repetitions as usize);
+    commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
 }
 
 fn verify(flags: &VerifyFlags) -> anyhow::Result<()> {

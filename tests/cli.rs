@@ -19,6 +19,7 @@ fn snapshots() {
 fn lasting(line: &str) -> String {
     let kept = match line {
         _ if line.starts_with("ddp-mp: loss ") => "ddp-mp: loss ",
+        _ if line.starts_with("ddp-mp: epoch ") => line.split_once(" loss").unwrap().0,
         _ if line.starts_with("ddp-mp: validation ") => line.split_once(": loss").unwrap().0,
         _ if line.starts_with("ddp-mp: best: ") => line.split_once(", loss").unwrap().0,
         _ if line.contains(" last seen in ") && line.ends_with(" s ago") => {
@@ -188,6 +189,28 @@ fn a_stdout_that_cannot_be_written_is_a_failure_and_hides_no_other() {
 }
 
 #[test]
+fn whatever_goes_to_a_full_stdout_is_a_failure() {
+    for args in [
+        "--help",
+        "-h",
+        "--version",
+        "help",
+        "sampler --help",
+        "help bench",
+        "env",
+        "env --log-format=json",
+        "sampler --len=4 --world-size=2 --log-format=json",
+        "verify --nproc-per-node=2 --steps=2",
+        "bench step --nproc-per-node=1 --steps=1",
+        "bench all-reduce --nproc-per-node=2 --max-bytes=4 --iters=1",
+    ] {
+        let (code, stderr) = with_full_stdout(&args.split(' ').collect::<Vec<_>>());
+        assert_eq!(code, Some(1), "{args}: {stderr}");
+        assert!(stderr.contains("No space left on device"), "{args}: {stderr}");
+    }
+}
+
+#[test]
 fn the_sampler_prints_an_object_for_each_rank() {
     let args = "sampler --len=10 --world-size=4 --no-shuffle --epoch=2 --log-format=json";
     let (code, stdout, _) = run(&args.split(' ').collect::<Vec<_>>());
@@ -205,6 +228,11 @@ fn the_sampler_prints_a_line_for_each_sample_with_its_rank() {
     let stdout = |more: &[&str]| run(&[&args, more].concat()).1;
     assert_eq!(stdout(&[]), "rank  sample\n   0  0\n   0  2\n   0  4\n   1  1\n   1  3\n   1  0\n");
     assert_eq!(stdout(&["--rank=1"]), "1\n3\n0\n");
+    // As many ranks as there may be do not each shuffle all samples.
+    let many = ["sampler", "--len=100000", "--world-size=1048576", "--log-format=json"];
+    let mut command = program(&many);
+    command.stdout(Stdio::null());
+    assert_eq!(command.status().unwrap().code(), Some(0));
 }
 
 #[test]

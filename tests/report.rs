@@ -104,8 +104,8 @@ fn the_page_has_the_numbers_of_the_run() {
         assert_eq!(buckets, 8 * list(&page["model"]["buckets"]).len());
         assert!(records.iter().all(|it| list(it).len() == 11 && it[2].is_number()));
     }
-    let efficiency = page["verdict"]["efficiency"].as_f64().unwrap();
-    assert!(efficiency > 0.0 && efficiency < 1.0);
+    let outside = page["verdict"]["outside_collectives"].as_f64().unwrap();
+    assert!(outside > 0.0 && outside < 1.0);
     assert!(!list(&page["verdict"]["advice"]).is_empty());
     assert_eq!(list(&page["verdict"]["phases"]).len(), 3);
 }

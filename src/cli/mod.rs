@@ -1,13 +1,15 @@
 //! What was typed on the command line, as typed; `config` says what it means.
 
+mod mistakes;
 mod tools;
 mod train;
+mod values;
 
 use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-pub(crate) use tools::{BenchCommand, BenchFlags, StepFlags, VerifyFlags};
+pub(crate) use tools::{BenchCommand, BenchFlags, ScalingFlags, StepFlags, VerifyFlags};
 use tools::{CommFlags, SamplerFlags};
 pub(crate) use train::TrainFlags;
 
@@ -31,7 +33,7 @@ pub(crate) enum Command {
     Comm(CommFlags),
     /// Show which sample goes to which rank
     Sampler(SamplerFlags),
-    /// Measure a collective at many sizes, in the columns of nccl-tests, or a training step
+    /// Measure a collective at many sizes, in the columns of nccl-tests, a training step, or scaling
     Bench(BenchFlags),
     /// Train N ranks, and one rank with the N-fold batch, and show how far the parameters differ
     Verify(VerifyFlags),
@@ -53,17 +55,21 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::E
     let command = Cli::command()
         .mut_args(negative)
         .mut_subcommands(|subcommand| subcommand.mut_args(negative));
-    let args = args.map(|arg| {
-        flags_end |= arg == "--";
-        match arg.to_str() {
-            Some(text) if text.starts_with("--") && !flags_end => {
-                let (name, rest) = text.split_at(text.find('=').unwrap_or(text.len()));
-                OsString::from(name.replace('_', "-") + rest)
+    let args: Vec<OsString> = args
+        .map(|arg| {
+            flags_end |= arg == "--";
+            match arg.to_str() {
+                Some(text) if text.starts_with("--") && !flags_end => {
+                    let (name, rest) = text.split_at(text.find('=').unwrap_or(text.len()));
+                    OsString::from(name.replace('_', "-") + rest)
+                }
+                _ => arg,
             }
-            _ => arg,
-        }
-    });
-    Cli::from_arg_matches(&command.try_get_matches_from(args)?)
+        })
+        .collect();
+    mistakes::check_utf8(&args).map_err(|problem| mistakes::error(&command, problem))?;
+    let matches = command.clone().try_get_matches_from(&args);
+    Cli::from_arg_matches(&matches.map_err(|error| mistakes::suggest(error, &command, &args))?)
 }
 
 #[cfg(test)]

@@ -5,7 +5,9 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use ddp_mp::ReduceOp;
-use ddp_mp::commands::{BenchOp, BenchRequest, CommOp, CommRequest, ModelCluster, SamplerRequest};
+use ddp_mp::commands::{
+    BenchOp, BenchRequest, CommOp, CommRequest, MOST_STEPS, ModelCluster, SamplerRequest,
+};
 use ddp_mp::config::parse_timeout;
 use ddp_mp::launch::{BackendChoice, Nproc};
 use ddp_mp::observe::LogFormat;
@@ -13,24 +15,25 @@ use ddp_mp::process_group::{KINDS, kind_name, kind_named};
 use tch::Kind;
 
 use super::TrainFlags;
+use super::values::{whole, whole_in};
 
 /// The flags of `sampler`.
 #[derive(Debug, Args)]
 pub(crate) struct SamplerFlags {
     /// How many samples there are
-    #[arg(long, value_name = "N")]
-    len: usize,
+    #[arg(long, value_name = "N", value_parser = whole_in(1..=u64::MAX))]
+    len: u64,
     /// How many ranks they are dealt to
-    #[arg(long, value_name = "W")]
-    world_size: usize,
+    #[arg(long, value_name = "W", value_parser = whole_in(1..=SamplerRequest::MOST_RANKS as u64))]
+    world_size: u64,
     /// Show this rank only
-    #[arg(long, value_name = "R")]
-    rank: Option<usize>,
+    #[arg(long, value_name = "R", value_parser = whole_in(0..=u64::MAX))]
+    rank: Option<u64>,
     /// The epoch
-    #[arg(long, value_name = "E", default_value_t = 0)]
+    #[arg(long, value_name = "E", value_parser = whole_in(0..=u64::MAX), default_value_t = 0)]
     epoch: u64,
     /// What the shuffle starts from
-    #[arg(long, value_name = "S", default_value_t = 0)]
+    #[arg(long, value_name = "S", value_parser = whole_in(0..=u64::MAX), default_value_t = 0)]
     seed: u64,
     /// Drop the samples that don't go round between the ranks, instead of dealing some twice
     #[arg(long)]
@@ -46,9 +49,9 @@ pub(crate) struct SamplerFlags {
 impl SamplerFlags {
     pub(crate) fn request(&self) -> SamplerRequest {
         SamplerRequest {
-            len: self.len,
-            world_size: self.world_size,
-            rank: self.rank,
+            len: self.len as usize,
+            world_size: self.world_size as usize,
+            rank: self.rank.map(|rank| rank as usize),
             epoch: self.epoch,
             seed: self.seed,
             drop_last: self.drop_last,
@@ -82,8 +85,8 @@ pub(crate) struct CommFlags {
     #[arg(value_name = "OP", value_parser = comm_op())]
     op: Option<CommOp>,
     /// How many elements each tensor has
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(0..), default_value_t = 2)]
-    op_numel: i64,
+    #[arg(long, value_name = "N", value_parser = whole_in(0..=CommRequest::MOST_NUMEL), default_value_t = 2)]
+    op_numel: u64,
     /// The kind of the elements
     #[arg(long, value_name = "KIND", value_parser = kind(), default_value = "float32")]
     kind: Kind,
@@ -101,7 +104,7 @@ impl CommFlags {
     pub(crate) fn request(&self) -> CommRequest {
         CommRequest {
             op: self.op,
-            numel: self.op_numel,
+            numel: self.op_numel as i64,
             kind: self.kind,
             reduce_op: self.reduce_op,
             nproc_per_node: self.ranks.nproc_per_node,
@@ -131,13 +134,13 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "128M")]
     max_bytes: u64,
     /// By what a size is multiplied to get the next
-    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(long, value_name = "N", value_parser = whole(2), default_value_t = 2)]
     step_factor: u64,
     /// How often each size is measured [default: for a quarter of a second]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole_in(1..=BenchRequest::MOST_ITERS))]
     iters: Option<u64>,
     /// How often before that
-    #[arg(long, value_name = "N", default_value_t = 5)]
+    #[arg(long, value_name = "N", value_parser = whole_in(0..=BenchRequest::MOST_ITERS), default_value_t = 5)]
     warmup: u64,
     /// The kind of the elements
     #[arg(long, value_name = "KIND", value_parser = kind_named, default_value = "float32")]
@@ -157,17 +160,32 @@ pub(crate) struct BenchFlags {
 pub(crate) enum BenchCommand {
     /// Measure a training step and its parts
     Step(StepFlags),
+    /// Measure a training step with 1, 2 and more ranks of this machine, against one
+    Scaling(ScalingFlags),
 }
 
 /// The flags of `bench step`: those of training, as far as they change a step.
 #[derive(Debug, Args)]
 pub(crate) struct StepFlags {
     /// How many steps are measured
-    #[arg(long, value_name = "N", default_value_t = 500)]
-    pub(crate) steps: usize,
+    #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 500)]
+    pub(crate) steps: u64,
     /// Also show what the step would take on a cluster: nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo. What is left out has a default, which is shown. Measured is one rank, if --nproc-per-node does not say otherwise
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub(crate) model_cluster: Option<ModelCluster>,
+    #[command(flatten)]
+    pub(crate) train: TrainFlags,
+}
+
+/// The flags of `bench scaling`: those of training, as far as they change a step.
+#[derive(Debug, Args)]
+pub(crate) struct ScalingFlags {
+    /// Steps of each repetition
+    #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 100)]
+    pub(crate) steps: u64,
+    /// Repetitions of each number of ranks, whose median counts
+    #[arg(long, value_name = "N", value_parser = whole_in(1..=1000), default_value_t = 5)]
+    pub(crate) repetitions: u64,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }
@@ -176,7 +194,7 @@ pub(crate) struct StepFlags {
 #[derive(Debug, Args)]
 pub(crate) struct VerifyFlags {
     /// How many steps are made
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), default_value_t = 20)]
+    #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 20)]
     pub(crate) steps: u64,
     /// Show the difference of each parameter, however many there are
     #[arg(long)]

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::place_launched;
 use super::processes::{leave_error, run_processes, starts_processes};
 use crate::config::Config;
 use crate::error::Result;
@@ -17,6 +18,8 @@ pub(super) fn join(
     cuda: &Cuda,
     printer: &Printer,
 ) -> Result<Launched> {
+    // Before the processes meet: what does not fit here is wrong input, and nobody need wait for it.
+    place_launched(config, &launch, cuda)?;
     let mut shared_options = vec![("the command".into(), command.into())];
     shared_options.extend(config.shared_options()?);
     let joining = Joining {

@@ -13,7 +13,10 @@ mod seen;
 mod train;
 mod verify;
 
-pub use bench::{BenchOp, BenchRequest, ModelCluster, bench, bench_step, check_step_flags};
+pub use bench::{
+    BenchOp, BenchRequest, ModelCluster, bench, bench_scaling, bench_step, check_scaling_flags,
+    check_step_flags,
+};
 pub use comm::{CommOp, CommRequest, comm};
 pub use env::env;
 pub use processes::Told;
@@ -23,10 +26,15 @@ pub use verify::{check_verify_flags, verify};
 
 use std::thread;
 
+use tch::Device;
+
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::launch::{BackendChoice, Launch, LaunchOptions, Nproc, Placement};
 use crate::torch::cuda::Cuda;
+
+/// The most steps that `bench step` measures, and `verify` makes.
+pub const MOST_STEPS: u64 = 1_000_000;
 
 /// How many CPU cores this process may use.
 fn cores() -> usize {
@@ -39,10 +47,19 @@ fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
     let placement = if processes::starts_processes(config, &launch) {
         processes::place_processes(config, &launch, cuda)?
     } else {
-        launch.place(config.backend, cuda)?
+        place_launched(config, &launch, cuda)?
     };
     // Ranks of other processes are not known before they meet.
     config.validate_for(placement.devices.len())?;
+    Ok(placement)
+}
+
+/// Where the ranks of this process of a launch run.
+fn place_launched(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
+    let placement = launch.place(config.backend, cuda)?;
+    if placement.devices[0] == Device::Cpu {
+        config.check_memory_for(placement.devices.len())?;
+    }
     Ok(placement)
 }
 

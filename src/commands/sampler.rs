@@ -3,8 +3,8 @@
 use serde::Serialize;
 
 use crate::data::DistributedSampler;
-use crate::error::{Error, Result};
-use crate::observe::{LogFormat, Printer};
+use crate::error::Error;
+use crate::observe::{LogFormat, Printer, total_memory};
 
 /// What to show.
 #[derive(Debug, Clone)]
@@ -25,6 +25,11 @@ pub struct SamplerRequest {
     pub no_shuffle: bool,
 }
 
+impl SamplerRequest {
+    /// The most ranks, each of which has a line at least.
+    pub const MOST_RANKS: usize = 1 << 20;
+}
+
 #[derive(Serialize)]
 struct Shard {
     rank: usize,
@@ -38,12 +43,40 @@ struct Shard {
 /// # Errors
 /// [`Error::Input`] when they can't be dealt, and when stdout can't be written.
 pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()> {
-    if request.world_size == 0 {
-        return Err(Error::Input("--world-size: 0 ranks get nothing; use 1 or more".into()).into());
+    let world_size = request.world_size;
+    if !(1..=SamplerRequest::MOST_RANKS).contains(&world_size) {
+        return Err(Error::Input(format!(
+            "--world-size: {world_size} is no number of ranks; use 1 to {}",
+            SamplerRequest::MOST_RANKS
+        ))
+        .into());
     }
-    let ranks = request.rank.map_or(0..request.world_size, |rank| rank..rank.saturating_add(1));
+    let ranks = match request.rank {
+        Some(rank) if rank >= world_size => {
+            return Err(Error::Input(format!(
+                "--rank: there is no rank {rank} among {world_size} ranks; use 0 to {}",
+                world_size - 1
+            ))
+            .into());
+        }
+        Some(rank) => rank..rank + 1,
+        None => 0..world_size,
+    };
+    let bytes = (request.len as u64).saturating_mul(size_of::<usize>() as u64);
+    if total_memory().is_some_and(|total| bytes > total) {
+        return Err(Error::Input(format!(
+            "--len: there is no memory for the order of {} samples",
+            request.len
+        ))
+        .into());
+    }
+    let sampler = DistributedSampler::new(request.len, world_size, 0)?
+        .shuffle(!request.no_shuffle)
+        .seed(request.seed)
+        .drop_last(request.drop_last)?;
+    let order = sampler.order(request.epoch)?;
     for rank in ranks {
-        let indices = sampler_of(request, rank)?.indices(request.epoch)?;
+        let indices = sampler.of_rank(rank).deal(order.as_deref(), 0)?;
         match printer.format() {
             LogFormat::Json => printer.object(&Shard { rank, epoch: request.epoch, indices })?,
             LogFormat::Text => printer.lines(|out| {
@@ -58,11 +91,4 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
         }
     }
     Ok(())
-}
-
-fn sampler_of(request: &SamplerRequest, rank: usize) -> Result<DistributedSampler> {
-    DistributedSampler::new(request.len, request.world_size, rank)?
-        .shuffle(!request.no_shuffle)
-        .seed(request.seed)
-        .drop_last(request.drop_last)
 }

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 
@@ -103,6 +103,11 @@ impl Seen {
         self.report.is_some().then(|| self.curves.clone())
     }
 
+    /// Returns the mean loss of the first quarter of the run, and of the last, if there is to be a report.
+    pub(super) fn losses(&self) -> Option<[f64; 2]> {
+        self.curves.lock().unwrap_or_else(PoisonError::into_inner).losses()
+    }
+
     /// Takes down what rank 0 knows, if there is to be a report.
     pub(super) fn draft(&self, write: impl FnOnce(&mut Draft)) {
         if self.report.is_some() {
@@ -185,7 +190,7 @@ impl Seen {
             version: 1,
             program: format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
             command: command(),
-            began: humantime::format_rfc3339_seconds(self.began).to_string(),
+            began: date(self.began),
             libtorch: torch::version(),
             outcome,
             seconds: end.map(|end| end.seconds),
@@ -209,6 +214,12 @@ impl Seen {
             verdict,
         })
     }
+}
+
+/// Returns `time` as a date, at the nearest end of the years 1970 to 9999 if a wrong clock is outside them.
+fn date(time: SystemTime) -> String {
+    let latest = SystemTime::UNIX_EPOCH + Duration::from_secs(253_402_300_799);
+    humantime::format_rfc3339_seconds(time.clamp(SystemTime::UNIX_EPOCH, latest)).to_string()
 }
 
 /// As it was typed, more or less: what a shell would make the same of.
@@ -307,4 +318,21 @@ fn collectives(history: &History) -> Vec<Called> {
     };
     let all = Operation::ALL.into_iter().map(called);
     all.filter(|it| it.calls.iter().any(|calls| *calls > 0)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_is_wrong_has_a_date_too() {
+        let day = Duration::from_secs(86400);
+        for (time, text) in [
+            (SystemTime::UNIX_EPOCH - day * 400, "1970-01-01T00:00:00Z"),
+            (SystemTime::UNIX_EPOCH + day, "1970-01-02T00:00:00Z"),
+            (SystemTime::UNIX_EPOCH + day * 366 * 9000, "9999-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(date(time), text);
+        }
+    }
 }

@@ -2,7 +2,9 @@
 
 mod data;
 mod engine;
+mod memory;
 mod optimization;
+mod other_names;
 mod resolve;
 mod saving;
 mod text;
@@ -24,6 +26,7 @@ use crate::trainer::{Amp, Loss};
 pub use data::Data;
 pub use engine::{CommHookKind, StrategyKind};
 pub use optimization::{OptimizerKind, ScheduleKind};
+pub use other_names::{option_of_other_name, options_with_other_names};
 use resolve::flag_name;
 use validation::Invalid;
 pub use validation::parse_timeout;

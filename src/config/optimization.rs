@@ -82,8 +82,11 @@ impl Config {
 
     pub(super) fn validate_optimization(&self) -> Result<(), Invalid> {
         let refuse = |key, problem: String| Err(Invalid { key, problem });
-        if !(self.lr >= 0.0 && self.lr.is_finite()) {
-            let problem = format!("{} is not a learning rate; use a number from 0", self.lr);
+        if !is_positive(self.lr) {
+            let problem = format!(
+                "{} is not a learning rate; use a number from 0 to {MOST:e}",
+                shown(self.lr)
+            );
             return refuse("lr", problem);
         }
         for (key, value) in [
@@ -93,12 +96,17 @@ impl Config {
             ("gamma", self.gamma),
             ("eta_min", self.eta_min),
         ] {
-            if !(value >= 0.0 && value.is_finite()) {
-                return refuse(key, format!("{value} is too small or no number; use one from 0"));
+            if !is_positive(value) {
+                let problem = format!(
+                    "{} is too small, too large or no number; use one from 0 to {MOST:e}",
+                    shown(value)
+                );
+                return refuse(key, problem);
             }
         }
-        if !self.dampening.is_finite() {
-            return refuse("dampening", format!("{} is no number", self.dampening));
+        if !is_positive(self.dampening.abs()) {
+            let problem = format!("{} is no number that float32 can hold", shown(self.dampening));
+            return refuse("dampening", problem);
         }
         for (key, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
             if !(0.0..1.0).contains(&beta) {
@@ -111,9 +119,11 @@ impl Config {
             return refuse("nesterov", problem.into());
         }
         if let Some(norm) = self.max_grad_norm
-            && !(norm > 0.0 && norm.is_finite())
+            && !(norm > 0.0 && is_positive(norm))
         {
-            return refuse("max_grad_norm", format!("{norm} is no length; use a number above 0"));
+            let problem =
+                format!("{} is no length; use a number above 0, to {MOST:e}", shown(norm));
+            return refuse("max_grad_norm", problem);
         }
         if self.schedule == ScheduleKind::MultiStep && self.milestones.is_empty() {
             let problem = "multi-step needs milestones; use for example --milestones 30,60,90";
@@ -154,7 +164,15 @@ impl Config {
         Ok(())
     }
 
-    pub(super) fn validate_warmup_for(&self, world_size: usize) -> Result<()> {
+    /// Refuses a learning rate or a warm-up that does not fit so many ranks.
+    pub(super) fn validate_optimization_for(&self, world_size: usize) -> Result<()> {
+        let (lr, _) = self.lr_for(world_size);
+        if !is_positive(lr) {
+            return Err(Error::Input(format!(
+                "--scale-lr: a learning rate of {} for {world_size} ranks is too large; use a smaller --lr",
+                shown(lr)
+            )));
+        }
         let steps = self.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
         if self.warmup_steps >= steps.max(1) {
             return Err(Error::Input(format!(
@@ -164,6 +182,19 @@ impl Config {
         }
         Ok(())
     }
+}
+
+/// Returns `value` as text, with an exponent where it would be long.
+pub(super) fn shown(value: f64) -> String {
+    if value.abs() < 1e16 { format!("{value}") } else { format!("{value:?}") }
+}
+
+/// The largest number of the optimizers, which step in float32: a little less than the largest that it holds.
+const MOST: f64 = 3.4e38;
+
+/// Whether `value` is from 0 on and float32 can hold it.
+fn is_positive(value: f64) -> bool {
+    (0.0..=MOST).contains(&value)
 }
 
 #[cfg(test)]
@@ -178,8 +209,12 @@ mod tests {
     fn what_makes_no_sense_is_refused_by_name() {
         for (given, complaint) in [
             ("lr = nan", "--lr: NaN is not a learning rate"),
+            ("lr = 3.5e38", "--lr: 3.5e38 is not a learning rate; use a number from 0 to 3.4e38"),
+            ("gamma = 1e39", "--gamma: 1e39 is too small, too large or no number"),
+            ("max_grad_norm = 1e300", "--max-grad-norm: 1e300 is no length"),
+            ("dampening = -1e39", "--dampening: -1e39 is no number that float32 can hold"),
             ("momentum = -0.1", "--momentum: -0.1 is too small"),
-            ("weight_decay = inf", "--weight-decay: inf is too small or no number"),
+            ("weight_decay = inf", "--weight-decay: inf is too small, too large or no number"),
             ("beta2 = 1.0", "--beta2: 1 is not from 0 to below 1"),
             ("nesterov = true", "--nesterov: Nesterov momentum needs a momentum"),
             ("max_grad_norm = 0.0", "--max-grad-norm: 0 is no length"),
@@ -194,6 +229,11 @@ mod tests {
             let error = resolve(given).unwrap_err().to_string();
             assert!(error.starts_with(complaint), "{given} gave {error:?}");
         }
+        let error = resolve("lr = 3e38\nscale_lr = true").unwrap().validate_for(2).unwrap_err();
+        assert!(
+            error.to_string().starts_with("--scale-lr: a learning rate of 6e38 for 2 ranks"),
+            "{error}"
+        );
         let error = resolve("warmup_steps = 64").unwrap().validate_for(2).unwrap_err().to_string();
         assert!(
             error.starts_with("--warmup-steps: 64 steps of warm-up are the whole run"),

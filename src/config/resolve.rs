@@ -7,7 +7,7 @@ use serde::Deserialize;
 use toml::Table;
 
 use super::data::SIZES;
-use super::{Config, Invalid};
+use super::{Config, Invalid, option_of_other_name};
 use crate::error::{Error, Result};
 
 impl Config {
@@ -69,18 +69,37 @@ pub(super) fn flag_name(key: &str) -> String {
 /// Reads a file on its own first, so that an error shows the line it is in.
 fn read(file: &Path) -> Result<Table> {
     let name = file.display();
-    let text = fs::read_to_string(file)
-        .map_err(|error| Error::Input(format!("--config {name}: {error}")))?;
+    let input = |problem: String| Error::Input(format!("--config {name}: {problem}"));
+    let bytes = fs::read(file).map_err(|error| input(error.to_string()))?;
+    let text = str::from_utf8(&bytes).map_err(|error| {
+        let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
+        let start = bytes[..error.valid_up_to()].iter().rposition(|&byte| byte == b'\n');
+        let rest = &bytes[start.map_or(0, |newline| newline + 1)..];
+        let shown = rest.split(|&byte| byte == b'\n').next().unwrap_or_default().escape_ascii();
+        input(format!("line {line} is not UTF-8, which a TOML file must be: {shown}"))
+    })?;
     let wrong = |error: toml::de::Error| {
         Error::Input(format!("--config {name}: {}", which_was_meant(error.to_string().trim_end())))
     };
-    toml::from_str::<Config>(&text).map_err(wrong)?;
-    let table: Table = toml::from_str(&text).map_err(wrong)?;
+    toml::from_str::<Config>(text).map_err(wrong)?;
+    let table: Table = toml::from_str(text).map_err(wrong)?;
     Ok(table.into_iter().map(|(key, value)| (key.replace('-', "_"), value)).collect())
 }
 
-/// Of an unknown key's error, names the key that was meant in the place of all that there are.
+/// Rewrites an error of serde's: says what is expected in words, and of an unknown key names the one that was meant
+/// in the place of all that there are.
 fn which_was_meant(message: &str) -> String {
+    const TYPES: [(&str, &str); 7] = [
+        ("expected usize", "expected a whole number from 0"),
+        ("expected u64", "expected a whole number from 0"),
+        ("expected u16", "expected a whole number from 0 to 65535"),
+        ("expected i64", "expected a whole number"),
+        ("expected f64", "expected a number"),
+        ("floating point `", "number `"),
+        ("expected path string", "expected a path as a string"),
+    ];
+    let message =
+        &TYPES.iter().fold(message.to_owned(), |text, (rust, words)| text.replace(rust, words));
     const UNKNOWN: &str = "unknown field `";
     let parts = || {
         let (before, rest) = message.split_once(UNKNOWN)?;
@@ -96,9 +115,17 @@ fn which_was_meant(message: &str) -> String {
         let likeness = strsim::normalized_damerau_levenshtein(&unknown_key, key);
         (if is_short { 1.0 } else { likeness }, key)
     };
-    let near = known.map(likeness).max_by(|a, b| a.0.total_cmp(&b.0));
-    let remedy = match near {
-        Some((likeness, key)) if likeness > 0.6 => format!("did you mean `{key}`?"),
+    let known: Vec<&str> = known.collect();
+    let is_key = |option: &str| known.contains(&option.replace('-', "_").as_str());
+    let meant = option_of_other_name(&unknown.replace('_', "-"), is_key);
+    let near = known.iter().copied().map(likeness).max_by(|a, b| a.0.total_cmp(&b.0));
+    let remedy = match (meant, near) {
+        (Some(option), _) => {
+            let (key, value) = option.split_once('=').unwrap_or((option, ""));
+            let value = if value.is_empty() { String::new() } else { format!(" = \"{value}\"") };
+            format!("did you mean `{}{value}`?", key.replace('-', "_"))
+        }
+        (None, Some((likeness, key))) if likeness > 0.6 => format!("did you mean `{key}`?"),
         _ => "keys are the flags of ddp-mp --help, with _ for -".into(),
     };
     format!("{before}{UNKNOWN}{unknown}`: {remedy}")
@@ -156,6 +183,9 @@ mod tests {
             ("max-epoch = 8", "unknown field `max-epoch`: did you mean `max_epochs`?"),
             ("learning_rate = 8", "unknown field `learning_rate`: did you mean `lr`?"),
             ("num_epochs = 8", "unknown field `num_epochs`: did you mean `max_epochs`?"),
+            ("gpus = 8", "unknown field `gpus`: did you mean `nproc_per_node`?"),
+            ("fp16 = true", "unknown field `fp16`: did you mean `amp = \"fp16\"`?"),
+            ("num_train_epochs = 3", "did you mean `max_epochs`?"),
             ("wd = 8", "unknown field `wd`: did you mean `weight_decay`?"),
             (
                 "[train]\nlr = 8",
@@ -174,6 +204,36 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_is_no_text_is_refused_with_the_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        fs::write(&file, b"lr = 0.1\nsave_dir = \"r\xffn\"\n").unwrap();
+        let error = Config::resolve(Some(&file), Table::new()).unwrap_err().to_string();
+        let expected =
+            "run.toml: line 2 is not UTF-8, which a TOML file must be: save_dir = \\\"r\\xffn\\\"";
+        assert!(error.ends_with(expected), "{error}");
+    }
+
+    #[test]
+    fn a_value_of_another_type_is_refused_in_words() {
+        for (given, complaint) in [
+            (
+                "batch_size = 1.5",
+                "--batch-size: invalid type: number `1.5`, expected a whole number from 0",
+            ),
+            (
+                "max_epochs = \"x\"",
+                "--max-epochs: invalid type: string \"x\", expected a whole number from 0",
+            ),
+            ("lr = \"x\"", "--lr: invalid type: string \"x\", expected a number"),
+            ("hidden = [1.5]", "--hidden: invalid type: number `1.5`, expected a whole number"),
+        ] {
+            let error = Config::resolve(None, flags(given)).unwrap_err().to_string();
+            assert!(error.starts_with(complaint), "{given} gave {error:?}");
+        }
+    }
+
+    #[test]
     fn what_makes_no_sense_is_refused_by_name() {
         for (given, complaint) in [
             ("batch_size = 0", "--batch-size: 0 is too small; use 1 or more"),
@@ -181,6 +241,23 @@ mod tests {
             ("lr = -0.1", "--lr: -0.1 is not a learning rate"),
             ("lr = nan", "--lr: NaN is not a learning rate"),
             ("bucket_cap_mb = 0.0", "--bucket-cap-mb: 0 is no size"),
+            (
+                "bucket_cap_mb = 1e300",
+                "--bucket-cap-mb: 1e300 is no size; use a number above 0, to 1048576",
+            ),
+            ("batch_size = 9223372036854775807", "--batch-size: 9223372036854775807 is too large"),
+            (
+                "accumulate = 2147483648",
+                "--accumulate: 2147483648 is too large; use 2147483647 or less",
+            ),
+            (
+                "num_workers = 2\nprefetch_factor = 1025",
+                "--prefetch-factor: 1025 is too large; use 1024 or less",
+            ),
+            (
+                "num_samples = 9223372036854775807",
+                "--num-samples: 9223372036854775807 random samples",
+            ),
             ("hidden = [8, 0]", "--hidden: 0 is too small"),
             ("hidden = [8]", "--hidden: a linear model has no hidden layers; use model mlp"),
             ("hidden = []", "--hidden: an mlp needs"),

@@ -3,11 +3,13 @@
 use std::time::Duration;
 
 use super::data::SIZES;
+use super::optimization::shown;
 use super::{CommHookKind, Config, text};
 use crate::data::num_batches;
 use crate::error::{Error, Result};
 use crate::launch::{FaultKind, Stage};
 use crate::models::ModelKind;
+use crate::observe::total_memory;
 use crate::trainer::{Amp, Loss};
 
 impl Config {
@@ -76,7 +78,7 @@ impl Config {
                 self.batch_size
             )));
         }
-        self.validate_warmup_for(world_size)?;
+        self.validate_optimization_for(world_size)?;
         let Some(fault) = self.fault else { return Ok(()) };
         if fault.rank >= world_size {
             return Err(Error::Input(format!(
@@ -130,8 +132,18 @@ impl Config {
         };
         let refuse = |key, problem: String| Err(Invalid { key, problem });
         at_least("max_epochs", self.max_epochs as i64, 1)?;
-        at_least("batch_size", self.batch_size as i64, 1)?;
-        at_least("accumulate", self.accumulate as i64, 1)?;
+        for (key, value, most) in [
+            ("batch_size", self.batch_size as u64, MOST_IN_A_STEP),
+            ("accumulate", self.accumulate, MOST_IN_A_STEP),
+            ("prefetch_factor", self.prefetch_factor as u64, MOST_PREFETCHED),
+        ] {
+            if !(1..=most).contains(&value) {
+                return match value {
+                    0 => at_least(key, 0, 1),
+                    _ => refuse(key, format!("{value} is too large; use {most} or less")),
+                };
+            }
+        }
         if let Some(fraction) = self.val_fraction
             && !(0.0..1.0).contains(&fraction)
         {
@@ -140,7 +152,6 @@ impl Config {
         }
         at_least("log_every", self.log_every.map_or(1, |every| every as i64), 1)?;
         at_least("val_every", self.val_every as i64, 1)?;
-        at_least("prefetch_factor", self.prefetch_factor as i64, 1)?;
         if self.num_workers > MOST_WORKERS {
             let problem = format!(
                 "{} threads a rank are too many; use up to {MOST_WORKERS}",
@@ -152,8 +163,11 @@ impl Config {
         for (key, size) in SIZES.into_iter().zip(sizes) {
             at_least(key, size.unwrap_or(1), 1)?;
         }
-        if !(self.bucket_cap_mb > 0.0 && self.bucket_cap_mb.is_finite()) {
-            let problem = format!("{} is no size; use a number above 0", self.bucket_cap_mb);
+        if !(self.bucket_cap_mb > 0.0 && self.bucket_cap_mb <= LARGEST_BUCKET) {
+            let problem = format!(
+                "{} is no size; use a number above 0, to {LARGEST_BUCKET}",
+                shown(self.bucket_cap_mb)
+            );
             return refuse("bucket_cap_mb", problem);
         }
         if self.hidden.is_empty() {
@@ -171,8 +185,9 @@ impl Config {
         if self.in_features.is_some() {
             self.model_config().check().map_err(|(key, problem)| Invalid { key, problem })?;
         }
+        self.validate_memory(total_memory())?;
         if self.stall_warning.is_zero() {
-            return refuse("stall-warning", "0 would tell of every wait".into());
+            return refuse("stall_warning", "0 would tell of every wait".into());
         }
         if self.timeout.is_zero() {
             return refuse("timeout", NO_TIME.into());
@@ -209,6 +224,15 @@ pub fn parse_timeout(text: &str) -> Result<Duration> {
 
 /// More would be a mistake, and each takes a thread.
 const MOST_WORKERS: usize = 256;
+
+/// Room for the batches that a worker is ahead is made before the first is there.
+const MOST_PREFETCHED: u64 = 1024;
+
+/// The most samples of a batch, and the most batches of a step: their product fits into 63 bits.
+const MOST_IN_A_STEP: u64 = i32::MAX as u64;
+
+/// The largest bucket, in MiB: 1 TiB.
+const LARGEST_BUCKET: f64 = (1 << 20) as f64;
 
 const NO_TIME: &str = "0 leaves no time to wait; use for example 30s";
 

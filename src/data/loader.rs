@@ -130,7 +130,9 @@ impl DataLoader {
             return Ok(self);
         }
         let ahead = self.workers.as_ref().map_or(1, |(workers, _)| workers.prefetch);
-        let staging = Staging::new(&self.sample()?, self.batch_size, 1 + ahead, gpu, group)?;
+        // No batch is larger than an epoch.
+        let most = self.batch_size.min(self.sampler.num_samples()).max(1);
+        let staging = Staging::new(&self.sample()?, most, 1 + ahead, gpu, group)?;
         Ok(Self { staging: Some(Rc::new(staging)), ..self })
     }
 

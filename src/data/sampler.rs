@@ -78,9 +78,9 @@ impl DistributedSampler {
         self
     }
 
-    /// The share of rank 0 in the same samples.
-    pub(super) fn of_rank_0(&self) -> Self {
-        Self { rank: 0, ..self.clone() }
+    /// The share of `rank` in the same samples.
+    pub(crate) fn of_rank(&self, rank: usize) -> Self {
+        Self { rank, ..self.clone() }
     }
 
     /// What the shuffle starts from; the same on every rank. As in PyTorch, its lower 32 bits count.
@@ -153,17 +153,25 @@ impl DistributedSampler {
     /// # Errors
     /// As [`indices`](Self::indices).
     pub fn indices_from(&self, epoch: u64, start: usize) -> Result<Vec<usize>> {
+        self.deal(self.order(epoch)?.as_deref(), start)
+    }
+
+    /// Returns the order in which the samples of `epoch` are dealt, the same for all ranks; `None` for their own.
+    pub(crate) fn order(&self, epoch: u64) -> Result<Option<Vec<usize>>> {
+        self.shuffle.then(|| randperm(self.len, self.seed.wrapping_add(epoch))).transpose()
+    }
+
+    /// Returns [`indices_from`](Self::indices_from) of an epoch with this order.
+    pub(crate) fn deal(&self, order: Option<&[usize]>, start: usize) -> Result<Vec<usize>> {
         let count = self.num_samples_from(start);
         let mut mine = empty(count)?;
         // PyTorch's padding repeats the whole order from its front, as often as it takes.
         let first = start + self.rank;
         let dealt =
             (first..).step_by(self.num_replicas).take(count).map(|position| position % self.len);
-        if self.shuffle {
-            let order = randperm(self.len, self.seed.wrapping_add(epoch))?;
-            mine.extend(dealt.map(|i| order[i]));
-        } else {
-            mine.extend(dealt);
+        match order {
+            Some(order) => mine.extend(dealt.map(|i| order[i])),
+            None => mine.extend(dealt),
         }
         Ok(mine)
     }

@@ -22,8 +22,8 @@ pub enum Nproc {
     Count(usize),
 }
 
-/// More threads than any machine runs well.
-const MOST_RANKS: usize = 1 << 16;
+/// More threads than any machine runs well. Linux allows a process 65530 mappings, and a thread takes four.
+const MOST_RANKS: usize = 1 << 13;
 
 impl FromStr for Nproc {
     type Err = Error;

@@ -100,6 +100,33 @@ impl ModelConfig {
         }
     }
 
+    /// Returns how many parameters the model has. A float, because widths may be so large that nothing else holds it.
+    pub(crate) fn num_parameters(&self) -> f64 {
+        let (inputs, outputs) = (self.in_features as f64, self.out_features as f64);
+        let hidden = self.hidden.iter().map(|&width| width as f64);
+        let (mut before, mut parameters) = (inputs, 0.0);
+        match self.kind {
+            ModelKind::Linear => {}
+            ModelKind::Mlp => {
+                for width in hidden {
+                    parameters += (before + 1.0) * width;
+                    before = width;
+                }
+            }
+            ModelKind::Cnn => {
+                let mut channels_in = 1.0;
+                for channels in hidden {
+                    // 3 x 3 weights and a bias; a batch norm's weight and bias.
+                    parameters += (channels_in * 9.0 + 3.0) * channels;
+                    channels_in = channels;
+                }
+                let side = self.in_features.max(0).isqrt() >> self.hidden.len().min(63);
+                before = channels_in * (side as f64).powi(2);
+            }
+        }
+        parameters + (before + 1.0) * outputs
+    }
+
     /// Builds the model in a `VarStore` of its own, on `device`.
     ///
     /// The parameters are those of PyTorch's `nn.Linear` (or an `nn.Sequential` of them with an
@@ -180,4 +207,24 @@ impl ModuleT for Model {
 /// tch's `forward_t` has no way to return an error: `spawn` catches what is thrown here.
 fn or_throw(result: Result<Tensor>) -> Tensor {
     result.unwrap_or_else(|error| resume_unwind(Box::new(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_parameters_is_that_of_the_model() {
+        for (kind, in_features, hidden) in [
+            (ModelKind::Linear, 20, vec![7]),
+            (ModelKind::Mlp, 20, vec![7, 5]),
+            (ModelKind::Cnn, 81, vec![3, 5]),
+        ] {
+            let config =
+                ModelConfig { kind, in_features, out_features: 4, hidden, ..Default::default() };
+            let (vs, _) = config.build(Device::Cpu, 0).unwrap();
+            let built: usize = vs.trainable_variables().iter().map(Tensor::numel).sum();
+            assert_eq!(config.num_parameters(), built as f64, "{kind:?}");
+        }
+    }
 }

@@ -1,17 +1,38 @@
-//! How much memory the process has taken.
+//! How much memory the process has taken, and how much there is.
 
 use std::fs;
 
 /// The most that was resident at once, in bytes; `None` where the system does not tell as Linux does.
 pub fn peak_memory() -> Option<u64> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    kib(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
+}
+
+/// Returns how much memory this process may take, in bytes: the machine's, swap included, or what its container allows.
+/// `None` where the system does not tell as Linux does.
+pub fn total_memory() -> Option<u64> {
+    // Without a namespace of its own a process does not see its limit here; then the machine's counts.
+    const LIMITS: [&str; 2] =
+        ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let machine = kib(&text, "MemTotal:")? + kib(&text, "SwapTotal:").unwrap_or(0);
+    let limit = |file| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
+    LIMITS.into_iter().filter_map(limit).chain([machine]).min()
+}
+
+/// Returns the bytes that the line `name` of a file in `/proc` counts in kB.
+fn kib(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
+    kib.checked_mul(1024)
 }
 
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
+    #[test]
+    fn the_process_has_taken_less_than_there_is() {
+        assert!(super::peak_memory().unwrap() < super::total_memory().unwrap());
+    }
+
     #[test]
     fn the_peak_is_seen() {
         let before = super::peak_memory().unwrap();

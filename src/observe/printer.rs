@@ -125,8 +125,12 @@ impl Printer {
         // Still locked: the lines of two epochs must not mix.
         // Which is the same on all ranks, and told once, where rank 0 is.
         let first = reports.first_mut().filter(|report| report.rank == 0);
+        let loss = first.as_ref().map(|report| report.loss);
         let validation = first.and_then(|report| report.validation.take());
         reports.into_iter().try_for_each(|report| self.event(&Event::Epoch(report)))?;
+        if let (LogFormat::Text, Some(loss)) = (self.format, loss) {
+            self.note(&format!("epoch {number}: loss {loss:.6}"));
+        }
         validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
     }
 

@@ -82,6 +82,12 @@ impl Recorder {
         metrics: Option<&Path>,
     ) -> Result<Self> {
         let input = |name: String, error: io::Error| Error::Input(format!("{name}: {error}"));
+        if let Some(file) = tensorboard.filter(|path| path.exists() && !path.is_dir()) {
+            let file = file.display();
+            return Err(Error::Input(format!(
+                "--tensorboard {file}: that is a file, and TensorBoard reads a folder; use another name"
+            )));
+        }
         let tensorboard = tensorboard
             .map(|folder| {
                 let name = || format!("--tensorboard {}", folder.display());

@@ -80,6 +80,9 @@ const KINDS: [(&str, FaultKind); 8] = [
     ("skip-sample", FaultKind::SkipSample),
 ];
 
+/// Those that have a value.
+const FURTHER_KINDS: [&str; 1] = ["slow=50ms"];
+
 const STAGES: [(&str, Stage); 5] = [
     ("rendezvous", Stage::Rendezvous),
     ("init", Stage::Init),
@@ -98,13 +101,14 @@ fn named<T: Copy>(
     what: &str,
     name: &str,
 ) -> Result<T> {
+    table.iter().find(|(known, _)| *known == name).map(|&(_, value)| value).ok_or_else(|| {
+        Error::Input(format!("{what} {name:?} is not one of {}", names(table, further)))
+    })
+}
+
+fn names<T>(table: &[(&'static str, T)], further: &[&'static str]) -> String {
     let names = table.iter().map(|(name, _)| *name).chain(further.iter().copied());
-    let known = || names.collect::<Vec<_>>().join(", ");
-    table
-        .iter()
-        .find(|(known, _)| *known == name)
-        .map(|&(_, value)| value)
-        .ok_or_else(|| Error::Input(format!("{what} {name:?} is not one of {}", known())))
+    names.collect::<Vec<_>>().join(", ")
 }
 
 /// `50ms`.
@@ -130,14 +134,20 @@ impl FromStr for Fault {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let form = || Error::Input("write KIND:rank=R,at=STAGE[,step=N]".into());
+        let form = || {
+            Error::Input(format!(
+                "write KIND:rank=R,at=STAGE[,step=N], where KIND is one of {}, and STAGE one of {}",
+                names(&KINDS, &FURTHER_KINDS),
+                names(&STAGES, &[])
+            ))
+        };
         let number = |key: &str, value: &str| -> Result<u64> {
             value.parse().map_err(|_| Error::Input(format!("{key}={value} is not a number from 0")))
         };
         let (kind, rest) = text.split_once(':').ok_or_else(form)?;
         let kind = match kind.split_once('=') {
             Some(("slow", time)) => FaultKind::Slow(milliseconds(time)?),
-            _ => named(&KINDS, &["slow=50ms"], "KIND", kind)?,
+            _ => named(&KINDS, &FURTHER_KINDS, "KIND", kind)?,
         };
         let (mut rank, mut at, mut step) = (None, None, None);
         for item in rest.split(',') {
@@ -224,6 +234,8 @@ mod tests {
             ("", "write KIND:"),
             ("error", "write KIND:"),
             ("error:", "write KIND:"),
+            ("error", "KIND is one of error, panic, stall, kill, nan"),
+            ("error", "STAGE one of rendezvous, init, broadcast, step, barrier"),
             ("error:rank=0", "write KIND:"),
             (
                 "explode:rank=0,at=step",

@@ -188,7 +188,7 @@ class Report:
         verdict, held = data["verdict"], data["verdict"]["held_back"]
         best = [it for it in data["validation"] if it["best"]]
         wanted = {
-            "Scaling efficiency": verdict["efficiency"],
+            "Time outside collectives": verdict["outside_collectives"],
             "Overlapped share": verdict["overlapped"],
             "Held back by": held and held["rank"],
             "Loss": data["loss"],

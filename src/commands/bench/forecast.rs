@@ -4,6 +4,7 @@ use std::io::{self, Write};
 
 use serde::Serialize;
 
+use super::NOISY;
 use super::cluster::ModelCluster;
 use super::cost::{Forecast, Measured};
 use crate::observe::{LogFormat, Printer};
@@ -27,9 +28,6 @@ struct Row<'a> {
     /// The share of it that does not. None where there is no communication.
     hidden: Option<f64>,
 }
-
-/// Where the median of the steps by the fastest is more than this, something else goes on.
-const NOISY: f64 = 1.5;
 
 /// Prints what the step would come to on `cluster`. `spread`: the median of the steps that were measured by the fastest.
 pub(super) fn print(

@@ -1,5 +1,6 @@
 //! `ddp-mp bench OP`: how long a collective takes at each size, beside the limit of the machine's memory; and
-//! `ddp-mp bench step`, how long a training step takes, here and on a cluster that is imagined.
+//! `ddp-mp bench step`, how long a training step takes, here and on a cluster that is imagined; `ddp-mp bench scaling`,
+//! what more ranks on this machine give.
 //!
 //! The columns are those of NVIDIA's nccl-tests, so that the tools and habits for those fit.
 
@@ -8,6 +9,7 @@ mod cost;
 mod exercise;
 mod forecast;
 mod limit;
+mod scaling;
 mod step;
 
 use std::sync::Arc;
@@ -20,13 +22,14 @@ use tch::{Device, Kind, Tensor};
 use super::place_ranks;
 use crate::error::{Error, Result};
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
-use crate::observe::{LogFormat, Printer};
+use crate::observe::{LogFormat, Printer, total_memory};
 use crate::process_group::{ProcessGroup, ReduceOp, kind_name};
 use crate::torch::cuda::Cuda;
 pub use cluster::ModelCluster;
 pub use exercise::BenchOp;
 use exercise::Exercise;
 use limit::Limit;
+pub use scaling::{bench_scaling, check_scaling_flags};
 pub use step::{bench_step, check_step_flags};
 
 /// What to measure, and how.
@@ -91,6 +94,9 @@ pub fn bench(request: BenchRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyh
     let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
     let world_size = placement.devices.len();
     request.check(world_size)?;
+    if placement.devices[0] == Device::Cpu {
+        request.check_memory(world_size, total_memory())?;
+    }
     if let Some(note) = &placement.note {
         printer.note(note);
     }
@@ -101,6 +107,9 @@ pub fn bench(request: BenchRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyh
 }
 
 impl BenchRequest {
+    /// The most iterations of one size.
+    pub const MOST_ITERS: u64 = 1_000_000;
+
     fn check(&self, world_size: usize) -> Result<()> {
         let refuse = |why: String| Err(Error::Input(why));
         if self.op.reduces() {
@@ -128,6 +137,22 @@ impl BenchRequest {
         Ok(())
     }
 
+    /// Refuses sizes for which `total` bytes of memory are not enough: each rank has one side of the operation at
+    /// least, and as much again is there for the limit.
+    fn check_memory(&self, world_size: usize, total: Option<u64>) -> Result<()> {
+        let needs = 2.0 * self.max_bytes as f64 * world_size as f64;
+        match total.map(|total| total as f64).filter(|total| needs > *total) {
+            None => Ok(()),
+            Some(total) => Err(Error::Input(format!(
+                "--max-bytes {}: {world_size} ranks take {:.1} GB for that, and this machine has {:.1} GB of memory; \
+                 use a smaller size, or fewer ranks",
+                self.max_bytes,
+                needs / 1e9,
+                total / 1e9
+            ))),
+        }
+    }
+
     /// The sizes that differ when they are made of whole elements.
     fn exercises(&self, world_size: usize) -> Vec<u64> {
         let sizes = std::iter::successors(Some(self.min_bytes), |size| {
@@ -151,12 +176,14 @@ fn bench_on(
     let group = rank.init_process_group(backend)?;
     let leads = rank.rank() == 0;
     let mut total = (0, 0.0, 0);
+    let mut spreads = Vec::new();
     if leads && printer.format() == LogFormat::Text {
         printer.lines(|out| write_head(out, request, &group)).context("writing to stdout")?;
     }
     for count in request.exercises(rank.world_size()) {
         let mut exercise = Exercise::new(request, count, &group)?;
-        let (time, limit) = measure(request, &mut exercise, &group)?;
+        let Measurement { time, limit, spread } = measure(request, &mut exercise, &group)?;
+        spreads.push(spread);
         let wrong = sum_over_ranks(&group, exercise.check(&group)?)?;
         let bytes = exercise.bytes();
         let algbw = bytes as f64 / time.as_secs_f64() / 1e9;
@@ -189,18 +216,53 @@ fn bench_on(
             .line(&format!("# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s"))
             .context("writing to stdout")?;
     }
+    if leads {
+        spreads.sort_unstable_by(f64::total_cmp);
+        let spread = spreads.get(spreads.len() / 2).copied().unwrap_or(1.0);
+        note_if_busy("at half of the sizes the slowest round took over", spread, printer);
+    }
     anyhow::ensure!(wrong == 0, "{wrong} elements of the results were wrong");
     Ok(())
 }
 
-/// The time of one call and that of the limit: medians over rounds in which they take turns.
+/// What the rounds of one size came to.
+struct Measurement {
+    /// Of one call: the median.
+    time: Duration,
+    /// Of the limit: the median.
+    limit: Option<Duration>,
+    /// The slowest round by the fastest.
+    spread: f64,
+}
+
+/// The largest ratio of slow to fast measurements of the same work on a machine that does nothing else.
+const NOISY: f64 = 1.5;
+
+/// Warns that other programs disturb a measurement, whose slow times are `spread` times the fast ones. `what` is the
+/// beginning of a sentence that ends with that number.
+fn note_if_busy(what: &str, spread: f64, printer: &Printer) {
+    if let Some(note) = busy(what, spread) {
+        printer.note(&note);
+    }
+}
+
+fn busy(what: &str, spread: f64) -> Option<String> {
+    (spread > NOISY).then(|| {
+        format!("the machine is busy: {what} {spread:.1} times the fastest; measure where nothing else runs")
+    })
+}
+
+/// Measures the operation and the limit, in rounds in which they take turns.
 fn measure(
     request: &BenchRequest,
     exercise: &mut Exercise,
     group: &ProcessGroup,
-) -> Result<(Duration, Option<Duration>)> {
+) -> Result<Measurement> {
     let warm_up = round(group, exercise, request.warmup.max(1))?;
-    let enough = || (ENOUGH.as_nanos() / warm_up.as_nanos().max(1)).clamp(1, 1_000_000) as u64;
+    let enough = || {
+        (ENOUGH.as_nanos() / warm_up.as_nanos().max(1))
+            .clamp(1, u128::from(BenchRequest::MOST_ITERS)) as u64
+    };
     let iters = request.iters.unwrap_or_else(enough);
     let rounds = ROUNDS.min(iters);
     let iters = iters.div_ceil(rounds);
@@ -214,7 +276,13 @@ fn measure(
         limits.extend(limit.as_mut().map(|limit| limit.measure(iters)));
         group.barrier()?;
     }
-    Ok((median(&mut times).unwrap_or(warm_up), median(&mut limits)))
+    let time = median(&mut times).unwrap_or(warm_up);
+    // Sorted now.
+    let spread = match (times.first(), times.last()) {
+        (Some(fastest), Some(slowest)) => slowest.as_secs_f64() / fastest.as_secs_f64().max(1e-9),
+        _ => 1.0,
+    };
+    Ok(Measurement { time, limit: median(&mut limits), spread })
 }
 
 /// Calls the operation `iters` times on all ranks, and returns the time of one call on the slowest, the same
@@ -303,4 +371,16 @@ fn text(row: &Row) -> String {
         row.busbw,
         row.wrong,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_machine_is_told_of() {
+        assert_eq!(busy("the median step took", 1.4), None);
+        let expected = "the machine is busy: the median step took 2.5 times the fastest; measure where nothing else runs";
+        assert_eq!(busy("the median step took", 2.5).unwrap(), expected);
+    }
 }

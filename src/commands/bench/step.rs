@@ -15,6 +15,7 @@ use super::super::train::{Training, with_data};
 use super::cluster::ModelCluster;
 use super::cost::Measured;
 use super::forecast;
+use super::note_if_busy;
 use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
@@ -25,14 +26,14 @@ use crate::trainer::Amp;
 
 /// The times of rank 0, in microseconds: medians over the steps.
 #[derive(Debug, Serialize)]
-struct StepTimes {
+pub(super) struct StepTimes {
     model: &'static str,
     strategy: StrategyKind,
     amp: Amp,
     /// On each rank.
     batch_size: usize,
     world_size: usize,
-    us_per_step: f64,
+    pub(super) us_per_step: f64,
     us_min: f64,
     us_max: f64,
     /// Zeroing the gradients, the model and the loss; with `--strategy dp` also getting the batch and the
@@ -100,6 +101,13 @@ pub fn bench_step(
             let times = step_on(rank, backend, &config, &dataset, steps.max(1))?;
             let Some(times) = times else { return Ok(()) };
             print(&times, &config, steps, &printer)
+                .inspect(|()| {
+                    note_if_busy(
+                        "the median step took",
+                        times.us_per_step / times.us_min,
+                        &printer,
+                    );
+                })
                 .and_then(|()| match &*cluster {
                     Some(cluster) => print_on(cluster, &times, &config, rank, &printer),
                     None => Ok(()),
@@ -124,7 +132,7 @@ fn check_modelled(config: &Config) -> Result<()> {
 }
 
 /// The times, on rank 0.
-fn step_on(
+pub(super) fn step_on(
     rank: &Rank,
     backend: Backend,
     config: &Config,

@@ -44,6 +44,11 @@ pub struct CommRequest {
     pub timeout: Duration,
 }
 
+impl CommRequest {
+    /// The most elements of a tensor: it is there to be read.
+    pub const MOST_NUMEL: u64 = 1_000_000;
+}
+
 /// What all ranks share.
 struct Job {
     request: CommRequest,

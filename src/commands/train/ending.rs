@@ -2,12 +2,16 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::super::cores;
 use super::Job;
 use crate::config::StrategyKind;
+use crate::data::DatasetSpec;
 use crate::ddp::Strategy;
 use crate::error::Result;
 use crate::models::Model;
-use crate::observe::report::{Measured, Moved, Replicas, Verdict, advice, efficiency};
+use crate::observe::report::{
+    Cores, Measured, Moved, Replicas, Verdict, advice, outside_collectives,
+};
 use crate::observe::{End, PhaseSeconds, held_back, held_back_longer, peak_memory};
 use crate::process_group::{ProcessGroup, Traffic};
 use crate::sync::StopReason;
@@ -148,9 +152,17 @@ fn verdict(
         num_workers: config.num_workers,
         backend: group.backend(),
         seconds: end.seconds,
+        cores: Cores {
+            count: cores(),
+            local_ranks: job.launched.placement.devices.len(),
+            threads_per_rank: job.launched.placement.threads_per_rank,
+        },
+        losses: job.seen.losses(),
+        lr: config.lr_for(group.world_size()).0,
+        fitting_config: (config.dataset == DatasetSpec::Digits).then_some("configs/digits.toml"),
     };
     Verdict {
-        efficiency: efficiency(&phases),
+        outside_collectives: outside_collectives(&phases),
         overlapped,
         advice: match end.replicas_equal {
             Some(false) => vec![

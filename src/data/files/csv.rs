@@ -1,9 +1,10 @@
 //! Tables of numbers as text.
 
-use std::io::{BufReader, Read};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use csv::{ByteRecord, ReaderBuilder, Terminator, Trim};
+use flate2::bufread::MultiGzDecoder;
 use tch::Tensor;
 
 use super::TargetKind;
@@ -11,11 +12,21 @@ use super::array::Array;
 use crate::error::{Error, Result};
 use crate::torch::open_file;
 
-/// Reads the file into memory.
+/// Reads the file into memory, and unpacks it if gzip has packed it.
 pub(super) fn read(path: &Path, kind: TargetKind) -> Result<(Array, Array)> {
     let (file, _) = open_file(path)?;
-    parse(&path.display().to_string(), BufReader::new(file), kind)
+    let name = path.display().to_string();
+    let mut file = BufReader::new(file);
+    let begin = file.fill_buf().map_err(|error| Error::Input(format!("{name}: {error}")))?;
+    // By what is in it: a file that was unpacked, or packed, may have kept its name.
+    if begin.starts_with(&GZIP) {
+        return parse(&format!("{name} (gzip)"), MultiGzDecoder::new(file), kind);
+    }
+    parse(&name, file, kind)
 }
+
+/// The first bytes of a gzip file.
+const GZIP: [u8; 2] = [0x1f, 0x8b];
 
 /// How the columns are to be read: the first line decides.
 struct Columns {

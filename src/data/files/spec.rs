@@ -1,7 +1,7 @@
 //! What `--dataset` says.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::de::Error as _;
@@ -52,9 +52,11 @@ impl FromStr for DatasetSpec {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let wrong = || {
+            let meant =
+                meant(text).map_or(String::new(), |meant| format!("; did you mean {meant}?"));
             Error::Input(format!(
                 "{text:?} is no data set; use random, digits, safetensors:FILE, npy:INPUTS,TARGETS, \
-                 idx:FOLDER or csv:FILE"
+                 idx:FOLDER or csv:FILE{meant}"
             ))
         };
         match text.split_once(':') {
@@ -75,6 +77,23 @@ impl FromStr for DatasetSpec {
             },
             Some(_) => Err(wrong()),
         }
+    }
+}
+
+/// Returns the data set that a name without a format, or with another one's, stands for: by what the file is called.
+fn meant(text: &str) -> Option<String> {
+    let (format, name) = text.split_once(':').unwrap_or(("", text));
+    let ends = |ending: &str| name.to_lowercase().ends_with(ending) && name.len() > ending.len();
+    match format.to_lowercase().as_str() {
+        "mnist" if !name.is_empty() => Some(format!("idx:{name}")),
+        _ if ends(".csv") || ends(".csv.gz") => Some(format!("csv:{name}")),
+        _ if ends(".safetensors") => Some(format!("safetensors:{name}")),
+        _ if ends(".npy") => Some(match name.split_once(',') {
+            Some(_) => format!("npy:{name}"),
+            None => format!("npy:{name},TARGETS.npy"),
+        }),
+        "" if !name.is_empty() && Path::new(name).is_dir() => Some(format!("idx:{name}")),
+        _ => None,
     }
 }
 
@@ -102,5 +121,32 @@ impl Serialize for DatasetSpec {
 impl<'de> Deserialize<'de> for DatasetSpec {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_without_its_format_is_told_with_it() {
+        for (text, meant) in [
+            ("pets.csv", Some("csv:pets.csv")),
+            ("CSV:pets.csv", Some("csv:pets.csv")),
+            ("data/pets.csv.gz", Some("csv:data/pets.csv.gz")),
+            ("pets.safetensors", Some("safetensors:pets.safetensors")),
+            ("x.npy", Some("npy:x.npy,TARGETS.npy")),
+            ("x.npy,y.npy", Some("npy:x.npy,y.npy")),
+            ("src", Some("idx:src")),
+            ("mnist:folder", Some("idx:folder")),
+            (".csv", None),
+            ("pets", None),
+            ("", None),
+        ] {
+            let error = text.parse::<DatasetSpec>().unwrap_err().to_string();
+            let end =
+                meant.map_or("or csv:FILE".into(), |meant| format!("; did you mean {meant}?"));
+            assert!(error.ends_with(&end), "{error}");
+        }
     }
 }

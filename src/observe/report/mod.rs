@@ -9,7 +9,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::{HeldBack, Output, PhaseSeconds, TrainMetrics, ValidationMetrics};
-pub(crate) use advice::{Measured, advice, efficiency};
+pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
 pub(crate) use lanes::Lanes;
 
 /// The page, and what goes into it.
@@ -111,6 +111,15 @@ impl Curves {
         }
         self.train.push(metrics.clone());
     }
+
+    /// Returns the mean loss of the first quarter of the points, and of the last. `None` with fewer than four.
+    pub(crate) fn losses(&self) -> Option<[f64; 2]> {
+        let quarter = self.train.len() / 4;
+        let mean =
+            |points: &[TrainMetrics]| points.iter().map(|it| it.loss).sum::<f64>() / quarter as f64;
+        let first = self.train.get(..quarter).filter(|points| !points.is_empty())?;
+        Some([mean(first), mean(&self.train[self.train.len() - quarter..])])
+    }
 }
 
 /// Which sample each rank had.
@@ -159,8 +168,8 @@ pub(crate) struct Replicas {
 /// What to make of it.
 #[derive(Debug, Default, Clone, Serialize)]
 pub(crate) struct Verdict {
-    /// Which part of its steps a rank works for itself, on average, from 0 to 1.
-    pub efficiency: Option<f64>,
+    /// The share of its steps that a rank spends outside collectives, on average, from 0 to 1.
+    pub outside_collectives: Option<f64>,
     pub overlapped: Option<f64>,
     pub phases: Vec<PhaseSeconds>,
     pub held_back: Option<HeldBack>,

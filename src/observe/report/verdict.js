@@ -26,8 +26,9 @@ const ranksText = plural(world.size, "rank");
   const held = verdict.held_back, best = data.validation.findLast(it => it.best);
   const where = held?.phase === "step" ? "before it asked for data" : `in ${held?.phase}`;
   const figures = [
-    verdict.efficiency != null && ["Scaling efficiency", exact(verdict.efficiency, percent(verdict.efficiency)),
-      `of the speed of ${ranksText} that never wait for each other`],
+    verdict.outside_collectives != null && ["Time outside collectives",
+      exact(verdict.outside_collectives, percent(verdict.outside_collectives)),
+      `of the steps of ${ranksText}; the rest is communication and waiting`],
     verdict.overlapped != null && ["Overlapped share", exact(verdict.overlapped, percent(verdict.overlapped)),
       "of communication went on beside autograd, which it did not stop"],
     held && ["Held back by", exact(held.rank, rankName(held.rank)),

@@ -1,0 +1,333 @@
+//! Every flag of every command with values that are wrong: exit code 2, and the flag is named. The flags are clap's own
+//! list of them, so that a new one is tried too.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::sync::Mutex;
+use std::{fs, thread};
+
+use clap::{Arg, Command, CommandFactory};
+use ddp_mp::config::{Config, options_with_other_names};
+
+use crate::harness::{program, run_command};
+
+#[allow(dead_code, unused_imports)] // the program uses the rest
+#[path = "../src/cli/mod.rs"]
+mod command_line;
+
+use command_line::Cli;
+
+/// What a flag takes, by the name of its value in the help.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Takes {
+    Count,
+    Number,
+    Time,
+    /// One of a few names, or a text in a form of its own.
+    Name,
+    Size,
+    Folder,
+    File,
+    /// Any text.
+    Text,
+}
+
+fn takes(argument: &Arg) -> Option<Takes> {
+    if !argument.get_num_args().is_none_or(|range| range.takes_values())
+        || argument.get_long()? == "help"
+    {
+        return None;
+    }
+    if !argument.get_possible_values().is_empty() {
+        return Some(Takes::Name);
+    }
+    let name = argument.get_value_names().and_then(|names| names.first())?;
+    Some(match name.as_str() {
+        "N" | "N,..." | "STEPS" | "PORT" | "W" | "R" | "E" | "S" => Takes::Count,
+        "X" | "P" | "F" | "MIB" => Takes::Number,
+        "TIME" => Takes::Time,
+        "SIZE" => Takes::Size,
+        "DIR" => Takes::Folder,
+        "FILE" => Takes::File,
+        "KIND"
+        | "OP"
+        | "auto|gpu|cpu|N"
+        | "DATA"
+        | "KEY=VALUE,..."
+        | "KIND:rank=R,at=STAGE[,step=N]" => Takes::Name,
+        "HOST" | "auto|PATH" => Takes::Text,
+        other => panic!("--{}: what does {other} take?", argument.get_id()),
+    })
+}
+
+impl Takes {
+    /// Values that nothing of the kind can be.
+    fn wrong(self) -> &'static [&'static str] {
+        match self {
+            Takes::Count => &[
+                "",
+                " ",
+                "x",
+                "-5",
+                "1e3",
+                "1.5",
+                "nan",
+                "inf",
+                "0x10",
+                "1,5x",
+                "99999999999999999999",
+            ],
+            Takes::Number => {
+                &["", " ", "x", "nan", "inf", "-inf", "3.5e38", "-3.5e38", "1e400", "1,5"]
+            }
+            Takes::Time => {
+                &["", " ", "x", "-5", "1.5", "1e3", "nan", "5 parsecs", "99999999999999999999"]
+            }
+            Takes::Name => {
+                &["", " ", "x", "-5", "1.5", "nan", "99999999999999999999", "error", "=", ":"]
+            }
+            Takes::Size => &["", " ", "x", "-5", "nan", "99999999999999999999"],
+            Takes::Folder | Takes::File | Takes::Text => &[],
+        }
+    }
+
+    /// Values that may be wrong, and must not be more than that.
+    fn extreme(self) -> &'static [&'static str] {
+        match self {
+            Takes::Count | Takes::Size => {
+                &["0", "1", "9223372036854775807", "18446744073709551615"]
+            }
+            Takes::Number => &["0", "-0.0", "-1", "1e-300", "3.4e38"],
+            Takes::Time => {
+                &["0", "1ns", "9223372036854775807", "18446744073709551615", "500000000000y"]
+            }
+            Takes::Name => &[],
+            Takes::Folder => &["", "/dev/null", "a file", "a file/in it"],
+            Takes::File => &["", "/dev/null", "a folder", "a file/in it"],
+            Takes::Text => &["", " ", "x"],
+        }
+    }
+}
+
+/// A command, what it needs beside a flag that is tried, and its flags.
+fn commands() -> Vec<(Vec<&'static str>, Vec<&'static str>, Command)> {
+    const FEW: [&str; 3] = ["--nproc-per-node=1", "--num-samples=64", "--max-steps=1"];
+    let all = Cli::command();
+    let sub = |path: &[&str]| {
+        path.iter()
+            .fold(all.clone(), |command, name| command.find_subcommand(name).unwrap().clone())
+    };
+    vec![
+        (vec![], FEW.to_vec(), all.clone()),
+        (vec!["sampler"], vec!["--len=4", "--world-size=2"], sub(&["sampler"])),
+        (vec!["comm", "barrier"], vec!["--nproc-per-node=2"], sub(&["comm"])),
+        (
+            vec!["bench", "all-reduce"],
+            vec!["--nproc-per-node=2", "--max-bytes=4", "--iters=1"],
+            sub(&["bench"]),
+        ),
+        (vec!["bench", "step"], vec!["--nproc-per-node=1", "--steps=1"], sub(&["bench", "step"])),
+        (
+            vec!["bench", "scaling"],
+            vec!["--nproc-per-node=2", "--steps=1", "--repetitions=1"],
+            sub(&["bench", "scaling"]),
+        ),
+        (vec!["verify"], vec!["--nproc-per-node=2", "--steps=1"], sub(&["verify"])),
+    ]
+}
+
+/// What a flag does nothing without.
+fn companions(flag: &str) -> &'static [&'static str] {
+    match flag {
+        "hidden" | "dropout" | "activation" => &["--model=mlp"],
+        "channels" => &["--model=cnn", "--in-features=64"],
+        "beta1" | "beta2" | "eps" => &["--optimizer=adamw"],
+        "dampening" => &["--momentum=0.9"],
+        "milestones" => &["--schedule=multi-step"],
+        "gamma" => &["--schedule=multi-step", "--milestones=1"],
+        "eta-min" | "schedule-by" => &["--schedule=cosine"],
+        "powersgd-start" => &["--comm-hook=powersgd"],
+        "prefetch-factor" => &["--num-workers=1"],
+        "val-every" | "patience" => &["--val-fraction=0.5"],
+        "save-every" | "save-every-epochs" | "keep-last" => &["--save-dir=run"],
+        "node-rank" => &["--nnodes=1"],
+        "language" => &["--explain"],
+        _ => &[],
+    }
+}
+
+/// A command line with one flag to try.
+#[derive(Debug, Clone)]
+struct Case {
+    args: Vec<String>,
+    flag: String,
+    takes: Takes,
+    value: &'static str,
+}
+
+/// Every flag of every command with the values that `of` gives for what it takes. The flags of training, which other
+/// commands have as well, are tried there only.
+fn cases(of: fn(Takes) -> &'static [&'static str]) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let training: Vec<String> =
+        Cli::command().get_arguments().map(|argument| argument.get_id().to_string()).collect();
+    for (path, base, command) in commands() {
+        for argument in command.get_arguments() {
+            let Some(flag) = argument.get_long() else { continue };
+            let shared =
+                path.len() == 2 && ["step", "scaling"].contains(&path[1]) || path == ["verify"];
+            if shared && training.contains(&argument.get_id().to_string()) {
+                continue;
+            }
+            let Some(takes) = takes(argument) else { continue };
+            let others = base.iter().chain(companions(flag));
+            let others = others.filter(|it| it.split('=').next() != Some(&format!("--{flag}")));
+            let args: Vec<String> = path.iter().chain(others).map(ToString::to_string).collect();
+            for &value in of(takes) {
+                let args = args.iter().cloned().chain([format!("--{flag}={value}")]).collect();
+                cases.push(Case { args, flag: format!("--{flag}"), takes, value });
+            }
+        }
+    }
+    assert!(cases.len() > 100);
+    cases
+}
+
+/// What is said before anything is run: an error, unless the flags are accepted.
+fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
+    let args = ["ddp-mp".into()].into_iter().chain(args);
+    let cli = match command_line::parse(args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            assert_eq!(error.exit_code(), 2);
+            return Some(error.to_string());
+        }
+    };
+    if cli.command.is_some() {
+        return None;
+    }
+    match Config::resolve(None, cli.train.table().unwrap()) {
+        Ok(_) => None,
+        Err(ddp_mp::Error::Input(text)) => Some(text),
+        Err(other) => panic!("no wrong input: {other}"),
+    }
+}
+
+#[test]
+fn a_wrong_value_is_refused_with_its_flag_before_anything_runs() {
+    let mut wrong = Vec::new();
+    for Case { args, flag, takes, value } in cases(Takes::wrong) {
+        // A count in floating point that is none is not told from a number by a flag that takes both.
+        match said(args.iter().map(OsString::from)) {
+            Some(text) if text.contains(&flag) => {
+                let opaque =
+                    ["invalid digit found", "cannot parse integer", "invalid float literal"];
+                if opaque.iter().any(|it| text.contains(it)) {
+                    wrong.push(format!("{args:?}: {text}"));
+                }
+            }
+            Some(text) => wrong.push(format!("{args:?} does not name {flag}: {text}")),
+            None => wrong.push(format!("{args:?}: {flag} ({takes:?}) takes {value:?}")),
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn an_extreme_value_is_refused_with_its_flag_or_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("a file"), "something else").unwrap();
+    fs::create_dir(folder.path().join("a folder")).unwrap();
+    let left = Mutex::new(cases(Takes::extreme));
+    let wrong = Mutex::new(Vec::new());
+    let work = || {
+        loop {
+            let Some(Case { args, flag, .. }) = left.lock().unwrap().pop() else { return };
+            // What is refused at once needs no process.
+            let result = match said(args.iter().map(OsString::from)) {
+                Some(text) => (Some(2), text),
+                None => {
+                    let own = tempfile::tempdir_in(&folder).unwrap();
+                    for name in ["a file", "a folder"] {
+                        std::os::unix::fs::symlink(folder.path().join(name), own.path().join(name))
+                            .unwrap();
+                    }
+                    let mut command = program(&args.iter().map(String::as_str).collect::<Vec<_>>());
+                    command.current_dir(&own);
+                    let (code, _, stderr) = run_command(command);
+                    (code, stderr)
+                }
+            };
+            let (code, text) = result;
+            if !(code == Some(0) || code == Some(2) && text.contains(&flag))
+                || text.contains("panicked")
+            {
+                wrong.lock().unwrap().push(format!("{args:?}: {code:?}: {text}"));
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(work);
+        }
+    });
+    let wrong = wrong.into_inner().unwrap();
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(fs::read_to_string(folder.path().join("a file")).unwrap(), "something else");
+}
+
+#[test]
+fn what_is_not_utf8_is_refused_with_its_flag() {
+    let bytes = |text: &str, more: &[u8]| OsString::from_vec([text.as_bytes(), more].concat());
+    for (path, _, command) in commands() {
+        for argument in command.get_arguments() {
+            let (Some(flag), Some(_)) = (argument.get_long(), takes(argument)) else { continue };
+            let flag = format!("--{flag}");
+            let path = || path.iter().map(OsString::from);
+            let joined = path().chain([bytes(&format!("{flag}="), b"r\xffn")]);
+            let apart = path().chain([OsString::from(&flag), bytes("", b"r\xffn")]);
+            for text in [said(joined), said(apart)] {
+                let text = text.expect("it is refused");
+                assert!(text.contains(&format!("{flag}: \"r\\xffn\" is not UTF-8")), "{text}");
+            }
+        }
+    }
+    let text = said([bytes("r", b"\xff")]).unwrap();
+    assert!(text.contains("error: \"r\\xff\" is not UTF-8"), "{text}");
+    let mut command = program(&[]);
+    command.arg(bytes("--save-dir=", b"\xff"));
+    assert_eq!(run_command(command).0, Some(2));
+}
+
+#[test]
+fn the_flag_is_told_that_does_what_an_unknown_one_does_elsewhere() {
+    let flags: Vec<Command> = commands().into_iter().map(|(.., command)| command).collect();
+    let is_known = |name: &str| {
+        flags.iter().any(|command| command.get_arguments().any(|it| it.get_long() == Some(name)))
+    };
+    for option in options_with_other_names() {
+        assert!(is_known(option.split('=').next().unwrap()), "there is no --{option}");
+    }
+    for (args, tip) in [
+        ("--learning-rate=0.1", "'--lr'"),
+        ("--learning_rate 0.1", "'--lr'"),
+        ("--gpus=2", "'--nproc-per-node'"),
+        ("--ranks=2", "'--nproc-per-node'"),
+        ("--world-size=2", "'--nproc-per-node'"),
+        ("--workers=2", "'--num-workers'"),
+        ("--epochs=2", "'--max-epochs'"),
+        ("--num_train_epochs=2", "'--max-epochs'"),
+        ("--per_device_train_batch_size=2", "'--batch-size'"),
+        ("--fp16", "'--amp=fp16'"),
+        ("train --devices=2", "'--nproc-per-node'"),
+        ("sampler --len=4 --ranks=2", "'--world-size'"),
+        ("sampler --world-size=4 --num-samples=2", "'--len'"),
+        ("bench step --learning-rate=2", "'--lr'"),
+    ] {
+        let text = said(args.split(' ').map(OsString::from)).unwrap();
+        assert!(text.contains(&format!("tip: ddp-mp calls it {tip}")), "{args}: {text}");
+    }
+    // Not where the command has nothing like it.
+    let text = said(["comm", "--learning-rate=2"].map(OsString::from)).unwrap();
+    assert!(!text.contains("calls it"), "{text}");
+}
