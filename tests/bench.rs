@@ -119,8 +119,8 @@ fn what_cannot_be_measured_is_refused() {
     for (args, reason) in [
         (&["all-reduce", "--min-bytes=8", "--max-bytes=4"][..], "the smaller one first"),
         (&["all-reduce", "--min-bytes=0"], "use sizes from 1 on"),
-        (&["all-reduce", "--step-factor=1"], "--step-factor: use 2 or more"),
-        (&["all-reduce", "--iters=0"], "--iters: use 1 or more"),
+        (&["all-reduce", "--step-factor=1"], "--step-factor <N>': expected a whole number from 2"),
+        (&["all-reduce", "--iters=0"], "--iters <N>': expected a whole number from 1 to 1000000"),
         (&["all-reduce", "--kind=float32", "--reduce-op=band"], "it is for integers and bool"),
         (&["all-reduce", "--kind=float3"], "use one of float64, float32"),
         (&["all-reduce", "--reduce-op=mean"], "use one of sum, avg"),
@@ -241,4 +241,40 @@ fn a_step_is_modelled_on_a_cluster() {
     assert!(stdout.contains("(default)") && stdout.contains("This is a model"), "{stdout}");
     let table = stdout.lines().filter(|line| line.split_whitespace().count() == 9);
     assert_eq!(table.filter(|line| !line.starts_with('#')).count(), 4, "{stdout}");
+}
+
+#[test]
+fn scaling_is_said_against_one_rank() {
+    let args = ["bench", "scaling", "--nproc-per-node=3", "--steps=3", "--repetitions=2"];
+    let (code, stdout, stderr) = run(&[&args[..], &["--log-format=json"]].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let rows: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(rows.len(), 6);
+    for (rows, scaling, batches) in
+        [(&rows[..3], "weak", [32, 32, 32]), (&rows[3..], "strong", [96, 48, 32])]
+    {
+        let number = |row: &Value, key: &str| row[key].as_f64().unwrap();
+        let of_one = number(&rows[0], "samples_per_second");
+        for (row, (ranks, batch)) in rows.iter().zip((1..).zip(batches)) {
+            assert_eq!((&row["scaling"], &row["world_size"]), (&scaling.into(), &ranks.into()));
+            assert_eq!(row["batch_size"], batch);
+            assert!(
+                row["cores"].as_u64().unwrap() > 0 && row["threads_per_rank"].as_u64().unwrap() > 0
+            );
+            let samples = f64::from(ranks * batch);
+            let per_second = number(row, "samples_per_second");
+            assert!((per_second * number(row, "us_per_step") / 1e6 / samples - 1.0).abs() < 1e-9);
+            let efficiency = per_second / of_one / f64::from(ranks);
+            assert!((number(row, "efficiency") / efficiency - 1.0).abs() < 1e-9, "{row}");
+        }
+    }
+    let (code, stdout, _) = run(&args);
+    assert_eq!(code, Some(0));
+    assert!(stdout.starts_with("# linear, ") && stdout.contains(" CPU core"), "{stdout}");
+    let (code, _, stderr) = run(&["bench", "scaling", "--nproc-per-node=2", "--batch-size=4096"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(
+        stderr.contains("--batch-size: a step of 2 ranks with 4096 samples each takes more"),
+        "{stderr}"
+    );
 }

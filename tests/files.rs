@@ -341,3 +341,25 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_csv_file_may_be_packed_by_gzip_whatever_its_name() {
+    let plain = fs::read(repository("tests/data/plain.csv")).unwrap();
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    packed.write_all(&plain).unwrap();
+    let packed = packed.finish().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let read = |bytes: &[u8], name: &str| {
+        let file = folder.path().join(name);
+        fs::write(&file, bytes).unwrap();
+        let data = FileDataset::open(&DatasetSpec::Csv(file), TargetKind::Values)?;
+        let all: Vec<usize> = (0..data.len()).collect();
+        data.batch(&all).map_err(|error| Error::Input(error.to_string()))
+    };
+    let (inputs, targets) = read(&plain, "plain.csv").unwrap();
+    for name in ["packed.csv.gz", "packed.csv"] {
+        assert_eq!(read(&packed, name).unwrap(), (inputs.shallow_clone(), targets.shallow_clone()));
+    }
+    let cut = read(&packed[..packed.len() / 2], "cut.csv").unwrap_err().to_string();
+    assert!(cut.contains("cut.csv (gzip): "), "{cut}");
+}

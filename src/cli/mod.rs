@@ -33,7 +33,7 @@ pub(crate) enum Command {
     Comm(CommFlags),
     /// Show which sample goes to which rank
     Sampler(SamplerFlags),
-    /// Measure a collective at many sizes, in the columns of nccl-tests, a training step, or scaling
+    /// Measure a collective at many sizes, a training step, or scaling
     Bench(BenchFlags),
     /// Train N ranks, and one rank with the N-fold batch, and show how far the parameters differ
     Verify(VerifyFlags),

@@ -253,8 +253,9 @@ fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {
 }
 
 /// A size in bytes, as nccl-tests reads it: K is 1024.
-fn size(text: &str) -> Result<u64, parse_size::Error> {
-    parse_size::Config::new().with_binary().parse_size(text)
+fn size(text: &str) -> Result<u64, &'static str> {
+    let size = parse_size::Config::new().with_binary().parse_size(text);
+    size.map_err(|_| "expected a size in bytes, as 4, 16K or 128M")
 }
 
 fn backend() -> impl TypedValueParser<Value = BackendChoice> {
