@@ -48,7 +48,7 @@ fn train(rank: &Rank, group: &Rc<ddp_mp::ProcessGroup>, overlap: bool) -> anyhow
     ddp.register_comm_hook(hook_fn("watching", move |bucket, group| {
         notes.borrow_mut().push(parameters.iter().filter(|it| it.grad().defined()).count());
         group.all_reduce(bucket.gradients, ReduceOp::PremulSum(1.0 / group.world_size() as f64))
-    }));
+    }))?;
 
     let inputs = fork_rng(rank.rank() as u64, || Tensor::rand([64, 512], tch::kind::FLOAT_CPU))?;
     for _ in 0..20 {

@@ -41,7 +41,7 @@ fn main() -> anyhow::Result<()> {
         // What DDP does by itself, and could be anything that leaves the same on all ranks.
         ddp.register_comm_hook(hook_fn("mine", |bucket, group| {
             group.all_reduce(bucket.gradients, ReduceOp::PremulSum(1.0 / group.world_size() as f64))
-        }));
+        }))?;
         let mut optimizer = AdamW::new(ddp.flat_buffers(), AdamWOptions::default())?;
         let mut scaler =
             GradScaler::new(ddp.flat_buffers(), group.clone(), GradScalerOptions::default())?;

@@ -156,7 +156,7 @@ fn a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step() {
                 let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
                 if compressed {
                     let hook: Box<dyn CommHook> = Box::new(Compress::fp16());
-                    ddp.register_comm_hook(hook);
+                    ddp.register_comm_hook(hook)?;
                 }
                 let buffers = ddp.flat_buffers();
                 let mut optimizer: Box<dyn Optimizer> = if adamw {

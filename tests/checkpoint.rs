@@ -99,6 +99,9 @@ fn a_run_that_was_stopped_twice_ends_as_one_that_was_not() {
         "--model=cnn --in-features=64 --sync-batch-norm --optimizer=adamw --num-samples=3001",
         "--model=mlp --strategy=dp --optimizer=adamw --drop-last --num-samples=4099",
         "--find-unused-parameters --comm-hook=bf16 --lr=0.1 --no-shuffle",
+        "--model=mlp --comm-hook=powersgd --powersgd-start=2 --momentum=0.9 --lr=0.05 --bucket-cap-mb=0.002",
+        "--model=mlp --comm-hook=powersgd --powersgd-start=0 --lr=0.05 --nproc-per-node=3 --spawn=processes",
+        "--model=mlp --comm-hook=powersgd --powersgd-start=90 --optimizer=adamw --bucket-cap-mb=0.002",
     ] {
         let args = format!("{args} --max-epochs=3");
         let whole = train(&args, &[]);

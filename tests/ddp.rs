@@ -101,7 +101,7 @@ fn the_size_of_the_buckets_changes_no_bit() {
         let mb = bucket_bytes / f64::from(1 << 20);
         let options =
             DdpOptions { bucket_cap_mb: mb, first_bucket_mb: mb, ..DdpOptions::default() };
-        ranks(3, move |rank, group| train(rank, group, &dataset, 8, options)).remove(0).0
+        ranks(3, move |rank, group| train(rank, group, &dataset, 8, options.clone())).remove(0).0
     };
     let one = in_buckets(1e9);
     assert_eq!(in_buckets(1.), one, "a bucket for each parameter");

@@ -58,7 +58,7 @@ fn train(
     let model = mlp(&vs);
     let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
     if let Some(hook) = hook {
-        ddp.register_comm_hook(hook);
+        ddp.register_comm_hook(hook)?;
     }
     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
     for step in 0..5 {
@@ -87,7 +87,8 @@ fn overlap_and_buckets_change_no_bit() {
                 first_bucket_mb: mb,
                 ..DdpOptions::default()
             };
-            let all = ranks(world_size, move |rank, group| train(rank, group, options, None));
+            let all =
+                ranks(world_size, move |rank, group| train(rank, group, options.clone(), None));
             assert!(all.iter().all(|one| one == &all[0]), "replicas are the same");
             all[0].clone()
         };
@@ -122,7 +123,7 @@ fn with_overlap_buckets_are_reduced_in_the_midst_of_backward() {
                 let begun = first.grad().defined();
                 notes.borrow_mut().push((bucket.index, begun));
                 group.all_reduce(bucket.gradients, ReduceOp::Avg)
-            }));
+            }))?;
             let (inputs, targets) = batch(rank.rank(), 0, 8);
             ddp.zero_grad()?;
             ddp.backward(&model.forward(&inputs).mse_loss(&targets, tch::Reduction::Mean))?;
@@ -158,7 +159,7 @@ fn buckets_follow_the_order_of_rank_0_s_gradients() {
         ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
             notes.borrow_mut().push(bucket.gradients.double_value(&[0]));
             group.all_reduce(bucket.gradients, ReduceOp::Sum)
-        }));
+        }))?;
         let mut steps = Vec::new();
         for _ in 0..2 {
             ddp.zero_grad()?;
@@ -313,7 +314,7 @@ fn what_power_sgd_loses_comes_with_later_steps() {
                 start_iter: 0,
                 use_error_feedback,
                 ..PowerSgdOptions::default()
-            })));
+            })))?;
             // The same gradient in every step, of full rank: the mean of what goes out must become it.
             let gradient = Tensor::eye(8, (Kind::Float, Device::Cpu)) * (rank.rank() as f64 + 1.);
             let mut sum = gradient.zeros_like();
@@ -345,7 +346,7 @@ fn an_error_in_a_hook_ends_backward_with_it() {
                     return Err(ddp_mp::Error::Input("the cause".into()));
                 }
                 group.all_reduce(bucket.gradients, ReduceOp::Sum)
-            }));
+            }))?;
             Ok(ddp.backward(&weight.sum(Kind::Float))?)
         })
         .unwrap_err();
@@ -364,7 +365,7 @@ fn a_panic_in_a_hook_is_one_of_its_rank() {
         ddp.register_comm_hook(hook_fn("panicking", move |bucket, group| {
             assert_eq!(me, 0, "on purpose");
             group.all_reduce(bucket.gradients, ReduceOp::Sum)
-        }));
+        }))?;
         Ok(ddp.backward(&weight.sum(Kind::Float))?)
     })
     .unwrap_err();
@@ -446,13 +447,14 @@ fn a_static_graph_may_leave_out_the_same_parameters_in_every_step() {
 }
 
 /// What ranks with so many batches each come to: one weight, whose gradient is the batch's number.
-fn joined(batches: &'static [usize], options: JoinOptions, ddp_options: DdpOptions) -> Vec<f64> {
+fn joined(batches: &'static [usize], options: JoinOptions, ddp_options: &DdpOptions) -> Vec<f64> {
+    let ddp_options = ddp_options.clone();
     ranks(batches.len(), move |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
         let weight = root.var("weight", &[3], nn::Init::Const(0.));
         let more = root.var("more", &[3], nn::Init::Const(0.));
-        let mut ddp = DistributedDataParallel::new((), &vs, group, ddp_options)?;
+        let mut ddp = DistributedDataParallel::new((), &vs, group, ddp_options.clone())?;
         let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
         for _ in 0..2 {
             ddp.join(options, |ddp| {
@@ -477,19 +479,19 @@ fn ranks_that_have_run_out_keep_the_others_company() {
     let fixed = DdpOptions { static_graph: true, ..DdpOptions::default() };
     for options in [DdpOptions::default(), tiny, find, fixed] {
         for overlap in [Some(true), Some(false)] {
-            let options = DdpOptions { overlap, ..options };
+            let options = DdpOptions { overlap, ..options.clone() };
             // Divided by three always: (1 + 1) / 3 + (2 + 2) / 3 + 3 / 3, twice.
-            let all = joined(&[0, 2, 3], JoinOptions::default(), options);
+            let all = joined(&[0, 2, 3], JoinOptions::default(), &options);
             assert!(all.iter().all(|w| (w - 2. * 3.).abs() < 1e-5), "{all:?}, {options:?}");
             // Divided by those who are there: 1 + 2 + 3.
             let by_active =
                 JoinOptions { divide_by_initial_world_size: false, ..JoinOptions::default() };
-            let all = joined(&[3, 0, 2], by_active, options);
+            let all = joined(&[3, 0, 2], by_active, &options);
             assert!(all.iter().all(|w| (w - 2. * 6.).abs() < 1e-5), "{all:?}, {options:?}");
             assert!(all.iter().all(|w| w.to_bits() == all[0].to_bits()), "the same model");
         }
     }
-    assert_eq!(joined(&[0, 0], JoinOptions::default(), DdpOptions::default()), [0., 0.]);
+    assert_eq!(joined(&[0, 0], JoinOptions::default(), &DdpOptions::default()), [0., 0.]);
 }
 
 #[test]
@@ -607,7 +609,7 @@ fn a_hook_may_put_another_tensor_in_the_place_of_its_bucket() {
             group.all_reduce(&mut other, ReduceOp::Avg)?;
             *bucket.gradients = other;
             Ok(())
-        }));
+        }))?;
         for _ in 0..2 {
             ddp.zero_grad()?;
             ddp.backward(&(&weight * (rank.rank() as f64 + 1.)).sum(Kind::Float))?;
@@ -704,7 +706,7 @@ fn what_a_hook_leaves_for_a_parameter_without_a_gradient_counts_for_nothing() {
         ddp.register_comm_hook(Box::new(PowerSgd::new(PowerSgdOptions {
             start_iter: 0,
             ..PowerSgdOptions::default()
-        })));
+        })))?;
         let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
         let eye = Tensor::eye(8, (Kind::Float, Device::Cpu));
         let mut before = other.detach().copy();

@@ -213,7 +213,7 @@ fn fails(
         let forward = nn::func_t(move |x, _| model.0(x, &weight));
         let mut ddp = DistributedDataParallel::new(forward, &vs, group, DdpOptions::default())?;
         if as_fp16 {
-            ddp.register_comm_hook(Box::new(Compress::fp16()));
+            ddp.register_comm_hook(Box::new(Compress::fp16()))?;
         }
         let data = Arc::new(TensorDataset::new(inputs(), targets())?);
         let sampler = DistributedSampler::new(8, 2, rank.rank())?.shuffle(false);

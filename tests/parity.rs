@@ -8,7 +8,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ddp_mp::ddp::{
-    CommHook, Compress, GradBucket, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn,
+    BucketParameter, CommHook, Compress, GradBucket, JoinOptions, PowerSgd, PowerSgdOptions,
+    hook_fn,
 };
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{
@@ -27,7 +28,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, repository};
 
-fn recorded(name: &str) -> Value {
+pub(crate) fn recorded(name: &str) -> Value {
     let text = fs::read_to_string(repository("tests/parity").join(name)).unwrap();
     serde_json::from_str(&text).unwrap()
 }
@@ -128,7 +129,7 @@ fn as_gloo(kind: Kind, order: impl Fn(usize, usize) -> Vec<usize> + 'static) -> 
         let order = order(step, bucket.parameters.len());
         step += 1;
         let part = |&place: &usize| {
-            let (start, shape) = &bucket.parameters[place];
+            let BucketParameter { start, shape, .. } = &bucket.parameters[place];
             bucket.gradients.narrow(0, *start as i64, shape.iter().product())
         };
         let parts: Vec<Tensor> = order.iter().map(part).collect();
@@ -263,7 +264,7 @@ impl DdpCase {
         };
         let mut ddp = DistributedDataParallel::new(model, vs, group.clone(), options)?;
         if let Some(hook) = self.comm_hook(adds_as_gloo) {
-            ddp.register_comm_hook(hook);
+            ddp.register_comm_hook(hook)?;
         }
         let CaseOptimizer { kind, lr, options } = &self.optimizer;
         let mut optimizer = options.config(kind).build(ddp.flat_buffers())?;

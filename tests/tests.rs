@@ -21,6 +21,7 @@ mod failures; // every kind of failure at every stage on every rank
 mod files; // data sets in files: written by others, damaged, cut off
 mod flags; // every flag with wrong values, from clap's own list
 mod gloo; // ranks of several processes: what they reduce, and messages between them
+mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod memory; // as much after ten thousand steps as after a thousand
 mod messages; // from one rank to one other, and objects

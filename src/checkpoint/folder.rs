@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::state::{FileMark, Manifest};
-use super::{BEST, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
+use super::{BEST, COMM_HOOK, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
 
 /// What a folder is called while it is not, or no longer, a checkpoint.
@@ -137,7 +137,9 @@ impl CheckpointDir {
         }
         fs::create_dir(unfinished).map_err(saving(unfinished))?;
         let mut files = BTreeMap::new();
-        for (name, tensors) in [(MODEL, &snapshot.model), (OPTIMIZER, &snapshot.optimizer)] {
+        let always = [(MODEL, &snapshot.model), (OPTIMIZER, &snapshot.optimizer)];
+        let comm_hook = snapshot.comm_hook.as_ref().map(|tensors| (COMM_HOOK, tensors));
+        for (name, tensors) in always.into_iter().chain(comm_hook) {
             let bytes = tensors::serialize(tensors)?;
             files.insert(name.into(), FileMark::of(&bytes));
             write_file(&unfinished.join(name), &bytes)?;

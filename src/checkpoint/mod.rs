@@ -6,7 +6,8 @@
 //! |---|---|
 //! | `model.safetensors` | parameters and buffers, with the names and shapes of PyTorch's `state_dict`: `model.load_state_dict(safetensors.torch.load_file(file))` |
 //! | `optimizer.safetensors` | what the optimizer keeps, as `parameter/slot`: `weight/momentum_buffer` |
-//! | `trainer.json` | [`TrainerState`], and length and hash of the other two |
+//! | `comm_hook.safetensors` | what the communication hooks of all ranks keep, if they keep something |
+//! | `trainer.json` | [`TrainerState`], and length and hash of the others |
 //!
 //! It is written into a folder of another name, synced to the disk and then renamed, so a folder of this name is
 //! complete, whenever the process or the machine died. `latest` beside it has the name of the newest, and `best`
@@ -61,6 +62,7 @@ pub use writer::{Snapshot, Writer};
 
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
+const COMM_HOOK: &str = "comm_hook.safetensors";
 const TRAINER: &str = "trainer.json";
 const LATEST: &str = "latest";
 const BEST: &str = "best";

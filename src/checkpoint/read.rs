@@ -10,7 +10,8 @@ use tch::nn::VarStore;
 
 use super::folder::{name_of, newest_in, pointed, step_of, steps_in};
 use super::state::{FORMAT, FileMark, Manifest};
-use super::{BEST, LATEST, MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
+use super::{BEST, COMM_HOOK, LATEST, MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
+use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
 use crate::process_group::ProcessGroup;
@@ -22,6 +23,7 @@ pub struct Checkpoint {
     state: TrainerState,
     model: TensorFile,
     optimizer: TensorFile,
+    comm_hook: Option<TensorFile>,
 }
 
 impl Checkpoint {
@@ -70,29 +72,34 @@ impl Checkpoint {
             TensorFile::new(file, bytes).map_err(|error| error.to_string())
         };
         let (model, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
-        Ok(Self { path: path.into(), state, model, optimizer })
+        let comm_hook = state.comm_hook.as_ref().map(|_| tensors(COMM_HOOK)).transpose()?;
+        Ok(Self { path: path.into(), state, model, optimizer, comm_hook })
     }
 
     /// Rank 0's checkpoint, if it has one, for all ranks of `group`: the others need no file. A collective.
     pub(crate) fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
         let mut header = Vec::new();
-        if let Some(Self { path, state, model, optimizer }) = mine.filter(|_| group.rank() == 0) {
+        if let Some(Self { path, state, model, optimizer, comm_hook }) =
+            mine.filter(|_| group.rank() == 0)
+        {
             let state = serde_json::to_string(state).map_err(|e| Error::Input(e.to_string()))?;
-            let sizes = [model.bytes().len(), optimizer.bytes().len()];
+            let size = |file: &TensorFile| file.bytes().len();
+            let sizes = (size(model), size(optimizer), comm_hook.as_ref().map(size));
             header.push((path.clone(), state, sizes));
         }
         group.broadcast_object_list(&mut header, 0)?;
         let Some((path, state, sizes)) = header.pop() else { return Ok(None) };
-        let file = |of: fn(&Self) -> &TensorFile, name: &str, size: usize| {
-            let mine = mine.map_or(&[][..], |it| of(it).bytes());
-            let bytes = group.broadcast_bytes(mine, size, 0)?;
+        let file = |mine: Option<&TensorFile>, name: &str, size: usize| {
+            let bytes = group.broadcast_bytes(mine.map_or(&[], TensorFile::bytes), size, 0)?;
             TensorFile::new(path.join(name), bytes)
         };
-        let model = file(|it| &it.model, MODEL, sizes[0])?;
-        let optimizer = file(|it| &it.optimizer, OPTIMIZER, sizes[1])?;
+        let model = file(mine.map(|it| &it.model), MODEL, sizes.0)?;
+        let optimizer = file(mine.map(|it| &it.optimizer), OPTIMIZER, sizes.1)?;
+        let comm_hook = |size| file(mine.and_then(|it| it.comm_hook.as_ref()), COMM_HOOK, size);
+        let comm_hook = sizes.2.map(comm_hook).transpose()?;
         let state = serde_json::from_str(&state)
             .map_err(|error| Error::Input(format!("what rank 0 tells of {TRAINER}: {error}")))?;
-        Ok(Some(Self { path, state, model, optimizer }))
+        Ok(Some(Self { path, state, model, optimizer, comm_hook }))
     }
 
     /// The folder that it was read from.
@@ -111,6 +118,18 @@ impl Checkpoint {
     /// As [`TensorFile::load_into`].
     pub fn load_model(&self, vs: &VarStore) -> Result<()> {
         self.model.load_into(vs)
+    }
+
+    /// Returns what [`DistributedDataParallel::load_comm_hook_state`](crate::DistributedDataParallel::load_comm_hook_state)
+    /// needs: the state of the communication hooks of all ranks, if there is one.
+    ///
+    /// # Errors
+    /// As [`TensorFile::tensors`].
+    pub fn comm_hook(&self) -> Result<Option<SavedCommHook>> {
+        let (Some(record), Some(file)) = (&self.state.comm_hook, &self.comm_hook) else {
+            return Ok(None);
+        };
+        Ok(Some(SavedCommHook { record: record.clone(), tensors: file.tensors()? }))
     }
 
     /// Has `optimizer` go on as the one that was saved. For every rank that steps.

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::ddp::CommHookRecord;
 use crate::observe::ValidationMetrics;
 use crate::optim::GradScalerState;
 
@@ -48,6 +49,9 @@ pub struct TrainerState {
     pub loss_sums: Vec<f64>,
     /// The gradient scaler's, if there is one.
     pub scaler: Option<GradScalerState>,
+    /// The communication hook's, if it keeps something.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub comm_hook: Option<CommHookRecord>,
     /// What the run was told, by key: for a run that goes on to be compared with.
     pub options: Map<String, Value>,
 }

@@ -7,6 +7,7 @@ use tch::Tensor;
 
 use super::tensors::Copied;
 use super::{CheckpointDir, TrainerState};
+use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result};
 use crate::optim::ParameterState;
 
@@ -16,6 +17,7 @@ pub struct Snapshot {
     pub(super) state: TrainerState,
     pub(super) model: BTreeMap<String, Copied>,
     pub(super) optimizer: BTreeMap<String, Copied>,
+    pub(super) comm_hook: Option<BTreeMap<String, Copied>>,
 }
 
 impl Snapshot {
@@ -29,10 +31,6 @@ impl Snapshot {
         model: &[(String, Tensor)],
         optimizer: &[ParameterState],
     ) -> Result<Self> {
-        let copy = |name: String, tensor| {
-            let copied = Copied::of(&name, tensor)?;
-            Ok((name, copied))
-        };
         let slots = optimizer.iter().flat_map(|parameter| {
             let of = &parameter.name;
             parameter.tensors.iter().map(move |(slot, tensor)| (format!("{of}/{slot}"), tensor))
@@ -41,8 +39,28 @@ impl Snapshot {
             state,
             model: model.iter().map(|(name, it)| copy(name.clone(), it)).collect::<Result<_>>()?,
             optimizer: slots.map(|(name, it)| copy(name, it)).collect::<Result<_>>()?,
+            comm_hook: None,
         })
     }
+
+    /// Copies `saved` as well, which is
+    /// [`comm_hook_state`](crate::DistributedDataParallel::comm_hook_state).
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    pub fn with_comm_hook(mut self, saved: Option<&SavedCommHook>) -> Result<Self> {
+        self.state.comm_hook = saved.map(|saved| saved.record.clone());
+        let copied = saved.map(|saved| {
+            saved.tensors.iter().map(|(name, it)| copy(name.clone(), it)).collect::<Result<_>>()
+        });
+        self.comm_hook = copied.transpose()?;
+        Ok(self)
+    }
+}
+
+fn copy(name: String, tensor: &Tensor) -> Result<(String, Copied)> {
+    let copied = Copied::of(&name, tensor)?;
+    Ok((name, copied))
 }
 
 /// Writes checkpoints one after the other, each while training goes on. For rank 0.

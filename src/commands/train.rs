@@ -295,7 +295,7 @@ impl Training {
                 let options = config.ddp_options();
                 let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
                 if let Some(hook) = config.comm_hook() {
-                    ddp.register_comm_hook(hook);
+                    ddp.register_comm_hook(hook)?;
                 }
                 (ddp.into(), loader(rank.rank())?.into())
             }

@@ -231,16 +231,6 @@ impl Config {
         {
             return refuse(key, "needs --save-dir, the folder of this run's checkpoints");
         }
-        if self.comm_hook == CommHookKind::PowerSgd {
-            let problem = "powersgd's state is not saved: what it has not sent yet would be lost; use comm_hook \
-                           none, fp16 or bf16";
-            if self.save_dir.is_some() {
-                return refuse("save_dir", problem);
-            }
-            if self.resume.is_some() {
-                return refuse("resume", problem);
-            }
-        }
         Ok(())
     }
 }

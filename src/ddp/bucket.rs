@@ -10,23 +10,25 @@ pub(super) struct Size {
 }
 
 /// Puts parameters into buckets, in the order in which they come. A bucket holds one kind and is closed when
-/// it reaches its cap; the first of each kind has the smaller cap.
+/// it reaches its cap, in bytes. The first bucket of each kind has the first of `caps`, the next one the next;
+/// the last cap is that of all further buckets.
 ///
 /// Follows `torch::dist::compute_bucket_assignment_by_size`. Returns indices into `sizes`, every index
 /// once, buckets in the order in which they were begun.
-pub(super) fn assign(sizes: &[Size], first_cap: usize, cap: usize) -> Vec<Vec<usize>> {
+pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
     struct Open {
         kind: Kind,
         bucket: usize,
         num_bytes: usize,
-        cap: usize,
+        /// How many buckets of its kind were closed before.
+        closed: usize,
     }
     let mut buckets: Vec<Vec<usize>> = Vec::new();
     let mut open: Vec<Open> = Vec::new();
     for (index, size) in sizes.iter().enumerate() {
         let at = open.iter().position(|o| o.kind == size.kind).unwrap_or_else(|| {
             let (kind, bucket) = (size.kind, usize::MAX);
-            open.push(Open { kind, bucket, num_bytes: 0, cap: first_cap });
+            open.push(Open { kind, bucket, num_bytes: 0, closed: 0 });
             open.len() - 1
         });
         let current = &mut open[at];
@@ -36,8 +38,10 @@ pub(super) fn assign(sizes: &[Size], first_cap: usize, cap: usize) -> Vec<Vec<us
         }
         buckets[current.bucket].push(index);
         current.num_bytes += size.num_bytes;
-        if current.num_bytes >= current.cap {
-            *current = Open { kind: size.kind, bucket: usize::MAX, num_bytes: 0, cap };
+        let cap = caps.get(current.closed).or(caps.last());
+        if cap.is_some_and(|&cap| current.num_bytes >= cap) {
+            let closed = current.closed + 1;
+            *current = Open { kind: size.kind, bucket: usize::MAX, num_bytes: 0, closed };
         }
     }
     buckets
@@ -53,22 +57,30 @@ mod tests {
 
     #[test]
     fn a_small_model_is_one_bucket() {
-        assert_eq!(assign(&floats(&[80, 4]), 1 << 20, 25 << 20), [[0, 1]]);
+        assert_eq!(assign(&floats(&[80, 4]), &[1 << 20, 25 << 20]), [[0, 1]]);
     }
 
     #[test]
     fn a_bucket_is_closed_when_it_reaches_its_cap() {
         // The first alone reaches the first cap, two more the second one.
-        assert_eq!(assign(&floats(&[10, 50, 60, 7]), 10, 100), [vec![0], vec![1, 2], vec![3]]);
+        assert_eq!(assign(&floats(&[10, 50, 60, 7]), &[10, 100]), [vec![0], vec![1, 2], vec![3]]);
         // A parameter larger than the cap has room: buckets close after, not before.
-        assert_eq!(assign(&floats(&[5, 1000, 5]), 10, 100), [vec![0, 1], vec![2]]);
+        assert_eq!(assign(&floats(&[5, 1000, 5]), &[10, 100]), [vec![0, 1], vec![2]]);
+    }
+
+    #[test]
+    fn each_bucket_has_its_own_cap_and_the_last_cap_is_for_the_rest() {
+        let sizes = floats(&[4; 10]);
+        let expected = [vec![0], vec![1, 2, 3], vec![4, 5], vec![6, 7], vec![8, 9]];
+        assert_eq!(assign(&sizes, &[1, 12, 8]), expected);
+        assert_eq!(assign(&floats(&[4; 3]), &[8]), [vec![0, 1], vec![2]]);
     }
 
     #[test]
     fn kinds_do_not_mix() {
         let mut sizes = floats(&[4, 4, 4]);
         sizes[1].kind = Kind::Double;
-        assert_eq!(assign(&sizes, 100, 100), [vec![0, 2], vec![1]]);
+        assert_eq!(assign(&sizes, &[100, 100]), [vec![0, 2], vec![1]]);
     }
 
     #[test]
@@ -76,7 +88,7 @@ mod tests {
         for count in 0..30 {
             let sizes: Vec<usize> = (0..count).map(|i| (i * 37) % 50).collect();
             let mut seen: Vec<usize> =
-                assign(&floats(&sizes), 20, 60).into_iter().flatten().collect();
+                assign(&floats(&sizes), &[20, 60]).into_iter().flatten().collect();
             seen.sort_unstable();
             assert_eq!(seen, (0..count).collect::<Vec<_>>());
         }

@@ -5,6 +5,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
+use super::hook_state::CommHookState;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp};
 
@@ -17,8 +18,19 @@ pub struct GradBucket<'a> {
     pub is_last: bool,
     /// The gradients of its parameters, one after the other; gaps are zero. Not divided yet.
     pub gradients: &'a mut Tensor,
-    /// Where in `gradients` each parameter's begins, and its shape.
-    pub parameters: &'a [(usize, Vec<i64>)],
+    /// Which parameters these are.
+    pub parameters: &'a [BucketParameter],
+}
+
+/// A parameter in a bucket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BucketParameter {
+    /// Its name.
+    pub name: String,
+    /// Where its gradient begins in the bucket, in elements.
+    pub start: usize,
+    /// Its shape.
+    pub shape: Vec<i64>,
 }
 
 /// Averages a bucket over the ranks. Follows DDP's communication hooks.
@@ -39,6 +51,23 @@ pub trait CommHook {
     /// # Errors
     /// Those of the collectives; they end the run.
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()>;
+
+    /// What it keeps from one step to the next, for a checkpoint; `None` if it keeps nothing.
+    ///
+    /// # Errors
+    /// [`Error::Torch`].
+    fn state(&self) -> Result<Option<CommHookState>> {
+        Ok(None)
+    }
+
+    /// Goes on from `state`, which a hook of the same options has given for a model of the same parameters.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when it does not fit.
+    fn load_state(&mut self, state: CommHookState) -> Result<()> {
+        let _ = state;
+        Err(Error::Input(format!("the communication hook `{}` keeps no state", self.name())))
+    }
 }
 
 impl fmt::Debug for dyn CommHook {

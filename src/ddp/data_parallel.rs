@@ -75,7 +75,7 @@ impl<M> DataParallel<M> {
         let options = DdpOptions::default();
         let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
         let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
-        let layout = Layout::new(&parameters, options)?;
+        let layout = Layout::new(&parameters, &options)?;
         let gathered = if group.rank() == 0 {
             let of_all = |flat: &Flat| {
                 let own = std::iter::once(Ok(flat.gradients.shallow_clone()));
@@ -170,7 +170,7 @@ impl<M> DataParallel<M> {
             self.set_aside()?;
         }
         backward(loss)?;
-        self.layout.settle()?;
+        self.layout.settle(true)?;
         if self.no_sync.get() == 0 {
             let computed = Instant::now();
             tch::no_grad(|| self.gather())?;

@@ -85,13 +85,13 @@ impl<M> DistributedDataParallel<M> {
     pub(super) fn sync_from(&self, src: usize) -> Result<()> {
         self.reducer.for_each_flat(|flat| self.group.broadcast(&mut flat.parameters, src))?;
         // Parameters that are not trained as well.
-        let rest = self.tensors.iter().filter(|tensor| !tensor.trainable);
+        let rest = self.tensors.iter().filter(|tensor| !tensor.trainable && !tensor.is_ignored);
         rest.map(|rest| &rest.tensor).try_for_each(|tensor| self.copy_from(src, tensor))
     }
 
     /// Copies the buffers of rank `src` to all.
     pub(super) fn sync_buffers(&self, src: usize) -> Result<()> {
-        let buffers = self.tensors.iter().filter(|tensor| tensor.is_buffer);
+        let buffers = self.tensors.iter().filter(|tensor| tensor.is_buffer && !tensor.is_ignored);
         buffers.map(|buffer| &buffer.tensor).try_for_each(|tensor| self.copy_from(src, tensor))
     }
 

@@ -5,8 +5,9 @@ use std::ffi::c_void;
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::bucket::{self, Size};
+use super::comm_hooks::BucketParameter;
 use super::parameters::NamedTensor;
-use super::{DdpOptions, elements_per_line, mib};
+use super::{DdpOptions, elements_per_line};
 use crate::error::{Error, Result};
 use crate::observe::report::Parameter;
 use crate::optim::{FlatBuffer, Gradients, Place, Places};
@@ -37,10 +38,11 @@ impl Flat {
 #[derive(Debug)]
 pub(super) struct Bucket {
     pub gradients: Tensor,
-    /// Where each of its parameters begins in it, and its shape.
-    pub parameters: Vec<(usize, Vec<i64>)>,
+    pub parameters: Vec<BucketParameter>,
     /// How many of them still lack their gradient in this step.
     pub pending: usize,
+    /// Whether none of them has a gradient in this step, on any rank, so that it is not reduced.
+    pub is_skipped: bool,
 }
 
 /// A parameter's place.
@@ -56,8 +58,10 @@ pub(super) struct Member {
     grad_data: *const c_void,
     /// Whether its gradient is complete in this step.
     pub ready: bool,
-    /// Whether it has had a gradient since the last step, also one that stayed here.
+    /// Whether this rank has computed a gradient for it since the last backward that averaged.
     pub used: bool,
+    /// Whether it has an averaged gradient: since `zero_grad` at least one rank has used it.
+    pub has_gradient: bool,
 }
 
 impl Member {
@@ -80,6 +84,17 @@ impl Member {
         zeroed.map_err(Error::torch("zero_"))?;
         set_grad(&self.parameter, &Tensor::new())
     }
+
+    /// A copy of its gradient.
+    pub(super) fn copy_gradient(&self) -> Result<Tensor> {
+        self.grad.f_detach_copy().map_err(Error::torch("copying a gradient"))
+    }
+
+    /// Has a gradient of these values again.
+    pub(super) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
+        let copied = tch::no_grad(|| self.grad.shallow_clone().f_copy_(values));
+        copied.map_err(Error::torch("copying a gradient"))
+    }
 }
 
 /// All parameters of a model and their gradients.
@@ -95,7 +110,7 @@ pub(super) struct Layout {
 
 impl Layout {
     /// Moves `parameters` into flat tensors, and makes their `grad`s views.
-    pub(super) fn new(parameters: &[&NamedTensor], options: DdpOptions) -> Result<Self> {
+    pub(super) fn new(parameters: &[&NamedTensor], options: &DdpOptions) -> Result<Self> {
         let member = |named: &&NamedTensor| Member {
             name: named.name.clone(),
             parameter: named.tensor.shallow_clone(),
@@ -105,6 +120,7 @@ impl Layout {
             grad_data: std::ptr::null(),
             ready: false,
             used: false,
+            has_gradient: false,
         };
         let members = parameters.iter().map(member).collect();
         let (flats, buckets, watched) = Default::default();
@@ -126,16 +142,26 @@ impl Layout {
 
     /// Takes all gradients away: the first that backward computes is copied to its place, which is less work
     /// than to fill that with zeros and add.
-    pub(super) fn zero_grad(&self) -> Result<()> {
+    pub(super) fn zero_grad(&mut self) -> Result<()> {
         self.set_gradients(Gradients::Old);
         let none = Tensor::new();
-        self.members.iter().try_for_each(|member| set_grad(&member.parameter, &none))
+        self.members.iter_mut().try_for_each(|member| {
+            (member.used, member.has_gradient) = (false, false);
+            set_grad(&member.parameter, &none)
+        })
     }
 
-    /// Has all gradients at their places when backward is through: zeros where there are none.
-    pub(super) fn settle(&self) -> Result<()> {
+    /// Has all gradients at their places when backward is through: zeros where there are none. Before they are
+    /// averaged these are gradients too, as another rank may have one.
+    pub(super) fn settle(&self, are_averaged: bool) -> Result<()> {
         self.set_gradients(Gradients::Local);
-        self.members.iter().try_for_each(Member::settle)
+        self.members.iter().try_for_each(|member| {
+            if are_averaged || member.used || member.has_gradient {
+                member.settle()
+            } else {
+                member.take_gradient_away()
+            }
+        })
     }
 
     /// Says what the gradients are.
@@ -159,15 +185,14 @@ impl Layout {
     }
 
     /// Deals the parameters, taken in `order`, into buckets, and moves values and gradients there.
-    pub(super) fn fill_buckets(&mut self, order: &[usize], options: DdpOptions) -> Result<()> {
+    pub(super) fn fill_buckets(&mut self, order: &[usize], options: &DdpOptions) -> Result<()> {
         let size = |&index: &usize| {
             let tensor = &self.members[index].parameter;
             let kind = tensor.kind();
             Size { kind, num_bytes: num_bytes(kind, tensor.numel()) }
         };
         let sizes: Vec<Size> = order.iter().map(size).collect();
-        let (first_cap, cap) = (mib(options.first_bucket_mb), mib(options.bucket_cap_mb));
-        let assignment = bucket::assign(&sizes, first_cap, cap);
+        let assignment = bucket::assign(&sizes, &options.bucket_caps());
 
         // Whatever the order, each kind takes the same room.
         let room = |Member { parameter, .. }: &Member| {
@@ -204,7 +229,9 @@ impl Layout {
             let begin = ends[flat];
             let mut parameters = Vec::with_capacity(places.len());
             for index in places.iter().map(|&place| order[place]) {
-                parameters.push((ends[flat] - begin, self.members[index].parameter.size()));
+                let Member { name, parameter, .. } = &self.members[index];
+                let (name, shape) = (name.clone(), parameter.size());
+                parameters.push(BucketParameter { name, start: ends[flat] - begin, shape });
                 starts[index] = ends[flat];
                 ends[flat] += rooms[index];
                 self.members[index].bucket = number;
@@ -214,7 +241,7 @@ impl Layout {
                 |tensor: &Tensor| tensor.f_narrow(0, begin as i64, (ends[flat] - begin) as i64);
             let gradients = stretch(&self.flats[flat].gradients);
             let gradients = gradients.map_err(Error::torch("making the buckets"))?;
-            buckets.push(Bucket { gradients, parameters, pending: 0 });
+            buckets.push(Bucket { gradients, parameters, pending: 0, is_skipped: false });
         }
         self.buckets = buckets;
         for (number, flat) in self.flats.iter().enumerate() {

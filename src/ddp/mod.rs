@@ -1,16 +1,21 @@
 //! Data parallelism: the same model on every rank, kept the same by averaging gradients.
 
+mod backward;
 mod bucket;
 mod comm_hooks;
 mod communication;
 mod data_parallel;
+mod hook_state;
 mod join;
 mod layout;
+mod order;
 mod parameters;
 mod power_sgd;
 mod reducer;
 mod strategy;
 mod times;
+mod turn;
+mod unused;
 mod watched;
 
 use std::cell::Cell;
@@ -27,15 +32,17 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::error::Error;
 use crate::error::Result;
 use crate::observe::report::Parameter;
-use crate::operation::Operation;
 use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
+use crate::torch::set_grad;
 use parameters::NamedTensor;
 use reducer::Reducer;
 use times::Times;
 
-pub use comm_hooks::{CommHook, Compress, GradBucket, hook_fn};
+pub use backward::{Averaged, BackwardOptions, backward};
+pub use comm_hooks::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
 pub use data_parallel::DataParallel;
+pub use hook_state::{CommHookRecord, CommHookState, SavedCommHook};
 pub use join::JoinOptions;
 pub(crate) use parameters::bytes_of;
 pub use parameters::{parameters_hash, state_dict};
@@ -47,7 +54,7 @@ pub(crate) use watched::Watched;
 ///
 /// What PyTorch calls `gradient_as_bucket_view` is always on: a gradient that lives in its bucket need not be
 /// copied there.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct DdpOptions {
     /// A bucket is full when it holds this much, in MiB. PyTorch's `bucket_cap_mb`.
     pub bucket_cap_mb: f64,
@@ -61,16 +68,37 @@ pub struct DdpOptions {
     /// that averages. (PyTorch does it before the next forward, which comes to the same, but for the end.) Not
     /// within [`join`](DistributedDataParallel::join), which copies them at its end.
     pub broadcast_buffers: bool,
-    /// Allow that the loss does not depend on some parameters: they contribute zeros, and one that no rank uses
-    /// in a step has no gradient after it, so that optimizers pass it by. Costs a small collective a step. Without it that is
-    /// [`Error::UnusedParameters`].
+    /// The cap of each bucket in turn, in MiB; the last one is that of all further buckets. It replaces
+    /// `bucket_cap_mb` and `first_bucket_mb` unless it is empty. PyTorch's `bucket_cap_mb_list`.
+    pub bucket_cap_mb_list: Vec<f64>,
+    /// Allow that the loss does not depend on some parameters: they contribute zeros. A parameter that no rank has
+    /// used since [`zero_grad`](DistributedDataParallel::zero_grad) has no gradient, and optimizers pass it by. Costs
+    /// a small collective a step. Without it unused parameters are [`Error::UnusedParameters`].
     pub find_unused_parameters: bool,
+    /// Do not reduce buckets none of whose parameters is used in a step. Every rank must leave out the same
+    /// parameters in the same steps, otherwise their collectives differ. Takes effect with `find_unused_parameters`
+    /// or `static_graph`; buckets are reduced after backward then. PyTorch's `skip_all_reduce_unused_params`.
+    pub skip_all_reduce_unused_params: bool,
     /// The loss depends on the same parameters in every step: those that the first step does not use may be
     /// unused in all, at no further cost.
     pub static_graph: bool,
     /// Reduce buckets while backward goes on; if not said, where that pays (with `nccl`) and all ranks are sure to
     /// use the same parameters. Apex called the opposite `delay_allreduce`. The same on all ranks.
     pub overlap: Option<bool>,
+    /// The names of parameters and buffers that are left alone: not compared, not copied, not averaged, not in
+    /// [`flat_buffers`](DistributedDataParallel::flat_buffers). Each rank keeps its own, and its own gradients. Follows
+    /// `_set_params_and_buffers_to_ignore_for_model`.
+    pub ignore: Vec<String>,
+}
+
+impl DdpOptions {
+    /// The caps of the buckets in turn, in bytes.
+    fn bucket_caps(&self) -> Vec<usize> {
+        match &self.bucket_cap_mb_list[..] {
+            [] => vec![mib(self.first_bucket_mb), mib(self.bucket_cap_mb)],
+            caps => caps.iter().copied().map(mib).collect(),
+        }
+    }
 }
 
 impl Default for DdpOptions {
@@ -80,9 +108,12 @@ impl Default for DdpOptions {
             first_bucket_mb: 1.0,
             init_sync: true,
             broadcast_buffers: true,
+            bucket_cap_mb_list: Vec::new(),
             find_unused_parameters: false,
+            skip_all_reduce_unused_params: false,
             static_graph: false,
             overlap: None,
+            ignore: Vec::new(),
         }
     }
 }
@@ -218,9 +249,9 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
         let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
-        let reducer = Reducer::new(&parameters, group.clone(), options)?;
+        let reducer = Reducer::new(&parameters, group.clone(), options.clone())?;
         let ddp = Self { module, group, reducer, tensors, options, no_sync: Rc::default() };
-        if options.init_sync {
+        if ddp.options.init_sync {
             ddp.sync_from(0)?;
         }
         Ok(ddp)
@@ -228,8 +259,11 @@ impl<M> DistributedDataParallel<M> {
 
     /// Averages gradients with `hook` from now on. Follows `register_comm_hook`. Every rank must call it, with
     /// the same hook.
-    pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) {
-        self.reducer.set_comm_hook(hook);
+    ///
+    /// # Errors
+    /// [`Error::Input`] when a hook is registered already.
+    pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.reducer.set_comm_hook(hook)
     }
 
     /// Until what it returns is dropped, [`backward`](Self::backward) adds up gradients on this rank and
@@ -287,11 +321,14 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// [`Error::Torch`].
     pub fn zero_grad(&mut self) -> Result<()> {
+        let ignored = self.tensors.iter().filter(|it| it.is_ignored && !it.is_buffer);
+        ignored.map(|it| &it.tensor).try_for_each(|it| set_grad(it, &Tensor::new()))?;
         self.reducer.zero_grad()
     }
 
     /// Computes the gradients of `loss` and averages them over all ranks. A collective. (tch's own
-    /// [`Tensor::backward`] on such a loss fails: in PyTorch it averages, here it could not tell its errors.)
+    /// [`Tensor::backward`] on such a loss fails: in PyTorch it averages, here it could not tell its errors.) For a
+    /// loss that depends on several wrapped models call [`ddp::backward`](backward()).
     ///
     /// Gradients add up until [`zero_grad`](Self::zero_grad), as in PyTorch. After the first one that averages,
     /// the buckets are put together anew, in the order in which rank 0's gradients became ready.
@@ -302,13 +339,16 @@ impl<M> DistributedDataParallel<M> {
     /// backward pass as well.
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        let sync = self.no_sync.get() == 0;
-        self.group.next_phase(Operation::Backward);
-        self.reducer.backward(loss, sync, Location::caller())?;
-        if sync && self.options.broadcast_buffers && !self.reducer.is_joining() {
-            self.sync_buffers(0)?;
-        }
-        Ok(())
+        backward::run(loss, &[self], BackwardOptions::default(), Location::caller())
+    }
+
+    /// As [`backward`](Self::backward), with options.
+    ///
+    /// # Errors
+    /// As there.
+    #[track_caller]
+    pub fn backward_with(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<()> {
+        backward::run(loss, &[self], options, Location::caller())
     }
 
     /// Scales the averaged gradients so that their 2-norm, all together, is `max_norm` or less, and returns

@@ -16,6 +16,8 @@ pub(super) struct NamedTensor {
     pub trainable: bool,
     /// Whether it is no parameter at all, and may change in forward.
     pub is_buffer: bool,
+    /// Whether each rank keeps its own: `DdpOptions::ignore`.
+    pub is_ignored: bool,
 }
 
 /// Parameters in the order of their creation, then buffers in the order of their names: an order that
@@ -36,7 +38,8 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
         let name = named.remove(at).0;
         // A frozen one keeps its value, which is rank 0's on all ranks, like a buffer's.
         let trainable = tensor.requires_grad();
-        tensors.push(NamedTensor { name, tensor, trainable, is_buffer: false });
+        let (is_buffer, is_ignored) = (false, false);
+        tensors.push(NamedTensor { name, tensor, trainable, is_buffer, is_ignored });
     }
     for (i, one) in tensors.iter().enumerate() {
         let same = |other: &&NamedTensor| {
@@ -54,6 +57,7 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
         tensor,
         trainable: false,
         is_buffer: true,
+        is_ignored: false,
     });
     tensors.extend(buffers);
     Ok(tensors)
@@ -65,7 +69,15 @@ pub(super) fn same_on_all_ranks(
     options: &DdpOptions,
     group: &ProcessGroup,
 ) -> Result<Vec<NamedTensor>> {
-    let tensors = named_tensors(vs)?;
+    let mut tensors = named_tensors(vs)?;
+    for name in &options.ignore {
+        let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == *name) else {
+            return Err(Error::Input(format!(
+                "ignore: the model has no parameter or buffer `{name}`; use a name of its state_dict"
+            )));
+        };
+        tensor.is_ignored = true;
+    }
     if trained(&tensors).next().is_none() {
         return Err(Error::Input("the model has no parameters to train".into()));
     }
@@ -73,9 +85,9 @@ pub(super) fn same_on_all_ranks(
     Ok(tensors)
 }
 
-/// Those that are trained.
+/// Those that are trained on all ranks together.
 pub(super) fn trained(tensors: &[NamedTensor]) -> impl Iterator<Item = &NamedTensor> {
-    tensors.iter().filter(|tensor| tensor.trainable)
+    tensors.iter().filter(|tensor| tensor.trainable && !tensor.is_ignored)
 }
 
 impl NamedTensor {
@@ -96,7 +108,8 @@ pub(super) fn compare(
 ) -> Result<()> {
     // The options as well: they decide which collectives there are.
     let options = format!("{options:?}");
-    let described = tensors.iter().map(NamedTensor::describe);
+    let compared = tensors.iter().filter(|tensor| !tensor.is_ignored);
+    let described = compared.map(NamedTensor::describe);
     let mine: Vec<String> = std::iter::once(options.clone()).chain(described).collect();
     let theirs = broadcast_text(&mine.join("\n"), group)?;
     let theirs: Vec<&str> = theirs.lines().collect();
@@ -183,9 +196,10 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
     Ok(hasher.digest())
 }
 
-/// Returns the names of all parameters, and of `buffers` if wanted, with 64 bits over the values of each.
+/// Returns the names of all parameters, and of `buffers` if wanted, with 64 bits over the values of each. Those that each
+/// rank has for itself are left out.
 pub(super) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
-    let wanted = tensors.iter().filter(|it| buffers || !it.is_buffer);
+    let wanted = tensors.iter().filter(|it| !it.is_ignored && (buffers || !it.is_buffer));
     wanted.map(|it| Ok((it.name.clone(), xxh3_64(&bytes_of(&it.tensor)?)))).collect()
 }
 

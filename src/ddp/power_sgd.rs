@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use rand_mt::Mt;
 use tch::{Device, Kind, Tensor};
 
-use super::comm_hooks::{CommHook, GradBucket, average};
+use super::comm_hooks::{BucketParameter, CommHook, GradBucket, average};
+use super::hook_state::CommHookState;
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 use crate::torch::fork_rng;
@@ -19,7 +20,13 @@ pub struct PowerSgd {
     iteration: u64,
     /// What seeds are drawn from, in step on all ranks.
     seeds: Mt,
+    /// How many numbers were drawn from it.
+    draws: u64,
     state: BTreeMap<usize, BucketState>,
+    /// The errors and factors of an earlier run, until the buckets of their parameters take them over.
+    loaded: CommHookState,
+    /// Whether that run had begun to approximate.
+    is_resumed: bool,
 }
 
 /// How gradients are approximated. Follows `PowerSGDState`.
@@ -57,7 +64,7 @@ impl Default for PowerSgdOptions {
 #[derive(Debug)]
 struct BucketState {
     /// What the bucket held then: after the first iteration it may hold other parameters.
-    parameters: Vec<(usize, Vec<i64>)>,
+    parameters: Vec<BucketParameter>,
     /// What was lost, in the shape of the bucket.
     error: Tensor,
     /// The second factor of each compressed matrix, by the place of its parameter.
@@ -77,19 +84,72 @@ impl CommHook for PowerSgd {
         }
         tch::no_grad(|| self.approximate(bucket, group))
     }
+
+    fn state(&self) -> Result<Option<CommHookState>> {
+        let counters = [(ITERATION, self.iteration), (DRAWS, self.draws)];
+        let counters = counters.into_iter().map(|(name, count)| (name.into(), count)).collect();
+        let mut state = CommHookState { counters, ..CommHookState::default() };
+        // What no bucket has taken over is as it was.
+        for (all, loaded) in
+            [(&mut state.shared, &self.loaded.shared), (&mut state.local, &self.loaded.local)]
+        {
+            all.extend(loaded.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())));
+        }
+        for BucketState { parameters, error, factors } in self.state.values() {
+            for BucketParameter { name, start, shape } in parameters {
+                let Some(factor) = factors.get(start) else { continue };
+                state.shared.insert(format!("{FACTOR}{name}"), factor.shallow_clone());
+                if self.options.use_error_feedback {
+                    let lost = error.f_narrow(0, *start as i64, shape.iter().product());
+                    let lost = lost.map_err(Error::torch("PowerSGD"))?;
+                    state.local.insert(format!("{ERROR}{name}"), lost);
+                }
+            }
+        }
+        Ok(Some(state))
+    }
+
+    fn load_state(&mut self, state: CommHookState) -> Result<()> {
+        let count = |name: &str| {
+            state.counters.get(name).copied().ok_or_else(|| {
+                Error::Input(format!(
+                    "the state of the communication hook `powerSGD` has no `{name}`"
+                ))
+            })
+        };
+        let (iteration, draws) = (count(ITERATION)?, count(DRAWS)?);
+        let is_resumed = iteration > self.options.start_iter;
+        *self = Self { iteration, loaded: state, is_resumed, ..Self::new(self.options) };
+        for _ in 0..draws {
+            self.draw();
+        }
+        Ok(())
+    }
 }
+
+/// The names of what is kept: two numbers, and for each compressed parameter what was lost and a factor.
+const ITERATION: &str = "iteration";
+const DRAWS: &str = "draws";
+const ERROR: &str = "error/";
+const FACTOR: &str = "factor/";
 
 impl PowerSgd {
     /// Approximates as `options` say.
     pub fn new(options: PowerSgdOptions) -> Self {
         let seeds = Mt::new(options.seed as u32);
-        Self { options, iteration: 0, seeds, state: BTreeMap::new() }
+        let (state, loaded) = (BTreeMap::new(), CommHookState::default());
+        Self { options, iteration: 0, seeds, draws: 0, state, loaded, is_resumed: false }
+    }
+
+    fn draw(&mut self) -> u32 {
+        self.draws += 1;
+        self.seeds.next_u32()
     }
 
     /// numpy's `RandomState.randint(1_000_000_000)`.
     fn draw_seed(&mut self) -> u64 {
         loop {
-            let number = self.seeds.next_u32() & 0x3fff_ffff;
+            let number = self.draw() & 0x3fff_ffff;
             if number < 1_000_000_000 {
                 return number.into();
             }
@@ -106,24 +166,49 @@ impl PowerSgd {
         (!rest.is_empty() && pays).then_some((rows, columns, rank))
     }
 
+    /// The state that a bucket begins with: that of an earlier run, if there was one; nothing lost, otherwise.
+    fn begin(&mut self, bucket: &GradBucket<'_>) -> Result<BucketState> {
+        let torch = || Error::torch("PowerSGD");
+        let error = bucket.gradients.f_zeros_like().map_err(torch())?;
+        let mut factors = BTreeMap::new();
+        for BucketParameter { name, start, shape } in bucket.parameters {
+            let Some((rows, columns, rank)) = self.matrix(shape) else { continue };
+            if let Some(lost) = self.loaded.local.remove(&format!("{ERROR}{name}")) {
+                check_shape(name, &lost, &[rows * columns])?;
+                let part = error.f_narrow(0, *start as i64, rows * columns);
+                part.and_then(|mut part| part.f_copy_(&lost)).map_err(torch())?;
+            }
+            if let Some(factor) = self.loaded.shared.remove(&format!("{FACTOR}{name}")) {
+                check_shape(name, &factor, &[columns, rank])?;
+                factors.insert(*start, factor);
+            }
+        }
+        // Buckets that are put together anew begin anew.
+        let moved = |it: &BucketParameter| bucket.parameters.iter().any(|new| new.name == it.name);
+        self.state.retain(|_, state| !state.parameters.iter().any(moved));
+        Ok(BucketState { parameters: bucket.parameters.to_vec(), error, factors })
+    }
+
     fn approximate(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
         let torch = || Error::torch("PowerSGD");
         let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
-        let numel = bucket.gradients.numel() as i64;
         let is_new =
             self.state.get(&bucket.index).is_none_or(|s| s.parameters != bucket.parameters);
-        if is_new {
-            let error = Tensor::f_zeros([numel], (kind, device)).map_err(torch())?;
-            let (parameters, factors) = (bucket.parameters.to_vec(), BTreeMap::new());
-            self.state.insert(bucket.index, BucketState { parameters, error, factors });
-        }
         let matrices: Vec<(usize, i64, i64, i64)> = bucket
             .parameters
             .iter()
-            .filter_map(|(start, shape)| self.matrix(shape).map(|(n, m, r)| (*start, n, m, r)))
+            .filter_map(|it| self.matrix(&it.shape).map(|(n, m, r)| (it.start, n, m, r)))
             .collect();
+        if is_new {
+            let state = self.begin(bucket)?;
+            self.state.insert(bucket.index, state);
+        }
+        let goes_on =
+            |state: &BucketState| self.is_resumed && state.factors.len() == matrices.len();
+        let begins = is_new && !self.state.get(&bucket.index).is_some_and(goes_on);
+        let draws = begins || !self.options.warm_start;
         // The same on every rank, another for every bucket and, without warm start, iteration.
-        let seed = (is_new || !self.options.warm_start).then(|| self.draw_seed());
+        let seed = draws.then(|| self.draw_seed());
         let Some(state) = self.state.get_mut(&bucket.index) else { return Ok(()) };
         if let Some(seed) = seed {
             let draw = |&(start, _, m, r): &(usize, i64, i64, i64)| {
@@ -182,6 +267,18 @@ impl PowerSgd {
         }
         Ok(())
     }
+}
+
+/// Refuses a saved tensor that is not of the model's shape.
+fn check_shape(name: &str, saved: &Tensor, shape: &[i64]) -> Result<()> {
+    let found = saved.size();
+    if found == shape {
+        return Ok(());
+    }
+    Err(Error::Input(format!(
+        "the state of the communication hook `powerSGD` has {found:?} numbers for `{name}`, and here it needs \
+         {shape:?}; use the options and the model of the run that was saved"
+    )))
 }
 
 /// Columns of length 1 at right angles, that span the same.

@@ -6,27 +6,26 @@ use std::fmt;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use super::DdpOptions;
-use super::comm_hooks::{CommHook, GradBucket, average};
+use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
 use super::communication::Communication;
 use super::join::{JoinOptions, count_active};
-use super::layout::{Bucket, Flat, Layout, Member};
+use super::layout::{Bucket, Flat, Layout};
 use super::parameters::NamedTensor;
 use super::times::Times;
+use super::turn::Turn;
 use crate::error::{Error, Result};
 use crate::observe::report::Parameter;
 use crate::optim::{FlatBuffer, Gradients};
-use crate::process_group::{Note, ProcessGroup, ReduceOp, num_bytes};
+use crate::process_group::{Note, ProcessGroup, num_bytes};
 use crate::sync::Place;
-use crate::torch::{self, GradHooks};
+use crate::torch::GradHooks;
 
-/// What backward on this rank is for.
+/// What a backward does with complete gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// Nobody has called it here.
-    Outside,
     /// Gradients stay here: no_sync.
     Local,
     /// Buckets are reduced as they become complete.
@@ -37,31 +36,38 @@ enum Mode {
 
 /// Why gradients may not be computed behind the engine's back: the ranks would part without a word.
 const OUTSIDE: &CStr =
-    c"call DistributedDataParallel::backward instead of Tensor::backward, which averages \
-                         nothing; within no_sync() too";
+    c"backward reached a parameter that DistributedDataParallel averages, and nobody would average its gradient; \
+      call DistributedDataParallel::backward instead of Tensor::backward or an optimizer's backward_step, within \
+      no_sync() too; for a loss that depends on several wrapped models call ddp::backward with all of them";
 
 /// All buckets of a model, in the order in which they are reduced: their index order, on every rank,
 /// whichever gradient is ready first.
-pub(super) struct Reducer {
-    state: Rc<RefCell<State>>,
+pub struct Reducer {
+    pub(super) state: Rc<RefCell<State>>,
     hooks: GradHooks,
-    options: DdpOptions,
+    pub(super) options: DdpOptions,
 }
 
-struct State {
-    group: Rc<ProcessGroup>,
-    layout: Layout,
+pub(super) struct State {
+    pub group: Rc<ProcessGroup>,
+    pub layout: Layout,
     /// The order in which the gradients became ready in the first iteration; kept until buckets follow it.
-    ready_order: Option<Vec<usize>>,
+    pub ready_order: Option<Vec<usize>>,
     mode: Mode,
     /// Within `join`: what happens when ranks have run out.
     joining: Option<JoinOptions>,
     /// With `static_graph`: which parameters have no gradient on this rank, in every step.
-    always_unused: Option<Vec<usize>>,
+    pub always_unused: Option<Vec<usize>>,
     /// With `static_graph`: whether the ranks have agreed on what is unused everywhere, for all steps.
-    has_agreed: bool,
-    /// Parameters that no rank had a gradient for in the last step.
-    undefined: Vec<usize>,
+    pub has_agreed: bool,
+    /// Parameters that no rank has had a gradient for since `zero_grad`, as of the last step.
+    pub undefined: Vec<usize>,
+    /// The gradients that parameters had before this step that this rank does not use in it.
+    pub kept: Vec<(usize, Tensor)>,
+    /// Which of several models reduces its buckets.
+    turn: Turn,
+    /// Whether autograd runs, and hooks are called.
+    is_in_autograd: bool,
     /// The next bucket to reduce in this step.
     next: usize,
     /// When backward began, and what `times` had counted as communication by then.
@@ -72,7 +78,8 @@ struct State {
     place: Option<Place>,
     /// What went wrong in a hook, which cannot return it.
     error: Option<Error>,
-    comm_hook: Box<dyn CommHook>,
+    /// The user's, if there is one.
+    pub comm_hook: Option<Box<dyn CommHook>>,
     communication: Communication,
     times: Times,
 }
@@ -94,26 +101,29 @@ impl Reducer {
         let communication = Communication::new(&group)?;
         let state = State {
             group,
-            layout: Layout::new(parameters, options)?,
+            layout: Layout::new(parameters, &options)?,
             ready_order: Some(Vec::with_capacity(parameters.len())),
-            mode: Mode::Outside,
+            mode: Mode::AfterBackward,
             joining: None,
             always_unused: None,
             has_agreed: false,
             undefined: Vec::new(),
+            kept: Vec::new(),
+            turn: Turn::default(),
+            is_in_autograd: false,
             next: 0,
             began: (Instant::now(), Duration::ZERO),
             complete: Vec::new(),
             place: None,
             error: None,
-            comm_hook: Box::new(super::comm_hooks::AllReduce),
+            comm_hook: None,
             communication,
             times: Times::default(),
         };
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
         let hooks = GradHooks::register(handles, move |index| match in_hooks.try_borrow_mut() {
-            Ok(state) if state.mode == Mode::Outside => Some(OUTSIDE),
+            Ok(state) if !state.is_in_autograd => Some(OUTSIDE),
             Ok(mut state) => {
                 state.on_grad(index);
                 None
@@ -133,9 +143,7 @@ impl Reducer {
     }
 
     pub(super) fn zero_grad(&self) -> Result<()> {
-        let layout = &mut self.state.borrow_mut().layout;
-        layout.members.iter_mut().for_each(|member| member.used = false);
-        layout.zero_grad()
+        self.state.borrow_mut().layout.zero_grad()
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
@@ -147,8 +155,18 @@ impl Reducer {
         self.state.borrow().layout.parameter_places()
     }
 
-    pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) {
-        self.state.borrow_mut().comm_hook = hook;
+    /// Averages with `hook`; only one can be set.
+    pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
+        let mut state = self.state.borrow_mut();
+        if let Some(known) = &state.comm_hook {
+            return Err(Error::Input(format!(
+                "the communication hook `{}` cannot be registered: `{}` is registered already, and a model has one;                  wrap the model again to use another",
+                hook.name(),
+                known.name()
+            )));
+        }
+        state.comm_hook = Some(hook);
+        Ok(())
     }
 
     pub(super) fn watch_first(&self, local: Option<Tensor>) {
@@ -176,52 +194,74 @@ impl Reducer {
         self.state.borrow_mut().joining = joining;
     }
 
-    /// Runs backward on `loss`; averages the gradients over the ranks if `sync`. Also if that fails, nothing is left
-    /// that goes on with the gradients.
-    pub(super) fn backward(&self, loss: &Tensor, sync: bool, place: Place) -> Result<()> {
-        let result = self.try_backward(loss, sync, place);
-        if result.is_err() {
-            // The others take part in what has been started, or the run ends, and so do these. Why it ends is known.
-            let State { communication, group, .. } = &mut *self.state.borrow_mut();
-            let _ = communication.wait(group);
-        }
+    /// Whether buckets are reduced while backward goes on. Where ranks may use different parameters, the time at which
+    /// a bucket is complete differs between them, and so would the order of its reduction and other collectives in
+    /// backward (SyncBatchNorm's). Buckets that may be skipped are known at the end.
+    pub(super) fn overlaps(&self) -> bool {
+        let DdpOptions { find_unused_parameters, static_graph, overlap, .. } = self.options;
+        let same_everywhere = !find_unused_parameters && !static_graph;
+        let pays = || same_everywhere && self.state.borrow().communication.overlaps();
+        overlap.unwrap_or_else(pays) && !self.options.skip_all_reduce_unused_params
+    }
+
+    /// Waits for gradients from a backward that was called at `place`. Returns the number of ranks to divide by, if it
+    /// is not that of all.
+    pub(super) fn begin(
+        &self,
+        averages: bool,
+        overlaps: bool,
+        turn: Turn,
+        place: Place,
+    ) -> Result<Option<usize>> {
+        let mut state = self.state.borrow_mut();
+        let active = state.begin(averages, overlaps)?;
+        state.turn = turn;
+        state.place = Some(place);
+        Ok(active)
+    }
+
+    /// Returns what went wrong in a hook. No gradients are waited for any more.
+    pub(super) fn end_of_autograd(&self) -> Result<()> {
+        self.hooks.resume_panic();
+        let mut state = self.state.borrow_mut();
+        state.is_in_autograd = false;
+        state.error.take().map_or(Ok(()), Err)
+    }
+
+    /// Has all gradients at their places.
+    pub(super) fn settle(&self, averages: bool) -> Result<()> {
+        self.state.borrow().layout.settle(averages)
+    }
+
+    /// Reduces what autograd has left.
+    pub(super) fn reduce_rest(&self) -> Result<()> {
+        let mut state = self.state.borrow_mut();
+        let beside = state.communication.since().map_or(Duration::ZERO, |it| it.elapsed());
+        state.times.beside += beside;
+        let during = state.times.communication - state.began.1;
+        state.times.overlapped += during;
+        let result = state.reduce_rest(&self.options);
+        drop(state);
+        self.hooks.resume_panic();
         result
     }
 
-    fn try_backward(&self, loss: &Tensor, sync: bool, place: Place) -> Result<()> {
-        let began = Instant::now();
-        let before = self.state.borrow().times.communication;
-        // Where ranks may use different parameters, the time at which a bucket is complete differs between them,
-        // and so would the order of its reduction and other collectives in backward (SyncBatchNorm's).
-        let same_everywhere = !self.options.find_unused_parameters && !self.options.static_graph;
-        let overlaps = same_everywhere && self.state.borrow().communication.overlaps();
-        let overlap = self.options.overlap.unwrap_or(overlaps);
-        let active = self.state.borrow_mut().begin(sync, overlap)?;
-        self.state.borrow_mut().place = Some(place);
-        let backward = torch::backward(loss);
-        let mode = std::mem::replace(&mut self.state.borrow_mut().mode, Mode::Outside);
-        self.hooks.resume_panic();
+    /// Waits for the reductions, and does what a step ends with. The backward began at `began`.
+    pub(super) fn finish(&self, active: Option<usize>, began: Instant) -> Result<()> {
         let mut state = self.state.borrow_mut();
-        // What went wrong in a hook comes first: it is why backward was of no use, if it was.
-        if let Some(error) = state.error.take() {
-            return Err(error);
-        }
-        backward?;
-        state.layout.settle()?;
-        if sync {
-            let beside = state.communication.since().map_or(Duration::ZERO, |it| it.elapsed());
-            state.times.beside += beside;
-            let so_far = state.times.communication;
-            state.times.overlapped += so_far - before;
-            state.mode = mode;
-            let finished = state.finish(self.options, active);
-            state.mode = Mode::Outside;
-            self.hooks.resume_panic();
-            finished?;
-            state.times.total += began.elapsed();
-            state.times.count += 1;
-        }
+        state.finish(&self.options, active)?;
+        state.times.total += began.elapsed();
+        state.times.count += 1;
         Ok(())
+    }
+
+    /// Leaves nothing that goes on with the gradients, after a failure.
+    pub(super) fn give_up(&self) {
+        let mut state = self.state.borrow_mut();
+        state.is_in_autograd = false;
+        // The others take part in what has been started, or the run ends, and so do these. Why it ends is known.
+        let State { communication, group, .. } = &mut *state;
+        let _ = communication.wait(group);
     }
 
     /// Takes part in a step of the others, `active` of them, with gradients of zero.
@@ -233,10 +273,12 @@ impl Reducer {
         state.reset()?;
         // Where the ranks agree on what is used, this one uses nothing; and learns nothing from that.
         let (known, times) = (state.always_unused.clone(), state.times);
-        let agrees = state.agrees(self.options);
+        let agrees = state.agrees(&self.options);
         state.layout.members.iter_mut().for_each(|member| member.used = !agrees);
         let active = (!join.divide_by_initial_world_size).then_some(active);
-        state.finish(self.options, active)?;
+        (state.mode, state.turn) = (Mode::AfterBackward, Turn::default());
+        state.reduce_rest(&self.options)?;
+        state.finish(&self.options, active)?;
         state.always_unused = known;
         state.times = times; // which are those of steps of its own
         Ok(())
@@ -249,6 +291,7 @@ impl State {
         self.reset()?;
         let joining = self.joining.filter(|_| sync);
         let active = joining.map(|join| count_active(&self.group, true, join)).transpose()?;
+        self.is_in_autograd = true;
         self.mode = match sync {
             false => Mode::Local,
             true if overlap => Mode::Overlap,
@@ -264,7 +307,9 @@ impl State {
         let Layout { buckets, members, .. } = &mut self.layout;
         self.complete.clear();
         self.complete.resize(buckets.len(), None);
-        buckets.iter_mut().for_each(|bucket| bucket.pending = bucket.parameters.len());
+        for bucket in buckets.iter_mut() {
+            (bucket.pending, bucket.is_skipped) = (bucket.parameters.len(), false);
+        }
         members.iter_mut().for_each(|member| member.ready = false);
         for &index in self.always_unused.iter().flatten() {
             // Nobody will tell when to, and its bucket may go out at any time from now on.
@@ -316,19 +361,25 @@ impl State {
         if let Some(order) = &mut self.ready_order {
             order.push(index);
         }
-        if self.mode == Mode::Overlap { self.reduce_complete_buckets() } else { Ok(()) }
+        let is_due = self.mode == Mode::Overlap && self.turn.has_come();
+        if is_due { self.reduce_complete_buckets() } else { Ok(()) }
     }
 
     fn reduce_complete_buckets(&mut self) -> Result<()> {
         while self.layout.buckets.get(self.next).is_some_and(|bucket| bucket.pending == 0) {
             let began = Instant::now();
             let State { layout, next, group, comm_hook, communication, place, .. } = self;
+            if layout.buckets[*next].is_skipped {
+                *next += 1;
+                continue;
+            }
             group.note(Note { place: *place, bucket: u16::try_from(*next).ok() });
             layout.keep_local(*next)?;
-            let buckets = &mut layout.buckets;
-            let is_last = *next + 1 == buckets.len();
-            let Bucket { gradients, parameters, .. } = &mut buckets[*next];
+            let is_last = layout.buckets[*next + 1..].iter().all(|bucket| bucket.is_skipped);
+            let Bucket { gradients, parameters, .. } = &mut layout.buckets[*next];
             let mut handle = gradients.shallow_clone();
+            let mut plain = AllReduce;
+            let comm_hook = comm_hook.as_deref_mut().unwrap_or(&mut plain);
             // A bucket that is alone has nothing to go on beside.
             let goes_on = self.mode == Mode::Overlap && !(is_last && *next == 0);
             if goes_on
@@ -353,22 +404,21 @@ impl State {
             self.next += 1;
             self.times.communication += began.elapsed();
         }
+        if self.next == self.layout.buckets.len() {
+            self.turn.pass_on();
+        }
         self.group.note(Note::default());
         Ok(())
     }
 
-    /// Everything that has not been reduced is.
-    fn finish(&mut self, options: DdpOptions, active: Option<usize>) -> Result<()> {
-        let agrees = self.agrees(options);
-        if options.static_graph && self.always_unused.is_none() {
-            self.always_unused = Some(self.unused().map(|(index, _)| index).collect());
-        } else if !agrees {
-            self.refuse_unused()?;
-        }
-        for bucket in &mut self.layout.buckets {
-            bucket.pending = 0; // whoever had no gradient contributes zeros
-        }
-        self.reduce_complete_buckets()?;
+    /// Reduces everything that has not been reduced.
+    fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
+        self.account_for_unused(options)?;
+        self.reduce_complete_buckets()
+    }
+
+    /// Waits for the reductions, and does what a step ends with.
+    fn finish(&mut self, options: &DdpOptions, active: Option<usize>) -> Result<()> {
         let began = Instant::now();
         self.communication.wait(&self.group)?;
         self.times.communication += began.elapsed();
@@ -378,72 +428,9 @@ impl State {
                 let _ = flat.gradients.f_mul_scalar_(factor).map_err(Error::torch("mul_"))?;
             }
         }
-        if agrees {
-            // After the buckets, which some ranks have reduced by now and others not.
-            self.undefined = self.agree_on_unused()?;
-            for flat in &self.layout.flats {
-                flat.places.set_unused(&self.undefined);
-            }
-            self.has_agreed = options.static_graph;
-        }
-        self.layout.members.iter_mut().for_each(|member| member.used = false);
+        self.settle_unused(options)?;
         self.rebuild_buckets(options)?;
         self.layout.set_gradients(Gradients::Averaged);
         self.undefined.iter().try_for_each(|&index| self.layout.members[index].take_gradient_away())
-    }
-
-    /// Every parameter must have had a gradient on this rank.
-    fn refuse_unused(&self) -> Result<()> {
-        let allowed =
-            |index: &usize| self.always_unused.iter().flatten().any(|known| known == index);
-        let missing = self.unused().filter(|(index, _)| !allowed(index));
-        let names: Vec<&str> = missing.map(|(_, member)| member.name.as_str()).collect();
-        if names.is_empty() {
-            return Ok(());
-        }
-        let rank = self.group.ranks()[self.group.rank()];
-        Err(Error::UnusedParameters { rank, names: names.join(", ") })
-    }
-
-    /// Whether the ranks have to find out together what is unused in this step.
-    fn agrees(&self, options: DdpOptions) -> bool {
-        options.find_unused_parameters || (options.static_graph && !self.has_agreed)
-    }
-
-    /// The parameters that had no gradient on this rank.
-    fn unused(&self) -> impl Iterator<Item = (usize, &Member)> {
-        self.layout.members.iter().enumerate().filter(|(_, member)| !member.used)
-    }
-
-    /// The parameters that no rank had a gradient for.
-    fn agree_on_unused(&self) -> Result<Vec<usize>> {
-        let used = self.layout.members.iter().map(|member| i32::from(member.used));
-        let used: Vec<i32> = used.collect();
-        let mut used = Tensor::from_slice(&used).to_device(self.group.device());
-        self.group.all_reduce(&mut used, ReduceOp::Max)?;
-        self.group.synchronize()?;
-        let used = Vec::<i32>::try_from(used.to_device(Device::Cpu));
-        let used = used.map_err(Error::torch("reading which parameters are used"))?;
-        Ok((0..used.len()).filter(|&index| used[index] == 0).collect())
-    }
-
-    /// After the first iteration: the order of rank 0's gradients becomes that of the buckets, on all ranks.
-    fn rebuild_buckets(&mut self, options: DdpOptions) -> Result<()> {
-        let Some(mut order) = self.ready_order.take() else { return Ok(()) };
-        if options.find_unused_parameters || self.layout.buckets.len() == 1 {
-            return Ok(()); // not all parameters need have been seen; or there is nothing to gain
-        }
-        if order.len() < self.layout.members.len() {
-            // A rank that has run out of inputs, or parameters that are never used.
-            order = self.layout.default_order();
-        }
-        let mine: Vec<i64> = order.iter().map(|&index| index as i64).collect();
-        let mut agreed = Tensor::from_slice(&mine).to_device(self.group.device());
-        self.group.broadcast(&mut agreed, 0)?;
-        self.group.synchronize()?;
-        let agreed = Vec::<i64>::try_from(agreed.to_device(Device::Cpu).to_kind(Kind::Int64));
-        let agreed = agreed.map_err(Error::torch("reading rank 0's order"))?;
-        order = agreed.into_iter().map(|index| index as usize).collect();
-        self.layout.fill_buckets(&order, options)
     }
 }

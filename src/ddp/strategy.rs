@@ -6,7 +6,7 @@ use std::time::Duration;
 use tch::Tensor;
 use tch::nn::ModuleT;
 
-use super::{DataParallel, DdpStatistics, DistributedDataParallel, NoSync};
+use super::{DataParallel, DdpStatistics, DistributedDataParallel, NoSync, SavedCommHook};
 use crate::error::Result;
 use crate::observe::report::Parameter;
 use crate::optim::FlatBuffer;
@@ -95,6 +95,28 @@ impl<M> Strategy<M> {
     /// As there.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
         either!(self, clip_grad_norm(max_norm))
+    }
+
+    /// [`DistributedDataParallel::comm_hook_state`]; none of [`DataParallel`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn comm_hook_state(&self) -> Result<Option<SavedCommHook>> {
+        match self {
+            Strategy::Ddp(ddp) => ddp.comm_hook_state(),
+            Strategy::Dp(_) => Ok(None),
+        }
+    }
+
+    /// [`DistributedDataParallel::load_comm_hook_state`]; nothing happens with [`DataParallel`], which has no hooks.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn load_comm_hook_state(&mut self, saved: Option<&SavedCommHook>) -> Result<()> {
+        match self {
+            Strategy::Ddp(ddp) => ddp.load_comm_hook_state(saved),
+            Strategy::Dp(_) => Ok(()),
+        }
     }
 
     /// The ranks that the model is trained on.

@@ -37,8 +37,13 @@ enum Caught {
 /// # Errors
 /// [`Error::Torch`], and those of the functions of this crate that `loss` was computed with.
 pub fn backward(loss: &Tensor) -> Result<()> {
+    run_backward(loss, false)
+}
+
+/// As [`backward`]; with `retain_graph` another one can go through the same graph.
+pub(crate) fn run_backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
     CAUGHT.take();
-    loss.f_backward().map_err(|error| caught().unwrap_or_else(|| Error::torch("backward")(error)))
+    shim::backward(loss, retain_graph).map_err(|error| caught().unwrap_or(error))
 }
 
 /// A copy of `input` on which `f` has acted, under autograd. `f` must be linear and its own transpose: the

@@ -140,6 +140,11 @@ char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
   return guarded([&] { parameter->mutable_grad() = *grad; });
 }
 
+// As Tensor.backward(retain_graph=...), which tch does not pass on.
+char* ddp_backward(at::Tensor* loss, bool retain_graph) {
+  return guarded([&] { loss->backward({}, retain_graph); });
+}
+
 // Has backward call `call(context, index)` whenever it has added to parameter.grad, on the thread that it
 // runs on; with a null `call` no more, if that is what it does. As register_post_accumulate_grad_hook, of
 // which there is one here.

@@ -58,6 +58,7 @@ unsafe extern "C" {
     fn ddp_set_multithreading_enabled(enabled: bool);
     fn ddp_autocast_swap(on_cuda: bool, state: *mut AutocastState) -> *mut c_char;
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
+    fn ddp_backward(loss: *mut C_tensor, retain_graph: bool) -> *mut c_char;
     fn ddp_set_grad_hook(
         parameter: *mut C_tensor,
         call: Option<HookFn>,
@@ -200,6 +201,12 @@ pub(super) fn autocast_swap(on_cuda: bool, mut state: AutocastState) -> Result<A
 pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
+}
+
+/// Runs backward from `loss`, and keeps its graph for another backward if `retain_graph`.
+pub(super) fn backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
+    // SAFETY: points to a live tensor.
+    check("backward", unsafe { ddp_backward(raw(loss), retain_graph) })
 }
 
 /// As `register_post_accumulate_grad_hook`, or its removal.

@@ -80,6 +80,7 @@ impl<M: ModuleT> Trainer<M> {
         if let Some(optimizer) = &mut self.optimizer {
             checkpoint.load_optimizer(&mut **optimizer)?;
         }
+        self.ddp.load_comm_hook_state(checkpoint.comm_hook()?.as_ref())?;
         let saved = checkpoint.state();
         if let Some(scaler) = &saved.scaler {
             self.scaler.load_state(scaler)?;
@@ -192,6 +193,7 @@ impl<M: ModuleT> Trainer<M> {
         self.check_loss_sum(loss_sum)?;
         self.check_parameters()?;
         let loss_sums = group.gather_object(&loss_sum, 0)?;
+        let comm_hook = self.ddp.comm_hook_state()?;
         group.enter_save(step);
         let Some(saving) = &mut self.saving else { return Ok(()) };
         saving.saved_at = Some(step);
@@ -209,7 +211,8 @@ impl<M: ModuleT> Trainer<M> {
             ..self.state.clone()
         };
         let optimizer = self.optimizer.as_ref().map_or(Ok(Vec::new()), |it| it.state())?;
-        writer.save(Snapshot::take(state, &self.ddp.state_dict(), &optimizer)?)?;
+        let snapshot = Snapshot::take(state, &self.ddp.state_dict(), &optimizer)?;
+        writer.save(snapshot.with_comm_hook(comm_hook.as_ref())?)?;
         group.end_phase();
         Ok(())
     }

@@ -248,6 +248,168 @@ def ddp():
     return settings | {"power_sgd": POWER_SGD, "initial": initial, "cases": cases}
 
 
+# Backwards after each other: whether gradients are zeroed before, whether this one stays on its rank, and which of
+# the parameters a, b and c no rank uses, or the last rank alone.
+def backward(zero=False, no_sync=False, unused="", last_rank_unused=""):
+    step = {"zero": zero, "no_sync": no_sync, "unused": unused}
+    return step | {"last_rank_unused": last_rank_unused}
+
+
+GRADIENT_CASES = {
+    "used in the first of two": [backward(zero=True), backward(unused="b")],
+    "used in the second of two": [backward(zero=True, unused="b"), backward()],
+    "used in the first of two by all, then not by the last rank": [
+        backward(zero=True),
+        backward(last_rank_unused="b"),
+        backward(unused="b", last_rank_unused="c"),
+    ],
+    "used in the first of two by all but the last rank": [
+        backward(zero=True, last_rank_unused="bc"),
+        backward(unused="b"),
+        backward(unused="bc"),
+    ],
+    "zeroed in between": [
+        backward(zero=True),
+        backward(zero=True, unused="b"),
+        backward(unused="c"),
+        backward(zero=True, unused="ac"),
+    ],
+    "kept over no_sync": [
+        backward(zero=True, unused="c"),
+        backward(no_sync=True, unused="bc"),
+        backward(unused="b"),
+    ],
+    "used within no_sync only": [
+        backward(zero=True, unused="c"),
+        backward(no_sync=True, unused="c"),
+        backward(unused="bc"),
+    ],
+    "two steps": [
+        backward(zero=True),
+        backward(unused="b"),
+        backward(zero=True, unused="b"),
+        backward(unused="a", last_rank_unused="b"),
+    ],
+}
+
+
+class Terms(nn.Module):
+    """A sum of some of three parameters, of 3 numbers each."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abc":
+            self.register_parameter(name, nn.Parameter(torch.ones(3)))
+
+    def forward(self, names, factor):
+        return sum((getattr(self, name).square() * (ord(name) - 96)).sum() * factor for name in names)
+
+
+def gradients_of(model):
+    """The first number of each gradient, on each rank; null where there is none."""
+    of_rank = [None if p.grad is None else flat(p.grad)[0] for p in model.parameters()]
+    all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, of_rank)
+    return all_ranks
+
+
+def gradients_after(steps, **options):
+    ddp, rank = DistributedDataParallel(Terms(), **options), dist.get_rank()
+    is_last = rank == dist.get_world_size() - 1
+    after = []
+    for number, step in enumerate(steps):
+        if step["zero"]:
+            ddp.zero_grad()
+        unused = step["unused"] + (step["last_rank_unused"] if is_last else "")
+        with ddp.no_sync() if step["no_sync"] else nullcontext():
+            ddp(sorted({*"abc"} - {*unused}), (rank + 1) / 8 * 3**number).backward()
+        after.append(gradients_of(ddp))
+    return after
+
+
+def retained(forward_between):
+    """Two backwards through one graph. PyTorch averages in the second one only after another forward."""
+    ddp = DistributedDataParallel(Terms())
+    loss = ddp("abc", (dist.get_rank() + 1) / 8)
+    loss.backward(retain_graph=True)
+    first = gradients_of(ddp)
+    if forward_between:
+        ddp("abc", 1)
+    loss.backward()
+    return [first, gradients_of(ddp)]
+
+
+def all_gradients():
+    world_size = dist.get_world_size()
+    cases = []
+    for name, steps in GRADIENT_CASES.items():
+        after = gradients_after(steps, find_unused_parameters=True)
+        cases.append({"name": name, "world_size": world_size, "steps": steps, "after": after})
+    for name, forward_between in [("retain_graph", True), ("retain_graph, no forward", False)]:
+        after = retained(forward_between)
+        cases.append({"name": name, "world_size": world_size, "steps": [], "after": after})
+    return cases
+
+
+def gradients():
+    """What each rank has in `grad` after each of several backwards."""
+    return {"cases": [case for size in [1, 2, 3] for case in ranks(size, all_gradients)]}
+
+
+NOISE, HIDDEN, SAMPLE, GAN_STEPS, GAN_LR = 4, 6, 3, 8, 0.2
+
+
+def waves(rank, step, columns):
+    """Inputs that every language computes alike."""
+    numbers = torch.arange(BATCH * columns, dtype=torch.float64)
+    return (numbers * 0.71 + rank * 5.3 + step).sin().float().view(BATCH, columns)
+
+
+def two_models(is_gan):
+    """Losses, and what two models come to whose parameters one backward reaches. A GAN's discriminator has a loss of
+    its own besides; without one the two are one model in two parts."""
+    torch.manual_seed(SEED)
+    first = nn.Sequential(nn.Linear(NOISE, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, SAMPLE))
+    second = nn.Sequential(nn.Linear(SAMPLE, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+    initial = [values(first), values(second)]
+    first, second = DistributedDataParallel(first), DistributedDataParallel(second)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=GAN_LR) for model in [first, second]]
+    rank, losses = dist.get_rank(), []
+    for step in range(GAN_STEPS):
+        noise = waves(rank, step, NOISE)
+        first.zero_grad()
+        second.zero_grad()
+        loss = second(first(noise)).sub(1).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        if not is_gan:
+            optimizers[1].step()
+        optimizers[0].step()
+        if is_gan:
+            second.zero_grad()
+            real = second(waves(rank, step + 0.5, SAMPLE)).sub(1).square().mean()
+            loss = real + second(first(noise).detach()).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizers[1].step()
+    final = [values(first.module), values(second.module)]
+    return {"initial": initial, "losses": losses, "final": final}
+
+
+def both_of_two_models():
+    world_size = dist.get_world_size()
+    rows = [{"name": name, "world_size": world_size} for name in ["gan", "two parts"]]
+    return [row | two_models(row["name"] == "gan") for row in rows]
+
+
+def models():
+    """One backward through two DistributedDataParallel models."""
+    cases = [case for world_size in [1, 2, 3] for case in ranks(world_size, both_of_two_models)]
+    settings = {"batch": BATCH, "noise": NOISE, "hidden": HIDDEN, "sample": SAMPLE}
+    return settings | {"steps": GAN_STEPS, "lr": GAN_LR, "cases": cases}
+
+
+
 OPTIMIZERS = {
     "sgd": {},
     "sgd momentum": {"momentum": 0.9, "dampening": 0.1},
@@ -543,7 +705,8 @@ def main():
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     different = False
-    records = [sampler, ddp, optimizers, amp, schedules, batch_norm, collectives]
+    records = [sampler, ddp, gradients, models, optimizers]
+    records += [amp, schedules, batch_norm, collectives]
     for record in records:
         name = record.__name__
         file = FOLDER / f"{name}.json"

@@ -1,0 +1,182 @@
+//! Backward passes through one wrapped model or several, and the averaging that goes with them.
+
+use std::panic::Location;
+use std::time::Instant;
+
+use tch::Tensor;
+
+use super::DistributedDataParallel;
+use super::reducer::Reducer;
+use super::turn::Turn;
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+use crate::sync::Place;
+use crate::torch;
+
+/// How a backward runs. Follows the arguments of `Tensor.backward`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct BackwardOptions {
+    /// Keep the graph, so that another backward can go through it. That one averages as well; in PyTorch it does so
+    /// only after another forward, and leaves the ranks with different gradients otherwise.
+    pub retain_graph: bool,
+}
+
+/// A model whose gradients [`backward`] averages: a [`DistributedDataParallel`] of any module.
+pub trait Averaged: sealed::Sealed {}
+
+impl<M> Averaged for DistributedDataParallel<M> {}
+
+mod sealed {
+    use super::{Reducer, Result};
+    use crate::ddp::DistributedDataParallel;
+
+    /// The parts of a wrapped model that a backward needs.
+    pub trait Sealed {
+        #[doc(hidden)]
+        fn reducer(&self) -> &Reducer;
+
+        /// Whether gradients are averaged: outside of `no_sync`.
+        #[doc(hidden)]
+        fn averages(&self) -> bool;
+
+        /// Copies rank 0's buffers to all ranks, if the model's options say so.
+        #[doc(hidden)]
+        fn broadcast_buffers(&self) -> Result<()>;
+    }
+
+    impl<M> Sealed for DistributedDataParallel<M> {
+        fn reducer(&self) -> &Reducer {
+            &self.reducer
+        }
+
+        fn averages(&self) -> bool {
+            self.no_sync.get() == 0
+        }
+
+        fn broadcast_buffers(&self) -> Result<()> {
+            let is_due = self.options.broadcast_buffers && !self.reducer.is_joining();
+            if is_due { self.sync_buffers(0) } else { Ok(()) }
+        }
+    }
+}
+
+/// Computes the gradients of a `loss` that depends on the parameters of several models, as a generator's loss does
+/// on those of the discriminator, and averages them over all ranks. A collective: every rank must name the same
+/// models, in the same order.
+///
+/// In PyTorch `loss.backward()` finds these models by itself. Here they are named, because the ranks reduce their
+/// buckets in this order, whichever gradients are complete first. Communication overlaps with backward most where
+/// the model that backward reaches first is named first. A model within [`no_sync`](DistributedDataParallel::no_sync)
+/// adds up gradients on its rank, the others average.
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ddp, spawn};
+/// use tch::{Kind, Tensor, nn};
+///
+/// spawn(2, |rank| {
+///     let group = rank.init_process_group(Backend::Threaded)?;
+///     let wrap = |init| {
+///         let vs = nn::VarStore::new(rank.device());
+///         let weight = vs.root().var("weight", &[1], nn::Init::Const(init));
+///         let model = DistributedDataParallel::new((), &vs, group.clone(), DdpOptions::default());
+///         Ok::<_, ddp_mp::Error>((weight, model?))
+///     };
+///     let ((g, mut generator), (d, mut discriminator)) = (wrap(3.0)?, wrap(5.0)?);
+///     let noise = Tensor::from(rank.rank() as f32 + 1.0); // 1 and 2
+///     let loss = (&d * (&g * noise)).sum(Kind::Float);
+///     ddp::backward(&loss, &mut [&mut discriminator, &mut generator], Default::default())?;
+///     assert_eq!(g.grad().double_value(&[0]), 1.5 * 5.0);
+///     assert_eq!(d.grad().double_value(&[0]), 1.5 * 3.0);
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// Those of [`DistributedDataParallel::backward`]; [`Error::Input`] without a model; [`Error::Unsupported`] with
+/// several of which one is within [`join`](DistributedDataParallel::join).
+#[track_caller]
+pub fn backward(
+    loss: &Tensor,
+    models: &mut [&mut dyn Averaged],
+    options: BackwardOptions,
+) -> Result<()> {
+    let models: Vec<&dyn Averaged> = models.iter().map(|model| &**model).collect();
+    run(loss, &models, options, Location::caller())
+}
+
+/// As [`backward`], called at `place`.
+pub(super) fn run(
+    loss: &Tensor,
+    models: &[&dyn Averaged],
+    options: BackwardOptions,
+    place: Place,
+) -> Result<()> {
+    let Some(first) = models.first() else {
+        return Err(Error::Input("backward has no model to average; name at least one".into()));
+    };
+    if models.len() > 1 && models.iter().any(|model| model.reducer().is_joining()) {
+        return Err(Error::Unsupported(
+            "backward cannot average several models within join: a rank that has run out of inputs takes part in \
+             the steps of one model; give every rank the same number of batches"
+                .into(),
+        ));
+    }
+    first.reducer().group().next_phase(Operation::Backward);
+    let result = run_passes(loss, &Pass::of_all(models), options, place);
+    if result.is_err() {
+        models.iter().for_each(|model| model.reducer().give_up());
+    }
+    result?;
+    models.iter().filter(|model| model.averages()).try_for_each(|model| model.broadcast_buffers())
+}
+
+/// One model's part of a backward.
+struct Pass<'a> {
+    reducer: &'a Reducer,
+    averages: bool,
+    /// Whether buckets are reduced while backward goes on.
+    overlaps: bool,
+    turn: Turn,
+}
+
+impl<'a> Pass<'a> {
+    fn of_all(models: &[&'a dyn Averaged]) -> Vec<Self> {
+        let (first, mut place) = (Turn::default(), 0);
+        // Once a model waits for the end of backward, those after it do too: the order is the same on all ranks.
+        let mut overlaps = true;
+        let pass = |model: &&'a dyn Averaged| {
+            let (reducer, averages) = (model.reducer(), model.averages());
+            let turn = first.of(place);
+            if averages {
+                overlaps &= reducer.overlaps();
+                place += 1;
+            }
+            Pass { reducer, averages, overlaps, turn }
+        };
+        models.iter().map(pass).collect()
+    }
+}
+
+fn run_passes(
+    loss: &Tensor,
+    passes: &[Pass<'_>],
+    options: BackwardOptions,
+    place: Place,
+) -> Result<()> {
+    let began = Instant::now();
+    let mut active = Vec::with_capacity(passes.len());
+    for Pass { reducer, averages, overlaps, turn } in passes {
+        active.push(reducer.begin(*averages, *overlaps, turn.clone(), place)?);
+    }
+    let backward = torch::run_backward(loss, options.retain_graph);
+    // What went wrong in a hook comes first: it is why backward was of no use, if it was.
+    passes.iter().try_for_each(|pass| pass.reducer.end_of_autograd())?;
+    backward?;
+    passes.iter().try_for_each(|pass| pass.reducer.settle(pass.averages))?;
+    let averaged = || passes.iter().zip(&active).filter(|(pass, _)| pass.averages);
+    averaged().try_for_each(|(pass, _)| pass.reducer.reduce_rest())?;
+    averaged().try_for_each(|(pass, active)| pass.reducer.finish(*active, began))
+}

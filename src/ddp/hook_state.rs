@@ -1,0 +1,176 @@
+//! The state of communication hooks, from one step to the next and from one run to the next.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Tensor};
+
+use super::DistributedDataParallel;
+use super::reducer::Reducer;
+use crate::error::{Error, Result};
+
+/// What a communication hook keeps from one step to the next on one rank. Follows the `state_dict` of PyTorch's hook
+/// states.
+#[derive(Debug, Default)]
+pub struct CommHookState {
+    /// Numbers by name, the same on all ranks.
+    pub counters: BTreeMap<String, u64>,
+    /// Tensors by name that are the same on all ranks.
+    pub shared: BTreeMap<String, Tensor>,
+    /// Tensors by name that each rank has for itself. All ranks have the same names and shapes.
+    pub local: BTreeMap<String, Tensor>,
+}
+
+/// What [`SavedCommHook`] holds besides tensors.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct CommHookRecord {
+    /// The hook's name.
+    pub name: String,
+    /// [`CommHookState::counters`].
+    pub counters: BTreeMap<String, u64>,
+    /// The names of the parameters in the order in which they lie in the buckets.
+    pub order: Vec<String>,
+    /// How many ranks there were.
+    pub world_size: usize,
+}
+
+/// The state of the communication hooks of all ranks. From [`DistributedDataParallel::comm_hook_state`].
+#[derive(Debug)]
+pub struct SavedCommHook {
+    /// Its numbers and names.
+    pub record: CommHookRecord,
+    /// Its tensors: `shared/name`, and `rank0/name` of each rank. On the CPU.
+    pub tensors: BTreeMap<String, Tensor>,
+}
+
+const SHARED: &str = "shared/";
+
+impl SavedCommHook {
+    /// Returns the state for a rank of a run of `world_size` ranks. With another number of ranks than before each rank
+    /// has the mean of the tensors that the ranks had for themselves, so that their mean stays what it was.
+    fn of(&self, rank: usize, world_size: usize) -> Result<CommHookState> {
+        let mut state =
+            CommHookState { counters: self.record.counters.clone(), ..CommHookState::default() };
+        for (key, tensor) in &self.tensors {
+            if let Some(name) = key.strip_prefix(SHARED) {
+                state.shared.insert(name.into(), tensor.shallow_clone());
+            } else if let Some(name) = key.strip_prefix("rank0/") {
+                let of_rank = |rank: usize| {
+                    self.tensors.get(&format!("rank{rank}/{name}")).ok_or_else(|| {
+                        let hook = &self.record.name;
+                        Error::Input(format!(
+                            "the state of `{hook}` has no `{name}` of rank {rank}"
+                        ))
+                    })
+                };
+                let mine = if world_size == self.record.world_size {
+                    of_rank(rank)?.shallow_clone()
+                } else {
+                    self.mean(tensor, of_rank)?
+                };
+                state.local.insert(name.into(), mine);
+            }
+        }
+        Ok(state)
+    }
+
+    /// The mean of the tensors of all ranks, added up in their order from `first` on.
+    fn mean<'a>(
+        &self,
+        first: &Tensor,
+        of_rank: impl Fn(usize) -> Result<&'a Tensor>,
+    ) -> Result<Tensor> {
+        let ranks = self.record.world_size;
+        let torch = || Error::torch("the mean over the ranks");
+        let mut sum = first.f_detach_copy().map_err(torch())?;
+        for rank in 1..ranks {
+            sum = sum.f_add(of_rank(rank)?).map_err(torch())?;
+        }
+        sum.f_div_scalar(ranks as f64).map_err(torch())
+    }
+}
+
+impl<M> DistributedDataParallel<M> {
+    /// Gathers the state of the communication hooks of all ranks on rank 0, for a checkpoint. `None` on the other ranks,
+    /// and where the hook keeps nothing. A collective.
+    ///
+    /// # Errors
+    /// [`Error::Torch`], and those of [`ProcessGroup::gather`](crate::ProcessGroup::gather).
+    pub fn comm_hook_state(&self) -> Result<Option<SavedCommHook>> {
+        let Some((name, state)) = self.reducer.comm_hook_state()? else { return Ok(None) };
+        let (group, torch) = (&self.group, || Error::torch("copying the state of a hook"));
+        let copy = |tensor: &Tensor| tensor.f_to_device(Device::Cpu)?.f_detach_copy();
+        let mut tensors = BTreeMap::new();
+        for (key, tensor) in &state.local {
+            let zeros = |_| tensor.f_zeros_like();
+            let of_ranks = if group.rank() == 0 { 0..group.world_size() } else { 0..0 };
+            let mut all = of_ranks.map(zeros).collect::<Result<Vec<_>, _>>().map_err(torch())?;
+            let list = (group.rank() == 0).then_some(&mut all[..]);
+            group.gather(tensor, list, 0)?;
+            group.synchronize()?;
+            for (rank, tensor) in all.iter().enumerate() {
+                tensors.insert(format!("rank{rank}/{key}"), copy(tensor).map_err(torch())?);
+            }
+        }
+        if group.rank() != 0 {
+            return Ok(None);
+        }
+        for (key, tensor) in &state.shared {
+            tensors.insert(format!("{SHARED}{key}"), copy(tensor).map_err(torch())?);
+        }
+        let order = self.reducer.order();
+        let (counters, world_size) = (state.counters, group.world_size());
+        let record = CommHookRecord { name: name.into(), counters, order, world_size };
+        Ok(Some(SavedCommHook { record, tensors }))
+    }
+
+    /// Has the communication hook go on from `saved`, the state of an earlier run with the same hook and model, with
+    /// as many ranks or another number. `None` is that of a hook that keeps nothing. Every rank must call it, before
+    /// the first backward.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when the state is of another hook or model.
+    pub fn load_comm_hook_state(&mut self, saved: Option<&SavedCommHook>) -> Result<()> {
+        let mine = self.reducer.comm_hook_state()?.map(|(name, _)| name);
+        let theirs = saved.map(|saved| &saved.record.name[..]);
+        let Some(saved) = saved.filter(|_| mine == theirs) else {
+            if mine == theirs {
+                return Ok(());
+            }
+            let text =
+                |name: Option<&str>| name.map_or("none".into(), |name| format!("that of `{name}`"));
+            return Err(Error::Input(format!(
+                "the state of the communication hook does not fit: saved is {}, and needed is {}; use the hook of \
+                 the run that was saved",
+                text(theirs),
+                text(mine)
+            )));
+        };
+        let mut state = saved.of(self.group.rank(), self.group.world_size())?;
+        for tensor in state.shared.values_mut().chain(state.local.values_mut()) {
+            let moved = tensor.f_to_device(self.group.device());
+            *tensor = moved.map_err(Error::torch("moving the state of a hook"))?;
+        }
+        self.reducer.load_comm_hook_state(state, &saved.record.order)
+    }
+}
+
+impl Reducer {
+    /// The name of the hook and what it keeps on this rank, if it keeps something.
+    fn comm_hook_state(&self) -> Result<Option<(&'static str, CommHookState)>> {
+        let state = self.state.borrow();
+        let Some(hook) = &state.comm_hook else { return Ok(None) };
+        Ok(hook.state()?.map(|kept| (hook.name(), kept)))
+    }
+
+    /// Has the hook go on from `kept`, with buckets of the parameters in `order`.
+    fn load_comm_hook_state(&self, kept: CommHookState, order: &[String]) -> Result<()> {
+        let mut state = self.state.borrow_mut();
+        state.set_order(order, &self.options)?;
+        state.comm_hook.as_mut().map_or(Ok(()), |hook| hook.load_state(kept))
+    }
+
+    fn order(&self) -> Vec<String> {
+        self.state.borrow().order()
+    }
+}

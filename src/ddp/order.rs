@@ -1,0 +1,56 @@
+//! The order of the parameters in the buckets, once the first step has shown in which order gradients are ready.
+
+use tch::{Device, Kind, Tensor};
+
+use super::DdpOptions;
+use super::reducer::State;
+use crate::error::{Error, Result};
+
+impl State {
+    /// After the first iteration: the order of rank 0's gradients becomes that of the buckets, on all ranks.
+    pub(super) fn rebuild_buckets(&mut self, options: &DdpOptions) -> Result<()> {
+        let Some(mut order) = self.ready_order.take() else { return Ok(()) };
+        if options.find_unused_parameters || self.layout.buckets.len() == 1 {
+            return Ok(()); // not all parameters need have been seen; or there is nothing to gain
+        }
+        if order.len() < self.layout.members.len() {
+            // A rank that has run out of inputs, or parameters that are never used.
+            order = self.layout.default_order();
+        }
+        let mine: Vec<i64> = order.iter().map(|&index| index as i64).collect();
+        let mut agreed = Tensor::from_slice(&mine).to_device(self.group.device());
+        self.group.broadcast(&mut agreed, 0)?;
+        self.group.synchronize()?;
+        let agreed = Vec::<i64>::try_from(agreed.to_device(Device::Cpu).to_kind(Kind::Int64));
+        let agreed = agreed.map_err(Error::torch("reading rank 0's order"))?;
+        order = agreed.into_iter().map(|index| index as usize).collect();
+        self.layout.fill_buckets(&order, options)
+    }
+
+    /// The names of all parameters in the order in which they lie in the buckets.
+    pub(super) fn order(&self) -> Vec<String> {
+        let parameters = self.layout.buckets.iter().flat_map(|bucket| &bucket.parameters);
+        parameters.map(|it| it.name.clone()).collect()
+    }
+
+    /// Puts the parameters into the buckets in the order of `names`, for good.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when these are not the parameters of the model.
+    pub(super) fn set_order(&mut self, names: &[String], options: &DdpOptions) -> Result<()> {
+        let place = |name: &String| self.layout.members.iter().position(|member| member.name == *name);
+        let order: Vec<usize> = names.iter().filter_map(place).collect();
+        let mut each = order.clone();
+        each.sort_unstable();
+        each.dedup();
+        if names.len() != each.len() || each.len() != self.layout.members.len() {
+            return Err(Error::Input(
+                "the state of the communication hook is that of a model with other parameters"
+                    .into(),
+            ));
+        }
+        self.layout.fill_buckets(&order, options)?;
+        self.ready_order = None;
+        Ok(())
+    }
+}

@@ -1,0 +1,101 @@
+//! Parameters that a step does not use: on this rank, or on any.
+
+use tch::{Device, Tensor};
+
+use super::DdpOptions;
+use super::layout::Member;
+use super::reducer::State;
+use crate::error::{Error, Result};
+use crate::process_group::ReduceOp;
+
+impl State {
+    /// Gets ready to reduce what is left when backward is through: parameters without a gradient contribute zeros, or
+    /// the gradient that they have from an earlier backward.
+    ///
+    /// # Errors
+    /// [`Error::UnusedParameters`] if every parameter must have had a gradient on this rank, and one had none.
+    pub(super) fn account_for_unused(&mut self, options: &DdpOptions) -> Result<()> {
+        let agrees = self.agrees(options);
+        if options.static_graph && self.always_unused.is_none() {
+            self.always_unused = Some(self.unused().map(|(index, _)| index).collect());
+        } else if !agrees {
+            self.refuse_unused()?;
+        }
+        if agrees {
+            let kept = self.unused().filter(|(_, member)| member.has_gradient);
+            let kept = kept.map(|(index, member)| Ok((index, member.copy_gradient()?)));
+            self.kept = kept.collect::<Result<_>>()?;
+        }
+        let allows_unused = options.find_unused_parameters || options.static_graph;
+        let skips = options.skip_all_reduce_unused_params && allows_unused;
+        for (number, bucket) in self.layout.buckets.iter_mut().enumerate() {
+            bucket.pending = 0;
+            let mut members = self.layout.members.iter().filter(|it| it.bucket == number);
+            bucket.is_skipped = skips && members.all(|member| !member.used);
+        }
+        Ok(())
+    }
+
+    /// Has every parameter keep the gradient of an earlier backward if no rank has used it in this one, and none if no
+    /// rank has used it since `zero_grad`. After the buckets, which some ranks have reduced by now and others not.
+    pub(super) fn settle_unused(&mut self, options: &DdpOptions) -> Result<()> {
+        let agrees = self.agrees(options);
+        if agrees {
+            let unused = self.agree_on_unused()?;
+            for (index, gradient) in self.kept.drain(..) {
+                if unused[index] {
+                    self.layout.members[index].restore_gradient(&gradient)?;
+                }
+            }
+            let members = self.layout.members.iter().enumerate();
+            let without = members.filter(|&(index, it)| unused[index] && !it.has_gradient);
+            self.undefined = without.map(|(index, _)| index).collect();
+            for flat in &self.layout.flats {
+                flat.places.set_unused(&self.undefined);
+            }
+            self.has_agreed = options.static_graph;
+        }
+        for member in &mut self.layout.members {
+            (member.used, member.has_gradient) = (false, true);
+        }
+        for &index in &self.undefined {
+            self.layout.members[index].has_gradient = false;
+        }
+        Ok(())
+    }
+
+    /// Every parameter must have had a gradient on this rank.
+    fn refuse_unused(&self) -> Result<()> {
+        let allowed =
+            |index: &usize| self.always_unused.iter().flatten().any(|known| known == index);
+        let missing = self.unused().filter(|(index, _)| !allowed(index));
+        let names: Vec<&str> = missing.map(|(_, member)| member.name.as_str()).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        let rank = self.group.ranks()[self.group.rank()];
+        Err(Error::UnusedParameters { rank, names: names.join(", ") })
+    }
+
+    /// Whether the ranks have to find out together what is unused in this step.
+    pub(super) fn agrees(&self, options: &DdpOptions) -> bool {
+        options.find_unused_parameters || (options.static_graph && !self.has_agreed)
+    }
+
+    /// The parameters that had no gradient on this rank.
+    fn unused(&self) -> impl Iterator<Item = (usize, &Member)> {
+        self.layout.members.iter().enumerate().filter(|(_, member)| !member.used)
+    }
+
+    /// Returns for each parameter whether no rank had a gradient for it.
+    fn agree_on_unused(&self) -> Result<Vec<bool>> {
+        let used = self.layout.members.iter().map(|member| i32::from(member.used));
+        let used: Vec<i32> = used.collect();
+        let mut used = Tensor::from_slice(&used).to_device(self.group.device());
+        self.group.all_reduce(&mut used, ReduceOp::Max)?;
+        self.group.synchronize()?;
+        let used = Vec::<i32>::try_from(used.to_device(Device::Cpu));
+        let used = used.map_err(Error::torch("reading which parameters are used"))?;
+        Ok(used.into_iter().map(|used| used == 0).collect())
+    }
+}

@@ -1,0 +1,531 @@
+//! What is in each parameter's `grad`, as PyTorch has it: unused, ignored and skipped parameters, retained graphs,
+//! one backward through several models.
+
+use std::rc::Rc;
+
+use ddp_mp::ddp::{self, BackwardOptions, JoinOptions, hook_fn};
+use ddp_mp::{
+    DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank, ReduceOp, Sgd, SgdOptions,
+};
+use serde::Deserialize;
+use serde_json::Value;
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::harness::{ranks, try_ranks};
+use crate::parity::recorded;
+
+/// Caps that give every parameter a bucket of its own.
+const TINY: f64 = 1e-9;
+
+/// What record.py's `gradients` has recorded of one sequence of backwards.
+#[derive(Deserialize, Clone)]
+struct Case {
+    name: String,
+    world_size: usize,
+    steps: Vec<Step>,
+    /// After each backward, for each rank: the first number of each gradient.
+    after: Vec<Vec<Vec<Option<f64>>>>,
+}
+
+#[derive(Deserialize, Clone)]
+struct Step {
+    zero: bool,
+    no_sync: bool,
+    unused: String,
+    last_rank_unused: String,
+}
+
+fn cases() -> Vec<Case> {
+    let cases: Vec<Case> =
+        serde_json::from_value(recorded("gradients.json")["cases"].clone()).unwrap();
+    assert!(cases.len() > 20);
+    cases
+}
+
+/// record.py's model: parameters a, b and c, and a sum of some of their squares.
+struct Terms([Tensor; 3]);
+
+impl Terms {
+    fn new(vs: &VarStore) -> Self {
+        Self(["a", "b", "c"].map(|name| vs.root().var(name, &[3], nn::Init::Const(1.))))
+    }
+
+    fn loss(&self, uses: impl Fn(char) -> bool, factor: f64) -> Tensor {
+        let terms = ['a', 'b', 'c'].into_iter().zip(&self.0).zip(1..);
+        let used = terms.filter(|((name, _), _)| uses(*name));
+        used.map(|((_, it), number)| (it.square() * f64::from(number)).sum(Kind::Float) * factor)
+            .reduce(|a, b| a + b)
+            .expect("one is used")
+    }
+
+    fn gradients(&self) -> Vec<Option<f64>> {
+        let first = |it: &Tensor| it.grad().defined().then(|| it.grad().double_value(&[0]));
+        self.0.iter().map(first).collect()
+    }
+}
+
+fn assert_close(found: &[Option<f64>], expected: &[Option<f64>], what: &str) {
+    let close = |(a, b): (&Option<f64>, &Option<f64>)| match (a, b) {
+        (Some(a), Some(b)) => (a - b).abs() <= 1e-6 * b.abs(),
+        (a, b) => a == b,
+    };
+    assert!(found.iter().zip(expected).all(close), "{what}: {found:?}, PyTorch {expected:?}");
+}
+
+#[test]
+fn gradients_after_several_backwards_are_pytorch_s() {
+    for case in cases().into_iter().filter(|case| !case.steps.is_empty()) {
+        for (overlap, mb) in [(None, 25.), (Some(true), TINY), (Some(false), TINY)] {
+            let case = case.clone();
+            ranks(case.world_size, move |rank, group| {
+                let vs = VarStore::new(rank.device());
+                let terms = Terms::new(&vs);
+                let options = DdpOptions {
+                    find_unused_parameters: true,
+                    bucket_cap_mb_list: vec![mb],
+                    overlap,
+                    ..DdpOptions::default()
+                };
+                let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+                let is_last = rank.rank() + 1 == rank.world_size();
+                let mut before = Vec::new();
+                for (number, step) in case.steps.iter().enumerate() {
+                    if step.zero {
+                        ddp.zero_grad()?;
+                    }
+                    let is_unused = |name| {
+                        step.unused.contains(name)
+                            || (is_last && step.last_rank_unused.contains(name))
+                    };
+                    let factor = (rank.rank() + 1) as f64 / 8. * 3f64.powi(number as i32);
+                    let no_sync = step.no_sync.then(|| ddp.no_sync());
+                    ddp.backward(&terms.loss(|name| !is_unused(name), factor))?;
+                    drop(no_sync);
+                    let found = terms.gradients();
+                    let what =
+                        format!("`{}`, {} ranks, backward {number}", case.name, case.world_size);
+                    assert_close(&found, &case.after[number][rank.rank()], &what);
+                    // What no rank uses stays as it is, to the bit.
+                    let stays = !step.zero && !step.no_sync;
+                    for (index, name) in ['a', 'b', 'c'].into_iter().enumerate() {
+                        if stays && step.unused.contains(name) && !case.steps[number - 1].no_sync {
+                            assert_eq!(found[index], before[index] as Option<f64>, "{what}");
+                        }
+                    }
+                    before = found;
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_steps_by_a_gradient_of_an_earlier_backward() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let terms = Terms::new(&vs);
+        let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+        ddp.backward(&terms.loss(|name| name != 'c', 0.5))?;
+        ddp.backward(&terms.loss(|name| name == 'a', 0.5))?;
+        optimizer.step(0.25)?;
+        let values = terms.0.each_ref().map(|it| it.double_value(&[0]));
+        assert_eq!(values, [1. - 0.25 * 2., 1. - 0.25 * 2., 1.]);
+        ddp.zero_grad()?;
+        ddp.backward(&terms.loss(|name| name == 'c', 0.5))?;
+        optimizer.step(0.25)?;
+        assert_eq!(terms.0[1].double_value(&[0]), 0.5, "it has no gradient any more");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_retained_graph_can_be_run_backward_again_and_averages() {
+    let of = |name: &'static str| cases().into_iter().filter(move |case| case.name == name);
+    for case in of("retain_graph") {
+        ranks(case.world_size, move |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let terms = Terms::new(&vs);
+            let options = DdpOptions { bucket_cap_mb_list: vec![TINY], ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            let loss = terms.loss(|_| true, (rank.rank() + 1) as f64 / 8.);
+            // The first one also puts the buckets together anew.
+            for (number, retain_graph) in [true, false].into_iter().enumerate() {
+                ddp.backward_with(&loss, BackwardOptions { retain_graph })?;
+                let what = format!("{} ranks, backward {number}", case.world_size);
+                assert_close(&terms.gradients(), &case.after[number][rank.rank()], &what);
+            }
+            let error = ddp.backward(&loss).unwrap_err().to_string();
+            assert!(error.contains("retain_graph"), "{error}");
+            Ok(())
+        });
+    }
+    // Why this does not follow PyTorch where there is no forward between them: its ranks part.
+    for case in of("retain_graph, no forward").filter(|case| case.world_size > 1) {
+        assert_ne!(case.after[1][0], case.after[1][1]);
+    }
+}
+
+/// What record.py's `models` has recorded.
+#[derive(Deserialize, Clone)]
+struct Models {
+    batch: i64,
+    noise: i64,
+    hidden: i64,
+    sample: i64,
+    steps: u64,
+    lr: f64,
+    cases: Vec<ModelsCase>,
+}
+
+#[derive(Deserialize, Clone)]
+struct ModelsCase {
+    name: String,
+    world_size: usize,
+    initial: [Value; 2],
+    losses: Vec<f64>,
+    r#final: [Value; 2],
+}
+
+/// Two linear layers with a tanh between them, as record.py has them.
+struct Layers {
+    vs: VarStore,
+    layers: [nn::Linear; 2],
+}
+
+impl Layers {
+    fn new(widths: [i64; 3], values: &Value) -> anyhow::Result<Self> {
+        let vs = VarStore::new(Device::Cpu);
+        let layer = |name: &str, from: i64, to: i64| {
+            let layer = nn::linear(vs.root() / name, from, to, nn::LinearConfig::default());
+            for (key, tensor) in [("weight", Some(&layer.ws)), ("bias", layer.bs.as_ref())] {
+                let values: Vec<f32> =
+                    serde_json::from_value(values[format!("{name}.{key}")].clone())?;
+                let tensor = tensor.expect("both are there");
+                tch::no_grad(|| {
+                    tensor.shallow_clone().copy_(&Tensor::from_slice(&values).view_as(tensor))
+                });
+            }
+            Ok::<_, anyhow::Error>(layer)
+        };
+        let [first, second, third] = widths;
+        let layers = [layer("0", first, second)?, layer("2", second, third)?];
+        Ok(Self { vs, layers })
+    }
+
+    fn forward(&self, inputs: &Tensor) -> Tensor {
+        inputs.apply(&self.layers[0]).tanh().apply(&self.layers[1])
+    }
+
+    /// How far the values are from what was recorded.
+    fn distance_to(&self, values: &Value) -> anyhow::Result<f32> {
+        let mut furthest = 0f32;
+        for (name, tensor) in ddp::state_dict(&self.vs)? {
+            let found = Vec::<f32>::try_from(tensor.flatten(0, -1))?;
+            let expected: Vec<f32> = serde_json::from_value(values[&name].clone())?;
+            assert_eq!(found.len(), expected.len());
+            let distances = found.iter().zip(&expected).map(|(a, b)| (a - b).abs());
+            furthest = distances.fold(furthest, f32::max);
+        }
+        Ok(furthest)
+    }
+}
+
+/// How a test trains two models.
+#[derive(Clone, Copy)]
+struct Way {
+    overlap: Option<bool>,
+    mb: f64,
+    /// Whether the model that backward reaches last is named first.
+    reversed: bool,
+}
+
+fn train_two(
+    rank: &Rank,
+    group: &Rc<ProcessGroup>,
+    settings: &Models,
+    case: &ModelsCase,
+    way: Way,
+) -> anyhow::Result<[u64; 2]> {
+    let Models { batch, noise, hidden, sample, steps, lr, .. } = *settings;
+    let waves = |step: f64, columns: i64| {
+        let numbers = Tensor::arange(batch * columns, (Kind::Double, Device::Cpu)) * 0.71;
+        (numbers + rank.rank() as f64 * 5.3 + step)
+            .sin()
+            .to_kind(Kind::Float)
+            .view([batch, columns])
+    };
+    let g = Layers::new([noise, hidden, sample], &case.initial[0])?;
+    let d = Layers::new([sample, hidden, 1], &case.initial[1])?;
+    let options = DdpOptions {
+        overlap: way.overlap,
+        bucket_cap_mb_list: vec![way.mb],
+        ..DdpOptions::default()
+    };
+    let wrap = |layers: &Layers| {
+        DistributedDataParallel::new((), &layers.vs, group.clone(), options.clone())
+    };
+    let (mut generator, mut discriminator) = (wrap(&g)?, wrap(&d)?);
+    let mut of_generator = Sgd::new(generator.flat_buffers(), SgdOptions::default())?;
+    let mut of_discriminator = Sgd::new(discriminator.flat_buffers(), SgdOptions::default())?;
+    let mean_square = |from: &Tensor| from.square().mean(Kind::Float);
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let noise = waves(step as f64, noise);
+        generator.zero_grad()?;
+        discriminator.zero_grad()?;
+        let loss = mean_square(&(d.forward(&g.forward(&noise)) - 1.));
+        let mut models: [&mut dyn ddp::Averaged; 2] = [&mut discriminator, &mut generator];
+        if way.reversed {
+            models.reverse();
+        }
+        ddp::backward(&loss, &mut models, BackwardOptions::default())?;
+        losses.push(loss.double_value(&[]));
+        if case.name == "gan" {
+            of_generator.step(lr)?;
+            discriminator.zero_grad()?;
+            let real = mean_square(&(d.forward(&waves(step as f64 + 0.5, sample)) - 1.));
+            let loss = real + mean_square(&d.forward(&g.forward(&noise).detach()));
+            discriminator.backward(&loss)?;
+            losses.push(loss.double_value(&[]));
+        } else {
+            of_generator.step(lr)?;
+        }
+        of_discriminator.step(lr)?;
+    }
+    let what = format!("{}, {} ranks", case.name, case.world_size);
+    if rank.rank() == 0 {
+        for (found, expected) in losses.iter().zip(&case.losses) {
+            assert!(
+                (found - expected).abs() < 1e-5,
+                "{what}: {losses:?}, PyTorch {:?}",
+                case.losses
+            );
+        }
+        assert_eq!(losses.len(), case.losses.len());
+    }
+    for (layers, expected) in [&g, &d].into_iter().zip(&case.r#final) {
+        let distance = layers.distance_to(expected)?;
+        assert!(distance < 1e-5, "{what}: {distance} from PyTorch's");
+    }
+    Ok([generator.parameters_hash()?, discriminator.parameters_hash()?])
+}
+
+#[test]
+fn one_backward_through_two_models_averages_both_as_pytorch_does() {
+    let settings: Models = serde_json::from_value(recorded("models.json")).unwrap();
+    assert_eq!(settings.cases.len(), 6);
+    for case in settings.cases.clone() {
+        let mut hashes = Vec::new();
+        for (overlap, mb) in
+            [(None, 25.), (Some(true), TINY), (Some(true), 100e-6), (Some(false), TINY)]
+        {
+            for reversed in [false, true] {
+                let (settings, case) = (settings.clone(), case.clone());
+                let way = Way { overlap, mb, reversed };
+                hashes.extend(ranks(case.world_size, move |rank, group| {
+                    train_two(rank, &group, &settings, &case, way)
+                }));
+            }
+        }
+        assert!(
+            hashes.iter().all(|one| *one == hashes[0]),
+            "all ranks, whatever the order: {hashes:?}"
+        );
+    }
+}
+
+/// Two models of one weight each.
+fn two(
+    rank: &Rank,
+    group: &Rc<ProcessGroup>,
+) -> anyhow::Result<[(Tensor, DistributedDataParallel<()>); 2]> {
+    let wrap = |init| {
+        let vs = VarStore::new(rank.device());
+        let weight = vs.root().var("weight", &[2], nn::Init::Const(init));
+        let options = DdpOptions::default();
+        let ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+        Ok::<_, anyhow::Error>((weight, ddp))
+    };
+    Ok([wrap(3.)?, wrap(5.)?])
+}
+
+#[test]
+fn a_wrapped_model_that_backward_reaches_unnamed_is_an_error_with_the_remedy() {
+    ranks(2, |rank, group| {
+        let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
+        let loss = || (&g * &d).sum(Kind::Float) * (rank.rank() as f64 + 1.);
+        let error = generator.backward(&loss()).unwrap_err().to_string();
+        assert!(error.contains("call ddp::backward with all of them"), "{error}");
+        // Nothing is left of it.
+        generator.zero_grad()?;
+        discriminator.zero_grad()?;
+        let mut models: [&mut dyn ddp::Averaged; 2] = [&mut generator, &mut discriminator];
+        ddp::backward(&loss(), &mut models, BackwardOptions::default())?;
+        assert_eq!([&g, &d].map(|it| it.grad().double_value(&[0])), [7.5, 4.5]);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_model_within_no_sync_keeps_its_gradients_while_another_averages() {
+    ranks(2, |rank, group| {
+        let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
+        let factor = rank.rank() as f64 + 1.;
+        let no_sync = discriminator.no_sync();
+        let loss = (&g * &d).sum(Kind::Float) * factor;
+        let mut models: [&mut dyn ddp::Averaged; 2] = [&mut discriminator, &mut generator];
+        ddp::backward(&loss, &mut models, BackwardOptions::default())?;
+        drop(no_sync);
+        assert_eq!([&g, &d].map(|it| it.grad().double_value(&[0])), [7.5, 3. * factor]);
+        discriminator.backward(&d.sum(Kind::Float))?;
+        assert_eq!(d.grad().double_value(&[0]), 4.5 + 1.);
+        Ok(())
+    });
+}
+
+#[test]
+fn several_models_are_refused_where_a_rank_may_run_out_of_inputs() {
+    let error = try_ranks(2, |rank, group| {
+        let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
+        generator.join(JoinOptions::default(), |generator| {
+            let mut models: [&mut dyn ddp::Averaged; 2] = [generator, &mut discriminator];
+            let loss = (&g * &d).sum(Kind::Float);
+            Ok(ddp::backward(&loss, &mut models, BackwardOptions::default())?)
+        })
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("several models within join"), "{error}");
+    let error =
+        ddp::backward(&Tensor::from(1f32), &mut [], BackwardOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("name at least one"), "{error}");
+}
+
+#[test]
+fn ignored_parameters_and_buffers_stay_each_rank_s_own() {
+    ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let root = vs.root();
+        let own = rank.rank() as f64 + 1.;
+        // Not even of the same shape.
+        let mine = (&root / "adapter").var("mine", &[rank.rank() as i64 + 1], nn::Init::Const(own));
+        let shared = root.var("shared", &[2], nn::Init::Const(own));
+        let buffer = root.zeros_no_train("buffer", &[2]);
+        let _ = tch::no_grad(|| buffer.shallow_clone().fill_(own));
+        let ignore = ["adapter.mine", "buffer"].map(String::from).to_vec();
+        let options = DdpOptions { ignore, ..DdpOptions::default() };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        assert_eq!(ddp.num_parameters(), 2);
+        assert_eq!(ddp.flat_buffers().iter().map(|it| it.places.get().len()).sum::<usize>(), 1);
+        for _ in 0..2 {
+            ddp.zero_grad()?;
+            assert!(!mine.grad().defined(), "zero_grad is for all");
+            ddp.backward(&((&mine * own).sum(Kind::Float) + (&shared * own).sum(Kind::Float)))?;
+            assert_eq!(mine.grad().double_value(&[0]), own, "not averaged");
+            assert_eq!(shared.grad().double_value(&[0]), 1.5);
+        }
+        assert_eq!(mine.double_value(&[0]), own, "not copied from rank 0");
+        assert_eq!(buffer.double_value(&[0]), own);
+        assert_eq!(shared.double_value(&[0]), 1.);
+        let names: Vec<String> = ddp.state_dict().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["adapter.mine", "shared", "buffer"], "still part of the model");
+        Ok(())
+    });
+}
+
+#[test]
+fn what_cannot_be_ignored_is_an_error_that_names_it() {
+    let wrap = |ignore: &'static [&'static str]| {
+        let error = try_ranks(2, move |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let _ = vs.root().var("weight", &[2], nn::Init::Const(1.));
+            let ignore = ignore.iter().map(|name| (*name).into()).collect();
+            let options = DdpOptions { ignore, ..DdpOptions::default() };
+            Ok(DistributedDataParallel::new((), &vs, group, options).map(drop)?)
+        });
+        error.unwrap_err().to_string()
+    };
+    let error = wrap(&["weigth"]);
+    assert!(error.contains("ignore: the model has no parameter or buffer `weigth`"), "{error}");
+    let error = wrap(&["weight"]);
+    assert!(error.contains("no parameters to train"), "{error}");
+}
+
+#[test]
+fn buckets_that_no_rank_uses_are_skipped_if_asked() {
+    for static_graph in [false, true] {
+        ranks(2, move |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let terms = Terms::new(&vs);
+            let options = DdpOptions {
+                find_unused_parameters: !static_graph,
+                static_graph,
+                skip_all_reduce_unused_params: true,
+                bucket_cap_mb_list: vec![TINY],
+                overlap: Some(true),
+                ..DdpOptions::default()
+            };
+            let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+            let reduced = Rc::new(std::cell::RefCell::new(Vec::new()));
+            let notes = reduced.clone();
+            ddp.register_comm_hook(hook_fn("noting", move |bucket, group| {
+                notes.borrow_mut().push((bucket.index, bucket.is_last));
+                group.all_reduce(bucket.gradients, ReduceOp::Avg)
+            }))?;
+            let factor = (rank.rank() + 1) as f64;
+            for unused in if static_graph { ["a"; 3] } else { ["a", "", "bc"] } {
+                ddp.zero_grad()?;
+                ddp.backward(&terms.loss(|name| !unused.contains(name), factor))?;
+                let expected = match unused {
+                    "a" => vec![(0, false), (1, true)],
+                    "bc" => vec![(2, true)],
+                    _ => vec![(0, false), (1, false), (2, true)],
+                };
+                assert_eq!(reduced.take(), expected, "unused: `{unused}`");
+                for (name, gradient) in ['a', 'b', 'c'].into_iter().zip(terms.gradients()) {
+                    let number = f64::from(u32::from(name) - 96);
+                    let expected = (!unused.contains(name)).then_some(3. * number);
+                    assert_eq!(gradient, expected, "unused: `{unused}`");
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn ranks_that_skip_different_buckets_are_told() {
+    let error = try_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let terms = Terms::new(&vs);
+        let options = DdpOptions {
+            find_unused_parameters: true,
+            skip_all_reduce_unused_params: true,
+            ..DdpOptions::default()
+        };
+        let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+        if rank.rank() == 0 {
+            return Ok(ddp.backward(&terms.loss(|_| true, 1.))?);
+        }
+        // The loss depends on no parameter, and every bucket is skipped.
+        let other = Tensor::from(1f32).set_requires_grad(true);
+        Ok(ddp.backward(&other)?)
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("differs between ranks"), "{error}");
+}
+
+#[test]
+fn a_second_communication_hook_is_refused() {
+    ranks(1, |rank, group| {
+        let [(_, mut ddp), _] = two(rank, &group)?;
+        let hook = |name| hook_fn(name, |_, _| Ok(()));
+        ddp.register_comm_hook(hook("first"))?;
+        let error = ddp.register_comm_hook(hook("second")).unwrap_err().to_string();
+        assert!(error.contains("`second` cannot be registered: `first` is"), "{error}");
+        Ok(())
+    });
+}
