@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use ddp_mp::ddp::{CommHook, Compress, GradBucket, hook_fn};
+use ddp_mp::ddp::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
@@ -133,7 +133,8 @@ fn averages(rank: &Rank, group: &ProcessGroup) -> anyhow::Result<Vec<(String, Ve
     for mut hook in hooks {
         let mut gradients = halves(rank.rank(), 50_000, Kind::BFloat16, ReduceOp::Avg);
         gradients = gradients.to_kind(Kind::Float) * 300.;
-        let parameters = [(0, vec![50_000])];
+        let name = "weight".into();
+        let parameters = [BucketParameter { name, start: 0, shape: vec![50_000] }];
         let mut bucket = GradBucket {
             index: 0,
             is_last: true,

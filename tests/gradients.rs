@@ -1,6 +1,7 @@
 //! What is in each parameter's `grad`, as PyTorch has it: unused, ignored and skipped parameters, retained graphs,
 //! one backward through several models.
 
+use std::process::Command;
 use std::rc::Rc;
 
 use ddp_mp::ddp::{self, BackwardOptions, JoinOptions, hook_fn};
@@ -9,7 +10,7 @@ use ddp_mp::{
 };
 use serde::Deserialize;
 use serde_json::Value;
-use tch::nn::{self, VarStore};
+use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, try_ranks};
@@ -528,4 +529,85 @@ fn a_second_communication_hook_is_refused() {
         assert!(error.contains("`second` cannot be registered: `first` is"), "{error}");
         Ok(())
     });
+}
+
+/// Trains a small model with an optimizer of tch's.
+fn with_tch_s_optimizer(zero_grad_of_optimizer: bool) -> Vec<Vec<f32>> {
+    ranks(2, move |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let terms = Terms::new(&vs);
+        let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        let mut optimizer = nn::Sgd { momentum: 0.9, ..nn::Sgd::default() }.build(&vs, 0.1)?;
+        for step in 0..5 {
+            if zero_grad_of_optimizer {
+                optimizer.zero_grad();
+            } else {
+                ddp.zero_grad()?;
+            }
+            ddp.backward(&terms.loss(|_| true, (rank.rank() + step) as f64 / 8.))?;
+            optimizer.step();
+        }
+        Ok(Vec::<f32>::try_from(Tensor::cat(&terms.0.each_ref().map(Tensor::detach), 0))?)
+    })
+}
+
+#[test]
+fn the_zero_grad_of_tch_s_optimizers_works_too() {
+    let ours = with_tch_s_optimizer(false);
+    assert_eq!(ours[0], ours[1]);
+    assert_eq!(with_tch_s_optimizer(true), ours);
+}
+
+#[test]
+fn tch_s_backward_step_is_refused_with_the_remedy() {
+    let error = try_ranks(2, |rank, group| {
+        let vs = VarStore::new(rank.device());
+        let terms = Terms::new(&vs);
+        let _ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+        nn::Sgd::default().build(&vs, 0.1)?.backward_step(&terms.loss(|_| true, 1.));
+        Ok(())
+    })
+    .unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("failed in its function: panicked"), "{text}");
+    assert!(names_this_file(&text, "tch_s_backward_step"), "{text}");
+    assert!(text.contains(": backward reached a parameter"), "{text}");
+    assert!(text.contains("call DistributedDataParallel::backward instead of"), "{text}");
+}
+
+/// Whether `text` names a line of this file, or a function of it where the binary has no lines.
+fn names_this_file(text: &str, function: &str) -> bool {
+    text.contains("tests/gradients.rs:") || text.contains(&format!("gradients::{function}"))
+}
+
+#[test]
+fn a_wrong_shape_is_told_with_the_user_s_line_and_no_frames() {
+    const NAME: &str = "a_wrong_shape_is_told_with_the_user_s_line_and_no_frames";
+    if std::env::var_os("WRONG_SHAPE").is_some() {
+        // In the process that the other half of this test starts.
+        let result = try_ranks(2, |rank, group| {
+            let vs = VarStore::new(rank.device());
+            let model = nn::linear(vs.root(), 4, 3, nn::LinearConfig::default());
+            let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+            let _ = ddp.forward(&Tensor::ones([2, 5], (Kind::Float, rank.device())));
+            Ok(())
+        });
+        panic!("{}", result.unwrap_err());
+    }
+    let stderr = |backtrace: &str| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", &format!("gradients::{NAME}"), "--nocapture"]);
+        let output = command.env("RUST_BACKTRACE", backtrace).env("WRONG_SHAPE", "1").output();
+        let output = output.unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let text = stderr("0");
+    let told = text.lines().find(|line| line.contains("mat1 and mat2")).unwrap();
+    assert!(told.contains("(CPU:") && names_this_file(told, NAME), "{told}");
+    assert!(told.ends_with(": mat1 and mat2 shapes cannot be multiplied (2x5 and 4x3)"), "{told}");
+    for noise in ["frame #", "thread 'rank", "Result::unwrap"] {
+        assert!(!text.contains(noise), "{noise}: {text}");
+    }
+    assert!(stderr("1").contains("frame #"), "they are there when asked for");
 }

@@ -125,7 +125,7 @@ pub(super) fn run(
         ));
     }
     first.reducer().group().next_phase(Operation::Backward);
-    let result = run_passes(loss, &Pass::of_all(models), options, place);
+    let result = run_all(loss, models, options, place);
     if result.is_err() {
         models.iter().for_each(|model| model.reducer().give_up());
     }
@@ -133,50 +133,29 @@ pub(super) fn run(
     models.iter().filter(|model| model.averages()).try_for_each(|model| model.broadcast_buffers())
 }
 
-/// One model's part of a backward.
-struct Pass<'a> {
-    reducer: &'a Reducer,
-    averages: bool,
-    /// Whether buckets are reduced while backward goes on.
-    overlaps: bool,
-    turn: Turn,
-}
-
-impl<'a> Pass<'a> {
-    fn of_all(models: &[&'a dyn Averaged]) -> Vec<Self> {
-        let (first, mut place) = (Turn::default(), 0);
-        // Once a model waits for the end of backward, those after it do too: the order is the same on all ranks.
-        let mut overlaps = true;
-        let pass = |model: &&'a dyn Averaged| {
-            let (reducer, averages) = (model.reducer(), model.averages());
-            let turn = first.of(place);
-            if averages {
-                overlaps &= reducer.overlaps();
-                place += 1;
-            }
-            Pass { reducer, averages, overlaps, turn }
-        };
-        models.iter().map(pass).collect()
-    }
-}
-
-fn run_passes(
+fn run_all(
     loss: &Tensor,
-    passes: &[Pass<'_>],
+    models: &[&dyn Averaged],
     options: BackwardOptions,
     place: Place,
 ) -> Result<()> {
     let began = Instant::now();
-    let mut active = Vec::with_capacity(passes.len());
-    for Pass { reducer, averages, overlaps, turn } in passes {
-        active.push(reducer.begin(*averages, *overlaps, turn.clone(), place)?);
+    let all = || models.iter().map(|model| model.reducer());
+    let averaged = || models.iter().filter(|model| model.averages()).map(|model| model.reducer());
+    let mut turns = Turn::order_of(models.len());
+    // Once a model waits for the end of backward, those after it do too: the order is the same on all ranks.
+    let mut overlaps = true;
+    for model in models {
+        let (reducer, averages) = (model.reducer(), model.averages());
+        overlaps &= !averages || reducer.overlaps();
+        let turn = if averages { turns.following() } else { Turn::default() };
+        reducer.begin(averages, overlaps, turn, place)?;
     }
     let backward = torch::run_backward(loss, options.retain_graph);
     // What went wrong in a hook comes first: it is why backward was of no use, if it was.
-    passes.iter().try_for_each(|pass| pass.reducer.end_of_autograd())?;
+    all().try_for_each(Reducer::end_of_autograd)?;
     backward?;
-    passes.iter().try_for_each(|pass| pass.reducer.settle(pass.averages))?;
-    let averaged = || passes.iter().zip(&active).filter(|(pass, _)| pass.averages);
-    averaged().try_for_each(|(pass, _)| pass.reducer.reduce_rest())?;
-    averaged().try_for_each(|(pass, active)| pass.reducer.finish(*active, began))
+    all().try_for_each(Reducer::settle)?;
+    averaged().try_for_each(Reducer::reduce_rest)?;
+    averaged().try_for_each(|reducer| reducer.finish(began))
 }

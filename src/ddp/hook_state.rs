@@ -28,7 +28,7 @@ pub struct CommHookRecord {
     pub name: String,
     /// [`CommHookState::counters`].
     pub counters: BTreeMap<String, u64>,
-    /// The names of the parameters in the order in which they lie in the buckets.
+    /// The names of the parameters in the order in which they lie in the buckets; empty before the first step.
     pub order: Vec<String>,
     /// How many ranks there were.
     pub world_size: usize,
@@ -166,7 +166,9 @@ impl Reducer {
     /// Has the hook go on from `kept`, with buckets of the parameters in `order`.
     fn load_comm_hook_state(&self, kept: CommHookState, order: &[String]) -> Result<()> {
         let mut state = self.state.borrow_mut();
-        state.set_order(order, &self.options)?;
+        if !order.is_empty() {
+            state.set_order(order, &self.options)?;
+        }
         state.comm_hook.as_mut().map_or(Ok(()), |hook| hook.load_state(kept))
     }
 

@@ -69,9 +69,8 @@ impl Member {
     pub(super) fn settle(&self) -> Result<()> {
         if self.grad.data_ptr().cast_const() != self.grad_data {
             return Err(Error::Input(format!(
-                "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; somebody \
-                 has put it elsewhere: zero gradients with the zero_grad of what wraps the model, not with \
-                 an optimizer's",
+                "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; leave its memory \
+                 where it is, and zero gradients with ddp.zero_grad()",
                 self.name
             )));
         }
@@ -279,7 +278,8 @@ impl Layout {
             let part = |flat: &Tensor| {
                 flat.f_narrow(0, start as i64, value.numel() as i64)?.f_view(&shape[..])
             };
-            let (mut new_value, mut new_grad) = (part(parameters)?, part(gradients)?);
+            // No view for autograd: the zero_grad of tch's optimizers detaches gradients, which views refuse.
+            let (mut new_value, mut new_grad) = (part(parameters)?, part(gradients)?.f_data()?);
             new_value.f_copy_(&value)?;
             if let Some(grad) = grad {
                 new_grad.f_copy_(&grad)?;

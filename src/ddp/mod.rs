@@ -207,8 +207,8 @@ impl Drop for NoSync {
 /// With equal batches and a mean loss that mean is the gradient of the whole batch; when ranks have
 /// batches of different sizes it is not, here as in PyTorch.
 ///
-/// Zero gradients with [`zero_grad`](Self::zero_grad). The one of tch's
-/// optimizers would drop them, which libtorch refuses for views.
+/// Zero gradients with [`zero_grad`](Self::zero_grad). The one of tch's optimizers fills them with zeros
+/// (`set_to_none=False`), which takes longer; their `backward_step` is refused, as it would not average.
 ///
 /// It stays on its rank's thread, as its group does.
 pub struct DistributedDataParallel<M> {

@@ -27,8 +27,12 @@ impl State {
         self.layout.fill_buckets(&order, options)
     }
 
-    /// The names of all parameters in the order in which they lie in the buckets.
+    /// The names of all parameters in the order in which they lie in the buckets for good; none before the first step,
+    /// after which buckets are put together anew.
     pub(super) fn order(&self) -> Vec<String> {
+        if self.ready_order.is_some() {
+            return Vec::new();
+        }
         let parameters = self.layout.buckets.iter().flat_map(|bucket| &bucket.parameters);
         parameters.map(|it| it.name.clone()).collect()
     }
@@ -38,7 +42,8 @@ impl State {
     /// # Errors
     /// [`Error::Input`] when these are not the parameters of the model.
     pub(super) fn set_order(&mut self, names: &[String], options: &DdpOptions) -> Result<()> {
-        let place = |name: &String| self.layout.members.iter().position(|member| member.name == *name);
+        let place =
+            |name: &String| self.layout.members.iter().position(|member| member.name == *name);
         let order: Vec<usize> = names.iter().filter_map(place).collect();
         let mut each = order.clone();
         each.sort_unstable();

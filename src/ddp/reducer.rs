@@ -56,6 +56,8 @@ pub(super) struct State {
     mode: Mode,
     /// Within `join`: what happens when ranks have run out.
     joining: Option<JoinOptions>,
+    /// The number of ranks to divide by in this step, if it is not that of all.
+    active: Option<usize>,
     /// With `static_graph`: which parameters have no gradient on this rank, in every step.
     pub always_unused: Option<Vec<usize>>,
     /// With `static_graph`: whether the ranks have agreed on what is unused everywhere, for all steps.
@@ -105,6 +107,7 @@ impl Reducer {
             ready_order: Some(Vec::with_capacity(parameters.len())),
             mode: Mode::AfterBackward,
             joining: None,
+            active: None,
             always_unused: None,
             has_agreed: false,
             undefined: Vec::new(),
@@ -204,20 +207,19 @@ impl Reducer {
         overlap.unwrap_or_else(pays) && !self.options.skip_all_reduce_unused_params
     }
 
-    /// Waits for gradients from a backward that was called at `place`. Returns the number of ranks to divide by, if it
-    /// is not that of all.
+    /// Waits for gradients from a backward that was called at `place`.
     pub(super) fn begin(
         &self,
         averages: bool,
         overlaps: bool,
         turn: Turn,
         place: Place,
-    ) -> Result<Option<usize>> {
+    ) -> Result<()> {
         let mut state = self.state.borrow_mut();
-        let active = state.begin(averages, overlaps)?;
+        state.begin(averages, overlaps)?;
         state.turn = turn;
         state.place = Some(place);
-        Ok(active)
+        Ok(())
     }
 
     /// Returns what went wrong in a hook. No gradients are waited for any more.
@@ -229,8 +231,9 @@ impl Reducer {
     }
 
     /// Has all gradients at their places.
-    pub(super) fn settle(&self, averages: bool) -> Result<()> {
-        self.state.borrow().layout.settle(averages)
+    pub(super) fn settle(&self) -> Result<()> {
+        let state = self.state.borrow();
+        state.layout.settle(state.mode != Mode::Local)
     }
 
     /// Reduces what autograd has left.
@@ -247,9 +250,9 @@ impl Reducer {
     }
 
     /// Waits for the reductions, and does what a step ends with. The backward began at `began`.
-    pub(super) fn finish(&self, active: Option<usize>, began: Instant) -> Result<()> {
+    pub(super) fn finish(&self, began: Instant) -> Result<()> {
         let mut state = self.state.borrow_mut();
-        state.finish(&self.options, active)?;
+        state.finish(&self.options)?;
         state.times.total += began.elapsed();
         state.times.count += 1;
         Ok(())
@@ -275,10 +278,10 @@ impl Reducer {
         let (known, times) = (state.always_unused.clone(), state.times);
         let agrees = state.agrees(&self.options);
         state.layout.members.iter_mut().for_each(|member| member.used = !agrees);
-        let active = (!join.divide_by_initial_world_size).then_some(active);
+        state.active = (!join.divide_by_initial_world_size).then_some(active);
         (state.mode, state.turn) = (Mode::AfterBackward, Turn::default());
         state.reduce_rest(&self.options)?;
-        state.finish(&self.options, active)?;
+        state.finish(&self.options)?;
         state.always_unused = known;
         state.times = times; // which are those of steps of its own
         Ok(())
@@ -286,18 +289,19 @@ impl Reducer {
 }
 
 impl State {
-    /// Returns the number of ranks to divide by, if it is not that of all.
-    fn begin(&mut self, sync: bool, overlap: bool) -> Result<Option<usize>> {
+    fn begin(&mut self, averages: bool, overlaps: bool) -> Result<()> {
         self.reset()?;
-        let joining = self.joining.filter(|_| sync);
+        let joining = self.joining.filter(|_| averages);
         let active = joining.map(|join| count_active(&self.group, true, join)).transpose()?;
+        let divides_by_active = joining.is_some_and(|join| !join.divide_by_initial_world_size);
+        self.active = active.filter(|_| divides_by_active);
         self.is_in_autograd = true;
-        self.mode = match sync {
+        self.mode = match averages {
             false => Mode::Local,
-            true if overlap => Mode::Overlap,
+            true if overlaps => Mode::Overlap,
             true => Mode::AfterBackward,
         };
-        Ok(active.filter(|_| joining.is_some_and(|join| !join.divide_by_initial_world_size)))
+        Ok(())
     }
 
     fn reset(&mut self) -> Result<()> {
@@ -418,11 +422,11 @@ impl State {
     }
 
     /// Waits for the reductions, and does what a step ends with.
-    fn finish(&mut self, options: &DdpOptions, active: Option<usize>) -> Result<()> {
+    fn finish(&mut self, options: &DdpOptions) -> Result<()> {
         let began = Instant::now();
         self.communication.wait(&self.group)?;
         self.times.communication += began.elapsed();
-        if let Some(active) = active {
+        if let Some(active) = self.active.take() {
             let factor = self.group.world_size() as f64 / active as f64;
             for flat in &mut self.layout.flats {
                 let _ = flat.gradients.f_mul_scalar_(factor).map_err(Error::torch("mul_"))?;

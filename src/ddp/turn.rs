@@ -3,27 +3,36 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// One model's place in the order. A model that is alone has the first, and its turn has come.
+/// One model's place in the order. The turn of a model that is alone has come.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Turn {
     place: usize,
-    /// The place whose turn it is.
-    current: Rc<Cell<usize>>,
+    /// The place whose turn it is, where there are others.
+    current: Option<Rc<Cell<usize>>>,
 }
 
 impl Turn {
-    /// Returns the turn of the model at `place`, in the same order.
-    pub(super) fn of(&self, place: usize) -> Self {
-        Self { place, current: self.current.clone() }
+    /// Returns the turn before those of `models` models.
+    pub(super) fn order_of(models: usize) -> Self {
+        let current = (models > 1).then(|| Rc::new(Cell::new(1)));
+        Self { place: 0, current }
+    }
+
+    /// Returns the turn of the next model.
+    pub(super) fn following(&mut self) -> Self {
+        self.place += 1;
+        self.clone()
     }
 
     /// Whether all models before this one have reduced their buckets.
     pub(super) fn has_come(&self) -> bool {
-        self.current.get() == self.place
+        self.current.as_ref().is_none_or(|current| current.get() == self.place)
     }
 
     /// Lets the next model reduce its buckets.
     pub(super) fn pass_on(&self) {
-        self.current.set(self.place + 1);
+        if let Some(current) = &self.current {
+            current.set(self.place + 1);
+        }
     }
 }

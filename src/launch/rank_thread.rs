@@ -77,5 +77,8 @@ fn prepare(device: Device, threads: usize) -> crate::Result<()> {
     // Asked for once, so that this thread keeps it whatever another one sets.
     tch::get_num_threads();
     torch::set_multithreading_enabled(false);
+    if !panics::wants_backtraces() {
+        torch::hide_stack_traces();
+    }
     Ok(())
 }

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::panic;
+use std::sync::Once;
 
 use crate::error::Error;
 
@@ -15,26 +16,71 @@ thread_local! {
 
 /// Makes a panic of a rank part of the failure report, with its place, and keeps it off the terminal.
 ///
-/// For a program's `main`, if that does not catch panics in its rank functions itself; it replaces the process's panic hook, and other threads' panics still go to
-/// the one before. Without it a rank's panic is printed when it happens, and reported without its place.
-/// With `RUST_BACKTRACE` set it is printed as well, for the backtrace.
+/// `spawn` calls it; a program's `main` may call it earlier. It wraps the process's panic hook, which still gets the
+/// panics of all other threads. With `RUST_BACKTRACE` set it gets those of ranks as well, for the backtrace.
 pub fn install_panic_hook() {
-    let before = panic::take_hook();
-    panic::set_hook(Box::new(move |info| {
-        if !WATCHED.get() {
-            return before(info);
-        }
-        let place = info.location().map_or(String::new(), |at| format!(" at {at}"));
-        let message = message(info.payload());
-        LAST.with_borrow_mut(|last| *last = Some(format!("panicked{place}: {message}")));
-        if std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0") {
-            before(info);
-        }
-    }));
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !WATCHED.get() {
+                return before(info);
+            }
+            let place = info.location().map_or(String::new(), |at| {
+                let caller = is_of_tch("", at.file()).then(caller_of_tch).flatten();
+                caller.unwrap_or_else(|| format!(" at {at}"))
+            });
+            let message = message(info.payload());
+            LAST.with_borrow_mut(|last| *last = Some(format!("panicked{place}: {message}")));
+            if wants_backtraces() {
+                before(info);
+            }
+        }));
+    });
 }
 
-/// Makes the hook keep what this thread's panics say, for [`error`].
+/// Whether the user has asked for backtraces: `RUST_BACKTRACE`.
+pub(crate) fn wants_backtraces() -> bool {
+    std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0")
+}
+
+/// Whether a frame is in tch: its functions panic in their own files if libtorch refuses their arguments.
+fn is_of_tch(function: &str, file: &str) -> bool {
+    let functions = ["tch::", "<tch::", "<T as tch::"];
+    functions.iter().any(|prefix| function.starts_with(prefix)) || file.contains("/tch-0.")
+}
+
+/// Whether a frame is in the standard library.
+fn is_of_std(function: &str, file: &str) -> bool {
+    let functions = ["core::", "<core::", "std::", "<std::", "alloc::", "<alloc::"];
+    functions.iter().any(|prefix| function.starts_with(prefix)) || file.starts_with("/rustc/")
+}
+
+/// Where the program has called tch, whose function panics: file and line where the binary has them, otherwise the
+/// function. Code of this crate counts only where nothing else is found.
+fn caller_of_tch() -> Option<String> {
+    let (mut is_inside, mut mine, mut user) = (false, None, None);
+    backtrace::trace(|frame| {
+        backtrace::resolve_frame(frame, |symbol| {
+            let function = symbol.name().map_or(String::new(), |name| format!("{name:#}"));
+            let file = symbol.filename().map_or(String::new(), |file| file.display().to_string());
+            if is_of_tch(&function, &file) {
+                is_inside = true;
+            } else if is_inside && !is_of_std(&function, &file) {
+                let line = symbol.lineno().filter(|_| !file.is_empty());
+                let is_mine = ["ddp_mp::", "<ddp_mp::"].iter().any(|it| function.starts_with(it));
+                let place = line.map_or(format!(" in {function}"), |it| format!(" at {file}:{it}"));
+                if is_mine { &mut mine } else { &mut user }.get_or_insert(place);
+            }
+        });
+        user.is_none()
+    });
+    user.or(mine)
+}
+
+/// Installs the hook, and has it keep what this thread's panics say, for [`error`].
 pub(crate) fn watch_this_thread() {
+    install_panic_hook();
     WATCHED.set(true);
 }
 
@@ -52,7 +98,7 @@ pub(crate) fn describe(payload: &(dyn Any + Send)) -> String {
     LAST.take().unwrap_or_else(|| format!("panicked: {}", message(payload)))
 }
 
-/// The first line: libtorch's messages go on with a C++ stack trace.
+/// What the payload of a panic says.
 fn message(payload: &(dyn Any + Send)) -> String {
     let text = payload
         .downcast_ref::<&str>()
@@ -62,12 +108,16 @@ fn message(payload: &(dyn Any + Send)) -> String {
     readable(text)
 }
 
-/// tch panics with `unwrap` on its error, whose debug form holds libtorch's message with its line
-/// breaks spelled out; the first line of that says it all.
+/// The first line of what was said. tch panics with `unwrap` on its error, whose debug form holds libtorch's message with
+/// its line breaks spelled out: that message, without its C++ stack trace.
 fn readable(text: &str) -> String {
-    let first = text.split("\\n").next().unwrap_or(text);
-    let first = first.lines().next().unwrap_or(first);
-    first.trim().to_string()
+    let unwrapped = text.split_once("on an `Err` value: Torch(\"").map(|(_, message)| message);
+    let first = unwrapped.unwrap_or(text).split("\\n").next().unwrap_or(text);
+    let first = first.lines().next().unwrap_or(first).trim();
+    match unwrapped {
+        Some(_) => first.trim_end_matches("\")").replace("\\\"", "\""),
+        None => first.into(),
+    }
 }
 
 #[cfg(test)]
@@ -78,6 +128,10 @@ mod tests {
     fn a_libtorch_message_loses_its_stack_trace() {
         let text = "called `Result::unwrap()` on an `Err` value: Torch(\"mat1 and mat2 shapes cannot \
                     be multiplied (32x20 and 21x1)\\nException raised from meta at x.cpp:1\\nframe #0\")";
-        assert!(readable(text).ends_with("(32x20 and 21x1)"), "{}", readable(text));
+        let expected = "mat1 and mat2 shapes cannot be multiplied (32x20 and 21x1)";
+        assert_eq!(readable(text), expected);
+        let text = "called `Result::unwrap()` on an `Err` value: Torch(\"no \\\"x\\\" (1)\")";
+        assert_eq!(readable(text), "no \"x\" (1)");
+        assert_eq!(readable("on purpose\nand more"), "on purpose");
     }
 }

@@ -40,7 +40,9 @@ pub(crate) use gloo::{Gloo, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use process::{release_signals, send_signal, tie_to_this_process};
-pub(crate) use shim::{add_scaled, move_grad, set_grad, set_multithreading_enabled};
+pub(crate) use shim::{
+    add_scaled, hide_stack_traces, move_grad, set_grad, set_multithreading_enabled,
+};
 pub(crate) use store::TcpStore;
 
 use crate::error::{Error, first_line};

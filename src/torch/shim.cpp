@@ -24,6 +24,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -112,6 +113,11 @@ const char* ddp_library_file() {
 // with the rank they belong to. Thread local, as torch.autograd.set_multithreading_enabled.
 void ddp_set_multithreading_enabled(bool enabled) {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled);
+}
+
+// Has the texts of libtorch's errors say how to get the stack trace, instead of holding it.
+void ddp_hide_stack_traces() {
+  c10::SetStackTraceFetcher([] { return std::string("set RUST_BACKTRACE=1 for its frames"); });
 }
 
 // What torch.autocast sets for the calling thread, all of it.

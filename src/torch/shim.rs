@@ -1,6 +1,7 @@
 //! The Rust face of `shim.cpp`.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::Once;
 
 use tch::Tensor;
 use torch_sys::C_tensor;
@@ -56,6 +57,7 @@ unsafe extern "C" {
     fn ddp_torch_version() -> *const c_char;
     fn ddp_library_file() -> *const c_char;
     fn ddp_set_multithreading_enabled(enabled: bool);
+    fn ddp_hide_stack_traces();
     fn ddp_autocast_swap(on_cuda: bool, state: *mut AutocastState) -> *mut c_char;
     fn ddp_set_grad(parameter: *mut C_tensor, grad: *mut C_tensor) -> *mut c_char;
     fn ddp_backward(loss: *mut C_tensor, retain_graph: bool) -> *mut c_char;
@@ -186,6 +188,13 @@ pub(super) fn library_file() -> Option<String> {
 pub(crate) fn set_multithreading_enabled(enabled: bool) {
     // SAFETY: sets a thread-local flag.
     unsafe { ddp_set_multithreading_enabled(enabled) }
+}
+
+/// Keeps C++ stack traces out of the texts of libtorch's errors, in the whole process.
+pub(crate) fn hide_stack_traces() {
+    static HIDDEN: Once = Once::new();
+    // SAFETY: takes nothing; called once.
+    HIDDEN.call_once(|| unsafe { ddp_hide_stack_traces() });
 }
 
 /// Sets what autocast does for the calling thread, on CUDA devices or on the CPU; returns what was set before.
