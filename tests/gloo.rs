@@ -322,6 +322,30 @@ fn objects_go_from_process_to_process() {
 }
 
 #[test]
+fn messages_in_a_group_of_some_ranks_have_its_numbers() {
+    processes(&[2, 2], |_, group| {
+        let Some(some) = group.new_group(&[1, 2, 3])? else { return Ok(()) };
+        let me = some.rank();
+        let mut tensor = one(-1);
+        match me {
+            2 => {
+                let mut sources =
+                    [some.recv(&mut tensor, None, 4)?, some.recv(&mut tensor, None, 4)?];
+                sources.sort_unstable();
+                assert_eq!(sources, [0, 1]);
+                some.send(&one(9), 0, 5)?;
+            }
+            _ => some.send(&one(me as i64), 2, 4)?,
+        }
+        if me == 0 {
+            assert_eq!(some.recv(&mut tensor, Some(2), 5)?, 2);
+            assert_eq!(tensor.int64_value(&[0]), 9);
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn large_messages_cross_each_other_and_fill_what_has_gaps() {
     processes(&[2, 1], |rank, group| {
         let me = rank.rank();

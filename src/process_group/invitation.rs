@@ -55,7 +55,7 @@ impl Invitation {
             let network = network.with_messages_to(shared.mail())?;
             return Ok(Invitation::Gloo(shared, Arc::new(network)));
         }
-        let network = Arc::new(network);
+        let network = Arc::new(network.without_messages());
         let makes_it = network.layout().mine == 0;
         let id = UniqueId::through(network.store(), "nccl", makes_it, run.timeout)?;
         Ok(Invitation::Nccl(id, shared, Some(network)))

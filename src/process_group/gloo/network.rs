@@ -99,7 +99,12 @@ impl Network {
         Ok(self)
     }
 
-    /// The messages between the processes, which NCCL's ranks have without this.
+    /// The same, where something else carries the messages: nobody can connect for them.
+    pub(crate) fn without_messages(self) -> Self {
+        Self { door: None, ..self }
+    }
+
+    /// The messages between the processes, unless something else carries them.
     pub(crate) fn messages(&self) -> Option<&Messages> {
         self.messages.as_ref()
     }

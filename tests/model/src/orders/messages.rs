@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::{AT, TIMEOUT, Watched, in_every_order};
 use crate::error::Error;
-use crate::sync::{Peers, Run};
 use crate::sync::primitives::{AtomicBool, Mutex, Ordering, Thread, current, park};
+use crate::sync::{Peers, Run};
 
 /// From rank 1 to rank 0.
 struct Letter {
