@@ -3,8 +3,9 @@
 
 use std::process::Command;
 use std::rc::Rc;
+use std::sync::Mutex;
 
-use ddp_mp::ddp::{self, BackwardOptions, JoinOptions, hook_fn};
+use ddp_mp::ddp::{self, BackwardOptions, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn};
 use ddp_mp::{
     DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Rank, ReduceOp, Sgd, SgdOptions,
 };
@@ -531,6 +532,64 @@ fn a_second_communication_hook_is_refused() {
     });
 }
 
+fn power_sgd() -> Box<PowerSgd> {
+    Box::new(PowerSgd::new(PowerSgdOptions { start_iter: 1, ..PowerSgdOptions::default() }))
+}
+
+/// A model of one matrix, wrapped.
+fn matrix(
+    rank: &Rank,
+    group: Rc<ProcessGroup>,
+) -> anyhow::Result<(Tensor, DistributedDataParallel<()>)> {
+    let vs = VarStore::new(rank.device());
+    let weight = vs.root().var("weight", &[8, 6], nn::Init::Const(1.));
+    let ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+    Ok((weight, ddp))
+}
+
+#[test]
+fn power_sgd_s_state_goes_on_with_another_number_of_ranks() {
+    let saved = ranks(2, |rank, group| {
+        let (weight, mut ddp) = matrix(rank, group)?;
+        ddp.register_comm_hook(power_sgd())?;
+        for step in 0..4 {
+            let numbers = Tensor::arange(48, (Kind::Float, Device::Cpu)).view([8, 6]);
+            let factors = (numbers * (step + rank.rank() as i64 + 1) as f64).sin();
+            ddp.zero_grad()?;
+            ddp.backward(&(&weight * factors).sum(Kind::Float))?;
+        }
+        Ok(ddp.comm_hook_state()?)
+    });
+    let [Some(saved), None] = <[_; 2]>::try_from(saved).unwrap() else {
+        panic!("rank 0 alone has it")
+    };
+    assert_eq!(saved.record.counters["iteration"], 4);
+    let names: Vec<&String> = saved.tensors.keys().collect();
+    assert_eq!(names, ["rank0/error/weight", "rank1/error/weight", "shared/factor/weight"]);
+    let mean = (&saved.tensors[names[0]] + &saved.tensors[names[1]]) / 2.;
+    assert!(mean.abs().max().double_value(&[]) > 0.01, "something was lost");
+    let factor = saved.tensors[names[2]].copy();
+    let saved = Mutex::new(saved);
+    let again = ranks(3, move |rank, group| {
+        let (_, mut ddp) = matrix(rank, group)?;
+        let saved = saved.lock().unwrap();
+        let error = ddp.load_comm_hook_state(Some(&saved)).unwrap_err().to_string();
+        assert!(error.contains("saved is that of `powerSGD`, and needed is none"), "{error}");
+        ddp.register_comm_hook(power_sgd())?;
+        let error = ddp.load_comm_hook_state(None).unwrap_err().to_string();
+        assert!(error.contains("saved is none, and needed is that of `powerSGD`"), "{error}");
+        ddp.load_comm_hook_state(Some(&saved))?;
+        drop(saved); // the others wait for it, and this rank will wait for them
+        Ok(ddp.comm_hook_state()?)
+    });
+    let again = again.into_iter().next().flatten().expect("rank 0 has it");
+    assert_eq!(again.record.counters["iteration"], 4);
+    for rank in 0..3 {
+        assert_eq!(again.tensors[&format!("rank{rank}/error/weight")], mean);
+    }
+    assert_eq!(again.tensors["shared/factor/weight"], factor);
+}
+
 /// Trains a small model with an optimizer of tch's.
 fn with_tch_s_optimizer(zero_grad_of_optimizer: bool) -> Vec<Vec<f32>> {
     ranks(2, move |rank, group| {
@@ -564,15 +623,26 @@ fn tch_s_backward_step_is_refused_with_the_remedy() {
         let vs = VarStore::new(rank.device());
         let terms = Terms::new(&vs);
         let _ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
-        nn::Sgd::default().build(&vs, 0.1)?.backward_step(&terms.loss(|_| true, 1.));
+        let optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+        step_as_without_ddp(optimizer, &terms.loss(|_| true, 1.));
         Ok(())
     })
     .unwrap_err();
     let text = error.to_string();
     assert!(text.contains("failed in its function: panicked"), "{text}");
-    assert!(names_this_file(&text, "tch_s_backward_step"), "{text}");
+    assert!(names_this_file(&text, "step_as_without_ddp"), "{text}");
     assert!(text.contains(": backward reached a parameter"), "{text}");
     assert!(text.contains("call DistributedDataParallel::backward instead of"), "{text}");
+}
+
+#[inline(never)] // its name is looked for
+fn step_as_without_ddp(mut optimizer: nn::Optimizer, loss: &Tensor) {
+    optimizer.backward_step(loss);
+}
+
+#[inline(never)] // its name is looked for
+fn forward_of_a_wrong_shape(ddp: &DistributedDataParallel<nn::Linear>) {
+    let _ = ddp.forward(&Tensor::ones([2, 5], (Kind::Float, Device::Cpu)));
 }
 
 /// Whether `text` names a line of this file, or a function of it where the binary has no lines.
@@ -589,7 +659,7 @@ fn a_wrong_shape_is_told_with_the_user_s_line_and_no_frames() {
             let vs = VarStore::new(rank.device());
             let model = nn::linear(vs.root(), 4, 3, nn::LinearConfig::default());
             let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
-            let _ = ddp.forward(&Tensor::ones([2, 5], (Kind::Float, rank.device())));
+            forward_of_a_wrong_shape(&ddp);
             Ok(())
         });
         panic!("{}", result.unwrap_err());
@@ -604,7 +674,7 @@ fn a_wrong_shape_is_told_with_the_user_s_line_and_no_frames() {
     };
     let text = stderr("0");
     let told = text.lines().find(|line| line.contains("mat1 and mat2")).unwrap();
-    assert!(told.contains("(CPU:") && names_this_file(told, NAME), "{told}");
+    assert!(told.contains("(CPU:") && names_this_file(told, "forward_of_a_wrong_shape"), "{told}");
     assert!(told.ends_with(": mat1 and mat2 shapes cannot be multiplied (2x5 and 4x3)"), "{told}");
     for noise in ["frame #", "thread 'rank", "Result::unwrap"] {
         assert!(!text.contains(noise), "{noise}: {text}");

@@ -66,7 +66,7 @@ impl Places {
         self.0.borrow().places.clone()
     }
 
-    /// The [`index`](Place::index) of each parameter that no rank had a gradient for in the last step: one
+    /// The [`index`](Place::index) of each parameter that no rank has had a gradient for since `zero_grad`: one
     /// whose `grad` is `None` in PyTorch, where optimizers pass it by. Sorted; those of other buffers too.
     pub fn unused(&self) -> Rc<[usize]> {
         self.0.borrow().unused.clone()
