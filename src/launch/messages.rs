@@ -97,7 +97,7 @@ pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
     let host = &processes[mine].host;
     let firsts = || processes.iter().enumerate().filter(|(_, process)| process.first_local == 0);
     let of_host = firsts().filter(|(index, process)| process.host == *host && *index <= mine);
-    let first = of_host.map(|(index, _)| index).last().unwrap_or(mine);
+    let first = of_host.map(|(index, _)| index).next_back().unwrap_or(mine);
     firsts().take_while(|(index, _)| *index < first).count()
 }
 
