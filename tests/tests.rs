@@ -23,10 +23,12 @@ mod flags; // every flag with wrong values, from clap's own list
 mod gloo; // ranks of several processes: what they reduce, and messages between them
 mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
+mod many_ranks; // hundreds of threads: memory, and lists of tensors
 mod memory; // as much after ten thousand steps as after a thousand
 mod messages; // from one rank to one other, and objects
 mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
+mod outputs; // tensors that are written to: those that overlap themselves are refused
 mod parity; // against values recorded from PyTorch
 mod processes; // several processes: collectives, training, failures
 mod properties; // whatever the sizes: shards, slices, splits

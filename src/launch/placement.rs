@@ -25,6 +25,9 @@ pub enum Nproc {
 /// More threads than any machine runs well. Linux allows a process 65530 mappings, and a thread takes four.
 const MOST_RANKS: usize = 1 << 13;
 
+/// With more ranks than this on each core the user is told what that means.
+const FEW_PER_CORE: usize = 4;
+
 impl FromStr for Nproc {
     type Err = Error;
 
@@ -165,7 +168,8 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &Share) ->
                 format!("{threads_per_rank} threads")
             };
             let why = if share.threads_per_rank.is_some() { " (OMP_NUM_THREADS)" } else { "" };
-            format!("{}: {ranks} on the CPU, {threads} each{why}", why_none())
+            let slow = oversubscribed(count, share.cores).unwrap_or_default();
+            format!("{}: {ranks} on the CPU, {threads} each{why}{slow}", why_none())
         });
         return Ok(Placement {
             backend: Backend::Threaded,
@@ -205,6 +209,18 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &Share) ->
         )));
     };
     Ok(Placement { backend, devices, gpu_count: gpus, threads_per_rank, note })
+}
+
+/// The note that many ranks share few cores.
+fn oversubscribed(ranks: usize, cores: usize) -> Option<String> {
+    let cores_are = if cores == 1 { "core is" } else { "cores are" };
+    (ranks > FEW_PER_CORE * cores).then(|| {
+        format!(
+            "; only {cores} CPU {cores_are} available, so about {} ranks take turns on each core: the results are \
+             right, but more ranks make this run slower, not faster",
+            ranks / cores
+        )
+    })
 }
 
 impl Placement {
@@ -269,6 +285,22 @@ mod tests {
         let placement =
             place(Nproc::Count(20), BackendChoice::Auto, &gpus(0), &Share::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.threads_per_rank), (20, 1));
+    }
+
+    #[test]
+    fn many_ranks_on_few_cores_are_told_of() {
+        let note = |ranks, cores| {
+            let share = Share::all(cores);
+            let placement = place(Nproc::Count(ranks), BackendChoice::Auto, &gpus(0), &share);
+            placement.unwrap().note.unwrap()
+        };
+        assert_eq!(note(8, 2), "no GPU is visible: 8 ranks on the CPU, 1 thread each");
+        assert_eq!(
+            note(1000, 2),
+            "no GPU is visible: 1000 ranks on the CPU, 1 thread each; only 2 CPU cores are available, so about 500 \
+             ranks take turns on each core: the results are right, but more ranks make this run slower, not faster"
+        );
+        assert!(note(5, 1).contains("; only 1 CPU core is available, so about 5 ranks take turns"));
     }
 
     #[test]

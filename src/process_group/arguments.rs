@@ -64,6 +64,7 @@ impl ProcessGroup {
         if as_they_are(inputs)? && as_they_are(further)? {
             return run(inputs, outputs);
         }
+        outputs.iter().try_for_each(|output| self.check_output(operation, output))?;
         let dense = |tensors: &[Tensor]| {
             tensors.iter().map(|tensor| Dense::new(operation, tensor)).collect::<Result<Vec<_>>>()
         };
@@ -161,6 +162,30 @@ impl ProcessGroup {
             common = Some(kind);
         }
         Ok(common.unwrap_or(Kind::Uint8))
+    }
+
+    /// A tensor that is written in parts, in one piece of memory.
+    pub(super) fn dense_output(&self, operation: Operation, output: &Tensor) -> Result<Dense> {
+        let dense = Dense::new(operation, output)?;
+        self.check_output(operation, output)?;
+        Ok(dense)
+    }
+
+    /// An output must have memory of its own for each element, or it could not hold the results.
+    pub(super) fn check_output(&self, operation: Operation, output: &Tensor) -> Result<()> {
+        let (shape, strides) = (output.size(), output.stride());
+        if !overlaps_itself(&shape, &strides) {
+            return Ok(());
+        }
+        refuse(
+            operation,
+            format!(
+                "the output of rank {} has shape {shape:?} and strides {strides:?}, so several elements share \
+                 memory and cannot hold different results; pass a tensor with memory of its own, such as \
+                 `tensor.contiguous()`",
+                self.global_rank()
+            ),
+        )
     }
 
     pub(super) fn check_rank(&self, operation: Operation, name: &str, rank: usize) -> Result<()> {
@@ -280,6 +305,35 @@ fn is_dense(tensor: &Tensor) -> Result<bool> {
         && !tensor.f_is_neg().map_err(torch())?)
 }
 
+/// Whether two elements of a tensor of this shape lie at the same place. Strides are in elements, and not negative.
+fn overlaps_itself(shape: &[i64], strides: &[i64]) -> bool {
+    if shape.contains(&0) {
+        return false;
+    }
+    let dimensions = shape.iter().zip(strides).filter(|(size, _)| **size > 1);
+    let mut dimensions: Vec<(i64, i64)> = dimensions.map(|(&size, &by)| (by, size)).collect();
+    dimensions.sort_unstable();
+    if dimensions.iter().any(|&(stride, _)| stride == 0) {
+        return true;
+    }
+    // Each dimension steps past all that the smaller ones reach: so almost every tensor that there is.
+    let mut last = 0;
+    let nested = dimensions.iter().all(|&(stride, size)| {
+        let is_beyond = stride > last;
+        last += stride * (size - 1);
+        is_beyond
+    });
+    if nested {
+        return false;
+    }
+    let mut places = vec![0];
+    for (stride, size) in dimensions {
+        places = (0..size).flat_map(|i| places.iter().map(move |it| it + i * stride)).collect();
+    }
+    places.sort_unstable();
+    places.windows(2).any(|pair| pair[0] == pair[1])
+}
+
 impl Dense {
     pub(super) fn new(operation: Operation, tensor: &Tensor) -> Result<Self> {
         if !tensor.defined() {
@@ -324,5 +378,54 @@ impl Dense {
             return Ok(());
         }
         tch::no_grad(|| original.shallow_clone().f_copy_(&self.0)).map_err(Error::torch("copy_"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::overlaps_itself;
+
+    #[test]
+    fn tensors_that_overlap_themselves() {
+        for (shape, strides) in
+            [(&[3][..], &[0][..]), (&[2, 3], &[0, 1]), (&[2, 2], &[1, 1]), (&[4, 2], &[1, 3])]
+        {
+            assert!(overlaps_itself(shape, strides), "{shape:?} {strides:?}");
+        }
+        for (shape, strides) in [
+            (&[][..], &[][..]),
+            (&[1, 1], &[0, 0]),
+            (&[0, 3], &[0, 0]),
+            (&[2, 3], &[3, 1]),
+            (&[2, 3], &[1, 2]),
+            (&[2, 3], &[100, 7]),
+            (&[3, 2], &[2, 3]), // 0 3 2 5 4 7: interleaved, but each has its own place
+        ] {
+            assert!(!overlaps_itself(shape, strides), "{shape:?} {strides:?}");
+        }
+    }
+
+    proptest! {
+        /// Against a look at every pair of elements.
+        #[test]
+        fn exactly_those_with_two_elements_in_one_place(
+            dimensions in prop::collection::vec((1..4i64, 0..7i64), 0..4),
+        ) {
+            let (shape, strides): (Vec<i64>, Vec<i64>) = dimensions.into_iter().unzip();
+            let numel: i64 = shape.iter().product();
+            let mut seen = std::collections::BTreeSet::new();
+            let mut overlaps = false;
+            for element in 0..numel {
+                let (mut rest, mut place) = (element, 0);
+                for (size, stride) in shape.iter().zip(&strides) {
+                    place += rest % size * stride;
+                    rest /= size;
+                }
+                overlaps |= !seen.insert(place);
+            }
+            prop_assert_eq!(overlaps_itself(&shape, &strides), overlaps);
+        }
     }
 }

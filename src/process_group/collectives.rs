@@ -181,7 +181,7 @@ impl ProcessGroup {
         input_tensor: &Tensor,
     ) -> Result<()> {
         let even = vec![input_tensor.numel() as i64; self.world_size()];
-        let output = Dense::new(Operation::AllGather, output_tensor)?;
+        let output = self.dense_output(Operation::AllGather, output_tensor)?;
         let parts = output.parts(Operation::AllGather, "output_tensor", &even)?;
         let input = std::slice::from_ref(input_tensor);
         let shape = input_tensor.size();
@@ -424,7 +424,7 @@ impl ProcessGroup {
         input_split_sizes: Option<&[i64]>,
     ) -> Result<()> {
         let operation = Operation::AllToAll;
-        let dense = Dense::new(operation, output)?;
+        let dense = self.dense_output(operation, output)?;
         let outputs = self.rows(output, "output", output_split_sizes)?;
         let outputs = dense.parts(operation, "output", &outputs)?;
         let inputs = self.rows(input, "input", input_split_sizes)?;

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::{Device, Kind, Tensor};
 
-use super::ProcessGroup;
+use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 
 impl ProcessGroup {
@@ -75,10 +75,10 @@ impl ProcessGroup {
     #[track_caller]
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         const NAME: &str = "all_gather_object";
-        let (padded, lengths) = self.padded(NAME, &to_bytes(NAME, object)?)?;
-        let mut all: Vec<Tensor> = lengths.iter().map(|_| padded.zeros_like()).collect();
-        self.all_gather(&mut all, &padded)?;
-        self.objects(NAME, &all, &lengths)
+        let framed = self.framed(NAME, &to_bytes(NAME, object)?)?;
+        let mut all = self.room_for_all(&framed)?;
+        self.all_gather_into_tensor(&mut all, &framed)?;
+        self.objects(NAME, &all)
     }
 
     /// Every rank's object, in the order of the ranks, on rank `dst`; `None` on the others.
@@ -108,14 +108,14 @@ impl ProcessGroup {
         dst: usize,
     ) -> Result<Option<Vec<T>>> {
         const NAME: &str = "gather_object";
-        let (padded, lengths) = self.padded(NAME, &to_bytes(NAME, object)?)?;
+        let framed = self.framed(NAME, &to_bytes(NAME, object)?)?;
         if self.rank() != dst {
-            self.gather(&padded, None, dst)?;
+            self.gather(&framed, None, dst)?;
             return Ok(None);
         }
-        let mut all: Vec<Tensor> = lengths.iter().map(|_| padded.zeros_like()).collect();
-        self.gather(&padded, Some(&mut all), dst)?;
-        self.objects(NAME, &all, &lengths).map(Some)
+        let all = self.room_for_all(&framed)?;
+        self.gather(&framed, Some(&mut all.unbind(0)), dst)?;
+        self.objects(NAME, &all).map(Some)
     }
 
     /// The object for this rank in the list of rank `src`, which alone passes one: an object for each rank.
@@ -231,26 +231,27 @@ impl ProcessGroup {
         self.bytes_of(&tensor)
     }
 
-    /// This rank's bytes, made as long as the longest, and how long each rank's are.
+    /// A frame with this rank's bytes: how many they are, in 8 bytes, the bytes, and zeros up to the length of the
+    /// longest frame of all ranks.
     #[track_caller]
-    fn padded(&self, name: &str, bytes: &[u8]) -> Result<(Tensor, Vec<usize>)> {
-        let mut all = self.lengths(&vec![0; self.world_size()]);
-        self.all_gather_into_tensor(&mut all, &self.lengths(&[bytes.len()]))?;
-        let lengths = self.read_lengths(name, &all)?;
-        let longest = lengths.iter().copied().max().unwrap_or(0);
-        Ok((self.tensor_of(bytes, longest)?, lengths))
+    fn framed(&self, name: &str, bytes: &[u8]) -> Result<Tensor> {
+        let mut longest = self.lengths(&[bytes.len()]);
+        self.all_reduce(&mut longest, ReduceOp::Max)?;
+        let longest = self.read_lengths(name, &longest)?[0];
+        let frame = [&(bytes.len() as u64).to_le_bytes(), bytes].concat();
+        self.tensor_of(&frame, LENGTH + longest)
     }
 
-    fn objects<T: DeserializeOwned>(
-        &self,
-        name: &str,
-        all: &[Tensor],
-        lengths: &[usize],
-    ) -> Result<Vec<T>> {
-        let object = |(bytes, &len): (&Tensor, &usize)| {
-            from_bytes(name, &self.bytes_of(&bytes.narrow(0, 0, len as i64))?)
-        };
-        all.iter().zip(lengths).map(object).collect()
+    /// Room for a frame of each rank, as the rows of one tensor.
+    fn room_for_all(&self, framed: &Tensor) -> Result<Tensor> {
+        let shape = [self.world_size() as i64, framed.numel() as i64];
+        Tensor::f_zeros(shape, (Kind::Uint8, self.device())).map_err(Error::torch("zeros"))
+    }
+
+    /// The objects in the frames of all ranks.
+    fn objects<T: DeserializeOwned>(&self, name: &str, all: &Tensor) -> Result<Vec<T>> {
+        let bytes = self.bytes_of(&all.reshape([-1]))?;
+        bytes.chunks_exact(bytes.len() / self.world_size()).map(|it| unframe(name, it)).collect()
     }
 
     /// Bytes on this rank's device, with zeros up to `len`, which another rank may have told.
@@ -292,6 +293,22 @@ impl ProcessGroup {
 
 /// The tag of objects between two ranks, which no tensor's tag should be.
 const OBJECTS: u64 = u64::MAX;
+
+/// How many bytes of a frame say how long its object is.
+const LENGTH: usize = size_of::<u64>();
+
+/// The object in a frame.
+fn unframe<T: DeserializeOwned>(name: &str, frame: &[u8]) -> Result<T> {
+    let told = frame.first_chunk().map_or(-1, |it| i64::from_le_bytes(*it));
+    let told = length(name, told)?;
+    let object = frame.get(LENGTH..LENGTH + told).ok_or_else(|| {
+        Error::Input(format!(
+            "{name}: an object of {told} bytes is announced in a frame of {} bytes",
+            frame.len()
+        ))
+    })?;
+    from_bytes(name, object)
+}
 
 /// No object is longer: each rank makes room for as much as another one announces.
 const LONGEST: usize = i32::MAX as usize;
@@ -365,6 +382,17 @@ mod tests {
                 read_all(&bytes);
             }
         }
+    }
+
+    #[test]
+    fn a_frame_that_claims_more_than_it_has_is_refused() {
+        let frame = |len: i64| [&len.to_le_bytes()[..], &[0xa1, b'x', 0, 0]].concat();
+        assert_eq!(unframe::<String>("some_call", &frame(2)).unwrap(), "x");
+        for len in [5, 1 << 30, i64::MAX, -1] {
+            let error = unframe::<String>("some_call", &frame(len)).unwrap_err().to_string();
+            assert!(error.starts_with("some_call: an object"), "{error}");
+        }
+        assert!(unframe::<String>("some_call", &[1, 0]).is_err());
     }
 
     /// Lists in lists without an end, and one that claims to be longer than any memory.

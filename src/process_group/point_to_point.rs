@@ -210,6 +210,9 @@ impl ProcessGroup {
     fn check(&self, op: &P2POp) -> Result<()> {
         let operation = op.operation();
         self.common_kind(operation, std::slice::from_ref(&op.tensor), &[])?;
+        if !op.is_send() {
+            self.check_output(operation, &op.tensor)?;
+        }
         let Some(peer) = op.peer else {
             return match self.launches {
                 true => refuse(operation, "backend nccl receives from a named rank only".into()),

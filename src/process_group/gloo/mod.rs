@@ -77,8 +77,7 @@ impl Hierarchical {
     /// Meets the ranks of this process, which then know that all call the same, with memory of their own.
     fn meet(&mut self, call: &Call) -> Result<()> {
         let first = self.work.network.layout().here().start;
-        threaded::meet(&mut self.seat, first, call, true)?;
-        self.memory.check(self.seat.announced(), self.seat.barrier().members(), first)
+        threaded::meet(&mut self.seat, first, call, true, Some(&mut self.memory))
     }
 
     /// What they call, for other processes to read.

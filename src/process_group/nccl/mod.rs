@@ -176,7 +176,7 @@ impl Nccl {
         launch: impl FnOnce(&mut Self) -> ncclResult_t,
     ) -> Result<()> {
         if self.check {
-            threaded::meet(&mut self.seat, self.shared.here().start, call, false)?;
+            threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)?;
         } else {
             self.seat.barrier().wait(self.seat.rank(), call.at())?;
         }
@@ -211,7 +211,7 @@ impl Nccl {
     fn meet_all(&mut self, call: &Call) -> Result<()> {
         // The first meeting of every operation is of one sort, so that all see the same announcements.
         if self.check {
-            threaded::meet(&mut self.seat, self.shared.here().start, call, false)?;
+            threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)?;
         } else {
             let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
             self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), timeout)?;
@@ -310,7 +310,7 @@ impl Backend for Nccl {
             Operation::Barrier => self.meet_all(call),
             // Always checked: with different lists the ranks would take each other's places.
             Operation::NewGroup => {
-                threaded::meet(&mut self.seat, self.shared.here().start, call, false)
+                threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)
             }
             _ => self.launch(call),
         }

@@ -1,12 +1,15 @@
-//! What a rank announces before a collective, and whether the ranks' announcements go together.
+//! What a rank announces before a collective, and whether the ranks' announcements agree.
+
+use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
 use super::super::calls::{Called, SIZES, mismatch};
 use super::super::{Call, ReduceOp, device_name, kind_name, num_bytes};
-use crate::error::{Error, Result, Suspects};
+use super::conflict::{Conflict, Span};
+use crate::error::Result;
 use crate::operation::Operation;
-use crate::sync::{self, at_line};
+use crate::sync;
 use crate::torch::cuda;
 
 /// A tensor's memory: where it begins, and how many elements it has.
@@ -24,7 +27,7 @@ unsafe impl Sync for Place {}
 /// One rank's call: everything that must be equal on all ranks, and where its tensors lie.
 #[derive(Debug)]
 pub(crate) struct Announced {
-    operation: Operation,
+    pub(super) operation: Operation,
     reduce_op: Option<ReduceOp>,
     root: Option<usize>,
     pub kind: Kind,
@@ -36,6 +39,10 @@ pub(crate) struct Announced {
     pub place: Option<sync::Place>,
     pub(in super::super) inputs: Vec<Place>,
     pub(in super::super) outputs: Vec<Place>,
+    /// The memory of both, neighbours joined: what other ranks compare with theirs.
+    pub(super) spans: Vec<Span>,
+    /// What the first rank of the process has found in the announcements of all, where it alone looks.
+    pub(super) verdict: OnceLock<Option<Conflict>>,
 }
 
 impl Announced {
@@ -51,11 +58,19 @@ impl Announced {
             place: None,
             inputs: Vec::new(),
             outputs: Vec::new(),
+            spans: Vec::new(),
+            verdict: OnceLock::new(),
         }
     }
 
-    /// Takes over what `call` says; where its tensors are only if that must be the same on all ranks.
-    pub(super) fn announce(&mut self, call: &Call, on_one_device: bool) -> Result<()> {
+    /// Takes over what `call` says, of the rank at this place in the group; where its tensors are only if that must be
+    /// the same on all ranks.
+    pub(super) fn announce(
+        &mut self,
+        call: &Call,
+        at_place: usize,
+        on_one_device: bool,
+    ) -> Result<()> {
         let place = |t: &Tensor| Place { data: t.data_ptr().cast(), numel: t.numel() };
         let mut tensors = call.inputs.iter().chain(call.outputs);
         let device = tensors.next().filter(|_| on_one_device).map(Tensor::device);
@@ -73,7 +88,24 @@ impl Announced {
         self.inputs.extend(call.inputs.iter().map(place));
         self.outputs.clear();
         self.outputs.extend(call.outputs.iter().map(place));
+        self.join_spans(at_place);
+        self.verdict.take();
         Ok(())
+    }
+
+    /// Fills `spans`.
+    fn join_spans(&mut self, at_place: usize) {
+        let kept = self.kept(at_place).filter(|&(i, o)| self.inputs[i] == self.outputs[o]);
+        let (spans, kind) = (&mut self.spans, self.kind);
+        spans.clear();
+        let mut add = |place: &Place, written| {
+            let start = place.data as usize;
+            Span { start, end: start + num_bytes(kind, place.numel), written }.join(spans);
+        };
+        self.outputs.iter().for_each(|place| add(place, true));
+        let inputs = self.inputs.iter().enumerate();
+        let read = inputs.filter(|(index, _)| kept.is_none_or(|(kept, _)| kept != *index));
+        read.for_each(|(_, place)| add(place, false));
     }
 
     fn agrees_with(&self, other: &Announced) -> bool {
@@ -133,99 +165,25 @@ impl Announced {
 }
 
 /// Compares what the ranks of this process call, in their order; `members` are the numbers by which the user knows
-/// them, and `first_place` is that of the first in the group.
+/// them.
 ///
 /// # Errors
-/// [`Error::Mismatch`] where they differ. All ranks see the same calls, so all come to the same answer.
+/// [`Error::Mismatch`](crate::Error::Mismatch) where they differ. All ranks see the same calls, so all come to the
+/// same answer.
 pub(super) fn compare<'a>(
     calls: impl ExactSizeIterator<Item = &'a Announced> + Clone,
     members: &[usize],
-    first_place: usize,
     sequence: u64,
 ) -> Result<()> {
     let Some(first) = calls.clone().next() else { return Ok(()) };
-    if !calls.clone().skip(1).all(|other| other.agrees_with(first)) {
-        let called = members.iter().zip(calls.clone()).map(|(&rank, call)| Called::new(rank, call));
-        let operation = |odd: usize| {
-            let place = members.iter().position(|&rank| rank == odd);
-            let call = place.and_then(|place| calls.clone().nth(place));
-            call.map_or(Operation::Function, |call| call.operation)
-        };
-        return Err(mismatch(sequence, &called.collect::<Vec<_>>(), operation));
-    }
-    if first.operation != Operation::AllToAll {
+    if calls.clone().skip(1).all(|other| other.agrees_with(first)) {
         return Ok(());
     }
-    // What each rank sends to each must be what that one expects.
-    for (from, sender) in calls.clone().enumerate() {
-        for (to, receiver) in calls.clone().enumerate() {
-            let (sent, expected) =
-                (sender.inputs[first_place + to].numel, receiver.outputs[first_place + from].numel);
-            if sent != expected {
-                let (from, odd) = (members[from], members[to]);
-                let suspects = Suspects::tied(vec![from, odd]);
-                let [at, there] = [sender, receiver].map(|it| at_line(it.place));
-                let to = if from == odd {
-                    " to itself, but expects".into()
-                } else {
-                    format!("{at} to rank {odd}, which expects")
-                };
-                let calls = format!(
-                    "in all_to_all rank {from} sends {sent} elements{to} {expected}{there}"
-                );
-                let called = first.operation;
-                return Err(Error::Mismatch { sequence, calls, suspects, odd, called });
-            }
-        }
-    }
-    Ok(())
-}
-
-/// All memory that a collective reads and writes: start, end, rank, and whether it is written.
-#[derive(Debug, Default)]
-pub(in super::super) struct Memory(Vec<(usize, usize, usize, bool)>);
-
-impl Memory {
-    /// Checks that nobody writes where somebody else reads or writes. All ranks see the same places, so
-    /// all come to the same answer.
-    pub(in super::super) fn check<'a>(
-        &mut self,
-        calls: impl Iterator<Item = &'a Announced>,
-        members: &[usize],
-        first_place: usize,
-    ) -> Result<()> {
-        self.0.clear();
-        for (rank, call) in calls.enumerate() {
-            let mut add = |place: &Place, written| {
-                let start = place.data as usize;
-                let end = start + num_bytes(call.kind, place.numel);
-                if end > start {
-                    self.0.push((start, end, rank, written));
-                }
-            };
-            call.outputs.iter().for_each(|place| add(place, true));
-            let kept =
-                call.kept(first_place + rank).filter(|&(i, o)| call.inputs[i] == call.outputs[o]);
-            let others =
-                call.inputs.iter().enumerate().filter(|(i, _)| kept.is_none_or(|k| k.0 != *i));
-            others.for_each(|(_, place)| add(place, false));
-        }
-        self.0.sort_unstable();
-        // The memory that reaches furthest so far, of all and of what is written.
-        let mut furthest: Option<(usize, usize)> = None;
-        let mut furthest_written: Option<(usize, usize)> = None;
-        for &(start, end, rank, written) in &self.0 {
-            let before = if written { furthest } else { furthest_written };
-            if let Some((_, other)) = before.filter(|&(before_end, _)| before_end > start) {
-                let (first, second) = (members[rank.min(other)], members[rank.max(other)]);
-                return Err(Error::SharedMemory { first, second });
-            }
-            let later = |known: Option<(usize, usize)>| known.max(Some((end, rank)));
-            furthest = later(furthest);
-            if written {
-                furthest_written = later(furthest_written);
-            }
-        }
-        Ok(())
-    }
+    let called = members.iter().zip(calls.clone()).map(|(&rank, call)| Called::new(rank, call));
+    let operation = |odd: usize| {
+        let place = members.iter().position(|&rank| rank == odd);
+        let call = place.and_then(|place| calls.clone().nth(place));
+        call.map_or(Operation::Function, |call| call.operation)
+    };
+    Err(mismatch(sequence, &called.collect::<Vec<_>>(), operation))
 }

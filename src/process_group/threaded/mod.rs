@@ -10,9 +10,11 @@
 //!    reduced by one rank in the order of the ranks;
 //! 4. meet again: nobody leaves while another still works on its memory.
 //!
-//! Only the first meeting can be cancelled or time out; between the two no rank waits for anything.
+//! Where each of many ranks has a list of tensors, the first compares for all, and they meet once more to learn what it
+//! has found. Only meetings before the work can be cancelled or time out; from then on no rank waits for anything.
 
 mod announced;
+mod conflict;
 mod element;
 mod mail;
 mod meeting;
@@ -22,8 +24,8 @@ mod shared;
 use super::{Backend, Call, P2POp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
-pub(super) use announced::Announced;
-pub(super) use announced::{Memory, Place};
+pub(super) use announced::{Announced, Place};
+pub(super) use conflict::Memory;
 pub(super) use element::{Kinds, reduce as reduce_elements};
 pub(super) use mail::{
     Carrier, Contents, Delivery, Incoming, Mail, Outcome, Parcel, Posted, Side, describe,
@@ -52,18 +54,36 @@ impl Threaded {
 
 /// Steps 1 and 2: announces this rank's call, waits for the others' and compares.
 ///
-/// On success all ranks call the same, with tensors that fit each other. `on_one_device` asks as well that
-/// all tensors be in one place.
-/// `first_place` is the place in the group of the first rank of this process.
+/// On success all ranks call the same, with tensors that fit each other, and with `memory` nobody writes where another
+/// reads or writes. `on_one_device` asks as well that all tensors be in one place. `first_place` is the place in the
+/// group of the first rank of this process.
 pub(super) fn meet(
     seat: &mut Seat<Announced>,
     first_place: usize,
     call: &Call,
     on_one_device: bool,
+    memory: Option<&mut Memory>,
 ) -> Result<()> {
     let timeout = call.timeout.unwrap_or(seat.barrier().run().timeout);
-    seat.meet(call.at(), timeout, |announced| announced.announce(call, on_one_device))?;
-    announced::compare(seat.announced(), seat.barrier().members(), first_place, call.sequence)
+    let place = first_place + seat.rank();
+    seat.meet(call.at(), timeout, |announced| announced.announce(call, place, on_one_device))?;
+    let members = seat.barrier().members();
+    announced::compare(seat.announced(), members, call.sequence)?;
+    let spans = seat.announced().map(|it| it.spans.len()).sum::<usize>();
+    let conflict = match memory {
+        None => conflict::sizes(seat.announced(), first_place),
+        Some(memory) if spans <= conflict::FEW => memory.conflict(seat.announced(), first_place),
+        Some(memory) => {
+            let Some(first) = seat.announced().next() else { return Ok(()) };
+            if seat.rank() == 0 {
+                first.verdict.get_or_init(|| memory.conflict(seat.announced(), first_place));
+            }
+            seat.barrier().wait_at_most(seat.rank(), call.at(), timeout)?;
+            first.verdict.get().copied().flatten()
+        }
+    };
+    let Some(conflict) = conflict else { return Ok(()) };
+    Err(conflict.error(seat.announced(), members, first_place, call.sequence))
 }
 
 impl Backend for Threaded {
@@ -77,12 +97,10 @@ impl Backend for Threaded {
 
     fn run(&mut self, call: &Call) -> Result<()> {
         let Self { seat, memory, places } = self;
-        meet(seat, 0, call, true)?;
+        meet(seat, 0, call, true, Some(memory))?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // all have come
         }
-        // Nobody writes where another reads or writes.
-        memory.check(seat.announced(), seat.barrier().members(), 0)?;
         // The tensors of all ranks stay where they are: their owners are in this collective, hold them, and
         // leave it together.
         seat.and_leave_together(|| {

@@ -1,0 +1,138 @@
+//! Whether the tensors that all ranks of a process have announced fit each other: no memory that one rank writes and
+//! another touches, and in an all_to_all the sizes that each pair of ranks has announced.
+
+use super::announced::Announced;
+use crate::error::{Error, Suspects};
+use crate::operation::Operation;
+use crate::sync::at_line;
+
+/// Memory that a call reads or writes: addresses from `start` to before `end`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Span {
+    pub start: usize,
+    pub end: usize,
+    pub written: bool,
+}
+
+impl Span {
+    /// Adds this to `spans`, unless it is empty; the last one becomes longer if this begins at its end.
+    pub(super) fn join(self, spans: &mut Vec<Span>) {
+        match spans.last_mut() {
+            _ if self.end == self.start => {}
+            Some(last) if last.end == self.start && last.written == self.written => {
+                last.end = self.end;
+            }
+            _ => spans.push(self),
+        }
+    }
+}
+
+/// Two ranks of the process whose tensors do not fit, by their places in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Conflict {
+    /// One writes memory that the other touches; the first is not above the second.
+    Memory(usize, usize),
+    /// One sends another number of elements than the other expects.
+    Sizes { from: usize, to: usize },
+}
+
+impl Conflict {
+    /// The error that says so; `members` are the numbers by which the user knows the ranks of the process, and
+    /// `first_place` is the place of the first in the group.
+    pub(super) fn error<'a>(
+        self,
+        calls: impl Iterator<Item = &'a Announced> + Clone,
+        members: &[usize],
+        first_place: usize,
+        sequence: u64,
+    ) -> Error {
+        let (from, to) = match self {
+            Conflict::Memory(first, second) => {
+                return Error::SharedMemory { first: members[first], second: members[second] };
+            }
+            Conflict::Sizes { from, to } => (from, to),
+        };
+        let call = |place| calls.clone().nth(place);
+        let sent = call(from).map_or(0, |it| it.inputs[first_place + to].numel);
+        let expected = call(to).map_or(0, |it| it.outputs[first_place + from].numel);
+        let [at, there] = [from, to].map(|place| at_line(call(place).and_then(|it| it.place)));
+        let (from, odd) = (members[from], members[to]);
+        let suspects = Suspects::tied(vec![from, odd]);
+        let to = if from == odd {
+            " to itself, but expects".into()
+        } else {
+            format!("{at} to rank {odd}, which expects")
+        };
+        let calls =
+            format!("in all_to_all rank {from} sends {sent} elements{to} {expected}{there}");
+        Error::Mismatch { sequence, calls, suspects, odd, called: Operation::AllToAll }
+    }
+}
+
+/// The first pair of ranks in an all_to_all of which one sends what the other does not expect. Of other operations
+/// none: what they have agreed on decides their sizes.
+pub(super) fn sizes<'a>(
+    calls: impl Iterator<Item = &'a Announced> + Clone,
+    first_place: usize,
+) -> Option<Conflict> {
+    if calls.clone().next()?.operation != Operation::AllToAll {
+        return None;
+    }
+    let differs = |(from, sender): (usize, &Announced)| {
+        let mut receivers = calls.clone().enumerate();
+        let to = receivers.find(|(to, receiver)| {
+            sender.inputs[first_place + to].numel != receiver.outputs[first_place + from].numel
+        });
+        to.map(|(to, _)| Conflict::Sizes { from, to })
+    };
+    calls.clone().enumerate().find_map(differs)
+}
+
+/// With more spans than these the first rank of the process alone looks for conflicts, and tells the others: each
+/// rank of a large group that has a tensor for each other would look at as many spans as there are pairs of ranks.
+pub(super) const FEW: usize = 4096;
+
+/// All memory that a collective reads and writes: start, end, rank, and whether it is written. Kept to be filled
+/// again without allocating.
+#[derive(Debug, Default)]
+pub(in super::super) struct Memory(Vec<(usize, usize, usize, bool)>);
+
+impl Memory {
+    /// The first conflict. All ranks that look see the same calls, so all come to the same answer.
+    pub(super) fn conflict<'a>(
+        &mut self,
+        calls: impl Iterator<Item = &'a Announced> + Clone,
+        first_place: usize,
+    ) -> Option<Conflict> {
+        sizes(calls.clone(), first_place).or_else(|| self.overlap(calls))
+    }
+
+    /// Two ranks of which one writes where the other reads or writes.
+    fn overlap<'a>(&mut self, calls: impl Iterator<Item = &'a Announced>) -> Option<Conflict> {
+        self.0.clear();
+        for (rank, call) in calls.enumerate() {
+            self.0.extend(call.spans.iter().map(|it| (it.start, it.end, rank, it.written)));
+        }
+        self.0.sort_unstable();
+        // The memory that reaches furthest so far, of all and of what is written.
+        let mut furthest: Option<(usize, usize)> = None;
+        let mut furthest_written: Option<(usize, usize)> = None;
+        let mut found = None;
+        for &(start, end, rank, written) in &self.0 {
+            let before = if written { furthest } else { furthest_written };
+            if let Some((_, other)) = before.filter(|&(before_end, _)| before_end > start) {
+                found = Some(Conflict::Memory(rank.min(other), rank.max(other)));
+                break;
+            }
+            let later = |known: Option<(usize, usize)>| known.max(Some((end, rank)));
+            furthest = later(furthest);
+            if written {
+                furthest_written = later(furthest_written);
+            }
+        }
+        if self.0.len() > FEW {
+            self.0 = Vec::new(); // as large as it will be needed once in a while only
+        }
+        found
+    }
+}

@@ -1,0 +1,133 @@
+//! Hundreds of ranks in one process: memory, and what changes when each of them has a tensor for each other.
+
+use std::process::Command;
+
+use ddp_mp::observe::peak_memory;
+use ddp_mp::{Error, ReduceOp};
+use serde_json::Value;
+use tch::Tensor;
+
+use crate::harness::{ranks, run, run_command};
+
+/// So many ranks with a list each have more tensors than each of them looks at: the first looks for all.
+const MANY: usize = 70;
+
+fn one(value: usize) -> Tensor {
+    Tensor::from_slice(&[value as i64])
+}
+
+fn list(world_size: usize, value: impl Fn(usize) -> usize) -> Vec<Tensor> {
+    (0..world_size).map(|rank| one(value(rank))).collect()
+}
+
+fn values(list: &[Tensor]) -> Vec<usize> {
+    list.iter().map(|it| it.int64_value(&[0]) as usize).collect()
+}
+
+#[test]
+fn lists_of_many_ranks_arrive() {
+    ranks(MANY, |rank, group| {
+        let (me, count) = (rank.rank(), rank.world_size());
+        for round in 0..3 {
+            let mut all = list(count, |_| 0);
+            group.all_gather(&mut all, &one(me + round))?;
+            assert_eq!(values(&all), (round..count + round).collect::<Vec<_>>());
+            let mut received = list(count, |_| 0);
+            group.all_to_all(&mut received, &list(count, |to| 1000 * me + to))?;
+            assert_eq!(values(&received), (0..count).map(|it| 1000 * it + me).collect::<Vec<_>>());
+            let mut sum = one(0);
+            group.reduce_scatter(&mut sum, &list(count, |to| me * to), ReduceOp::Sum)?;
+            assert_eq!(values(&[sum]), [me * count * (count - 1) / 2]);
+        }
+        let names = group.all_gather_object(&format!("rank {}", "x".repeat(me)))?;
+        assert!((0..count).all(|rank| names[rank].len() == 5 + rank));
+        Ok(())
+    });
+}
+
+#[test]
+fn one_memory_for_two_of_many_ranks_is_refused_on_all() {
+    let shared = ddp_mp::torch::SharedTensor::new(one(0));
+    let errors = ranks(MANY, move |rank, group| {
+        let mut outputs = list(MANY, |_| 0);
+        if [17, 42].contains(&rank.rank()) {
+            outputs[3] = shared.get();
+        }
+        let error = group.all_gather(&mut outputs, &one(1)).unwrap_err();
+        // It has ended nothing: the ranks agree, and go on.
+        let mut after = list(MANY, |_| 0);
+        group.all_gather(&mut after, &one(rank.rank()))?;
+        assert_eq!(values(&after), (0..MANY).collect::<Vec<_>>());
+        Ok(error)
+    });
+    for error in errors {
+        assert!(matches!(error, Error::SharedMemory { first: 17, second: 42 }), "{error}");
+    }
+}
+
+#[test]
+fn one_wrong_size_among_many_ranks_is_told_to_all() {
+    let errors = ranks(MANY, |rank, group| {
+        let mut outputs = list(MANY, |_| 0);
+        if rank.rank() == 9 {
+            outputs[50] = Tensor::from_slice(&[0i64; 2]);
+        }
+        Ok(group.all_to_all(&mut outputs, &list(MANY, |_| 1)).unwrap_err().to_string())
+    });
+    for error in errors {
+        assert!(error.contains("in all_to_all rank 50 sends 1 elements at "), "{error}");
+        assert!(error.contains(" to rank 9, which expects 2"), "{error}");
+    }
+}
+
+/// What the program takes at most to train on so many ranks, in bytes.
+fn peak_of_training(nproc: usize) -> f64 {
+    let nproc = format!("--nproc-per-node={nproc}");
+    let (code, stdout, stderr) =
+        run(&[&nproc, "--max-steps=2", "--batch-size=2", "--log-format=json"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+    end["peak_memory_bytes"].as_f64().unwrap()
+}
+
+#[test]
+fn training_on_hundreds_of_ranks_takes_little_memory() {
+    let peak = peak_of_training(384);
+    println!("{peak} bytes");
+    assert!(peak < 600e6, "{peak} bytes"); // it once took 2.1e9
+}
+
+/// Lists on many ranks, in a process of its own, whose memory is measured.
+#[test]
+#[ignore = "run by another test, in a process of its own"]
+fn lists_in_a_process() {
+    const RANKS: usize = 256;
+    ranks(RANKS, |rank, group| {
+        let mut outputs = list(RANKS, |_| 0);
+        group.all_to_all(&mut outputs, &list(RANKS, |_| rank.rank()))?;
+        assert_eq!(values(&outputs), (0..RANKS).collect::<Vec<_>>());
+        Ok(())
+    });
+    let peak = peak_memory().unwrap() as f64;
+    println!("{peak} bytes");
+    assert!(peak < 700e6, "{peak} bytes"); // a list of all tensors on each rank would take 1.1e9 alone
+}
+
+#[test]
+fn a_tensor_for_each_pair_of_ranks_takes_memory_once() {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--ignored", "--exact", "many_ranks::lists_in_a_process", "--nocapture"]);
+    let (code, stdout, stderr) = run_command(command);
+    assert!(code == Some(0) && stdout.contains("1 passed"), "{stdout}\n{stderr}");
+}
+
+#[test]
+#[ignore = "a thousand threads: seconds, and 0.4 GB"]
+fn a_thousand_ranks() {
+    let (code, stdout, stderr) = run(&["comm", "barrier", "--nproc-per-node=1000"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stdout.contains("\nbarrier\n"), "{stdout}");
+    let peak = peak_of_training(1000);
+    println!("{peak} bytes");
+    assert!(peak < 1e9, "{peak} bytes");
+}
