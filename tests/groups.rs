@@ -521,3 +521,134 @@ fn what_one_rank_sends_another_receives() {
         }
     }
 }
+
+#[test]
+fn all_ranks_are_split_into_groups_of_one_size() {
+    for group_size in [1, 2, 3, 6] {
+        ranks(6, move |rank, group| {
+            let mine = group.new_subgroups(group_size)?;
+            let first = rank.rank() / group_size * group_size;
+            assert_eq!(mine.ranks(), (first..first + group_size).collect::<Vec<_>>());
+            assert_eq!(mine.rank(), rank.rank() - first);
+            let mut sum = one(rank.rank() as i64);
+            mine.all_reduce(&mut sum, ReduceOp::Sum)?;
+            assert_eq!(sum.int64_value(&[0]), mine.ranks().iter().sum::<usize>() as i64);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn groups_are_made_of_lists_of_ranks() {
+    ranks(6, |rank, group| {
+        // In any order; rank 4 is in none.
+        let mine = group.new_subgroups_by_enumeration(&[&[5, 0], &[2, 3, 1]])?;
+        let expected = match rank.rank() {
+            0 | 5 => Some(&[0, 5][..]),
+            4 => None,
+            _ => Some(&[1, 2, 3][..]),
+        };
+        assert_eq!(mine.as_ref().map(|it| it.ranks()), expected);
+        if let Some(mine) = mine {
+            let mut sum = one(rank.rank() as i64);
+            mine.all_reduce(&mut sum, ReduceOp::Sum)?;
+            assert_eq!(sum.int64_value(&[0]), mine.ranks().iter().sum::<usize>() as i64);
+        }
+        assert!(group.new_subgroups_by_enumeration(&[])?.is_none());
+        Ok(())
+    });
+}
+
+#[test]
+fn wrong_splits_are_refused_before_any_group_is_made() {
+    ranks(4, |rank, group| {
+        if rank.rank() == 2 {
+            for size in [0, 3, 5] {
+                let error = group.new_subgroups(size).unwrap_err().to_string();
+                let expected = format!("new_group: 4 ranks cannot be split into groups of {size}");
+                assert!(error.starts_with(&expected), "{error}");
+            }
+            let told = |lists: &[&[usize]]| {
+                group.new_subgroups_by_enumeration(lists).unwrap_err().to_string()
+            };
+            let twice = told(&[&[0, 1], &[3], &[2, 1]]);
+            assert_eq!(twice, "new_group: rank 1 is in list 0 and in list 2; name it once");
+            assert!(told(&[&[0, 1], &[4]]).contains("a member is rank 4"));
+            assert!(told(&[&[0, 1], &[]]).contains("no list of different ranks"));
+            assert!(told(&[&[1, 1]]).contains("no list of different ranks"));
+        }
+        group.barrier()?; // nobody has been in a collective meanwhile
+        Ok(())
+    });
+}
+
+/// What lets a rank go on at a moment of the test's choosing.
+fn gate() -> (std::sync::mpsc::Sender<()>, std::sync::Mutex<std::sync::mpsc::Receiver<()>>) {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    (sender, std::sync::Mutex::new(receiver))
+}
+
+#[test]
+fn a_wait_that_timed_out_can_be_repeated_until_the_operation_is_over() {
+    let (open, opened) = gate();
+    ranks(2, move |rank, group| {
+        let mut tensor = one(rank.rank() as i64 + 1);
+        let mut message = one(0);
+        if rank.rank() == 1 {
+            opened.lock().unwrap().recv()?; // rank 0 has waited in vain, twice
+            group.all_reduce(&mut tensor, ReduceOp::Sum)?;
+            group.send(&tensor, 0, 0)?;
+            return Ok(());
+        }
+        let mut same = tensor.shallow_clone();
+        let mut reduced =
+            group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum))?;
+        let mut received = group.irecv(&mut message, Some(1), 0)?;
+        for _ in 0..2 {
+            for work in [&mut reduced, &mut received] {
+                assert!(!work.wait_timeout(Duration::ZERO)?);
+                assert!(!work.wait_timeout(Duration::from_millis(5))?);
+                assert!(!work.is_completed());
+            }
+        }
+        open.send(())?;
+        for mut work in [reduced, received] {
+            while !work.wait_timeout(Duration::from_millis(1))? {}
+            // It is over, and stays so.
+            assert!(work.is_completed() && work.wait_timeout(Duration::ZERO)?);
+            work.wait()?;
+        }
+        assert_eq!([tensor, message].map(|it| it.int64_value(&[0])), [3, 3]);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_failure_ends_a_wait_with_a_timeout_and_every_later_one() {
+    for message in [false, true] {
+        let (open, opened) = gate();
+        let error = try_ranks(2, move |rank, group| {
+            if rank.rank() == 1 {
+                opened.lock().unwrap().recv()?;
+                anyhow::bail!("the cause");
+            }
+            let mut tensor = one(0);
+            let mut work = if message {
+                group.irecv(&mut tensor, Some(1), 0)?
+            } else {
+                group.async_op(|group| group.barrier())?
+            };
+            assert!(!work.wait_timeout(Duration::from_millis(1))?);
+            open.send(())?;
+            let long = Duration::from_secs(1000);
+            for _ in 0..2 {
+                let error = work.wait_timeout(long).unwrap_err();
+                assert!(matches!(error, Error::Cancelled { by: 1, .. }), "{error}");
+            }
+            assert!(matches!(work.wait(), Err(Error::Cancelled { by: 1, .. })));
+            Ok(())
+        })
+        .unwrap_err();
+        assert_eq!(error.failure.error, "the cause");
+    }
+}

@@ -101,8 +101,10 @@ fn child() {
     let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
         "collectives" => collectives,
         "messages" => messages,
+        "coalesced" => |_, group| crate::coalesced::compare(&group).unwrap(),
         "message_to_nobody" => message_to_nobody,
         "failing_backward" => failing_backward,
+        "functional" => |_, group| crate::functional::compare(&group).unwrap(),
         "groups" => groups,
         "mismatch" => mismatch,
         "surface" => surface,
@@ -421,6 +423,20 @@ fn every_collective_gives_every_rank_its_due() {
     }
 }
 
+#[test]
+fn gradients_flow_through_collectives_of_processes() {
+    for ranks in [&[1, 1][..], &[1, 2]] {
+        scene("functional", ranks);
+    }
+}
+
+#[test]
+fn several_tensors_cross_in_one_collective() {
+    for ranks in [&[1, 1][..], &[2, 1]] {
+        scene("coalesced", ranks);
+    }
+}
+
 fn messages(rank: &Rank, group: Rc<ProcessGroup>) {
     let (me, count) = (rank.rank(), rank.world_size());
     // Everybody passes on to the right, and what is larger to the left.
@@ -522,6 +538,17 @@ fn groups(rank: &Rank, group: Rc<ProcessGroup>) {
     let mut tensor = Tensor::from_slice(&[me as i64; 50_000]);
     mine.all_reduce(&mut tensor, ReduceOp::Sum).unwrap();
     assert_eq!(tensor.int64_value(&[0]), expected.iter().sum::<usize>() as i64);
+    let halves = group.new_subgroups_by_enumeration(&[&[count - 1, 0], &[1]]).unwrap();
+    let expected: Option<&[usize]> = match me {
+        1 => Some(&[1]),
+        _ if me == 0 || me == count - 1 => Some(&[0, count - 1]),
+        _ => None,
+    };
+    assert_eq!(halves.as_ref().map(|it| it.ranks()), expected);
+    let pair = group.new_subgroups(2).unwrap();
+    let mut sum = Tensor::from_slice(&[me as i64]);
+    pair.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+    assert_eq!(sum.int64_value(&[0]), (me / 2 * 4 + 1) as i64);
     // Two that are in one process need no network.
     if let Some(pair) = group.new_group(&[0, 1]).unwrap() {
         pair.broadcast(&mut tensor, 1).unwrap();

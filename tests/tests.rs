@@ -9,6 +9,7 @@ mod bench; // ddp-mp bench: right results, right columns, wrong input
 mod c10d; // groups in which PyTorch could be
 mod checkpoint; // stopped, killed, damaged, and going on as if nothing had happened
 mod cli; // the program as a user meets it: help, mistakes, the README's commands
+mod coalesced; // several tensors in one collective
 mod collectives; // every operation, kind, world size and awkward length; mismatches
 mod comm; // what the program shows of the collectives
 mod cuda; // with a GPU; skips and says so without
@@ -20,6 +21,7 @@ mod explain; // what --explain tells: short, right, and changing nothing
 mod failures; // every kind of failure at every stage on every rank
 mod files; // data sets in files: written by others, damaged, cut off
 mod flags; // every flag with wrong values, from clap's own list
+mod functional; // collectives that gradients flow through
 mod gloo; // ranks of several processes: what they reduce, and messages between them
 mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed

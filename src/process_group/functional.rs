@@ -1,27 +1,35 @@
-//! Collectives that gradients flow through.
+//! Collectives that gradients flow through: `torch.distributed.nn.functional`.
+//!
+//! Each returns new tensors, and leaves those that it is given as they are. The ranks' losses count as one loss, their
+//! sum, and the gradient of each tensor is that of this sum. So backward is a collective as well: every rank must go
+//! backward through its results, if one does, and in the same order. A rank whose loss does not depend on a result adds
+//! `0.0 * result.sum(..)` to it. Reductions are sums, because the gradient of a maximum or a product would need more
+//! than the gradient of the result. Any float kind.
+//!
+//! Errors are those of the method of [`ProcessGroup`] with the same name. Those of backward come out of
+//! [`torch::backward`](crate::torch::backward) and
+//! [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) as they are; tch's own `f_backward`
+//! makes a text of them. [`Error::Unsupported`] when backward runs on another thread.
 
 use std::rc::Rc;
 
 use tch::Tensor;
 
+use super::arguments::refuse;
 use super::{ProcessGroup, ReduceOp};
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
-use crate::torch::self_adjoint;
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+use crate::torch::linear;
 
-/// The sum of `tensor` over all ranks, as a new tensor that gradients flow through. A collective.
+type Group = Rc<ProcessGroup>;
+
+/// The sum of `tensor` over all ranks. A collective.
 ///
-/// Follows `torch.distributed.nn.functional.all_reduce` with its default, the sum. If the results of all
-/// ranks go into one loss, the sum of their losses, then the gradient of each rank's `tensor` is the sum
-/// over the ranks of the results' gradients: backward is an all_reduce as well. So every rank must go
-/// backward through its result, if one does, and in the same order; a rank for which nothing depends on it
-/// adds `0.0 * result` to its loss.
+/// Follows `torch.distributed.nn.functional.all_reduce` with its default, the sum. The gradient of each rank's `tensor`
+/// is the sum over the ranks of the results' gradients.
 ///
 /// # Errors
-/// As [`ProcessGroup::all_reduce`]. Those of backward come out of [`torch::backward`](crate::torch::backward)
-/// and [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) as they are; tch's
-/// own `f_backward` makes a text of them. [`Error::Unsupported`] when backward runs on another thread.
+/// As [`ProcessGroup::all_reduce`], and those of the [module](self).
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -43,6 +51,274 @@ use crate::torch::self_adjoint;
 /// # }
 /// ```
 pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    let group = group.clone();
-    self_adjoint(tensor, move |tensor| group.all_reduce(tensor, ReduceOp::Sum))
+    let [one, other] = [group.clone(), group.clone()];
+    linear(tensor, move |it| summed(it, &one), move |it| summed(it, &other))
+}
+
+/// Rank `src`'s `tensor`, on every rank. A collective.
+///
+/// Follows `torch.distributed.nn.functional.broadcast`. The gradient of rank `src`'s `tensor` is the sum of all ranks'
+/// gradients; those of the others are zeros.
+///
+/// # Errors
+/// As [`ProcessGroup::broadcast`], and those of the [module](self).
+pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
+    let [one, other] = [group.clone(), group.clone()];
+    let gradient = move |it: &Tensor| {
+        let sum = reduced(it, src, &other)?;
+        if other.rank() == src { Ok(sum) } else { zeros(&sum.size(), &sum) }
+    };
+    linear(tensor, move |it| broadcasted(it, src, &one), gradient)
+}
+
+/// The sum of `tensor` over all ranks, on rank `dst`; a copy of their own tensor on the others. A collective.
+///
+/// Follows `torch.distributed.nn.functional.reduce` with its default, the sum. The gradient of each rank's `tensor` is
+/// that of rank `dst`'s result.
+///
+/// # Errors
+/// As [`ProcessGroup::reduce`], and those of the [module](self).
+pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
+    let [one, other] = [group.clone(), group.clone()];
+    linear(tensor, move |it| reduced(it, dst, &one), move |it| broadcasted(it, dst, &other))
+}
+
+/// Every rank's `tensor`, in the order of the ranks, on rank `dst`; as many zeros on the others. A collective.
+///
+/// Follows `torch.distributed.nn.functional.gather`. The gradient of rank `i`'s `tensor` is that of rank `dst`'s `i`-th
+/// result.
+///
+/// # Errors
+/// As [`ProcessGroup::gather`], and those of the [module](self).
+pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Vec<Tensor>> {
+    let [one, other] = [group.clone(), group.clone()];
+    let all =
+        linear(tensor, move |it| gathered(it, dst, &one), move |it| scattered(it, dst, &other))?;
+    rows(&all)
+}
+
+/// The tensor of this rank in rank `src`'s list `tensors`. A collective.
+///
+/// Follows `torch.distributed.nn.functional.scatter`. Every rank passes a list with a tensor for each rank, all of one
+/// shape and kind; the values of the others' lists do not matter. The gradient of rank `src`'s `i`-th tensor is that of
+/// rank `i`'s result; those of the others' lists are zeros.
+///
+/// # Errors
+/// As [`ProcessGroup::scatter`], and those of the [module](self).
+pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
+    let all = stacked(Operation::Scatter, tensors, group)?;
+    let [one, other] = [group.clone(), group.clone()];
+    linear(&all, move |it| scattered(it, src, &one), move |it| gathered(it, src, &other))
+}
+
+/// Every rank's `tensor`, in the order of the ranks. A collective.
+///
+/// Follows `torch.distributed.nn.functional.all_gather`. The gradient of rank `i`'s `tensor` is the sum over the ranks of
+/// the gradients of their `i`-th result.
+///
+/// # Errors
+/// As [`ProcessGroup::all_gather`], and those of the [module](self).
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// use ddp_mp::process_group::functional::all_gather;
+/// use ddp_mp::{Backend, spawn, torch};
+/// use tch::{Kind, Tensor};
+///
+/// spawn(2, |rank| {
+///     let group = rank.init_process_group(Backend::Threaded)?;
+///     let mine = Tensor::from_slice(&[rank.rank() as f32 + 1.0]).set_requires_grad(true);
+///     let all = all_gather(&mine, &group)?;
+///     // This rank's loss is the product of both numbers: 1 * 2.
+///     torch::backward(&(&all[0] * &all[1]).sum(Kind::Float))?;
+///     // Each of two losses has the other number as its gradient.
+///     assert_eq!(mine.grad().double_value(&[0]), [2.0 * 2.0, 2.0 * 1.0][rank.rank()]);
+///     Ok(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn all_gather(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Vec<Tensor>> {
+    rows(&gathered_by_all(tensor, group)?)
+}
+
+/// As [`all_gather`], in one tensor: the ranks' tensors one after the other along the first dimension. A collective.
+///
+/// Follows `torch.distributed.nn.functional._all_gather_base`, which has a gradient with NCCL only.
+///
+/// # Errors
+/// As [`ProcessGroup::all_gather_into_tensor`], and those of the [module](self).
+pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
+    let mut shape = tensor.size();
+    match shape.first_mut() {
+        Some(first) => *first *= group.world_size() as i64,
+        None => shape.push(group.world_size() as i64),
+    }
+    gathered_by_all(tensor, group)?.f_reshape(shape).map_err(Error::torch("reshape"))
+}
+
+/// The sum over the ranks of what each has for this rank in `input_list`. A collective.
+///
+/// Follows `torch.distributed.nn.functional.reduce_scatter` with its default, the sum. The list has a tensor for each
+/// rank, all of one shape and kind. The gradient of each rank's `i`-th tensor is that of rank `i`'s result.
+///
+/// # Errors
+/// As [`ProcessGroup::reduce_scatter`], and those of the [module](self).
+pub fn reduce_scatter(input_list: &[Tensor], group: &Rc<ProcessGroup>) -> Result<Tensor> {
+    let all = stacked(Operation::ReduceScatter, input_list, group)?;
+    let [one, other] = [group.clone(), group.clone()];
+    linear(&all, move |it| sum_of_rows(it, &one), move |it| all_rows(it, &other))
+}
+
+/// What each rank has for this rank in its `input_list`, in the order of the ranks. A collective.
+///
+/// Follows `torch.distributed.nn.functional.all_to_all`. The list has a tensor for each rank, of any shape;
+/// `output_shapes` are the shapes of those that come. The gradient of rank `i`'s `j`-th tensor is that of rank `j`'s
+/// `i`-th result.
+///
+/// # Errors
+/// As [`ProcessGroup::all_to_all`], and those of the [module](self).
+pub fn all_to_all(
+    output_shapes: &[&[i64]],
+    input_list: &[Tensor],
+    group: &Rc<ProcessGroup>,
+) -> Result<Vec<Tensor>> {
+    group.check_list(Operation::AllToAll, input_list, None)?;
+    if output_shapes.len() != group.world_size() {
+        return refuse(
+            Operation::AllToAll,
+            format!(
+                "output_shapes has {} shapes, but there are {} ranks; pass one for each",
+                output_shapes.len(),
+                group.world_size()
+            ),
+        );
+    }
+    let torch = || Error::torch("joining tensors");
+    let flat = input_list.iter().map(|it| it.f_reshape([-1]));
+    let flat = flat.collect::<Result<Vec<_>, _>>().map_err(torch())?;
+    let sent: Vec<i64> = input_list.iter().map(|it| it.numel() as i64).collect();
+    let received: Vec<i64> = output_shapes.iter().map(|shape| shape.iter().product()).collect();
+    let input = Tensor::f_cat(&flat, 0).map_err(torch())?;
+    let output = all_to_all_single(&input, Some(&received), Some(&sent), group)?;
+    let parts = output.f_split_with_sizes(&received, 0).map_err(Error::torch("split"))?;
+    let shaped = parts.iter().zip(output_shapes).map(|(part, shape)| part.f_reshape(*shape));
+    shaped.collect::<Result<_, _>>().map_err(Error::torch("reshape"))
+}
+
+/// The rows that each rank has for this rank in its `input`, one after the other. A collective.
+///
+/// Follows `torch.distributed.nn.functional.all_to_all_single`. The splits count rows, one number for each rank; without
+/// them the parts are equal. The gradient goes back where the values came from.
+///
+/// # Errors
+/// As [`ProcessGroup::all_to_all_single`], and those of the [module](self).
+pub fn all_to_all_single(
+    input: &Tensor,
+    output_split_sizes: Option<&[i64]>,
+    input_split_sizes: Option<&[i64]>,
+    group: &Rc<ProcessGroup>,
+) -> Result<Tensor> {
+    let shape = |splits: Option<&[i64]>| {
+        let mut shape = input.size();
+        if let (Some(rows), Some(splits)) = (shape.first_mut(), splits) {
+            *rows = splits.iter().sum();
+        }
+        shape
+    };
+    let exchange = |from: Option<&[i64]>, to: Option<&[i64]>| {
+        let (group, shape) = (group.clone(), shape(from));
+        let [from, to] = [from, to].map(|splits| splits.map(<[i64]>::to_vec));
+        move |it: &Tensor| {
+            let mut output = zeros(&shape, it)?;
+            group.all_to_all_single(&mut output, it, from.as_deref(), to.as_deref())?;
+            Ok(output)
+        }
+    };
+    let forward = exchange(output_split_sizes, input_split_sizes);
+    linear(input, forward, exchange(input_split_sizes, output_split_sizes))
+}
+
+/// [`all_gather`] with a row for each rank.
+fn gathered_by_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
+    let [one, other] = [group.clone(), group.clone()];
+    linear(tensor, move |it| all_rows(it, &one), move |it| sum_of_rows(it, &other))
+}
+
+/// A list with a tensor for each rank as the rows of one tensor, under autograd.
+fn stacked(operation: Operation, list: &[Tensor], group: &Group) -> Result<Tensor> {
+    group.common_kind(operation, list, &[])?;
+    let shape = list.first().map(Tensor::size);
+    group.check_list(operation, list, shape.as_deref())?;
+    Tensor::f_stack(list, 0).map_err(Error::torch("stack"))
+}
+
+/// The rows of a tensor, under autograd.
+fn rows(all: &Tensor) -> Result<Vec<Tensor>> {
+    all.f_unbind(0).map_err(Error::torch("unbind"))
+}
+
+fn zeros(shape: &[i64], like: &Tensor) -> Result<Tensor> {
+    Tensor::f_zeros(shape, (like.kind(), like.device())).map_err(Error::torch("zeros"))
+}
+
+/// A copy in one piece of memory.
+fn copy(tensor: &Tensor) -> Result<Tensor> {
+    let mut copy = zeros(&tensor.size(), tensor)?;
+    copy.f_copy_(tensor).map_err(Error::torch("copy_"))?;
+    Ok(copy)
+}
+
+// The collectives outside of autograd, each on new tensors.
+
+fn summed(tensor: &Tensor, group: &Group) -> Result<Tensor> {
+    let mut sum = copy(tensor)?;
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    Ok(sum)
+}
+
+fn broadcasted(tensor: &Tensor, src: usize, group: &Group) -> Result<Tensor> {
+    let mut received = copy(tensor)?;
+    group.broadcast(&mut received, src)?;
+    Ok(received)
+}
+
+fn reduced(tensor: &Tensor, dst: usize, group: &Group) -> Result<Tensor> {
+    let mut sum = copy(tensor)?;
+    group.reduce(&mut sum, dst, ReduceOp::Sum)?;
+    Ok(sum)
+}
+
+/// A row for each rank on `dst`, zeros on the others.
+fn gathered(tensor: &Tensor, dst: usize, group: &Group) -> Result<Tensor> {
+    let all = room_for_all(tensor, group)?;
+    let mut list = rows(&all)?;
+    group.gather(tensor, (group.rank() == dst).then_some(&mut list[..]), dst)?;
+    Ok(all)
+}
+
+/// The row of rank `src` for this rank.
+fn scattered(all: &Tensor, src: usize, group: &Group) -> Result<Tensor> {
+    let mut mine = zeros(&all.size()[1..], all)?;
+    let list = rows(all)?;
+    group.scatter(&mut mine, (group.rank() == src).then_some(&list[..]), src)?;
+    Ok(mine)
+}
+
+/// A row for each rank.
+fn all_rows(tensor: &Tensor, group: &Group) -> Result<Tensor> {
+    let mut all = room_for_all(tensor, group)?;
+    group.all_gather_into_tensor(&mut all, tensor)?;
+    Ok(all)
+}
+
+/// The sum over the ranks of the rows for this rank.
+fn sum_of_rows(all: &Tensor, group: &Group) -> Result<Tensor> {
+    let mut mine = zeros(&all.size()[1..], all)?;
+    group.reduce_scatter_tensor(&mut mine, all, ReduceOp::Sum)?;
+    Ok(mine)
+}
+
+fn room_for_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
+    zeros(&[&[group.world_size() as i64], &tensor.size()[..]].concat(), tensor)
 }

@@ -4,9 +4,7 @@ use std::sync::Arc;
 
 use super::threaded::Occasion;
 use super::{Invitation, ProcessGroup};
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::operation::Operation;
 
 use super::arguments::{Options, refuse};
@@ -46,12 +44,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<ProcessGroup>> {
         let operation = Operation::NewGroup;
-        let mut ranks = ranks.to_vec();
-        ranks.sort_unstable();
-        ranks.iter().try_for_each(|&rank| self.check_rank(operation, "a member", rank))?;
-        if ranks.is_empty() || ranks.windows(2).any(|pair| pair[0] == pair[1]) {
-            return refuse(operation, format!("{ranks:?} is no list of different ranks"));
-        }
+        let ranks = self.check_members(ranks)?;
         let shape: Vec<i64> = ranks.iter().map(|&rank| rank as i64).collect();
         let sequence = self.sequence()?;
         let occasion = Occasion::NewGroup(sequence);
@@ -71,12 +64,121 @@ impl ProcessGroup {
         Ok(Some(group.record_as_part_of(self, sequence)))
     }
 
+    /// Splits this group into groups of `group_size` ranks each, of neighbours: the first has ranks 0 to `group_size - 1`.
+    /// Returns the one that this rank is in.
+    ///
+    /// Follows `torch.distributed.new_subgroups`. Every rank must call it. Numbers are as in [`ProcessGroup::new_group`].
+    ///
+    /// # Errors
+    /// [`Error::Input`] when the ranks cannot be split into groups of that size; as [`ProcessGroup::all_reduce`].
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    ///
+    /// spawn(4, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let pair = group.new_subgroups(2)?;
+    ///     assert_eq!(pair.ranks(), [[0, 1], [2, 3]][rank.rank() / 2]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn new_subgroups(&self, group_size: usize) -> Result<ProcessGroup> {
+        let count = self.world_size();
+        if group_size == 0 || !count.is_multiple_of(group_size) {
+            return refuse(
+                Operation::NewGroup,
+                format!("{count} ranks cannot be split into groups of {group_size}; use a divisor"),
+            );
+        }
+        let all: Vec<usize> = (0..count).collect();
+        let mine = self.rank / group_size;
+        self.make_groups(all.chunks(group_size), mine)?.ok_or_else(|| {
+            Error::Unsupported(format!("new_group made no group for rank {}", self.rank))
+        })
+    }
+
+    /// A group for each list of ranks. Returns the one that this rank is in; `None` if it is in none.
+    ///
+    /// Follows `torch.distributed.new_subgroups_by_enumeration`. Every rank must call it, with the same lists. Numbers
+    /// are as in [`ProcessGroup::new_group`].
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::new_group`]; [`Error::Input`] when a rank is in two lists.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    ///
+    /// spawn(5, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mine = group.new_subgroups_by_enumeration(&[&[0, 2], &[1, 3]])?;
+    ///     let ranks = mine.as_ref().map(|it| it.ranks());
+    ///     assert_eq!(ranks, [Some(&[0, 2][..]), Some(&[1, 3]), None][[0, 1, 0, 1, 2][rank.rank()]]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn new_subgroups_by_enumeration(
+        &self,
+        ranks_per_subgroup_list: &[&[usize]],
+    ) -> Result<Option<ProcessGroup>> {
+        let mut list_of = vec![None; self.world_size()];
+        for (list, ranks) in ranks_per_subgroup_list.iter().enumerate() {
+            self.check_members(ranks)?;
+            for &rank in *ranks {
+                if let Some(other) = list_of[rank].replace(list) {
+                    return refuse(
+                        Operation::NewGroup,
+                        format!("rank {rank} is in list {other} and in list {list}; name it once"),
+                    );
+                }
+            }
+        }
+        let mine = list_of[self.rank].unwrap_or(ranks_per_subgroup_list.len());
+        self.make_groups(ranks_per_subgroup_list.iter().copied(), mine)
+    }
+
+    /// Makes a group of each list of ranks; returns the one at place `mine`.
+    #[track_caller]
+    fn make_groups<'a>(
+        &self,
+        lists: impl Iterator<Item = &'a [usize]>,
+        mine: usize,
+    ) -> Result<Option<ProcessGroup>> {
+        let mut found = None;
+        for (place, ranks) in lists.enumerate() {
+            let group = self.new_group(ranks)?;
+            if place == mine {
+                found = group;
+            }
+        }
+        Ok(found)
+    }
+
     /// The members of this group in their order, by the numbers that they have in the group that
     /// [`Rank::init_process_group`](crate::launch::Rank::init_process_group) returned. Not a collective.
     ///
     /// Follows `torch.distributed.get_process_group_ranks`.
     pub fn ranks(&self) -> &[usize] {
         self.shared.members()
+    }
+
+    /// The members of a new group in ascending order, all of them there and different.
+    fn check_members(&self, ranks: &[usize]) -> Result<Vec<usize>> {
+        let operation = Operation::NewGroup;
+        let mut ranks = ranks.to_vec();
+        ranks.sort_unstable();
+        ranks.iter().try_for_each(|&rank| self.check_rank(operation, "a member", rank))?;
+        if ranks.is_empty() || ranks.windows(2).any(|pair| pair[0] == pair[1]) {
+            return refuse(operation, format!("{ranks:?} is no list of different ranks"));
+        }
+        Ok(ranks)
     }
 
     /// An invitation to a group that talks as this one does.

@@ -8,6 +8,7 @@ mod barriers;
 pub mod c10d;
 mod call;
 mod calls;
+mod coalesced;
 mod collectives;
 mod communication;
 pub mod functional;

@@ -4,8 +4,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
-use crossbeam::channel::Receiver;
+use crossbeam::channel::{Receiver, RecvTimeoutError};
 
 use super::Network;
 #[cfg(doc)]
@@ -37,8 +38,10 @@ pub(super) enum State {
     Posted { posted: Posted, shared: Arc<Shared>, destination: usize, side: OtherSide, at: At },
     /// Launched on a GPU, up to this mark of the rank's stream.
     Launched(cuda::Event),
-    /// It was over before anybody could ask.
+    /// It is over, and went well.
     Done,
+    /// It has failed, which has been told.
+    Failed,
 }
 
 /// Who can be the other side of a message.
@@ -69,7 +72,7 @@ impl Work {
             State::Posted { posted, .. } => posted.is_completed(),
             // An error of the device shows in `ProcessGroup::synchronize`.
             State::Launched(mark) => mark.is_done().unwrap_or(true),
-            State::Done => true,
+            State::Done | State::Failed => true,
         }
     }
 
@@ -84,42 +87,106 @@ impl Work {
         self.wait_for_source().map(drop)
     }
 
+    /// Waits no longer than `timeout`; returns whether the operation is over and its results can be used.
+    ///
+    /// Follows c10d's `Work.wait(timeout)`, which raises an error where this returns false. After false nothing has
+    /// changed: the operation goes on, the run has not failed, the tensors must still be left alone, and this or
+    /// [`Work::wait`] can be called again. A collective still ends by the timeout of the run
+    /// ([`Spawn::timeout`](crate::Spawn::timeout)); for a message that timeout begins anew with each call. With `nccl`
+    /// the host waits here for the GPU, as in PyTorch.
+    ///
+    /// # Errors
+    /// As [`Work::wait`]; the operation is over then, and to wait again is [`Error::Cancelled`].
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use std::time::Duration;
+    ///
+    /// use ddp_mp::{Backend, spawn};
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     if rank.rank() == 0 {
+    ///         let mut work = group.async_op(|group| group.barrier())?;
+    ///         while !work.wait_timeout(Duration::from_millis(1))? {
+    ///             // ... something else ...
+    ///         }
+    ///     } else {
+    ///         group.barrier()?;
+    ///     }
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn wait_timeout(&mut self, timeout: Duration) -> Result<bool> {
+        let ended = self.wait_at_most(Some(timeout));
+        match &ended {
+            Ok(None) => {}
+            Ok(Some(_)) => self.state = State::Done,
+            Err(_) => self.state = State::Failed,
+        }
+        ended.map(|ended| ended.is_some())
+    }
+
     /// As [`Work::wait`]; for a message returns the rank of the group that sent it.
     pub(super) fn wait_for_source(self) -> Result<Option<usize>> {
-        match self.state {
-            // Every queued operation ends, so this does.
-            State::Queued(result) => match result.recv() {
-                Ok(result) => result.map(|()| None),
-                Err(_) => {
-                    self.run.check(self.rank)?;
-                    let error = Error::Abandoned { rank: self.rank };
-                    self.run.report(self.rank, Some(&error), error.to_string());
-                    Err(error)
+        self.wait_at_most(None).map(Option::flatten)
+    }
+
+    /// The rank of the group that sent a message, or none of another operation, once it is over; `None` if it is not
+    /// when `limit` has passed. Without a limit every operation ends.
+    fn wait_at_most(&self, limit: Option<Duration>) -> Result<Option<Option<usize>>> {
+        match &self.state {
+            State::Queued(result) => {
+                let received = match limit {
+                    Some(limit) => result.recv_timeout(limit),
+                    None => result.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                };
+                match received {
+                    Ok(result) => result.map(|()| Some(None)),
+                    Err(RecvTimeoutError::Timeout) => Ok(None),
+                    Err(RecvTimeoutError::Disconnected) => {
+                        self.run.check(self.rank)?;
+                        let error = Error::Abandoned { rank: self.rank };
+                        self.run.report(self.rank, Some(&error), error.to_string());
+                        Err(error)
+                    }
                 }
-            },
+            }
             State::Posted { posted, shared, destination, side, at } => {
                 let OtherSide { ranks, peer, network } = side;
-                let peers = Peers { ranks: &ranks, are_elsewhere: network.is_some() };
+                let peers = Peers { ranks, are_elsewhere: network.is_some(), limit };
                 let is_done = || posted.is_completed();
-                let withdraw = || shared.mail().withdraw(&posted, destination);
-                self.run.wait_for_peers(self.rank, peers, at, is_done, withdraw)?;
+                let withdraw = || shared.mail().withdraw(posted, *destination);
+                if !self.run.wait_for_peers(self.rank, peers, *at, is_done, withdraw)? {
+                    return Ok(None);
+                }
                 match posted.outcome() {
-                    Some(Outcome::From(source)) => Ok(Some(*source)),
+                    Some(Outcome::From(source)) => Ok(Some(Some(*source))),
                     Some(Outcome::Lost(reason)) => {
                         self.run.check(self.rank)?;
-                        let reason = reason.clone();
                         let messages = network.as_ref().and_then(|network| network.messages());
-                        let lost = messages.map(|it| it.lost(at, self.rank, peer, &reason));
+                        let lost = messages.map(|it| it.lost(*at, self.rank, *peer, reason));
                         let error = lost.unwrap_or(Error::Abandoned { rank: self.rank });
                         self.run.report(self.rank, Some(&error), error.to_string());
                         Err(error)
                     }
                     // The two sides did not fit, which has been reported.
-                    Some(Outcome::Reported) | None => self.run.check(self.rank).map(|()| None),
+                    Some(Outcome::Reported) | None => {
+                        self.run.check(self.rank).map(|()| Some(None))
+                    }
                 }
             }
-            State::Launched(_) => self.run.check(self.rank).map(|()| None),
-            State::Done => Ok(None),
+            State::Launched(mark) => match limit {
+                Some(limit) => {
+                    let is_over = self.run.poll_at_most(self.rank, limit, || mark.is_done())?;
+                    Ok(is_over.then_some(None))
+                }
+                None => self.run.check(self.rank).map(|()| Some(None)),
+            },
+            State::Failed => self.run.check(self.rank).map(|()| Some(None)),
+            State::Done => Ok(Some(None)),
         }
     }
 }

@@ -74,6 +74,8 @@ pub(crate) struct Peers<'a> {
     pub ranks: &'a [usize],
     /// Whether some of them are in other processes: what they have done before they ended may still be on its way.
     pub are_elsewhere: bool,
+    /// For how long at most, if not until the run's timeout.
+    pub limit: Option<Duration>,
 }
 
 /// Shared by all ranks of one run.
@@ -266,7 +268,8 @@ impl Run {
     /// Waits until another rank has done what `is_done` looks for, and has then unparked this thread.
     ///
     /// `peers` are those that can do it. `waiting` is the rank that waits, `at` what it does. Before this
-    /// gives up, `withdraw` sees to it that they no longer can; it says false if they have.
+    /// gives up, `withdraw` sees to it that they no longer can; it says false if they have. Returns false if
+    /// `peers.limit` has passed, and nothing else has happened.
     ///
     /// # Errors
     /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::Left`], which have been reported.
@@ -277,18 +280,18 @@ impl Run {
         at: At,
         is_done: impl Fn() -> bool,
         withdraw: impl Fn() -> bool,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let began = Instant::now();
-        let Peers { ranks, are_elsewhere } = peers;
+        let Peers { ranks, are_elsewhere, limit } = peers;
         let error = loop {
             // In this order: a rank that has ended may have done it just before.
             let left = !are_elsewhere && ranks.iter().all(|&peer| self.is_done(peer));
             let cancelled = self.cancel.cancelled_by().is_some();
             if is_done() {
-                return Ok(());
+                return Ok(true);
             }
             if cancelled {
-                return if withdraw() { self.check(waiting) } else { Ok(()) };
+                return if withdraw() { self.check(waiting).map(|()| true) } else { Ok(true) };
             }
             if left && let Some(&left) = ranks.first() {
                 break Error::Left { at, waiting, left };
@@ -304,10 +307,14 @@ impl Run {
                 }
                 break Error::Timeout { at, waiting, waited: self.timeout, late };
             };
-            park_timeout(time_left);
+            let until_limit = limit.map(|limit| limit.saturating_sub(began.elapsed()));
+            if until_limit.is_some_and(|it| it.is_zero()) {
+                return Ok(false);
+            }
+            park_timeout(until_limit.map_or(time_left, |it| it.min(time_left)));
         };
         if !withdraw() {
-            return Ok(());
+            return Ok(true);
         }
         self.report(waiting, Some(&error), error.to_string());
         Err(error)
@@ -323,18 +330,31 @@ impl Run {
     /// [`Error::Cancelled`]; [`Error::Timeout`], which blames nobody: NCCL does not tell who is late, and all ranks
     /// of this process have met before the launch. The device is slow, or hangs.
     pub(crate) fn poll(&self, waiting: usize, is_done: impl Fn() -> Result<bool>) -> Result<()> {
+        if self.poll_at_most(waiting, self.timeout, is_done)? {
+            return Ok(());
+        }
+        let at = self.activity[waiting].now();
+        Err(Error::Timeout { at, waiting, waited: self.timeout, late: Vec::new() })
+    }
+
+    /// The same for no longer than `limit`; false if it has passed.
+    pub(crate) fn poll_at_most(
+        &self,
+        waiting: usize,
+        limit: Duration,
+        is_done: impl Fn() -> Result<bool>,
+    ) -> Result<bool> {
         const AT_ONCE: Duration = Duration::from_millis(1);
         const PARK: Duration = Duration::from_micros(200);
         let began = Instant::now();
         loop {
             self.check(waiting)?;
             if is_done()? {
-                return Ok(());
+                return Ok(true);
             }
             let waited = began.elapsed();
-            if waited >= self.timeout {
-                let at = self.activity[waiting].now();
-                return Err(Error::Timeout { at, waiting, waited: self.timeout, late: Vec::new() });
+            if waited >= limit {
+                return Ok(false);
             }
             if waited < AT_ONCE { yield_now() } else { park_timeout(PARK) }
         }

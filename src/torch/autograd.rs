@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{c_char, c_void};
-use std::mem;
+use std::mem::{self, ManuallyDrop};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use send_wrapper::SendWrapper;
@@ -13,9 +13,12 @@ use torch_sys::C_tensor;
 use super::shim;
 use crate::error::{Error, Result};
 
-/// What acts on a tensor in place, on the thread that made it and on no other: a graph may be sent to
-/// other threads, but what this holds (a rank's group) may not.
-type InPlace = SendWrapper<Box<dyn Fn(&mut Tensor) -> Result<()>>>;
+/// A linear function of a tensor: a new tensor, or an error.
+type Function = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
+
+/// A linear function and its transpose, for the thread that made them and for no other: a graph may be sent to
+/// other threads, but what these hold (a rank's group) may not.
+type LinearMap = SendWrapper<[Function; 2]>;
 
 thread_local! {
     /// Why a function failed inside of autograd: C++ can carry a text only past its frames. Set there, and
@@ -46,17 +49,19 @@ pub(crate) fn run_backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
     shim::backward(loss, retain_graph).map_err(|error| caught().unwrap_or(error))
 }
 
-/// A copy of `input` on which `f` has acted, under autograd. `f` must be linear and its own transpose: the
-/// gradient goes through it as well.
-pub(crate) fn self_adjoint(
+/// `f(input)` under autograd, for a linear `f`: the gradient goes through `transpose`, which gets a tensor of the
+/// shape of the result and returns one of the shape of `input`. Both return new tensors.
+pub(crate) fn linear(
     input: &Tensor,
-    f: impl Fn(&mut Tensor) -> Result<()> + 'static,
+    f: impl Fn(&Tensor) -> Result<Tensor> + 'static,
+    transpose: impl Fn(&Tensor) -> Result<Tensor> + 'static,
 ) -> Result<Tensor> {
-    let f: Box<InPlace> = Box::new(SendWrapper::new(Box::new(f)));
+    let map: [Function; 2] = [Box::new(f), Box::new(transpose)];
+    let map: Box<LinearMap> = Box::new(SendWrapper::new(map));
     CAUGHT.take();
-    // SAFETY: `act` and `release` take the context for what it is, an `InPlace` in a box.
+    // SAFETY: `apply` and `release` take the context for what it is, a `LinearMap` in a box.
     let output =
-        unsafe { shim::self_adjoint(input, act, release, Box::into_raw(f).cast::<c_void>()) };
+        unsafe { shim::linear(input, apply, release, Box::into_raw(map).cast::<c_void>()) };
     output.map_err(|error| caught().unwrap_or(error))
 }
 
@@ -68,20 +73,22 @@ fn caught() -> Option<Error> {
     }
 }
 
-/// Acts on `tensor`; libtorch calls this, forward and backward.
+/// Applies the function to `input`, or its transpose; libtorch calls this, forward and backward. Returns a new C++
+/// tensor, or null.
 ///
 /// # Safety
-/// `context` is a live [`InPlace`], `tensor` a live C++ tensor, and `reason` has room for `capacity` bytes.
-unsafe extern "C" fn act(
+/// `context` is a live [`LinearMap`], `input` a live C++ tensor, and `reason` has room for `capacity` bytes.
+unsafe extern "C" fn apply(
     context: *mut c_void,
-    tensor: *mut C_tensor,
+    input: *mut C_tensor,
+    transposed: bool,
     reason: *mut c_char,
     capacity: usize,
-) -> bool {
+) -> *mut C_tensor {
     let run = || {
         // SAFETY: as the caller promises. Shared between threads at most to ask whose it is.
-        let f = unsafe { &*context.cast::<InPlace>() };
-        if !f.valid() {
+        let map = unsafe { &*context.cast::<LinearMap>() };
+        if !map.valid() {
             return Err(Error::Unsupported(
                 "backward goes through a collective that another thread called; call it on the rank's own \
                  thread"
@@ -89,10 +96,11 @@ unsafe extern "C" fn act(
             ));
         }
         // SAFETY: as the caller promises; the new handle is of its own.
-        f(&mut unsafe { Tensor::clone_from_ptr(tensor) })
+        map[usize::from(transposed)](&unsafe { Tensor::clone_from_ptr(input) })
     };
     let caught = match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(Ok(())) => return true,
+        // The caller deletes it.
+        Ok(Ok(output)) => return ManuallyDrop::new(output).as_mut_ptr(),
         Ok(Err(error)) => Caught::Error(error),
         Err(payload) => Caught::Panic(payload),
     };
@@ -107,21 +115,21 @@ unsafe extern "C" fn act(
         *reason.add(length) = 0;
     }
     CAUGHT.set(Some(caught));
-    false
+    std::ptr::null_mut()
 }
 
 /// Drops what `context` holds.
 ///
 /// # Safety
-/// `context` is an [`InPlace`] in a box, which nobody uses afterwards.
+/// `context` is a [`LinearMap`] in a box, which nobody uses afterwards.
 unsafe extern "C" fn release(context: *mut c_void) {
     // SAFETY: as the caller promises.
-    let f = unsafe { Box::from_raw(context.cast::<InPlace>()) };
-    if f.valid() {
+    let map = unsafe { Box::from_raw(context.cast::<LinearMap>()) };
+    if map.valid() {
         // What it holds does not panic, but C++ must not find out.
-        let _ = catch_unwind(AssertUnwindSafe(|| drop(f)));
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(map)));
     } else {
         // The graph was dropped on another thread, where its parts must not be touched.
-        mem::forget(f);
+        mem::forget(map);
     }
 }

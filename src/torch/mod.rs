@@ -32,7 +32,7 @@ pub use process::{exit, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
-pub(crate) use autograd::{run_backward, self_adjoint};
+pub(crate) use autograd::{linear, run_backward};
 pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, scale_all, total_norm,
 };

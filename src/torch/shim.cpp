@@ -58,39 +58,43 @@ struct GradHook final : torch::autograd::PostAccumulateGradHook {
 };
 
 // What Rust does to a tensor in place. False if it failed: Rust keeps the error, and says why in `reason`.
-using Act = bool (*)(void* context, at::Tensor* tensor, char* reason, size_t capacity);
+// Returns a new tensor, or null and the reason.
+using Apply = at::Tensor* (*)(void* context, at::Tensor* input, bool transposed, char* reason,
+                              size_t capacity);
 using Release = void (*)(void* context);
 
 // Owns `context`, and with it whatever Rust needs for as long as a graph may call it.
-struct InPlace : torch::CustomClassHolder {
-  InPlace(Act act, Release release, void* context)
-      : act(act), release(release), context(context) {}
-  ~InPlace() override { release(context); }
+struct LinearMap : torch::CustomClassHolder {
+  LinearMap(Apply apply, Release release, void* context)
+      : apply(apply), release(release), context(context) {}
+  ~LinearMap() override { release(context); }
 
-  const Act act;
+  const Apply apply;
   const Release release;
   void* const context;
 };
 
-// A linear function that is its own transpose, as the sum over all ranks is: the gradient goes through
-// the same function as the values did, and so does the gradient of the gradient.
-struct SelfAdjoint : torch::autograd::Function<SelfAdjoint> {
+// A linear function or, if `transposed`, its transpose: the gradient of one goes through the other, and so does
+// the gradient of the gradient.
+struct Linear : torch::autograd::Function<Linear> {
   static at::Tensor forward(torch::autograd::AutogradContext* node, const at::Tensor& input,
-                            const c10::intrusive_ptr<InPlace>& in_place) {
-    node->saved_data["in_place"] = at::IValue::make_capsule(in_place);
-    auto output = input.clone(at::MemoryFormat::Contiguous);
+                            const c10::intrusive_ptr<LinearMap>& map, bool transposed) {
+    node->saved_data["map"] = at::IValue::make_capsule(map);
+    node->saved_data["transposed"] = transposed;
+    at::Tensor handle = input;
     char reason[512] = "";
-    if (!in_place->act(in_place->context, &output, reason, sizeof reason)) {
-      throw std::runtime_error(reason);
-    }
-    return output;
+    std::unique_ptr<at::Tensor> output(
+        map->apply(map->context, &handle, transposed, reason, sizeof reason));
+    if (output == nullptr) throw std::runtime_error(reason);
+    return *output;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* node,
                                                  const torch::autograd::variable_list& gradients) {
-    auto capsule = node->saved_data["in_place"].toCapsule();
-    auto in_place = c10::static_intrusive_pointer_cast<InPlace>(capsule);
-    return {apply(gradients[0], in_place), at::Tensor()};
+    auto capsule = node->saved_data["map"].toCapsule();
+    auto map = c10::static_intrusive_pointer_cast<LinearMap>(capsule);
+    auto transposed = node->saved_data["transposed"].toBool();
+    return {apply(gradients[0], map, !transposed), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -264,12 +268,12 @@ char* ddp_scale_all(TensorList* tensors, at::Tensor* factor) {
   });
 }
 
-// A copy of `input` on which Rust has acted, under autograd. Takes `context` over, also when it fails.
-char* ddp_self_adjoint(at::Tensor* input, Act act, Release release, void* context,
-                       at::Tensor** output) {
+// What Rust makes of `input`, under autograd. Takes `context` over, also when it fails.
+char* ddp_linear(at::Tensor* input, Apply apply, Release release, void* context,
+                 at::Tensor** output) {
   return guarded([&] {
-    auto in_place = c10::make_intrusive<InPlace>(act, release, context);
-    *output = new at::Tensor(SelfAdjoint::apply(*input, in_place));
+    auto map = c10::make_intrusive<LinearMap>(apply, release, context);
+    *output = new at::Tensor(Linear::apply(*input, map, false));
   });
 }
 

@@ -17,9 +17,10 @@ pub(super) struct Stream {
 /// What a hook of the shim calls. Returns null, or why backward must fail: a text that stays.
 pub(super) type HookFn = extern "C" fn(context: *mut c_void, index: usize) -> *const c_char;
 
-/// What C++ calls to act on a tensor in place: the context, the tensor, and room for the reason of a
-/// failure. False if it failed.
-pub(super) type Act = unsafe extern "C" fn(*mut c_void, *mut C_tensor, *mut c_char, usize) -> bool;
+/// What C++ calls to apply a linear function: the context, the input, whether to apply the transpose, and room for the
+/// reason of a failure. A new C++ tensor, which C++ takes over; null if it failed.
+pub(super) type Apply =
+    unsafe extern "C" fn(*mut c_void, *mut C_tensor, bool, *mut c_char, usize) -> *mut C_tensor;
 
 /// What C++ calls once when it needs a context no longer.
 pub(super) type Release = unsafe extern "C" fn(*mut c_void);
@@ -105,9 +106,9 @@ unsafe extern "C" {
         found_inf: *mut C_tensor,
         inv_scale: *mut C_tensor,
     ) -> *mut c_char;
-    fn ddp_self_adjoint(
+    fn ddp_linear(
         input: *mut C_tensor,
-        act: Act,
+        apply: Apply,
         release: Release,
         context: *mut c_void,
         output: *mut *mut C_tensor,
@@ -277,13 +278,13 @@ pub(super) unsafe fn scale_all(tensors: *mut RawTensorList, factor: &Tensor) -> 
     check("scaling gradients", unsafe { ddp_scale_all(tensors, raw(factor)) })
 }
 
-/// A copy of `input` on which `act` has acted, under autograd: the gradient goes through `act` as well.
+/// What the linear function `apply` makes of `input`, under autograd: the gradient goes through its transpose.
 ///
 /// # Safety
-/// `act` may be called with `context` until `release` is, once, by whichever thread drops the graph.
-pub(super) unsafe fn self_adjoint(
+/// `apply` may be called with `context` until `release` is, once, by whichever thread drops the graph.
+pub(super) unsafe fn linear(
     input: &Tensor,
-    act: Act,
+    apply: Apply,
     release: Release,
     context: *mut c_void,
 ) -> Result<Tensor> {
@@ -291,7 +292,7 @@ pub(super) unsafe fn self_adjoint(
     // SAFETY: `input` is live, the rest as the caller promises; on success `output` is a new C++ tensor,
     // which `from_ptr` takes over and frees.
     unsafe {
-        let message = ddp_self_adjoint(raw(input), act, release, context, &mut output);
+        let message = ddp_linear(raw(input), apply, release, context, &mut output);
         check("autograd", message)?;
         Ok(Tensor::from_ptr(output))
     }

@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
 
 use super::super::calls::{Called, SIZES, mismatch};
+use super::super::coalesced::NEXT_SHAPE;
 use super::super::{Call, ReduceOp, device_name, kind_name, num_bytes};
 use super::conflict::{Conflict, Span};
 use crate::error::Result;
@@ -145,7 +146,10 @@ impl Announced {
                     "{operation} of {kind}{place}{SIZES}{sent:?} and expecting {expected:?}"
                 );
             }
-            _ => format!("{shape:?}"),
+            _ => {
+                let shapes = shape.split(|&size| size == NEXT_SHAPE);
+                shapes.map(|shape| format!("{shape:?}")).collect::<Vec<_>>().join(" ")
+            }
         };
         format!("{operation}{options} of {kind} {what}{place}")
     }

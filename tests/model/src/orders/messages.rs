@@ -60,7 +60,7 @@ impl Letter {
             }
             false
         };
-        let peers = Peers { ranks: &[1], are_elsewhere: false };
+        let peers = Peers { ranks: &[1], are_elsewhere: false, limit: None };
         let result = self.run.wait_for_peers(0, peers, AT, is_completed, withdraw);
         if result.is_ok() {
             assert_eq!(self.text.get(), 1);
@@ -68,7 +68,7 @@ impl Letter {
         // It is the receiver's own again: whoever still writes there is seen by loom.
         self.text.set(2);
         match result {
-            Ok(()) => "received",
+            Ok(_) => "received",
             Err(Error::Cancelled { .. }) => "cancelled",
             Err(Error::Left { left: 1, .. }) => "left",
             Err(Error::Timeout { late, .. }) if late[0].rank == 1 => "late",

@@ -1,0 +1,225 @@
+//! Several tensors in one collective: one meeting of the ranks for all of them instead of one for each.
+//!
+//! The tensors travel as one: a copy there and one back, which pays where tensors are small. Every element has the same
+//! bits as with a call for each tensor.
+
+use tch::Tensor;
+
+use super::arguments::{Options, refuse};
+use super::{ProcessGroup, ReduceOp};
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+
+/// Between the shapes of several tensors in [`Call::shape`](super::Call::shape).
+pub(super) const NEXT_SHAPE: i64 = -1;
+
+impl ProcessGroup {
+    /// As [`ProcessGroup::all_reduce`] of each of `tensors`, in one collective.
+    ///
+    /// Follows `torch.distributed.all_reduce_coalesced`. All tensors are of one kind; each has a shape of its own, the
+    /// same on every rank.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when there are no tensors, or kinds differ.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mine = rank.rank() as i64;
+    ///     let mut tensors = [Tensor::from_slice(&[mine, 1]), Tensor::from_slice(&[10 * mine])];
+    ///     group.all_reduce_coalesced(&mut tensors, ReduceOp::Sum)?;
+    ///     assert_eq!(Vec::<i64>::try_from(&tensors[0])?, [0 + 1, 2]);
+    ///     assert_eq!(tensors[1].int64_value(&[0]), 0 + 10);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn all_reduce_coalesced(&self, tensors: &mut [Tensor], op: ReduceOp) -> Result<()> {
+        let operation = Operation::AllReduce;
+        self.check_several(operation, tensors, tensors)?;
+        let flat = joined(tensors, 1)?;
+        let options = Options { reduce_op: Some(op), ..Options::default() };
+        let one = std::slice::from_ref(&flat);
+        self.collective(operation, options, &shapes(tensors), one, one)?;
+        part(&flat, tensors, 1)
+    }
+
+    /// As [`ProcessGroup::all_gather_into_tensor`] of each of `input_tensors` into the one of `output_tensors` at the same
+    /// place, in one collective.
+    ///
+    /// Follows c10d's `allgather_into_tensor_coalesced`. All tensors are of one kind.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_gather_into_tensor`]; [`Error::Input`] when there are no tensors, not as many outputs as
+    /// inputs, or kinds differ.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let mine = rank.rank() as i64;
+    ///     let inputs = [Tensor::from_slice(&[mine]), Tensor::from_slice(&[10 * mine, 7])];
+    ///     let mut outputs = [Tensor::from_slice(&[0i64; 2]), Tensor::from_slice(&[0i64; 4])];
+    ///     group.all_gather_into_tensor_coalesced(&mut outputs, &inputs)?;
+    ///     assert_eq!(Vec::<i64>::try_from(&outputs[0])?, [0, 1]);
+    ///     assert_eq!(Vec::<i64>::try_from(&outputs[1])?, [0, 7, 10, 7]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn all_gather_into_tensor_coalesced(
+        &self,
+        output_tensors: &mut [Tensor],
+        input_tensors: &[Tensor],
+    ) -> Result<()> {
+        let operation = Operation::AllGather;
+        self.check_several(operation, input_tensors, output_tensors)?;
+        self.check_sizes(operation, ["output", "input"], output_tensors, input_tensors)?;
+        let input = joined(input_tensors, 1)?;
+        let count = self.world_size() as i64;
+        let all = new([count, input.numel() as i64], &input)?;
+        let rows = all.f_unbind(0).map_err(Error::torch("unbind"))?;
+        let one = std::slice::from_ref(&input);
+        self.collective(operation, Options::default(), &shapes(input_tensors), one, &rows)?;
+        part(&all, output_tensors, count)
+    }
+
+    /// As [`ProcessGroup::reduce_scatter_tensor`] of each of `inputs` into the one of `outputs` at the same place, in one
+    /// collective.
+    ///
+    /// Follows c10d's `reduce_scatter_tensor_coalesced`. All tensors are of one kind.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::reduce_scatter_tensor`]; [`Error::Input`] when there are no tensors, not as many outputs as
+    /// inputs, or kinds differ.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let inputs = [Tensor::from_slice(&[1i64, 2]), Tensor::from_slice(&[10i64, 20, 30, 40])];
+    ///     let mut outputs = [Tensor::from_slice(&[0i64]), Tensor::from_slice(&[0i64; 2])];
+    ///     group.reduce_scatter_tensor_coalesced(&mut outputs, &inputs, ReduceOp::Sum)?;
+    ///     assert_eq!(outputs[0].int64_value(&[0]), [2, 4][rank.rank()]);
+    ///     assert_eq!(Vec::<i64>::try_from(&outputs[1])?, [[20, 40], [60, 80]][rank.rank()]);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn reduce_scatter_tensor_coalesced(
+        &self,
+        outputs: &mut [Tensor],
+        inputs: &[Tensor],
+        op: ReduceOp,
+    ) -> Result<()> {
+        let operation = Operation::ReduceScatter;
+        self.check_several(operation, inputs, outputs)?;
+        self.check_sizes(operation, ["input", "output"], inputs, outputs)?;
+        let all = joined(inputs, self.world_size() as i64)?;
+        let rows = all.f_unbind(0).map_err(Error::torch("unbind"))?;
+        let output = new([all.size()[1]], &all)?;
+        let options = Options { reduce_op: Some(op), ..Options::default() };
+        let one = std::slice::from_ref(&output);
+        self.collective(operation, options, &shapes(outputs), &rows, one)?;
+        part(&output, outputs, 1)
+    }
+
+    /// What can be checked without the other ranks: as many outputs as inputs, all of one kind, and outputs that can be
+    /// written to.
+    fn check_several(
+        &self,
+        operation: Operation,
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+    ) -> Result<()> {
+        if inputs.is_empty() || inputs.len() != outputs.len() {
+            let why = "pass at least one input, and an output for each";
+            let (inputs, outputs) = (inputs.len(), outputs.len());
+            return refuse(
+                operation,
+                format!("{inputs} input and {outputs} output tensors; {why}"),
+            );
+        }
+        self.common_kind(operation, inputs, outputs)?;
+        outputs.iter().try_for_each(|output| self.check_output(operation, output))
+    }
+
+    /// Each tensor of the first list has a part for each rank, as large as the tensor of the second.
+    fn check_sizes(
+        &self,
+        operation: Operation,
+        names: [&str; 2],
+        whole: &[Tensor],
+        parts: &[Tensor],
+    ) -> Result<()> {
+        let needed = |part: &Tensor| part.numel() * self.world_size();
+        let mut pairs = whole.iter().zip(parts).enumerate();
+        match pairs.find(|(_, (whole, part))| whole.numel() != needed(part)) {
+            None => Ok(()),
+            Some((index, (whole, part))) => refuse(
+                operation,
+                format!(
+                    "{} {index} has {} elements, but {} {index} has {}, and there are {} ranks; {} are needed",
+                    names[0],
+                    whole.numel(),
+                    names[1],
+                    part.numel(),
+                    self.world_size(),
+                    needed(part)
+                ),
+            ),
+        }
+    }
+}
+
+/// The shapes of all, for the ranks to compare.
+fn shapes(tensors: &[Tensor]) -> Vec<i64> {
+    let shapes: Vec<Vec<i64>> = tensors.iter().map(Tensor::size).collect();
+    shapes.join(&NEXT_SHAPE)
+}
+
+/// All of `tensors` one after the other, in one piece of memory; with several `rows` each row has that part of each.
+fn joined(tensors: &[Tensor], rows: i64) -> Result<Tensor> {
+    let joined = || {
+        let flat = |it: &Tensor| it.f_reshape([rows, it.numel() as i64 / rows]);
+        let flat = tensors.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
+        let all = Tensor::f_cat(&flat, 1)?;
+        if rows == 1 { all.f_reshape([-1]) } else { Ok(all) }
+    };
+    tch::no_grad(joined).map_err(Error::torch("joining tensors"))
+}
+
+/// The opposite of [`joined`]: copies each tensor's part of `all` there.
+fn part(all: &Tensor, tensors: &mut [Tensor], rows: i64) -> Result<()> {
+    let mut part = || {
+        let all = all.f_reshape([rows, all.numel() as i64 / rows])?;
+        let mut start = 0;
+        for tensor in tensors.iter_mut() {
+            let len = tensor.numel() as i64 / rows;
+            tensor.f_copy_(&all.f_narrow(1, start, len)?.f_reshape(tensor.size())?)?;
+            start += len;
+        }
+        Ok(())
+    };
+    tch::no_grad(&mut part).map_err(Error::torch("parting tensors"))
+}
+
+fn new<const N: usize>(shape: [i64; N], like: &Tensor) -> Result<Tensor> {
+    Tensor::f_zeros(shape, (like.kind(), like.device())).map_err(Error::torch("zeros"))
+}
