@@ -194,13 +194,12 @@ fn shapes(tensors: &[Tensor]) -> Vec<i64> {
     shapes.join(&NEXT_SHAPE)
 }
 
-/// All of `tensors` one after the other, in one piece of memory; with several `rows` each row has that part of each.
+/// All of `tensors` one after the other, in one piece of memory: so many rows, each with that part of each tensor.
 fn joined(tensors: &[Tensor], rows: i64) -> Result<Tensor> {
     let joined = || {
         let flat = |it: &Tensor| it.f_reshape([rows, it.numel() as i64 / rows]);
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
-        let all = Tensor::f_cat(&flat, 1)?;
-        if rows == 1 { all.f_reshape([-1]) } else { Ok(all) }
+        Tensor::f_cat(&flat, 1)
     };
     tch::no_grad(joined).map_err(Error::torch("joining tensors"))
 }

@@ -51,8 +51,8 @@ type Group = Rc<ProcessGroup>;
 /// # }
 /// ```
 pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    let [one, other] = [group.clone(), group.clone()];
-    linear(tensor, move |it| summed(it, &one), move |it| summed(it, &other))
+    let group = group.clone();
+    linear(tensor, move |it, _| summed(it, &group))
 }
 
 /// Rank `src`'s `tensor`, on every rank. A collective.
@@ -63,12 +63,14 @@ pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
 /// # Errors
 /// As [`ProcessGroup::broadcast`], and those of the [module](self).
 pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    let [one, other] = [group.clone(), group.clone()];
-    let gradient = move |it: &Tensor| {
-        let sum = reduced(it, src, &other)?;
-        if other.rank() == src { Ok(sum) } else { zeros(&sum.size(), &sum) }
-    };
-    linear(tensor, move |it| broadcasted(it, src, &one), gradient)
+    let group = group.clone();
+    linear(tensor, move |it, transposed| {
+        if !transposed {
+            return broadcasted(it, src, &group);
+        }
+        let sum = reduced(it, src, &group)?;
+        if group.rank() == src { Ok(sum) } else { zeros(&sum.size(), &sum) }
+    })
 }
 
 /// The sum of `tensor` over all ranks, on rank `dst`; a copy of their own tensor on the others. A collective.
@@ -79,8 +81,13 @@ pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Resul
 /// # Errors
 /// As [`ProcessGroup::reduce`], and those of the [module](self).
 pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
-    let [one, other] = [group.clone(), group.clone()];
-    linear(tensor, move |it| reduced(it, dst, &one), move |it| broadcasted(it, dst, &other))
+    let group = group.clone();
+    linear(
+        tensor,
+        move |it, transposed| {
+            if transposed { broadcasted(it, dst, &group) } else { reduced(it, dst, &group) }
+        },
+    )
 }
 
 /// Every rank's `tensor`, in the order of the ranks, on rank `dst`; as many zeros on the others. A collective.
@@ -91,9 +98,10 @@ pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<T
 /// # Errors
 /// As [`ProcessGroup::gather`], and those of the [module](self).
 pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Vec<Tensor>> {
-    let [one, other] = [group.clone(), group.clone()];
-    let all =
-        linear(tensor, move |it| gathered(it, dst, &one), move |it| scattered(it, dst, &other))?;
+    let group = group.clone();
+    let all = linear(tensor, move |it, transposed| {
+        if transposed { scattered(it, dst, &group) } else { gathered(it, dst, &group) }
+    })?;
     rows(&all)
 }
 
@@ -107,8 +115,13 @@ pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<V
 /// As [`ProcessGroup::scatter`], and those of the [module](self).
 pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::Scatter, tensors, group)?;
-    let [one, other] = [group.clone(), group.clone()];
-    linear(&all, move |it| scattered(it, src, &one), move |it| gathered(it, src, &other))
+    let group = group.clone();
+    linear(
+        &all,
+        move |it, transposed| {
+            if transposed { gathered(it, src, &group) } else { scattered(it, src, &group) }
+        },
+    )
 }
 
 /// Every rank's `tensor`, in the order of the ranks. A collective.
@@ -166,8 +179,13 @@ pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Resu
 /// As [`ProcessGroup::reduce_scatter`], and those of the [module](self).
 pub fn reduce_scatter(input_list: &[Tensor], group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::ReduceScatter, input_list, group)?;
-    let [one, other] = [group.clone(), group.clone()];
-    linear(&all, move |it| sum_of_rows(it, &one), move |it| all_rows(it, &other))
+    let group = group.clone();
+    linear(
+        &all,
+        move |it, transposed| {
+            if transposed { all_rows(it, &group) } else { sum_of_rows(it, &group) }
+        },
+    )
 }
 
 /// What each rank has for this rank in its `input_list`, in the order of the ranks. A collective.
@@ -219,30 +237,31 @@ pub fn all_to_all_single(
     input_split_sizes: Option<&[i64]>,
     group: &Rc<ProcessGroup>,
 ) -> Result<Tensor> {
-    let shape = |splits: Option<&[i64]>| {
-        let mut shape = input.size();
-        if let (Some(rows), Some(splits)) = (shape.first_mut(), splits) {
+    let group = group.clone();
+    let splits = [output_split_sizes, input_split_sizes].map(|it| it.map(<[i64]>::to_vec));
+    let shape = input.size();
+    linear(input, move |it, transposed| {
+        let [output, input] = &splits;
+        let [to, from] = if transposed { [input, output] } else { [output, input] };
+        let mut shape = shape.clone();
+        if let (Some(rows), Some(splits)) = (shape.first_mut(), to) {
             *rows = splits.iter().sum();
         }
-        shape
-    };
-    let exchange = |from: Option<&[i64]>, to: Option<&[i64]>| {
-        let (group, shape) = (group.clone(), shape(from));
-        let [from, to] = [from, to].map(|splits| splits.map(<[i64]>::to_vec));
-        move |it: &Tensor| {
-            let mut output = zeros(&shape, it)?;
-            group.all_to_all_single(&mut output, it, from.as_deref(), to.as_deref())?;
-            Ok(output)
-        }
-    };
-    let forward = exchange(output_split_sizes, input_split_sizes);
-    linear(input, forward, exchange(input_split_sizes, output_split_sizes))
+        let mut output = zeros(&shape, it)?;
+        group.all_to_all_single(&mut output, it, to.as_deref(), from.as_deref())?;
+        Ok(output)
+    })
 }
 
 /// [`all_gather`] with a row for each rank.
 fn gathered_by_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
-    let [one, other] = [group.clone(), group.clone()];
-    linear(tensor, move |it| all_rows(it, &one), move |it| sum_of_rows(it, &other))
+    let group = group.clone();
+    linear(
+        tensor,
+        move |it, transposed| {
+            if transposed { sum_of_rows(it, &group) } else { all_rows(it, &group) }
+        },
+    )
 }
 
 /// A list with a tensor for each rank as the rows of one tensor, under autograd.

@@ -13,12 +13,9 @@ use torch_sys::C_tensor;
 use super::shim;
 use crate::error::{Error, Result};
 
-/// A linear function of a tensor: a new tensor, or an error.
-type Function = Box<dyn Fn(&Tensor) -> Result<Tensor>>;
-
-/// A linear function and its transpose, for the thread that made them and for no other: a graph may be sent to
-/// other threads, but what these hold (a rank's group) may not.
-type LinearMap = SendWrapper<[Function; 2]>;
+/// A linear function or, if asked for, its transpose, for the thread that made it and for no other: a graph may be sent
+/// to other threads, but what this holds (a rank's group) may not.
+type LinearMap = SendWrapper<Box<dyn Fn(&Tensor, bool) -> Result<Tensor>>>;
 
 thread_local! {
     /// Why a function failed inside of autograd: C++ can carry a text only past its frames. Set there, and
@@ -49,15 +46,13 @@ pub(crate) fn run_backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
     shim::backward(loss, retain_graph).map_err(|error| caught().unwrap_or(error))
 }
 
-/// `f(input)` under autograd, for a linear `f`: the gradient goes through `transpose`, which gets a tensor of the
-/// shape of the result and returns one of the shape of `input`. Both return new tensors.
+/// `f(input, false)` under autograd, for a linear `f`. The gradient goes through its transpose: `f(gradient, true)` gets
+/// a tensor of the shape of the result and returns one of the shape of `input`. Both return new tensors.
 pub(crate) fn linear(
     input: &Tensor,
-    f: impl Fn(&Tensor) -> Result<Tensor> + 'static,
-    transpose: impl Fn(&Tensor) -> Result<Tensor> + 'static,
+    f: impl Fn(&Tensor, bool) -> Result<Tensor> + 'static,
 ) -> Result<Tensor> {
-    let map: [Function; 2] = [Box::new(f), Box::new(transpose)];
-    let map: Box<LinearMap> = Box::new(SendWrapper::new(map));
+    let map: Box<LinearMap> = Box::new(SendWrapper::new(Box::new(f)));
     CAUGHT.take();
     // SAFETY: `apply` and `release` take the context for what it is, a `LinearMap` in a box.
     let output =
@@ -96,7 +91,7 @@ unsafe extern "C" fn apply(
             ));
         }
         // SAFETY: as the caller promises; the new handle is of its own.
-        map[usize::from(transposed)](&unsafe { Tensor::clone_from_ptr(input) })
+        map(&unsafe { Tensor::clone_from_ptr(input) }, transposed)
     };
     let caught = match catch_unwind(AssertUnwindSafe(run)) {
         // The caller deletes it.
