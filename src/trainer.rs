@@ -3,6 +3,7 @@
 mod buffers;
 mod explaining;
 mod harm;
+mod loss;
 mod loss_sum;
 mod non_finite;
 mod recording;
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tch::nn::ModuleT;
-use tch::{Device, Kind, Reduction, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::TrainerState;
 use crate::data::{Batch, Loader};
@@ -35,44 +36,8 @@ use recording::Recording;
 use saving::Saving;
 use validation::Validation;
 
+pub use loss::Loss;
 pub use saving::SaveEvery;
-
-/// What is to become small: `--loss`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Loss {
-    /// The mean squared error.
-    Mse,
-    /// The cross-entropy of logits against class numbers.
-    CrossEntropy,
-}
-
-impl Loss {
-    /// The mean loss over the samples of a batch: a tensor without dimensions.
-    ///
-    /// # Errors
-    /// [`Error::Torch`] when the shapes don't fit.
-    pub fn of(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        match self {
-            Loss::Mse => output.f_mse_loss(targets, Reduction::Mean),
-            Loss::CrossEntropy => {
-                output.f_cross_entropy_loss(targets, None::<&Tensor>, Reduction::Mean, -100, 0.0)
-            }
-        }
-        .map_err(Error::torch("the loss"))
-    }
-
-    /// The loss of each sample of a batch.
-    fn of_each(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        match self {
-            Loss::Mse => output.f_mse_loss(targets, Reduction::None),
-            Loss::CrossEntropy => {
-                output.f_cross_entropy_loss(targets, None::<&Tensor>, Reduction::None, -100, 0.0)
-            }
-        }
-        .map_err(Error::torch("the loss of each sample"))
-    }
-}
 
 /// What kind forward passes are computed in where it is precise enough: `--amp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -142,6 +107,7 @@ pub struct Trainer<M> {
     schedule: Schedule,
     max_grad_norm: Option<f64>,
     accumulate: usize,
+    exact_mean: bool,
     amp: Amp,
     scaler: GradScaler,
     skip_nonfinite: Option<u64>,
@@ -194,6 +160,7 @@ impl<M: ModuleT> Trainer<M> {
             schedule,
             max_grad_norm,
             accumulate,
+            exact_mean: false,
             amp,
             scaler,
             skip_nonfinite: None,
@@ -225,6 +192,23 @@ impl<M: ModuleT> Trainer<M> {
     #[must_use]
     pub fn accumulate(self, batches: usize) -> Self {
         Self { accumulate: batches.max(1), ..self }
+    }
+
+    /// Averages gradients over the samples of all ranks and not over the ranks:
+    /// [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted). For a loader
+    /// that is [in step](crate::DataLoader::in_step), whose ranks have batches of different size.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel).
+    pub fn exact_mean(self, exact_mean: bool) -> Result<Self> {
+        if exact_mean && matches!(self.ddp, Strategy::Dp(_)) {
+            return Err(Error::Input(
+                "an exact mean needs DistributedDataParallel: with DataParallel rank 0 gives every rank a batch of the \
+                 same size"
+                    .into(),
+            ));
+        }
+        Ok(Self { exact_mean, ..self })
     }
 
     /// Runs the model and the loss in mixed precision, with a new [`GradScaler`] if that needs one. A step that
@@ -325,7 +309,7 @@ impl<M: ModuleT> Trainer<M> {
     fn run_epoch(&mut self) -> Result<Option<Epoch>> {
         let began = Instant::now();
         let TrainerState { epoch, samples_seen, .. } = self.state;
-        let (rank, world_size) = (self.ddp.group().rank(), self.ddp.group().world_size());
+        let rank = self.ddp.group().rank();
         let mut samples = 0;
         let mut batches = self.loader.epoch_from(epoch, samples_seen)?;
         let steps = self.loader.num_batches_from(samples_seen).div_ceil(self.accumulate);
@@ -345,12 +329,12 @@ impl<M: ModuleT> Trainer<M> {
             self.harm_parameters()?;
             self.explain_step()?;
             let counts = self.state.skipped_samples == skipped;
-            // Every rank has as many: their shares are equal.
             let of_rank: usize = of_step.iter().map(Batch::len).sum();
+            let of_all = self.samples_of_all(&of_step);
             samples += of_rank;
             self.state.step += 1;
             self.state.epoch_steps += 1;
-            self.state.samples_seen += of_rank * world_size;
+            self.state.samples_seen += of_all;
             self.check_replicas_if_due()?;
             self.record_step(of_rank, if counts { of_rank } else { 0 }, left == 0)?;
             if left > 0 {
@@ -393,7 +377,7 @@ impl<M: ModuleT> Trainer<M> {
             // Only the last batch's backward averages, what all have added up.
             let is_last = number + 1 == batches.len();
             let _no_sync = (!is_last).then(|| self.ddp.no_sync());
-            losses.push(self.run_batch(batch, number, batches.len())?);
+            losses.push(self.run_batch(batch, number, batches)?);
         }
         if self.is_to_be_skipped(batches)? {
             return buffers.map_or(Ok(()), KeptBuffers::restore);
@@ -417,18 +401,37 @@ impl<M: ModuleT> Trainer<M> {
         self.scaler.update()
     }
 
-    /// Forward and backward of the `number`-th of the `batches` batches of a step; its loss.
-    fn run_batch(&mut self, batch: &Batch, number: usize, batches: usize) -> Result<Tensor> {
+    /// Forward and backward of the `number`-th of the `batches` of a step; its loss.
+    fn run_batch(&mut self, batch: &Batch, number: usize, batches: &[Batch]) -> Result<Tensor> {
         let loss = self.loss_of(batch)?;
         self.check_loss(&loss, number, batch)?;
         let scaled = self.scaler.scale(&self.passing_on(&loss)?)?;
-        if batches == 1 {
-            self.ddp.backward(&scaled)?;
+        let samples = batches.iter().map(Batch::len).sum::<usize>();
+        // For how many such batches the step's samples are enough: as many as there are, if they are equal.
+        let divisor = match (self.exact_mean, batches.len()) {
+            (_, 1) => 1.0,
+            (false, count) => count as f64,
+            (true, _) if samples == 0 => 1.0,
+            (true, _) => samples as f64 / batch.len() as f64, // infinite of an empty batch
+        };
+        let share = match divisor {
+            1.0 => scaled,
+            divisor => scaled.f_div_scalar(divisor).map_err(Error::torch("div"))?,
+        };
+        if self.exact_mean {
+            self.ddp.backward_part(&share, samples as f64)?;
         } else {
-            let share = scaled.f_div_scalar(batches as f64).map_err(Error::torch("div"))?;
             self.ddp.backward(&share)?;
         }
         Ok(loss)
+    }
+
+    /// How many samples all ranks together have in this step, in which this rank has `batches`.
+    fn samples_of_all(&self, batches: &[Batch]) -> usize {
+        let here = batches.iter().map(Batch::len).sum::<usize>();
+        // Either every rank has as many, or the loader knows.
+        let dealt = self.loader.dealt_in(self.state.samples_seen, batches.len());
+        dealt.unwrap_or(here * self.ddp.group().world_size())
     }
 
     /// The loss of a batch, in mixed precision if wanted; backward is for outside.

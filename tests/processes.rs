@@ -640,7 +640,7 @@ fn start_each_at(args: &[Vec<&str>]) -> (u16, Vec<Child>) {
 }
 
 /// The last event of rank 0's process, if all went well.
-fn end(args: &[&str], ranks: &[usize]) -> Value {
+pub(crate) fn end(args: &[&str], ranks: &[usize]) -> Value {
     let outputs = train(args, ranks);
     for output in &outputs {
         assert!(output.status.success(), "{args:?} {ranks:?}: {}", text(&output.stderr));

@@ -26,6 +26,7 @@ mod gloo; // ranks of several processes: what they reduce, and messages between 
 mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod many_ranks; // hundreds of threads: memory, and lists of tensors
+mod mean; // the exact mean: N ranks with unequal batches are one rank on all samples
 mod memory; // as much after ten thousand steps as after a thousand
 mod messages; // from one rank to one other, and objects
 mod non_finite; // losses and gradients that are not finite

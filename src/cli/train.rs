@@ -216,6 +216,10 @@ pub(crate) struct TrainFlags {
     /// When a bucket of gradients is full, in MiB [default: 25]
     #[arg(long, value_name = "MIB", value_parser = number(), help_heading = "Engine")]
     bucket_cap_mb: Option<f64>,
+    /// Weight gradients by each rank's number of samples
+    #[arg(long, help_heading = "Engine")]
+    #[serde(skip_serializing_if = "is_false")]
+    exact_mean: bool,
     /// Average gradients after backward only, and not while it goes on
     #[arg(long, help_heading = "Engine")]
     #[serde(skip_serializing_if = "is_false")]

@@ -163,6 +163,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         .generator(generator)
         .max_grad_norm(config.max_grad_norm)
         .accumulate(config.accumulate as usize)
+        .exact_mean(config.exact_mean)?
         .amp(config.amp)?
         .skip_nonfinite(config.skip_nonfinite)?
         .check_replicas(config.check_replicas)?
@@ -277,6 +278,7 @@ impl Training {
                 DataLoader::new(dataset.clone(), sampler, config.batch_size, rank.device())?;
             loader
                 .drop_last(config.drop_last_batch)
+                .in_step(config.exact_mean)
                 .num_workers(config.num_workers, config.prefetch_factor, group)
                 .pin_memory(group)
         };

@@ -98,16 +98,23 @@ pub fn verify(
     let config = Config { val_fraction: Some(0.0), patience: None, ..config };
     let (mut config, data) = with_data(config)?;
     let of_step = ranks.saturating_mul(config.batch_size);
-    let (dataset, note) = whole_steps(data.training, ranks, config.batch_size)?;
+    let (dataset, note) = match config.exact_mean {
+        true => unequal_batches(data.training, ranks, config.batch_size)?,
+        false => whole_steps(data.training, ranks, config.batch_size)?,
+    };
     // The same for one rank as for all.
     (config.lr, config.scale_lr) = (config.lr_for(ranks).0, false);
     config.num_samples = Some(dataset.len() as i64);
-    config.max_epochs = steps.div_ceil((dataset.len() / of_step) as u64);
+    config.max_epochs = steps.div_ceil(dataset.len().div_ceil(of_step) as u64);
     config.validate_for(ranks)?;
     check_fault(&config, steps)?;
     let config = Arc::new(config);
     let (placements, left_out) = placements(config.nproc_per_node, ranks, cuda)?;
-    let notes = note.into_iter().chain(left_out).chain(not_of_batch_norm(&config));
+    let notes = note
+        .into_iter()
+        .chain(left_out)
+        .chain(not_of_batch_norm(&config))
+        .chain(not_of_exact_mean(&config));
     notes.for_each(|note| printer.note(&note));
 
     let train =
@@ -243,6 +250,28 @@ fn whole_steps(
     }
 }
 
+/// As many samples as make two whole steps of all ranks and a smaller one, in which some ranks have one sample more than
+/// others; and what to tell of it.
+fn unequal_batches(
+    dataset: Arc<dyn Dataset>,
+    ranks: usize,
+    batch_size: usize,
+) -> Result<(Arc<dyn Dataset>, Option<String>)> {
+    let (len, of_step) = (dataset.len(), ranks.saturating_mul(batch_size));
+    let most = len.min(of_step.saturating_mul(2).saturating_add(of_step / 2));
+    let count = if most.is_multiple_of(ranks) { most - 1 } else { most };
+    if count < ranks {
+        return Err(Error::Input(format!(
+            "--exact-mean: {len} samples are too few for batches of different size on {ranks} ranks; use {} or more",
+            ranks + 1
+        )));
+    }
+    let note = format!(
+        "the first {count} of {len} samples: in the last step of an epoch the ranks have batches of different size"
+    );
+    Ok((Arc::new(Subset::new(dataset, (0..count).collect())), Some(note)))
+}
+
 /// Where so many ranks can run here, and what is left out, and why.
 fn placements(
     nproc: Nproc,
@@ -279,6 +308,12 @@ fn not_of_batch_norm(config: &Config) -> Option<String> {
     })
 }
 
+/// Why there is no `dp` among what is compared.
+fn not_of_exact_mean(config: &Config) -> Option<String> {
+    let why = "without dp, whose ranks have batches of the same size";
+    (config.exact_mean && !config.sync_batch_norm).then(|| why.into())
+}
+
 /// All that must come to the same; `alone`: also one rank that adds up as many batches as there are ranks.
 fn ways(config: &Config, ranks: usize, alone: bool) -> Vec<Way> {
     let batch_size = config.batch_size;
@@ -296,6 +331,7 @@ fn ways(config: &Config, ranks: usize, alone: bool) -> Vec<Way> {
             ways.push(way(dp, ranks, batch_size / 2, 2));
         }
     }
+    ways.retain(|it| it.strategy == ddp || !config.exact_mean);
     ways
 }
 
@@ -344,6 +380,7 @@ fn train_on(
         .generator(generator)
         .max_grad_norm(config.max_grad_norm)
         .accumulate(config.accumulate as usize)
+        .exact_mean(config.exact_mean)?
         .max_steps(Some(steps));
     trainer.train(config.max_epochs, |_| Ok(()))?;
     let ddp = trainer.ddp();

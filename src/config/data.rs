@@ -32,10 +32,11 @@ impl Config {
         world_size: usize,
         rank: usize,
     ) -> Result<DistributedSampler> {
-        DistributedSampler::new(len, world_size, rank)?
+        let sampler = DistributedSampler::new(len, world_size, rank)?
             .shuffle(!self.no_shuffle)
             .seed(self.seed)
-            .drop_last(self.drop_last)
+            .drop_last(self.drop_last)?;
+        Ok(if self.exact_mean && !self.drop_last { sampler.without_padding() } else { sampler })
     }
 
     /// Takes back the defaults of sizes that were not given, where a file will tell them.

@@ -63,6 +63,11 @@ impl Config {
             let problem = "fp16 needs --strategy ddp: rank 0 alone would know which steps to skip";
             return Err(Invalid { key: "amp", problem: problem.into() });
         }
+        if self.strategy == StrategyKind::Dp && self.exact_mean {
+            let problem =
+                "needs --strategy ddp: with dp rank 0 gives every rank a batch of the same size";
+            return Err(Invalid { key: "exact_mean", problem: problem.into() });
+        }
         match of_ddp.into_iter().find(|(_, is_set)| *is_set) {
             Some((key, _)) if self.strategy == StrategyKind::Dp => {
                 Err(Invalid { key, problem: "needs --strategy ddp".into() })

@@ -223,6 +223,9 @@ pub struct Config {
     pub bucket_cap_mb: f64,
     /// Of how many batches the gradients are added up before a step.
     pub accumulate: u64,
+    /// Average gradients over samples and not over ranks, and deal no sample twice.
+    #[serde(alias = "exact-mean")]
+    pub exact_mean: bool,
     /// Reduce buckets after backward only.
     #[serde(alias = "no-overlap")]
     pub no_overlap: bool,
@@ -335,6 +338,7 @@ impl Default for Config {
             strategy: StrategyKind::Ddp,
             bucket_cap_mb: 25.0,
             accumulate: 1,
+            exact_mean: false,
             no_overlap: false,
             comm_hook: CommHookKind::None,
             powersgd_start: 1000,

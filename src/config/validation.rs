@@ -119,8 +119,9 @@ impl Config {
     /// How many steps each of so many ranks makes in an epoch.
     pub(crate) fn steps_per_epoch(&self, world_size: usize) -> u64 {
         let samples = self.num_samples.unwrap_or(0) as usize;
-        let share =
-            if self.drop_last { samples / world_size } else { samples.div_ceil(world_size) };
+        // With unequal shares the last batch is left out if any rank's is smaller.
+        let floor = self.drop_last || (self.exact_mean && self.drop_last_batch);
+        let share = if floor { samples / world_size } else { samples.div_ceil(world_size) };
         let batches = num_batches(share, self.batch_size, self.drop_last_batch);
         (batches as u64).div_ceil(self.accumulate)
     }

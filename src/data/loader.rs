@@ -29,9 +29,9 @@ impl Batch {
         self.len as usize
     }
 
-    /// Never: a batch has at least one sample.
+    /// Whether it holds none: where a loader is [in step](DataLoader::in_step) with those of ranks that have more.
     pub fn is_empty(&self) -> bool {
-        false
+        self.len == 0
     }
 }
 
@@ -53,6 +53,7 @@ pub struct DataLoader {
     batch_size: usize,
     device: Device,
     pub(super) drop_last: bool,
+    in_step: bool,
     workers: Option<(Workers, Rc<ProcessGroup>)>,
     staging: Option<Rc<Staging>>,
     waited: Rc<Cell<Duration>>,
@@ -80,7 +81,7 @@ impl DataLoader {
             )));
         }
         let resident = dataset.resident(device)?;
-        let (drop_last, workers, staging, waited) = Default::default();
+        let (drop_last, in_step, workers, staging, waited) = Default::default();
         Ok(Self {
             dataset,
             resident,
@@ -88,6 +89,7 @@ impl DataLoader {
             batch_size,
             device,
             drop_last,
+            in_step,
             workers,
             staging,
             waited,
@@ -99,6 +101,23 @@ impl DataLoader {
     #[must_use]
     pub fn drop_last(self, drop_last: bool) -> Self {
         Self { drop_last, ..self }
+    }
+
+    /// Gives every rank as many batches, also where a sampler
+    /// [without padding](DistributedSampler::without_padding) deals them different numbers of samples: a rank that has
+    /// run out gets a batch without samples. Ranks then make the same steps, in which each counts by its samples. With
+    /// [`drop_last`](Self::drop_last) an epoch's last batch is left out if any rank's has fewer samples.
+    #[must_use]
+    pub fn in_step(self, in_step: bool) -> Self {
+        Self { in_step, ..self }
+    }
+
+    /// How many samples all ranks together have in the next so many batches, when they have had the first `start`; `None`
+    /// if the loader is not [in step](Self::in_step).
+    pub(crate) fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
+        let left = self.sampler.len().saturating_sub(start);
+        let full = batches.saturating_mul(self.batch_size * self.sampler.num_replicas());
+        self.in_step.then_some(left.min(full))
     }
 
     /// Has `num_workers` threads load batches ahead of time, `prefetch_factor` (at least one) each, for the rank of
@@ -153,7 +172,14 @@ impl DataLoader {
 
     /// How many of them are left when all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
-        num_batches(self.sampler.num_samples_from(start), self.batch_size, self.drop_last)
+        let of = |sampler: &DistributedSampler| {
+            num_batches(sampler.num_samples_from(start), self.batch_size, self.drop_last)
+        };
+        match (self.in_step, self.drop_last) {
+            (false, _) => of(&self.sampler),
+            (true, false) => of(&self.sampler.of_rank_0()), // which has the most
+            (true, true) => of(&self.sampler.of_last_rank()),
+        }
     }
 
     /// The samples of `count` batches from the `first` that are left when all ranks together have had the first
@@ -211,9 +237,32 @@ impl DataLoader {
             }
             (None, None) => Source::Each { dataset: self.dataset.clone(), indices },
         };
+        let own = self.sampler.num_samples_from(start).div_ceil(batch_size);
+        let empty = (own < num_batches).then(|| self.empty()).transpose()?;
         waited.set(waited.get() + began.elapsed());
         let staging = self.staging.clone();
-        Ok(Batches { source, next: 0, num_batches, batch_size, device, staging, waited })
+        Ok(Batches {
+            source,
+            next: 0,
+            num_batches,
+            own,
+            empty,
+            batch_size,
+            device,
+            staging,
+            waited,
+        })
+    }
+
+    /// Inputs and targets of no samples.
+    fn empty(&self) -> Result<(Tensor, Tensor)> {
+        let (inputs, targets) = match &self.resident {
+            Some((inputs, targets)) => (inputs.shallow_clone(), targets.shallow_clone()),
+            None => self.sample()?,
+        };
+        let none = |tensor: Tensor| tensor.f_narrow(0, 0, 0)?.f_to_device(self.device);
+        let both = || Ok((none(inputs)?, none(targets)?));
+        both().map_err(Error::torch("a batch without samples"))
     }
 }
 
@@ -223,6 +272,9 @@ pub struct Batches {
     source: Source,
     next: usize,
     num_batches: usize,
+    /// How many of them have samples.
+    own: usize,
+    empty: Option<(Tensor, Tensor)>,
     batch_size: usize,
     device: Device,
     staging: Option<Rc<Staging>>,
@@ -264,6 +316,10 @@ impl ExactSizeIterator for Batches {}
 
 impl Batches {
     fn load(&mut self, number: usize) -> Result<Batch> {
+        if let Some((inputs, targets)) = self.empty.as_ref().filter(|_| number >= self.own) {
+            let (inputs, targets) = (inputs.shallow_clone(), targets.shallow_clone());
+            return Ok(Batch { inputs, targets, len: 0 });
+        }
         let (inputs, targets) = match &mut self.source {
             Source::Blocks(blocks) => return blocks.batch(number),
             Source::Each { dataset, indices } => {

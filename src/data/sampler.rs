@@ -83,6 +83,16 @@ impl DistributedSampler {
         Self { rank, ..self.clone() }
     }
 
+    /// The share of the last rank in the same samples: that of the fewest.
+    pub(super) fn of_last_rank(&self) -> Self {
+        Self { rank: self.num_replicas - 1, ..self.clone() }
+    }
+
+    /// How many ranks there are.
+    pub(super) fn num_replicas(&self) -> usize {
+        self.num_replicas
+    }
+
     /// What the shuffle starts from; the same on every rank. As in PyTorch, its lower 32 bits count.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
@@ -109,7 +119,14 @@ impl DistributedSampler {
     /// For validation, where what is repeated would count twice.
     #[must_use]
     pub fn uneven(self) -> Self {
-        Self { uneven: true, shuffle: false, drop_last: false, ..self }
+        Self { shuffle: false, ..self.without_padding() }
+    }
+
+    /// Deals every sample once and none twice: some ranks get one more than others, or none. For training that averages
+    /// over samples: [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted).
+    #[must_use]
+    pub fn without_padding(self) -> Self {
+        Self { uneven: true, drop_last: false, ..self }
     }
 
     /// How many samples the data set has.

@@ -227,6 +227,14 @@ impl Loader {
         }
     }
 
+    /// How many samples all ranks together have in the next so many batches; see [`DataLoader`]'s.
+    pub(crate) fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
+        match self {
+            Loader::Own(loader) => loader.dealt_in(start, batches),
+            Loader::Scattered(_) => None,
+        }
+    }
+
     /// The samples of this rank's batches; see [`DataLoader`]'s.
     ///
     /// # Errors

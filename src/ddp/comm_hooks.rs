@@ -46,6 +46,12 @@ pub trait CommHook {
         false
     }
 
+    /// Whether it has a [`reduce_weighted`](Self::reduce_weighted) of its own, which
+    /// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) needs.
+    fn weighs(&self) -> bool {
+        false
+    }
+
     /// Averages `bucket` over the ranks of `group`.
     ///
     /// # Errors
@@ -67,6 +73,26 @@ pub trait CommHook {
     fn load_state(&mut self, state: CommHookState) -> Result<()> {
         let _ = state;
         Err(Error::Input(format!("the communication hook `{}` keeps no state", self.name())))
+    }
+
+    /// Averages `bucket` over the samples of all ranks, if there is a `weight`: the number of this rank's samples, for
+    /// [`ProcessGroup::all_reduce_weighted`].
+    ///
+    /// # Errors
+    /// As [`reduce`](Self::reduce); [`Error::Unsupported`] unless it [weighs](Self::weighs).
+    fn reduce_weighted(
+        &mut self,
+        bucket: &mut GradBucket<'_>,
+        group: &ProcessGroup,
+        weight: Option<f64>,
+    ) -> Result<()> {
+        match weight {
+            None => self.reduce(bucket, group),
+            Some(_) => Err(Error::Unsupported(format!(
+                "the communication hook `{}` lets all ranks count alike; implement CommHook::reduce_weighted",
+                self.name()
+            ))),
+        }
     }
 }
 
@@ -120,8 +146,21 @@ impl CommHook for AllReduce {
         true
     }
 
+    fn weighs(&self) -> bool {
+        true
+    }
+
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
-        group.all_reduce(bucket.gradients, average(group))
+        self.reduce_weighted(bucket, group, None)
+    }
+
+    fn reduce_weighted(
+        &mut self,
+        bucket: &mut GradBucket<'_>,
+        group: &ProcessGroup,
+        weight: Option<f64>,
+    ) -> Result<()> {
+        group.all_reduce_weighted(bucket.gradients, average(group), weight)
     }
 }
 
@@ -156,7 +195,20 @@ impl CommHook for Compress {
         if self.kind == Kind::Half { "fp16_compress" } else { "bf16_compress" }
     }
 
+    fn weighs(&self) -> bool {
+        true
+    }
+
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
+        self.reduce_weighted(bucket, group, None)
+    }
+
+    fn reduce_weighted(
+        &mut self,
+        bucket: &mut GradBucket<'_>,
+        group: &ProcessGroup,
+        weight: Option<f64>,
+    ) -> Result<()> {
         let torch = || Error::torch("compressing gradients");
         let room = self.room.remove(&bucket.index).filter(|t| t.size() == bucket.gradients.size());
         let mut small = match room {
@@ -171,7 +223,7 @@ impl CommHook for Compress {
             small.f_div_scalar_(group.world_size() as f64).map(drop)
         };
         tch::no_grad(convert).map_err(torch())?;
-        group.all_reduce(&mut small, ReduceOp::Sum)?;
+        group.all_reduce_weighted(&mut small, ReduceOp::Sum, weight)?;
         tch::no_grad(|| bucket.gradients.f_copy_(&small)).map_err(torch())?;
         self.room.insert(bucket.index, small);
         Ok(())

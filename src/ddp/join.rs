@@ -100,13 +100,52 @@ impl<M> DistributedDataParallel<M> {
     }
 }
 
-/// Tells the others whether this rank has inputs; returns how many ranks have.
+/// What a rank within `join` tells the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Inputs {
+    /// It has run out.
+    None,
+    /// It has inputs, and calls `backward`.
+    Plain,
+    /// It has inputs, and calls `backward_weighted`.
+    Weighted,
+}
+
+/// The ranks that have inputs.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Active {
+    pub count: usize,
+    pub weighted: bool,
+}
+
+impl Active {
+    /// The number of ranks to divide by, if it is not that of all. Weights have seen to it themselves.
+    pub(super) fn to_divide_by(self, join: JoinOptions) -> Option<usize> {
+        (!join.divide_by_initial_world_size && !self.weighted).then_some(self.count)
+    }
+}
+
+/// Tells the others whether this rank has inputs; returns which ranks have.
 pub(super) fn count_active(
     group: &ProcessGroup,
-    is_active: bool,
+    mine: Inputs,
     options: JoinOptions,
-) -> Result<usize> {
-    let active = agree(group, i64::from(is_active), ReduceOp::Sum)? as usize;
+) -> Result<Active> {
+    // Two counts in one number.
+    const WEIGHTED: i64 = 1 << 32;
+    let mine = match mine {
+        Inputs::None => 0,
+        Inputs::Plain => 1,
+        Inputs::Weighted => WEIGHTED,
+    };
+    let counts = agree(group, mine, ReduceOp::Sum)?;
+    let (weighted, plain) = ((counts / WEIGHTED) as usize, (counts % WEIGHTED) as usize);
+    if weighted > 0 && plain > 0 {
+        return Err(Error::Input(format!(
+            "join: {plain} ranks call backward and {weighted} call backward_weighted; all must call the same"
+        )));
+    }
+    let active = weighted + plain;
     if options.throw_on_early_termination && (1..group.world_size()).contains(&active) {
         return Err(Error::Input(format!(
             "join: {} of {} ranks have run out of inputs; give every rank the same number of batches, or \
@@ -115,7 +154,7 @@ pub(super) fn count_active(
             group.world_size()
         )));
     }
-    Ok(active)
+    Ok(Active { count: active, weighted: weighted > 0 })
 }
 
 /// One number, combined over the ranks and read.
@@ -127,14 +166,22 @@ fn agree(group: &ProcessGroup, mine: i64, op: ReduceOp) -> Result<i64> {
 }
 
 impl Reducer {
+    pub(super) fn is_joining(&self) -> bool {
+        self.with_state(|state| state.joining.is_some())
+    }
+
+    fn set_joining(&self, joining: Option<JoinOptions>) {
+        self.with_state(|state| state.joining = joining);
+    }
+
     /// Takes part in the others' steps with zeros until nobody has inputs any more. Returns a rank that was
     /// among the last, the same on all ranks.
     fn keep_company(&self, options: JoinOptions) -> Result<usize> {
         let group = self.group();
         let mut is_last = true;
         loop {
-            let active = count_active(&group, false, options)?;
-            if active == 0 {
+            let active = count_active(&group, Inputs::None, options)?;
+            if active.count == 0 {
                 break;
             }
             is_last = false;

@@ -17,6 +17,7 @@ mod times;
 mod turn;
 mod unused;
 mod watched;
+mod weight;
 
 use std::cell::Cell;
 use std::fmt;
@@ -205,7 +206,7 @@ impl Drop for NoSync {
 /// 4. Every rank makes the same optimizer step with the same numbers, and stays the same.
 ///
 /// With equal batches and a mean loss that mean is the gradient of the whole batch; when ranks have
-/// batches of different sizes it is not, here as in PyTorch.
+/// batches of different sizes it is not, here as in PyTorch: see [`backward_weighted`](Self::backward_weighted).
 ///
 /// Zero gradients with [`zero_grad`](Self::zero_grad). The one of tch's optimizers fills them with zeros
 /// (`set_to_none=False`), which takes longer; their `backward_step` is refused, as it would not average.
@@ -339,7 +340,7 @@ impl<M> DistributedDataParallel<M> {
     /// backward pass as well.
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        backward::run(loss, &[self], BackwardOptions::default(), Location::caller())
+        self.backward_with(loss, BackwardOptions::default())
     }
 
     /// As [`backward`](Self::backward), with options.

@@ -76,13 +76,26 @@ impl CommHook for PowerSgd {
         "powerSGD"
     }
 
+    fn weighs(&self) -> bool {
+        true
+    }
+
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
+        self.reduce_weighted(bucket, group, None)
+    }
+
+    fn reduce_weighted(
+        &mut self,
+        bucket: &mut GradBucket<'_>,
+        group: &ProcessGroup,
+        weight: Option<f64>,
+    ) -> Result<()> {
         let iteration = self.iteration;
         self.iteration += u64::from(bucket.is_last);
         if iteration < self.options.start_iter {
-            return group.all_reduce(bucket.gradients, average(group));
+            return group.all_reduce_weighted(bucket.gradients, average(group), weight);
         }
-        tch::no_grad(|| self.approximate(bucket, group))
+        tch::no_grad(|| self.approximate(bucket, group, weight))
     }
 
     fn state(&self) -> Result<Option<CommHookState>> {
@@ -189,7 +202,12 @@ impl PowerSgd {
         Ok(BucketState { parameters: bucket.parameters.to_vec(), error, factors })
     }
 
-    fn approximate(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
+    fn approximate(
+        &mut self,
+        bucket: &mut GradBucket<'_>,
+        group: &ProcessGroup,
+        weight: Option<f64>,
+    ) -> Result<()> {
         let torch = || Error::torch("PowerSGD");
         let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
         let is_new =
@@ -238,16 +256,16 @@ impl PowerSgd {
         for &(start, n, m, _) in &matrices {
             let _ = view(&rest, start, n, m).and_then(|mut v| v.f_zero_()).map_err(torch())?;
         }
-        group.all_reduce(&mut rest, average(group))?;
+        group.all_reduce_weighted(&mut rest, average(group), weight)?;
         bucket.gradients.f_copy_(&rest).map_err(torch())?;
 
         for (&(start, n, m, _), p) in matrices.iter().zip(&mut ps) {
-            group.all_reduce(p, average(group))?;
+            group.all_reduce_weighted(p, average(group), weight)?;
             *p = orthogonalize(p).map_err(torch())?;
             let matrix = view(&before, start, n, m).map_err(torch())?;
             let q = || matrix.f_tr()?.f_matmul(p)?.f_contiguous();
             let mut q = q().map_err(torch())?;
-            group.all_reduce(&mut q, average(group))?;
+            group.all_reduce_weighted(&mut q, average(group), weight)?;
             let product = q.f_tr().and_then(|q| p.f_matmul(&q)).map_err(torch())?;
             view(bucket.gradients, start, n, m)
                 .and_then(|mut v| v.f_copy_(&product))

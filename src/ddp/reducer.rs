@@ -11,11 +11,12 @@ use tch::Tensor;
 use super::DdpOptions;
 use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
 use super::communication::Communication;
-use super::join::{JoinOptions, count_active};
+use super::join::{Active, Inputs, JoinOptions, count_active};
 use super::layout::{Bucket, Flat, Layout};
 use super::parameters::NamedTensor;
 use super::times::Times;
 use super::turn::Turn;
+use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::observe::report::Parameter;
 use crate::optim::{FlatBuffer, Gradients};
@@ -51,11 +52,13 @@ pub struct Reducer {
 pub(super) struct State {
     pub group: Rc<ProcessGroup>,
     pub layout: Layout,
+    /// How much this rank counts in this step, if ranks count by their samples.
+    pub weight: Option<Weight>,
     /// The order in which the gradients became ready in the first iteration; kept until buckets follow it.
     pub ready_order: Option<Vec<usize>>,
     mode: Mode,
     /// Within `join`: what happens when ranks have run out.
-    joining: Option<JoinOptions>,
+    pub joining: Option<JoinOptions>,
     /// The number of ranks to divide by in this step, if it is not that of all.
     active: Option<usize>,
     /// With `static_graph`: which parameters have no gradient on this rank, in every step.
@@ -69,7 +72,7 @@ pub(super) struct State {
     /// Which of several models reduces its buckets.
     turn: Turn,
     /// Whether autograd runs, and hooks are called.
-    is_in_autograd: bool,
+    pub is_in_autograd: bool,
     /// The next bucket to reduce in this step.
     next: usize,
     /// When backward began, and what `times` had counted as communication by then.
@@ -104,6 +107,7 @@ impl Reducer {
         let state = State {
             group,
             layout: Layout::new(parameters, &options)?,
+            weight: None,
             ready_order: Some(Vec::with_capacity(parameters.len())),
             mode: Mode::AfterBackward,
             joining: None,
@@ -145,8 +149,14 @@ impl Reducer {
         self.state.borrow().layout.flats.iter().map(Flat::buffer).collect()
     }
 
+    pub(super) fn with_state<T>(&self, f: impl FnOnce(&mut State) -> T) -> T {
+        f(&mut self.state.borrow_mut())
+    }
+
     pub(super) fn zero_grad(&self) -> Result<()> {
-        self.state.borrow_mut().layout.zero_grad()
+        let state = &mut *self.state.borrow_mut();
+        state.weight = None;
+        state.layout.zero_grad()
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
@@ -189,14 +199,6 @@ impl Reducer {
         self.state.borrow().group.clone()
     }
 
-    pub(super) fn is_joining(&self) -> bool {
-        self.state.borrow().joining.is_some()
-    }
-
-    pub(super) fn set_joining(&self, joining: Option<JoinOptions>) {
-        self.state.borrow_mut().joining = joining;
-    }
-
     /// Whether buckets are reduced while backward goes on. Where ranks may use different parameters, the time at which
     /// a bucket is complete differs between them, and so would the order of its reduction and other collectives in
     /// backward (SyncBatchNorm's). Buckets that may be skipped are known at the end.
@@ -226,7 +228,7 @@ impl Reducer {
     pub(super) fn end_of_autograd(&self) -> Result<()> {
         self.hooks.resume_panic();
         let mut state = self.state.borrow_mut();
-        state.is_in_autograd = false;
+        state.leave_autograd();
         state.error.take().map_or(Ok(()), Err)
     }
 
@@ -261,14 +263,14 @@ impl Reducer {
     /// Leaves nothing that goes on with the gradients, after a failure.
     pub(super) fn give_up(&self) {
         let mut state = self.state.borrow_mut();
-        state.is_in_autograd = false;
+        state.leave_autograd();
         // The others take part in what has been started, or the run ends, and so do these. Why it ends is known.
         let State { communication, group, .. } = &mut *state;
         let _ = communication.wait(group);
     }
 
-    /// Takes part in a step of the others, `active` of them, with gradients of zero.
-    pub(super) fn shadow(&self, active: usize, join: JoinOptions) -> Result<()> {
+    /// Takes part in a step of the others, those that are `active`, with gradients of zero.
+    pub(super) fn shadow(&self, active: Active, join: JoinOptions) -> Result<()> {
         self.for_each_flat(|flat| {
             flat.gradients.f_zero_().map(drop).map_err(Error::torch("zero_"))
         })?;
@@ -278,7 +280,8 @@ impl Reducer {
         let (known, times) = (state.always_unused.clone(), state.times);
         let agrees = state.agrees(&self.options);
         state.layout.members.iter_mut().for_each(|member| member.used = !agrees);
-        state.active = (!join.divide_by_initial_world_size).then_some(active);
+        state.weight = active.weighted.then(Weight::default);
+        state.active = active.to_divide_by(join);
         (state.mode, state.turn) = (Mode::AfterBackward, Turn::default());
         state.reduce_rest(&self.options)?;
         state.finish(&self.options)?;
@@ -292,10 +295,10 @@ impl State {
     fn begin(&mut self, averages: bool, overlaps: bool) -> Result<()> {
         self.reset()?;
         let joining = self.joining.filter(|_| averages);
-        let active = joining.map(|join| count_active(&self.group, true, join)).transpose()?;
-        let divides_by_active = joining.is_some_and(|join| !join.divide_by_initial_world_size);
-        self.active = active.filter(|_| divides_by_active);
-        self.is_in_autograd = true;
+        let mine = if self.weight.is_some() { Inputs::Weighted } else { Inputs::Plain };
+        let active = joining.map(|join| count_active(&self.group, mine, join)).transpose()?;
+        self.active = active.zip(joining).and_then(|(active, join)| active.to_divide_by(join));
+        self.enter_autograd(averages)?;
         self.mode = match averages {
             false => Mode::Local,
             true if overlaps => Mode::Overlap,
@@ -372,12 +375,14 @@ impl State {
     fn reduce_complete_buckets(&mut self) -> Result<()> {
         while self.layout.buckets.get(self.next).is_some_and(|bucket| bucket.pending == 0) {
             let began = Instant::now();
-            let State { layout, next, group, comm_hook, communication, place, .. } = self;
+            let State { layout, next, group, comm_hook, communication, place, weight, .. } = self;
             if layout.buckets[*next].is_skipped {
                 *next += 1;
                 continue;
             }
             group.note(Note { place: *place, bucket: u16::try_from(*next).ok() });
+            weight.map_or(Ok(()), |it| it.settle(&mut layout.buckets[*next].gradients))?;
+            let weight = weight.map(|it| it.samples);
             layout.keep_local(*next)?;
             let is_last = layout.buckets[*next + 1..].iter().all(|bucket| bucket.is_skipped);
             let Bucket { gradients, parameters, .. } = &mut layout.buckets[*next];
@@ -390,14 +395,14 @@ impl State {
                 && comm_hook.only_averages()
                 && let Some(works) = communication.beside()
             {
-                works.push(group.all_reduce_beside(&handle, average(group))?);
+                works.push(group.all_reduce_beside(&handle, average(group), weight)?);
                 self.next += 1;
                 continue;
             }
             let mut bucket =
                 GradBucket { index: *next, is_last, gradients: &mut handle, parameters };
             communication.run(group, |group| {
-                comm_hook.reduce(&mut bucket, group)?;
+                comm_hook.reduce_weighted(&mut bucket, group, weight)?;
                 // A hook may have put another tensor in its place, as it would return one in Python.
                 if bucket.gradients.data_ptr() != gradients.data_ptr() {
                     tch::no_grad(|| gradients.f_copy_(bucket.gradients))
@@ -432,6 +437,7 @@ impl State {
                 let _ = flat.gradients.f_mul_scalar_(factor).map_err(Error::torch("mul_"))?;
             }
         }
+        self.weight = None;
         self.settle_unused(options)?;
         self.rebuild_buckets(options)?;
         self.layout.set_gradients(Gradients::Averaged);

@@ -7,7 +7,7 @@ use tch::Tensor;
 use tch::nn::ModuleT;
 
 use super::{DataParallel, DdpStatistics, DistributedDataParallel, NoSync, SavedCommHook};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::observe::report::Parameter;
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
@@ -87,6 +87,22 @@ impl<M> Strategy<M> {
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         either!(self, backward(loss))
+    }
+
+    /// [`DistributedDataParallel::backward_part`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Unsupported`] with [`DataParallel`].
+    #[track_caller]
+    pub(crate) fn backward_part(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
+        match self {
+            Strategy::Ddp(ddp) => ddp.backward_part(loss, samples),
+            Strategy::Dp(_) => Err(Error::Unsupported(
+                "weights need DistributedDataParallel: with DataParallel rank 0 gives every rank a batch \
+                 of the same size"
+                    .into(),
+            )),
+        }
     }
 
     /// [`DistributedDataParallel::clip_grad_norm`], for ranks that make a step.

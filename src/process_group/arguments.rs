@@ -6,7 +6,7 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use super::gloo::InFlight;
-use super::{Backend, Call, ProcessGroup, ReduceOp, device_name};
+use super::{Backend, Call, ProcessGroup, ReduceOp, device_name, weights};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::sync::{Mark, Place, Stage};
@@ -16,6 +16,7 @@ use crate::sync::{Mark, Place, Stage};
 pub(super) struct Options {
     pub reduce_op: Option<ReduceOp>,
     pub root: Option<usize>,
+    pub weight: Option<f64>,
     pub timeout: Option<Duration>,
 }
 
@@ -38,12 +39,13 @@ impl ProcessGroup {
         let kind = self.common_kind(operation, inputs, further)?;
         if let Some(op) = options.reduce_op {
             op.check_kind(operation, kind)?;
+            options.weight.map_or(Ok(()), |it| weights::check(op, kind, it, self.global_rank()))?;
         }
         let as_they_are = |tensors: &[Tensor]| -> Result<bool> {
             tensors.iter().try_fold(true, |all, tensor| Ok(all && is_dense(tensor)?))
         };
         let run = |inputs: &[Tensor], outputs: &[Tensor]| {
-            let Options { reduce_op, root, timeout } = options;
+            let Options { reduce_op, root, weight, timeout } = options;
             let call = |sequence| Call {
                 operation,
                 sequence,
@@ -53,6 +55,7 @@ impl ProcessGroup {
                 shape,
                 inputs,
                 outputs,
+                weight,
                 timeout,
                 place: None,
             };
@@ -82,10 +85,12 @@ impl ProcessGroup {
         &self,
         tensor: &Tensor,
         op: ReduceOp,
+        weight: Option<f64>,
     ) -> Result<Option<(InFlight, Mark)>> {
         let tensors = std::slice::from_ref(tensor);
         let kind = self.common_kind(Operation::AllReduce, tensors, &[])?;
         op.check_kind(Operation::AllReduce, kind)?;
+        weight.map_or(Ok(()), |it| weights::check(op, kind, it, self.global_rank()))?;
         let shape = &tensor.size();
         let call = |sequence| Call {
             sequence,
@@ -94,6 +99,7 @@ impl ProcessGroup {
             shape,
             inputs: tensors,
             outputs: tensors,
+            weight,
             ..Call::bare(Operation::AllReduce)
         };
         let start = |backend: &mut dyn Backend, call: &Call| backend.start(call);

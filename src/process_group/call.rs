@@ -108,6 +108,8 @@ pub(crate) struct Call<'a> {
     pub shape: &'a [i64],
     pub inputs: &'a [Tensor],
     pub outputs: &'a [Tensor],
+    /// For sums: how much this rank counts; on all ranks or on none.
+    pub weight: Option<f64>,
     /// How long to wait for the others, if not as long as usual.
     pub timeout: Option<Duration>,
     /// Which line of the program makes it, for errors.
@@ -126,6 +128,7 @@ impl Call<'_> {
             shape: &[],
             inputs: &[],
             outputs: &[],
+            weight: None,
             timeout: None,
             place: None,
         }

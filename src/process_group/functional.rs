@@ -26,7 +26,9 @@ type Group = Rc<ProcessGroup>;
 /// The sum of `tensor` over all ranks. A collective.
 ///
 /// Follows `torch.distributed.nn.functional.all_reduce` with its default, the sum. The gradient of each rank's `tensor`
-/// is the sum over the ranks of the results' gradients.
+/// is the sum over the ranks of the results' gradients. In a
+/// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) of a model on the same group it is the sum of
+/// the losses by their weights.
 ///
 /// # Errors
 /// As [`ProcessGroup::all_reduce`], and those of the [module](self).
@@ -52,7 +54,12 @@ type Group = Rc<ProcessGroup>;
 /// ```
 pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let group = group.clone();
-    linear(tensor, move |it, _| summed(it, &group))
+    linear(
+        tensor,
+        move |it, transposed| {
+            if transposed { summed_by_weights(it, &group) } else { summed(it, &group) }
+        },
+    )
 }
 
 /// Rank `src`'s `tensor`, on every rank. A collective.
@@ -64,7 +71,7 @@ pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
 /// As [`ProcessGroup::broadcast`], and those of the [module](self).
 pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let group = group.clone();
-    linear(tensor, move |it, transposed| {
+    unweighted(tensor, group.clone(), move |it, transposed| {
         if !transposed {
             return broadcasted(it, src, &group);
         }
@@ -82,12 +89,9 @@ pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Resul
 /// As [`ProcessGroup::reduce`], and those of the [module](self).
 pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let group = group.clone();
-    linear(
-        tensor,
-        move |it, transposed| {
-            if transposed { broadcasted(it, dst, &group) } else { reduced(it, dst, &group) }
-        },
-    )
+    unweighted(tensor, group.clone(), move |it, transposed| {
+        if transposed { broadcasted(it, dst, &group) } else { reduced(it, dst, &group) }
+    })
 }
 
 /// Every rank's `tensor`, in the order of the ranks, on rank `dst`; as many zeros on the others. A collective.
@@ -99,7 +103,7 @@ pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<T
 /// As [`ProcessGroup::gather`], and those of the [module](self).
 pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Vec<Tensor>> {
     let group = group.clone();
-    let all = linear(tensor, move |it, transposed| {
+    let all = unweighted(tensor, group.clone(), move |it, transposed| {
         if transposed { scattered(it, dst, &group) } else { gathered(it, dst, &group) }
     })?;
     rows(&all)
@@ -116,12 +120,9 @@ pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<V
 pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::Scatter, tensors, group)?;
     let group = group.clone();
-    linear(
-        &all,
-        move |it, transposed| {
-            if transposed { gathered(it, src, &group) } else { scattered(it, src, &group) }
-        },
-    )
+    unweighted(&all, group.clone(), move |it, transposed| {
+        if transposed { gathered(it, src, &group) } else { scattered(it, src, &group) }
+    })
 }
 
 /// Every rank's `tensor`, in the order of the ranks. A collective.
@@ -180,12 +181,9 @@ pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Resu
 pub fn reduce_scatter(input_list: &[Tensor], group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::ReduceScatter, input_list, group)?;
     let group = group.clone();
-    linear(
-        &all,
-        move |it, transposed| {
-            if transposed { all_rows(it, &group) } else { sum_of_rows(it, &group) }
-        },
-    )
+    unweighted(&all, group.clone(), move |it, transposed| {
+        if transposed { all_rows(it, &group) } else { sum_of_rows(it, &group) }
+    })
 }
 
 /// What each rank has for this rank in its `input_list`, in the order of the ranks. A collective.
@@ -240,7 +238,7 @@ pub fn all_to_all_single(
     let group = group.clone();
     let splits = [output_split_sizes, input_split_sizes].map(|it| it.map(<[i64]>::to_vec));
     let shape = input.size();
-    linear(input, move |it, transposed| {
+    unweighted(input, group.clone(), move |it, transposed| {
         let [output, input] = &splits;
         let [to, from] = if transposed { [input, output] } else { [output, input] };
         let mut shape = shape.clone();
@@ -256,12 +254,9 @@ pub fn all_to_all_single(
 /// [`all_gather`] with a row for each rank.
 fn gathered_by_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     let group = group.clone();
-    linear(
-        tensor,
-        move |it, transposed| {
-            if transposed { sum_of_rows(it, &group) } else { all_rows(it, &group) }
-        },
-    )
+    unweighted(tensor, group.clone(), move |it, transposed| {
+        if transposed { sum_of_rows(it, &group) } else { all_rows(it, &group) }
+    })
 }
 
 /// A list with a tensor for each rank as the rows of one tensor, under autograd.
@@ -288,7 +283,27 @@ fn copy(tensor: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
+/// As [`linear`], for a collective through which no weighted gradients go: `backward_weighted` is refused.
+fn unweighted(
+    input: &Tensor,
+    group: Group,
+    f: impl Fn(&Tensor, bool) -> Result<Tensor> + 'static,
+) -> Result<Tensor> {
+    linear(input, move |it, transposed| {
+        if transposed {
+            group.refuse_weights_in_autograd()?;
+        }
+        f(it, transposed)
+    })
+}
+
 // The collectives outside of autograd, each on new tensors.
+
+fn summed_by_weights(tensor: &Tensor, group: &Group) -> Result<Tensor> {
+    let mut sum = copy(tensor)?;
+    group.all_reduce_in_autograd(&mut sum)?;
+    Ok(sum)
+}
 
 fn summed(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     let mut sum = copy(tensor)?;

@@ -21,6 +21,7 @@ mod point_to_point;
 mod recorded;
 mod threaded;
 mod traffic;
+mod weights;
 mod work;
 
 use std::cell::{Cell, OnceCell, RefCell, RefMut};
@@ -30,7 +31,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, select_biased};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 
 pub(crate) use call::Call;
 pub use call::{KINDS, ReduceOp, kind_name, kind_named};
@@ -45,6 +46,7 @@ use recorded::Recorded;
 use threaded::Shared;
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
+pub(crate) use weights::check_weight;
 use work::State;
 pub use work::Work;
 
@@ -77,6 +79,9 @@ pub(crate) trait Backend: Send {
 
     /// What crosses between this rank and the others in a collective.
     fn traffic(&self, call: &Call) -> Traffic;
+
+    /// The mean weight of all ranks in the last call, which had weights.
+    fn mean_weight(&self) -> f64;
 
     /// Returns once nothing that this rank has launched waits for another rank any more.
     fn synchronize(&mut self) -> Result<()>;
@@ -128,6 +133,8 @@ pub struct ProcessGroup {
     /// How many messages this rank has sent and received.
     messages: Cell<u64>,
     traffic: Arc<TrafficCounter>,
+    /// How much this rank counts in the backward that it is in, if ranks count by their samples.
+    weight: Cell<Option<f64>>,
     stays_here: PhantomData<Rc<()>>,
 }
 
@@ -165,6 +172,7 @@ impl ProcessGroup {
             recorded: Recorded::default(),
             messages: Cell::new(0),
             traffic: Arc::default(),
+            weight: Cell::default(),
             stays_here: PhantomData,
         }
     }
@@ -250,21 +258,6 @@ impl ProcessGroup {
         self.queue(Box::new(|group| {
             group.note(Note::default()); // its own line is what counts
             operation(group).map(|()| None)
-        }))
-    }
-
-    /// What [`async_op`](Self::async_op) does with an [`all_reduce`](Self::all_reduce) of a tensor in one piece, but
-    /// where it can go on by itself, the next one starts meanwhile.
-    pub(crate) fn all_reduce_beside(&self, tensor: &Tensor, op: ReduceOp) -> Result<Work> {
-        let mut tensor = tensor.shallow_clone();
-        if self.launches || self.own_activity.is_some() {
-            return self.async_op(move |group| group.all_reduce(&mut tensor, op));
-        }
-        self.run().check(self.global_rank())?;
-        let note = self.recorded.note.get();
-        self.queue(Box::new(move |group| {
-            group.note(note);
-            group.start_all_reduce(&tensor, op)
         }))
     }
 
@@ -401,6 +394,7 @@ impl ProcessGroup {
             recorded,
             messages: Cell::new(0),
             traffic,
+            weight: Cell::default(),
             stays_here: PhantomData,
         }
     }

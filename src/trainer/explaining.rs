@@ -82,7 +82,8 @@ impl<M: ModuleT> Trainer<M> {
         explaining.seen = Some(RankStep {
             num_samples: samples.len(),
             samples: samples.into_iter().take(SAMPLES).collect(),
-            loss: sums.iter().sum::<f64>() / batches.iter().map(Batch::len).sum::<usize>() as f64,
+            loss: sums.iter().sum::<f64>()
+                / batches.iter().map(Batch::len).sum::<usize>().max(1) as f64,
             local: local[place],
             averaged: averaged[place],
             stepped_by: averaged[place],

@@ -15,7 +15,9 @@ impl<M: ModuleT> Trainer<M> {
         let group = self.ddp.group();
         match group.harm(self.state.step) {
             Some(FaultKind::Nan) => {
-                let Some(batch) = batches.first_mut() else { return Ok(()) };
+                let Some(batch) = batches.iter_mut().find(|it| !it.is_empty()) else {
+                    return Ok(());
+                };
                 // The data itself stays as it is.
                 let torch = || Error::torch("making a sample NaN");
                 batch.inputs = batch.inputs.f_detach_copy().map_err(torch())?;

@@ -113,8 +113,7 @@ impl<M: ModuleT> Trainer<M> {
             return Err(self.find_cause(batches, &buffers)?);
         }
         self.state.skipped_steps += 1;
-        let samples: usize = batches.iter().map(Batch::len).sum();
-        self.state.skipped_samples += samples * self.ddp.group().world_size();
+        self.state.skipped_samples += self.samples_of_all(batches);
         Ok(true)
     }
 

@@ -162,7 +162,11 @@ pub(super) fn step_on(
             group.synchronize()?; // on a GPU, so that each part's time is its own
             let forward = began.elapsed();
             let before = ddp.communication_time();
-            ddp.backward(&scaler.scale(&loss)?)?;
+            let scaled = scaler.scale(&loss)?;
+            match config.exact_mean {
+                true => ddp.backward_part(&scaled, batch.len() as f64)?,
+                false => ddp.backward(&scaled)?,
+            }
             let launched = began.elapsed() - forward;
             group.synchronize()?;
             let backward = began.elapsed() - forward;

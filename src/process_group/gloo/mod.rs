@@ -29,7 +29,7 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use super::threaded::{self, Announced, Memory, Seat, Shared, my_slice};
-use super::{Backend, Call, P2POp, ReduceOp, Traffic, calls, num_bytes};
+use super::{Backend, Call, P2POp, ReduceOp, Traffic, calls, num_bytes, weights};
 use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 use crate::sync::Run;
@@ -78,6 +78,13 @@ impl Hierarchical {
     fn meet(&mut self, call: &Call) -> Result<()> {
         let first = self.work.network.layout().here().start;
         threaded::meet(&mut self.seat, first, call, true, Some(&mut self.memory))
+    }
+
+    /// Has what goes to other processes say how much these ranks count, which have met for this call.
+    fn set_weight(&self, call: &Call) {
+        if call.weight.is_some() && self.is_first() {
+            self.work.network.set_weight(work::mean_here(&self.seat));
+        }
     }
 
     /// What they call, for other processes to read.
@@ -136,6 +143,7 @@ impl Hierarchical {
             network.make_room(size, 0)?;
         }
         self.meet(call)?;
+        self.set_weight(call);
         // One part, for nobody in particular.
         let alone = Layout { processes: vec![layout.here()], mine: 0 };
         let whole = Parts { to: vec![size], from: vec![size], largest: None };
@@ -163,6 +171,7 @@ impl Hierarchical {
         self.run.check(self.global_rank())?;
         self.meet(call)?;
         let tensor = &call.outputs[0];
+        self.set_weight(call);
         if let ReduceOp::PremulSum(_) = call.op() {
             // SAFETY: an all_reduce has one tensor for input and output, which this rank alone touches.
             self.together(|work, _| unsafe { work.multiply(call, tensor) });
@@ -221,6 +230,7 @@ impl Backend for Hierarchical {
             room(&self.work.network, &parts)?;
         }
         self.meet(call)?;
+        self.set_weight(call);
         if call.operation == Operation::AllToAll {
             parts = self.parts_of_all_to_all(call);
             self.first_alone(call, |network| room(network, &parts))?;
@@ -275,6 +285,10 @@ impl Backend for Hierarchical {
     /// What crosses between the processes.
     fn traffic(&self, _: &Call) -> Traffic {
         self.traffic
+    }
+
+    fn mean_weight(&self) -> f64 {
+        weights::mean(self.work.network.weights())
     }
 
     fn synchronize(&mut self) -> Result<()> {

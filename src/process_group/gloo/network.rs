@@ -6,6 +6,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::threaded::Mail;
-use super::super::{Call, calls, kind_name};
+use super::super::{Call, calls, kind_name, weights};
 use super::in_flight::Started;
 use super::lost::{self, REASON};
 use super::messages::{Door, Messages};
@@ -39,6 +40,9 @@ pub(crate) struct Network {
     interfaces: Option<String>,
     /// Rank 0's decision to stop goes along with every note.
     stop: OnceLock<Arc<Stop>>,
+    /// The mean weight of each process's ranks in the present call, as bits. Written by this process's first rank, and
+    /// read by the others when they have met it again.
+    weights: Box<[AtomicU64]>,
     room: Room,
     /// Where other processes connect for messages, until that is the messages' own.
     door: Option<Door>,
@@ -69,6 +73,7 @@ impl Network {
         let door = Some(Door::open(&store, layout.mine, interfaces)?);
         let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces)?;
         let room = Room::new(layout.len())?;
+        let weights = (0..layout.len()).map(|_| AtomicU64::default()).collect();
         let stop = OnceLock::new();
         let interfaces = interfaces.map(String::from);
         Ok(Self {
@@ -80,6 +85,7 @@ impl Network {
             timeout,
             interfaces,
             stop,
+            weights,
             room,
             door,
             messages: None,
@@ -149,6 +155,30 @@ impl Network {
         self.exchange(&call, &parts, 0, || Operation::Step.to_string())
     }
 
+    /// Says what the mean weight of this process's ranks is in the call that comes. By the process's first rank.
+    pub(super) fn set_weight(&self, weight: f64) {
+        self.weights[self.layout.mine].store(weight.to_bits(), Ordering::Relaxed);
+    }
+
+    /// The mean weight of each process's ranks in this call, with the number of its ranks: after the notes.
+    pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
+        let weights = self.weights.iter().map(|it| f64::from_bits(it.load(Ordering::Relaxed)));
+        weights.zip(self.layout.processes.iter().map(ExactSizeIterator::len))
+    }
+
+    /// Exchanges the mean weights of the processes' ranks where no collective of this backend does. By the process's
+    /// first rank.
+    pub(crate) fn exchange_weights(
+        &self,
+        call: &Call,
+        weight: f64,
+        describe: impl Fn() -> String,
+    ) -> Result<()> {
+        self.set_weight(weight);
+        let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
+        self.exchange(call, &none, 0, describe)
+    }
+
     /// Makes room for so many bytes in each direction. By the process's first rank, before the others meet it.
     pub(super) fn make_room(&self, send: usize, receive: usize) -> Result<()> {
         self.room.make(send, receive)
@@ -200,6 +230,14 @@ impl Network {
     ) -> Result<Started> {
         let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
         self.exchange(call, &none, 0, describe)?;
+        if call.weight.is_some() {
+            let mine = self.weights().nth(self.layout.mine).map_or(0.0, |(weight, _)| weight);
+            let share = mine / weights::mean_of_all(self.weights())?;
+            if share != 1.0 {
+                let multiply = || tensor.shallow_clone().f_mul_scalar_(share).map(drop);
+                tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
+            }
+        }
         self.started(call.at(), call.timeout, self.gloo.all_reduce(tensor, Reduce::Sum))
     }
 
@@ -232,10 +270,12 @@ impl Network {
     fn write_notes(&self, call: &Call, parts: &Parts, inline: Option<(usize, &[usize])>) {
         let news = self.stop.get().map_or(News::NONE, |stop| stop.news());
         let (sequence, fingerprint) = (call.sequence, fingerprint(call));
+        let mine = self.weights[self.layout.mine].load(Ordering::Relaxed);
+        let weight = call.weight.map_or(0.0, |_| f64::from_bits(mine));
         let notes: *mut u8 = self.room.notes()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
-            let note = Note { sequence, fingerprint, size: size as u64, news }.to_bytes();
+            let note = Note { sequence, fingerprint, size: size as u64, weight, news }.to_bytes();
             // SAFETY: the tensor has a note for each process, which nobody else touches now; and a part that is no
             // larger than its room in the note lies where it was packed.
             unsafe {
@@ -267,6 +307,7 @@ impl Network {
             let note = Note::from_bytes(process, &note)?;
             let expected = [call.sequence, fingerprint, parts.from[process] as u64];
             fits &= [note.sequence, note.fingerprint, note.size] == expected;
+            self.weights[process].store(note.weight.to_bits(), Ordering::Relaxed);
             if let Some(stop) = self.stop.get() {
                 stop.hear(process == 0, note.news);
             }
@@ -278,7 +319,11 @@ impl Network {
                 }
             }
         }
-        if fits { Ok(()) } else { Err(self.mismatch(call, &describe())?) }
+        match (fits, call.weight) {
+            (true, None) => Ok(()),
+            (true, Some(_)) => weights::mean_of_all(self.weights()).map(drop),
+            (false, _) => Err(self.mismatch(call, &describe())?),
+        }
     }
 
     /// Has the process's first rank wait until Gloo has done it, the run is cancelled or time is up.
@@ -340,6 +385,8 @@ impl Network {
 
 /// What must be the same in all processes.
 fn fingerprint(call: &Call) -> u64 {
-    let Call { operation, reduce_op, root, kind, shape, .. } = call;
-    xxh3_64(format!("{operation} {reduce_op:?} {root:?} {} {shape:?}", kind_name(*kind)).as_bytes())
+    let Call { operation, reduce_op, root, weight, kind, shape, .. } = call;
+    let weighted = if weight.is_some() { " weighted" } else { "" };
+    let kind = kind_name(*kind);
+    xxh3_64(format!("{operation} {reduce_op:?} {root:?} {kind} {shape:?}{weighted}").as_bytes())
 }

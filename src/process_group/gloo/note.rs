@@ -6,32 +6,40 @@ use crate::sync::News;
 /// How many bytes a note has.
 pub(super) const NOTE: usize = 256;
 
-/// How many of them are numbers: 6, of 8 bytes each.
-pub(super) const NUMBERS: usize = 48;
+/// How many of them are numbers: 7, of 8 bytes each.
+pub(super) const NUMBERS: usize = 56;
 
 /// Parts up to this size travel in it.
 pub(super) const INLINE: usize = NOTE - NUMBERS;
 
 /// The numbers of a note.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Note {
     /// Which call this is, and what.
     pub sequence: u64,
     pub fingerprint: u64,
     /// How many bytes follow.
     pub size: u64,
+    /// The mean weight of the process's ranks, from 0; 0 for calls without weights.
+    pub weight: f64,
     pub news: News,
 }
 
 impl Note {
     pub(super) fn to_bytes(self) -> [u8; NUMBERS] {
-        let Note { sequence, fingerprint, size, news } = self;
+        let Note { sequence, fingerprint, size, weight, news } = self;
         let [last_step, reason, asked] = news.to_numbers();
         let mut bytes = [0; NUMBERS];
         let (places, _) = bytes.as_chunks_mut::<8>();
-        for (place, number) in
-            places.iter_mut().zip([sequence, fingerprint, size, last_step, reason, asked])
-        {
+        for (place, number) in places.iter_mut().zip([
+            sequence,
+            fingerprint,
+            size,
+            weight.to_bits(),
+            last_step,
+            reason,
+            asked,
+        ]) {
             *place = number.to_le_bytes();
         }
         bytes
@@ -47,14 +55,21 @@ impl Note {
         for (number, place) in numbers.iter_mut().zip(places) {
             *number = u64::from_le_bytes(*place);
         }
-        let [sequence, fingerprint, size, last_step, reason, asked] = numbers;
+        let [sequence, fingerprint, size, weight, last_step, reason, asked] = numbers;
+        let weight = f64::from_bits(weight);
+        if !(weight.is_sign_positive() && weight.is_finite()) {
+            return Err(Error::Input(format!(
+                "the note of process {process} ahead of call #{sequence} is none of this program's: it has the weight \
+                 {weight}; is another program in Gloo's network?"
+            )));
+        }
         let news = News::from_numbers([last_step, reason, asked]).ok_or_else(|| {
             Error::Input(format!(
                 "the note of process {process} ahead of call #{sequence} is none of this program's: to stop after \
                  step {last_step} for reason {reason}, and {asked}; who else is in Gloo's network?"
             ))
         })?;
-        Ok(Note { sequence, fingerprint, size, news })
+        Ok(Note { sequence, fingerprint, size, weight, news })
     }
 }
 
@@ -70,7 +85,7 @@ mod tests {
             let mut near = bytes;
             // Reasons that may be some.
             near[24..].fill(0);
-            [near[24], near[32], near[40]] = small.map(|byte| byte % 9);
+            [near[32], near[40], near[48]] = small.map(|byte| byte % 9);
             for bytes in [bytes, near] {
                 match Note::from_bytes(3, &bytes) {
                     Ok(note) => prop_assert_eq!(note.to_bytes(), bytes),
@@ -85,8 +100,15 @@ mod tests {
     #[test]
     fn what_is_written_is_read() {
         let news = News::from_numbers([7, 2, 1]).unwrap();
-        let note = Note { sequence: 1, fingerprint: 2, size: 3, news };
+        let note = Note { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, news };
         assert_eq!(Note::from_bytes(0, &note.to_bytes()).unwrap(), note);
+        for weight in [f64::NAN, -1.0, f64::INFINITY] {
+            let error = Note::from_bytes(3, &Note { weight, ..note }.to_bytes()).unwrap_err();
+            let told = format!(
+                "the note of process 3 ahead of call #1 is none of this program's: it has the weight {weight};"
+            );
+            assert!(error.to_string().starts_with(&told), "{error}");
+        }
         for wrong in [[7, 0, 0], [7, 9, 0], [u64::MAX, 0, 9]] {
             assert_eq!(News::from_numbers(wrong), None, "{wrong:?}");
         }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::super::threaded::{Announced, Kinds, Seat, my_slice, reduce_elements};
-use super::super::{Call, ReduceOp, num_bytes};
+use super::super::threaded::{Announced, Kinds, Seat, my_slice, reduce_elements, weighted_sum};
+use super::super::{Call, ReduceOp, num_bytes, weights};
 use super::parts::Parts;
 use super::{Layout, Network};
 use crate::operation::Operation;
@@ -17,6 +17,7 @@ pub(super) struct Work {
     /// Filled again in every reduction, without allocating.
     inputs: Vec<*mut u8>,
     outputs: Vec<*mut u8>,
+    factors: Vec<f64>,
 }
 
 // SAFETY: nothing that one call leaves in these lists is used by the next.
@@ -24,7 +25,7 @@ unsafe impl Send for Work {}
 
 impl Work {
     pub(super) fn new(network: Arc<Network>) -> Self {
-        Self { network, inputs: Vec::new(), outputs: Vec::new() }
+        Self { network, inputs: Vec::new(), outputs: Vec::new(), factors: Vec::new() }
     }
 
     /// Step 2. Every rank writes to places of its own.
@@ -52,7 +53,13 @@ impl Work {
             ReduceOp::PremulSum(_) if layout.is_one_rank_each() => ReduceOp::Sum,
             op => op,
         };
-        let Self { inputs, outputs, .. } = self;
+        let Self { inputs, outputs, factors, .. } = self;
+        factors.clear();
+        if call.weight.is_some() {
+            // Beside the mean of these ranks alone: that of all is known after the exchange.
+            let weights = seat.announced().map(|it| it.weight.unwrap_or(0.0));
+            weights::fill_factors(local, mean_here(seat), weights, factors);
+        }
         // Adds up the elements `range` of the ranks' tensors `input`; each rank its slice of them.
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
             let slice = my_slice(range.len(), index, ranks);
@@ -63,10 +70,17 @@ impl Work {
             outputs.clear();
             outputs.extend(to.map(|place| place.wrapping_add(offset)));
             let kinds = Kinds { from: call.kind, to: partial };
-            if !slice.is_empty() && !outputs.is_empty() {
-                // SAFETY: the tensors stay, and have so many elements; the parts are as large, and this rank alone
-                // writes to this slice of them.
-                unsafe { reduce_elements(kinds, inputs, outputs, slice.len(), local) };
+            if slice.is_empty() || outputs.is_empty() {
+                return;
+            }
+            // SAFETY: the tensors stay, and have so many elements; the parts are as large, and this rank alone
+            // writes to this slice of them. A factor for each tensor, if there are any.
+            unsafe {
+                if factors.is_empty() {
+                    reduce_elements(kinds, inputs, outputs, slice.len(), local);
+                } else {
+                    weighted_sum(kinds, inputs, outputs, slice.len(), factors);
+                }
             }
         };
         // Copies the tensor to a place that is this rank's alone.
@@ -161,9 +175,23 @@ impl Work {
         self.inputs.extend(sources.iter().map(|source| source.wrapping_add(offset)));
         self.outputs.clear();
         self.outputs.extend(to);
-        if len > 0 && !self.outputs.is_empty() {
-            // SAFETY: as the caller promises.
-            unsafe { reduce_elements(kinds, &self.inputs, &self.outputs, len, op) };
+        self.factors.clear();
+        if call.weight.is_some() {
+            let mean = weights::mean(self.network.weights());
+            let weights = self.network.weights().map(|(weight, _)| weight);
+            weights::fill_factors(op, mean, weights, &mut self.factors);
+        }
+        if len == 0 || self.outputs.is_empty() {
+            return;
+        }
+        let Self { inputs, outputs, factors, .. } = self;
+        // SAFETY: as the caller promises; a factor for each source, if there are any.
+        unsafe {
+            if factors.is_empty() {
+                reduce_elements(kinds, inputs, outputs, len, op);
+            } else {
+                weighted_sum(kinds, inputs, outputs, len, factors);
+            }
         }
     }
 
@@ -255,6 +283,11 @@ impl Work {
             _ => {}
         }
     }
+}
+
+/// The mean weight of this process's ranks in the call that they have met for.
+pub(super) fn mean_here(seat: &Seat<Announced>) -> f64 {
+    weights::mean(seat.announced().map(|it| (it.weight.unwrap_or(0.0), 1)))
 }
 
 /// Where the part of each process lies: what has come, and of this process what it packed for itself, `begin` bytes

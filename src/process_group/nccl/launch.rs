@@ -1,13 +1,14 @@
 //! Which NCCL calls make up each collective.
 
 use std::ffi::{c_int, c_void};
+use std::time::Duration;
 
 use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
 use tch::{Kind, Tensor};
 
 use super::super::traffic::{Traffic, first_bytes, of_parts};
-use super::super::{Call, P2POp, ReduceOp, kind_name, num_bytes};
-use super::{Nccl, is_failure};
+use super::super::{Call, P2POp, ReduceOp, calls, kind_name, num_bytes, weights};
+use super::{Nccl, Network, is_failure};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::torch::cuda;
@@ -33,9 +34,10 @@ impl Nccl {
             Operation::AllReduce => {
                 let (kind, op) = reduction()?;
                 let tensor = &inputs[0];
-                if let Some(ReduceOp::PremulSum(factor)) = call.reduce_op {
-                    let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
-                    tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
+                // With a weight also by 1: the kernel is loaded then, which it must not be between the meetings.
+                let premultiplies = matches!(call.op(), ReduceOp::PremulSum(_));
+                if premultiplies || call.weight.is_some() {
+                    multiply(tensor, weights::factor(call.op()))?;
                 }
                 let (place, numel) = (data(tensor), tensor.numel());
                 self.between_meetings(call, "ncclAllReduce", |nccl| {
@@ -129,6 +131,56 @@ impl Nccl {
         }
     }
 
+    /// Multiplies the tensor of a sum with weights by this rank's weight beside the mean of all. Between the meetings.
+    ///
+    /// The ranks of the process have announced their weights when they met. Between processes it costs a message to
+    /// each other process over TCP, and with several ranks here another meeting.
+    pub(super) fn weigh(&mut self, call: &Call) -> Result<()> {
+        let Some(weight) = call.weight else { return Ok(()) };
+        if let Some(network) = self.elsewhere() {
+            if self.seat.rank() == 0 {
+                let describe = || calls::to_text(self.seat.announced());
+                let mean = weights::mean(self.weights_here());
+                self.tell(network.exchange_weights(call, mean, describe))?;
+            }
+            // The first rank has a deadline itself.
+            let barrier = self.seat.barrier();
+            barrier.wait_at_most(self.seat.rank(), call.at(), Duration::MAX)?;
+            weights::mean_of_all(network.weights())?;
+        } else {
+            weights::mean_of_all(self.weights_here())?;
+        }
+        let share = weight / self.mean();
+        if share == 1.0 { Ok(()) } else { multiply(&call.inputs[0], share) }
+    }
+
+    fn elsewhere(&self) -> Option<&Network> {
+        self.network.as_deref().filter(|it| it.layout().processes.len() > 1)
+    }
+
+    fn weights_here(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
+        self.seat.announced().map(|it| (it.weight.unwrap_or(0.0), 1))
+    }
+
+    /// The mean weight of all ranks in the last call, which had weights.
+    pub(super) fn mean(&self) -> f64 {
+        match self.elsewhere() {
+            Some(network) => weights::mean(network.weights()),
+            None => weights::mean(self.weights_here()),
+        }
+    }
+
+    /// Reports a failure as soon as it is found, whatever the caller makes of it: a rank that went on as if
+    /// nothing had happened would meet the others in the wrong places. And aborting takes its time.
+    pub(super) fn tell(&self, result: Result<()>) -> Result<()> {
+        if let Err(error) = &result {
+            let (run, rank) = (self.shared.run(), self.global_rank());
+            run.check(rank)?; // a peer that has gone is not this rank's failure
+            run.report(rank, Some(error), error.to_string());
+        }
+        result
+    }
+
     /// Launches messages in a communicator of two.
     pub(super) fn exchange(&mut self, messages: &[&P2POp]) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
@@ -154,6 +206,11 @@ impl Nccl {
             messages.iter().map(launch).find(is_failure)
         })
     }
+}
+
+fn multiply(tensor: &Tensor, factor: f64) -> Result<()> {
+    let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
+    tch::no_grad(multiply).map_err(Error::torch("mul_"))
 }
 
 /// What one rank sends and receives in NCCL's ring algorithm.

@@ -175,8 +175,9 @@ impl Nccl {
         name: &'static str,
         launch: impl FnOnce(&mut Self) -> ncclResult_t,
     ) -> Result<()> {
-        if self.check {
+        if self.check || call.weight.is_some() {
             threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)?;
+            self.weigh(call)?;
         } else {
             self.seat.barrier().wait(self.seat.rank(), call.at())?;
         }
@@ -186,8 +187,7 @@ impl Nccl {
         self.seat.barrier().wait(self.seat.rank(), call.at())
     }
 
-    /// As [`Nccl::between_meetings`], for several calls that belong together. `launch` makes them, and returns
-    /// the first result that is a failure.
+    /// As [`Nccl::between_meetings`], for several calls. `launch` returns the first result that is a failure.
     fn grouped(
         &mut self,
         call: &Call,
@@ -261,17 +261,6 @@ impl Nccl {
         })
     }
 
-    /// Reports a failure as soon as it is found, whatever the caller makes of it: a rank that went on as if
-    /// nothing had happened would meet the others in the wrong places. And aborting takes its time.
-    fn tell(&self, result: Result<()>) -> Result<()> {
-        if let Err(error) = &result {
-            let (run, rank) = (self.shared.run(), self.global_rank());
-            run.check(rank)?; // a peer that has gone is not this rank's failure
-            run.report(rank, Some(error), error.to_string());
-        }
-        result
-    }
-
     /// Polls until a call that returned "in progress" is done.
     fn see_through(&self, call: &'static str, result: ncclResult_t) -> Result<()> {
         check(call, result, self.comm)?;
@@ -331,6 +320,10 @@ impl Backend for Nccl {
 
     fn traffic(&self, call: &Call) -> Traffic {
         launch::traffic(call, self.rank, self.shared.members().len())
+    }
+
+    fn mean_weight(&self) -> f64 {
+        self.mean()
     }
 
     fn synchronize(&mut self) -> Result<()> {

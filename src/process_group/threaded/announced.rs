@@ -31,6 +31,8 @@ pub(crate) struct Announced {
     pub(super) operation: Operation,
     reduce_op: Option<ReduceOp>,
     root: Option<usize>,
+    /// Each rank has its own, but all have one or none has.
+    pub(in super::super) weight: Option<f64>,
     pub kind: Kind,
     pub device: Device,
     /// The CUDA stream that the rank's work goes to; 0 on a CPU. Equal, so the work is in order.
@@ -52,6 +54,7 @@ impl Announced {
             operation: Operation::Function,
             reduce_op: None,
             root: None,
+            weight: None,
             kind: Kind::Uint8,
             device: Device::Cpu,
             stream: 0,
@@ -77,7 +80,7 @@ impl Announced {
         let device = tensors.next().filter(|_| on_one_device).map(Tensor::device);
         self.operation = call.operation;
         (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
-        self.place = call.place;
+        (self.weight, self.place) = (call.weight, call.place);
         self.device = device.unwrap_or(Device::Cpu);
         self.stream = match self.device {
             Device::Cuda(index) => cuda::current_stream(index)? as usize,
@@ -113,6 +116,7 @@ impl Announced {
         self.operation == other.operation
             && self.reduce_op == other.reduce_op
             && self.root == other.root
+            && self.weight.is_some() == other.weight.is_some()
             && self.kind == other.kind
             && self.device == other.device
             && self.stream == other.stream
@@ -128,6 +132,7 @@ impl Announced {
         let options = match (self.root, self.reduce_op) {
             (Some(root), Some(op)) => format!("({role} {root}, {op})"),
             (Some(root), None) => format!("({role} {root})"),
+            (None, Some(op)) if self.weight.is_some() => format!("({op}, weighted)"),
             (None, Some(op)) => format!("({op})"),
             (None, None) => String::new(),
         };

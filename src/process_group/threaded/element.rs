@@ -193,17 +193,47 @@ pub(in super::super) unsafe fn reduce(
     len: usize,
     op: ReduceOp,
 ) {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
-        // SAFETY: the processor has them; the rest is handed on to the caller.
-        return unsafe { reduce_with_avx2(kinds, inputs, outputs, len, op) };
-    }
     // SAFETY: handed on to the caller.
-    unsafe { reduce_kind(kinds, inputs, outputs, len, op) }
+    unsafe { reduce_by(kinds, inputs, outputs, len, op, &[]) }
+}
+
+/// Sums as [`reduce`] does, each input multiplied by its factor. With equal factors the same bits as
+/// [`ReduceOp::PremulSum`]. For float kinds.
+///
+/// # Safety
+/// As [`reduce`]; there are as many factors as inputs.
+pub(in super::super) unsafe fn weighted_sum(
+    kinds: Kinds,
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    len: usize,
+    factors: &[f64],
+) {
+    // SAFETY: handed on to the caller.
+    unsafe { reduce_by(kinds, inputs, outputs, len, ReduceOp::Sum, factors) }
 }
 
 /// # Safety
-/// As [`reduce`], on a processor that has these instructions.
+/// As [`reduce`]; there are no factors, or as many as inputs.
+unsafe fn reduce_by(
+    kinds: Kinds,
+    inputs: &[*mut u8],
+    outputs: &[*mut u8],
+    len: usize,
+    op: ReduceOp,
+    factors: &[f64],
+) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+        // SAFETY: the processor has them; the rest is handed on to the caller.
+        return unsafe { reduce_with_avx2(kinds, inputs, outputs, len, op, factors) };
+    }
+    // SAFETY: handed on to the caller.
+    unsafe { reduce_kind(kinds, inputs, outputs, len, op, factors) }
+}
+
+/// # Safety
+/// As [`reduce_by`], on a processor that has these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn reduce_with_avx2(
@@ -212,13 +242,14 @@ unsafe fn reduce_with_avx2(
     outputs: &[*mut u8],
     len: usize,
     op: ReduceOp,
+    factors: &[f64],
 ) {
     // SAFETY: handed on to the caller.
-    unsafe { reduce_kind(kinds, inputs, outputs, len, op) }
+    unsafe { reduce_kind(kinds, inputs, outputs, len, op, factors) }
 }
 
 /// # Safety
-/// As [`reduce`].
+/// As [`reduce_by`].
 #[inline(always)] // to be compiled for the instructions of the function that it is in
 unsafe fn reduce_kind(
     kinds: Kinds,
@@ -226,25 +257,30 @@ unsafe fn reduce_kind(
     outputs: &[*mut u8],
     len: usize,
     op: ReduceOp,
+    factors: &[f64],
 ) {
     // SAFETY: handed on to the caller of `reduce`, with the types that belong to `kinds`.
     unsafe {
         match (kinds.from, kinds.to) {
-            (Kind::Half, Kind::Float) => reduce_as::<f16, f32>(inputs, outputs, len, op),
-            (Kind::Float, Kind::Half) => reduce_as::<f32, f16>(inputs, outputs, len, op),
-            (Kind::BFloat16, Kind::Float) => reduce_as::<bf16, f32>(inputs, outputs, len, op),
-            (Kind::Float, Kind::BFloat16) => reduce_as::<f32, bf16>(inputs, outputs, len, op),
+            (Kind::Half, Kind::Float) => reduce_as::<f16, f32>(inputs, outputs, len, op, factors),
+            (Kind::Float, Kind::Half) => reduce_as::<f32, f16>(inputs, outputs, len, op, factors),
+            (Kind::BFloat16, Kind::Float) => {
+                reduce_as::<bf16, f32>(inputs, outputs, len, op, factors)
+            }
+            (Kind::Float, Kind::BFloat16) => {
+                reduce_as::<f32, bf16>(inputs, outputs, len, op, factors)
+            }
             (from, to) if from != to => refused(),
-            (Kind::Double, _) => reduce_as::<f64, f64>(inputs, outputs, len, op),
-            (Kind::Float, _) => reduce_as::<f32, f32>(inputs, outputs, len, op),
-            (Kind::Half, _) => reduce_as::<f16, f16>(inputs, outputs, len, op),
-            (Kind::BFloat16, _) => reduce_as::<bf16, bf16>(inputs, outputs, len, op),
-            (Kind::Int64, _) => reduce_as::<i64, i64>(inputs, outputs, len, op),
-            (Kind::Int, _) => reduce_as::<i32, i32>(inputs, outputs, len, op),
-            (Kind::Int16, _) => reduce_as::<i16, i16>(inputs, outputs, len, op),
-            (Kind::Int8, _) => reduce_as::<i8, i8>(inputs, outputs, len, op),
+            (Kind::Double, _) => reduce_as::<f64, f64>(inputs, outputs, len, op, factors),
+            (Kind::Float, _) => reduce_as::<f32, f32>(inputs, outputs, len, op, factors),
+            (Kind::Half, _) => reduce_as::<f16, f16>(inputs, outputs, len, op, factors),
+            (Kind::BFloat16, _) => reduce_as::<bf16, bf16>(inputs, outputs, len, op, factors),
+            (Kind::Int64, _) => reduce_as::<i64, i64>(inputs, outputs, len, op, factors),
+            (Kind::Int, _) => reduce_as::<i32, i32>(inputs, outputs, len, op, factors),
+            (Kind::Int16, _) => reduce_as::<i16, i16>(inputs, outputs, len, op, factors),
+            (Kind::Int8, _) => reduce_as::<i8, i8>(inputs, outputs, len, op, factors),
             // A bool is a byte of 0 or 1, and stays one under the operations that it has.
-            (Kind::Uint8 | Kind::Bool, _) => reduce_as::<u8, u8>(inputs, outputs, len, op),
+            (Kind::Uint8 | Kind::Bool, _) => reduce_as::<u8, u8>(inputs, outputs, len, op, factors),
             _ => refused(),
         }
     }
@@ -254,13 +290,14 @@ unsafe fn reduce_kind(
 const PIECE: usize = 1024;
 
 /// # Safety
-/// As [`reduce`], for inputs of type `T` and outputs of type `R`.
+/// As [`reduce_by`], for inputs of type `T` and outputs of type `R`.
 #[inline(always)]
 unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(
     inputs: &[*mut u8],
     outputs: &[*mut u8],
     len: usize,
     op: ReduceOp,
+    factors: &[f64],
 ) {
     let mut room = [T::ZERO; PIECE];
     let mut results = [R::narrow(R::ZERO); PIECE];
@@ -297,7 +334,16 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(
                 }
             }};
         }
+        for (number, (&input, &factor)) in inputs.iter().zip(factors).enumerate() {
+            let terms = wide.iter_mut().zip(read(input));
+            if number == 0 {
+                terms.for_each(|(w, &x)| *w = T::scale(T::widen(x), factor));
+            } else {
+                terms.for_each(|(w, &x)| *w = T::add(*w, T::scale(T::widen(x), factor)));
+            }
+        }
         match op {
+            _ if !factors.is_empty() => {}
             ReduceOp::Sum | ReduceOp::Avg => fold!(T::widen, T::add),
             ReduceOp::PremulSum(factor) => fold!(|x| T::scale(T::widen(x), factor), T::add),
             ReduceOp::Product => fold!(T::widen, T::multiply),

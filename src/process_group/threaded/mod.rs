@@ -21,12 +21,12 @@ mod meeting;
 mod part;
 mod shared;
 
-use super::{Backend, Call, P2POp, Traffic};
+use super::{Backend, Call, P2POp, Traffic, weights};
 use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 pub(super) use announced::{Announced, Place};
 pub(super) use conflict::Memory;
-pub(super) use element::{Kinds, reduce as reduce_elements};
+pub(super) use element::{Kinds, reduce as reduce_elements, weighted_sum};
 pub(super) use mail::{
     Carrier, Contents, Delivery, Incoming, Mail, Outcome, Parcel, Posted, Side, describe,
 };
@@ -112,6 +112,10 @@ impl Backend for Threaded {
     fn traffic(&self, call: &Call) -> Traffic {
         let members = self.seat.barrier().members().len();
         part::traffic(call, self.seat.rank(), members)
+    }
+
+    fn mean_weight(&self) -> f64 {
+        weights::mean(self.seat.announced().map(|it| (it.weight.unwrap_or(0.0), 1)))
     }
 
     fn synchronize(&mut self) -> Result<()> {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use super::super::traffic::{Traffic, first_bytes, of_parts};
-use super::super::{Call, ReduceOp, num_bytes};
+use super::super::{Call, ReduceOp, num_bytes, weights};
 use super::announced::{Announced, Place};
 use super::element::{self, Kinds};
 use crate::error::{Error, Result};
@@ -16,6 +16,8 @@ use crate::operation::Operation;
 pub(super) struct Places {
     inputs: Vec<*mut u8>,
     outputs: Vec<*mut u8>,
+    /// What each input is multiplied by; empty without weights that differ.
+    factors: Vec<f64>,
 }
 
 // SAFETY: nothing that one call leaves in these lists is used by the next.
@@ -40,6 +42,12 @@ pub(super) unsafe fn run<'a>(
     match call.operation {
         Operation::AllReduce | Operation::Reduce => {
             let slice = my_slice(mine.inputs[0].numel, rank, all().len());
+            places.factors.clear();
+            if mine.weight.is_some() {
+                let weights = || all().map(|other| other.weight.unwrap_or(0.0));
+                let mean = weights::mean_of_all(weights().map(|weight| (weight, 1)))?;
+                weights::fill_factors(call.op(), mean, weights(), &mut places.factors);
+            }
             places.inputs.clear();
             places.inputs.extend(all().map(|other| other.inputs[0].data));
             places.outputs.clear();
@@ -48,6 +56,7 @@ pub(super) unsafe fn run<'a>(
             unsafe { reduce(mine, places, slice, call.op()) }
         }
         Operation::ReduceScatter => {
+            places.factors.clear();
             places.inputs.clear();
             places.inputs.extend(all().map(|other| other.inputs[rank].data));
             places.outputs.clear();
@@ -128,14 +137,21 @@ unsafe fn reduce(
     for place in places.inputs.iter_mut().chain(&mut places.outputs) {
         *place = place.wrapping_add(offset);
     }
-    let Places { inputs, outputs } = places;
+    let Places { inputs, outputs, factors } = places;
+    if mine.device == Device::Cpu && !factors.is_empty() {
+        // SAFETY: as the caller promises, with the pointers moved to the beginning of the slice; a factor an input.
+        unsafe {
+            element::weighted_sum(Kinds::same(mine.kind), inputs, outputs, slice.len(), factors)
+        };
+        return Ok(());
+    }
     if mine.device == Device::Cpu {
         // SAFETY: as the caller promises, with the pointers moved to the beginning of the slice.
         unsafe { element::reduce(Kinds::same(mine.kind), inputs, outputs, slice.len(), op) };
         return Ok(());
     }
     // SAFETY: likewise.
-    unsafe { reduce_by_kernels(mine.kind, mine.device, inputs, outputs, slice.len(), op) }
+    unsafe { reduce_by_kernels(mine.kind, mine.device, inputs, outputs, slice.len(), op, factors) }
         .map_err(Error::torch("a reduction"))
 }
 
@@ -156,23 +172,24 @@ unsafe fn reduce_by_kernels(
     outputs: &[*mut u8],
     len: usize,
     op: ReduceOp,
+    factors: &[f64],
 ) -> Result<(), tch::TchError> {
     let wide = if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind };
     let len = len as i64;
     // SAFETY: as the caller promises; the views end with this function.
     let view = |&data: &*mut u8| unsafe { Tensor::f_from_blob(data, &[len], &[1], kind, device) };
-    let term = |input: &*mut u8| {
-        let term = view(input)?.f_to_kind(wide)?;
-        match op {
-            ReduceOp::PremulSum(factor) => term.f_mul_scalar(factor),
+    let term = |number: usize| {
+        let term = view(&inputs[number])?.f_to_kind(wide)?;
+        match (factors.get(number), op) {
+            (Some(&factor), _) | (None, ReduceOp::PremulSum(factor)) => term.f_mul_scalar(factor),
             _ => Ok(term),
         }
     };
     let reduce = || {
         let mut reduced = Tensor::f_zeros([len], (wide, device))?;
-        reduced.f_copy_(&term(&inputs[0])?)?;
-        for input in &inputs[1..] {
-            let term = term(input)?;
+        reduced.f_copy_(&term(0)?)?;
+        for number in 1..inputs.len() {
+            let term = term(number)?;
             reduced = match op {
                 ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => reduced.f_add_(&term)?,
                 ReduceOp::Product => reduced.f_mul_(&term)?,
@@ -243,9 +260,43 @@ mod tests {
                     // SAFETY: tensors of `len` elements of `kind` that do not overlap, of this thread.
                     unsafe {
                         element::reduce(Kinds::same(kind), &from, &loops, numel, op);
-                        reduce_by_kernels(kind, Device::Cpu, &from, &kernels, numel, op).unwrap();
+                        reduce_by_kernels(kind, Device::Cpu, &from, &kernels, numel, op, &[])
+                            .unwrap();
                     }
                     assert!(by_loops.equal(&by_kernels), "{kind:?} {op} {len}");
+                    if let PremulSum(factor) = op {
+                        let (factors, unequal) = ([factor; 3], [0.5, 0.1, 0.4]);
+                        // SAFETY: as above.
+                        unsafe {
+                            element::weighted_sum(
+                                Kinds::same(kind),
+                                &from,
+                                &kernels,
+                                numel,
+                                &factors,
+                            );
+                            assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
+                            element::weighted_sum(
+                                Kinds::same(kind),
+                                &from,
+                                &loops,
+                                numel,
+                                &unequal,
+                            );
+                            let sum = ReduceOp::Sum;
+                            reduce_by_kernels(
+                                kind,
+                                Device::Cpu,
+                                &from,
+                                &kernels,
+                                numel,
+                                sum,
+                                &unequal,
+                            )
+                            .unwrap();
+                        }
+                        assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
+                    }
                     pairs += 1;
                 }
             }

@@ -1,0 +1,201 @@
+//! Gradients that count by the number of samples that they stand for.
+
+use std::panic::Location;
+
+use tch::Tensor;
+
+use super::DistributedDataParallel;
+use super::backward::{self, BackwardOptions};
+use super::reducer::State;
+use crate::error::{Error, Result};
+use crate::optim::Gradients;
+use crate::process_group::check_weight;
+use crate::sync::Place;
+
+/// How many samples the gradients of this rank stand for.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Weight {
+    /// Those of all batches since the last backward that averaged.
+    pub samples: f64,
+    /// Those of the first of these batches that has any. Its loss is taken as it is, and each other one is multiplied
+    /// by how many samples it has for each of these.
+    unit: f64,
+    /// Whether this backward has a weight: without, it must not average those that have.
+    is_called: bool,
+}
+
+impl Weight {
+    /// Takes a batch of so many samples into account. Returns what its loss is multiplied by.
+    fn add(&mut self, samples: f64) -> f64 {
+        (self.samples, self.is_called) = (self.samples + samples, true);
+        if self.unit == 0.0 {
+            self.unit = samples;
+            return 1.0;
+        }
+        samples / self.unit
+    }
+
+    /// A step of so many samples, whose losses are multiplied already.
+    fn whole(samples: f64) -> Self {
+        Self { samples, unit: samples, is_called: true }
+    }
+
+    /// Makes `gradients` of all batches their mean over the samples: zeros without samples, whatever they were.
+    pub(super) fn settle(self, gradients: &mut Tensor) -> Result<()> {
+        let settle = || match self.unit / self.samples {
+            _ if self.samples == 0.0 => gradients.f_zero_().map(drop),
+            1.0 => Ok(()),
+            share => gradients.f_mul_scalar_(share).map(drop),
+        };
+        tch::no_grad(settle).map_err(Error::torch("weighting gradients"))
+    }
+}
+
+impl State {
+    /// Refuses weights that cannot be.
+    fn check_weight(&self, samples: f64, averages: bool) -> Result<()> {
+        let rank = self.group.ranks()[self.group.rank()];
+        check_weight(samples, rank)
+            .map_err(|error| Error::Input(format!("backward_weighted: {error}")))?;
+        if let Some(hook) = self.comm_hook.as_ref().filter(|hook| !hook.weighs()) {
+            return Err(Error::Input(format!(
+                "backward_weighted: the communication hook `{}` lets all ranks count alike; implement \
+                 CommHook::reduce_weighted and CommHook::weighs for it, or use backward",
+                hook.name()
+            )));
+        }
+        let mut places = self.layout.flats.iter().map(|flat| flat.places.gradients());
+        if !averages && self.weight.is_none() && places.any(|it| it == Gradients::Averaged) {
+            return Err(Error::Input(
+                "backward_weighted: within no_sync it cannot add to gradients that are averaged already; call \
+                 zero_grad before the first batch of a step"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Takes a batch of so many samples into account. Returns what its loss is multiplied by.
+    fn weigh(&mut self, samples: f64, averages: bool) -> Result<f64> {
+        self.check_weight(samples, averages)?;
+        Ok(self.weight.get_or_insert_default().add(samples))
+    }
+}
+
+impl State {
+    /// Begins a backward, whose hooks may be called from now on.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if it averages gradients of which some have weights and the last ones none.
+    pub(super) fn enter_autograd(&mut self, averages: bool) -> Result<()> {
+        if let Some(Weight { samples, is_called: false, .. }) = self.weight
+            && averages
+        {
+            return Err(Error::Input(format!(
+                "backward: gradients of {samples} samples wait to be averaged by their number; end the step with \
+                 backward_weighted"
+            )));
+        }
+        self.group.set_weight(self.weight.map(|weight| weight.unit));
+        self.is_in_autograd = true;
+        Ok(())
+    }
+
+    /// No hooks are called any more.
+    pub(super) fn leave_autograd(&mut self) {
+        self.group.set_weight(None);
+        if let Some(weight) = &mut self.weight {
+            weight.is_called = false;
+        }
+        self.is_in_autograd = false;
+    }
+}
+
+impl<M> DistributedDataParallel<M> {
+    /// Computes the gradients of `loss`, the mean loss of so many `samples`, and averages them over the samples of all
+    /// ranks, where [`backward`](Self::backward) averages over the ranks. A collective, that all ranks must call.
+    ///
+    /// With batches of different size the mean of the ranks' means is not the mean over all samples: a sample in a
+    /// small batch counts more than one in a large batch. Here each rank's gradient counts by its samples, so that N
+    /// ranks come to what one rank comes to on all their samples, but for rounding. With equal numbers of samples the
+    /// gradients are those of `backward`, to the bit. PyTorch has no such method.
+    ///
+    /// Within [`no_sync`](Self::no_sync) the samples add up over the batches, which also may differ in size; every
+    /// batch's `loss` is its own mean, and is not divided by the number of batches. What a plain `backward` adds within
+    /// `no_sync` counts as part of the next batch that has samples.
+    ///
+    /// A rank without samples passes 0, and counts for nothing, whatever its gradients are. Within
+    /// [`join`](Self::join) a rank that has run out has 0 samples, whatever
+    /// [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
+    ///
+    /// # Errors
+    /// Those of [`backward`](Self::backward). [`Error::Input`] if `samples` is negative or not finite, if all ranks
+    /// together have none, if a communication hook does not [weigh](super::CommHook::weighs), and within `no_sync` if
+    /// the averaged gradients of a step before are still there. [`Error::Mismatch`] if another rank calls `backward`.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, spawn};
+    /// use tch::{Kind, Tensor, nn};
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let vs = nn::VarStore::new(rank.device());
+    ///     let weight = vs.root().var("weight", &[1], nn::Init::Const(1.0));
+    ///     let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+    ///     let batch = if rank.rank() == 0 { vec![1f32, 1.0, 1.0] } else { vec![5.0] };
+    ///     let loss = (&weight * Tensor::from_slice(&batch)).mean(Kind::Float);
+    ///     ddp.backward_weighted(&loss, batch.len() as f64)?;
+    ///     // The mean of 1, 1, 1 and 5; the mean of the ranks' means is 3.
+    ///     assert_eq!(weight.grad().double_value(&[0]), 2.0);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn backward_weighted(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
+        let averages = self.no_sync.get() == 0;
+        let factor = self.reducer.with_state(|state| state.weigh(samples, averages))?;
+        let place = Location::caller();
+        if factor == 1.0 {
+            return self.run_backward(loss, place);
+        }
+        let loss = loss.f_mul_scalar(factor).map_err(Error::torch("weighting the loss"))?;
+        self.run_backward(&loss, place)
+    }
+
+    fn run_backward(&self, loss: &Tensor, place: Place) -> Result<()> {
+        backward::run(loss, &[self], BackwardOptions::default(), place)
+    }
+
+    /// As [`backward_weighted`](Self::backward_weighted) of one batch of a step of `samples` samples: `loss` is divided
+    /// by that, and multiplied by how many samples the batch has.
+    #[track_caller]
+    pub(crate) fn backward_part(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
+        let averages = self.no_sync.get() == 0;
+        self.reducer.with_state(|state| {
+            state.check_weight(samples, averages)?;
+            state.weight = Some(Weight::whole(samples));
+            Ok::<(), Error>(())
+        })?;
+        self.run_backward(loss, Location::caller())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_batches_are_taken_as_they_are() {
+        let mut weight = Weight::default();
+        assert_eq!([weight.add(7.0), weight.add(7.0), weight.add(7.0)], [1.0; 3]);
+        assert_eq!(weight.samples, 21.0);
+        let mut weight = Weight::default();
+        assert_eq!(
+            [weight.add(0.0), weight.add(4.0), weight.add(1.0), weight.add(0.0)],
+            [1.0, 1.0, 0.25, 0.0]
+        );
+    }
+}

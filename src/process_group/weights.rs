@@ -1,0 +1,235 @@
+//! How much each rank counts in a sum: its weight beside the mean weight of all ranks.
+
+use tch::{Kind, Tensor};
+
+use super::arguments::Options;
+use super::{ProcessGroup, ReduceOp, Work};
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+
+impl ProcessGroup {
+    /// Sums `tensor` over all ranks, where each rank counts as much as its `weight` says, and leaves the result in every
+    /// rank's `tensor`: each rank's tensor is multiplied by its weight, divided by the mean of all weights.
+    ///
+    /// With equal weights this is [`all_reduce`](Self::all_reduce), to the bit. With [`ReduceOp::PremulSum`] of
+    /// `1 / world_size` it is the weighted mean: the weights could be numbers of samples. PyTorch has no such
+    /// function. Without a weight (`None`), on all ranks alike, it is `all_reduce`.
+    ///
+    /// The weights are no call of their own. `threaded` and `gloo` send them with what the ranks compare before each
+    /// collective. With `nccl` the ranks of one process compare as well; between processes the weights cost one
+    /// message to each other process over TCP, which the host waits for.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce). [`Error::Input`] for a weight that is negative or not finite, and on all
+    /// ranks if the weights add up to 0. [`Error::Unsupported`] for other operations than `Sum` and `PremulSum`, and for
+    /// kinds that are not float.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     // Rank 0 has the mean 1 of 3 samples, rank 1 the mean 5 of 1 sample: the mean of all 4 is 2.
+    ///     let (mean, samples) = if rank.rank() == 0 { (1f32, 3.0) } else { (5.0, 1.0) };
+    ///     let mut tensor = Tensor::from_slice(&[mean]);
+    ///     group.all_reduce_weighted(&mut tensor, ReduceOp::PremulSum(0.5), Some(samples))?;
+    ///     assert_eq!(tensor.double_value(&[0]), 2.0);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn all_reduce_weighted(
+        &self,
+        tensor: &mut Tensor,
+        op: ReduceOp,
+        weight: Option<f64>,
+    ) -> Result<()> {
+        let options = Options { reduce_op: Some(op), weight, ..Options::default() };
+        let tensors = std::slice::from_ref(&*tensor);
+        self.collective(Operation::AllReduce, options, &tensor.size(), tensors, tensors)
+    }
+}
+
+impl ProcessGroup {
+    /// What [`async_op`](Self::async_op) does with an [`all_reduce_weighted`](Self::all_reduce_weighted) of a tensor in
+    /// one piece, but where it can go on by itself, the next one starts meanwhile.
+    pub(crate) fn all_reduce_beside(
+        &self,
+        tensor: &Tensor,
+        op: ReduceOp,
+        weight: Option<f64>,
+    ) -> Result<Work> {
+        let mut tensor = tensor.shallow_clone();
+        if self.launches || self.own_activity.is_some() {
+            return self.async_op(move |group| group.all_reduce_weighted(&mut tensor, op, weight));
+        }
+        self.run().check(self.global_rank())?;
+        let note = self.recorded.note.get();
+        self.queue(Box::new(move |group| {
+            group.note(note);
+            group.start_all_reduce(&tensor, op, weight)
+        }))
+    }
+
+    /// Says how much this rank counts in the backward that it begins; `None` when it is over. Not a collective.
+    pub(crate) fn set_weight(&self, weight: Option<f64>) {
+        self.weight.set(weight);
+    }
+
+    /// Sums `tensor` over all ranks. In a backward whose ranks count by their samples each rank's tensor is a gradient
+    /// of its own loss, which counts by its weight, and the sum will be multiplied by the weight of the rank that has
+    /// it: it is divided by that here.
+    pub(super) fn all_reduce_in_autograd(&self, tensor: &mut Tensor) -> Result<()> {
+        let Some(weight) = self.weight.get() else {
+            return self.all_reduce(tensor, ReduceOp::Sum);
+        };
+        self.all_reduce_weighted(tensor, ReduceOp::Sum, Some(weight))?;
+        let mean = self.side()?.backend.mean_weight();
+        let divide = || match weight / mean {
+            1.0 => Ok(()),
+            0.0 => tensor.f_zero_().map(drop), // there is nothing that depends on it
+            share => tensor.f_div_scalar_(share).map(drop),
+        };
+        tch::no_grad(divide).map_err(Error::torch("weighting a gradient"))
+    }
+
+    /// Refuses a backward whose ranks count by their samples: only `functional::all_reduce` weights its gradients.
+    pub(super) fn refuse_weights_in_autograd(&self) -> Result<()> {
+        if self.weight.get().is_none() {
+            return Ok(());
+        }
+        Err(Error::Unsupported(format!(
+            "rank {}: backward_weighted goes through functional::all_reduce only, and this loss depends on another \
+             functional collective; use backward, or all_reduce",
+            self.rank()
+        )))
+    }
+}
+
+/// Checks what a rank can check by itself.
+pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Result<()> {
+    check_weight(weight, rank)?;
+    let sums = matches!(op, ReduceOp::Sum | ReduceOp::PremulSum(_));
+    if sums && matches!(kind, Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16) {
+        return Ok(());
+    }
+    Err(Error::Unsupported(format!(
+        "all_reduce({op}) of {} tensors takes no weights: they go with sum and premul_sum of float tensors",
+        super::kind_name(kind)
+    )))
+}
+
+/// # Errors
+/// [`Error::Input`] for what is no weight.
+pub(crate) fn check_weight(weight: f64, rank: usize) -> Result<()> {
+    if weight >= 0.0 && weight.is_finite() {
+        return Ok(());
+    }
+    Err(Error::Input(format!(
+        "rank {rank} has the weight {weight}; use a finite number from 0, such as the number of samples"
+    )))
+}
+
+/// Returns the mean weight of ranks that come in `parts`, each with the mean weight and the number of its ranks. If all
+/// weights are equal it is that weight to the bit, so that a weight divided by it is 1.
+pub(super) fn mean(parts: impl Iterator<Item = (f64, usize)> + Clone) -> f64 {
+    let first = parts.clone().next().map_or(0.0, |(weight, _)| weight);
+    if parts.clone().all(|(weight, _)| weight == first) {
+        return first;
+    }
+    let total: f64 = parts.clone().map(|(weight, ranks)| weight * ranks as f64).sum();
+    total / parts.map(|(_, ranks)| ranks).sum::<usize>() as f64
+}
+
+/// As [`mean`], of all ranks of the group.
+///
+/// # Errors
+/// [`Error::Input`] if nothing can be divided by it, on all ranks alike.
+pub(super) fn mean_of_all(parts: impl Iterator<Item = (f64, usize)> + Clone) -> Result<f64> {
+    let mean = mean(parts.clone());
+    if mean > 0.0 && mean.is_finite() {
+        return Ok(mean);
+    }
+    let ranks: usize = parts.map(|(_, ranks)| ranks).sum();
+    let why = if mean == 0.0 { "each has the weight 0" } else { "they are too large" };
+    let total = mean * ranks as f64;
+    Err(Error::Input(format!(
+        "the weights of the ranks {} add up to {total}: {why}; give at least one rank a weight above 0, such as its \
+         number of samples",
+        crate::error::runs(&(0..ranks).collect::<Vec<_>>())
+    )))
+}
+
+/// Returns what the operation multiplies by, apart from weights.
+pub(super) fn factor(op: ReduceOp) -> f64 {
+    match op {
+        ReduceOp::PremulSum(factor) => factor,
+        _ => 1.0,
+    }
+}
+
+/// Fills `factors` with what `op` multiplies each rank's tensor by; leaves it empty if all weights are `mean`, and the
+/// operation is as without weights.
+pub(super) fn fill_factors(
+    op: ReduceOp,
+    mean: f64,
+    weights: impl Iterator<Item = f64> + Clone,
+    factors: &mut Vec<f64>,
+) {
+    factors.clear();
+    if !weights.clone().all(|weight| weight == mean) {
+        // The order keeps a rank with the mean weight at the very factor of the operation.
+        factors.extend(weights.map(|weight| factor(op) * (weight / mean)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_weights_change_no_bit() {
+        for weight in [0.1, 1.0 / 3.0, 7.0, 1e300] {
+            for ranks in 1..9 {
+                let weights = || (0..ranks).map(|_| weight);
+                let mean = mean_of_all(weights().map(|it| (it, 1))).unwrap();
+                assert_eq!(mean, weight);
+                let mut factors = vec![5.0];
+                fill_factors(ReduceOp::PremulSum(0.5), mean, weights(), &mut factors);
+                assert!(factors.is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn factors_are_shares_of_the_total() {
+        let weights = [3.0, 0.0, 1.0];
+        let mean = mean_of_all(weights.iter().map(|&it| (it, 1))).unwrap();
+        // The same from two processes, of which the first has two ranks.
+        assert_eq!(mean_of_all([(1.5, 2), (1.0, 1)].into_iter()).unwrap(), mean);
+        let mut factors = Vec::new();
+        fill_factors(ReduceOp::PremulSum(1.0 / 3.0), mean, weights.into_iter(), &mut factors);
+        let expected = [0.75, 0.0, 0.25];
+        assert!(factors.iter().zip(expected).all(|(a, b): (&f64, f64)| (a - b).abs() < 1e-15));
+    }
+
+    #[test]
+    fn what_is_no_weight_is_refused() {
+        for weight in [-1.0, f64::NAN, f64::INFINITY] {
+            let error = check_weight(weight, 3).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("rank 3 has the weight {weight}; ")), "{error}");
+        }
+        let error = mean_of_all([(0.0, 2), (0.0, 1)].into_iter()).unwrap_err().to_string();
+        assert!(error.starts_with("the weights of the ranks 0-2 add up to 0: each"), "{error}");
+        let error = mean_of_all([(f64::MAX, 1), (1e308, 1)].into_iter()).unwrap_err().to_string();
+        assert!(error.contains("add up to inf: they are too large"), "{error}");
+        for (op, kind) in [(ReduceOp::Max, Kind::Float), (ReduceOp::Sum, Kind::Int64)] {
+            let error = check(op, kind, 1.0, 0).unwrap_err().to_string();
+            assert!(error.contains("takes no weights"), "{error}");
+        }
+    }
+}

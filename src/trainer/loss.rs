@@ -1,0 +1,44 @@
+//! The loss of a batch: one number that training makes small.
+
+use serde::{Deserialize, Serialize};
+use tch::{Reduction, Tensor};
+
+use crate::error::{Error, Result};
+
+/// What is to become small: `--loss`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Loss {
+    /// The mean squared error.
+    Mse,
+    /// The cross-entropy of logits against class numbers.
+    CrossEntropy,
+}
+
+impl Loss {
+    /// The mean loss over the samples of a batch, 0 of a batch without samples: a tensor without dimensions.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] when the shapes don't fit.
+    pub fn of(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let reduction = if targets.numel() == 0 { Reduction::Sum } else { Reduction::Mean };
+        match self {
+            Loss::Mse => output.f_mse_loss(targets, reduction),
+            Loss::CrossEntropy => {
+                output.f_cross_entropy_loss(targets, None::<&Tensor>, reduction, -100, 0.0)
+            }
+        }
+        .map_err(Error::torch("the loss"))
+    }
+
+    /// The loss of each sample of a batch.
+    pub(super) fn of_each(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        match self {
+            Loss::Mse => output.f_mse_loss(targets, Reduction::None),
+            Loss::CrossEntropy => {
+                output.f_cross_entropy_loss(targets, None::<&Tensor>, Reduction::None, -100, 0.0)
+            }
+        }
+        .map_err(Error::torch("the loss of each sample"))
+    }
+}
