@@ -420,10 +420,10 @@ fn a_rank_without_samples_in_the_last_step_makes_it_all_the_same() {
             "--nproc-per-node=3",
             "--num-samples=7",
             "--batch-size=1",
-            "--skip-nonfinite=1",
             "--comm-hook=powersgd",
             "--powersgd-start=1",
         ],
+        &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--skip-nonfinite=1"],
         &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--no-overlap", "--explain"],
     ] {
         let end = end(&[args, &["--exact-mean", "--max-epochs=2"]].concat());
