@@ -177,8 +177,8 @@ impl DataLoader {
         };
         match (self.in_step, self.drop_last) {
             (false, _) => of(&self.sampler),
-            (true, false) => of(&self.sampler.of_rank_0()), // which has the most
-            (true, true) => of(&self.sampler.of_last_rank()),
+            (true, false) => of(&self.sampler.of_rank(0)), // which has the most
+            (true, true) => of(&self.sampler.of_rank(self.sampler.num_replicas() - 1)),
         }
     }
 

@@ -83,11 +83,6 @@ impl DistributedSampler {
         Self { rank, ..self.clone() }
     }
 
-    /// The share of the last rank in the same samples: that of the fewest.
-    pub(super) fn of_last_rank(&self) -> Self {
-        Self { rank: self.num_replicas - 1, ..self.clone() }
-    }
-
     /// How many ranks there are.
     pub(super) fn num_replicas(&self) -> usize {
         self.num_replicas
