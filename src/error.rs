@@ -3,6 +3,7 @@
 #[path = "error/suspects.rs"] // tests/model has this file, too
 mod suspects;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::time::Duration;
 
@@ -348,8 +349,50 @@ impl Error {
     }
 }
 
+/// Returns `text` with control characters, and characters that change the direction of text, written as `\u001b`: what
+/// comes from outside the process must not command a terminal. Line breaks and tabs stay. JSON means the same
+/// afterwards.
+pub(crate) fn escaped(text: &str) -> Cow<'_, str> {
+    escape_all_but(text, &['\n', '\t'])
+}
+
+/// As [`escaped`], for text that is to stay on one line.
+pub(crate) fn escaped_line(text: &str) -> Cow<'_, str> {
+    escape_all_but(text, &[])
+}
+
+fn escape_all_but<'a>(text: &'a str, kept: &[char]) -> Cow<'a, str> {
+    let directs = |c: char| matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let harms = |c: char| (c.is_control() || directs(c)) && !kept.contains(&c);
+    if !text.contains(harms) {
+        return Cow::Borrowed(text);
+    }
+    let mut escaped = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match harms(c) {
+            true => escaped.push_str(&format!("\\u{:04x}", c as u32)),
+            false => escaped.push(c),
+        }
+    }
+    Cow::Owned(escaped)
+}
+
 /// libtorch appends a C++ stack trace to its messages; the first line is the message.
 pub(crate) fn first_line(message: &str) -> String {
     let line = message.lines().find(|line| !line.trim().is_empty()).unwrap_or("no reason given");
     line.trim_start_matches("Internal torch error: ").trim().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_commands_a_terminal_is_escaped_and_nothing_else() {
+        let plain = "rank 1 (CPU:1) \u{4e2d}\u{6587}\tä\n  \"next\" line";
+        assert!(matches!(escaped(plain), Cow::Borrowed(it) if it == plain));
+        assert_eq!(escaped("\u{1b}[2Jx\r\u{7f}\u{9b}31m"), "\\u001b[2Jx\\u000d\\u007f\\u009b31m");
+        assert_eq!(escaped("a\u{202e}b\u{2066}c"), "a\\u202eb\\u2066c");
+        assert_eq!(escaped_line("a\nddp-mp: b\t"), "a\\u000addp-mp: b\\u0009");
+    }
 }

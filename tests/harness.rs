@@ -77,6 +77,21 @@ pub(crate) fn without_launcher(command: &mut Command) -> &mut Command {
     command.env("CUDA_VISIBLE_DEVICES", "")
 }
 
+/// As [`program`], after the shell has set `limit`, such as `ulimit -n 16`.
+pub(crate) fn program_under(limit: &str, args: &[&str]) -> Command {
+    let program = program(args);
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{limit} && exec \"$0\" \"$@\"")]);
+    command.arg(program.get_program()).args(program.get_args()).stdin(Stdio::null());
+    for (name, value) in program.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command
+}
+
 /// Runs the program, and returns its exit code, stdout and stderr.
 pub(crate) fn run(args: &[&str]) -> (Option<i32>, String, String) {
     run_command(program(args))

@@ -763,6 +763,56 @@ fn a_process_that_is_killed_or_stopped_is_named() {
     }
 }
 
+/// Each process waits for others in the store, or in Gloo, when one of its own ranks is not the one that is missing.
+#[test]
+fn a_stall_is_blamed_on_the_rank_that_stalls() {
+    for (ranks, victim) in [(&[1, 1][..], 0), (&[1, 1], 1), (&[2, 2], 2), (&[2, 2], 3)] {
+        for stage in ["rendezvous", "init", "step,step=5"] {
+            let fault = format!("--fault=stall:rank={victim},at={stage}");
+            let args = [&fault, "--timeout=5s", "--grace-period=1s"];
+            for (code, stderr) in failures(&args, ranks, |_| {}) {
+                let what = format!("{fault} {ranks:?}: {stderr}");
+                assert_eq!(code, Some(1), "{what}");
+                let named = format!("rank {victim} (CPU:{victim}");
+                let first = stderr.lines().find(|line| line.contains(" failed in ")).unwrap();
+                assert!(first.starts_with(&format!("ddp-mp: {named}")), "{what}");
+                assert!(!first.contains("failed in start"), "{what}");
+            }
+        }
+    }
+}
+
+/// What a terminal would take for a command, and a line that would look like one of the program's own.
+#[test]
+fn text_of_others_commands_no_terminal() {
+    let lie = "{\"rank\":1,\"operation\":\"step\",\"sequence\":1,\"error\":\"\\u001b[2J\u{9b}1m\\nddp-mp: x\"}";
+    let (port, mut children) = start_at(&["--max-epochs=1000000"], &[1, 1]);
+    let mut first = String::new();
+    let stdout = children[0].stdout.as_mut().unwrap();
+    BufReader::new(stdout).read_line(&mut first).unwrap();
+    let store = TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
+    store.set("ddp-mp/none/0/failure", lie.as_bytes()).unwrap();
+    for output in join(children) {
+        let stderr = text(&output.stderr);
+        assert!(stderr.contains("\\u001b[2J\\u009b1m\\u000addp-mp: x"), "{stderr}");
+        let harms = |c: char| c.is_control() && c != '\n';
+        assert!(!stderr.contains(harms) && !text(&output.stdout).contains(harms), "{stderr:?}");
+    }
+    // From a file, and from the environment.
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a.csv");
+    std::fs::write(&file, "x,y\n1,\u{1b}[31m2\n").unwrap();
+    let (code, _, stderr) = run(&[&format!("--dataset=csv:{}", file.display())]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("[31m2") && !stderr.contains('\u{1b}'), "{stderr:?}");
+    let mut command = program(&["env"]);
+    command.envs([("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")]);
+    command.envs([("LOCAL_WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", "a\u{1b}[31mb")]);
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stdout.contains("a\\u001b[31mb") && !stdout.contains('\u{1b}'), "{stdout:?}");
+}
+
 /// Whoever reaches the store can write there.
 #[test]
 fn what_somebody_else_writes_into_the_store_ends_nothing_but_the_run() {

@@ -25,7 +25,9 @@ mod functional; // collectives that gradients flow through
 mod gloo; // ranks of several processes: what they reduce, and messages between them
 mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
+mod limits; // open files and threads: each limit named with its remedy
 mod many_ranks; // hundreds of threads: memory, and lists of tensors
+mod matrix; // every kind of failure at every stage, where ranks are processes
 mod mean; // the exact mean: N ranks with unequal batches are one rank on all samples
 mod memory; // as much after ten thousand steps as after a thousand
 mod messages; // from one rank to one other, and objects
@@ -37,6 +39,7 @@ mod processes; // several processes: collectives, training, failures
 mod properties; // whatever the sizes: shards, slices, splits
 mod ranks; // what spawn promises
 mod report; // the page of a run
+mod restarts; // --max-restarts: every kind of failure, as if nothing had happened
 mod seen; // who is missing where, and what each rank does
 mod spawn_processes; // --spawn=processes: as threads, one report, nobody left behind
 mod surface; // every public method of a group, with threads and with processes

@@ -10,6 +10,7 @@ use super::{CheckpointDir, TrainerState};
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result};
 use crate::optim::ParameterState;
+use crate::torch::limits::not_started;
 
 /// A copy of all that a checkpoint holds.
 #[derive(Debug)]
@@ -92,8 +93,8 @@ impl Writer {
         let thread = thread::Builder::new().name("checkpoint".into());
         let write = move || dir.write(&snapshot).map(drop);
         self.writing = Some(thread.spawn(write).map_err(|error| Error::Save {
-            doing: "starting a thread to save".into(),
-            reason: error.to_string(),
+            doing: "saving".into(),
+            reason: not_started("the thread that writes", &error),
         })?);
         Ok(())
     }

@@ -179,6 +179,9 @@ pub(crate) struct TrainFlags {
     /// Stop when so many validations in a row were no better, by their loss, than the best before them
     #[arg(long, value_name = "N", value_parser = whole(1), help_heading = "Stopping and resuming")]
     patience: Option<u64>,
+    /// Restarts after a failure, from the newest checkpoint [default: 0]
+    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
+    max_restarts: Option<u64>,
 
     /// How many ranks this process starts: auto (one per visible GPU, else per CPU core; where a launcher starts
     /// one process per rank, one), gpu, cpu, or a number

@@ -9,7 +9,7 @@ use tch::nn::VarStore;
 use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile, TrainerState};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::launch::StopReason;
+use crate::launch::{Restarts, StopReason};
 use crate::observe::{Printer, ValidationMetrics};
 
 /// What a run starts from, shared by its ranks.
@@ -88,6 +88,28 @@ impl Origin {
             (None, None) => Ok(()),
         }
     }
+}
+
+/// Returns `config` for a start after a failure: it goes on from the newest checkpoint that the run has saved, if there is
+/// one, and otherwise from where the first start began.
+///
+/// # Errors
+/// [`Error::Input`] when the folder cannot be read.
+pub(super) fn after_restart(
+    config: Config,
+    restarts: &Restarts,
+    printer: &Printer,
+) -> Result<Config> {
+    let Some(dir) = config.save_dir.as_deref().filter(|_| !restarts.reasons.is_empty()) else {
+        return Ok(config);
+    };
+    if restarts.saves && CheckpointDir::newest_in(dir)?.is_some() {
+        return Ok(Config { resume: Some("auto".into()), ..config });
+    }
+    if config.resume.is_none() {
+        printer.note(&format!("no checkpoint in {} yet, so from the beginning", dir.display()));
+    }
+    Ok(config)
 }
 
 /// What `--resume` names: `best`, `latest` and `step-...` are those of the run, if it has a folder.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::place_launched;
-use super::processes::{leave_error, run_processes, starts_processes};
+use super::processes::{leave_error, max_restarts, run_processes, starts_processes};
 use crate::config::Config;
 use crate::error::Result;
 use crate::launch::{Joining, Launch, Launched, Spawn, StopReason};
@@ -59,8 +59,10 @@ pub(super) fn run_launched(
     work: impl FnOnce(Launch) -> anyhow::Result<Option<StopReason>>,
 ) -> anyhow::Result<Option<StopReason>> {
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
-    if starts_processes(config, &launch) {
-        return run_processes(config, &launch, cuda, printer, stops);
+    // In a file it may be there for training.
+    let restarts = if stops { max_restarts(config, &launch)? } else { 0 };
+    if restarts > 0 || starts_processes(config, &launch) {
+        return run_processes(config, &launch, cuda, printer, stops, restarts);
     }
     let result = work(launch.clone());
     if let Err(error) = &result
@@ -68,5 +70,5 @@ pub(super) fn run_launched(
     {
         printer.note(&unwritable);
     }
-    result.map_err(|error| leave_error(launch.parent.as_ref(), launch.processes.index, error))
+    result.map_err(|error| leave_error(&launch, error))
 }

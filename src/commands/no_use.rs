@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// What is of a whole run. In a file it may be there for training.
-const OF_A_RUN: [&str; 21] = [
+const OF_A_RUN: [&str; 22] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -15,6 +15,7 @@ const OF_A_RUN: [&str; 21] = [
     "init_from",
     "max_steps",
     "max_seconds",
+    "max_restarts",
     "patience",
     "skip_nonfinite",
     "check_replicas",

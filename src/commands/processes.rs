@@ -1,6 +1,6 @@
-//! `--spawn=processes`: what the process does that starts the ranks, and what theirs leave for it.
+//! `--spawn=processes` and `--max-restarts`: what the process does that starts the ranks, and what theirs leave for it.
 
-use std::fmt;
+use std::fmt::{self, Write};
 
 use anyhow::Context;
 
@@ -9,10 +9,10 @@ use super::train::failure;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::launch::{
-    Ended, Launch, LaunchKind, Master, Placement, Report, SpawnChoice, SpawnError, SpawnProcesses,
-    StopReason, place,
+    Children, Ended, Launch, LaunchKind, Placement, Report, SpawnChoice, SpawnError,
+    SpawnProcesses, StopReason, place,
 };
-use crate::observe::{Event, LogFormat, Printer};
+use crate::observe::{Event, Failure, LogFormat, Printer};
 use crate::torch::cuda::Cuda;
 
 /// Whether this process is to start others.
@@ -37,28 +37,67 @@ pub(super) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> 
     placement.in_processes(count, config.backend)
 }
 
-/// Runs this very command in a process for each rank. `stops`: whether it stops at a signal, and saves.
+/// Returns how often the run of `config` is to be started again after a failure: never by a process that is itself started
+/// again.
+///
+/// # Errors
+/// [`Error::Input`] where a launcher has started this process: it has means of its own.
+pub(super) fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
+    if launch.parent.is_some() || config.max_restarts == 0 {
+        return Ok(0);
+    }
+    if launch.kind == LaunchKind::Local {
+        return Ok(config.max_restarts);
+    }
+    let (index, count, kind) = (launch.processes.index, launch.processes.count, launch.kind.name());
+    Err(Error::Input(format!(
+        "--max-restarts={restarts} is for one machine without a launcher, and this is process {index} of {count} ({kind}: \
+         {}); leave it out, and let the launcher restart the run: torchrun --max-restarts={restarts}",
+        launch.reason,
+        restarts = config.max_restarts,
+    )))
+}
+
+/// Runs this very command in a process for each rank, or in one for all, which is started again up to `max_restarts`
+/// times. `stops`: whether it stops at a signal, and saves.
 pub(super) fn run_processes(
     config: &Config,
     launch: &Launch,
     cuda: &Cuda,
     printer: &Printer,
     stops: bool,
+    max_restarts: usize,
 ) -> anyhow::Result<Option<StopReason>> {
-    let placement = place_processes(config, launch, cuda)?;
-    if let Some(note) = &placement.note {
+    let placement = match config.spawn {
+        SpawnChoice::Processes => Some(place_processes(config, launch, cuda)?),
+        SpawnChoice::Threads => None, // the process that has them finds out
+    };
+    if let Some(note) = placement.as_ref().and_then(|it| it.note.as_ref()) {
         printer.note(note);
     }
     let Config { timeout, grace_period, .. } = *config;
-    let spawn = SpawnProcesses { placement: &placement, timeout, grace_period, stops };
-    let Report { text, wrong_input, failure } = match spawn.run()? {
-        Ended::Well(reason) => return Ok(reason),
-        Ended::Badly(report) => report,
+    let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
+    let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts };
+    let from = match &config.save_dir {
+        Some(dir) => format!("from the newest checkpoint in {}", dir.display()),
+        None => "from the beginning, because nothing is saved without --save-dir".into(),
     };
+    let ended = spawn.run(|number, Report { text, .. }| {
+        printer.note(text);
+        printer.note(&format!("restart {number} of {max_restarts}, {from}"));
+    });
+    let (Report { mut text, wrong_input, failure }, restarts) = match ended? {
+        Ended::Well(reason) => return Ok(reason),
+        Ended::Badly(report, restarts) => (report, restarts),
+    };
+    for (number, reason) in (1..).zip(&restarts) {
+        let _ = write!(text, "\n  restart {number} was needed: {reason}");
+    }
     if let Some(failure) = failure
         && stops
         && printer.format() == LogFormat::Json
     {
+        let failure = Failure { restarts, ..failure };
         printer.event(&Event::Failure(failure)).context("writing to stdout")?;
     }
     Err(if wrong_input { Error::Input(text).into() } else { anyhow::Error::msg(text) })
@@ -75,19 +114,15 @@ impl fmt::Display for Told {
 }
 
 /// Leaves `error` with the process that has started this one, if that is so; otherwise it is for the user.
-pub(super) fn leave_error(
-    parent: Option<&Master>,
-    rank: usize,
-    error: anyhow::Error,
-) -> anyhow::Error {
-    let Some(parent) = parent else { return error };
+pub(super) fn leave_error(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
+    let Some(parent) = &launch.parent else { return error };
     let failed = error.downcast_ref::<Box<SpawnError>>();
     let report = Report {
         text: format!("{error:#}"),
         wrong_input: matches!(error.downcast_ref(), Some(Error::Input(_))),
         failure: failed.map(|error| failure(error)),
     };
-    match report.leave(parent, rank) {
+    match report.leave(parent, launch.restart_count, launch.processes.index) {
         Ok(()) => error.context(Told),
         Err(_) => error,
     }

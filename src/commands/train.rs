@@ -19,7 +19,7 @@ use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
 use crate::error::{Error, Result};
 use crate::launch::{
-    Launch, LaunchKind, Launched, Rank, SpawnError, Stop, StopReason, ask_on_signal,
+    Launch, LaunchKind, Launched, Rank, Restarts, SpawnError, Stop, StopReason, ask_on_signal,
     await_termination, end_at_signals_in, stop_on_signals,
 };
 use crate::models::Model;
@@ -48,6 +48,8 @@ struct Job {
     stop: Arc<Stop>,
     /// Why the run has ended before its last epoch, if it has.
     stopped: OnceLock<StopReason>,
+    /// Why each restart before was needed.
+    restarts: Vec<String>,
     seen: Seen,
 }
 
@@ -73,7 +75,10 @@ fn train_in(
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Option<StopReason>> {
     let to_tell = printer.clone();
-    let stop = Stop::new(config.max_seconds).tell(move |reason| {
+    let restarts = Restarts::before(&launch)?;
+    let config = checkpoints::after_restart(config, &restarts, printer)?;
+    let time = config.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
+    let stop = Stop::new(time).tell(move |reason| {
         if reason == StopReason::Interrupt {
             to_tell.note("stopping after this step; Ctrl-C again ends the process at once");
         }
@@ -105,7 +110,11 @@ fn train_in(
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
         (recorder, origin) = launched.before_ranks(|| {
             let recorder = Recorder::new(printer, tensorboard, metrics)?.curves(seen.curves());
-            Ok((Some(recorder), Origin::of(&config, world_size, printer)?))
+            let origin = Origin::of(&config, world_size, printer)?;
+            if origin.save_dir.is_some() {
+                Restarts::note_saving(&launched.launch)?;
+            }
+            Ok((Some(recorder), origin))
         })?;
     }
     let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
@@ -114,25 +123,36 @@ fn train_in(
         launched::spawn(&launched, &config, printer).table_when(asks).history(seen.history());
     let spawn = spawn.stop(stop.clone());
     let (printer, stopped) = (printer.clone(), OnceLock::new());
-    let job =
-        Job { config, launched, data, recorder, records, printer, origin, stop, stopped, seen };
-    let job = Arc::new(job);
+    let restarts = restarts.reasons;
+    let job = Arc::new(Job {
+        config,
+        launched,
+        data,
+        recorder,
+        records,
+        printer,
+        origin,
+        stop,
+        stopped,
+        restarts,
+        seen,
+    });
 
     let of_ranks = job.clone();
     let result = spawn.run(move |rank| train_on(rank, &of_ranks));
     let printer = &job.printer;
     printer.end_progress();
     if let Err(error) = &result {
-        let told = printer.flush_epochs().and_then(|()| match job.launched.is_spawned() {
-            true => Ok(()), // by who has started it
-            false => printer.event(&Event::Failure(failure(error))),
+        let told = printer.flush_epochs().and_then(|()| match job.launched.launch.parent {
+            Some(_) => Ok(()), // the process that has started this one prints it
+            None => printer.event(&Event::Failure(failure(error))),
         });
         if let Err(unwritable) = told {
             printer.note(&format!("writing to stdout: {unwritable}"));
         }
     }
     let Job { seen, config, launched, data, .. } = &*job;
-    let outcome = outcome(&result, job.stopped.get().copied());
+    let outcome = outcome(&result, job.stopped.get().copied(), &job.restarts);
     let written = seen.write(config, launched, data, outcome, printer);
     if let (Err(unwritable), true) = (&written, result.is_err()) {
         printer.note(&unwritable.to_string());
@@ -350,12 +370,19 @@ fn through_rank_0(end: &End) -> Option<String> {
 }
 
 /// How the run ended, for its report.
-fn outcome<T>(result: &Result<T, Box<SpawnError>>, stopped: Option<StopReason>) -> Outcome {
-    let (kind, text) = match (result, stopped) {
+fn outcome<T>(
+    result: &Result<T, Box<SpawnError>>,
+    stopped: Option<StopReason>,
+    restarts: &[String],
+) -> Outcome {
+    let (kind, mut text) = match (result, stopped) {
         (Err(error), _) => ("failed", error.to_string()),
         (Ok(_), Some(reason)) => ("stopped", format!("stopped by {}", reason.name())),
         (Ok(_), None) => ("done", "done".into()),
     };
+    for (number, reason) in (1..).zip(restarts) {
+        text += &format!("; restart {number} was needed: {reason}");
+    }
     Outcome { kind, text }
 }
 
@@ -385,5 +412,6 @@ pub(super) fn failure(error: &SpawnError) -> Failure {
         operation: failure.at.operation.to_string(),
         sequence: failure.at.sequence,
         error: failure.error.clone(),
+        restarts: Vec::new(),
     }
 }

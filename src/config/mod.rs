@@ -194,6 +194,9 @@ pub struct Config {
         skip_serializing_if = "Option::is_none"
     )]
     pub max_seconds: Option<Duration>,
+    /// How often the ranks of this machine start again after a failure, from the newest checkpoint.
+    #[serde(alias = "max-restarts")]
+    pub max_restarts: usize,
 
     /// How many ranks to start.
     #[serde(alias = "nproc-per-node", with = "text::nproc")]
@@ -326,6 +329,7 @@ impl Default for Config {
             init_from: None,
             max_steps: None,
             max_seconds: None,
+            max_restarts: 0,
             patience: None,
             nproc_per_node: Nproc::Auto,
             spawn: SpawnChoice::Threads,

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 41] = [
+const FREE: [&str; 42] = [
     "patience",
     "skip_nonfinite",
     "check_replicas",
@@ -23,6 +23,7 @@ const FREE: [&str; 41] = [
     "max_epochs",
     "max_steps",
     "max_seconds",
+    "max_restarts",
     "nproc_per_node",
     "spawn",
     "launch",
@@ -54,12 +55,13 @@ const FREE: [&str; 41] = [
 
 /// What each process of a run may have for itself, because it changes nothing there, or because only that of rank 0
 /// counts.
-const OWN: [&str; 22] = [
+const OWN: [&str; 23] = [
     "tensorboard",
     "metrics",
     "num_workers",
     "prefetch_factor",
     "max_seconds",
+    "max_restarts",
     "nproc_per_node",
     "spawn",
     "launch",

@@ -12,6 +12,7 @@ use super::Dataset;
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 use crate::sync::panics;
+use crate::torch::limits::not_started;
 
 /// How many threads, and how many batches each is ahead.
 #[derive(Debug, Clone, Copy)]
@@ -50,7 +51,7 @@ impl Workers {
             let work = move || load(&*dataset, batches.iter().skip(worker).step_by(step), &send);
             let thread = Builder::new().name(name).spawn(work).map_err(|error| Error::Data {
                 samples: "with workers".into(),
-                reason: format!("starting worker {worker}: {error}; use fewer workers"),
+                reason: not_started(&format!("worker {worker} of {}", self.count), &error),
             })?;
             loading.arrive.push(receive);
             loading.threads.push(thread);

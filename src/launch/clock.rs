@@ -29,7 +29,7 @@ pub(super) fn measure(
     if mine == 0 {
         for process in 1..count {
             for number in 0..QUESTIONS {
-                wait(store, asked(process, number), timeout)?;
+                wait(store, asked(process, number), process, timeout)?;
                 let nanos = began.elapsed().as_nanos() as u64;
                 store.set(&told(process, number), &nanos.to_le_bytes())?;
             }
@@ -42,7 +42,7 @@ pub(super) fn measure(
         let before = Instant::now();
         store.set(&asked(mine, number), b"")?;
         let key = told(mine, number);
-        wait(store, key.clone(), timeout)?;
+        wait(store, key.clone(), 0, timeout)?;
         let error = before.elapsed() / 2;
         let answer = store.get(&key, timeout)?.unwrap_or_default();
         let nanos = answer.try_into().map_err(|_| {
@@ -58,9 +58,11 @@ pub(super) fn measure(
     best.ok_or_else(|| Error::Input("nobody was asked for the time".into()))
 }
 
-fn wait(store: &TcpStore, key: String, timeout: Duration) -> Result<()> {
+fn wait(store: &TcpStore, key: String, process: usize, timeout: Duration) -> Result<()> {
     if store.wait(&[key], timeout)? {
         return Ok(());
     }
-    Err(Error::Input(format!("another process has not compared its clock within {timeout:?}")))
+    Err(Error::Input(format!(
+        "process {process} has not compared its clock within {timeout:?}; look what keeps it, or raise --timeout"
+    )))
 }

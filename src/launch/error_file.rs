@@ -7,6 +7,8 @@ use std::time::SystemTime;
 
 use serde_json::json;
 
+use crate::error::escaped;
+
 /// Leaves `report` in the file that torchrun's agent looks into, complete or not at all: half a file would end the
 /// agent's own report.
 ///
@@ -17,6 +19,7 @@ use serde_json::json;
 /// When it cannot be written.
 pub fn write_error_file(file: &Path, report: &str) -> io::Result<()> {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let report = &*escaped(report); // the agent prints it
     let timestamp = since.map_or(0, |it| it.as_secs()).to_string();
     let text = json!({ "message": {
         "message": report,

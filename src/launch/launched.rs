@@ -13,8 +13,9 @@ use super::{
     BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, Spawn, World, detect, place,
     write_error_file,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::torch::cuda::Cuda;
+use crate::torch::limits::not_started;
 
 /// How a process joins its launch. The default is that of [`Spawn::from_env`], which tells nobody anything.
 pub struct Joining<'a> {
@@ -99,7 +100,8 @@ impl Launch {
         let Joining { backend, timeout, grace_period, shared_options, compare_clocks, note } =
             joining;
         let mut placement = self.place(backend, cuda)?;
-        if self.kind == LaunchKind::Spawned {
+        let is_restart = self.parent.is_some() && self.restart_count > 0;
+        if self.kind == LaunchKind::Spawned || is_restart {
             placement.note = None; // the process that has started it has told the user
         }
         if let Some(warning) = World::warning(&self) {
@@ -182,7 +184,14 @@ impl Launched {
 }
 
 /// Does `meet`, and says which processes it waits for if that takes long.
-fn noting_a_wait<T>(launch: &Launch, note: &(dyn Fn(&str) + Sync), meet: impl FnOnce() -> T) -> T {
+///
+/// # Errors
+/// Those of `meet`, and [`Error::Input`] when no thread can be started.
+fn noting_a_wait<T>(
+    launch: &Launch,
+    note: &(dyn Fn(&str) + Sync),
+    meet: impl FnOnce() -> Result<T>,
+) -> Result<T> {
     let Some(master) = &launch.master else { return meet() };
     let (met, meeting) = bounded::<Infallible>(0);
     let wait = || {
@@ -195,7 +204,10 @@ fn noting_a_wait<T>(launch: &Launch, note: &(dyn Fn(&str) + Sync), meet: impl Fn
         }
     };
     thread::scope(|scope| {
-        scope.spawn(wait);
+        let thread = thread::Builder::new().name("waiting".into());
+        thread.spawn_scoped(scope, wait).map_err(|error| {
+            Error::Input(not_started("the thread that says whom this process waits for", &error))
+        })?;
         let result = meet();
         drop(met);
         result

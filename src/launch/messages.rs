@@ -9,7 +9,7 @@ use std::ops::Range;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, escaped_line};
 use crate::operation::At;
 use crate::sync::Failure;
 
@@ -156,7 +156,9 @@ impl Absence {
     /// # Errors
     /// [`Error::Input`] for what is none.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
-        from_json(key, bytes)
+        let Self { missing, there } = from_json(key, bytes)?;
+        let [missing, there] = [missing, there].map(|it| escaped_line(&it).into_owned());
+        Ok(Self { missing, there })
     }
 }
 
@@ -199,10 +201,12 @@ impl Told {
     /// [`Error::Input`] for what is none.
     pub(super) fn from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Self> {
         let told: Self = from_json(key, bytes)?;
-        if told.tied.iter().chain([&told.rank]).all(|&rank| rank < world_size) {
-            return Ok(told);
+        // Users of the library print it, too.
+        let error = escaped_line(&told.error).into_owned();
+        let rank = told.rank;
+        if told.tied.iter().chain([&rank]).all(|&rank| rank < world_size) {
+            return Ok(Self { error, ..told });
         }
-        let Told { rank, error, .. } = told;
         Err(unreadable(key, &format!("rank {rank} of {world_size} has failed: {error}")))
     }
 }
@@ -311,7 +315,8 @@ mod tests {
             let told = Told::new(rank, at, &error);
             let read = Told::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 9).unwrap();
             prop_assert_eq!(read.at(), at);
-            prop_assert_eq!(read, told);
+            prop_assert!(!read.error.contains(char::is_control));
+            prop_assert_eq!(read, Told { error: escaped_line(&error).into_owned(), ..told });
         }
     }
 

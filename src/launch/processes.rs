@@ -1,31 +1,39 @@
-//! `--spawn=processes`: a process for each rank of this machine, as `torch.multiprocessing.spawn` starts them.
+//! `--spawn=processes`: a process for each rank of this machine, as `torch.multiprocessing.spawn` starts them; and
+//! `--max-restarts`, which starts them again after a failure, or one process with all ranks as threads.
 
 use std::env;
 use std::io;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, bounded, unbounded};
 use serde::{Deserialize, Serialize};
-use signal_hook::consts::{SIGCHLD, SIGKILL, SIGTERM};
+use signal_hook::consts::{SIGCHLD, SIGKILL, SIGTERM, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::signal_name;
 
-use super::environment::variables_of_spawned;
+use super::environment::{variables_of_spawned, variables_of_threads};
+use super::restarts::{self, Restarts};
 use super::signals::{SIGNALS, end_at_second_interrupt, reason_of};
 use super::watch::{tell_ended, waited_for};
+use super::world::files_of_store;
 use super::{Master, Placement, world};
 use crate::error::{Error, Result};
 use crate::observe::Failure;
 use crate::process_group::rank_label;
 use crate::sync::StopReason;
+use crate::torch::limits::{not_started, require_files};
 use crate::torch::{self, TcpStore};
 
 /// After the grace period the processes end by themselves; after so long they are asked to, and after as long again
 /// killed.
 const MERCY: Duration = Duration::from_secs(5);
+
+/// The exit code of a process that refuses its input.
+const WRONG_INPUT: i32 = 2;
 
 /// What a process says of its failure to the one that has started it, which alone tells the user.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -39,17 +47,21 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Leaves it with the process whose store is at `parent`.
+    /// Leaves it, as the report of process `rank` of start number `start`, with the process whose store is at `parent`.
     ///
     /// # Errors
     /// [`Error::Store`] when nobody takes it.
-    pub(crate) fn leave(&self, parent: &Master, rank: usize) -> Result<()> {
-        let (_open, never) = bounded(0);
-        let store = TcpStore::connect(&parent.addr, parent.port, MERCY, never)?;
+    pub(crate) fn leave(&self, parent: &Master, start: usize, rank: usize) -> Result<()> {
+        let store = restarts::connect(parent)?.under(&of_start(start));
         store.set(&report_of(rank), &serde_json::to_vec(self).unwrap_or_default())?;
         // That it has arrived is known from the answer to the next request.
         store.check(&[report_of(rank)]).map(drop)
     }
+}
+
+/// Returns the prefix of the reports of a start.
+fn of_start(start: usize) -> String {
+    format!("start/{start}")
 }
 
 fn report_of(rank: usize) -> String {
@@ -61,8 +73,17 @@ fn report_of(rank: usize) -> String {
 pub(crate) enum Ended {
     /// As they were to, or as they were asked to.
     Well(Option<StopReason>),
-    /// The first failure.
-    Badly(Report),
+    /// The first failure of the last start, and the reason of each restart before.
+    Badly(Report, Vec<String>),
+}
+
+/// The processes to start.
+#[derive(Debug)]
+pub(crate) enum Children<'a> {
+    /// One process for each rank of this placement.
+    Ranks(&'a Placement),
+    /// One process with all ranks as threads.
+    Threads,
 }
 
 /// Starts the processes of one run and waits for them; trains nothing.
@@ -73,36 +94,64 @@ pub(crate) enum Ended {
 /// passes it on.
 #[derive(Debug)]
 pub(crate) struct SpawnProcesses<'a> {
-    /// Where the ranks run.
-    pub placement: &'a Placement,
+    /// What the processes are.
+    pub children: Children<'a>,
     /// How long a request to the store may take.
     pub timeout: Duration,
     /// How long the others get to come back after one has failed.
     pub grace_period: Duration,
     /// Whether they stop at a signal, all after the same step. Otherwise signals end this process, and so them.
     pub stops: bool,
+    /// How often the processes are started again after a failure.
+    pub max_restarts: usize,
 }
 
 impl SpawnProcesses<'_> {
-    /// Returns when all have ended.
+    /// Returns when all have ended, and are not started again. Wrong input, and a run that was asked to stop, never are.
+    /// Calls `before_restart` with the number of each restart and the failure before it.
     ///
     /// # Errors
     /// [`Error::Store`] when the store cannot be served, [`Error::Input`] when processes cannot be started.
-    pub(crate) fn run(&self) -> Result<Ended> {
+    pub(crate) fn run(&self, before_restart: impl Fn(usize, &Report)) -> Result<Ended> {
+        require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let (_open, never) = bounded(0);
         let store = TcpStore::serve("127.0.0.1", 0, self.timeout, never)?;
-        let cannot = |error: io::Error| {
-            Error::Input(format!("--spawn=processes: a process cannot be started: {error}"))
-        };
-        let (handle, signals) = self.listen().map_err(cannot)?;
-        let mut all = Processes { children: Vec::new(), ended: Vec::new() };
-        for rank in 0..self.placement.devices.len() {
-            // Those that are there end with this process.
-            all.children.push(Some(self.start(rank, store.port()).map_err(cannot)?));
-        }
-        self.wait(&mut all, &store, &signals);
+        let (handle, signals) = self.listen().map_err(cannot_start)?;
+        let ended = self.run_starts(&store, &signals, before_restart);
         handle.close();
-        Ok(self.result(&all, &store))
+        ended
+    }
+
+    fn run_starts(
+        &self,
+        store: &TcpStore,
+        signals: &Receiver<i32>,
+        before_restart: impl Fn(usize, &Report),
+    ) -> Result<Ended> {
+        let (began, mut restarts) = (Instant::now(), Restarts::default());
+        loop {
+            let number = restarts.reasons.len();
+            let start = Start { spawn: self, store: store.under(&of_start(number)), number };
+            let mut all = start.begin(store)?;
+            let mut stops = start.wait(&mut all, store, signals);
+            let Some(report) = start.failure(&all) else {
+                return Ok(Ended::Well(all.reason_of_rank_0()));
+            };
+            stops |= signals.try_iter().any(asks_to_stop);
+            if report.wrong_input || stops || number == self.max_restarts {
+                return Ok(Ended::Badly(report, restarts.reasons));
+            }
+            before_restart(number + 1, &report);
+            let reason = report.text.lines().next().unwrap_or_default().into();
+            restarts.add(reason, began.elapsed(), store)?;
+        }
+    }
+
+    fn count(&self) -> usize {
+        match self.children {
+            Children::Ranks(placement) => placement.devices.len(),
+            Children::Threads => 1,
+        }
     }
 
     /// Signals from now on.
@@ -116,26 +165,91 @@ impl SpawnProcesses<'_> {
         let (happened, events) = unbounded();
         let handle = signals.handle();
         let listen = move || signals.forever().try_for_each(|signal| happened.send(signal));
-        thread::Builder::new().name("signals".into()).spawn(listen)?;
+        let thread = thread::Builder::new().name("signals".into());
+        thread.spawn(listen)?;
         Ok((handle, events))
     }
 
+    /// How process `rank` has ended.
+    fn how(&self, rank: usize, pid: u32, status: ExitStatus) -> String {
+        let who = match self.children {
+            Children::Ranks(_) => format!("rank {rank} (process {pid})"),
+            Children::Threads => format!("the process of all ranks (process {pid})"),
+        };
+        match (status.signal(), status.code()) {
+            (Some(signal), _) => {
+                let name =
+                    signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_string);
+                format!("{who} was killed by {name}")
+            }
+            (None, code) => format!("{who} ended with exit code {}", code.unwrap_or_default()),
+        }
+    }
+}
+
+fn cannot_start(error: io::Error) -> Error {
+    Error::Input(not_started("what the ranks need, a process or a thread,", &error))
+}
+
+fn asks_to_stop(signal: i32) -> bool {
+    signal != SIGCHLD && signal != SIGUSR2
+}
+
+/// Returns this program's file; if another has taken its place since it was started, the one that runs.
+fn this_program() -> io::Result<PathBuf> {
+    let program = env::current_exe()?;
+    Ok(if program.exists() { program } else { "/proc/self/exe".into() })
+}
+
+/// One start of all processes.
+struct Start<'a> {
+    spawn: &'a SpawnProcesses<'a>,
+    /// With the reports of this start.
+    store: TcpStore,
+    number: usize,
+}
+
+impl Start<'_> {
+    /// Starts the processes, whose store is `store`. If one cannot be started, none is left.
+    fn begin(&self, store: &TcpStore) -> Result<Processes> {
+        let mut all = Processes { children: Vec::new(), ended: Vec::new() };
+        for rank in 0..self.spawn.count() {
+            match self.start(rank, store.port()) {
+                Ok(child) => all.children.push(Some(child)),
+                Err(error) => {
+                    all.kill();
+                    return Err(cannot_start(error));
+                }
+            }
+        }
+        Ok(all)
+    }
+
     fn start(&self, rank: usize, port: u16) -> io::Result<Child> {
-        let Placement { devices, threads_per_rank, .. } = self.placement;
-        let mut command = Command::new(env::current_exe()?);
+        let mut command = Command::new(this_program()?);
         command.args(env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
-        for (name, value) in variables_of_spawned([rank, devices.len(), *threads_per_rank], port) {
+        let restarts = [self.number, self.spawn.max_restarts];
+        let variables = match self.spawn.children {
+            Children::Ranks(Placement { devices, threads_per_rank, .. }) => {
+                variables_of_spawned([rank, devices.len(), *threads_per_rank], port, restarts)
+            }
+            Children::Threads => variables_of_threads(port, restarts),
+        };
+        for (name, value) in variables {
             match value {
                 Some(value) => command.env(name, value),
                 None => command.env_remove(name),
             };
         }
-        torch::tie_to_this_process(&mut command, if self.stops { &SIGNALS } else { &[] });
+        let held: &[i32] = if self.spawn.stops { &SIGNALS } else { &[] };
+        torch::tie_to_this_process(&mut command, held);
         command.spawn()
     }
 
-    /// Until all have ended: passes signals on, and ends who does not come back after a failure.
-    fn wait(&self, all: &mut Processes, store: &TcpStore, signals: &Receiver<i32>) {
+    /// Until all have ended: passes signals on, and ends who does not come back after a failure. Returns whether a signal
+    /// has asked the run to stop.
+    fn wait(&self, all: &mut Processes, store: &TcpStore, signals: &Receiver<i32>) -> bool {
+        let mut stops = false;
         let mut last_words = [SIGTERM, SIGKILL].into_iter();
         let mut deadline: Option<Instant> = None;
         while all.are_there() {
@@ -145,7 +259,10 @@ impl SpawnProcesses<'_> {
             };
             match signal {
                 Ok(SIGCHLD) => {}
-                Ok(signal) => all.send(signal),
+                Ok(signal) => {
+                    stops |= asks_to_stop(signal);
+                    all.send(signal);
+                }
                 Err(_) => {
                     all.send(last_words.next().unwrap_or(SIGKILL));
                     deadline = Some(Instant::now() + MERCY);
@@ -153,22 +270,31 @@ impl SpawnProcesses<'_> {
             }
             all.reap();
             if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
-                deadline = Some(Instant::now() + self.grace_period.saturating_add(MERCY));
-                // Who is killed tells nobody. What fails here the others find out as they would on several machines.
-                let _ = self.tell(store, rank, &how(rank, pid, status));
+                deadline = Some(Instant::now() + self.spawn.grace_period.saturating_add(MERCY));
+                if let Children::Ranks(placement) = self.spawn.children {
+                    // Who is killed tells nobody. What fails here the others find out as they would on several machines.
+                    let _ = self.tell(placement, store, rank, &self.spawn.how(rank, pid, status));
+                }
             }
         }
+        stops
     }
 
     /// Tells the others that `rank` has ended, and this process what it was last seen doing.
-    fn tell(&self, store: &TcpStore, rank: usize, error: &str) -> Result<()> {
-        let store_of_run = store.under(&world::prefix("none", 0));
+    fn tell(
+        &self,
+        placement: &Placement,
+        store: &TcpStore,
+        rank: usize,
+        error: &str,
+    ) -> Result<()> {
+        let store_of_run = store.under(&world::prefix("none", self.number as i64));
         world::tell_absent(&store_of_run, rank)?;
-        if store.check(&[report_of(rank)])? {
+        if self.store.check(&[report_of(rank)])? {
             // It has told itself.
             return tell_ended(&store_of_run, rank, None, error).map(drop);
         }
-        let waits = waited_for(&store_of_run, rank, self.placement.devices.len())?;
+        let waits = waited_for(&store_of_run, rank, placement.devices.len())?;
         let (waits, at) =
             waits.map_or_else(Default::default, |(waits, at)| (format!("; {waits}"), at));
         let error = &(error.to_owned() + &waits);
@@ -176,33 +302,33 @@ impl SpawnProcesses<'_> {
         let failure = Some(Failure {
             rank: Some(rank),
             ranks: Vec::new(),
-            device: rank_label(self.placement.devices[rank], rank),
+            device: rank_label(placement.devices[rank], rank),
             operation: at.operation.to_string(),
             sequence: at.sequence,
             error: error.clone(),
+            restarts: Vec::new(),
         });
         let report = Report { text: error.clone(), wrong_input: false, failure };
-        store.set(&report_of(rank), &serde_json::to_vec(&report).unwrap_or_default())
+        self.store.set(&report_of(rank), &serde_json::to_vec(&report).unwrap_or_default())
     }
 
-    /// The report of the first that has failed; better that of the rank to blame, if it has left one.
-    fn result(&self, all: &Processes, store: &TcpStore) -> Ended {
-        let Some(&(rank, pid, status)) = all.first_failure() else {
-            let of_rank_0 = all.ended.iter().find(|(rank, ..)| *rank == 0);
-            let code = of_rank_0.and_then(|(.., status)| status.code());
-            return Ended::Well(code.and_then(reason_of).flatten());
-        };
+    /// Returns the report of the first that has failed; better that of the rank to blame, if it has left one.
+    fn failure(&self, all: &Processes) -> Option<Report> {
+        let &(rank, pid, status) = all.first_failure()?;
         let read = |rank: usize| -> Option<Report> {
             // A get without time to wait may find nothing where there is something.
-            store.check(&[report_of(rank)]).ok().filter(|is_there| *is_there)?;
-            let text = store.get(&report_of(rank), MERCY).ok()??;
+            self.store.check(&[report_of(rank)]).ok().filter(|is_there| *is_there)?;
+            let text = self.store.get(&report_of(rank), MERCY).ok()??;
             serde_json::from_slice(&text).ok()
         };
         let blamed = |report: &Report| report.failure.as_ref().and_then(|failure| failure.rank);
-        let first = read(rank)
-            .unwrap_or_else(|| Report { text: how(rank, pid, status), ..Report::default() });
+        let first = read(rank).unwrap_or_else(|| Report {
+            text: self.spawn.how(rank, pid, status),
+            wrong_input: status.code() == Some(WRONG_INPUT),
+            failure: None,
+        });
         let of_blamed = blamed(&first).filter(|it| *it != rank).and_then(read);
-        Ended::Badly(of_blamed.filter(|it| blamed(it) == blamed(&first)).unwrap_or(first))
+        Some(of_blamed.filter(|it| blamed(it) == blamed(&first)).unwrap_or(first))
     }
 }
 
@@ -226,6 +352,21 @@ impl Processes {
         }
     }
 
+    /// Ends all of them at once.
+    fn kill(&mut self) {
+        for child in self.children.iter_mut().flatten() {
+            // Refused only if it has ended.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    /// Why the run has stopped before its last epoch, if it has ended well.
+    fn reason_of_rank_0(&self) -> Option<StopReason> {
+        let of_rank_0 = self.ended.iter().find(|(rank, ..)| *rank == 0);
+        of_rank_0.and_then(|(.., status)| status.code()).and_then(reason_of).flatten()
+    }
+
     /// Looks who has ended.
     fn reap(&mut self) {
         for (rank, place) in self.children.iter_mut().enumerate() {
@@ -241,20 +382,5 @@ impl Processes {
     /// The first that has ended neither well nor because it was asked to stop.
     fn first_failure(&self) -> Option<&(usize, u32, ExitStatus)> {
         self.ended.iter().find(|(.., status)| status.code().and_then(reason_of).is_none())
-    }
-}
-
-/// How a process has ended.
-fn how(rank: usize, pid: u32, status: ExitStatus) -> String {
-    match (status.signal(), status.code()) {
-        (Some(signal), _) => {
-            let name =
-                signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_string);
-            format!("rank {rank} (process {pid}) was killed by {name}")
-        }
-        (None, code) => {
-            let code = code.unwrap_or_default();
-            format!("rank {rank} (process {pid}) ended with exit code {code}")
-        }
     }
 }

@@ -3,6 +3,8 @@
 //! This is what PyTorch does through a TCP store (`MASTER_ADDR`, `MASTER_PORT`): here no socket, no
 //! file and no port is involved.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
@@ -15,17 +17,19 @@ use crate::sync::Run;
 
 /// One rank's end of the channels.
 pub(super) enum Rendezvous {
-    /// Rank 0 invites.
-    Host(Vec<Sender<Invitation>>),
+    /// The first rank invites, and notes that it has begun to.
+    Host(Vec<Sender<Invitation>>, Arc<AtomicBool>),
     /// The others are invited.
-    Guest(Receiver<Invitation>),
+    Guest(Receiver<Invitation>, Arc<AtomicBool>),
 }
 
 /// The ends for `world_size` ranks, in their order.
 pub(super) fn channels(world_size: usize) -> Vec<Rendezvous> {
     let (senders, receivers): (Vec<_>, Vec<_>) = (1..world_size).map(|_| bounded(1)).unzip();
-    let guests = receivers.into_iter().map(Rendezvous::Guest);
-    std::iter::once(Rendezvous::Host(senders)).chain(guests).take(world_size).collect()
+    let invites = Arc::new(AtomicBool::new(false));
+    let guests = receivers.into_iter().map(|it| Rendezvous::Guest(it, invites.clone()));
+    let host = Rendezvous::Host(senders, invites.clone());
+    std::iter::once(host).chain(guests).take(world_size).collect()
 }
 
 impl Rendezvous {
@@ -38,7 +42,8 @@ impl Rendezvous {
         invite: impl FnOnce() -> Result<Invitation>,
     ) -> Result<Invitation> {
         match self {
-            Rendezvous::Host(guests) => {
+            Rendezvous::Host(guests, invites) => {
+                invites.store(true, Ordering::Release);
                 let invitation = invite()?;
                 for guest in guests {
                     // A guest that is gone has failed, and has tripped the token by now or soon.
@@ -46,13 +51,16 @@ impl Rendezvous {
                 }
                 Ok(invitation)
             }
-            Rendezvous::Guest(invitations) => wait_for(invitations, run, rank, first),
+            Rendezvous::Guest(invitations, invites) => {
+                wait_for(invitations, &invites, run, rank, first)
+            }
         }
     }
 }
 
 fn wait_for(
     invitations: Receiver<Invitation>,
+    invites: &AtomicBool,
     run: &Run,
     rank: usize,
     first: usize,
@@ -65,6 +73,15 @@ fn wait_for(
         },
         recv(run.cancel.tripped()) -> _ => run.check(rank)?,
         default(run.timeout) => {}
+    }
+    // A host that meets other processes has deadlines of its own, and names who is missing there.
+    if run.elsewhere.is_some() && invites.load(Ordering::Acquire) {
+        select! {
+            recv(invitations) -> received => if let Ok(invitation) = received {
+                return Ok(invitation);
+            },
+            recv(run.cancel.tripped()) -> _ => run.check(rank)?,
+        }
     }
     // No invitation: rank 0 is late, or it has left without inviting. If it has failed, it is about to
     // say so, and if it has ended, to be marked as such; either wakes this thread.

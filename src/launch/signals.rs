@@ -12,7 +12,7 @@ use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
 use crate::sync::{Stop, StopReason};
-use crate::torch;
+use crate::torch::{self, limits};
 
 /// What asks a run to stop.
 const STOP_SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
@@ -61,9 +61,14 @@ pub fn ask_on_signal() -> io::Result<Receiver<()>> {
             let _ = ask.try_send(()); // once is enough
         }
     };
-    thread::Builder::new().name("signals".into()).spawn(listen)?;
+    let thread = thread::Builder::new().name("signals".into());
+    thread.spawn(listen).map_err(|error| not_started("the thread for signals", &error))?;
     torch::release_signals(&[SIGUSR2])?;
     Ok(asks)
+}
+
+fn not_started(what: &str, error: &io::Error) -> io::Error {
+    io::Error::other(limits::not_started(what, error))
 }
 
 /// Does `wait`, which has no step yet to stop after and may take long: a signal ends the process at once meanwhile, with

@@ -19,6 +19,7 @@ use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
 use crate::sync::{Elsewhere, Failure, Run, Seen};
 use crate::torch::TcpStore;
+use crate::torch::limits::not_started;
 
 /// How often a process says that it lives.
 const BEAT: Duration = Duration::from_millis(500);
@@ -95,9 +96,9 @@ impl Watch {
         let (stop, stopped) = bounded(0);
         let (shared, run) = (self.shared.clone(), run.clone());
         let thread = thread::Builder::new().name("watch".into());
-        let thread = thread
-            .spawn(move || shared.watch(&run, &stopped))
-            .map_err(|error| Error::Input(format!("a thread cannot be started: {error}")))?;
+        let thread = thread.spawn(move || shared.watch(&run, &stopped)).map_err(|error| {
+            Error::Input(not_started("the thread that sends heartbeats", &error))
+        })?;
         *self.thread() = Some((stop, thread));
         Ok(())
     }

@@ -22,6 +22,7 @@ use super::{clock, start};
 use crate::error::{Error, Result};
 use crate::process_group::{Invitation, Layout, Network, rank_label};
 use crate::sync::{Clock, Run};
+use crate::torch::limits::require_files;
 use crate::torch::{TcpStore, check_interfaces, cuda};
 
 /// All processes of a run, as one of them knows them.
@@ -91,6 +92,7 @@ impl World {
         let serves = mine == 0 && !master.agent_store;
         if serves {
             check_is_here(master)?;
+            require_files(files_of_store(count), "serving the store to all processes")?;
         }
         let (addr, port) = (&master.addr, master.port);
         let store = match serves {
@@ -108,6 +110,7 @@ impl World {
                     there: format!("{mine}, which is this one"),
                 })?
             }
+            LaunchKind::Spawned => launch.restart_count as i64,
             _ => 0,
         };
         let store = store.under(&prefix(&launch.run_id, start));
@@ -432,6 +435,11 @@ fn part(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<(
         thread::park_timeout(SLICE / 50); // the store has no event for it
     }
     Ok(())
+}
+
+/// Returns how many files the store opens for so many processes: its own, and the connections of each.
+pub(super) fn files_of_store(processes: usize) -> usize {
+    8 + 8 * processes
 }
 
 /// How long to wait before looking whether it is in vain.

@@ -115,6 +115,9 @@ pub struct End {
     /// `max-steps`, `patience`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped: Option<&'static str>,
+    /// Why each restart of `--max-restarts` was needed, the first one first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub restarts: Vec<String>,
     /// How many steps were made now; in text only.
     #[serde(skip)]
     pub steps_now: u64,
@@ -139,4 +142,7 @@ pub struct Failure {
     pub sequence: u64,
     /// Why.
     pub error: String,
+    /// Why each restart of `--max-restarts` before was needed, the first one first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub restarts: Vec<String>,
 }

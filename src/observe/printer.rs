@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::progress::Progress;
 use super::{Epoch, Event, HeldBack, ValidationMetrics};
+use crate::error::escaped;
+use crate::torch::limits::explain;
 
 /// How results are written: `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,6 +99,9 @@ impl Printer {
                         end.seconds
                     ));
                 }
+                for (number, reason) in (1..).zip(&end.restarts) {
+                    self.note(&format!("restart {number} was needed: {reason}"));
+                }
                 self.note(&format!(
                     "loss {losses}; {} steps in {:.3} s{each}; parameters {}",
                     end.steps_now, end.seconds, end.parameters_hash
@@ -168,21 +173,22 @@ impl Printer {
     }
 
     fn write(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
-        let mut out = io::BufWriter::new(stdout());
+        let mut out = Escaping { out: io::BufWriter::new(stdout()), line: Vec::new() };
         match write(&mut out).and_then(|()| out.flush()) {
             // Who reads us has seen enough (`| head`): that is no failure.
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {
-                let _ = out.into_parts(); // drops what could not be written
+                let _ = out.out.into_parts(); // drops what could not be written
                 Ok(())
             }
             result => result,
         }
     }
 
-    /// Prints a remark on stderr.
+    /// Prints a remark on stderr. An error that says that a limit of the system is reached is explained.
     pub fn note(&self, note: &str) {
+        let note = explain(note);
         // With stderr gone there is nobody to tell.
-        self.beside_progress(|| drop(writeln!(stderr(), "ddp-mp: {note}")));
+        self.beside_progress(|| drop(writeln!(stderr(), "ddp-mp: {}", escaped(&note))));
     }
 
     /// Whether somebody sees a progress bar: stderr is a terminal, and results are for people.
@@ -227,6 +233,32 @@ impl Printer {
     }
 }
 
+/// Writes whole lines, escaped: names of hosts, files and variables are other people's text.
+struct Escaping<W> {
+    out: W,
+    /// What has come since the last line break.
+    line: Vec<u8>,
+}
+
+impl<W: Write> Write for Escaping<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let end = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
+        self.line.extend_from_slice(&bytes[..end]);
+        if end > 0 {
+            self.out.write_all(escaped(&String::from_utf8_lossy(&self.line)).as_bytes())?;
+            self.line.clear();
+        }
+        self.line.extend_from_slice(&bytes[end..]);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.write_all(escaped(&String::from_utf8_lossy(&self.line)).as_bytes())?;
+        self.line.clear();
+        self.out.flush()
+    }
+}
+
 fn epoch_line(epoch: &Epoch) -> String {
     let Epoch { device, epoch, batch_size, steps, .. } = epoch;
     format!("{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}")
@@ -238,4 +270,22 @@ fn stdout() -> StdoutLock<'static> {
 
 fn stderr() -> StderrLock<'static> {
     io::stderr().lock()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_escaped_however_they_are_cut() {
+        let text = "{\"host\":\"a\u{9b}2J\"}\n\u{1b}[31mrank\t0 ä";
+        let expected = "{\"host\":\"a\\u009b2J\"}\n\\u001b[31mrank\t0 ä";
+        for cut in 0..=text.len() {
+            let mut out = Escaping { out: Vec::new(), line: Vec::new() };
+            out.write_all(&text.as_bytes()[..cut]).unwrap();
+            out.write_all(&text.as_bytes()[cut..]).unwrap();
+            out.flush().unwrap();
+            assert_eq!(String::from_utf8(out.out).unwrap(), expected, "cut at {cut}");
+        }
+    }
 }

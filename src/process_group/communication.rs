@@ -17,6 +17,7 @@ use super::{ProcessGroup, Side};
 use crate::error::{Error, Result};
 use crate::operation::At;
 use crate::sync::{Mark, panics};
+use crate::torch::limits::not_started;
 use crate::torch::{cuda, set_multithreading_enabled};
 
 /// As much as a rank's own thread has: closures of users run here. Only what is used becomes memory.
@@ -95,9 +96,7 @@ impl CommunicationThread {
         let name = format!("rank{rank}-comm");
         let thread = thread::Builder::new().name(name).stack_size(STACK_BYTES);
         thread.spawn(main).map_err(|error| {
-            Error::Unsupported(format!(
-                "rank {rank}: its communication thread cannot be started: {error}"
-            ))
+            Error::Unsupported(not_started(&format!("rank {rank}'s communication thread"), &error))
         })?;
         Ok(Self { jobs, returned })
     }

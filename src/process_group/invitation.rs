@@ -57,7 +57,9 @@ impl Invitation {
         }
         let network = Arc::new(network.without_messages());
         let makes_it = network.layout().mine == 0;
-        let id = UniqueId::through(network.store(), "nccl", makes_it, run.timeout)?;
+        let late =
+            || run.not_come(shared.members()[shared.here().start], vec![shared.members()[0]]);
+        let id = UniqueId::through(network.store(), "nccl", makes_it, run.timeout, late)?;
         Ok(Invitation::Nccl(id, shared, Some(network)))
     }
 

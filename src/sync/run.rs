@@ -320,6 +320,42 @@ impl Run {
         Err(error)
     }
 
+    /// Returns the timeout of rank `waiting`, which has waited for `missing`, ranks of other processes that it alone
+    /// has to meet. Asks first what these do.
+    pub(crate) fn not_come(&self, waiting: usize, missing: Vec<usize>) -> Error {
+        let silent = self.look();
+        let is_silent = |rank: usize| silent.iter().any(|it| it.rank == rank);
+        let seen = |rank: usize| LateRank {
+            rank,
+            last_seen: self.activity[rank].now(),
+            silent: is_silent(rank),
+        };
+        let late = missing.into_iter().map(seen).collect();
+        let at = self.activity[waiting].now();
+        Error::Timeout { at, waiting, waited: self.timeout, late }
+    }
+
+    /// Names the ranks of other processes that are not where `waiting` is, those first that wait for nobody. Asks what
+    /// they do, which takes a moment.
+    fn late_elsewhere(&self, waiting: usize) -> Vec<LateRank> {
+        let silent = self.look();
+        if !silent.is_empty() {
+            return silent;
+        }
+        let at = self.activity[waiting].now();
+        let is_elsewhere = |rank: &usize| {
+            self.threads[*rank].lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        };
+        let all = (0..self.activity.len()).filter(is_elsewhere);
+        let missing: Vec<usize> = all.filter(|rank| self.activity[*rank].now() != at).collect();
+        if self.elsewhere.is_none() || missing.is_empty() {
+            return Vec::new();
+        }
+        let mut late = self.late(missing);
+        late.sort_by_key(|it| it.last_seen.operation.may_wait());
+        late
+    }
+
     /// Asks `is_done` until it is, the run is cancelled, or the timeout has passed. `waiting` is the rank that waits
     /// for NCCL or its device.
     ///
@@ -327,14 +363,17 @@ impl Run {
     /// again: at once for the first while, then after short parks, which a cancel does cut short.
     ///
     /// # Errors
-    /// [`Error::Cancelled`]; [`Error::Timeout`], which blames nobody: NCCL does not tell who is late, and all ranks
-    /// of this process have met before the launch. The device is slow, or hangs.
+    /// [`Error::Cancelled`]; [`Error::Timeout`], which names the ranks of other processes that are late. NCCL does not
+    /// tell, but they do. All ranks of this process have met before the launch: if no other is late, the device is slow,
+    /// or hangs, and nobody is blamed.
     pub(crate) fn poll(&self, waiting: usize, is_done: impl Fn() -> Result<bool>) -> Result<()> {
         if self.poll_at_most(waiting, self.timeout, is_done)? {
             return Ok(());
         }
+        let late = self.late_elsewhere(waiting);
+        self.check(waiting)?; // another process may have told why meanwhile
         let at = self.activity[waiting].now();
-        Err(Error::Timeout { at, waiting, waited: self.timeout, late: Vec::new() })
+        Err(Error::Timeout { at, waiting, waited: self.timeout, late })
     }
 
     /// The same for no longer than `limit`; false if it has passed.
@@ -390,47 +429,4 @@ impl Run {
 }
 
 #[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_activity_survives_its_packing() {
-        let activity = Activity::default();
-        assert_eq!(activity.now(), At { operation: Operation::Function, sequence: 0 });
-        for operation in Operation::ALL {
-            activity.enter(operation, (1 << 56) - 1);
-            assert_eq!(activity.now(), At { operation, sequence: (1 << 56) - 1 });
-        }
-        activity.enter(Operation::Step, 7);
-        let before = activity.enter(Operation::AllReduce, 3);
-        assert_eq!(activity.now().to_string(), "all_reduce #3");
-        activity.restore(before);
-        assert_eq!(activity.now().to_string(), "step #7");
-    }
-
-    #[test]
-    fn asking_a_device_ends_when_it_is_done_or_late_or_the_run_has_failed() {
-        let run = Run::new(2, Duration::from_secs(60), None);
-        let asked = std::cell::Cell::new(0);
-        let third_time = || Ok(asked.replace(asked.get() + 1) == 2);
-        run.poll(0, third_time).unwrap();
-        assert_eq!(asked.get(), 3);
-        let late = Run::new(2, Duration::ZERO, None).poll(0, || Ok(false));
-        assert!(matches!(late, Err(Error::Timeout { waiting: 0, late, .. }) if late.is_empty()));
-        run.report(1, None, "the cause".into());
-        assert!(matches!(run.poll(0, || Ok(false)), Err(Error::Cancelled { by: 1, .. })));
-    }
-
-    #[test]
-    fn what_a_rank_says_after_it_was_told_to_stop_is_an_echo() {
-        let run = Run::new(3, Duration::from_secs(1), None);
-        run.check(0).unwrap();
-        run.report(1, None, "the cause".into());
-        assert!(matches!(run.check(0), Err(Error::Cancelled { by: 1, .. })));
-        run.report(0, None, "an echo in words of its own".into());
-        run.report(2, None, "independent".into());
-        run.report(2, None, "the same with more words: independent".into());
-        let told: Vec<String> = run.failures().iter().map(|f| f.error.clone()).collect();
-        assert_eq!(told, ["the cause", "independent"]);
-    }
-}
+mod tests;

@@ -1,6 +1,7 @@
 //! Finding CUDA at run time: one binary for machines with and without GPUs.
 
 use std::env;
+use std::error::Error;
 use std::ffi::c_void;
 use std::fs;
 
@@ -53,17 +54,11 @@ pub fn load() -> Cuda {
     if cuda.gpus.is_empty() {
         return cuda;
     }
-    // SAFETY: loading libtorch_cuda runs its static initialisers, as linking to it would.
-    let library = unsafe { Library::open(Some("libtorch_cuda.so"), RTLD_NOW | RTLD_GLOBAL) };
-    match library {
-        // Stays loaded: libtorch keeps pointers into it.
-        Ok(library) => std::mem::forget(library),
-        Err(error) => {
-            cuda.problem = Some(format!(
-                "libtorch_cuda cannot be loaded ({error}); `make libtorch` fetches the CUDA libraries"
-            ));
-            return cuda;
-        }
+    if let Err(reason) = load_library("libtorch_cuda.so") {
+        cuda.problem = Some(format!(
+            "libtorch_cuda cannot be loaded ({reason}); `make libtorch` fetches the CUDA libraries"
+        ));
+        return cuda;
     }
     match shim::cuda_device_count() {
         Some(count) if count == cuda.gpus.len() => {}
@@ -76,6 +71,19 @@ pub fn load() -> Cuda {
         }
     }
     cuda
+}
+
+/// Loads a library for the life of the process: libtorch keeps pointers into it. An error is `dlerror`'s own text, which
+/// names what is missing.
+fn load_library(name: &str) -> std::result::Result<(), String> {
+    // SAFETY: loading libtorch_cuda runs its static initialisers, as linking to it would.
+    match unsafe { Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) } {
+        Ok(library) => {
+            std::mem::forget(library);
+            Ok(())
+        }
+        Err(error) => Err(error.source().map_or(error.to_string(), ToString::to_string)),
+    }
 }
 
 fn is_single_threaded() -> bool {
@@ -194,5 +202,16 @@ impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: the pointer is ours, and this is its last use.
         unsafe { shim::cuda_event_free(self.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_cannot_be_loaded_is_told_with_the_reason_of_the_system() {
+        let reason = load_library("libtorch_nowhere.so").unwrap_err();
+        assert!(reason.starts_with("libtorch_nowhere.so: cannot open shared object"), "{reason}");
     }
 }

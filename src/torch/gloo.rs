@@ -15,6 +15,7 @@ use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 use super::c10d::{Call, Ended, Group, Join, Operation};
+use super::limits;
 use super::process::named;
 use super::shim::raw;
 use super::store::TcpStore;
@@ -67,19 +68,24 @@ impl Gloo {
     /// which is to be passed, else over the one on the way to the store.
     ///
     /// # Errors
-    /// If ranks do not come, who is named, or cannot be reached.
+    /// What `absent` makes of the ranks that do not come; [`Error::Gloo`] if they cannot be reached.
     pub(crate) fn new(
         store: &TcpStore,
         rank: usize,
         size: usize,
         timeout: Duration,
         socket_ifname: Option<&str>,
+        absent: impl Fn(Vec<usize>) -> Error,
     ) -> Result<Self> {
         let interfaces = socket_ifname.map_or_else(|| Ok(vec![]), interfaces)?;
-        meet(store, "here", rank, size, timeout)?;
+        let meet = |place| match meet(store, place, rank, size, timeout)? {
+            missing if missing.is_empty() => Ok(()),
+            missing => Err(absent(missing)),
+        };
+        meet("here")?;
         let gloo = Self::connect(store, "gloo", rank, size, timeout, interfaces)?;
         // One that is ready must not leave while others connect to it: they would fail in here.
-        meet(store, "connected", rank, size, timeout)?;
+        meet("connected")?;
         Ok(gloo)
     }
 
@@ -116,6 +122,8 @@ impl Gloo {
             interfaces,
             address: store.local_address().to_string(),
         };
+        // To each other rank one each way, and what it listens and waits with.
+        limits::require_files(2 * size + 8, "connecting to the other processes")?;
         // While it connects, it keeps its connection to the store busy, and afterwards it holds it.
         let own = store.another_connection()?;
         // Its threads for the network get the name of the one that makes them.
@@ -395,26 +403,26 @@ fn interfaces(list: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Waits until every rank has come to `place`.
-fn meet(store: &TcpStore, place: &str, rank: usize, size: usize, timeout: Duration) -> Result<()> {
+/// Waits until every rank has come to `place`. Returns those that have not.
+fn meet(
+    store: &TcpStore,
+    place: &str,
+    rank: usize,
+    size: usize,
+    timeout: Duration,
+) -> Result<Vec<usize>> {
     let all: Vec<String> = (0..size).map(|rank| format!("{place}/{rank}")).collect();
     store.set(&all[rank], b"")?;
     if store.wait(&all, timeout)? {
-        return Ok(());
+        return Ok(Vec::new());
     }
-    Err(Error::Gloo { doing: "init", reason: missing(store, &all, timeout)? })
-}
-
-/// Who has not come.
-fn missing(store: &TcpStore, keys: &[String], timeout: Duration) -> Result<String> {
-    let mut missing = vec![];
-    for (rank, key) in keys.iter().enumerate() {
+    let mut missing = Vec::new();
+    for (rank, key) in all.iter().enumerate() {
         if !store.check(std::slice::from_ref(key))? {
-            missing.push(rank.to_string());
+            missing.push(rank);
         }
     }
-    let missing = missing.join(", ");
-    Ok(format!("rank {missing} of {} did not come within {timeout:?}", keys.len()))
+    Ok(missing)
 }
 
 /// Without the place in Gloo's source that its messages begin with.

@@ -13,10 +13,10 @@ use tch::{Device, Kind, Tensor};
 use super::gloo::{Gloo, GlooWork, Reduce};
 use super::store::TcpStore;
 use super::store_tests::{TIMEOUT, connect, reason, serve};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 fn join(store: &TcpStore, rank: usize, size: usize) -> Gloo {
-    Gloo::new(store, rank, size, TIMEOUT, None).unwrap()
+    Gloo::new(store, rank, size, TIMEOUT, None, absent).unwrap()
 }
 
 fn on_ranks<T: Send>(size: usize, f: impl Fn(Gloo) -> T + Sync) -> Vec<T> {
@@ -200,22 +200,26 @@ fn a_cancelled_wait_does_not_wait_for_the_operation() {
     });
 }
 
+fn absent(missing: Vec<usize>) -> Error {
+    Error::Input(format!("missing: {missing:?}"))
+}
+
 #[test]
 fn ranks_that_do_not_come_are_named() {
     let server = serve();
     let limit = Duration::from_millis(20);
-    let failed = reason(Gloo::new(&server.under("group"), 1, 4, limit, None));
-    assert!(failed.contains("rank 0, 2, 3 of 4 did not come within 20ms"), "{failed}");
+    let failed = reason(Gloo::new(&server.under("group"), 1, 4, limit, None, absent));
+    assert_eq!(failed, "missing: [0, 2, 3]");
 }
 
 #[test]
 fn interfaces_are_named_as_in_pytorch() {
     let server = serve();
-    let gloo = Gloo::new(&server.under("a"), 0, 1, TIMEOUT, Some("lo")).unwrap();
+    let gloo = Gloo::new(&server.under("a"), 0, 1, TIMEOUT, Some("lo"), absent).unwrap();
     gloo.barrier().unwrap().wait(&never()).unwrap();
-    let failed = reason(Gloo::new(&server.under("b"), 0, 1, TIMEOUT, Some("lo,")));
+    let failed = reason(Gloo::new(&server.under("b"), 0, 1, TIMEOUT, Some("lo,"), absent));
     assert!(failed.contains("GLOO_SOCKET_IFNAME=lo,: there is an empty name"), "{failed}");
-    let failed = reason(Gloo::new(&server.under("c"), 0, 1, TIMEOUT, Some("no_such0")));
+    let failed = reason(Gloo::new(&server.under("c"), 0, 1, TIMEOUT, Some("no_such0"), absent));
     assert!(failed.contains("no_such0"), "{failed}");
 }
 

@@ -13,6 +13,7 @@ pub(crate) mod gloo;
 #[cfg(test)]
 mod gloo_tests;
 mod hooks;
+pub(crate) mod limits;
 mod mapped;
 mod openmp;
 mod process;

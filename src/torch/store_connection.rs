@@ -13,6 +13,7 @@ use crossbeam::channel::{
 };
 
 use super::c10d::Connection;
+use super::limits;
 
 /// The thread of a connection, seen from outside. Dropping it lets the thread end after its current request.
 pub(super) struct StoreConnection {
@@ -43,6 +44,10 @@ pub(super) const SLICE: Duration = Duration::from_secs(1);
 /// How long one address is tried before the next.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
+/// How many files a connection opens, and how many a server does before its clients come.
+const FILES_OF_A_CLIENT: usize = 2;
+const FILES_OF_A_SERVER: usize = 8;
+
 pub(super) const GIVEN_UP: &str = "given up, because the run ends";
 
 impl StoreConnection {
@@ -67,7 +72,7 @@ impl StoreConnection {
             }
         };
         let thread = thread::Builder::new().name("ddp-mp store".into());
-        thread.spawn(work).map_err(|error| format!("cannot start a thread: {error}"))?;
+        thread.spawn(work).map_err(|error| limits::not_started("its thread", &error))?;
         // It keeps to the timeout itself, unless what it has reached hangs.
         let answer = answer(&opened, cancelled, timeout + SLICE);
         drop(waiting);
@@ -152,6 +157,8 @@ pub(super) fn wait(
 
 /// libtorch would listen on every interface, and say less if it cannot: so it gets a socket that listens.
 pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened, String> {
+    let purpose = "serving a store";
+    limits::require_files(FILES_OF_A_SERVER, purpose).map_err(|error| error.to_string())?;
     let listener = TcpListener::bind((host, port)).map_err(|error| match error.kind() {
         ErrorKind::AddrInUse => {
             "the port is in use, by another run perhaps; choose another --master-port".into()
@@ -183,6 +190,9 @@ pub(super) fn reach(
     let mut pause = Duration::from_millis(1);
     loop {
         let left = || timeout.saturating_sub(began.elapsed());
+        // A connection that cannot be opened here would look like a failure of the network.
+        limits::require_files(FILES_OF_A_CLIENT, "a connection to the store")
+            .map_err(|error| error.to_string())?;
         let reason = match find(host, port, left) {
             Ok((server, local)) => {
                 let host = server.ip().to_string();

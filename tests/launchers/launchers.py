@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 
+from faults import faults
 from runs import (
     ENDLESS,
     FLAGS,
@@ -283,6 +284,7 @@ def main(program):
         try:
             torchrun(program)
             restart(program, folder)
+            faults(program)
             elastic(program, folder)
             joined(program, folder)
             mpirun(program)

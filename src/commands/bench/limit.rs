@@ -5,7 +5,11 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crossbeam::channel::bounded;
+
 use super::BenchOp;
+use crate::error::{Error, Result};
+use crate::torch::limits::not_started;
 
 /// What one thread reads and writes: every input once, every output once.
 struct Share {
@@ -34,9 +38,18 @@ impl Limit {
     }
 
     /// How long the slowest thread takes for one pass, on average over `iters`.
-    pub(super) fn measure(&mut self, iters: u64) -> Duration {
-        let start = Barrier::new(self.0.len());
+    ///
+    /// # Errors
+    /// [`Error::Input`] when a thread cannot be started.
+    pub(super) fn measure(&mut self, iters: u64) -> Result<Duration> {
+        let count = self.0.len();
+        let start = Barrier::new(count);
+        // Threads that wait for one that is never started would wait for ever.
+        let (all_are_there, gate) = bounded(count);
         let passes = |share: &mut Share| {
+            if gate.recv().is_err() {
+                return Duration::ZERO;
+            }
             start.wait();
             let began = Instant::now();
             for _ in 0..iters {
@@ -46,12 +59,20 @@ impl Limit {
         };
         let slowest = thread::scope(|scope| {
             let passes = &passes;
-            let threads: Vec<_> =
-                self.0.iter_mut().map(|share| scope.spawn(move || passes(share))).collect();
+            let start = |(number, share)| {
+                let thread = thread::Builder::new().spawn_scoped(scope, move || passes(share));
+                let what = || format!("thread {number} of {count} that measures the machine");
+                thread.map_err(|error| Error::Input(not_started(&what(), &error)))
+            };
+            let threads: Result<Vec<_>> = self.0.iter_mut().enumerate().map(start).collect();
+            if threads.is_ok() {
+                (0..count).try_for_each(|_| all_are_there.send(())).ok();
+            }
+            drop(all_are_there);
             // A thread that only copies does not panic.
-            threads.into_iter().filter_map(|thread| thread.join().ok()).max()
+            Ok(threads?.into_iter().filter_map(|thread| thread.join().ok()).max())
         });
-        slowest.unwrap_or_default().div_f64(iters as f64)
+        Ok(slowest?.unwrap_or_default().div_f64(iters as f64))
     }
 }
 

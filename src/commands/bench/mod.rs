@@ -273,7 +273,7 @@ fn measure(
     for _ in 0..rounds {
         times.push(round(group, exercise, iters)?);
         // The other ranks sleep in the next barrier meanwhile.
-        limits.extend(limit.as_mut().map(|limit| limit.measure(iters)));
+        limits.extend(limit.as_mut().map(|limit| limit.measure(iters)).transpose()?);
         group.barrier()?;
     }
     let time = median(&mut times).unwrap_or(warm_up);

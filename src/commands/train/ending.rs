@@ -84,6 +84,7 @@ pub(super) fn end(
         skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
         scale: trainer.scaler().state().map(|scaler| scaler.scale),
         stopped: summary.stopped.map(StopReason::name),
+        restarts: job.restarts.clone(),
         best: trainer.state().best.clone(),
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,

@@ -8,6 +8,7 @@
 //! | looked for, in this order | by | what a process is |
 //! |---|---|---|
 //! | `--spawn=processes` of this program | `DDP_MP_SPAWNED` | one rank |
+//! | `--max-restarts` of this program | `DDP_MP_SPAWNED=threads` | a thread per GPU |
 //! | torchrun, or whoever sets what it sets | `RANK` and `LOCAL_RANK` | one rank |
 //! | mpirun | `OMPI_COMM_WORLD_RANK`, `MPI_LOCALRANKID` (MPICH, Intel), `PALS_RANKID` (Cray) | one rank |
 //! | srun | `SLURM_PROCID` and `SLURM_STEP_ID` | one rank; with one task a node a thread per GPU |
@@ -92,7 +93,7 @@ impl Default for LaunchOptions {
     }
 }
 
-pub(super) use spawned::variables as variables_of_spawned;
+pub(super) use spawned::{variables as variables_of_spawned, variables_of_threads};
 
 /// What the ranks of one machine are: `--spawn`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -200,13 +201,15 @@ pub struct Launch {
     pub run_id: String,
     /// Whether an agent of torchrun's watches over this process, and ends it when machines come or go.
     pub has_agent: bool,
-    /// How often torchrun has started the processes of this machine anew after a failure; others may count otherwise.
+    /// How often torchrun, or `--max-restarts`, has started the processes of this machine anew after a failure; other
+    /// machines may count otherwise.
     pub restart_count: usize,
     /// How often it would.
     pub max_restarts: usize,
     /// Where torchrun looks for the reason of a failure.
     pub error_file: Option<PathBuf>,
-    /// The store of the process that has started this one with `--spawn=processes`, where it looks for that.
+    /// The store of the process that has started this one, with `--spawn=processes` or `--max-restarts`: it reads the
+    /// reason of a failure there.
     pub parent: Option<Master>,
 }
 

@@ -1,12 +1,16 @@
-//! What `--spawn=processes` sets for the processes that it starts: what torchrun does, and a mark.
+//! What this program sets for the processes that it starts, with `--spawn=processes` or `--max-restarts`: what torchrun
+//! sets, and a mark.
 
 use super::variables::{Variables, and};
-use super::{Launch, LaunchKind, LaunchOptions, torchrun};
+use super::{Launch, LaunchKind, LaunchOptions, local, torchrun};
 use crate::error::{Error, Result};
 use crate::launch::Nproc;
 
 /// Says that the others are this program's own.
 const MARK: &str = "DDP_MP_SPAWNED";
+
+/// The value of the mark for a process with all ranks as threads, which `--max-restarts` starts again.
+const THREADS: &str = "threads";
 
 pub(super) fn is_here(variables: &Variables) -> bool {
     variables.is_set(MARK)
@@ -16,9 +20,20 @@ pub(super) fn is_here(variables: &Variables) -> bool {
 pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Launch> {
     let names =
         ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
-    let missing: Vec<_> = names.into_iter().filter(|name| !variables.is_set(name)).collect();
+    let threads = variables.text(MARK).as_deref() == Some(THREADS);
+    let names = if threads { &names[4..] } else { &names };
+    let missing: Vec<_> = names.iter().copied().filter(|name| !variables.is_set(name)).collect();
     if !missing.is_empty() {
         return Err(lacks(&missing));
+    }
+    if threads {
+        let number = |name| Ok(variables.number(name)?.unwrap_or(0));
+        return Ok(Launch {
+            parent: Some(torchrun::master(variables)?),
+            restart_count: number("TORCHELASTIC_RESTART_COUNT")?,
+            max_restarts: number("TORCHELASTIC_MAX_RESTARTS")?,
+            ..local::read(options, "--max-restarts: a process that is started again")?
+        });
     }
     let nproc = if options.nproc == Nproc::Cpu { Nproc::Cpu } else { Nproc::Count(1) };
     let options = LaunchOptions { nproc, ..LaunchOptions::default() };
@@ -37,37 +52,50 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
 fn lacks(missing: &[&str]) -> Error {
     let is = if missing.len() == 1 { "is" } else { "are" };
     Error::Input(format!(
-        "{} {is} not set, but {MARK} is: --spawn=processes sets all of them for the processes that it starts; unset it",
+        "{} {is} not set, but {MARK} is: ddp-mp sets all of them for the processes that it starts; unset it",
         and(missing)
     ))
 }
 
-/// The environment of rank `rank` of `count`, where it differs from that of who starts it; `None` unsets.
+/// Variables to set, or to unset if there is no value.
+type Environment = Vec<(&'static str, Option<String>)>;
+
+/// Returns where the environment of rank `rank` of `count`, with `threads` threads, differs from this process's.
+/// `restarts` is how often the ranks were started again, and how often they would be.
 pub(in crate::launch) fn variables(
     [rank, count, threads]: [usize; 3],
     port: u16,
-) -> Vec<(&'static str, Option<String>)> {
+    restarts: [usize; 2],
+) -> Environment {
     let number = |number: usize| Some(number.to_string());
-    let mut all = vec![
-        (MARK, Some("1".into())),
+    let mut all = common("1", port, restarts);
+    all.extend([
         ("RANK", number(rank)),
         ("LOCAL_RANK", number(rank)),
         ("WORLD_SIZE", number(count)),
         ("LOCAL_WORLD_SIZE", number(count)),
-        ("MASTER_ADDR", Some("127.0.0.1".into())),
-        ("MASTER_PORT", number(port.into())),
         ("OMP_NUM_THREADS", number(threads)),
         ("TORCHELASTIC_USE_AGENT_STORE", Some("True".into())),
+    ]);
+    all
+}
+
+/// As [`variables`], for one process with all ranks as threads.
+pub(in crate::launch) fn variables_of_threads(port: u16, restarts: [usize; 2]) -> Environment {
+    common(THREADS, port, restarts)
+}
+
+fn common(mark: &str, port: u16, [restart_count, max_restarts]: [usize; 2]) -> Environment {
+    let mut all = vec![
+        (MARK, Some(mark.into())),
+        ("MASTER_ADDR", Some("127.0.0.1".into())),
+        ("MASTER_PORT", Some(port.to_string())),
+        ("TORCHELASTIC_RESTART_COUNT", Some(restart_count.to_string())),
+        ("TORCHELASTIC_MAX_RESTARTS", Some(max_restarts.to_string())),
     ];
     // What an outer torchrun may have set that `--launch=local` ignores.
-    let unset = [
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_ERROR_FILE",
-    ];
+    let unset =
+        ["GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"];
     all.extend(unset.map(|name| (name, None)));
     all
 }
@@ -79,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_process_finds_out_what_was_set_for_it() {
-        let all = variables([1, 3, 2], 4000);
+        let all = variables([1, 3, 2], 4000, [1, 4]);
         let look_up = |name: &str| all.iter().find(|(key, _)| *key == name)?.1.clone();
         for nproc in [Nproc::Count(3), Nproc::Auto, Nproc::Gpu, Nproc::Cpu] {
             let launch = LaunchChoice::Local;
@@ -91,9 +119,21 @@ mod tests {
             assert_eq!((launch.processes.local_index, launch.processes.local_count), (1, 3));
             assert_eq!(launch.nproc, if nproc == Nproc::Cpu { nproc } else { Nproc::Count(1) });
             assert_eq!((launch.cores, launch.threads_per_rank), (Some(1), Some(2)));
+            assert_eq!((launch.restart_count, launch.max_restarts), (1, 4));
             let master = launch.master.unwrap();
             assert!(master.agent_store && launch.parent == Some(master.clone()));
             assert_eq!(master.to_string(), "127.0.0.1:4000");
         }
+    }
+    #[test]
+    fn a_process_with_threads_is_a_local_one_with_a_parent() {
+        let all = variables_of_threads(4000, [2, 3]);
+        let look_up = |name: &str| all.iter().find(|(key, _)| *key == name)?.1.clone();
+        let options = LaunchOptions { nproc: Nproc::Count(5), ..LaunchOptions::default() };
+        let launch = detect(&look_up, &options, 0).unwrap();
+        assert_eq!((launch.kind, launch.nproc), (LaunchKind::Local, Nproc::Count(5)));
+        assert_eq!((launch.processes.count, &launch.master), (1, &None));
+        assert_eq!((launch.restart_count, launch.max_restarts), (2, 3));
+        assert_eq!(launch.parent.unwrap().to_string(), "127.0.0.1:4000");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, escaped_line};
 
 /// Reads variables, and remembers which were there: they are what decided.
 pub(super) struct Variables<'a> {
@@ -170,8 +170,8 @@ pub(super) fn and(names: &[&str]) -> String {
 
 /// A value that fits on a line.
 pub(super) fn shortened(value: &str) -> String {
-    let escaped = value.chars().map(|c| if c.is_control() { '?' } else { c });
-    let mut short: String = escaped.take(TOLD).collect();
+    let value = escaped_line(value);
+    let mut short: String = value.chars().take(TOLD).collect();
     if value.chars().nth(TOLD).is_some() {
         short.push_str("...");
     }

@@ -18,6 +18,7 @@ use crate::observe::{TRACED, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
 use crate::sync::{Failure, History, Run, Timeline};
+use crate::torch::limits::not_started;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
 /// is used becomes memory.
@@ -76,7 +77,7 @@ impl Spawn {
                 Ok(thread) => threads.push(Thread::Runs(thread)),
                 Err(error) => {
                     run.activity[rank].enter(Operation::Start, 0);
-                    run.report(rank, None, format!("its thread cannot be started: {error}"));
+                    run.report(rank, None, not_started("its thread", &error));
                     break;
                 }
             }

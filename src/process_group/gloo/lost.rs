@@ -39,7 +39,11 @@ pub(super) fn error(
         let lost = if silent.is_empty() { run.late(ranks) } else { silent };
         return Error::Peer { at, step: run.timeline.step_of(waiting), lost, reason };
     };
-    let here = |rank: &usize| run.activity[*rank].now() == at;
+    // A rank may be on its way into the call, and not have come: its records tell, if it has sent any.
+    let here = |rank: &usize| match &run.sightings.of(*rank)[..] {
+        [] => run.activity[*rank].now() == at,
+        seen => seen.iter().any(|it| it.at == at && it.ended.is_none()),
+    };
     let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !here(rank)).collect();
     let late = match (silent.is_empty(), missing.is_empty()) {
         (false, _) => silent,

@@ -60,7 +60,7 @@ impl Network {
     /// of `store` that nobody has used; it returns when all are connected.
     ///
     /// # Errors
-    /// Those of [`Gloo::new`]: who has not come, or cannot be reached.
+    /// [`Error::Timeout`] with the first ranks of the processes that do not come, and those of [`Gloo::new`].
     pub(crate) fn connect(
         store: TcpStore,
         run: Arc<Run>,
@@ -71,7 +71,12 @@ impl Network {
         let timeout = run.timeout;
         // Before they meet, so that nobody has to wait for it afterwards.
         let door = Some(Door::open(&store, layout.mine, interfaces)?);
-        let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces)?;
+        let first = |process: &usize| members[layout.processes[*process].start];
+        let absent = |missing: Vec<usize>| {
+            let ranks = missing.iter().map(first).collect();
+            run.not_come(first(&layout.mine), ranks)
+        };
+        let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces, absent)?;
         let room = Room::new(layout.len())?;
         let weights = (0..layout.len()).map(|_| AtomicU64::default()).collect();
         let stop = OnceLock::new();

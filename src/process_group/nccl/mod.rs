@@ -17,9 +17,10 @@
 //! Collectives go to the stream that the rank's own operations go to, so nothing else orders them.
 
 mod launch;
+mod unique_id;
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_int};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -32,48 +33,9 @@ use super::threaded::{self, Announced, Occasion, Seat, Shared};
 use super::{Backend, Call, Invitation, P2POp, ReduceOp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::torch::{TcpStore, cuda};
+use crate::torch::cuda;
 pub(super) use launch::reduction;
-
-/// What rank 0 makes and all ranks need to find each other.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct UniqueId(sys::ncclUniqueId);
-
-impl UniqueId {
-    /// Follows `ncclGetUniqueId`.
-    pub(crate) fn new() -> Result<Self> {
-        require_library()?;
-        let mut id = sys::ncclUniqueId { internal: [0; 128] };
-        // SAFETY: the library is there, and fills the id it is given.
-        let result = unsafe { sys::ncclGetUniqueId(&mut id) };
-        check("ncclGetUniqueId", result, std::ptr::null_mut())?;
-        Ok(Self(id))
-    }
-
-    /// The one that all processes of a group get under `key` of their store; one of them makes it.
-    pub(super) fn through(
-        store: &TcpStore,
-        key: &str,
-        makes_it: bool,
-        timeout: Duration,
-    ) -> Result<Self> {
-        if makes_it {
-            let id = Self::new()?;
-            store.set(key, &id.0.internal.map(|byte| byte as u8))?;
-            return Ok(id);
-        }
-        let id =
-            store.get(key, timeout)?.ok_or("the process that makes the id has not told it".into());
-        id.and_then(|id| Self::from_bytes(key, &id))
-            .map_err(|reason| Error::Nccl { call: "ncclGetUniqueId", reason })
-    }
-
-    fn from_bytes(key: &str, bytes: &[u8]) -> std::result::Result<Self, String> {
-        let id = <[u8; 128]>::try_from(bytes)
-            .map_err(|_| format!("the store has {} bytes as {key:?}, not 128", bytes.len()))?;
-        Ok(Self(sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) }))
-    }
-}
+pub(crate) use unique_id::UniqueId;
 
 /// NCCL's version, such as `2.28.9`; `None` where there is no NCCL.
 pub(crate) fn version() -> Option<String> {
@@ -117,6 +79,11 @@ pub(super) struct Nccl {
     pairs: BTreeMap<usize, Nccl>,
 }
 
+/// The key that a rank sets when it joins.
+fn joins(place: usize) -> String {
+    format!("nccl/joins/{place}")
+}
+
 // SAFETY: a communicator may be used from any thread, by one at a time.
 unsafe impl Send for Nccl {}
 
@@ -145,6 +112,9 @@ impl Nccl {
             token,
             pairs: BTreeMap::new(),
         };
+        if let Some(network) = &nccl.network {
+            network.store().set(&joins(rank), b"")?;
+        }
         nccl.between_meetings(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |nccl| {
             let world_size = nccl.shared.members().len() as c_int;
             let mut config = non_blocking();
@@ -238,8 +208,9 @@ impl Nccl {
             {
                 let (run, key) = (self.shared.run(), format!("nccl/{low}-{high}"));
                 let makes_it = self.rank == low;
-                let id = UniqueId::through(network.store(), &key, makes_it, run.timeout)?;
                 let members = [low, high].map(|rank| self.shared.members()[rank]);
+                let late = || run.not_come(members[1], vec![members[0]]);
+                let id = UniqueId::through(network.store(), &key, makes_it, run.timeout, late)?;
                 let place = usize::from(!makes_it);
                 let shared = Shared::new(run.clone(), Arc::new(members), place..place + 1);
                 self.pairs.insert(peer, Nccl::join(Arc::new(shared), None, place, self.gpu, id)?);
@@ -281,7 +252,22 @@ impl Nccl {
     }
 
     fn poll(&self, is_done: impl Fn() -> Result<bool>) -> Result<()> {
-        self.shared.run().poll(self.global_rank(), is_done)
+        let (run, rank) = (self.shared.run(), self.global_rank());
+        run.poll(rank, is_done).map_err(|error| {
+            let is_late = matches!(error, Error::Timeout { .. });
+            let missing = if is_late { self.not_joined() } else { Vec::new() };
+            if missing.is_empty() { error } else { run.not_come(rank, missing) }
+        })
+    }
+
+    /// Returns the ranks of other processes that have not come to join this group: the others wait for them in NCCL,
+    /// which does not tell.
+    fn not_joined(&self) -> Vec<usize> {
+        let Some(network) = &self.network else { return Vec::new() };
+        let has_come = |place: &usize| network.store().check(&[joins(*place)]).unwrap_or(true);
+        let members = self.shared.members();
+        let missing = (0..members.len()).filter(|place| !has_come(place));
+        missing.map(|place| members[place]).collect()
     }
 }
 

@@ -28,6 +28,7 @@ use crate::error::{Error, Result};
 use crate::operation::At;
 use crate::sync::Run;
 use crate::torch::TcpStore;
+use crate::torch::limits::not_started;
 use guard::Serving;
 use link::{Link, Sent};
 pub(super) use open::Door;
@@ -90,9 +91,9 @@ impl Post {
         let post = self.clone();
         let work = move || guard::run(&post.run, post.first_rank(), work);
         let thread = thread::Builder::new().name("ddp-mp message".into()).spawn(work);
-        thread.map(drop).map_err(|error| {
-            Error::Unsupported(format!("a thread for messages cannot be started: {error}"))
-        })
+        thread
+            .map(drop)
+            .map_err(|error| Error::Unsupported(not_started("a thread for messages", &error)))
     }
 }
 

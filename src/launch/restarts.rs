@@ -1,0 +1,77 @@
+//! `--max-restarts`: what the process that restarts the ranks, and each start of them, leave for each other in its store.
+
+use std::time::Duration;
+
+use crossbeam::channel::never;
+use serde::{Deserialize, Serialize};
+
+use super::messages::{from_json, to_json};
+use super::{Launch, Master};
+use crate::error::Result;
+use crate::torch::TcpStore;
+
+/// What the parent process tells each start after the first.
+const RESTARTS: &str = "restarts";
+
+/// Set once a start has opened its checkpoint folder.
+const SAVES: &str = "saves";
+
+/// How long a request to the parent process may take.
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The starts of a run before this one.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct Restarts {
+    /// Why each restart was needed, the first one first.
+    pub reasons: Vec<String>,
+    /// How long the run has taken until the last restart.
+    pub elapsed: Duration,
+    /// Whether an earlier start has opened the checkpoint folder: the newest checkpoint there is this run's then.
+    pub saves: bool,
+}
+
+impl Restarts {
+    /// Returns the starts before the one that `launch` describes; none if no parent process restarts it.
+    ///
+    /// # Errors
+    /// [`Error::Store`](crate::Error::Store) when the parent process does not answer.
+    pub(crate) fn before(launch: &Launch) -> Result<Self> {
+        let (Some(parent), 1..) = (&launch.parent, launch.restart_count) else {
+            return Ok(Self::default());
+        };
+        match connect(parent)?.get(RESTARTS, PATIENCE)? {
+            Some(bytes) => from_json(RESTARTS, &bytes),
+            None => Ok(Self::default()),
+        }
+    }
+
+    /// Tells the parent process, if it restarts this one, that the checkpoint folder is this run's from now on.
+    ///
+    /// # Errors
+    /// As [`Restarts::before`].
+    pub(crate) fn note_saving(launch: &Launch) -> Result<()> {
+        let (Some(parent), 1..) = (&launch.parent, launch.max_restarts) else { return Ok(()) };
+        let store = connect(parent)?;
+        store.set(SAVES, b"")?;
+        // The answer to the next request shows that it has arrived.
+        store.check(&[SAVES.into()]).map(drop)
+    }
+
+    /// Notes the `reason` of the next restart, and leaves all of it in `store` for the next start.
+    pub(super) fn add(
+        &mut self,
+        reason: String,
+        elapsed: Duration,
+        store: &TcpStore,
+    ) -> Result<()> {
+        self.reasons.push(reason);
+        self.elapsed = elapsed;
+        self.saves = store.check(&[SAVES.into()])?;
+        store.set(RESTARTS, &to_json(RESTARTS, self)?)
+    }
+}
+
+/// Opens a connection to the store of the process that started this one.
+pub(super) fn connect(parent: &Master) -> Result<TcpStore> {
+    TcpStore::connect(&parent.addr, parent.port, PATIENCE, never())
+}

@@ -1,0 +1,49 @@
+//! The id by which the ranks of a communicator find each other.
+
+use std::ffi::c_char;
+use std::time::Duration;
+
+use cudarc::nccl::sys;
+
+use super::{check, require_library};
+use crate::error::{Error, Result};
+use crate::torch::TcpStore;
+
+/// What rank 0 makes and all ranks need to find each other.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct UniqueId(pub(super) sys::ncclUniqueId);
+
+impl UniqueId {
+    /// Follows `ncclGetUniqueId`.
+    pub(crate) fn new() -> Result<Self> {
+        require_library()?;
+        let mut id = sys::ncclUniqueId { internal: [0; 128] };
+        // SAFETY: the library is there, and fills the id it is given.
+        let result = unsafe { sys::ncclGetUniqueId(&mut id) };
+        check("ncclGetUniqueId", result, std::ptr::null_mut())?;
+        Ok(Self(id))
+    }
+
+    /// The one that all processes of a group get under `key` of their store; one of them makes it, or is `late`.
+    pub(in crate::process_group) fn through(
+        store: &TcpStore,
+        key: &str,
+        makes_it: bool,
+        timeout: Duration,
+        late: impl FnOnce() -> Error,
+    ) -> Result<Self> {
+        if makes_it {
+            let id = Self::new()?;
+            store.set(key, &id.0.internal.map(|byte| byte as u8))?;
+            return Ok(id);
+        }
+        let id = store.get(key, timeout)?.ok_or_else(late)?;
+        Self::from_bytes(key, &id).map_err(|reason| Error::Nccl { call: "ncclGetUniqueId", reason })
+    }
+
+    pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> std::result::Result<Self, String> {
+        let id = <[u8; 128]>::try_from(bytes)
+            .map_err(|_| format!("the store has {} bytes as {key:?}, not 128", bytes.len()))?;
+        Ok(Self(sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) }))
+    }
+}

@@ -1,0 +1,80 @@
+//! What a run tells of its ranks, and who is late.
+
+use super::*;
+
+#[test]
+fn an_activity_survives_its_packing() {
+    let activity = Activity::default();
+    assert_eq!(activity.now(), At { operation: Operation::Function, sequence: 0 });
+    for operation in Operation::ALL {
+        activity.enter(operation, (1 << 56) - 1);
+        assert_eq!(activity.now(), At { operation, sequence: (1 << 56) - 1 });
+    }
+    activity.enter(Operation::Step, 7);
+    let before = activity.enter(Operation::AllReduce, 3);
+    assert_eq!(activity.now().to_string(), "all_reduce #3");
+    activity.restore(before);
+    assert_eq!(activity.now().to_string(), "step #7");
+}
+
+#[test]
+fn asking_a_device_ends_when_it_is_done_or_late_or_the_run_has_failed() {
+    let run = Run::new(2, Duration::from_secs(60), None);
+    let asked = std::cell::Cell::new(0);
+    let third_time = || Ok(asked.replace(asked.get() + 1) == 2);
+    run.poll(0, third_time).unwrap();
+    assert_eq!(asked.get(), 3);
+    let late = Run::new(2, Duration::ZERO, None).poll(0, || Ok(false));
+    assert!(matches!(late, Err(Error::Timeout { waiting: 0, late, .. }) if late.is_empty()));
+    run.report(1, None, "the cause".into());
+    assert!(matches!(run.poll(0, || Ok(false)), Err(Error::Cancelled { by: 1, .. })));
+}
+
+#[test]
+fn what_a_rank_says_after_it_was_told_to_stop_is_an_echo() {
+    let run = Run::new(3, Duration::from_secs(1), None);
+    run.check(0).unwrap();
+    run.report(1, None, "the cause".into());
+    assert!(matches!(run.check(0), Err(Error::Cancelled { by: 1, .. })));
+    run.report(0, None, "an echo in words of its own".into());
+    run.report(2, None, "independent".into());
+    run.report(2, None, "the same with more words: independent".into());
+    let told: Vec<String> = run.failures().iter().map(|f| f.error.clone()).collect();
+    assert_eq!(told, ["the cause", "independent"]);
+}
+/// Ranks 1 and 2 are in another process, of which this is known.
+#[derive(Debug)]
+struct Other([Operation; 2]);
+
+impl Elsewhere for Other {
+    fn look(&self, run: &Run) -> Vec<LateRank> {
+        self.ask(run);
+        Vec::new()
+    }
+
+    fn ask(&self, run: &Run) {
+        for (rank, operation) in (1..).zip(self.0) {
+            run.activity[rank].enter(operation, 4);
+        }
+    }
+}
+
+#[test]
+fn who_waits_for_nccl_names_the_ranks_of_other_processes_that_have_not_come() {
+    use Operation::{AllReduce, Broadcast, Init, Step};
+    for (others, named) in [
+        ([AllReduce, Step], &[2][..]),
+        ([Broadcast, Step], &[2, 1]), // one that works keeps one that waits
+        ([Init, Init], &[1, 2]),
+        ([AllReduce, AllReduce], &[]),
+    ] {
+        let mut run = Run::new(3, Duration::ZERO, None);
+        run.elsewhere = Some(Arc::new(Other(others)));
+        run.start(0);
+        run.activity[0].enter(AllReduce, 4);
+        let Err(Error::Timeout { late, .. }) = run.poll(0, || Ok(false)) else { panic!() };
+        assert_eq!(late.iter().map(|it| it.rank).collect::<Vec<_>>(), named);
+        let Error::Timeout { late, .. } = run.not_come(0, vec![1]) else { panic!() };
+        assert_eq!((late[0].rank, late[0].last_seen.operation), (1, others[0]));
+    }
+}

@@ -1,0 +1,94 @@
+//! Limits of the system on open files and threads: each is named with its value and the remedy, and nothing is left.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+
+use crate::harness::{program_under, run_command};
+
+/// Whether the program can be loaded at all under `limit`.
+fn can_be_loaded(limit: &str) -> bool {
+    run_command(program_under(limit, &["--version"])).0 == Some(0)
+}
+
+/// Runs `args` under `limit`: all goes well, or the limit is named as `remedy`. Returns whether it is.
+fn is_named(limit: &str, args: &[&str], remedy: &str) -> bool {
+    let (code, stdout, stderr) = run_command(program_under(limit, args));
+    let what = format!("{limit} {args:?}: exit code {code:?}\n{stdout}{stderr}");
+    assert!(!stderr.contains("panicked"), "{what}");
+    if code == Some(0) {
+        return false;
+    }
+    assert!(code == Some(1) || code == Some(2), "{what}");
+    assert!(stderr.contains(remedy), "{what}");
+    for wrong in ["the network is down", "did not come", "waited", "is rank 0 there"] {
+        assert!(!stderr.contains(wrong), "{what}");
+    }
+    true
+}
+
+#[test]
+fn too_few_open_files_are_told_with_the_limit() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut named = 0;
+    for (number, files) in [8, 10, 12, 14, 16, 18, 20, 24, 28, 36, 48].into_iter().enumerate() {
+        let limit = format!("ulimit -n {files}");
+        if !can_be_loaded(&limit) {
+            println!("skipped: the program cannot be loaded with {files} open files");
+            continue;
+        }
+        let dir = format!("--save-dir={}", folder.path().join(number.to_string()).display());
+        let remedy = format!("this process may have {files} (ulimit -n); raise the limit");
+        for args in [
+            &["--nproc-per-node=2", "--num-workers=1", &dir][..],
+            &["--nproc-per-node=3", "--spawn=processes", "--timeout=40s", "--grace-period=1s"],
+        ] {
+            named += usize::from(is_named(&limit, args, &remedy));
+        }
+    }
+    assert!(named > 3, "{named} runs have met a limit");
+}
+
+/// Nobody's number, so that no other process counts.
+const USER: u32 = 54_321;
+
+fn processes_of_user() -> Vec<String> {
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    let of_user = entries.filter(|it| it.metadata().is_ok_and(|found| found.uid() == USER));
+    let command = |path: &Path| fs::read_to_string(path.join("cmdline")).unwrap_or_default();
+    of_user.map(|it| command(&it.path()).replace('\0', " ")).filter(|it| !it.is_empty()).collect()
+}
+
+#[test]
+fn too_few_threads_are_told_with_the_limit_and_nothing_is_left() {
+    let limit = |count: u32| {
+        let user = format!("setpriv --reuid={USER} --regid={USER} --clear-groups");
+        format!("exec {user} prlimit --nproc={count} \"$0\" \"$@\"")
+    };
+    if !can_be_loaded(&limit(100)) {
+        return println!(
+            "skipped: no other user can run the program (root, setpriv and prlimit needed)"
+        );
+    }
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let mut named = 0;
+    for count in (1..=12).chain([15, 20, 30]) {
+        let dir = format!("--save-dir={}", folder.path().join(count.to_string()).display());
+        for args in [
+            &["--nproc-per-node=8", "--num-workers=1", &dir][..],
+            &["--nproc-per-node=3", "--spawn=processes", "--timeout=40s", "--grace-period=1s"],
+            &["bench", "all_reduce", "--nproc-per-node=4", "--max-bytes=4K"],
+        ] {
+            named += usize::from(is_named(&limit(count), args, "ulimit -u"));
+            assert_eq!(processes_of_user(), [""; 0], "{count} {args:?}");
+        }
+    }
+    assert!(named > 5, "{named} runs have met a limit");
+}
+
+#[test]
+fn more_ranks_than_there_can_be_threads_end_with_an_error() {
+    // Each rank's stack takes 64 MiB of addresses, and all of them 4 GiB more than there are.
+    assert!(is_named("ulimit -v 16000000", &["--nproc-per-node=300"], "(ulimit -v)"));
+}

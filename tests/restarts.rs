@@ -1,0 +1,226 @@
+//! `--max-restarts`: after any failure the ranks go on from the newest checkpoint, to the hash of an undisturbed run.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+use wait_timeout::ChildExt;
+
+use crate::harness::{TIMEOUT, program, run, run_command};
+
+const RUN: [&str; 5] =
+    ["--nproc-per-node=2", "--model=mlp", "--momentum=0.9", "--max-epochs=2", "--log-format=json"];
+
+/// The exit code of a run of `args`, its events, and stderr. Nobody is left who could write.
+fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
+    let (code, stdout, stderr) = run(args);
+    (code, stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect(), stderr)
+}
+
+fn hash_undisturbed() -> Value {
+    let (code, events, stderr) = events(&RUN);
+    assert_eq!(code, Some(0), "{stderr}");
+    events.last().unwrap()["parameters_hash"].clone()
+}
+
+fn restarts(event: &Value) -> Vec<&str> {
+    let restarts = event["restarts"].as_array().map(|it| it.iter().filter_map(Value::as_str));
+    restarts.into_iter().flatten().collect()
+}
+
+/// The checkpoints in the folder of a run, and nothing unfinished beside them.
+fn saved_whole(folder: &Path) -> bool {
+    fs::read_dir(folder).unwrap().all(|entry| {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        name.starts_with("step-") || ["latest", ".lock"].contains(&&name[..])
+    })
+}
+
+#[test]
+fn every_failure_is_followed_by_a_restart_that_ends_as_an_undisturbed_run() {
+    let whole = hash_undisturbed();
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        for kind in ["error", "panic", "kill", "stall"] {
+            let folder = tempfile::tempdir().unwrap();
+            let dir = folder.path().join("run");
+            let save = format!("--save-dir={}", dir.display());
+            let fault = format!("--fault={kind}:rank=1,at=step,step=40");
+            let timeout = if kind == "stall" { "--timeout=3s" } else { "--timeout=50s" };
+            let more = [spawn, "--max-restarts=2", "--save-every=7", "--grace-period=1s"];
+            let (code, events, stderr) =
+                events(&[&RUN[..], &more, &[&save, &fault, timeout]].concat());
+            let what = format!("{spawn} {kind}: {stderr}");
+            assert_eq!(code, Some(0), "{what}");
+            let end = events.last().unwrap();
+            assert_eq!(end["parameters_hash"], whole, "{what}");
+            assert_eq!(end["steps"], 128, "{what}");
+            let [reason] = restarts(end)[..] else { panic!("{end}") };
+            let named = match (kind, spawn) {
+                ("kill", "--spawn=threads") => "the process of all ranks (process ",
+                ("kill", _) => "rank 1 (process ",
+                _ => "rank 1 (CPU:1) failed in step #40: ",
+            };
+            assert!(reason.starts_with(named), "{what}");
+            assert_eq!(reason.contains("was killed by SIGKILL"), kind == "kill", "{what}");
+            assert!(stderr.contains(&format!("ddp-mp: {reason}\n")), "{what}");
+            let told = format!("restart 1 of 2, from the newest checkpoint in {}\n", dir.display());
+            assert!(stderr.contains(&told), "{what}");
+            assert!(stderr.contains("going on from "), "{what}");
+            // A failure that is made good is no failure of the run.
+            assert!(events.iter().all(|it| it["event"] != "failure"), "{what}");
+            assert!(saved_whole(&dir), "{what}");
+        }
+    }
+}
+
+#[test]
+fn without_checkpoints_a_restart_begins_at_the_beginning() {
+    let whole = hash_undisturbed();
+    for at in ["rendezvous", "step,step=40"] {
+        let fault = format!("--fault=error:rank=0,at={at}");
+        let (code, all, stderr) = events(&[&RUN[..], &["--max-restarts=1", &fault]].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        assert_eq!(all.last().unwrap()["parameters_hash"], whole);
+        let told =
+            "restart 1 of 1, from the beginning, because nothing is saved without --save-dir";
+        assert!(stderr.contains(told), "{stderr}");
+    }
+    // With a folder in which nothing was saved yet.
+    let folder = tempfile::tempdir().unwrap();
+    let save = format!("--save-dir={}", folder.path().join("run").display());
+    let more = ["--max-restarts=1", "--fault=kill:rank=0,at=step,step=3", &save];
+    let (code, all, stderr) = events(&[&RUN[..], &more].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    assert_eq!(all.last().unwrap()["parameters_hash"], whole);
+    assert!(stderr.contains("/run yet, so from the beginning"), "{stderr}");
+}
+
+#[test]
+fn the_reasons_are_told_when_restarts_run_out() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let more = ["--lr=1e30", "--max-restarts=2", spawn];
+        let (code, all, stderr) = events(&[&RUN[..], &more].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        let failures: Vec<&Value> = all.iter().filter(|it| it["event"] == "failure").collect();
+        let [failure] = failures[..] else { panic!("{all:?}") };
+        let restarts = restarts(failure);
+        assert_eq!(restarts.len(), 2, "{stderr}");
+        for (number, reason) in (1..).zip(restarts) {
+            assert!(reason.contains("use a smaller --lr"), "{reason}");
+            let told = format!("  restart {number} was needed: {reason}");
+            assert!(stderr.lines().any(|line| line == told), "{stderr}");
+            assert!(stderr.contains(&format!("restart {number} of 2, from")), "{stderr}");
+        }
+        assert!(!stderr.contains("restart 3"), "{stderr}");
+    }
+}
+
+#[test]
+fn wrong_input_is_not_tried_again() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let args = ["--nproc-per-node=2", "--max-restarts=3", "--dataset=csv:/nowhere", spawn];
+        let (code, stdout, stderr) = run(&args);
+        assert_eq!((code, &*stdout), (Some(2), ""), "{stderr}");
+        assert_eq!(stderr.matches("/nowhere: No such file").count(), 1, "{stderr}");
+        assert!(!stderr.contains("restart"), "{stderr}");
+    }
+}
+
+#[test]
+fn a_launcher_restarts_its_processes_itself() {
+    let by_hand = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--max-restarts=3"];
+    let (code, _, stderr) = run(&by_hand);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("this is process 1 of 2 (by hand: "), "{stderr}");
+    let mut of_torchrun = program(&["--max-restarts=3"]);
+    of_torchrun.envs([("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")]);
+    of_torchrun.env("LOCAL_WORLD_SIZE", "1");
+    let (code, _, stderr) = run_command(of_torchrun);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("torchrun --max-restarts=3"), "{stderr}");
+}
+
+#[test]
+fn a_signal_stops_the_run_and_restarts_nothing() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        for (signal, code, name) in [("-INT", 130, "SIGINT"), ("-TERM", 143, "SIGTERM")] {
+            let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--max-restarts=3", spawn];
+            let mut command = program(&[&args[..], &["--log-format=json"]].concat());
+            let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+            let mut stdout = BufReader::new(child.stdout.take().unwrap());
+            let mut text = String::new();
+            stdout.read_line(&mut text).unwrap();
+            let pid = child.id().to_string();
+            assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+            let ended = child.wait_timeout(TIMEOUT).unwrap();
+            if ended.is_none() {
+                child.kill().unwrap();
+            }
+            // The end comes when the last process that could write has ended.
+            stdout.read_to_string(&mut text).unwrap();
+            assert_eq!(ended.expect("it ends").code(), Some(code), "{spawn} {signal}");
+            let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+            assert_eq!(last["stopped"], name, "{text}");
+            assert_eq!(text.matches("\"start\"").count(), 1, "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_run_that_fails_while_it_stops_is_not_started_again() {
+    let args = ["--nproc-per-node=2", "--max-restarts=3", "--timeout=3s", "--grace-period=1s"];
+    let stall = ["--fault=stall:rank=1,at=step,step=0", "--log-format=json"];
+    let mut command = program(&[&args[..], &stall].concat());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stdout = BufReader::new(child.stdout.take().unwrap());
+    let mut text = String::new();
+    stdout.read_line(&mut text).unwrap();
+    let pid = child.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    stdout.read_to_string(&mut text).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(text.matches("\"start\"").count(), 1, "{text}");
+    assert!(text.contains("\"event\":\"failure\""), "{text}");
+}
+
+#[test]
+fn files_have_what_the_last_start_did() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let flag = |flag: &str, name: &str| format!("{flag}={}", at(name).display());
+    let files = [
+        flag("--save-dir", "run"),
+        flag("--metrics", "metrics.jsonl"),
+        flag("--trace", "trace.json"),
+        flag("--report", "report.html"),
+        flag("--tensorboard", "board"),
+    ];
+    let files: Vec<&str> = files.iter().map(String::as_str).collect();
+    let more = [
+        "--max-restarts=1",
+        "--fault=error:rank=1,at=step,step=100",
+        "--log-every=5",
+        "--save-every=20",
+    ];
+    let (code, _, stderr) = events(&[&RUN[..], &more, &files].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let undisturbed = flag("--metrics", "undisturbed.jsonl");
+    let (code, _, stderr_of_it) = events(&[&RUN[..], &["--log-every=5", &undisturbed]].concat());
+    assert_eq!(code, Some(0), "{stderr_of_it}");
+    let steps = |name: &str| -> BTreeSet<u64> {
+        let text = fs::read_to_string(at(name)).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        lines.map(|it| it["step"].as_u64().unwrap()).collect()
+    };
+    assert_eq!(steps("metrics.jsonl"), steps("undisturbed.jsonl"), "{stderr}");
+    let trace: Value =
+        serde_json::from_str(&fs::read_to_string(at("trace.json")).unwrap()).unwrap();
+    assert!(trace.to_string().contains("127"), "the last step is in the trace");
+    let report = fs::read_to_string(at("report.html")).unwrap();
+    assert!(report.contains("restart 1 was needed: rank 1 (CPU:1) failed in step #100"));
+    assert!(fs::read_dir(at("board")).unwrap().count() >= 1);
+}
