@@ -111,6 +111,14 @@ fn only_the_printer_prints() {
 }
 
 #[test]
+fn a_thread_that_cannot_be_started_is_no_panic() {
+    for file in sources() {
+        let found = ["scope.spawn(", "thread::spawn("].iter().any(|it| code(&file).contains(it));
+        assert!(!found, "{} starts a thread without thread::Builder", name(&file));
+    }
+}
+
+#[test]
 fn every_example_is_short_and_in_the_readme() {
     let readme = fs::read_to_string(repository("README.md")).unwrap();
     let mut lessons = Vec::new();
