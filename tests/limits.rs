@@ -78,7 +78,6 @@ fn too_few_threads_are_told_with_the_limit_and_nothing_is_left() {
         for args in [
             &["--nproc-per-node=8", "--num-workers=1", &dir][..],
             &["--nproc-per-node=3", "--spawn=processes", "--timeout=40s", "--grace-period=1s"],
-            &["bench", "all_reduce", "--nproc-per-node=4", "--max-bytes=4K"],
         ] {
             named += usize::from(is_named(&limit(count), args, "ulimit -u"));
             assert_eq!(processes_of_user(), [""; 0], "{count} {args:?}");
