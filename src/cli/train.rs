@@ -180,7 +180,7 @@ pub(crate) struct TrainFlags {
     #[arg(long, value_name = "N", value_parser = whole(1), help_heading = "Stopping and resuming")]
     patience: Option<u64>,
     /// Restarts after a failure, from the newest checkpoint [default: 0]
-    #[arg(long, value_name = "N", value_parser = whole(), help_heading = "Stopping and resuming")]
+    #[arg(long, value_name = "N", value_parser = whole(0), help_heading = "Stopping and resuming")]
     max_restarts: Option<u64>,
 
     /// How many ranks this process starts: auto (one per visible GPU, else per CPU core; where a launcher starts
