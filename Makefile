@@ -14,7 +14,7 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test model check install parity safetensors tensorboard report trace mixed compare cluster-model test-launchers python libtorch cargo
+.PHONY: help run test model check install parity safetensors tensorboard report trace mutated mixed compare cluster-model test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -70,6 +70,10 @@ report: cargo python ## open the report of a run in Chromium, and try all of it;
 trace: cargo python ## have Perfetto's trace processor, in Chromium, read the traces of runs
 	cargo build --release
 	.python/bin/python tests/peers/trace_in_perfetto.py $(PROGRAM)
+
+mutated: cargo libtorch ## run the program on inputs that were changed at random; more: make mutated COUNT=20000 SEED=2
+	cargo build --release
+	python3 tests/peers/mutated_inputs.py $(PROGRAM) $(or $(COUNT),200) $(or $(SEED),1)
 
 mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 	cargo build --release --example mixed_rank

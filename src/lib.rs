@@ -81,6 +81,7 @@
 //! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads, NCCL or Gloo |
 //! | [`observe`] | the only place that prints |
 //! | [`torch`] | what `tch` lacks |
+//! | `files` | what a user names is opened without waiting, and written whole |
 //! | `sync` | who does what, who failed first, and the cancellable barrier |
 //!
 //! # Invariants
@@ -98,6 +99,7 @@ pub mod config;
 pub mod data;
 pub mod ddp;
 mod error;
+mod files;
 pub mod launch;
 pub mod models;
 pub mod observe;

@@ -25,6 +25,7 @@ const WRONG_INPUT: u8 = 2;
 
 fn main() {
     install_panic_hook();
+    torch::ignore_file_size_signal();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(message) => {

@@ -45,6 +45,8 @@ fn what_numpy_and_safetensors_write_is_read() {
         ("idx:{}/idx".to_string(), &pixels),
         (npy("pixels.u1", "y.u1"), &pixels),
         (npy("bools.b1", "y.u1"), &bools),
+        (npy("fortran", "y.u1"), &x),
+        (npy("big-endian", "y.u1"), &x),
     ];
     sets.extend(
         ["f4", "f8", "f2", "version-2", "version-3"]
@@ -74,6 +76,31 @@ fn what_numpy_and_safetensors_write_is_read() {
     assert_eq!(whole(&validation).0, pixels[..12]);
     let none = FileDataset::open_validation(&DatasetSpec::Digits, TargetKind::Classes);
     assert!(none.unwrap().is_none());
+}
+
+/// Each file of tests/data/orders holds the numbers from 0 to 23 (bools: whether they are odd) in its shape, as numpy
+/// has written them in Fortran's order, big-endian, or both.
+#[test]
+fn each_order_of_numbers_and_bytes_is_read_as_numpy_means_it() {
+    let mut seen = 0;
+    for entry in fs::read_dir(repository("tests/data/orders")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        let [kind, shape, ..] = name.split('.').collect::<Vec<_>>()[..] else { panic!("{name}") };
+        let samples: usize = shape.split('x').next().unwrap().parse().unwrap();
+        let spec = DatasetSpec::Npy { inputs: path.clone(), targets: path.clone() };
+        let data = FileDataset::open(&spec, TargetKind::Values).unwrap();
+        assert_eq!((data.len(), data.in_features()), (samples, 24 / samples as i64), "{name}");
+        let (inputs, targets) = data.batch(&(0..samples).collect::<Vec<_>>()).unwrap();
+        let read = |tensor: Tensor| Vec::<f32>::try_from(tensor.flatten(0, -1)).unwrap();
+        let numbers = (0..24).map(|it| if kind == "b1" { it % 2 } else { it } as f32);
+        let numbers: Vec<f32> = numbers.collect();
+        assert_eq!(read(targets), numbers, "{name}");
+        let scale = if kind == "u1" { 255.0 } else { 1.0 };
+        assert_eq!(read(inputs), numbers.iter().map(|it| it / scale).collect::<Vec<_>>(), "{name}");
+        seen += 1;
+    }
+    assert_eq!(seen, 9 * 6 + 6 * 5 * 2);
 }
 
 #[test]

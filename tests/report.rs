@@ -198,7 +198,7 @@ fn what_would_be_lost_is_not_written_over() {
     let (other, same) = (at("data.csv"), at("same"));
     for (flags, complaint) in [
         (vec!["--report", &other], "--report"),
-        (vec!["--trace", &other], "something else is in that file"),
+        (vec!["--trace", &other], "this program did not write that file"),
         (vec!["--trace", &same, "--report", &same], "--report: that is the file of --trace"),
         (vec!["--metrics", &same, "--trace", &same], "--metrics: that is the file of --trace"),
         (vec!["--report=/dev/null"], "that is no plain file"),

@@ -21,6 +21,7 @@ mod explain; // what --explain tells: short, right, and changing nothing
 mod failures; // every kind of failure at every stage on every rank
 mod files; // data sets in files: written by others, damaged, cut off
 mod flags; // every flag with wrong values, from clap's own list
+mod foreign; // what a run did not write, where it saves
 mod functional; // collectives that gradients flow through
 mod gloo; // ranks of several processes: what they reduce, and messages between them
 mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
@@ -31,6 +32,7 @@ mod matrix; // every kind of failure at every stage, where ranks are processes
 mod mean; // the exact mean: N ranks with unequal batches are one rank on all samples
 mod memory; // as much after ten thousand steps as after a thousand
 mod messages; // from one rank to one other, and objects
+mod mutated; // inputs that were changed at random
 mod non_finite; // losses and gradients that are not finite
 mod optim; // optimizers on buckets: state, groups, clipping
 mod outputs; // tensors that are written to: those that overlap themselves are refused
@@ -47,3 +49,4 @@ mod sync_batch_norm; // the sum that gradients flow through, and batch norm over
 mod tidy; // the rules of the source that a compiler does not check
 mod trace; // what happened when, for Perfetto
 mod verify; // N ranks against one, in every way; what really differs is found
+mod written; // files of a run: never over inputs, whole after a kill, no part of one on a full disk

@@ -37,7 +37,7 @@ fn code(file: &Path) -> String {
 }
 
 /// The order in which lib.rs tells to read; a module uses those below it.
-const ORDER: [&str; 15] = [
+const ORDER: [&str; 16] = [
     "commands",
     "config",
     "launch",
@@ -50,6 +50,7 @@ const ORDER: [&str; 15] = [
     "process_group",
     "observe",
     "torch",
+    "files",
     "sync",
     "error",
     "operation",

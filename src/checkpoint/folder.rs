@@ -1,20 +1,29 @@
 //! The folder of a run's checkpoints.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, TryLockError};
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::contents::{
+    Contents, LONGEST_POINTER, NEW, folder_of, is_checkpoint, may_point, remove_checkpoint,
+};
 use super::state::{FileMark, Manifest};
 use super::{BEST, COMM_HOOK, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
+use crate::files::{read_regular, reason};
 
-/// What a folder is called while it is not, or no longer, a checkpoint.
-const UNFINISHED: &str = ".unfinished-";
+/// How the name of a folder begins that is not, or no longer, a checkpoint.
+pub(super) const UNFINISHED: &str = ".unfinished-";
+
+/// The rest of the name of a folder that is made only to see whether one can be.
+pub(super) const PROBE: &str = "probe";
 
 /// The file that a run holds locked while it saves here.
-const LOCK: &str = ".lock";
+pub(super) const LOCK: &str = ".lock";
 
 /// The folder of a run's checkpoints, of which it keeps the newest few and the best. No other run, of this
 /// process or another, can open it meanwhile.
@@ -42,44 +51,55 @@ impl CheckpointDir {
     /// the newest `keep_last` and the best will be removed, each when a newer one is complete; one is always kept.
     ///
     /// # Errors
-    /// [`Error::Input`] when there are checkpoints already, another run saves there, or nothing can be written.
+    /// [`Error::Input`] when there are checkpoints already, another run saves there, nothing can be written, or something
+    /// that this program did not write has a name that it uses. Nothing in the folder has changed then.
     pub fn create(path: &Path, keep_last: usize) -> Result<Self> {
-        refuse_any_in(path)?; // before anything is written there
-        let opened = Self::open(path, keep_last)?;
-        refuse_any_in(path)?; // another run may have ended just then
-        Ok(opened)
+        Self::lock(path, keep_last, refuse_any_in)
     }
 
     /// As [`create`](Self::create), for a run that goes on from a checkpoint that is in there, if one is.
     ///
     /// # Errors
-    /// [`Error::Input`] when another run saves there, or nothing can be written.
+    /// As [`create`](Self::create), but there may be checkpoints.
     pub fn open(path: &Path, keep_last: usize) -> Result<Self> {
+        Self::lock(path, keep_last, |_, _| Ok(()))
+    }
+
+    /// Locks the folder at `path`, whose contents must please `check`.
+    fn lock(
+        path: &Path,
+        keep_last: usize,
+        check: fn(&Path, &Contents) -> Result<()>,
+    ) -> Result<Self> {
         let wrong = |error: io::Error| {
             Error::Input(format!(
-                "checkpoints cannot be written to {}: {error}; use another --save-dir",
-                path.display()
+                "checkpoints cannot be written to {}: {}; use another --save-dir",
+                path.display(),
+                reason(&error)
             ))
         };
+        check(path, &Contents::of(path)?)?; // before anything is written there
         fs::create_dir_all(path).map_err(wrong)?;
-        let lock = File::create(path.join(LOCK)).map_err(wrong)?;
+        // What is there has been found empty, and no link is followed.
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(false);
+        options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+        let lock = options.open(path.join(LOCK)).map_err(wrong)?;
+        // Where a file system has no locks, nobody is kept out.
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
             return Err(Error::Input(format!(
                 "another run is saving checkpoints in {}; wait for its end, or use another --save-dir",
                 path.display()
             )));
         }
-        // Left behind by a run that was killed.
-        for entry in fs::read_dir(path).map_err(wrong)? {
-            let entry = entry.map_err(wrong)?;
-            if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
-                fs::remove_dir_all(entry.path()).map_err(wrong)?;
-            }
-        }
-        let probe = path.join(format!("{UNFINISHED}probe"));
+        let locked =
+            Self { path: path.into(), keep_last: keep_last.max(1), _lock: Arc::new(Lock(lock)) };
+        let contents = Contents::of(path)?;
+        check(path, &contents)?; // another run may have ended just then
+        contents.remove_leftovers().map_err(wrong)?;
+        let probe = locked.unfinished(PROBE);
         fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(wrong)?;
-        // Where a file system has no locks, nobody is kept out.
-        Ok(Self { path: path.into(), keep_last: keep_last.max(1), _lock: Arc::new(Lock(lock)) })
+        Ok(locked)
     }
 
     /// Where it is.
@@ -120,18 +140,18 @@ impl CheckpointDir {
     /// # Errors
     /// [`Error::Save`]; the checkpoints that were there still are.
     pub fn write(&self, snapshot: &Snapshot) -> Result<PathBuf> {
-        let name = format!("step-{:08}", snapshot.state.step);
+        let name = folder_of(snapshot.state.step);
         let (folder, unfinished) = (self.path.join(&name), self.unfinished(&name));
         let written = self.write_as(&unfinished, &folder, snapshot);
         if written.is_err() {
             // Makes room on a disk that is full. Nobody takes it for a checkpoint if it stays.
-            let _ = fs::remove_dir_all(&unfinished);
+            let _ = remove_checkpoint(&unfinished);
         }
         written.and_then(|()| self.remove_old()).map(|()| folder)
     }
 
     fn write_as(&self, unfinished: &Path, folder: &Path, snapshot: &Snapshot) -> Result<()> {
-        if folder.exists() {
+        if fs::symlink_metadata(folder).is_ok() {
             let reason = "it is there already".into();
             return Err(Error::Save { doing: format!("saving {}", folder.display()), reason });
         }
@@ -159,25 +179,36 @@ impl CheckpointDir {
 
     /// Has the file `pointer` name `folder`.
     fn point(&self, pointer: &str, folder: &Path) -> Result<()> {
-        let (pointer, new) = (self.path.join(pointer), self.path.join(format!("{pointer}.new")));
-        write_file(&new, format!("{}\n", name_of(folder)).as_bytes())?;
-        fs::rename(&new, &pointer).map_err(saving(&pointer))?;
-        sync_folder(&self.path)
+        let (new, pointer) = (self.path.join(format!("{pointer}{NEW}")), self.path.join(pointer));
+        if !may_point(&pointer) {
+            let doing = format!("saving {}", pointer.display());
+            let reason =
+                "something else has taken this name since the run began; move it away".into();
+            return Err(Error::Save { doing, reason });
+        }
+        let written = write_file(&new, format!("{}\n", name_of(folder)).as_bytes());
+        let renamed = written.and_then(|()| fs::rename(&new, &pointer).map_err(saving(&pointer)));
+        if renamed.is_err() && may_point(&new) {
+            let _ = fs::remove_file(&new);
+        }
+        renamed.and_then(|()| sync_folder(&self.path))
     }
 
     fn remove_old(&self) -> Result<()> {
         let steps = steps_in(&self.path)?;
         let old = steps.len().saturating_sub(self.keep_last);
         let best = pointed(&self.path.join(BEST));
-        for folder in steps.values().take(old).filter(|folder| Some(*folder) != best.as_ref()) {
+        // One that somebody has put something into stays.
+        let goes = |folder: &&PathBuf| Some(*folder) != best.as_ref() && is_checkpoint(folder);
+        for folder in steps.values().take(old).filter(goes) {
             // Renamed first: half of it must not look like a checkpoint.
             let unfinished = self.unfinished(&name_of(folder));
-            fs::rename(folder, &unfinished)
-                .and_then(|()| fs::remove_dir_all(&unfinished))
-                .map_err(|error| Error::Save {
+            fs::rename(folder, &unfinished).and_then(|()| remove_checkpoint(&unfinished)).map_err(
+                |error| Error::Save {
                     doing: format!("removing the old checkpoint {}", folder.display()),
-                    reason: error.to_string(),
-                })?;
+                    reason: reason(&error),
+                },
+            )?;
         }
         Ok(())
     }
@@ -203,12 +234,29 @@ impl CheckpointDir {
         let set_aside = |(_, folder): (u64, PathBuf)| {
             let aside = (1..)
                 .map(|n| self.path.join(format!("aside-{n}-{}", name_of(&folder))))
-                .find(|aside| !aside.exists())
+                .find(|aside| fs::symlink_metadata(aside).is_err())
                 .unwrap_or_default();
             fs::rename(&folder, &aside).map_err(saving(&aside))?;
             Ok(aside)
         };
         newer.map(set_aside).collect()
+    }
+
+    /// The folder of the run around `path`, if that is by its name a checkpoint or a pointer to one.
+    pub(crate) fn around(path: &Path) -> Option<PathBuf> {
+        let is_pointer = [LATEST, BEST].contains(&&*name_of(path));
+        let run = path.parent().filter(|_| is_pointer || step_of(path).is_some())?;
+        Some(if run == Path::new("") { ".".into() } else { run.into() })
+    }
+
+    /// Whether a run uses `name` where it saves, or in a checkpoint.
+    pub(crate) fn uses(name: &OsStr) -> bool {
+        let name = &*name.to_string_lossy();
+        let pointer = name.strip_suffix(NEW).unwrap_or(name);
+        [LOCK, MODEL, OPTIMIZER, TRAINER].contains(&name)
+            || [LATEST, BEST].contains(&pointer)
+            || [UNFINISHED, "aside-"].iter().any(|begins| name.starts_with(begins))
+            || step_of(Path::new(name)).is_some()
     }
 
     fn unfinished(&self, name: &str) -> PathBuf {
@@ -221,13 +269,13 @@ pub(super) fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
     Ok(steps_in(path)?.pop_last().map(|(_, folder)| folder))
 }
 
-fn refuse_any_in(path: &Path) -> Result<()> {
-    newest_in(path)?.map_or(Ok(()), |newest| {
+fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
+    contents.checkpoints.values().next_back().map_or(Ok(()), |newest| {
         Err(Error::Input(format!(
             "{} holds checkpoints already, the newest being {}; go on from it with --resume auto, or use \
              another --save-dir",
             path.display(),
-            name_of(&newest)
+            name_of(newest)
         )))
     })
 }
@@ -257,24 +305,27 @@ pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
 
 /// The checkpoint that the file `latest` or `best` at `pointer` names, if it is such a file.
 pub(super) fn pointed(pointer: &Path) -> Option<PathBuf> {
-    let name = fs::read_to_string(pointer).ok()?;
+    let name = String::from_utf8(read_regular(pointer, LONGEST_POINTER).ok()?).ok()?;
     let folder = pointer.with_file_name(name.trim_end());
     step_of(&folder).map(|_| folder)
 }
 
 /// After how many steps the checkpoint in the folder `path` was written, by its name.
 pub(super) fn step_of(path: &Path) -> Option<u64> {
-    name_of(path).strip_prefix("step-")?.parse().ok()
+    let name = name_of(path);
+    let step = name.strip_prefix("step-")?;
+    // A number may begin with a plus sign for `parse`.
+    step.parse().ok().filter(|_| step.bytes().all(|it| it.is_ascii_digit()))
 }
 
 pub(super) fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Writes a file that is on the disk then.
+/// Writes a new file that is on the disk then.
 fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let write = || {
-        let mut file = File::create(path)?;
+        let mut file = File::create_new(path)?;
         file.write_all(bytes)?;
         file.sync_all()
     };
@@ -287,8 +338,5 @@ fn sync_folder(path: &Path) -> Result<()> {
 }
 
 fn saving(path: &Path) -> impl Fn(io::Error) -> Error {
-    move |error| Error::Save {
-        doing: format!("saving {}", path.display()),
-        reason: error.to_string(),
-    }
+    move |error| Error::Save { doing: format!("saving {}", path.display()), reason: reason(&error) }
 }

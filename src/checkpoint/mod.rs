@@ -48,6 +48,7 @@
 //! # }
 //! ```
 
+mod contents;
 mod folder;
 mod read;
 mod state;

@@ -1,7 +1,7 @@
 //! Reading a checkpoint, which may be anything by now.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -13,6 +13,7 @@ use super::state::{FORMAT, FileMark, Manifest};
 use super::{BEST, COMM_HOOK, LATEST, MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result};
+use crate::files::{open_regular, read_regular};
 use crate::optim::Optimizer;
 use crate::process_group::ProcessGroup;
 
@@ -49,26 +50,11 @@ impl Checkpoint {
     }
 
     fn read_one(path: &Path) -> Result<Self, String> {
-        let text = read(&path.join(TRAINER))?;
-        let damaged = |error: serde_json::Error| format!("{TRAINER} is damaged: {error}");
-        let value: Value = serde_json::from_slice(&text).map_err(damaged)?;
-        if value["format"] != FORMAT {
-            return Err(format!(
-                "{TRAINER} says format {}, and this version of ddp-mp reads format {FORMAT}",
-                value["format"]
-            ));
-        }
-        let manifest: Manifest = serde_json::from_value(value).map_err(damaged)?;
-        if !manifest.is_intact() {
-            return Err(format!(
-                "{TRAINER} is damaged: its numbers are not those that were written"
-            ));
-        }
-        let Manifest { state, files, .. } = manifest;
+        let Manifest { state, files, .. } = manifest(path)?;
         let tensors = |name: &str| {
             let file = path.join(name);
-            let bytes = read(&file)?;
-            check(name, &bytes, &files)?;
+            let known = files.get(name).ok_or_else(|| format!("{TRAINER} does not know {name}"))?;
+            let bytes = read_known(&file, known)?;
             TensorFile::new(file, bytes).map_err(|error| error.to_string())
         };
         let (model, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
@@ -222,22 +208,44 @@ fn older(path: &Path) -> Option<PathBuf> {
     older.find(|(_, path)| Checkpoint::read_one(path).is_ok()).map(|(_, path)| path)
 }
 
-fn read(file: &Path) -> Result<Vec<u8>, String> {
-    fs::read(file).map_err(|error| format!("{} cannot be read: {error}", name_of(file)))
-}
-
-/// Whether `bytes` are those of the file that was written.
-fn check(name: &str, bytes: &[u8], files: &BTreeMap<String, FileMark>) -> Result<(), String> {
-    let known = files.get(name).ok_or_else(|| format!("{TRAINER} does not know {name}"))?;
-    let found = FileMark::of(bytes);
-    if found.bytes != known.bytes {
-        return Err(format!("{name} has {} bytes, and had {}", found.bytes, known.bytes));
-    }
-    if found != *known {
+/// The file that says of what a checkpoint consists, found to be what was written.
+pub(super) fn manifest(folder: &Path) -> Result<Manifest, String> {
+    let text = read_regular(&folder.join(TRAINER), LONGEST_MANIFEST)
+        .map_err(|error| format!("{TRAINER} cannot be read: {error}"))?;
+    let damaged = |error: serde_json::Error| format!("{TRAINER} is damaged: {error}");
+    let value: Value = serde_json::from_slice(&text).map_err(damaged)?;
+    if value["format"] != FORMAT {
         return Err(format!(
-            "{name} is damaged: its xxh3 is {}, and was {}",
-            found.xxh3, known.xxh3
+            "{TRAINER} says format {}, and this version of ddp-mp reads format {FORMAT}",
+            value["format"]
         ));
     }
-    Ok(())
+    let manifest: Manifest = serde_json::from_value(value).map_err(damaged)?;
+    if !manifest.is_intact() {
+        return Err(format!("{TRAINER} is damaged: its numbers are not those that were written"));
+    }
+    Ok(manifest)
+}
+
+/// The most bytes of `trainer.json` that are read: it holds options, and a number for each rank.
+const LONGEST_MANIFEST: u64 = 16 << 20;
+
+/// Reads a file that must be the one that was written: one of another length is not read at all.
+fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
+    let name = name_of(file);
+    let wrong = |error: io::Error| format!("{name} cannot be read: {error}");
+    let opened = open_regular(file).map_err(wrong)?;
+    let found = opened.metadata().map_err(wrong)?.len();
+    if found != known.bytes {
+        return Err(format!("{name} has {found} bytes, and had {}", known.bytes));
+    }
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(found as usize).map_err(|error| wrong(io::Error::other(error)))?;
+    opened.take(found).read_to_end(&mut bytes).map_err(wrong)?;
+    let found = FileMark::of(&bytes);
+    if found != *known {
+        let (found, known) = (found.xxh3, &known.xxh3);
+        return Err(format!("{name} is damaged: its xxh3 is {found}, and was {known}"));
+    }
+    Ok(bytes)
 }

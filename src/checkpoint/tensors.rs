@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors, View};
@@ -13,6 +12,7 @@ use super::MODEL;
 use super::folder::{newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result};
+use crate::torch::MappedFile;
 
 /// Which kind is which; PyTorch's safetensors has the same.
 const KINDS: [(Kind, Dtype); 10] = [
@@ -94,15 +94,19 @@ impl TensorFile {
             pointed => pointed,
         };
         let path = checkpoint.map_or_else(|| path.into(), |folder| folder.join(MODEL));
-        let bytes = fs::read(&path)
+        // Mapped first: a file that is not what its header says is refused without reading it.
+        let file = MappedFile::open(&path)?;
+        check(&path, &file)?;
+        let mut bytes = Vec::new();
+        bytes
+            .try_reserve_exact(file.len())
             .map_err(|error| Error::Input(format!("{}: {error}", path.display())))?;
-        Self::new(path, bytes)
+        bytes.extend_from_slice(&file);
+        Ok(Self { path, bytes })
     }
 
     pub(super) fn new(path: PathBuf, bytes: Vec<u8>) -> Result<Self> {
-        SafeTensors::deserialize(&bytes).map_err(|error| {
-            Error::Input(format!("{} is no safetensors file: {error}", path.display()))
-        })?;
+        check(&path, &bytes)?;
         Ok(Self { path, bytes })
     }
 
@@ -168,6 +172,12 @@ impl TensorFile {
         tch::no_grad(|| copies.into_iter().try_for_each(|(mut to, from)| to.f_copy_(&from)))
             .map_err(Error::torch("loading the model"))
     }
+}
+
+/// Checks that `bytes` are those of a whole safetensors file.
+fn check(path: &Path, bytes: &[u8]) -> Result<()> {
+    let wrong = |error| Error::Input(format!("{} is no safetensors file: {error}", path.display()));
+    SafeTensors::deserialize(bytes).map(drop).map_err(wrong)
 }
 
 /// Enough names to see what is wrong.

@@ -1,6 +1,6 @@
 //! From which checkpoint a run goes on, and where it saves its own: before any rank starts.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use tch::Device;
@@ -25,9 +25,9 @@ impl Origin {
     /// As `config` says; what is wrong with it is said here, and not by a rank.
     pub(super) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
         let save_dir = config.save_dir.as_deref();
-        let checkpoint = match (config.resume.as_deref(), save_dir) {
-            (Some("auto"), Some(dir)) => newest(dir, printer)?,
-            (Some(path), dir) => Some(Checkpoint::read(&in_run(path, dir))?),
+        let checkpoint = match (config.resume_path(), save_dir) {
+            (Some(path), _) => Some(Checkpoint::read(&path)?),
+            (None, Some(dir)) if config.resume.is_some() => newest(dir, printer)?,
             (None, _) => None,
         };
         if let Some(checkpoint) = &checkpoint {
@@ -46,12 +46,12 @@ impl Origin {
             let (vs, _) = config.model_config().build(Device::Cpu, config.seed)?;
             origin.load_model(&vs)?;
         }
-        origin.save_dir = save_dir.map(|dir| origin.open(dir, config, printer)).transpose()?;
+        origin.save_dir = save_dir.map(|dir| origin.open(dir, config)).transpose()?;
         Ok(origin)
     }
 
     /// The folder to save in; what else is in there must not be lost.
-    fn open(&self, dir: &Path, config: &Config, printer: &Printer) -> Result<CheckpointDir> {
+    fn open(&self, dir: &Path, config: &Config) -> Result<CheckpointDir> {
         let keep_last = config.keep_last as usize;
         let Some(checkpoint) = &self.checkpoint else {
             return CheckpointDir::create(dir, keep_last);
@@ -71,13 +71,24 @@ impl Origin {
                 newest.display()
             )));
         }
-        for aside in opened.set_aside_after(checkpoint)? {
+        Ok(opened)
+    }
+
+    /// Renames checkpoints that are newer than the one that the run goes on from, when nothing can be refused any more.
+    pub(super) fn make_room(&self, printer: &Printer) -> Result<()> {
+        let (Some(dir), Some(checkpoint)) = (&self.save_dir, &self.checkpoint) else {
+            return Ok(());
+        };
+        if !dir.contains(checkpoint) {
+            return Ok(());
+        }
+        for aside in dir.set_aside_after(checkpoint)? {
             printer.note(&format!(
                 "a newer checkpoint is out of the way now: {}; remove it when it is of no use",
                 aside.display()
             ));
         }
-        Ok(opened)
+        Ok(())
     }
 
     /// Fills the model of rank 0, from which the others get theirs.
@@ -110,15 +121,6 @@ pub(super) fn after_restart(
         printer.note(&format!("no checkpoint in {} yet, so from the beginning", dir.display()));
     }
     Ok(config)
-}
-
-/// What `--resume` names: `best`, `latest` and `step-...` are those of the run, if it has a folder.
-fn in_run(path: &str, save_dir: Option<&Path>) -> PathBuf {
-    let is_name = ["best", "latest"].contains(&path) || path.starts_with("step-");
-    match save_dir {
-        Some(dir) if is_name && !path.contains('/') => dir.join(path),
-        _ => path.into(),
-    }
 }
 
 fn init_from(error: Error) -> Error {
@@ -227,13 +229,14 @@ mod tests {
         let checkpoint = Some(Checkpoint::read(&save(1)).unwrap());
         let origin = Origin { checkpoint: checkpoint.map(Arc::new), ..Origin::default() };
         let config = Config { resume: Some("auto".into()), ..Config::default() };
-        drop(origin.open(path, &config, &printer).unwrap());
+        drop(origin.open(path, &config).unwrap());
         let newer = save(2);
-        let error = origin.open(path, &config, &printer).unwrap_err().to_string();
+        let error = origin.open(path, &config).unwrap_err().to_string();
         assert!(error.contains("another run has just saved "), "{error}");
         // Whoever names the older one means it.
         let config = Config { resume: Some("step-00000001".into()), ..Config::default() };
-        origin.open(path, &config, &printer).unwrap();
+        let save_dir = Some(origin.open(path, &config).unwrap());
+        Origin { save_dir, ..origin }.make_room(&printer).unwrap();
         assert!(!newer.exists());
     }
 }

@@ -14,6 +14,7 @@ use crate::config::{Config, Data};
 use crate::data::{DistributedSampler, num_batches};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
+use crate::files::reason;
 use crate::launch::Launched;
 use crate::models::Model;
 use crate::observe::report::{
@@ -57,8 +58,9 @@ impl Seen {
     /// [`Error::Input`] if a file cannot be written.
     pub(super) fn new(config: &Config, launched: &Launched) -> Result<Self> {
         let process = launched.process();
+        config.validate_files(process[1])?;
         let input = |flag: &str, path: &Path, error: io::Error| {
-            Error::Input(format!("{flag} {}: {error}", path.display()))
+            Error::Input(format!("{flag} {}: {}", path.display(), reason(&error)))
         };
         let trace = config
             .trace
@@ -70,19 +72,6 @@ impl Seen {
             .filter(|_| launched.is_first())
             .map(|path| Report::output(path).map_err(|error| input("--report", path, error)));
         let (trace, report) = (trace.transpose()?, report.transpose()?);
-        let metrics = config.metrics.as_deref().and_then(|it| std::path::absolute(it).ok());
-        let [traced, reported] = [&trace, &report].map(|it| it.as_ref().map(Output::path));
-        let files =
-            [("--trace", traced), ("--report", reported), ("--metrics", metrics.as_deref())];
-        for (number, (flag, path)) in files.iter().enumerate() {
-            if let Some((other, _)) =
-                files[..number].iter().find(|it| path.is_some() && it.1 == *path)
-            {
-                return Err(Error::Input(format!(
-                    "{flag}: that is the file of {other}; use another"
-                )));
-            }
-        }
         Ok(Self {
             trace,
             report,
@@ -142,7 +131,7 @@ impl Seen {
         let Some(history) = self.history.get() else { return Ok(()) };
         let unwritable = |flag: &str, output: &Output, error: io::Error| Error::Write {
             what: format!("{flag} {}", output.path().display()),
-            reason: error.to_string(),
+            reason: reason(&error),
         };
         // One of them that cannot be written does not cost the other.
         let trace = self.trace.as_ref().map_or(Ok(()), |output| {

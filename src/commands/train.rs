@@ -109,11 +109,12 @@ fn train_in(
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
         (recorder, origin) = launched.before_ranks(|| {
-            let recorder = Recorder::new(printer, tensorboard, metrics)?.curves(seen.curves());
             let origin = Origin::of(&config, world_size, printer)?;
+            let recorder = Recorder::new(printer, tensorboard, metrics)?.curves(seen.curves());
             if origin.save_dir.is_some() {
                 Restarts::note_saving(&launched.launch)?;
             }
+            origin.make_room(printer)?;
             Ok((Some(recorder), origin))
         })?;
     }

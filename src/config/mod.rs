@@ -2,6 +2,7 @@
 
 mod data;
 mod engine;
+mod files;
 mod memory;
 mod optimization;
 mod other_names;

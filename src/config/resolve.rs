@@ -1,6 +1,5 @@
 //! From defaults, a file and flags to one configuration that makes sense.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -9,6 +8,7 @@ use toml::Table;
 use super::data::SIZES;
 use super::{Config, Invalid, option_of_other_name};
 use crate::error::{Error, Result};
+use crate::files::read_stream;
 
 impl Config {
     /// The configuration that `flags` give on top of those of `file` on top of the defaults. `flags` has
@@ -40,6 +40,7 @@ impl Config {
         let defaults = Table::try_from(Config::default()).unwrap_or_default();
         let set = |key: &str| origin.flags.get(key).is_some_and(|it| defaults.get(key) != Some(it));
         config.check_idle_flags(set).map_err(named)?;
+        config.check_files(file, 1).map_err(named)?;
         Ok(config)
     }
 }
@@ -70,7 +71,7 @@ pub(super) fn flag_name(key: &str) -> String {
 fn read(file: &Path) -> Result<Table> {
     let name = file.display();
     let input = |problem: String| Error::Input(format!("--config {name}: {problem}"));
-    let bytes = fs::read(file).map_err(|error| input(error.to_string()))?;
+    let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
     let text = str::from_utf8(&bytes).map_err(|error| {
         let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
         let start = bytes[..error.valid_up_to()].iter().rposition(|&byte| byte == b'\n');
@@ -85,6 +86,9 @@ fn read(file: &Path) -> Result<Table> {
     let table: Table = toml::from_str(text).map_err(wrong)?;
     Ok(table.into_iter().map(|(key, value)| (key.replace('-', "_"), value)).collect())
 }
+
+/// The most bytes of a file that are read.
+const LONGEST_FILE: u64 = 1 << 20;
 
 /// Rewrites an error of serde's: says what is expected in words, and of an unknown key names the one that was meant
 /// in the place of all that there are.
@@ -138,6 +142,7 @@ fn initials(key: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::time::Duration;
 
     use super::*;

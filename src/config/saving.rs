@@ -1,5 +1,7 @@
 //! What the configuration asks of checkpoints: when to save, where to go on, what may differ then.
 
+use std::path::PathBuf;
+
 use serde_json::{Map, Value};
 
 use super::data::SIZES;
@@ -107,6 +109,17 @@ impl Config {
     pub fn save_every(&self) -> SaveEvery {
         let by_default = self.save_every.is_none().then_some(1);
         SaveEvery { steps: self.save_every, epochs: self.save_every_epochs.or(by_default) }
+    }
+
+    /// The path that `--resume` names: `best`, `latest` and `step-...` are in the folder of the run, if it has one. `None`
+    /// for `auto`.
+    pub fn resume_path(&self) -> Option<PathBuf> {
+        let path = self.resume.as_deref().filter(|it| *it != "auto" || self.save_dir.is_none())?;
+        let is_name = ["best", "latest"].contains(&path) || path.starts_with("step-");
+        Some(match &self.save_dir {
+            Some(dir) if is_name && !path.contains('/') => dir.join(path),
+            _ => path.into(),
+        })
     }
 
     /// What a checkpoint keeps of the options.

@@ -26,8 +26,12 @@ pub fn write_error_file(file: &Path, report: &str) -> io::Result<()> {
         "extraInfo": { "py_callstack": report, "timestamp": timestamp },
     }});
     let unfinished = file.with_extension(format!("{}.unfinished", std::process::id()));
-    fs::write(&unfinished, text.to_string())?;
-    fs::rename(&unfinished, file)
+    let written = fs::write(&unfinished, text.to_string());
+    let renamed = written.and_then(|()| fs::rename(&unfinished, file));
+    if renamed.is_err() {
+        let _ = fs::remove_file(&unfinished);
+    }
+    renamed
 }
 
 #[cfg(test)]

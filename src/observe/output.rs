@@ -1,16 +1,63 @@
 //! A file that is written as a whole, or not at all, and over nothing but an older one of its kind.
+//!
+//! Its last bytes are a fingerprint of all others: a file that somebody has changed is not written over.
 
 use std::fs::{self, File, Permissions};
-use std::io::{self, BufWriter, Error, Read, Write};
+use std::io::{self, BufWriter, Error, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::files::open_regular;
+
+/// By what files of one kind are recognized.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Marks {
+    /// Their first bytes.
+    pub begins: &'static str,
+    /// What comes before the fingerprint, and is part of what it is made of.
+    pub before: &'static str,
+    /// Their last bytes, after the fingerprint.
+    pub after: &'static str,
+}
+
+/// The hexadecimal digits of a fingerprint: the xxh3 of all bytes before it.
+const DIGITS: usize = 16;
+
+/// Makes the fingerprint of what is written to `out`.
+struct Fingerprinted<W> {
+    out: W,
+    hash: Xxh3,
+}
+
+impl<W: Write> Fingerprinted<W> {
+    fn new(out: W) -> Self {
+        Self { out, hash: Xxh3::new() }
+    }
+
+    fn fingerprint(&self) -> String {
+        format!("{:0DIGITS$x}", self.hash.digest())
+    }
+}
+
+impl<W: Write> Write for Fingerprinted<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.out.write(bytes)?;
+        self.hash.update(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
 
 /// A file to write in the end.
 #[derive(Debug, Clone)]
 pub(crate) struct Output {
     path: PathBuf,
-    /// What a file of its kind begins with.
-    begins: &'static str,
+    marks: Marks,
 }
 
 impl Output {
@@ -18,12 +65,12 @@ impl Output {
     ///
     /// # Errors
     /// When it cannot be, or something else is there.
-    pub(crate) fn new(path: &Path, begins: &'static str) -> io::Result<Self> {
+    pub(crate) fn new(path: &Path, marks: Marks) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
         if path.file_name().is_none() || path.ends_with("..") {
             return Err(Error::other("that is no name of a file"));
         }
-        let output = Self { path, begins };
+        let output = Self { path, marks };
         output.check()?;
         output.beside().map(drop)?; // which removes it
         Ok(output)
@@ -34,18 +81,21 @@ impl Output {
         &self.path
     }
 
-    /// Has `write` write it.
+    /// Has `write` write it, but for its fingerprint.
     ///
     /// # Errors
     /// When it cannot be written; then what was there still is.
     pub(crate) fn write(
         &self,
-        write: impl FnOnce(&mut BufWriter<&File>) -> io::Result<()>,
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
         self.check()?;
         let beside = self.beside()?;
-        let mut file = BufWriter::new(beside.as_file());
+        let mut file = Fingerprinted::new(BufWriter::new(beside.as_file()));
         write(&mut file)?;
+        file.write_all(self.marks.before.as_bytes())?;
+        let end = file.fingerprint() + self.marks.after;
+        file.write_all(end.as_bytes())?;
         file.flush()?;
         drop(file);
         beside.persist(self.place()).map(drop).map_err(|error| error.error)
@@ -63,14 +113,36 @@ impl Output {
         if !found.is_file() {
             return Err(Error::other("that is no plain file"));
         }
-        let mut begins = vec![0; self.begins.len().min(found.len() as usize)];
-        File::open(&self.path)?.read_exact(&mut begins)?;
-        match begins.is_empty() || begins == self.begins.as_bytes() {
+        match found.len() == 0 || self.is_ours(&mut open_regular(&self.path)?)? {
             true => Ok(()),
-            false => {
-                Err(Error::other("something else is in that file; remove it, or use another name"))
-            }
+            false => Err(Error::other(
+                "this program did not write that file, or it was changed since; remove it, or use another name",
+            )),
         }
+    }
+
+    /// Whether `file` is as this program left it.
+    fn is_ours(&self, file: &mut File) -> io::Result<bool> {
+        let Marks { begins, before, after } = self.marks;
+        let (end, len) = (DIGITS + after.len(), file.metadata()?.len() as usize);
+        if len < begins.len() + before.len() + end {
+            return Ok(false);
+        }
+        let mut first = vec![0; begins.len()];
+        file.read_exact(&mut first)?;
+        let mut last = vec![0; before.len() + end];
+        file.seek(SeekFrom::End(-(last.len() as i64)))?;
+        file.read_exact(&mut last)?;
+        let is_marked = first == begins.as_bytes()
+            && last.starts_with(before.as_bytes())
+            && last.ends_with(after.as_bytes());
+        if !is_marked {
+            return Ok(false);
+        }
+        file.rewind()?;
+        let mut all = Fingerprinted::new(io::sink());
+        io::copy(&mut file.take((len - end) as u64), &mut all)?;
+        Ok(last[before.len()..].starts_with(all.fingerprint().as_bytes()))
     }
 
     /// Where it really is: through links, which stay.
@@ -92,20 +164,23 @@ impl Output {
 mod tests {
     use super::*;
 
+    const MARKS: Marks = Marks { begins: "kind ", before: " (", after: ")\n" };
+
     #[test]
     fn nothing_else_is_written_over_and_nothing_is_left_behind() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let write = |name: &str, text: &str| {
-            Output::new(&at(name), "kind ")?.write(|file| file.write_all(text.as_bytes()))
+            Output::new(&at(name), MARKS)?.write(|file| file.write_all(text.as_bytes()))
         };
         write("new/a", "kind one").unwrap();
         write("new/a", "kind two").unwrap();
-        assert_eq!(fs::read_to_string(at("new/a")).unwrap(), "kind two");
+        let text = || fs::read_to_string(at("new/a")).unwrap();
+        assert!(text().starts_with("kind two (") && text().len() == 10 + DIGITS + 2, "{}", text());
         std::os::unix::fs::symlink(at("new/a"), at("link")).unwrap();
         write("link", "kind three").unwrap();
         assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink());
-        assert_eq!(fs::read_to_string(at("new/a")).unwrap(), "kind three");
+        assert!(text().starts_with("kind three ("), "{}", text());
         fs::write(at("other"), "of others").unwrap();
         fs::write(at("empty"), "").unwrap();
         write("empty", "kind").unwrap();
@@ -114,7 +189,7 @@ mod tests {
         }
         assert!(write("/dev/null", "kind").is_err());
         assert_eq!(fs::read_to_string(at("other")).unwrap(), "of others");
-        let output = Output::new(&at("fails"), "kind ").unwrap();
+        let output = Output::new(&at("fails"), MARKS).unwrap();
         assert!(output.write(|_| Err(Error::other("no"))).is_err());
         let mut names: Vec<String> = fs::read_dir(folder.path())
             .unwrap()
@@ -122,5 +197,29 @@ mod tests {
             .collect();
         names.sort();
         assert_eq!(names, ["empty", "link", "new", "other"]);
+    }
+
+    #[test]
+    fn what_was_changed_is_not_written_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let write = || Output::new(&path, MARKS)?.write(|file| file.write_all(b"kind of text"));
+        write().unwrap();
+        let whole = fs::read(&path).unwrap();
+        let flipped = (0..whole.len()).map(|at| {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 1;
+            bytes
+        });
+        let cut = (1..whole.len()).map(|len| whole[..len].to_vec());
+        let longer = [[&whole[..], b"\n"].concat(), [&whole[..], &whole[..]].concat()];
+        for changed in flipped.chain(cut).chain(longer) {
+            fs::write(&path, &changed).unwrap();
+            let error = write().unwrap_err().to_string();
+            assert!(error.contains("did not write that file"), "{error}");
+            assert_eq!(fs::read(&path).unwrap(), changed);
+        }
+        fs::write(&path, &whole).unwrap();
+        write().unwrap();
     }
 }

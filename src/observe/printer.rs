@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::progress::Progress;
 use super::{Epoch, Event, HeldBack, ValidationMetrics};
 use crate::error::escaped;
+use crate::files::reason;
 use crate::torch::limits::explain;
 
 /// How results are written: `--log-format`.
@@ -180,7 +181,7 @@ impl Printer {
                 let _ = out.out.into_parts(); // drops what could not be written
                 Ok(())
             }
-            result => result,
+            result => result.map_err(|error| io::Error::new(error.kind(), reason(&error))),
         }
     }
 

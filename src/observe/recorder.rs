@@ -1,7 +1,7 @@
 //! What becomes of a run's numbers: a bar on the terminal, TensorBoard's files, lines of JSON.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, Write};
+use std::fs;
+use std::io::{self, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,6 +12,7 @@ use super::report::Curves;
 use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result};
+use crate::files::{Appender, reason};
 
 /// How training goes, over the last few steps; of all ranks together.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -65,7 +66,7 @@ pub struct Recorder {
     printer: Arc<Printer>,
     tensorboard: Option<TensorBoard>,
     /// The file of JSON lines, and its name.
-    lines: Option<(BufWriter<File>, String)>,
+    lines: Option<(Appender, String)>,
     /// What a report is to show.
     curves: Option<Arc<Mutex<Curves>>>,
 }
@@ -81,7 +82,8 @@ impl Recorder {
         tensorboard: Option<&Path>,
         metrics: Option<&Path>,
     ) -> Result<Self> {
-        let input = |name: String, error: io::Error| Error::Input(format!("{name}: {error}"));
+        let input =
+            |name: String, error: io::Error| Error::Input(format!("{name}: {}", reason(&error)));
         if let Some(file) = tensorboard.filter(|path| path.exists() && !path.is_dir()) {
             let file = file.display();
             return Err(Error::Input(format!(
@@ -98,10 +100,9 @@ impl Recorder {
             .map(|path| {
                 let name = format!("--metrics {}", path.display());
                 let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
-                let open = |()| OpenOptions::new().append(true).create(true).open(path);
-                let file = folder.and_then(open);
+                let file = folder.and_then(|()| Appender::open(path));
                 let file = file.map_err(|error| input(name.clone(), error))?;
-                Ok((BufWriter::new(file), name))
+                Ok((file, name))
             })
             .transpose()?;
         Ok(Self { printer: printer.clone(), tensorboard, lines, curves: None })
@@ -149,7 +150,8 @@ impl Recorder {
         ];
         self.scalars(step, &scalars)?;
         self.draw(|curves| curves.train(metrics));
-        self.line(&Line::Train(metrics))
+        self.line(&Line::Train(metrics))?;
+        self.flush() // a run that is killed keeps all that it has told
     }
 
     /// Tells how well the model does, also on `samples` of which there is a picture, and what the numbers in it are like
@@ -231,5 +233,5 @@ fn board(error: io::Error) -> Error {
 }
 
 fn unwritable(what: &str, error: &io::Error) -> Error {
-    Error::Write { what: what.into(), reason: error.to_string() }
+    Error::Write { what: what.into(), reason: reason(error) }
 }

@@ -4,42 +4,47 @@
 //! (`M`), arrows (`s`, `f`) and counters (`C`), with times in microseconds.
 
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::Output;
 use super::slices::{LANES, Slice, slices};
+use super::{Marks, Output};
 use crate::operation::Operation;
 use crate::sync::History;
 
 /// How many records of each rank a trace has at most, the newest: about three thousand steps of a small model.
 pub(crate) const TRACED: usize = 1 << 15;
 
-/// The file for `process`, of so many: `trace.json` of one alone, `trace.0.json` and so on of several.
-///
-/// # Errors
-/// When it cannot be written.
-pub(crate) fn trace_output(path: &Path, [process, count]: [usize; 2]) -> io::Result<Output> {
+/// The path of the file of `process`, of so many: `trace.json` of one alone, `trace.0.json` and so on of several.
+pub(crate) fn trace_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
     if count == 1 || path.file_name().is_none() {
-        return Output::new(path, BEGINS);
+        return path.into();
     }
     let extension = path.extension().map_or(String::new(), |it| format!(".{}", it.display()));
     let stem = path.file_stem().unwrap_or_default().display();
-    Output::new(&path.with_file_name(format!("{stem}.{process}{extension}")), BEGINS)
+    path.with_file_name(format!("{stem}.{process}{extension}"))
+}
+
+/// The file of `process`, of so many.
+///
+/// # Errors
+/// When it cannot be written.
+pub(crate) fn trace_output(path: &Path, process: [usize; 2]) -> io::Result<Output> {
+    Output::new(&trace_path(path, process), MARKS)
 }
 
 /// Writes the trace of `history`.
 ///
 /// # Errors
 /// When it cannot be written.
-pub(crate) fn write_trace(history: &History, out: &mut impl Write) -> io::Result<()> {
+pub(crate) fn write_trace(history: &History, out: &mut dyn Write) -> io::Result<()> {
     Trace { history, start: history.start() * 1e6, out, first: true, arrows: 0 }.write()
 }
 
-const BEGINS: &str = "{\"traceEvents\":[";
+const MARKS: Marks = Marks { begins: "{\"traceEvents\":[", before: ",\"xxh3\":\"", after: "\"}\n" };
 
 /// One event. The fields' names are those of the format.
 #[derive(Debug, Default, Serialize)]
@@ -64,20 +69,20 @@ struct Event<'a> {
     args: Map<String, Value>,
 }
 
-struct Trace<'a, W> {
+struct Trace<'a> {
     history: &'a History,
     /// When the history's clock began, on that of process 0.
     start: f64,
-    out: &'a mut W,
+    out: &'a mut dyn Write,
     first: bool,
     /// How many there are.
     arrows: u64,
 }
 
-impl<W: Write> Trace<'_, W> {
+impl Trace<'_> {
     fn write(&mut self) -> io::Result<()> {
         let [process, processes] = self.history.process;
-        writeln!(self.out, "{BEGINS}")?;
+        writeln!(self.out, "{}", MARKS.begins)?;
         let name = format!("process {process} of {processes}, {}", std::process::id());
         self.name("process_name", 0, &name)?;
         let of_ranks = slices(self.history);
@@ -106,8 +111,8 @@ impl<W: Write> Trace<'_, W> {
             "clock_error_at_start_us": clock,
             "records_not_kept": lost,
         });
-        write!(self.out, "\n],\"displayTimeUnit\":\"ns\",\"otherData\":{other}}}")?;
-        self.out.write_all(b"\n")
+        // Closed by the fingerprint.
+        write!(self.out, "\n],\"displayTimeUnit\":\"ns\",\"otherData\":{other}")
     }
 
     /// One rank's slices, and what connects them.

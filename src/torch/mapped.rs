@@ -1,7 +1,8 @@
 //! Files as tensors without reading them first: the kernel brings in what is used, and drops it again.
 
 use std::ffi::c_void;
-use std::fs::{self, File};
+use std::fs::File;
+use std::io;
 use std::ops::{Deref, Range};
 use std::path::Path;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use tch::Tensor;
 use super::bus_error::{Watched, watch};
 use super::shim;
 use crate::error::{Error, Result};
+use crate::files::open_regular;
 
 /// A file in memory. The tensors that are made of it keep it there.
 ///
@@ -31,16 +33,14 @@ impl Drop for Mapping {
     }
 }
 
-/// Opens a file that is one (to open a pipe could take for ever) and has something in it. Returns its length, too.
+/// Opens a regular file that has something in it. Returns its length in bytes, too.
 pub(crate) fn open_file(path: &Path) -> Result<(File, u64)> {
-    let wrong = |problem: String| Error::Input(format!("{}: {problem}", path.display()));
-    let found = fs::metadata(path).map_err(|error| wrong(error.to_string()))?;
-    if !found.is_file() {
-        return Err(wrong("this is no file".into()));
+    let wrong = |error: io::Error| Error::Input(format!("{}: {error}", path.display()));
+    let file = open_regular(path).map_err(wrong)?;
+    match file.metadata().map_err(wrong)?.len() {
+        0 => Err(wrong(io::Error::other("the file is empty"))),
+        len => Ok((file, len)),
     }
-    let file = File::open(path).map_err(|error| wrong(error.to_string()))?;
-    let len = file.metadata().map_err(|error| wrong(error.to_string()))?.len();
-    if len == 0 { Err(wrong("the file is empty".into())) } else { Ok((file, len)) }
 }
 
 impl MappedFile {

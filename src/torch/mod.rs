@@ -29,7 +29,7 @@ pub use autocast::Autocast;
 pub use autograd::backward;
 pub use generator::Generator;
 pub use openmp::{BeforeMain, limit_spinning};
-pub use process::{exit, library_folder, version};
+pub use process::{exit, ignore_file_size_signal, library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 

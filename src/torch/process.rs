@@ -32,6 +32,13 @@ pub fn exit(code: u8) -> ! {
     unsafe { libc::_exit(i32::from(code)) }
 }
 
+/// Has a write that reaches the limit on file sizes (`ulimit -f`) fail as any other, instead of ending the process with
+/// SIGXFSZ, which leaves half a file behind.
+pub fn ignore_file_size_signal() {
+    // SAFETY: takes numbers; before other threads there is nobody who sees the change halfway.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
 /// Has the system kill the process that `command` starts when this one ends, however that is, and hold back `held`
 /// signals until it calls [`release_signals`]. The thread that starts it must live on as long as this process does: to
 /// the system the end of that thread is the end of its parent.

@@ -22,6 +22,17 @@ np.save(here / "pixels.u1.npy", (x * 4).astype("u1").reshape(6, 2, 2))
 np.save(here / "bools.b1.npy", x > 2)
 np.save(here / "big-endian.npy", x.astype(">f4"))
 np.save(here / "fortran.npy", np.asfortranarray(x.astype("f4")))
+# Each number is its own place in C's order, modulo 2 for bools: numpy decides where it lies in the file.
+(here / "orders").mkdir(exist_ok=True)
+for number, kind in enumerate(["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "b1"]):
+    for shape in [(24,), (6, 4), (3, 2, 4), (2, 3, 2, 2), (24, 1), (1, 24)]:
+        array = np.arange(24).reshape(shape)
+        array = array % 2 == 1 if kind == "b1" else array
+        for byte_order, order in [("<", "F"), (">", "F"), (">", "C")]:
+            if (byte_order, order) == ("<", "F") or (kind[1] != "1" and len(shape) < 4):
+                endian = {"<": "little", ">": "big"}[byte_order]
+                name = f"{kind}.{'x'.join(map(str, shape))}.{order}.{endian}.npy"
+                np.save(here / "orders" / name, array.astype(byte_order + kind).copy(order=order))
 for version in [2, 3]:
     with open(here / f"x.version-{version}.npy", "wb") as file:
         np.lib.format.write_array(file, x.astype("f4"), version=(version, 0))

@@ -12,6 +12,23 @@ pub(super) struct Array {
     pub is_pixels: bool,
 }
 
+/// How numbers lie in a file.
+#[derive(Clone, Copy)]
+pub(super) struct Layout {
+    /// Where they begin, in bytes.
+    pub start: usize,
+    pub kind: Kind,
+    /// Whether the bytes of each come in the other order than this machine has them.
+    pub is_swapped: bool,
+}
+
+impl Layout {
+    /// Numbers from byte `start` on, as this machine has them.
+    pub(super) fn native(start: usize, kind: Kind) -> Self {
+        Self { start, kind, is_swapped: false }
+    }
+}
+
 impl Array {
     /// Numbers that are taken as they are.
     pub(super) fn plain(tensor: Tensor) -> Self {
@@ -23,13 +40,9 @@ impl Array {
         Self { tensor, is_pixels: true }
     }
 
-    /// The numbers from byte `start` of `file` on: a view of it, or a copy if they do not lie as they must.
-    pub(super) fn mapped(
-        file: &MappedFile,
-        start: usize,
-        shape: &[u64],
-        kind: Kind,
-    ) -> Result<Self> {
+    /// The numbers of `file` at `layout`: a view of it, or a copy if they do not lie as they must.
+    pub(super) fn mapped(file: &MappedFile, layout: Layout, shape: &[u64]) -> Result<Self> {
+        let Layout { start, kind, is_swapped } = layout;
         let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
         let (shape, num_bytes) = sizes(shape, kind.elt_size_in_bytes()).map_err(wrong)?;
         let there = file.len().saturating_sub(start);
@@ -41,14 +54,28 @@ impl Array {
         }
         let range = start..start + num_bytes;
         let is_aligned = start.is_multiple_of(kind.elt_size_in_bytes()); // a map starts with a page
-        let bytes =
-            if is_aligned { Ok(file.bytes(range)?) } else { Tensor::f_from_slice(&file[range]) };
+        let size = kind.elt_size_in_bytes();
+        let bytes = match (is_swapped && size > 1, is_aligned) {
+            (true, _) => Tensor::f_from_slice(&swapped(&file[range], size).map_err(wrong)?),
+            (false, true) => Ok(file.bytes(range)?),
+            (false, false) => Tensor::f_from_slice(&file[range]),
+        };
         // A bool that is neither 0 nor 1 must not become a bool of libtorch's.
         let stored = if kind == Kind::Bool { Kind::Uint8 } else { kind };
         let view = bytes.and_then(|bytes| bytes.f_view_dtype(stored)?.f_view(&shape[..]));
         let tensor = view.map_err(Error::torch("making a tensor of a data file"))?;
         Ok(if kind == Kind::Uint8 { Self::bytes(tensor) } else { Self::plain(tensor) })
     }
+}
+
+/// The bytes with those of each number, `size` bytes long, in the other order.
+fn swapped(bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
+    let mut swapped = Vec::new();
+    let no_memory = |_| format!("there is no memory for {} bytes", bytes.len());
+    swapped.try_reserve_exact(bytes.len()).map_err(no_memory)?;
+    swapped.extend_from_slice(bytes);
+    swapped.chunks_exact_mut(size).for_each(<[u8]>::reverse);
+    Ok(swapped)
 }
 
 /// A shape as libtorch takes it, and how many bytes so many numbers take; an error for none and for too many.

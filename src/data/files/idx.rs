@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use flate2::read::MultiGzDecoder;
 use tch::{Kind, Tensor};
 
-use super::array::{Array, sizes};
+use super::array::{Array, Layout, sizes};
 use crate::error::{Error, Result};
 use crate::torch::{MappedFile, open_file};
 
@@ -54,7 +54,7 @@ fn array(path: &Path, holds: Holds) -> Result<Array> {
     }
     let file = MappedFile::open(path)?;
     let (start, shape) = header(&mut &file[..], holds).map_err(wrong)?;
-    let array = Array::mapped(&file, start, &shape, Kind::Uint8)?;
+    let array = Array::mapped(&file, Layout::native(start, Kind::Uint8), &shape)?;
     match file.len() - start - array.tensor.numel() {
         0 => Ok(array),
         more => Err(wrong(too_long(more))),

@@ -1,23 +1,36 @@
-//! `.npy` files, as `numpy.save` writes them.
+//! `.npy` files, as `numpy.save` writes them, in C's and in Fortran's order, of either byte order.
 
 use std::path::Path;
 
 use serde::Deserialize;
 use tch::Kind;
 
-use super::array::Array;
+use super::array::{Array, Layout};
 use crate::error::{Error, Result};
 use crate::torch::MappedFile;
 
-/// Maps the file.
+/// Maps the file. Numbers in Fortran's order or of the other byte order are copied into memory.
 pub(super) fn read(path: &Path) -> Result<Array> {
     let file = MappedFile::open(path)?;
-    let (header, start) =
-        header(&file).map_err(|problem| Error::Input(format!("{}: {problem}", file.name())))?;
-    let kind =
-        kind(&header).map_err(|problem| Error::Input(format!("{}: {problem}", file.name())))?;
-    Array::mapped(&file, start, &header.shape, kind)
+    let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
+    let (header, start) = header(&file).map_err(wrong)?;
+    let kind = kind(&header).map_err(wrong)?;
+    let is_swapped = header.descr.starts_with(OTHER_BYTE_ORDER);
+    let layout = Layout { start, kind, is_swapped };
+    if !header.fortran_order {
+        return Array::mapped(&file, layout, &header.shape);
+    }
+    // The same bytes are, in C's order, the array with its dimensions reversed.
+    let reversed: Vec<u64> = header.shape.iter().rev().copied().collect();
+    let array = Array::mapped(&file, layout, &reversed)?;
+    let dims: Vec<i64> = (0..reversed.len() as i64).rev().collect();
+    let tensor = array.tensor.f_permute(&dims[..]).and_then(|it| it.f_contiguous());
+    let tensor = tensor.map_err(Error::torch("making a tensor of a data file"))?;
+    Ok(Array { tensor, ..array })
 }
+
+/// How the kind of numbers begins that have the most significant byte first, where the machine has it last.
+const OTHER_BYTE_ORDER: char = if cfg!(target_endian = "little") { '>' } else { '<' };
 
 /// A literal of a Python dict in the file.
 #[derive(Deserialize)]
@@ -73,10 +86,7 @@ const CUT_OFF: &str = "the file is cut off in its header; write or copy it again
 
 fn kind(header: &Header) -> Result<Kind, String> {
     let descr = &header.descr[..];
-    if header.fortran_order && header.shape.len() > 1 {
-        return Err("it is in Fortran's order; save numpy.ascontiguousarray(x) instead".into());
-    }
-    match descr.strip_prefix(['<', '|', '=']) {
+    match descr.strip_prefix(['<', '>', '|', '=']) {
         Some("f4") => Ok(Kind::Float),
         Some("f8") => Ok(Kind::Double),
         Some("f2") => Ok(Kind::Half),
@@ -86,9 +96,6 @@ fn kind(header: &Header) -> Result<Kind, String> {
         Some("i8") => Ok(Kind::Int64),
         Some("u1") => Ok(Kind::Uint8),
         Some("b1") => Ok(Kind::Bool),
-        None if descr.starts_with('>') => Err(format!(
-            "{descr} is big-endian; save x.astype(x.dtype.newbyteorder(\"<\")) instead"
-        )),
         _ => Err(format!(
             "numbers of the kind {descr} are not read; save x.astype(\"float32\") or x.astype(\"int64\") instead"
         )),

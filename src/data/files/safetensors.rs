@@ -5,7 +5,7 @@ use std::path::Path;
 use safetensors::{Dtype, SafeTensors};
 use tch::Kind;
 
-use super::array::Array;
+use super::array::{Array, Layout};
 use crate::error::{Error, Result};
 use crate::torch::MappedFile;
 
@@ -44,7 +44,7 @@ pub(super) fn read(path: &Path) -> Result<(Array, Array)> {
         };
         let start = view.data().as_ptr() as usize - file.as_ptr() as usize;
         let shape: Vec<u64> = view.shape().iter().map(|&size| size as u64).collect();
-        Array::mapped(&file, start, &shape, kind)
+        Array::mapped(&file, Layout::native(start, kind), &shape)
     };
     Ok((array("inputs")?, array("targets")?))
 }

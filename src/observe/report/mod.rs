@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::{HeldBack, Output, PhaseSeconds, TrainMetrics, ValidationMetrics};
+use super::{HeldBack, Marks, Output, PhaseSeconds, TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
 pub(crate) use lanes::Lanes;
 
@@ -183,14 +183,14 @@ impl Report {
     /// When it cannot be written.
     pub(crate) fn output(path: &Path) -> io::Result<Output> {
         let (first_lines, _) = PAGE.split_once("\n<html").unwrap_or((PAGE, ""));
-        Output::new(path, first_lines)
+        Output::new(path, Marks { begins: first_lines, before: "<!-- xxh3 ", after: " -->\n" })
     }
 
     /// Writes the page.
     ///
     /// # Errors
     /// When it cannot be written.
-    pub(crate) fn write(&self, out: &mut impl Write) -> io::Result<()> {
+    pub(crate) fn write(&self, out: &mut dyn Write) -> io::Result<()> {
         // No end of the script, whatever is in the texts.
         let data = serde_json::to_string(self)?.replace('<', "\\u003c");
         let page =

@@ -3,12 +3,13 @@
 mod messages;
 
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use prost::Message;
 
+use crate::files::Appender;
 use messages::{Event, Histogram, Image, Kind, Summary, Value, What};
 
 /// Writes one event file, in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
@@ -29,7 +30,7 @@ use messages::{Event, Histogram, Image, Kind, Summary, Value, What};
 /// ```
 #[derive(Debug)]
 pub struct TensorBoard {
-    out: BufWriter<File>,
+    out: Appender,
     path: PathBuf,
 }
 
@@ -55,7 +56,7 @@ impl TensorBoard {
                 Err(error) => return Err(error),
             }
         };
-        let mut created = Self { out: BufWriter::new(file), path };
+        let mut created = Self { out: Appender::new(file)?, path };
         created.write(0, What::FileVersion("brain.Event:2".into()))?;
         Ok(created)
     }

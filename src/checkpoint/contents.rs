@@ -1,0 +1,238 @@
+//! What is in a folder where a run is to save: what this program wrote, and what it must not touch.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::folder::{LOCK, PROBE, UNFINISHED, name_of, step_of};
+use super::read::manifest;
+use super::{BEST, LATEST, MODEL, OPTIMIZER, TRAINER};
+use crate::error::{Error, Result};
+use crate::files::open_regular;
+
+/// The files of a checkpoint, and how this program begins each. The first 8 bytes of a safetensors file are the length of
+/// its header, which may be any.
+const FILES: [(&str, usize, &[u8]); 3] = [
+    (MODEL, 8, br#"{"__metadata__":{"format":"pt"}"#),
+    (OPTIMIZER, 8, br#"{"__metadata__":{"format":"pt"}"#),
+    (TRAINER, 0, b"{\n  \"format\": "),
+];
+
+/// How the name of a file begins that is renamed to a pointer, and how it ends.
+pub(super) const NEW: &str = ".new";
+
+/// The parts of a run's folder that this program wrote.
+#[derive(Debug, Default)]
+pub(super) struct Contents {
+    /// The folders of checkpoints by step, whole or damaged.
+    pub checkpoints: BTreeMap<u64, PathBuf>,
+    /// What a killed run left behind.
+    leftovers: Vec<PathBuf>,
+}
+
+impl Contents {
+    /// Looks at everything in `folder` whose name a run uses there; at nothing if there is no folder.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names what this program did not write. Nothing has been touched then.
+    pub(super) fn of(folder: &Path) -> Result<Self> {
+        let wrong = |path: &Path, error: io::Error| {
+            let path = path.display();
+            Error::Input(format!("{path}: {error}; use another folder for --save-dir"))
+        };
+        let entries = match fs::read_dir(folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
+            entries => entries.map_err(|error| {
+                Error::Input(format!(
+                    "there can be no checkpoints in {}: {error}; use another folder for --save-dir",
+                    folder.display()
+                ))
+            })?,
+        };
+        let mut contents = Self::default();
+        for entry in entries {
+            let path = entry.map_err(|error| wrong(folder, error))?.path();
+            match contents.take(&path) {
+                // A run that saves here has just renamed or removed it.
+                Err(Foreign::Unreadable(error)) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(Foreign::Unreadable(error)) => return Err(wrong(&path, error)),
+                Err(Foreign::Is(path, what)) => {
+                    return Err(Error::Input(format!(
+                        "{} {what}: a run that saves here uses this name; move it away, or use another --save-dir",
+                        path.display()
+                    )));
+                }
+                Ok(()) => {}
+            }
+        }
+        Ok(contents)
+    }
+
+    fn take(&mut self, path: &Path) -> Result<(), Foreign> {
+        let name = &*name_of(path);
+        let pointer = name.strip_suffix(NEW).unwrap_or(name);
+        if name == LOCK {
+            is_lock(path)?;
+        } else if name == TRAINER {
+            return Err(Foreign::is(path, "belongs to a checkpoint, and this is its folder"));
+        } else if [LATEST, BEST].contains(&pointer) {
+            is_pointer(path)?;
+            if name != pointer {
+                self.leftovers.push(path.into());
+            }
+        } else if let Some(step) = step_of(path) {
+            if name != folder_of(step) {
+                return Err(Foreign::is(path, format!("should be called {}", folder_of(step))));
+            }
+            if files_of_checkpoint(path)?.is_empty() {
+                return Err(Foreign::is(path, NOT_OURS));
+            }
+            // One that is damaged says nothing of its step.
+            match manifest(path) {
+                Ok(found) if found.state.step != step => {
+                    let holds = found.state.step;
+                    let name = folder_of(holds);
+                    return Err(Foreign::is(
+                        path,
+                        format!("holds step {holds}: it should be called {name}"),
+                    ));
+                }
+                _ => self.checkpoints.insert(step, path.into()),
+            };
+        } else if let Some(rest) = name.strip_prefix(UNFINISHED) {
+            let is_known = rest == PROBE
+                || step_of(Path::new(rest)).is_some_and(|step| rest == folder_of(step));
+            let files = files_of_checkpoint(path)?;
+            if !is_known || (rest == PROBE && !files.is_empty()) {
+                return Err(Foreign::is(path, NOT_OURS));
+            }
+            self.leftovers.push(path.into());
+        }
+        Ok(())
+    }
+
+    /// Removes what a killed run left behind.
+    ///
+    /// # Errors
+    /// The system's, with the path.
+    pub(super) fn remove_leftovers(&self) -> io::Result<()> {
+        let remove = |path: &PathBuf| {
+            let result =
+                if path.is_dir() { remove_checkpoint(path) } else { fs::remove_file(path) };
+            result.map_err(|error| io::Error::other(format!("{}: {error}", path.display())))
+        };
+        self.leftovers.iter().try_for_each(remove)
+    }
+}
+
+/// Why a name cannot be used.
+enum Foreign {
+    /// What has it, and what is wrong with that, said after its path.
+    Is(PathBuf, String),
+    Unreadable(io::Error),
+}
+
+impl Foreign {
+    fn is(path: &Path, what: impl Into<String>) -> Self {
+        Self::Is(path.into(), what.into())
+    }
+}
+
+impl From<io::Error> for Foreign {
+    fn from(error: io::Error) -> Self {
+        Self::Unreadable(error)
+    }
+}
+
+const NOT_OURS: &str = "was not written by this program";
+
+/// Removes the files of a checkpoint and their folder, which may hold nothing else.
+pub(super) fn remove_checkpoint(folder: &Path) -> io::Result<()> {
+    let found = files_of_checkpoint(folder);
+    let files = found.map_err(|foreign| match foreign {
+        Foreign::Is(path, what) => io::Error::other(format!("{} {what}", path.display())),
+        Foreign::Unreadable(error) => error,
+    })?;
+    files.iter().try_for_each(fs::remove_file)?;
+    fs::remove_dir(folder)
+}
+
+/// Whether the folder holds nothing but what this program wrote.
+pub(super) fn is_checkpoint(folder: &Path) -> bool {
+    files_of_checkpoint(folder).is_ok()
+}
+
+/// Whether `path` can be replaced by a pointer: there is none, or one that this program wrote.
+pub(super) fn may_point(path: &Path) -> bool {
+    match is_pointer(path) {
+        Err(Foreign::Unreadable(error)) => error.kind() == io::ErrorKind::NotFound,
+        found => found.is_ok(),
+    }
+}
+
+/// The name of the folder of the checkpoint after `step` steps.
+pub(super) fn folder_of(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+/// The file that runs lock has nothing in it and no other name.
+fn is_lock(path: &Path) -> Result<(), Foreign> {
+    let found = fs::symlink_metadata(path)?;
+    let is_ours = found.is_file() && found.len() == 0 && found.nlink() == 1;
+    if is_ours { Ok(()) } else { Err(Foreign::is(path, NOT_OURS)) }
+}
+
+/// A pointer holds the name of a checkpoint's folder; one that is being written, the beginning of such a name.
+fn is_pointer(path: &Path) -> Result<(), Foreign> {
+    let found = fs::symlink_metadata(path)?;
+    let foreign = || Err(Foreign::is(path, NOT_OURS));
+    if !found.is_file() {
+        return foreign();
+    }
+    let text = beginning(path, LONGEST_POINTER)?;
+    let text = str::from_utf8(&text).unwrap_or_default();
+    let line = text.strip_suffix('\n').unwrap_or(text);
+    let is_whole = step_of(Path::new(line)).is_some_and(|step| line == folder_of(step));
+    let is_begun = name_of(path).ends_with(NEW)
+        && line == text
+        && (line.strip_prefix("step-"))
+            .map_or("step-".starts_with(line), |step| step.bytes().all(|it| it.is_ascii_digit()));
+    if found.len() < LONGEST_POINTER && (is_whole || is_begun) { Ok(()) } else { foreign() }
+}
+
+/// No pointer is as long.
+pub(super) const LONGEST_POINTER: u64 = 64;
+
+/// The files in the folder of a checkpoint, all of which this program must have begun to write.
+fn files_of_checkpoint(folder: &Path) -> Result<Vec<PathBuf>, Foreign> {
+    let foreign = |path: &Path| Foreign::is(path, NOT_OURS);
+    if !fs::symlink_metadata(folder)?.is_dir() {
+        return Err(foreign(folder));
+    }
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let name = name_of(&path);
+        let known = FILES.into_iter().find(|(known, _, _)| *known == name);
+        let Some((_, skipped, begins)) = known else { return Err(foreign(&path)) };
+        if !fs::symlink_metadata(&path)?.is_file() {
+            return Err(foreign(&path));
+        }
+        let text = beginning(&path, (skipped + begins.len()) as u64)?;
+        // Of a file that was cut off, as much as there is.
+        if text.iter().skip(skipped).zip(begins).any(|(found, ours)| found != ours) {
+            return Err(foreign(&path));
+        }
+        files.push(path);
+    }
+    Ok(files)
+}
+
+/// The first bytes of a regular file, `most` or fewer.
+fn beginning(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_regular(path)?.take(most).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}

@@ -1,0 +1,158 @@
+//! The files of a run: none that it writes is one that it reads, or writes as something else.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::{Config, Invalid, flag_name};
+use crate::checkpoint::CheckpointDir;
+use crate::data::DatasetSpec;
+use crate::error::{Error, Result};
+use crate::files::Place;
+use crate::observe::trace_path;
+
+/// What a run does with a path.
+#[derive(Clone, Copy, PartialEq)]
+enum Use {
+    Reads,
+    /// Replaces a file, or adds to it.
+    Writes,
+    /// Adds files of its own to a folder.
+    Fills,
+    /// Reads or writes checkpoints in a folder.
+    Keeps,
+}
+
+/// A path that a run uses.
+struct Used {
+    key: &'static str,
+    usage: Use,
+    place: Place,
+}
+
+impl Config {
+    /// Checks that no output is an input or another output, in a run of `processes`; `file` is that of `--config`.
+    pub(super) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<(), Invalid> {
+        let used = self.files(file, processes);
+        for (number, later) in used.iter().enumerate() {
+            for earlier in &used[..number] {
+                if let Some(problem) = conflict(earlier, later) {
+                    return Err(Invalid { key: later.key, problem });
+                }
+            }
+        }
+        self.check_own_output(&used)
+    }
+
+    /// As [`check_files`](Self::check_files), when the number of processes is known: each has a trace of its own.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names both flags.
+    pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
+        let checked = self.check_files(None, processes);
+        checked.map_err(|it| Error::Input(format!("{}: {}", flag_name(it.key), it.problem)))
+    }
+
+    /// All paths, the inputs first.
+    fn files(&self, file: Option<&Path>, processes: usize) -> Vec<Used> {
+        let used = |key, usage, path: &Path| Used { key, usage, place: Place::of(path) };
+        let is_device = |it: &Used| it.place.is_device(); // such as /dev/null, which many may use
+        let mut all: Vec<Used> =
+            file.map(|it| used("config", Use::Reads, it)).into_iter().collect();
+        all.extend(self.dataset.files().iter().map(|it| used("dataset", Use::Reads, it)));
+        let from = [("init_from", self.init_from.clone()), ("resume", self.resume_path())];
+        for (key, path) in from {
+            let Some(path) = &path else { continue };
+            let is_folder = path.is_dir();
+            all.push(used(key, if is_folder { Use::Keeps } else { Use::Reads }, path));
+            // It may be a checkpoint of the run in the folder around it.
+            if let Some(run) = CheckpointDir::around(path) {
+                all.push(used(key, Use::Keeps, &run));
+            }
+        }
+        if let Some(trace) = &self.trace {
+            // A path without a name, such as `..`, has no number to tell them apart, and is refused later.
+            let processes = if trace.file_name().is_some() { processes } else { 1 };
+            let traces = (0..processes).map(|process| trace_path(trace, [process, processes]));
+            all.extend(traces.map(|it| used("trace", Use::Writes, &it)));
+        }
+        for (key, usage, path) in [
+            ("report", Use::Writes, self.report.as_ref()),
+            ("metrics", Use::Writes, self.metrics.as_ref()),
+            ("tensorboard", Use::Fills, self.tensorboard.as_ref()),
+            ("save_dir", Use::Keeps, self.save_dir.as_ref()),
+        ] {
+            all.extend(path.map(|it| used(key, usage, it)));
+        }
+        all.retain(|it| !is_device(it));
+        all
+    }
+
+    /// Refuses files that stdout or stderr go to. Metrics may go there: they are written in between.
+    fn check_own_output(&self, used: &[Used]) -> Result<(), Invalid> {
+        let outputs = [
+            ("stdout", Place::of_output(io::stdout())),
+            ("stderr", Place::of_output(io::stderr())),
+        ];
+        for (name, place) in outputs {
+            let Some(place) = place else { continue };
+            if let Some(same) = used.iter().find(|it| it.key != "metrics" && it.place.is(&place)) {
+                let problem = format!("{name} of this process goes to that file; use another");
+                return Err(Invalid { key: same.key, problem });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is wrong with two of a run's paths, said of the later one.
+fn conflict(earlier: &Used, later: &Used) -> Option<String> {
+    use Use::{Fills, Keeps, Reads, Writes};
+    let other = flag_name(earlier.key);
+    let is_file = |it: &Used| matches!(it.usage, Reads | Writes);
+    if later.usage == Reads || (earlier.usage, later.usage) == (Keeps, Keeps) {
+        // Checkpoints are read where they are written; but none is written into another.
+        let inside = later.key == "save_dir" && is_of_checkpoint(&later.place, &earlier.place);
+        return inside.then(|| format!("it lies in a checkpoint of {other}; use another folder"));
+    }
+    if (is_file(earlier) || is_file(later)) && earlier.place.is(&later.place) {
+        let is_what = if is_file(earlier) { "file" } else { "folder" };
+        return Some(format!("that is the {is_what} of {other}; use another"));
+    }
+    if is_file(earlier) && later.place.within(&earlier.place).is_some() {
+        return Some(format!(
+            "it lies in the file of {other} as if that were a folder; use another"
+        ));
+    }
+    if is_file(later) && earlier.place.within(&later.place).is_some() {
+        return Some(format!("the path of {other} goes through that file; use another"));
+    }
+    let taken = match (earlier.usage, later.usage) {
+        (Keeps, Writes | Fills) => is_of_checkpoint(&later.place, &earlier.place),
+        (Writes | Fills, Keeps) => is_of_checkpoint(&earlier.place, &later.place),
+        _ => false,
+    };
+    taken.then(|| format!("checkpoints in that folder need the name that {other} has; use another"))
+}
+
+/// Whether `path` has, or is below, a name that checkpoints have in `folder`.
+fn is_of_checkpoint(path: &Place, folder: &Place) -> bool {
+    path.within(folder).is_some_and(|it| it.iter().next().is_some_and(CheckpointDir::uses))
+}
+
+impl DatasetSpec {
+    /// The files that may be read.
+    fn files(&self) -> Vec<PathBuf> {
+        match self {
+            Self::Random | Self::Digits => Vec::new(),
+            Self::Safetensors(file) | Self::Csv(file) => vec![file.clone()],
+            Self::Npy { inputs, targets } => vec![inputs.clone(), targets.clone()],
+            Self::Idx(folder) => ["train", "t10k"]
+                .into_iter()
+                .flat_map(|part| {
+                    ["images-idx3-ubyte", "labels-idx1-ubyte"].map(|it| format!("{part}-{it}"))
+                })
+                .flat_map(|name| [folder.join(&name), folder.join(format!("{name}.gz"))])
+                .collect(),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! Rows at the end of a file: each is there as a whole, also after the process was killed.
+
+use std::fs::{File, FileType, OpenOptions};
+use std::io::{self, Error, ErrorKind, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::event::PollFlags;
+use rustix::fs::fstat;
+
+use super::{refuse_special, wait_for};
+
+/// How long the reader of a pipe may take nothing.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Collects what is written to it, and hands it to the system in one piece at each flush.
+#[derive(Debug)]
+pub(crate) struct Appender {
+    file: File,
+    kind: FileType,
+    /// Written but not flushed.
+    row: Vec<u8>,
+}
+
+impl Appender {
+    /// Opens the file at `path`, which is made if need be, to write at its end. It may be a pipe that is read, or a
+    /// device such as `/dev/null`; `/dev/stdout` and `/dev/stderr` share their position with the process's own output.
+    ///
+    /// # Errors
+    /// When it cannot be opened; when it is a pipe that nobody reads. Never waits for a reader.
+    pub(crate) fn open(path: &Path) -> io::Result<Self> {
+        let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+        let opened = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
+        let file = opened.map_err(|error| match error.raw_os_error() {
+            Some(libc::ENXIO) => Error::other("nobody reads this pipe; start its reader first"),
+            _ => error,
+        })?;
+        refuse_special(file.metadata()?.file_type())?;
+        Self::new(own_output(&file)?.map_or(file, File::from))
+    }
+
+    /// Writes to `file`, at its position.
+    pub(crate) fn new(file: File) -> io::Result<Self> {
+        let kind = file.metadata()?.file_type();
+        Ok(Self { file, kind, row: Vec::new() })
+    }
+
+    /// Writes the row. Returns how many bytes were written, and why not all, if so.
+    fn write_row(&mut self) -> (usize, io::Result<()>) {
+        let mut written = 0;
+        while written < self.row.len() {
+            match self.file.write(&self.row[written..]) {
+                Ok(0) => return (written, Err(ErrorKind::WriteZero.into())),
+                Ok(now) => written += now,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    match wait_for(&self.file, PollFlags::OUT, PATIENCE) {
+                        Ok(true) => {}
+                        Ok(false) => return (written, Err(stalled())),
+                        Err(error) => return (written, Err(error)),
+                    }
+                }
+                Err(error) => return (written, Err(error)),
+            }
+        }
+        (written, Ok(()))
+    }
+}
+
+impl Write for Appender {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.row.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let (written, result) = self.write_row();
+        self.row.clear();
+        match result {
+            // As with stdout: the reader has seen enough.
+            Err(error) if error.kind() == ErrorKind::BrokenPipe && self.kind.is_fifo() => Ok(()),
+            Err(error) => {
+                if written > 0 && self.kind.is_file() {
+                    // No part of a row stays behind.
+                    let len = self.file.metadata()?.len();
+                    self.file.set_len(len.saturating_sub(written as u64))?;
+                }
+                Err(error)
+            }
+            Ok(()) => Ok(()),
+        }
+    }
+}
+
+/// Returns the process's stdout or stderr, if that is what `file` is: another position in the same file would have the
+/// two write over each other.
+fn own_output(file: &File) -> io::Result<Option<OwnedFd>> {
+    let found = fstat(file)?;
+    let is_same = |other: &dyn AsFd| {
+        fstat(other.as_fd()).is_ok_and(|it| (it.st_dev, it.st_ino) == (found.st_dev, found.st_ino))
+    };
+    match (is_same(&io::stdout()), is_same(&io::stderr())) {
+        (true, _) => io::stdout().as_fd().try_clone_to_owned().map(Some),
+        (_, true) => io::stderr().as_fd().try_clone_to_owned().map(Some),
+        _ => Ok(None),
+    }
+}
+
+fn stalled() -> Error {
+    Error::other(format!("its reader has taken nothing for {} s", PATIENCE.as_secs()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Read;
+
+    use rustix::fs::{CWD, FileType as Type, Mode, mknodat};
+
+    use super::*;
+    use crate::files::open_regular;
+
+    #[test]
+    fn rows_are_written_at_once_and_only_as_a_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows");
+        fs::write(&path, "before\n").unwrap();
+        let mut rows = Appender::open(&path).unwrap();
+        writeln!(rows, "one {}", 1).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "before\n");
+        rows.flush().unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "before\none 1\n");
+        let mut full = Appender::open(Path::new("/dev/full")).unwrap();
+        full.write_all(b"row").unwrap();
+        assert_eq!(full.flush().unwrap_err().kind(), ErrorKind::StorageFull);
+        assert!(Appender::open(folder.path()).is_err());
+    }
+
+    #[test]
+    fn a_pipe_takes_rows_as_long_as_somebody_reads() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        mknodat(CWD, &path, Type::Fifo, Mode::RWXU, 0).unwrap();
+        let error = Appender::open(&path).unwrap_err().to_string();
+        assert!(error.contains("nobody reads this pipe"), "{error}");
+        assert!(open_regular(&path).is_err());
+        let flags = libc::O_NONBLOCK;
+        let mut reader = OpenOptions::new().read(true).custom_flags(flags).open(&path).unwrap();
+        let mut rows = Appender::open(&path).unwrap();
+        writeln!(rows, "row").unwrap();
+        rows.flush().unwrap();
+        let mut row = [0; 4];
+        reader.read_exact(&mut row).unwrap();
+        assert_eq!(&row, b"row\n");
+        drop(reader);
+        writeln!(rows, "more").unwrap();
+        rows.flush().unwrap();
+    }
+}

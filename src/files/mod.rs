@@ -1,0 +1,32 @@
+//! Files that a user names: opened without waiting, read up to a limit, written in whole rows.
+
+mod append;
+mod place;
+mod read;
+mod reason;
+
+pub(crate) use append::Appender;
+pub(crate) use place::Place;
+pub(crate) use read::{open_regular, read_regular, read_stream, refuse_special};
+pub(crate) use reason::reason;
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// Waits until `file` is ready for `events`. Returns `false` if it is not within `patience`.
+fn wait_for(file: impl AsFd, events: PollFlags, patience: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout =
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(&file, events)], Some(&timeout)) {
+            Err(rustix::io::Errno::INTR) => {}
+            Ok(ready) => return Ok(ready > 0),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Reading files that may be anything: a pipe that nobody writes to, a device without an end.
+
+use std::fs::{File, FileType, OpenOptions};
+use std::io::{self, Error, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::event::PollFlags;
+
+use super::wait_for;
+
+/// How long a configuration may take to come through a pipe, from one part to the next.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Opens a regular file. Looks at what was opened, not at what was there before: nothing can take its place in between.
+///
+/// # Errors
+/// When it cannot be opened, or is not a regular file. Never waits for the other end of a pipe.
+pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
+    let file = open(path)?;
+    let kind = file.metadata()?.file_type();
+    if kind.is_file() { Ok(file) } else { Err(not_regular(kind)) }
+}
+
+/// Returns the contents of a regular file of at most `limit` bytes.
+///
+/// # Errors
+/// As [`open_regular`]; when there are more bytes.
+pub(crate) fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_regular(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > limit { Err(too_long(limit)) } else { Ok(bytes) }
+}
+
+/// Returns at most `limit` bytes of a regular file, or of what comes through a pipe such as `/dev/stdin`.
+///
+/// # Errors
+/// As [`read_regular`]; when nothing comes through a pipe for [`PATIENCE`].
+pub(crate) fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let mut file = open(path)?;
+    let kind = file.metadata()?.file_type();
+    refuse_special(kind)?;
+    let (mut bytes, mut part) = (Vec::new(), [0; 1 << 12]);
+    loop {
+        if !wait_for(&file, PollFlags::IN, PATIENCE)? {
+            return Err(Error::other(format!(
+                "nothing was written to this pipe within {} s; start its writer first",
+                PATIENCE.as_secs()
+            )));
+        }
+        match file.read(&mut part) {
+            Ok(0) => break,
+            Ok(read) => bytes.extend_from_slice(&part[..read]),
+            Err(error)
+                if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted]
+                    .contains(&error.kind()) => {}
+            Err(error) => return Err(error),
+        }
+        if bytes.len() as u64 > limit {
+            return Err(too_long(limit));
+        }
+    }
+    Ok(bytes)
+}
+
+/// Refuses what is neither a file, nor a pipe, nor a device that takes or gives one byte after the other.
+///
+/// # Errors
+/// Says what it is.
+pub(crate) fn refuse_special(kind: FileType) -> io::Result<()> {
+    let streams = kind.is_file() || kind.is_fifo() || kind.is_char_device();
+    if streams { Ok(()) } else { Err(not_regular(kind)) }
+}
+
+/// Opens without waiting, and without taking over a terminal.
+fn open(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
+}
+
+fn not_regular(kind: FileType) -> Error {
+    if kind.is_dir() {
+        return Error::from_raw_os_error(libc::EISDIR);
+    }
+    let what = match kind {
+        _ if kind.is_fifo() => "a pipe",
+        _ if kind.is_char_device() || kind.is_block_device() => "a device",
+        _ => "not a file",
+    };
+    Error::other(format!("this is {what}; use a regular file"))
+}
+
+fn too_long(limit: u64) -> Error {
+    Error::other(format!("this is longer than {limit} bytes, the most that are read here"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Write;
+    use std::thread;
+
+    use rustix::fs::{CWD, FileType as Type, Mode, mknodat};
+
+    use super::*;
+
+    fn pipe(path: &Path) {
+        mknodat(CWD, path, Type::Fifo, Mode::RWXU, 0).unwrap();
+    }
+
+    #[test]
+    fn only_regular_files_are_opened_and_nothing_waits() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        pipe(&at("pipe"));
+        fs::write(at("file"), "12345").unwrap();
+        std::os::unix::fs::symlink(at("file"), at("link")).unwrap();
+        std::os::unix::fs::symlink(at("pipe"), at("to-pipe")).unwrap();
+        for name in ["file", "link"] {
+            assert_eq!(read_regular(&at(name), 5).unwrap(), b"12345");
+            let error = read_regular(&at(name), 4).unwrap_err().to_string();
+            assert!(error.contains("longer than 4 bytes"), "{error}");
+        }
+        for (path, problem) in [
+            (at("pipe"), "this is a pipe"),
+            (at("to-pipe"), "this is a pipe"),
+            (at(""), "Is a directory"),
+            ("/dev/zero".into(), "this is a device"),
+            ("/dev/random".into(), "this is a device"),
+        ] {
+            let error = open_regular(&path).unwrap_err().to_string();
+            assert!(error.contains(problem), "{path:?}: {error}");
+        }
+        let error = read_stream(Path::new("/dev/zero"), 1 << 20).unwrap_err().to_string();
+        assert!(error.contains("longer than 1048576 bytes"), "{error}");
+    }
+
+    #[test]
+    fn a_text_comes_through_a_pipe_whichever_end_is_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        pipe(&path);
+        let to = path.clone();
+        let writer = thread::Builder::new().spawn(move || {
+            let mut pipe = File::options().write(true).open(to).unwrap(); // waits for the reader
+            pipe.write_all(b"seed = ").unwrap();
+            pipe.write_all(b"1").unwrap();
+        });
+        let writer = writer.unwrap();
+        assert_eq!(read_stream(&path, 100).unwrap(), b"seed = 1");
+        writer.join().unwrap();
+    }
+}

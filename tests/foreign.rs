@@ -1,0 +1,221 @@
+//! What a run did not write: in the folder where it saves, nothing of that is touched.
+
+use std::collections::BTreeMap;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use ddp_mp::CheckpointDir;
+use ddp_mp::checkpoint::{Checkpoint, Snapshot, TrainerState};
+use tempfile::TempDir;
+
+use crate::harness::run;
+
+/// Names that a run creates, replaces, renames or removes where it saves. The last step of [`ARGS`] is 4.
+const NAMES: [&str; 15] = [
+    ".lock",
+    "latest",
+    "best",
+    "latest.new",
+    "best.new",
+    "step-00000002",
+    "step-00000004",
+    "step-00000009",
+    "step-9",
+    ".unfinished-step-00000002",
+    ".unfinished-step-00000004",
+    ".unfinished-probe",
+    ".unfinished-",
+    ".unfinished-step-4",
+    "trainer.json",
+];
+
+/// Two epochs of two steps.
+const ARGS: [&str; 5] = [
+    "--num-samples=128",
+    "--nproc-per-node=2",
+    "--val-fraction=0.02",
+    "--save-every=1",
+    "--max-epochs=2",
+];
+
+/// Something that another program has left at the path, with `other` to link to.
+type Foreign = (&'static str, fn(&Path, &Path));
+
+const FOREIGN: [Foreign; 10] = [
+    ("a file", |path, _| fs::write(path, "of others\n").unwrap()),
+    ("a file of zeros", |path, _| fs::write(path, [0; 100]).unwrap()),
+    ("a file that looks like a pointer", |path, _| fs::write(path, "step-4\n").unwrap()),
+    ("a folder", |path, _| {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("notes.txt"), "of others").unwrap();
+    }),
+    ("a folder with a file of a checkpoint's name", |path, _| {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("model.safetensors"), "of others, and long enough").unwrap();
+    }),
+    ("a link to a file", |path, other| symlink(other.join("file"), path).unwrap()),
+    ("a link to a folder", |path, other| symlink(other, path).unwrap()),
+    ("a link to nothing", |path, other| symlink(other.join("nothing"), path).unwrap()),
+    ("a hard link", |path, other| fs::hard_link(other.join("file"), path).unwrap()),
+    ("a pipe", |path, _| {
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    }),
+];
+
+/// All that is below `folder`: what each is, with its permissions, number of links, contents or target.
+fn snapshot(folder: &Path) -> BTreeMap<PathBuf, String> {
+    fn add(path: &Path, all: &mut BTreeMap<PathBuf, String>) {
+        let found = fs::symlink_metadata(path).unwrap();
+        let mut text = format!("{:o} {} {} ", found.mode(), found.ino(), found.mtime_nsec());
+        if found.is_file() {
+            text += &format!("{} {:?}", found.nlink(), fs::read(path).unwrap());
+        } else if found.is_symlink() {
+            text += &fs::read_link(path).unwrap().display().to_string();
+        } else if found.is_dir() {
+            fs::read_dir(path).unwrap().for_each(|it| add(&it.unwrap().path(), all));
+        }
+        all.insert(path.into(), text);
+    }
+    let mut all = BTreeMap::new();
+    add(folder, &mut all);
+    all
+}
+
+/// The folder `run`, with the checkpoints of a run in it if it `has_run`, and with `foreign` at `name`.
+fn folder_with(name: &str, foreign: Foreign, has_run: bool) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let (run, other) = (folder.path().join("run"), folder.path().join("other"));
+    fs::create_dir(&other).unwrap();
+    fs::write(other.join("file"), "of others\n").unwrap();
+    fs::create_dir(&run).unwrap();
+    if has_run {
+        let dir = CheckpointDir::create(&run, 3).unwrap();
+        for step in [1, 3] {
+            let state = TrainerState { step, ..TrainerState::default() };
+            dir.write(&Snapshot::take(state, &[], &[]).unwrap()).unwrap();
+        }
+    }
+    let path = run.join(name);
+    let _ = fs::remove_file(&path);
+    foreign.1(&path, &other);
+    (folder, run)
+}
+
+#[test]
+fn a_folder_is_not_opened_where_something_else_has_a_name_of_its() {
+    for name in NAMES {
+        for foreign in FOREIGN {
+            for has_run in [false, true] {
+                let (folder, run) = folder_with(name, foreign, has_run);
+                let before = snapshot(folder.path());
+                let opened = match has_run {
+                    false => CheckpointDir::create(&run, 1),
+                    true => CheckpointDir::open(&run, 1),
+                };
+                let case = format!("{} at {name}, with a run: {has_run}", foreign.0);
+                let error = opened.err().unwrap_or_else(|| panic!("opened with {case}"));
+                assert!(error.to_string().contains(name), "{case}: {error}");
+                assert_eq!(snapshot(folder.path()), before, "{case}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_is_refused_before_it_touches_anything() {
+    for (name, foreign) in NAMES.into_iter().zip(FOREIGN.into_iter().cycle()) {
+        for resume in [None, Some("--resume=auto")] {
+            let (folder, dir) = folder_with(name, foreign, false);
+            if resume.is_some() {
+                fs::remove_dir_all(&dir).unwrap();
+                let flag = format!("--save-dir={}", dir.display());
+                let (code, _, stderr) = run(&[&ARGS[..], &[&flag]].concat());
+                assert_eq!(code, Some(0), "{stderr}");
+                let path = dir.join(name);
+                let _ = fs::remove_dir_all(&path).or_else(|_| fs::remove_file(&path));
+                foreign.1(&path, &folder.path().join("other"));
+            }
+            let before = snapshot(folder.path());
+            let out = |name: &str| folder.path().join(name).display().to_string();
+            let flags = [
+                format!("--save-dir={}", dir.display()),
+                format!("--metrics={}", out("metrics")),
+                format!("--tensorboard={}", out("board")),
+                "--max-epochs=3".into(),
+            ];
+            let flags: Vec<&str> = flags.iter().map(String::as_str).chain(resume).collect();
+            let (code, stdout, stderr) = run(&[&ARGS[..4], &flags].concat());
+            let case = format!("{} at {name}, {resume:?}: {stderr}", foreign.0);
+            assert_eq!((code, &stdout[..]), (Some(2), ""), "{case}");
+            assert!(stderr.contains(name), "{case}");
+            assert_eq!(snapshot(folder.path()), before, "{case}");
+        }
+    }
+}
+
+#[test]
+fn what_is_beside_the_checkpoints_stays() {
+    let is_root = fs::read_to_string("/proc/self/status").unwrap().contains("Uid:\t0\t0");
+    for foreign in FOREIGN {
+        let (folder, run) = folder_with("aside-1-step-00000003", foreign, true);
+        foreign.1(&run.join("step-of-others"), &folder.path().join("other"));
+        foreign.1(&run.join("notes"), &folder.path().join("other"));
+        let before = snapshot(folder.path());
+        let dir = CheckpointDir::open(&run, 1).unwrap();
+        let older = Checkpoint::read(&run.join("step-00000001")).unwrap();
+        let aside = dir.set_aside_after(&older).unwrap();
+        assert_eq!(aside, [run.join("aside-2-step-00000003")]);
+        let after = snapshot(folder.path());
+        for (path, text) in before {
+            let is_run = path == run
+                || path.ends_with("latest")
+                || path.starts_with(run.join("step-00000003"));
+            assert!(is_run || after.get(&path) == Some(&text), "{}: {}", foreign.0, path.display());
+        }
+    }
+    // Nobody may read it: neither may a run, unless it is root's.
+    let (folder, run) = folder_with("latest", FOREIGN[0], true);
+    fs::set_permissions(run.join("latest"), Permissions::from_mode(0o000)).unwrap();
+    let error = CheckpointDir::open(&run, 1).unwrap_err().to_string();
+    assert!(is_root || error.contains("ermission denied"), "{error}");
+    drop(folder);
+}
+
+#[test]
+fn a_checkpoint_under_another_step_s_name_is_refused() {
+    let (_folder, dir) = folder_with("notes", FOREIGN[0], true);
+    fs::rename(dir.join("step-00000003"), dir.join("step-00000007")).unwrap();
+    let before = snapshot(&dir);
+    let error = CheckpointDir::open(&dir, 1).unwrap_err().to_string();
+    assert!(error.contains("holds step 3: it should be called step-00000003"), "{error}");
+    let flag = format!("--save-dir={}", dir.display());
+    for resume in ["--resume=auto", "--resume=step-00000001"] {
+        let (code, _, stderr) = run(&[&flag, resume, "--nproc-per-node=2"]);
+        assert_eq!(code, Some(2), "{stderr}");
+    }
+    assert_eq!(snapshot(&dir), before);
+}
+
+#[test]
+fn what_a_killed_run_left_behind_is_removed() {
+    let (_folder, dir) = folder_with("notes", FOREIGN[0], true);
+    let half = dir.join(".unfinished-step-00000004");
+    fs::create_dir(&half).unwrap();
+    let model = fs::read(dir.join("step-00000003/model.safetensors")).unwrap();
+    fs::write(half.join("model.safetensors"), &model[..model.len() / 2]).unwrap();
+    fs::write(half.join("optimizer.safetensors"), "").unwrap();
+    fs::create_dir(dir.join(".unfinished-probe")).unwrap();
+    fs::write(dir.join("latest.new"), "step-0000").unwrap();
+    fs::write(dir.join("best.new"), "").unwrap();
+    let opened = CheckpointDir::open(&dir, 1).unwrap();
+    let state = TrainerState { step: 4, ..TrainerState::default() };
+    opened.write(&Snapshot::take(state, &[], &[]).unwrap()).unwrap();
+    let mut names: Vec<String> = fs::read_dir(&dir)
+        .unwrap()
+        .map(|it| it.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, [".lock", "latest", "notes", "step-00000004"]);
+}

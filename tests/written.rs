@@ -1,0 +1,295 @@
+//! Files that a run writes: never over its inputs, whole after a kill, and cleaned up on a full disk.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::harness::{program, run, run_command};
+
+const SHORT: [&str; 2] = ["--nproc-per-node=2", "--num-samples=640"];
+
+/// Runs the program in `folder` with flags that one line holds.
+fn run_in(folder: &Path, flags: &str) -> (Option<i32>, String, String) {
+    let mut command = program(&SHORT);
+    command.args(flags.split_whitespace()).current_dir(folder);
+    run_command(command)
+}
+
+fn make_pipe(path: &Path) {
+    assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+/// The names of all files and folders below `folder`, sorted.
+fn names_in(folder: &Path) -> Vec<String> {
+    let mut find = Command::new("find");
+    let found = find.arg(folder).args(["-mindepth", "1"]).output().unwrap().stdout;
+    let mut names: Vec<String> =
+        String::from_utf8(found).unwrap().lines().map(String::from).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn no_output_is_an_input_or_another_output() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at("c.toml"), "lr = 0.1\n").unwrap();
+    fs::write(at("d.csv"), "1,2\n3,4\n5,6\n").unwrap();
+    fs::create_dir_all(at("sub/idx")).unwrap();
+    fs::write(at("sub/idx/train-labels-idx1-ubyte"), "labels").unwrap();
+    symlink("c.toml", at("link")).unwrap();
+    symlink("new.json", at("dangling")).unwrap();
+    symlink(".", at("here")).unwrap();
+    fs::hard_link(at("d.csv"), at("hard")).unwrap();
+    let (code, _, stderr) = run_in(folder.path(), "--save-dir=run --max-epochs=1");
+    assert_eq!(code, Some(0), "{stderr}");
+    let before = names_in(folder.path());
+    for (flags, one, other) in [
+        ("--config=c.toml --metrics=c.toml", "--metrics", "--config"),
+        ("--config=c.toml --metrics=link", "--metrics", "--config"),
+        ("--config=link --metrics=sub/../c.toml", "--metrics", "--config"),
+        ("--config=c.toml --metrics=here/here/c.toml", "--metrics", "--config"),
+        ("--config=c.toml --trace=c.toml", "--trace", "--config"),
+        ("--config=c.toml --tensorboard=c.toml", "--tensorboard", "--config"),
+        ("--config=c.toml --save-dir=c.toml/run", "--save-dir", "--config"),
+        ("--dataset=csv:d.csv --metrics=d.csv", "--metrics", "--dataset"),
+        ("--dataset=csv:d.csv --metrics=hard", "--metrics", "--dataset"),
+        ("--dataset=csv:hard --report=d.csv", "--report", "--dataset"),
+        ("--dataset=npy:x,d.csv --metrics=hard", "--metrics", "--dataset"),
+        ("--dataset=safetensors:d.csv --metrics=./d.csv", "--metrics", "--dataset"),
+        (
+            "--dataset=idx:sub/idx --metrics=here/sub/idx/train-labels-idx1-ubyte",
+            "--metrics",
+            "--dataset",
+        ),
+        ("--init-from=d.csv --metrics=d.csv", "--metrics", "--init-from"),
+        (
+            "--init-from=run --metrics=run/step-00000010/model.safetensors",
+            "--metrics",
+            "--init-from",
+        ),
+        (
+            "--resume=run/step-00000010 --metrics=run/step-00000010/trainer.json",
+            "--metrics",
+            "--resume",
+        ),
+        ("--resume=run/latest --metrics=run/latest", "--metrics", "--resume"),
+        ("--resume=run/latest --tensorboard=run/step-00000010/board", "--tensorboard", "--resume"),
+        ("--resume=run --save-dir=run/step-00000010", "--save-dir", "--resume"),
+        ("--metrics=new.json --trace=new.json", "--metrics", "--trace"),
+        ("--metrics=dangling --trace=new.json", "--metrics", "--trace"),
+        ("--report=here/new.json --trace=dangling", "--report", "--trace"),
+        ("--report=new --trace=new/trace.json", "--report", "--trace"),
+        ("--tensorboard=new --metrics=new", "--tensorboard", "--metrics"),
+        ("--tensorboard=new/board --metrics=new", "--tensorboard", "--metrics"),
+        ("--save-dir=new --metrics=new", "--save-dir", "--metrics"),
+        ("--save-dir=new --metrics=new/latest", "--save-dir", "--metrics"),
+        ("--save-dir=new --metrics=here/new/.lock", "--save-dir", "--metrics"),
+        ("--save-dir=new --trace=new/best.new", "--save-dir", "--trace"),
+        ("--save-dir=new --report=new/step-00000001/page.html", "--save-dir", "--report"),
+        ("--save-dir=new --tensorboard=new/.unfinished-board", "--save-dir", "--tensorboard"),
+        ("--spawn=processes --metrics=t.1.json --trace=t.json", "--metrics", "--trace"),
+    ] {
+        let (code, stdout, stderr) = run_in(folder.path(), flags);
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags}: {stderr}");
+        assert!(
+            stderr.contains(&format!("{one}: ")) && stderr.contains(other),
+            "{flags}: {stderr}"
+        );
+        assert_eq!(names_in(folder.path()), before, "{flags}: {stderr}");
+    }
+    assert_eq!(fs::read_to_string(at("c.toml")).unwrap(), "lr = 0.1\n");
+    assert_eq!(fs::read_to_string(at("d.csv")).unwrap(), "1,2\n3,4\n5,6\n");
+    // In a folder beside what belongs there is room for others.
+    let beside = "--save-dir=all --metrics=all/metrics.jsonl --tensorboard=all/board --trace=all/trace.json \
+                  --report=all/page.html --config=c.toml";
+    for again in ["", " --resume=auto --max-epochs=2"] {
+        let (code, _, stderr) = run_in(folder.path(), &format!("{beside}{again}"));
+        assert_eq!(code, Some(0), "{stderr}");
+    }
+}
+
+#[test]
+fn the_file_that_stdout_goes_to_is_no_other_output() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("out");
+    let out = || Stdio::from(fs::File::create(&path).unwrap());
+    for flag in ["--trace=out", "--report=out", "--trace=/dev/stdout"] {
+        let mut command = program(&[&SHORT[..], &[flag]].concat());
+        let output = command.current_dir(&folder).stdout(out()).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{flag}: {stderr}");
+        assert!(stderr.contains("stdout of this process goes to that file"), "{stderr}");
+    }
+    // Metrics come between the lines that are there anyway, and over none of them.
+    let flags = ["--metrics=/dev/stdout", "--log-every=1", "--log-format=json"];
+    let mut command = program(&[&SHORT[..], &flags].concat());
+    assert!(command.stdout(out()).status().unwrap().success());
+    let text = fs::read_to_string(&path).unwrap();
+    let events: Vec<Value> = text.lines().map(|it| serde_json::from_str(it).unwrap()).collect();
+    let count = |kind: &str| events.iter().filter(|it| it["event"] == kind).count();
+    assert_eq!(["start", "train", "epoch", "end"].map(count), [1, 10, 2, 1], "{text}");
+}
+
+/// The records of a TensorBoard file; panics if the last is not whole.
+fn records(path: &Path) -> usize {
+    let bytes = fs::read(path).unwrap();
+    let (mut rest, mut count) = (&bytes[..], 0);
+    while !rest.is_empty() {
+        let len = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
+        rest = &rest[8 + 4 + len + 4..];
+        count += 1;
+    }
+    count
+}
+
+#[test]
+fn what_was_told_before_a_kill_is_there_and_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = "--log-every=1 --metrics=metrics --tensorboard=board --fault=kill:rank=0,at=step,step=7 \
+                 --model=mlp --max-grad-norm=1";
+    let (code, _, stderr) = run_in(folder.path(), flags);
+    assert_eq!(code, None, "killed: {stderr}");
+    let text = fs::read_to_string(folder.path().join("metrics")).unwrap();
+    let rows: Vec<Value> = text.lines().map(|it| serde_json::from_str(it).unwrap()).collect();
+    let steps: Vec<u64> = rows.iter().map(|it| it["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [1, 2, 3, 4, 5, 6, 7]);
+    assert!(text.ends_with('\n'));
+    let board = fs::read_dir(folder.path().join("board")).unwrap().next().unwrap().unwrap();
+    // The version, and for each step loss, lr, gradient norm, time and speed.
+    assert_eq!(records(&board.path()), 1 + 7 * 5);
+}
+
+#[test]
+fn pipes_and_devices_are_read_and_written_or_refused_but_never_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    make_pipe(&at("pipe"));
+    fs::create_dir_all(at("damaged/step-00000001")).unwrap();
+    make_pipe(&at("damaged/step-00000001/trainer.json"));
+    make_pipe(&at("latest"));
+    fs::create_dir(at("idx")).unwrap();
+    for part in ["images-idx3", "labels-idx1"] {
+        make_pipe(&at(&format!("idx/train-{part}-ubyte.gz")));
+    }
+    for (flags, problem) in [
+        ("--config=pipe", "--config pipe: nothing was written to this pipe within 10 s"),
+        ("--config=/dev/zero", "--config /dev/zero: this is longer than 1048576 bytes"),
+        ("--config=/dev/random", "--config /dev/random: this is longer than 1048576 bytes"),
+        ("--config=.", "--config .: Is a directory"),
+        ("--init-from=pipe", "--init-from: pipe: this is a pipe; use a regular file"),
+        ("--init-from=/dev/zero", "--init-from: /dev/zero: this is a device"),
+        ("--init-from=latest", "--init-from: latest: this is a pipe"),
+        ("--resume=pipe", "checkpoint pipe: there is nothing there"),
+        ("--resume=latest", "checkpoint latest: there is nothing there"),
+        ("--resume=/dev/zero", "checkpoint /dev/zero: there is nothing there"),
+        ("--resume=damaged", "trainer.json cannot be read: this is a pipe"),
+        ("--resume=damaged/step-00000001", "trainer.json cannot be read: this is a pipe"),
+        ("--dataset=csv:pipe", "pipe: this is a pipe"),
+        ("--dataset=csv:/dev/zero", "/dev/zero: this is a device"),
+        ("--dataset=npy:pipe,pipe", "pipe: this is a pipe"),
+        ("--dataset=safetensors:/dev/random", "/dev/random: this is a device"),
+        ("--dataset=idx:idx", "idx/train-images-idx3-ubyte.gz: this is a pipe"),
+        ("--metrics=pipe", "--metrics pipe: nobody reads this pipe; start its reader first"),
+        ("--metrics=.", "--metrics .: Is a directory"),
+        ("--trace=pipe", "that is no plain file"),
+        ("--report=/dev/zero", "that is no plain file"),
+        ("--tensorboard=pipe", "--tensorboard pipe: "),
+        ("--save-dir=pipe", "there can be no checkpoints in pipe"),
+        ("--save-dir=/dev/null", "there can be no checkpoints in /dev/null"),
+    ] {
+        let (code, stdout, stderr) = run_in(folder.path(), flags);
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags}: {stderr}");
+        assert!(stderr.contains(problem), "{flags}: {stderr}");
+    }
+    for flags in ["--config=/dev/null", "--metrics=/dev/null"] {
+        let (code, _, stderr) = run_in(folder.path(), flags);
+        assert_eq!(code, Some(0), "{flags}: {stderr}");
+    }
+}
+
+#[test]
+fn a_configuration_comes_through_stdin_and_metrics_go_to_a_pipe() {
+    let folder = tempfile::tempdir().unwrap();
+    make_pipe(&folder.path().join("pipe"));
+    // The shell keeps the pipe open, so that neither `cat` nor the program has to be first.
+    let script = "exec 3<>pipe; cat <pipe >rows 3>&- & printf 'lr = 0.5\\nlog-every = 1\\n' | \
+                  \"$@\" --config /dev/stdin --metrics pipe 3>&-; code=$?; exec 3>&-; wait; exit $code";
+    let program = program(&SHORT);
+    let mut command = Command::new("sh");
+    command.args(["-c", script, "sh"]).arg(program.get_program()).args(program.get_args());
+    command.env("CUDA_VISIBLE_DEVICES", "").current_dir(&folder);
+    let (code, _, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{stderr}");
+    let rows = fs::read_to_string(folder.path().join("rows")).unwrap();
+    assert_eq!(rows.matches("\"lr\":0.5").count(), 10, "{rows}");
+}
+
+/// Runs the program in a folder that is full, or whose files may not grow, and returns code, stderr, and what is left.
+fn run_out_of_room(setup: &str, flags: &str) -> (Option<i32>, String, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let program = program(&SHORT);
+    let script = format!(
+        "cd {} && {setup} && \"$@\" {flags}; code=$?; find . -mindepth 1 | sort; tail -qc1 metrics* 2>/dev/null | \
+         od -An -c; exit $code",
+        folder.path().display()
+    );
+    let mut command = Command::new("sh");
+    if setup.contains("mount ") {
+        command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--mount", "sh"]);
+    }
+    command.args(["-c", &script, "sh"]).arg(program.get_program()).args(program.get_args());
+    command.env("CUDA_VISIBLE_DEVICES", "").stdin(Stdio::null());
+    let (code, stdout, stderr) = run_command(command);
+    (code, stderr, stdout)
+}
+
+#[test]
+fn without_room_every_writer_says_so_and_leaves_no_part_of_a_file() {
+    let long = "--log-every=1 --max-epochs=100 >/dev/null";
+    let cases = [
+        (
+            "--model=mlp --hidden=128,128 --save-dir=run",
+            "run/.unfinished-step-00000010/model.safetensors failed",
+        ),
+        (&*format!("--metrics=metrics {long}"), "writing --metrics metrics"),
+        (&*format!("--tensorboard=board {long}"), "writing --tensorboard"),
+        ("--trace=trace.json --max-epochs=20", "writing --trace"),
+        ("--report=page.html --max-epochs=20", "writing --report"),
+        ("--log-format=json --max-epochs=600 >stdout", "writing to stdout"),
+    ]
+    .map(|(flags, problem)| (flags.to_owned(), problem));
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--user", "--map-root-user", "--mount", "true"]);
+    let may_mount = unshare.status().is_ok_and(|it| it.success());
+    let limits = [
+        ("ulimit -f 64", "File too large (os error 27); raise the limit on file sizes (ulimit -f)"),
+        (
+            "mkdir full && mount -t tmpfs -o size=48k tmpfs full && cd full",
+            "No space left on device (os error 28); free some space, or use another disk",
+        ),
+    ];
+    for (setup, why) in &limits[..if may_mount { 2 } else { 1 }] {
+        for (flags, problem) in &cases {
+            let (code, stderr, left) = run_out_of_room(setup, flags);
+            assert_eq!(code, Some(1), "{setup}: {flags}: {stderr}");
+            assert!(stderr.contains(problem) && stderr.contains(why), "{setup}: {flags}: {stderr}");
+            for part in [".ddp-mp-", ".unfinished", ".new", "trace.json", "page.html"] {
+                assert!(!left.contains(part), "{setup}: {flags}: {left}");
+            }
+            // The last byte of the metrics is the end of a row.
+            assert!(!flags.contains("--metrics") || left.contains("\\n"), "{setup}: {left}");
+        }
+    }
+    for flags in ["--help >/dev/full", "--metrics=/dev/full", ">/dev/full"] {
+        let (code, stderr, _) = run_out_of_room("true", flags);
+        assert_eq!(code, Some(1), "{flags}: {stderr}");
+        assert!(stderr.contains("No space left on device"), "{flags}: {stderr}");
+    }
+    let (code, _, stderr) = run(&["--trace=/dev/full"]);
+    assert_eq!(code, Some(2), "{stderr}");
+}
