@@ -264,7 +264,7 @@ mod tests {
             "max_steps = 1\nmax_seconds = 1\nsave_dir = \"a\"\nsave_every = 1\nweight_decay = 0.1\n\
                           save_every_epochs = 1\nresume = \"auto\"\ninit_from = \"b\"\nmax_grad_norm = 1\n\
                           schedule = \"multi-step\"\nmilestones = [1]\nfault = \"error:rank=0,at=init\"\n\
-                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ncheck_replicas = 1\ntensorboard = \"c\"\nmetrics = \"d\"\nlog_every = 1\ntrace = \"d\"\nreport = \"d\"\n\
+                          patience = 3\nval_fraction = 0.1\nskip_nonfinite = 1\ncheck_replicas = 1\ntensorboard = \"c\"\nmetrics = \"d\"\nlog_every = 1\ntrace = \"e\"\nreport = \"f\"\n\
                           nnodes = 1\nnode_rank = 0\nmaster_addr = \"e\"\nmaster_port = 1",
         );
         let all = serde_json::to_value(all).unwrap();
