@@ -50,7 +50,9 @@ pub(super) fn suggest(mut error: Error, command: &Command, args: &[OsString]) ->
     let name = unknown.trim_start_matches('-');
     if let Some(option) = option_of_other_name(name, is_known) {
         let tip = StyledStr::from(format!("ddp-mp calls it '--{option}'"));
+        // Clap's own guess, and the usage that it shows for it.
         error.remove(ContextKind::SuggestedArg);
+        error.remove(ContextKind::Usage);
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
     }
     error
