@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::time::Duration;
 
 use ddp_mp::process_group::functional;
 use ddp_mp::{P2POp, ProcessGroup, ReduceOp, torch};
@@ -45,6 +46,7 @@ const CHECKS: &[(&str, Check)] = &checks![
     barrier,
     monitored_barrier,
     all_reduce,
+    all_reduce_weighted,
     reduce,
     broadcast,
     all_gather,
@@ -68,9 +70,24 @@ const CHECKS: &[(&str, Check)] = &checks![
     recv_object_list,
     async_op,
     wait,
+    wait_timeout,
     is_completed,
     new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    all_reduce_coalesced,
+    all_gather_into_tensor_coalesced,
+    reduce_scatter_tensor_coalesced,
     functional_all_reduce,
+    functional_broadcast,
+    functional_reduce,
+    functional_gather,
+    functional_scatter,
+    functional_all_gather,
+    functional_all_gather_into_tensor,
+    functional_reduce_scatter,
+    functional_all_to_all,
+    functional_all_to_all_single,
     enter_step,
     synchronize,
     traffic,
@@ -251,6 +268,20 @@ fn all_reduce(it: &Surface) {
         it.group.all_reduce(&mut tensor, op).unwrap();
         it.is(&tensor, &reduced(op, &it.of_all(6)));
     }
+}
+
+fn all_reduce_weighted(it: &Surface) {
+    // Their mean is 2, for every even number of ranks, so that all numbers are exact.
+    let weight = |rank: usize| if rank.is_multiple_of(2) { 1.0 } else { 3.0 };
+    let mut sum = it.mine(6, Kind::Float);
+    it.group.all_reduce_weighted(&mut sum, ReduceOp::Sum, Some(weight(it.me()))).unwrap();
+    let scaled = it.of_all(6).into_iter().enumerate().map(|(rank, values)| {
+        values.into_iter().map(|value| value * weight(rank) / 2.0).collect::<Vec<_>>()
+    });
+    it.is(&sum, &reduced(ReduceOp::Sum, &scaled.collect::<Vec<_>>()));
+    let mut plain = it.mine(6, Kind::Float);
+    it.group.all_reduce_weighted(&mut plain, ReduceOp::Sum, None).unwrap();
+    it.is(&plain, &reduced(ReduceOp::Sum, &it.of_all(6)));
 }
 
 fn reduce(it: &Surface) {
@@ -503,6 +534,73 @@ fn wait(it: &Surface) {
     });
 }
 
+fn wait_timeout(it: &Surface) {
+    let mut received = tensor(&[0.0; 2], Kind::Float);
+    let mut work = it.group.irecv(&mut received, Some(it.last()), 7).unwrap();
+    // Every rank is before the barrier, and sends after it.
+    it.equals(work.wait_timeout(Duration::ZERO).unwrap(), false);
+    it.group.barrier().unwrap();
+    it.group.send(&it.mine(2, Kind::Float), it.next(), 7).unwrap();
+    it.equals(work.wait_timeout(TIMEOUT).unwrap(), true);
+    work.wait().unwrap();
+    it.is(&received, &numbers(it.last(), 2));
+}
+
+fn new_subgroups(it: &Surface) {
+    let size = it.size() / 2;
+    let half = it.group.new_subgroups(size).unwrap();
+    let members: Vec<usize> = (0..it.size()).filter(|rank| rank / size == it.me() / size).collect();
+    it.equals(half.ranks().to_vec(), members.clone());
+    let mut tensor = it.mine(4, Kind::Float);
+    half.all_reduce(&mut tensor, ReduceOp::Sum).unwrap();
+    let of_members: Vec<_> = members.iter().map(|rank| numbers(*rank, 4)).collect();
+    it.is(&tensor, &reduced(ReduceOp::Sum, &of_members));
+}
+
+fn new_subgroups_by_enumeration(it: &Surface) {
+    // The first with the last, across the processes; the others, if there are any, are in none.
+    let members = [0, it.size() - 1];
+    let group = it.group.new_subgroups_by_enumeration(&[&members]).unwrap();
+    it.equals(group.is_some(), members.contains(&it.me()));
+    let Some(group) = group else { return };
+    let mut tensor = it.mine(4, Kind::Float);
+    group.all_reduce(&mut tensor, ReduceOp::Max).unwrap();
+    it.is(&tensor, &reduced(ReduceOp::Max, &members.map(|rank| numbers(rank, 4))));
+}
+
+// Several tensors in one collective.
+
+fn all_reduce_coalesced(it: &Surface) {
+    for (op, kind) in REDUCTIONS {
+        let mut tensors = [it.mine(6, kind).view([2, 3]), it.mine(5, kind), it.mine(1, kind)];
+        it.group.all_reduce_coalesced(&mut tensors, op).unwrap();
+        for (found, len) in tensors.iter().zip([6, 5, 1]) {
+            it.is(found, &reduced(op, &it.of_all(len)));
+        }
+    }
+}
+
+fn all_gather_into_tensor_coalesced(it: &Surface) {
+    let inputs = [it.mine(3, Kind::Int64), it.mine(4, Kind::Int64)];
+    let mut outputs = [3, 4].map(|len| tensor(&vec![0.0; len * it.size()], Kind::Int64));
+    it.group.all_gather_into_tensor_coalesced(&mut outputs, &inputs).unwrap();
+    for (found, len) in outputs.iter().zip([3, 4]) {
+        it.is(found, &it.of_all(len).concat());
+    }
+}
+
+fn reduce_scatter_tensor_coalesced(it: &Surface) {
+    for (op, kind) in REDUCTIONS {
+        let inputs = [2, 3].map(|len| it.mine(len * it.size(), kind));
+        let mut outputs = [2, 3].map(|len| tensor(&vec![0.0; len], kind));
+        it.group.reduce_scatter_tensor_coalesced(&mut outputs, &inputs, op).unwrap();
+        for (found, len) in outputs.iter().zip([2, 3]) {
+            let whole = reduced(op, &it.of_all(len * it.size()));
+            it.is(found, &whole[it.me() * len..][..len]);
+        }
+    }
+}
+
 fn is_completed(it: &Surface) {
     let mut received = tensor(&[0.0; 2], Kind::Float);
     let work = it.group.irecv(&mut received, Some(it.last()), 6).unwrap();
@@ -542,6 +640,145 @@ fn functional_all_reduce(it: &Surface) {
     torch::backward(&sum.square().sum(Kind::Float)).unwrap();
     let factor = 2.0 * it.size() as f64;
     it.is(&mine.grad(), &expected.iter().map(|sum| factor * sum).collect::<Vec<_>>());
+}
+
+// The other collectives that gradients flow through. Rank `r` multiplies its result number `j` with `weights(r, j)`, and its
+// loss is the sum of that; so these are the gradients of the results, and each operation is linear.
+
+const LEN: usize = 3;
+
+fn weights(rank: usize, result: usize) -> Vec<f64> {
+    numbers(rank + 3, LEN).iter().map(|it| it + 10.0 * result as f64).collect()
+}
+
+/// The sum of lists, element by element.
+fn sum(lists: impl Iterator<Item = Vec<f64>>) -> Vec<f64> {
+    reduced(ReduceOp::Sum, &lists.collect::<Vec<_>>())
+}
+
+impl Surface {
+    fn trained(&self, len: usize) -> Tensor {
+        self.mine(len, Kind::Float).set_requires_grad(true)
+    }
+
+    /// A list with a tensor for each rank, of one tensor that is trained: number `i` is `numbers(me) + i`.
+    fn trained_list(&self) -> (Tensor, Vec<Tensor>) {
+        let rows: Vec<f64> = (0..self.size()).flat_map(|index| row(self.me(), index)).collect();
+        let whole = tensor(&rows, Kind::Float).set_requires_grad(true);
+        let list = whole.split(LEN as i64, 0);
+        (whole, list)
+    }
+
+    /// Goes backward from this rank's loss, and compares the gradient of `mine` with its definition.
+    #[track_caller]
+    fn goes_back(&self, results: &[Tensor], mine: &Tensor, expected: &[f64]) {
+        let parts = results.iter().enumerate();
+        let parts = parts.map(|(index, it)| {
+            (it * tensor(&weights(self.me(), index), Kind::Float)).sum(Kind::Float)
+        });
+        torch::backward(&parts.sum::<Tensor>()).unwrap();
+        self.is(&mine.grad(), expected);
+    }
+
+    fn everyone(&self) -> std::ops::Range<usize> {
+        0..self.size()
+    }
+}
+
+fn row(rank: usize, index: usize) -> Vec<f64> {
+    numbers(rank, LEN).iter().map(|it| it + index as f64).collect()
+}
+
+fn functional_broadcast(it: &Surface) {
+    for root in it.everyone() {
+        let mine = it.trained(LEN);
+        let result = functional::broadcast(&mine, root, &it.group).unwrap();
+        it.is(&result.detach(), &numbers(root, LEN));
+        let all = sum(it.everyone().map(|rank| weights(rank, 0)));
+        it.goes_back(&[result], &mine, if it.me() == root { &all } else { &[0.0; LEN] });
+    }
+}
+
+fn functional_reduce(it: &Surface) {
+    for root in it.everyone() {
+        let mine = it.trained(LEN);
+        let result = functional::reduce(&mine, root, &it.group).unwrap();
+        let expected = match it.me() == root {
+            true => reduced(ReduceOp::Sum, &it.of_all(LEN)),
+            false => numbers(it.me(), LEN),
+        };
+        it.is(&result.detach(), &expected);
+        it.goes_back(&[result], &mine, &weights(root, 0));
+    }
+}
+
+fn functional_gather(it: &Surface) {
+    for root in it.everyone() {
+        let mine = it.trained(LEN);
+        let results = functional::gather(&mine, root, &it.group).unwrap();
+        for (rank, result) in results.iter().enumerate() {
+            let sent = numbers(rank, LEN);
+            it.is(&result.detach(), if it.me() == root { &sent } else { &[0.0; LEN] });
+        }
+        it.goes_back(&results, &mine, &weights(root, it.me()));
+    }
+}
+
+fn functional_scatter(it: &Surface) {
+    for root in it.everyone() {
+        let (whole, list) = it.trained_list();
+        let result = functional::scatter(&list, root, &it.group).unwrap();
+        it.is(&result.detach(), &row(root, it.me()));
+        let of_root: Vec<f64> = it.everyone().flat_map(|rank| weights(rank, 0)).collect();
+        let zeros = vec![0.0; of_root.len()];
+        it.goes_back(&[result], &whole, if it.me() == root { &of_root } else { &zeros });
+    }
+}
+
+fn functional_all_gather(it: &Surface) {
+    let mine = it.trained(LEN);
+    let results = functional::all_gather(&mine, &it.group).unwrap();
+    for (rank, result) in results.iter().enumerate() {
+        it.is(&result.detach(), &numbers(rank, LEN));
+    }
+    it.goes_back(&results, &mine, &sum(it.everyone().map(|rank| weights(rank, it.me()))));
+}
+
+fn functional_all_gather_into_tensor(it: &Surface) {
+    let mine = it.trained(LEN);
+    let result = functional::all_gather_into_tensor(&mine, &it.group).unwrap();
+    it.is(&result.detach(), &it.of_all(LEN).concat());
+    let results = result.split(LEN as i64, 0);
+    it.goes_back(&results, &mine, &sum(it.everyone().map(|rank| weights(rank, it.me()))));
+}
+
+fn functional_reduce_scatter(it: &Surface) {
+    let (whole, list) = it.trained_list();
+    let result = functional::reduce_scatter(&list, &it.group).unwrap();
+    it.is(&result.detach(), &sum(it.everyone().map(|rank| row(rank, it.me()))));
+    let expected: Vec<f64> = it.everyone().flat_map(|rank| weights(rank, 0)).collect();
+    it.goes_back(&[result], &whole, &expected);
+}
+
+fn functional_all_to_all(it: &Surface) {
+    let (whole, list) = it.trained_list();
+    let shapes = vec![&[LEN as i64][..]; it.size()];
+    let results = functional::all_to_all(&shapes, &list, &it.group).unwrap();
+    for (rank, result) in results.iter().enumerate() {
+        it.is(&result.detach(), &row(rank, it.me()));
+    }
+    let expected: Vec<f64> = it.everyone().flat_map(|rank| weights(rank, it.me())).collect();
+    it.goes_back(&results, &whole, &expected);
+}
+
+fn functional_all_to_all_single(it: &Surface) {
+    let (whole, _) = it.trained_list();
+    let result = functional::all_to_all_single(&whole, None, None, &it.group).unwrap();
+    let sent: Vec<f64> = it.everyone().flat_map(|rank| row(rank, it.me())).collect();
+    it.is(&result.detach(), &sent);
+    let results = result.split(LEN as i64, 0);
+    let expected: Vec<f64> = it.everyone().flat_map(|rank| weights(rank, it.me())).collect();
+    it.goes_back(&results, &whole, &expected);
 }
 
 fn enter_step(it: &Surface) {
@@ -619,7 +856,7 @@ fn every_method_does_the_same_with_threads_and_with_processes() {
 }
 
 /// The code between the braces that follow each line that `starts` takes, with that line.
-fn blocks<'a>(code: &'a str, starts: impl Fn(&str) -> bool) -> Vec<Vec<&'a str>> {
+fn blocks(code: &str, starts: impl Fn(&str) -> bool) -> Vec<Vec<&str>> {
     let mut found: Vec<Vec<&str>> = Vec::new();
     let mut inside = false;
     for line in code.lines() {
