@@ -10,13 +10,16 @@ use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, repository};
 
-/// One call: what each rank has afterwards, and the gradients of its inputs. Outputs that PyTorch leaves open are null.
+/// What a rank has afterwards, and the gradients of its inputs. Outputs that PyTorch leaves open are null.
+type OfRank = (Vec<Option<Vec<f64>>>, Vec<Vec<f64>>);
+
+/// One call.
 #[derive(Debug, Deserialize)]
 struct Row {
     operation: String,
     root: Option<usize>,
     world_size: usize,
-    ranks: Vec<(Vec<Option<Vec<f64>>>, Vec<Vec<f64>>)>,
+    ranks: Vec<OfRank>,
 }
 
 fn recorded() -> Vec<Row> {

@@ -51,13 +51,14 @@ pub(super) fn end(
         phases: group.phase_seconds(),
         parameters,
     };
+    // Rank 0 alone gets what all have to tell: on every rank it would take memory for each pair of ranks.
+    let of_ranks = group.gather_object(&mine, 0)?;
+    let replicas = of_ranks.as_ref().and_then(|it| replicas(it, job.config.check_replicas));
     // All ranks must know: each ends with an error if the replicas differ.
-    let of_ranks = group.all_gather_object(&mine)?;
-    let replicas = replicas(&of_ranks, job.config.check_replicas);
-    let equal = replicas.as_ref().is_none_or(|it| it.equal);
-    if group.rank() > 0 {
-        return Ok((None, equal));
-    }
+    let mut equal = vec![replicas.as_ref().is_none_or(|it| it.equal)];
+    group.broadcast_object_list(&mut equal, 0)?;
+    let equal = equal == [true];
+    let Some(of_ranks) = of_ranks else { return Ok((None, equal)) };
     let seconds = summary.elapsed.as_secs_f64();
     let statistics = trainer.ddp().statistics();
     let hidden = statistics.hidden;
