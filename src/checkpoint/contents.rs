@@ -8,15 +8,16 @@ use std::path::{Path, PathBuf};
 
 use super::folder::{LOCK, PROBE, UNFINISHED, name_of, step_of};
 use super::read::manifest;
-use super::{BEST, LATEST, MODEL, OPTIMIZER, TRAINER};
+use super::{BEST, COMM_HOOK, LATEST, MODEL, OPTIMIZER, TRAINER};
 use crate::error::{Error, Result};
 use crate::files::open_regular;
 
 /// The files of a checkpoint, and how this program begins each. The first 8 bytes of a safetensors file are the length of
 /// its header, which may be any.
-const FILES: [(&str, usize, &[u8]); 3] = [
+const FILES: [(&str, usize, &[u8]); 4] = [
     (MODEL, 8, br#"{"__metadata__":{"format":"pt"}"#),
     (OPTIMIZER, 8, br#"{"__metadata__":{"format":"pt"}"#),
+    (COMM_HOOK, 8, br#"{"__metadata__":{"format":"pt"}"#),
     (TRAINER, 0, b"{\n  \"format\": "),
 ];
 

@@ -253,7 +253,7 @@ impl CheckpointDir {
     pub(crate) fn uses(name: &OsStr) -> bool {
         let name = &*name.to_string_lossy();
         let pointer = name.strip_suffix(NEW).unwrap_or(name);
-        [LOCK, MODEL, OPTIMIZER, TRAINER].contains(&name)
+        [LOCK, MODEL, OPTIMIZER, COMM_HOOK, TRAINER].contains(&name)
             || [LATEST, BEST].contains(&pointer)
             || [UNFINISHED, "aside-"].iter().any(|begins| name.starts_with(begins))
             || step_of(Path::new(name)).is_some()

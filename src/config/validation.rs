@@ -151,6 +151,11 @@ impl Config {
             let problem = format!("{fraction} is no part; use a number from 0 to below 1");
             return refuse("val_fraction", problem);
         }
+        if self.max_restarts > MOST_RESTARTS {
+            let problem =
+                format!("{} is too large; use {MOST_RESTARTS} or less", self.max_restarts);
+            return refuse("max_restarts", problem);
+        }
         at_least("log_every", self.log_every.map_or(1, |every| every as i64), 1)?;
         at_least("val_every", self.val_every as i64, 1)?;
         if self.num_workers > MOST_WORKERS {
@@ -231,6 +236,9 @@ const MOST_PREFETCHED: u64 = 1024;
 
 /// The most samples of a batch, and the most batches of a step: their product fits into 63 bits.
 const MOST_IN_A_STEP: u64 = i32::MAX as u64;
+
+/// More restarts would be a mistake; a process reads the number from a variable, as 32 bits.
+const MOST_RESTARTS: usize = 1_000_000;
 
 /// The largest bucket, in MiB: 1 TiB.
 const LARGEST_BUCKET: f64 = (1 << 20) as f64;
