@@ -1,4 +1,4 @@
-//! What is in a folder where a run is to save: what this program wrote, and what it must not touch.
+//! The contents of a checkpoint folder: files that this program wrote, and files that it must not touch.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,7 +21,7 @@ const FILES: [(&str, usize, &[u8]); 4] = [
     (TRAINER, 0, b"{\n  \"format\": "),
 ];
 
-/// How the name of a file begins that is renamed to a pointer, and how it ends.
+/// The suffix of a file that is later renamed to a pointer.
 pub(super) const NEW: &str = ".new";
 
 /// The parts of a run's folder that this program wrote.
@@ -37,7 +37,7 @@ impl Contents {
     /// Looks at everything in `folder` whose name a run uses there; at nothing if there is no folder.
     ///
     /// # Errors
-    /// [`Error::Input`] that names what this program did not write. Nothing has been touched then.
+    /// [`Error::Input`] names the file that this program did not write. Nothing has been changed then.
     pub(super) fn of(folder: &Path) -> Result<Self> {
         let wrong = |path: &Path, error: io::Error| {
             let path = path.display();
@@ -128,9 +128,9 @@ impl Contents {
     }
 }
 
-/// Why a name cannot be used.
+/// The reason why a name cannot be used.
 enum Foreign {
-    /// What has it, and what is wrong with that, said after its path.
+    /// The path that has the name, and what is wrong with it, for the message.
     Is(PathBuf, String),
     Unreadable(io::Error),
 }

@@ -51,8 +51,8 @@ impl CheckpointDir {
     /// the newest `keep_last` and the best will be removed, each when a newer one is complete; one is always kept.
     ///
     /// # Errors
-    /// [`Error::Input`] when there are checkpoints already, another run saves there, nothing can be written, or something
-    /// that this program did not write has a name that it uses. Nothing in the folder has changed then.
+    /// [`Error::Input`] if there are checkpoints already, another run saves there, the folder is not writable,
+    /// or something that this program did not write has one of its names. Nothing in the folder has changed then.
     pub fn create(path: &Path, keep_last: usize) -> Result<Self> {
         Self::lock(path, keep_last, refuse_any_in)
     }

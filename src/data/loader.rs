@@ -29,7 +29,8 @@ impl Batch {
         self.len as usize
     }
 
-    /// Whether it holds none: where a loader is [in step](DataLoader::in_step) with those of ranks that have more.
+    /// Whether the batch has no samples. Happens if a loader is [in step](DataLoader::in_step) with those of ranks that
+    /// have more.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

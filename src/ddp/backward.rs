@@ -13,7 +13,7 @@ use crate::operation::Operation;
 use crate::sync::Place;
 use crate::torch;
 
-/// How a backward runs. Follows the arguments of `Tensor.backward`.
+/// Options of a backward. Follows the arguments of `Tensor.backward`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BackwardOptions {
     /// Keep the graph, so that another backward can go through it. That one averages as well; in PyTorch it does so
@@ -95,8 +95,8 @@ mod sealed {
 /// ```
 ///
 /// # Errors
-/// Those of [`DistributedDataParallel::backward`]; [`Error::Input`] without a model; [`Error::Unsupported`] with
-/// several of which one is within [`join`](DistributedDataParallel::join).
+/// Those of [`DistributedDataParallel::backward`]; [`Error::Input`] if there is no model;
+/// [`Error::Unsupported`] if there are several models and one is within [`join`](DistributedDataParallel::join).
 #[track_caller]
 pub fn backward(
     loss: &Tensor,
@@ -152,7 +152,7 @@ fn run_all(
         reducer.begin(averages, overlaps, turn, place)?;
     }
     let backward = torch::run_backward(loss, options.retain_graph);
-    // What went wrong in a hook comes first: it is why backward was of no use, if it was.
+    // An error of a hook comes first: it is the cause if backward failed too.
     all().try_for_each(Reducer::end_of_autograd)?;
     backward?;
     all().try_for_each(Reducer::settle)?;

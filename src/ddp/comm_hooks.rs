@@ -46,7 +46,7 @@ pub trait CommHook {
         false
     }
 
-    /// Whether it has a [`reduce_weighted`](Self::reduce_weighted) of its own, which
+    /// Whether the hook implements [`reduce_weighted`](Self::reduce_weighted), which
     /// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) needs.
     fn weighs(&self) -> bool {
         false
@@ -58,7 +58,7 @@ pub trait CommHook {
     /// Those of the collectives; they end the run.
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()>;
 
-    /// What it keeps from one step to the next, for a checkpoint; `None` if it keeps nothing.
+    /// Returns the hook's state for a checkpoint; `None` if it has none.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -66,7 +66,7 @@ pub trait CommHook {
         Ok(None)
     }
 
-    /// Goes on from `state`, which a hook of the same options has given for a model of the same parameters.
+    /// Restores `state`, which a hook with the same options returned for a model with the same parameters.
     ///
     /// # Errors
     /// [`Error::Input`] when it does not fit.

@@ -9,8 +9,8 @@ use super::DistributedDataParallel;
 use super::reducer::Reducer;
 use crate::error::{Error, Result};
 
-/// What a communication hook keeps from one step to the next on one rank. Follows the `state_dict` of PyTorch's hook
-/// states.
+/// The state of a communication hook on one rank, kept from one step to the next. Follows the `state_dict` of PyTorch's
+/// hook states.
 #[derive(Debug, Default)]
 pub struct CommHookState {
     /// Numbers by name, the same on all ranks.
@@ -21,16 +21,16 @@ pub struct CommHookState {
     pub local: BTreeMap<String, Tensor>,
 }
 
-/// What [`SavedCommHook`] holds besides tensors.
+/// The contents of [`SavedCommHook`] other than tensors.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct CommHookRecord {
     /// The hook's name.
     pub name: String,
     /// [`CommHookState::counters`].
     pub counters: BTreeMap<String, u64>,
-    /// The names of the parameters in the order in which they lie in the buckets; empty before the first step.
+    /// The names of the parameters in bucket order; empty before the first step.
     pub order: Vec<String>,
-    /// How many ranks there were.
+    /// The number of ranks of the saved run.
     pub world_size: usize,
 }
 
@@ -46,8 +46,8 @@ pub struct SavedCommHook {
 const SHARED: &str = "shared/";
 
 impl SavedCommHook {
-    /// Returns the state for a rank of a run of `world_size` ranks. With another number of ranks than before each rank
-    /// has the mean of the tensors that the ranks had for themselves, so that their mean stays what it was.
+    /// Returns the state for a rank of a run of `world_size` ranks. If the number of ranks has changed, each rank gets
+    /// the mean of the per-rank tensors, so that their mean does not change.
     fn of(&self, rank: usize, world_size: usize) -> Result<CommHookState> {
         let mut state =
             CommHookState { counters: self.record.counters.clone(), ..CommHookState::default() };
@@ -91,8 +91,8 @@ impl SavedCommHook {
 }
 
 impl<M> DistributedDataParallel<M> {
-    /// Gathers the state of the communication hooks of all ranks on rank 0, for a checkpoint. `None` on the other ranks,
-    /// and where the hook keeps nothing. A collective.
+    /// Gathers the state of the communication hooks of all ranks on rank 0, for a checkpoint. Returns `None` on the
+    /// other ranks, and if the hook has no state. A collective.
     ///
     /// # Errors
     /// [`Error::Torch`], and those of [`ProcessGroup::gather`](crate::ProcessGroup::gather).
@@ -124,12 +124,12 @@ impl<M> DistributedDataParallel<M> {
         Ok(Some(SavedCommHook { record, tensors }))
     }
 
-    /// Has the communication hook go on from `saved`, the state of an earlier run with the same hook and model, with
-    /// as many ranks or another number. `None` is that of a hook that keeps nothing. Every rank must call it, before
-    /// the first backward.
+    /// Restores the communication hook from `saved`, the state of an earlier run with the same hook and model; the
+    /// number of ranks may differ. `None` is the state of a hook without state. Every rank must call this before the
+    /// first backward.
     ///
     /// # Errors
-    /// [`Error::Input`] when the state is of another hook or model.
+    /// [`Error::Input`] if the state belongs to another hook or model.
     pub fn load_comm_hook_state(&mut self, saved: Option<&SavedCommHook>) -> Result<()> {
         let mine = self.reducer.comm_hook_state()?.map(|(name, _)| name);
         let theirs = saved.map(|saved| &saved.record.name[..]);
@@ -163,7 +163,7 @@ impl Reducer {
         Ok(hook.state()?.map(|kept| (hook.name(), kept)))
     }
 
-    /// Has the hook go on from `kept`, with buckets of the parameters in `order`.
+    /// Restores the hook from `kept`, with buckets of the parameters in `order`.
     fn load_comm_hook_state(&self, kept: CommHookState, order: &[String]) -> Result<()> {
         let mut state = self.state.borrow_mut();
         if !order.is_empty() {

@@ -100,7 +100,7 @@ impl<M> DistributedDataParallel<M> {
     }
 }
 
-/// What a rank within `join` tells the others.
+/// The state that a rank within `join` sends to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Inputs {
     /// It has run out.

@@ -89,7 +89,7 @@ impl Member {
         self.grad.f_detach_copy().map_err(Error::torch("copying a gradient"))
     }
 
-    /// Has a gradient of these values again.
+    /// Restores a gradient with these values.
     pub(super) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
         let copied = tch::no_grad(|| self.grad.shallow_clone().f_copy_(values));
         copied.map_err(Error::torch("copying a gradient"))
@@ -150,8 +150,8 @@ impl Layout {
         })
     }
 
-    /// Has all gradients at their places when backward is through: zeros where there are none. Before they are
-    /// averaged these are gradients too, as another rank may have one.
+    /// Puts all gradients at their places after backward, and zeros where there are none. Until they are averaged the
+    /// zeros count as gradients too, because another rank may have one.
     pub(super) fn settle(&self, are_averaged: bool) -> Result<()> {
         self.set_gradients(Gradients::Local);
         self.members.iter().try_for_each(|member| {

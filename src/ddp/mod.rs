@@ -69,7 +69,7 @@ pub struct DdpOptions {
     /// that averages. (PyTorch does it before the next forward, which comes to the same, but for the end.) Not
     /// within [`join`](DistributedDataParallel::join), which copies them at its end.
     pub broadcast_buffers: bool,
-    /// The cap of each bucket in turn, in MiB; the last one is that of all further buckets. It replaces
+    /// The cap of each bucket in order, in MiB; the last one applies to all further buckets. It replaces
     /// `bucket_cap_mb` and `first_bucket_mb` unless it is empty. PyTorch's `bucket_cap_mb_list`.
     pub bucket_cap_mb_list: Vec<f64>,
     /// Allow that the loss does not depend on some parameters: they contribute zeros. A parameter that no rank has
@@ -86,14 +86,14 @@ pub struct DdpOptions {
     /// Reduce buckets while backward goes on; if not said, where that pays (with `nccl`) and all ranks are sure to
     /// use the same parameters. Apex called the opposite `delay_allreduce`. The same on all ranks.
     pub overlap: Option<bool>,
-    /// The names of parameters and buffers that are left alone: not compared, not copied, not averaged, not in
+    /// The names of parameters and buffers to ignore: they are not compared, copied or averaged, and are not in
     /// [`flat_buffers`](DistributedDataParallel::flat_buffers). Each rank keeps its own, and its own gradients. Follows
     /// `_set_params_and_buffers_to_ignore_for_model`.
     pub ignore: Vec<String>,
 }
 
 impl DdpOptions {
-    /// The caps of the buckets in turn, in bytes.
+    /// The caps of the buckets in order, in bytes.
     fn bucket_caps(&self) -> Vec<usize> {
         match &self.bucket_cap_mb_list[..] {
             [] => vec![mib(self.first_bucket_mb), mib(self.bucket_cap_mb)],
@@ -170,7 +170,7 @@ impl Drop for NoSync {
     }
 }
 
-/// A model that is trained on all ranks at once. Each rank has a replica; the gradients are averaged.
+/// A model that all ranks train together. Each rank has a replica; the gradients are averaged.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -386,8 +386,8 @@ impl<M> DistributedDataParallel<M> {
         Ok(xxh3_64(&each.flat_map(|(_, hash)| hash.to_le_bytes()).collect::<Vec<_>>()))
     }
 
-    /// Returns the names of all parameters, and of buffers if wanted, with 64 bits over the values of each, which must
-    /// be there.
+    /// Returns the names of all parameters, and of buffers if wanted, with a 64-bit hash of the values of each, which
+    /// must be defined.
     pub(crate) fn tensor_hashes(&self, buffers: bool) -> Result<Vec<(String, u64)>> {
         parameters::hash_each(&self.tensors, buffers)
     }

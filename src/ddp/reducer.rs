@@ -52,7 +52,7 @@ pub struct Reducer {
 pub(super) struct State {
     pub group: Rc<ProcessGroup>,
     pub layout: Layout,
-    /// How much this rank counts in this step, if ranks count by their samples.
+    /// The weight of this rank in this step, if ranks are weighted by their samples.
     pub weight: Option<Weight>,
     /// The order in which the gradients became ready in the first iteration; kept until buckets follow it.
     pub ready_order: Option<Vec<usize>>,

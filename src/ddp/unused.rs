@@ -36,8 +36,9 @@ impl State {
         Ok(())
     }
 
-    /// Has every parameter keep the gradient of an earlier backward if no rank has used it in this one, and none if no
-    /// rank has used it since `zero_grad`. After the buckets, which some ranks have reduced by now and others not.
+    /// Restores the gradient of an earlier backward for each parameter that no rank has used in this one; removes the
+    /// gradient if no rank has used the parameter since `zero_grad`. Runs after the buckets, which some ranks may have
+    /// reduced already.
     pub(super) fn settle_unused(&mut self, options: &DdpOptions) -> Result<()> {
         let agrees = self.agrees(options);
         if agrees {

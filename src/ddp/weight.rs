@@ -1,4 +1,4 @@
-//! Gradients that count by the number of samples that they stand for.
+//! Gradients weighted by the number of samples behind them.
 
 use std::panic::Location;
 
@@ -12,7 +12,7 @@ use crate::optim::Gradients;
 use crate::process_group::check_weight;
 use crate::sync::Place;
 
-/// How many samples the gradients of this rank stand for.
+/// The number of samples behind the gradients of this rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Weight {
     /// Those of all batches since the last backward that averaged.
@@ -116,17 +116,16 @@ impl<M> DistributedDataParallel<M> {
     /// ranks, where [`backward`](Self::backward) averages over the ranks. A collective, that all ranks must call.
     ///
     /// With batches of different size the mean of the ranks' means is not the mean over all samples: a sample in a
-    /// small batch counts more than one in a large batch. Here each rank's gradient counts by its samples, so that N
-    /// ranks come to what one rank comes to on all their samples, but for rounding. With equal numbers of samples the
-    /// gradients are those of `backward`, to the bit. PyTorch has no such method.
+    /// small batch counts more than one in a large batch. Here each rank's gradient is weighted by its number of
+    /// samples, so that N ranks give the result of one rank on all samples, up to rounding. With equal numbers of
+    /// samples the gradients are those of `backward`, to the bit. PyTorch has no such method.
     ///
     /// Within [`no_sync`](Self::no_sync) the samples add up over the batches, which also may differ in size; every
-    /// batch's `loss` is its own mean, and is not divided by the number of batches. What a plain `backward` adds within
-    /// `no_sync` counts as part of the next batch that has samples.
+    /// batch's `loss` is its own mean, and is not divided by the number of batches. Gradients that a plain `backward`
+    /// adds within `no_sync` count as part of the next batch that has samples.
     ///
-    /// A rank without samples passes 0, and counts for nothing, whatever its gradients are. Within
-    /// [`join`](Self::join) a rank that has run out has 0 samples, whatever
-    /// [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
+    /// A rank without samples passes 0; its gradients are ignored. Within [`join`](Self::join) a rank that has run out
+    /// has 0 samples, whatever [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
     ///
     /// # Errors
     /// Those of [`backward`](Self::backward). [`Error::Input`] if `samples` is negative or not finite, if all ranks

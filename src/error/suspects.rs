@@ -4,7 +4,7 @@ use crate::operation::At;
 
 /// The ranks that may be wrong where ranks differ.
 ///
-/// A majority of more than half of the ranks is taken to be right. Between two ranks nothing tells which is wrong.
+/// If more than half of the ranks agree, they are assumed to be right. With two ranks it is unknown which is wrong.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Suspects {
     /// The ranks outside of the majority; all ranks, if there is no majority. Ascending.
@@ -89,14 +89,14 @@ pub(crate) fn runs(numbers: &[usize]) -> String {
     runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// The ranks that an error blames.
+/// The ranks that an error names as the cause.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blame {
     /// The rank to look at first.
     pub rank: usize,
     /// All ranks that may be the wrong one, if nothing tells which; else empty.
     pub tied: Vec<usize>,
-    /// What the rank was doing, if that is not what it does now.
+    /// The operation that the rank was in, if it has moved on since.
     pub at: Option<At>,
 }
 

@@ -12,7 +12,7 @@ use rustix::fs::fstat;
 
 use super::{refuse_special, wait_for};
 
-/// How long the reader of a pipe may take nothing.
+/// How long the reader of a pipe may accept no data.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Collects what is written to it, and hands it to the system in one piece at each flush.

@@ -1,4 +1,4 @@
-//! Where a path leads: two paths may name one file, also one that is not there yet.
+//! Identity of paths: two paths may name one file, even one that does not exist yet.
 
 use std::ffi::OsString;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Reading files that may be anything: a pipe that nobody writes to, a device without an end.
+//! Reading paths that may be anything: a pipe without a writer, or a device without an end.
 
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Error, Read};

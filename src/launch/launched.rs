@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::torch::cuda::Cuda;
 use crate::torch::limits::not_started;
 
-/// How a process joins its launch. The default is that of [`Spawn::from_env`], which tells nobody anything.
+/// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.
 pub struct Joining<'a> {
     /// The backend that the user asks for.
     pub backend: BackendChoice,
@@ -29,7 +29,7 @@ pub struct Joining<'a> {
     pub shared_options: Vec<(String, String)>,
     /// Whether the processes compare their clocks, for traces on one clock. The same in all processes.
     pub compare_clocks: bool,
-    /// Receives what the user should know while this process waits for others.
+    /// Receives notes for the user while this process waits for others.
     pub note: &'a (dyn Fn(&str) + Sync),
 }
 
@@ -73,7 +73,7 @@ pub struct Launched {
 }
 
 impl Launch {
-    /// Finds out from the environment and `options` how this process was started.
+    /// Detects from the environment and `options` how this process was started.
     ///
     /// # Errors
     /// As [`detect`].
@@ -119,7 +119,7 @@ impl Launch {
         Ok(launched)
     }
 
-    /// Leaves `error` where the launcher looks for the reason of a failure, if it does, as torchrun.
+    /// Writes `error` to the launcher's error file, if the launcher reads one, as torchrun does.
     ///
     /// # Errors
     /// When the file cannot be written; the text names it.
@@ -156,7 +156,7 @@ impl Launched {
         self.launch.kind == LaunchKind::Spawned
     }
 
-    /// Returns what the user should know of the ranks, a line each; the process of rank 0 shows it.
+    /// Returns notes for the user about the ranks, one per line; the process of rank 0 prints them.
     pub fn notes(&self) -> Vec<String> {
         let world = self.world.as_ref().filter(|_| !self.is_spawned());
         let of_all = world.map(|world| {
@@ -165,8 +165,8 @@ impl Launched {
         self.placement.note.iter().cloned().chain(of_all).collect()
     }
 
-    /// Does `work`, which is this process's alone, before its ranks begin. If that fails, the other processes are told
-    /// why; those of `--spawn=processes` hear it from the process that has started this one.
+    /// Runs `work` for this process, before its ranks start. If that fails, the other processes get the reason; those
+    /// of `--spawn=processes` get it from their parent process.
     ///
     /// # Errors
     /// Those of `work`.
@@ -183,7 +183,7 @@ impl Launched {
     }
 }
 
-/// Does `meet`, and says which processes it waits for if that takes long.
+/// Calls `meet`, and notes which processes it waits for if that takes long.
 ///
 /// # Errors
 /// Those of `meet`, and [`Error::Input`] when no thread can be started.

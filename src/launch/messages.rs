@@ -91,8 +91,8 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of the machine of process `mine`, where no launcher tells it: machines count in the order of their
-/// first processes. Several processes of one host that count their ranks from 0 each stand for a machine each.
+/// Returns the number of the machine of process `mine`, where no launcher tells it: machines count in the order of
+/// their first processes. If several processes of one host each count their ranks from 0, each counts as a machine.
 pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
     let host = &processes[mine].host;
     let firsts = || processes.iter().enumerate().filter(|(_, process)| process.first_local == 0);

@@ -246,8 +246,8 @@ impl Start<'_> {
         command.spawn()
     }
 
-    /// Until all have ended: passes signals on, and ends who does not come back after a failure. Returns whether a signal
-    /// has asked the run to stop.
+    /// Waits until all processes have ended. Forwards signals, and kills processes that do not exit after a failure.
+    /// Returns whether a signal has asked the run to stop.
     fn wait(&self, all: &mut Processes, store: &TcpStore, signals: &Receiver<i32>) -> bool {
         let mut stops = false;
         let mut last_words = [SIGTERM, SIGKILL].into_iter();

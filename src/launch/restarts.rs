@@ -1,4 +1,5 @@
-//! `--max-restarts`: what the process that restarts the ranks, and each start of them, leave for each other in its store.
+//! `--max-restarts`: the messages between the parent process, which restarts the ranks, and each start, through the
+//! store of the parent.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use super::{Launch, Master};
 use crate::error::Result;
 use crate::torch::TcpStore;
 
-/// What the parent process tells each start after the first.
+/// The message of the parent process to each start after the first.
 const RESTARTS: &str = "restarts";
 
 /// Set once a start has opened its checkpoint folder.
@@ -24,7 +25,7 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 pub(crate) struct Restarts {
     /// Why each restart was needed, the first one first.
     pub reasons: Vec<String>,
-    /// How long the run has taken until the last restart.
+    /// The time from the start of the run to the last restart.
     pub elapsed: Duration,
     /// Whether an earlier start has opened the checkpoint folder: the newest checkpoint there is this run's then.
     pub saves: bool,
@@ -45,7 +46,7 @@ impl Restarts {
         }
     }
 
-    /// Tells the parent process, if it restarts this one, that the checkpoint folder is this run's from now on.
+    /// Reports to the parent process, if it restarts this one, that the checkpoint folder now belongs to this run.
     ///
     /// # Errors
     /// As [`Restarts::before`].

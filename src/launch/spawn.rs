@@ -22,8 +22,7 @@ use crate::torch;
 /// A wait that nobody sees the end of; longer ones cannot be added to a point in time.
 const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
-/// Runs `f` on `world_size` CPU ranks and returns what each has returned, in the order of the ranks: [`Spawn`] with
-/// its defaults.
+/// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -60,7 +59,7 @@ where
 ///
 /// * [`spawn`] returns the error and leaves the thread behind. That is why what it uses must be `'static`: the thread may
 ///   still use it.
-/// * `spawn_scoped` cannot return while a thread may still use what it borrows, and to wait would be to wait for ever. So
+/// * `spawn_scoped` cannot return while a thread may still use what it borrows, and waiting might never end. So
 ///   the failure is written to stderr and the process ends with exit code 1, without running destructors. PyTorch kills
 ///   the process of such a rank.
 ///
@@ -302,8 +301,8 @@ impl Spawn {
         self
     }
 
-    /// Starts the ranks, runs `f` on each, and returns when all have ended: what `f` has returned on each rank of this
-    /// process, in the order of the ranks.
+    /// Starts the ranks, runs `f` on each, and waits until all have ended. Returns the results of `f` from the ranks of
+    /// this process, in rank order.
     ///
     /// # Errors
     /// The first failure of a rank, and which ranks did not come back; see [`Spawn`].

@@ -1,6 +1,6 @@
 //! A file that is written as a whole, or not at all, and over nothing but an older one of its kind.
 //!
-//! Its last bytes are a fingerprint of all others: a file that somebody has changed is not written over.
+//! Its last bytes are a fingerprint of all others: a file that has changed since is not overwritten.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, BufWriter, Error, Read, Seek, SeekFrom, Write};
@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::files::open_regular;
 
-/// By what files of one kind are recognized.
+/// The marks by which files of one kind are recognized.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Marks {
     /// Their first bytes.
@@ -81,7 +81,7 @@ impl Output {
         &self.path
     }
 
-    /// Has `write` write it, but for its fingerprint.
+    /// Writes the file with `write`, then appends its fingerprint.
     ///
     /// # Errors
     /// When it cannot be written; then what was there still is.

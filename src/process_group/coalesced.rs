@@ -1,7 +1,7 @@
-//! Several tensors in one collective: one meeting of the ranks for all of them instead of one for each.
+//! Several tensors in one collective: the ranks synchronize once for all of them instead of once for each.
 //!
-//! The tensors travel as one: a copy there and one back, which pays where tensors are small. Every element has the same
-//! bits as with a call for each tensor.
+//! The tensors are copied into one and back, which is faster for small tensors. Every element has the same bits as with
+//! one call per tensor.
 
 use tch::Tensor;
 

@@ -1,4 +1,4 @@
-//! How much each rank counts in a sum: its weight beside the mean weight of all ranks.
+//! The weight of each rank in a sum: its own weight relative to the mean weight of all ranks.
 
 use tch::{Kind, Tensor};
 

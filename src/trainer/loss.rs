@@ -5,7 +5,7 @@ use tch::{Reduction, Tensor};
 
 use crate::error::{Error, Result};
 
-/// What is to become small: `--loss`.
+/// The loss function: `--loss`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Loss {

@@ -1,4 +1,4 @@
-//! What happens while the ranks run: their threads are started, watched and joined, and the first failure is kept.
+//! The supervisor of the ranks: it starts, watches and joins their threads, and keeps the first failure.
 
 use std::io;
 use std::mem;
@@ -231,7 +231,7 @@ impl Spawn {
     }
 }
 
-/// How often somebody looks for stalls, at most and at least.
+/// The shortest and the longest interval between checks for stalls.
 const LOOK: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 
 /// A rank's thread, as the one that has started it sees it.

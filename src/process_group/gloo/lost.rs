@@ -1,4 +1,4 @@
-//! Why a rank waits in vain for those of other processes: who is to blame, as far as that can be found out.
+//! Errors of a rank that waits in vain for ranks of other processes: finds the rank at fault, as far as possible.
 
 use std::time::Duration;
 

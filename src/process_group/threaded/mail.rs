@@ -67,7 +67,7 @@ pub(crate) trait Incoming: fmt::Debug + Send {
     /// Fills `into`, now or when the bytes have come, and completes `delivery` then.
     fn accept(self: Box<Self>, into: Tensor, delivery: Arc<Delivery>);
 
-    /// Has the sender learn that `expected` is expected instead.
+    /// Reports to the sender that the receiver expects `expected` instead.
     fn refuse(self: Box<Self>, expected: &str);
 }
 

@@ -1,4 +1,5 @@
-//! How two processes come to one connection for messages: each listens, and leaves address and token in the store.
+//! Setup of the one connection between two processes for messages: each listens, and writes its address and a token to
+//! the store.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -12,7 +13,7 @@ use super::{Messages, Post};
 use crate::error::{Error, Result};
 use crate::torch::TcpStore;
 
-/// How long whoever connects may take to greet.
+/// How long a new connection may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(10);
 
 /// Where the other processes connect to this one.
@@ -20,7 +21,8 @@ const GREETING: Duration = Duration::from_secs(10);
 pub(in super::super) struct Door {
     pub listener: TcpListener,
     pub address: SocketAddr,
-    /// What they show. No secret: whoever reaches the store can read it; but nobody else comes in by mistake.
+    /// The token that they present. Not a secret, because anyone who reaches the store can read it; it only prevents
+    /// accidental connections.
     pub token: u64,
 }
 
