@@ -417,7 +417,7 @@ fn a_rank_without_samples_in_the_last_step_makes_it_all_the_same() {
             "--powersgd-start=1",
         ],
         &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--skip-nonfinite=1"],
-        &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--no-overlap", "--explain"],
+        &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--no-overlap"],
     ] {
         let end = end(&[args, &["--exact-mean", "--max-epochs=2"]].concat());
         assert!(end["loss"].as_f64().unwrap() > 0.0, "{end}");
@@ -426,6 +426,13 @@ fn a_rank_without_samples_in_the_last_step_makes_it_all_the_same() {
     assert_eq!(code, Some(2), "{stderr}");
     assert!(
         stderr.contains("--exact-mean: needs --strategy ddp: with dp rank 0 gives"),
+        "{stderr}"
+    );
+    // It would show the arithmetic of equal weights.
+    let (code, _, stderr) = run(&["--nproc-per-node=2", "--exact-mean", "--explain"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(
+        stderr.contains("--explain: shows a mean in which every rank counts alike"),
         "{stderr}"
     );
 }

@@ -220,3 +220,17 @@ fn a_step_is_measured() {
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!((rows.len(), &rows[0]["world_size"]), (1, &2.into()));
 }
+
+/// The processes read the file for themselves: from a pipe they would get nothing, and train with the defaults.
+#[test]
+fn a_configuration_that_can_be_read_once_only_is_refused() {
+    for starts in ["--spawn=processes", "--max-restarts=1"] {
+        let (code, stdout, stderr) = run(&["--config=/dev/stdin", "--nproc-per-node=2", starts]);
+        assert_eq!(code, Some(2), "{stderr}");
+        assert!(stdout.is_empty(), "{stdout}");
+        assert!(
+            stderr.contains("--config: /dev/stdin is not a file that can be read again"),
+            "{stderr}"
+        );
+    }
+}

@@ -31,7 +31,9 @@ fn name(file: &Path) -> String {
 /// The code of a file, without comments and tests.
 fn code(file: &Path) -> String {
     let text = fs::read_to_string(file).unwrap();
-    let code = text.split("#[cfg(test)]").next().unwrap();
+    let code = ["#[cfg(test)]", "#[cfg(all(test"]
+        .iter()
+        .fold(&*text, |code, tests| code.split(tests).next().unwrap());
     let lines = code.lines().filter(|line| !line.trim_start().starts_with("//"));
     lines.collect::<Vec<_>>().join("\n")
 }

@@ -8,6 +8,7 @@ use crate::checkpoint::CheckpointDir;
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 use crate::files::Place;
+use crate::launch::SpawnChoice;
 use crate::observe::trace_path;
 
 /// What a run does with a path.
@@ -50,6 +51,20 @@ impl Config {
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
         checked.map_err(|it| Error::Input(format!("{}: {}", flag_name(it.key), it.problem)))
+    }
+
+    /// Refuses a `--config` that cannot be read again, where this process starts others: each reads it for itself.
+    pub(super) fn check_read_again(&self, file: &Path) -> Result<()> {
+        let starts_others = self.spawn == SpawnChoice::Processes || self.max_restarts > 0;
+        let is_of_this_process = ["/dev/", "/proc/"].iter().any(|it| file.starts_with(it));
+        if !starts_others || (file.is_file() && !is_of_this_process) {
+            return Ok(());
+        }
+        Err(Error::Input(format!(
+            "--config: {} is not a file that can be read again, and the processes that --spawn=processes and \
+             --max-restarts start read it again; save it as a file",
+            file.display()
+        )))
     }
 
     /// All paths, the inputs first.

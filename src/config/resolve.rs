@@ -41,6 +41,9 @@ impl Config {
         let set = |key: &str| origin.flags.get(key).is_some_and(|it| defaults.get(key) != Some(it));
         config.check_idle_flags(set).map_err(named)?;
         config.check_files(file, 1).map_err(named)?;
+        if let Some(file) = file {
+            config.check_read_again(file)?;
+        }
         Ok(config)
     }
 }

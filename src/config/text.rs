@@ -49,9 +49,13 @@ pub(super) mod duration {
         parse(&TextOrNumber::deserialize(from)?.to_string()).map_err(D::Error::custom)
     }
 
+    /// A hundred years. Nobody sees the end of a longer wait, and it cannot be added to a point in time.
+    const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+
     pub(in crate::config) fn parse(text: &str) -> Result<Duration, Error> {
         let with_unit = if text.parse::<u64>().is_ok() { &format!("{text}s") } else { text };
-        humantime::parse_duration(with_unit).map_err(|_| {
+        let parsed = humantime::parse_duration(with_unit);
+        parsed.map(|it| it.min(LONGEST)).map_err(|_| {
             Error::Input(format!("{text:?} is no duration; write for example 500ms, 30s or 10m, or 30 for as many seconds"))
         })
     }

@@ -173,7 +173,8 @@ impl Reducer {
         let mut state = self.state.borrow_mut();
         if let Some(known) = &state.comm_hook {
             return Err(Error::Input(format!(
-                "the communication hook `{}` cannot be registered: `{}` is registered already, and a model has one;                  wrap the model again to use another",
+                "the communication hook `{}` cannot be registered: `{}` is already registered, and a model has one; \
+                 wrap the model again to use another",
                 hook.name(),
                 known.name()
             )));

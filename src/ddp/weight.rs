@@ -28,6 +28,9 @@ impl Weight {
     /// Takes a batch of so many samples into account. Returns what its loss is multiplied by.
     fn add(&mut self, samples: f64) -> f64 {
         (self.samples, self.is_called) = (self.samples + samples, true);
+        if samples == 0.0 {
+            return 0.0; // it counts for nothing, also as the first
+        }
         if self.unit == 0.0 {
             self.unit = samples;
             return 1.0;
@@ -194,7 +197,7 @@ mod tests {
         let mut weight = Weight::default();
         assert_eq!(
             [weight.add(0.0), weight.add(4.0), weight.add(1.0), weight.add(0.0)],
-            [1.0, 1.0, 0.25, 0.0]
+            [0.0, 1.0, 0.25, 0.0]
         );
     }
 }

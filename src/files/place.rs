@@ -28,6 +28,11 @@ impl Place {
         Self { identity: identity(&path), path }
     }
 
+    /// Returns the path without links and `..`.
+    pub(crate) fn into_path(self) -> PathBuf {
+        self.path
+    }
+
     /// The regular file that `output` writes to: stdout or stderr of the process. `None` if it is not a regular file.
     pub(crate) fn of_output(output: impl AsFd) -> Option<Self> {
         let found = fstat(output).ok()?;

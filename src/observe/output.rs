@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::files::open_regular;
+use crate::files::{Place, open_regular};
 
 /// The marks by which files of one kind are recognized.
 #[derive(Debug, Clone, Copy)]
@@ -145,9 +145,9 @@ impl Output {
         Ok(last[before.len()..].starts_with(all.fingerprint().as_bytes()))
     }
 
-    /// Where it really is: through links, which stay.
+    /// Returns where it really is: through links, which stay, also if they lead to nothing yet.
     fn place(&self) -> PathBuf {
-        fs::canonicalize(&self.path).unwrap_or_else(|_| self.path.clone())
+        Place::of(&self.path).into_path()
     }
 
     /// A new file in the same folder, where it can take that one's place at once.

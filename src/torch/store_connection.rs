@@ -74,7 +74,7 @@ impl StoreConnection {
         let thread = thread::Builder::new().name("ddp-mp store".into());
         thread.spawn(work).map_err(|error| limits::not_started("its thread", &error))?;
         // It keeps to the timeout itself, unless what it has reached hangs.
-        let answer = answer(&opened, cancelled, timeout + SLICE);
+        let answer = answer(&opened, cancelled, timeout.saturating_add(SLICE));
         drop(waiting);
         let (server, local) = answer?;
         Ok(Self { requests: Some(requests), ended, server, local })

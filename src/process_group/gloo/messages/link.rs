@@ -251,6 +251,9 @@ impl Link {
     /// does not wait for.
     pub(super) fn look_at_deadlines(&self) {
         let run = &self.post.run;
+        if run.cancel.cancelled_by().is_some() {
+            return self.close("given up, because the run ends");
+        }
         let is_late = |sent: &&Sent| sent.is_pending && sent.began.elapsed() >= run.timeout;
         let late = self.state().sends.values().find(is_late).map(|sent| (sent.rank, sent.at));
         if let Some((rank, at)) = late {

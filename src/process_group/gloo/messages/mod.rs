@@ -132,8 +132,9 @@ impl Messages {
             Sent { tensor, source, destination, rank, at, began, delivery, is_pending: true },
             tag,
         );
-        self.listen()?;
-        link.start()?;
+        // If the link cannot start, nobody else would end what has just been sent.
+        let started = self.listen().and_then(|()| link.start());
+        started.inspect_err(|error| link.close(&error.to_string()))?;
         Ok(posted)
     }
 
