@@ -171,6 +171,8 @@ fn pipes_and_devices_are_read_and_written_or_refused_but_never_waited_for() {
     fs::create_dir_all(at("damaged/step-00000001")).unwrap();
     make_pipe(&at("damaged/step-00000001/trainer.json"));
     make_pipe(&at("latest"));
+    // A file that is larger than any disk, and takes no room.
+    fs::File::create(at("zeros.csv")).unwrap().set_len(1 << 40).unwrap();
     fs::create_dir(at("idx")).unwrap();
     for part in ["images-idx3", "labels-idx1"] {
         make_pipe(&at(&format!("idx/train-{part}-ubyte.gz")));
@@ -189,6 +191,11 @@ fn pipes_and_devices_are_read_and_written_or_refused_but_never_waited_for() {
         ("--resume=damaged", "trainer.json cannot be read: this is a pipe"),
         ("--resume=damaged/step-00000001", "trainer.json cannot be read: this is a pipe"),
         ("--dataset=csv:pipe", "pipe: this is a pipe"),
+        ("--dataset=csv:zeros.csv", "zeros.csv: there is a zero byte in it, so it is no text"),
+        (
+            "--config=/dev/null --spawn=processes",
+            "--config: /dev/null is not a file that can be read again",
+        ),
         ("--dataset=csv:/dev/zero", "/dev/zero: this is a device"),
         ("--dataset=npy:pipe,pipe", "pipe: this is a pipe"),
         ("--dataset=safetensors:/dev/random", "/dev/random: this is a device"),

@@ -1,6 +1,6 @@
 //! Tables of numbers as text.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
 use csv::{ByteRecord, ReaderBuilder, Terminator, Trim};
@@ -28,6 +28,19 @@ pub(super) fn read(path: &Path, kind: TargetKind) -> Result<(Array, Array)> {
 /// The first bytes of a gzip file.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 
+/// Passes on what is text. A file of zeros, which may be larger than any disk, would be one line without an end.
+struct Text<R>(R);
+
+impl<R: Read> Read for Text<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let read = self.0.read(bytes)?;
+        if bytes[..read].contains(&0) {
+            return Err(io::Error::other("there is a zero byte in it, so it is no text"));
+        }
+        Ok(read)
+    }
+}
+
 /// How the columns are to be read: the first line decides.
 struct Columns {
     /// As a header calls them; none without one.
@@ -40,7 +53,7 @@ struct Columns {
 pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Array, Array)> {
     let wrong = |problem: String| Error::Input(format!("{name}: {problem}"));
     // A carriage return is white space then, and trimmed. The last line ends too, so that each ends with its feed.
-    let text = text.chain(&b"\n"[..]);
+    let text = Text(text).chain(&b"\n"[..]);
     let mut builder = ReaderBuilder::new();
     builder.has_headers(false).flexible(true).trim(Trim::All).terminator(Terminator::Any(b'\n'));
     let mut lines = builder.from_reader(text);
