@@ -14,7 +14,7 @@ use crate::files::open_regular;
 
 /// The files of a checkpoint, and how this program begins each. The first 8 bytes of a safetensors file are the length of
 /// its header, which may be any.
-const FILES: [(&str, usize, &[u8]); 4] = [
+pub(super) const FILES: [(&str, usize, &[u8]); 4] = [
     (MODEL, 8, br#"{"__metadata__":{"format":"pt"}"#),
     (OPTIMIZER, 8, br#"{"__metadata__":{"format":"pt"}"#),
     (COMM_HOOK, 8, br#"{"__metadata__":{"format":"pt"}"#),

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::contents::{
-    Contents, LONGEST_POINTER, NEW, folder_of, is_checkpoint, may_point, remove_checkpoint,
+    Contents, FILES, LONGEST_POINTER, NEW, folder_of, is_checkpoint, may_point, remove_checkpoint,
 };
 use super::state::{FileMark, Manifest};
 use super::{BEST, COMM_HOOK, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
@@ -253,7 +253,8 @@ impl CheckpointDir {
     pub(crate) fn uses(name: &OsStr) -> bool {
         let name = &*name.to_string_lossy();
         let pointer = name.strip_suffix(NEW).unwrap_or(name);
-        [LOCK, MODEL, OPTIMIZER, COMM_HOOK, TRAINER].contains(&name)
+        name == LOCK
+            || FILES.iter().any(|(file, _, _)| *file == name)
             || [LATEST, BEST].contains(&pointer)
             || [UNFINISHED, "aside-"].iter().any(|begins| name.starts_with(begins))
             || step_of(Path::new(name)).is_some()

@@ -7,7 +7,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::Error;
-use crate::launch::{Fault, Nproc};
+use crate::launch::{Fault, LONGEST, Nproc};
 
 /// How many ranks: `auto`, `gpu`, `cpu`, or a plain number.
 pub(super) mod nproc {
@@ -48,9 +48,6 @@ pub(super) mod duration {
     ) -> Result<Duration, D::Error> {
         parse(&TextOrNumber::deserialize(from)?.to_string()).map_err(D::Error::custom)
     }
-
-    /// A hundred years. Nobody sees the end of a longer wait, and it cannot be added to a point in time.
-    const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
     pub(in crate::config) fn parse(text: &str) -> Result<Duration, Error> {
         let with_unit = if text.parse::<u64>().is_ok() { &format!("{text}s") } else { text };

@@ -20,7 +20,7 @@ use crate::sync::{Fault, History, Stop};
 use crate::torch;
 
 /// A wait that nobody sees the end of; longer ones cannot be added to a point in time.
-const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
 ///
