@@ -14,7 +14,11 @@ ifeq ($(LIBTORCH),)
 unexport LIBTORCH
 endif
 
-.PHONY: help run test model check install parity safetensors tensorboard report trace mutated mixed compare cluster-model test-launchers python libtorch cargo
+# Where libtorch's include/ and lib/ are.
+LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
+LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
+
+.PHONY: help run test model check install parity safetensors tensorboard report trace mutated mixed compare cluster-model simulated-gpus test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -88,6 +92,9 @@ compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorc
 cluster-model: cargo libtorch ## measure two hosts, as network namespaces, beside what bench step --model-cluster says
 	cargo build --release
 	python3 tests/peers/cluster_model.py $(PROGRAM)
+
+simulated-gpus: libtorch ## build the simulated GPUs (tests/simulated_gpus) into target/simulated_gpus
+	tests/simulated_gpus/build.sh "$(LIBTORCH_FOLDER)" $(or $(CARGO_TARGET_DIR),target)/simulated_gpus
 
 python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, safetensors, tensorboard, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python

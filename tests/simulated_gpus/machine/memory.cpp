@@ -1,0 +1,122 @@
+// The memory of the GPUs, as address space of the host, and pinned host memory.
+
+#include "memory.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include <sys/mman.h>
+
+namespace sim {
+
+// One range of addresses for all GPUs, so that one protection key covers it. Segments come back by size.
+struct Arena {
+  static constexpr size_t size = size_t{1} << 38;
+  char* next = nullptr;
+  int key = -1;
+  std::map<size_t, std::vector<char*>> free;
+  std::mutex mutex;
+
+  Arena() {
+    void* all = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (all == MAP_FAILED) abort();
+    next = static_cast<char*>(all);
+    if (setting("SIM_PROTECT", 1) == 0) return;
+    key = pkey_alloc(0, PKEY_DISABLE_ACCESS);
+    if (key >= 0 && pkey_mprotect(all, size, PROT_READ | PROT_WRITE, key) != 0) abort();
+  }
+};
+
+static Arena& arena() {
+  static auto* made = new Arena;
+  return *made;
+}
+
+char* take_segment(size_t size) {
+  std::lock_guard<std::mutex> lock(arena().mutex);
+  auto& same = arena().free[size];
+  if (!same.empty()) {
+    char* segment = same.back();
+    same.pop_back();
+    return segment;
+  }
+  char* segment = arena().next;
+  arena().next += size;
+  return segment;
+}
+
+void give_segment(char* segment, size_t size) {
+  std::lock_guard<std::mutex> lock(arena().mutex);
+  arena().free[size].push_back(segment);
+}
+
+static thread_local int accesses = 0;
+Access::Access() {
+  if (accesses++ == 0 && arena().key >= 0) pkey_set(arena().key, 0);
+}
+Access::~Access() {
+  if (--accesses == 0 && arena().key >= 0) pkey_set(arena().key, PKEY_DISABLE_ACCESS);
+}
+
+void poison(void* pointer, size_t size) {
+  static const bool is_on = setting("SIM_POISON", 1) != 0;
+  if (!is_on || size == 0) return;
+  Access access;
+  memset(pointer, 0xff, size);
+}
+
+// --- pinned memory ---
+//
+// As libtorch's CachingHostAllocator: sizes are powers of two, and blocks are kept for the next allocation of their
+// size. A copy that still reads a block keeps its tensor, so a block is free of copies when it comes back.
+
+static std::mutex pinned_mutex;
+static std::map<uintptr_t, size_t>& pinned() {
+  static auto* all = new std::map<uintptr_t, size_t>;
+  return *all;
+}
+static std::map<size_t, std::vector<void*>>& free_pinned() {
+  static auto* all = new std::map<size_t, std::vector<void*>>;
+  return *all;
+}
+
+void* allocate_pinned(size_t size) {
+  size_t rounded = 64;
+  while (rounded < size) rounded *= 2;
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  auto& same = free_pinned()[rounded];
+  void* pointer = nullptr;
+  if (!same.empty()) {
+    pointer = same.back();
+    same.pop_back();
+  } else {
+    count(current_device(), Counter::PinnedMallocs);
+    log_event(current_device(), "cudaHostAlloc", "", rounded);
+    if (posix_memalign(&pointer, 4096, rounded) != 0) return nullptr;
+  }
+  memset(pointer, 0xff, rounded);
+  pinned()[reinterpret_cast<uintptr_t>(pointer)] = rounded;
+  return pointer;
+}
+
+void release_pinned(void* pointer) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  auto found = pinned().find(reinterpret_cast<uintptr_t>(pointer));
+  if (found == pinned().end()) return;
+  free_pinned()[found->second].push_back(pointer);
+  pinned().erase(found);
+}
+
+bool is_pinned(const void* pointer) {
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  auto after = pinned().upper_bound(address);
+  if (after == pinned().begin()) return false;
+  auto& [begin, size] = *std::prev(after);
+  return address < begin + size;
+}
+
+}  // namespace sim

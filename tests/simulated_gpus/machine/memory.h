@@ -1,0 +1,12 @@
+// Address space for the caching allocator.
+#pragma once
+
+#include "machine.h"
+
+namespace sim {
+
+// Returns memory of the arena, as cudaMalloc does. `size` in bytes.
+char* take_segment(size_t size);
+void give_segment(char* segment, size_t size);
+
+}  // namespace sim

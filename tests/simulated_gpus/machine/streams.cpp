@@ -1,0 +1,256 @@
+// Streams and events.
+
+#include "machine.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace sim {
+
+using Clock = std::chrono::steady_clock;
+
+struct Stream {
+  int device;
+  int number;  // 0: the default stream of its device
+  long delay_us;
+  std::mutex mutex;
+  std::condition_variable changed;
+  struct Work {
+    const char* name;
+    std::function<void()> run;
+    bool is_delayed;
+  };
+  std::deque<Work> queue;
+  uint64_t launched = 0;
+  uint64_t completed = 0;
+  bool is_started = false;
+
+  // Where its random delays come from.
+  uint64_t lane() const { return static_cast<uint64_t>(physical_device(device)) << 32 | static_cast<uint32_t>(number); }
+};
+
+static std::mutex machine_mutex;
+static std::vector<std::vector<Stream*>>& streams() {
+  static auto* all = new std::vector<std::vector<Stream*>>(device_count());
+  return *all;
+}
+
+static Stream* make_stream(int device) {
+  std::lock_guard<std::mutex> lock(machine_mutex);
+  auto& of_device = streams().at(device);
+  auto* stream = new Stream{};
+  stream->device = device;
+  stream->number = static_cast<int>(of_device.size());
+  stream->delay_us = setting(stream->number == 0 ? "SIM_DELAY_MAIN_US" : "SIM_DELAY_SIDE_US", 0);
+  of_device.push_back(stream);
+  return stream;
+}
+
+Stream* default_stream(int device) {
+  static auto* once = new std::once_flag;
+  std::call_once(*once, [] {
+    for (int i = 0; i < device_count(); i++) make_stream(i);
+  });
+  std::lock_guard<std::mutex> lock(machine_mutex);
+  return streams().at(device)[0];
+}
+
+Stream* new_stream(int device) {
+  default_stream(device);  // takes number 0
+  return make_stream(device);
+}
+
+static std::vector<Stream*>& current_streams() {
+  static thread_local std::vector<Stream*> current(device_count(), nullptr);
+  return current;
+}
+
+Stream* current_stream(int device) {
+  Stream*& current = current_streams().at(device);
+  if (current == nullptr) current = default_stream(device);
+  return current;
+}
+
+Stream* exchange_stream(Stream* stream) {
+  Stream* before = current_stream(stream->device);
+  current_streams()[stream->device] = stream;
+  return before;
+}
+
+int device_of(const Stream* stream) { return stream->device; }
+
+// The thread of a stream.
+static void serve(Stream* stream) {
+  Access access;
+  for (uint64_t index = 0;;) {
+    Stream::Work work;
+    {
+      std::unique_lock<std::mutex> lock(stream->mutex);
+      stream->changed.wait(lock, [&] { return !stream->queue.empty(); });
+      work = std::move(stream->queue.front());
+      stream->queue.pop_front();
+    }
+    if (work.is_delayed) sleep_us(stream->delay_us + random_delay_us(stream->lane(), index++));
+    trace("GPU %d stream %d runs %s", stream->device, stream->number, work.name);
+    work.run();
+    work.run = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(stream->mutex);
+      stream->completed++;
+    }
+    stream->changed.notify_all();
+  }
+}
+
+static void push(Stream* stream, Stream::Work work) {
+  {
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    if (!stream->is_started) {
+      stream->is_started = true;
+      std::thread(serve, stream).detach();
+    }
+    stream->queue.push_back(std::move(work));
+    stream->launched++;
+  }
+  stream->changed.notify_all();
+}
+
+void launch(Stream* stream, const char* name, std::function<void()> work) {
+  count(stream->device, Counter::Launches);
+  push(stream, {name, std::move(work), true});
+}
+
+void enqueue(Stream* stream, const char* name, std::function<void()> work) {
+  push(stream, {name, std::move(work), false});
+}
+
+bool is_idle(Stream* stream) {
+  std::lock_guard<std::mutex> lock(stream->mutex);
+  return stream->launched == stream->completed;
+}
+
+static void drain(Stream* stream) {
+  std::unique_lock<std::mutex> lock(stream->mutex);
+  const uint64_t all = stream->launched;
+  stream->changed.wait(lock, [&] { return stream->completed >= all; });
+}
+
+static void report_wait(int device, const char* reason) {
+  trace("host waits for GPU %d: %s", device, reason);
+  count(device, Counter::HostWaits);
+  log_event(device, "host wait", reason);
+}
+
+void synchronize(Stream* stream, const char* reason) {
+  report_wait(stream->device, reason);
+  drain(stream);
+}
+
+void synchronize_device(int device, const char* reason) {
+  default_stream(device);
+  report_wait(device, reason);
+  std::vector<Stream*> all;
+  {
+    std::lock_guard<std::mutex> lock(machine_mutex);
+    all = streams().at(device);
+  }
+  for (auto* stream : all) drain(stream);
+}
+
+// --- events ---
+
+// One recording of an event.
+struct Mark {
+  std::mutex mutex;
+  std::condition_variable passed;
+  bool is_passed = false;
+  Clock::time_point at;       // when the stream reached it
+  Clock::time_point visible;  // when the host may see that
+};
+
+struct Event {
+  std::mutex mutex;
+  bool is_timed;
+  int device = 0;
+  std::shared_ptr<Mark> mark;  // null: never recorded
+};
+
+static void await(Mark& mark) {
+  std::unique_lock<std::mutex> lock(mark.mutex);
+  mark.passed.wait(lock, [&] { return mark.is_passed; });
+}
+
+static std::shared_ptr<Mark> mark_of(Event* event) {
+  std::lock_guard<std::mutex> lock(event->mutex);
+  return event->mark;
+}
+
+Event* new_event(bool is_timed) {
+  auto* event = new Event;
+  event->is_timed = is_timed;
+  return event;
+}
+
+void free_event(Event* event) { delete event; }
+
+void record(Event* event, Stream* stream) {
+  auto mark = std::make_shared<Mark>();
+  // Numbered by the host, so that the schedule follows from the seed.
+  uint64_t index;
+  {
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    index = stream->launched;
+  }
+  const auto lag = std::chrono::microseconds(random_delay_us(~stream->lane(), index));
+  push(stream, {"event", [mark, lag] {
+    {
+      std::lock_guard<std::mutex> lock(mark->mutex);
+      mark->at = Clock::now();
+      mark->visible = mark->at + lag;
+      mark->is_passed = true;
+    }
+    mark->passed.notify_all();
+  }, true});
+  std::lock_guard<std::mutex> lock(event->mutex);
+  event->mark = mark;
+  event->device = stream->device;
+}
+
+void wait(Stream* stream, Event* event) {
+  // As if the program had forgotten all its waits: no test of an order may pass.
+  static const bool is_ignored = setting("SIM_IGNORE_WAITS", 0) != 0;
+  if (is_ignored) return;
+  if (auto mark = mark_of(event)) push(stream, {"wait", [mark] { await(*mark); }, true});
+}
+
+bool is_done(Event* event) {
+  auto mark = mark_of(event);
+  if (mark == nullptr) return true;
+  std::lock_guard<std::mutex> lock(mark->mutex);
+  return mark->is_passed && Clock::now() >= mark->visible;
+}
+
+void synchronize(Event* event) {
+  auto mark = mark_of(event);
+  if (mark == nullptr) return;
+  report_wait(event->device, "an event");
+  await(*mark);
+  std::this_thread::sleep_until(mark->visible);
+}
+
+Elapsed elapsed_ms(Event* start, Event* end, double* milliseconds) {
+  if (!start->is_timed || !end->is_timed) return Elapsed::NotTimed;
+  auto from = mark_of(start), to = mark_of(end);
+  if (from == nullptr || to == nullptr) return Elapsed::NotTimed;
+  if (!is_done(start) || !is_done(end)) return Elapsed::NotDone;
+  *milliseconds = std::chrono::duration<double, std::milli>(to->at - from->at).count();
+  return Elapsed::Known;
+}
+
+}  // namespace sim

@@ -1,0 +1,40 @@
+// The state of a communicator, and how it ends.
+
+#include "communicator.h"
+
+namespace sim_nccl {
+
+static std::mutex error_mutex;
+
+void fail(Comm comm, Result result, const std::string& reason) {
+  std::lock_guard<std::mutex> lock(error_mutex);
+  if (comm->error != Success) return;
+  sim::trace("NCCL: rank %d fails: %s", comm->rank, reason.c_str());
+  comm->error_text = reason;
+  comm->error = result;
+}
+
+bool is_final(Comm comm) {
+  if (comm->outstanding > 0 || !comm->inbox->all_final(comm->rank)) return false;
+  for (auto& peer : comm->group.peers) {
+    if (peer != nullptr && !peer->is_flushed()) return false;
+  }
+  return true;
+}
+
+void begin_polls(Comm comm) {
+  static const long polls = sim::setting("SIM_NCCL_POLLS", 2);
+  if (!comm->is_blocking) comm->polls_left = static_cast<int>(polls);
+}
+
+Result poll(Comm comm) {
+  if (comm->error != Success) return static_cast<Result>(comm->error.load());
+  if (!comm->is_joined || (comm->is_finalized && !is_final(comm))) return InProgress;
+  if (comm->polls_left > 0) {
+    comm->polls_left--;
+    return InProgress;
+  }
+  return Success;
+}
+
+}  // namespace sim_nccl

@@ -1,0 +1,177 @@
+// TCP with waits that can be stopped.
+
+#include "socket.h"
+
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include "types.h"
+
+namespace sim_nccl {
+
+File::~File() {
+  if (descriptor >= 0) close(descriptor);
+}
+
+std::string Address::text() const {
+  char text[INET6_ADDRSTRLEN] = "?";
+  if (bytes.ss_family == AF_INET6) {
+    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6&>(bytes).sin6_addr, text, sizeof text);
+  } else {
+    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in&>(bytes).sin_addr, text, sizeof text);
+  }
+  return text;
+}
+
+static bool parse_address(const std::string& text, Address* address) {
+  auto& v4 = reinterpret_cast<sockaddr_in&>(address->bytes);
+  if (inet_pton(AF_INET, text.c_str(), &v4.sin_addr) == 1) {
+    v4.sin_family = AF_INET;
+    return true;
+  }
+  auto& v6 = reinterpret_cast<sockaddr_in6&>(address->bytes);
+  if (inet_pton(AF_INET6, text.c_str(), &v6.sin6_addr) != 1) return false;
+  v6.sin6_family = AF_INET6;
+  return true;
+}
+
+// NCCL_SOCKET_IFNAME is a list of prefixes; "=" in front makes them whole names, "^" excludes them.
+static bool is_wanted(const std::string& name, std::string list) {
+  const bool excludes = !list.empty() && list[0] == '^';
+  if (excludes) list.erase(0, 1);
+  const bool is_exact = !list.empty() && list[0] == '=';
+  if (is_exact) list.erase(0, 1);
+  bool is_listed = false;
+  for (size_t from = 0; from <= list.size();) {
+    const size_t to = std::min(list.find(',', from), list.size());
+    const auto word = list.substr(from, to - from);
+    is_listed |= !word.empty() && (is_exact ? name == word : name.rfind(word, 0) == 0);
+    from = to + 1;
+  }
+  return is_listed != excludes;
+}
+
+bool choose_address(Address* address, std::string* reason) {
+  const auto given = sim::text_setting("SIM_NCCL_ADDRESS");
+  if (!given.empty()) {
+    *reason = "SIM_NCCL_ADDRESS=" + given + " is no address";
+    return parse_address(given, address);
+  }
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) {
+    *reason = "getifaddrs: " + std::string(strerror(errno));
+    return false;
+  }
+  const auto list = sim::text_setting("NCCL_SOCKET_IFNAME");
+  // As NCCL: loopback and docker's bridge only where there is nothing else, or where they are named.
+  int best = 0;
+  for (auto* each = all; each != nullptr; each = each->ifa_next) {
+    if (each->ifa_addr == nullptr || (each->ifa_flags & IFF_UP) == 0) continue;
+    const int family = each->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) continue;
+    if (family == AF_INET6 &&
+        IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<sockaddr_in6*>(each->ifa_addr)->sin6_addr)) {
+      continue;
+    }
+    const std::string name = each->ifa_name;
+    if (!list.empty() && !is_wanted(name, list)) continue;
+    const int rank = (name == "lo" ? 1 : name.rfind("docker", 0) == 0 ? 2 : 3) * 2 + (family == AF_INET ? 1 : 0);
+    if (rank <= best) continue;
+    best = rank;
+    memcpy(&address->bytes, each->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+  }
+  freeifaddrs(all);
+  *reason = "Bootstrap : no socket interface found";
+  return best > 0;
+}
+
+static void set_options(int file) {
+  const int on = 1;
+  setsockopt(file, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+File listen_on(Address* address) {
+  File listener(socket(address->bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  auto* bytes = reinterpret_cast<sockaddr*>(&address->bytes);
+  socklen_t length = address->length();
+  if (!listener.is_open() || bind(listener, bytes, length) != 0 || listen(listener, 1024) != 0 ||
+      getsockname(listener, bytes, &length) != 0) {
+    return File();
+  }
+  return listener;
+}
+
+// Waits until `events` or an error; false when stopped.
+static bool await(int file, short events, const Stop& stop) {
+  while (!stop) {
+    pollfd wanted{file, events, 0};
+    if (poll(&wanted, 1, 20) > 0) return true;
+  }
+  return false;
+}
+
+File accept_from(const File& listener, const Stop& stop) {
+  while (await(listener, POLLIN, stop)) {
+    File file(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!file.is_open()) continue;
+    set_options(file);
+    return file;
+  }
+  return File();
+}
+
+File connect_to(const Address& address, const Stop& stop) {
+  File file(socket(address.bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!file.is_open()) return file;
+  set_options(file);
+  if (connect(file, reinterpret_cast<const sockaddr*>(&address.bytes), address.length()) == 0) return file;
+  if (errno != EINPROGRESS || !await(file, POLLOUT, stop)) return File();
+  int error = 0;
+  socklen_t length = sizeof error;
+  getsockopt(file, SOL_SOCKET, SO_ERROR, &error, &length);
+  return error == 0 ? std::move(file) : File();
+}
+
+bool send_all(int file, const void* data, size_t size, const Stop& stop) {
+  auto* next = static_cast<const char*>(data);
+  while (size > 0) {
+    if (stop) return false;
+    const ssize_t sent = send(file, next, size, MSG_NOSIGNAL);
+    if (sent > 0) {
+      next += sent;
+      size -= static_cast<size_t>(sent);
+    } else if (sent < 0 && (errno == EAGAIN || errno == EINTR)) {
+      if (!await(file, POLLOUT, stop)) return false;
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool receive_all(int file, void* data, size_t size, const Stop& stop) {
+  auto* next = static_cast<char*>(data);
+  while (size > 0) {
+    if (stop) return false;
+    const ssize_t received = recv(file, next, size, 0);
+    if (received > 0) {
+      next += received;
+      size -= static_cast<size_t>(received);
+    } else if (received < 0 && (errno == EAGAIN || errno == EINTR)) {
+      if (!await(file, POLLIN, stop)) return false;
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace sim_nccl

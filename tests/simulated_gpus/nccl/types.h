@@ -1,0 +1,43 @@
+// NCCL's numbers and names, as far as the stand-in knows them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "../machine/machine.h"
+
+namespace sim_nccl {
+
+enum Result {
+  Success,
+  UnhandledCudaError,
+  SystemError,
+  InternalError,
+  InvalidArgument,
+  InvalidUsage,
+  RemoteError,
+  InProgress
+};
+enum DataType { Int8, Uint8, Int32, Uint32, Int64, Uint64, Float16, Float32, Float64, Bfloat16, DataTypes };
+enum Reduction { Sum, Prod, Max, Min, Avg, Reductions };
+enum Operation { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, Send, Recv };
+
+constexpr const char* operation_names[] = {"ncclAllReduce",     "ncclReduce", "ncclBroadcast", "ncclAllGather",
+                                           "ncclReduceScatter", "ncclSend",   "ncclRecv"};
+constexpr size_t element_sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+
+struct UniqueId {
+  char internal[128];
+};
+
+// The version that NCCL has, such as 22809: SIM_NCCL_VERSION.
+inline int version() {
+  static const int known = static_cast<int>(sim::setting("SIM_NCCL_VERSION", 22809));
+  return known;
+}
+
+// Keeps the text for ncclGetLastError. Returns `result`.
+Result failed(Result result, const std::string& reason);
+
+}  // namespace sim_nccl

@@ -1,0 +1,171 @@
+// The kernel of all operators without one of their own: libtorch's CPU kernel, on the thread of the stream.
+
+#include <algorithm>
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "plan.h"
+
+namespace sim_torch {
+namespace {
+
+Tensor empty_on(const Shape& shape, Device device) {
+  if (!shape.is_defined) return {};
+  c10::DeviceGuard guard(device);
+  return Tensor(at::detail::empty_strided_generic(shape.sizes, shape.strides, &device_memory,
+                                                  c10::DispatchKeySet(c10::DispatchKey::CUDA), shape.dtype));
+}
+
+// Returns the device of all arguments, or throws libtorch's error if they are on several.
+Device common_device(const Operator& known, const std::vector<IValue>& arguments) {
+  const char* several = "Expected all tensors to be on the same device, but found at least two devices, ";
+  std::optional<Device> device;
+  for (auto& argument : arguments) {
+    map_tensors(argument, [&](const Tensor& tensor) {
+      if (!tensor.is_cuda()) return tensor;
+      TORCH_CHECK(!device || *device == tensor.device(), several, *device, " and ", tensor.device(), "! (", known.name, ")");
+      device = tensor.device();
+      return tensor;
+    });
+  }
+  for (auto& argument : arguments) {
+    map_tensors(argument, [&](const Tensor& tensor) {
+      TORCH_CHECK(tensor.is_cuda() || tensor.dim() == 0 || known.takes_cpu_indices || !device, several, *device,
+                  " and cpu! (", known.name, ")");
+      return tensor;
+    });
+    if (!device && argument.isDevice()) device = argument.toDevice();
+  }
+  return device_or_current(device);
+}
+
+// A view needs no work on the device.
+void push_views(const c10::OperatorHandle& op, const std::vector<IValue>& arguments, torch::jit::Stack* stack) {
+  std::vector<IValue> views;
+  for (auto& argument : arguments) views.push_back(map_tensors(argument, alias_on_cpu));
+  auto original = std::find_if(arguments.begin(), arguments.end(), [](auto& value) { return value.isTensor(); });
+  run_on_cpu(op, views);
+  for (auto& view : views) {
+    stack->push_back(map_tensors(view, [&](const Tensor& tensor) {
+      auto made = at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, c10::Storage(original->toTensor().storage()),
+          c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.dtype());
+      made.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
+      made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+      return made;
+    }));
+  }
+}
+
+// Runs the operator while the host waits, where its results cannot be foreseen.
+void run_at_once(const c10::OperatorHandle& op, const Operator& known, Device device, sim::Stream* stream,
+                 const std::vector<IValue>& arguments, std::vector<IValue> values, torch::jit::Stack* stack) {
+  wait_for(stream, known.name.c_str());
+  const auto given = values;
+  {
+    sim::Access access;
+    run_on_cpu(op, values);
+  }
+  for (size_t i = 0; i < values.size(); i++) {
+    const int which = known.returned[i];
+    if (which >= 0) {
+      auto& original = arguments[which].toTensor();
+      auto after = given[which].toTensor();
+      if (original.sizes() != after.sizes()) original.resize_(after.sizes());
+      stack->push_back(arguments[which]);
+      continue;
+    }
+    stack->push_back(map_tensors(values[i], [&](const Tensor& tensor) {
+      auto made = empty_on(shape_of(tensor), device);
+      BareKernels bare;
+      sim::Access access;
+      alias_on_cpu(made).copy_(tensor);
+      return made;
+    }));
+  }
+}
+
+// Pushes the results, and launches the work that fills them.
+void run_later(const c10::OperatorHandle& op, const Operator& known, const Plan& plan, Device device,
+               sim::Stream* stream, const std::vector<IValue>& arguments, std::vector<IValue> values,
+               torch::jit::Stack* stack) {
+  std::vector<std::vector<Tensor>> places;  // of the results that are new
+  for (size_t i = 0; i < plan.results.size(); i++) {
+    places.emplace_back();
+    if (known.returned[i] >= 0) {
+      stack->push_back(arguments[known.returned[i]]);
+      continue;
+    }
+    std::vector<Tensor> made;
+    for (auto& shape : plan.results[i]) {
+      made.push_back(empty_on(shape, device));
+      places.back().push_back(shape.is_defined ? alias_on_cpu(made.back()) : Tensor());
+    }
+    if (op.schema().returns()[i].type()->str() == "Tensor") {
+      stack->push_back(made[0]);
+    } else {
+      stack->push_back(c10::List<Tensor>(at::ArrayRef<Tensor>(made)));
+    }
+  }
+  launch_kernel(stream, known.name.c_str(), [op, values = std::move(values), places = std::move(places)]() mutable {
+    run_on_cpu(op, values);
+    BareKernels bare;
+    for (size_t i = 0; i < places.size(); i++) {
+      if (places[i].empty()) continue;
+      auto results = tensors_of(values[i]);
+      for (size_t k = 0; k < places[i].size(); k++) {
+        if (places[i][k].defined()) places[i][k].copy_(results[k]);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& known = describe(op);
+  const auto count = static_cast<long>(op.schema().arguments().size());
+  std::vector<IValue> arguments(stack->end() - count, stack->end());
+  const Device device = common_device(known, arguments);
+  c10::DeviceGuard guard(device);
+  check_device(device.index());
+  auto* stream = sim::current_stream(device.index());
+  if (known.is_view) {
+    torch::jit::drop(*stack, static_cast<size_t>(count));
+    return push_views(op, arguments, stack);
+  }
+
+  // The work draws from a copy of the generator as it is now; the host's own moves on at once, by the plan's run.
+  std::optional<at::Generator> generator, copy;
+  if (known.generator >= 0) {
+    auto& given = arguments[known.generator];
+    auto outer = given.isGenerator() ? given.toGenerator() : default_generator(device.index());
+    TORCH_CHECK(outer.device().is_cuda(), "Expected a 'cuda' device type for generator but found 'cpu'");
+    generator = static_cast<Generator*>(outer.unsafeGetGeneratorImpl())->on_cpu;
+    copy = generator->clone();
+  }
+  auto plan = known.depends_on_data ? std::make_shared<const Plan>()
+                                    : plan_for(op, known, arguments, generator ? &*generator : nullptr);
+  for (auto& [which, shape] : plan->resized) {
+    auto& tensor = arguments[which].toTensor();
+    tensor.resize_(shape.sizes);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides);
+  }
+  std::vector<IValue> values;
+  for (auto& argument : arguments) {
+    values.push_back(argument.isDevice() ? IValue(c10::Device(c10::kCPU))
+                                         : map_tensors(argument, [](const Tensor& tensor) {
+                                             return tensor.is_cuda() ? alias_on_cpu(tensor) : copy_of_argument(tensor);
+                                           }));
+  }
+  if (generator) values[known.generator] = plan->is_known ? *copy : *generator;
+  torch::jit::drop(*stack, static_cast<size_t>(count));
+  if (plan->is_known) {
+    run_later(op, known, *plan, device, stream, arguments, std::move(values), stack);
+  } else {
+    run_at_once(op, known, device, stream, arguments, std::move(values), stack);
+  }
+}
+
+}  // namespace sim_torch

@@ -1,0 +1,157 @@
+// Plans: the shapes of an operator's results, found out before it runs.
+
+#include "plan.h"
+
+#include <unordered_map>
+
+namespace sim_torch {
+
+static Operator read_schema(const c10::OperatorHandle& op) {
+  auto& schema = op.schema();
+  auto& arguments = schema.arguments();
+  Operator found;
+  found.name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (arguments[i].type()->str().rfind("Generator", 0) == 0) found.generator = static_cast<int>(i);
+  }
+  for (auto& result : schema.returns()) {
+    auto kind = result.type()->str();
+    if (kind != "Tensor" && kind != "Tensor[]") found.depends_on_data = true;
+    int which = -1;
+    if (auto* alias = result.alias_info()) {
+      found.is_view |= !alias->isWrite();
+      for (size_t i = 0; alias->isWrite() && i < arguments.size(); i++) {
+        auto* other = arguments[i].alias_info();
+        if (other != nullptr && other->beforeSets() == alias->beforeSets()) which = static_cast<int>(i);
+      }
+    }
+    found.returned.push_back(which);
+  }
+  found.depends_on_data |= op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  found.takes_cpu_indices = schema.name().find("index") != std::string::npos;
+  return found;
+}
+
+const Operator& describe(const c10::OperatorHandle& op) {
+  static std::mutex mutex;
+  static auto* known = new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<Operator>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& found = (*known)[&op.schema()];
+  if (found == nullptr) found = std::make_unique<Operator>(read_schema(op));
+  return *found;
+}
+
+Shape shape_of(const Tensor& tensor) {
+  if (!tensor.defined()) return {{}, {}, c10::ScalarType::Undefined, false};
+  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), true};
+}
+
+void run_on_cpu(const c10::OperatorHandle& op, std::vector<IValue>& stack) {
+  auto arguments = stack;
+  BareKernels bare;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  bridge_results(op.schema().name(), arguments, stack);
+}
+
+// Everything that the shapes of results can depend on.
+static void add_to_key(std::string& key, const IValue& value) {
+  if (value.isBool()) {
+    key += value.toBool() ? "t;" : "f;";
+  } else if (value.isInt()) {
+    key += "i" + std::to_string(value.toInt()) + ";";
+  } else if (value.isScalar()) {
+    key += "s" + std::to_string(static_cast<int>(value.toScalar().type())) + ";";  // not the value of a float
+  } else if (value.isIntList()) {
+    for (auto number : value.toIntVector()) key += std::to_string(number) + ",";
+    key += ";";
+  } else if (value.isBoolList()) {
+    for (bool each : value.toBoolList()) key += each ? "1" : "0";
+    key += ";";
+  } else if (value.isString()) {
+    key += value.toStringRef() + ";";
+  } else if (value.isList() && !value.isTensorList()) {
+    for (const IValue& each : value.toListRef()) {
+      if (!each.isTensor()) add_to_key(key, each);
+    }
+    key += "];";
+  } else if (value.isNone()) {
+    key += "-;";
+  }
+  map_tensors(value, [&](const Tensor& tensor) {
+    key += tensor.is_cuda() ? "T" : tensor.unsafeGetTensorImpl()->is_wrapped_number() ? "W" : "C";
+    key += std::to_string(static_cast<int>(tensor.scalar_type()));
+    for (auto size : tensor.sizes()) key += "," + std::to_string(size);
+    key += "/";
+    for (auto stride : tensor.strides()) key += "," + std::to_string(stride);
+    return tensor;
+  });
+  key += "|";
+}
+
+static bool is_any_alias(const std::vector<Tensor>& results, const std::vector<IValue>& arguments) {
+  bool found = false;
+  for (auto& argument : arguments) {
+    map_tensors(argument, [&](const Tensor& other) {
+      for (auto& result : results) found |= result.defined() && result.is_alias_of(other);
+      return other;
+    });
+  }
+  return found;
+}
+
+static Plan make_plan(const c10::OperatorHandle& op, const Operator& known, const std::vector<IValue>& arguments,
+                      const at::Generator* generator) {
+  Plan plan;
+  std::vector<IValue> stack;
+  for (auto& argument : arguments) {
+    stack.push_back(argument.isDevice() ? IValue(c10::Device(c10::kCPU))
+                                        : map_tensors(argument, [](const Tensor& tensor) {
+                                            return tensor.is_cuda() ? zeros_on_cpu(tensor) : copy_of_argument(tensor);
+                                          }));
+  }
+  if (generator != nullptr) stack[known.generator] = *generator;
+  const auto given = stack;
+  std::vector<Shape> before;
+  for (auto& value : given) before.push_back(shape_of(value.isTensor() ? value.toTensor() : Tensor()));
+  try {
+    run_on_cpu(op, stack);
+  } catch (const std::exception&) {
+    return plan;  // zeros may be no valid input; if it is something else, the run itself fails
+  }
+  plan.is_known = true;
+  for (size_t i = 0; i < given.size(); i++) {
+    if (!before[i].is_defined) continue;
+    auto after = shape_of(given[i].toTensor());
+    if (after.sizes != before[i].sizes || after.strides != before[i].strides) {
+      plan.resized.push_back({static_cast<int>(i), after});
+    }
+  }
+  for (size_t i = 0; i < stack.size(); i++) {
+    auto tensors = tensors_of(stack[i]);
+    // An input that is returned, though the schema does not say so.
+    if (known.returned[i] < 0 && is_any_alias(tensors, given)) plan.is_known = false;
+    plan.results.emplace_back();
+    for (auto& tensor : tensors) plan.results.back().push_back(shape_of(tensor));
+  }
+  return plan;
+}
+
+std::shared_ptr<const Plan> plan_for(const c10::OperatorHandle& op, const Operator& known,
+                                     const std::vector<IValue>& arguments, const at::Generator* generator) {
+  static std::mutex mutex;
+  static auto* plans = new std::unordered_map<std::string, std::shared_ptr<const Plan>>;
+  std::string key = known.name + ":";
+  for (auto& argument : arguments) add_to_key(key, argument);
+  if (generator == nullptr) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = plans->find(key);
+    if (found != plans->end()) return found->second;
+  }
+  auto plan = std::make_shared<const Plan>(make_plan(op, known, arguments, generator));
+  sim::trace("planned %s: %s", key.c_str(), plan->is_known ? "known" : "runs at once");
+  std::lock_guard<std::mutex> lock(mutex);
+  (*plans)[key] = plan;
+  return plan;
+}
+
+}  // namespace sim_torch
