@@ -6,6 +6,9 @@ ARGS = --max-epochs=2 --batch-size=32
 
 PROGRAM = $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp
 
+# Where `make simulated-gpus` builds.
+SIMULATED_GPUS = $(or $(CARGO_TARGET_DIR),target)/simulated_gpus
+
 # The crate of `make model`, which needs no libtorch.
 MODEL = --locked --manifest-path tests/model/Cargo.toml --target-dir $(or $(CARGO_TARGET_DIR),target)/model
 
@@ -93,8 +96,9 @@ cluster-model: cargo libtorch ## measure two hosts, as network namespaces, besid
 	cargo build --release
 	python3 tests/peers/cluster_model.py $(PROGRAM)
 
-simulated-gpus: libtorch ## build the simulated GPUs (tests/simulated_gpus) into target/simulated_gpus
-	tests/simulated_gpus/build.sh "$(LIBTORCH_FOLDER)" $(or $(CARGO_TARGET_DIR),target)/simulated_gpus
+simulated-gpus: libtorch ## build the simulated GPUs (tests/simulated_gpus) into target/simulated_gpus, and check them
+	tests/simulated_gpus/build.sh "$(LIBTORCH_FOLDER)" $(SIMULATED_GPUS)
+	$(abspath $(SIMULATED_GPUS))/checks
 
 python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, safetensors, tensorboard, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python

@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "communicator.h"
 
@@ -54,13 +56,11 @@ Result launch_all() {
       result = failed(UnhandledCudaError, comm->error_text);
       continue;
     }
-    if (fault == FaultKind::Remote) fail(comm, RemoteError, "socketProgress: Connection closed by remote peer");
-    if (fault == FaultKind::System) fail(comm, SystemError, "Call to recv failed : No route to host");
     sim::count(comm->device, sim::Counter::NcclOperations, static_cast<long>(calls.size()));
     comm->outstanding++;
     const char* name = operation_names[calls[0].agreed.operation];
-    sim::launch(stream, name, [comm = comm, calls = std::move(calls), number] {
-      run(comm, calls, static_cast<uint64_t>(number));
+    sim::launch(stream, name, [comm = comm, calls = std::move(calls), number, fault] {
+      run(comm, calls, static_cast<uint64_t>(number), fault);
       comm->outstanding--;
       comm->inbox->wake();
     });
@@ -134,6 +134,14 @@ Result read_config(const Config* config, bool* is_blocking) {
   }
   *is_blocking = blocking != 0;
   return Success;
+}
+
+// Returns how many communicators the rank number has been given in this process, with this one.
+long count_communicators(int rank) {
+  static std::mutex mutex;
+  static auto* counts = new std::map<int, long>;
+  std::lock_guard<std::mutex> lock(mutex);
+  return ++(*counts)[rank];
 }
 
 // On a thread of its own.
@@ -210,7 +218,7 @@ int ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, const Co
   *comm = fresh;
   register_inbox(id, rank, fresh->inbox);
   // A rank with this fault never checks in.
-  if (fault_at(true, rank, 1) == FaultKind::None) fresh->bootstrap = std::thread(bootstrap, fresh);
+  if (fault_at(true, rank, count_communicators(rank)) == FaultKind::None) fresh->bootstrap = std::thread(bootstrap, fresh);
   begin_polls(fresh);
   if (!is_blocking) return InProgress;
   fresh->inbox->wait_until([&] { return fresh->is_joined || fresh->error != Success; });

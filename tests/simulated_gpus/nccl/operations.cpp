@@ -146,13 +146,18 @@ void finish(Comm comm, const Begun& begun) {
 
 }  // namespace
 
-void run(Comm comm, const std::vector<Call>& calls, uint64_t number) {
+void run(Comm comm, const std::vector<Call>& calls, uint64_t number, FaultKind fault) {
   if (comm->is_aborted) return;
+  if (fault == FaultKind::Remote) fail(comm, RemoteError, "socketProgress: Connection closed by remote peer");
+  if (fault == FaultKind::System) fail(comm, SystemError, "Call to recv failed : No route to host");
   std::vector<Begun> all;
   for (auto& call : calls) all.push_back(begin(comm, call));
   // Nobody may read an output before the end.
   for (auto& call : calls) sim::poison(call.output, output_bytes(call, comm->rank, comm->size));
-  for (auto& begun : all) post_all(comm, begun);
+  // A communicator that has failed sends nothing.
+  for (auto& begun : all) {
+    if (comm->error == Success) post_all(comm, begun);
+  }
 
   bool is_done = false, is_traced = false;
   comm->inbox->wait_until([&] {

@@ -1,0 +1,131 @@
+// NCCL between processes, on one host and on two.
+
+#include <cstdlib>
+
+#include <signal.h>
+#include <unistd.h>
+
+#include "nccl.h"
+
+namespace checks {
+namespace {
+
+using namespace sim_nccl;
+
+// Lets one of two processes go on when the other says so.
+struct Steps {
+  int to_other[2], from_other[2];
+  void tell() const { CHECK(write(to_other[1], "x", 1) == 1); }
+  void await() const {
+    char byte;
+    CHECK(read(from_other[0], &byte, 1) == 1);
+  }
+};
+
+// Runs rank 0 on host "a" and rank 1 on `other_host`, in processes of their own.
+void run_processes(const char* other_host, const std::function<void(Rank&, const Steps&)>& first,
+                   const std::function<void(Rank&, const Steps&)>& second) {
+  int ids[2], there[2], back[2];
+  CHECK(pipe(ids) == 0 && pipe(there) == 0 && pipe(back) == 0);
+  const int other = start_process([&] {
+    setenv("SIM_HOST", other_host, 1);
+    setenv("CUDA_VISIBLE_DEVICES", "1", 1);
+    UniqueId id;
+    CHECK(read(ids[0], &id, sizeof id) == sizeof id);
+    Rank rank(1, 2, id, 0);
+    second(rank, {{back[0], back[1]}, {there[0], there[1]}});
+  });
+  setenv("SIM_HOST", "a", 1);
+  setenv("CUDA_VISIBLE_DEVICES", "0", 1);
+  const auto id = new_id();
+  CHECK(write(ids[1], &id, sizeof id) == sizeof id);
+  Rank rank(0, 2, id, 0);
+  first(rank, {{there[0], there[1]}, {back[0], back[1]}});
+  join_process(other);
+}
+
+void sum(Rank& rank, const Steps&) {
+  CHECK(rank.state() == Success);
+  for (int i = 0; i < 100; i++) {
+    rank.fill(static_cast<float>(rank.rank + i));
+    CHECK(rank.all_reduce() == Success);
+    CHECK(rank.ends() && rank.value() == static_cast<float>(1 + 2 * i));
+  }
+  CHECK(ncclCommFinalize(rank.comm) == InProgress);
+  CHECK(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
+}
+
+// The first rank ends its communicator as soon as its operation has ended. The other may still wait for the data.
+void sum_and_abort(Rank& rank, const Steps& steps) {
+  CHECK(rank.state() == Success);
+  rank.fill(1);
+  CHECK(rank.all_reduce() == Success && rank.ends());
+  CHECK(ncclCommAbort(rank.comm) == Success);
+  steps.await();
+}
+
+void sum_and_finalize(Rank& rank, const Steps& steps) {
+  CHECK(rank.state() == Success);
+  rank.fill(1);
+  CHECK(rank.all_reduce() == Success && rank.ends());
+  CHECK(ncclCommFinalize(rank.comm) == InProgress);
+  CHECK(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
+  steps.await();
+}
+
+void is_cut_off(Rank& rank, const Steps& steps) {
+  CHECK(rank.state() == Success);
+  rank.fill(1);
+  const int result = rank.all_reduce();
+  CHECK(result == Success || result == RemoteError);
+  CHECK(comes_true([&] { return rank.poll() == RemoteError; }));
+  CHECK(!sim::is_idle(rank.stream));
+  CHECK(ncclCommAbort(rank.comm) == Success && rank.ends());
+  steps.tell();
+}
+
+void gets_all(Rank& rank, const Steps& steps) {
+  CHECK(rank.state() == Success);
+  rank.fill(1);
+  CHECK(rank.all_reduce() == Success && rank.ends() && rank.value() == 2);
+  CHECK(ncclCommFinalize(rank.comm) == InProgress);
+  CHECK(ncclCommDestroy(rank.comm) == Success);
+  steps.tell();
+}
+
+void dies(Rank& rank, const Steps&) {
+  CHECK(rank.state() == Success);
+  _exit(0);
+}
+
+void sees_death(Rank& rank, const Steps&, bool is_other_host) {
+  CHECK(rank.state() == Success);
+  CHECK(rank.all_reduce() == Success || is_other_host);
+  if (is_other_host) {
+    CHECK(comes_true([&] { return rank.poll() == RemoteError; }));
+  } else {
+    CHECK(rank.hangs() && rank.poll() == Success);
+  }
+  CHECK(ncclCommAbort(rank.comm) == Success && rank.ends());
+}
+
+}  // namespace
+
+void check_hosts() {
+  const std::pair<const char*, const char*> gpus{"SIM_GPUS", "2"}, cuts{"SIM_NCCL_ABORT_CUTS", "1"};
+  check("two processes sum", {gpus}, [] { run_processes("a", sum, sum); });
+  check("two hosts sum", {gpus}, [] { run_processes("b", sum, sum); });
+  check("an abort after the end cuts off another host", {gpus, cuts},
+        [] { run_processes("b", sum_and_abort, is_cut_off); });
+  check("an abort after the end cuts nothing off on the same host", {gpus, cuts},
+        [] { run_processes("a", sum_and_abort, gets_all); });
+  check("finalize delivers all", {gpus, cuts}, [] { run_processes("b", sum_and_finalize, gets_all); });
+  check("a process that dies leaves its host waiting", {gpus}, [] {
+    run_processes("a", [](Rank& rank, const Steps& steps) { sees_death(rank, steps, false); }, dies);
+  });
+  check("a process that dies is an error on another host", {gpus}, [] {
+    run_processes("b", [](Rank& rank, const Steps& steps) { sees_death(rank, steps, true); }, dies);
+  });
+}
+
+}  // namespace checks

@@ -1,0 +1,190 @@
+// Streams, events, the caching allocator and the report.
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <future>
+
+#include <unistd.h>
+
+#include "checks.h"
+
+namespace checks {
+namespace {
+
+using namespace sim;
+
+constexpr size_t MiB = 1 << 20;
+
+// Work that waits until it is let go.
+struct Gate {
+  std::promise<void> promise;
+  std::shared_future<void> opened = promise.get_future().share();
+  explicit Gate(Stream* stream) {
+    launch(stream, "gate", [opened = opened] { opened.wait(); });
+  }
+  void open() { promise.set_value(); }
+};
+
+unsigned char read_byte(void* pointer) {
+  Access access;
+  return *static_cast<unsigned char*>(pointer);
+}
+
+void write_bytes(Stream* stream, void* pointer, int value, size_t size) {
+  launch(stream, "write", [=] { memset(pointer, value, size); });
+}
+
+std::string read_file(const char* name) {
+  std::string text;
+  FILE* file = fopen(name, "r");
+  if (file == nullptr) return text;
+  char buffer[4096];
+  while (size_t size = fread(buffer, 1, sizeof buffer, file)) text.append(buffer, size);
+  fclose(file);
+  return text;
+}
+
+// The number after "name": in the report.
+long reported(const std::string& report, const std::string& name) {
+  const auto at = report.find("\"" + name + "\":");
+  return at == std::string::npos ? -1 : atol(report.c_str() + at + name.size() + 3);
+}
+
+void check_wait(bool is_kept) {
+  auto *main = default_stream(0), *side = new_stream(0);
+  auto* place = allocate(0, main, 512);
+  Gate gate(side);
+  write_bytes(side, place, 1, 512);
+  auto* event = new_event(false);
+  record(event, side);
+  wait(main, event);
+  unsigned char seen = 0;
+  launch(main, "read", [&] { seen = *static_cast<unsigned char*>(place); });
+  if (!is_kept) synchronize(main, "check");
+  CHECK(!is_done(event));
+  gate.open();
+  synchronize(main, "check");
+  CHECK(seen == (is_kept ? 1 : 0xff));
+}
+
+void check_elapsed() {
+  auto* stream = default_stream(0);
+  auto *start = new_event(true), *end = new_event(true), *untimed = new_event(false);
+  double milliseconds = 0;
+  CHECK(elapsed_ms(start, end, &milliseconds) == Elapsed::NotTimed);
+  record(start, stream);
+  record(untimed, stream);
+  launch(stream, "sleep", [] { sleep_us(20000); });
+  Gate gate(stream);
+  record(end, stream);
+  CHECK(elapsed_ms(start, end, &milliseconds) == Elapsed::NotDone);
+  gate.open();
+  synchronize(end);
+  CHECK(elapsed_ms(start, end, &milliseconds) == Elapsed::Known && milliseconds >= 20);
+  CHECK(elapsed_ms(start, untimed, &milliseconds) == Elapsed::NotTimed);
+}
+
+void check_reuse() {
+  auto *main = default_stream(0), *side = new_stream(0);
+  auto* first = allocate(0, main, 1000);
+  // Work of the same stream may still use it; it is overwritten after that.
+  Gate gate(main);
+  write_bytes(main, first, 1, 1000);
+  unsigned char seen = 0;
+  launch(main, "read", [&] { seen = *static_cast<unsigned char*>(first); });
+  release(first);
+  CHECK(allocate(0, main, 700) == first);
+  CHECK(allocate(0, side, 700) != first);
+  gate.open();
+  synchronize(main, "check");
+  CHECK(seen == 1);
+  CHECK(read_byte(first) == 0xff);
+  CHECK(device_of_pointer(first) == 0);
+  release(first);
+  CHECK(device_of_pointer(first) == -1);
+}
+
+void check_record_use(bool is_recorded) {
+  auto *main = default_stream(0), *side = new_stream(0);
+  auto* block = allocate(0, main, 512);
+  write_bytes(main, block, 1, 512);
+  synchronize(main, "check");
+  Gate gate(side);
+  unsigned char seen = 0;
+  launch(side, "read", [&] { seen = *static_cast<unsigned char*>(block); });
+  if (is_recorded) record_use(block, side);
+  release(block);
+  CHECK((allocate(0, main, 512) == block) == !is_recorded);
+  gate.open();
+  synchronize(side, "check");
+  CHECK(seen == (is_recorded ? 1 : 0xff));
+  if (is_recorded) CHECK(comes_true([&] { return allocate(0, main, 512) == block; }));
+}
+
+void check_out_of_memory() {
+  auto* stream = default_stream(0);
+  auto* small = allocate(0, stream, 1000);
+  CHECK(small != nullptr);
+  auto* large = allocate(0, stream, 20 * MiB);
+  CHECK(large != nullptr);
+  CHECK(allocate(0, stream, 20 * MiB) == nullptr);
+  release(large);
+  // No free block fits: the cached segment goes back to the device first.
+  CHECK(allocate(0, stream, 22 * MiB) != nullptr);
+}
+
+void check_report() {
+  const char* file = getenv("SIM_REPORT");
+  auto* stream = default_stream(1);
+  for (int i = 0; i < 100; i++) {
+    auto* block = allocate(1, stream, 3 * MiB);
+    launch(stream, "nothing", [] {});
+    release(block);
+  }
+  synchronize(stream, "check");
+  const auto report = read_file(file);
+  const auto second = report.substr(report.find("{\"gpu\": 1"));
+  CHECK(reported(second, "launches") == 100);
+  CHECK(reported(second, "cuda_mallocs") == 1);
+  CHECK(reported(second, "host_waits") == 1);
+  CHECK(reported(second, "reserved_bytes") == 20 * static_cast<long>(MiB));
+  const auto log = report.substr(report.find("\"log\""));
+  CHECK(log.find("\"event\": \"cudaMalloc\", \"detail\": \"\", \"bytes\": 20971520, \"launches\": 0") != std::string::npos);
+  CHECK(log.find("\"event\": \"host wait\", \"detail\": \"check\"") != std::string::npos);
+}
+
+std::vector<long> schedule() {
+  std::vector<long> delays;
+  for (uint64_t index = 0; index < 1000; index++) delays.push_back(random_delay_us(1, index));
+  return delays;
+}
+
+void check_seed() {
+  const auto delays = schedule();
+  const auto zeros = std::count(delays.begin(), delays.end(), 0);
+  CHECK(delays == schedule());
+  CHECK(zeros > 600 && zeros < 900);
+  CHECK(*std::max_element(delays.begin(), delays.end()) > 500);
+  CHECK(*std::max_element(delays.begin(), delays.end()) <= 1000);
+  check_wait(true);
+}
+
+}  // namespace
+
+void check_machine() {
+  check("a stream waits for an event", {}, [] { check_wait(true); });
+  check("SIM_IGNORE_WAITS breaks that", {{"SIM_IGNORE_WAITS", "1"}}, [] { check_wait(false); });
+  check("events know the time between them", {}, check_elapsed);
+  check("a freed block is reused at once, in stream order", {}, check_reuse);
+  check("record_use keeps a block for another stream", {}, [] { check_record_use(true); });
+  check("without record_use the other stream reads garbage", {}, [] { check_record_use(false); });
+  check("cached segments are freed when memory runs out", {{"SIM_MEMORY_MB", "24"}}, check_out_of_memory);
+  const std::string report = "/tmp/simulated-gpus-report-" + std::to_string(getpid());
+  check("the report counts", {{"SIM_REPORT", report.c_str()}, {"SIM_GPUS", "2"}}, check_report);
+  unlink(report.c_str());
+  check("a seed makes a schedule", {{"SIM_SEED", "7"}, {"SIM_DELAY_MAX_US", "1000"}}, check_seed);
+}
+
+}  // namespace checks
