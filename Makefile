@@ -21,7 +21,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test model check install parity safetensors tensorboard report trace mutated mixed compare cluster-model simulated-gpus test-launchers python libtorch cargo
+.PHONY: help run test test-gpus model check install parity safetensors tensorboard report trace mutated mixed compare cluster-model simulated-gpus test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -31,6 +31,13 @@ run: cargo libtorch ## build and run the demo; its flags: make run ARGS="--help"
 
 test: cargo libtorch ## build and run the tests
 	cargo test --release
+
+test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
+	cargo test --release --no-run --test tests --test gpus
+	@set -ex; for gpus in 1 2 4; do \
+	    SIM_GPUS=$$gpus LD_LIBRARY_PATH=$(abspath $(SIMULATED_GPUS)) cargo test --release --test tests cuda::; \
+	done
+	SIMULATED_GPUS=$(abspath $(SIMULATED_GPUS)) cargo test --release --test gpus
 
 model: cargo ## try every order in which ranks can take turns (loom), and look for races (thread sanitizer)
 	cargo test --release $(MODEL) --features loom -- --nocapture
@@ -47,6 +54,7 @@ model: cargo ## try every order in which ranks can take turns (loom), and look f
 check: cargo libtorch ## formatting, lints and documentation, warnings being errors
 	cargo fmt --check
 	cargo clippy --release --all-targets -- -D warnings
+	cargo clippy --release --test gpus -- -D warnings
 	cargo fmt --check --manifest-path tests/model/Cargo.toml
 	cargo clippy --release $(MODEL) --all-targets -- -D warnings
 	cargo clippy --release $(MODEL) --all-targets --features loom -- -D warnings

@@ -1,71 +1,10 @@
 //! Several tensors in one collective: the same bits as with a call for each.
 
-use ddp_mp::{ProcessGroup, ReduceOp, Result};
+use ddp_mp::ReduceOp;
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, try_ranks};
-
-const SHAPES: [&[i64]; 5] = [&[3, 5], &[0], &[], &[1000], &[2, 1, 7]];
-
-/// Numbers whose sums round, each tensor not in one piece of memory where it can be.
-fn tensors(rank: usize, rows: i64, kind: Kind) -> Vec<Tensor> {
-    let tensor = |(index, shape): (usize, &&[i64])| {
-        let mut shape = shape.to_vec();
-        if rows > 1 {
-            shape.insert(0, rows);
-        }
-        let numel: i64 = shape.iter().product();
-        let numbers = Tensor::arange(numel, (Kind::Double, Device::Cpu)) * 0.37;
-        let numbers = (numbers + rank as f64 * 1.1 + index as f64).to_kind(kind);
-        let dimensions = shape.len() as i64;
-        let tensor = numbers.reshape(shape);
-        if dimensions < 2 {
-            return tensor;
-        }
-        tensor.transpose(0, dimensions - 1).contiguous().transpose(0, dimensions - 1)
-    };
-    SHAPES.iter().enumerate().map(tensor).collect()
-}
-
-fn same(one: &[Tensor], other: &[Tensor]) {
-    assert_eq!(one.len(), other.len());
-    for (one, other) in one.iter().zip(other) {
-        assert!(one.equal(other) && one.kind() == other.kind(), "{one:?} is not {other:?}");
-    }
-}
-
-/// Compares all three calls with a call for each tensor.
-pub(crate) fn compare(group: &ProcessGroup) -> Result<()> {
-    let (me, count) = (group.rank(), group.world_size() as i64);
-    for kind in [Kind::Float, Kind::BFloat16, Kind::Int64] {
-        let (mut one_by_one, mut together) = (tensors(me, 1, kind), tensors(me, 1, kind));
-        for tensor in &mut one_by_one {
-            group.all_reduce(tensor, ReduceOp::Sum)?;
-        }
-        group.all_reduce_coalesced(&mut together, ReduceOp::Sum)?;
-        same(&together, &one_by_one);
-
-        let zeros =
-            |rows| tensors(me, rows, kind).iter().map(Tensor::zeros_like).collect::<Vec<_>>();
-        // With a row for each rank, or as many elements where there is one rank.
-        let (mut one_by_one, mut together) = (zeros(count), zeros(count));
-        let inputs = tensors(me, 1, kind);
-        for (output, input) in one_by_one.iter_mut().zip(&inputs) {
-            group.all_gather_into_tensor(output, input)?;
-        }
-        group.all_gather_into_tensor_coalesced(&mut together, &inputs)?;
-        same(&together, &one_by_one);
-
-        let (mut one_by_one, mut together) = (zeros(1), zeros(1));
-        let inputs = tensors(me, count, kind);
-        for (output, input) in one_by_one.iter_mut().zip(&inputs) {
-            group.reduce_scatter_tensor(output, input, ReduceOp::Max)?;
-        }
-        group.reduce_scatter_tensor_coalesced(&mut together, &inputs, ReduceOp::Max)?;
-        same(&together, &one_by_one);
-    }
-    Ok(())
-}
+use crate::shared::coalesced::{compare, same, tensors};
 
 #[test]
 fn several_tensors_in_one_collective_have_the_bits_of_one_by_one() {
@@ -76,8 +15,8 @@ fn several_tensors_in_one_collective_have_the_bits_of_one_by_one() {
 
 #[test]
 fn it_is_one_collective_also_beside_the_rank() {
-    ranks(2, |rank, group| {
-        let all = || tensors(rank.rank(), 1, Kind::Float);
+    ranks(2, |_, group| {
+        let all = || tensors(&group, 1, Kind::Float);
         let before = group.traffic();
         let mut alone = all();
         group.all_reduce_coalesced(&mut alone, ReduceOp::Sum)?;
@@ -112,7 +51,7 @@ fn shapes_that_differ_between_ranks_are_told_one_by_one() {
 fn wrong_arguments_are_refused() {
     ranks(2, |_, group| {
         let one = |len: i64| Tensor::zeros([len], (Kind::Float, Device::Cpu));
-        let told = |result: Result<()>| result.unwrap_err().to_string();
+        let told = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
         let none = told(group.all_reduce_coalesced(&mut [], ReduceOp::Sum));
         assert!(none.contains("pass at least one input"), "{none}");
         let mut kinds = [one(1), Tensor::from_slice(&[1i64])];

@@ -4,27 +4,14 @@ use ddp_mp::{Error, ProcessGroup, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{ranks, try_ranks, without_lines};
-
-const FLOATS: [Kind; 4] = [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16];
-const INTEGERS: [Kind; 5] = [Kind::Int64, Kind::Int, Kind::Int16, Kind::Int8, Kind::Uint8];
+use crate::shared::kinds::{self, FLOATS, INTEGERS, assert_equal, numbers};
 
 /// None, one, around the size of a slice's alignment, around that of a piece, and odd ones.
 const LENGTHS: [i64; 11] = [0, 1, 3, 63, 64, 65, 129, 1000, 1024, 1025, 4099];
 
-/// Small whole numbers, so that every kind holds every sum exactly.
-fn numbers(rank: usize, len: i64, kind: Kind) -> Tensor {
-    let base = Tensor::arange(len, (Kind::Int64, Device::Cpu)).remainder(5);
-    ((base + 1) * (rank as i64 + 1)).to_kind(kind)
-}
-
 fn expected_sum(world_size: usize, len: i64) -> Tensor {
     let base = Tensor::arange(len, (Kind::Int64, Device::Cpu)).remainder(5);
     (base + 1) * (world_size * (world_size + 1) / 2) as i64
-}
-
-fn assert_equal(result: &Tensor, expected: &Tensor, what: &str) {
-    let (result, expected) = (result.to_kind(Kind::Double), expected.to_kind(Kind::Double));
-    assert!(result.equal(&expected), "{what}: {result:?} is not {expected:?}");
 }
 
 #[test]
@@ -317,83 +304,10 @@ fn what_an_operation_does_not_take_is_refused_before_anybody_waits() {
     });
 }
 
-/// Every operation with a sum, over all ranks' `numbers`, by plain arithmetic on one thread.
-fn reduced(world_size: usize, len: i64, kind: Kind, op: ReduceOp) -> Tensor {
-    let input = |rank: usize| numbers(rank, len, kind);
-    (1..world_size).fold(input(0), |so_far, rank| match op {
-        ReduceOp::Product => so_far * input(rank),
-        ReduceOp::Min => so_far.minimum(&input(rank)),
-        ReduceOp::Max => so_far.maximum(&input(rank)),
-        ReduceOp::Band => so_far.bitwise_and_tensor(&input(rank)),
-        ReduceOp::Bor => so_far.bitwise_or_tensor(&input(rank)),
-        ReduceOp::Bxor => so_far.bitwise_xor_tensor(&input(rank)),
-        _ => so_far + input(rank),
-    })
-}
-
-/// The reduce ops that every number has, and those of whole numbers.
-fn ops(kind: Kind) -> Vec<ReduceOp> {
-    let mut ops = vec![ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max];
-    if kind != Kind::BFloat16 {
-        ops.push(ReduceOp::Product); // too large for its 8 bits
-    }
-    if INTEGERS.contains(&kind) {
-        ops.extend([ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor]);
-    }
-    ops
-}
-
 #[test]
 fn reductions_combine_every_kind_with_every_operation() {
     for world_size in 1..=5 {
-        ranks(world_size, move |rank, group| {
-            let me = rank.rank();
-            for kind in FLOATS.into_iter().chain(INTEGERS) {
-                for op in ops(kind) {
-                    for len in [0, 1, 65, 1027] {
-                        let expected = reduced(world_size, len, kind, op);
-                        let what = format!("{world_size} ranks, {kind:?}, {op}, {len}");
-
-                        let mut tensor = numbers(me, len, kind);
-                        group.all_reduce(&mut tensor, op)?;
-                        assert_equal(&tensor, &expected, &format!("all_reduce, {what}"));
-
-                        let dst = len as usize % world_size;
-                        let mut tensor = numbers(me, len, kind);
-                        group.reduce(&mut tensor, dst, op)?;
-                        let mine = numbers(me, len, kind);
-                        let expected_here = if me == dst { &expected } else { &mine };
-                        assert_equal(&tensor, expected_here, &format!("reduce, {what}"));
-
-                        // Rank r gets the r-th of the parts that all ranks have the same of.
-                        let parts: Vec<Tensor> = (0..world_size)
-                            .map(|part| numbers(me, len, kind) + part as i64)
-                            .collect();
-                        let mut output = numbers(0, len, kind).zeros_like();
-                        group.reduce_scatter(&mut output, &parts, op)?;
-                        let terms = |rank: usize| numbers(rank, len, kind) + me as i64;
-                        let expected = (1..world_size).fold(terms(0), |a, r| match op {
-                            ReduceOp::Product => a * terms(r),
-                            ReduceOp::Min => a.minimum(&terms(r)),
-                            ReduceOp::Max => a.maximum(&terms(r)),
-                            ReduceOp::Band => a.bitwise_and_tensor(&terms(r)),
-                            ReduceOp::Bor => a.bitwise_or_tensor(&terms(r)),
-                            ReduceOp::Bxor => a.bitwise_xor_tensor(&terms(r)),
-                            _ => a + terms(r),
-                        });
-                        let inexact = kind == Kind::Half && op == ReduceOp::Product;
-                        if !inexact {
-                            assert_equal(&output, &expected, &format!("reduce_scatter, {what}"));
-                        }
-                        let mut single = output.zeros_like();
-                        let whole = Tensor::cat(&parts, 0);
-                        group.reduce_scatter_tensor(&mut single, &whole, op)?;
-                        assert_equal(&single, &output, &format!("reduce_scatter_tensor, {what}"));
-                    }
-                }
-            }
-            Ok(())
-        });
+        ranks(world_size, |_, group| Ok(kinds::are_reduced(&group)?));
     }
 }
 
@@ -431,69 +345,8 @@ fn a_nan_wins_wherever_it_is() {
 
 #[test]
 fn tensors_of_every_kind_go_where_they_should() {
-    let kinds = [Kind::Bool, Kind::ComplexFloat];
-    for world_size in 1..=5usize {
-        ranks(world_size, move |rank, group| {
-            let me = rank.rank();
-            for kind in FLOATS.into_iter().chain(INTEGERS).chain(kinds) {
-                for len in [0, 1, 65, 1027] {
-                    let what = format!("{world_size} ranks, {kind:?}, {len}");
-                    let of = |rank| numbers(rank, len, kind);
-                    let empty = || of(0).zeros_like();
-                    let list = || (0..world_size).map(|_| empty()).collect::<Vec<_>>();
-
-                    let mut all = list();
-                    group.all_gather(&mut all, &of(me))?;
-                    assert!((0..world_size).all(|r| all[r].equal(&of(r))), "all_gather, {what}");
-
-                    let mut whole = Tensor::zeros([world_size as i64, len], (kind, Device::Cpu));
-                    group.all_gather_into_tensor(&mut whole, &of(me))?;
-                    assert!(whole.equal(&Tensor::stack(&all, 0)), "all_gather_into_tensor, {what}");
-
-                    for root in 0..world_size {
-                        let mut all = list();
-                        let gathered = (me == root).then_some(&mut all[..]);
-                        group.gather(&of(me), gathered, root)?;
-                        let expected = |r| if me == root { of(r) } else { empty() };
-                        assert!(
-                            (0..world_size).all(|r| all[r].equal(&expected(r))),
-                            "gather, {what}"
-                        );
-
-                        let parts: Vec<Tensor> = (0..world_size).map(|r| of(r + root)).collect();
-                        let mut mine = empty();
-                        group.scatter(&mut mine, (me == root).then_some(&parts[..]), root)?;
-                        assert!(mine.equal(&of(me + root)), "scatter, {what}");
-                    }
-
-                    // From i to j goes what i has, i + j times as long.
-                    let part = |from: usize, to: usize| of(from).repeat([(from + to) as i64]);
-                    let inputs: Vec<Tensor> = (0..world_size).map(|to| part(me, to)).collect();
-                    let expected: Vec<Tensor> =
-                        (0..world_size).map(|from| part(from, me)).collect();
-                    let mut outputs: Vec<Tensor> =
-                        expected.iter().map(Tensor::zeros_like).collect();
-                    group.all_to_all(&mut outputs, &inputs)?;
-                    assert!(
-                        (0..world_size).all(|r| outputs[r].equal(&expected[r])),
-                        "all_to_all, {what}"
-                    );
-
-                    let rows = |parts: &[Tensor]| {
-                        parts.iter().map(|part| part.size()[0]).collect::<Vec<i64>>()
-                    };
-                    let mut output = Tensor::cat(&expected, 0).zeros_like();
-                    group.all_to_all_single(
-                        &mut output,
-                        &Tensor::cat(&inputs, 0),
-                        Some(&rows(&expected)),
-                        Some(&rows(&inputs)),
-                    )?;
-                    assert!(output.equal(&Tensor::cat(&expected, 0)), "all_to_all_single, {what}");
-                }
-            }
-            Ok(())
-        });
+    for world_size in 1..=5 {
+        ranks(world_size, |_, group| Ok(kinds::go_where_they_should(&group)?));
     }
 }
 

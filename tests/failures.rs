@@ -3,47 +3,23 @@
 use serde_json::Value;
 
 use crate::harness::run;
-
-const RANKS: usize = 3;
+use crate::shared::faults::{self, RANKS, RUN, STAGES};
 
 /// Runs with a fault, and checks the exit code and that the report blames `rank`.
 fn report(fault: &str, rank: usize) -> (Value, String) {
     // Only a stall is found by waiting.
     let timeout = if fault.starts_with("stall") { "--timeout=1s" } else { "--timeout=1h" };
     let fault = format!("--fault={fault}");
-    let args = [
-        "--nproc-per-node=3",
-        "--max-epochs=2",
-        "--num-samples=400",
-        "--log-format=json",
-        timeout,
-        if timeout == "--timeout=1s" { "--grace-period=500ms" } else { "--grace-period=1h" },
-        &fault,
-    ];
-    let (code, stdout, stderr) = run(&args);
-    assert_eq!(code, Some(1), "{fault}: {stderr}");
-    let events: Vec<Value> =
-        stdout.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    let failures: Vec<&Value> = events.iter().filter(|e| e["event"] == "failure").collect();
-    assert_eq!(failures.len(), 1, "{fault}: {stdout}");
-    assert!(events.iter().all(|e| e["event"] != "end"), "{fault}: {stdout}");
-    assert_eq!(failures[0]["rank"], rank, "{fault}: {stderr}");
-    assert_eq!(failures[0]["device"], format!("CPU:{rank}"), "{fault}");
+    let grace_period =
+        if timeout == "--timeout=1s" { "--grace-period=500ms" } else { "--grace-period=1h" };
+    let output = run(&[&RUN[..], &["--nproc-per-node=3", timeout, grace_period, &fault]].concat());
+    let failure = faults::failure(&fault, &output, rank, "CPU");
+    let stderr = output.2;
     let cause = format!("ddp-mp: rank {rank} (CPU:{rank}) failed in ");
     assert_eq!(stderr.matches("failed").count(), 1, "no echoes: {stderr}");
     assert!(stderr.contains(&cause), "{fault}: {stderr}");
-    (failures[0].clone(), stderr)
+    (failure, stderr)
 }
-
-/// Every stage, as it is written in a fault, and the operation that the report names.
-const STAGES: [(&str, &str); 6] = [
-    ("rendezvous", "rendezvous"),
-    ("init", "init"),
-    ("broadcast", "broadcast"),
-    ("step,step=0", "step"),
-    ("step,step=9", "step"), // the last of 2 epochs of ceil(ceil(400 / 3) / 32) = 5 steps
-    ("barrier", "barrier"),
-];
 
 fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str)) {
     for (stage, operation) in STAGES {

@@ -13,8 +13,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{TIMEOUT, ranks};
-use crate::processes::free_port;
+use crate::harness::{TIMEOUT, free_port, ranks};
 
 /// Runs `f` on ranks of several processes, `counts` of them each, and returns what each process ended with. The processes
 /// are threads of this one that share nothing but a store and the network.

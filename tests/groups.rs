@@ -10,6 +10,7 @@ use ddp_mp::{Backend, Error, P2POp, ReduceOp, Spawn, spawn};
 use tch::{Kind, Tensor};
 
 use crate::harness::{ranks, try_ranks, without_lines};
+use crate::shared::groups::asynchronous;
 
 fn one(value: i64) -> Tensor {
     Tensor::from_slice(&[value])
@@ -210,65 +211,7 @@ fn asynchronous_and_direct_calls_keep_their_order() {
 #[test]
 fn every_operation_has_an_asynchronous_form() {
     for world_size in 1..=3usize {
-        ranks(world_size, move |rank, group| {
-            let me = rank.rank();
-            let of = |rank: usize| Tensor::from_slice(&[rank as f32 + 1., 5.]);
-            let list = move || (0..world_size).map(of).collect::<Vec<_>>();
-            let sum = (1..world_size).fold(of(0), |sum, r| sum + of(r));
-            let (sender, results) = bounded(16);
-            let keep = move |tensors: Vec<Tensor>| sender.send(tensors).unwrap();
-            let work = group.async_op(move |group| {
-                let mut tensor = of(me);
-                group.all_reduce(&mut tensor, ReduceOp::Sum)?;
-                let mut reduced = of(me);
-                group.reduce(&mut reduced, 0, ReduceOp::Max)?;
-                let mut broadcast = of(me);
-                group.broadcast(&mut broadcast, world_size - 1)?;
-                keep(vec![tensor, reduced, broadcast]);
-                let (mut gathered, mut all) = (list(), list());
-                group.all_gather(&mut gathered, &of(me))?;
-                let mut whole =
-                    Tensor::zeros([world_size as i64 * 2], (Kind::Float, of(0).device()));
-                group.all_gather_into_tensor(&mut whole, &of(me))?;
-                group.gather(&of(me), (me == 0).then_some(&mut all[..]), 0)?;
-                keep(vec![Tensor::stack(&gathered, 0), whole.copy(), Tensor::stack(&all, 0)]);
-                let (mut mine, parts) = (of(9), list());
-                group.scatter(&mut mine, (me == 0).then_some(&parts[..]), 0)?;
-                let mut part = of(9);
-                group.reduce_scatter(&mut part, &parts, ReduceOp::Sum)?;
-                let mut part_of_whole = of(9);
-                group.reduce_scatter_tensor(&mut part_of_whole, &whole, ReduceOp::Sum)?;
-                keep(vec![mine, part, part_of_whole]);
-                let mut exchanged = list();
-                group.all_to_all(&mut exchanged, &list())?;
-                let mut single = whole.zeros_like();
-                group.all_to_all_single(&mut single, &whole, None, None)?;
-                group.monitored_barrier(Duration::from_secs(60))?;
-                assert_eq!(group.all_gather_object(&me)?.len(), world_size);
-                keep(vec![Tensor::stack(&exchanged, 0), single]);
-                Ok(())
-            })?;
-            work.wait()?;
-            let all = Tensor::stack(&list(), 0);
-            let n = world_size as f64;
-            let expected = vec![
-                vec![sum, of(if me == 0 { world_size - 1 } else { me }), of(world_size - 1)],
-                vec![all.shallow_clone(), all.flatten(0, 1), all.shallow_clone()],
-                vec![of(me), of(me) * n, of(me) * n],
-                vec![
-                    Tensor::stack(&(0..world_size).map(|_| of(me)).collect::<Vec<_>>(), 0),
-                    of(me).repeat([world_size as i64]),
-                ],
-            ];
-            for expected in expected {
-                let found = results.recv()?;
-                assert_eq!(found.len(), expected.len());
-                for (found, expected) in found.iter().zip(&expected) {
-                    assert!(found.equal(expected), "{found:?} is not {expected:?}");
-                }
-            }
-            Ok(())
-        });
+        ranks(world_size, |_, group| asynchronous(&group));
     }
 }
 

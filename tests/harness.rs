@@ -1,7 +1,8 @@
 //! What the tests share: running ranks, running the program.
 
+use std::net::TcpListener;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -77,6 +78,14 @@ pub(crate) fn without_launcher(command: &mut Command) -> &mut Command {
     command.env("CUDA_VISIBLE_DEVICES", "")
 }
 
+/// Gives a process the variables that torchrun gives it: it is number `process` of `count`.
+pub(crate) fn as_torchrun(command: &mut Command, process: usize, count: usize, port: u16) {
+    let [process, count, port] = [process, count, port.into()].map(|it| it.to_string());
+    command.envs([("RANK", &process), ("LOCAL_RANK", &process), ("MASTER_PORT", &port)]);
+    command.envs([("WORLD_SIZE", &count), ("LOCAL_WORLD_SIZE", &count)]);
+    command.envs([("MASTER_ADDR", "127.0.0.1"), ("OMP_NUM_THREADS", "1")]);
+}
+
 /// As [`program`], after the shell has set `limit`, such as `ulimit -n 16`.
 pub(crate) fn program_under(limit: &str, args: &[&str]) -> Command {
     let program = program(args);
@@ -109,6 +118,26 @@ pub(crate) fn run_command(mut command: Command) -> (Option<i32>, String, String)
     let output = child.wait_with_output().expect("it has ended");
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("UTF-8");
     (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// Returns a port that is free now.
+pub(crate) fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Waits for all, and returns how they ended.
+pub(crate) fn join(children: Vec<Child>) -> Vec<Output> {
+    let mut outputs = Vec::new();
+    for mut child in children {
+        let ended = child.wait_timeout(TIMEOUT).unwrap();
+        if ended.is_none() {
+            child.kill().unwrap();
+        }
+        let output = child.wait_with_output().unwrap();
+        assert!(ended.is_some(), "it ran longer than {TIMEOUT:?}: {output:?}");
+        outputs.push(output);
+    }
+    outputs
 }
 
 /// A file of the repository.

@@ -6,35 +6,16 @@
 use serde_json::Value;
 
 use crate::harness::run;
-
-const RANKS: usize = 3;
-
-/// Every stage, as it is written in a fault, and the operation that the report names.
-const STAGES: [(&str, &str); 6] = [
-    ("rendezvous", "rendezvous"),
-    ("init", "init"),
-    ("broadcast", "broadcast"),
-    ("step,step=0", "step"),
-    ("step,step=9", "step"), // the last of 2 epochs of ceil(ceil(400 / 3) / 32) = 5 steps
-    ("barrier", "barrier"),
-];
+use crate::shared::faults::{self, RANKS, RUN, STAGES};
 
 /// The failure event and stderr of a run in which `rank` fails in this way.
 fn failure(kind: &str, stage: &str, rank: usize) -> (Value, String) {
     let fault = format!("--fault={kind}:rank={rank},at={stage}");
     // A stall alone is found by waiting.
     let timeout = if kind == "stall" { "--timeout=5s" } else { "--timeout=50s" };
-    let run_of = ["--spawn=processes", "--nproc-per-node=3", "--max-epochs=2", "--num-samples=400"];
-    let args = ["--log-format=json", "--grace-period=1s", timeout, &fault];
-    let (code, stdout, stderr) = run(&[&run_of[..], &args].concat());
-    assert_eq!(code, Some(1), "{fault}: {stderr}");
-    let events: Vec<Value> =
-        stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let failures: Vec<&Value> = events.iter().filter(|it| it["event"] == "failure").collect();
-    let [failure] = failures[..] else { panic!("{fault}: {stdout}{stderr}") };
-    assert_eq!(failure["rank"], rank, "{fault}: {stderr}");
-    assert_eq!(failure["device"], format!("CPU:{rank}"), "{fault}: {stderr}");
-    (failure.clone(), stderr)
+    let args = ["--spawn=processes", "--nproc-per-node=3", "--grace-period=1s", timeout, &fault];
+    let output = run(&[&RUN[..], &args].concat());
+    (faults::failure(&fault, &output, rank, "CPU"), output.2)
 }
 
 fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str)) {

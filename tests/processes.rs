@@ -19,28 +19,11 @@ use tch::nn::{self, VarStore};
 use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, program, run, run_command, without_launcher};
-use crate::surface::{self, Surface};
-
-/// A port that is free now.
-pub(crate) fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
-/// Waits for all, and returns how they ended.
-fn join(children: Vec<Child>) -> Vec<Output> {
-    let mut outputs = Vec::new();
-    for mut child in children {
-        let ended = child.wait_timeout(TIMEOUT).unwrap();
-        if ended.is_none() {
-            child.kill().unwrap();
-        }
-        let output = child.wait_with_output().unwrap();
-        assert!(ended.is_some(), "it ran longer than {TIMEOUT:?}: {output:?}");
-        outputs.push(output);
-    }
-    outputs
-}
+use crate::harness::{
+    TIMEOUT, as_torchrun, free_port, join, program, run, run_command, without_launcher,
+};
+use crate::shared::surface::{self, Surface};
+use crate::shared::{coalesced, functional, groups};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -101,11 +84,11 @@ fn child() {
     let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
         "collectives" => collectives,
         "messages" => messages,
-        "coalesced" => |_, group| crate::coalesced::compare(&group).unwrap(),
+        "coalesced" => |_, group| coalesced::compare(&group).unwrap(),
         "message_to_nobody" => message_to_nobody,
         "failing_backward" => failing_backward,
-        "functional" => |_, group| crate::functional::compare(&group).unwrap(),
-        "groups" => groups,
+        "functional" => |_, group| functional::compare(&group).unwrap(),
+        "groups" => |_, group| groups::compare(&group),
         "mismatch" => mismatch,
         "surface" => surface,
         "late" => late,
@@ -127,7 +110,7 @@ fn child() {
 fn surface(rank: &Rank, group: Rc<ProcessGroup>) {
     let folder = env::var_os("DDP_MP_FOLDER").unwrap();
     let of_process = group.local_world_size();
-    let seen = Surface::new(group, of_process, Path::new(&folder)).run();
+    let seen = Surface::new(group, Backend::Gloo, of_process, Path::new(&folder)).run();
     println!("{}", surface::lines(rank.rank(), &seen));
 }
 
@@ -525,37 +508,6 @@ fn a_message_that_a_killed_process_is_in_is_an_error_that_names_its_rank() {
     }
 }
 
-fn groups(rank: &Rank, group: Rc<ProcessGroup>) {
-    let (me, count) = (rank.rank(), rank.world_size());
-    let even: Vec<usize> = (0..count).step_by(2).collect();
-    let odd: Vec<usize> = (1..count).step_by(2).collect();
-    let mine = match (group.new_group(&even).unwrap(), group.new_group(&odd).unwrap()) {
-        (Some(group), None) | (None, Some(group)) => group,
-        other => panic!("{other:?}"),
-    };
-    let expected = if me.is_multiple_of(2) { even } else { odd };
-    assert_eq!(mine.ranks(), expected);
-    let mut tensor = Tensor::from_slice(&[me as i64; 50_000]);
-    mine.all_reduce(&mut tensor, ReduceOp::Sum).unwrap();
-    assert_eq!(tensor.int64_value(&[0]), expected.iter().sum::<usize>() as i64);
-    let halves = group.new_subgroups_by_enumeration(&[&[count - 1, 0], &[1]]).unwrap();
-    let expected: Option<&[usize]> = match me {
-        1 => Some(&[1]),
-        _ if me == 0 || me == count - 1 => Some(&[0, count - 1]),
-        _ => None,
-    };
-    assert_eq!(halves.as_ref().map(|it| it.ranks()), expected);
-    let pair = group.new_subgroups(2).unwrap();
-    let mut sum = Tensor::from_slice(&[me as i64]);
-    pair.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-    assert_eq!(sum.int64_value(&[0]), (me / 2 * 4 + 1) as i64);
-    // Two that are in one process need no network.
-    if let Some(pair) = group.new_group(&[0, 1]).unwrap() {
-        pair.broadcast(&mut tensor, 1).unwrap();
-        assert_eq!(tensor.int64_value(&[0]), (1..count).step_by(2).sum::<usize>() as i64);
-    }
-}
-
 #[test]
 fn some_of_the_ranks_of_some_processes_form_groups() {
     scene("groups", &[2, 2]);
@@ -625,18 +577,13 @@ fn start_each(args: &[Vec<&str>]) -> Vec<Child> {
 }
 
 fn start_each_at(args: &[Vec<&str>]) -> (u16, Vec<Child>) {
-    let free = free_port();
-    let (port, count) = (free.to_string(), args.len().to_string());
-    let start = |(process, args): (usize, &Vec<&str>)| {
-        let process = process.to_string();
-        let mut command = program(&[&args[..], &["--log-format=json"]].concat());
-        // As torchrun has it.
-        command.envs([("RANK", &process), ("LOCAL_RANK", &process), ("MASTER_PORT", &port)]);
-        command.envs([("WORLD_SIZE", &count), ("LOCAL_WORLD_SIZE", &count)]);
-        command.envs([("MASTER_ADDR", "127.0.0.1"), ("OMP_NUM_THREADS", "1")]);
+    let port = free_port();
+    let start = |(process, of_process): (usize, &Vec<&str>)| {
+        let mut command = program(&[&of_process[..], &["--log-format=json"]].concat());
+        as_torchrun(&mut command, process, args.len(), port);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    (free, args.iter().enumerate().map(start).collect())
+    (port, args.iter().enumerate().map(start).collect())
 }
 
 /// The last event of rank 0's process, if all went well.

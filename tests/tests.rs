@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout)] // the helpers of tests are tests too
 
 mod harness;
+mod shared;
 
 mod amp; // mixed precision: autocast on several threads, skipped steps
 mod bench; // ddp-mp bench: right results, right columns, wrong input

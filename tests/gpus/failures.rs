@@ -1,0 +1,173 @@
+//! `--fault` on simulated GPUs: every kind at every stage names the rank and the cause, and leaves no process behind.
+//!
+//! Ranks are threads, processes of `--spawn=processes`, or processes as torchrun starts them. Threads try every rank;
+//! processes try one rank at each stage, and all of them with `MATRIX=all`.
+
+use std::env;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::harness::{as_torchrun, free_port, join, run_command};
+use crate::machine::{in_parallel, is_running, on_gpus};
+use crate::shared::faults::{self, RANKS, RUN, STAGES};
+
+/// A fault of `rank` at a stage.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    kind: &'static str,
+    stage: &'static str,
+    operation: &'static str,
+    rank: usize,
+}
+
+/// Stages at which a stalled rank is not named yet where ranks are processes: the others wait within NCCL too, and one of
+/// them is blamed.
+const BLAMED_ON_ANOTHER: [&str; 4] = ["broadcast", "step,step=0", "step,step=9", "barrier"];
+
+/// Returns a fault of this kind for each stage; of every rank, or of one rank at each stage.
+fn cases(kind: &'static str, every_rank: bool) -> Vec<Case> {
+    let all = every_rank || env::var("MATRIX").is_ok_and(|it| it == "all");
+    let of_stage = |(number, (stage, operation)): (usize, (&'static str, &'static str))| {
+        let ranks = (0..RANKS).filter(move |rank| all || number % RANKS == *rank);
+        ranks.map(move |rank| Case { kind, stage, operation, rank })
+    };
+    let cases = STAGES.into_iter().enumerate().flat_map(of_stage);
+    let is_known = |case: &Case| kind != "stall" || !BLAMED_ON_ANOTHER.contains(&case.stage);
+    cases.filter(|case| every_rank || is_known(case)).collect()
+}
+
+impl Case {
+    fn fault(&self) -> String {
+        format!("--fault={}:rank={},at={}", self.kind, self.rank, self.stage)
+    }
+
+    /// Returns the program with the fault, which may be found by waiting if it `waits`.
+    fn program(&self, waits: bool, more: &[&str]) -> Command {
+        let timeout = if waits { "--timeout=5s" } else { "--timeout=1h" };
+        let fault = self.fault();
+        on_gpus(RANKS, &[&RUN[..], &[timeout, "--grace-period=2s", &fault], more].concat())
+    }
+
+    /// Checks the cause, in the failure's event or on stderr.
+    #[track_caller]
+    fn check_cause(&self, error: &str, stderr: &str) {
+        let what = format!("{self:?}: {stderr}");
+        match self.kind {
+            "error" => assert!(error.contains("injected by --fault error"), "{what}"),
+            "panic" => assert!(error.contains("panicked at src/"), "{what}"),
+            "stall" => assert!(error.contains(" waited 5s in "), "{what}"),
+            "kill" => assert!(error.contains("SIGKILL"), "{what}"),
+            other => panic!("no {other}"),
+        }
+        let injected = stderr.matches("injected by --fault").count();
+        assert_eq!(injected, usize::from(["error", "panic"].contains(&self.kind)), "{what}");
+    }
+
+    /// Runs it in one process, or in one that starts the others, and checks its report.
+    fn is_reported(&self, spawn: &str) {
+        let mut command = self.program(self.kind == "stall", &[spawn]);
+        let token = format!("{} {spawn} {}", std::process::id(), self.fault());
+        command.env("DDP_MP_TEST", &token);
+        let output = run_command(command);
+        let failure: Value = faults::failure(&self.fault(), &output, self.rank, "GPU");
+        if self.kind != "kill" {
+            assert_eq!(failure["operation"], self.operation, "{self:?}: {}", output.2);
+        }
+        self.check_cause(failure["error"].as_str().unwrap(), &output.2);
+        assert!(!is_running(&token), "{self:?} leaves a process behind");
+    }
+
+    /// Runs it in processes as torchrun starts them, and checks what each of the others says.
+    fn is_reported_under_torchrun(&self) {
+        // There is no agent here that would end the others when one of them is killed.
+        let waits = ["stall", "kill"].contains(&self.kind);
+        let port = free_port();
+        let start = |process| {
+            let mut command = self.program(waits, &[]);
+            as_torchrun(&mut command, process, RANKS, port);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        for (process, output) in join((0..RANKS).map(start).collect()).into_iter().enumerate() {
+            let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+            if process == self.rank && self.kind == "kill" {
+                assert_eq!(output.status.code(), None, "{self:?}: {stderr}");
+                continue;
+            }
+            assert_eq!(output.status.code(), Some(1), "{self:?}: {stderr}");
+            let named = format!("ddp-mp: rank {} (GPU:{}", self.rank, self.rank);
+            let line = stderr.lines().find(|it| it.contains(" failed in "));
+            assert!(line.is_some_and(|it| it.starts_with(&named)), "{self:?}, {process}: {stderr}");
+            if self.kind != "kill" {
+                self.check_cause(line.unwrap(), &stderr);
+            }
+        }
+    }
+}
+
+fn with_threads(kind: &'static str) {
+    in_parallel(&cases(kind, true), |case| case.is_reported("--spawn=threads"));
+}
+
+fn with_processes(kind: &'static str) {
+    in_parallel(&cases(kind, false), |case| case.is_reported("--spawn=processes"));
+}
+
+fn with_torchrun(kind: &'static str) {
+    in_parallel(&cases(kind, false), Case::is_reported_under_torchrun);
+}
+
+#[test]
+fn an_error_of_a_thread() {
+    with_threads("error");
+}
+
+#[test]
+fn a_panic_of_a_thread() {
+    with_threads("panic");
+}
+
+#[test]
+fn a_stall_of_a_thread() {
+    with_threads("stall");
+}
+
+#[test]
+fn an_error_of_a_process() {
+    with_processes("error");
+}
+
+#[test]
+fn a_panic_of_a_process() {
+    with_processes("panic");
+}
+
+#[test]
+fn a_stall_of_a_process() {
+    with_processes("stall");
+}
+
+#[test]
+fn a_killed_process() {
+    with_processes("kill");
+}
+
+#[test]
+fn an_error_under_torchrun() {
+    with_torchrun("error");
+}
+
+#[test]
+fn a_panic_under_torchrun() {
+    with_torchrun("panic");
+}
+
+#[test]
+fn a_stall_under_torchrun() {
+    with_torchrun("stall");
+}
+
+#[test]
+fn a_killed_process_under_torchrun() {
+    with_torchrun("kill");
+}

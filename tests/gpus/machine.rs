@@ -1,0 +1,114 @@
+//! A machine with simulated GPUs, and runs of the program on it.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{env, fs, thread};
+
+use serde_json::Value;
+
+use crate::harness::{program, run_command};
+
+/// Returns the folder with the libraries that simulate GPUs.
+pub(crate) fn libraries() -> PathBuf {
+    let folder = env::var_os("SIMULATED_GPUS").map(PathBuf::from).unwrap_or_default();
+    assert!(
+        folder.join("libcuda.so.1").exists(),
+        "SIMULATED_GPUS={folder:?} is no folder with the libraries that simulate GPUs: use `make test-gpus`"
+    );
+    folder
+}
+
+/// Gives `command` a machine with this many simulated GPUs.
+pub(crate) fn simulate(command: &mut Command, gpus: usize) -> &mut Command {
+    command.env("SIM_GPUS", gpus.to_string()).env("LD_LIBRARY_PATH", libraries());
+    command.env_remove("CUDA_VISIBLE_DEVICES")
+}
+
+/// Returns the program on a machine with this many simulated GPUs.
+pub(crate) fn on_gpus(gpus: usize, args: &[&str]) -> Command {
+    let mut command = program(args);
+    simulate(&mut command, gpus);
+    command
+}
+
+/// Runs a command that writes JSON and must succeed, and returns its events.
+#[track_caller]
+pub(crate) fn events(command: Command) -> Vec<Value> {
+    let what = format!("{command:?}");
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{what}: {stderr}");
+    stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Returns the events of a run on simulated GPUs, one for each rank.
+#[track_caller]
+pub(crate) fn gpu_events(gpus: usize, args: &[&str]) -> Vec<Value> {
+    events(on_gpus(gpus, &[args, &["--log-format=json"]].concat()))
+}
+
+/// Returns the events of the same run on CPU ranks.
+#[track_caller]
+pub(crate) fn cpu_events(ranks: usize, args: &[&str]) -> Vec<Value> {
+    let ranks = format!("--nproc-per-node={ranks}");
+    events(program(&[args, &["--log-format=json", &ranks]].concat()))
+}
+
+/// The keys of an event that depend on time, on the machine, or on how the backend moves bytes.
+const DIFFERENT: [&str; 14] = [
+    "backend",
+    "backward_us",
+    "bytes_received_by_rank",
+    "bytes_sent_by_rank",
+    "collective_seconds_by_rank",
+    "communication_us",
+    "data_wait_seconds_by_rank",
+    "device",
+    "overlapped",
+    "path",
+    "peak_memory_bytes",
+    "samples_per_second",
+    "seconds",
+    "us_per_step",
+];
+
+/// Returns what is to be the same on every device: losses, steps, hashes. Sorted, since ranks print as they finish.
+pub(crate) fn results(events: &[Value]) -> Vec<String> {
+    let of_event = |event: &Value| {
+        let mut kept = event.as_object().unwrap().clone();
+        kept.retain(|key, _| !DIFFERENT.contains(&key.as_str()));
+        Value::Object(kept).to_string()
+    };
+    let mut results: Vec<String> = events.iter().map(of_event).collect();
+    results.sort();
+    results
+}
+
+/// Returns the last event, with the hash of the parameters.
+pub(crate) fn end(events: &[Value]) -> &Value {
+    let end = events.last().unwrap();
+    assert_eq!(end["event"], "end", "{events:?}");
+    end
+}
+
+/// Runs `check` on every case, several at a time: most of them wait. Panics with the first that fails.
+pub(crate) fn in_parallel<T: Sync>(cases: &[T], check: impl Fn(&T) + Sync) {
+    const AT_ONCE: usize = 4;
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+            check(case);
+        }
+    };
+    thread::scope(|scope| (0..AT_ONCE).for_each(|_| drop(scope.spawn(work))));
+}
+
+/// Returns whether a process has `DDP_MP_TEST=token` in its environment.
+pub(crate) fn is_running(token: &str) -> bool {
+    let variable = format!("DDP_MP_TEST={token}");
+    let mut processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
+    processes.any(|process| {
+        let environment = fs::read(process.join("environ")).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|it| it == variable.as_bytes())
+    })
+}

@@ -1,0 +1,8 @@
+//! Checks that ranks on any device pass: tests/tests.rs runs them on the CPU, tests/gpus on simulated GPUs.
+
+pub(crate) mod coalesced; // several tensors in one collective
+pub(crate) mod faults; // every failure, and what a run reports of it
+pub(crate) mod functional; // collectives that gradients flow through
+pub(crate) mod groups; // some of the ranks, asynchronous operations
+pub(crate) mod kinds; // every kind of numbers, reduction and length
+pub(crate) mod surface; // every public method of a group

@@ -1,0 +1,178 @@
+//! Collectives of tensors, and of several tensors at once.
+
+use ddp_mp::ReduceOp;
+use tch::{Kind, Tensor};
+
+use super::{Surface, numbers, reduced};
+
+pub(super) fn all_reduce(it: &Surface) {
+    for (op, kind) in it.reductions(true) {
+        let mut tensor = it.mine(6, kind);
+        it.group.all_reduce(&mut tensor, op).unwrap();
+        it.is(&tensor, &reduced(op, &it.of_all(6)));
+    }
+}
+
+pub(super) fn all_reduce_weighted(it: &Surface) {
+    // Their mean is 2, for every even number of ranks, so that all numbers are exact.
+    let weight = |rank: usize| if rank.is_multiple_of(2) { 1.0 } else { 3.0 };
+    let mut sum = it.mine(6, Kind::Float);
+    it.group.all_reduce_weighted(&mut sum, ReduceOp::Sum, Some(weight(it.me()))).unwrap();
+    let scaled = it.of_all(6).into_iter().enumerate().map(|(rank, values)| {
+        values.into_iter().map(|value| value * weight(rank) / 2.0).collect::<Vec<_>>()
+    });
+    it.is(&sum, &reduced(ReduceOp::Sum, &scaled.collect::<Vec<_>>()));
+    let mut plain = it.mine(6, Kind::Float);
+    it.group.all_reduce_weighted(&mut plain, ReduceOp::Sum, None).unwrap();
+    it.is(&plain, &reduced(ReduceOp::Sum, &it.of_all(6)));
+}
+
+pub(super) fn reduce(it: &Surface) {
+    for (root, (op, kind)) in (0..it.size()).cycle().zip(it.reductions(false)) {
+        let mut tensor = it.mine(6, kind);
+        it.group.reduce(&mut tensor, root, op).unwrap();
+        if it.me() == root {
+            it.is(&tensor, &reduced(op, &it.of_all(6)));
+        } else {
+            it.is(&tensor, &numbers(it.me(), 6)); // as it was
+        }
+    }
+}
+
+pub(super) fn broadcast(it: &Surface) {
+    for root in 0..it.size() {
+        let mut tensor = it.mine(6, Kind::Float).view([2, 3]);
+        it.group.broadcast(&mut tensor, root).unwrap();
+        it.is(&tensor, &numbers(root, 6));
+    }
+}
+
+pub(super) fn all_gather(it: &Surface) {
+    let mut list: Vec<Tensor> =
+        it.of_all(3).iter().map(|_| it.tensor(&[0.0; 3], Kind::Int)).collect();
+    it.group.all_gather(&mut list, &it.mine(3, Kind::Int)).unwrap();
+    list.iter().zip(it.of_all(3)).for_each(|(found, expected)| it.is(found, &expected));
+}
+
+pub(super) fn all_gather_into_tensor(it: &Surface) {
+    let mut all = it.tensor(&vec![0.0; it.size() * 3], Kind::Double);
+    it.group.all_gather_into_tensor(&mut all, &it.mine(3, Kind::Double)).unwrap();
+    it.is(&all, &it.of_all(3).concat());
+}
+
+pub(super) fn gather(it: &Surface) {
+    for root in 0..it.size() {
+        let mut list: Vec<Tensor> =
+            it.of_all(3).iter().map(|_| it.tensor(&[0.0; 3], Kind::Float)).collect();
+        let mine = it.mine(3, Kind::Float);
+        it.group.gather(&mine, (it.me() == root).then_some(&mut list[..]), root).unwrap();
+        for (found, expected) in list.iter().zip(it.of_all(3)) {
+            it.is(found, if it.me() == root { &expected } else { &[0.0; 3] });
+        }
+    }
+}
+
+pub(super) fn scatter(it: &Surface) {
+    for root in 0..it.size() {
+        let list: Vec<Tensor> = it
+            .of_all(3)
+            .iter()
+            .map(|values| it.tensor(values, Kind::Int64) + root as i64)
+            .collect();
+        let mut mine = it.tensor(&[0.0; 3], Kind::Int64);
+        it.group.scatter(&mut mine, (it.me() == root).then_some(&list[..]), root).unwrap();
+        let expected: Vec<f64> = numbers(it.me(), 3).iter().map(|it| it + root as f64).collect();
+        it.is(&mine, &expected);
+    }
+}
+
+/// What each rank has for all: 2 numbers for each rank.
+pub(super) fn parts(it: &Surface) -> Vec<Vec<f64>> {
+    it.of_all(it.size() * 2)
+}
+
+pub(super) fn reduce_scatter(it: &Surface) {
+    for (op, kind) in it.reductions(false) {
+        let whole = reduced(op, &parts(it));
+        let list: Vec<Tensor> =
+            parts(it)[it.me()].chunks(2).map(|part| it.tensor(part, kind)).collect();
+        let mut output = it.tensor(&[0.0; 2], kind);
+        it.group.reduce_scatter(&mut output, &list, op).unwrap();
+        it.is(&output, &whole[it.me() * 2..][..2]);
+    }
+}
+
+pub(super) fn reduce_scatter_tensor(it: &Surface) {
+    for (op, kind) in it.reductions(false) {
+        let whole = reduced(op, &parts(it));
+        let input = it.tensor(&parts(it)[it.me()], kind);
+        let mut output = it.tensor(&[0.0; 2], kind);
+        it.group.reduce_scatter_tensor(&mut output, &input, op).unwrap();
+        it.is(&output, &whole[it.me() * 2..][..2]);
+    }
+}
+
+pub(super) fn all_to_all(it: &Surface) {
+    // To rank r go r + 1 numbers.
+    let input: Vec<Tensor> =
+        (0..it.size()).map(|to| it.mine(to + 1, Kind::Float) + to as f64).collect();
+    let mut output: Vec<Tensor> =
+        (0..it.size()).map(|_| it.tensor(&vec![0.0; it.me() + 1], Kind::Float)).collect();
+    it.group.all_to_all(&mut output, &input).unwrap();
+    for (from, found) in output.iter().enumerate() {
+        let sent = numbers(from, it.me() + 1);
+        it.is(found, &sent.iter().map(|value| value + it.me() as f64).collect::<Vec<_>>());
+    }
+}
+
+pub(super) fn all_to_all_single(it: &Surface) {
+    // Even parts.
+    let mut output = it.tensor(&vec![0.0; it.size() * 2], Kind::Int64);
+    let input = it.tensor(&parts(it)[it.me()], Kind::Int64);
+    it.group.all_to_all_single(&mut output, &input, None, None).unwrap();
+    let to_me = |values: &Vec<f64>| values[it.me() * 2..][..2].to_vec();
+    it.is(&output, &parts(it).iter().flat_map(to_me).collect::<Vec<_>>());
+    // Rank r gets r rows from each.
+    let to: Vec<i64> = (0..it.size() as i64).collect();
+    let from = vec![it.me() as i64; it.size()];
+    let rows = to.iter().sum::<i64>() as usize;
+    let mut output = it.tensor(&vec![0.0; it.size() * it.me()], Kind::Float);
+    let input = it.mine(rows, Kind::Float);
+    it.group.all_to_all_single(&mut output, &input, Some(&from), Some(&to)).unwrap();
+    let before = (0..it.me()).sum::<usize>();
+    let to_me = |values: &Vec<f64>| values[before..][..it.me()].to_vec();
+    it.is(&output, &it.of_all(rows).iter().flat_map(to_me).collect::<Vec<_>>());
+}
+
+// Several tensors in one collective.
+
+pub(super) fn all_reduce_coalesced(it: &Surface) {
+    for (op, kind) in it.reductions(true) {
+        let mut tensors = [it.mine(6, kind).view([2, 3]), it.mine(5, kind), it.mine(1, kind)];
+        it.group.all_reduce_coalesced(&mut tensors, op).unwrap();
+        for (found, len) in tensors.iter().zip([6, 5, 1]) {
+            it.is(found, &reduced(op, &it.of_all(len)));
+        }
+    }
+}
+
+pub(super) fn all_gather_into_tensor_coalesced(it: &Surface) {
+    let inputs = [it.mine(3, Kind::Int64), it.mine(4, Kind::Int64)];
+    let mut outputs = [3, 4].map(|len| it.tensor(&vec![0.0; len * it.size()], Kind::Int64));
+    it.group.all_gather_into_tensor_coalesced(&mut outputs, &inputs).unwrap();
+    for (found, len) in outputs.iter().zip([3, 4]) {
+        it.is(found, &it.of_all(len).concat());
+    }
+}
+
+pub(super) fn reduce_scatter_tensor_coalesced(it: &Surface) {
+    for (op, kind) in it.reductions(false) {
+        let inputs = [2, 3].map(|len| it.mine(len * it.size(), kind));
+        let mut outputs = [2, 3].map(|len| it.tensor(&vec![0.0; len], kind));
+        it.group.reduce_scatter_tensor_coalesced(&mut outputs, &inputs, op).unwrap();
+        for (found, len) in outputs.iter().zip([2, 3]) {
+            let whole = reduced(op, &it.of_all(len * it.size()));
+            it.is(found, &whole[it.me() * len..][..len]);
+        }
+    }
+}
