@@ -8,4 +8,5 @@ torch=$(cd "$1" && pwd) out=$(cd "$2" && pwd)
 # One build at a time in a folder.
 exec 9>"$out/.lock"
 flock 9
+unset MAKEFLAGS MFLAGS MAKELEVEL
 exec make --silent --no-print-directory -C "$(dirname "$0")" -j "$(nproc)" LIBTORCH="$torch" OUT="$out" 9>&9

@@ -93,12 +93,8 @@ void gets_all(Rank& rank, const Steps& steps) {
   steps.tell();
 }
 
-void dies(Rank& rank, const Steps&) {
-  CHECK(rank.state() == Success);
-  _exit(0);
-}
-
-void sees_death(Rank& rank, const Steps&, bool is_other_host) {
+// Calls an operation that the other rank will not end.
+void sees_end(Rank& rank, bool is_other_host) {
   CHECK(rank.state() == Success);
   CHECK(rank.all_reduce() == Success || is_other_host);
   if (is_other_host) {
@@ -107,6 +103,25 @@ void sees_death(Rank& rank, const Steps&, bool is_other_host) {
     CHECK(rank.hangs() && rank.poll() == Success);
   }
   CHECK(ncclCommAbort(rank.comm) == Success && rank.ends());
+}
+
+// Its peer comes after the abort.
+void aborts(Rank& rank, const Steps& steps) {
+  CHECK(rank.state() == Success);
+  CHECK(rank.all_reduce() == Success);
+  CHECK(rank.hangs());
+  CHECK(ncclCommAbort(rank.comm) == Success && rank.ends());
+  steps.tell();
+}
+
+void sees_abort(Rank& rank, const Steps& steps, bool is_other_host) {
+  steps.await();
+  sees_end(rank, is_other_host);
+}
+
+void dies(Rank& rank, const Steps&) {
+  CHECK(rank.state() == Success);
+  _exit(0);
 }
 
 }  // namespace
@@ -120,11 +135,17 @@ void check_hosts() {
   check("an abort after the end cuts nothing off on the same host", {gpus, cuts},
         [] { run_processes("a", sum_and_abort, gets_all); });
   check("finalize delivers all", {gpus, cuts}, [] { run_processes("b", sum_and_finalize, gets_all); });
+  check("an abort frees only its rank, also between processes", {gpus}, [] {
+    run_processes("a", [](Rank& rank, const Steps& steps) { sees_abort(rank, steps, false); }, aborts);
+  });
+  check("an abort is an error on another host", {gpus}, [] {
+    run_processes("b", [](Rank& rank, const Steps& steps) { sees_abort(rank, steps, true); }, aborts);
+  });
   check("a process that dies leaves its host waiting", {gpus}, [] {
-    run_processes("a", [](Rank& rank, const Steps& steps) { sees_death(rank, steps, false); }, dies);
+    run_processes("a", [](Rank& rank, const Steps&) { sees_end(rank, false); }, dies);
   });
   check("a process that dies is an error on another host", {gpus}, [] {
-    run_processes("b", [](Rank& rank, const Steps& steps) { sees_death(rank, steps, true); }, dies);
+    run_processes("b", [](Rank& rank, const Steps&) { sees_end(rank, true); }, dies);
   });
 }
 

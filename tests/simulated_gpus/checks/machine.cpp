@@ -179,7 +179,8 @@ void check_machine() {
   check("events know the time between them", {}, check_elapsed);
   check("a freed block is reused at once, in stream order", {}, check_reuse);
   check("record_use keeps a block for another stream", {}, [] { check_record_use(true); });
-  check("without record_use the other stream reads garbage", {}, [] { check_record_use(false); });
+  check("without record_use the other stream reads garbage", {},
+        [] { check_record_use(false); });
   check("cached segments are freed when memory runs out", {{"SIM_MEMORY_MB", "24"}}, check_out_of_memory);
   const std::string report = "/tmp/simulated-gpus-report-" + std::to_string(getpid());
   check("the report counts", {{"SIM_REPORT", report.c_str()}, {"SIM_GPUS", "2"}}, check_report);

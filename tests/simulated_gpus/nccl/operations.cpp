@@ -93,17 +93,16 @@ bool agrees(const Begun& begun, const Agreement& other) {
 
 enum class State { Done, Waits, PeerLost, Mismatched };
 
-// With the inbox's lock held.
+// With the inbox's lock held. `peer` is the rank that the state is due to.
 State state_of(Comm comm, const Begun& begun, int* peer) {
   for (int other : begun.peers) {
     *peer = other;
     auto* arrived = comm->inbox->find(other, begun.theirs);
-    if (arrived == nullptr) {
-      const bool is_error = comm->inbox->has_lost(other) && comm->group.peers[other]->is_on_other_host();
-      return is_error ? State::PeerLost : State::Waits;
-    }
-    if (!agrees(begun, arrived->call)) return State::Mismatched;
-    if (arrived->is_withdrawn) return State::Waits;
+    const bool is_same = arrived == nullptr || agrees(begun, arrived->call);
+    if (arrived != nullptr && is_same && !arrived->is_withdrawn) continue;
+    // Nothing more comes from another host; on the same host nobody notices.
+    if (comm->inbox->has_lost(other) && comm->group.peers[other]->is_on_other_host()) return State::PeerLost;
+    return is_same ? State::Waits : State::Mismatched;
   }
   return State::Done;
 }
