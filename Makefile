@@ -21,7 +21,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-gpus model check install parity safetensors tensorboard report trace mutated mixed compare cluster-model simulated-gpus test-launchers python libtorch cargo
+.PHONY: help run test test-gpus model check install parity safetensors tensorboard report page trace mutated mixed compare cluster-model simulated-gpus test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -81,6 +81,11 @@ test-launchers: cargo python ## run over several processes with torchrun, mpirun
 report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
 	cargo build --release
 	.python/bin/python tests/peers/report_page.py $(PROGRAM) $(PICTURES)
+
+page: cargo libtorch ## make the page of assets/ and its picture anew, with Chromium
+	cargo build --release
+	cd assets && CUDA_VISIBLE_DEVICES= $(abspath $(PROGRAM)) --max-epochs=2 --batch-size=32 --nproc-per-node=2 --report=report.html
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1860 --screenshot=assets/report.png assets/report.html
 
 trace: cargo python ## have Perfetto's trace processor, in Chromium, read the traces of runs
 	cargo build --release

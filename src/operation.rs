@@ -32,13 +32,14 @@ pub enum Operation {
     Optimizer,
     Validation,
     Save,
+    Compare,
     ShutDown,
     Done,
 }
 
 impl Operation {
     /// All of them, each at the place of its number.
-    pub(crate) const ALL: [Operation; 27] = [
+    pub(crate) const ALL: [Operation; 28] = [
         Operation::Function,
         Operation::Start,
         Operation::Rendezvous,
@@ -64,6 +65,7 @@ impl Operation {
         Operation::Optimizer,
         Operation::Validation,
         Operation::Save,
+        Operation::Compare,
         Operation::ShutDown,
         Operation::Done,
     ];
@@ -73,12 +75,10 @@ impl Operation {
     /// Whether a rank that does it is in code of its own, and waits for nobody as far as is known.
     pub(crate) fn is_own_work(self) -> bool {
         use Operation::{
-            Backward, Data, Forward, Function, Gradient, Optimizer, Save, Step, Validation,
+            Backward, Compare, Data, Forward, Function, Gradient, Optimizer, Save, Step, Validation,
         };
-        matches!(
-            self,
-            Function | Step | Data | Forward | Backward | Gradient | Optimizer | Validation | Save
-        )
+        let in_step = matches!(self, Step | Data | Forward | Backward | Gradient | Optimizer);
+        in_step || matches!(self, Function | Validation | Save | Compare)
     }
 
     /// Whether a rank that does it may be waiting for others as well as working.
@@ -116,6 +116,7 @@ impl fmt::Display for Operation {
             Operation::Optimizer => "optimizer",
             Operation::Validation => "validation",
             Operation::Save => "save",
+            Operation::Compare => "comparison of replicas",
             Operation::ShutDown => "shutting down",
             Operation::Done => "done",
         })

@@ -264,13 +264,24 @@ fn scaling_is_said_against_one_rank() {
             let samples = f64::from(ranks * batch);
             let per_second = number(row, "samples_per_second");
             assert!((per_second * number(row, "us_per_step") / 1e6 / samples - 1.0).abs() < 1e-9);
-            let efficiency = per_second / of_one / f64::from(ranks);
+            assert!((number(row, "speedup") / (per_second / of_one) - 1.0).abs() < 1e-9, "{row}");
+            // Efficiency is against one rank with as many threads: the first, if it has as many.
+            let base = number(row, "samples_per_second_of_one");
+            let is_first = row["threads_per_rank"] == rows[0]["threads_per_rank"];
+            assert!(!is_first || (base / of_one - 1.0).abs() < 1e-9, "{row}");
+            assert!(is_first || base != of_one, "{row}");
+            let efficiency = per_second / base / f64::from(ranks);
             assert!((number(row, "efficiency") / efficiency - 1.0).abs() < 1e-9, "{row}");
         }
     }
     let (code, stdout, _) = run(&args);
     assert_eq!(code, Some(0));
     assert!(stdout.starts_with("# linear, ") && stdout.contains(" CPU core"), "{stdout}");
+    assert!(stdout.contains("by those of one rank with as many threads times the"), "{stdout}");
+    assert!(
+        stdout.contains("# speed-up: samples per second, by those of one rank with "),
+        "{stdout}"
+    );
     let (code, _, stderr) = run(&["bench", "scaling", "--nproc-per-node=2", "--batch-size=4096"]);
     assert_eq!(code, Some(2), "{stderr}");
     assert!(

@@ -47,15 +47,16 @@ fn the_readme_s_commands_do_what_it_says() {
     for block in readme.split("```console\n").skip(1) {
         let block = block.split("```").next().unwrap();
         for case in block.split("$ ddp-mp").skip(1) {
-            let mut lines = filled(case).peekable();
+            // A run that fails is followed by the command that shows its exit code.
+            let (case, code) = case.split_once("$ echo $?\n").unwrap_or((case, "0"));
+            let expected: i32 = code.trim().parse().unwrap();
+            let mut lines = filled(case);
             let args: Vec<&str> = lines.next().unwrap().split_whitespace().collect();
-            let code = lines.next_if(|line| line.starts_with("? "));
             let (code_now, stdout, stderr) = {
                 let mut command = program(&args);
                 command.current_dir(&folder);
                 run_command(command)
             };
-            let expected = code.map_or(0, |code| code[2..].parse().unwrap());
             assert_eq!(code_now, Some(expected), "{args:?}: {stderr}");
             let mut is_error = false;
             let (errors, results): (Vec<&str>, Vec<&str>) = lines.partition(|line| {
@@ -228,6 +229,8 @@ fn the_sampler_prints_a_line_for_each_sample_with_its_rank() {
     let stdout = |more: &[&str]| run(&[&args, more].concat()).1;
     assert_eq!(stdout(&[]), "rank  sample\n   0  0\n   0  2\n   0  4\n   1  1\n   1  3\n   1  0\n");
     assert_eq!(stdout(&["--rank=1"]), "1\n3\n0\n");
+    assert_eq!(stdout(&["--rank=1", "--exact-mean"]), "1\n3\n");
+    assert_eq!(stdout(&["--rank=0", "--exact-mean", "--drop-last"]), "0\n2\n");
     // As many ranks as there may be do not each shuffle all samples.
     let many = ["sampler", "--len=100000", "--world-size=1048576", "--log-format=json"];
     let mut command = program(&many);

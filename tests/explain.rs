@@ -104,6 +104,52 @@ fn what_is_told_can_be_checked_by_hand() {
 }
 
 #[test]
+fn ranks_that_count_by_their_samples_are_told_with_their_shares() {
+    for (samples, told_shares, counts) in [
+        (
+            "63",
+            "(--exact-mean): each is multiplied by its rank's share of the samples, 32/63, 31/63,",
+            [[32, 31]; 2],
+        ),
+        ("64", "share of the samples, 32/64, 32/64,", [[32, 32]; 2]),
+        // The second step of rank 1 has no samples.
+        ("65", "share of the samples, 32/64, 32/64,", [[32, 32], [1, 0]]),
+    ] {
+        let num_samples = format!("--num-samples={samples}");
+        let args = [&TWO[..], &["--exact-mean", "--max-epochs=2", &num_samples]].concat();
+        let text = told(&args);
+        assert!(in_one_line(&text).contains(told_shares), "{text}");
+        for (heading, counts) in [": Step 0: different", ": Step 1: "].into_iter().zip(counts) {
+            let rows = rows(&text, heading);
+            let all: i32 = counts.iter().sum();
+            let weighted = |(row, count): (&Vec<String>, i32)| number(&row[3]) * f64::from(count);
+            let mean = rows.iter().zip(counts).map(weighted).sum::<f64>() / f64::from(all);
+            for (row, count) in rows.iter().zip(counts) {
+                near(number(&row[4]), mean, 2.0 * SHOWN);
+                match (count, counts[0] == counts[1]) {
+                    (0, _) => assert_eq!(row[1..3], ["-", "-"]),
+                    (_, true) => assert!(!row[1].contains(':'), "{row:?}"),
+                    (_, false) => assert!(row[1].starts_with(&format!("{count}: ")), "{row:?}"),
+                }
+            }
+        }
+        let by_hand = text.lines().find(|line| line.contains("by hand: ")).unwrap();
+        let [first, second] = counts[0];
+        assert!(by_hand.contains(&format!("({first} * ")), "{by_hand}");
+        assert!(by_hand.contains(&format!(" + {second} * ")), "{by_hand}");
+        let averaged = &rows(&text, ": Step 0: different")[0][4];
+        near(number(by_hand.rsplit(" = ").next().unwrap()), number(averaged), 2.0 * SHOWN);
+    }
+    let args = ["--nproc-per-node=3", "--explain", "--exact-mean", "--num-samples=7"];
+    let text = in_one_line(&told(&args));
+    assert!(text.contains("They do not go round, so ranks up to 0 get one more."), "{text}");
+    // Ranks of the same number of samples have the same bits as without the option.
+    let (with, _) = end(&[&TWO[..], &["--log-format=json", "--exact-mean"]].concat());
+    let (without, _) = end(&["--nproc-per-node=2", "--log-format=json"]);
+    assert_eq!(with["parameters_hash"], without["parameters_hash"]);
+}
+
+#[test]
 fn what_is_done_on_the_way_to_the_mean_is_told() {
     let text = told(&[&TWO[..], &["--comm-hook=bf16", "--accumulate=4"]].concat());
     assert!(in_one_line(&text).contains("They travel as bfloat16"), "{text}");
@@ -171,7 +217,13 @@ fn to_be_told_changes_nothing_and_is_told_the_same_again() {
 #[test]
 fn two_screens_of_80_columns_are_enough_in_both_languages() {
     for language in ["--language=en", "--language=zh"] {
-        for more in [&[][..], &["--model=mlp"], &["--spawn=processes"], &["--num-samples=4095"]] {
+        for more in [
+            &[][..],
+            &["--model=mlp"],
+            &["--spawn=processes"],
+            &["--num-samples=4095"],
+            &["--num-samples=63", "--exact-mean"],
+        ] {
             let text = told(&[&TWO[..], &[language], more].concat());
             assert!(text.lines().count() <= 48, "{}: {text}", text.lines().count());
             let widest = text.lines().max_by_key(|line| display_width(line)).unwrap();

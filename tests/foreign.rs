@@ -150,8 +150,41 @@ fn a_run_is_refused_before_it_touches_anything() {
             let case = format!("{} at {name}, {resume:?}: {stderr}", foreign.0);
             assert_eq!((code, &stdout[..]), (Some(2), ""), "{case}");
             assert!(stderr.contains(name), "{case}");
+            // It is not taken for a damaged checkpoint.
+            assert!(!stderr.contains("start over") && stderr.contains("move it away"), "{case}");
             assert_eq!(snapshot(folder.path()), before, "{case}");
         }
+    }
+}
+
+#[test]
+fn metrics_are_added_to_no_file_of_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let flags = ["metrics", "board", "run"].map(|name| at(name).display().to_string());
+    let [metrics, board, save] = &flags;
+    let flags = [
+        format!("--metrics={metrics}"),
+        format!("--tensorboard={board}"),
+        format!("--save-dir={save}"),
+    ];
+    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+    for foreign in ["notes\n", "{\"event\":\"end\",\"step\":1,\"epoch\":0}\n", "\n", "{}"] {
+        fs::write(at("metrics"), foreign).unwrap();
+        let before = snapshot(folder.path());
+        let (code, stdout, stderr) = run(&[&ARGS[..4], &flags].concat());
+        assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
+        assert!(stderr.contains("metrics: this program did not write that file"), "{stderr}");
+        assert_eq!(snapshot(folder.path()), before, "{stderr}");
+    }
+    fs::write(at("metrics"), "").unwrap();
+    for run_number in [1, 2] {
+        let args = ["--resume=auto", "--max-epochs=9", &format!("--max-steps={}", 2 * run_number)];
+        let (code, _, stderr) = run(&[&ARGS[..4], &flags, &args].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        let rows = fs::read_to_string(at("metrics")).unwrap();
+        let last: serde_json::Value = serde_json::from_str(rows.lines().last().unwrap()).unwrap();
+        assert_eq!(last["run"], run_number);
     }
 }
 

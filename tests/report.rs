@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::harness::run;
+use crate::harness::{repository, run};
 
 /// What a page shows.
 fn data(path: &Path) -> Value {
@@ -217,6 +217,21 @@ fn what_would_be_lost_is_not_written_over() {
 }
 
 #[test]
+fn the_time_that_rank_0_takes_to_save_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.html");
+    let save = format!("--save-dir={}", folder.path().join("run").display());
+    let report = format!("--report={}", path.display());
+    for (more, saves) in [(&[][..], false), (&["--save-every=5", &save], true)] {
+        let (code, _, stderr) = run(&[&["--nproc-per-node=2", &report], more].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        let page = data(&path);
+        let phases = page["verdict"]["phases"].as_array().unwrap();
+        assert_eq!(phases[0]["save"].as_f64().unwrap() > 0.0, saves, "{phases:?}");
+    }
+}
+
+#[test]
 fn replicas_that_differ_are_told_of() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.html");
@@ -231,12 +246,23 @@ fn replicas_that_differ_are_told_of() {
 
 #[test]
 fn the_page_in_assets_is_what_the_program_writes_now() {
-    let page = include_str!("../assets/report.html");
+    let page = fs::read_to_string(repository("assets/report.html")).unwrap();
     for part in [
         include_str!("../src/observe/report/page.css"),
+        include_str!("../src/observe/report/helpers.js"),
+        include_str!("../src/observe/report/verdict.js"),
+        include_str!("../src/observe/report/curves.js"),
         include_str!("../src/observe/report/timeline.js"),
+        include_str!("../src/observe/report/samples.js"),
         include_str!("../src/observe/report/page.js"),
     ] {
-        assert!(page.contains(part.trim()), "make it anew: see assets/README.md");
+        assert!(page.contains(part.trim()), "make it anew: make page");
     }
+    // The program knows it for its own.
+    let folder = tempfile::tempdir().unwrap();
+    let copy = folder.path().join("report.html");
+    fs::write(&copy, &page).unwrap();
+    let report = format!("--report={}", copy.display());
+    let (code, _, stderr) = run(&["--nproc-per-node=2", &report]);
+    assert_eq!(code, Some(0), "{stderr}");
 }

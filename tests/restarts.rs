@@ -10,6 +10,7 @@ use serde_json::Value;
 use wait_timeout::ChildExt;
 
 use crate::harness::{TIMEOUT, program, run, run_command};
+use crate::spawn_processes::{process_of, processes_of, send};
 
 const RUN: [&str; 5] =
     ["--nproc-per-node=2", "--model=mlp", "--momentum=0.9", "--max-epochs=2", "--log-format=json"];
@@ -118,6 +119,77 @@ fn the_reasons_are_told_when_restarts_run_out() {
     }
 }
 
+/// A run whose processes are killed in each start, from outside: its exit code, all events and stderr.
+fn killed_in_each_start(spawn: &str, restarts: usize) -> (Option<i32>, Vec<Value>, String) {
+    let max_restarts = format!("--max-restarts={restarts}");
+    let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--log-format=json", spawn];
+    let mut command = program(&[&args[..], &[&max_restarts]].concat());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut events = Vec::new();
+    for line in BufReader::new(child.stdout.take().unwrap()).lines() {
+        let event: Value = serde_json::from_str(&line.unwrap()).unwrap();
+        if event["event"] == "start" {
+            let victim = match spawn {
+                "--spawn=threads" => processes_of(&child).next(),
+                _ => process_of(&child, 1),
+            };
+            send("-KILL", victim.unwrap());
+        }
+        events.push(event);
+    }
+    let output = child.wait_with_output().unwrap();
+    (output.status.code(), events, String::from_utf8(output.stderr).unwrap())
+}
+
+#[test]
+fn processes_that_are_killed_until_restarts_run_out_are_an_event() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let (code, events, stderr) = killed_in_each_start(spawn, 2);
+        assert_eq!(code, Some(1), "{stderr}");
+        let starts = events.iter().filter(|it| it["event"] == "start");
+        let starts: Vec<&Value> = starts.map(|it| &it["restart"]).collect();
+        assert_eq!(starts, [&Value::Null, &1.into(), &2.into()], "{stderr}");
+        let failure = events.last().unwrap();
+        assert_eq!(failure["event"], "failure", "{stderr}");
+        assert!(failure["error"].as_str().unwrap().contains(" was killed by SIGKILL"), "{failure}");
+        assert_eq!(restarts(failure).len(), 2, "{failure}");
+        let known = spawn == "--spawn=processes";
+        for key in ["rank", "device", "operation", "sequence"] {
+            assert_eq!(!failure.get(key).unwrap().is_null(), known, "{failure}");
+        }
+        assert_eq!(events.iter().filter(|it| it["event"] == "failure").count(), 1);
+    }
+}
+
+#[test]
+fn failures_at_the_same_step_are_called_that() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let more = ["--lr=1e30", "--max-restarts=3", spawn];
+        let (code, all, stderr) = events(&[&RUN[..], &more].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        let of_restarts: Vec<&str> = stderr.lines().filter(|it| it.contains(" of 3, ")).collect();
+        let again = " failed again in step #1: without a change this start will probably fail";
+        let are_told: Vec<bool> = of_restarts.iter().map(|line| line.contains(again)).collect();
+        assert_eq!(are_told, [false, true, true], "{stderr}");
+        let told = " failed again in step #1: 4 failures in a row, with no progress between them";
+        assert_eq!(stderr.lines().filter(|it| it.ends_with(told)).count(), 1, "{stderr}");
+        assert_eq!(all.last().unwrap()["repeated"], 4, "{stderr}");
+    }
+}
+
+#[test]
+fn people_are_told_once_that_the_ranks_have_met() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        for at in ["rendezvous", "step,step=40"] {
+            let fault = format!("--fault=error:rank=1,at={at}");
+            let args = ["--nproc-per-node=2", "--max-restarts=1", spawn, &fault];
+            let (code, stdout, stderr) = run(&args);
+            assert_eq!(code, Some(0), "{stderr}");
+            assert_eq!(stdout.matches("GPU_Count: 0").count(), 1, "{at}: {stdout}");
+        }
+    }
+}
+
 #[test]
 fn wrong_input_is_not_tried_again() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
@@ -217,6 +289,12 @@ fn files_have_what_the_last_start_did() {
         lines.map(|it| it["step"].as_u64().unwrap()).collect()
     };
     assert_eq!(steps("metrics.jsonl"), steps("undisturbed.jsonl"), "{stderr}");
+    // The rows of each start have its number.
+    let rows = fs::read_to_string(at("metrics.jsonl")).unwrap();
+    let rows = rows.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let rows: Vec<(u64, u64)> =
+        rows.map(|row| (row["run"].as_u64().unwrap(), row["step"].as_u64().unwrap())).collect();
+    assert!(rows.is_sorted() && rows[0].0 == 1 && rows[rows.len() - 1] == (2, 128), "{rows:?}");
     let trace: Value =
         serde_json::from_str(&fs::read_to_string(at("trace.json")).unwrap()).unwrap();
     assert!(trace.to_string().contains("127"), "the last step is in the trace");

@@ -383,13 +383,15 @@ fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
 #[test]
 fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
     let fault = "--fault=desync:rank=1,at=step,step=5";
-    let tie = ") failed in step #63: after step 63 ranks 0 and 1 differ in `weight`";
-    let minority = "failed in step #42: after step 42 rank 1 has another `weight` than the others";
+    let at_end = "found when the replicas were compared at the end, after step";
+    let tie = &format!(") differ: {at_end} 63: ranks 0 and 1 differ in `weight`");
+    let minority = &format!(") differs: {at_end} 42: rank 1 has another `weight` than the others");
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let args = [fault, spawn, "--log-format=json"];
         let (code, stdout, stderr) = run(&[&args[..], &["--nproc-per-node=2"]].concat());
         assert_eq!(code, Some(1), "{stderr}");
-        assert!(stderr.contains(tie) && stderr.matches(" failed in ").count() == 1, "{stderr}");
+        assert!(stderr.contains(tie) && stderr.matches(at_end).count() == 1, "{stderr}");
+        assert!(!stderr.contains(" failed in "), "{stderr}");
         assert!(stderr.contains("ddp-mp: ranks 0 (CPU:0"), "{stderr}");
         assert!(stderr.contains(", and nothing tells which of the two is wrong"), "{stderr}");
         let events: Vec<Value> =
@@ -397,6 +399,7 @@ fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
         let [.., end, failure] = &events[..] else { panic!("{stdout}") };
         assert_eq!((&end["event"], &end["replicas_equal"]), (&"end".into(), &false.into()));
         assert_eq!(failure["event"], "failure");
+        assert_eq!(failure["operation"], "comparison of replicas");
         assert_eq!((&failure["rank"], &failure["ranks"]), (&Value::Null, &vec![0, 1].into()));
         let device = failure["device"].as_str().unwrap();
         assert!(device.starts_with("CPU:0") && device.contains(", CPU:1"), "{failure}");
@@ -407,6 +410,19 @@ fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
         assert!(stderr.contains(minority), "{stderr}");
         let failure: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
         assert_eq!((&failure["rank"], &failure["ranks"]), (&1.into(), &Value::Null));
+    }
+    // People are not told of a success first.
+    let folder = tempfile::tempdir().unwrap();
+    let save = format!("--save-dir={}", folder.path().display());
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let args = [fault, spawn, &save, "--resume=auto", "--nproc-per-node=2", "--max-steps=9"];
+        let (code, _, stderr) = run(&[&args[..], &["--val-fraction=0.1"]].concat());
+        assert_eq!(code, Some(1), "{stderr}");
+        let of_success = ["ddp-mp: loss ", "ddp-mp: best", "ddp-mp: stopped by"];
+        assert!(of_success.iter().all(|it| !stderr.contains(it)), "{stderr}");
+        let hint = "ddp-mp: the ranks do not hold the same parameters; --check-replicas 1 finds";
+        assert!(stderr.contains(hint), "{stderr}");
+        std::fs::remove_dir_all(folder.path()).unwrap();
     }
     // Several processes, of one rank and of several: each ends with the same error.
     for (ranks, told) in [(&[1, 1][..], tie), (&[2, 1], minority)] {

@@ -2,6 +2,8 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::channel;
 use std::thread;
@@ -89,23 +91,30 @@ fn long_run(args: &[&str]) -> (Child, BufReader<ChildStdout>) {
     (child, stdout)
 }
 
-/// The process that `parent` has started for `rank`, if it is there.
-fn process_of(parent: &Child, rank: usize) -> Option<u32> {
-    let mut processes = fs::read_dir("/proc")
+/// The processes that `parent` has started.
+pub(crate) fn processes_of(parent: &Child) -> impl Iterator<Item = u32> {
+    let processes = fs::read_dir("/proc")
         .unwrap()
         .filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<u32>().ok());
-    processes.find(|pid| {
+    let parent = parent.id().to_string();
+    processes.filter(move |pid| {
         // The parent's number is the second after the name, which is in parentheses.
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         let of_child = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1));
-        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        let name = format!("RANK={rank}");
-        of_child == Some(&parent.id().to_string())
-            && environment.split(|&byte| byte == 0).any(|variable| variable == name.as_bytes())
+        of_child == Some(&parent)
     })
 }
 
-fn send(signal: &str, pid: u32) {
+/// The process that `parent` has started for `rank`, if it is there.
+pub(crate) fn process_of(parent: &Child, rank: usize) -> Option<u32> {
+    processes_of(parent).find(|pid| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let name = format!("RANK={rank}");
+        environment.split(|&byte| byte == 0).any(|variable| variable == name.as_bytes())
+    })
+}
+
+pub(crate) fn send(signal: &str, pid: u32) {
     let status = Command::new("kill").args([signal, &pid.to_string()]).status().unwrap();
     assert!(status.success());
 }
@@ -211,6 +220,28 @@ fn a_signal_that_comes_early_is_not_lost() {
     assert_eq!(code, Some(130), "{stderr}");
     let event: Value = serde_json::from_str(&last.unwrap()).unwrap();
     assert_eq!(event["stopped"], "SIGINT");
+}
+
+/// Lines of several processes that share stderr would mix if they came in pieces.
+#[test]
+fn every_line_on_stderr_is_written_at_once() {
+    for more in [&[][..], &["--fault=error:rank=1,at=step,step=3"], &["--dataset=csv:/nowhere"]] {
+        let (here, there) = UnixDatagram::pair().unwrap();
+        let mut command = program(&[&[PROCESSES, "--nproc-per-node=2"], more].concat());
+        // Each write is a message of its own.
+        command.stdout(Stdio::null()).stderr(OwnedFd::from(there));
+        let mut child = command.spawn().unwrap();
+        drop(command);
+        assert!(child.wait_timeout(TIMEOUT).unwrap().is_some());
+        here.set_nonblocking(true).unwrap();
+        let (mut count, mut message) = (0, [0; 1 << 12]);
+        while let Ok(len) = here.recv(&mut message) {
+            let text = str::from_utf8(&message[..len]).unwrap();
+            assert!(text.starts_with("ddp-mp: ") && text.ends_with('\n'), "{more:?}: {text:?}");
+            count += 1;
+        }
+        assert!(count > 0, "{more:?}");
+    }
 }
 
 #[test]

@@ -102,6 +102,15 @@ impl CheckpointDir {
         Ok(locked)
     }
 
+    /// Refuses a folder in which something that this program did not write has the name of a checkpoint, or another name
+    /// that a run uses there.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names it.
+    pub(crate) fn check(path: &Path) -> Result<()> {
+        Contents::of(path).map(drop)
+    }
+
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path

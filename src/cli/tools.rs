@@ -38,6 +38,9 @@ pub(crate) struct SamplerFlags {
     /// Drop the samples that don't go round between the ranks, instead of dealing some twice
     #[arg(long)]
     drop_last: bool,
+    /// Deal every sample once, as training with --exact-mean does
+    #[arg(long)]
+    exact_mean: bool,
     /// Don't shuffle the samples
     #[arg(long)]
     no_shuffle: bool,
@@ -55,6 +58,7 @@ impl SamplerFlags {
             epoch: self.epoch,
             seed: self.seed,
             drop_last: self.drop_last,
+            exact_mean: self.exact_mean,
             no_shuffle: self.no_shuffle,
         }
     }

@@ -25,6 +25,8 @@ impl Origin {
     /// As `config` says; what is wrong with it is said here, and not by a rank.
     pub(super) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
         let save_dir = config.save_dir.as_deref();
+        // First of all: such a thing must not be taken for a damaged checkpoint.
+        save_dir.map_or(Ok(()), CheckpointDir::check)?;
         let checkpoint = match (config.resume_path(), save_dir) {
             (Some(path), _) => Some(Checkpoint::read(&path)?),
             (None, Some(dir)) if config.resume.is_some() => newest(dir, printer)?,

@@ -31,6 +31,7 @@ pub(super) fn narrator(
         shuffles: !config.no_shuffle,
         drops_last: config.drop_last,
         accumulate: config.accumulate,
+        exact_mean: config.exact_mean,
         steps_per_epoch: config.steps_per_epoch(launched.world_size()),
         compression: match config.comm_hook {
             CommHookKind::None => None,

@@ -82,14 +82,23 @@ pub(super) fn run_processes(
         Some(dir) => format!("from the newest checkpoint in {}", dir.display()),
         None => "from the beginning, because nothing is saved without --save-dir".into(),
     };
-    let ended = spawn.run(|number, Report { text, .. }| {
+    let ended = spawn.run(|number, Report { text, failure, .. }| {
         printer.note(text);
-        printer.note(&format!("restart {number} of {max_restarts}, {from}"));
+        let again = failure.as_ref().and_then(Failure::again).map_or(String::new(), |again| {
+            format!("; {again}: without a change this start will probably fail there, too")
+        });
+        printer.note(&format!("restart {number} of {max_restarts}, {from}{again}"));
     });
     let (Report { mut text, wrong_input, failure }, restarts) = match ended? {
         Ended::Well(reason) => return Ok(reason),
         Ended::Badly(report, restarts) => (report, restarts),
     };
+    if let Some(failure) = &failure
+        && let (Some(again), Some(count)) = (failure.again(), failure.repeated)
+    {
+        let _ =
+            write!(text, "\n  {again}: {count} failures in a row, with no progress between them");
+    }
     for (number, reason) in (1..).zip(&restarts) {
         let _ = write!(text, "\n  restart {number} was needed: {reason}");
     }

@@ -21,6 +21,8 @@ pub struct SamplerRequest {
     pub seed: u64,
     /// Drop the samples that don't go round.
     pub drop_last: bool,
+    /// Deal every sample once, unless some are dropped: ranks may differ by one sample.
+    pub exact_mean: bool,
     /// Don't shuffle.
     pub no_shuffle: bool,
 }
@@ -74,6 +76,10 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
         .shuffle(!request.no_shuffle)
         .seed(request.seed)
         .drop_last(request.drop_last)?;
+    let sampler = match request.exact_mean && !request.drop_last {
+        true => sampler.without_padding(),
+        false => sampler,
+    };
     let order = sampler.order(request.epoch)?;
     for rank in ranks {
         let indices = sampler.of_rank(rank).deal(order.as_deref(), 0)?;

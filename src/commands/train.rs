@@ -48,8 +48,8 @@ struct Job {
     stop: Arc<Stop>,
     /// Why the run has ended before its last epoch, if it has.
     stopped: OnceLock<StopReason>,
-    /// Why each restart before was needed.
-    restarts: Vec<String>,
+    /// The starts before this one.
+    restarts: Restarts,
     seen: Seen,
 }
 
@@ -109,6 +109,7 @@ fn train_in(
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
         (recorder, origin) = launched.before_ranks(|| {
+            Recorder::check(metrics)?; // before anything is made
             let origin = Origin::of(&config, world_size, printer)?;
             let recorder = Recorder::new(printer, tensorboard, metrics)?.curves(seen.curves());
             if origin.save_dir.is_some() {
@@ -124,7 +125,6 @@ fn train_in(
         launched::spawn(&launched, &config, printer).table_when(asks).history(seen.history());
     let spawn = spawn.stop(stop.clone());
     let (printer, stopped) = (printer.clone(), OnceLock::new());
-    let restarts = restarts.reasons;
     let job = Arc::new(Job {
         config,
         launched,
@@ -153,7 +153,7 @@ fn train_in(
         }
     }
     let Job { seen, config, launched, data, .. } = &*job;
-    let outcome = outcome(&result, job.stopped.get().copied(), &job.restarts);
+    let outcome = outcome(&result, job.stopped.get().copied(), &job.restarts.reasons);
     let written = seen.write(config, launched, data, outcome, printer);
     if let (Err(unwritable), true) = (&written, result.is_err()) {
         printer.note(&unwritable.to_string());
@@ -177,8 +177,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let Training { ddp, optimizer, schedule, generator, loader, built } =
         Training::new(rank, &group, config, &job.data.training, &job.origin)?;
     if rank.rank() == 0 {
-        let start = start(job, ddp.num_parameters());
-        job.printer.event(&Event::Start(start)).context("writing to stdout")?;
+        tell_start(job, ddp.num_parameters())?;
     }
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
         .generator(generator)
@@ -225,8 +224,10 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     group.barrier()?;
     let (end, replicas_equal) = ending::end(&trainer, &summary, job, &group)?;
     if let Some(end) = end {
+        // Of a run that fails only the numbers are printed.
+        let text = job.printer.format() == LogFormat::Text && replicas_equal;
         if config.strategy == StrategyKind::Dp
-            && job.printer.format() == LogFormat::Text
+            && text
             && let Some(lesson) = through_rank_0(&end)
         {
             job.printer.note(&lesson);
@@ -234,11 +235,13 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         job.printer.event(&Event::End(Box::new(end))).context("writing to stdout")?;
         let dir = job.origin.save_dir.as_ref();
         if let Some(best) = &trainer.state().best
-            && job.printer.format() == LogFormat::Text
+            && text
         {
             job.printer.note(&checkpoints::best(best, dir));
         }
-        if let Some(reason) = summary.stopped {
+        if let Some(reason) = summary.stopped
+            && replicas_equal
+        {
             job.printer.note(&checkpoints::stopped(reason, trainer.state(), dir));
         }
     }
@@ -387,6 +390,16 @@ fn outcome<T>(
     Outcome { kind, text }
 }
 
+/// Prints that the ranks have met: for people once, for programs after each restart.
+fn tell_start(job: &Job, parameters: usize) -> anyhow::Result<()> {
+    if job.printer.format() == LogFormat::Json || !job.restarts.started {
+        let start = start(job, parameters);
+        job.printer.event(&Event::Start(start)).context("writing to stdout")?;
+        Restarts::note_started(&job.launched.launch)?;
+    }
+    Ok(())
+}
+
 fn start(job: &Job, parameters: usize) -> Start {
     let placement = &job.launched.placement;
     let on_gpus = matches!(placement.devices[0], Device::Cuda(_));
@@ -397,6 +410,7 @@ fn start(job: &Job, parameters: usize) -> Start {
         device: if on_gpus { "GPU" } else { "CPU" },
         model: job.config.model.name(),
         parameters,
+        restart: job.launched.launch.restart_count,
         gpu_count: placement.gpu_count,
     }
 }
@@ -406,13 +420,13 @@ pub(super) fn failure(error: &SpawnError) -> Failure {
     Failure {
         rank: failure.tied.is_empty().then_some(failure.rank),
         ranks: failure.tied.iter().map(|(rank, _)| *rank).collect(),
-        device: match &failure.tied[..] {
+        device: Some(match &failure.tied[..] {
             [] => failure.device.clone(),
             tied => tied.iter().map(|(_, device)| &device[..]).collect::<Vec<_>>().join(", "),
-        },
-        operation: failure.at.operation.to_string(),
-        sequence: failure.at.sequence,
+        }),
+        operation: Some(failure.at.operation.to_string()),
+        sequence: Some(failure.at.sequence),
         error: failure.error.clone(),
-        restarts: Vec::new(),
+        ..Failure::default()
     }
 }

@@ -210,11 +210,6 @@ impl Config {
                            out; leave out one of the two";
             return refuse("explain", problem.into());
         }
-        if self.explain && self.exact_mean {
-            let problem = "shows a mean in which every rank counts alike, and with exact_mean each counts by its \
-                           samples; leave out one of the two";
-            return refuse("explain", problem.into());
-        }
         if self.loss == Loss::CrossEntropy && self.out_features.is_some_and(|classes| classes < 2) {
             let problem = "cross-entropy over one column is always 0, and so is its gradient: nothing \
                            would be learned; use --out-features 2 or more, or --loss mse";

@@ -64,7 +64,7 @@ impl Suspects {
 }
 
 /// `rank 3`, `ranks 0 and 1`, `ranks 0-2, 5`: of ascending ranks.
-fn list_ranks(ranks: &[usize]) -> String {
+pub(crate) fn list_ranks(ranks: &[usize]) -> String {
     match ranks {
         [rank] => format!("rank {rank}"),
         [first, second] => format!("ranks {first} and {second}"),
@@ -148,6 +148,7 @@ mod tests {
             others: 0,
             suspects: Suspects::of(answers),
             step: 5,
+            at_end: false,
         };
         let tie = replicas(&[(0, 'a'), (1, 'b')]);
         let told = tie.to_string();

@@ -1,7 +1,7 @@
 //! Rows at the end of a file: each is there as a whole, also after the process was killed.
 
-use std::fs::{File, FileType, OpenOptions};
-use std::io::{self, Error, ErrorKind, Write};
+use std::fs::{self, File, FileType, OpenOptions};
+use std::io::{self, Error, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use rustix::event::PollFlags;
 use rustix::fs::fstat;
 
-use super::{refuse_special, wait_for};
+use super::{open_regular, refuse_special, wait_for};
 
 /// How long the reader of a pipe may accept no data.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -20,9 +20,27 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Appender {
     file: File,
     kind: FileType,
+    /// Whether the last line of the file has no end.
+    is_cut: bool,
     /// Written but not flushed.
     row: Vec<u8>,
 }
+
+/// The lines of a file that has some, without their line breaks.
+#[derive(Debug)]
+pub(crate) struct LinesBefore {
+    /// The first line.
+    pub first: Vec<u8>,
+    /// The last line that has a line break, if any has; otherwise the only line.
+    pub last: Vec<u8>,
+    /// The text after the last line break.
+    pub cut: Vec<u8>,
+    /// Whether the last line has no line break.
+    is_cut: bool,
+}
+
+/// The most bytes of a line that are looked at.
+const LONGEST: u64 = 1 << 16;
 
 impl Appender {
     /// Opens the file at `path`, which is made if need be, to write at its end. It may be a pipe that is read, or a
@@ -41,10 +59,15 @@ impl Appender {
         Self::new(own_output(&file)?.map_or(file, File::from))
     }
 
+    /// Has the first row begin with a line break, if the last line of the file has none.
+    pub(crate) fn after(self, before: Option<&LinesBefore>) -> Self {
+        Self { is_cut: before.is_some_and(|it| it.is_cut), ..self }
+    }
+
     /// Writes to `file`, at its position.
     pub(crate) fn new(file: File) -> io::Result<Self> {
         let kind = file.metadata()?.file_type();
-        Ok(Self { file, kind, row: Vec::new() })
+        Ok(Self { file, kind, is_cut: false, row: Vec::new() })
     }
 
     /// Writes the row. Returns how many bytes were written, and why not all, if so.
@@ -71,6 +94,9 @@ impl Appender {
 
 impl Write for Appender {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if std::mem::take(&mut self.is_cut) {
+            self.row.push(b'\n');
+        }
         self.row.extend_from_slice(bytes);
         Ok(bytes.len())
     }
@@ -94,6 +120,36 @@ impl Write for Appender {
     }
 }
 
+/// Returns the lines of the file at `path`, to which rows are to be added. `None` if there is none, if it is empty, and if
+/// it is no regular file or the output of this process: then it may hold anything.
+///
+/// # Errors
+/// When it cannot be read.
+pub(crate) fn lines_before(path: &Path) -> io::Result<Option<LinesBefore>> {
+    if !fs::metadata(path).is_ok_and(|it| it.is_file()) {
+        return Ok(None);
+    }
+    let mut file = open_regular(path)?;
+    let len = file.metadata()?.len();
+    if len == 0 || own_output(&file)?.is_some() {
+        return Ok(None);
+    }
+    let mut first = Vec::new();
+    (&file).take(LONGEST).read_to_end(&mut first)?;
+    first.truncate(first.iter().position(|&it| it == b'\n').unwrap_or(first.len()));
+    let mut end = Vec::new();
+    file.seek(SeekFrom::Start(len.saturating_sub(LONGEST)))?;
+    file.read_to_end(&mut end)?;
+    let mut parts = end.rsplitn(3, |&it| it == b'\n').map(<[u8]>::to_vec);
+    let cut = parts.next().unwrap_or_default();
+    let is_cut = !cut.is_empty();
+    let (last, cut) = match parts.next() {
+        Some(last) => (last, cut),
+        None => (cut, Vec::new()),
+    };
+    Ok(Some(LinesBefore { first, last, cut, is_cut }))
+}
+
 /// Returns the process's stdout or stderr, if that is what `file` is: another position in the same file would have the
 /// two write over each other.
 fn own_output(file: &File) -> io::Result<Option<OwnedFd>> {
@@ -114,13 +170,9 @@ fn stalled() -> Error {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-    use std::io::Read;
-
     use rustix::fs::{CWD, FileType as Type, Mode, mknodat};
 
     use super::*;
-    use crate::files::open_regular;
 
     #[test]
     fn rows_are_written_at_once_and_only_as_a_whole() {

@@ -5,7 +5,7 @@ mod place;
 mod read;
 mod reason;
 
-pub(crate) use append::Appender;
+pub(crate) use append::{Appender, LinesBefore, lines_before};
 pub(crate) use place::Place;
 pub(crate) use read::{open_regular, read_regular, read_stream, refuse_special};
 pub(crate) use reason::reason;

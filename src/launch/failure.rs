@@ -30,6 +30,8 @@ impl fmt::Display for RankFailure {
         match self.at.operation {
             Operation::Function => write!(f, "failed in its function")?,
             Operation::ShutDown | Operation::Done => write!(f, "ended too early")?,
+            Operation::Compare if self.tied.is_empty() => write!(f, "differs")?,
+            Operation::Compare => write!(f, "differ")?,
             _ => write!(f, "failed in {}", self.at)?,
         }
         write!(f, ": {}", self.error)

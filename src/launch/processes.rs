@@ -129,15 +129,19 @@ impl SpawnProcesses<'_> {
         before_restart: impl Fn(usize, &Report),
     ) -> Result<Ended> {
         let (began, mut restarts) = (Instant::now(), Restarts::default());
+        let mut in_a_row = InARow::default();
         loop {
             let number = restarts.reasons.len();
             let start = Start { spawn: self, store: store.under(&of_start(number)), number };
             let mut all = start.begin(store)?;
             let mut stops = start.wait(&mut all, store, signals);
-            let Some(report) = start.failure(&all) else {
+            let Some(mut report) = start.failure(&all) else {
                 return Ok(Ended::Well(all.reason_of_rank_0()));
             };
             stops |= signals.try_iter().any(asks_to_stop);
+            if let Some(failure) = &mut report.failure {
+                failure.repeated = in_a_row.count(failure);
+            }
             if report.wrong_input || stops || number == self.max_restarts {
                 return Ok(Ended::Badly(report, restarts.reasons));
             }
@@ -301,12 +305,11 @@ impl Start<'_> {
         let at = tell_ended(&store_of_run, rank, at, error)?;
         let failure = Some(Failure {
             rank: Some(rank),
-            ranks: Vec::new(),
-            device: rank_label(placement.devices[rank], rank),
-            operation: at.operation.to_string(),
-            sequence: at.sequence,
+            device: Some(rank_label(placement.devices[rank], rank)),
+            operation: Some(at.operation.to_string()),
+            sequence: Some(at.sequence),
             error: error.clone(),
-            restarts: Vec::new(),
+            ..Failure::default()
         });
         let report = Report { text: error.clone(), wrong_input: false, failure };
         self.store.set(&report_of(rank), &serde_json::to_vec(&report).unwrap_or_default())
@@ -322,13 +325,40 @@ impl Start<'_> {
             serde_json::from_slice(&text).ok()
         };
         let blamed = |report: &Report| report.failure.as_ref().and_then(|failure| failure.rank);
-        let first = read(rank).unwrap_or_else(|| Report {
-            text: self.spawn.how(rank, pid, status),
-            wrong_input: status.code() == Some(WRONG_INPUT),
-            failure: None,
-        });
+        let first = read(rank).unwrap_or_else(|| self.unreported(rank, pid, status));
         let of_blamed = blamed(&first).filter(|it| *it != rank).and_then(read);
         Some(of_blamed.filter(|it| blamed(it) == blamed(&first)).unwrap_or(first))
+    }
+
+    /// Returns the report of a process that ended without one.
+    fn unreported(&self, rank: usize, pid: u32, status: ExitStatus) -> Report {
+        let text = self.spawn.how(rank, pid, status);
+        let (rank, device) = match self.spawn.children {
+            Children::Ranks(placement) => {
+                (Some(rank), Some(rank_label(placement.devices[rank], rank)))
+            }
+            Children::Threads => (None, None),
+        };
+        let wrong_input = status.code() == Some(WRONG_INPUT);
+        let failure = Failure { rank, device, error: text.clone(), ..Failure::default() };
+        Report { text, wrong_input, failure: (!wrong_input).then_some(failure) }
+    }
+}
+
+/// Counts failures in a row at the same place: a run that fails where it failed before has made no progress.
+#[derive(Debug, Default)]
+struct InARow {
+    place: Option<String>,
+    count: usize,
+}
+
+impl InARow {
+    /// Returns how many failures in a row there have been at the place of `failure`; `None` if it is the first there.
+    fn count(&mut self, failure: &Failure) -> Option<usize> {
+        let place = failure.place();
+        self.count = if place.is_some() && place == self.place { self.count + 1 } else { 1 };
+        self.place = place;
+        (self.count > 1).then_some(self.count)
     }
 }
 
@@ -382,5 +412,24 @@ impl Processes {
     /// The first that has ended neither well nor because it was asked to stop.
     fn first_failure(&self) -> Option<&(usize, u32, ExitStatus)> {
         self.ended.iter().find(|(.., status)| status.code().and_then(reason_of).is_none())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_in_a_row_end_with_one_somewhere_else() {
+        let mut in_a_row = InARow::default();
+        let mut count = |step: Option<u64>| {
+            let operation = Some("step".into());
+            in_a_row.count(&Failure { operation, sequence: step, ..Failure::default() })
+        };
+        let steps =
+            [None, None, Some(3), Some(3), Some(3), Some(4), Some(3), Some(3), None, Some(3)];
+        let counts = steps.map(&mut count);
+        let expected = [None, None, None, Some(2), Some(3), None, None, Some(2), None, None];
+        assert_eq!(counts, expected);
     }
 }

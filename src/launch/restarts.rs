@@ -17,6 +17,9 @@ const RESTARTS: &str = "restarts";
 /// Set once a start has opened its checkpoint folder.
 const SAVES: &str = "saves";
 
+/// Set once a start has told the user that the ranks have met.
+const STARTED: &str = "started";
+
 /// How long a request to the parent process may take.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -29,6 +32,8 @@ pub(crate) struct Restarts {
     pub elapsed: Duration,
     /// Whether an earlier start has opened the checkpoint folder: the newest checkpoint there is this run's then.
     pub saves: bool,
+    /// Whether an earlier start has told the user that the ranks have met.
+    pub started: bool,
 }
 
 impl Restarts {
@@ -51,11 +56,15 @@ impl Restarts {
     /// # Errors
     /// As [`Restarts::before`].
     pub(crate) fn note_saving(launch: &Launch) -> Result<()> {
-        let (Some(parent), 1..) = (&launch.parent, launch.max_restarts) else { return Ok(()) };
-        let store = connect(parent)?;
-        store.set(SAVES, b"")?;
-        // The answer to the next request shows that it has arrived.
-        store.check(&[SAVES.into()]).map(drop)
+        note(launch, SAVES)
+    }
+
+    /// Reports to the parent process, if it restarts this one, that the user was told of the start.
+    ///
+    /// # Errors
+    /// As [`Restarts::before`].
+    pub(crate) fn note_started(launch: &Launch) -> Result<()> {
+        note(launch, STARTED)
     }
 
     /// Notes the `reason` of the next restart, and leaves all of it in `store` for the next start.
@@ -68,8 +77,18 @@ impl Restarts {
         self.reasons.push(reason);
         self.elapsed = elapsed;
         self.saves = store.check(&[SAVES.into()])?;
+        self.started = store.check(&[STARTED.into()])?;
         store.set(RESTARTS, &to_json(RESTARTS, self)?)
     }
+}
+
+/// Sets `key` in the store of the process that restarts this one, if there is one.
+fn note(launch: &Launch, key: &str) -> Result<()> {
+    let (Some(parent), 1..) = (&launch.parent, launch.max_restarts) else { return Ok(()) };
+    let store = connect(parent)?;
+    store.set(key, b"")?;
+    // The answer to the next request shows that it has arrived.
+    store.check(&[key.into()]).map(drop)
 }
 
 /// Opens a connection to the store of the process that started this one.

@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{HeldBack, ValidationMetrics};
+use crate::error::list_ranks;
+use crate::operation::{At, Operation};
 
 /// One line of `--log-format json`; its `event` field comes first.
 #[derive(Debug, Clone, Serialize)]
@@ -35,9 +37,16 @@ pub struct Start {
     pub model: &'static str,
     /// How many numbers are trained.
     pub parameters: usize,
+    /// How often the ranks were started before this start, by `--max-restarts` or by torchrun, if they were.
+    #[serde(skip_serializing_if = "is_first")]
+    pub restart: usize,
     /// How many usable GPUs are visible; in text only.
     #[serde(skip)]
     pub gpu_count: usize,
+}
+
+fn is_first(restart: &usize) -> bool {
+    *restart == 0
 }
 
 /// One rank is through with one epoch.
@@ -127,22 +136,78 @@ pub struct End {
 }
 
 /// The run failed.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Failure {
-    /// The rank that failed first; `None` where ranks differ and nothing tells which is wrong.
+    /// The rank that failed first; `None` where ranks differ and nothing tells which is wrong, and where the process of
+    /// all ranks was killed.
     pub rank: Option<usize>,
     /// These ranks then; else empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<usize>,
-    /// Its device; those of all such ranks.
-    pub device: String,
-    /// What it was doing.
-    pub operation: String,
+    /// Its device; those of all such ranks. `None` where the process of all ranks was killed.
+    pub device: Option<String>,
+    /// What it was doing. `None` where its process was killed and left nothing that tells.
+    pub operation: Option<String>,
     /// The number of that operation, from 0.
-    pub sequence: u64,
+    pub sequence: Option<u64>,
     /// Why.
     pub error: String,
+    /// With `--max-restarts`: how many failures in a row were in the same training step, if more than one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub repeated: Option<usize>,
     /// Why each restart of `--max-restarts` before was needed, the first one first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub restarts: Vec<String>,
+}
+
+impl Failure {
+    /// Returns where the run was, if that is the same place in each start that comes to it: `step #12` for all phases of
+    /// a step. Collectives have numbers that each start counts from 0.
+    pub(crate) fn place(&self) -> Option<String> {
+        use Operation::{Backward, Data, Forward, Init, Optimizer, Rendezvous, Start, Step};
+        let at = At::named(self.operation.as_deref()?, self.sequence?);
+        match at.operation {
+            Step | Data | Forward | Backward | Optimizer => {
+                Some(At { operation: Step, ..at }.to_string())
+            }
+            Start | Rendezvous | Init | Operation::Validation | Operation::Save => {
+                Some(at.to_string())
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns `rank 1 failed again in step #12`, if the failure before was there as well.
+    pub(crate) fn again(&self) -> Option<String> {
+        self.repeated?;
+        let ranks = self.rank.map_or_else(|| self.ranks.clone(), |rank| vec![rank]);
+        Some(format!("{} failed again in {}", list_ranks(&ranks), self.place()?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_that_each_start_comes_to_again_are_known() {
+        let failure = |rank, ranks: &[usize], operation: &str| Failure {
+            rank,
+            ranks: ranks.into(),
+            operation: Some(operation.into()),
+            sequence: Some(12),
+            repeated: Some(2),
+            ..Failure::default()
+        };
+        let again = |it: Failure| it.again();
+        for phase in ["step", "data", "forward", "backward", "optimizer"] {
+            let told = "rank 1 failed again in step #12";
+            assert_eq!(again(failure(Some(1), &[], phase)).as_deref(), Some(told));
+        }
+        let told = "ranks 0 and 1 failed again in rendezvous";
+        assert_eq!(again(failure(None, &[0, 1], "rendezvous")).as_deref(), Some(told));
+        assert_eq!(again(failure(Some(1), &[], "all_reduce")), None);
+        assert_eq!(again(Failure { repeated: None, ..failure(Some(1), &[], "step") }), None);
+        assert_eq!(again(Failure { repeated: Some(2), ..Failure::default() }), None);
+    }
 }

@@ -16,6 +16,8 @@ pub struct PhaseSeconds {
     pub backward: f64,
     /// The optimizer.
     pub optimizer: f64,
+    /// Copying and writing a checkpoint, between steps.
+    pub save: f64,
     /// Collectives of all phases.
     pub collectives: f64,
 }
@@ -27,12 +29,25 @@ pub struct HeldBack {
     pub rank: usize,
     /// How much longer than it the others were in collectives, on average: for so long they waited for it.
     pub seconds: f64,
-    /// The phase in which it took longer than the others: `data`, `forward`, `backward`, `optimizer`, or `step` for what
-    /// comes before these.
+    /// The phase in which it took longer than the others: `data`, `forward`, `backward`, `optimizer` or `save`; `step` for
+    /// the part of a step before these, and `outside` for all other work outside of its steps.
     pub phase: &'static str,
     /// How much longer than the others it took there, on average.
     pub phase_seconds: f64,
 }
+
+impl HeldBack {
+    /// Returns where it was slower, as the end of a sentence.
+    pub(crate) fn place(&self) -> String {
+        match self.phase {
+            OUTSIDE => "outside of its steps".into(),
+            phase => format!("in its phase {phase}"),
+        }
+    }
+}
+
+/// The phase of all time that no phase of [`PhaseSeconds`] has.
+const OUTSIDE: &str = "outside";
 
 /// What is less of the run than this, or less in seconds, is noise.
 const SHARE: f64 = 0.1;
@@ -64,9 +79,14 @@ pub(crate) fn held_back_longer(
         ("forward", more(|it| it.forward)),
         ("backward", more(|it| it.backward)),
         ("optimizer", more(|it| it.optimizer)),
+        ("save", more(|it| it.save)),
     ];
-    let (phase, phase_seconds) = phases.into_iter().max_by(|(_, a), (_, b)| a.total_cmp(b))?;
-    let counts = ranks.len() > 1 && seconds > least.max(SHARE * elapsed) && phase_seconds > 0.0;
+    // All ranks took the same time, so the rest of the difference lies outside of the phases. These seven add up to
+    // `seconds`: the largest is a good part of it, and never rounds to nothing beside it.
+    let rest = seconds - phases.iter().map(|(_, more)| more).sum::<f64>();
+    let phases = phases.into_iter().chain([(OUTSIDE, rest)]);
+    let (phase, phase_seconds) = phases.max_by(|(_, a), (_, b)| a.total_cmp(b))?;
+    let counts = ranks.len() > 1 && seconds > least.max(SHARE * elapsed);
     counts.then_some(HeldBack { rank, seconds, phase, phase_seconds })
 }
 
@@ -87,6 +107,15 @@ mod tests {
         let noise = PhaseSeconds { data: 1.0, collectives: 2.1, ..quick };
         assert_eq!(held_back(&[quick, noise], 1.0), None);
         assert_eq!(held_back(&[slow], 1.0), None);
+        // Rank 0 saves, or is busy with something that no phase has; either explains why the others waited for it.
+        let saves = PhaseSeconds { save: 2.4, collectives: 0.5, ..quick };
+        let found = held_back(&[saves, quick], 5.0).unwrap();
+        assert_eq!((found.rank, found.phase), (0, "save"));
+        assert!((found.phase_seconds - 2.4).abs() < 1e-9);
+        let busy = PhaseSeconds { forward: 1.001, collectives: 0.5, ..quick };
+        let found = held_back(&[busy, quick], 5.0).unwrap();
+        assert_eq!((found.phase, found.place()), ("outside", "outside of its steps".into()));
+        assert!((found.phase_seconds - 2.499).abs() < 1e-9, "{found:?}");
         assert_eq!(held_back(&[], 1.0), None);
     }
 }

@@ -6,6 +6,7 @@ mod events;
 mod explain;
 mod held_back;
 mod memory;
+mod metrics;
 mod output;
 mod printer;
 mod progress;

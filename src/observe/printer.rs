@@ -88,15 +88,19 @@ impl Printer {
                     _ => format!(", {:.0} us each", end.us_per_step),
                 };
                 if end.replicas_equal == Some(false) {
+                    // The run fails: its last line says so, and no other line that it went well.
                     self.note(
                         "the ranks do not hold the same parameters; --check-replicas 1 finds the step, the rank and \
                          the parameter",
                     );
+                    return Ok(());
                 }
-                if let Some(HeldBack { rank, seconds, phase, phase_seconds }) = &end.held_back {
+                if let Some(held) = &end.held_back {
+                    let (HeldBack { rank, seconds, phase_seconds, .. }, place) =
+                        (held, held.place());
                     self.note(&format!(
                         "rank {rank} held the others back: they waited for it for {seconds:.1} of {:.1} s; it was \
-                         {phase_seconds:.1} s slower than they in its phase {phase}",
+                         {phase_seconds:.1} s slower than they {place}",
                         end.seconds
                     ));
                 }
@@ -187,9 +191,10 @@ impl Printer {
 
     /// Prints a remark on stderr. An error that says that a limit of the system is reached is explained.
     pub fn note(&self, note: &str) {
-        let note = explain(note);
+        // In one piece: stderr has no buffer, and the lines of several processes must not mix.
+        let line = format!("ddp-mp: {}\n", escaped(&explain(note)));
         // With stderr gone there is nobody to tell.
-        self.beside_progress(|| drop(writeln!(stderr(), "ddp-mp: {}", escaped(&note))));
+        self.beside_progress(|| drop(stderr().write_all(line.as_bytes())));
     }
 
     /// Whether somebody sees a progress bar: stderr is a terminal, and results are for people.

@@ -1,18 +1,18 @@
 //! What becomes of a run's numbers: a bar on the terminal, TensorBoard's files, lines of JSON.
 
-use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
+use super::metrics::{Event, MetricsFile};
 use super::report::Curves;
 use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result};
-use crate::files::{Appender, reason};
+use crate::files::reason;
 
 /// How training goes, over the last few steps; of all ranks together.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -53,20 +53,12 @@ pub struct ValidationMetrics {
     pub best: bool,
 }
 
-#[derive(Serialize)]
-#[serde(tag = "event", rename_all = "lowercase")]
-enum Line<'a> {
-    Train(&'a TrainMetrics),
-    Validation(&'a ValidationMetrics),
-}
-
 /// Writes numbers wherever they are wanted. On rank 0 alone.
 #[derive(Debug)]
 pub struct Recorder {
     printer: Arc<Printer>,
     tensorboard: Option<TensorBoard>,
-    /// The file of JSON lines, and its name.
-    lines: Option<(Appender, String)>,
+    metrics: Option<MetricsFile>,
     /// What a report is to show.
     curves: Option<Arc<Mutex<Curves>>>,
 }
@@ -76,36 +68,37 @@ impl Recorder {
     /// given; and what is of use to somebody who waits to the terminal.
     ///
     /// # Errors
-    /// [`Error::Input`] when they cannot be opened; names which.
+    /// [`Error::Input`] when they cannot be opened, and when `metrics` is a file that this program did not write; names
+    /// which.
     pub fn new(
         printer: &Arc<Printer>,
         tensorboard: Option<&Path>,
         metrics: Option<&Path>,
     ) -> Result<Self> {
-        let input =
-            |name: String, error: io::Error| Error::Input(format!("{name}: {}", reason(&error)));
         if let Some(file) = tensorboard.filter(|path| path.exists() && !path.is_dir()) {
             let file = file.display();
             return Err(Error::Input(format!(
                 "--tensorboard {file}: that is a file, and TensorBoard reads a folder; use another name"
             )));
         }
+        let metrics = metrics.map(MetricsFile::open).transpose()?;
         let tensorboard = tensorboard
             .map(|folder| {
-                let name = || format!("--tensorboard {}", folder.display());
-                TensorBoard::create(folder).map_err(|error| input(name(), error))
+                TensorBoard::create(folder).map_err(|error| {
+                    let reason = reason(&error);
+                    Error::Input(format!("--tensorboard {}: {reason}", folder.display()))
+                })
             })
             .transpose()?;
-        let lines = metrics
-            .map(|path| {
-                let name = format!("--metrics {}", path.display());
-                let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
-                let file = folder.and_then(|()| Appender::open(path));
-                let file = file.map_err(|error| input(name.clone(), error))?;
-                Ok((file, name))
-            })
-            .transpose()?;
-        Ok(Self { printer: printer.clone(), tensorboard, lines, curves: None })
+        Ok(Self { printer: printer.clone(), tensorboard, metrics, curves: None })
+    }
+
+    /// Refuses a file for `metrics` that this program did not write. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names it.
+    pub(crate) fn check(metrics: Option<&Path>) -> Result<()> {
+        metrics.map_or(Ok(()), MetricsFile::check)
     }
 
     /// Leaves the numbers in `curves` too, if somebody wants them there.
@@ -116,7 +109,7 @@ impl Recorder {
     /// Whether there is anybody to tell.
     pub fn is_wanted(&self) -> bool {
         self.tensorboard.is_some()
-            || self.lines.is_some()
+            || self.metrics.is_some()
             || self.curves.is_some()
             || self.printer.shows_progress()
     }
@@ -150,7 +143,7 @@ impl Recorder {
         ];
         self.scalars(step, &scalars)?;
         self.draw(|curves| curves.train(metrics));
-        self.line(&Line::Train(metrics))?;
+        self.row(Event::Train, metrics)?;
         self.flush() // a run that is killed keeps all that it has told
     }
 
@@ -181,7 +174,7 @@ impl Recorder {
             }
         }
         self.draw(|curves| curves.validation.push(metrics.clone()));
-        self.line(&Line::Validation(metrics))?;
+        self.row(Event::Validation, metrics)?;
         self.flush()
     }
 
@@ -198,10 +191,7 @@ impl Recorder {
         if let Some(tensorboard) = &mut self.tensorboard {
             tensorboard.flush().map_err(board)?;
         }
-        match &mut self.lines {
-            Some((file, name)) => file.flush().map_err(|error| unwritable(name, &error)),
-            None => Ok(()),
-        }
+        self.metrics.as_mut().map_or(Ok(()), MetricsFile::flush)
     }
 
     fn draw(&self, add: impl FnOnce(&mut Curves)) {
@@ -220,18 +210,11 @@ impl Recorder {
         Ok(())
     }
 
-    fn line(&mut self, line: &Line<'_>) -> Result<()> {
-        let Some((file, name)) = &mut self.lines else { return Ok(()) };
-        let text = serde_json::to_string(line).map_err(io::Error::from);
-        let written = text.and_then(|text| writeln!(file, "{text}"));
-        written.map_err(|error| unwritable(name, &error))
+    fn row(&mut self, event: Event, metrics: &impl Serialize) -> Result<()> {
+        self.metrics.as_mut().map_or(Ok(()), |file| file.row(event, metrics))
     }
 }
 
 fn board(error: io::Error) -> Error {
-    unwritable("--tensorboard", &error)
-}
-
-fn unwritable(what: &str, error: &io::Error) -> Error {
-    Error::Write { what: what.into(), reason: reason(error) }
+    Error::Write { what: "--tensorboard".into(), reason: reason(&error) }
 }

@@ -200,6 +200,7 @@ impl ProcessGroup {
             Operation::Forward => &mut seconds.forward,
             Operation::Backward => &mut seconds.backward,
             Operation::Optimizer => &mut seconds.optimizer,
+            Operation::Save => &mut seconds.save,
             _ => return, // no part of a step
         };
         *of_phase += elapsed.saturating_sub(collectives).as_secs_f64();

@@ -74,8 +74,10 @@ impl<M: ModuleT> Trainer<M> {
         let [local, averaged] = [&watched.local, &watched.parameter.grad()].map(numbers);
         let (local, averaged, before) = (local?, averaged?, numbers(&watched.parameter)?);
         // The mean over all samples, of which the last batch of an epoch may have fewer.
-        let of_batch =
-            |(loss, batch): (&Tensor, &Batch)| Ok(numbers(loss)?[0] * batch.len() as f64);
+        let of_batch = |(loss, batch): (&Tensor, &Batch)| match batch.len() {
+            0 => Ok(0.0), // whose mean is no number
+            count => Ok(numbers(loss)?[0] * count as f64),
+        };
         let sums = losses.iter().zip(batches).map(of_batch).collect::<Result<Vec<_>>>()?;
         let Some(explaining) = &mut self.explaining else { return Ok(()) };
         let place = *explaining.place.get_or_insert_with(|| largest(&averaged));

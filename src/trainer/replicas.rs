@@ -36,10 +36,11 @@ impl<M: ModuleT> Trainer<M> {
         if !step.is_multiple_of(every) {
             return Ok(());
         }
-        self.compare_replicas(ddp, false)
+        self.compare_replicas(ddp, false, false)
     }
 
-    /// Compares what each rank has for each parameter, and with `buffers` for each buffer. A collective.
+    /// Compares what each rank has for each parameter, and with `buffers` for each buffer; `at_end`, after the last step.
+    /// A collective.
     ///
     /// # Errors
     /// [`Error::Replicas`], on all ranks alike.
@@ -47,6 +48,7 @@ impl<M: ModuleT> Trainer<M> {
         &self,
         ddp: &DistributedDataParallel<M>,
         buffers: bool,
+        at_end: bool,
     ) -> Result<()> {
         let group = ddp.group();
         group.synchronize()?;
@@ -67,7 +69,8 @@ impl<M: ModuleT> Trainer<M> {
             None => Ok(()),
             Some((parameter, others, suspects)) => {
                 let step = self.state.step.saturating_sub(1);
-                Err(Error::Replicas { parameter: parameter.clone(), others, suspects, step })
+                let parameter = parameter.clone();
+                Err(Error::Replicas { parameter, others, suspects, step, at_end })
             }
         }
     }

@@ -1,4 +1,5 @@
-//! `ddp-mp bench scaling`: what more ranks on this machine give, measured against one rank.
+//! `ddp-mp bench scaling`: what more ranks on this machine give, measured against one rank with as many threads as each
+//! of them (efficiency), and against one rank with all cores (speed-up).
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use super::step::step_on;
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
-use crate::launch::{Nproc, Spawn, SpawnChoice};
+use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
 use crate::observe::{LogFormat, Printer};
 use crate::torch::cuda::Cuda;
 
@@ -47,11 +48,64 @@ struct Row {
     us_per_step: f64,
     /// Of all ranks together.
     samples_per_second: f64,
-    /// `samples_per_second` by `world_size` times those of one rank: 1 if N ranks are N times as fast as one.
+    /// Of one rank with `threads_per_rank` threads.
+    samples_per_second_of_one: f64,
+    /// `samples_per_second` by `world_size` times those of that one: 1 if N ranks are N times as fast as one.
     efficiency: f64,
-    /// The slowest repetition by the fastest.
-    #[serde(skip)]
+    /// `samples_per_second` by those of one rank that has the threads of all cores.
+    speedup: f64,
+}
+
+/// A number of ranks, and the one rank that its efficiency is measured against.
+#[derive(Debug, Clone)]
+struct Case {
+    scaling: Scaling,
+    ranks: usize,
+    /// On each rank.
+    batch_size: usize,
+    /// Where they run.
+    placement: Placement,
+}
+
+impl Case {
+    /// Returns one rank with the threads of each of these ranks, and with the work of one of them (weak scaling) or of all
+    /// (strong scaling). On GPUs threads do not matter.
+    fn base(&self, one: &Self) -> Self {
+        let mut base = one.clone();
+        if base.placement.devices[0] == Device::Cpu {
+            base.placement.threads_per_rank = self.placement.threads_per_rank;
+        }
+        base
+    }
+
+    /// Whether both take the same time.
+    fn is_same(&self, other: &Self) -> bool {
+        let of = |it: &Self| (it.ranks, it.batch_size, it.placement.threads_per_rank);
+        of(self) == of(other)
+    }
+}
+
+/// The times of a case, in microseconds, of each repetition.
+#[derive(Debug, Default, Clone)]
+struct Times {
+    /// The median steps.
+    medians: Vec<f64>,
+    /// The largest ratio of a median step to the fastest one of its repetition.
     spread: f64,
+}
+
+impl Times {
+    fn median(&self) -> f64 {
+        let mut medians = self.medians.clone();
+        medians.sort_unstable_by(f64::total_cmp);
+        medians[medians.len() / 2]
+    }
+
+    /// The slowest repetition by the fastest.
+    fn spread_of_repetitions(&self) -> f64 {
+        let ends = |more: fn(f64, f64) -> f64| self.medians.iter().copied().reduce(more);
+        ends(f64::max).zip(ends(f64::min)).map_or(1.0, |(slowest, fastest)| slowest / fastest)
+    }
 }
 
 /// Refuses a flag that [`bench_scaling`] would do nothing with.
@@ -63,9 +117,13 @@ pub fn check_scaling_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Re
 }
 
 /// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`, and prints samples per
-/// second and efficiency against one rank: once with the batch of `config` on each rank, and once with the same samples
+/// second, efficiency and speed-up: once with the batch of `config` on each rank, and once with the same samples
 /// shared out among the ranks. The numbers of ranks take turns `repetitions` times, of `steps` steps each, so that
 /// what else the machine does touches all of them; the medians count.
+///
+/// One rank has the threads of all cores, two have half of them each. So ranks are measured against two kinds of one rank:
+/// efficiency is the share that is left of N times a rank with the same threads, and the speed-up is what a user gains who
+/// could run one rank with all cores.
 ///
 /// # Errors
 /// [`Error::Input`] when that can't be done here, and [`SpawnError`](crate::SpawnError) when a rank failed.
@@ -95,46 +153,60 @@ pub fn bench_scaling(
         ))
         .into());
     }
-    let cases: Vec<(Scaling, usize, usize)> = [Scaling::Weak, Scaling::Strong]
-        .into_iter()
-        .flat_map(|scaling| numbers_of_ranks(ranks).into_iter().map(move |n| (scaling, n)))
-        .map(|(scaling, n)| match scaling {
-            Scaling::Weak => (scaling, n, batch_size),
-            Scaling::Strong => (scaling, n, of_all.div_ceil(n)),
-        })
-        .collect();
-    let mut times = vec![Vec::with_capacity(repetitions); cases.len()];
-    let mut threads = vec![1; cases.len()];
-    for _ in 0..repetitions {
-        for (case, &(_, ranks, batch_size)) in cases.iter().enumerate() {
-            let config =
-                Config { nproc_per_node: Nproc::Count(ranks), batch_size, ..config.clone() };
-            let (us_per_step, threads_per_rank) = measure(config, &data.training, steps, cuda)?;
-            times[case].push(us_per_step);
-            threads[case] = threads_per_rank;
+    let mut cases = Vec::new();
+    for scaling in [Scaling::Weak, Scaling::Strong] {
+        for ranks in numbers_of_ranks(ranks) {
+            let batch_size = match scaling {
+                Scaling::Weak => batch_size,
+                Scaling::Strong => of_all.div_ceil(ranks),
+            };
+            let placement = place_ranks(Nproc::Count(ranks), config.backend, cuda)?;
+            cases.push(Case { scaling, ranks, batch_size, placement });
         }
     }
-    let mut rows: Vec<Row> = Vec::with_capacity(cases.len());
-    for (case, &(scaling, world_size, batch_size)) in cases.iter().enumerate() {
-        let times = &mut times[case];
-        times.sort_unstable_by(f64::total_cmp);
-        let us_per_step = times[times.len() / 2];
-        let samples_per_second = (batch_size * world_size) as f64 / us_per_step * 1e6;
-        let one = rows.iter().find(|row| row.scaling == scaling && row.world_size == 1);
-        let of_one = one.map_or(samples_per_second, |row| row.samples_per_second);
-        rows.push(Row {
-            model: config.model.name(),
-            scaling,
-            cores: cores(),
-            world_size,
-            threads_per_rank: threads[case],
-            batch_size,
-            us_per_step,
-            samples_per_second,
-            efficiency: samples_per_second / (of_one * world_size as f64),
-            spread: times[times.len() - 1] / times[0],
-        });
+    let one_of = |case: &Case| cases.iter().find(|it| (it.scaling, it.ranks) == (case.scaling, 1));
+    let bases: Vec<Case> =
+        cases.iter().map(|case| case.base(one_of(case).unwrap_or(case))).collect();
+    // What is the same is measured once.
+    let mut measured: Vec<Case> = Vec::new();
+    for case in cases.iter().chain(&bases) {
+        if !measured.iter().any(|it| it.is_same(case)) {
+            measured.push(case.clone());
+        }
     }
+    let mut times = vec![Times::default(); measured.len()];
+    for _ in 0..repetitions {
+        for (case, times) in measured.iter().zip(&mut times) {
+            let (median, fastest) = measure(case, &config, &data.training, steps)?;
+            times.medians.push(median);
+            times.spread = times.spread.max(median / fastest);
+        }
+    }
+    let of = |case: &Case| {
+        measured
+            .iter()
+            .zip(&times)
+            .find(|(it, _)| it.is_same(case))
+            .map_or(f64::NAN, |it| it.1.median())
+    };
+    let samples_per_second = |case: &Case| (case.batch_size * case.ranks) as f64 / of(case) * 1e6;
+    let row = |(case, base): (&Case, &Case)| {
+        let (of_all, of_one) = (samples_per_second(case), samples_per_second(base));
+        Row {
+            model: config.model.name(),
+            scaling: case.scaling,
+            cores: cores(),
+            world_size: case.ranks,
+            threads_per_rank: case.placement.threads_per_rank,
+            batch_size: case.batch_size,
+            us_per_step: of(case),
+            samples_per_second: of_all,
+            samples_per_second_of_one: of_one,
+            efficiency: of_all / (of_one * case.ranks as f64),
+            speedup: of_all / samples_per_second(one_of(case).unwrap_or(case)),
+        }
+    };
+    let rows: Vec<Row> = cases.iter().zip(&bases).map(row).collect();
     match printer.format() {
         LogFormat::Json => rows.iter().try_for_each(|row| printer.object(row)),
         LogFormat::Text => {
@@ -142,9 +214,21 @@ pub fn bench_scaling(
         }
     }
     .context("writing to stdout")?;
-    let spread = rows.iter().map(|row| row.spread).fold(1.0, f64::max);
-    note_if_busy("the slowest repetition took", spread, printer);
+    let slowest = times.iter().map(Times::spread_of_repetitions).fold(1.0, f64::max);
+    // Ranks that take turns on a core are slow by themselves.
+    let has_cores = |case: &Case| case.ranks <= cores();
+    let with_cores = measured.iter().zip(&times).filter(|(case, _)| has_cores(case));
+    let median = with_cores.map(|(_, times)| times.spread).fold(1.0, f64::max);
+    match median > slowest {
+        true => note_if_busy("the median step took", median, printer),
+        false => note_if_busy("the slowest repetition took", slowest, printer),
+    }
     Ok(())
+}
+
+/// `1 thread`, `2 threads`.
+fn threads(count: usize) -> String {
+    format!("{count} thread{}", if count == 1 { "" } else { "s" })
 }
 
 /// Returns 1, 2, 3, 4, then powers of two, and `most`.
@@ -156,24 +240,25 @@ fn numbers_of_ranks(most: usize) -> Vec<usize> {
     numbers
 }
 
-/// Returns the median step of rank 0 in microseconds, and how many threads libtorch had on each rank.
+/// Returns the median step of rank 0 and the fastest, in microseconds.
 fn measure(
-    config: Config,
+    case: &Case,
+    config: &Config,
     dataset: &Arc<dyn Dataset>,
     steps: usize,
-    cuda: &Cuda,
-) -> anyhow::Result<(f64, usize)> {
-    let placement = place_ranks(config.nproc_per_node, config.backend, cuda)?;
-    let ranks = placement.devices.len();
-    config.validate_for(ranks)?;
+) -> anyhow::Result<(f64, f64)> {
+    let Case { ranks, batch_size, placement, .. } = case;
+    let nproc_per_node = Nproc::Count(*ranks);
+    let config = Config { nproc_per_node, batch_size: *batch_size, ..config.clone() };
+    config.validate_for(*ranks)?;
     if placement.devices[0] == Device::Cpu {
-        config.check_memory_for(ranks)?;
+        config.check_memory_for(*ranks)?;
     }
-    let spawn = Spawn::at(&placement).timeout(config.timeout).grace_period(config.grace_period);
+    let spawn = Spawn::at(placement).timeout(config.timeout).grace_period(config.grace_period);
     let (backend, dataset) = (placement.backend, dataset.clone());
     let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
     let times = times.into_iter().flatten().next().context("rank 0 has no times")?;
-    Ok((times.us_per_step, placement.threads_per_rank))
+    Ok((times.us_per_step, times.us_min))
 }
 
 fn write_text(
@@ -189,10 +274,12 @@ fn write_text(
         out,
         "# {}, {cores} CPU core{s}: medians of {repetitions} repetitions of {steps} steps\n\
          # weak: every rank takes {batch_size} samples a step; strong: all ranks together take {}\n\
-         # efficiency: samples per second, by those of one rank times the number of ranks\n\
-         #\n#{:>7}{:>7}{:>9}{:>8}{:>12}{:>12}{:>12}\n#{:>7}{:>7}{:>9}{:>8}{:>12}{:>12}{:>12}",
+         # efficiency: samples per second, by those of one rank with as many threads times the number of ranks\n\
+         # speed-up: samples per second, by those of one rank with {}\n\
+         #\n#{:>7}{:>7}{:>9}{:>8}{:>12}{:>12}{:>12}{:>10}\n#{:>7}{:>7}{:>9}{:>8}{:>12}{:>12}{:>12}{:>10}",
         last.model,
         batch_size * ranks,
+        threads(rows[0].threads_per_rank),
         "scaling",
         "ranks",
         "threads",
@@ -200,25 +287,28 @@ fn write_text(
         "step",
         "samples",
         "efficiency",
+        "speed-up",
         "",
         "",
         "a rank",
         "a rank",
         "(us)",
         "(1/s)",
-        "(%)"
+        "(%)",
+        "(times)"
     )?;
     for row in rows {
         let scaling = if row.scaling == Scaling::Weak { "weak" } else { "strong" };
         writeln!(
             out,
-            "{scaling:>8}{:>7}{:>9}{:>8}{:>12.1}{:>12.0}{:>12.1}",
+            "{scaling:>8}{:>7}{:>9}{:>8}{:>12.1}{:>12.0}{:>12.1}{:>10.2}",
             row.world_size,
             row.threads_per_rank,
             row.batch_size,
             row.us_per_step,
             row.samples_per_second,
-            100.0 * row.efficiency
+            100.0 * row.efficiency,
+            row.speedup
         )?;
     }
     if ranks > cores {

@@ -34,7 +34,7 @@ pub(super) struct StepTimes {
     batch_size: usize,
     world_size: usize,
     pub(super) us_per_step: f64,
-    us_min: f64,
+    pub(super) us_min: f64,
     us_max: f64,
     /// Zeroing the gradients, the model and the loss; with `--strategy dp` also getting the batch and the
     /// parameters from rank 0.

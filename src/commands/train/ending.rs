@@ -85,7 +85,7 @@ pub(super) fn end(
         skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
         scale: trainer.scaler().state().map(|scaler| scaler.scale),
         stopped: summary.stopped.map(StopReason::name),
-        restarts: job.restarts.clone(),
+        restarts: job.restarts.reasons.clone(),
         best: trainer.state().best.clone(),
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
@@ -112,7 +112,7 @@ pub(super) fn end(
 /// [`Error::Replicas`], on all ranks alike.
 pub(super) fn refuse_different_replicas(trainer: &Trainer<Model>, job: &Job) -> Result<()> {
     match trainer.ddp() {
-        Strategy::Ddp(ddp) => trainer.compare_replicas(ddp, !job.config.no_broadcast_buffers),
+        Strategy::Ddp(ddp) => trainer.compare_replicas(ddp, !job.config.no_broadcast_buffers, true),
         Strategy::Dp(_) => Ok(()),
     }
 }

@@ -76,6 +76,9 @@ impl Texts for Chinese {
         let rest = match (left, facts.drops_last) {
             (0, _) => String::new(),
             (left, true) => format!("舍去其中 {left} 个，这样大家一样多。"),
+            (left, false) if facts.exact_mean => {
+                format!("不能平分，rank 0 到 rank {} 各多一个。", left - 1)
+            }
             (left, false) => format!("其中 {} 个分到两次，这样大家一样多。", n - left),
         };
         let text = format!(
@@ -88,7 +91,7 @@ impl Texts for Chinese {
 
     fn gradients(&self, facts: &Facts, step: &Step, compressed: Option<&str>) -> Section {
         let Facts { world_size: n, parameters, accumulate, .. } = facts;
-        let Step { step, weight, buckets, .. } = step;
+        let Step { step: number, weight, buckets, .. } = step;
         let adds_up = match accumulate {
             1 => String::new(),
             k => format!("（先在本地累积 {k} 个 batch 并取平均：--accumulate）"),
@@ -99,22 +102,28 @@ impl Texts for Chinese {
                 "前向和反向传播得到梯度{adds_up}。全部 {parameters} 个梯度放在 {buckets} 个梯度桶（bucket）里。\
                  只有一个 rank，all-reduce（全归约）的平均值就是它自己。{compressed}其中最大的是 {weight} 的梯度："
             );
-            return Section::new(format!("第 {step} 步：梯度"), text);
+            return Section::new(format!("第 {number} 步：梯度"), text);
         }
+        let mean = match step.shares(facts) {
+            None => format!("平均值：各除以 {n}"),
+            Some(shares) => format!(
+                "全部样本上的平均值（--exact-mean）：各乘以该 rank 的样本所占的比例（{shares}）"
+            ),
+        };
         let text = format!(
             "每个 rank 用自己的样本做前向和反向传播，得到自己的梯度{adds_up}。全部 {parameters} 个梯度放在 \
-             {buckets} 个梯度桶（bucket）里。all-reduce（全归约）把它们换成平均值：各除以 {n}，再把所有 rank \
+             {buckets} 个梯度桶（bucket）里。all-reduce（全归约）把它们换成{mean}，再把所有 rank \
              的相加。{compressed}其中最大的是 {weight} 的梯度："
         );
-        Section::new(format!("第 {step} 步：不同的梯度合而为一"), text)
+        Section::new(format!("第 {number} 步：不同的梯度合而为一"), text)
     }
 
     fn compressed(&self, name: &str) -> String {
         format!("梯度以 {name} 的形式传输（--comm-hook），所以平均值并不精确。")
     }
 
-    fn columns(&self, num_samples: usize) -> [String; 5] {
-        let samples = format!("样本（共 {num_samples} 个）");
+    fn columns(&self, num_samples: Option<usize>) -> [String; 5] {
+        let samples = num_samples.map_or("样本".into(), |count| format!("样本（共 {count} 个）"));
         [samples, "损失".into(), "本地梯度".into(), "全归约后".into(), "新权重".into()]
     }
 

@@ -80,6 +80,9 @@ impl Texts for English {
         let rest = match (left, facts.drops_last) {
             (0, _) => String::new(),
             (left, true) => format!(" {left} of them are left out, so that all get as many."),
+            (left, false) if facts.exact_mean => {
+                format!(" They do not go round, so ranks up to {} get one more.", left - 1)
+            }
             (left, false) => format!(" Dealt twice, so that all get as many: {}.", n - left),
         };
         let text = format!(
@@ -92,7 +95,7 @@ impl Texts for English {
 
     fn gradients(&self, facts: &Facts, step: &Step, compressed: Option<&str>) -> Section {
         let Facts { world_size: n, parameters, accumulate, .. } = facts;
-        let Step { step, weight, buckets, .. } = step;
+        let Step { step: number, weight, buckets, .. } = step;
         let buckets = if *buckets == 1 { "1 bucket" } else { &format!("{buckets} buckets") };
         let adds_up = match accumulate {
             1 => String::new(),
@@ -104,25 +107,32 @@ impl Texts for English {
                 "Forward and backward give the gradients{adds_up}; all {parameters} lie in {buckets}. The all-reduce \
                  leaves them as they are, each being the mean over one rank. {compressed}The largest, that of {weight}:"
             );
-            return Section::new(format!("Step {step}: the gradient"), text);
+            return Section::new(format!("Step {number}: the gradient"), text);
         }
+        let mean = match step.shares(facts) {
+            None => format!("the mean in their place: each is divided by {n}"),
+            Some(shares) => format!(
+                "the mean over all samples in their place (--exact-mean): each is multiplied by its rank's share of \
+                 the samples, {shares}"
+            ),
+        };
         let text = format!(
             "Forward and backward on its own samples give each rank its own gradients{adds_up}; all {parameters} lie \
-             in {buckets}. The all-reduce puts the mean in their place: each is divided by {n}, and all ranks' are \
-             added up. {compressed}The largest, that of {weight}:"
+             in {buckets}. The all-reduce puts {mean}, and all ranks' are added up. {compressed}The largest, that of \
+             {weight}:"
         );
-        Section::new(format!("Step {step}: different gradients become one"), text)
+        Section::new(format!("Step {number}: different gradients become one"), text)
     }
 
     fn compressed(&self, name: &str) -> String {
         format!("They travel as {name} (--comm-hook), so that the mean is not exact. ")
     }
 
-    fn columns(&self, num_samples: usize) -> [String; 5] {
-        let samples = if num_samples == 1 {
-            "its sample".into()
-        } else {
-            format!("its {num_samples} samples")
+    fn columns(&self, num_samples: Option<usize>) -> [String; 5] {
+        let samples = match num_samples {
+            None => "its samples".into(),
+            Some(1) => "its sample".into(),
+            Some(count) => format!("its {count} samples"),
         };
         [samples, "loss".into(), "gradient".into(), "all-reduced".into(), "new weight".into()]
     }

@@ -57,6 +57,8 @@ pub struct Facts {
     pub drops_last: bool,
     /// Of how many batches a step is made.
     pub accumulate: u64,
+    /// Whether each rank counts by its number of samples.
+    pub exact_mean: bool,
     /// How many steps an epoch has.
     pub steps_per_epoch: u64,
     /// As what gradients are sent, and from which step on, if not as they are.
@@ -105,6 +107,25 @@ pub struct Step {
     pub ranks: Vec<RankStep>,
 }
 
+impl Step {
+    /// Returns how many samples all ranks had, if each rank counts by its own.
+    fn weighed(&self, facts: &Facts) -> Option<usize> {
+        let all = self.ranks.iter().map(|it| it.num_samples).sum();
+        (facts.exact_mean && self.ranks.len() > 1).then_some(all)
+    }
+
+    /// Returns the share of each rank, as `17/33, 16/33`, if each counts by its samples; the first ones of many.
+    fn shares(&self, facts: &Facts) -> Option<String> {
+        let all = self.weighed(facts)?;
+        let share = |it: &RankStep| format!("{}/{all}", it.num_samples);
+        let mut shares: Vec<String> = self.ranks.iter().take(FEW).map(share).collect();
+        if self.ranks.len() > FEW {
+            shares.push("...".into());
+        }
+        Some(shares.join(", "))
+    }
+}
+
 /// Tells a run on stderr, where rank 0 is.
 #[derive(Debug)]
 pub struct Narrator {
@@ -138,7 +159,11 @@ impl Narrator {
         let (texts, facts) = (self.language.texts(), &self.facts);
         let section = texts.gradients(facts, step, self.compression(step.step));
         let mut lines = self.gradients(step, false);
-        lines.push(format!("  {}{}", texts.by_hand(), mean(&step.ranks)));
+        let mean = match step.weighed(facts) {
+            Some(samples) => weighted_mean(&step.ranks, samples),
+            None => mean(&step.ranks),
+        };
+        lines.push(format!("  {}{mean}", texts.by_hand()));
         self.tell(&section, &lines);
 
         let mut section = texts.update(facts, step.step, &number(step.lr));
@@ -189,11 +214,18 @@ impl Narrator {
         let gradients = numbers(&gradients, 6);
         let weights = numbers(&all(|it| it.after), 8);
         let mut header = vec![String::new()];
-        header.extend(self.language.texts().columns(ranks[0].num_samples));
+        let count = ranks[0].num_samples;
+        let count = ranks.iter().all(|it| it.num_samples == count).then_some(count);
+        header.extend(self.language.texts().columns(count));
         let row = |rank: usize| {
             let it = &ranks[rank];
-            let numbers = [&losses[rank], &gradients[rank], &gradients[ranks.len() + rank]];
-            let mut row = vec![samples(&it.samples, it.num_samples)];
+            let loss = if it.num_samples == 0 { &NONE.to_string() } else { &losses[rank] };
+            let numbers = [loss, &gradients[rank], &gradients[ranks.len() + rank]];
+            let mut row = vec![match (it.num_samples, count) {
+                (0, _) => NONE.into(),
+                (_, Some(_)) => samples(&it.samples, it.num_samples),
+                (mine, None) => format!("{mine}: {}", samples(&it.samples, mine)),
+            }];
             row.extend(numbers.into_iter().chain([&weights[rank]]).cloned());
             row
         };
@@ -253,6 +285,30 @@ fn mean(ranks: &[RankStep]) -> String {
     };
     format!("{sum} / {} = {mean}", ranks.len())
 }
+
+/// `(17 * 0.5 + 16 * (-0.25)) / 33 = c`: each rank's gradient counts by its samples, of which all ranks have `all`.
+fn weighted_mean(ranks: &[RankStep], all: usize) -> String {
+    let mut values: Vec<f64> = ranks.iter().map(|it| it.local).collect();
+    let sum: f64 = ranks.iter().map(|it| it.num_samples as f64 * it.local).sum();
+    values.push(sum / all as f64);
+    let texts = numbers(&values, 6);
+    let term = |(it, text): (&RankStep, &String)| match text.starts_with('-') {
+        true => format!("{} * ({text})", it.num_samples),
+        false => format!("{} * {text}", it.num_samples),
+    };
+    let mut terms: Vec<String> = ranks.iter().zip(&texts).map(term).collect();
+    if ranks.len() > FEW {
+        terms = vec![
+            format!("{} * rank 0", ranks[0].num_samples),
+            format!("{} * rank 1", ranks[1].num_samples),
+            "...".into(),
+        ];
+    }
+    format!("({}) / {all} = {}", terms.join(" + "), texts[ranks.len()])
+}
+
+/// The cells of a rank that has no samples.
+const NONE: &str = "-";
 
 /// Of so many ranks all gradients fit into a line.
 const FEW: usize = 4;

@@ -35,8 +35,9 @@ pub(super) trait Texts {
     /// That gradients travel as something else.
     fn compressed(&self, name: &str) -> String;
 
-    /// What the columns are called: so many samples, loss, gradient, mean, weight.
-    fn columns(&self, num_samples: usize) -> [String; 5];
+    /// What the columns are called: so many samples (`None` if the ranks have different numbers), loss, gradient, mean,
+    /// weight.
+    fn columns(&self, num_samples: Option<usize>) -> [String; 5];
 
     /// What comes before the mean that can be checked.
     fn by_hand(&self) -> &'static str;

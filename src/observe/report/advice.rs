@@ -77,11 +77,18 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
     let total: f64 = run.phases.iter().map(|it| it.own() + it.collectives).sum();
     let share = |of: fn(&PhaseSeconds) -> f64| run.phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
-    if let Some(HeldBack { rank, phase, seconds, .. }) = run.held_back {
-        say(format!(
-            "Rank {rank} held the others back by {seconds:.1} s, in its phase {phase}: look at what it does there, or at \
-             what else runs on its device."
-        ));
+    if let Some(held) = run.held_back {
+        let (HeldBack { rank, seconds, .. }, place) = (held, held.place());
+        say(match held.phase {
+            "save" => format!(
+                "Rank {rank} held the others back by {seconds:.1} s, {place}: save less often, with a larger --save-every \
+                 or --save-every-epochs, or on a faster disk."
+            ),
+            _ => format!(
+                "Rank {rank} held the others back by {seconds:.1} s, {place}: look at what it does there, or at what else \
+                 runs on its device."
+            ),
+        });
     }
     let data = share(|it| it.data);
     if data > SHARE {

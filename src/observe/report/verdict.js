@@ -24,7 +24,7 @@ const ranksText = plural(world.size, "rank");
   if (kind === "failed" || replicas?.equal === false) $("subtitle").classList.add("bad");
 
   const held = verdict.held_back, best = data.validation.findLast(it => it.best);
-  const where = held?.phase === "step" ? "before it asked for data" : `in ${held?.phase}`;
+  const where = { step: "before it asked for data", outside: "outside of its steps" }[held?.phase] ?? `in ${held?.phase}`;
   const figures = [
     verdict.outside_collectives != null && ["Time outside collectives",
       exact(verdict.outside_collectives, percent(verdict.outside_collectives)),
@@ -52,7 +52,7 @@ const ranksText = plural(world.size, "rank");
       ? "Look at the end of the timeline: there is what each rank was doing when the run failed."
       : "Nothing stands out in this run."));
 
-  const columns = ["step", "data", "forward", "backward", "optimizer", "collectives"];
+  const columns = ["step", "data", "forward", "backward", "optimizer", "save", "collectives"];
   const colour = column => column === "collectives" ? "var(--collective)" : tint(column);
   const most = Math.max(...verdict.phases.map(it => sum(columns.map(column => it[column]))));
   if (verdict.phases.length) {
