@@ -7,7 +7,8 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::Error;
-use crate::launch::{Fault, LONGEST, Nproc};
+use crate::launch::{Fault, Nproc};
+use crate::sync::LONGEST;
 
 /// How many ranks: `auto`, `gpu`, `cpu`, or a plain number.
 pub(super) mod nproc {

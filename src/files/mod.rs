@@ -16,9 +16,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::sync::deadline;
+
 /// Waits until `file` is ready for `events`. Returns `false` if it is not within `patience`.
 fn wait_for(file: impl AsFd, events: PollFlags, patience: Duration) -> io::Result<bool> {
-    let deadline = Instant::now() + patience;
+    let deadline = deadline(patience);
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout =

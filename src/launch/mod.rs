@@ -33,6 +33,5 @@ pub use rank::{Backend, Rank};
 pub(crate) use restarts::Restarts;
 pub use signals::{ask_on_signal, exit_code, stop_on_signals};
 pub(crate) use signals::{await_termination, end_at_signals_in};
-pub(crate) use spawn::LONGEST;
 pub use spawn::{Spawn, spawn, spawn_scoped};
 pub use world::World;

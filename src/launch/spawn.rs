@@ -16,11 +16,8 @@ use super::{
     Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, Rank, SpawnError, World,
 };
 use crate::observe::{LogFormat, Printer};
-use crate::sync::{Fault, History, Stop};
+use crate::sync::{Fault, History, LONGEST, Stop};
 use crate::torch;
-
-/// A wait that nobody sees the end of; longer ones cannot be added to a point in time.
-pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
 ///

@@ -5,6 +5,7 @@
 
 mod barrier;
 mod cancel;
+mod deadline;
 mod fault;
 mod history;
 pub(crate) mod panics;
@@ -16,6 +17,7 @@ mod timeline;
 
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
+pub(crate) use deadline::{LONGEST, deadline};
 pub use fault::{Fault, FaultKind, Stage};
 pub(crate) use history::{Clock, History, OfRank};
 pub use panics::install_panic_hook;

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use super::deadline;
+
 /// Why a run ends before all epochs are done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(usize)]
@@ -132,8 +134,7 @@ impl Default for Stop {
 impl Stop {
     /// Nobody asks yet; with `time`, it asks by itself when that is over.
     pub fn new(time: Option<Duration>) -> Self {
-        let deadline = time.and_then(|time| Instant::now().checked_add(time));
-        Self { deadline, ..Self::default() }
+        Self { deadline: time.map(deadline), ..Self::default() }
     }
 
     /// Has `tell` called once, on the thread of rank 0, when the run is going to stop.

@@ -4,7 +4,7 @@ use std::io;
 use std::mem;
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{Receiver, unbounded};
 use crossbeam::select;
@@ -17,7 +17,7 @@ use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
 use crate::observe::{TRACED, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Failure, History, Run, Timeline};
+use crate::sync::{Failure, History, Run, Timeline, deadline};
 use crate::torch::limits::not_started;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
@@ -221,7 +221,7 @@ impl Spawn {
             }
             table(run, here)
         });
-        let deadline = Instant::now() + self.grace_period;
+        let deadline = deadline(self.grace_period);
         while running > 0 {
             let Ok(ended) = ends.recv_deadline(deadline) else { break };
             join(ended);

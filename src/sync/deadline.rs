@@ -1,0 +1,24 @@
+//! Ends of waits whose length comes from a user.
+
+use std::time::{Duration, Instant};
+
+/// The longest wait: a hundred years. Nobody sees the end of it, and a longer one may not fit into an [`Instant`].
+pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+
+/// Returns the end of a wait of `patience`, or of [`LONGEST`] if that is shorter.
+pub(crate) fn deadline(patience: Duration) -> Instant {
+    Instant::now() + patience.min(LONGEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_wait_has_an_end() {
+        let now = Instant::now();
+        let longest = deadline(Duration::MAX);
+        assert!(longest >= now + LONGEST && longest <= Instant::now() + LONGEST);
+        assert!(deadline(Duration::ZERO) <= Instant::now());
+    }
+}
