@@ -100,6 +100,16 @@ fn unsafe_is_where_it_may_be() {
     }
 }
 
+/// A duration of a user's may be too long for an `Instant`.
+#[test]
+fn the_end_of_a_wait_is_computed_in_one_place() {
+    for file in sources() {
+        let name = name(&file);
+        let found = code(&file).contains("Instant::now() + ");
+        assert!(name == "sync/deadline.rs" || !found, "{name}: use crate::sync::deadline");
+    }
+}
+
 #[test]
 fn only_the_printer_prints() {
     for file in sources() {

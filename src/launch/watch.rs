@@ -17,7 +17,7 @@ use super::messages::Told;
 use super::stall;
 use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
-use crate::sync::{Elsewhere, Failure, Run, Seen};
+use crate::sync::{self, Elsewhere, Failure, Run, Seen};
 use crate::torch::TcpStore;
 use crate::torch::limits::not_started;
 
@@ -156,7 +156,7 @@ impl Shared {
         let (mut before, mut heard, mut looked) = (beats(), Instant::now(), Instant::now());
         while !have_left() {
             if deadline.is_none() && (failed || asked_to_end()) {
-                deadline = Some(Instant::now() + patience);
+                deadline = Some(sync::deadline(patience));
             }
             let limit = if deadline.is_some() { SILENCE } else { patience.max(SILENCE) };
             if heard.elapsed() >= limit || deadline.is_some_and(|it| Instant::now() >= it) {
@@ -245,10 +245,15 @@ impl Shared {
         if *known {
             return Ok(());
         }
+        *known = self.hear_of_failure(store, run)?;
+        if *known { Ok(()) } else { self.follow_server(store, run) }
+    }
+
+    /// Reports the failure that another process has written to the store. Returns whether there is one.
+    fn hear_of_failure(&self, store: &TcpStore, run: &Run) -> Result<bool> {
         if !store.check(&[FAILURE.into()])? {
-            return self.follow_server(store, run);
+            return Ok(false);
         }
-        *known = true;
         let text = store.get(FAILURE, SILENCE)?.unwrap_or_default();
         match Told::from_bytes(FAILURE, &text, run.activity.len()) {
             Ok(told) => {
@@ -259,7 +264,7 @@ impl Shared {
             }
             Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Keeps what the ranks of the process that serves the store do: when it is gone, nobody can ask any more.
@@ -384,6 +389,10 @@ impl Elsewhere for Shared {
                 default(SILENCE) => Ok((before, self.beats_elsewhere(&store, run)?)),
             }
         });
+        // A process that has timed out first ends its ranks: they are not late.
+        if twice.is_ok() && run.cancel.cancelled_by().is_none() {
+            let _ = self.hear_of_failure(&store, run); // a store that is gone is found by the watch
+        }
         let silent: Vec<usize> = match twice {
             _ if run.cancel.cancelled_by().is_some() => Vec::new(),
             Ok((before, now)) => {

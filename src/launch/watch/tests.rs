@@ -138,3 +138,16 @@ fn when_the_store_goes_the_rank_that_served_it_is_named_with_what_it_did_last() 
     drop(failures);
     watch.leave(None);
 }
+
+/// The other process has timed out first: its rank shuts down because of that, and must not be taken for the late one.
+#[test]
+fn a_look_reports_the_failure_that_another_process_has_found() {
+    let Scene { server, watch, run, .. } = scene();
+    let told = Told::new(1, all_reduce(), "rank 0 waited for rank 1");
+    server.set(FAILURE, &told.to_bytes(FAILURE).unwrap()).unwrap();
+    assert!(watch.elsewhere().look(&run).is_empty());
+    let failures = run.failures();
+    assert_eq!(run.cancel.cancelled_by(), Some(1));
+    assert_eq!((failures[0].rank, failures[0].at), (1, all_reduce()));
+    assert_eq!(failures[0].error, "rank 0 waited for rank 1");
+}

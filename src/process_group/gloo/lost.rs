@@ -6,7 +6,7 @@ use crossbeam::channel::select_biased;
 
 use crate::error::{Error, LateRank};
 use crate::operation::At;
-use crate::sync::Run;
+use crate::sync::{Run, Seen};
 
 /// How long to wait for the reason of a failure, which another process may be about to tell.
 pub(super) const REASON: Duration = Duration::from_secs(3);
@@ -39,12 +39,10 @@ pub(super) fn error(
         let lost = if silent.is_empty() { run.late(ranks) } else { silent };
         return Error::Peer { at, step: run.timeline.step_of(waiting), lost, reason };
     };
-    // A rank may be on its way into the call, and not have come: its records tell, if it has sent any.
-    let here = |rank: &usize| match &run.sightings.of(*rank)[..] {
-        [] => run.activity[*rank].now() == at,
-        seen => seen.iter().any(|it| it.at == at && it.ended.is_none()),
-    };
-    let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !here(rank)).collect();
+    // Only an open record says that a rank has entered the call: `Run::activity` has the call already on the way into it.
+    let is_open = |it: &Seen| it.at == at && it.ended.is_none();
+    let has_entered = |rank: &usize| run.sightings.of(*rank).iter().any(is_open);
+    let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !has_entered(rank)).collect();
     let late = match (silent.is_empty(), missing.is_empty()) {
         (false, _) => silent,
         (true, false) => run.late(missing),
