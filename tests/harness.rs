@@ -92,6 +92,11 @@ pub(crate) fn program_under(limit: &str, args: &[&str]) -> Command {
     let mut command = Command::new("sh");
     command.args(["-c", &format!("{limit} && exec \"$0\" \"$@\"")]);
     command.arg(program.get_program()).args(program.get_args()).stdin(Stdio::null());
+    in_the_environment_of(&program, command)
+}
+
+/// Has `command` run with the variables of `program`.
+pub(crate) fn in_the_environment_of(program: &Command, mut command: Command) -> Command {
     for (name, value) in program.get_envs() {
         match value {
             Some(value) => command.env(name, value),

@@ -12,7 +12,7 @@ use std::time::Instant;
 use serde_json::Value;
 use wait_timeout::ChildExt;
 
-use crate::harness::{TIMEOUT, program, run};
+use crate::harness::{TIMEOUT, in_the_environment_of, program, run, run_command};
 
 const PROCESSES: &str = "--spawn=processes";
 
@@ -40,6 +40,29 @@ fn processes_come_to_what_threads_come_to() {
         assert_eq!(hash(&processes), hash(&threads), "{args:?}");
         assert_eq!(processes.len(), threads.len(), "{args:?}");
         assert_eq!(processes[0]["nnodes"], 1);
+    }
+}
+
+/// The file of such a process is the linker, which knows nothing of the program by itself.
+#[test]
+fn a_program_that_the_linker_was_given_runs_as_itself() {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let files = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let linker = files.into_iter().find(|file| file.contains("/ld-linux")).expect("it is loaded");
+    let training =
+        ["--nproc-per-node=2", "--max-epochs=1", "--num-samples=256", "--log-format=json"];
+    for args in [&["--version"][..], &training, &[&training[..], &[PROCESSES]].concat()] {
+        let direct = program(args);
+        let mut command = Command::new(linker);
+        command.arg(direct.get_program()).args(args).stdin(Stdio::null());
+        let (code, stdout, stderr) = run_command(in_the_environment_of(&direct, command));
+        assert_eq!(code, Some(0), "{args:?}: {stderr}");
+        let last = |stdout: &str| stdout.lines().last().unwrap().to_owned();
+        let hash = |stdout: &str| match serde_json::from_str::<Value>(&last(stdout)) {
+            Ok(end) => end["parameters_hash"].to_string(),
+            Err(_) => last(stdout),
+        };
+        assert_eq!(hash(&stdout), hash(&run(args).1), "{args:?}: {stdout}");
     }
 }
 

@@ -24,7 +24,7 @@ use super::{Master, Placement, world};
 use crate::error::{Error, Result};
 use crate::observe::Failure;
 use crate::process_group::rank_label;
-use crate::sync::StopReason;
+use crate::sync::{self, StopReason};
 use crate::torch::limits::{not_started, require_files};
 use crate::torch::{self, TcpStore};
 
@@ -199,10 +199,16 @@ fn asks_to_stop(signal: i32) -> bool {
     signal != SIGCHLD && signal != SIGUSR2
 }
 
-/// Returns this program's file; if another has taken its place since it was started, the one that runs.
-fn this_program() -> io::Result<PathBuf> {
-    let program = env::current_exe()?;
-    Ok(if program.exists() { program } else { "/proc/self/exe".into() })
+/// Returns a command that starts this program, without arguments; if another file has taken its place since it was
+/// started, the one that runs.
+fn this_program() -> io::Result<Command> {
+    let file = env::current_exe()?;
+    let mut command =
+        Command::new(if file.exists() { file } else { PathBuf::from("/proc/self/exe") });
+    if torch::is_run_by_linker() {
+        command.args(env::args_os().take(1)); // the file is the linker's
+    }
+    Ok(command)
 }
 
 /// One start of all processes.
@@ -230,7 +236,7 @@ impl Start<'_> {
     }
 
     fn start(&self, rank: usize, port: u16) -> io::Result<Child> {
-        let mut command = Command::new(this_program()?);
+        let mut command = this_program()?;
         command.args(env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
         let restarts = [self.number, self.spawn.max_restarts];
         let variables = match self.spawn.children {
@@ -269,12 +275,12 @@ impl Start<'_> {
                 }
                 Err(_) => {
                     all.send(last_words.next().unwrap_or(SIGKILL));
-                    deadline = Some(Instant::now() + MERCY);
+                    deadline = Some(sync::deadline(MERCY));
                 }
             }
             all.reap();
             if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
-                deadline = Some(Instant::now() + self.spawn.grace_period.saturating_add(MERCY));
+                deadline = Some(sync::deadline(self.spawn.grace_period.saturating_add(MERCY)));
                 if let Children::Ranks(placement) = self.spawn.children {
                     // Who is killed tells nobody. What fails here the others find out as they would on several machines.
                     let _ = self.tell(placement, store, rank, &self.spawn.how(rank, pid, status));

@@ -28,6 +28,7 @@ mod store_tests;
 pub use autocast::Autocast;
 pub use autograd::backward;
 pub use generator::Generator;
+pub(crate) use openmp::is_run_by_linker;
 pub use openmp::{BeforeMain, limit_spinning};
 pub use process::{exit, ignore_file_size_signal, library_folder, version};
 pub use rng::fork_rng;
@@ -35,7 +36,8 @@ pub use shared::SharedTensor;
 
 pub(crate) use autograd::{linear, run_backward};
 pub(crate) use fused::{
-    AdamWStep, SgdStep, TensorList, amp_unscale, fused_adamw, fused_sgd, scale_all, total_norm,
+    AdamWStep, SgdStep, TensorList, amp_unscale, bump_versions, fused_adamw, fused_sgd, scale_all,
+    total_norm,
 };
 pub(crate) use gloo::{Gloo, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;

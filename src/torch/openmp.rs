@@ -33,6 +33,9 @@ pub unsafe extern "C" fn limit_spinning(
     envp: *const *const c_char,
 ) {
     // Libraries are loaded, but not initialised: system calls only, and no allocation.
+    if is_run_by_linker() {
+        return; // the file of this process is the linker's, and `argv` does not name it
+    }
     let mut variables = [ptr::null(); MOST + 2];
     let mut count = 0;
     loop {
@@ -59,6 +62,14 @@ pub unsafe extern "C" fn limit_spinning(
             libc::execve(program.as_ptr().cast(), argv, variables.as_ptr());
         }
     }
+}
+
+/// Whether the user has started the dynamic linker with this program as its argument, as in `ld.so ddp-mp`. The process's
+/// own file is the linker then.
+pub(crate) fn is_run_by_linker() -> bool {
+    // A linker that the system has loaded has an address.
+    // SAFETY: reads a number that the system has left in the process.
+    unsafe { libc::getauxval(libc::AT_BASE) == 0 }
 }
 
 /// Whether `text` begins with `name`.
