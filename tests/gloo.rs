@@ -6,7 +6,9 @@ use std::thread;
 use std::time::Duration;
 
 use ddp_mp::ddp::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
-use ddp_mp::launch::{BackendChoice, LaunchOptions, Nproc, Share, World, detect, place};
+use ddp_mp::launch::{
+    BackendChoice, Joining, Launch, LaunchOptions, Nproc, Share, World, detect, place,
+};
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
 use proptest::prelude::*;
@@ -24,15 +26,7 @@ pub(crate) fn try_processes<T: Send + 'static>(
 ) -> Vec<Result<Vec<T>, Box<SpawnError>>> {
     let (port, f) = (free_port(), Arc::new(f));
     let process = |(process, &count): (usize, &usize)| {
-        let options = LaunchOptions {
-            nnodes: Some(counts.len()),
-            node_rank: Some(process),
-            master_addr: Some("127.0.0.1".into()),
-            master_port: Some(port),
-            nproc: Nproc::Count(count),
-            ..LaunchOptions::default()
-        };
-        let launch = detect(&|_| None, &options, 0).unwrap();
+        let launch = launch(counts.len(), process, count, port);
         let (nproc, choice) = (launch.nproc, BackendChoice::Auto);
         let placement = place(nproc, choice, &Cuda::default(), &Share::all(1)).unwrap();
         let placement = placement.in_processes(launch.processes.count, choice).unwrap();
@@ -49,6 +43,19 @@ pub(crate) fn try_processes<T: Send + 'static>(
         let threads: Vec<_> = counts.iter().enumerate().map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+/// How process `process` of `processes` is started, with `count` ranks.
+fn launch(processes: usize, process: usize, count: usize, port: u16) -> Launch {
+    let options = LaunchOptions {
+        nnodes: Some(processes),
+        node_rank: Some(process),
+        master_addr: Some("127.0.0.1".into()),
+        master_port: Some(port),
+        nproc: Nproc::Count(count),
+        ..LaunchOptions::default()
+    };
+    detect(&|_| None, &options, 0).unwrap()
 }
 
 /// As [`try_processes`], for ranks that must not fail: what each has returned, in their order.
@@ -467,4 +474,115 @@ fn what_was_sent_is_received_after_its_sender_has_ended() {
             Ok(())
         });
     }
+}
+
+/// The timeout is for a rank that waits, and the sender does not.
+#[test]
+fn a_message_may_be_taken_late_while_its_sender_computes() {
+    const LIMIT: Duration = Duration::from_secs(3);
+    let (has_taken, taken) = crossbeam::channel::bounded(1);
+    let ended = try_processes(&[1, 1], LIMIT, move |rank, group| {
+        let mut tensor = Tensor::ones([100_000], (Kind::Float, Device::Cpu));
+        if rank.rank() == 0 {
+            let sent = group.isend(&tensor, 1, 0)?;
+            taken.recv_timeout(TIMEOUT)?;
+            sent.wait()?;
+        } else {
+            thread::sleep(LIMIT + LIMIT / 2); // its own work
+            group.recv(&mut tensor, Some(0), 0)?;
+            has_taken.send(())?;
+        }
+        Ok(())
+    });
+    ended.into_iter().for_each(|it| drop(it.unwrap()));
+}
+
+/// Nobody waits for the receiver, which needs the sender for something else first.
+#[test]
+fn what_was_sent_in_a_group_is_received_after_the_group_is_gone() {
+    for (counts, len) in [(&[1, 1, 1][..], 1), (&[1, 1, 1], 100_000), (&[2, 1], 100_000)] {
+        processes(counts, move |rank, group| {
+            let part = group.new_group(&[0, 2])?;
+            let mut tensor =
+                Tensor::full([len], rank.rank() as i64 + 5, (Kind::Int64, Device::Cpu));
+            if rank.rank() == 0 {
+                let part = part.expect("it is in it");
+                drop(part.isend(&tensor, 1, 0)?);
+                drop(part);
+                group.barrier()?;
+            } else {
+                group.barrier()?;
+                if let Some(part) = part {
+                    part.recv(&mut tensor, Some(0), 0)?;
+                    assert_eq!(tensor.int64_value(&[len - 1]), 5);
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// What its group has left ends with the run, and what nobody receives is a failure.
+#[test]
+fn what_was_sent_in_a_group_that_is_gone_keeps_nobody() {
+    let told = failing(&[1, 1, 1], TIMEOUT, |me, group| {
+        let part = group.new_group(&[0, 2])?;
+        if me == 0 {
+            let part = part.expect("it is in it");
+            drop(part.isend(&Tensor::ones([100_000], (Kind::Float, Device::Cpu)), 1, 0)?);
+        }
+        group.barrier()?;
+        if me == 1 { Err(ddp_mp::Error::Input("the cause".into())) } else { group.barrier() }
+    });
+    for told in told {
+        assert!(told.contains("rank 1") && told.contains("the cause"), "{told}");
+    }
+    let ended = try_processes(&[1, 1], TIMEOUT, |rank, group| {
+        let part = group.new_group(&[0, 1])?.expect("both are in it");
+        if rank.rank() == 0 {
+            drop(part.isend(&Tensor::ones([100_000], (Kind::Float, Device::Cpu)), 1, 0)?);
+        }
+        Ok(())
+    });
+    let told = ended.into_iter().next().unwrap().unwrap_err().to_string();
+    assert!(told.contains("send #0"), "{told}");
+}
+
+/// A user's "for ever", which is added to a point in time.
+#[test]
+fn the_longest_durations_are_no_overflow() {
+    const EVER: Duration = Duration::MAX;
+    let port = free_port();
+    let process = |number| {
+        let joining = Joining {
+            timeout: EVER,
+            grace_period: EVER,
+            compare_clocks: true,
+            ..Joining::default()
+        };
+        let launched = launch(2, number, 1, port).join(&Cuda::default(), joining).unwrap();
+        if number == 0 {
+            let fails = || Err::<(), _>(ddp_mp::Error::Input("the cause".into()));
+            return launched.before_ranks(fails).unwrap_err().to_string();
+        }
+        let spawn = launched.spawn().timeout(EVER).grace_period(EVER).stall_warning(EVER, |_| {});
+        let ended = spawn.run(|rank| Ok(rank.init_process_group(Backend::Gloo)?.barrier()?));
+        ended.unwrap_err().to_string()
+    };
+    let told = thread::scope(|scope| {
+        let threads = [0, 1].map(|number| scope.spawn(move || process(number)));
+        threads.map(|thread| thread.join().unwrap())
+    });
+    told.iter().for_each(|it| assert!(it.contains("the cause"), "{it}"));
+    let ended = try_processes(&[1, 1], EVER, |rank, group| {
+        group.monitored_barrier(EVER)?;
+        let (mut tensor, other) = (one(rank.rank() as i64), 1 - rank.rank());
+        let mut sent = group.isend(&one(7), other, 0)?;
+        assert_eq!(group.recv(&mut tensor, Some(other), 0)?, other);
+        assert!(sent.wait_timeout(EVER)?);
+        let mut met = group.async_op(|group| group.barrier())?;
+        assert!(met.wait_timeout(EVER)?);
+        Ok(())
+    });
+    ended.into_iter().for_each(|it| drop(it.unwrap()));
 }

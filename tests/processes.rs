@@ -5,6 +5,7 @@
 use std::env;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
@@ -14,6 +15,7 @@ use ddp_mp::launch::{Joining, LaunchOptions, Nproc, detect};
 use ddp_mp::process_group::c10d::TcpStore;
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Spawn};
+use rustix::process::{Resource, Rlimit, setrlimit};
 use serde_json::Value;
 use tch::nn::{self, VarStore};
 use tch::{Kind, Tensor};
@@ -92,6 +94,7 @@ fn child() {
         "mismatch" => mismatch,
         "surface" => surface,
         "late" => late,
+        "no_file_to_accept" | "no_file_to_connect" => few_files,
         other => panic!("no scene {other}"),
     };
     let spawn = launched.spawn().timeout(TIMEOUT);
@@ -542,6 +545,40 @@ fn processes_that_call_different_things_are_told() {
 }
 
 /// The last rank still works long after the others have ended.
+/// Rank 1 can open no further file, and there is a message for it, or from it.
+fn few_files(rank: &Rank, group: Rc<ProcessGroup>) {
+    let accepts = env::var("DDP_MP_SCENE").unwrap().starts_with("no_file_to_accept");
+    let mut tensor = Tensor::zeros([100_000], (Kind::Float, tch::Device::Cpu));
+    group.barrier().unwrap();
+    if rank.rank() == 1 {
+        let next = std::fs::File::open("/dev/null").unwrap().as_raw_fd() as u64;
+        let none = Rlimit { current: Some(next), maximum: Some(next) };
+        setrlimit(Resource::Nofile, none).unwrap();
+    }
+    let result = match (rank.rank(), accepts) {
+        (0, true) => group.send(&tensor, 1, 0),
+        (_, true) => group.recv(&mut tensor, None, 0).map(drop),
+        (0, false) => group.barrier(),
+        (_, false) => group.send(&tensor, 0, 0),
+    };
+    panic!("{}", result.unwrap_err());
+}
+
+#[test]
+fn a_message_that_finds_no_open_file_is_an_error_with_the_limit() {
+    for name in ["no_file_to_accept", "no_file_to_connect"] {
+        for (code, told) in play(name, &[1, 1]) {
+            assert_eq!(code, Some(101), "{name}: {told}");
+            let remedy = "a connection for messages takes 1 more open files: Too many open files";
+            assert!(
+                told.contains(remedy) && told.contains("raise the limit with ulimit -n"),
+                "{name}: {told}"
+            );
+            assert!(told.contains("rank 1") && !told.contains("waited"), "{name}: {told}");
+        }
+    }
+}
+
 fn late(rank: &Rank, group: Rc<ProcessGroup>) {
     group.barrier().unwrap();
     if rank.rank() + 1 == rank.world_size() {

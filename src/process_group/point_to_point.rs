@@ -108,6 +108,9 @@ impl ProcessGroup {
     /// Follows `torch.distributed.isend`. With `nccl` the host waits here until the other rank starts its side,
     /// so ranks that pass on in a ring must use [`ProcessGroup::batch_isend_irecv`].
     ///
+    /// The message goes out even if the [`Work`] and the group are dropped. Its timeout begins with [`Work::wait`], or at
+    /// the end of the rank's function.
+    ///
     /// # Errors
     /// As [`ProcessGroup::send`]; those that depend on the other rank come from [`Work::wait`].
     ///

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
@@ -107,6 +107,8 @@ pub(crate) struct Run {
     told: Box<[AtomicBool]>,
     /// For each rank how many operations it has handed to its communication threads and that are not over.
     pending: Box<[AtomicUsize]>,
+    /// When each rank has begun to wait for all of that, at the end of its function.
+    ending: Box<[OnceLock<Instant>]>,
     /// Each rank's own thread.
     threads: Box<[Mutex<Option<Thread>>]>,
 }
@@ -128,6 +130,7 @@ impl Run {
             failures: Mutex::default(),
             told: (0..world_size).map(|_| AtomicBool::default()).collect(),
             pending: (0..world_size).map(|_| AtomicUsize::default()).collect(),
+            ending: (0..world_size).map(|_| OnceLock::new()).collect(),
             threads: (0..world_size).map(|_| Mutex::default()).collect(),
         }
     }
@@ -248,10 +251,16 @@ impl Run {
     /// Waits until all that `rank` has handed to its communication threads is over. On its own thread, which
     /// they unpark.
     pub(crate) fn wait_until_idle(&self, rank: usize) {
+        self.ending[rank].get_or_init(Instant::now);
         // Each of it ends: done, cancelled, or past its deadline.
         while self.pending[rank].load(Ordering::Acquire) > 0 {
             park();
         }
+    }
+
+    /// Whether `rank` has waited in [`Run::wait_until_idle`] for longer than the timeout.
+    pub(crate) fn is_overdue(&self, rank: usize) -> bool {
+        self.ending[rank].get().is_some_and(|since| since.elapsed() >= self.timeout)
     }
 
     /// Notes that `rank` has ended its function, and lets those who wait for it see that.

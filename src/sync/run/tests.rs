@@ -42,6 +42,21 @@ fn what_a_rank_says_after_it_was_told_to_stop_is_an_echo() {
     let told: Vec<String> = run.failures().iter().map(|f| f.error.clone()).collect();
     assert_eq!(told, ["the cause", "independent"]);
 }
+
+#[test]
+fn a_rank_is_overdue_from_its_end_on() {
+    let [strict, patient] =
+        [Duration::ZERO, Duration::from_secs(60)].map(|timeout| Run::new(2, timeout, None));
+    assert!(!strict.is_overdue(0));
+    for run in [&strict, &patient] {
+        run.wait_until_idle(0);
+    }
+    assert_eq!(
+        [strict.is_overdue(0), strict.is_overdue(1), patient.is_overdue(0)],
+        [true, false, false]
+    );
+}
+
 /// Ranks 1 and 2 are in another process, of which this is known.
 #[derive(Debug)]
 struct Other([Operation; 2]);

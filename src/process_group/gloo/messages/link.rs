@@ -9,7 +9,6 @@ use std::collections::HashMap;
 use std::fmt;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
 use tch::{Kind, Tensor};
@@ -20,6 +19,8 @@ use super::super::super::threaded::{
 };
 use super::super::lost;
 use super::frame::{Frame, INLINE, Offer};
+use super::pending::Pending;
+use super::reader::TICK;
 use super::transfer::Outgoing;
 use super::{Post, open, reader, transfer};
 use crate::error::Error;
@@ -49,7 +50,7 @@ enum Stage {
     Idle,
     /// This process has begun to connect.
     Connecting,
-    Open(TcpStream),
+    Open(Arc<TcpStream>),
     /// Why.
     Closed(String),
 }
@@ -63,10 +64,9 @@ pub(super) struct Sent {
     /// The rank in the run, and what it does.
     pub rank: usize,
     pub at: At,
-    pub began: Instant,
     pub delivery: Arc<Delivery>,
-    /// Whether the rank must not end before the bytes have gone.
-    pub is_pending: bool,
+    /// Until the bytes have gone.
+    pub pending: Option<Pending>,
 }
 
 /// A tensor to be filled by the other process.
@@ -110,28 +110,41 @@ impl Link {
         }
         let link = self.clone();
         self.post.thread(move |serving| match open::connect(&link) {
-            Ok(Some(stream)) if link.adopt(&stream, true) => reader::run(&link, stream, serving),
-            Ok(_) => {} // the connection of the other process is the one
+            Ok(Some(stream)) => {
+                let stream = Arc::new(stream);
+                // Otherwise the connection of the other process is the one.
+                if link.adopt(&stream, true) {
+                    reader::run(&link, &stream, serving);
+                }
+            }
+            Ok(None) => link.wait_for_the_other(),
             Err(reason) => link.fail_to_connect(reason),
         })
     }
 
+    /// Waits until the connection of the other process has come, and looks at deadlines meanwhile.
+    fn wait_for_the_other(&self) {
+        let cancelled = self.post.run.cancel.tripped();
+        while matches!(self.state().stage, Stage::Connecting) && !self.post.is_closing() {
+            self.look_at_deadlines();
+            // It comes on another thread, and this one has nothing to do with it.
+            let _ = cancelled.recv_timeout(TICK);
+        }
+    }
+
     /// Makes `stream` the connection, if it is the one that both processes choose: of two that were opened at the same
     /// time that of the lower process.
-    pub(super) fn adopt(&self, stream: &TcpStream, is_mine: bool) -> bool {
+    pub(super) fn adopt(&self, stream: &Arc<TcpStream>, is_mine: bool) -> bool {
         let mut state = self.state();
         let chosen = match state.stage {
             Stage::Idle => true,
             Stage::Connecting => is_mine || self.process < self.post.layout.mine,
             Stage::Open(_) | Stage::Closed(_) => false,
         };
-        match stream.try_clone() {
-            Ok(stream) if chosen => {
-                state.stage = Stage::Open(stream);
-                true
-            }
-            _ => false,
+        if chosen {
+            state.stage = Stage::Open(stream.clone());
         }
+        chosen
     }
 
     /// What there is to write, for the thread that does; once.
@@ -140,7 +153,7 @@ impl Link {
     }
 
     /// Offers `sent` to its destination.
-    pub(super) fn send(&self, sent: Sent, tag: u64) {
+    pub(super) fn send(&self, mut sent: Sent, tag: u64) {
         let bytes = transfer::size(&sent.tensor);
         let mut state = self.state();
         if let Stage::Closed(reason) = &state.stage {
@@ -157,9 +170,7 @@ impl Link {
             shape: sent.tensor.size(),
         });
         let bytes = (bytes <= INLINE).then(|| (id, sent.tensor.shallow_clone()));
-        if sent.is_pending {
-            self.post.run.begin_pending(sent.rank);
-        }
+        sent.pending = Some(self.post.pending(sent.rank));
         state.sends.insert(id, sent);
         state.put(Outgoing { frame: offer, bytes });
     }
@@ -172,9 +183,7 @@ impl Link {
     pub(super) fn written(&self, id: u64) {
         let mut state = self.state();
         let Some(sent) = state.sends.get_mut(&id) else { return };
-        if std::mem::take(&mut sent.is_pending) {
-            self.post.run.end_pending(sent.rank);
-        }
+        drop(sent.pending.take());
         // What was asked for has been received; what went along with an offer the receiver has to take.
         if transfer::size(&sent.tensor) > INLINE
             && let Some(sent) = state.sends.remove(&id)
@@ -235,11 +244,7 @@ impl Link {
 
     fn take_sent(&self, id: u64) -> Result<Sent, String> {
         let sent = self.state().sends.remove(&id);
-        let sent = sent.ok_or_else(|| format!("nothing was sent as {id}"))?;
-        if sent.is_pending {
-            self.post.run.end_pending(sent.rank);
-        }
-        Ok(sent)
+        sent.ok_or_else(|| format!("nothing was sent as {id}"))
     }
 
     /// The tensor that the bytes of `id` are for.
@@ -254,13 +259,19 @@ impl Link {
         if run.cancel.cancelled_by().is_some() {
             return self.close("given up, because the run ends");
         }
-        let is_late = |sent: &&Sent| sent.is_pending && sent.began.elapsed() >= run.timeout;
+        let is_late = |sent: &&Sent| sent.pending.is_some() && run.is_overdue(sent.rank);
         let late = self.state().sends.values().find(is_late).map(|sent| (sent.rank, sent.at));
         if let Some((rank, at)) = late {
             let error = lost::error(run, at, rank, self.ranks(), Some(run.timeout), String::new());
             run.report_at(rank, Some(at), Some(&error), error.to_string());
             self.close(&error.to_string());
         }
+    }
+
+    /// The ranks, by their numbers in the run, that have sent what has not gone yet.
+    pub(super) fn senders(&self) -> Vec<usize> {
+        let state = self.state();
+        state.sends.values().filter(|it| it.pending.is_some()).map(|it| it.rank).collect()
     }
 
     /// The ranks of the other process, by their numbers in the run.
@@ -282,19 +293,18 @@ impl Link {
     pub(super) fn lose(&self, reason: &str) {
         let sends = self.end(reason);
         let run = &self.post.run;
-        for sent in sends.values().filter(|sent| sent.is_pending) {
-            if !self.post.is_closing() {
-                let error = lost::error(run, sent.at, sent.rank, self.ranks(), None, reason.into());
-                run.report_at(sent.rank, Some(sent.at), Some(&error), error.to_string());
-            }
-            run.end_pending(sent.rank);
+        if self.post.is_closing() {
+            return;
+        }
+        for sent in sends.values().filter(|sent| sent.pending.is_some()) {
+            let error = lost::error(run, sent.at, sent.rank, self.ranks(), None, reason.into());
+            run.report_at(sent.rank, Some(sent.at), Some(&error), error.to_string());
         }
     }
 
     /// Ends the connection of a run that has failed, or is about to.
     pub(super) fn close(&self, reason: &str) {
-        let sends = self.end(reason);
-        sends.values().filter(|it| it.is_pending).for_each(|it| self.post.run.end_pending(it.rank));
+        drop(self.end(reason));
     }
 
     /// Ends all that goes on. Returns what has not arrived.

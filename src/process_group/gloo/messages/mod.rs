@@ -7,6 +7,7 @@ mod frame;
 mod guard;
 mod link;
 mod open;
+mod pending;
 mod reader;
 mod transfer;
 
@@ -16,7 +17,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 use tch::Tensor;
@@ -32,19 +33,26 @@ use crate::torch::limits::not_started;
 use guard::Serving;
 use link::{Link, Sent};
 pub(super) use open::Door;
+use pending::Pending;
 
 /// How long it may take until what was said has gone out, in the end.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// The messages of a group between this process and others. Dropping it ends the connections, after what was said has
-/// gone out, or at once if the run has failed.
-pub(crate) struct Messages {
+/// The messages of a group between this process and others. Dropping it ends the connections once all messages have gone,
+/// or at once if the run has failed. It does not wait for the ranks that receive them.
+pub(crate) struct Messages(Arc<Connections>);
+
+/// What lasts until the last message has gone. Dropping it ends the connections, after what was said has gone out, or at
+/// once if the run has failed.
+struct Connections {
     post: Arc<Post>,
     /// To each process; the one to this process is never used.
     links: Vec<Arc<Link>>,
     /// None once a thread lets others in.
     listener: Mutex<Option<TcpListener>>,
     address: SocketAddr,
+    /// Closes when all messages have gone, and no more can be sent.
+    sent: Receiver<Infallible>,
     /// Closes when all that was said has gone out.
     written: Receiver<Infallible>,
 }
@@ -69,6 +77,8 @@ pub(super) struct Post {
     /// Where the ranks of this process receive. It ends with their group.
     mail: Weak<Mail>,
     closing: AtomicBool,
+    /// Held by every message that has not gone. None once no more can be sent.
+    sending: Mutex<Option<Sender<Infallible>>>,
     /// Held by every thread that writes. None in the end.
     writing: Mutex<Option<Sender<Infallible>>>,
 }
@@ -84,6 +94,12 @@ impl Post {
 
     fn writing(&self) -> Option<Sender<Infallible>> {
         self.writing.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Something that `rank` has sent.
+    fn pending(&self, rank: usize) -> Pending {
+        let sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Pending::new(&self.run, rank, sending)
     }
 
     /// Starts a thread, by the name of which it is seen in `top -H`. If it panics, the rank that it served then fails.
@@ -107,14 +123,16 @@ impl Messages {
         door: Door,
         mail: &Arc<Mail>,
     ) -> Self {
-        let (writing, written) = bounded(0);
+        let ((sending, sent), (writing, written)) = (bounded(0), bounded(0));
         let Door { listener, address, token } = door;
         let (mail, processes) = (Arc::downgrade(mail), layout.len());
-        let (closing, writing) = (AtomicBool::default(), Mutex::new(Some(writing)));
-        let post = Post { run, store, members, layout, token, mail, closing, writing };
+        let [sending, writing] = [sending, writing].map(|it| Mutex::new(Some(it)));
+        let closing = AtomicBool::default();
+        let post = Post { run, store, members, layout, token, mail, closing, sending, writing };
         let post = Arc::new(post);
         let links = (0..processes).map(|process| Link::new(process, post.clone())).collect();
-        Self { post, links, listener: Mutex::new(Some(listener)), address, written }
+        let listener = Mutex::new(Some(listener));
+        Self(Arc::new(Connections { post, links, listener, address, sent, written }))
     }
 
     /// Begins to send. The tensor has been received when that is [completed](Posted::is_completed).
@@ -123,17 +141,15 @@ impl Messages {
     /// [`Error::Unsupported`] when no thread can be started.
     pub(crate) fn send(&self, letter: &Letter) -> Result<Posted> {
         let &Letter { tensor, source, destination, tag, at } = letter;
-        let link = &self.links[self.post.layout.process_of(destination)];
+        let Connections { post, links, .. } = &*self.0;
+        let link = &links[post.layout.process_of(destination)];
         let (posted, delivery) = Posted::new();
         delivery.carried_by(link.clone());
         let tensor = Dense::new(at.operation, tensor)?.handle();
-        let (rank, began) = (self.post.members[source], Instant::now());
-        link.send(
-            Sent { tensor, source, destination, rank, at, began, delivery, is_pending: true },
-            tag,
-        );
+        let rank = post.members[source];
+        link.send(Sent { tensor, source, destination, rank, at, delivery, pending: None }, tag);
         // If the link cannot start, nobody else would end what has just been sent.
-        let started = self.listen().and_then(|()| link.start());
+        let started = self.0.listen().and_then(|()| link.start());
         started.inspect_err(|error| link.close(&error.to_string()))?;
         Ok(posted)
     }
@@ -144,9 +160,10 @@ impl Messages {
     /// # Errors
     /// As [`Messages::send`].
     pub(crate) fn expect(&self, source: Option<usize>) -> Result<()> {
-        self.listen()?;
+        let Connections { post, links, .. } = &*self.0;
+        self.0.listen()?;
         let Some(source) = source else { return Ok(()) };
-        let link = &self.links[self.post.layout.process_of(source)];
+        let link = &links[post.layout.process_of(source)];
         link.start()?;
         link.fail_receives();
         Ok(())
@@ -155,13 +172,16 @@ impl Messages {
     /// Why a message at `at` that `waiting` waits for cannot come: the connection to the rank at this place in the group is
     /// lost.
     pub(crate) fn lost(&self, at: At, waiting: usize, peer: Option<usize>, reason: &str) -> Error {
+        let Connections { post, links, .. } = &*self.0;
         let ranks = match peer {
-            Some(peer) => self.links[self.post.layout.process_of(peer)].ranks(),
+            Some(peer) => links[post.layout.process_of(peer)].ranks(),
             None => Vec::new(),
         };
-        super::lost::error(&self.post.run, at, waiting, ranks, None, reason.into())
+        super::lost::error(&post.run, at, waiting, ranks, None, reason.into())
     }
+}
 
+impl Connections {
     fn listen(&self) -> Result<()> {
         let listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(listener) = listener else { return Ok(()) };
@@ -172,15 +192,44 @@ impl Messages {
 
 impl fmt::Debug for Messages {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Messages").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("Messages").field("address", &self.0.address).finish_non_exhaustive()
     }
 }
 
 impl Drop for Messages {
     fn drop(&mut self) {
+        let Connections { post, links, .. } = &*self.0;
+        drop(post.sending.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let mut senders: Vec<usize> = links.iter().flat_map(|link| link.senders()).collect();
+        senders.sort_unstable();
+        senders.dedup();
+        if senders.is_empty() || post.run.cancel.cancelled_by().is_some() {
+            return;
+        }
+        // The receiver may first need this rank for something else, so a thread of its own waits for it. The ranks that
+        // have sent end after it, because the process may end with them.
+        let pending: Vec<Pending> =
+            senders.into_iter().map(|rank| Pending::new(&post.run, rank, None)).collect();
+        let (connections, cancelled) = (self.0.clone(), post.run.cancel.tripped().clone());
+        let stay = move |_: &Serving| {
+            crossbeam::channel::select_biased! {
+                recv(connections.sent) -> _ => {}
+                recv(cancelled) -> _ => {}
+            }
+            drop(connections);
+            drop(pending);
+        };
+        if let Err(error) = post.thread(stay) {
+            post.run.report(post.first_rank(), Some(&error), error.to_string());
+        }
+    }
+}
+
+impl Drop for Connections {
+    fn drop(&mut self) {
         self.post.closing.store(true, Ordering::Release);
         if self.listener.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
-            Self::knock(self.address);
+            open::knock(self.address);
         }
         let cancelled = self.post.run.cancel.tripped();
         for link in &self.links {

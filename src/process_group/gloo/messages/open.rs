@@ -6,12 +6,16 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossbeam::channel::RecvTimeoutError;
+use rustix::io::Errno;
+
+use super::Post;
 use super::frame::Frame;
 use super::link::Link;
 use super::reader::{self, Patient, TICK};
-use super::{Messages, Post};
 use crate::error::{Error, Result};
 use crate::torch::TcpStore;
+use crate::torch::limits::require_files;
 
 /// How long a new connection may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(10);
@@ -84,6 +88,7 @@ pub(super) fn connect(link: &Link) -> Result<Option<TcpStream>, String> {
     let stream = loop {
         match TcpStream::connect_timeout(&address, TICK) {
             Ok(stream) => break stream,
+            Err(error) if is_limit(&error) => make_room(post)?,
             Err(error) if error.kind() == ErrorKind::TimedOut => {
                 link.look_at_deadlines();
                 if post.is_closing() || began.elapsed() >= post.run.timeout {
@@ -116,13 +121,28 @@ pub(super) fn accept(post: &Arc<Post>, links: &[Arc<Link>], listener: &TcpListen
         if post.is_closing() {
             return;
         }
-        let Ok(stream) = stream else { continue };
+        let stream = match stream {
+            Ok(stream) => Arc::new(stream),
+            Err(error) if is_limit(&error) => match make_room(post) {
+                Ok(()) => continue,
+                Err(_) => return,
+            },
+            // The other process has given up.
+            Err(error) if error.kind() == ErrorKind::ConnectionAborted => continue,
+            Err(_) => {
+                // The network or the memory may be back later, and nothing tells when.
+                match post.run.cancel.tripped().recv_timeout(TICK) {
+                    Err(RecvTimeoutError::Disconnected) => return,
+                    _ => continue,
+                }
+            }
+        };
         let links = links.to_vec();
         let admitted = post.clone();
         let begun = post.thread(move |serving| {
             // A stranger is let go without a word.
             if let Ok(Some(link)) = admit(&admitted, &links, &stream) {
-                reader::run(&link, stream, serving);
+                reader::run(&link, &stream, serving);
             }
         });
         if let Err(error) = begun {
@@ -131,23 +151,41 @@ pub(super) fn accept(post: &Arc<Post>, links: &[Arc<Link>], listener: &TcpListen
     }
 }
 
-fn admit(post: &Post, links: &[Arc<Link>], stream: &TcpStream) -> io::Result<Option<Arc<Link>>> {
+/// Whether `error` says that no more files can be open.
+fn is_limit(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// Makes sure that another connection can be opened.
+///
+/// # Errors
+/// If the limit on open files cannot be raised, which is reported as a failure of this process.
+fn make_room(post: &Post) -> Result<(), String> {
+    require_files(1, "a connection for messages").map_err(|error| {
+        post.run.report(post.first_rank(), Some(&error), error.to_string());
+        error.to_string()
+    })
+}
+
+fn admit(
+    post: &Post,
+    links: &[Arc<Link>],
+    stream: &Arc<TcpStream>,
+) -> io::Result<Option<Arc<Link>>> {
     stream.set_read_timeout(Some(GREETING))?;
-    let Some(Frame::Hello { token, process }) = Frame::read(&mut &*stream)? else {
+    let Some(Frame::Hello { token, process }) = Frame::read(&mut &**stream)? else {
         return Ok(None);
     };
     let link = links.get(process).filter(|_| token == post.token && process != post.layout.mine);
     let Some(link) = link else { return Ok(None) };
     let chosen = link.adopt(stream, false);
-    if chosen { Frame::Welcome } else { Frame::Busy }.write(&mut &*stream)?;
+    if chosen { Frame::Welcome } else { Frame::Busy }.write(&mut &**stream)?;
     Ok(chosen.then(|| link.clone()))
 }
 
-impl Messages {
-    /// Wakes the thread that lets others in, so that it sees that it is to end.
-    pub(super) fn knock(address: SocketAddr) {
-        let _ = TcpStream::connect_timeout(&address, TICK); // if nobody listens, nobody need be woken
-    }
+/// Wakes the thread that lets others in, so that it sees that it is to end.
+pub(super) fn knock(address: SocketAddr) {
+    let _ = TcpStream::connect_timeout(&address, TICK); // if nobody listens, nobody need be woken
 }
 
 #[cfg(test)]
@@ -159,8 +197,8 @@ mod tests {
 
     use super::super::super::super::threaded::{Contents, Outcome, Parcel, Shared, Side};
     use super::super::super::Layout;
-    use super::super::Letter;
     use super::super::frame::Offer;
+    use super::super::{Letter, Messages};
     use super::*;
     use crate::operation::{At, Operation};
     use crate::sync::Run;

@@ -18,9 +18,9 @@ use crate::error::{Error, first_line};
 pub(super) const TICK: Duration = Duration::from_millis(500);
 
 /// Reads and writes `stream`, the connection of `link`, until it ends.
-pub(super) fn run(link: &Arc<Link>, stream: TcpStream, serving: &Serving) {
-    let ended = match begin(link, &stream) {
-        Ok(()) => serve(link, &stream, serving),
+pub(super) fn run(link: &Arc<Link>, stream: &Arc<TcpStream>, serving: &Serving) {
+    let ended = match begin(link, stream) {
+        Ok(()) => serve(link, stream, serving),
         Err(error) => Err(error),
     };
     link.lose(&match ended {
@@ -29,11 +29,11 @@ pub(super) fn run(link: &Arc<Link>, stream: TcpStream, serving: &Serving) {
     });
 }
 
-fn begin(link: &Arc<Link>, stream: &TcpStream) -> io::Result<()> {
+fn begin(link: &Arc<Link>, stream: &Arc<TcpStream>) -> io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(TICK))?;
     let Some(queue) = link.take_queue() else { return Ok(()) };
-    let (writer, to) = (link.clone(), stream.try_clone()?);
+    let (writer, to) = (link.clone(), stream.clone());
     let writing = link.post.writing();
     let write = move |_: &Serving| {
         transfer::write(&writer, &to, &queue);
