@@ -7,7 +7,7 @@ use ddp_mp::{
     SgdOptions,
 };
 use std::rc::Rc;
-use tch::nn::{Init, VarStore};
+use tch::nn::{Init, ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 
 use crate::harness::ranks;
@@ -126,6 +126,52 @@ fn a_state_that_does_not_fit_is_refused_by_name() {
         let nesterov = SgdOptions { nesterov: true, ..SgdOptions::default() };
         let message = Sgd::new(ddp.flat_buffers(), nesterov).unwrap_err().to_string();
         assert!(message.contains("Nesterov momentum needs"), "{message}");
+        Ok(())
+    });
+}
+
+/// As in PyTorch: what backward has saved is no longer there.
+#[test]
+fn a_graph_from_before_a_step_is_refused() {
+    ranks(1, |_, group| {
+        for config in optimizers() {
+            let (_vs, mut ddp) = model(&group, 0.001)?;
+            let mut optimizer = config.build(ddp.flat_buffers())?;
+            // Buckets are put together anew after the first.
+            for step in 0..3 {
+                backward(&mut ddp, step)?;
+                let inputs = Tensor::ones([4, 20], (Kind::Float, Device::Cpu));
+                let old = ddp.module().forward_t(&inputs, true).sum(Kind::Float);
+                optimizer.step(0.1)?;
+                let error = ddp_mp::torch::backward(&old).unwrap_err().to_string();
+                assert!(error.contains("modified by an inplace operation"), "{config:?}: {error}");
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_step_is_a_change_of_the_parameters_that_have_a_gradient() {
+    ranks(1, |_, group| {
+        for config in optimizers() {
+            let vs = VarStore::new(Device::Cpu);
+            let [a, b] = ["a", "b"].map(|name| vs.root().var(name, &[5, 3], Init::Const(0.5)));
+            let options = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+            let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), options)?;
+            let mut optimizer = config.build(ddp.flat_buffers())?;
+            for _ in 0..3 {
+                ddp.zero_grad()?;
+                ddp.backward(&a.square().sum(Kind::Float))?;
+                let before = [&a, &b].map(Tensor::internal_version);
+                optimizer.step(0.01)?;
+                let [of_a, of_b] = [&a, &b].map(Tensor::internal_version);
+                assert!(
+                    of_a > before[0] && of_b == before[1],
+                    "{config:?}: {before:?} {of_a} {of_b}"
+                );
+            }
+        }
         Ok(())
     });
 }

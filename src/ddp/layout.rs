@@ -1,6 +1,7 @@
 //! Where parameters and gradients lie: in flat tensors, of which buckets are stretches.
 
 use std::ffi::c_void;
+use std::rc::Rc;
 
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -125,6 +126,9 @@ impl Layout {
         let (flats, buckets, watched) = Default::default();
         let mut layout = Self { flats, buckets, members, watched };
         layout.fill_buckets(&layout.default_order(), options)?;
+        let tensors: Rc<[Tensor]> =
+            layout.members.iter().map(|it| it.parameter.shallow_clone()).collect();
+        layout.flats.iter().for_each(|flat| flat.places.set_tensors(tensors.clone()));
         Ok(layout)
     }
 

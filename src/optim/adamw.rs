@@ -81,7 +81,7 @@ impl Optimizer for AdamW {
             fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, list, step)?;
         }
         self.flat.count_step();
-        Ok(())
+        self.flat.bump_versions()
     }
 
     fn state(&self) -> Result<Vec<ParameterState>> {

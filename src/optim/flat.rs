@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{FlatBuffer, Gradients, ParameterState, Place};
 use crate::error::{Error, Result};
-use crate::torch::TensorList;
+use crate::torch::{TensorList, bump_versions};
 
 /// Neighbours in a buffer, from one's start to the next one's outside.
 ///
@@ -36,6 +36,8 @@ pub(super) struct Group {
     pub device: Device,
     /// Which parameters these are, by their index.
     members: Vec<usize>,
+    /// The model's own tensors of these.
+    tensors: TensorList,
 }
 
 /// How the parameters lay in a buffer when groups were made of them, and which had no gradient.
@@ -163,6 +165,7 @@ impl Flat {
                     .collect::<Result<_>>()?,
                 len: runs.len(),
                 device: self.buffers[runs[0].buffer].parameters.device(),
+                tensors: self.tensors(&members)?,
                 members,
             });
         }
@@ -198,11 +201,23 @@ impl Flat {
         groups
     }
 
+    /// The model's own tensors of the parameters with these indices.
+    fn tensors(&self, indices: &[usize]) -> Result<TensorList> {
+        let of = |&index: &usize| self.buffers.iter().find_map(|it| it.places.tensor(index));
+        TensorList::new(&indices.iter().filter_map(of).collect::<Vec<_>>())
+    }
+
     /// Counts a step of all that have a gradient.
     pub(super) fn count_step(&mut self) {
         for group in &mut self.groups {
             group.steps = (group.steps + 1).min(self.count_to);
         }
+    }
+
+    /// Has autograd know that the parameters with a gradient have been written to, which were reached through the
+    /// buffers.
+    pub(super) fn bump_versions(&self) -> Result<()> {
+        self.groups.iter().try_for_each(|group| bump_versions(&group.tensors))
     }
 
     /// How many steps each parameter has made.

@@ -27,6 +27,8 @@ pub trait Optimizer: Debug {
     /// Steps once, with the gradients that are there and learning rate `lr`; where there are none, as before
     /// the first backward, nothing happens, as in PyTorch. Allocates nothing.
     ///
+    /// Counts as an in-place change of the parameters: backward refuses a graph from before it that needs their values.
+    ///
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) when the gradients are not averaged, because the last backward was
     /// within `no_sync`; [`Error::Torch`](crate::Error::Torch).

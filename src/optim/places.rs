@@ -41,6 +41,8 @@ struct Arrangement {
     places: Rc<[Place]>,
     unused: Rc<[usize]>,
     gradients: Gradients,
+    /// The model's own tensors, each at its [`Place::index`], which lie in the buffer's memory and are no views of it.
+    tensors: Rc<[Tensor]>,
 }
 
 impl Default for Places {
@@ -55,6 +57,7 @@ impl From<Vec<Place>> for Places {
             places: places.into(),
             unused: Rc::new([]),
             gradients: Gradients::Averaged,
+            tensors: Rc::new([]),
         };
         Self(Rc::new(RefCell::new(arrangement)))
     }
@@ -90,6 +93,15 @@ impl Places {
     /// Whether these very parameters are still those that are unused.
     pub(super) fn are_unused(&self, unused: &Rc<[usize]>) -> bool {
         Rc::ptr_eq(&self.0.borrow().unused, unused)
+    }
+
+    /// The model's own tensor of the parameter at `index`, if the buffer is a model's.
+    pub(super) fn tensor(&self, index: usize) -> Option<Tensor> {
+        self.0.borrow().tensors.get(index).map(Tensor::shallow_clone)
+    }
+
+    pub(crate) fn set_tensors(&self, tensors: Rc<[Tensor]>) {
+        self.0.borrow_mut().tensors = tensors;
     }
 
     pub(crate) fn set(&self, places: Vec<Place>) {

@@ -65,6 +65,7 @@ impl Optimizer for Sgd {
         if !self.flat.have_gradients()? {
             return Ok(());
         }
+        self.flat.follow()?;
         let SgdOptions { momentum, dampening, nesterov, weight_decay, .. } = self.options;
         if momentum == 0.0 && weight_decay == 0.0 {
             // The same bits as the fused kernel's. One call a bucket, whatever libtorch's threads: with 2.1 M
@@ -72,9 +73,8 @@ impl Optimizer for Sgd {
             for FlatBuffer { parameters, gradients, .. } in &self.flat.buffers {
                 add_scaled(parameters, gradients, -lr)?;
             }
-            return Ok(());
+            return self.flat.bump_versions();
         }
-        self.flat.follow()?;
         for group in &self.flat.groups {
             let weight_decay = if group.decays { weight_decay } else { 0.0 };
             let is_first_step = momentum != 0.0 && group.steps == 0;
@@ -83,7 +83,7 @@ impl Optimizer for Sgd {
             fused_sgd(&group.parameters, &group.gradients, buffers, step)?;
         }
         self.flat.count_step();
-        Ok(())
+        self.flat.bump_versions()
     }
 
     fn state(&self) -> Result<Vec<ParameterState>> {

@@ -26,6 +26,13 @@ impl Drop for TensorList {
     }
 }
 
+/// Notes that each of `tensors` has been written to, by other means than an operation on the tensor itself: a graph that
+/// has saved one refuses to run backward then. As `torch.autograd.graph.increment_version`.
+pub(crate) fn bump_versions(tensors: &TensorList) -> Result<()> {
+    // SAFETY: the pointer lives as long as `tensors`.
+    check("increment_version", unsafe { shim::ddp_bump_versions(tensors.list) })
+}
+
 /// The numbers of one step of SGD.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SgdStep {

@@ -220,6 +220,14 @@ char* ddp_tensor_list_new(at::Tensor** tensors, size_t len, TensorList** list) {
 
 void ddp_tensor_list_free(TensorList* list) { delete list; }
 
+// Notes that each of them has been written to: a graph that has saved one refuses to run backward then. As in-place
+// operations do it for their own tensors, of which these are no views.
+char* ddp_bump_versions(TensorList* tensors) {
+  return guarded([&] {
+    for (auto& tensor : *tensors) torch::autograd::impl::bump_version(tensor);
+  });
+}
+
 // A step of SGD. Without momentum no momentum buffers are needed: an empty list.
 char* ddp_fused_sgd(TensorList* parameters, TensorList* gradients, TensorList* momentum_buffers,
                     double lr, double weight_decay, double momentum, double dampening,

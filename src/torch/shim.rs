@@ -76,6 +76,7 @@ unsafe extern "C" {
         list: *mut *mut RawTensorList,
     ) -> *mut c_char;
     pub(super) fn ddp_tensor_list_free(list: *mut RawTensorList);
+    pub(super) fn ddp_bump_versions(list: *mut RawTensorList) -> *mut c_char;
     pub(super) fn ddp_fused_sgd(
         parameters: *mut RawTensorList,
         gradients: *mut RawTensorList,
