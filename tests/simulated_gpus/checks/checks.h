@@ -28,8 +28,9 @@ void join_process(int process);
 void check_machine();
 void check_nccl();
 void check_hosts();
+void check_torch();
 
 }  // namespace checks
 
-#define CHECK(condition) \
+#define EXPECT(condition) \
   if (!(condition)) checks::fail(__FILE__, __LINE__, #condition)

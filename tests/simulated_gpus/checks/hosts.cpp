@@ -15,10 +15,10 @@ using namespace sim_nccl;
 // Lets one of two processes go on when the other says so.
 struct Steps {
   int to_other[2], from_other[2];
-  void tell() const { CHECK(write(to_other[1], "x", 1) == 1); }
+  void tell() const { EXPECT(write(to_other[1], "x", 1) == 1); }
   void await() const {
     char byte;
-    CHECK(read(from_other[0], &byte, 1) == 1);
+    EXPECT(read(from_other[0], &byte, 1) == 1);
   }
 };
 
@@ -26,91 +26,91 @@ struct Steps {
 void run_processes(const char* other_host, const std::function<void(Rank&, const Steps&)>& first,
                    const std::function<void(Rank&, const Steps&)>& second) {
   int ids[2], there[2], back[2];
-  CHECK(pipe(ids) == 0 && pipe(there) == 0 && pipe(back) == 0);
+  EXPECT(pipe(ids) == 0 && pipe(there) == 0 && pipe(back) == 0);
   const int other = start_process([&] {
     setenv("SIM_HOST", other_host, 1);
     setenv("CUDA_VISIBLE_DEVICES", "1", 1);
     UniqueId id;
-    CHECK(read(ids[0], &id, sizeof id) == sizeof id);
+    EXPECT(read(ids[0], &id, sizeof id) == sizeof id);
     Rank rank(1, 2, id, 0);
     second(rank, {{back[0], back[1]}, {there[0], there[1]}});
   });
   setenv("SIM_HOST", "a", 1);
   setenv("CUDA_VISIBLE_DEVICES", "0", 1);
   const auto id = new_id();
-  CHECK(write(ids[1], &id, sizeof id) == sizeof id);
+  EXPECT(write(ids[1], &id, sizeof id) == sizeof id);
   Rank rank(0, 2, id, 0);
   first(rank, {{there[0], there[1]}, {back[0], back[1]}});
   join_process(other);
 }
 
 void sum(Rank& rank, const Steps&) {
-  CHECK(rank.state() == Success);
+  EXPECT(rank.state() == Success);
   for (int i = 0; i < 100; i++) {
     rank.fill(static_cast<float>(rank.rank + i));
-    CHECK(rank.all_reduce() == Success);
-    CHECK(rank.ends() && rank.value() == static_cast<float>(1 + 2 * i));
+    EXPECT(rank.all_reduce() == Success);
+    EXPECT(rank.ends() && rank.value() == static_cast<float>(1 + 2 * i));
   }
-  CHECK(ncclCommFinalize(rank.comm) == InProgress);
-  CHECK(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
+  EXPECT(ncclCommFinalize(rank.comm) == InProgress);
+  EXPECT(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
 }
 
 // The first rank ends its communicator as soon as its operation has ended. The other may still wait for the data.
 void sum_and_abort(Rank& rank, const Steps& steps) {
-  CHECK(rank.state() == Success);
+  EXPECT(rank.state() == Success);
   rank.fill(1);
-  CHECK(rank.all_reduce() == Success && rank.ends());
-  CHECK(ncclCommAbort(rank.comm) == Success);
+  EXPECT(rank.all_reduce() == Success && rank.ends());
+  EXPECT(ncclCommAbort(rank.comm) == Success);
   steps.await();
 }
 
 void sum_and_finalize(Rank& rank, const Steps& steps) {
-  CHECK(rank.state() == Success);
+  EXPECT(rank.state() == Success);
   rank.fill(1);
-  CHECK(rank.all_reduce() == Success && rank.ends());
-  CHECK(ncclCommFinalize(rank.comm) == InProgress);
-  CHECK(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
+  EXPECT(rank.all_reduce() == Success && rank.ends());
+  EXPECT(ncclCommFinalize(rank.comm) == InProgress);
+  EXPECT(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
   steps.await();
 }
 
 void is_cut_off(Rank& rank, const Steps& steps) {
-  CHECK(rank.state() == Success);
+  EXPECT(rank.state() == Success);
   rank.fill(1);
   const int result = rank.all_reduce();
-  CHECK(result == Success || result == RemoteError);
-  CHECK(comes_true([&] { return rank.poll() == RemoteError; }));
-  CHECK(!sim::is_idle(rank.stream));
-  CHECK(ncclCommAbort(rank.comm) == Success && rank.ends());
+  EXPECT(result == Success || result == RemoteError);
+  EXPECT(comes_true([&] { return rank.poll() == RemoteError; }));
+  EXPECT(!sim::is_idle(rank.stream));
+  EXPECT(ncclCommAbort(rank.comm) == Success && rank.ends());
   steps.tell();
 }
 
 void gets_all(Rank& rank, const Steps& steps) {
-  CHECK(rank.state() == Success);
+  EXPECT(rank.state() == Success);
   rank.fill(1);
-  CHECK(rank.all_reduce() == Success && rank.ends() && rank.value() == 2);
-  CHECK(ncclCommFinalize(rank.comm) == InProgress);
-  CHECK(ncclCommDestroy(rank.comm) == Success);
+  EXPECT(rank.all_reduce() == Success && rank.ends() && rank.value() == 2);
+  EXPECT(ncclCommFinalize(rank.comm) == InProgress);
+  EXPECT(ncclCommDestroy(rank.comm) == Success);
   steps.tell();
 }
 
 // Calls an operation that the other rank will not end.
 void sees_end(Rank& rank, bool is_other_host) {
-  CHECK(rank.state() == Success);
-  CHECK(rank.all_reduce() == Success || is_other_host);
+  EXPECT(rank.state() == Success);
+  EXPECT(rank.all_reduce() == Success || is_other_host);
   if (is_other_host) {
-    CHECK(comes_true([&] { return rank.poll() == RemoteError; }));
+    EXPECT(comes_true([&] { return rank.poll() == RemoteError; }));
   } else {
-    CHECK(rank.hangs() && rank.poll() == Success);
+    EXPECT(rank.hangs() && rank.poll() == Success);
   }
-  CHECK(ncclCommAbort(rank.comm) == Success && rank.ends());
+  EXPECT(ncclCommAbort(rank.comm) == Success && rank.ends());
 }
 
 // Its peer comes after the abort.
 void aborts(Rank& rank, const Steps& steps) {
-  CHECK(rank.state() == Success);
-  CHECK(rank.all_reduce() == Success);
-  CHECK(rank.hangs());
-  CHECK(ncclCommAbort(rank.comm) == Success && rank.ends());
+  EXPECT(rank.state() == Success);
+  EXPECT(rank.all_reduce() == Success);
+  EXPECT(rank.hangs());
+  EXPECT(ncclCommAbort(rank.comm) == Success && rank.ends());
   steps.tell();
 }
 
@@ -120,7 +120,7 @@ void sees_abort(Rank& rank, const Steps& steps, bool is_other_host) {
 }
 
 void dies(Rank& rank, const Steps&) {
-  CHECK(rank.state() == Success);
+  EXPECT(rank.state() == Success);
   _exit(0);
 }
 

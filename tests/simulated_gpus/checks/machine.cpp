@@ -63,27 +63,27 @@ void check_wait(bool is_kept) {
   unsigned char seen = 0;
   launch(main, "read", [&] { seen = *static_cast<unsigned char*>(place); });
   if (!is_kept) synchronize(main, "check");
-  CHECK(!is_done(event));
+  EXPECT(!is_done(event));
   gate.open();
   synchronize(main, "check");
-  CHECK(seen == (is_kept ? 1 : 0xff));
+  EXPECT(seen == (is_kept ? 1 : 0xff));
 }
 
 void check_elapsed() {
   auto* stream = default_stream(0);
   auto *start = new_event(true), *end = new_event(true), *untimed = new_event(false);
   double milliseconds = 0;
-  CHECK(elapsed_ms(start, end, &milliseconds) == Elapsed::NotTimed);
+  EXPECT(elapsed_ms(start, end, &milliseconds) == Elapsed::NotTimed);
   record(start, stream);
   record(untimed, stream);
   launch(stream, "sleep", [] { sleep_us(20000); });
   Gate gate(stream);
   record(end, stream);
-  CHECK(elapsed_ms(start, end, &milliseconds) == Elapsed::NotDone);
+  EXPECT(elapsed_ms(start, end, &milliseconds) == Elapsed::NotDone);
   gate.open();
   synchronize(end);
-  CHECK(elapsed_ms(start, end, &milliseconds) == Elapsed::Known && milliseconds >= 20);
-  CHECK(elapsed_ms(start, untimed, &milliseconds) == Elapsed::NotTimed);
+  EXPECT(elapsed_ms(start, end, &milliseconds) == Elapsed::Known && milliseconds >= 20);
+  EXPECT(elapsed_ms(start, untimed, &milliseconds) == Elapsed::NotTimed);
 }
 
 void check_reuse() {
@@ -95,15 +95,15 @@ void check_reuse() {
   unsigned char seen = 0;
   launch(main, "read", [&] { seen = *static_cast<unsigned char*>(first); });
   release(first);
-  CHECK(allocate(0, main, 700) == first);
-  CHECK(allocate(0, side, 700) != first);
+  EXPECT(allocate(0, main, 700) == first);
+  EXPECT(allocate(0, side, 700) != first);
   gate.open();
   synchronize(main, "check");
-  CHECK(seen == 1);
-  CHECK(read_byte(first) == 0xff);
-  CHECK(device_of_pointer(first) == 0);
+  EXPECT(seen == 1);
+  EXPECT(read_byte(first) == 0xff);
+  EXPECT(device_of_pointer(first) == 0);
   release(first);
-  CHECK(device_of_pointer(first) == -1);
+  EXPECT(device_of_pointer(first) == -1);
 }
 
 void check_record_use(bool is_recorded) {
@@ -116,23 +116,23 @@ void check_record_use(bool is_recorded) {
   launch(side, "read", [&] { seen = *static_cast<unsigned char*>(block); });
   if (is_recorded) record_use(block, side);
   release(block);
-  CHECK((allocate(0, main, 512) == block) == !is_recorded);
+  EXPECT((allocate(0, main, 512) == block) == !is_recorded);
   gate.open();
   synchronize(side, "check");
-  CHECK(seen == (is_recorded ? 1 : 0xff));
-  if (is_recorded) CHECK(comes_true([&] { return allocate(0, main, 512) == block; }));
+  EXPECT(seen == (is_recorded ? 1 : 0xff));
+  if (is_recorded) EXPECT(comes_true([&] { return allocate(0, main, 512) == block; }));
 }
 
 void check_out_of_memory() {
   auto* stream = default_stream(0);
   auto* small = allocate(0, stream, 1000);
-  CHECK(small != nullptr);
+  EXPECT(small != nullptr);
   auto* large = allocate(0, stream, 20 * MiB);
-  CHECK(large != nullptr);
-  CHECK(allocate(0, stream, 20 * MiB) == nullptr);
+  EXPECT(large != nullptr);
+  EXPECT(allocate(0, stream, 20 * MiB) == nullptr);
   release(large);
   // No free block fits: the cached segment goes back to the device first.
-  CHECK(allocate(0, stream, 22 * MiB) != nullptr);
+  EXPECT(allocate(0, stream, 22 * MiB) != nullptr);
 }
 
 void check_report() {
@@ -146,13 +146,13 @@ void check_report() {
   synchronize(stream, "check");
   const auto report = read_file(file);
   const auto second = report.substr(report.find("{\"gpu\": 1"));
-  CHECK(reported(second, "launches") == 100);
-  CHECK(reported(second, "cuda_mallocs") == 1);
-  CHECK(reported(second, "host_waits") == 1);
-  CHECK(reported(second, "reserved_bytes") == 20 * static_cast<long>(MiB));
+  EXPECT(reported(second, "launches") == 100);
+  EXPECT(reported(second, "cuda_mallocs") == 1);
+  EXPECT(reported(second, "host_waits") == 1);
+  EXPECT(reported(second, "reserved_bytes") == 20 * static_cast<long>(MiB));
   const auto log = report.substr(report.find("\"log\""));
-  CHECK(log.find("\"event\": \"cudaMalloc\", \"detail\": \"\", \"bytes\": 20971520, \"launches\": 0") != std::string::npos);
-  CHECK(log.find("\"event\": \"host wait\", \"detail\": \"check\"") != std::string::npos);
+  EXPECT(log.find("\"cudaMalloc\", \"detail\": \"\", \"bytes\": 20971520, \"launches\": 0") != std::string::npos);
+  EXPECT(log.find("\"event\": \"host wait\", \"detail\": \"check\"") != std::string::npos);
 }
 
 std::vector<long> schedule() {
@@ -164,10 +164,10 @@ std::vector<long> schedule() {
 void check_seed() {
   const auto delays = schedule();
   const auto zeros = std::count(delays.begin(), delays.end(), 0);
-  CHECK(delays == schedule());
-  CHECK(zeros > 600 && zeros < 900);
-  CHECK(*std::max_element(delays.begin(), delays.end()) > 500);
-  CHECK(*std::max_element(delays.begin(), delays.end()) <= 1000);
+  EXPECT(delays == schedule());
+  EXPECT(zeros > 600 && zeros < 900);
+  EXPECT(*std::max_element(delays.begin(), delays.end()) > 500);
+  EXPECT(*std::max_element(delays.begin(), delays.end()) <= 1000);
   check_wait(true);
 }
 

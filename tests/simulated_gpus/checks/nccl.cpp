@@ -20,12 +20,12 @@ Rank::Rank(int rank, int size, const UniqueId& id, int device) : rank(rank), siz
   stream = sim::default_stream(device);
   buffer = static_cast<float*>(sim::allocate(device, stream, count * sizeof(float)));
   const Config config;
-  CHECK(ncclCommInitRankConfig(&comm, size, id, rank, &config) == InProgress);
+  EXPECT(ncclCommInitRankConfig(&comm, size, id, rank, &config) == InProgress);
 }
 
 int Rank::poll() const {
   int state = -1;
-  CHECK(ncclCommGetAsyncError(comm, &state) == Success);
+  EXPECT(ncclCommGetAsyncError(comm, &state) == Success);
   return state;
 }
 
@@ -61,7 +61,7 @@ float Rank::value() const {
 
 UniqueId new_id() {
   UniqueId id;
-  CHECK(ncclGetUniqueId(&id) == Success);
+  EXPECT(ncclGetUniqueId(&id) == Success);
   return id;
 }
 
@@ -81,41 +81,41 @@ namespace {
 
 void check_sum() {
   run_ranks(3, [](Rank& rank) {
-    CHECK(rank.state() == Success);
+    EXPECT(rank.state() == Success);
     for (int i = 0; i < 100; i++) {
       rank.fill(static_cast<float>(rank.rank + i));
-      CHECK(rank.all_reduce() == Success);
-      CHECK(rank.ends() && rank.value() == static_cast<float>(3 + 3 * i));
+      EXPECT(rank.all_reduce() == Success);
+      EXPECT(rank.ends() && rank.value() == static_cast<float>(3 + 3 * i));
     }
-    CHECK(ncclCommFinalize(rank.comm) == InProgress);
-    CHECK(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
+    EXPECT(ncclCommFinalize(rank.comm) == InProgress);
+    EXPECT(rank.state() == Success && ncclCommDestroy(rank.comm) == Success);
   });
 }
 
 void check_messages() {
   run_ranks(2, [](Rank& rank) {
-    CHECK(rank.state() == Success);
+    EXPECT(rank.state() == Success);
     const int peer = 1 - rank.rank;
     auto* received = static_cast<float*>(sim::allocate(rank.rank, rank.stream, 16));
     rank.fill(static_cast<float>(rank.rank));
-    CHECK(ncclGroupStart() == Success);
-    CHECK(ncclSend(rank.buffer, 4, Float32, peer, rank.comm, rank.stream) == Success);
-    CHECK(ncclRecv(received, 4, Float32, peer, rank.comm, rank.stream) == Success);
-    CHECK(ncclGroupEnd() == InProgress);
-    CHECK(rank.state() == Success && rank.ends());
+    EXPECT(ncclGroupStart() == Success);
+    EXPECT(ncclSend(rank.buffer, 4, Float32, peer, rank.comm, rank.stream) == Success);
+    EXPECT(ncclRecv(received, 4, Float32, peer, rank.comm, rank.stream) == Success);
+    EXPECT(ncclGroupEnd() == InProgress);
+    EXPECT(rank.state() == Success && rank.ends());
     sim::Access access;
-    CHECK(received[3] == static_cast<float>(peer));
+    EXPECT(received[3] == static_cast<float>(peer));
   });
 }
 
 void check_mismatch() {
   run_ranks(2, [](Rank& rank) {
-    CHECK(rank.state() == Success);
+    EXPECT(rank.state() == Success);
     rank.count -= static_cast<size_t>(rank.rank);
-    CHECK(rank.all_reduce() == Success);
-    CHECK(rank.hangs());
-    CHECK(ncclCommAbort(rank.comm) == Success);
-    CHECK(rank.ends());
+    EXPECT(rank.all_reduce() == Success);
+    EXPECT(rank.hangs());
+    EXPECT(ncclCommAbort(rank.comm) == Success);
+    EXPECT(rank.ends());
   });
 }
 
@@ -123,18 +123,18 @@ void check_mismatch() {
 void check_abort() {
   std::atomic<bool> is_aborted{false};
   run_ranks(2, [&](Rank& rank) {
-    CHECK(rank.state() == Success);
+    EXPECT(rank.state() == Success);
     if (rank.rank == 0) {
-      CHECK(rank.all_reduce() == Success);
-      CHECK(rank.hangs());
-      CHECK(ncclCommAbort(rank.comm) == Success);
-      CHECK(rank.ends());
+      EXPECT(rank.all_reduce() == Success);
+      EXPECT(rank.hangs());
+      EXPECT(ncclCommAbort(rank.comm) == Success);
+      EXPECT(rank.ends());
       is_aborted = true;
     } else {
-      CHECK(comes_true([&] { return is_aborted.load(); }));
-      CHECK(rank.all_reduce() == Success);
-      CHECK(rank.hangs() && rank.poll() == Success);
-      CHECK(ncclCommAbort(rank.comm) == Success);
+      EXPECT(comes_true([&] { return is_aborted.load(); }));
+      EXPECT(rank.all_reduce() == Success);
+      EXPECT(rank.hangs() && rank.poll() == Success);
+      EXPECT(ncclCommAbort(rank.comm) == Success);
     }
   });
 }
@@ -142,45 +142,45 @@ void check_abort() {
 void check_early_call() {
   const auto id = new_id();
   Rank rank(0, 2, id);  // the other never joins
-  CHECK(ncclAllReduce(rank.buffer, rank.buffer, 4, Float32, Sum, rank.comm, rank.stream) == InvalidArgument);
-  CHECK(stays_false([&] { return rank.poll() != InProgress; }));
-  CHECK(ncclCommAbort(rank.comm) == Success);
+  EXPECT(ncclAllReduce(rank.buffer, rank.buffer, 4, Float32, Sum, rank.comm, rank.stream) == InvalidArgument);
+  EXPECT(stays_false([&] { return rank.poll() != InProgress; }));
+  EXPECT(ncclCommAbort(rank.comm) == Success);
 }
 
 void check_shared_gpu(int expected) {
   const auto id = new_id();
   Rank first(0, 2, id, 0), second(1, 2, id, 0);
-  CHECK(first.state() == expected && second.state() == expected);
+  EXPECT(first.state() == expected && second.state() == expected);
 }
 
 void check_async_fault(int expected) {
   run_ranks(3, [&](Rank& rank) {
-    CHECK(rank.state() == Success);
-    CHECK(rank.all_reduce() == Success && rank.ends());
+    EXPECT(rank.state() == Success);
+    EXPECT(rank.all_reduce() == Success && rank.ends());
     const int result = rank.all_reduce();
-    CHECK(result == Success || rank.rank == 1);
-    CHECK(rank.hangs());
-    CHECK(rank.poll() == (rank.rank == 1 ? expected : Success));
-    CHECK(ncclCommAbort(rank.comm) == Success);
+    EXPECT(result == Success || rank.rank == 1);
+    EXPECT(rank.hangs());
+    EXPECT(rank.poll() == (rank.rank == 1 ? expected : Success));
+    EXPECT(ncclCommAbort(rank.comm) == Success);
   });
 }
 
 void check_launch_fault() {
   run_ranks(2, [](Rank& rank) {
-    CHECK(rank.state() == Success);
-    CHECK(rank.all_reduce() == Success && rank.ends());
-    CHECK(ncclGroupStart() == Success);
-    CHECK(ncclAllReduce(rank.buffer, rank.buffer, 4, Float32, Sum, rank.comm, rank.stream) == Success);
-    CHECK(ncclGroupEnd() == (rank.rank == 0 ? UnhandledCudaError : InProgress));
-    CHECK(rank.rank == 0 ? rank.ends() : rank.hangs());
-    CHECK(ncclCommAbort(rank.comm) == Success);
+    EXPECT(rank.state() == Success);
+    EXPECT(rank.all_reduce() == Success && rank.ends());
+    EXPECT(ncclGroupStart() == Success);
+    EXPECT(ncclAllReduce(rank.buffer, rank.buffer, 4, Float32, Sum, rank.comm, rank.stream) == Success);
+    EXPECT(ncclGroupEnd() == (rank.rank == 0 ? UnhandledCudaError : InProgress));
+    EXPECT(rank.rank == 0 ? rank.ends() : rank.hangs());
+    EXPECT(ncclCommAbort(rank.comm) == Success);
   });
 }
 
 void check_init_fault() {
   run_ranks(2, [](Rank& rank) {
-    CHECK(stays_false([&] { return rank.poll() != InProgress; }));
-    CHECK(ncclCommAbort(rank.comm) == Success);
+    EXPECT(stays_false([&] { return rank.poll() != InProgress; }));
+    EXPECT(ncclCommAbort(rank.comm) == Success);
   });
 }
 
@@ -194,23 +194,23 @@ void check_config() {
   ncclComm* comm = nullptr;
   const auto id = new_id();
   int version = 0;
-  CHECK(ncclGetVersion(&version) == Success && version == 22703);
-  CHECK(ncclCommInitRankConfig(&comm, 1, id, 0, &newer) == InProgress);
-  CHECK(ncclCommAbort(comm) == Success);
+  EXPECT(ncclGetVersion(&version) == Success && version == 22703);
+  EXPECT(ncclCommInitRankConfig(&comm, 1, id, 0, &newer) == InProgress);
+  EXPECT(ncclCommAbort(comm) == Success);
   newer.blocking = 2;
-  CHECK(ncclCommInitRankConfig(&comm, 1, id, 0, &newer) == InvalidArgument);
+  EXPECT(ncclCommInitRankConfig(&comm, 1, id, 0, &newer) == InvalidArgument);
   newer.blocking = 0;
   newer.magic = 0;
-  CHECK(ncclCommInitRankConfig(&comm, 1, id, 0, &newer) == InvalidArgument);
-  CHECK(strstr(ncclGetLastError(nullptr), "NCCL_CONFIG_INITIALIZER") != nullptr);
+  EXPECT(ncclCommInitRankConfig(&comm, 1, id, 0, &newer) == InvalidArgument);
+  EXPECT(strstr(ncclGetLastError(nullptr), "NCCL_CONFIG_INITIALIZER") != nullptr);
 }
 
 void print_time() {
   run_ranks(2, [](Rank& rank) {
-    CHECK(rank.state() == Success);
+    EXPECT(rank.state() == Success);
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < 1000; i++) {
-      CHECK(ncclAllReduce(rank.buffer, rank.buffer, 4, Float32, Sum, rank.comm, rank.stream) == InProgress);
+      EXPECT(ncclAllReduce(rank.buffer, rank.buffer, 4, Float32, Sum, rank.comm, rank.stream) == InProgress);
       while (rank.poll() == InProgress) continue;
       sim::synchronize(rank.stream, "time");
     }

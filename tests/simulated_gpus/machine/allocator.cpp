@@ -1,9 +1,9 @@
 // The caching allocator, as c10::cuda::CUDACachingAllocator.
 //
 // It takes segments from cudaMalloc and splits them into blocks. A freed block goes back to the pool of the stream that
-// it was allocated on, and that stream may have it again at once, while its earlier work still uses it. A block that was
-// also used on other streams returns once they are done. What is freed is overwritten in the order of its own stream,
-// so a missing `record_stream` shows.
+// it was allocated on. That stream may have it again at once, while its earlier work still uses it. A block that was
+// also used on other streams returns once they are done. What is freed is overwritten in the order of its own stream:
+// a missing `record_stream` shows.
 
 #include <algorithm>
 #include <deque>

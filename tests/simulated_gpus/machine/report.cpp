@@ -1,7 +1,7 @@
 // The report: what the program asked of the GPUs, as one JSON object in the file SIM_REPORT.
 //
-// The program may leave with _exit or be killed, so the file is valid JSON between any two calls: it is mapped into memory,
-// numbers have a fixed width, and spaces leave room for the log. JSON allows spaces between tokens.
+// The program may leave with _exit or be killed, so the file is valid JSON between any two calls: it is mapped into
+// memory, numbers have a fixed width, and spaces leave room for the log. JSON allows spaces between tokens.
 
 #include "machine.h"
 
@@ -112,7 +112,8 @@ void log_event(int device, const char* event, const char* detail, size_t bytes) 
   char line[256];
   const int length = snprintf(
       line, sizeof line,
-      "%s\n  {\"gpu\": %d, \"event\": \"%s\", \"detail\": \"%s\", \"bytes\": %zu, \"launches\": %ld, \"nccl_operations\": %ld}",
+      "%s\n  {\"gpu\": %d, \"event\": \"%s\", \"detail\": \"%s\", \"bytes\": %zu, \"launches\": %ld, "
+      "\"nccl_operations\": %ld}",
       all.is_log_empty ? "" : ",", device, event, detail, bytes, counted(Counter::Launches),
       counted(Counter::NcclOperations));
   if (length < 0 || static_cast<size_t>(length) >= sizeof line || length > all.log_end - all.log) {

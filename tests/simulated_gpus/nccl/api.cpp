@@ -218,7 +218,8 @@ int ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, const Co
   *comm = fresh;
   register_inbox(id, rank, fresh->inbox);
   // A rank with this fault never checks in.
-  if (fault_at(true, rank, count_communicators(rank)) == FaultKind::None) fresh->bootstrap = std::thread(bootstrap, fresh);
+  const auto fault = fault_at(true, rank, count_communicators(rank));
+  if (fault == FaultKind::None) fresh->bootstrap = std::thread(bootstrap, fresh);
   begin_polls(fresh);
   if (!is_blocking) return InProgress;
   fresh->inbox->wait_until([&] { return fresh->is_joined || fresh->error != Success; });

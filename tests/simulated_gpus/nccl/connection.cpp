@@ -123,10 +123,11 @@ class RemotePeer final : public Peer {
     static const bool is_on = sim::setting("SIM_NCCL_ABORT_CUTS", 0) != 0;
     return is_on;
   }
-  // How long the proxy keeps a message that its rank counts as sent. The later ranks of a ring get the last chunks last.
+  // Returns how long the proxy keeps a message that its rank counts as sent. The later ranks of a ring get theirs last.
   std::chrono::microseconds hold(const Message& message) const {
     static const long hold_us = sim::setting("SIM_NCCL_HOLD_US", 20000);
-    const bool is_last = message.place.channel == Channel::Collective ? is_higher : message.place.channel == Channel::Send;
+    const auto channel = message.place.channel;
+    const bool is_last = channel == Channel::Collective ? is_higher : channel == Channel::Send;
     return std::chrono::microseconds(cuts() && is_other_host && is_last ? hold_us : 0);
   }
 };

@@ -114,8 +114,9 @@ void finish(Comm comm, const Begun& begun) {
   auto* output = static_cast<char*>(call.output);
   auto data_of = [&](int rank) -> const char* {
     if (rank == comm->rank && call.is_collective()) {
+      if (begun.input == nullptr) return nullptr;
       const bool is_slice = call.agreed.operation == ReduceScatter;
-      return begun.input == nullptr ? nullptr : begun.input->data() + (is_slice ? bytes * static_cast<uint64_t>(rank) : 0);
+      return begun.input->data() + (is_slice ? bytes * static_cast<uint64_t>(rank) : 0);
     }
     const auto& data = comm->inbox->find(rank, begun.theirs)->data;
     return data == nullptr ? nullptr : data->data();
@@ -135,7 +136,7 @@ void finish(Comm comm, const Begun& begun) {
       case Broadcast:
       case Recv: memcpy(output, data_of(call.agreed.root), bytes); break;
       case AllGather:
-        for (int rank = 0; rank < comm->size; rank++) memcpy(output + bytes * static_cast<uint64_t>(rank), data_of(rank), bytes);
+        for (int rank = 0; rank < comm->size; rank++, output += bytes) memcpy(output, data_of(rank), bytes);
         break;
       case Send: break;
     }

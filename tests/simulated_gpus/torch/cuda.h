@@ -52,7 +52,9 @@ struct Generator final : c10::GeneratorImpl {
   uint64_t current_seed() const override { return on_cpu.current_seed(); }
   uint64_t seed() override { return on_cpu.unsafeGetGeneratorImpl()->seed(); }
   void set_state(const c10::TensorImpl& state) override { on_cpu.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return on_cpu.unsafeGetGeneratorImpl()->get_state(); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return on_cpu.unsafeGetGeneratorImpl()->get_state();
+  }
   Generator* clone_impl() const override { return new Generator(device().index(), on_cpu.clone()); }
 };
 const at::Generator& default_generator(int index);

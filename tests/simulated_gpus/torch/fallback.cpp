@@ -1,6 +1,7 @@
 // The kernel of all operators without one of their own: libtorch's CPU kernel, on the thread of the stream.
 
 #include <algorithm>
+#include <exception>
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -24,7 +25,8 @@ Device common_device(const Operator& known, const std::vector<IValue>& arguments
   for (auto& argument : arguments) {
     map_tensors(argument, [&](const Tensor& tensor) {
       if (!tensor.is_cuda()) return tensor;
-      TORCH_CHECK(!device || *device == tensor.device(), several, *device, " and ", tensor.device(), "! (", known.name, ")");
+      TORCH_CHECK(!device || *device == tensor.device(), several, *device, " and ", tensor.device(), "! (", known.name,
+                  ")");
       device = tensor.device();
       return tensor;
     });
@@ -58,15 +60,20 @@ void push_views(const c10::OperatorHandle& op, const std::vector<IValue>& argume
   }
 }
 
-// Runs the operator while the host waits, where its results cannot be foreseen.
+// Runs the operator while the host waits, where its results cannot be foreseen. Throws its error.
 void run_at_once(const c10::OperatorHandle& op, const Operator& known, Device device, sim::Stream* stream,
                  const std::vector<IValue>& arguments, std::vector<IValue> values, torch::jit::Stack* stack) {
-  wait_for(stream, known.name.c_str());
   const auto given = values;
-  {
-    sim::Access access;
-    run_on_cpu(op, values);
-  }
+  std::exception_ptr error;
+  launch_kernel(stream, known.name.c_str(), [&] {
+    try {
+      run_on_cpu(op, values);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  });
+  wait_for(stream, known.name.c_str());
+  if (error != nullptr) std::rethrow_exception(error);
   for (size_t i = 0; i < values.size(); i++) {
     const int which = known.returned[i];
     if (which >= 0) {
@@ -78,9 +85,10 @@ void run_at_once(const c10::OperatorHandle& op, const Operator& known, Device de
     }
     stack->push_back(map_tensors(values[i], [&](const Tensor& tensor) {
       auto made = empty_on(shape_of(tensor), device);
-      BareKernels bare;
-      sim::Access access;
-      alias_on_cpu(made).copy_(tensor);
+      launch_kernel(stream, "result", [to = alias_on_cpu(made), from = tensor]() mutable {
+        BareKernels bare;
+        to.copy_(from);
+      });
       return made;
     }));
   }

@@ -86,7 +86,8 @@ struct CUDAHooks final : CUDAHooksInterface {
   }
   Device getDeviceFromPtr(void* data) const override {
     const int device = sim::device_of_pointer(data);
-    TORCH_CHECK(device >= 0, "The specified pointer resides on host memory and is not registered with any CUDA device.");
+    TORCH_CHECK(device >= 0,
+                "The specified pointer resides on host memory and is not registered with any CUDA device.");
     return sim_torch::cuda(device);
   }
   bool isPinnedPtr(const void* data) const override { return sim::is_pinned(data); }
