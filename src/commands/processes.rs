@@ -91,7 +91,7 @@ pub(super) fn run_processes(
     });
     let (Report { mut text, wrong_input, failure }, restarts) = match ended? {
         Ended::Well(reason) => return Ok(reason),
-        Ended::Badly(report, restarts) => (report, restarts),
+        Ended::Badly(report, restarts) => (*report, restarts),
     };
     if let Some(failure) = &failure
         && let (Some(again), Some(count)) = (failure.again(), failure.repeated)

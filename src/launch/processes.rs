@@ -74,7 +74,7 @@ pub(crate) enum Ended {
     /// As they were to, or as they were asked to.
     Well(Option<StopReason>),
     /// The first failure of the last start, and the reason of each restart before.
-    Badly(Report, Vec<String>),
+    Badly(Box<Report>, Vec<String>),
 }
 
 /// The processes to start.
@@ -143,7 +143,7 @@ impl SpawnProcesses<'_> {
                 failure.repeated = in_a_row.count(failure);
             }
             if report.wrong_input || stops || number == self.max_restarts {
-                return Ok(Ended::Badly(report, restarts.reasons));
+                return Ok(Ended::Badly(Box::new(report), restarts.reasons));
             }
             before_restart(number + 1, &report);
             let reason = report.text.lines().next().unwrap_or_default().into();

@@ -68,7 +68,7 @@ impl MetricsFile {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let open = || {
             let before = lines_before(path)?;
-            let run = before.as_ref().map_or(Ok(0), last_run)? + 1;
+            let run = before.as_ref().map_or(Ok(0), last_run)?.saturating_add(1);
             path.parent().map_or(Ok(()), fs::create_dir_all)?;
             Ok(Self { out: Appender::open(path)?.after(before.as_ref()), name: name(path), run })
         };
