@@ -29,8 +29,9 @@ pub enum Error {
 
     /// Ranks that the others wait for did not come in time.
     #[error(
-        "rank {waiting} waited {waited:?} in {at} for {}; look for what keeps it, or raise --timeout",
-        list_late(late)
+        "rank {waiting} waited {waited:?} in {at} for {}; look for what keeps it, or raise --timeout{}",
+        list_late(late),
+        if late.is_empty() { "; --check-collectives tells whether all ranks make the same calls" } else { "" }
     )]
     Timeout {
         /// What the waiting rank was doing.

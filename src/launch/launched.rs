@@ -10,10 +10,11 @@ use std::time::Duration;
 use crossbeam::channel::{RecvTimeoutError, bounded};
 
 use super::{
-    BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, Spawn, World, detect, place,
-    write_error_file,
+    Backend, BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, Spawn, World, detect,
+    place, write_error_file,
 };
 use crate::error::{Error, Result};
+use crate::process_group::require_nccl;
 use crate::torch::cuda::Cuda;
 use crate::torch::limits::not_started;
 
@@ -88,8 +89,12 @@ impl Launch {
     /// [`Error::Input`](crate::Error::Input) when what was asked for is not there; it says what to do.
     pub fn place(&self, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        place(self.nproc, backend, cuda, &self.share(cores))?
-            .in_processes(self.processes.count, backend)
+        let placement = place(self.nproc, backend, cuda, &self.share(cores))?
+            .in_processes(self.processes.count, backend)?;
+        if placement.backend == Backend::Nccl {
+            require_nccl()?;
+        }
+        Ok(placement)
     }
 
     /// Places the ranks of this process, and meets the other processes, if there are any.

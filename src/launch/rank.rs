@@ -134,9 +134,8 @@ impl Rank {
     /// the others what they need over a channel; processes, if there are several, have met in a store.
     ///
     /// # Errors
-    /// [`Error::Input`] when called twice or with a backend that the device does not allow,
-    /// [`Error::Unsupported`] when NCCL is not there, [`Error::Timeout`], [`Error::Left`] and
-    /// [`Error::Cancelled`] when others don't come.
+    /// [`Error::Input`] when called twice, with a backend that the device does not allow, or when NCCL is not there;
+    /// [`Error::Timeout`], [`Error::Left`] and [`Error::Cancelled`] when others don't come.
     pub fn init_process_group(&self, backend: Backend) -> Result<Rc<ProcessGroup>> {
         let Some(rendezvous) = self.rendezvous.take() else {
             return Err(Error::Input(

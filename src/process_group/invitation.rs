@@ -32,7 +32,7 @@ impl Invitation {
     /// To the ranks `members` of `run`, all of this process, talking through NCCL.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without NCCL.
+    /// [`Error::Input`] without NCCL.
     pub(crate) fn nccl(run: &Arc<Run>, members: Arc<[usize]>) -> Result<Self> {
         let here = 0..members.len();
         let shared = Arc::new(Shared::new(run.clone(), members, here));
@@ -43,7 +43,7 @@ impl Invitation {
     /// which the first process makes and the others get from the store.
     ///
     /// # Errors
-    /// Those of the store, and [`Error::Unsupported`] without NCCL.
+    /// Those of the store, and [`Error::Input`] without NCCL.
     pub(crate) fn across(
         run: &Arc<Run>,
         members: Arc<[usize]>,

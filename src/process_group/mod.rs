@@ -39,7 +39,7 @@ use communication::CommunicationThread;
 use gloo::InFlight;
 pub(crate) use gloo::{Layout, Network};
 pub(crate) use invitation::Invitation;
-pub(crate) use nccl::version as nccl_version;
+pub(crate) use nccl::{require_library as require_nccl, version as nccl_version};
 pub use point_to_point::P2POp;
 pub(crate) use recorded::Note;
 use recorded::Recorded;

@@ -1,9 +1,7 @@
 //! Finding CUDA at run time: one binary for machines with and without GPUs.
 
-use std::env;
 use std::error::Error;
 use std::ffi::c_void;
-use std::fs;
 
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUresult;
@@ -36,19 +34,10 @@ impl Cuda {
 /// Must be called before anything else of libtorch: the first question about CUDA that libtorch is
 /// asked settles for the process's life whether it has any. Without a visible GPU nothing of CUDA is
 /// loaded.
-///
-/// Where there is a driver and the process has one thread yet, it sets `NCCL_LAUNCH_MODE=GROUP`, unless
-/// that variable is set: NCCL then launches the kernels of all local ranks together. (The `nccl` backend
-/// sees to that on its own as well.)
 pub fn load() -> Cuda {
     // SAFETY: tries to load the driver's library, and nothing more.
     if !unsafe { cudarc::driver::sys::is_culib_present() } {
         return Cuda::default();
-    }
-    // Before the driver starts threads of its own.
-    if env::var_os("NCCL_LAUNCH_MODE").is_none() && is_single_threaded() {
-        // SAFETY: no other thread can be reading the environment, because there is none.
-        unsafe { env::set_var("NCCL_LAUNCH_MODE", "GROUP") };
     }
     let mut cuda = find_gpus();
     if cuda.gpus.is_empty() {
@@ -84,10 +73,6 @@ fn load_library(name: &str) -> std::result::Result<(), String> {
         }
         Err(error) => Err(error.source().map_or(error.to_string(), ToString::to_string)),
     }
-}
-
-fn is_single_threaded() -> bool {
-    fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
 }
 
 fn find_gpus() -> Cuda {
@@ -174,6 +159,9 @@ impl Drop for Stream {
 /// A mark on a stream that can be asked, without waiting, whether the device has passed it.
 #[derive(Debug)]
 pub(crate) struct Event(*mut shim::Event);
+
+// SAFETY: an event may be used from any thread, by one at a time.
+unsafe impl Send for Event {}
 
 impl Event {
     pub(crate) fn new() -> Result<Self> {

@@ -171,15 +171,18 @@ impl Network {
         weights.zip(self.layout.processes.iter().map(ExactSizeIterator::len))
     }
 
-    /// Exchanges the mean weights of the processes' ranks where no collective of this backend does. By the process's
-    /// first rank.
-    pub(crate) fn exchange_weights(
+    /// Compares what the processes call where no collective of this backend does, and exchanges the mean weights of
+    /// their ranks, if they have any. By the process's first rank.
+    ///
+    /// # Errors
+    /// As [`Network::exchange`].
+    pub(crate) fn compare(
         &self,
         call: &Call,
-        weight: f64,
+        mean_weight: Option<f64>,
         describe: impl Fn() -> String,
     ) -> Result<()> {
-        self.set_weight(weight);
+        mean_weight.into_iter().for_each(|mean| self.set_weight(mean));
         let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
         self.exchange(call, &none, 0, describe)
     }

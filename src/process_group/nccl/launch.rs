@@ -7,7 +7,9 @@ use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
 use tch::{Kind, Tensor};
 
 use super::super::traffic::{Traffic, first_bytes, of_parts};
-use super::super::{Call, P2POp, ReduceOp, calls, kind_name, num_bytes, weights};
+use super::super::{
+    Backend, Call, P2POp, ReduceOp, calls, kind_name, num_bytes, threaded, weights,
+};
 use super::{Nccl, Network, is_failure};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
@@ -17,7 +19,7 @@ impl Nccl {
     /// Launches this rank's part of a collective between two meetings.
     pub(super) fn launch(&mut self, call: &Call) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
-        let (rank, root) = (self.rank as c_int, call.root() as c_int);
+        let (comm, root) = (self.communicator.raw(), call.root() as c_int);
         // Any kind can travel as bytes.
         let byte = ncclDataType_t::ncclUint8;
         let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
@@ -40,90 +42,94 @@ impl Nccl {
                     multiply(tensor, weights::factor(call.op()))?;
                 }
                 let (place, numel) = (data(tensor), tensor.numel());
-                self.between_meetings(call, "ncclAllReduce", |nccl| {
+                self.between_meetings(call, "ncclAllReduce", |_| {
                     // SAFETY: as above.
-                    unsafe { sys::ncclAllReduce(place, place, numel, kind, op, nccl.comm, stream) }
+                    unsafe { sys::ncclAllReduce(place, place, numel, kind, op, comm, stream) }
                 })
             }
             Operation::Reduce => {
                 let (kind, op) = reduction()?;
                 let (place, numel) = (data(&inputs[0]), inputs[0].numel());
-                self.between_meetings(call, "ncclReduce", |nccl| {
+                self.between_meetings(call, "ncclReduce", |_| {
                     // SAFETY: as above; only the root writes.
-                    unsafe {
-                        sys::ncclReduce(place, place, numel, kind, op, root, nccl.comm, stream)
-                    }
+                    unsafe { sys::ncclReduce(place, place, numel, kind, op, root, comm, stream) }
                 })
             }
             Operation::Broadcast => {
                 let tensor = inputs.first().unwrap_or_else(|| &outputs[0]);
                 let (place, size) = (data(tensor), bytes(tensor));
-                self.between_meetings(call, "ncclBroadcast", |nccl| {
+                self.between_meetings(call, "ncclBroadcast", |_| {
                     // SAFETY: as above.
-                    unsafe { sys::ncclBroadcast(place, place, size, byte, root, nccl.comm, stream) }
+                    unsafe { sys::ncclBroadcast(place, place, size, byte, root, comm, stream) }
                 })
             }
-            // Not ncclAllGather where the list happens to be one piece of memory: all ranks must make the
-            // same NCCL calls, and where tensors lie is each rank's own.
+            // A list that is not one piece of memory is copied: all ranks must make the same NCCL calls, and where
+            // tensors lie is each rank's own.
             Operation::AllGather => {
                 let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
-                self.grouped(call, "ncclBroadcast", |nccl| {
-                    each(&mut |peer, i| {
-                        let to = data(&outputs[i]);
-                        let from = if peer == rank { from } else { to };
-                        // SAFETY: as above.
-                        unsafe { sys::ncclBroadcast(from, to, size, byte, peer, nccl.comm, stream) }
-                    })
-                })
+                let copy = room_for(outputs)?;
+                let to = data(copy.as_ref().unwrap_or(&outputs[0]));
+                self.between_meetings(call, "ncclAllGather", |_| {
+                    // SAFETY: as above; there is room for the tensors of all ranks.
+                    unsafe { sys::ncclAllGather(from, to, size, byte, comm, stream) }
+                })?;
+                copy.map_or(Ok(()), |copy| copy_parts(&copy, outputs))
             }
             Operation::ReduceScatter => {
                 let (kind, op) = reduction()?;
                 let (to, numel) = (data(&outputs[0]), outputs[0].numel());
-                self.grouped(call, "ncclReduce", |nccl| {
-                    each(&mut |peer, i| {
-                        let from = data(&inputs[i]);
-                        // SAFETY: as above; only the root of each writes.
-                        unsafe {
-                            sys::ncclReduce(from, to, numel, kind, op, peer, nccl.comm, stream)
-                        }
-                    })
+                let copy = joined(inputs)?;
+                let from = data(copy.as_ref().unwrap_or(&inputs[0]));
+                self.between_meetings(call, "ncclReduceScatter", |_| {
+                    // SAFETY: as above; there is one tensor for each rank.
+                    unsafe { sys::ncclReduceScatter(from, to, numel, kind, op, comm, stream) }
                 })
             }
-            Operation::Gather => self.grouped(call, "ncclSend and ncclRecv", |nccl| {
+            // All local ranks meet, and then all ranks' devices.
+            Operation::Barrier => {
+                let token = data(&self.token);
+                let (kind, op) = (ncclDataType_t::ncclFloat32, ncclRedOp_t::ncclSum);
+                self.between_meetings(call, "ncclAllReduce", |_| {
+                    // SAFETY: as above.
+                    unsafe { sys::ncclAllReduce(token, token, 1, kind, op, comm, stream) }
+                })?;
+                self.synchronize()
+            }
+            Operation::NewGroup => self.meet(call),
+            Operation::Gather => self.grouped(call, "ncclSend and ncclRecv", || {
                 let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
                 // SAFETY: as above.
-                let sent = unsafe { sys::ncclSend(from, size, byte, root, nccl.comm, stream) };
+                let sent = unsafe { sys::ncclSend(from, size, byte, root, comm, stream) };
                 let received = || {
                     outputs.iter().zip(0..).map(|(to, peer)| {
                         // SAFETY: as above.
-                        unsafe { sys::ncclRecv(data(to), size, byte, peer, nccl.comm, stream) }
+                        unsafe { sys::ncclRecv(data(to), size, byte, peer, comm, stream) }
                     })
                 };
                 std::iter::once(sent).chain(received()).find(is_failure)
             }),
-            Operation::Scatter => self.grouped(call, "ncclSend and ncclRecv", |nccl| {
+            Operation::Scatter => self.grouped(call, "ncclSend and ncclRecv", || {
                 let (to, size) = (data(&outputs[0]), bytes(&outputs[0]));
                 // SAFETY: as above.
-                let received = unsafe { sys::ncclRecv(to, size, byte, root, nccl.comm, stream) };
+                let received = unsafe { sys::ncclRecv(to, size, byte, root, comm, stream) };
                 let sent = || {
                     inputs.iter().zip(0..).map(|(from, peer)| {
                         // SAFETY: as above.
-                        unsafe { sys::ncclSend(data(from), size, byte, peer, nccl.comm, stream) }
+                        unsafe { sys::ncclSend(data(from), size, byte, peer, comm, stream) }
                     })
                 };
                 std::iter::once(received).chain(sent()).find(is_failure)
             }),
-            Operation::AllToAll => self.grouped(call, "ncclSend and ncclRecv", |nccl| {
+            Operation::AllToAll => self.grouped(call, "ncclSend and ncclRecv", || {
                 each(&mut |peer, i| {
                     let (from, to) = (&inputs[i], &outputs[i]);
                     // SAFETY: as above.
                     unsafe {
-                        let sent =
-                            sys::ncclSend(data(from), bytes(from), byte, peer, nccl.comm, stream);
+                        let sent = sys::ncclSend(data(from), bytes(from), byte, peer, comm, stream);
                         if is_failure(&sent) {
                             return sent;
                         }
-                        sys::ncclRecv(data(to), bytes(to), byte, peer, nccl.comm, stream)
+                        sys::ncclRecv(data(to), bytes(to), byte, peer, comm, stream)
                     }
                 })
             }),
@@ -131,25 +137,35 @@ impl Nccl {
         }
     }
 
-    /// Multiplies the tensor of a sum with weights by this rank's weight beside the mean of all. Between the meetings.
-    ///
-    /// The ranks of the process have announced their weights when they met. Between processes it costs a message to
-    /// each other process over TCP, and with several ranks here another meeting.
-    pub(super) fn weigh(&mut self, call: &Call) -> Result<()> {
-        let Some(weight) = call.weight else { return Ok(()) };
+    /// Meets the ranks of this process before a call. With `--check-collectives`, weights and new groups they compare
+    /// what they call, also with the ranks of other processes: that costs a message to each other process over TCP.
+    pub(super) fn meet(&mut self, call: &Call) -> Result<()> {
+        if !self.check && call.weight.is_none() && call.operation != Operation::NewGroup {
+            let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
+            return self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), timeout);
+        }
+        threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)?;
         if let Some(network) = self.elsewhere() {
             if self.seat.rank() == 0 {
                 let describe = || calls::to_text(self.seat.announced());
-                let mean = weights::mean(self.weights_here());
-                self.tell(network.exchange_weights(call, mean, describe))?;
+                let mean = call.weight.map(|_| weights::mean(self.weights_here()));
+                self.tell(network.compare(call, mean, describe))?;
             }
             // The first rank has a deadline itself.
             let barrier = self.seat.barrier();
             barrier.wait_at_most(self.seat.rank(), call.at(), Duration::MAX)?;
-            weights::mean_of_all(network.weights())?;
-        } else {
-            weights::mean_of_all(self.weights_here())?;
         }
+        self.weigh(call)
+    }
+
+    /// Multiplies the tensor of a sum with weights by this rank's weight beside the mean of all. All have announced
+    /// their weights.
+    fn weigh(&self, call: &Call) -> Result<()> {
+        let Some(weight) = call.weight else { return Ok(()) };
+        match self.elsewhere() {
+            Some(network) => weights::mean_of_all(network.weights())?,
+            None => weights::mean_of_all(self.weights_here())?,
+        };
         let share = weight / self.mean();
         if share == 1.0 { Ok(()) } else { multiply(&call.inputs[0], share) }
     }
@@ -184,12 +200,13 @@ impl Nccl {
     /// Launches messages in a communicator of two.
     pub(super) fn exchange(&mut self, messages: &[&P2POp]) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
+        let comm = self.communicator.raw();
         let peer = 1 - self.rank as c_int;
         let Some(first) = messages.first() else { return Ok(()) };
         let call = Call::bare(first.operation());
         // What the two sides call differs, and is as it should be.
         self.check = false;
-        self.grouped(&call, "ncclSend and ncclRecv", |nccl| {
+        self.grouped(&call, "ncclSend and ncclRecv", || {
             let launch = |op: &&P2POp| {
                 let data: *mut c_void = op.tensor.data_ptr();
                 let size = num_bytes(op.tensor.kind(), op.tensor.numel());
@@ -197,15 +214,57 @@ impl Nccl {
                 // SAFETY: as in `launch`.
                 unsafe {
                     if op.is_send() {
-                        sys::ncclSend(data, size, byte, peer, nccl.comm, stream)
+                        sys::ncclSend(data, size, byte, peer, comm, stream)
                     } else {
-                        sys::ncclRecv(data, size, byte, peer, nccl.comm, stream)
+                        sys::ncclRecv(data, size, byte, peer, comm, stream)
                     }
                 }
             };
             messages.iter().map(launch).find(is_failure)
         })
     }
+}
+
+/// Room for what will be copied to `tensors`, contiguous ones of one size, unless they lie one after the other.
+fn room_for(tensors: &[Tensor]) -> Result<Option<Tensor>> {
+    let first = &tensors[0];
+    if is_one_piece(tensors) {
+        return Ok(None);
+    }
+    let numel = (tensors.len() * first.numel()) as i64;
+    let room = Tensor::f_empty([numel], (first.kind(), first.device()));
+    room.map(Some).map_err(Error::torch("empty"))
+}
+
+/// Copies of `tensors`, contiguous ones of one size, one after the other, unless they lie so.
+fn joined(tensors: &[Tensor]) -> Result<Option<Tensor>> {
+    if is_one_piece(tensors) {
+        return Ok(None);
+    }
+    let flat = || {
+        let flat: Result<Vec<Tensor>, _> = tensors.iter().map(|it| it.f_view([-1])).collect();
+        Tensor::f_cat(&flat?, 0)
+    };
+    tch::no_grad(flat).map(Some).map_err(Error::torch("cat"))
+}
+
+/// Copies to each of `tensors`, contiguous ones of one size, its part of `flat`.
+fn copy_parts(flat: &Tensor, tensors: &[Tensor]) -> Result<()> {
+    let copy = || {
+        let parts = flat.f_chunk(tensors.len() as i64, 0)?;
+        tensors
+            .iter()
+            .zip(parts)
+            .try_for_each(|(to, part)| to.shallow_clone().f_copy_(&part.f_view_as(to)?).map(drop))
+    };
+    tch::no_grad(copy).map_err(Error::torch("copy_"))
+}
+
+/// Whether `tensors`, contiguous ones of one size, lie one after the other.
+fn is_one_piece(tensors: &[Tensor]) -> bool {
+    let size = num_bytes(tensors[0].kind(), tensors[0].numel());
+    let start = tensors[0].data_ptr() as usize;
+    tensors.iter().enumerate().all(|(i, it)| it.data_ptr() as usize == start + i * size)
 }
 
 fn multiply(tensor: &Tensor, factor: f64) -> Result<()> {

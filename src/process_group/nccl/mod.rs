@@ -7,7 +7,7 @@
 //!   in its kernel while another sits in a driver call that waits for all GPUs to become idle.
 //! * The communicator is non-blocking: every call may return "in progress", and is then polled, so that
 //!   it can be cancelled and has a deadline.
-//! * Each rank aborts or destroys its own communicator; NCCL frees them when the last one has.
+//! * Each rank ends its own communicator ([`communicator`]); NCCL frees them when the last one has.
 //! * The host waits for the GPU only by polling an event ([`Backend::synchronize`]): a kernel whose peer
 //!   has failed never ends by itself.
 //!
@@ -16,24 +16,23 @@
 //!
 //! Collectives go to the stream that the rank's own operations go to, so nothing else orders them.
 
+mod communicator;
 mod launch;
 mod unique_id;
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_int};
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys::{self, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
 use super::gloo::Network;
-use super::threaded::{self, Announced, Occasion, Seat, Shared};
-use super::{Backend, Call, Invitation, P2POp, ReduceOp, Traffic};
+use super::threaded::{Announced, Occasion, Seat, Shared};
+use super::{Backend, Call, Invitation, P2POp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::torch::cuda;
+use communicator::{Communicator, check, end_all, is_failure};
 pub(super) use launch::reduction;
 pub(crate) use unique_id::UniqueId;
 
@@ -47,13 +46,13 @@ pub(crate) fn version() -> Option<String> {
     Some(format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100))
 }
 
-/// cudarc panics at the first call where the library is missing, so this asks first.
-fn require_library() -> Result<()> {
+/// Refuses to go on where NCCL is not there: cudarc panics at the first call then.
+pub(crate) fn require_library() -> Result<()> {
     // SAFETY: tries to load the library, and nothing more.
     if unsafe { sys::is_culib_present() } {
         return Ok(());
     }
-    Err(Error::Unsupported(
+    Err(Error::Input(
         "backend nccl: libnccl was not found; `make libtorch` fetches it on a machine with an NVIDIA \
          driver, or use --backend threaded"
             .into(),
@@ -62,7 +61,7 @@ fn require_library() -> Result<()> {
 
 /// One rank's communicator.
 pub(super) struct Nccl {
-    comm: sys::ncclComm_t,
+    communicator: Communicator,
     rank: usize,
     gpu: usize,
     shared: Arc<Shared>,
@@ -84,9 +83,6 @@ fn joins(place: usize) -> String {
     format!("nccl/joins/{place}")
 }
 
-// SAFETY: a communicator may be used from any thread, by one at a time.
-unsafe impl Send for Nccl {}
-
 impl Nccl {
     /// Joins the communicator `id` as its rank `rank`; returns once all ranks have.
     ///
@@ -96,12 +92,13 @@ impl Nccl {
         network: Option<Arc<Network>>,
         rank: usize,
         gpu: usize,
-        UniqueId(id): UniqueId,
+        id: UniqueId,
     ) -> Result<Self> {
         let token = Tensor::f_zeros([1], (Kind::Float, Device::Cuda(gpu)))
             .map_err(Error::torch("allocating on the GPU"))?;
+        let (run, global_rank) = (shared.run().clone(), shared.members()[rank]);
         let mut nccl = Self {
-            comm: std::ptr::null_mut(),
+            communicator: Communicator::new(run, global_rank),
             rank,
             gpu,
             seat: shared.seat(rank),
@@ -115,20 +112,9 @@ impl Nccl {
         if let Some(network) = &nccl.network {
             network.store().set(&joins(rank), b"")?;
         }
-        nccl.between_meetings(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |nccl| {
-            let world_size = nccl.shared.members().len() as c_int;
-            let mut config = non_blocking();
-            // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on
-            // `comm` is set, and dropping `nccl` ends it on every path.
-            unsafe {
-                sys::ncclCommInitRankConfig(
-                    &mut nccl.comm,
-                    world_size,
-                    id,
-                    rank as c_int,
-                    &mut config,
-                )
-            }
+        let size = nccl.shared.members().len();
+        nccl.between_meetings(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |it| {
+            it.join(id, size, rank)
         })?;
         Ok(nccl)
     }
@@ -143,15 +129,10 @@ impl Nccl {
         &mut self,
         call: &Call,
         name: &'static str,
-        launch: impl FnOnce(&mut Self) -> ncclResult_t,
+        launch: impl FnOnce(&mut Communicator) -> ncclResult_t,
     ) -> Result<()> {
-        if self.check || call.weight.is_some() {
-            threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)?;
-            self.weigh(call)?;
-        } else {
-            self.seat.barrier().wait(self.seat.rank(), call.at())?;
-        }
-        let result = launch(self);
+        self.meet(call)?;
+        let result = launch(&mut self.communicator);
         let launched = self.see_through(name, result);
         self.tell(launched)?;
         self.seat.barrier().wait(self.seat.rank(), call.at())
@@ -162,41 +143,26 @@ impl Nccl {
         &mut self,
         call: &Call,
         name: &'static str,
-        launch: impl FnOnce(&mut Self) -> Option<ncclResult_t>,
+        launch: impl FnOnce() -> Option<ncclResult_t>,
     ) -> Result<()> {
-        self.between_meetings(call, name, |nccl| {
+        self.between_meetings(call, name, |_| {
             // SAFETY: starts and ends a group on this thread; what is in between is up to `launch`.
             let begun = unsafe { sys::ncclGroupStart() };
             if is_failure(&begun) {
                 return begun;
             }
-            let failed = launch(nccl);
+            let failed = launch();
             // SAFETY: ends the group that was started above.
             let ended = unsafe { sys::ncclGroupEnd() };
             failed.unwrap_or(ended)
         })
     }
 
-    /// A barrier: all local ranks meet, and then all ranks' devices.
-    fn meet_all(&mut self, call: &Call) -> Result<()> {
-        // The first meeting of every operation is of one sort, so that all see the same announcements.
-        if self.check {
-            threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)?;
-        } else {
-            let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
-            self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), timeout)?;
-        }
-        let token = self.token.shallow_clone();
-        let token = std::slice::from_ref(&token);
-        self.launch(&Call {
-            operation: Operation::AllReduce,
-            reduce_op: Some(ReduceOp::Sum),
-            kind: Kind::Float,
-            inputs: token,
-            outputs: token,
-            ..*call
-        })?;
-        self.synchronize()
+    /// Parts from the other ranks, those of messages first.
+    fn leave(&mut self) {
+        self.pairs.clear();
+        let none = Communicator::new(self.shared.run().clone(), self.global_rank());
+        std::mem::replace(&mut self.communicator, none).leave();
     }
 
     /// The communicator for messages with `peer`. The two make it together, the first time.
@@ -234,21 +200,11 @@ impl Nccl {
 
     /// Polls until a call that returned "in progress" is done.
     fn see_through(&self, call: &'static str, result: ncclResult_t) -> Result<()> {
-        check(call, result, self.comm)?;
-        self.poll(|| match self.async_state() {
+        check(call, result, self.communicator.raw())?;
+        self.poll(|| match self.communicator.state() {
             ncclResult_t::ncclInProgress => Ok(false),
-            state => check(call, state, self.comm).map(|()| true),
+            state => check(call, state, self.communicator.raw()).map(|()| true),
         })
-    }
-
-    /// NCCL's own view of the communicator: fine, in progress, or failed on the way.
-    fn async_state(&self) -> ncclResult_t {
-        let mut state = ncclResult_t::ncclSuccess;
-        // SAFETY: `comm` is live, and `state` a valid place.
-        match unsafe { sys::ncclCommGetAsyncError(self.comm, &mut state) } {
-            ncclResult_t::ncclSuccess => state,
-            failed => failed,
-        }
     }
 
     fn poll(&self, is_done: impl Fn() -> Result<bool>) -> Result<()> {
@@ -281,14 +237,7 @@ impl Backend for Nccl {
     }
 
     fn run(&mut self, call: &Call) -> Result<()> {
-        match call.operation {
-            Operation::Barrier => self.meet_all(call),
-            // Always checked: with different lists the ranks would take each other's places.
-            Operation::NewGroup => {
-                threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)
-            }
-            _ => self.launch(call),
-        }
+        self.launch(call)
     }
 
     fn point_to_point(&mut self, ops: &[P2POp]) -> Result<()> {
@@ -316,7 +265,8 @@ impl Backend for Nccl {
         let waited = self.done.record(self.gpu).and_then(|()| {
             self.poll(|| {
                 for nccl in std::iter::once(self as &Self).chain(self.pairs.values()) {
-                    check("a collective", nccl.async_state(), nccl.comm)?;
+                    let communicator = &nccl.communicator;
+                    check("a collective", communicator.state(), communicator.raw())?;
                 }
                 self.done.is_done()
             })
@@ -325,87 +275,15 @@ impl Backend for Nccl {
     }
 
     fn shut_down(&mut self) {
-        self.pairs.clear();
-        if self.comm.is_null() || self.shared.run().cancel.cancelled_by().is_some() {
-            return; // `drop` does the rest
-        }
-        // SAFETY: `comm` is live. All ranks come here, so that finalising can end.
-        let result = unsafe { sys::ncclCommFinalize(self.comm) };
-        if self.see_through("ncclCommFinalize", result).is_ok() {
-            let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
-            // SAFETY: `comm` is live and this is its last use. Errors have nobody left to be told to.
-            unsafe { sys::ncclCommDestroy(comm) };
-        }
+        self.leave();
+        end_all(self.shared.run(), self.global_rank());
     }
 }
-
-/// How long a communicator that is dropped waits for what it has launched.
-const LAST_WAIT: Duration = Duration::from_secs(5);
 
 impl Drop for Nccl {
-    /// Ends the communicator without the other ranks, which may be gone: only abort is sure to return then.
     fn drop(&mut self) {
-        if self.comm.is_null() {
-            return;
-        }
-        // What is under way is still wanted, if it comes soon. If it does not, this rank may be about to say
-        // why, so nothing is reported here.
-        if self.shared.run().cancel.cancelled_by().is_none() && self.done.record(self.gpu).is_ok() {
-            let began = Instant::now();
-            while matches!(self.done.is_done(), Ok(false)) && began.elapsed() < LAST_WAIT {
-                thread::park_timeout(Duration::from_micros(200));
-            }
-        }
-        // SAFETY: `comm` is live and this is its last use.
-        unsafe { sys::ncclCommAbort(self.comm) };
+        self.leave();
     }
-}
-
-fn is_failure(result: &ncclResult_t) -> bool {
-    !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
-}
-
-/// `NCCL_CONFIG_INITIALIZER` with `blocking = 0`: cudarc doesn't have the macro.
-fn non_blocking() -> sys::ncclConfig_t {
-    const UNDEFINED: c_int = c_int::MIN;
-    sys::ncclConfig_t {
-        size: size_of::<sys::ncclConfig_t>(),
-        magic: 0xcafe_beef,
-        version: 22809,
-        blocking: 0,
-        cgaClusterSize: UNDEFINED,
-        minCTAs: UNDEFINED,
-        maxCTAs: UNDEFINED,
-        netName: std::ptr::null(),
-        splitShare: UNDEFINED,
-        trafficClass: UNDEFINED,
-        commName: std::ptr::null(),
-        collnetEnable: UNDEFINED,
-        CTAPolicy: UNDEFINED,
-        shrinkShare: UNDEFINED,
-        nvlsCTAs: UNDEFINED,
-        nChannelsPerNetPeer: UNDEFINED,
-        nvlinkCentricSched: UNDEFINED,
-    }
-}
-
-/// Turns NCCL's result into an error with NCCL's own words. "In progress" is no error.
-fn check(call: &'static str, result: ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
-    if !is_failure(&result) {
-        return Ok(());
-    }
-    // SAFETY: both return strings of NCCL's that live as long as the library; a null communicator is
-    // allowed, and asks for the last error of this thread.
-    let (what, last) = unsafe {
-        let text = |string| CStr::from_ptr(string).to_string_lossy().into_owned();
-        let last = sys::ncclGetLastError(comm);
-        (
-            text(sys::ncclGetErrorString(result)),
-            if last.is_null() { String::new() } else { text(last) },
-        )
-    };
-    let reason = if last.is_empty() { what } else { format!("{what} ({})", last.trim()) };
-    Err(Error::Nccl { call, reason })
 }
 
 #[cfg(test)]

@@ -1,0 +1,172 @@
+//! One rank's NCCL communicator: joined without blocking, and ended in order.
+//!
+//! `ncclCommFinalize` lets what was launched end, its last messages to other machines included; `ncclCommAbort` cuts them
+//! off. A communicator is aborted only where its run has failed. Otherwise [`Communicator::leave`] finalizes it, and does
+//! not wait: another member may still need this rank before it leaves, too. [`end_all`] waits, at the rank's end.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, c_int};
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::nccl::sys::{self, ncclResult_t};
+
+use super::UniqueId;
+use crate::error::{Error, Result};
+use crate::sync::Run;
+
+thread_local! {
+    /// Those that the ranks of this thread have left, and that NCCL may not be through with.
+    static ENDING: RefCell<Vec<Communicator>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A communicator of one rank. Aborted when it is dropped.
+pub(super) struct Communicator {
+    comm: sys::ncclComm_t,
+    run: Arc<Run>,
+    /// The rank's number in the run.
+    rank: usize,
+}
+
+// SAFETY: a communicator may be used from any thread, by one at a time.
+unsafe impl Send for Communicator {}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Communicator").field("rank", &self.rank).finish_non_exhaustive()
+    }
+}
+
+impl Communicator {
+    /// Returns one that has not joined anything, of the rank with this number in the run.
+    pub(super) fn new(run: Arc<Run>, rank: usize) -> Self {
+        Self { comm: std::ptr::null_mut(), run, rank }
+    }
+
+    /// Begins to join the communicator `id` of `size` ranks as number `place`, with the thread's current device. Follows
+    /// `ncclCommInitRankConfig`.
+    pub(super) fn join(
+        &mut self,
+        UniqueId(id): UniqueId,
+        size: usize,
+        place: usize,
+    ) -> ncclResult_t {
+        ENDING.with_borrow_mut(|ending| ending.retain_mut(|it| !it.try_end()));
+        let (size, place) = (size as c_int, place as c_int);
+        let mut config = non_blocking();
+        // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on `comm` is set, and
+        // ended on every path.
+        unsafe { sys::ncclCommInitRankConfig(&mut self.comm, size, id, place, &mut config) }
+    }
+
+    /// What NCCL's functions take.
+    pub(super) fn raw(&self) -> sys::ncclComm_t {
+        self.comm
+    }
+
+    /// NCCL's own view of it: fine, in progress, or failed on the way.
+    pub(super) fn state(&self) -> ncclResult_t {
+        let mut state = ncclResult_t::ncclSuccess;
+        // SAFETY: `comm` is live, and `state` a valid place.
+        match unsafe { sys::ncclCommGetAsyncError(self.comm, &mut state) } {
+            ncclResult_t::ncclSuccess => state,
+            failed => failed,
+        }
+    }
+
+    /// Parts from the other ranks: all that was launched still ends, unless the run has failed. Waits for nobody.
+    pub(super) fn leave(self) {
+        if self.comm.is_null() || self.run.cancel.cancelled_by().is_some() {
+            return; // aborts
+        }
+        // SAFETY: `comm` is live, and nothing is launched in it any more.
+        if is_failure(&unsafe { sys::ncclCommFinalize(self.comm) }) {
+            return;
+        }
+        // Where the thread is about to end, nobody would wait for it.
+        let _ = ENDING.try_with(|ending| ending.borrow_mut().push(self));
+    }
+
+    /// Destroys it if NCCL has finalized it; returns whether it is gone.
+    fn try_end(&mut self) -> bool {
+        match self.state() {
+            ncclResult_t::ncclInProgress => return false,
+            ncclResult_t::ncclSuccess => {
+                let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
+                // SAFETY: `comm` is live and this is its last use. Errors have nobody left to be told to.
+                unsafe { sys::ncclCommDestroy(comm) };
+            }
+            _ => {}
+        }
+        true
+    }
+}
+
+impl Drop for Communicator {
+    /// Ends it without the other ranks, which may be gone: only abort is sure to return then.
+    fn drop(&mut self) {
+        if !self.comm.is_null() {
+            // SAFETY: `comm` is live and this is its last use.
+            unsafe { sys::ncclCommAbort(self.comm) };
+        }
+    }
+}
+
+/// Waits until NCCL is through with all that `rank` has left, or the run is cancelled, or its timeout has passed; what
+/// is left then is aborted. All ranks come here, so that finalizing can end.
+pub(super) fn end_all(run: &Run, rank: usize) {
+    let left = RefCell::new(ENDING.take());
+    let ended = run.poll(rank, || {
+        left.borrow_mut().retain_mut(|it| !it.try_end());
+        Ok(left.borrow().is_empty())
+    });
+    // The rank's function is over; nobody is left to be told.
+    drop(ended);
+}
+
+pub(super) fn is_failure(result: &ncclResult_t) -> bool {
+    !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
+}
+
+/// Turns NCCL's result into an error with NCCL's own words. "In progress" is no error.
+pub(super) fn check(call: &'static str, result: ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
+    if !is_failure(&result) {
+        return Ok(());
+    }
+    // SAFETY: both return strings of NCCL's that live as long as the library; a null communicator is
+    // allowed, and asks for the last error of this thread.
+    let (what, last) = unsafe {
+        let text = |string| CStr::from_ptr(string).to_string_lossy().into_owned();
+        let last = sys::ncclGetLastError(comm);
+        (
+            text(sys::ncclGetErrorString(result)),
+            if last.is_null() { String::new() } else { text(last) },
+        )
+    };
+    let reason = if last.is_empty() { what } else { format!("{what} ({})", last.trim()) };
+    Err(Error::Nccl { call, reason })
+}
+
+/// `NCCL_CONFIG_INITIALIZER` with `blocking = 0`: cudarc doesn't have the macro.
+fn non_blocking() -> sys::ncclConfig_t {
+    const UNDEFINED: c_int = c_int::MIN;
+    sys::ncclConfig_t {
+        size: size_of::<sys::ncclConfig_t>(),
+        magic: 0xcafe_beef,
+        version: 22809,
+        blocking: 0,
+        cgaClusterSize: UNDEFINED,
+        minCTAs: UNDEFINED,
+        maxCTAs: UNDEFINED,
+        netName: std::ptr::null(),
+        splitShare: UNDEFINED,
+        trafficClass: UNDEFINED,
+        commName: std::ptr::null(),
+        collnetEnable: UNDEFINED,
+        CTAPolicy: UNDEFINED,
+        shrinkShare: UNDEFINED,
+        nvlsCTAs: UNDEFINED,
+        nChannelsPerNetPeer: UNDEFINED,
+        nvlinkCentricSched: UNDEFINED,
+    }
+}
