@@ -21,7 +21,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-gpus model check install parity safetensors tensorboard report page trace mutated mixed compare cluster-model simulated-gpus test-launchers python libtorch cargo
+.PHONY: help run test test-gpus model check install parity safetensors tensorboard report page trace mutated mixed compare cluster-model simulated-gpus gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -112,6 +112,13 @@ cluster-model: cargo libtorch ## measure two hosts, as network namespaces, besid
 simulated-gpus: libtorch ## build the simulated GPUs (tests/simulated_gpus) into target/simulated_gpus, and check them
 	tests/simulated_gpus/build.sh "$(LIBTORCH_FOLDER)" $(SIMULATED_GPUS)
 	$(abspath $(SIMULATED_GPUS))/checks
+
+GPU_PACK = $(or $(CARGO_TARGET_DIR),target)/gpu-pack
+
+gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine with a GPU
+	cargo build --release --bins --examples
+	cargo test --release --no-run --test tests --message-format=json >$(GPU_PACK).json
+	python3 tests/gpu_pack/pack.py $(GPU_PACK) $(PROGRAM) $(dir $(PROGRAM))examples <$(GPU_PACK).json
 
 python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, safetensors, tensorboard, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python

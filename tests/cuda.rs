@@ -140,6 +140,52 @@ fn a_failing_rank_aborts_nccl() {
 }
 
 #[test]
+fn a_trace_shows_what_each_gpu_did() {
+    let Some(gpus) = gpus_for("a_trace_shows_what_each_gpu_did", 1) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.json");
+    events(&[&DEMO[..], &[&format!("--trace={}", trace.display())]].concat());
+    let trace: Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
+    let of = |phase: &str| {
+        let events = trace["traceEvents"].as_array().unwrap().iter();
+        events.filter(|it| it["ph"] == phase).collect::<Vec<_>>()
+    };
+    for rank in 0..gpus {
+        let lane = |name: String| {
+            let found = of("M").into_iter().find(|it| it["args"]["name"] == *name);
+            found.unwrap_or_else(|| panic!("{name} is not there"))["tid"].clone()
+        };
+        let host = lane(format!("rank {rank} (GPU:{rank})"));
+        let gpu = lane(format!("rank {rank} on GPU:{rank}"));
+        let slices = |lane: &Value, name: &str| {
+            let slices = of("X").into_iter().filter(|it| it["tid"] == *lane && it["name"] == name);
+            slices.map(|it| it["ts"].as_f64().unwrap()).collect::<Vec<_>>()
+        };
+        for name in ["data", "forward", "backward", "all_reduce (bucket 0)", "optimizer"] {
+            let (launched, begun) = (slices(&host, name), slices(&gpu, name));
+            assert_eq!(launched.len(), begun.len(), "rank {rank}, {name}");
+            assert!(!begun.is_empty(), "rank {rank}, {name}");
+            // A GPU begins nothing before it is launched.
+            let early = launched.iter().zip(&begun).find(|(launched, begun)| begun < launched);
+            assert_eq!(early, None, "rank {rank}, {name}");
+        }
+    }
+}
+
+#[test]
+fn a_stuck_run_tells_how_far_each_gpu_is() {
+    let Some(gpus) = gpus_for("a_stuck_run_tells_how_far_each_gpu_is", 2) else { return };
+    let fault = format!("--fault=stall:rank={},at=step,step=5", gpus - 1);
+    let (code, _, stderr) = on_gpus(&[&fault, "--timeout=2s", "--grace-period=1s"]);
+    assert_eq!(code, Some(1), "{stderr}");
+    for rank in 0..gpus {
+        let line = stderr.lines().find(|it| it.starts_with(&format!("  rank {rank} last seen")));
+        let line = line.unwrap_or_else(|| panic!("{stderr}"));
+        assert!(line.contains("; its GPU has completed all_reduce #"), "{stderr}");
+    }
+}
+
+#[test]
 fn hidden_gpus_are_not_used() {
     if gpus_for("hidden_gpus_are_not_used", 1).is_none() {
         return;

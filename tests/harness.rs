@@ -64,7 +64,9 @@ const LAUNCHERS: [&str; 12] = [
 
 /// The program, seeing no GPU, with nothing of the tests' environment that it would react to.
 pub(crate) fn program(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ddp-mp"));
+    // On another machine than the one that has built the tests it lies elsewhere.
+    let path = std::env::var_os("DDP_MP_PROGRAM").unwrap_or(env!("CARGO_BIN_EXE_ddp-mp").into());
+    let mut command = Command::new(path);
     without_launcher(command.args(args)).env_remove("RUST_BACKTRACE");
     command.stdin(Stdio::null());
     command

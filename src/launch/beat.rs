@@ -100,11 +100,12 @@ mod tests {
 
     fn seen() -> impl Strategy<Value = Seen> {
         let place = "[a-zä/]{0,90}";
-        (at(), any::<(Option<u32>, Option<u16>)>(), place, any::<bool>(), any::<[u32; 2]>())
-            .prop_map(|(at, (group, bucket), place, beside, [began, ended])| {
+        (at(), any::<(Option<u32>, Option<u16>)>(), place, any::<bool>(), any::<[u32; 3]>())
+            .prop_map(|(at, (group, bucket), place, beside, [began, ended, on_gpu])| {
                 let began = Duration::from_millis(began.into());
                 let ended = (ended % 2 == 0).then(|| Duration::from_nanos(ended.into()));
-                Seen { at, group, bucket, place, beside, began, ended }
+                let on_gpu = (on_gpu % 2 == 0).then(|| Duration::from_nanos(on_gpu.into()));
+                Seen { at, group, bucket, place, beside, began, ended, on_gpu }
             })
     }
 
@@ -165,6 +166,7 @@ mod tests {
             beside: false,
             began: Duration::MAX,
             ended: None,
+            on_gpu: None,
         };
         let told = |seen: Vec<Seen>, count| {
             let beat = Beat { number: 1, ranks: vec![Doing::new(plain, seen)] };

@@ -103,12 +103,25 @@ pub(super) fn table(run: &Run, here: Range<usize>) -> String {
             continue;
         }
         let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
+        line += &on_gpu(&seen);
         for it in seen.iter().filter(|it| it.beside && it.ended.is_none()) {
             let _ = write!(line, "; beside it in {}, {} ago", what(it), seconds(it.began));
         }
         lines.push(line);
     }
     lines.join("\n")
+}
+
+/// `; its GPU has completed all_reduce #117, not all_reduce #118`, of a rank that only launches.
+fn on_gpu(seen: &[Seen]) -> String {
+    let launched = || seen.iter().filter(|it| it.group.is_some() && it.ended.is_some());
+    let Some(done) = launched().filter(|it| it.on_gpu.is_some()).next_back() else {
+        return String::new();
+    };
+    let next =
+        launched().filter(|it| it.group == done.group).find(|it| it.at.sequence > done.at.sequence);
+    let next = next.map_or(String::new(), |it| format!(", not {}", name(it)));
+    format!("; its GPU has completed {}{next}", name(done))
 }
 
 /// What is known of `rank`, the newest last.

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::operation::Operation;
+
 /// How long a rank has been at each phase of its training steps, not counting collectives, and how long in these: in
 /// its own work with the others, and waiting for them. In seconds.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -20,6 +22,21 @@ pub struct PhaseSeconds {
     pub save: f64,
     /// Collectives of all phases.
     pub collectives: f64,
+}
+
+impl PhaseSeconds {
+    /// The time of this phase; `None` for what is counted nowhere.
+    pub(crate) fn of_phase(&mut self, phase: Operation) -> Option<&mut f64> {
+        match phase {
+            Operation::Step => Some(&mut self.step),
+            Operation::Data => Some(&mut self.data),
+            Operation::Forward => Some(&mut self.forward),
+            Operation::Backward => Some(&mut self.backward),
+            Operation::Optimizer => Some(&mut self.optimizer),
+            Operation::Save => Some(&mut self.save),
+            _ => None,
+        }
+    }
 }
 
 /// The rank that held the others back.

@@ -52,6 +52,28 @@ pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
     history.ranks.iter().map(|rank| of_rank(rank, &arrivals, history)).collect()
 }
 
+/// What the GPU of each rank of `history` has done of what the rank has launched, in the order in which it began: nothing
+/// where there is none, or where its times are not known.
+///
+/// A rank waits on its GPU: for the last whose GPU comes to a collective. They are on the clock of the host.
+pub(super) fn gpu_slices(history: &History) -> Vec<Vec<Slice>> {
+    let on_gpu = |rank: &OfRank| {
+        let done = |it: &Record| {
+            let [arrived, ended] = it.on_gpu?;
+            Some(Record { arrived, ended: Some(ended), on_gpu: None, ..*it })
+        };
+        OfRank {
+            rank: rank.rank,
+            device: rank.device.clone(),
+            records: rank.records.iter().filter_map(done).collect(),
+            lost: rank.lost,
+            totals: Vec::new(),
+        }
+    };
+    let ranks = history.ranks.iter().map(on_gpu).collect();
+    slices(&History { ranks, groups: history.groups.clone(), ..*history })
+}
+
 /// A rank of this process that has not come to that meeting.
 fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
     let members = history.members(group)?;
@@ -65,7 +87,7 @@ fn of_rank(rank: &OfRank, arrivals: &Arrivals, history: &History) -> Vec<Slice> 
     let (mut step, mut phase_ends) = (None, None);
     let mut slices = Vec::with_capacity(rank.records.len());
     let mut lanes: Vec<Duration> = Vec::new(); // when the last of each ends
-    for Record { begin, arrived, ended } in &rank.records {
+    for Record { begin, arrived, ended, .. } in &rank.records {
         let at = begin.at;
         match at.operation {
             Operation::Step

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::slices::{LANES, Slice, slices};
+use super::slices::{LANES, Slice, gpu_slices, slices};
 use super::{Marks, Output};
 use crate::operation::Operation;
 use crate::sync::History;
@@ -98,6 +98,19 @@ impl Trace<'_> {
             }
             self.rank(rank.rank, slices)?;
         }
+        for (rank, slices) in self.history.ranks.iter().zip(&gpu_slices(self.history)) {
+            if !slices.is_empty() {
+                self.name(
+                    "thread_name",
+                    lane(rank.rank, GPU),
+                    &format!("rank {} on {}", rank.rank, rank.device),
+                )?;
+            }
+            for slice in slices {
+                self.slice(rank.rank, &Slice { lane: GPU, ..*slice })?;
+                self.waiting(rank.rank, &Slice { lane: GPU, ..*slice })?;
+            }
+        }
         let lost: Map<String, Value> = (self.history.ranks.iter())
             .map(|it| (format!("rank {}", it.rank), it.lost.into()))
             .collect();
@@ -148,20 +161,23 @@ impl Trace<'_> {
                 }
                 _ => {}
             }
-            if let Some((waited, by)) = slice.waited {
-                let event = Event {
-                    name: &format!("waiting for rank {by}"),
-                    cat: "wait",
-                    ph: "X",
-                    ts: self.time(slice.arrived + BEFORE_WAITING),
-                    dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
-                    tid: lane(rank, slice.lane),
-                    ..Event::default()
-                };
-                self.event(event)?;
-            }
+            self.waiting(rank, slice)?;
         }
         Ok(())
+    }
+
+    /// How long it waited in a slice, if it did.
+    fn waiting(&mut self, rank: usize, slice: &Slice) -> io::Result<()> {
+        let Some((waited, by)) = slice.waited else { return Ok(()) };
+        self.event(Event {
+            name: &format!("waiting for rank {by}"),
+            cat: "wait",
+            ph: "X",
+            ts: self.time(slice.arrived + BEFORE_WAITING),
+            dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
+            tid: lane(rank, slice.lane),
+            ..Event::default()
+        })
     }
 
     /// A slice around each training step, and what it has moved and trained on.
@@ -322,7 +338,10 @@ fn micros(time: Duration) -> f64 {
     time.as_nanos() as f64 / 1e3
 }
 
+/// The number of the lane of a rank's GPU.
+const GPU: usize = LANES + 1;
+
 /// The lane of a rank of this number: 0 is its own.
 fn lane(rank: usize, number: usize) -> usize {
-    rank * (LANES + 1) + number
+    rank * (LANES + 2) + number
 }

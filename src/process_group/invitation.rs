@@ -108,6 +108,8 @@ impl Invitation {
                 ));
             }
         };
-        Ok(ProcessGroup::new(rank, local_rank, device, shared, network, backend))
+        let group = ProcessGroup::new(rank, local_rank, device, shared, network, backend);
+        group.start_gpu_clock()?;
+        Ok(group)
     }
 }

@@ -13,6 +13,7 @@ mod collectives;
 mod communication;
 pub mod functional;
 mod gloo;
+mod gpu_clock;
 mod group;
 mod invitation;
 mod nccl;
@@ -38,6 +39,7 @@ pub use call::{KINDS, ReduceOp, kind_name, kind_named};
 use communication::CommunicationThread;
 use gloo::InFlight;
 pub(crate) use gloo::{Layout, Network};
+use gpu_clock::GpuClock;
 pub(crate) use invitation::Invitation;
 pub(crate) use nccl::{require_library as require_nccl, version as nccl_version};
 pub use point_to_point::P2POp;
@@ -84,7 +86,8 @@ pub(crate) trait Backend: Send {
     fn mean_weight(&self) -> f64;
 
     /// Returns once nothing that this rank has launched waits for another rank any more.
-    fn synchronize(&mut self) -> Result<()>;
+    /// Does `meanwhile` again and again.
+    fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()>;
 
     /// Parts from the other ranks: together if all is well, at once if the run was cancelled.
     fn shut_down(&mut self);
@@ -130,6 +133,8 @@ pub struct ProcessGroup {
     /// What a communication thread does; what the rank itself does stands in the run.
     own_activity: Option<Activity>,
     recorded: Recorded,
+    /// Where the rank only launches.
+    gpu_clock: RefCell<Option<GpuClock>>,
     /// How many messages this rank has sent and received.
     messages: Cell<u64>,
     traffic: Arc<TrafficCounter>,
@@ -170,6 +175,7 @@ impl ProcessGroup {
             communication: OnceCell::new(),
             own_activity: None,
             recorded: Recorded::default(),
+            gpu_clock: RefCell::default(),
             messages: Cell::new(0),
             traffic: Arc::default(),
             weight: Cell::default(),
@@ -289,7 +295,7 @@ impl ProcessGroup {
     pub fn synchronize(&self) -> Result<()> {
         let mut side = self.side()?;
         let before = self.activity().enter(Operation::Synchronize, side.sequence);
-        side.backend.synchronize()?;
+        side.backend.synchronize(&|| self.note_gpu())?;
         self.activity().restore(before);
         Ok(())
     }
@@ -392,6 +398,7 @@ impl ProcessGroup {
             communication: OnceCell::new(),
             own_activity: Some(Activity::default()),
             recorded,
+            gpu_clock: RefCell::default(),
             messages: Cell::new(0),
             traffic,
             weight: Cell::default(),

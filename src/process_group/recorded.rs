@@ -5,9 +5,10 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::gpu_clock::GpuClock;
 use super::{Call, ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::observe::PhaseSeconds;
@@ -64,7 +65,11 @@ impl ProcessGroup {
         match &self.network {
             // NCCL carries no news of a stop.
             Some(network) if self.launches && self.rank == self.shared.here().start => {
-                network.exchange_news(step)
+                let sequence = self.sequence()?;
+                let before = self.activity().enter(Operation::Synchronize, sequence);
+                network.exchange_news(sequence)?;
+                self.activity().restore(before);
+                Ok(())
             }
             _ => Ok(()),
         }
@@ -108,11 +113,14 @@ impl ProcessGroup {
             place: call.place,
             beside: self.recorded.beside,
         };
-        self.run().timeline.begin(self.global_rank(), begin)
+        let mark = self.run().timeline.begin(self.global_rank(), begin);
+        self.on_gpu(|clock| clock.mark(None, Some((mark, call.operation))));
+        mark
     }
 
     /// Records that it is through with it.
     pub(super) fn record_end(&self, mark: Mark) {
+        self.on_gpu(|clock| clock.mark(Some(mark), None));
         self.record_wait(self.run().timeline.end(self.global_rank(), mark));
     }
 
@@ -137,9 +145,33 @@ impl ProcessGroup {
         }
     }
 
-    /// How long this rank has been at each phase so far. Not a collective.
+    /// How long this rank has been at each phase so far: its GPU, where the rank only launches. Not a collective.
     pub(crate) fn phase_seconds(&self) -> PhaseSeconds {
-        self.recorded.seconds.get()
+        self.note_gpu();
+        let clock = self.gpu_clock.borrow();
+        clock.as_ref().map_or(self.recorded.seconds.get(), GpuClock::seconds)
+    }
+
+    /// Has the GPU's times recorded from now on, where the rank only launches.
+    pub(super) fn start_gpu_clock(&self) -> Result<()> {
+        if let (true, Device::Cuda(gpu)) = (self.launches, self.device) {
+            let clock = GpuClock::start(self.run(), self.global_rank(), gpu)?;
+            *self.gpu_clock.borrow_mut() = Some(clock);
+        }
+        Ok(())
+    }
+
+    /// Records what this rank's GPU has done meanwhile, if it has one. Not a collective.
+    pub(super) fn note_gpu(&self) {
+        self.on_gpu(|clock| clock.note_done(self.run()));
+    }
+
+    fn on_gpu(&self, f: impl FnOnce(&mut GpuClock) -> Result<()>) {
+        let mut clock = self.gpu_clock.borrow_mut();
+        // A GPU that fails is told by what uses it.
+        if clock.as_mut().is_some_and(|clock| f(clock).is_err()) {
+            *clock = None;
+        }
     }
 
     /// Records that this rank goes on with `phase` of training step `step`. Not a collective.
@@ -150,9 +182,12 @@ impl ProcessGroup {
     }
 
     fn begin_phase(&self, begin: Begin) {
-        self.end_phase();
+        let ended = self.recorded.phase.get().map(|it| it.mark);
+        self.close_phase();
         let At { operation: phase, sequence: step } = begin.at;
         let mark = self.run().timeline.begin(self.global_rank(), begin);
+        self.on_gpu(|clock| clock.mark(ended, Some((mark, phase))));
+        self.note_gpu();
         let collectives = Duration::ZERO;
         self.recorded.phase.set(Some(Phase { is: phase, step, mark, collectives }));
     }
@@ -191,18 +226,16 @@ impl ProcessGroup {
 
     /// Records that the phase is over, and none follows.
     pub(crate) fn end_phase(&self) {
+        let ended = self.recorded.phase.get().map(|it| it.mark);
+        self.close_phase();
+        self.on_gpu(|clock| clock.mark(ended, None));
+    }
+
+    fn close_phase(&self) {
         let Some(Phase { is, mark, collectives, .. }) = self.recorded.phase.take() else { return };
         let elapsed = self.run().timeline.end(self.global_rank(), mark);
         let mut seconds = self.recorded.seconds.get();
-        let of_phase = match is {
-            Operation::Step => &mut seconds.step,
-            Operation::Data => &mut seconds.data,
-            Operation::Forward => &mut seconds.forward,
-            Operation::Backward => &mut seconds.backward,
-            Operation::Optimizer => &mut seconds.optimizer,
-            Operation::Save => &mut seconds.save,
-            _ => return, // no part of a step
-        };
+        let Some(of_phase) = seconds.of_phase(is) else { return };
         *of_phase += elapsed.saturating_sub(collectives).as_secs_f64();
         seconds.collectives += collectives.as_secs_f64();
         self.recorded.seconds.set(seconds);

@@ -24,12 +24,14 @@ pub(crate) struct Seen {
     pub began: Duration,
     /// And ended, if it has.
     pub ended: Option<Duration>,
+    /// And when the rank's GPU was through with what was launched in it, if it has one, and that is known.
+    pub on_gpu: Option<Duration>,
 }
 
 impl Seen {
     /// At the time `now` of the run.
     pub(crate) fn new(record: &Record, now: Duration) -> Self {
-        let Record { begin, arrived, ended } = record;
+        let Record { begin, arrived, ended, on_gpu } = record;
         let ago = |time: Duration| now.saturating_sub(time);
         Self {
             at: begin.at,
@@ -39,13 +41,15 @@ impl Seen {
             beside: begin.beside,
             began: ago(*arrived),
             ended: ended.map(ago),
+            on_gpu: on_gpu.map(|[_, ended]| ago(ended)),
         }
     }
 
     /// The same, when some time has passed.
     fn later(self, time: Duration) -> Self {
-        let began = self.began.saturating_add(time);
-        Self { began, ended: self.ended.map(|ended| ended.saturating_add(time)), ..self }
+        let later = |it: Duration| it.saturating_add(time);
+        let (ended, on_gpu) = (self.ended.map(later), self.on_gpu.map(later));
+        Self { began: later(self.began), ended, on_gpu, ..self }
     }
 
     /// Whether a rank that is seen so is in a phase of a step, and in nothing else that is known.
@@ -103,7 +107,7 @@ impl Timeline {
     }
 
     /// What of it others should know, at most `most`, the oldest first: the newest that `rank` does itself, what goes on,
-    /// and of each group how far it has come.
+    /// of each group how far it has come, and how far the GPU has.
     pub(crate) fn digest(&self, rank: usize, most: usize) -> Vec<Seen> {
         let now = self.now();
         let mut kept: Vec<Record> = Vec::new();
@@ -112,7 +116,9 @@ impl Timeline {
             let has_newest = kept.iter().any(|it| !it.begin.beside);
             let has_group = kept.iter().any(|it| it.begin.group == begin.group);
             let is_news = begin.group.is_some() && !has_group;
-            if record.ended.is_none() || is_news || !(begin.beside || has_newest) {
+            let has_done = kept.iter().any(|it| it.on_gpu.is_some());
+            let is_done = record.on_gpu.is_some() && begin.group.is_some() && !has_done;
+            if record.ended.is_none() || is_news || is_done || !(begin.beside || has_newest) {
                 kept.push(record);
             }
             if kept.len() == most {

@@ -57,7 +57,7 @@ impl Begin {
 }
 
 /// Where a record is, and when it began: for [`Timeline::end`].
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Mark {
     number: u64,
     arrived: Duration,
@@ -70,6 +70,9 @@ pub(crate) struct Record {
     pub arrived: Duration,
     /// None while it goes on, or if it has failed.
     pub ended: Option<Duration>,
+    /// When the rank's GPU has come to what was launched in it, and was through with it; none of a CPU, and while that is
+    /// not known.
+    pub on_gpu: Option<[Duration; 2]>,
 }
 
 #[derive(Debug)]
@@ -78,6 +81,8 @@ struct Ring {
     next: CachePadded<AtomicU64>,
     /// Made for the first record: a rank of another process has none.
     entries: OnceLock<Box<[Entry]>>,
+    /// Made for the first of a GPU.
+    gpu_times: OnceLock<Box<[GpuTimes]>>,
     /// Of each collective and message how often it was begun, and its bytes.
     totals: [[AtomicU64; 2]; Operation::ALL.len()],
 }
@@ -98,12 +103,20 @@ struct Entry {
     place: AtomicCell<Option<Place>>,
 }
 
+/// When a GPU has done what was launched in a record: as [`Entry`].
+#[derive(Debug, Default)]
+struct GpuTimes {
+    number: AtomicU64,
+    times: [AtomicU64; 2],
+}
+
 impl Timeline {
     /// For so many ranks, from now on, with so many records of each.
     pub(crate) fn new(ranks: usize, keeps: usize) -> Self {
         let ring = |_| Ring {
             next: CachePadded::new(AtomicU64::new(0)),
             entries: OnceLock::new(),
+            gpu_times: OnceLock::new(),
             totals: Default::default(),
         };
         Self { began: Instant::now(), keeps, ranks: (0..ranks).map(ring).collect() }
@@ -162,6 +175,19 @@ impl Timeline {
         now.saturating_sub(arrived)
     }
 
+    /// Notes when the GPU of `rank` has come to what was launched in a record, and was through with it.
+    pub(crate) fn note_gpu(&self, rank: usize, mark: Mark, times: [Duration; 2]) {
+        let place = || (0..self.keeps).map(|_| GpuTimes::default()).collect();
+        let all = self.ranks[rank].gpu_times.get_or_init(place);
+        let entry = &all[(mark.number % self.keeps as u64) as usize];
+        entry.number.store(0, Ordering::Relaxed);
+        std::sync::atomic::fence(Ordering::Release);
+        for (place, time) in entry.times.iter().zip(times) {
+            place.store(nanos(time), Ordering::Relaxed);
+        }
+        entry.number.store(mark.number + 1, Ordering::Release);
+    }
+
     /// How many records `rank` has begun.
     pub(crate) fn count(&self, rank: usize) -> u64 {
         self.ranks[rank].next.load(Ordering::Acquire)
@@ -214,7 +240,20 @@ impl Ring {
             beside: marks & 1 == 1,
         };
         let ended = (ended > 0).then(|| Duration::from_nanos(ended));
-        Some(Record { begin, arrived: Duration::from_nanos(arrived), ended })
+        let arrived = Duration::from_nanos(arrived);
+        Some(Record { begin, arrived, ended, on_gpu: self.read_gpu(number, keeps) })
+    }
+
+    fn read_gpu(&self, number: u64, keeps: usize) -> Option<[Duration; 2]> {
+        let entry = &self.gpu_times.get()?[(number % keeps as u64) as usize];
+        let is_it = |order| entry.number.load(order) == number + 1;
+        if !is_it(Ordering::Acquire) {
+            return None;
+        }
+        let times =
+            entry.times.each_ref().map(|it| Duration::from_nanos(it.load(Ordering::Relaxed)));
+        std::sync::atomic::fence(Ordering::Acquire);
+        is_it(Ordering::Relaxed).then_some(times)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::ffi::c_void;
+use std::time::Duration;
 
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUresult;
@@ -165,7 +166,12 @@ unsafe impl Send for Event {}
 
 impl Event {
     pub(crate) fn new() -> Result<Self> {
-        shim::cuda_event_new().map(Self)
+        shim::cuda_event_new(false).map(Self)
+    }
+
+    /// One that also knows when the device has passed it.
+    pub(crate) fn timed() -> Result<Self> {
+        shim::cuda_event_new(true).map(Self)
     }
 
     /// Marks this point of the calling thread's stream on device `index`.
@@ -178,6 +184,13 @@ impl Event {
     pub(crate) fn block(&self, index: usize) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
         unsafe { shim::cuda_event_block(self.0, index) }
+    }
+
+    /// How long after `earlier` the device has passed this mark. Both have times and are passed.
+    pub(crate) fn since(&self, earlier: &Event) -> Result<Duration> {
+        // SAFETY: the pointers live as long as the events.
+        let milliseconds = unsafe { shim::cuda_event_since(self.0, earlier.0) }?;
+        Ok(Duration::try_from_secs_f64(milliseconds / 1e3).unwrap_or_default())
     }
 
     pub(crate) fn is_done(&self) -> Result<bool> {

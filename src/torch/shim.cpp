@@ -373,8 +373,10 @@ char* ddp_cuda_current_stream(int index, void** stream) {
   return guarded([&] { *stream = cuda().getStream(cuda_device(index)).native_handle(); });
 }
 
-char* ddp_cuda_event_new(c10::Event** event) {
-  return guarded([&] { *event = new c10::Event(kCUDA); });
+// With a time, which costs the device a little, or without.
+char* ddp_cuda_event_new(bool timed, c10::Event** event) {
+  const auto flag = timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+  return guarded([&] { *event = new c10::Event(kCUDA, flag); });
 }
 
 void ddp_cuda_event_free(c10::Event* event) { delete event; }
@@ -387,6 +389,11 @@ char* ddp_cuda_event_record(c10::Event* event, int index) {
 // Whether the device has passed the mark; does not wait.
 char* ddp_cuda_event_query(c10::Event* event, bool* done) {
   return guarded([&] { *done = event->query(); });
+}
+
+// How many milliseconds after `earlier` the device has passed `event`. Both have times and are passed.
+char* ddp_cuda_event_since(c10::Event* event, c10::Event* earlier, double* milliseconds) {
+  return guarded([&] { *milliseconds = earlier->elapsedTime(*event); });
 }
 
 // Has the device's current stream wait until it has passed the mark; the host does not wait.

@@ -136,10 +136,11 @@ unsafe extern "C" {
     fn ddp_cuda_device_count() -> c_int;
     fn ddp_cuda_set_device(index: c_int) -> *mut c_char;
     fn ddp_cuda_current_stream(index: c_int, stream: *mut *mut c_void) -> *mut c_char;
-    fn ddp_cuda_event_new(event: *mut *mut Event) -> *mut c_char;
+    fn ddp_cuda_event_new(timed: bool, event: *mut *mut Event) -> *mut c_char;
     fn ddp_cuda_event_free(event: *mut Event);
     fn ddp_cuda_event_record(event: *mut Event, index: c_int) -> *mut c_char;
     fn ddp_cuda_event_query(event: *mut Event, done: *mut bool) -> *mut c_char;
+    fn ddp_cuda_event_since(event: *mut Event, earlier: *mut Event, ms: *mut f64) -> *mut c_char;
     fn ddp_cuda_event_block(event: *mut Event, index: c_int) -> *mut c_char;
     fn ddp_cuda_stream_new(index: c_int, stream: *mut *mut Stream) -> *mut c_char;
     fn ddp_cuda_stream_free(stream: *mut Stream);
@@ -390,10 +391,10 @@ pub(super) fn cuda_current_stream(index: usize) -> Result<*mut c_void> {
     Ok(stream)
 }
 
-pub(super) fn cuda_event_new() -> Result<*mut Event> {
+pub(super) fn cuda_event_new(timed: bool) -> Result<*mut Event> {
     let mut event = std::ptr::null_mut();
     // SAFETY: writes one pointer to a valid place.
-    check("creating a CUDA event", unsafe { ddp_cuda_event_new(&mut event) })?;
+    check("creating a CUDA event", unsafe { ddp_cuda_event_new(timed, &mut event) })?;
     Ok(event)
 }
 
@@ -418,6 +419,18 @@ pub(super) unsafe fn cuda_event_query(event: *mut Event) -> Result<bool> {
     // SAFETY: as the caller promises; `done` is a valid place.
     check("querying a CUDA event", unsafe { ddp_cuda_event_query(event, &mut done) })?;
     Ok(done)
+}
+
+/// In milliseconds.
+///
+/// # Safety
+/// Both come from [`cuda_event_new`] and have not been freed.
+pub(super) unsafe fn cuda_event_since(event: *mut Event, earlier: *mut Event) -> Result<f64> {
+    let mut milliseconds = 0.0;
+    // SAFETY: as the caller promises; `milliseconds` is a valid place.
+    let done = unsafe { ddp_cuda_event_since(event, earlier, &mut milliseconds) };
+    check("reading the time of a CUDA event", done)?;
+    Ok(milliseconds)
 }
 
 /// # Safety

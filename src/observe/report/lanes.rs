@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-use crate::observe::slices::{Slice, slices};
+use crate::observe::slices::{Slice, gpu_slices, slices};
 use crate::operation::Operation;
 use crate::sync::{History, OfRank, Place};
 
@@ -29,6 +29,8 @@ pub(crate) struct Lanes {
 struct Lane {
     rank: usize,
     device: String,
+    /// Whether lane 1 is what its GPU did.
+    on_gpu: bool,
     records: Vec<Short>,
 }
 
@@ -59,7 +61,14 @@ impl Lanes {
         let most = MOST / history.ranks.len().max(1);
         let mut places = Places::default();
         let mut lost = 0;
-        let lane = |(of_rank, slices): (&OfRank, Vec<Slice>)| {
+        let on_gpu = |mut slices: Vec<Slice>| {
+            slices.iter_mut().for_each(|it| it.lane = 1);
+            slices
+        };
+        let lane = |((of_rank, mut slices), gpu): ((&OfRank, Vec<Slice>), Vec<Slice>)| {
+            let has_gpu = !gpu.is_empty();
+            slices.extend(on_gpu(gpu));
+            slices.sort_by_key(|it| it.arrived);
             let mut too_many = slices.len().saturating_sub(most);
             if too_many > 0 {
                 let is_step = |it: &Slice| it.begin.at.operation == Operation::Step;
@@ -69,10 +78,12 @@ impl Lanes {
             Lane {
                 rank: of_rank.rank,
                 device: of_rank.device.clone(),
+                on_gpu: has_gpu,
                 records: slices[too_many..].iter().map(|it| short(it, &mut places)).collect(),
             }
         };
-        let ranks = history.ranks.iter().zip(slices(history)).map(lane).collect();
+        let slices = history.ranks.iter().zip(slices(history)).zip(gpu_slices(history));
+        let ranks = slices.map(lane).collect();
         let operations = Operation::ALL.iter().map(ToString::to_string).collect();
         Self { end: micros(history.taken), lost, operations, places: places.names, ranks }
     }

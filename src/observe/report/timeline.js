@@ -370,7 +370,7 @@ function timeline() {
       [collective ? "arrived at" : "began at", exact(it[BEGIN], `${since}\u00a0ms`)],
       ["took", it[DURATION] === null ? lasted(it) : exact(it[DURATION], lasted(it))],
       ["waited", it[WAITED] > 0 ? exact(it[WAITED], waitedFor(it)) : collective && it[DURATION] !== null ? "for nobody" : null],
-      ["thread", it[BESIDE] ? "communication, beside the rank's own" : null],
+      ["thread", !it[BESIDE] ? null : track.rank.on_gpu ? "the GPU" : "communication, beside the rank's own"],
       ["written in", it[PLACE] >= 0 ? el("code", {}, places[it[PLACE]]) : null],
     ]);
     const [from, to] = [track.starts[i], track.ends[i]], length = view.to - view.from;

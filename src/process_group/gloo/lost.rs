@@ -5,7 +5,7 @@ use std::time::Duration;
 use crossbeam::channel::select_biased;
 
 use crate::error::{Error, LateRank};
-use crate::operation::At;
+use crate::operation::{At, Operation};
 use crate::sync::{Run, Seen};
 
 /// How long to wait for the reason of a failure, which another process may be about to tell.
@@ -40,8 +40,12 @@ pub(super) fn error(
         return Error::Peer { at, step: run.timeline.step_of(waiting), lost, reason };
     };
     // Only an open record says that a rank has entered the call: `Run::activity` has the call already on the way into it.
+    // To synchronize is no call, and has no record.
     let is_open = |it: &Seen| it.at == at && it.ended.is_none();
-    let has_entered = |rank: &usize| run.sightings.of(*rank).iter().any(is_open);
+    let has_entered = |rank: &usize| match at.operation {
+        Operation::Synchronize => run.activity[*rank].now() == at,
+        _ => run.sightings.of(*rank).iter().any(is_open),
+    };
     let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !has_entered(rank)).collect();
     let late = match (silent.is_empty(), missing.is_empty()) {
         (false, _) => silent,

@@ -151,13 +151,13 @@ impl Network {
 
     /// Tells the other processes the news of [`Stop`], and hears theirs, where no collective of this backend does. By
     /// the process's first rank; all processes must call it, with the same number.
-    pub(crate) fn exchange_news(&self, number: u64) -> Result<()> {
+    pub(crate) fn exchange_news(&self, sequence: u64) -> Result<()> {
         if self.stop.get().is_none() {
             return Ok(());
         }
-        let call = Call { sequence: number, ..Call::bare(Operation::Step) };
+        let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
         let parts = Parts::of(&call, 0, &self.layout, false);
-        self.exchange(&call, &parts, 0, || Operation::Step.to_string())
+        self.exchange(&call, &parts, 0, || call.operation.to_string())
     }
 
     /// Says what the mean weight of this process's ranks is in the call that comes. By the process's first rank.

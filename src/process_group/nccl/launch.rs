@@ -93,7 +93,7 @@ impl Nccl {
                     // SAFETY: as above.
                     unsafe { sys::ncclAllReduce(token, token, 1, kind, op, comm, stream) }
                 })?;
-                self.synchronize()
+                self.synchronize(&|| {})
             }
             Operation::NewGroup => self.meet(call),
             Operation::Gather => self.grouped(call, "ncclSend and ncclRecv", || {

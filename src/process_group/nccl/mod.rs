@@ -261,9 +261,10 @@ impl Backend for Nccl {
         self.mean()
     }
 
-    fn synchronize(&mut self) -> Result<()> {
+    fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()> {
         let waited = self.done.record(self.gpu).and_then(|()| {
             self.poll(|| {
+                meanwhile();
                 for nccl in std::iter::once(self as &Self).chain(self.pairs.values()) {
                     let communicator = &nccl.communicator;
                     check("a collective", communicator.state(), communicator.raw())?;

@@ -118,7 +118,7 @@ impl Backend for Threaded {
         weights::mean(self.seat.announced().map(|it| (it.weight.unwrap_or(0.0), 1)))
     }
 
-    fn synchronize(&mut self) -> Result<()> {
+    fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {
         // CPU work is done when it returns, and no CUDA work of this backend waits for another rank.
         let barrier = self.seat.barrier();
         barrier.run().check(barrier.members()[self.seat.rank()])

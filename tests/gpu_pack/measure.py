@@ -1,0 +1,313 @@
+"""Tests and measures ddp-mp on this machine's GPU, beside PyTorch, and writes gpu-results.json and gpu-results.md.
+
+measure.py [--simulated FOLDER]
+
+What a part has found is written when it ends, so that a part that takes too long costs only itself and those after it.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import re
+import statistics
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).parent.resolve()
+STEPS, EPOCHS = 1000, (2, 6)
+IMAGES = ["--in-features=784", "--out-features=10", "--loss=cross-entropy"]
+FLAGS = {
+    "linear": [],
+    "mlp": ["--model=mlp", "--hidden=1024,1024,1024"],
+    "cnn": ["--model=cnn", "--channels=16,32", *IMAGES],
+}
+WORK = [("linear", "float32"), ("mlp", "float32"), ("mlp", "bf16"), ("cnn", "float32"), ("cnn", "bf16")]
+# In the order in which cuda_calls.c has them.
+CALLS = {
+    "kernel launches": 4,
+    "copies": 2,
+    "host waits": 4,
+    "allocator calls": 4,
+    "event queries": 1,
+    "event records": 2,
+}
+LARGEST_PART = 150  # seconds
+
+
+class Machine:
+    """The programs of the pack, and how to start them here."""
+
+    def __init__(self, scratch, simulated):
+        import torch
+
+        self.scratch, self.simulated, self.torch = scratch, simulated, torch
+        with tarfile.open(HERE / "programs.tar.xz") as tar:
+            tar.extractall(scratch, filter="data")
+        torch_folder = pathlib.Path(torch.__file__).parent
+        nvidia = torch_folder.parent / "nvidia"
+        # The name by which the program asks for NCCL.
+        links = scratch / "lib"
+        links.mkdir()
+        nccl = nvidia / "nccl" / "lib" / "libnccl.so.2"
+        if nccl.exists() and not simulated:
+            (links / "libnccl.so").symlink_to(nccl)
+        self.cudart = nvidia / "cu13" / "lib" / "libcudart.so.13"
+        folders = [links, torch_folder / "lib", self.cudart.parent, nvidia / "cudnn" / "lib"]
+        if simulated:
+            folders.insert(0, simulated)
+        known = os.environ.get("LD_LIBRARY_PATH")
+        self.libraries = ":".join([*map(str, folders), *([known] if known else [])])
+
+    def environment(self, **more):
+        found = {"LD_LIBRARY_PATH": self.libraries, "DDP_MP_PROGRAM": str(self.scratch / "ddp-mp")}
+        return {**os.environ, **found, **more}
+
+    def run(self, command, limit=LARGEST_PART, **more):
+        """A command's output; its whole text where it fails."""
+        done = subprocess.run(
+            list(map(str, command)), env=self.environment(**more), capture_output=True, text=True, timeout=limit
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{command} ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-3000:]}")
+        return done.stdout
+
+    def events(self, flags, **more):
+        lines = self.run([self.scratch / "ddp-mp", "--log-format=json", *flags], **more).splitlines()
+        return [json.loads(line) for line in lines]
+
+    def counted(self, start):
+        """What `start` returns, and how often the processes that it starts call CUDA, by the names of CALLS."""
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
+            # After the wrapper, which looks for the functions behind it.
+            preload = f"{HERE / 'cuda_calls.so'}:{self.cudart}"
+            result = start(CUDA_CALLS=str(pathlib.Path(folder) / "calls"), LD_PRELOAD=preload)
+            counts = [0] * sum(CALLS.values())
+            for file in pathlib.Path(folder).iterdir():
+                numbers = struct.unpack(f"{len(counts)}Q", file.read_bytes())
+                counts = [sum(pair) for pair in zip(counts, numbers)]
+        named, at = {}, 0
+        for name, width in CALLS.items():
+            named[name] = sum(counts[at : at + width])
+            at += width
+        return result, named
+
+
+class Memory:
+    """The most memory of the GPU that is in use meanwhile, in MiB beyond what was before."""
+
+    COMMAND = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+
+    def __enter__(self):
+        self.most = None
+        try:
+            self.before = int(subprocess.run(self.COMMAND, capture_output=True, text=True, check=True).stdout.split()[0])
+            self.watch = subprocess.Popen([*self.COMMAND, "--loop-ms=50"], stdout=subprocess.PIPE, text=True)
+        except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+            self.watch = None
+        return self
+
+    def __exit__(self, *_):
+        if self.watch:
+            self.watch.terminate()
+            used = [int(word) for word in self.watch.communicate()[0].split() if word.isdigit()]
+            self.most = max(used, default=self.before) - self.before
+
+
+def environment(machine):
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "simulated": bool(machine.simulated),
+        "torch": machine.torch.__version__,
+        "processor cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+    report = json.loads(machine.run([machine.scratch / "ddp-mp", "env", "--log-format=json"]))
+    about |= {"GPUs": report["gpus"], "NCCL": report["nccl"]}
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        about["nvidia-smi"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        about["nvidia-smi"] = None
+    return about
+
+
+def tests(machine):
+    """The tests that need a GPU. Where one is skipped for want of a second GPU, it says so."""
+    text = machine.run([machine.scratch / "tests-tests", "cuda::", "--nocapture", "--test-threads=1"])
+    return {"summary": re.findall(r"test result: (.*?);", text), "skipped": re.findall(r"skipped (.*)", text)}
+
+
+def speed_of_program(machine, kind, dtype, epochs):
+    amp = ["--amp=bf16"] if dtype == "bf16" else []
+    flags = ["--nproc-per-node=1", "--backend=nccl", f"--num-samples={32 * STEPS}", f"--max-epochs={epochs}"]
+    events, calls = machine.counted(lambda **more: machine.events([*flags, *FLAGS[kind], *amp], **more))
+    speeds = [it["samples_per_second"] / 32 for it in events if it["event"] == "epoch"]
+    return speeds[1:], calls
+
+
+def speed_of_pytorch(machine, kind, dtype, epochs):
+    command = [sys.executable, HERE / "pytorch_ddp.py", kind, dtype, STEPS, epochs]
+    command += ["cpu"] if machine.simulated else []
+    libraries = {"LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
+    text, calls = machine.counted(lambda **more: machine.run(command, **libraries, **more))
+    return json.loads(text)["steps_per_second"][1:], calls
+
+
+def speed(machine):
+    """Steps per second of one rank with NCCL, beside PyTorch's DistributedDataParallel: medians over the epochs of two
+    runs each, in turns; and per step, by the difference of the two, the calls of CUDA."""
+    rows = []
+    for kind, dtype in WORK:
+        row = {"model": kind, "dtype": dtype}
+        measured = {"PyTorch": (speed_of_pytorch, [], []), "ddp-mp": (speed_of_program, [], [])}
+        for epochs in EPOCHS:
+            for name, (measure, speeds, calls) in measured.items():
+                with Memory() as memory:
+                    more, counts = measure(machine, kind, dtype, epochs)
+                speeds += more
+                calls.append(counts)
+                row[f"{name} MiB"] = memory.most
+        for name, (_, speeds, (few, many)) in measured.items():
+            row[f"{name} steps/s"] = statistics.median(speeds)
+            steps = STEPS * (EPOCHS[1] - EPOCHS[0])
+            row[f"{name} calls per step"] = {call: (many[call] - few[call]) / steps for call in CALLS}
+        row["ratio"] = row["ddp-mp steps/s"] / row["PyTorch steps/s"]
+        rows.append(row)
+    return rows
+
+
+def parts_of_a_step(machine):
+    rows = []
+    for kind, dtype in WORK:
+        amp = ["--amp=bf16"] if dtype == "bf16" else []
+        flags = ["--nproc-per-node=1", "--steps=300", "--log-format=json", *FLAGS[kind], *amp]
+        row = json.loads(machine.run([machine.scratch / "ddp-mp", "bench", "step", *flags]))
+        rows.append({"model": kind, "dtype": dtype, **{key: it for key, it in row.items() if key.endswith("_us")}})
+    return rows
+
+
+def ranks_on_one_gpu(machine):
+    """Several ranks that share the GPU, through the threaded backend."""
+    rows = []
+    for kind in ["linear", "mlp"]:
+        for ranks in [1, 2, 4]:
+            flags = [f"--nproc-per-node={ranks}", "--backend=threaded", f"--num-samples={32 * STEPS}", "--max-epochs=3"]
+            events = machine.events([*flags, *FLAGS[kind]])
+            first = [it for it in events if it["event"] == "epoch" and it["rank"] == 0][1:]
+            samples = statistics.median(it["samples_per_second"] for it in first)
+            rows.append({"model": kind, "ranks": ranks, "samples/s": samples})
+    return rows
+
+
+def lessons(machine):
+    """Each lesson checks itself."""
+    names = sorted(file.name for file in (machine.scratch / "lessons").iterdir())
+    for name in names:
+        machine.run([machine.scratch / "lessons" / name], limit=60)
+    return {"ran": names}
+
+
+def two_ranks_with_nccl(machine):
+    """Two ranks on one GPU, in two processes: an experiment of NCCL's from 2.30.3 on."""
+    pieces = sorted((HERE / "nccl").glob("libnccl.so.2.*"))
+    library = os.environ.get("NCCL_LIBRARY")
+    if pieces:
+        library = machine.scratch / "libnccl.so.2"
+        library.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+    if not library and not machine.simulated:
+        return {"left out": "no NCCL of 2.30.3 or later: name it as NCCL_LIBRARY, or put its pieces into nccl/"}
+    more = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    if machine.simulated:
+        more["SIM_NCCL_VERSION"] = "23003"
+    else:
+        folder = machine.scratch / "newer"
+        folder.mkdir()
+        (folder / "libnccl.so").symlink_to(library)
+        (folder / "libnccl.so.2").symlink_to(library)
+        more["LD_LIBRARY_PATH"] = f"{folder}:{machine.libraries}"
+    flags = ["--max-epochs=2", "--model=mlp", "--log-format=json"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    text = machine.run([*torchrun, machine.scratch / "ddp-mp", "--nproc-per-node=1", "--backend=nccl", *flags], **more)
+    end = next(it for it in map(json.loads, text.splitlines()) if it["event"] == "end")
+    on_cpu = machine.events(["--nproc-per-node=2", *flags], CUDA_VISIBLE_DEVICES="")[-1]
+    return {"loss": end["loss"], "loss on the CPU": on_cpu["loss"], "replicas equal": end["replicas_equal"]}
+
+
+PARTS = {
+    "environment": environment,
+    "tests": tests,
+    "speed": speed,
+    "parts of a step, in microseconds": parts_of_a_step,
+    "ranks on one GPU": ranks_on_one_gpu,
+    "two ranks with NCCL": two_ranks_with_nccl,
+    "lessons": lessons,
+}
+
+
+def table(rows):
+    """Rows with the same keys, as Markdown."""
+    text = lambda value: f"{value:.2f}" if isinstance(value, float) else "" if value is None else str(value)
+    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
+    lines += [" | ".join(text(value) for value in row.values()) for row in rows]
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def flat(row):
+    """The calls of a step as columns of their own."""
+    calls = {}
+    for name in ["PyTorch", "ddp-mp"]:
+        calls |= {f"{name} {call}": count for call, count in row[f"{name} calls per step"].items()}
+    return {"model": row["model"], "dtype": row["dtype"], **calls}
+
+
+def page(results):
+    simulated = results["environment"].get("result", {}).get("simulated")
+    text = f"# ddp-mp on {'a simulated GPU: no figure here is a measurement' if simulated else 'a GPU'}\n"
+    for name, part in results.items():
+        text += f"\n## {name[0].upper()}{name[1:]}\n\n"
+        found = part.get("result")
+        if not part["ok"]:
+            text += f"Failed: {part['error']}\n"
+        elif name == "speed":
+            text += table([{key: it for key, it in row.items() if "calls" not in key} for row in found])
+            text += "\nCalls of CUDA per step:\n\n" + table([flat(row) for row in found])
+        elif isinstance(found, list):
+            text += table(found)
+        else:
+            text += "".join(f"- {key}: {value}\n" for key, value in found.items())
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--simulated", type=pathlib.Path, help="folder of the simulated GPU")
+    parser.add_argument("--only", help="the part to run")
+    options = parser.parse_args()
+    simulated = options.simulated and options.simulated.resolve()
+    out = pathlib.Path(os.environ.get("OUT", HERE))
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        machine = Machine(pathlib.Path(scratch), simulated)
+        for name, part in PARTS.items():
+            if options.only and name not in ["environment", options.only]:
+                continue
+            began = time.monotonic()
+            try:
+                results[name] = {"ok": True, "result": part(machine)}
+            except Exception as error:  # the other parts may go well
+                results[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+            results[name]["seconds"] = time.monotonic() - began
+            print(f"{name}: {'ok' if results[name]['ok'] else results[name]['error']}", flush=True)
+            (out / "gpu-results.json").write_text(json.dumps(results, indent=1) + "\n")
+            (out / "gpu-results.md").write_text(page(results))
+    sys.exit(0 if all(part["ok"] for part in results.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Trains one model with PyTorch's DistributedDataParallel and NCCL on one GPU, and prints the speed of each epoch as JSON.
+
+pytorch_ddp.py linear|mlp|cnn float32|bf16 STEPS EPOCHS [DEVICE]
+
+The data lie on the GPU in the order in which they are used: a step takes a slice. DEVICE is cuda, or cpu with Gloo.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+BATCH = 32
+HIDDEN = {"linear": [], "mlp": [1024, 1024, 1024]}
+
+
+def build(kind, samples):
+    """A model, its loss, and the data."""
+    if kind == "cnn":
+        layers, channels_in = [nn.Unflatten(1, (1, 28, 28))], 1
+        for channels in [16, 32]:
+            layers += [nn.Conv2d(channels_in, channels, 3, padding=1), nn.BatchNorm2d(channels)]
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+            channels_in = channels
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels_in * 7 * 7, 10))
+        return model, cross_entropy, torch.rand(samples, 28 * 28), torch.randint(10, (samples,))
+    widths = [20, *HIDDEN[kind], 1]
+    layers = []
+    for fan_in, fan_out in zip(widths, widths[1:]):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]), mse_loss, torch.rand(samples, 20), torch.rand(samples, 1)
+
+
+def main(kind, dtype, steps, epochs, device):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    on_gpu = device == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo", rank=0, world_size=1)
+    torch.manual_seed(0)
+    model, criterion, inputs, targets = build(kind, BATCH * steps)
+    model, inputs, targets = model.to(device), inputs.to(device), targets.to(device)
+    model = DistributedDataParallel(model, device_ids=[0] if on_gpu else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    speeds = []
+    for _ in range(epochs):
+        began, total = time.perf_counter(), torch.zeros((), device=device)
+        for at in range(0, BATCH * steps, BATCH):
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == "bf16"):
+                loss = criterion(model(inputs[at : at + BATCH]), targets[at : at + BATCH])
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        total.item()  # waits for the GPU
+        speeds.append(steps / (time.perf_counter() - began))
+    print(json.dumps({"steps_per_second": speeds}), flush=True)
+    if on_gpu:
+        dist.destroy_process_group()
+    os._exit(0)  # Gloo's threads abort a process that ends with destructors now and then
+
+
+if __name__ == "__main__":
+    kind, dtype, steps, epochs, *device = sys.argv[1:]
+    main(kind, dtype, int(steps), int(epochs), *(device or ["cuda"]))
