@@ -181,7 +181,7 @@ fn a_stuck_run_tells_how_far_each_gpu_is() {
     for rank in 0..gpus {
         let line = stderr.lines().find(|it| it.starts_with(&format!("  rank {rank} last seen")));
         let line = line.unwrap_or_else(|| panic!("{stderr}"));
-        assert!(line.contains("; its GPU has completed all_reduce #"), "{stderr}");
+        assert!(line.contains("; its GPU had completed all_reduce #"), "{stderr}");
     }
 }
 

@@ -112,16 +112,12 @@ pub(super) fn table(run: &Run, here: Range<usize>) -> String {
     lines.join("\n")
 }
 
-/// `; its GPU has completed all_reduce #117, not all_reduce #118`, of a rank that only launches.
+/// `; its GPU had completed all_reduce #117 when it last looked`, of a rank that only launches.
 fn on_gpu(seen: &[Seen]) -> String {
-    let launched = || seen.iter().filter(|it| it.group.is_some() && it.ended.is_some());
-    let Some(done) = launched().filter(|it| it.on_gpu.is_some()).next_back() else {
-        return String::new();
-    };
-    let next =
-        launched().filter(|it| it.group == done.group).find(|it| it.at.sequence > done.at.sequence);
-    let next = next.map_or(String::new(), |it| format!(", not {}", name(it)));
-    format!("; its GPU has completed {}{next}", name(done))
+    let done = seen.iter().rev().find(|it| it.group.is_some() && it.on_gpu.is_some());
+    done.map_or(String::new(), |it| {
+        format!("; its GPU had completed {} when it last looked", name(it))
+    })
 }
 
 /// What is known of `rank`, the newest last.

@@ -139,7 +139,8 @@ pub struct ProcessGroup {
     messages: Cell<u64>,
     traffic: Arc<TrafficCounter>,
     /// How much this rank counts in the backward that it is in, if ranks count by their samples.
-    weight: Cell<Option<f64>>,
+    /// Shared by all groups of the rank: a loss may go through several.
+    weight: Rc<Cell<Option<f64>>>,
     stays_here: PhantomData<Rc<()>>,
 }
 
@@ -178,7 +179,7 @@ impl ProcessGroup {
             gpu_clock: RefCell::default(),
             messages: Cell::new(0),
             traffic: Arc::default(),
-            weight: Cell::default(),
+            weight: Rc::default(),
             stays_here: PhantomData,
         }
     }
@@ -401,7 +402,7 @@ impl ProcessGroup {
             gpu_clock: RefCell::default(),
             messages: Cell::new(0),
             traffic,
-            weight: Cell::default(),
+            weight: Rc::default(),
             stays_here: PhantomData,
         }
     }

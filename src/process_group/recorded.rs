@@ -247,6 +247,7 @@ impl ProcessGroup {
         // Not 0, which is the group of all.
         let group = (xxh3_64(&name) as u32).max(1);
         self.run().know_group(group, &Arc::from(self.ranks()));
-        Self { recorded: Recorded { group, ..Recorded::default() }, ..self }
+        let recorded = Recorded { group, ..Recorded::default() };
+        Self { recorded, weight: parent.weight.clone(), ..self }
     }
 }

@@ -22,14 +22,23 @@ pub(super) fn error(
     reason: String,
 ) -> Error {
     // Another process may have failed first, and be telling so.
-    select_biased! {
-        recv(run.cancel.tripped()) -> _ => {}
-        default(if waited.is_some() { Duration::ZERO } else { REASON }) => {}
+    let await_reason = || {
+        select_biased! {
+            recv(run.cancel.tripped()) -> _ => {}
+            default(REASON) => {}
+        }
+    };
+    if waited.is_none() {
+        await_reason();
     }
     if let Err(cancelled) = run.check(waiting) {
         return cancelled;
     }
     let silent = run.look();
+    // So may one that has given up waiting at the same time.
+    if waited.is_some() && ranks.iter().any(|rank| run.is_done(*rank)) {
+        await_reason();
+    }
     if let Err(cancelled) = run.check(waiting) {
         return cancelled;
     }

@@ -139,13 +139,16 @@ impl Nccl {
 
     /// Meets the ranks of this process before a call. With `--check-collectives`, weights and new groups they compare
     /// what they call, also with the ranks of other processes: that costs a message to each other process over TCP.
+    ///
+    /// An all_reduce is always announced, because one rank may have a weight and another none: all must meet alike.
     pub(super) fn meet(&mut self, call: &Call) -> Result<()> {
-        if !self.check && call.weight.is_none() && call.operation != Operation::NewGroup {
+        let compares = self.check || call.weight.is_some() || call.operation == Operation::NewGroup;
+        if !compares && call.operation != Operation::AllReduce {
             let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
             return self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), timeout);
         }
         threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)?;
-        if let Some(network) = self.elsewhere() {
+        if let Some(network) = self.elsewhere().filter(|_| compares) {
             if self.seat.rank() == 0 {
                 let describe = || calls::to_text(self.seat.announced());
                 let mean = call.weight.map(|_| weights::mean(self.weights_here()));
