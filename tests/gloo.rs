@@ -6,7 +6,9 @@ use std::thread;
 use std::time::Duration;
 
 use ddp_mp::ddp::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
-use ddp_mp::launch::{BackendChoice, Launch, LaunchOptions, Nproc, Share, World, detect, place};
+use ddp_mp::launch::{
+    BackendChoice, Joining, Launch, LaunchOptions, Nproc, Share, World, detect, place,
+};
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
 use proptest::prelude::*;
@@ -544,4 +546,43 @@ fn what_was_sent_in_a_group_that_is_gone_keeps_nobody() {
     });
     let told = ended.into_iter().next().unwrap().unwrap_err().to_string();
     assert!(told.contains("send #0"), "{told}");
+}
+
+/// A user's "for ever", which is added to a point in time.
+#[test]
+fn the_longest_durations_are_no_overflow() {
+    const EVER: Duration = Duration::MAX;
+    let port = free_port();
+    let process = |number| {
+        let joining = Joining {
+            timeout: EVER,
+            grace_period: EVER,
+            compare_clocks: true,
+            ..Joining::default()
+        };
+        let launched = launch(2, number, 1, port).join(&Cuda::default(), joining).unwrap();
+        if number == 0 {
+            let fails = || Err::<(), _>(ddp_mp::Error::Input("the cause".into()));
+            return launched.before_ranks(fails).unwrap_err().to_string();
+        }
+        let spawn = launched.spawn().timeout(EVER).grace_period(EVER).stall_warning(EVER, |_| {});
+        let ended = spawn.run(|rank| Ok(rank.init_process_group(Backend::Gloo)?.barrier()?));
+        ended.unwrap_err().to_string()
+    };
+    let told = thread::scope(|scope| {
+        let threads = [0, 1].map(|number| scope.spawn(move || process(number)));
+        threads.map(|thread| thread.join().unwrap())
+    });
+    told.iter().for_each(|it| assert!(it.contains("the cause"), "{it}"));
+    let ended = try_processes(&[1, 1], EVER, |rank, group| {
+        group.monitored_barrier(EVER)?;
+        let (mut tensor, other) = (one(rank.rank() as i64), 1 - rank.rank());
+        let mut sent = group.isend(&one(7), other, 0)?;
+        assert_eq!(group.recv(&mut tensor, Some(other), 0)?, other);
+        assert!(sent.wait_timeout(EVER)?);
+        let mut met = group.async_op(|group| group.barrier())?;
+        assert!(met.wait_timeout(EVER)?);
+        Ok(())
+    });
+    ended.into_iter().for_each(|it| drop(it.unwrap()));
 }

@@ -10,6 +10,7 @@ use torch_sys::C_tensor;
 
 use super::shim::take_message;
 use crate::error::first_line;
+use crate::sync::LONGEST;
 
 /// `c10::intrusive_ptr<c10d::TCPStore>`, only ever behind a pointer.
 #[repr(C)]
@@ -357,6 +358,6 @@ fn text(text: &str) -> Result<CString> {
 }
 
 fn millis(duration: Duration) -> i64 {
-    // What is beyond a thousand years overflows in libtorch.
-    i64::try_from(duration.as_millis()).unwrap_or(i64::MAX).min(1 << 45)
+    // Beyond 292 years, in nanoseconds, libtorch's clock overflows.
+    i64::try_from(duration.min(LONGEST).as_millis()).unwrap_or(i64::MAX)
 }
