@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
 use super::DistributedDataParallel;
-use super::reducer::Reducer;
+use super::reducer::{Reducer, State};
 use crate::error::{Error, Result};
 
 /// The state of a communication hook on one rank, kept from one step to the next. Follows the `state_dict` of PyTorch's
@@ -146,11 +146,7 @@ impl<M> DistributedDataParallel<M> {
                 text(mine)
             )));
         };
-        let mut state = saved.of(self.group.rank(), self.group.world_size())?;
-        for tensor in state.shared.values_mut().chain(state.local.values_mut()) {
-            let moved = tensor.f_to_device(self.group.device());
-            *tensor = moved.map_err(Error::torch("moving the state of a hook"))?;
-        }
+        let state = saved.of(self.group.rank(), self.group.world_size())?;
         self.reducer.load_comm_hook_state(state, &saved.record.order)
     }
 }
@@ -163,9 +159,20 @@ impl Reducer {
         Ok(hook.state()?.map(|kept| (hook.name(), kept)))
     }
 
-    /// Restores the hook from `kept`, with buckets of the parameters in `order`.
-    fn load_comm_hook_state(&self, kept: CommHookState, order: &[String]) -> Result<()> {
+    /// Restores the hook from `kept`, which is on the CPU, with buckets of the parameters in `order`.
+    fn load_comm_hook_state(&self, mut kept: CommHookState, order: &[String]) -> Result<()> {
         let mut state = self.state.borrow_mut();
+        let State { communication, group, .. } = &mut *state;
+        // On the hook's own stream. Memory of another stream would be reused there as soon as the hook drops the
+        // tensor, while the hook's stream still reads it.
+        communication.run(group, |group| {
+            for tensor in kept.shared.values_mut().chain(kept.local.values_mut()) {
+                let moved = tensor.f_to_device(group.device());
+                *tensor = moved.map_err(Error::torch("moving the state of a hook"))?;
+            }
+            Ok(())
+        })?;
+        communication.wait(group)?;
         if !order.is_empty() {
             state.set_order(order, &self.options)?;
         }

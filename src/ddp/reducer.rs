@@ -85,7 +85,7 @@ pub(super) struct State {
     error: Option<Error>,
     /// The user's, if there is one.
     pub comm_hook: Option<Box<dyn CommHook>>,
-    communication: Communication,
+    pub communication: Communication,
     times: Times,
 }
 
