@@ -33,7 +33,7 @@ test: cargo libtorch ## build and run the tests
 	cargo test --release
 
 test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
-	cargo test --release --no-run --test tests --test gpus
+	cargo test --release --no-run --test tests --test gpus --examples
 	@set -ex; for gpus in 1 2 4; do \
 	    SIM_GPUS=$$gpus LD_LIBRARY_PATH=$(abspath $(SIMULATED_GPUS)) cargo test --release --test tests cuda::; \
 	done

@@ -1,0 +1,156 @@
+//! What a user runs, on simulated GPUs: the commands, what a run writes, and the lessons.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::harness::{program, repository, run_command, without_launcher};
+use crate::machine::{cpu_events, end, events, gpu_events, in_parallel, on_gpus, simulate};
+
+/// Returns stdout and stderr of a command that must succeed.
+fn output(command: Command) -> (String, String) {
+    let what = format!("{command:?}");
+    let (code, stdout, stderr) = run_command(command);
+    assert_eq!(code, Some(0), "{what}: {stderr}");
+    (stdout, stderr)
+}
+
+#[test]
+fn comm_shows_what_it_shows_on_cpu_ranks() {
+    let args = ["comm", "--log-format=json"];
+    for ranks in [2, 3] {
+        let count = format!("--nproc-per-node={ranks}");
+        let [gpu, cpu] =
+            [on_gpus(ranks, &args), program(&[&args[..], &[&count]].concat())].map(|command| {
+                let mut rows = events(command);
+                // NCCL sends along a ring, the ranks of one process read from each other.
+                let moved = ["sent", "received"];
+                rows.iter_mut().for_each(|it| {
+                    it.as_object_mut().unwrap().retain(|key, _| !moved.contains(&&**key))
+                });
+                rows
+            });
+        assert_eq!(gpu, cpu, "{ranks} ranks");
+        assert!(gpu.len() > 8 * ranks, "{gpu:?}");
+    }
+}
+
+#[test]
+fn verify_finds_all_ways_on_gpus_right() {
+    let found = events(on_gpus(2, &["verify", "--log-format=json"]));
+    for event in found.iter().filter(|it| !it["strategy"].is_null()) {
+        assert_eq!(event["ok"], true, "{event}");
+    }
+    for way in [("ddp", "nccl", "GPU"), ("dp", "nccl", "GPU"), ("ddp", "threaded", "CPU")] {
+        let is_way = |it: &Value| {
+            (&it["strategy"], &it["backend"], &it["device"])
+                == (&way.0.into(), &way.1.into(), &way.2.into())
+        };
+        assert!(found.iter().any(is_way), "{way:?}: {found:?}");
+    }
+}
+
+#[test]
+fn every_bench_measures() {
+    let ops = [
+        "all-reduce",
+        "reduce",
+        "broadcast",
+        "all-gather",
+        "reduce-scatter",
+        "gather",
+        "scatter",
+        "all-to-all",
+        "send-recv",
+    ];
+    for op in ops {
+        let args =
+            ["bench", op, "--max-bytes=4K", "--step-factor=8", "--iters=3", "--log-format=json"];
+        let rows = events(on_gpus(2, &args));
+        assert!(rows.len() > 2, "{op}: {rows:?}");
+        assert!(rows.iter().all(|row| row["wrong"] == 0), "{op}: {rows:?}");
+    }
+    for args in [&["bench", "step", "--model=mlp"][..], &["bench", "step", "--strategy=dp"]] {
+        let rows = events(on_gpus(2, &[args, &["--steps=20", "--log-format=json"]].concat()));
+        assert_eq!(rows[0]["world_size"], 2, "{rows:?}");
+        assert!(rows[0]["us_per_step"].as_f64().unwrap() > 0.0, "{rows:?}");
+    }
+}
+
+/// Watching a run changes nothing of it, and shows its GPUs.
+#[test]
+fn explain_trace_report_and_the_others_change_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name).display().to_string();
+    let run = ["--model=mlp", "--num-samples=400", "--val-fraction=0.2"];
+    let plain = gpu_events(2, &run);
+    let watched = [
+        "--explain".to_string(),
+        format!("--trace={}", file("trace.json")),
+        format!("--report={}", file("report.html")),
+        format!("--metrics={}", file("metrics.jsonl")),
+        format!("--tensorboard={}", file("board")),
+    ];
+    let watched: Vec<&str> = watched.iter().map(String::as_str).collect();
+    let args = [&run[..], &watched, &["--log-format=json"]].concat();
+    let (stdout, stderr) = output(on_gpus(2, &args));
+    let events: Vec<Value> =
+        stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(end(&events)["parameters_hash"], end(&plain)["parameters_hash"]);
+    assert_eq!(end(&events)["loss"], end(&cpu_events(2, &run))["loss"]);
+    assert!(stderr.contains("have trained one model"), "{stderr}");
+    assert!(stderr.contains("NCCL"), "{stderr}");
+    let trace: Value =
+        serde_json::from_str(&fs::read_to_string(file("trace.json")).unwrap()).unwrap();
+    let trace = trace.to_string();
+    let report = fs::read_to_string(file("report.html")).unwrap();
+    for gpu in ["rank 0 (GPU:0)", "rank 1 (GPU:1)"] {
+        assert!(trace.contains(gpu), "{gpu} is not in the trace");
+    }
+    assert!(report.contains("GPU:0") && report.contains("GPU:1"));
+    assert!(fs::read_to_string(file("metrics.jsonl")).unwrap().lines().count() > 1);
+    assert!(fs::read_dir(file("board")).unwrap().count() > 0);
+}
+
+#[test]
+fn env_shows_the_machine() {
+    let found = events(on_gpus(3, &["env", "--log-format=json"]));
+    assert_eq!(found[0]["gpus"].as_array().unwrap().len(), 3, "{found:?}");
+    assert!(found[0]["gpu_problem"].is_null(), "{found:?}");
+    assert!(found[0]["nccl"].is_string(), "{found:?}");
+}
+
+/// Returns the lessons that `make test-gpus` has built.
+fn lessons() -> Vec<(String, PathBuf)> {
+    let built = Path::new(env!("CARGO_BIN_EXE_ddp-mp")).with_file_name("examples");
+    let files = fs::read_dir(repository("examples")).unwrap();
+    let names = files.map(|it| it.unwrap().file_name().to_str().unwrap().to_owned());
+    let names = names.filter(|it| it.starts_with(|c: char| c.is_ascii_digit()));
+    let mut lessons: Vec<_> =
+        names.map(|name| (name.clone(), built.join(name.trim_end_matches(".rs")))).collect();
+    lessons.sort();
+    lessons
+}
+
+#[test]
+fn every_lesson_ends_well() {
+    let lessons = lessons();
+    assert!(lessons.len() > 10, "{lessons:?}");
+    in_parallel(&lessons, |(name, path)| {
+        assert!(path.exists(), "{} is not built: use `make test-gpus`", path.display());
+        let mut command = Command::new(path);
+        without_launcher(&mut command);
+        simulate(&mut command, 2);
+        let (stdout, _) = output(command);
+        assert!(!stdout.is_empty(), "{name}");
+        // The one that starts its ranks on GPUs: there and in two processes on the CPU they come to the same.
+        if name.starts_with("08") {
+            let hashes: Vec<&str> =
+                stdout.lines().filter_map(|it| Some(it.split_once("parameters ")?.1)).collect();
+            assert!(hashes.len() > 3, "{stdout}");
+            assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{stdout}");
+        }
+    });
+}

@@ -1,0 +1,103 @@
+//! Runs that share GPUs or change machines: ranks on one GPU, processes of a launcher, checkpoints that move.
+
+use std::process::Stdio;
+
+use crate::harness::{as_torchrun, free_port, join};
+use crate::machine::{cpu_events, end, gpu_events, on_gpus, results};
+use crate::same::args;
+
+#[test]
+fn several_ranks_on_one_gpu() {
+    for (ranks, row) in [
+        (3, "mlp"),
+        (2, "mlp --optimizer=adamw --accumulate=2 --comm-hook=fp16"),
+        (2, "cnn --sync-batch-norm --val-fraction=0.2"),
+        (2, "mlp --strategy=dp --num-workers=1"),
+        (4, "linear --exact-mean"),
+    ] {
+        let count = format!("--nproc-per-node={ranks}");
+        let shared = [&args(row)[..], &["--backend=threaded", &count]].concat();
+        let (gpu, cpu) = (gpu_events(1, &shared), cpu_events(ranks, &args(row)));
+        assert_eq!((&gpu[0]["device"], &gpu[0]["backend"]), (&"GPU".into(), &"threaded".into()));
+        assert_eq!(results(&gpu), results(&cpu), "{ranks} ranks on one GPU, {row}");
+    }
+}
+
+#[test]
+fn processes_that_a_launcher_has_started() {
+    for (ranks, row) in [
+        (2, "mlp --max-epochs=2"),
+        (3, "mlp --bucket-cap-mb=0.001 --optimizer=adamw"),
+        (2, "cnn --sync-batch-norm --val-fraction=0.2"),
+        (2, "mlp --strategy=dp --accumulate=2"),
+    ] {
+        let port = free_port();
+        let start = |process| {
+            let mut command = on_gpus(ranks, &[&args(row)[..], &["--log-format=json"]].concat());
+            as_torchrun(&mut command, process, ranks, port);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let outputs = join((0..ranks).map(start).collect());
+        for output in &outputs {
+            assert!(output.status.success(), "{row}: {output:?}");
+        }
+        let stdout = String::from_utf8_lossy(&outputs[0].stdout);
+        let last = [serde_json::from_str(stdout.lines().last().unwrap()).unwrap()];
+        let cpu = cpu_events(ranks, &args(row));
+        for key in ["parameters_hash", "loss", "steps"] {
+            assert_eq!(end(&last)[key], end(&cpu)[key], "{ranks} processes, {row}");
+        }
+    }
+}
+
+/// The first half of a run on one, the second half on the other: as if it had never moved.
+#[test]
+fn checkpoints_move_between_gpus_and_the_cpu() {
+    for row in [
+        "mlp --momentum=0.9 --dropout=0.2",
+        "mlp --optimizer=adamw --schedule=cosine --schedule-by=step --warmup-steps=3",
+        "mlp --amp=fp16",
+        "cnn --sync-batch-norm --val-fraction=0.2 --optimizer=adamw",
+        "mlp --comm-hook=powersgd --powersgd-start=2",
+    ] {
+        let run = |on_gpu: bool, epochs: &str, more: &[&str]| {
+            let args = [&args(row)[..], &[epochs], more].concat();
+            if on_gpu { gpu_events(2, &args) } else { cpu_events(2, &args) }
+        };
+        let expected = run(false, "--max-epochs=2", &[]);
+        for first_on_gpu in [true, false] {
+            let folder = tempfile::tempdir().unwrap();
+            let save = format!("--save-dir={}", folder.path().join("run").display());
+            // A schedule depends on how long the whole run is: it stops in the midst of that.
+            let steps = end(&expected)["steps"].as_u64().unwrap() / 2;
+            let stop = format!("--max-steps={steps}");
+            run(first_on_gpu, "--max-epochs=2", &[&save, &stop]);
+            let found = run(!first_on_gpu, "--max-epochs=2", &[&save, "--resume=auto"]);
+            for key in ["parameters_hash", "loss", "scale"] {
+                assert_eq!(
+                    end(&found)[key],
+                    end(&expected)[key],
+                    "{key}, {row}, first on a simulated GPU: {first_on_gpu}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_starts_from_parameters_of_the_other_device() {
+    let folder = tempfile::tempdir().unwrap();
+    for (saves_on_gpu, name) in [(true, "gpu"), (false, "cpu")] {
+        let save = format!("--save-dir={}", folder.path().join(name).display());
+        let from = format!("--init-from={}", folder.path().join(name).display());
+        let row = args("mlp");
+        let saved = [&row[..], &[&save]].concat();
+        if saves_on_gpu {
+            gpu_events(2, &saved)
+        } else {
+            cpu_events(2, &saved)
+        };
+        let next = [&row[..], &[&from]].concat();
+        assert_eq!(results(&gpu_events(2, &next)), results(&cpu_events(2, &next)), "{name}");
+    }
+}
