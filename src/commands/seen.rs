@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::checkpoint::TrainerState;
 use crate::config::{Config, Data};
-use crate::data::{DistributedSampler, num_batches};
+use crate::data::{DistributedSampler, batches_of_all};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::files::reason;
@@ -266,8 +266,7 @@ fn samples(
     let mut listed = Samples { dataset, batch_size: batch, complete: true, epochs: Vec::new() };
     let (mut epoch, mut seen, mut room) = (first.epoch, first.samples_seen, LISTED / world_size);
     while steps > 0 && listed.complete {
-        let batches =
-            num_batches(samplers[0].num_samples_from(seen), batch, config.drop_last_batch);
+        let batches = batches_of_all(&samplers[0], seen, batch, config.drop_last_batch);
         let now = (batches as u64).div_ceil(config.accumulate).min(steps);
         if now == 0 && seen == 0 {
             break; // an epoch of nothing
@@ -311,7 +310,65 @@ fn collectives(history: &History) -> Vec<Called> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use tch::Device;
+
     use super::*;
+    use crate::data::{DataLoader, Targets, TensorDataset};
+
+    /// The samples of all steps, by epoch and rank, as the loaders of a run deal them.
+    fn trained(config: &Config, samples: usize, ranks: usize) -> Vec<Vec<Vec<usize>>> {
+        let data =
+            Arc::new(TensorDataset::random(samples as i64, 1, Targets::Values(1), 0).unwrap());
+        let of_rank = |rank, epoch| {
+            let sampler = config.sampler(samples, ranks, rank).unwrap();
+            let loader = DataLoader::new(data.clone(), sampler, config.batch_size, Device::Cpu);
+            let loader = loader.unwrap().drop_last(config.drop_last_batch);
+            let loader = loader.in_step(config.exact_mean);
+            let batches = loader.num_batches();
+            let steps = batches.div_ceil(config.accumulate as usize) as u64;
+            assert_eq!(steps, config.steps_per_epoch(ranks), "{samples} on {ranks}: {config}");
+            loader.samples(epoch, 0, 0, batches).unwrap()
+        };
+        let of_epoch = |epoch| (0..ranks).map(|rank| of_rank(rank, epoch)).collect();
+        (0..config.max_epochs).map(of_epoch).collect()
+    }
+
+    #[test]
+    fn the_samples_that_are_listed_are_those_that_were_trained_on() {
+        const FLAGS: [[bool; 3]; 6] = [
+            [false, false, false],
+            [true, false, false],
+            [false, true, false],
+            [false, false, true],
+            [true, false, true],
+            [false, true, true],
+        ];
+        for [drop_last, exact_mean, drop_last_batch] in FLAGS {
+            for (samples, ranks, accumulate) in
+                [(31, 2, 1), (32, 2, 1), (33, 2, 3), (31, 3, 2), (50, 3, 1), (16, 1, 1)]
+            {
+                let config = Config {
+                    max_epochs: 2,
+                    batch_size: 8,
+                    num_samples: Some(samples as i64),
+                    accumulate,
+                    drop_last,
+                    exact_mean,
+                    drop_last_batch,
+                    ..Config::default()
+                };
+                let expected = trained(&config, samples, ranks);
+                let steps = config.steps(ranks);
+                let start = TrainerState::default();
+                let listed = super::samples(&config, samples, ranks, &start, steps).unwrap();
+                let listed: Vec<Vec<Vec<usize>>> =
+                    listed.epochs.into_iter().map(|it| it.ranks).collect();
+                assert_eq!(listed, expected, "{samples} on {ranks} ranks: {config}");
+            }
+        }
+    }
 
     #[test]
     fn a_clock_that_is_wrong_has_a_date_too() {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::data::SIZES;
 use super::optimization::shown;
 use super::{CommHookKind, Config, text};
-use crate::data::num_batches;
+use crate::data::batches_of_all;
 use crate::error::{Error, Result};
 use crate::launch::{FaultKind, Stage};
 use crate::models::ModelKind;
@@ -119,10 +119,9 @@ impl Config {
     /// How many steps each of so many ranks makes in an epoch.
     pub(crate) fn steps_per_epoch(&self, world_size: usize) -> u64 {
         let samples = self.num_samples.unwrap_or(0) as usize;
-        // With unequal shares the last batch is left out if any rank's is smaller.
-        let floor = self.drop_last || (self.exact_mean && self.drop_last_batch);
-        let share = if floor { samples / world_size } else { samples.div_ceil(world_size) };
-        let batches = num_batches(share, self.batch_size, self.drop_last_batch);
+        // None if some rank would have no sample.
+        let Ok(sampler) = self.sampler(samples, world_size, 0) else { return 0 };
+        let batches = batches_of_all(&sampler, 0, self.batch_size, self.drop_last_batch);
         (batches as u64).div_ceil(self.accumulate)
     }
 

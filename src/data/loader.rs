@@ -37,8 +37,22 @@ impl Batch {
 }
 
 /// How many batches so many samples make; without the last one, if it has fewer than the others and is dropped.
-pub(crate) fn num_batches(samples: usize, batch_size: usize, drop_last: bool) -> usize {
+pub(super) fn num_batches(samples: usize, batch_size: usize, drop_last: bool) -> usize {
     if drop_last { samples / batch_size } else { samples.div_ceil(batch_size) }
+}
+
+/// Returns how many batches the ranks of `sampler`, of any of them, have left in an epoch when all together have had the
+/// first `start` samples. With unequal shares it is the longest that counts, and with `drop_last` the shortest: an
+/// incomplete batch on one rank is left out on all.
+pub(crate) fn batches_of_all(
+    sampler: &DistributedSampler,
+    start: usize,
+    batch_size: usize,
+    drop_last: bool,
+) -> usize {
+    // Samples are dealt in turn: rank 0 has the most, and the last rank the fewest.
+    let rank = if drop_last { sampler.num_replicas() - 1 } else { 0 };
+    num_batches(sampler.of_rank(rank).num_samples_from(start), batch_size, drop_last)
 }
 
 /// Cuts a rank's share of the data set into batches, epoch by epoch.
@@ -173,14 +187,10 @@ impl DataLoader {
 
     /// How many of them are left when all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
-        let of = |sampler: &DistributedSampler| {
-            num_batches(sampler.num_samples_from(start), self.batch_size, self.drop_last)
-        };
-        match (self.in_step, self.drop_last) {
-            (false, _) => of(&self.sampler),
-            (true, false) => of(&self.sampler.of_rank(0)), // which has the most
-            (true, true) => of(&self.sampler.of_rank(self.sampler.num_replicas() - 1)),
+        if self.in_step {
+            return batches_of_all(&self.sampler, start, self.batch_size, self.drop_last);
         }
+        num_batches(self.sampler.num_samples_from(start), self.batch_size, self.drop_last)
     }
 
     /// The samples of `count` batches from the `first` that are left when all ranks together have had the first

@@ -12,7 +12,7 @@ mod workers;
 
 pub use dataset::{Dataset, Targets, TensorDataset};
 pub use files::{DatasetSpec, FileDataset, TargetKind};
-pub(crate) use loader::num_batches;
+pub(crate) use loader::batches_of_all;
 pub use loader::{Batch, Batches, DataLoader};
 pub use sampler::DistributedSampler;
 pub use scatter::{Loader, ScatterLoader};

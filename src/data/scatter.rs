@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::{Batch, DataLoader, DistributedSampler, num_batches};
+use super::loader::num_batches;
+use super::{Batch, DataLoader, DistributedSampler};
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, kind_name, kind_named};
 
