@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde_json::{Map, Value};
 
 use super::data::SIZES;
-use super::{CommHookKind, Config, Invalid, StrategyKind, flag_name};
+use super::{CommHookKind, Config, Invalid, ScheduleKind, StrategyKind, flag_name};
 use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
@@ -101,8 +101,15 @@ const NOTED: [&str; 14] = [
     "max_grad_norm",
 ];
 
+/// The options that only a cosine schedule depends on: it spans the whole run. Kept with it, and noted if they change.
+const OF_COSINE: [&str; 1] = ["max_epochs"];
+
 /// So many options are rather forgotten all at once than changed.
 const MANY: usize = 3;
+
+fn is_noted(key: &str) -> bool {
+    NOTED.contains(&key) || OF_COSINE.contains(&key)
+}
 
 impl Config {
     /// When to save.
@@ -129,7 +136,9 @@ impl Config {
     pub fn options(&self) -> Result<Map<String, Value>> {
         let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
         let Value::Object(mut all) = all else { return Ok(Map::new()) };
-        all.retain(|key, _| !FREE.contains(&&key[..]));
+        let is_cosine = self.schedule == ScheduleKind::Cosine;
+        let is_kept = |key: &str| !FREE.contains(&key) || (is_cosine && OF_COSINE.contains(&key));
+        all.retain(|key, _| is_kept(key));
         Ok(all)
     }
 
@@ -150,21 +159,28 @@ impl Config {
         Ok(shared.map(text).collect())
     }
 
-    /// Compares this with the options of a checkpoint to go on from: remarks on what differs.
+    /// Compares this with the options of a checkpoint to go on from: remarks on what differs. An option that the
+    /// checkpoint does not have is newer than it, and had its default.
     ///
     /// # Errors
     /// [`Error::Input`] that names what must not differ, with both values.
     pub fn check_resume(&self, saved: &Map<String, Value>) -> Result<Vec<String>> {
         let mine = self.options()?;
+        let mut was = Self::default().options()?;
+        was.extend(saved.clone());
+        let saved = &was;
         let mut keys: Vec<&String> = mine.keys().chain(saved.keys()).collect();
         keys.sort();
         keys.dedup();
+        // Older checkpoints do not have it, and without the schedule it means nothing.
+        let is_known = |key: &str| mine.contains_key(key) && saved.contains_key(key);
+        keys.retain(|key| !OF_COSINE.contains(&&key[..]) || is_known(key));
         let value = |map: &Map<String, Value>, key: &String| {
             map.get(key).map_or("not set".into(), Value::to_string)
         };
         let differ = |key: &&&String| mine.get(**key) != saved.get(**key);
         let (noted, mut wrong): (Vec<&&String>, Vec<&&String>) =
-            keys.iter().filter(differ).partition(|key| NOTED.contains(&&key[..]));
+            keys.iter().filter(differ).partition(|key| is_noted(key));
         if wrong.iter().any(|key| ["dataset", "val_fraction"].contains(&&key[..])) {
             wrong.retain(|key| !SIZES.contains(&&key[..])); // they follow from those
         }
@@ -174,7 +190,13 @@ impl Config {
                 "num_samples" => "the number of training samples (num_samples)".into(),
                 key => flag_name(key),
             };
-            format!("{name} was {was} in the checkpoint and is {is} now")
+            let so = match &key[..] {
+                key if OF_COSINE.contains(&key) => {
+                    "; the cosine schedule spans the whole run, so the learning rate changes"
+                }
+                _ => "",
+            };
+            format!("{name} was {was} in the checkpoint and is {is} now{so}")
         };
         if !wrong.is_empty() {
             let same = if wrong.len() < MANY { "" } else { " (is --config missing?)" };
@@ -268,9 +290,54 @@ mod tests {
                           nnodes = 1\nnode_rank = 0\nmaster_addr = \"e\"\nmaster_port = 1",
         );
         let all = serde_json::to_value(all).unwrap();
-        for key in FREE.iter().chain(&NOTED) {
+        for key in FREE.iter().chain(&NOTED).chain(&OF_COSINE) {
             assert!(all.get(key).is_some(), "{key}");
         }
+    }
+
+    #[test]
+    fn an_option_that_a_checkpoint_does_not_have_had_its_default() {
+        let all = config("").options().unwrap();
+        assert!(all.len() > 20);
+        for key in all.keys() {
+            let mut older = all.clone();
+            older.remove(key);
+            assert_eq!(config("").check_resume(&older).unwrap(), [""; 0], "{key}");
+        }
+        let mut older = all;
+        older.remove("exact_mean");
+        older.remove("nesterov");
+        let error = config("exact_mean = true").check_resume(&older).unwrap_err().to_string();
+        let expected = "saved: --exact-mean was false in the checkpoint and is true now; give";
+        assert!(error.contains(expected), "{error}");
+        // An option that this version does not know.
+        older.insert("colour".into(), 1.into());
+        let error = config("").check_resume(&older).unwrap_err().to_string();
+        assert!(error.contains("--colour was 1 in the checkpoint and is not set now"), "{error}");
+    }
+
+    #[test]
+    fn another_length_of_a_cosine_is_told() {
+        let cosine = "schedule = \"cosine\"\nmax_epochs";
+        let saved = config(&format!("{cosine} = 2")).options().unwrap();
+        let told = |toml: &str| config(toml).check_resume(&saved).unwrap();
+        assert_eq!(told(&format!("{cosine} = 2")), [""; 0]);
+        assert_eq!(
+            told(&format!("{cosine} = 3")),
+            [
+                "--max-epochs was 2 in the checkpoint and is 3 now; the cosine schedule spans the whole run, so the \
+              learning rate changes"
+            ]
+        );
+        assert_eq!(
+            told("max_epochs = 3"),
+            ["--schedule was \"cosine\" in the checkpoint and is \"constant\" now"]
+        );
+        // Of a checkpoint without it nobody knows.
+        let mut older = saved.clone();
+        older.remove("max_epochs");
+        let now = config(&format!("{cosine} = 3"));
+        assert_eq!(now.check_resume(&older).unwrap(), [""; 0]);
     }
 
     #[test]
