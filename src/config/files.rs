@@ -33,6 +33,7 @@ struct Used {
 impl Config {
     /// Checks that no output is an input or another output, in a run of `processes`; `file` is that of `--config`.
     pub(super) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<(), Invalid> {
+        self.check_names()?;
         let used = self.files(file, processes);
         for (number, later) in used.iter().enumerate() {
             for earlier in &used[..number] {
@@ -56,8 +57,7 @@ impl Config {
     /// Refuses a `--config` that cannot be read again, where this process starts others: each reads it for itself.
     pub(super) fn check_read_again(&self, file: &Path) -> Result<()> {
         let starts_others = self.spawn == SpawnChoice::Processes || self.max_restarts > 0;
-        let is_of_this_process = ["/dev/", "/proc/"].iter().any(|it| file.starts_with(it));
-        if !starts_others || (file.is_file() && !is_of_this_process) {
+        if !starts_others || (file.is_file() && !Place::of(file).is_of_this_process()) {
             return Ok(());
         }
         Err(Error::Input(format!(
@@ -65,6 +65,27 @@ impl Config {
              --max-restarts start read it again; save it as a file",
             file.display()
         )))
+    }
+
+    /// Refuses an empty path, as the command line does.
+    fn check_names(&self) -> Result<(), Invalid> {
+        let paths = [
+            ("resume", self.resume.as_deref().map(Path::new)),
+            ("init_from", self.init_from.as_deref()),
+            ("save_dir", self.save_dir.as_deref()),
+            ("tensorboard", self.tensorboard.as_deref()),
+            ("metrics", self.metrics.as_deref()),
+            ("trace", self.trace.as_deref()),
+            ("report", self.report.as_deref()),
+        ];
+        let is_empty = |path: Option<&Path>| path.is_some_and(|it| it.as_os_str().is_empty());
+        match paths.into_iter().find(|(_, path)| is_empty(*path)) {
+            Some((key, _)) => {
+                let problem = "the path is empty; name a file or folder, or leave the key out";
+                Err(Invalid { key, problem: problem.into() })
+            }
+            None => Ok(()),
+        }
     }
 
     /// All paths, the inputs first.
@@ -169,5 +190,51 @@ impl DatasetSpec {
                 .flat_map(|name| [folder.join(&name), folder.join(format!("{name}.gz"))])
                 .collect(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn an_empty_path_is_refused_with_its_key() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        let keys = ["resume", "init_from", "save_dir", "tensorboard", "metrics", "trace", "report"];
+        for key in keys {
+            fs::write(&file, format!("{key} = \"\"\n")).unwrap();
+            let error = Config::resolve(Some(&file), toml::Table::new()).unwrap_err().to_string();
+            assert!(error.contains(&format!("run.toml: {key}: the path is empty;")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_of_this_process_alone_cannot_be_read_again() {
+        let config = Config { spawn: SpawnChoice::Processes, ..Config::default() };
+        let may = |path: &Path| config.check_read_again(path).is_ok();
+        for folder in ["/dev/shm", "/tmp"] {
+            let Ok(folder) = tempfile::tempdir_in(folder) else { continue };
+            let (file, link) = (folder.path().join("run.toml"), folder.path().join("link"));
+            fs::write(&file, "").unwrap();
+            symlink("run.toml", &link).unwrap();
+            assert!(may(&file) && may(&link), "{}", file.display());
+            let opened = File::open(&file).unwrap();
+            let number = opened.as_raw_fd();
+            for of_this_process in [format!("/dev/fd/{number}"), format!("/proc/self/fd/{number}")]
+            {
+                assert!(Path::new(&of_this_process).is_file());
+                assert!(!may(Path::new(&of_this_process)), "{of_this_process}");
+                fs::remove_file(&link).unwrap();
+                symlink(&of_this_process, &link).unwrap();
+                assert!(!may(&link), "{of_this_process}");
+            }
+        }
+        assert!(!may(Path::new("/dev/stdin")));
+        assert!(config.check_read_again(Path::new("/dev/null")).is_err());
     }
 }

@@ -19,13 +19,20 @@ pub(crate) struct Place {
     path: PathBuf,
     /// Device and inode, of what is there.
     identity: Option<(u64, u64)>,
+    /// Whether the path leads through `/proc`, where each process finds what is its own.
+    through_proc: bool,
 }
 
 impl Place {
     /// Follows links, also those to what is not there.
     pub(crate) fn of(path: &Path) -> Self {
-        let path = resolve(path);
-        Self { identity: identity(&path), path }
+        let (path, through_proc) = resolve(path);
+        Self { identity: identity(&path), path, through_proc }
+    }
+
+    /// Whether another process may find something else under the same path, such as `/dev/stdin` and `/dev/fd/3`.
+    pub(crate) fn is_of_this_process(&self) -> bool {
+        self.through_proc
     }
 
     /// Returns the path without links and `..`.
@@ -38,7 +45,7 @@ impl Place {
         let found = fstat(output).ok()?;
         let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
         let identity = Some((found.st_dev, found.st_ino));
-        is_file.then(|| Self { path: PathBuf::new(), identity })
+        is_file.then(|| Self { path: PathBuf::new(), identity, through_proc: true })
     }
 
     /// Whether both are one file or folder: by links, by `..`, or by hard links.
@@ -66,18 +73,21 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     fs::metadata(path).ok().map(|found| (found.dev(), found.ino()))
 }
 
-/// An absolute path without links and `..`, as far as there is something; what is missing is taken as it is written.
-fn resolve(path: &Path) -> PathBuf {
+/// An absolute path without links and `..`, as far as there is something; what is missing is taken as it is written. And
+/// whether it leads through `/proc`.
+fn resolve(path: &Path) -> (PathBuf, bool) {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
     let parts = |path: &Path| -> Vec<OsString> {
         path.components().rev().map(|it| it.as_os_str().to_owned()).collect()
     };
     let (mut rest, mut resolved, mut links) = (parts(&absolute), PathBuf::from("/"), 0);
+    let mut through_proc = false;
     while let Some(part) = rest.pop() {
         match Path::new(&part).components().next() {
             Some(Component::ParentDir) => drop(resolved.pop()),
             Some(Component::Normal(_)) => {
                 let next = resolved.join(&part);
+                through_proc |= next.starts_with("/proc");
                 match link(&next) {
                     Ok(target) if links < MOST_LINKS => {
                         links += 1;
@@ -90,7 +100,7 @@ fn resolve(path: &Path) -> PathBuf {
             _ => {}
         }
     }
-    resolved
+    (resolved, through_proc)
 }
 
 /// Where a link leads. Those of `/proc` (`/dev/stdout`) name files in a way of their own: the file is followed then.
