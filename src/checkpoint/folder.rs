@@ -1,5 +1,6 @@
 //! The folder of a run's checkpoints.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -14,7 +15,7 @@ use super::contents::{
 use super::state::{FileMark, Manifest};
 use super::{BEST, COMM_HOOK, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
-use crate::files::{read_regular, reason};
+use crate::files::{Place, read_regular, reason};
 
 /// How the name of a folder begins that is not, or no longer, a checkpoint.
 pub(super) const UNFINISHED: &str = ".unfinished-";
@@ -253,9 +254,9 @@ impl CheckpointDir {
 
     /// The folder of the run around `path`, if that is by its name a checkpoint or a pointer to one.
     pub(crate) fn around(path: &Path) -> Option<PathBuf> {
-        let is_pointer = [LATEST, BEST].contains(&&*name_of(path));
-        let run = path.parent().filter(|_| is_pointer || step_of(path).is_some())?;
-        Some(if run == Path::new("") { ".".into() } else { run.into() })
+        let path = Place::of(path).into_path();
+        let is_pointer = [LATEST, BEST].contains(&&*name_of(&path));
+        path.parent().filter(|_| is_pointer || step_of(&path).is_some()).map(PathBuf::from)
     }
 
     /// Whether a run uses `name` where it saves, or in a checkpoint.
@@ -313,10 +314,15 @@ pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     Ok(steps)
 }
 
+/// Returns `path`, or where it leads if it is a link: what it names lies beside that.
+pub(super) fn followed(path: &Path) -> Cow<'_, Path> {
+    if path.is_symlink() { Place::of(path).into_path().into() } else { path.into() }
+}
+
 /// The checkpoint that the file `latest` or `best` at `pointer` names, if it is such a file.
 pub(super) fn pointed(pointer: &Path) -> Option<PathBuf> {
     let name = String::from_utf8(read_regular(pointer, LONGEST_POINTER).ok()?).ok()?;
-    let folder = pointer.with_file_name(name.trim_end());
+    let folder = followed(pointer).with_file_name(name.trim_end());
     step_of(&folder).map(|_| folder)
 }
 

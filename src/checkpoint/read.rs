@@ -8,7 +8,7 @@ use serde_json::Value;
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use super::folder::{name_of, newest_in, pointed, step_of, steps_in};
+use super::folder::{followed, name_of, newest_in, pointed, step_of, steps_in};
 use super::state::{FORMAT, FileMark, Manifest};
 use super::{BEST, COMM_HOOK, LATEST, MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
 use crate::ddp::SavedCommHook;
@@ -149,6 +149,7 @@ impl Checkpoint {
 /// # Errors
 /// [`Error::Input`] that says what is there instead, and what could be meant.
 fn find(path: &Path) -> Result<PathBuf> {
+    let path = &*followed(path);
     let wrong =
         |problem: &str| Err(Error::Input(format!("checkpoint {}: {problem}", path.display())));
     let is_pointer = [LATEST, BEST].contains(&&*name_of(path));
@@ -248,4 +249,49 @@ fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
         return Err(format!("{name} is damaged: its xxh3 is {found}, and was {known}"));
     }
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+    use crate::checkpoint::{CheckpointDir, Snapshot};
+
+    #[test]
+    fn a_link_to_a_pointer_or_a_checkpoint_is_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().canonicalize().unwrap();
+        let (run, elsewhere) = (folder.join("run"), folder.join("elsewhere"));
+        fs::create_dir(&elsewhere).unwrap();
+        let dir = CheckpointDir::create(&run, 3).unwrap();
+        let mut saved = PathBuf::new();
+        for step in [1, 2] {
+            let state = TrainerState { step, ..TrainerState::default() };
+            saved = dir.write(&Snapshot::take(state, &[], &[]).unwrap()).unwrap();
+        }
+        let link = |target: &Path, name: &str| {
+            symlink(target, elsewhere.join(name)).unwrap();
+            elsewhere.join(name)
+        };
+        let absolute = link(&run.join(LATEST), "absolute");
+        let relative = link(Path::new("../run/latest"), "relative");
+        let to_link = link(&relative, "to-link");
+        let to_folder = link(&saved, "folder");
+        for link in [&absolute, &relative, &to_link, &to_folder] {
+            assert_eq!(Checkpoint::read(link).unwrap().path(), saved, "{}", link.display());
+            TensorFile::read(link).unwrap();
+            // Nothing is written over what is read.
+            assert_eq!(CheckpointDir::around(link), Some(run.clone()), "{}", link.display());
+        }
+        // The older one is beside the damaged one, and not beside the link.
+        fs::write(saved.join(MODEL), "").unwrap();
+        for link in [&absolute, &to_folder] {
+            let error = Checkpoint::read(link).unwrap_err().to_string();
+            let older = format!("--resume {}", run.join("step-00000001").display());
+            assert!(error.ends_with(&older), "{error}");
+        }
+        assert_eq!(CheckpointDir::around(&elsewhere.join("nothing")), None);
+    }
 }
