@@ -91,6 +91,9 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
                 wrong(format!("line {number}, column {}{title}: {field} {problem}", column + 1))
             };
             let value = parsed(field).ok_or_else(|| wrong("is no number"))?;
+            if !(value as f32).is_finite() {
+                return Err(wrong("is not a finite number that float32 can hold"));
+            }
             match kind {
                 _ if column != *target => inputs.push(value as f32),
                 TargetKind::Values => values.push(value as f32),
@@ -168,4 +171,29 @@ fn parsed(field: &[u8]) -> Option<f64> {
 fn shown(field: &[u8]) -> String {
     let field: String = String::from_utf8_lossy(field).chars().take(40).collect();
     format!("{field:?}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_float32_cannot_hold_is_refused_with_its_place() {
+        let parse = |text: &str, kind| parse("a.csv", text.as_bytes(), kind).map(drop);
+        for number in ["1e39", "-1e39", "1e400", "nan", "NaN", "inf", "-infinity"] {
+            let problem = format!("{number:?} is not a finite number that float32 can hold");
+            for (text, place) in [
+                (format!("1,2\n{number},3\n"), "line 2, column 1"),
+                (format!("x,target\n\n1,{number}\n"), "line 3, column 2 (target)"),
+                (format!("{number},1\n"), "line 1, column 1"),
+            ] {
+                let error = parse(&text, TargetKind::Values).unwrap_err().to_string();
+                assert_eq!(error, format!("a.csv: {place}: {problem}"));
+            }
+            assert!(parse(&format!("1,{number}\n"), TargetKind::Classes).is_err());
+        }
+        for number in ["3.4e38", "-3.4e38", "1e-50", "-0"] {
+            parse(&format!("{number},{number}\n"), TargetKind::Values).unwrap();
+        }
+    }
 }
