@@ -91,6 +91,11 @@ impl Output {
     ) -> io::Result<()> {
         self.check()?;
         let beside = self.beside()?;
+        // Before anything is in it that not everybody may read.
+        if let Ok(replaced) = fs::metadata(self.place()) {
+            let mode = replaced.permissions().mode() & 0o777;
+            beside.as_file().set_permissions(Permissions::from_mode(mode))?;
+        }
         let mut file = Fingerprinted::new(BufWriter::new(beside.as_file()));
         write(&mut file)?;
         file.write_all(self.marks.before.as_bytes())?;
@@ -197,6 +202,21 @@ mod tests {
             .collect();
         names.sort();
         assert_eq!(names, ["empty", "link", "new", "other"]);
+    }
+
+    #[test]
+    fn a_file_that_is_replaced_keeps_its_permissions() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
+        for set in [0o600, 0o666, 0o444] {
+            for text in [&b"kind one"[..], b"kind two"] {
+                Output::new(&path, MARKS).unwrap().write(|file| file.write_all(text)).unwrap();
+            }
+            fs::set_permissions(&path, Permissions::from_mode(set)).unwrap();
+            Output::new(&path, MARKS).unwrap().write(|file| file.write_all(b"kind")).unwrap();
+            assert_eq!(mode(), set, "{set:o}");
+        }
     }
 
     #[test]
