@@ -58,7 +58,7 @@ fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
 fn place_launched(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
     let placement = launch.place(config.backend, cuda)?;
     if placement.devices[0] == Device::Cpu {
-        config.check_memory_for(placement.devices.len())?;
+        config.check_memory_for(placement.devices.len(), 1)?;
     }
     Ok(placement)
 }

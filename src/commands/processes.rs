@@ -3,6 +3,7 @@
 use std::fmt::{self, Write};
 
 use anyhow::Context;
+use tch::Device;
 
 use super::cores;
 use super::train::failure;
@@ -34,6 +35,9 @@ pub(super) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> 
     }
     let placement = place(launch.nproc, config.backend, cuda, &launch.share(cores()))?;
     let count = placement.devices.len();
+    if placement.devices[0] == Device::Cpu {
+        config.check_memory_for(count, count)?;
+    }
     placement.in_processes(count, config.backend)
 }
 

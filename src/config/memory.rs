@@ -1,14 +1,18 @@
 //! The memory that a configuration needs at least: what cannot fit is refused before anything is allocated.
 
-use super::{Config, Invalid, OptimizerKind};
+use super::data::SIZES;
+use super::{Config, Invalid, OptimizerKind, StrategyKind};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 use crate::models::ModelKind;
-use crate::observe::total_memory;
+use crate::observe::{gigabytes, total_memory};
 use crate::trainer::Loss;
 
 /// The bytes of a float32.
 const FLOAT: f64 = 4.0;
+
+/// The bytes of a sample's number in an order.
+const ORDER: f64 = 8.0;
 
 impl Config {
     /// Refuses random data, or one replica of the model, for which `total` bytes are not enough.
@@ -20,23 +24,12 @@ impl Config {
                 format!("{what} {needs}, and this machine has {there}; use a smaller number");
             Err(Invalid { key, problem })
         };
-        if self.dataset == DatasetSpec::Random
+        if let Some(bytes) = self.random_bytes().filter(|bytes| *bytes > total)
             && let [Some(samples), Some(inputs), Some(outputs)] =
                 [self.num_samples, self.in_features, self.out_features]
         {
-            let target = match self.loss {
-                Loss::Mse => outputs as f64 * FLOAT,
-                Loss::CrossEntropy => 8.0, // the number of a class
-            };
-            let bytes = samples as f64 * (inputs as f64 * FLOAT + target);
-            if bytes > total {
-                let what = format!("{samples} random samples of {inputs} + {outputs} numbers take");
-                return too_large(
-                    self.largest(&["num_samples", "in_features", "out_features"]),
-                    what,
-                    bytes,
-                );
-            }
+            let what = format!("{samples} random samples of {inputs} + {outputs} numbers take");
+            return too_large(self.largest(&SIZES), what, bytes);
         }
         let parameters = self.parameters();
         let bytes = parameters * 2.0 * FLOAT;
@@ -47,30 +40,79 @@ impl Config {
         Ok(())
     }
 
-    /// Refuses a model for whose replicas on `ranks` ranks the memory of this machine is not enough.
+    /// Refuses a run for whose random data, orders of samples and replicas, of `ranks` ranks in `processes` processes,
+    /// the memory of this machine is not enough.
     ///
     /// # Errors
-    /// [`Error::Input`].
-    pub(crate) fn check_memory_for(&self, ranks: usize) -> Result<()> {
-        let Some(total) = total_memory() else { return Ok(()) };
+    /// [`Error::Input`] that names the largest of them.
+    pub(crate) fn check_memory_for(&self, ranks: usize, processes: usize) -> Result<()> {
+        self.check_memory_of(total_memory(), ranks, processes)
+    }
+
+    fn check_memory_of(&self, total: Option<u64>, ranks: usize, processes: usize) -> Result<()> {
+        let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
         let states = match self.optimizer {
             OptimizerKind::Sgd if self.momentum == 0.0 => 0.0,
             OptimizerKind::Sgd => 1.0,
             OptimizerKind::AdamW => 2.0,
         };
         let parameters = self.parameters();
-        let bytes = ranks as f64 * parameters * (2.0 + states) * FLOAT;
-        if bytes <= total as f64 {
+        let samples = self.num_samples.unwrap_or_default();
+        // With `dp` rank 0 alone deals samples.
+        let orders = if self.strategy == StrategyKind::Dp { 1 } else { ranks };
+        let shuffled = if self.no_shuffle { 0.0 } else { samples as f64 };
+        let in_each =
+            if processes > 1 { format!(", in {processes} processes,") } else { String::new() };
+        let parts = [
+            (
+                ranks as f64 * parameters * (2.0 + states) * FLOAT,
+                self.largest(self.widths()),
+                format!(
+                    "{ranks} replicas of a model of {parameters:.0} parameters take, with gradients and the \
+                     optimizer's state,"
+                ),
+                "use a smaller model, or fewer ranks with --nproc-per-node",
+            ),
+            (
+                processes as f64 * self.random_bytes().unwrap_or_default(),
+                self.largest(&SIZES),
+                format!("{samples} random samples take{in_each}"),
+                "use fewer samples, or fewer ranks with --nproc-per-node",
+            ),
+            (
+                orders as f64 * shuffled * ORDER,
+                "num_samples",
+                format!("the shuffled order of {samples} samples takes, on {orders} ranks,"),
+                "use fewer samples, fewer ranks with --nproc-per-node, or --no-shuffle",
+            ),
+        ];
+        let sum: f64 = parts.iter().map(|(bytes, ..)| bytes).sum();
+        let largest = parts.into_iter().max_by(|a, b| a.0.total_cmp(&b.0));
+        let Some((bytes, key, what, remedy)) = largest.filter(|_| sum > total) else {
             return Ok(());
-        }
-        let flag = super::flag_name(self.largest(self.widths()));
+        };
+        let flag = super::flag_name(key);
+        let more = match sum - bytes {
+            _ if bytes > total => String::new(),
+            rest => format!(" and what else the ranks need {}", gigabytes(rest)),
+        };
         Err(Error::Input(format!(
-            "{flag}: {ranks} replicas of a model of {parameters:.0} parameters take, with gradients and the \
-             optimizer's state, {}, and this machine has {}; use a smaller model, or fewer ranks with \
-             --nproc-per-node",
+            "{flag}: {what} {}{more}, and this machine has {}; {remedy}",
             gigabytes(bytes),
-            gigabytes(total as f64)
+            gigabytes(total)
         )))
+    }
+
+    /// Returns the bytes of the random data; `None` if the data is not random.
+    fn random_bytes(&self) -> Option<f64> {
+        let [samples, inputs, outputs] = [self.num_samples, self.in_features, self.out_features];
+        let is_random = self.dataset == DatasetSpec::Random;
+        let (samples, inputs, outputs) = (samples.filter(|_| is_random)?, inputs?, outputs?);
+        let target = match self.loss {
+            Loss::Mse => outputs as f64 * FLOAT,
+            Loss::CrossEntropy => 8.0, // the number of a class
+        };
+        Some(samples as f64 * (inputs as f64 * FLOAT + target))
     }
 
     fn parameters(&self) -> f64 {
@@ -103,10 +145,6 @@ impl Config {
         let ratio = |key: &&str| value(self, key) / value(&default, key);
         keys.iter().copied().max_by(|a, b| ratio(a).total_cmp(&ratio(b))).unwrap_or("num_samples")
     }
-}
-
-fn gigabytes(bytes: f64) -> String {
-    format!("{:.1} GB", bytes / 1e9)
 }
 
 #[cfg(test)]
@@ -142,11 +180,41 @@ mod tests {
     #[test]
     fn replicas_are_counted() {
         let fits = Config { hidden: vec![1000], model: ModelKind::Mlp, ..Config::default() };
-        assert!(fits.check_memory_for(2).is_ok());
-        let error = fits.check_memory_for(1 << 40).unwrap_err().to_string();
+        assert!(fits.check_memory_for(2, 1).is_ok());
+        let error = fits.check_memory_for(1 << 40, 1).unwrap_err().to_string();
         assert!(
             error.starts_with("--hidden: 1099511627776 replicas of a model of 22001 parameters"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn what_all_ranks_need_together_is_counted() {
+        let gb = |gb: u64| Some(gb * 1_000_000_000);
+        // 0.8 GB of data, and 0.08 GB for each order.
+        let config =
+            Config { num_samples: Some(10_000_000), in_features: Some(19), ..Config::default() };
+        let error = |total, ranks, processes| {
+            config.check_memory_of(total, ranks, processes).unwrap_err().to_string()
+        };
+        assert!(config.check_memory_of(gb(1), 2, 1).is_ok());
+        assert_eq!(
+            error(gb(1), 4, 1),
+            "--num-samples: 10000000 random samples take 0.8 GB and what else the ranks need 0.3 GB, and this machine \
+             has 1.0 GB; use fewer samples, or fewer ranks with --nproc-per-node"
+        );
+        assert!(error(gb(1), 2, 2).starts_with(
+            "--num-samples: 10000000 random samples take, in 2 processes, 1.6 GB, and"
+        ),);
+        assert!(error(gb(1), 20, 1).starts_with(
+            "--num-samples: the shuffled order of 10000000 samples takes, on 20 ranks, 1.6 GB, and"
+        ));
+        let in_order = Config { no_shuffle: true, ..config.clone() };
+        assert!(in_order.check_memory_of(gb(1), 20, 1).is_ok());
+        let through_rank_0 = Config { strategy: StrategyKind::Dp, ..config.clone() };
+        assert!(through_rank_0.check_memory_of(gb(1), 20, 1).is_ok());
+        // A file's data is where it is.
+        let of_file = Config { dataset: DatasetSpec::Digits, ..config };
+        assert!(of_file.check_memory_of(gb(1), 4, 4).is_ok());
     }
 }

@@ -19,6 +19,11 @@ pub fn total_memory() -> Option<u64> {
     LIMITS.into_iter().filter_map(limit).chain([machine]).min()
 }
 
+/// Returns `bytes` as text, in gigabytes of 10^9 bytes.
+pub(crate) fn gigabytes(bytes: f64) -> String {
+    format!("{:.1} GB", bytes / 1e9)
+}
+
 /// Returns the bytes that the line `name` of a file in `/proc` counts in kB.
 fn kib(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;

@@ -21,6 +21,7 @@ pub use events::{End, Epoch, Event, Failure, Start};
 pub use explain::{Facts, Language, Narrator, RankStep, Step};
 pub(crate) use held_back::held_back_longer;
 pub use held_back::{HeldBack, PhaseSeconds, held_back};
+pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer};

@@ -252,7 +252,7 @@ fn measure(
     let config = Config { nproc_per_node, batch_size: *batch_size, ..config.clone() };
     config.validate_for(*ranks)?;
     if placement.devices[0] == Device::Cpu {
-        config.check_memory_for(*ranks)?;
+        config.check_memory_for(*ranks, 1)?;
     }
     let spawn = Spawn::at(placement).timeout(config.timeout).grace_period(config.grace_period);
     let (backend, dataset) = (placement.backend, dataset.clone());

@@ -13,13 +13,13 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
-use tch::Kind;
+use tch::{Device, Kind};
 
 use super::place_ranks;
 use crate::error::{Error, Result};
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
-use crate::observe::{LogFormat, Printer};
-use crate::process_group::{ReduceOp, check_reduction, kind_name};
+use crate::observe::{LogFormat, Printer, gigabytes, total_memory};
+use crate::process_group::{ReduceOp, check_reduction, kind_name, num_bytes};
 use crate::torch::cuda::Cuda;
 
 pub use operations::CommOp;
@@ -88,6 +88,9 @@ pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow
     let ops = request.op.map_or_else(|| CommOp::ALL.to_vec(), |op| vec![op]);
     let world_size = placement.devices.len();
     check(&request, &ops, placement.backend, world_size)?;
+    if placement.devices[0] == Device::Cpu {
+        check_memory(&request, &ops, world_size, total_memory())?;
+    }
     if let Some(note) = &placement.note {
         printer.note(note);
     }
@@ -117,6 +120,31 @@ fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: us
         })?;
     }
     Ok(())
+}
+
+/// Refuses tensors for which `total` bytes are not enough.
+fn check_memory(
+    request: &CommRequest,
+    ops: &[CommOp],
+    world_size: usize,
+    total: Option<u64>,
+) -> Result<()> {
+    let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
+    let of_tensor = num_bytes(request.kind, request.numel as usize) as f64;
+    let largest = ops.iter().max_by(|a, b| a.tensors(world_size).total_cmp(&b.tensors(world_size)));
+    let Some(op) = largest else { return Ok(()) };
+    let bytes = op.tensors(world_size) * of_tensor;
+    if bytes <= total {
+        return Ok(());
+    }
+    Err(Error::Input(format!(
+        "--op-numel {}: the tensors of {} on {world_size} ranks take {}, and this machine has {}; use fewer elements, or \
+         fewer ranks with --nproc-per-node",
+        request.numel,
+        op.name(),
+        gigabytes(bytes),
+        gigabytes(total)
+    )))
 }
 
 /// What one rank does: every operation, then its row for rank 0, which prints.
@@ -173,5 +201,34 @@ impl Job {
             String::new(),
         ])?;
         paragraph(&table::table(rows))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_that_do_not_fit_are_refused_before_any_rank_makes_one() {
+        let request = CommRequest {
+            op: None,
+            numel: 1_000_000,
+            kind: Kind::Float,
+            reduce_op: ReduceOp::Sum,
+            nproc_per_node: Nproc::Count(100),
+            backend: BackendChoice::Auto,
+            timeout: Duration::from_secs(1),
+        };
+        let check = |ops: &[CommOp], total| check_memory(&request, ops, 100, Some(total));
+        let error = check(&[CommOp::AllGather], 40_000_000_000).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "--op-numel 1000000: the tensors of all_gather on 100 ranks take 40.4 GB, and this machine has 40.0 GB; use \
+             fewer elements, or fewer ranks with --nproc-per-node"
+        );
+        assert!(check(&[CommOp::AllGather], 41_000_000_000).is_ok());
+        assert!(check(&[CommOp::AllReduce, CommOp::Gather], 800_000_000).is_ok());
+        let error = check(&CommOp::ALL, 41_000_000_000).unwrap_err().to_string();
+        assert!(error.contains("the tensors of all_to_all on 100 ranks take 80.0 GB"), "{error}");
     }
 }

@@ -69,6 +69,18 @@ impl CommOp {
         }
     }
 
+    /// Returns how many tensors all ranks together hold in it, at the same time.
+    pub(super) fn tensors(self, world_size: usize) -> f64 {
+        let ranks = world_size as f64;
+        match self {
+            CommOp::AllToAll => 2.0 * ranks * ranks,
+            CommOp::AllGather | CommOp::ReduceScatter => ranks + ranks * ranks,
+            CommOp::SendRecv | CommOp::IsendIrecv | CommOp::Scatter | CommOp::Gather => 2.0 * ranks,
+            CommOp::Broadcast | CommOp::Reduce | CommOp::AllReduce => ranks,
+            CommOp::Barrier => 0.0,
+        }
+    }
+
     /// What it does, and what for.
     pub(super) fn about(self, world_size: usize, op: ReduceOp) -> Vec<String> {
         let alone = "Here is a single rank, which has nobody to send to.";
