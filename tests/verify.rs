@@ -142,16 +142,27 @@ fn what_cannot_be_compared_is_refused() {
         (&["--nproc-per-node=1"], "--nproc-per-node: one rank has nothing to be compared with"),
         (&["--nproc-per-node=2", "--num-samples=63"], "63 samples are less than a step of 2 ranks"),
         (&["--steps=0"], "invalid value '0'"),
+        (&["--exact-mean", "--drop-last"], "--drop-last: with --exact-mean verify needs the"),
+        (&["--exact-mean", "--drop-last-batch"], "--drop-last-batch: with --exact-mean"),
+        (
+            &["--exact-mean", "--nproc-per-node=2", "--steps=2"],
+            "--steps: 2 are too few for --exact-mean",
+        ),
     ] {
         let (code, rows, stderr) = verify(args);
         assert_eq!((code, rows.len()), (Some(2), 0), "{args:?}: {stderr}");
         assert!(stderr.contains(reason), "{args:?}: {stderr}");
     }
+    // The third step is the first in which ranks have unequal batches.
+    let (code, rows, stderr) = verify(&["--exact-mean", "--nproc-per-node=2", "--steps=3"]);
+    assert_eq!((code, rows.len()), (Some(0), 3), "{stderr}");
     // What is for training may stand in a file.
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(&file, "val_fraction = 0.1\npatience = 3\naccumulate = 4\nstrategy = \"dp\"\n")
         .unwrap();
     let config = format!("--config={}", file.path().display());
-    let (code, rows, stderr) = verify(&["--steps=2", "--nproc-per-node=2", &config]);
+    let idle = "--comm-hook=powersgd";
+    let (code, rows, stderr) = verify(&["--steps=2", "--nproc-per-node=2", &config, idle]);
     assert_eq!((code, rows.len()), (Some(0), 5), "{stderr}");
+    assert!(stderr.contains("powersgd begins at step 1000, and this run has 2:"), "{stderr}");
 }

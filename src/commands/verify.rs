@@ -95,7 +95,7 @@ pub fn verify(
         let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
         return Err(Error::Input(problem.into()).into());
     }
-    let config = Config { val_fraction: Some(0.0), patience: None, ..config };
+    let config = Config { val_fraction: Some(0.0), patience: None, accumulate: 1, ..config };
     let (mut config, data) = with_data(config)?;
     let of_step = ranks.saturating_mul(config.batch_size);
     let (dataset, note) = match config.exact_mean {
@@ -105,7 +105,16 @@ pub fn verify(
     // The same for one rank as for all.
     (config.lr, config.scale_lr) = (config.lr_for(ranks).0, false);
     config.num_samples = Some(dataset.len() as i64);
-    config.max_epochs = steps.div_ceil(dataset.len().div_ceil(of_step) as u64);
+    let of_epoch = config.steps_per_epoch(ranks);
+    if config.exact_mean && steps < of_epoch {
+        return Err(Error::Input(format!(
+            "--steps: {steps} are too few for --exact-mean: the ranks have batches of different size in the last step of \
+             an epoch, which is step {}; use {of_epoch} or more",
+            of_epoch - 1
+        ))
+        .into());
+    }
+    config.max_epochs = steps.div_ceil(of_epoch);
     config.validate_for(ranks)?;
     check_fault(&config, steps)?;
     let config = Arc::new(config);
@@ -114,7 +123,8 @@ pub fn verify(
         .into_iter()
         .chain(left_out)
         .chain(not_of_batch_norm(&config))
-        .chain(not_of_exact_mean(&config));
+        .chain(not_of_exact_mean(&config))
+        .chain(config.idle_hook_in(steps));
     notes.for_each(|note| printer.note(&note));
 
     let train =
@@ -220,6 +230,15 @@ fn check_comparable(config: &Config) -> Result<()> {
             "--model cnn: each rank normalizes its own batch, so N ranks are not one rank with the N-fold batch; use \
              --sync-batch-norm",
         );
+    }
+    let drops = [("--drop-last", config.drop_last), ("--drop-last-batch", config.drop_last_batch)];
+    if config.exact_mean
+        && let Some((flag, _)) = drops.iter().find(|(_, is_set)| *is_set)
+    {
+        return refuse(&format!(
+            "{flag}: with --exact-mean verify needs the samples that it drops, because they make batches of different \
+             size; leave it out, and out of the file"
+        ));
     }
     if config.amp != Amp::Off {
         return refuse(

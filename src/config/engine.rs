@@ -76,14 +76,22 @@ impl Config {
         }
     }
 
-    /// What was asked for and will not happen in a run of so many steps in all, if anything.
-    pub(crate) fn idle_in(&self, steps: u64) -> Option<String> {
-        if self.comm_hook == CommHookKind::PowerSgd && self.powersgd_start >= steps {
-            return Some(format!(
+    /// Returns what to tell the user if the communication hook does nothing in a run of so many steps in all.
+    pub(crate) fn idle_hook_in(&self, steps: u64) -> Option<String> {
+        let is_idle = self.comm_hook == CommHookKind::PowerSgd && self.powersgd_start >= steps;
+        is_idle.then(|| {
+            format!(
                 "powersgd begins at step {}, and this run has {steps}: gradients go out as they are; see \
                  --powersgd-start",
                 self.powersgd_start
-            ));
+            )
+        })
+    }
+
+    /// What was asked for and will not happen in a run of so many steps in all, if anything.
+    pub(crate) fn idle_in(&self, steps: u64) -> Option<String> {
+        if let Some(idle) = self.idle_hook_in(steps) {
+            return Some(idle);
         }
         let (unit, length) = match self.schedule_by {
             Unit::Epoch => ("epoch", self.max_epochs),

@@ -95,6 +95,10 @@ pub fn bench_step(
         if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
             printer.note(note);
         }
+        let in_all = (WARM_UP + steps) as u64;
+        if let Some(note) = config.idle_hook_in(in_all).filter(|_| launched.is_first()) {
+            printer.note(&note);
+        }
         let (backend, printer) = (launched.placement.backend, printer.clone());
         let (spawn, cluster) = (launched::spawn(&launched, &config, &printer), cluster.clone());
         spawn.run(move |rank| {
