@@ -8,8 +8,8 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::operation::{At, Operation};
-pub use suspects::Suspects;
 pub(crate) use suspects::{Blame, list_ranks, runs};
+pub use suspects::{Compared, Suspects};
 
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -196,10 +196,9 @@ pub enum Error {
 
     /// The ranks do not hold the same parameters any more.
     #[error(
-        "{} {step}{} {}{}; look for what changes it on {} alone: outside of the optimizer, or from gradients \
+        "{} {}{}; look for what changes it on {} alone: outside of the optimizer, or from gradients \
          that were not averaged",
-        if *.at_end { "found when the replicas were compared at the end, after step" } else { "after step" },
-        if *.at_end { ":" } else { "" },
+        compared.after(*step),
         suspects.hold_another(parameter),
         if *.others == 0 { String::new() } else { format!(", and {others} more parameters differ") },
         if suspects.is_one() { "that rank" } else { "one rank" }
@@ -213,8 +212,8 @@ pub enum Error {
         suspects: Suspects,
         /// After which step of the run, from 0.
         step: u64,
-        /// Whether all steps had been made: which of them parted the replicas is not known then.
-        at_end: bool,
+        /// What the comparison was for.
+        compared: Compared,
     },
 
     /// A checkpoint cannot be written.
@@ -345,9 +344,8 @@ impl Error {
             Error::SharedMemory { first, second } => {
                 Some(Blame::of(&Suspects::tied(vec![*first, *second]), *second, None))
             }
-            Error::Replicas { suspects, step, at_end, .. } => {
-                let operation = if *at_end { Operation::Compare } else { Operation::Step };
-                let at = At { operation, sequence: *step };
+            Error::Replicas { suspects, step, compared, .. } => {
+                let at = At { operation: compared.operation(), sequence: *step };
                 suspects.ranks.first().map(|&rank| Blame::of(suspects, rank, Some(at)))
             }
             _ => None,

@@ -120,7 +120,7 @@ pub use ddp::{
     CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
     parameters_hash,
 };
-pub use error::{Error, LateRank, Result, Suspects};
+pub use error::{Compared, Error, LateRank, Result, Suspects};
 pub use launch::{
     Backend, Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn, spawn_scoped,
 };

@@ -391,6 +391,34 @@ fn validated(more: &[&str]) -> (Vec<Value>, Value, String) {
 }
 
 #[test]
+fn replicas_that_differ_are_not_saved() {
+    let args = "--num-samples=960 --nproc-per-node=3 --lr=0.05 --max-epochs=2";
+    let fault = "--fault=desync:rank=0,at=step,step=13";
+    let whole = train(args, &[]);
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let (folder, dir) = folder();
+        // At an epoch's end, or in the midst of one.
+        for (every, last) in [("--save-every-epochs=1", 10), ("--save-every=4", 12)] {
+            let (code, stdout, stderr) = run(&arguments(args, &[&dir, fault, every, spawn]));
+            assert_eq!(code, Some(1), "{stderr}");
+            let told = "rank 0 has another `weight` than the others";
+            assert!(stderr.contains(" before a checkpoint was saved, after step "), "{stderr}");
+            assert!(stderr.contains(told), "{stderr}");
+            let failure: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
+            assert_eq!((&failure["event"], &failure["rank"]), (&"failure".into(), &0.into()));
+            let newest = checkpoints(&folder).pop().unwrap();
+            assert!(newest.ends_with(format!("step-{last:08}")), "{}", newest.display());
+            if last == 10 {
+                fs::remove_dir_all(folder.path().join("run")).unwrap();
+            }
+        }
+        // Whoever goes on does so from equal replicas.
+        let end = train(args, &[&dir, "--resume=auto", spawn]);
+        assert_eq!((&end.hash, end.steps), (&whole.hash, whole.steps));
+    }
+}
+
+#[test]
 fn the_best_checkpoint_is_kept_beside_the_newest() {
     let (folder, dir) = folder();
     let (validations, end, _) = validated(&[&dir, "--max-epochs=20", "--keep-last=1"]);

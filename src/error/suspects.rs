@@ -1,6 +1,41 @@
 //! Which rank is wrong where ranks differ: the minority, if there is a majority.
 
-use crate::operation::At;
+use crate::operation::{At, Operation};
+
+/// The reason for a comparison of replicas. Which step parted them is known after a step only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compared {
+    /// `--check-replicas`.
+    AfterStep,
+    /// A checkpoint was due: none is saved of replicas that differ.
+    BeforeSave,
+    /// All steps had been made.
+    AtEnd,
+}
+
+impl Compared {
+    /// Returns the beginning of the message about replicas that differ after `step`.
+    pub(super) fn after(self, step: u64) -> String {
+        match self {
+            Self::AfterStep => format!("after step {step}"),
+            Self::BeforeSave => {
+                format!(
+                    "found when the replicas were compared before a checkpoint was saved, after step {step}:"
+                )
+            }
+            Self::AtEnd => {
+                format!("found when the replicas were compared at the end, after step {step}:")
+            }
+        }
+    }
+
+    pub(super) fn operation(self) -> Operation {
+        match self {
+            Self::AfterStep => Operation::Step,
+            Self::BeforeSave | Self::AtEnd => Operation::Compare,
+        }
+    }
+}
 
 /// The ranks that may be wrong where ranks differ.
 ///
@@ -148,7 +183,7 @@ mod tests {
             others: 0,
             suspects: Suspects::of(answers),
             step: 5,
-            at_end: false,
+            compared: Compared::AfterStep,
         };
         let tie = replicas(&[(0, 'a'), (1, 'b')]);
         let told = tie.to_string();

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::Trainer;
 use crate::ddp::{DistributedDataParallel, Strategy};
-use crate::error::{Error, Result, Suspects};
+use crate::error::{Compared, Error, Result, Suspects};
 
 impl<M: ModuleT> Trainer<M> {
     /// Compares after every so many steps, at least one, what each rank has for each parameter, by 64 bits over its
@@ -36,11 +36,23 @@ impl<M: ModuleT> Trainer<M> {
         if !step.is_multiple_of(every) {
             return Ok(());
         }
-        self.compare_replicas(ddp, false, false)
+        self.compare_replicas(ddp, false, Compared::AfterStep)
     }
 
-    /// Compares what each rank has for each parameter, and with `buffers` for each buffer; `at_end`, after the last step.
-    /// A collective.
+    /// Compares before a checkpoint is saved: the newest one is then of replicas that were equal. A collective.
+    ///
+    /// # Errors
+    /// [`Error::Replicas`], on all ranks alike.
+    pub(super) fn check_replicas_to_save(&self) -> Result<()> {
+        match &self.ddp {
+            Strategy::Ddp(ddp) if ddp.group().world_size() > 1 => {
+                self.compare_replicas(ddp, false, Compared::BeforeSave)
+            }
+            _ => Ok(()), // one rank has the parameters
+        }
+    }
+
+    /// Compares what each rank has for each parameter, and with `buffers` for each buffer. A collective.
     ///
     /// # Errors
     /// [`Error::Replicas`], on all ranks alike.
@@ -48,7 +60,7 @@ impl<M: ModuleT> Trainer<M> {
         &self,
         ddp: &DistributedDataParallel<M>,
         buffers: bool,
-        at_end: bool,
+        compared: Compared,
     ) -> Result<()> {
         let group = ddp.group();
         group.synchronize()?;
@@ -70,7 +82,7 @@ impl<M: ModuleT> Trainer<M> {
             Some((parameter, others, suspects)) => {
                 let step = self.state.step.saturating_sub(1);
                 let parameter = parameter.clone();
-                Err(Error::Replicas { parameter, others, suspects, step, at_end })
+                Err(Error::Replicas { parameter, others, suspects, step, compared })
             }
         }
     }

@@ -32,7 +32,8 @@ pub(super) struct Saving {
 
 impl<M: ModuleT> Trainer<M> {
     /// Saves into `dir` from time to time, and when training ends or stops. On all ranks alike, but rank 0 alone,
-    /// which writes, needs `dir`.
+    /// which writes, needs `dir`. Each time the parameters of all ranks are compared first, and training ends with
+    /// [`Error::Replicas`] if they differ: the newest checkpoint is of equal replicas.
     ///
     /// `options` is kept beside, as [`TrainerState::options`]: whoever goes on compares it with its own, as the program
     /// does. [`resume`](Self::resume) itself looks only at what it knows: parameters, optimizer, number of samples,
@@ -192,6 +193,7 @@ impl<M: ModuleT> Trainer<M> {
         let loss_sum = self.loss_sum.sum(group)?;
         self.check_loss_sum(loss_sum)?;
         self.check_parameters()?;
+        self.check_replicas_to_save()?;
         let loss_sums = group.gather_object(&loss_sum, 0)?;
         let comm_hook = self.ddp.comm_hook_state()?;
         group.enter_save(step);

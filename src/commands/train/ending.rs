@@ -7,7 +7,7 @@ use super::Job;
 use crate::config::StrategyKind;
 use crate::data::DatasetSpec;
 use crate::ddp::Strategy;
-use crate::error::Result;
+use crate::error::{Compared, Result};
 use crate::models::Model;
 use crate::observe::report::{
     Cores, Measured, Moved, Replicas, Verdict, advice, outside_collectives,
@@ -112,7 +112,9 @@ pub(super) fn end(
 /// [`Error::Replicas`], on all ranks alike.
 pub(super) fn refuse_different_replicas(trainer: &Trainer<Model>, job: &Job) -> Result<()> {
     match trainer.ddp() {
-        Strategy::Ddp(ddp) => trainer.compare_replicas(ddp, !job.config.no_broadcast_buffers, true),
+        Strategy::Ddp(ddp) => {
+            trainer.compare_replicas(ddp, !job.config.no_broadcast_buffers, Compared::AtEnd)
+        }
         Strategy::Dp(_) => Ok(()),
     }
 }
