@@ -20,6 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Appender {
     file: File,
     kind: FileType,
+    /// Whether it is the process's stdout or stderr.
+    is_own_output: bool,
     /// Whether the last line of the file has no end.
     is_cut: bool,
     /// Written but not flushed.
@@ -56,7 +58,18 @@ impl Appender {
             _ => error,
         })?;
         refuse_special(file.metadata()?.file_type())?;
-        Self::new(own_output(&file)?.map_or(file, File::from))
+        match own_output(&file)? {
+            Some(own) => Self::new(own.into(), true),
+            None => Self::new(file, false),
+        }
+    }
+
+    /// Creates the file at `path`, to write at its end.
+    ///
+    /// # Errors
+    /// When it cannot be created, or something is there.
+    pub(crate) fn create_new(path: &Path) -> io::Result<Self> {
+        Self::new(OpenOptions::new().append(true).create_new(true).open(path)?, false)
     }
 
     /// Has the first row begin with a line break, if the last line of the file has none.
@@ -64,10 +77,31 @@ impl Appender {
         Self { is_cut: before.is_some_and(|it| it.is_cut), ..self }
     }
 
-    /// Writes to `file`, at its position.
-    pub(crate) fn new(file: File) -> io::Result<Self> {
+    fn new(file: File, is_own_output: bool) -> io::Result<Self> {
         let kind = file.metadata()?.file_type();
-        Ok(Self { file, kind, is_cut: false, row: Vec::new() })
+        Ok(Self { file, kind, is_own_output, is_cut: false, row: Vec::new() })
+    }
+
+    /// Returns how many bytes are written but not flushed.
+    pub(crate) fn pending(&self) -> usize {
+        self.row.len()
+    }
+
+    /// Returns the length of the file, if a part of a row may be taken out of it: not of the process's own output, whose
+    /// position would stay behind its end.
+    fn len(&self) -> io::Result<Option<u64>> {
+        let is_ours = self.kind.is_file() && !self.is_own_output;
+        is_ours.then(|| Ok(self.file.metadata()?.len())).transpose()
+    }
+
+    /// Takes the last `written` bytes out of the file that had `before` bytes before them, unless others have written, too.
+    fn take_back(&self, before: Option<u64>, written: usize) -> io::Result<()> {
+        match (before, self.len()?) {
+            (Some(before), Some(now)) if written > 0 && now == before + written as u64 => {
+                self.file.set_len(before)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Writes the row. Returns how many bytes were written, and why not all, if so.
@@ -102,17 +136,14 @@ impl Write for Appender {
     }
 
     fn flush(&mut self) -> io::Result<()> {
+        let before = self.len()?;
         let (written, result) = self.write_row();
         self.row.clear();
         match result {
             // As with stdout: the reader has seen enough.
             Err(error) if error.kind() == ErrorKind::BrokenPipe && self.kind.is_fifo() => Ok(()),
             Err(error) => {
-                if written > 0 && self.kind.is_file() {
-                    // No part of a row stays behind.
-                    let len = self.file.metadata()?.len();
-                    self.file.set_len(len.saturating_sub(written as u64))?;
-                }
+                self.take_back(before, written)?; // no part of a row stays behind
                 Err(error)
             }
             Ok(()) => Ok(()),
@@ -188,6 +219,36 @@ mod tests {
         full.write_all(b"row").unwrap();
         assert_eq!(full.flush().unwrap_err().kind(), ErrorKind::StorageFull);
         assert!(Appender::open(folder.path()).is_err());
+    }
+
+    #[test]
+    fn what_others_have_written_is_not_taken_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows");
+        fs::write(&path, "before\n").unwrap();
+        let mut rows = Appender::open(&path).unwrap();
+        let write = |rows: &mut Appender| {
+            let before = rows.len().unwrap();
+            rows.write_all(b"part of a row").unwrap();
+            let (written, result) = rows.write_row();
+            result.unwrap();
+            rows.row.clear();
+            (before, written)
+        };
+        let text = || fs::read_to_string(&path).unwrap();
+        let (before, written) = write(&mut rows);
+        rows.take_back(before, written).unwrap();
+        assert_eq!(text(), "before\n");
+        let (before, written) = write(&mut rows);
+        let mut other = OpenOptions::new().append(true).open(&path).unwrap();
+        other.write_all(b"of another\n").unwrap();
+        rows.take_back(before, written).unwrap();
+        assert_eq!(text(), "before\npart of a rowof another\n");
+        // Nor is anything of the process's own output.
+        let mut own = Appender { is_own_output: true, ..rows };
+        let (before, written) = write(&mut own);
+        own.take_back(before, written).unwrap();
+        assert!(text().ends_with("of another\npart of a row"), "{}", text());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 mod messages;
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -24,7 +24,7 @@ use messages::{Event, Histogram, Image, Kind, Summary, Value, What};
 /// for step in 0..10 {
 ///     tensorboard.scalar("train/loss", step, 1.0 / (step + 1) as f64)?;
 /// }
-/// tensorboard.flush()?;
+/// tensorboard.flush()?; // otherwise when it is dropped, and then without an error
 /// # Ok(())
 /// # }
 /// ```
@@ -33,6 +33,9 @@ pub struct TensorBoard {
     out: Appender,
     path: PathBuf,
 }
+
+/// After so many bytes records are written to the file.
+const MOST_PENDING: usize = 1 << 16;
 
 /// Into how many buckets of the same width values are sorted.
 const BUCKETS: usize = 64;
@@ -49,14 +52,14 @@ impl TensorBoard {
         let name =
             |number: u32| folder.join(format!("events.out.tfevents.{now:010}.{pid}.{number}"));
         let mut number = 0;
-        let (file, path) = loop {
-            match File::create_new(name(number)) {
-                Ok(file) => break (file, name(number)),
+        let (out, path) = loop {
+            match Appender::create_new(&name(number)) {
+                Ok(out) => break (out, name(number)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
                 Err(error) => return Err(error),
             }
         };
-        let mut created = Self { out: Appender::new(file)?, path };
+        let mut created = Self { out, path };
         created.write(0, What::FileVersion("brain.Event:2".into()))?;
         Ok(created)
     }
@@ -107,7 +110,7 @@ impl TensorBoard {
         self.value(tag, step, Kind::Image(image))
     }
 
-    /// Has everything in the file that was written so far.
+    /// Has everything in the file that was written so far. Happens by itself after each 64 KiB, and on drop.
     ///
     /// # Errors
     /// As [`scalar`](Self::scalar).
@@ -129,7 +132,13 @@ impl TensorBoard {
             self.out.write_all(part)?;
             self.out.write_all(&masked_crc(part).to_le_bytes())?;
         }
-        Ok(())
+        if self.out.pending() < MOST_PENDING { Ok(()) } else { self.flush() }
+    }
+}
+
+impl Drop for TensorBoard {
+    fn drop(&mut self) {
+        let _ = self.flush(); // nobody is there to be told
     }
 }
 
@@ -235,6 +244,26 @@ mod tests {
         // Another one beside it, not over it.
         let other = TensorBoard::create(&folder.path().join("run")).unwrap();
         assert_ne!(other.path(), board.path());
+    }
+
+    #[test]
+    fn what_is_not_flushed_is_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut board = TensorBoard::create(folder.path()).unwrap();
+        let path = board.path().to_owned();
+        let len = || fs::metadata(&path).unwrap().len() as usize;
+        assert_eq!(len(), 0);
+        let mut records = 1;
+        while len() == 0 {
+            board.histogram("weights", records, &[0.5; 100]).unwrap();
+            records += 1;
+        }
+        assert!((MOST_PENDING..2 * MOST_PENDING).contains(&len()), "{}", len());
+        board.scalar("loss", records, 0.5).unwrap();
+        drop(board);
+        let events = read(&path);
+        assert_eq!(events.len() as u64, records + 1);
+        assert_eq!(events.last().unwrap().step as u64, records);
     }
 
     #[test]
