@@ -5,6 +5,7 @@ mod clock;
 mod environment;
 mod error_file;
 mod failure;
+mod in_a_row;
 mod launched;
 mod messages;
 mod placement;

@@ -16,6 +16,7 @@ use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::signal_name;
 
 use super::environment::{variables_of_spawned, variables_of_threads};
+use super::in_a_row::InARow;
 use super::restarts::{self, Restarts};
 use super::signals::{SIGNALS, end_at_second_interrupt, reason_of};
 use super::watch::{tell_ended, waited_for};
@@ -34,6 +35,10 @@ const MERCY: Duration = Duration::from_secs(5);
 
 /// The exit code of a process that refuses its input.
 const WRONG_INPUT: i32 = 2;
+
+fn refuses_input(status: ExitStatus) -> bool {
+    status.code() == Some(WRONG_INPUT)
+}
 
 /// What a process says of its failure to the one that has started it, which alone tells the user.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -283,7 +288,8 @@ impl Start<'_> {
                 deadline = Some(sync::deadline(self.spawn.grace_period.saturating_add(MERCY)));
                 if let Children::Ranks(placement) = self.spawn.children {
                     // Who is killed tells nobody. What fails here the others find out as they would on several machines.
-                    let _ = self.tell(placement, store, rank, &self.spawn.how(rank, pid, status));
+                    let how = self.spawn.how(rank, pid, status);
+                    let _ = self.tell(placement, store, rank, status, &how);
                 }
             }
         }
@@ -296,12 +302,13 @@ impl Start<'_> {
         placement: &Placement,
         store: &TcpStore,
         rank: usize,
+        status: ExitStatus,
         error: &str,
     ) -> Result<()> {
         let store_of_run = store.under(&world::prefix("none", self.number as i64));
         world::tell_absent(&store_of_run, rank)?;
-        if self.store.check(&[report_of(rank)])? {
-            // It has told itself.
+        if refuses_input(status) || self.store.check(&[report_of(rank)])? {
+            // It has told itself, this process or the user.
             return tell_ended(&store_of_run, rank, None, error).map(drop);
         }
         let waits = waited_for(&store_of_run, rank, placement.devices.len())?;
@@ -345,26 +352,9 @@ impl Start<'_> {
             }
             Children::Threads => (None, None),
         };
-        let wrong_input = status.code() == Some(WRONG_INPUT);
+        let wrong_input = refuses_input(status);
         let failure = Failure { rank, device, error: text.clone(), ..Failure::default() };
         Report { text, wrong_input, failure: (!wrong_input).then_some(failure) }
-    }
-}
-
-/// Counts failures in a row at the same place: a run that fails where it failed before has made no progress.
-#[derive(Debug, Default)]
-struct InARow {
-    place: Option<String>,
-    count: usize,
-}
-
-impl InARow {
-    /// Returns how many failures in a row there have been at the place of `failure`; `None` if it is the first there.
-    fn count(&mut self, failure: &Failure) -> Option<usize> {
-        let place = failure.place();
-        self.count = if place.is_some() && place == self.place { self.count + 1 } else { 1 };
-        self.place = place;
-        (self.count > 1).then_some(self.count)
     }
 }
 
@@ -423,19 +413,34 @@ impl Processes {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{BackendChoice, Nproc, Share, place};
     use super::*;
+    use crate::torch::cuda::Cuda;
 
     #[test]
-    fn failures_in_a_row_end_with_one_somewhere_else() {
-        let mut in_a_row = InARow::default();
-        let mut count = |step: Option<u64>| {
-            let operation = Some("step".into());
-            in_a_row.count(&Failure { operation, sequence: step, ..Failure::default() })
+    fn a_process_that_refuses_its_input_has_the_run_refuse_it() {
+        let (count, no_gpu) = (Nproc::Count(2), Cuda::default());
+        let placement = place(count, BackendChoice::Threaded, &no_gpu, &Share::all(8)).unwrap();
+        let time = Duration::from_secs(5);
+        let spawn = SpawnProcesses {
+            children: Children::Ranks(&placement),
+            timeout: time,
+            grace_period: time,
+            stops: true,
+            max_restarts: 3,
         };
-        let steps =
-            [None, None, Some(3), Some(3), Some(3), Some(4), Some(3), Some(3), None, Some(3)];
-        let counts = steps.map(&mut count);
-        let expected = [None, None, None, Some(2), Some(3), None, None, Some(2), None, None];
-        assert_eq!(counts, expected);
+        let (_open, never) = bounded(0);
+        let store = TcpStore::serve("127.0.0.1", 0, time, never).unwrap();
+        for (number, code) in [2, 1].into_iter().enumerate() {
+            let start = Start { spawn: &spawn, store: store.under(&of_start(number)), number };
+            // As a process ends whose --config is another by now: before it has joined.
+            let exit = format!("exit {code}");
+            let status = Command::new("sh").args(["-c", &exit]).status().unwrap();
+            start.tell(&placement, &store, 1, status, "ended").unwrap();
+            let all = Processes { children: Vec::new(), ended: vec![(1, 7, status)] };
+            let report = start.failure(&all).unwrap();
+            assert_eq!(report.wrong_input, code == 2, "{report:?}");
+            assert_eq!(report.failure.is_none(), code == 2, "{report:?}");
+        }
     }
 }

@@ -1,0 +1,39 @@
+//! Failures in a row at the same place.
+
+use crate::observe::Failure;
+
+/// Counts failures in a row at the same place: a run that fails where it failed before has made no progress.
+#[derive(Debug, Default)]
+pub(super) struct InARow {
+    place: Option<String>,
+    count: usize,
+}
+
+impl InARow {
+    /// Returns how many failures in a row there have been at the place of `failure`; `None` if it is the first there.
+    pub(super) fn count(&mut self, failure: &Failure) -> Option<usize> {
+        let place = failure.place();
+        self.count = if place.is_some() && place == self.place { self.count + 1 } else { 1 };
+        self.place = place;
+        (self.count > 1).then_some(self.count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_in_a_row_end_with_one_somewhere_else() {
+        let mut in_a_row = InARow::default();
+        let mut count = |step: Option<u64>| {
+            let operation = Some("step".into());
+            in_a_row.count(&Failure { operation, sequence: step, ..Failure::default() })
+        };
+        let steps =
+            [None, None, Some(3), Some(3), Some(3), Some(4), Some(3), Some(3), None, Some(3)];
+        let counts = steps.map(&mut count);
+        let expected = [None, None, None, Some(2), Some(3), None, None, Some(2), None, None];
+        assert_eq!(counts, expected);
+    }
+}
