@@ -214,7 +214,7 @@ mod tests {
                 Output::new(&path, MARKS).unwrap().write(|file| file.write_all(text)).unwrap();
             }
             fs::set_permissions(&path, Permissions::from_mode(set)).unwrap();
-            Output::new(&path, MARKS).unwrap().write(|file| file.write_all(b"kind")).unwrap();
+            Output::new(&path, MARKS).unwrap().write(|file| file.write_all(b"kind three")).unwrap();
             assert_eq!(mode(), set, "{set:o}");
         }
     }
