@@ -355,8 +355,14 @@ impl Run {
         let is_elsewhere = |rank: &usize| {
             self.threads[*rank].lock().unwrap_or_else(PoisonError::into_inner).is_none()
         };
-        let all = (0..self.activity.len()).filter(is_elsewhere);
-        let missing: Vec<usize> = all.filter(|rank| self.activity[*rank].now() != at).collect();
+        let all = || (0..self.activity.len()).filter(is_elsewhere);
+        // On its way into a collective a rank is seen there before it has come.
+        let mine = self.timeline.seen(waiting);
+        let mut missing: Vec<usize> =
+            all().filter(|rank| self.sightings.is_behind(*rank, &mine)).collect();
+        if missing.is_empty() {
+            missing = all().filter(|rank| self.activity[*rank].now() != at).collect();
+        }
         if self.elsewhere.is_none() || missing.is_empty() {
             return Vec::new();
         }

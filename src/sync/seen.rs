@@ -146,6 +146,14 @@ impl Sightings {
         seen.into_iter().map(|it| it.later(since)).collect()
     }
 
+    /// Whether `rank`, as far as it has told, has not come to the last collective of all ranks in `seen`.
+    pub(crate) fn is_behind(&self, rank: usize, seen: &[Seen]) -> bool {
+        let of_all = |it: &&Seen| it.group == Some(0);
+        let Some(last) = seen.iter().rev().find(of_all) else { return false };
+        let theirs = self.of(rank).iter().filter(of_all).map(|it| it.at.sequence).max();
+        theirs.is_none_or(|it| it < last.at.sequence)
+    }
+
     fn all(&self) -> MutexGuard<'_, BTreeMap<usize, (Instant, Vec<Seen>)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -190,5 +198,15 @@ mod tests {
         let [barrier, backward, ..] = &sightings.of(3)[..] else { panic!("four") };
         assert!(barrier.ended.is_some() && barrier.ended <= Some(barrier.began));
         assert!(backward.is_open_phase() && backward.place.contains("seen.rs:"));
+        // It has come as far as a rank with the same collectives, and not to the one after them.
+        let mine = Timeline::new(1, RECORDS);
+        let begin = |sequence| {
+            let at = At { operation: Operation::AllReduce, sequence };
+            mine.begin(0, Begin { group: Some(0), ..Begin::alone(at, Location::caller()) });
+        };
+        begin(51);
+        assert!(!sightings.is_behind(3, &mine.seen(0)));
+        begin(52);
+        assert!(sightings.is_behind(3, &mine.seen(0)) && !sightings.is_behind(3, &[]));
     }
 }

@@ -19,7 +19,6 @@ fn all_but(missing: &str, folder: &Path) {
 }
 
 #[test]
-#[ignore = "the ranks find out, in their rendezvous: exit code 1"]
 fn a_missing_libnccl_is_wrong_input() {
     let folder = tempfile::tempdir().unwrap();
     all_but("libnccl", folder.path());
