@@ -231,9 +231,9 @@ def two_ranks_with_nccl(machine):
         (folder / "libnccl.so").symlink_to(library)
         (folder / "libnccl.so.2").symlink_to(library)
         more["LD_LIBRARY_PATH"] = f"{folder}:{machine.libraries}"
-    flags = ["--max-epochs=2", "--model=mlp", "--log-format=json"]
+    flags = ["--max-epochs=2", "--model=mlp"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    text = machine.run([*torchrun, machine.scratch / "ddp-mp", "--nproc-per-node=1", "--backend=nccl", *flags], **more)
+    text = machine.run([*torchrun, machine.scratch / "ddp-mp", "--log-format=json", "--nproc-per-node=1", "--backend=nccl", *flags], **more)
     end = next(it for it in map(json.loads, text.splitlines()) if it["event"] == "end")
     on_cpu = machine.events(["--nproc-per-node=2", *flags], CUDA_VISIBLE_DEVICES="")[-1]
     return {"loss": end["loss"], "loss on the CPU": on_cpu["loss"], "replicas equal": end["replicas_equal"]}
