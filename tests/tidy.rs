@@ -110,6 +110,20 @@ fn the_end_of_a_wait_is_computed_in_one_place() {
     }
 }
 
+/// A string without the backslash at the end of its line has the indentation of the next one in its text.
+#[test]
+fn no_message_has_a_gap() {
+    const GAP: &str = "        ";
+    for file in sources() {
+        for line in code(&file).lines().map(str::trim_start) {
+            let before =
+                line.split_once(GAP).and_then(|(before, _)| before.trim_end().chars().last());
+            let is_text = before.is_some_and(|it| it.is_alphabetic() || ",;.:".contains(it));
+            assert!(!is_text, "{}: {line}", name(&file));
+        }
+    }
+}
+
 #[test]
 fn only_the_printer_prints() {
     for file in sources() {

@@ -47,9 +47,8 @@ pub struct World {
 }
 
 impl World {
-    /// What the user should know before this process waits for others: if it is to serve them the store under a name that
-    /// is a loopback address here, as a line in Debian's `/etc/hosts` has it, no other machine can come. It is no error,
-    /// because all the processes may be on this one.
+    /// Returns a warning if this process is to serve the store under a name that is a loopback address here, as a line in
+    /// Debian's `/etc/hosts` may have it: no other machine can connect. Not an error, because all may be on this one.
     pub fn warning(launch: &Launch) -> Option<String> {
         let master = launch.master.as_ref().filter(|it| !it.agent_store)?;
         let others = launch.processes.index == 0 && launch.nnodes.is_some_and(|nnodes| nnodes > 1);
@@ -60,7 +59,8 @@ impl World {
         let addr = &master.addr;
         found.is_loopback().then(|| {
             format!(
-                "{addr}, where the processes are to meet, is {found} here, where no other machine can come; if there are                  others, use --master-addr with an address of this machine that they can reach"
+                "{addr}, where the processes are to meet, is {found} here, where no other machine can come; if there are \
+                 others, use --master-addr with an address of this machine that they can reach"
             )
         })
     }
