@@ -9,6 +9,7 @@ use ddp_mp::ddp::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::launch::{
     BackendChoice, Joining, Launch, LaunchOptions, Nproc, Share, World, detect, place,
 };
+use ddp_mp::process_group::KINDS;
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
 use proptest::prelude::*;
@@ -585,4 +586,145 @@ fn the_longest_durations_are_no_overflow() {
         Ok(())
     });
     ended.into_iter().for_each(|it| drop(it.unwrap()));
+}
+
+/// Only the receiver's process sees the difference; the others have called what fits for them.
+#[test]
+fn an_all_to_all_of_other_sizes_names_the_two_that_differ() {
+    for (counts, from, to, expected) in [
+        (&[1, 1, 1][..], 0, 1, "in all_to_all rank 0 sends 5 elements to rank 1, which expects 6"),
+        (&[1, 1, 1], 2, 0, "in all_to_all rank 2 sends 5 elements to rank 0, which expects 6"),
+        (&[1, 2], 0, 1, "in all_to_all rank 0 sends 6 elements to ranks 1 and 2, which expect 7"),
+        (&[2, 1], 1, 2, "in all_to_all ranks 0 and 1 send 6 elements to rank 2, which expects 7"),
+        (&[1, 3, 1], 4, 2, "in all_to_all rank 4 sends 7 elements to ranks 1-3, which expect 8"),
+    ] {
+        let ended = try_processes(counts, TIMEOUT, move |rank, group| {
+            let (me, count) = (rank.rank(), rank.world_size());
+            let sizes = |mine: bool, other: usize, size: i64| -> Vec<i64> {
+                let size = |rank| if mine && rank == other { size } else { 1 };
+                (0..count).map(size).collect()
+            };
+            let (sent, expected) = (sizes(me == from, to, 5), sizes(me == to, from, 6));
+            let tensor = |sizes: &[i64]| {
+                Tensor::zeros([sizes.iter().sum::<i64>()], (Kind::Float, Device::Cpu))
+            };
+            let mut output = tensor(&expected);
+            group.all_to_all_single(&mut output, &tensor(&sent), Some(&expected), Some(&sent))?;
+            Ok(())
+        });
+        for it in ended {
+            let error = it.unwrap_err();
+            assert!(error.to_string().contains(expected), "{counts:?}: {error}");
+            let tied = &error.failure.tied;
+            let is_of_the_pair =
+                [from, to].iter().all(|it| tied.iter().any(|(rank, _)| rank == it));
+            let others = counts.len() > 2 && counts.iter().all(|it| *it == 1) && tied.len() != 2;
+            assert!(is_of_the_pair && !others, "{counts:?}: {error}");
+        }
+    }
+}
+
+/// Their memory does not have their elements as they are.
+#[test]
+fn what_is_lazily_conjugated_or_negated_is_received() {
+    processes(&[1, 1], |rank, group| {
+        // With the offer, and when the receiver is ready.
+        for len in [5, 100_000] {
+            let numbers = Tensor::arange(len, (Kind::Float, Device::Cpu)) + 1.;
+            let numbers = Tensor::complex(&numbers, &(&numbers * 2.));
+            if rank.rank() == 0 {
+                group.send(&numbers, 1, 0)?;
+                group.send(&numbers.conj(), 1, 0)?;
+                group.send(&numbers.internal_neg_view(), 1, 0)?;
+                continue;
+            }
+            let conjugated = numbers.zeros_like().conj();
+            let negated = numbers.zeros_like().internal_neg_view();
+            assert!(conjugated.is_conj() && negated.is_neg());
+            for expected in [&numbers, &numbers.conj(), &numbers.neg()] {
+                let into = if expected.is_conj() { &negated } else { &conjugated };
+                group.recv(&mut into.shallow_clone(), Some(0), 0)?;
+                let [found, expected] =
+                    [into, expected].map(|it| it.resolve_conj().resolve_neg().view_as_real());
+                assert!(found.equal(&expected), "{len}");
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_kind_that_is_more_than_its_bytes_is_refused_and_the_connection_stays() {
+    let plain = [
+        Kind::Bool,
+        Kind::ComplexHalf,
+        Kind::ComplexDouble,
+        Kind::Float8e5m2,
+        Kind::Float8e4m3fn,
+        Kind::Float8e5m2fnuz,
+        Kind::Float8e4m3fnuz,
+    ];
+    let kinds = KINDS.into_iter().chain(plain).collect::<Vec<_>>();
+    processes(&[1, 1], move |rank, group| {
+        for (kind, name) in
+            [(Kind::QInt8, "qint8"), (Kind::QUInt8, "quint8"), (Kind::QInt32, "qint32")]
+        {
+            for len in [3, 100_000] {
+                let numbers = Tensor::ones([len], (Kind::Float, Device::Cpu));
+                if rank.rank() == 0 {
+                    let quantized = numbers.quantize_per_tensor(0.5, 0, kind);
+                    let error = group.send(&quantized, 1, 0).unwrap_err();
+                    assert!(matches!(error, ddp_mp::Error::Unsupported(_)), "{error}");
+                    let expected =
+                        format!("send: rank 0 cannot send a {name} tensor to rank 1 in another");
+                    assert!(error.to_string().starts_with(&expected), "{error}");
+                }
+            }
+        }
+        for &kind in &kinds {
+            for len in [3, 100_000] {
+                let bytes = kind.elt_size_in_bytes() as i64 * len;
+                let sent = Tensor::ones([bytes], (Kind::Uint8, Device::Cpu)).view_dtype(kind);
+                if rank.rank() == 0 {
+                    group.send(&sent, 1, 0)?;
+                } else {
+                    let mut into = sent.view_dtype(Kind::Uint8).zeros_like().view_dtype(kind);
+                    group.recv(&mut into, Some(0), 0)?;
+                    let [found, sent] = [&into, &sent].map(|it| it.view_dtype(Kind::Uint8));
+                    assert!(found.equal(&sent), "{kind:?} {len}");
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+/// They are right where all ranks are in one process.
+#[test]
+fn no_weight_that_is_allowed_is_taken_for_a_strangers() {
+    for counts in [&[1, 1][..], &[2, 1], &[1, 1, 1]] {
+        for len in [3, 100_000] {
+            let sum = move |zero: f64| {
+                processes(counts, move |rank, group| {
+                    let (me, last) = (rank.rank(), rank.world_size() - 1);
+                    let mut tensor = Tensor::full([len], me as i64 + 1, (Kind::Float, Device::Cpu));
+                    let weight = if me == last { 2.0 } else { zero };
+                    group.all_reduce_weighted(&mut tensor, ReduceOp::Sum, Some(weight))?;
+                    Ok(Vec::<f32>::try_from(tensor)?)
+                })
+            };
+            assert!(sum(-0.0) == sum(0.0), "{counts:?} {len}");
+        }
+    }
+    for len in [3, 100_000] {
+        let told = failing(&[2, 1], TIMEOUT, move |me, group| {
+            let mut tensor = Tensor::ones([len], (Kind::Float, Device::Cpu));
+            let weight = [1e308, f64::MAX, 1.0][me];
+            group.all_reduce_weighted(&mut tensor, ReduceOp::Sum, Some(weight))
+        });
+        for told in told {
+            let expected = "the weights of the ranks 0, 1 add up to inf: they are too large";
+            assert!(told.contains(expected), "{told}");
+        }
+    }
 }

@@ -27,7 +27,7 @@ impl ProcessGroup {
     pub(super) fn collective(
         &self,
         operation: Operation,
-        options: Options,
+        mut options: Options,
         shape: &[i64],
         inputs: &[Tensor],
         outputs: &[Tensor],
@@ -39,7 +39,8 @@ impl ProcessGroup {
         let kind = self.common_kind(operation, inputs, further)?;
         if let Some(op) = options.reduce_op {
             op.check_kind(operation, kind)?;
-            options.weight.map_or(Ok(()), |it| weights::check(op, kind, it, self.global_rank()))?;
+            let weight = options.weight.map(|it| weights::check(op, kind, it, self.global_rank()));
+            options.weight = weight.transpose()?;
         }
         let as_they_are = |tensors: &[Tensor]| -> Result<bool> {
             tensors.iter().try_fold(true, |all, tensor| Ok(all && is_dense(tensor)?))
@@ -90,7 +91,8 @@ impl ProcessGroup {
         let tensors = std::slice::from_ref(tensor);
         let kind = self.common_kind(Operation::AllReduce, tensors, &[])?;
         op.check_kind(Operation::AllReduce, kind)?;
-        weight.map_or(Ok(()), |it| weights::check(op, kind, it, self.global_rank()))?;
+        let weight = weight.map(|it| weights::check(op, kind, it, self.global_rank()));
+        let weight = weight.transpose()?;
         let shape = &tensor.size();
         let call = |sequence| Call {
             sequence,
@@ -307,7 +309,7 @@ pub(super) struct Dense(Tensor);
 
 /// Whether a tensor's memory holds its elements one after the other, as they are. (Lazily conjugated and
 /// negated tensors are told apart from their memory by a bit.)
-fn is_dense(tensor: &Tensor) -> Result<bool> {
+pub(super) fn is_dense(tensor: &Tensor) -> Result<bool> {
     let torch = || Error::torch("looking at a tensor");
     Ok(tensor.is_contiguous()
         && !tensor.f_is_conj().map_err(torch())?

@@ -175,30 +175,38 @@ pub fn kind_named(name: &str) -> Result<Kind> {
     })
 }
 
-/// A kind by PyTorch's name for it.
+/// All kinds, with PyTorch's names for them.
+const NAMES: [(Kind, &str); 20] = [
+    (Kind::Uint8, "uint8"),
+    (Kind::Int8, "int8"),
+    (Kind::Int16, "int16"),
+    (Kind::Int, "int32"),
+    (Kind::Int64, "int64"),
+    (Kind::Half, "float16"),
+    (Kind::Float, "float32"),
+    (Kind::Double, "float64"),
+    (Kind::ComplexHalf, "complex32"),
+    (Kind::ComplexFloat, "complex64"),
+    (Kind::ComplexDouble, "complex128"),
+    (Kind::Bool, "bool"),
+    (Kind::QInt8, "qint8"),
+    (Kind::QUInt8, "quint8"),
+    (Kind::QInt32, "qint32"),
+    (Kind::BFloat16, "bfloat16"),
+    (Kind::Float8e5m2, "float8_e5m2"),
+    (Kind::Float8e4m3fn, "float8_e4m3fn"),
+    (Kind::Float8e5m2fnuz, "float8_e5m2fnuz"),
+    (Kind::Float8e4m3fnuz, "float8_e4m3fnuz"),
+];
+
+/// Returns PyTorch's name of `kind`.
 pub fn kind_name(kind: Kind) -> &'static str {
-    match kind {
-        Kind::Uint8 => "uint8",
-        Kind::Int8 => "int8",
-        Kind::Int16 => "int16",
-        Kind::Int => "int32",
-        Kind::Int64 => "int64",
-        Kind::Half => "float16",
-        Kind::Float => "float32",
-        Kind::Double => "float64",
-        Kind::ComplexHalf => "complex32",
-        Kind::ComplexFloat => "complex64",
-        Kind::ComplexDouble => "complex128",
-        Kind::Bool => "bool",
-        Kind::QInt8 => "qint8",
-        Kind::QUInt8 => "quint8",
-        Kind::QInt32 => "qint32",
-        Kind::BFloat16 => "bfloat16",
-        Kind::Float8e5m2 => "float8_e5m2",
-        Kind::Float8e4m3fn => "float8_e4m3fn",
-        Kind::Float8e5m2fnuz => "float8_e5m2fnuz",
-        Kind::Float8e4m3fnuz => "float8_e4m3fnuz",
-        #[allow(unreachable_patterns)] // kinds that a later tch may add
-        _ => "unknown",
-    }
+    // A later tch may add kinds.
+    NAMES.iter().find(|(known, _)| *known == kind).map_or("unknown", |(_, name)| name)
+}
+
+/// Returns the kind with this name of PyTorch's, if a tensor of that kind is its bytes: a quantized one also has a scale.
+pub(super) fn plain_kind(name: &str) -> Option<Kind> {
+    let kind = NAMES.iter().find(|(_, known)| *known == name).map(|(kind, _)| *kind);
+    kind.filter(|kind| !matches!(kind, Kind::QInt8 | Kind::QUInt8 | Kind::QInt32))
 }

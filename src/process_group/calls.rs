@@ -2,7 +2,7 @@
 //! them each other.
 
 use super::threaded::Announced;
-use crate::error::{Error, Suspects, runs};
+use crate::error::{Error, Suspects, list_ranks, runs};
 use crate::operation::Operation;
 use crate::sync::at_line;
 
@@ -70,6 +70,30 @@ pub(super) fn mismatch(
     let mut suspects = Suspects::of(&answers);
     suspects.ranks.sort_unstable();
     Error::Mismatch { sequence, calls: list(calls, odd), suspects, odd, called: operation(odd) }
+}
+
+/// Returns the error of an all_to_all in which the ranks `from` send another number of elements to the ranks `to` than these
+/// expect: the numbers `[sent, expected]`. Each side is one rank or those of one process, with the line of its call, if
+/// that is known.
+pub(super) fn sizes_differ(
+    sequence: u64,
+    (from, at): (&[usize], String),
+    (to, there): (&[usize], String),
+    [sent, expected]: [usize; 2],
+) -> Error {
+    let (odd, suspects) = (to[0], Suspects::tied([from, to].concat()));
+    let is_one = |ranks: &[usize]| ranks.len() == 1;
+    let receives = match from == to && is_one(to) {
+        true => " to itself, but expects".into(),
+        false if is_one(to) => format!("{at} to {}, which expects", list_ranks(to)),
+        false => format!("{at} to {}, which expect", list_ranks(to)),
+    };
+    let sends = if is_one(from) { "sends" } else { "send" };
+    let calls = format!(
+        "in all_to_all {} {sends} {sent} elements{receives} {expected}{there}",
+        list_ranks(from)
+    );
+    Error::Mismatch { sequence, calls, suspects, odd, called: Operation::AllToAll }
 }
 
 /// "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".

@@ -35,6 +35,7 @@ use crossbeam::channel::{Receiver, select_biased};
 use tch::{Device, Kind};
 
 pub(crate) use call::Call;
+use call::plain_kind;
 pub use call::{KINDS, ReduceOp, kind_name, kind_named};
 use communication::CommunicationThread;
 use gloo::InFlight;

@@ -277,7 +277,7 @@ impl ProcessGroup {
         let peers = others.filter(|&rank| op.peer.is_none_or(|peer| peer == rank));
         let ranks = peers.map(|rank| self.shared.members()[rank]).collect();
         let network = messages.and_then(|_| self.network.clone());
-        let side = OtherSide { ranks, peer: op.peer, network };
+        let side = OtherSide { ranks, network };
         let shared = self.shared.clone();
         let state = State::Posted { posted, shared, destination, side, at };
         Ok(Work::new(state, self.run().clone(), self.global_rank()))

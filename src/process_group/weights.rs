@@ -87,6 +87,11 @@ impl ProcessGroup {
         let Some(weight) = self.weight.get() else {
             return self.all_reduce(tensor, ReduceOp::Sum);
         };
+        if weight == 0.0 {
+            // It counts for nothing, also where it is not finite.
+            let zeroed = tch::no_grad(|| tensor.f_zero_().map(drop));
+            zeroed.map_err(Error::torch("weighting a gradient"))?;
+        }
         self.all_reduce_weighted(tensor, ReduceOp::Sum, Some(weight))?;
         let mean = self.side()?.backend.mean_weight();
         let divide = || match weight / mean {
@@ -110,12 +115,12 @@ impl ProcessGroup {
     }
 }
 
-/// Checks what a rank can check by itself.
-pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Result<()> {
-    check_weight(weight, rank)?;
+/// Checks what a rank can check by itself. Returns the weight.
+pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Result<f64> {
+    let weight = check_weight(weight, rank)?;
     let sums = matches!(op, ReduceOp::Sum | ReduceOp::PremulSum(_));
     if sums && matches!(kind, Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16) {
-        return Ok(());
+        return Ok(weight);
     }
     Err(Error::Unsupported(format!(
         "all_reduce({op}) of {} tensors takes no weights: they go with sum and premul_sum of float tensors",
@@ -123,11 +128,13 @@ pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Resul
     )))
 }
 
+/// Returns the weight of `rank`, where -0 is 0.
+///
 /// # Errors
 /// [`Error::Input`] for what is no weight.
-pub(crate) fn check_weight(weight: f64, rank: usize) -> Result<()> {
+pub(crate) fn check_weight(weight: f64, rank: usize) -> Result<f64> {
     if weight >= 0.0 && weight.is_finite() {
-        return Ok(());
+        return Ok(weight + 0.0); // -0 is not below 0, but has a sign
     }
     Err(Error::Input(format!(
         "rank {rank} has the weight {weight}; use a finite number from 0, such as the number of samples"
@@ -151,17 +158,26 @@ pub(super) fn mean(parts: impl Iterator<Item = (f64, usize)> + Clone) -> f64 {
 /// [`Error::Input`] if nothing can be divided by it, on all ranks alike.
 pub(super) fn mean_of_all(parts: impl Iterator<Item = (f64, usize)> + Clone) -> Result<f64> {
     let mean = mean(parts.clone());
-    if mean > 0.0 && mean.is_finite() {
-        return Ok(mean);
-    }
-    let ranks: usize = parts.map(|(_, ranks)| ranks).sum();
+    let ranks = || (0..parts.clone().map(|(_, ranks)| ranks).sum()).collect::<Vec<_>>();
+    if mean == 0.0 { Err(refuse(mean, &ranks())) } else { check_mean(mean, ranks) }
+}
+
+/// Returns `mean`, the mean weight of `ranks`.
+///
+/// # Errors
+/// [`Error::Input`] if the sum of the weights is too large for a number.
+pub(super) fn check_mean(mean: f64, ranks: impl FnOnce() -> Vec<usize>) -> Result<f64> {
+    if mean.is_finite() { Ok(mean) } else { Err(refuse(mean, &ranks())) }
+}
+
+fn refuse(mean: f64, ranks: &[usize]) -> Error {
     let why = if mean == 0.0 { "each has the weight 0" } else { "they are too large" };
-    let total = mean * ranks as f64;
-    Err(Error::Input(format!(
-        "the weights of the ranks {} add up to {total}: {why}; give at least one rank a weight above 0, such as its \
+    Error::Input(format!(
+        "the weights of the ranks {} add up to {}: {why}; give at least one rank a weight above 0, such as its \
          number of samples",
-        crate::error::runs(&(0..ranks).collect::<Vec<_>>())
-    )))
+        crate::error::runs(ranks),
+        mean * ranks.len() as f64
+    ))
 }
 
 /// Returns what the operation multiplies by, apart from weights.

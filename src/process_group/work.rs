@@ -11,6 +11,7 @@ use crossbeam::channel::{Receiver, RecvTimeoutError};
 use super::Network;
 #[cfg(doc)]
 use super::ProcessGroup;
+use super::gloo::connection_lost;
 use super::threaded::{Outcome, Posted, Shared};
 use crate::error::{Error, Result};
 use crate::operation::At;
@@ -48,8 +49,6 @@ pub(super) enum State {
 pub(super) struct OtherSide {
     /// By their numbers in the run.
     pub ranks: Vec<usize>,
-    /// The one that is meant, by its place in the group.
-    pub peer: Option<usize>,
     /// The way to those in other processes, if they can be.
     pub network: Option<Arc<Network>>,
 }
@@ -155,7 +154,7 @@ impl Work {
                 }
             }
             State::Posted { posted, shared, destination, side, at } => {
-                let OtherSide { ranks, peer, network } = side;
+                let OtherSide { ranks, network } = side;
                 let peers = Peers { ranks, are_elsewhere: network.is_some(), limit };
                 let is_done = || posted.is_completed();
                 let withdraw = || shared.mail().withdraw(posted, *destination);
@@ -164,11 +163,10 @@ impl Work {
                 }
                 match posted.outcome() {
                     Some(Outcome::From(source)) => Ok(Some(Some(*source))),
-                    Some(Outcome::Lost(reason)) => {
+                    Some(Outcome::Lost { ranks, reason }) => {
                         self.run.check(self.rank)?;
-                        let messages = network.as_ref().and_then(|network| network.messages());
-                        let lost = messages.map(|it| it.lost(*at, self.rank, *peer, reason));
-                        let error = lost.unwrap_or(Error::Abandoned { rank: self.rank });
+                        let (ranks, reason) = (ranks.clone(), reason.clone());
+                        let error = connection_lost(&self.run, *at, self.rank, ranks, reason);
                         self.run.report(self.rank, Some(&error), error.to_string());
                         Err(error)
                     }

@@ -431,15 +431,19 @@ impl Run {
     /// If all of them are in collectives or messages themselves, somebody else keeps them: those who are in
     /// code of their own come first then.
     pub(crate) fn late(&self, missing: Vec<usize>) -> Vec<LateRank> {
-        let seen =
-            |rank: usize| LateRank { rank, last_seen: self.activity[rank].now(), silent: false };
-        let mut late: Vec<LateRank> = missing.into_iter().map(seen).collect();
+        let mut late = self.last_seen(missing);
         if late.iter().all(|late| late.last_seen.operation.may_wait()) {
-            let all = (0..self.activity.len()).map(seen);
-            let keepers = all.filter(|rank| rank.last_seen.operation.is_own_work());
-            late.splice(0..0, keepers.collect::<Vec<_>>());
+            let mut keepers = self.last_seen(0..self.activity.len());
+            keepers.retain(|rank| rank.last_seen.operation.is_own_work());
+            late.splice(0..0, keepers);
         }
         late
+    }
+
+    /// Returns `ranks` with what they were last seen doing.
+    pub(crate) fn last_seen(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<LateRank> {
+        let seen = |rank| LateRank { rank, last_seen: self.activity[rank].now(), silent: false };
+        ranks.into_iter().map(seen).collect()
     }
 }
 

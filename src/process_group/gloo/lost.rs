@@ -4,49 +4,24 @@ use std::time::Duration;
 
 use crossbeam::channel::select_biased;
 
-use crate::error::{Error, LateRank};
+use crate::error::{Error, LateRank, Result};
 use crate::operation::{At, Operation};
 use crate::sync::{Run, Seen};
 
 /// How long to wait for the reason of a failure, which another process may be about to tell.
 pub(super) const REASON: Duration = Duration::from_secs(3);
 
-/// The error of `waiting`, a rank of `run`, that waits at `at` for `ranks` of other processes: after it has `waited` for
-/// too long, or because the connection to them is lost for this `reason`.
-pub(super) fn error(
+/// Returns the error of `waiting`, a rank of `run`, that has `waited` too long at `at` for `ranks` of other processes.
+pub(super) fn timed_out(
     run: &Run,
     at: At,
     waiting: usize,
     ranks: Vec<usize>,
-    waited: Option<Duration>,
-    reason: String,
+    waited: Duration,
 ) -> Error {
-    // Another process may have failed first, and be telling so.
-    let await_reason = || {
-        select_biased! {
-            recv(run.cancel.tripped()) -> _ => {}
-            default(REASON) => {}
-        }
-    };
-    if waited.is_none() {
-        await_reason();
-    }
-    if let Err(cancelled) = run.check(waiting) {
-        return cancelled;
-    }
-    let silent = run.look();
-    // So may one that has given up waiting at the same time.
-    if waited.is_some() && ranks.iter().any(|rank| run.is_done(*rank)) {
-        await_reason();
-    }
-    if let Err(cancelled) = run.check(waiting) {
-        return cancelled;
-    }
-    let silent: Vec<LateRank> =
-        silent.into_iter().filter(|late| ranks.contains(&late.rank)).collect();
-    let Some(waited) = waited else {
-        let lost = if silent.is_empty() { run.late(ranks) } else { silent };
-        return Error::Peer { at, step: run.timeline.step_of(waiting), lost, reason };
+    let silent = match silent(run, waiting, &ranks, true) {
+        Ok(silent) => silent,
+        Err(cancelled) => return cancelled,
     };
     // Only an open record says that a rank has entered the call: `Run::activity` has the call already on the way into it.
     // To synchronize is no call, and has no record.
@@ -62,4 +37,49 @@ pub(super) fn error(
         (true, true) => run.late(ranks),
     };
     Error::Timeout { at, waiting, waited, late }
+}
+
+/// Returns the error of `waiting`, a rank of `run`, that waits at `at` for `ranks` of other processes, to which the
+/// connection is lost for this `reason`.
+pub(crate) fn connection_lost(
+    run: &Run,
+    at: At,
+    waiting: usize,
+    ranks: Vec<usize>,
+    reason: String,
+) -> Error {
+    // Another process may have failed first, and be telling so.
+    await_reason(run);
+    match silent(run, waiting, &ranks, false) {
+        Ok(silent) => {
+            // A rank at the other end, whatever keeps it: nobody else has closed the connection.
+            let lost = if silent.is_empty() { run.last_seen(ranks) } else { silent };
+            Error::Peer { at, step: run.timeline.step_of(waiting), lost, reason }
+        }
+        Err(cancelled) => cancelled,
+    }
+}
+
+/// Asks for heartbeats, which takes a moment. Returns those of `ranks` whose process does not answer.
+///
+/// # Errors
+/// [`Error::Cancelled`] if the run has failed for another reason meanwhile.
+fn silent(run: &Run, waiting: usize, ranks: &[usize], has_waited: bool) -> Result<Vec<LateRank>> {
+    run.check(waiting)?;
+    let mut silent = run.look();
+    // A process that has given up waiting at the same time may be telling why.
+    if has_waited && ranks.iter().any(|rank| run.is_done(*rank)) {
+        await_reason(run);
+    }
+    run.check(waiting)?;
+    silent.retain(|late| ranks.contains(&late.rank));
+    Ok(silent)
+}
+
+/// Waits until another process has told why it has failed, for [`REASON`] at most.
+fn await_reason(run: &Run) {
+    select_biased! {
+        recv(run.cancel.tripped()) -> _ => {}
+        default(REASON) => {}
+    }
 }

@@ -34,6 +34,7 @@ use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 use crate::sync::Run;
 pub(crate) use in_flight::InFlight;
+pub(crate) use lost::connection_lost;
 pub(crate) use messages::Letter;
 pub(crate) use network::Network;
 pub(crate) use parts::Layout;

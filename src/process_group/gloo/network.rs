@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::threaded::Mail;
-use super::super::{Call, calls, kind_name, weights};
+use super::super::{Call, calls, kind_name, num_bytes, weights};
 use super::in_flight::Started;
 use super::lost::{self, REASON};
 use super::messages::{Door, Messages};
@@ -24,7 +24,7 @@ use super::parts::{Layout, Parts, padded};
 use super::room::Room;
 use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
-use crate::sync::{News, Run, Stop};
+use crate::sync::{News, Run, Stop, at_line, deadline};
 use crate::torch::{Gloo, GlooWork, Reduce, TcpStore};
 
 /// What the ranks of one process share of a group of several processes.
@@ -165,6 +165,10 @@ impl Network {
         self.weights[self.layout.mine].store(weight.to_bits(), Ordering::Relaxed);
     }
 
+    fn mean_here(&self) -> f64 {
+        f64::from_bits(self.weights[self.layout.mine].load(Ordering::Relaxed))
+    }
+
     /// The mean weight of each process's ranks in this call, with the number of its ranks: after the notes.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
         let weights = self.weights.iter().map(|it| f64::from_bits(it.load(Ordering::Relaxed)));
@@ -203,7 +207,8 @@ impl Network {
     /// something else.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::Peer`].
+    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::Peer`]; [`Error::Input`] for weights that
+    /// have no mean.
     pub(super) fn exchange(
         &self,
         call: &Call,
@@ -211,6 +216,10 @@ impl Network {
         begin: usize,
         describe: impl Fn() -> String,
     ) -> Result<()> {
+        if call.weight.is_some() {
+            // Other processes would take it for a stranger's.
+            weights::check_mean(self.mean_here(), || self.members[self.layout.here()].to_vec())?;
+        }
         let inline = parts.largest.is_some_and(|largest| largest <= INLINE);
         let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
         self.write_notes(call, parts, inline.then_some((begin, &send[..])));
@@ -239,8 +248,7 @@ impl Network {
         let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
         self.exchange(call, &none, 0, describe)?;
         if call.weight.is_some() {
-            let mine = self.weights().nth(self.layout.mine).map_or(0.0, |(weight, _)| weight);
-            let share = mine / weights::mean_of_all(self.weights())?;
+            let share = self.mean_here() / weights::mean_of_all(self.weights())?;
             if share != 1.0 {
                 let multiply = || tensor.shallow_clone().f_mul_scalar_(share).map(drop);
                 tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
@@ -278,8 +286,7 @@ impl Network {
     fn write_notes(&self, call: &Call, parts: &Parts, inline: Option<(usize, &[usize])>) {
         let news = self.stop.get().map_or(News::NONE, |stop| stop.news());
         let (sequence, fingerprint) = (call.sequence, fingerprint(call));
-        let mine = self.weights[self.layout.mine].load(Ordering::Relaxed);
-        let weight = call.weight.map_or(0.0, |_| f64::from_bits(mine));
+        let weight = call.weight.map_or(0.0, |_| self.mean_here());
         let notes: *mut u8 = self.room.notes()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
@@ -305,7 +312,9 @@ impl Network {
         describe: impl Fn() -> String,
     ) -> Result<()> {
         let notes: *mut u8 = self.room.notes()[1].data_ptr().cast();
-        let (mut fits, fingerprint) = (true, fingerprint(call));
+        let fingerprint = fingerprint(call);
+        // The first process with something else for this one than it expects, and the processes with another call.
+        let (mut uneven, mut different) = (None, Vec::new());
         for process in self.others() {
             // SAFETY: the tensor has a note for each process, and Gloo is through with it.
             let (place, note) = unsafe {
@@ -313,8 +322,12 @@ impl Network {
                 (place, place.cast::<[u8; NUMBERS]>().read())
             };
             let note = Note::from_bytes(process, &note)?;
-            let expected = [call.sequence, fingerprint, parts.from[process] as u64];
-            fits &= [note.sequence, note.fingerprint, note.size] == expected;
+            if [note.sequence, note.fingerprint] != [call.sequence, fingerprint] {
+                different.push(process);
+            } else if note.size != parts.from[process] as u64 {
+                uneven.get_or_insert((process, note.size as usize));
+            }
+            let fits = different.is_empty() && uneven.is_none();
             self.weights[process].store(note.weight.to_bits(), Ordering::Relaxed);
             if let Some(stop) = self.stop.get() {
                 stop.hear(process == 0, note.news);
@@ -327,10 +340,11 @@ impl Network {
                 }
             }
         }
-        match (fits, call.weight) {
-            (true, None) => Ok(()),
-            (true, Some(_)) => weights::mean_of_all(self.weights()).map(drop),
-            (false, _) => Err(self.mismatch(call, &describe())?),
+        match (uneven, call.weight) {
+            _ if !different.is_empty() => Err(self.mismatch(call, &describe(), &different)?),
+            (Some((process, sent)), _) => Err(self.sizes_differ(call, process, sent, parts)),
+            (None, Some(_)) => weights::mean_of_all(self.weights()).map(drop),
+            (None, None) => Ok(()),
         }
     }
 
@@ -369,17 +383,37 @@ impl Network {
         let _ = self.gloo.abort();
         let elsewhere = self.others().flat_map(|it| self.layout.processes[it].clone());
         let ranks = elsewhere.map(|place| self.members[place]).collect();
-        let waited = (began.elapsed() >= timeout).then_some(timeout);
-        Err(lost::error(&self.run, at, waiting, ranks, waited, reason))
+        Err(match began.elapsed() >= timeout {
+            true => lost::timed_out(&self.run, at, waiting, ranks, timeout),
+            false => lost::connection_lost(&self.run, at, waiting, ranks, reason),
+        })
     }
 
-    /// Which rank has called what. Each process tells the others, now that it must.
-    fn mismatch(&self, call: &Call, mine: &str) -> Result<Error> {
+    /// Returns the error of an all_to_all in which `process` sends `sent` bytes, and this process expects another number.
+    /// Each of the two calls is right by itself, so the other process knows nothing of it.
+    fn sizes_differ(&self, call: &Call, process: usize, sent: usize, parts: &Parts) -> Error {
+        let numel = |bytes| bytes / num_bytes(call.kind, 1);
+        let ranks = |process: usize| &self.members[self.layout.processes[process].clone()];
+        let here = ranks(self.layout.mine);
+        let line = at_line(call.place.filter(|_| here.len() == 1));
+        let numbers = [sent, parts.from[process]].map(numel);
+        calls::sizes_differ(call.sequence, (ranks(process), String::new()), (here, line), numbers)
+    }
+
+    /// Returns the error of processes of which those in `different` make another call than this one. Each tells the others
+    /// its own, because each has met another call.
+    fn mismatch(&self, call: &Call, mine: &str, different: &[usize]) -> Result<Error> {
         let key = |process| format!("call/{}/{process}", call.sequence);
         self.store.set(&key(self.layout.mine), mine.as_bytes())?;
+        let same = mine.lines().next().unwrap_or_default();
+        let deadline = deadline(REASON);
         let mut calls = Vec::new();
         for (process, places) in self.layout.processes.iter().enumerate() {
-            let told = self.store.get(&key(process), REASON)?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            let mut told = self.store.get(&key(process), left)?;
+            if !different.contains(&process) {
+                told.get_or_insert_with(|| same.into());
+            }
             calls.extend(calls::from_text(told.as_deref(), &self.members[places.clone()]));
         }
         let here = &self.members[self.layout.here()];

@@ -1,8 +1,9 @@
 //! Whether the tensors that all ranks of a process have announced fit each other: no memory that one rank writes and
 //! another touches, and in an all_to_all the sizes that each pair of ranks has announced.
 
+use super::super::calls::sizes_differ;
 use super::announced::Announced;
-use crate::error::{Error, Suspects};
+use crate::error::Error;
 use crate::operation::Operation;
 use crate::sync::at_line;
 
@@ -56,16 +57,8 @@ impl Conflict {
         let sent = call(from).map_or(0, |it| it.inputs[first_place + to].numel);
         let expected = call(to).map_or(0, |it| it.outputs[first_place + from].numel);
         let [at, there] = [from, to].map(|place| at_line(call(place).and_then(|it| it.place)));
-        let (from, odd) = (members[from], members[to]);
-        let suspects = Suspects::tied(vec![from, odd]);
-        let to = if from == odd {
-            " to itself, but expects".into()
-        } else {
-            format!("{at} to rank {odd}, which expects")
-        };
-        let calls =
-            format!("in all_to_all rank {from} sends {sent} elements{to} {expected}{there}");
-        Error::Mismatch { sequence, calls, suspects, odd, called: Operation::AllToAll }
+        let [from, to] = [(from, at), (to, there)].map(|(it, line)| (&members[it..=it], line));
+        sizes_differ(sequence, from, to, [sent, expected])
     }
 }
 

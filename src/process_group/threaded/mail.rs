@@ -130,8 +130,13 @@ pub(crate) enum Outcome {
     From(usize),
     /// It failed, and the run knows why.
     Reported,
-    /// The connection to the other side is lost, and this is why.
-    Lost(String),
+    /// The connection to the other side is lost.
+    Lost {
+        /// The ranks of the process at its other end, by their numbers in the run.
+        ranks: Vec<usize>,
+        /// Why.
+        reason: String,
+    },
 }
 
 impl Delivery {
@@ -199,7 +204,7 @@ impl Mail {
                 thread::park();
             }
         }
-        matches!(posted.outcome(), Some(Outcome::Lost(_)))
+        matches!(posted.outcome(), Some(Outcome::Lost { .. }))
     }
 
     /// Ends all receives that wait for one of the ranks at the places `sources`: these are lost, for this reason.
@@ -210,7 +215,8 @@ impl Mail {
         for letter_box in &self.boxes {
             let lost: Vec<Waiting> = lock(letter_box).expected.extract_if(.., is_lost).collect();
             for waiting in lost {
-                waiting.delivery.complete(Outcome::Lost(reason.into()));
+                let ranks = self.members[sources.clone()].to_vec();
+                waiting.delivery.complete(Outcome::Lost { ranks, reason: reason.into() });
             }
         }
     }

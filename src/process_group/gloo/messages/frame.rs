@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 
-use super::super::super::{kind_name, num_bytes};
+use super::super::super::{num_bytes, plain_kind};
 use super::super::Layout;
 
 /// Tensors up to this many bytes travel with the offer; larger ones when the receiver is ready for them.
@@ -62,8 +62,7 @@ impl Offer {
         if !layout.processes[from].contains(source) || !layout.here().contains(destination) {
             return Err(format!("process {from} sends from rank {source} to rank {destination}"));
         }
-        let known = KINDS.into_iter().find(|known| kind_name(*known) == kind);
-        let known = known.ok_or_else(|| format!("there is no kind {kind:?}"))?;
+        let known = plain_kind(kind).ok_or_else(|| format!("there is no kind {kind:?}"))?;
         let numel = shape
             .iter()
             .try_fold(1usize, |numel, &size| numel.checked_mul(usize::try_from(size).ok()?));
@@ -105,27 +104,6 @@ impl Frame {
         })
     }
 }
-
-/// The kinds that a tensor to send can have.
-const KINDS: [Kind; 17] = [
-    Kind::Uint8,
-    Kind::Int8,
-    Kind::Int16,
-    Kind::Int,
-    Kind::Int64,
-    Kind::Half,
-    Kind::Float,
-    Kind::Double,
-    Kind::ComplexHalf,
-    Kind::ComplexFloat,
-    Kind::ComplexDouble,
-    Kind::Bool,
-    Kind::BFloat16,
-    Kind::Float8e5m2,
-    Kind::Float8e4m3fn,
-    Kind::Float8e5m2fnuz,
-    Kind::Float8e4m3fnuz,
-];
 
 #[cfg(test)]
 mod tests {

@@ -20,7 +20,6 @@ use super::super::super::threaded::{
 use super::super::lost;
 use super::frame::{Frame, INLINE, Offer};
 use super::pending::Pending;
-use super::reader::TICK;
 use super::transfer::Outgoing;
 use super::{Post, open, reader, transfer};
 use crate::error::Error;
@@ -53,6 +52,17 @@ enum Stage {
     Open(Arc<TcpStream>),
     /// Why.
     Closed(String),
+}
+
+/// What becomes of a new connection to the other process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Adoption {
+    /// Both processes use it.
+    Chosen,
+    /// They use another one, which was opened at the same time.
+    Busy,
+    /// None: the link has ended for this process.
+    Closed,
 }
 
 /// A tensor on its way to the other process.
@@ -112,39 +122,33 @@ impl Link {
         self.post.thread(move |serving| match open::connect(&link) {
             Ok(Some(stream)) => {
                 let stream = Arc::new(stream);
-                // Otherwise the connection of the other process is the one.
-                if link.adopt(&stream, true) {
+                if link.adopt(&stream, true) == Adoption::Chosen {
                     reader::run(&link, &stream, serving);
                 }
             }
-            Ok(None) => link.wait_for_the_other(),
+            Ok(None) => {} // the other process's connection is the one
             Err(reason) => link.fail_to_connect(reason),
         })
     }
 
-    /// Waits until the connection of the other process has come, and looks at deadlines meanwhile.
-    fn wait_for_the_other(&self) {
-        let cancelled = self.post.run.cancel.tripped();
-        while matches!(self.state().stage, Stage::Connecting) && !self.post.is_closing() {
-            self.look_at_deadlines();
-            // It comes on another thread, and this one has nothing to do with it.
-            let _ = cancelled.recv_timeout(TICK);
+    /// Makes `stream` the connection, if it is the one that both processes choose: of two that were opened at the same
+    /// time that of the lower process.
+    pub(super) fn adopt(&self, stream: &Arc<TcpStream>, is_mine: bool) -> Adoption {
+        let mut state = self.state();
+        match state.stage {
+            Stage::Connecting if !is_mine && self.process > self.post.layout.mine => Adoption::Busy,
+            Stage::Idle | Stage::Connecting => {
+                state.stage = Stage::Open(stream.clone());
+                Adoption::Chosen
+            }
+            Stage::Open(_) => Adoption::Busy,
+            Stage::Closed(_) => Adoption::Closed,
         }
     }
 
-    /// Makes `stream` the connection, if it is the one that both processes choose: of two that were opened at the same
-    /// time that of the lower process.
-    pub(super) fn adopt(&self, stream: &Arc<TcpStream>, is_mine: bool) -> bool {
-        let mut state = self.state();
-        let chosen = match state.stage {
-            Stage::Idle => true,
-            Stage::Connecting => is_mine || self.process < self.post.layout.mine,
-            Stage::Open(_) | Stage::Closed(_) => false,
-        };
-        if chosen {
-            state.stage = Stage::Open(stream.clone());
-        }
-        chosen
+    /// Whether the connection has ended, so that nobody needs to wait for the other process.
+    pub(super) fn is_closed(&self) -> bool {
+        matches!(self.state().stage, Stage::Closed(_))
     }
 
     /// What there is to write, for the thread that does; once.
@@ -157,7 +161,7 @@ impl Link {
         let bytes = transfer::size(&sent.tensor);
         let mut state = self.state();
         if let Stage::Closed(reason) = &state.stage {
-            return sent.delivery.complete(Outcome::Lost(reason.clone()));
+            return sent.delivery.complete(self.lost(reason));
         }
         let id = state.next_id;
         state.next_id += 1;
@@ -256,15 +260,11 @@ impl Link {
     /// does not wait for.
     pub(super) fn look_at_deadlines(&self) {
         let run = &self.post.run;
-        if run.cancel.cancelled_by().is_some() {
-            return self.close("given up, because the run ends");
-        }
         let is_late = |sent: &&Sent| sent.pending.is_some() && run.is_overdue(sent.rank);
         let late = self.state().sends.values().find(is_late).map(|sent| (sent.rank, sent.at));
         if let Some((rank, at)) = late {
-            let error = lost::error(run, at, rank, self.ranks(), Some(run.timeout), String::new());
+            let error = lost::timed_out(run, at, rank, self.ranks(), run.timeout);
             run.report_at(rank, Some(at), Some(&error), error.to_string());
-            self.close(&error.to_string());
         }
     }
 
@@ -278,6 +278,11 @@ impl Link {
     pub(super) fn ranks(&self) -> Vec<usize> {
         let places = self.post.layout.processes[self.process].clone();
         places.map(|place| self.post.members[place]).collect()
+    }
+
+    /// Returns the outcome of a message that waits for the other process when the connection has ended for this `reason`.
+    pub(super) fn lost(&self, reason: &str) -> Outcome {
+        Outcome::Lost { ranks: self.ranks(), reason: reason.into() }
     }
 
     /// The other process cannot be reached. If it has connected itself meanwhile, that does not matter.
@@ -297,7 +302,7 @@ impl Link {
             return;
         }
         for sent in sends.values().filter(|sent| sent.pending.is_some()) {
-            let error = lost::error(run, sent.at, sent.rank, self.ranks(), None, reason.into());
+            let error = lost::connection_lost(run, sent.at, sent.rank, self.ranks(), reason.into());
             run.report_at(sent.rank, Some(sent.at), Some(&error), error.to_string());
         }
     }
@@ -322,7 +327,7 @@ impl Link {
         };
         let deliveries = sends.values().map(|it| &it.delivery);
         for delivery in deliveries.chain(receives.values().map(|it| &it.delivery)) {
-            delivery.complete(Outcome::Lost(reason.into()));
+            delivery.complete(self.lost(reason));
         }
         self.fail_receives();
         sends
@@ -399,7 +404,7 @@ impl Incoming for Offered {
         delivery.carried_by(link.clone());
         let mut state = link.state();
         if let Stage::Closed(reason) = &state.stage {
-            return delivery.complete(Outcome::Lost(reason.clone()));
+            return delivery.complete(link.lost(reason));
         }
         state.receives.insert(id, Expected { into, source, rank, delivery });
         state.put(Outgoing { frame: Frame::Ready { id }, bytes: None });

@@ -5,6 +5,7 @@
 
 mod frame;
 mod guard;
+mod keeper;
 mod link;
 mod open;
 mod pending;
@@ -24,6 +25,7 @@ use tch::Tensor;
 
 use super::super::arguments::Dense;
 use super::super::threaded::{Mail, Posted};
+use super::super::{kind_name, plain_kind};
 use super::Layout;
 use crate::error::{Error, Result};
 use crate::operation::At;
@@ -55,6 +57,9 @@ struct Connections {
     sent: Receiver<Infallible>,
     /// Closes when all that was said has gone out.
     written: Receiver<Infallible>,
+    /// Nothing is ever sent; it closes with these connections.
+    ended: Receiver<Infallible>,
+    _open: Sender<Infallible>,
 }
 
 /// A message to a rank of another process.
@@ -123,7 +128,7 @@ impl Messages {
         door: Door,
         mail: &Arc<Mail>,
     ) -> Self {
-        let ((sending, sent), (writing, written)) = (bounded(0), bounded(0));
+        let [(sending, sent), (writing, written), (open, ended)] = [0; 3].map(bounded);
         let Door { listener, address, token } = door;
         let (mail, processes) = (Arc::downgrade(mail), layout.len());
         let [sending, writing] = [sending, writing].map(|it| Mutex::new(Some(it)));
@@ -132,17 +137,27 @@ impl Messages {
         let post = Arc::new(post);
         let links = (0..processes).map(|process| Link::new(process, post.clone())).collect();
         let listener = Mutex::new(Some(listener));
-        Self(Arc::new(Connections { post, links, listener, address, sent, written }))
+        let connections =
+            Connections { post, links, listener, address, sent, written, ended, _open: open };
+        Self(Arc::new(connections))
     }
 
     /// Begins to send. The tensor has been received when that is [completed](Posted::is_completed).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when no thread can be started.
+    /// [`Error::Unsupported`] for a kind that is more than its bytes, and when no thread can be started.
     pub(crate) fn send(&self, letter: &Letter) -> Result<Posted> {
         let &Letter { tensor, source, destination, tag, at } = letter;
         let Connections { post, links, .. } = &*self.0;
         let link = &links[post.layout.process_of(destination)];
+        let name = kind_name(tensor.kind());
+        if plain_kind(name).is_none() {
+            return Err(Error::Unsupported(format!(
+                "{}: rank {} cannot send a {name} tensor to rank {} in another process; send its int_repr, scale and zero \
+                 point, or convert it to a float kind",
+                at.operation, post.members[source], post.members[destination]
+            )));
+        }
         let (posted, delivery) = Posted::new();
         delivery.carried_by(link.clone());
         let tensor = Dense::new(at.operation, tensor)?.handle();
@@ -158,7 +173,7 @@ impl Messages {
     /// has gone without having sent it, the receive ends.
     ///
     /// # Errors
-    /// As [`Messages::send`].
+    /// [`Error::Unsupported`] when no thread can be started.
     pub(crate) fn expect(&self, source: Option<usize>) -> Result<()> {
         let Connections { post, links, .. } = &*self.0;
         self.0.listen()?;
@@ -168,24 +183,19 @@ impl Messages {
         link.fail_receives();
         Ok(())
     }
-
-    /// Why a message at `at` that `waiting` waits for cannot come: the connection to the rank at this place in the group is
-    /// lost.
-    pub(crate) fn lost(&self, at: At, waiting: usize, peer: Option<usize>, reason: &str) -> Error {
-        let Connections { post, links, .. } = &*self.0;
-        let ranks = match peer {
-            Some(peer) => links[post.layout.process_of(peer)].ranks(),
-            None => Vec::new(),
-        };
-        super::lost::error(&post.run, at, waiting, ranks, None, reason.into())
-    }
 }
 
 impl Connections {
     fn listen(&self) -> Result<()> {
-        let listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(listener) = listener else { return Ok(()) };
-        let (post, links) = (self.post.clone(), self.links.clone());
+        let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        if listener.is_none() {
+            return Ok(());
+        }
+        let of_links = || (self.post.clone(), self.links.clone());
+        let ((post, links), ended) = (of_links(), self.ended.clone());
+        self.post.thread(move |_| keeper::run(&post, &links, &ended))?;
+        let Some(listener) = listener.take() else { return Ok(()) };
+        let (post, links) = of_links();
         self.post.thread(move |_| open::accept(&post, &links, &listener))
     }
 }
@@ -240,9 +250,6 @@ impl Drop for Connections {
             recv(self.written) -> _ => {}
             recv(cancelled) -> _ => {}
             default(GRACE) => {}
-        }
-        if self.post.run.cancel.cancelled_by().is_some() {
-            self.links.iter().for_each(|link| link.close("given up, because the run ends"));
         }
     }
 }

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::Post;
 use super::frame::Frame;
-use super::link::Link;
+use super::link::{Adoption, Link};
 use super::reader::{self, Patient, TICK};
 use crate::error::{Error, Result};
 use crate::torch::TcpStore;
@@ -90,8 +90,7 @@ pub(super) fn connect(link: &Link) -> Result<Option<TcpStream>, String> {
             Ok(stream) => break stream,
             Err(error) if is_limit(&error) => make_room(post)?,
             Err(error) if error.kind() == ErrorKind::TimedOut => {
-                link.look_at_deadlines();
-                if post.is_closing() || began.elapsed() >= post.run.timeout {
+                if post.is_closing() || link.is_closed() || began.elapsed() >= post.run.timeout {
                     return Err(format!("{address}: {error}"));
                 }
             }
@@ -178,9 +177,16 @@ fn admit(
     };
     let link = links.get(process).filter(|_| token == post.token && process != post.layout.mine);
     let Some(link) = link else { return Ok(None) };
-    let chosen = link.adopt(stream, false);
-    if chosen { Frame::Welcome } else { Frame::Busy }.write(&mut &**stream)?;
-    Ok(chosen.then(|| link.clone()))
+    match link.adopt(stream, false) {
+        Adoption::Chosen => {
+            // Nobody else serves the link from now on.
+            let welcomed = Frame::Welcome.write(&mut &**stream);
+            welcomed.inspect_err(|error| link.lose(&error.to_string()))?;
+            Ok(Some(link.clone()))
+        }
+        Adoption::Busy => Frame::Busy.write(&mut &**stream).map(|()| None),
+        Adoption::Closed => Ok(None), // the other process sees that no connection will come
+    }
 }
 
 /// Wakes the thread that lets others in, so that it sees that it is to end.
@@ -189,156 +195,4 @@ pub(super) fn knock(address: SocketAddr) {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io::{Read, Write};
-
-    use crossbeam::channel::never;
-    use tch::Tensor;
-
-    use super::super::super::super::threaded::{Contents, Outcome, Parcel, Shared, Side};
-    use super::super::super::Layout;
-    use super::super::frame::Offer;
-    use super::super::{Letter, Messages};
-    use super::*;
-    use crate::operation::{At, Operation};
-    use crate::sync::Run;
-
-    const TIMEOUT: Duration = Duration::from_secs(60);
-
-    /// One of two processes of a rank each.
-    struct Process {
-        run: Arc<Run>,
-        shared: Shared,
-        messages: Messages,
-    }
-
-    fn process(store: &TcpStore, mine: usize) -> Process {
-        let layout = Layout { processes: vec![0..1, 1..2], mine };
-        let (run, members) = (Arc::new(Run::new(2, TIMEOUT, None)), Arc::from([0, 1]));
-        let shared = Shared::new(run.clone(), Arc::clone(&members), layout.here());
-        let door = Door::open(store, mine, None).unwrap();
-        let of_run = (run.clone(), store.clone());
-        let messages = Messages::new(of_run, members, layout, door, shared.mail());
-        Process { run, shared, messages }
-    }
-
-    fn address(store: &TcpStore, process: usize) -> (SocketAddr, u64) {
-        let left = store.get(&key(process), TIMEOUT).unwrap().unwrap();
-        let left = String::from_utf8(left).unwrap();
-        let (address, token) = left.split_once(' ').unwrap();
-        (address.parse().unwrap(), token.parse().unwrap())
-    }
-
-    impl Process {
-        /// Sends a number from this process to the other one, which receives it.
-        fn send_to(&self, other: &Process, number: i64) {
-            let (source, destination) = (self.shared.here().start, other.shared.here().start);
-            let (tensor, into) = (Tensor::from_slice(&[number]), Tensor::from_slice(&[-1i64]));
-            let parcel = Parcel {
-                side: Side::Receive,
-                contents: Contents::Here(into.shallow_clone()),
-                source: None,
-                tag: 3,
-                kind: tensor.kind(),
-                shape: tensor.size(),
-                stream: 0,
-            };
-            let received = other.shared.mail().post(parcel, destination);
-            other.messages.expect(None).unwrap();
-            let at = At { operation: Operation::Send, sequence: 0 };
-            let letter = Letter { tensor: &tensor, source, destination, tag: 3, at };
-            let sent = self.messages.send(&letter).unwrap();
-            for posted in [&sent, &received] {
-                while !posted.is_completed() {
-                    std::thread::park(); // whoever completes it unparks this thread
-                }
-                assert!(matches!(posted.outcome(), Some(Outcome::From(rank)) if *rank == source));
-            }
-            assert_eq!(into.int64_value(&[0]), number);
-        }
-    }
-
-    /// Whoever does not show the token is let go, whatever comes.
-    #[test]
-    fn strangers_are_let_go() {
-        let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
-        let [one, other] = [0, 1].map(|mine| process(&store, mine));
-        let (address, token) = address(&store, 1);
-        other.messages.expect(None).unwrap();
-        let bytes = |frame: Frame| {
-            let mut bytes = Vec::new();
-            frame.write(&mut bytes).unwrap();
-            bytes
-        };
-        for said in [
-            b"GET / HTTP/1.1\r\n\r\n".to_vec(),
-            vec![0xff; 4096],
-            vec![0; 64],
-            bytes(Frame::Hello { token: token ^ 1, process: 0 }),
-            bytes(Frame::Hello { token, process: 1 }),
-            bytes(Frame::Hello { token, process: usize::MAX }),
-            bytes(Frame::Welcome),
-        ] {
-            let mut stranger = TcpStream::connect(address).unwrap();
-            stranger.write_all(&said).unwrap();
-            // It ends, with a reset if not all was read.
-            assert!(matches!(stranger.read(&mut [0]), Ok(0) | Err(_)), "{said:?}");
-        }
-        one.send_to(&other, 5);
-        other.send_to(&one, 6);
-        assert!(one.run.failures().is_empty() && other.run.failures().is_empty());
-    }
-
-    /// One that has the token, and then says what no process says, ends the connection, and with it what waits.
-    #[test]
-    fn what_no_process_says_ends_the_wait_for_it() {
-        let offer = |source, destination, shape: &[i64]| {
-            let (kind, shape) = ("int64".into(), shape.into());
-            Frame::Offer(Offer { id: 0, source, destination, tag: 0, kind, shape })
-        };
-        for said in [
-            Frame::Data { id: 7 },
-            Frame::Ready { id: 7 },
-            Frame::Taken { id: 7 },
-            Frame::Refused { id: 7, expected: "\x1b[2J".into() },
-            Frame::Welcome,
-            offer(0, 0, &[1]),
-            offer(1, 1, &[1]),
-            offer(0, 1, &[i64::MAX, 2]),
-        ] {
-            let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
-            let mine = process(&store, 1);
-            let (address, token) = address(&store, 1);
-            mine.messages.expect(None).unwrap();
-            let mut other = TcpStream::connect(address).unwrap();
-            Frame::Hello { token, process: 0 }.write(&mut other).unwrap();
-            assert_eq!(Frame::read(&mut other).unwrap(), Some(Frame::Welcome));
-            let tensor = Tensor::from_slice(&[0i64]);
-            let parcel = Parcel {
-                side: Side::Receive,
-                contents: Contents::Here(tensor.shallow_clone()),
-                source: Some(0),
-                tag: 0,
-                kind: tensor.kind(),
-                shape: tensor.size(),
-                stream: 0,
-            };
-            let posted = mine.shared.mail().post(parcel, 1);
-            mine.messages.expect(Some(0)).unwrap();
-            said.write(&mut other).unwrap();
-            while !posted.is_completed() {
-                std::thread::park();
-            }
-            let outcome = posted.outcome();
-            let Some(Outcome::Lost(reason)) = outcome else { panic!("{said:?}: {outcome:?}") };
-            assert!(reason.contains("something else than ddp-mp"), "{said:?}: {reason}");
-        }
-    }
-
-    #[test]
-    fn the_address_is_that_of_the_interface() {
-        assert!(address_of("lo,eth0").unwrap().is_loopback());
-        let error = address_of("none-such").unwrap_err().to_string();
-        assert!(error.contains("none-such (GLOO_SOCKET_IFNAME)"), "{error}");
-    }
-}
+mod tests;

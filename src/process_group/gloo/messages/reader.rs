@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Tensor};
 
+use super::super::super::arguments::is_dense;
 use super::super::super::threaded::Outcome;
 use super::frame::{Frame, INLINE};
 use super::guard::Serving;
@@ -14,7 +15,7 @@ use super::link::{Expected, Link};
 use super::{GRACE, transfer};
 use crate::error::{Error, first_line};
 
-/// How often a thread that waits for the other process looks at deadlines.
+/// How often a thread that waits for the other process looks whether to go on.
 pub(super) const TICK: Duration = Duration::from_millis(500);
 
 /// Reads and writes `stream`, the connection of `link`, until it ends.
@@ -85,7 +86,7 @@ fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<
 fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<()> {
     let Expected { mut into, source, rank, delivery } = expected;
     let mut read = || -> Result<io::Result<()>, Error> {
-        if into.is_contiguous() {
+        if is_dense(&into)? {
             return Ok(transfer::read_tensor(from, &mut into));
         }
         let (shape, kind) = (into.size(), into.kind());
@@ -103,7 +104,7 @@ fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<
             Ok(())
         }
         Ok(Err(error)) => {
-            delivery.complete(Outcome::Lost(error.to_string()));
+            delivery.complete(link.lost(&error.to_string()));
             Err(error)
         }
         Err(error) => {
@@ -114,7 +115,7 @@ fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<
     }
 }
 
-/// A connection on which the thread looks at deadlines while nothing comes.
+/// A connection whose thread looks, while nothing comes, whether anything still can.
 pub(super) struct Patient<'a> {
     stream: &'a TcpStream,
     link: &'a Link,
@@ -138,10 +139,9 @@ impl Read for Patient<'_> {
                 Err(error)
                     if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
                 {
-                    self.link.look_at_deadlines();
-                    if self.link.post.is_closing()
-                        && self.closing.get_or_insert_with(Instant::now).elapsed() >= self.grace
-                    {
+                    let is_over = self.link.post.is_closing()
+                        && self.closing.get_or_insert_with(Instant::now).elapsed() >= self.grace;
+                    if is_over || self.link.is_closed() {
                         return Ok(0);
                     }
                 }

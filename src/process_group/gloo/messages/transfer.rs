@@ -6,6 +6,7 @@ use std::net::{Shutdown, TcpStream};
 use crossbeam::channel::Receiver;
 use tch::{Device, Tensor};
 
+use super::super::super::arguments::is_dense;
 use super::super::super::num_bytes;
 use super::frame::Frame;
 use super::link::Link;
@@ -36,10 +37,16 @@ pub(super) fn write(link: &Link, stream: &TcpStream, queue: &Receiver<Outgoing>)
     let _ = stream.shutdown(Shutdown::Write); // if it is gone, that is so already
 }
 
-fn write_tensor(to: &mut impl Write, tensor: &Tensor) -> io::Result<()> {
-    if tensor.device() != Device::Cpu || !tensor.is_contiguous() {
-        return Err(io::Error::other("a tensor to send is in one piece on the CPU"));
+/// Checks that the bytes of `tensor` are its elements.
+fn check(tensor: &Tensor) -> io::Result<()> {
+    if tensor.device() == Device::Cpu && is_dense(tensor).map_err(io::Error::other)? {
+        return Ok(());
     }
+    Err(io::Error::other("the tensor of a message must be in one piece on the CPU"))
+}
+
+fn write_tensor(to: &mut impl Write, tensor: &Tensor) -> io::Result<()> {
+    check(tensor)?;
     let len = size(tensor);
     if len == 0 {
         return Ok(());
@@ -52,9 +59,7 @@ fn write_tensor(to: &mut impl Write, tensor: &Tensor) -> io::Result<()> {
 
 /// Fills `tensor`, which is in one piece on the CPU and used by nobody else.
 pub(super) fn read_tensor(from: &mut impl Read, tensor: &mut Tensor) -> io::Result<()> {
-    if tensor.device() != Device::Cpu || !tensor.is_contiguous() {
-        return Err(io::Error::other("a tensor to receive into is in one piece on the CPU"));
-    }
+    check(tensor)?;
     let len = size(tensor);
     if len == 0 {
         return Ok(());

@@ -1,0 +1,24 @@
+//! The thread that watches the connections of a group, whatever the threads that serve them do: it ends them with the run,
+//! and the run if a rank cannot end.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use crossbeam::channel::{Receiver, select_biased};
+
+use super::Post;
+use super::link::Link;
+use super::reader::TICK;
+
+/// Watches `links` until `ended` closes or the run fails. Then no link holds a message any more.
+pub(super) fn run(post: &Post, links: &[Arc<Link>], ended: &Receiver<Infallible>) {
+    loop {
+        select_biased! {
+            recv(post.run.cancel.tripped()) -> _ => {
+                return links.iter().for_each(|link| link.close("given up, because the run ends"));
+            }
+            recv(ended) -> _ => return,
+            default(TICK) => links.iter().for_each(|link| link.look_at_deadlines()),
+        }
+    }
+}
