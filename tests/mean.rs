@@ -3,6 +3,7 @@
 use std::rc::Rc;
 
 use ddp_mp::ddp::{Compress, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn};
+use ddp_mp::process_group::functional;
 use ddp_mp::{
     CommHook, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, ReduceOp, Sgd,
     SgdOptions, SyncBatchNorm,
@@ -227,6 +228,98 @@ fn ranks_that_have_run_out_count_for_nothing_within_join() {
         for result in &results {
             assert!(largest_difference(result, &plain[0]) < 2e-6, "{result:?} {plain:?}");
         }
+    }
+}
+
+/// Trains a step on the batches of this rank, in which 0 samples stand for a loss whose gradients are not finite.
+fn step_of(
+    (rank, group): (usize, Rc<ProcessGroup>),
+    batches: &[i64],
+    options: DdpOptions,
+) -> anyhow::Result<Vec<f32>> {
+    let vs = VarStore::new(Device::Cpu);
+    let net = Net::new(&vs);
+    let mut ddp = DistributedDataParallel::new((), &vs, group, options)?;
+    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
+    // In the second step there are gradients of the first, which zero_grad does not overwrite.
+    for step in 0..2 {
+        ddp.zero_grad()?;
+        let mut first = 100 * rank as i64 + 20 * step;
+        for (number, &len) in batches.iter().enumerate() {
+            let no_sync = (number + 1 < batches.len()).then(|| ddp.no_sync());
+            let loss = net.loss(&samples(first, len.max(1)));
+            let loss = if len == 0 { loss * f64::NAN } else { loss };
+            ddp.backward_weighted(&loss, len as f64)?;
+            drop(no_sync);
+            first += len;
+        }
+        optimizer.step(0.2)?;
+    }
+    parameters(&vs)
+}
+
+#[test]
+fn a_batch_without_samples_leaves_the_gradients_of_the_others_as_they_are() {
+    let small = DdpOptions { bucket_cap_mb: 1e-5, first_bucket_mb: 1e-5, ..DdpOptions::default() };
+    let unused = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
+    let overlapping = DdpOptions { overlap: Some(true), ..small.clone() };
+    for options in [DdpOptions::default(), small, unused, overlapping] {
+        let train = |batches: Vec<i64>| {
+            let options = options.clone();
+            ranks(2, move |rank, group| {
+                let batches = if rank.rank() == 0 { &batches[..] } else { &[4, 1] };
+                step_of((rank.rank(), group), batches, options.clone())
+            })
+        };
+        let expected = train(vec![3, 2]);
+        assert!(expected.iter().flatten().all(|it| it.is_finite()));
+        for batches in [vec![0, 3, 2], vec![3, 0, 2], vec![3, 2, 0], vec![0, 0, 3, 0, 2, 0, 0]] {
+            assert_eq!(train(batches.clone()), expected, "{batches:?}, {options:?}");
+        }
+        let without = train(vec![0]);
+        assert_eq!(train(vec![0, 0]), without, "{options:?}");
+        assert!(without.iter().flatten().all(|it| it.is_finite()), "{options:?}");
+    }
+}
+
+/// Its part of a gradient that the ranks add up within autograd counts for nothing, whatever it is.
+#[test]
+fn a_rank_without_samples_adds_nothing_to_gradients_of_all_ranks() {
+    let gradients = ranks(2, |rank, group| {
+        let vs = VarStore::new(Device::Cpu);
+        let weight = vs.root().var("weight", &[2], nn::Init::Const(1.0));
+        let mut ddp = DistributedDataParallel::new((), &vs, group.clone(), DdpOptions::default())?;
+        let sum = functional::all_reduce(&weight, &group)?;
+        let is_empty = rank.rank() == 1;
+        let loss = sum.sum(Kind::Float) * if is_empty { f64::NAN } else { 3. };
+        ddp.backward_weighted(&loss, if is_empty { 0. } else { 4. })?;
+        Ok(Vec::<f32>::try_from(weight.grad())?)
+    });
+    // Rank 1's weight is in rank 0's loss, too, but its gradients are ignored.
+    assert_eq!(gradients, [[3., 3.], [3., 3.]]);
+}
+
+#[test]
+fn what_a_plain_backward_adds_counts_as_the_first_batch_with_samples() {
+    // The gradient of each, and how many samples there are, if it has a number.
+    let plain = (3., None);
+    for order in [[plain, (1., Some(4.)), (5., Some(2.))], [(1., Some(4.)), plain, (5., Some(2.))]]
+    {
+        let gradient = ranks(1, move |_, group| {
+            let vs = VarStore::new(Device::Cpu);
+            let weight = vs.root().var("weight", &[1], nn::Init::Const(1.0));
+            let mut ddp = DistributedDataParallel::new((), &vs, group, DdpOptions::default())?;
+            for (number, (factor, samples)) in order.into_iter().enumerate() {
+                let _no_sync = (number + 1 < order.len()).then(|| ddp.no_sync());
+                let loss = (&weight * factor).sum(Kind::Double);
+                match samples {
+                    Some(samples) => ddp.backward_weighted(&loss, samples)?,
+                    None => ddp.backward(&loss)?,
+                }
+            }
+            Ok(weight.grad().double_value(&[0]))
+        });
+        assert!((gradient[0] - (4. * (1. + 3.) + 2. * 5.) / 6.).abs() < 1e-6, "{gradient:?}");
     }
 }
 

@@ -57,6 +57,8 @@ pub(super) struct Member {
     grad: Tensor,
     /// Where that lies.
     grad_data: *const c_void,
+    /// In a backward without samples beside others of its step: the gradient of the others, which stays.
+    pub before: Option<Tensor>,
     /// Whether its gradient is complete in this step.
     pub ready: bool,
     /// Whether this rank has computed a gradient for it since the last backward that averaged.
@@ -90,6 +92,24 @@ impl Member {
         self.grad.f_detach_copy().map_err(Error::torch("copying a gradient"))
     }
 
+    /// Keeps the gradient that it has before backward, which [`Member::complete`] restores.
+    pub(super) fn keep_gradient(&mut self) -> Result<()> {
+        let kept = match self.parameter.f_grad() {
+            Ok(grad) if grad.defined() => grad.f_detach_copy(),
+            Ok(_) => self.grad.f_zeros_like(),
+            Err(error) => Err(error),
+        };
+        self.before = Some(kept.map_err(Error::torch("copying a gradient"))?);
+        Ok(())
+    }
+
+    /// Takes over the gradient that backward has computed.
+    pub(super) fn complete(&mut self) -> Result<()> {
+        self.settle()?;
+        self.used = true;
+        self.before.take().map_or(Ok(()), |before| self.restore_gradient(&before))
+    }
+
     /// Restores a gradient with these values.
     pub(super) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
         let copied = tch::no_grad(|| self.grad.shallow_clone().f_copy_(values));
@@ -118,6 +138,7 @@ impl Layout {
             bucket: 0,
             grad: Tensor::new(),
             grad_data: std::ptr::null(),
+            before: None,
             ready: false,
             used: false,
             has_gradient: false,

@@ -352,8 +352,7 @@ impl State {
                 member.name
             )));
         }
-        member.settle()?;
-        member.used = true;
+        member.complete()?;
         if self.mode == Mode::Local {
             return Ok(());
         }

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::DistributedDataParallel;
 use super::backward::{self, BackwardOptions};
+use super::layout::Member;
 use super::reducer::State;
 use crate::error::{Error, Result};
 use crate::optim::Gradients;
@@ -81,7 +82,14 @@ impl State {
     /// Takes a batch of so many samples into account. Returns what its loss is multiplied by.
     fn weigh(&mut self, samples: f64, averages: bool) -> Result<f64> {
         self.check_weight(samples, averages)?;
-        Ok(self.weight.get_or_insert_default().add(samples))
+        let weight = self.weight.get_or_insert_default();
+        let factor = weight.add(samples);
+        // Without any samples in the step all gradients become zeros in the end.
+        let is_beside_others = !averages || weight.samples > 0.0;
+        if samples == 0.0 && is_beside_others {
+            self.layout.members.iter_mut().try_for_each(Member::keep_gradient)?;
+        }
+        Ok(factor)
     }
 }
 
@@ -110,6 +118,7 @@ impl State {
         if let Some(weight) = &mut self.weight {
             weight.is_called = false;
         }
+        self.layout.members.iter_mut().for_each(|member| member.before = None);
         self.is_in_autograd = false;
     }
 }
@@ -125,10 +134,11 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// Within [`no_sync`](Self::no_sync) the samples add up over the batches, which also may differ in size; every
     /// batch's `loss` is its own mean, and is not divided by the number of batches. Gradients that a plain `backward`
-    /// adds within `no_sync` count as part of the next batch that has samples.
+    /// adds within `no_sync` count as if its loss were part of that of the first batch with samples.
     ///
-    /// A rank without samples passes 0; its gradients are ignored. Within [`join`](Self::join) a rank that has run out
-    /// has 0 samples, whatever [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
+    /// A rank without samples passes 0; the gradients of that batch are ignored, also those that are not finite. Within
+    /// [`join`](Self::join) a rank that has run out has 0 samples, whatever
+    /// [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
     ///
     /// # Errors
     /// Those of [`backward`](Self::backward). [`Error::Input`] if `samples` is negative or not finite, if all ranks
