@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::super::threaded::{Announced, Kinds, Seat, my_slice, reduce_elements, weighted_sum};
+use super::super::threaded::{Announced, Kinds, Reduction, Seat, my_slice, reduce_elements};
 use super::super::{Call, ReduceOp, num_bytes, weights};
 use super::parts::Parts;
 use super::{Layout, Network};
@@ -76,11 +76,8 @@ impl Work {
             // SAFETY: the tensors stay, and have so many elements; the parts are as large, and this rank alone
             // writes to this slice of them. A factor for each tensor, if there are any.
             unsafe {
-                if factors.is_empty() {
-                    reduce_elements(kinds, inputs, outputs, slice.len(), local);
-                } else {
-                    weighted_sum(kinds, inputs, outputs, slice.len(), factors);
-                }
+                let (len, op) = (slice.len(), local);
+                reduce_elements(Reduction { kinds, inputs, outputs, len, op, factors });
             }
         };
         // Copies the tensor to a place that is this rank's alone.
@@ -186,13 +183,7 @@ impl Work {
         }
         let Self { inputs, outputs, factors, .. } = self;
         // SAFETY: as the caller promises; a factor for each source, if there are any.
-        unsafe {
-            if factors.is_empty() {
-                reduce_elements(kinds, inputs, outputs, len, op);
-            } else {
-                weighted_sum(kinds, inputs, outputs, len, factors);
-            }
-        }
+        unsafe { reduce_elements(Reduction { kinds, inputs, outputs, len, op, factors }) };
     }
 
     /// Multiplies the numbers of `tensor` in place, as [`ReduceOp::PremulSum`] says.
@@ -206,8 +197,14 @@ impl Work {
         self.outputs.push(tensor.data_ptr().cast());
         // SAFETY: as the caller promises; what is written to an element comes from itself.
         unsafe {
-            let kinds = Kinds::same(call.kind);
-            reduce_elements(kinds, &self.inputs, &self.outputs, tensor.numel(), call.op());
+            reduce_elements(Reduction {
+                kinds: Kinds::same(call.kind),
+                inputs: &self.inputs,
+                outputs: &self.outputs,
+                len: tensor.numel(),
+                op: call.op(),
+                factors: &[],
+            });
         }
     }
 

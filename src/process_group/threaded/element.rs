@@ -177,110 +177,70 @@ impl Kinds {
     }
 }
 
-/// Reduces `len` elements of all `inputs`, in their order, and writes the result to all `outputs`.
-///
-/// With the widest vector instructions that this processor has. They change no bit: every element is
-/// computed on its own, by the same operations.
+/// A reduction of elements of all inputs, in their order, into all outputs.
+#[derive(Clone, Copy)]
+pub(in super::super) struct Reduction<'a> {
+    pub kinds: Kinds,
+    /// The first element of each input, and of each output.
+    pub inputs: &'a [*mut u8],
+    pub outputs: &'a [*mut u8],
+    /// How many elements each of them has.
+    pub len: usize,
+    pub op: ReduceOp,
+    /// For each input what it is multiplied by before the sum, which takes the place of `op`; empty for `op`. With equal
+    /// factors the same bits as [`ReduceOp::PremulSum`]. For float kinds.
+    pub factors: &'a [f64],
+}
+
+/// Reduces with the widest vector instructions that this processor has. They change no bit: every element is computed on
+/// its own, by the same operations.
 ///
 /// # Safety
 /// There is an input, every input points to at least `len` elements of `kinds.from`, and every output to as many of
-/// `kinds.to`. No output overlaps another output, or an input except that it may be the very same place, of the same
-/// kind. Until this returns nobody writes to these elements of the inputs, and nobody else touches those of the outputs.
-pub(in super::super) unsafe fn reduce(
-    kinds: Kinds,
-    inputs: &[*mut u8],
-    outputs: &[*mut u8],
-    len: usize,
-    op: ReduceOp,
-) {
-    // SAFETY: handed on to the caller.
-    unsafe { reduce_by(kinds, inputs, outputs, len, op, &[]) }
-}
-
-/// Sums as [`reduce`] does, each input multiplied by its factor. With equal factors the same bits as
-/// [`ReduceOp::PremulSum`]. For float kinds.
-///
-/// # Safety
-/// As [`reduce`]; there are as many factors as inputs.
-pub(in super::super) unsafe fn weighted_sum(
-    kinds: Kinds,
-    inputs: &[*mut u8],
-    outputs: &[*mut u8],
-    len: usize,
-    factors: &[f64],
-) {
-    // SAFETY: handed on to the caller.
-    unsafe { reduce_by(kinds, inputs, outputs, len, ReduceOp::Sum, factors) }
-}
-
-/// # Safety
-/// As [`reduce`]; there are no factors, or as many as inputs.
-unsafe fn reduce_by(
-    kinds: Kinds,
-    inputs: &[*mut u8],
-    outputs: &[*mut u8],
-    len: usize,
-    op: ReduceOp,
-    factors: &[f64],
-) {
+/// `kinds.to`. There are no factors, or as many as inputs. No output overlaps another output, or an input except that it
+/// may be the very same place, of the same kind. Until this returns nobody writes to these elements of the inputs, and
+/// nobody else touches those of the outputs.
+pub(in super::super) unsafe fn reduce(reduction: Reduction<'_>) {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
         // SAFETY: the processor has them; the rest is handed on to the caller.
-        return unsafe { reduce_with_avx2(kinds, inputs, outputs, len, op, factors) };
+        return unsafe { reduce_with_avx2(reduction) };
     }
     // SAFETY: handed on to the caller.
-    unsafe { reduce_kind(kinds, inputs, outputs, len, op, factors) }
+    unsafe { reduce_kind(reduction) }
 }
 
 /// # Safety
-/// As [`reduce_by`], on a processor that has these instructions.
+/// As [`reduce`], on a processor that has these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn reduce_with_avx2(
-    kinds: Kinds,
-    inputs: &[*mut u8],
-    outputs: &[*mut u8],
-    len: usize,
-    op: ReduceOp,
-    factors: &[f64],
-) {
+unsafe fn reduce_with_avx2(reduction: Reduction<'_>) {
     // SAFETY: handed on to the caller.
-    unsafe { reduce_kind(kinds, inputs, outputs, len, op, factors) }
+    unsafe { reduce_kind(reduction) }
 }
 
 /// # Safety
-/// As [`reduce_by`].
+/// As [`reduce`].
 #[inline(always)] // to be compiled for the instructions of the function that it is in
-unsafe fn reduce_kind(
-    kinds: Kinds,
-    inputs: &[*mut u8],
-    outputs: &[*mut u8],
-    len: usize,
-    op: ReduceOp,
-    factors: &[f64],
-) {
+unsafe fn reduce_kind(it: Reduction<'_>) {
     // SAFETY: handed on to the caller of `reduce`, with the types that belong to `kinds`.
     unsafe {
-        match (kinds.from, kinds.to) {
-            (Kind::Half, Kind::Float) => reduce_as::<f16, f32>(inputs, outputs, len, op, factors),
-            (Kind::Float, Kind::Half) => reduce_as::<f32, f16>(inputs, outputs, len, op, factors),
-            (Kind::BFloat16, Kind::Float) => {
-                reduce_as::<bf16, f32>(inputs, outputs, len, op, factors)
-            }
-            (Kind::Float, Kind::BFloat16) => {
-                reduce_as::<f32, bf16>(inputs, outputs, len, op, factors)
-            }
+        match (it.kinds.from, it.kinds.to) {
+            (Kind::Half, Kind::Float) => reduce_as::<f16, f32>(it),
+            (Kind::Float, Kind::Half) => reduce_as::<f32, f16>(it),
+            (Kind::BFloat16, Kind::Float) => reduce_as::<bf16, f32>(it),
+            (Kind::Float, Kind::BFloat16) => reduce_as::<f32, bf16>(it),
             (from, to) if from != to => refused(),
-            (Kind::Double, _) => reduce_as::<f64, f64>(inputs, outputs, len, op, factors),
-            (Kind::Float, _) => reduce_as::<f32, f32>(inputs, outputs, len, op, factors),
-            (Kind::Half, _) => reduce_as::<f16, f16>(inputs, outputs, len, op, factors),
-            (Kind::BFloat16, _) => reduce_as::<bf16, bf16>(inputs, outputs, len, op, factors),
-            (Kind::Int64, _) => reduce_as::<i64, i64>(inputs, outputs, len, op, factors),
-            (Kind::Int, _) => reduce_as::<i32, i32>(inputs, outputs, len, op, factors),
-            (Kind::Int16, _) => reduce_as::<i16, i16>(inputs, outputs, len, op, factors),
-            (Kind::Int8, _) => reduce_as::<i8, i8>(inputs, outputs, len, op, factors),
+            (Kind::Double, _) => reduce_as::<f64, f64>(it),
+            (Kind::Float, _) => reduce_as::<f32, f32>(it),
+            (Kind::Half, _) => reduce_as::<f16, f16>(it),
+            (Kind::BFloat16, _) => reduce_as::<bf16, bf16>(it),
+            (Kind::Int64, _) => reduce_as::<i64, i64>(it),
+            (Kind::Int, _) => reduce_as::<i32, i32>(it),
+            (Kind::Int16, _) => reduce_as::<i16, i16>(it),
+            (Kind::Int8, _) => reduce_as::<i8, i8>(it),
             // A bool is a byte of 0 or 1, and stays one under the operations that it has.
-            (Kind::Uint8 | Kind::Bool, _) => reduce_as::<u8, u8>(inputs, outputs, len, op, factors),
+            (Kind::Uint8 | Kind::Bool, _) => reduce_as::<u8, u8>(it),
             _ => refused(),
         }
     }
@@ -290,15 +250,10 @@ unsafe fn reduce_kind(
 const PIECE: usize = 1024;
 
 /// # Safety
-/// As [`reduce_by`], for inputs of type `T` and outputs of type `R`.
+/// As [`reduce`], for inputs of type `T` and outputs of type `R`.
 #[inline(always)]
-unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(
-    inputs: &[*mut u8],
-    outputs: &[*mut u8],
-    len: usize,
-    op: ReduceOp,
-    factors: &[f64],
-) {
+unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction<'_>) {
+    let Reduction { inputs, outputs, len, op, factors, .. } = reduction;
     let mut room = [T::ZERO; PIECE];
     let mut results = [R::narrow(R::ZERO); PIECE];
     for start in (0..len).step_by(PIECE) {
@@ -344,7 +299,11 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(
         }
         match op {
             _ if !factors.is_empty() => {}
-            ReduceOp::Sum | ReduceOp::Avg => fold!(T::widen, T::add),
+            ReduceOp::Sum => fold!(T::widen, T::add),
+            ReduceOp::Avg => {
+                fold!(T::widen, T::add);
+                wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
+            }
             ReduceOp::PremulSum(factor) => fold!(|x| T::scale(T::widen(x), factor), T::add),
             ReduceOp::Product => fold!(T::widen, T::multiply),
             ReduceOp::Min => fold!(T::widen, T::min),
@@ -352,9 +311,6 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(
             ReduceOp::Band => fold!(T::widen, T::and),
             ReduceOp::Bor => fold!(T::widen, T::or),
             ReduceOp::Bxor => fold!(T::widen, T::xor),
-        }
-        if op == ReduceOp::Avg {
-            wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
         }
         let results = R::results(wide, &mut results[..len]);
         for &output in outputs {

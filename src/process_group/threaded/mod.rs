@@ -26,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::operation::{At, Operation};
 pub(super) use announced::{Announced, Place};
 pub(super) use conflict::Memory;
-pub(super) use element::{Kinds, reduce as reduce_elements, weighted_sum};
+pub(super) use element::{Kinds, Reduction, reduce as reduce_elements};
 pub(super) use mail::{
     Carrier, Contents, Delivery, Incoming, Mail, Outcome, Parcel, Posted, Side, describe,
 };

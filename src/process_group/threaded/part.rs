@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use super::super::traffic::{Traffic, first_bytes, of_parts};
 use super::super::{Call, ReduceOp, num_bytes, weights};
 use super::announced::{Announced, Place};
-use super::element::{self, Kinds};
+use super::element::{self, Kinds, Reduction};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
@@ -138,21 +138,15 @@ unsafe fn reduce(
         *place = place.wrapping_add(offset);
     }
     let Places { inputs, outputs, factors } = places;
-    if mine.device == Device::Cpu && !factors.is_empty() {
-        // SAFETY: as the caller promises, with the pointers moved to the beginning of the slice; a factor an input.
-        unsafe {
-            element::weighted_sum(Kinds::same(mine.kind), inputs, outputs, slice.len(), factors)
-        };
-        return Ok(());
-    }
+    let (kinds, len) = (Kinds::same(mine.kind), slice.len());
+    let reduction = Reduction { kinds, inputs, outputs, len, op, factors };
     if mine.device == Device::Cpu {
-        // SAFETY: as the caller promises, with the pointers moved to the beginning of the slice.
-        unsafe { element::reduce(Kinds::same(mine.kind), inputs, outputs, slice.len(), op) };
+        // SAFETY: as the caller promises, with the pointers moved to the beginning of the slice; a factor an input.
+        unsafe { element::reduce(reduction) };
         return Ok(());
     }
     // SAFETY: likewise.
-    unsafe { reduce_by_kernels(mine.kind, mine.device, inputs, outputs, slice.len(), op, factors) }
-        .map_err(Error::torch("a reduction"))
+    unsafe { reduce_by_kernels(reduction, mine.device) }.map_err(Error::torch("a reduction"))
 }
 
 /// Whether the result for one rank is what it put in.
@@ -165,15 +159,9 @@ fn keeps(op: ReduceOp) -> bool {
 ///
 /// # Safety
 /// As [`element::reduce`], on `device`.
-unsafe fn reduce_by_kernels(
-    kind: Kind,
-    device: Device,
-    inputs: &[*mut u8],
-    outputs: &[*mut u8],
-    len: usize,
-    op: ReduceOp,
-    factors: &[f64],
-) -> Result<(), tch::TchError> {
+unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<(), tch::TchError> {
+    let Reduction { kinds: Kinds { from: kind, .. }, inputs, outputs, len, op, factors } =
+        reduction;
     let wide = if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind };
     let len = len as i64;
     // SAFETY: as the caller promises; the views end with this function.
@@ -257,43 +245,31 @@ mod tests {
                     let (loops, kernels) =
                         ([by_loops.data_ptr().cast()], [by_kernels.data_ptr().cast()]);
                     let numel = len as usize;
+                    let reduction = |op, factors| Reduction {
+                        kinds: Kinds::same(kind),
+                        inputs: &from,
+                        outputs: &loops,
+                        len: numel,
+                        op,
+                        factors,
+                    };
+                    let into_kernels = |it| Reduction { outputs: &kernels, ..it };
                     // SAFETY: tensors of `len` elements of `kind` that do not overlap, of this thread.
                     unsafe {
-                        element::reduce(Kinds::same(kind), &from, &loops, numel, op);
-                        reduce_by_kernels(kind, Device::Cpu, &from, &kernels, numel, op, &[])
-                            .unwrap();
+                        let one = reduction(op, &[]);
+                        element::reduce(one);
+                        reduce_by_kernels(into_kernels(one), Device::Cpu).unwrap();
                     }
                     assert!(by_loops.equal(&by_kernels), "{kind:?} {op} {len}");
                     if let PremulSum(factor) = op {
-                        let (factors, unequal) = ([factor; 3], [0.5, 0.1, 0.4]);
+                        let (equal, unequal) = ([factor; 3], [0.5, 0.1, 0.4]);
                         // SAFETY: as above.
                         unsafe {
-                            element::weighted_sum(
-                                Kinds::same(kind),
-                                &from,
-                                &kernels,
-                                numel,
-                                &factors,
-                            );
+                            element::reduce(into_kernels(reduction(Sum, &equal)));
                             assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
-                            element::weighted_sum(
-                                Kinds::same(kind),
-                                &from,
-                                &loops,
-                                numel,
-                                &unequal,
-                            );
-                            let sum = ReduceOp::Sum;
-                            reduce_by_kernels(
-                                kind,
-                                Device::Cpu,
-                                &from,
-                                &kernels,
-                                numel,
-                                sum,
-                                &unequal,
-                            )
-                            .unwrap();
+                            let one = reduction(Sum, &unequal);
+                            element::reduce(one);
+                            reduce_by_kernels(into_kernels(one), Device::Cpu).unwrap();
                         }
                         assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
                     }

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::ptr::NonNull;
 
 use crossbeam::channel::Receiver;
 use tch::{Device, Tensor};
@@ -37,35 +38,32 @@ pub(super) fn write(link: &Link, stream: &TcpStream, queue: &Receiver<Outgoing>)
     let _ = stream.shutdown(Shutdown::Write); // if it is gone, that is so already
 }
 
-/// Checks that the bytes of `tensor` are its elements.
-fn check(tensor: &Tensor) -> io::Result<()> {
-    if tensor.device() == Device::Cpu && is_dense(tensor).map_err(io::Error::other)? {
-        return Ok(());
-    }
-    Err(io::Error::other("the tensor of a message must be in one piece on the CPU"))
-}
-
 fn write_tensor(to: &mut impl Write, tensor: &Tensor) -> io::Result<()> {
-    check(tensor)?;
-    let len = size(tensor);
-    if len == 0 {
-        return Ok(());
-    }
-    // SAFETY: in one piece on the CPU, with so many bytes; the handle keeps them, and the rank leaves them alone until the
-    // message has been received.
-    let bytes = unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), len) };
-    to.write_all(bytes)
+    let (start, len) = memory(tensor)?;
+    // SAFETY: these bytes are the tensor's; the handle keeps them, and the rank leaves them alone until the message has been
+    // received.
+    to.write_all(unsafe { std::slice::from_raw_parts(start, len) })
 }
 
 /// Fills `tensor`, which is in one piece on the CPU and used by nobody else.
 pub(super) fn read_tensor(from: &mut impl Read, tensor: &mut Tensor) -> io::Result<()> {
-    check(tensor)?;
-    let len = size(tensor);
-    if len == 0 {
-        return Ok(());
+    let (start, len) = memory(tensor)?;
+    // SAFETY: as in `write_tensor`.
+    from.read_exact(unsafe { std::slice::from_raw_parts_mut(start, len) })
+}
+
+/// Returns where the bytes of a tensor are, and how many.
+///
+/// # Errors
+/// When it is not in one piece on the CPU.
+fn memory(tensor: &Tensor) -> io::Result<(*mut u8, usize)> {
+    if tensor.device() != Device::Cpu || !is_dense(tensor).map_err(io::Error::other)? {
+        return Err(io::Error::other(
+            "a message takes tensors in one piece on the CPU; pass tensor.contiguous()",
+        ));
     }
-    // SAFETY: in one piece on the CPU, with so many bytes; the handle keeps them, and the rank leaves them alone until the
-    // message has been received.
-    let bytes = unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), len) };
-    from.read_exact(bytes)
+    Ok(match size(tensor) {
+        0 => (NonNull::dangling().as_ptr(), 0), // libtorch has no address for these
+        len => (tensor.data_ptr().cast(), len),
+    })
 }
