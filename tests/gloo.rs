@@ -147,6 +147,7 @@ fn averages(rank: &Rank, group: &ProcessGroup) -> anyhow::Result<Vec<(String, Ve
             is_last: true,
             gradients: &mut gradients,
             parameters: &parameters,
+            weight: None,
         };
         hook.reduce(&mut bucket, group)?;
         assert!(gradients.isfinite().all().int64_value(&[]) == 1, "{}", hook.name());

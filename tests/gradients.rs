@@ -156,7 +156,7 @@ fn a_retained_graph_can_be_run_backward_again_and_averages() {
             let loss = terms.loss(|_| true, (rank.rank() + 1) as f64 / 8.);
             // The first one also puts the buckets together anew.
             for (number, retain_graph) in [true, false].into_iter().enumerate() {
-                ddp.backward_with(&loss, BackwardOptions { retain_graph })?;
+                ddp.backward_with(&loss, BackwardOptions { retain_graph, samples: None })?;
                 let what = format!("{} ranks, backward {number}", case.world_size);
                 assert_close(&terms.gradients(), &case.after[number][rank.rank()], &what);
             }
@@ -632,7 +632,7 @@ fn tch_s_backward_step_is_refused_with_the_remedy() {
     assert!(text.contains("failed in its function: panicked"), "{text}");
     assert!(names_this_file(&text, "step_as_without_ddp"), "{text}");
     assert!(text.contains(": backward reached a parameter"), "{text}");
-    assert!(text.contains("call DistributedDataParallel::backward instead of"), "{text}");
+    assert!(text.contains("call ddp.backward instead of"), "{text}");
 }
 
 #[inline(never)] // its name is looked for

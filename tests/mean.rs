@@ -2,7 +2,9 @@
 
 use std::rc::Rc;
 
-use ddp_mp::ddp::{Compress, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn};
+use ddp_mp::ddp::{
+    self, Averaged, BackwardOptions, Compress, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn,
+};
 use ddp_mp::process_group::functional;
 use ddp_mp::{
     CommHook, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, ReduceOp, Sgd,
@@ -407,13 +409,16 @@ fn what_cannot_be_weighted_is_an_error_with_rank_and_value() {
         drop(no_sync);
         ddp.backward(loss)
     });
-    assert!(error.contains("backward: gradients of 4 samples wait"), "{error}");
+    assert!(error.contains("backward: this step has 4 samples from backward_weighted"), "{error}");
     let error = failure(|_, ddp, loss| {
         ddp.backward_weighted(loss, 4.0)?;
         let _no_sync = ddp.no_sync();
         ddp.backward_weighted(loss, 4.0)
     });
-    assert!(error.contains("averaged already; call zero_grad before the first batch"), "{error}");
+    assert!(
+        error.contains("an earlier step has averaged; call zero_grad before the first batch"),
+        "{error}"
+    );
     let error = failure(|_, ddp, loss| {
         let mean = |group: &ProcessGroup| ReduceOp::PremulSum(1.0 / group.world_size() as f64);
         ddp.register_comm_hook(hook_fn("mine", move |bucket, group| {
@@ -421,7 +426,7 @@ fn what_cannot_be_weighted_is_an_error_with_rank_and_value() {
         }))?;
         ddp.backward_weighted(loss, 4.0)
     });
-    assert!(error.contains("the communication hook `mine` lets all ranks count alike"), "{error}");
+    assert!(error.contains("the communication hook `mine` does not support weights"), "{error}");
     let error = failure(|rank, ddp, loss| {
         let joined = ddp.join(JoinOptions::default(), |ddp| {
             Ok(if rank == 0 { ddp.backward(loss) } else { ddp.backward_weighted(loss, 1.0) }?)
@@ -554,4 +559,53 @@ fn verify_proves_it_with_batches_of_different_size() {
             "{stdout}"
         );
     }
+}
+
+#[test]
+fn one_loss_of_two_models_is_weighted_by_samples() {
+    ranks(2, |rank, group| {
+        let wrap = |init| {
+            let vs = VarStore::new(Device::Cpu);
+            let weight = vs.root().var("weight", &[1], nn::Init::Const(init));
+            let options = DdpOptions::default();
+            let ddp = DistributedDataParallel::new((), &vs, group.clone(), options);
+            Ok::<_, ddp_mp::Error>((weight, ddp?))
+        };
+        let ((g, mut generator), (d, mut discriminator)) = (wrap(3.0)?, wrap(5.0)?);
+        let weighted = |samples| BackwardOptions { samples: Some(samples), ..Default::default() };
+        let batch = if rank.rank() == 0 { vec![1f32, 1.0, 1.0] } else { vec![5.0] };
+        let loss = |batch: &[f32]| (&d * &g * Tensor::from_slice(batch)).mean(Kind::Float);
+        let gradients = || [&g, &d].map(|it| it.grad().double_value(&[0]));
+        // The mean of all four samples is 2; that of the ranks' means is 3.
+        let mut models: [&mut dyn Averaged; 2] = [&mut discriminator, &mut generator];
+        ddp::backward(&loss(&batch), &mut models, weighted(batch.len() as f64))?;
+        assert_eq!(gradients(), [2.0 * 5.0, 2.0 * 3.0]);
+
+        // The same in two batches, of which rank 1 has one.
+        let parts =
+            if rank.rank() == 0 { [vec![1f32], vec![1.0, 1.0]] } else { [vec![5.0], vec![]] };
+        generator.zero_grad()?;
+        discriminator.zero_grad()?;
+        let no_sync = (generator.no_sync(), discriminator.no_sync());
+        let mut models: [&mut dyn Averaged; 2] = [&mut discriminator, &mut generator];
+        ddp::backward(&loss(&parts[0]), &mut models, weighted(1.0))?;
+        drop(no_sync);
+        let last = if parts[1].is_empty() { (&d * &g).sum(Kind::Float) } else { loss(&parts[1]) };
+        ddp::backward(&last, &mut models, weighted(parts[1].len() as f64))?;
+        assert_eq!(gradients(), [2.0 * 5.0, 2.0 * 3.0]);
+
+        // One of them has added up another batch before: one loss cannot have two weights.
+        generator.zero_grad()?;
+        discriminator.zero_grad()?;
+        let no_sync = generator.no_sync();
+        generator.backward_weighted(&(&g * 1.0).sum(Kind::Float), 4.0)?;
+        drop(no_sync);
+        let mut models: [&mut dyn Averaged; 2] = [&mut discriminator, &mut generator];
+        let error = ddp::backward(&loss(&[1.0]), &mut models, weighted(1.0)).unwrap_err();
+        assert!(
+            error.to_string().contains("models that have added up different batches"),
+            "{error}"
+        );
+        Ok(())
+    });
 }

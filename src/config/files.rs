@@ -31,7 +31,8 @@ struct Used {
 }
 
 impl Config {
-    /// Checks that no output is an input or another output, in a run of `processes`; `file` is that of `--config`.
+    /// Checks that no output is an input or another output, in a run of `processes`, and that all of these can read `file`,
+    /// that of `--config`.
     pub(super) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<(), Invalid> {
         self.check_names()?;
         let used = self.files(file, processes);
@@ -42,6 +43,7 @@ impl Config {
                 }
             }
         }
+        file.map_or(Ok(()), |file| self.check_read_again(file))?;
         self.check_own_output(&used)
     }
 
@@ -55,16 +57,17 @@ impl Config {
     }
 
     /// Refuses a `--config` that cannot be read again, where this process starts others: each reads it for itself.
-    pub(super) fn check_read_again(&self, file: &Path) -> Result<()> {
+    fn check_read_again(&self, file: &Path) -> Result<(), Invalid> {
         let starts_others = self.spawn == SpawnChoice::Processes || self.max_restarts > 0;
         if !starts_others || (file.is_file() && !Place::of(file).is_of_this_process()) {
             return Ok(());
         }
-        Err(Error::Input(format!(
-            "--config: {} is not a file that can be read again, and the processes that --spawn=processes and \
-             --max-restarts start read it again; save it as a file",
+        let problem = format!(
+            "{} can be read only once, and the processes that --spawn=processes and --max-restarts start read it \
+             again; save it as a file",
             file.display()
-        )))
+        );
+        Err(Invalid { key: "config", problem })
     }
 
     /// Refuses an empty path, as the command line does.
@@ -148,26 +151,25 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
     if later.usage == Reads || (earlier.usage, later.usage) == (Keeps, Keeps) {
         // Checkpoints are read where they are written; but none is written into another.
         let inside = later.key == "save_dir" && is_of_checkpoint(&later.place, &earlier.place);
-        return inside.then(|| format!("it lies in a checkpoint of {other}; use another folder"));
+        return inside
+            .then(|| format!("this folder is inside a checkpoint of {other}; use another folder"));
     }
     if (is_file(earlier) || is_file(later)) && earlier.place.is(&later.place) {
         let is_what = if is_file(earlier) { "file" } else { "folder" };
         return Some(format!("that is the {is_what} of {other}; use another"));
     }
     if is_file(earlier) && later.place.within(&earlier.place).is_some() {
-        return Some(format!(
-            "it lies in the file of {other} as if that were a folder; use another"
-        ));
+        return Some(format!("its path treats the file of {other} as a folder; use another"));
     }
     if is_file(later) && earlier.place.within(&later.place).is_some() {
-        return Some(format!("the path of {other} goes through that file; use another"));
+        return Some(format!("the path of {other} treats this file as a folder; use another"));
     }
     let taken = match (earlier.usage, later.usage) {
         (Keeps, Writes | Fills) => is_of_checkpoint(&later.place, &earlier.place),
         (Writes | Fills, Keeps) => is_of_checkpoint(&earlier.place, &later.place),
         _ => false,
     };
-    taken.then(|| format!("checkpoints in that folder need the name that {other} has; use another"))
+    taken.then(|| format!("checkpoints in this folder need the name that {other} has; use another"))
 }
 
 /// Whether `path` has, or is below, a name that checkpoints have in `folder`.

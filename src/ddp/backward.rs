@@ -8,17 +8,21 @@ use tch::Tensor;
 use super::DistributedDataParallel;
 use super::reducer::Reducer;
 use super::turn::Turn;
+use super::weight::weigh;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::sync::Place;
 use crate::torch;
 
 /// Options of a backward. Follows the arguments of `Tensor.backward`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct BackwardOptions {
     /// Keep the graph, so that another backward can go through it. That one averages as well; in PyTorch it does so
     /// only after another forward, and leaves the ranks with different gradients otherwise.
     pub retain_graph: bool,
+    /// The number of samples that the loss is the mean of on this rank, to average over the samples of all ranks, as
+    /// [`backward_weighted`](DistributedDataParallel::backward_weighted) says; `None` to average over the ranks.
+    pub samples: Option<f64>,
 }
 
 /// A model whose gradients [`backward`] averages: a [`DistributedDataParallel`] of any module.
@@ -96,7 +100,10 @@ mod sealed {
 ///
 /// # Errors
 /// Those of [`DistributedDataParallel::backward`]; [`Error::Input`] if there is no model;
-/// [`Error::Unsupported`] if there are several models and one is within [`join`](DistributedDataParallel::join).
+/// [`Error::Unsupported`] if there are several models and one is within [`join`](DistributedDataParallel::join). With
+/// [`samples`](BackwardOptions::samples) those of
+/// [`backward_weighted`](DistributedDataParallel::backward_weighted), and [`Error::Input`] if the models have added up
+/// batches of different samples within `no_sync`.
 #[track_caller]
 pub fn backward(
     loss: &Tensor,
@@ -124,6 +131,8 @@ pub(super) fn run(
                 .into(),
         ));
     }
+    let weighted = options.samples.map(|samples| weigh(loss, models, samples)).transpose()?;
+    let loss = weighted.as_ref().unwrap_or(loss);
     first.reducer().group().next_phase(Operation::Backward);
     let result = run_all(loss, models, options, place);
     if result.is_err() {

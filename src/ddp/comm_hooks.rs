@@ -20,6 +20,9 @@ pub struct GradBucket<'a> {
     pub gradients: &'a mut Tensor,
     /// Which parameters these are.
     pub parameters: &'a [BucketParameter],
+    /// The number of samples behind this rank's gradients, for [`ProcessGroup::all_reduce_weighted`]; `None` if all ranks
+    /// have equal weight.
+    pub weight: Option<f64>,
 }
 
 /// A parameter in a bucket.
@@ -46,13 +49,13 @@ pub trait CommHook {
         false
     }
 
-    /// Whether the hook implements [`reduce_weighted`](Self::reduce_weighted), which
-    /// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) needs.
+    /// Whether the hook supports [`GradBucket::weight`], which
+    /// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) needs. Other hooks never get one.
     fn weighs(&self) -> bool {
         false
     }
 
-    /// Averages `bucket` over the ranks of `group`.
+    /// Averages `bucket` over the ranks of `group`, or with a [weight](GradBucket::weight) over their samples.
     ///
     /// # Errors
     /// Those of the collectives; they end the run.
@@ -73,26 +76,6 @@ pub trait CommHook {
     fn load_state(&mut self, state: CommHookState) -> Result<()> {
         let _ = state;
         Err(Error::Input(format!("the communication hook `{}` keeps no state", self.name())))
-    }
-
-    /// Averages `bucket` over the samples of all ranks, if there is a `weight`: the number of this rank's samples, for
-    /// [`ProcessGroup::all_reduce_weighted`].
-    ///
-    /// # Errors
-    /// As [`reduce`](Self::reduce); [`Error::Unsupported`] unless it [weighs](Self::weighs).
-    fn reduce_weighted(
-        &mut self,
-        bucket: &mut GradBucket<'_>,
-        group: &ProcessGroup,
-        weight: Option<f64>,
-    ) -> Result<()> {
-        match weight {
-            None => self.reduce(bucket, group),
-            Some(_) => Err(Error::Unsupported(format!(
-                "the communication hook `{}` lets all ranks count alike; implement CommHook::reduce_weighted",
-                self.name()
-            ))),
-        }
     }
 }
 
@@ -151,16 +134,7 @@ impl CommHook for AllReduce {
     }
 
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
-        self.reduce_weighted(bucket, group, None)
-    }
-
-    fn reduce_weighted(
-        &mut self,
-        bucket: &mut GradBucket<'_>,
-        group: &ProcessGroup,
-        weight: Option<f64>,
-    ) -> Result<()> {
-        group.all_reduce_weighted(bucket.gradients, average(group), weight)
+        group.all_reduce_weighted(bucket.gradients, average(group), bucket.weight)
     }
 }
 
@@ -200,15 +174,6 @@ impl CommHook for Compress {
     }
 
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
-        self.reduce_weighted(bucket, group, None)
-    }
-
-    fn reduce_weighted(
-        &mut self,
-        bucket: &mut GradBucket<'_>,
-        group: &ProcessGroup,
-        weight: Option<f64>,
-    ) -> Result<()> {
         let torch = || Error::torch("compressing gradients");
         let room = self.room.remove(&bucket.index).filter(|t| t.size() == bucket.gradients.size());
         let mut small = match room {
@@ -223,7 +188,7 @@ impl CommHook for Compress {
             small.f_div_scalar_(group.world_size() as f64).map(drop)
         };
         tch::no_grad(convert).map_err(torch())?;
-        group.all_reduce_weighted(&mut small, ReduceOp::Sum, weight)?;
+        group.all_reduce_weighted(&mut small, ReduceOp::Sum, bucket.weight)?;
         tch::no_grad(|| bucket.gradients.f_copy_(&small)).map_err(torch())?;
         self.room.insert(bucket.index, small);
         Ok(())

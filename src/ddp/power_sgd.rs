@@ -81,21 +81,12 @@ impl CommHook for PowerSgd {
     }
 
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
-        self.reduce_weighted(bucket, group, None)
-    }
-
-    fn reduce_weighted(
-        &mut self,
-        bucket: &mut GradBucket<'_>,
-        group: &ProcessGroup,
-        weight: Option<f64>,
-    ) -> Result<()> {
         let iteration = self.iteration;
         self.iteration += u64::from(bucket.is_last);
         if iteration < self.options.start_iter {
-            return group.all_reduce_weighted(bucket.gradients, average(group), weight);
+            return group.all_reduce_weighted(bucket.gradients, average(group), bucket.weight);
         }
-        tch::no_grad(|| self.approximate(bucket, group, weight))
+        tch::no_grad(|| self.approximate(bucket, group))
     }
 
     fn state(&self) -> Result<Option<CommHookState>> {
@@ -202,12 +193,7 @@ impl PowerSgd {
         Ok(BucketState { parameters: bucket.parameters.to_vec(), error, factors })
     }
 
-    fn approximate(
-        &mut self,
-        bucket: &mut GradBucket<'_>,
-        group: &ProcessGroup,
-        weight: Option<f64>,
-    ) -> Result<()> {
+    fn approximate(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
         let torch = || Error::torch("PowerSGD");
         let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
         let is_new =
@@ -256,16 +242,16 @@ impl PowerSgd {
         for &(start, n, m, _) in &matrices {
             let _ = view(&rest, start, n, m).and_then(|mut v| v.f_zero_()).map_err(torch())?;
         }
-        group.all_reduce_weighted(&mut rest, average(group), weight)?;
+        group.all_reduce_weighted(&mut rest, average(group), bucket.weight)?;
         bucket.gradients.f_copy_(&rest).map_err(torch())?;
 
         for (&(start, n, m, _), p) in matrices.iter().zip(&mut ps) {
-            group.all_reduce_weighted(p, average(group), weight)?;
+            group.all_reduce_weighted(p, average(group), bucket.weight)?;
             *p = orthogonalize(p).map_err(torch())?;
             let matrix = view(&before, start, n, m).map_err(torch())?;
             let q = || matrix.f_tr()?.f_matmul(p)?.f_contiguous();
             let mut q = q().map_err(torch())?;
-            group.all_reduce_weighted(&mut q, average(group), weight)?;
+            group.all_reduce_weighted(&mut q, average(group), bucket.weight)?;
             let product = q.f_tr().and_then(|q| p.f_matmul(&q)).map_err(torch())?;
             view(bucket.gradients, start, n, m)
                 .and_then(|mut v| v.f_copy_(&product))

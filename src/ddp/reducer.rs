@@ -37,9 +37,9 @@ enum Mode {
 
 /// Why gradients may not be computed behind the engine's back: the ranks would part without a word.
 const OUTSIDE: &CStr =
-    c"backward reached a parameter that DistributedDataParallel averages, and nobody would average its gradient; \
-      call DistributedDataParallel::backward instead of Tensor::backward or an optimizer's backward_step, within \
-      no_sync() too; for a loss that depends on several wrapped models call ddp::backward with all of them";
+    c"backward reached a parameter of a DistributedDataParallel: outside of ddp.backward its gradient would not be \
+      averaged; call ddp.backward instead of Tensor::backward or an optimizer's backward_step, within no_sync() too; \
+      for a loss that depends on several wrapped models call ddp::backward with all of them";
 
 /// All buckets of a model, in the order in which they are reduced: their index order, on every rank,
 /// whichever gradient is ready first.
@@ -400,9 +400,9 @@ impl State {
                 continue;
             }
             let mut bucket =
-                GradBucket { index: *next, is_last, gradients: &mut handle, parameters };
+                GradBucket { index: *next, is_last, gradients: &mut handle, parameters, weight };
             communication.run(group, |group| {
-                comm_hook.reduce_weighted(&mut bucket, group, weight)?;
+                comm_hook.reduce(&mut bucket, group)?;
                 // A hook may have put another tensor in its place, as it would return one in Python.
                 if bucket.gradients.data_ptr() != gradients.data_ptr() {
                     tch::no_grad(|| gradients.f_copy_(bucket.gradients))

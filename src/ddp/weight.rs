@@ -5,13 +5,12 @@ use std::panic::Location;
 use tch::Tensor;
 
 use super::DistributedDataParallel;
-use super::backward::{self, BackwardOptions};
+use super::backward::{self, Averaged, BackwardOptions};
 use super::layout::Member;
 use super::reducer::State;
 use crate::error::{Error, Result};
 use crate::optim::Gradients;
 use crate::process_group::check_weight;
-use crate::sync::Place;
 
 /// The number of samples behind the gradients of this rank.
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,17 +25,21 @@ pub(super) struct Weight {
 }
 
 impl Weight {
-    /// Takes a batch of so many samples into account. Returns what its loss is multiplied by.
-    fn add(&mut self, samples: f64) -> f64 {
-        (self.samples, self.is_called) = (self.samples + samples, true);
-        if samples == 0.0 {
-            return 0.0; // it counts for nothing, also as the first
+    /// Returns what the loss of a batch of so many samples is multiplied by.
+    fn factor(&self, samples: f64) -> f64 {
+        match self.unit {
+            _ if samples == 0.0 => 0.0, // it counts for nothing, also as the first
+            0.0 => 1.0,
+            unit => samples / unit,
         }
+    }
+
+    /// Takes a batch of so many samples into account.
+    fn add(&mut self, samples: f64) {
+        (self.samples, self.is_called) = (self.samples + samples, true);
         if self.unit == 0.0 {
             self.unit = samples;
-            return 1.0;
         }
-        samples / self.unit
     }
 
     /// A step of so many samples, whose losses are multiplied already.
@@ -63,33 +66,58 @@ impl State {
             .map_err(|error| Error::Input(format!("backward_weighted: {error}")))?;
         if let Some(hook) = self.comm_hook.as_ref().filter(|hook| !hook.weighs()) {
             return Err(Error::Input(format!(
-                "backward_weighted: the communication hook `{}` lets all ranks count alike; implement \
-                 CommHook::reduce_weighted and CommHook::weighs for it, or use backward",
+                "backward_weighted: the communication hook `{}` does not support weights; use GradBucket::weight and \
+                 implement CommHook::weighs in it, or use backward",
                 hook.name()
             )));
         }
         let mut places = self.layout.flats.iter().map(|flat| flat.places.gradients());
         if !averages && self.weight.is_none() && places.any(|it| it == Gradients::Averaged) {
             return Err(Error::Input(
-                "backward_weighted: within no_sync it cannot add to gradients that are averaged already; call \
-                 zero_grad before the first batch of a step"
+                "backward_weighted: within no_sync it cannot add to gradients that an earlier step has averaged; \
+                 call zero_grad before the first batch of a step"
                     .into(),
             ));
         }
         Ok(())
     }
+}
 
-    /// Takes a batch of so many samples into account. Returns what its loss is multiplied by.
-    fn weigh(&mut self, samples: f64, averages: bool) -> Result<f64> {
-        self.check_weight(samples, averages)?;
-        let weight = self.weight.get_or_insert_default();
-        let factor = weight.add(samples);
-        // Without any samples in the step all gradients become zeros in the end.
-        let is_beside_others = !averages || weight.samples > 0.0;
-        if samples == 0.0 && is_beside_others {
-            self.layout.members.iter_mut().try_for_each(Member::keep_gradient)?;
+/// Returns `loss`, the mean over so many samples, as the weights of the `models` need it, and takes these samples into
+/// account.
+///
+/// # Errors
+/// [`Error::Input`]; no weight has changed then.
+pub(super) fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Result<Tensor> {
+    let mut factor = None;
+    for model in models {
+        let check = |state: &mut State| {
+            state.check_weight(samples, model.averages())?;
+            Ok(state.weight.unwrap_or_default().factor(samples))
+        };
+        let of_model = model.reducer().with_state(check)?;
+        if *factor.get_or_insert(of_model) != of_model {
+            return Err(Error::Input(
+                "backward: one loss cannot have a weight for models that have added up different batches within \
+                 no_sync; call backward for each model alone, or with all of them in every batch"
+                    .into(),
+            ));
         }
-        Ok(factor)
+    }
+    for model in models {
+        model.reducer().with_state(|state| {
+            let weight = state.weight.get_or_insert_default();
+            weight.add(samples);
+            // Without any samples in the step all gradients become zeros in the end.
+            if samples > 0.0 || (model.averages() && weight.samples == 0.0) {
+                return Ok(());
+            }
+            state.layout.members.iter_mut().try_for_each(Member::keep_gradient)
+        })?;
+    }
+    match factor {
+        None | Some(1.0) => Ok(loss.shallow_clone()),
+        Some(factor) => loss.f_mul_scalar(factor).map_err(Error::torch("weighting the loss")),
     }
 }
 
@@ -103,8 +131,8 @@ impl State {
             && averages
         {
             return Err(Error::Input(format!(
-                "backward: gradients of {samples} samples wait to be averaged by their number; end the step with \
-                 backward_weighted"
+                "backward: this step has {samples} samples from backward_weighted; call backward_weighted for its \
+                 last batch too"
             )));
         }
         self.group.set_weight(self.weight.map(|weight| weight.unit));
@@ -167,18 +195,8 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     #[track_caller]
     pub fn backward_weighted(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
-        let averages = self.no_sync.get() == 0;
-        let factor = self.reducer.with_state(|state| state.weigh(samples, averages))?;
-        let place = Location::caller();
-        if factor == 1.0 {
-            return self.run_backward(loss, place);
-        }
-        let loss = loss.f_mul_scalar(factor).map_err(Error::torch("weighting the loss"))?;
-        self.run_backward(&loss, place)
-    }
-
-    fn run_backward(&self, loss: &Tensor, place: Place) -> Result<()> {
-        backward::run(loss, &[self], BackwardOptions::default(), place)
+        let options = BackwardOptions { samples: Some(samples), ..BackwardOptions::default() };
+        backward::run(loss, &[self], options, Location::caller())
     }
 
     /// As [`backward_weighted`](Self::backward_weighted) of one batch of a step of `samples` samples: `loss` is divided
@@ -191,7 +209,7 @@ impl<M> DistributedDataParallel<M> {
             state.weight = Some(Weight::whole(samples));
             Ok::<(), Error>(())
         })?;
-        self.run_backward(loss, Location::caller())
+        backward::run(loss, &[self], BackwardOptions::default(), Location::caller())
     }
 }
 
@@ -202,12 +220,17 @@ mod tests {
     #[test]
     fn equal_batches_are_taken_as_they_are() {
         let mut weight = Weight::default();
-        assert_eq!([weight.add(7.0), weight.add(7.0), weight.add(7.0)], [1.0; 3]);
-        assert_eq!(weight.samples, 21.0);
-        let mut weight = Weight::default();
-        assert_eq!(
-            [weight.add(0.0), weight.add(4.0), weight.add(1.0), weight.add(0.0)],
-            [0.0, 1.0, 0.25, 0.0]
-        );
+        let mut factors = |samples: &[f64]| -> Vec<f64> {
+            weight = Weight::default();
+            let mut add = |&samples: &f64| {
+                let factor = weight.factor(samples);
+                weight.add(samples);
+                factor
+            };
+            samples.iter().map(&mut add).collect()
+        };
+        assert_eq!(factors(&[7.0; 3]), [1.0; 3]);
+        assert_eq!(factors(&[0.0, 4.0, 1.0, 0.0]), [0.0, 1.0, 0.25, 0.0]);
+        assert_eq!((weight.samples, weight.unit), (5.0, 4.0));
     }
 }
