@@ -39,26 +39,17 @@ impl Contents {
     /// # Errors
     /// [`Error::Input`] names the file that this program did not write. Nothing has been changed then.
     pub(super) fn of(folder: &Path) -> Result<Self> {
-        let wrong = |path: &Path, error: io::Error| {
-            let path = path.display();
-            Error::Input(format!("{path}: {error}; use another folder for --save-dir"))
-        };
-        let entries = match fs::read_dir(folder) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
-            entries => entries.map_err(|error| {
-                Error::Input(format!(
-                    "there can be no checkpoints in {}: {error}; use another folder for --save-dir",
-                    folder.display()
-                ))
-            })?,
-        };
         let mut contents = Self::default();
-        for entry in entries {
-            let path = entry.map_err(|error| wrong(folder, error))?.path();
+        for path in paths_in(folder)? {
             match contents.take(&path) {
                 // A run that saves here has just renamed or removed it.
                 Err(Foreign::Unreadable(error)) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(Foreign::Unreadable(error)) => return Err(wrong(&path, error)),
+                Err(Foreign::Unreadable(error)) => {
+                    return Err(Error::Input(format!(
+                        "{} cannot be read: {error}; use another folder for --save-dir",
+                        path.display()
+                    )));
+                }
                 Err(Foreign::Is(path, what)) => {
                     return Err(Error::Input(format!(
                         "{} {what}: a run that saves here uses this name; move it away, or use another --save-dir",
@@ -77,7 +68,10 @@ impl Contents {
         if name == LOCK {
             is_lock(path)?;
         } else if name == TRAINER {
-            return Err(Foreign::is(path, "belongs to a checkpoint, and this is its folder"));
+            return Err(Foreign::is(
+                path,
+                "is a file of a checkpoint, so this folder is that checkpoint",
+            ));
         } else if [LATEST, BEST].contains(&pointer) {
             is_pointer(path)?;
             if name != pointer {
@@ -97,7 +91,7 @@ impl Contents {
                     let name = folder_of(holds);
                     return Err(Foreign::is(
                         path,
-                        format!("holds step {holds}: it should be called {name}"),
+                        format!("holds step {holds}, so its name should be {name}"),
                     ));
                 }
                 _ => self.checkpoints.insert(step, path.into()),
@@ -126,6 +120,23 @@ impl Contents {
         };
         self.leftovers.iter().try_for_each(remove)
     }
+}
+
+/// Returns the paths in the folder of a run; none where there is no folder.
+///
+/// # Errors
+/// [`Error::Input`] where it cannot be read.
+pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.and_then(|it| it.map(|entry| Ok(entry?.path())).collect()),
+    };
+    entries.map_err(|error| {
+        Error::Input(format!(
+            "{} cannot hold checkpoints: {error}; use another folder for --save-dir",
+            folder.display()
+        ))
+    })
 }
 
 /// The reason why a name cannot be used.

@@ -10,12 +10,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::contents::{
-    Contents, FILES, LONGEST_POINTER, NEW, folder_of, is_checkpoint, may_point, remove_checkpoint,
+    Contents, FILES, LONGEST_POINTER, NEW, folder_of, is_checkpoint, may_point, paths_in,
+    remove_checkpoint,
 };
 use super::state::{FileMark, Manifest};
 use super::{BEST, COMM_HOOK, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
-use crate::files::{Place, read_regular, reason};
+use crate::files::{Place, read_regular};
+use crate::torch::limits::explain;
 
 /// How the name of a folder begins that is not, or no longer, a checkpoint.
 pub(super) const UNFINISHED: &str = ".unfinished-";
@@ -76,7 +78,7 @@ impl CheckpointDir {
             Error::Input(format!(
                 "checkpoints cannot be written to {}: {}; use another --save-dir",
                 path.display(),
-                reason(&error)
+                explain(&error)
             ))
         };
         check(path, &Contents::of(path)?)?; // before anything is written there
@@ -162,7 +164,7 @@ impl CheckpointDir {
 
     fn write_as(&self, unfinished: &Path, folder: &Path, snapshot: &Snapshot) -> Result<()> {
         if fs::symlink_metadata(folder).is_ok() {
-            let reason = "it is there already".into();
+            let reason = "this folder exists already; move it away".into();
             return Err(Error::Save { doing: format!("saving {}", folder.display()), reason });
         }
         fs::create_dir(unfinished).map_err(saving(unfinished))?;
@@ -193,7 +195,7 @@ impl CheckpointDir {
         if !may_point(&pointer) {
             let doing = format!("saving {}", pointer.display());
             let reason =
-                "something else has taken this name since the run began; move it away".into();
+                "another program has created this file since the run began; move it away".into();
             return Err(Error::Save { doing, reason });
         }
         let written = write_file(&new, format!("{}\n", name_of(folder)).as_bytes());
@@ -216,7 +218,7 @@ impl CheckpointDir {
             fs::rename(folder, &unfinished).and_then(|()| remove_checkpoint(&unfinished)).map_err(
                 |error| Error::Save {
                     doing: format!("removing the old checkpoint {}", folder.display()),
-                    reason: reason(&error),
+                    reason: explain(&error),
                 },
             )?;
         }
@@ -283,8 +285,8 @@ pub(super) fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
 fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
     contents.checkpoints.values().next_back().map_or(Ok(()), |newest| {
         Err(Error::Input(format!(
-            "{} holds checkpoints already, the newest being {}; go on from it with --resume auto, or use \
-             another --save-dir",
+            "{} holds checkpoints already, the newest is {}; continue from it with --resume auto, or use another \
+             --save-dir",
             path.display(),
             name_of(newest)
         )))
@@ -293,25 +295,8 @@ fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
 
 /// The checkpoints in the folder `path` by step: none where there is no folder.
 pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
-    let wrong = |error: io::Error| {
-        Error::Input(format!(
-            "there can be no checkpoints in {}: {error}; use another folder for --save-dir",
-            path.display()
-        ))
-    };
-    let entries = match fs::read_dir(path) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
-        Err(error) => return Err(wrong(error)),
-    };
-    let mut steps = BTreeMap::new();
-    for entry in entries {
-        let path = entry.map_err(wrong)?.path();
-        if let Some(step) = step_of(&path) {
-            steps.insert(step, path);
-        }
-    }
-    Ok(steps)
+    let step = |path: PathBuf| step_of(&path).map(|step| (step, path));
+    Ok(paths_in(path)?.into_iter().filter_map(step).collect())
 }
 
 /// Returns `path`, or where it leads if it is a link: what it names lies beside that.
@@ -354,5 +339,8 @@ fn sync_folder(path: &Path) -> Result<()> {
 }
 
 fn saving(path: &Path) -> impl Fn(io::Error) -> Error {
-    move |error| Error::Save { doing: format!("saving {}", path.display()), reason: reason(&error) }
+    move |error| Error::Save {
+        doing: format!("saving {}", path.display()),
+        reason: explain(&error),
+    }
 }

@@ -39,10 +39,9 @@ impl Checkpoint {
         Self::read_one(path).map_err(|problem| {
             let instead = match older(path) {
                 Some(older) => {
-                    format!("the one before it can be read: --resume {}", older.display())
+                    format!("the one before it is intact: use --resume {}", older.display())
                 }
-                None => "there is no older one beside it: start over without --resume, in another \
-                         --save-dir"
+                None => "there is no older one to use instead: start over without --resume, in another --save-dir"
                     .into(),
             };
             Error::Input(format!("checkpoint {}: {problem}; {instead}", path.display()))
@@ -53,7 +52,7 @@ impl Checkpoint {
         let Manifest { state, files, .. } = manifest(path)?;
         let tensors = |name: &str| {
             let file = path.join(name);
-            let known = files.get(name).ok_or_else(|| format!("{TRAINER} does not know {name}"))?;
+            let known = files.get(name).ok_or_else(|| format!("{TRAINER} does not list {name}"))?;
             let bytes = read_known(&file, known)?;
             TensorFile::new(file, bytes).map_err(|error| error.to_string())
         };
@@ -83,8 +82,11 @@ impl Checkpoint {
         let optimizer = file(mine.map(|it| &it.optimizer), OPTIMIZER, sizes.1)?;
         let comm_hook = |size| file(mine.and_then(|it| it.comm_hook.as_ref()), COMM_HOOK, size);
         let comm_hook = sizes.2.map(comm_hook).transpose()?;
-        let state = serde_json::from_str(&state)
-            .map_err(|error| Error::Input(format!("what rank 0 tells of {TRAINER}: {error}")))?;
+        let state = serde_json::from_str(&state).map_err(|error| {
+            Error::Input(format!(
+                "rank 0 sent a {TRAINER} that cannot be read: {error}; start the same ddp-mp in every process"
+            ))
+        })?;
         Ok(Some(Self { path, state, model, optimizer, comm_hook }))
     }
 
@@ -136,7 +138,7 @@ impl Checkpoint {
         if let Some(name) = saved.keys().next() {
             let path = self.path.join(OPTIMIZER);
             return Err(Error::Input(format!(
-                "{} has `{name}`, which is no parameter of this model",
+                "{} has `{name}`, which is not a parameter of this model; use the model of the run that was saved",
                 path.display()
             )));
         }
@@ -160,13 +162,15 @@ fn find(path: &Path) -> Result<PathBuf> {
         return match newest_in(path)? {
             _ if is_checkpoint => Ok(path.into()),
             Some(newest) => Ok(newest),
-            None => wrong("there is none in this folder"),
+            None => wrong(
+                "this folder has no checkpoint; name the folder of a checkpoint, or that of its run",
+            ),
         };
     }
     match pointed(path) {
         Some(folder) if folder.is_dir() => Ok(folder),
         Some(folder) => wrong(&format!(
-            "the file names {}, which is not there{}",
+            "the file names {}, which does not exist{}",
             name_of(&folder),
             instead(beside)
         )),
@@ -174,19 +178,21 @@ fn find(path: &Path) -> Result<PathBuf> {
             wrong(&format!("the file names none{}", instead(beside)))
         }
         None if path.is_file() && beside.join(TRAINER).exists() => wrong(&format!(
-            "this is one of its files; name the folder: --resume {}",
+            "this is a file of a checkpoint; name its folder: --resume {}",
             beside.display()
         )),
-        None if path.is_file() => wrong("this is a file, and a checkpoint is a folder"),
+        None if path.is_file() => {
+            wrong("this is a file, but a checkpoint is a folder; name that folder")
+        }
         None if name_of(path) == BEST && beside.is_dir() => wrong(&format!(
-            "there is no such file: it is written by a run that validates, as with --val-fraction{}",
+            "this file does not exist: only a run that validates writes it, as with --val-fraction{}",
             instead(beside)
         )),
         None => match &*instead(beside) {
-            "" => {
-                wrong("there is nothing there; name the folder of a checkpoint, or that of its run")
-            }
-            newest => wrong(&format!("there is nothing there{newest}")),
+            "" => wrong(
+                "this path does not exist; name the folder of a checkpoint, or that of its run",
+            ),
+            newest => wrong(&format!("this path does not exist{newest}")),
         },
     }
 }
@@ -217,13 +223,13 @@ pub(super) fn manifest(folder: &Path) -> Result<Manifest, String> {
     let value: Value = serde_json::from_slice(&text).map_err(damaged)?;
     if value["format"] != FORMAT {
         return Err(format!(
-            "{TRAINER} says format {}, and this version of ddp-mp reads format {FORMAT}",
+            "{TRAINER} has format {}, but this version of ddp-mp reads format {FORMAT}",
             value["format"]
         ));
     }
     let manifest: Manifest = serde_json::from_value(value).map_err(damaged)?;
     if !manifest.is_intact() {
-        return Err(format!("{TRAINER} is damaged: its numbers are not those that were written"));
+        return Err(format!("{TRAINER} is damaged: it was changed after it was written"));
     }
     Ok(manifest)
 }
@@ -238,7 +244,7 @@ fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
     let opened = open_regular(file).map_err(wrong)?;
     let found = opened.metadata().map_err(wrong)?.len();
     if found != known.bytes {
-        return Err(format!("{name} has {found} bytes, and had {}", known.bytes));
+        return Err(format!("{name} is damaged: it has {found} bytes instead of {}", known.bytes));
     }
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(found as usize).map_err(|error| wrong(io::Error::other(error)))?;
@@ -246,7 +252,7 @@ fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
     let found = FileMark::of(&bytes);
     if found != *known {
         let (found, known) = (found.xxh3, &known.xxh3);
-        return Err(format!("{name} is damaged: its xxh3 is {found}, and was {known}"));
+        return Err(format!("{name} is damaged: its xxh3 is {found} instead of {known}"));
     }
     Ok(bytes)
 }

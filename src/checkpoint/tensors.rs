@@ -40,7 +40,7 @@ impl Copied {
     pub(super) fn of(name: &str, tensor: &Tensor) -> Result<Self> {
         let Some((_, dtype)) = KINDS.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
             return Err(Error::Unsupported(format!(
-                "`{name}` is {:?}, which safetensors files do not hold",
+                "`{name}` is {:?}, a kind that safetensors files cannot hold",
                 tensor.kind()
             )));
         };
@@ -125,7 +125,7 @@ impl TensorFile {
         let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
             let known = KINDS.into_iter().find(|(_, dtype)| *dtype == view.dtype());
             let (kind, _) = known.ok_or_else(|| {
-                wrong(format!("`{name}` is {:?}, which is not known", view.dtype()))
+                wrong(format!("`{name}` is {:?}, a kind that cannot be read here", view.dtype()))
             })?;
             let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
             // Its length fits: the file was checked.
@@ -176,7 +176,8 @@ impl TensorFile {
 
 /// Checks that `bytes` are those of a whole safetensors file.
 fn check(path: &Path, bytes: &[u8]) -> Result<()> {
-    let wrong = |error| Error::Input(format!("{} is no safetensors file: {error}", path.display()));
+    let wrong =
+        |error| Error::Input(format!("{} is not a safetensors file: {error}", path.display()));
     SafeTensors::deserialize(bytes).map(drop).map_err(wrong)
 }
 

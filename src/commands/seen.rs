@@ -14,7 +14,6 @@ use crate::config::{Config, Data};
 use crate::data::{DistributedSampler, batches_of_all};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
-use crate::files::reason;
 use crate::launch::Launched;
 use crate::models::Model;
 use crate::observe::report::{
@@ -24,7 +23,7 @@ use crate::observe::report::{
 use crate::observe::{End, Output, Printer, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::sync::{History, OfRank, Record};
-use crate::torch;
+use crate::torch::{self, limits::explain};
 
 /// Who wants to see what the ranks of this process did.
 #[derive(Debug)]
@@ -60,7 +59,7 @@ impl Seen {
         let process = launched.process();
         config.validate_files(process[1])?;
         let input = |flag: &str, path: &Path, error: io::Error| {
-            Error::Input(format!("{flag} {}: {}", path.display(), reason(&error)))
+            Error::Input(format!("{flag} {}: {}", path.display(), explain(&error)))
         };
         let trace = config
             .trace
@@ -131,7 +130,7 @@ impl Seen {
         let Some(history) = self.history.get() else { return Ok(()) };
         let unwritable = |flag: &str, output: &Output, error: io::Error| Error::Write {
             what: format!("{flag} {}", output.path().display()),
-            reason: reason(&error),
+            reason: explain(&error),
         };
         // One of them that cannot be written does not cost the other.
         let trace = self.trace.as_ref().map_or(Ok(()), |output| {

@@ -54,7 +54,7 @@ impl Appender {
         let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
         let opened = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
         let file = opened.map_err(|error| match error.raw_os_error() {
-            Some(libc::ENXIO) => Error::other("nobody reads this pipe; start its reader first"),
+            Some(libc::ENXIO) => Error::other("this pipe has no reader; start its reader first"),
             _ => error,
         })?;
         refuse_special(file.metadata()?.file_type())?;
@@ -196,7 +196,10 @@ fn own_output(file: &File) -> io::Result<Option<OwnedFd>> {
 }
 
 fn stalled() -> Error {
-    Error::other(format!("its reader has taken nothing for {} s", PATIENCE.as_secs()))
+    Error::other(format!(
+        "the reader of this pipe has read nothing for {} s; check that program",
+        PATIENCE.as_secs()
+    ))
 }
 
 #[cfg(test)]
@@ -257,7 +260,7 @@ mod tests {
         let path = folder.path().join("pipe");
         mknodat(CWD, &path, Type::Fifo, Mode::RWXU, 0).unwrap();
         let error = Appender::open(&path).unwrap_err().to_string();
-        assert!(error.contains("nobody reads this pipe"), "{error}");
+        assert!(error.contains("this pipe has no reader"), "{error}");
         assert!(open_regular(&path).is_err());
         let flags = libc::O_NONBLOCK;
         let mut reader = OpenOptions::new().read(true).custom_flags(flags).open(&path).unwrap();

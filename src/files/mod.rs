@@ -3,12 +3,10 @@
 mod append;
 mod place;
 mod read;
-mod reason;
 
 pub(crate) use append::{Appender, LinesBefore, lines_before};
 pub(crate) use place::Place;
 pub(crate) use read::{open_regular, read_regular, read_stream, refuse_special};
-pub(crate) use reason::reason;
 
 use std::io;
 use std::os::fd::AsFd;

@@ -91,7 +91,7 @@ fn not_regular(kind: FileType) -> Error {
 }
 
 fn too_long(limit: u64) -> Error {
-    Error::other(format!("this is longer than {limit} bytes, the most that are read here"))
+    Error::other(format!("this is longer than {limit} bytes, the most that can be read here"))
 }
 
 #[cfg(test)]

@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use super::progress::Progress;
 use super::{Epoch, Event, HeldBack, ValidationMetrics};
 use crate::error::escaped;
-use crate::files::reason;
 use crate::torch::limits::explain;
 
 /// How results are written: `--log-format`.
@@ -185,7 +184,7 @@ impl Printer {
                 let _ = out.out.into_parts(); // drops what could not be written
                 Ok(())
             }
-            result => result.map_err(|error| io::Error::new(error.kind(), reason(&error))),
+            result => result.map_err(|error| io::Error::new(error.kind(), explain(&error))),
         }
     }
 

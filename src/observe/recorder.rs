@@ -12,7 +12,7 @@ use super::report::Curves;
 use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result};
-use crate::files::reason;
+use crate::torch::limits::explain;
 
 /// How training goes, over the last few steps; of all ranks together.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -85,7 +85,7 @@ impl Recorder {
         let tensorboard = tensorboard
             .map(|folder| {
                 TensorBoard::create(folder).map_err(|error| {
-                    let reason = reason(&error);
+                    let reason = explain(&error);
                     Error::Input(format!("--tensorboard {}: {reason}", folder.display()))
                 })
             })
@@ -216,5 +216,5 @@ impl Recorder {
 }
 
 fn board(error: io::Error) -> Error {
-    Error::Write { what: "--tensorboard".into(), reason: reason(&error) }
+    Error::Write { what: "--tensorboard".into(), reason: explain(&error) }
 }

@@ -1,5 +1,7 @@
-//! Limits of the system on open files and threads: making sure that they suffice, and what to say when one is reached.
+//! Limits of the system, on open files, threads and disks: making sure that they suffice, and what to say when one is
+//! reached.
 
+use std::fmt::Display;
 use std::fs::{self, File};
 use std::io;
 
@@ -7,35 +9,81 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::error::{Error, Result};
 
-/// The system's words for a process, or a system, that may open no more files; libtorch repeats them.
-const FILES: &str = "Too many open files";
+/// An error of the system that the user can mend.
+struct Mendable {
+    /// The system's words for it; libtorch repeats them.
+    words: &'static str,
+    /// Returns what the words leave out.
+    why: Option<fn() -> String>,
+    remedy: &'static str,
+}
 
-/// The system's words for a thread or process that cannot be started; libtorch repeats them.
-const THREADS: &str = "Resource temporarily unavailable";
+const FILES: Mendable = Mendable {
+    words: "Too many open files",
+    why: Some(open_files),
+    remedy: "raise the limit with ulimit -n, or use fewer ranks",
+};
 
-/// Adds the limit and the remedy to an error about open files or threads. Returns all other errors as they are.
-pub(crate) fn explain(error: &str) -> String {
-    if error.contains("ulimit ") {
-        return error.into(); // explained where it happened
+const THREADS: Mendable = Mendable {
+    words: "Resource temporarily unavailable",
+    why: Some(threads),
+    remedy: "raise the limit (ulimit -u), or use fewer ranks or workers",
+};
+
+/// The first whose words are in an error counts.
+const MENDABLE: [Mendable; 7] = [
+    Mendable {
+        words: "Too many open files in system",
+        why: Some(|| "the whole system has as many files open as fs.file-max allows".into()),
+        remedy: "raise it with sysctl",
+    },
+    FILES,
+    THREADS,
+    Mendable {
+        words: "No space left on device",
+        why: None,
+        remedy: "free some space, or use another disk",
+    },
+    Mendable {
+        words: "Disk quota exceeded",
+        why: None,
+        remedy: "free some of your quota, or use another disk",
+    },
+    Mendable {
+        words: "File too large",
+        why: None,
+        remedy: "raise the limit on file sizes (ulimit -f)",
+    },
+    Mendable {
+        words: "Read-only file system",
+        why: None,
+        remedy: "use a folder that can be written to",
+    },
+];
+
+/// Returns `error` with the limit and the remedy, if it is one that the user can mend and is not explained yet.
+pub(crate) fn explain(error: impl Display) -> String {
+    let error = error.to_string();
+    let found = MENDABLE.iter().find(|it| error.contains(it.words));
+    // Libraries do not say why they cannot open a file.
+    let found = found.or_else(|| (error.contains("to open ") && !can_open(1)).then_some(&FILES));
+    match found {
+        Some(it) if !error.contains(it.remedy) => it.explain(&error),
+        _ => error,
     }
-    let why = match () {
-        () if error.contains("Too many open files in system") => {
-            "the whole system has as many files open as fs.file-max allows; raise it with sysctl"
-                .into()
-        }
-        () if error.contains(FILES) => of_files(),
-        // Libraries do not say why.
-        () if error.contains("to open ") && !can_open(1) => of_files(),
-        () if error.contains(THREADS) => of_threads(),
-        () => return error.into(),
-    };
-    format!("{error}: {why}")
+}
+
+impl Mendable {
+    fn explain(&self, error: &str) -> String {
+        let why = self.why.map_or(String::new(), |why| format!(": {}", why()));
+        format!("{error}{why}; {}", self.remedy)
+    }
 }
 
 /// Describes why `what`, a thread or a process, could not be started: the system's reason, how many threads this
 /// process has, the limits, and the remedy.
 pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
-    format!("{what} cannot be started: {error}: {}", of_threads())
+    THREADS.explain(&format!("{what} cannot be started: {error}"))
 }
 
 /// Makes sure that this process can open `count` more files and connections for `purpose`. Raises its soft limit to the
@@ -47,7 +95,8 @@ pub(crate) fn require_files(count: usize, purpose: &str) -> Result<()> {
     if can_open(count) || (raise_soft_limit() && can_open(count)) {
         return Ok(());
     }
-    Err(Error::Input(format!("{purpose} takes {count} more open files: {FILES}: {}", of_files())))
+    let error = format!("{purpose} takes {count} more open files: {}", FILES.words);
+    Err(Error::Input(FILES.explain(&error)))
 }
 
 /// Whether this process can open so many more files now.
@@ -61,17 +110,15 @@ fn raise_soft_limit() -> bool {
     current != maximum && setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).is_ok()
 }
 
-fn of_files() -> String {
+fn open_files() -> String {
     let limit = match getrlimit(Resource::Nofile).current {
         Some(limit) => limit.to_string(),
         None => "any number of".into(),
     };
-    format!(
-        "this process may have {limit} (ulimit -n); raise the limit with ulimit -n, or use fewer ranks"
-    )
+    format!("this process may have {limit} (ulimit -n)")
 }
 
-fn of_threads() -> String {
+fn threads() -> String {
     let mut known = Vec::new();
     if let Some(limit) = getrlimit(Resource::Nproc).current {
         known.push(format!("its user may have {limit} (ulimit -u)"));
@@ -91,9 +138,7 @@ fn of_threads() -> String {
     let threads = status.lines().find_map(|line| line.strip_prefix("Threads:"));
     let threads = threads.map_or("an unknown number of", str::trim);
     let known = known.join(", ");
-    format!(
-        "this process has {threads} threads; {known}; raise the limit (ulimit -u), or use fewer ranks or workers"
-    )
+    format!("this process has {threads} threads; {known}")
 }
 
 fn number_in(file: &str) -> Option<u64> {
@@ -110,12 +155,22 @@ mod tests {
             ("a.csv: Too many open files (os error 24)", "(ulimit -n); raise the limit"),
             ("listen: Too many open files in system", "fs.file-max"),
             ("thread: Resource temporarily unavailable", "this process has "),
+            ("(os error 28): No space left on device", "; free some space, or use another disk"),
+            ("Disk quota exceeded", "; free some of your quota, "),
         ] {
             let explained = explain(error);
             assert!(explained.starts_with(error) && explained.contains(told), "{explained}");
+            assert_eq!(explain(&explained), explained);
         }
-        let explained = explain("a.csv: Too many open files (os error 24)");
-        assert_eq!(explain(&explained), explained);
+        for (errno, remedy) in [
+            (libc::ENOSPC, "(os error 28); free some space, or use another disk"),
+            (libc::EFBIG, "(os error 27); raise the limit on file sizes (ulimit -f)"),
+            (libc::EROFS, "(os error 30); use a folder that can be written to"),
+            (libc::ENOENT, "No such file or directory (os error 2)"),
+        ] {
+            let explained = explain(io::Error::from_raw_os_error(errno));
+            assert!(explained.ends_with(remedy), "{explained}");
+        }
         assert_eq!(explain("a.csv: No such file"), "a.csv: No such file");
         let started = not_started("rank 3's thread", &io::Error::from_raw_os_error(11));
         assert!(
