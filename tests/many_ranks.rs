@@ -122,7 +122,7 @@ fn a_tensor_for_each_pair_of_ranks_takes_memory_once() {
 }
 
 #[test]
-#[ignore = "a thousand threads: seconds, and 0.4 GB"]
+#[ignore = "a thousand threads: run by .ci/run, by name"]
 fn a_thousand_ranks() {
     let (code, stdout, stderr) = run(&["comm", "barrier", "--nproc-per-node=1000"]);
     assert_eq!(code, Some(0), "{stderr}");

@@ -22,7 +22,7 @@ use tch::{Device, Kind, Tensor};
 use super::place_ranks;
 use crate::error::{Error, Result};
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
-use crate::observe::{LogFormat, Printer, total_memory};
+use crate::observe::{LogFormat, Printer, gigabytes, total_memory};
 use crate::process_group::{ProcessGroup, ReduceOp, kind_name};
 use crate::torch::cuda::Cuda;
 pub use cluster::ModelCluster;
@@ -121,15 +121,15 @@ impl BenchRequest {
         }
         if self.min_bytes == 0 || self.min_bytes > self.max_bytes {
             return refuse(format!(
-                "--min-bytes {} --max-bytes {}: use sizes from 1 on, the smaller one first",
+                "--min-bytes {} --max-bytes {}: use sizes of at least 1, and the smaller one for --min-bytes",
                 self.min_bytes, self.max_bytes
             ));
         }
         if self.max_bytes > 1 << 40 {
-            return refuse(format!("--max-bytes {}: that is more than 1T", self.max_bytes));
+            return refuse(format!("--max-bytes {}: use at most 1T", self.max_bytes));
         }
         if self.step_factor < 2 {
-            return refuse("--step-factor: use 2 or more, or equal sizes for one row".into());
+            return refuse("--step-factor: use 2 or more; for one row give --min-bytes and --max-bytes the same size".into());
         }
         if self.iters == Some(0) {
             return refuse("--iters: use 1 or more".into());
@@ -144,11 +144,11 @@ impl BenchRequest {
         match total.map(|total| total as f64).filter(|total| needs > *total) {
             None => Ok(()),
             Some(total) => Err(Error::Input(format!(
-                "--max-bytes {}: {world_size} ranks take {:.1} GB for that, and this machine has {:.1} GB of memory; \
-                 use a smaller size, or fewer ranks",
+                "--max-bytes {}: {world_size} ranks take {} for that, and this machine has {} of memory; use a \
+                 smaller size, or fewer ranks",
                 self.max_bytes,
-                needs / 1e9,
-                total / 1e9
+                gigabytes(needs),
+                gigabytes(total)
             ))),
         }
     }

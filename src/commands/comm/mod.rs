@@ -122,7 +122,13 @@ fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: us
     Ok(())
 }
 
+/// The bytes that a tensor takes besides its elements, as lists of tensors on each of 1000 ranks have shown.
+const BYTES_OF_A_TENSOR: f64 = 600.0;
+
 /// Refuses tensors for which `total` bytes are not enough.
+///
+/// # Errors
+/// [`Error::Input`] that names how many ranks would fit.
 fn check_memory(
     request: &CommRequest,
     ops: &[CommOp],
@@ -130,18 +136,20 @@ fn check_memory(
     total: Option<u64>,
 ) -> Result<()> {
     let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
-    let of_tensor = num_bytes(request.kind, request.numel as usize) as f64;
-    let largest = ops.iter().max_by(|a, b| a.tensors(world_size).total_cmp(&b.tensors(world_size)));
-    let Some(op) = largest else { return Ok(()) };
-    let bytes = op.tensors(world_size) * of_tensor;
-    if bytes <= total {
-        return Ok(());
+    let of_tensor = BYTES_OF_A_TENSOR + num_bytes(request.kind, request.numel as usize) as f64;
+    let most_of = |ranks| ops.iter().map(|op| (op.tensors(ranks) * of_tensor, op.name()));
+    let needs = |ranks| most_of(ranks).max_by(|a, b| a.0.total_cmp(&b.0));
+    let Some((bytes, op)) = needs(world_size).filter(|it| it.0 > total) else { return Ok(()) };
+    let (mut most, mut too_many) = (1, world_size);
+    while too_many - most > 1 {
+        let ranks = most.midpoint(too_many);
+        let fits = needs(ranks).is_none_or(|it| it.0 <= total);
+        *(if fits { &mut most } else { &mut too_many }) = ranks;
     }
     Err(Error::Input(format!(
-        "--op-numel {}: the tensors of {} on {world_size} ranks take {}, and this machine has {}; use fewer elements, or \
-         fewer ranks with --nproc-per-node",
+        "--op-numel {}: the tensors of {op} on {world_size} ranks take {}, and this machine has {}; use fewer elements, \
+         another operation, or up to {most} ranks with --nproc-per-node",
         request.numel,
-        op.name(),
         gigabytes(bytes),
         gigabytes(total)
     )))
@@ -224,11 +232,31 @@ mod tests {
         assert_eq!(
             error,
             "--op-numel 1000000: the tensors of all_gather on 100 ranks take 40.4 GB, and this machine has 40.0 GB; use \
-             fewer elements, or fewer ranks with --nproc-per-node"
+             fewer elements, another operation, or up to 99 ranks with --nproc-per-node"
         );
         assert!(check(&[CommOp::AllGather], 41_000_000_000).is_ok());
-        assert!(check(&[CommOp::AllReduce, CommOp::Gather], 800_000_000).is_ok());
+        assert!(check(&[CommOp::AllReduce, CommOp::Gather], 801_000_000).is_ok());
         let error = check(&CommOp::ALL, 41_000_000_000).unwrap_err().to_string();
         assert!(error.contains("the tensors of all_to_all on 100 ranks take 80.0 GB"), "{error}");
+    }
+
+    #[test]
+    fn lists_of_many_small_tensors_are_refused_with_the_number_of_ranks_that_fits() {
+        let request = CommRequest {
+            op: None,
+            numel: 2,
+            kind: Kind::Float,
+            reduce_op: ReduceOp::Sum,
+            nproc_per_node: Nproc::Auto,
+            backend: BackendChoice::Auto,
+            timeout: Duration::from_secs(1),
+        };
+        let total = Some(24_000_000_000);
+        let check = |ops: &[CommOp], ranks| check_memory(&request, ops, ranks, total);
+        let error = check(&CommOp::ALL, 8192).unwrap_err().to_string();
+        assert!(error.contains("the tensors of all_to_all on 8192 ranks take 81.6 GB"), "{error}");
+        assert!(error.ends_with("or up to 4442 ranks with --nproc-per-node"), "{error}");
+        assert!(check(&CommOp::ALL, 4442).is_ok() && check(&CommOp::ALL, 4443).is_err());
+        assert!(check(&[CommOp::Barrier, CommOp::AllReduce], 8192).is_ok());
     }
 }

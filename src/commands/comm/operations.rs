@@ -83,7 +83,7 @@ impl CommOp {
 
     /// What it does, and what for.
     pub(super) fn about(self, world_size: usize, op: ReduceOp) -> Vec<String> {
-        let alone = "Here is a single rank, which has nobody to send to.";
+        let alone = "There is only one rank here, so it has no other to send to.";
         let (does, more) = match self {
             CommOp::SendRecv => (
                 "One rank sends a tensor, one other receives it; the rest take no part.",
@@ -97,33 +97,33 @@ impl CommOp {
                 match world_size {
                     1 => alone,
                     _ => {
-                        "So all can send at once, in a ring. With send, each would wait for the next."
+                        "All can send at once, in a ring. With send, each would wait for the next."
                     }
                 },
             ),
             CommOp::Broadcast => (
                 "Every rank gets a copy of rank 0's tensor.",
-                "DDP: so all ranks begin with the same parameters.",
+                "DDP: all ranks begin with the same parameters.",
             ),
             CommOp::Scatter => (
-                "Rank 0 has a list with a tensor for each rank, and hands them out.",
-                "So one rank that has all the data can give each rank its part.",
+                "Rank 0 has a list with a tensor for each rank, and sends each rank its own.",
+                "Use: one rank has all the data and gives each rank its part.",
             ),
             CommOp::Gather => (
                 "Rank 0 gets the list of all ranks' tensors: the opposite of scatter.",
-                "So one rank can write down what all have found.",
+                "Use: one rank writes down the results of all.",
             ),
             CommOp::AllGather => (
                 "Every rank gets the list of all ranks' tensors.",
-                "FSDP: so parameters of which each rank keeps a part become whole.",
+                "FSDP: each rank keeps a part of the parameters; this makes them whole.",
             ),
             CommOp::Reduce => (
                 "Rank 0 gets RESULT of all ranks' tensors; the others keep theirs.",
-                "So one rank can print the loss over all ranks.",
+                "Use: one rank prints the loss over all ranks.",
             ),
             CommOp::AllReduce => (
                 "Every rank gets RESULT of all ranks' tensors.",
-                "DDP: so the ranks average their gradients, in every step.",
+                "DDP: the ranks average their gradients, in every step.",
             ),
             CommOp::ReduceScatter => (
                 "Every rank gets RESULT of the parts that all ranks have for it.",
@@ -131,11 +131,11 @@ impl CommOp {
             ),
             CommOp::AllToAll => (
                 "Every rank has a tensor for each rank, and sends it there.",
-                "Rows become columns. Mixture of experts: so tokens get to their experts.",
+                "Rows become columns. Mixture of experts: tokens go to their experts.",
             ),
             CommOp::Barrier => (
-                "No rank goes on before all have come. No tensor moves.",
-                "After: the ranks that had come by the time that this one went on.",
+                "No rank continues before all have arrived. No tensor moves.",
+                "After: the ranks that had arrived when this one continued.",
             ),
         };
         vec![does.replace("RESULT", noun(op)), more.into()]
