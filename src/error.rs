@@ -29,9 +29,9 @@ pub enum Error {
 
     /// Ranks that the others wait for did not come in time.
     #[error(
-        "rank {waiting} waited {waited:?} in {at} for {}; look for what keeps it, or raise --timeout{}",
+        "rank {waiting} waited {waited:?} in {at} for {}; find out what delays it, or raise --timeout{}",
         list_late(late),
-        if late.is_empty() { "; --check-collectives tells whether all ranks make the same calls" } else { "" }
+        if late.is_empty() { "; --check-collectives shows whether all ranks make the same calls" } else { "" }
     )]
     Timeout {
         /// What the waiting rank was doing.
@@ -46,7 +46,7 @@ pub enum Error {
 
     /// A rank has ended its function while the others still wait for it.
     #[error(
-        "rank {waiting} waits for it in {at}, to which it will not come; every rank must make the same \
+        "rank {left} returned while rank {waiting} was still waiting in {at}; every rank must make the same \
          collective calls"
     )]
     Left {
@@ -70,8 +70,8 @@ pub enum Error {
 
     /// Processes that are part of the run did not come.
     #[error(
-        "processes {missing} of {count} have not come within {waited:?}; there are: {there}; look whether those were \
-         started, or raise --timeout"
+        "processes {missing} of {count} did not connect within {waited:?}; connected: {there}; check that the \
+         missing ones were started, or raise --timeout"
     )]
     Absent {
         /// The numbers of those that are missing.
@@ -86,7 +86,7 @@ pub enum Error {
 
     /// The connection to another process broke.
     #[error(
-        "{at}{}: the connection to {} is lost: {reason}; look at what that process has said, and why it has ended",
+        "{at}{}: the connection to {} is lost: {reason}; look at that process's output for why it ended",
         step.map_or(String::new(), |step| format!(" of step #{step}")),
         list_late(lost)
     )]
@@ -138,8 +138,7 @@ pub enum Error {
 
     /// Memory that was passed overlaps, where one rank would write what another reads or writes.
     #[error(
-        "{} passed the same memory to one collective where one part is written; give every result memory \
-         of its own",
+        "{} passed overlapping memory to one collective, which writes to it; give every result memory of its own",
         if first == second { format!("rank {first}") } else { format!("ranks {first} and {second}") }
     )]
     SharedMemory {
@@ -167,8 +166,8 @@ pub enum Error {
 
     /// Gradients are not finite, and the loss can't be scaled down any further.
     #[error(
-        "the gradients are not finite with a loss scale of {scale:e} either: the loss or the parameters are \
-         infinite or not a number themselves; use a smaller --lr, --max-grad-norm, or --amp bf16"
+        "the gradients are not finite even with a loss scale of {scale:e}: the loss or the parameters themselves are \
+         infinite or not a number; use a smaller --lr, --max-grad-norm, or --amp bf16"
     )]
     LossScale {
         /// What the scale has come down to.
@@ -177,9 +176,8 @@ pub enum Error {
 
     /// A loss or a gradient is infinite or not a number.
     #[error(
-        "in step {step} on rank {rank} {what}{samples}; look at the data, or use a smaller --lr or \
-         --max-grad-norm{}",
-        if *.in_training { ", or pass over such steps with --skip-nonfinite" } else { "" }
+        "in step {step} on rank {rank} {what}{samples}; check the data, or use a smaller --lr or --max-grad-norm{}",
+        if *.in_training { ", or skip such steps with --skip-nonfinite" } else { "" }
     )]
     NonFinite {
         /// What is not finite: a loss, or whose gradient.
@@ -217,7 +215,7 @@ pub enum Error {
     },
 
     /// A checkpoint cannot be written.
-    #[error("{doing} failed: {reason}; the checkpoints that were there before it are whole")]
+    #[error("{doing} failed: {reason}; earlier checkpoints are intact")]
     Save {
         /// What was being done, with which file.
         doing: String,

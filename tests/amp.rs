@@ -314,7 +314,7 @@ fn a_scaler_s_state_is_pytorch_s_and_what_makes_no_sense_is_refused() {
             (
                 "_growth_tracker",
                 json!(3),
-                "3 good steps are no fewer than its growth_interval of 3",
+                "3 good steps are not fewer than its growth_interval of 3",
             ),
         ] {
             let mut wrong = expected.clone();
@@ -416,7 +416,7 @@ fn a_run_whose_gradients_are_never_finite_fails_and_says_why() {
     let (code, stdout, stderr) =
         run(&["--nproc-per-node=2", "--model=mlp", "--amp=fp16", "--lr=1e9", "--max-epochs=2"]);
     assert_eq!((code, &stdout[..]), (Some(1), "GPU_Count: 0\n"));
-    assert!(stderr.contains("the gradients are not finite with a loss scale of"), "{stderr}");
+    assert!(stderr.contains("the gradients are not finite even with a loss scale of"), "{stderr}");
     assert!(stderr.contains("use a smaller --lr, --max-grad-norm, or --amp bf16"), "{stderr}");
 }
 

@@ -117,15 +117,18 @@ fn the_table_has_nccl_tests_columns() {
 #[test]
 fn what_cannot_be_measured_is_refused() {
     for (args, reason) in [
-        (&["all-reduce", "--min-bytes=8", "--max-bytes=4"][..], "the smaller one first"),
-        (&["all-reduce", "--min-bytes=0"], "use sizes from 1 on"),
+        (
+            &["all-reduce", "--min-bytes=8", "--max-bytes=4"][..],
+            "and the smaller one for --min-bytes",
+        ),
+        (&["all-reduce", "--min-bytes=0"], "use sizes of at least 1"),
         (&["all-reduce", "--step-factor=1"], "--step-factor <N>': expected a whole number from 2"),
         (&["all-reduce", "--iters=0"], "--iters <N>': expected a whole number from 1 to 1000000"),
         (&["all-reduce", "--kind=float32", "--reduce-op=band"], "it is for integers and bool"),
         (&["all-reduce", "--kind=float3"], "use one of float64, float32"),
         (&["all-reduce", "--reduce-op=mean"], "use one of sum, avg"),
         (&["all-reduce", "--max-bytes=many"], "invalid value 'many'"),
-        (&["all-reduce", "--max-bytes=2T"], "more than 1T"),
+        (&["all-reduce", "--max-bytes=2T"], "use at most 1T"),
         (&["send-recv", "--nproc-per-node=1"], "send-recv needs 2 ranks"),
         (&["all-together"], "possible values: all-reduce, reduce"),
         (&[], "<OP>"),
@@ -168,8 +171,7 @@ fn a_step_and_its_parts() {
         let (code, stdout, stderr) = run(&["bench", "step", flag]);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
         let name = flag.split('=').next().unwrap();
-        let reason =
-            format!("ddp-mp: {name}: bench step measures single steps, and has no use for it");
+        let reason = format!("ddp-mp: {name}: bench step measures single steps; leave this out");
         assert!(stderr.starts_with(&reason), "{stderr}");
     }
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -288,8 +290,5 @@ fn scaling_is_said_against_one_rank() {
     );
     let (code, _, stderr) = run(&["bench", "scaling", "--nproc-per-node=2", "--batch-size=4096"]);
     assert_eq!(code, Some(2), "{stderr}");
-    assert!(
-        stderr.contains("--batch-size: a step of 2 ranks with 4096 samples each takes more"),
-        "{stderr}"
-    );
+    assert!(stderr.contains("--batch-size: 2 ranks with 4096 samples each need more"), "{stderr}");
 }

@@ -142,7 +142,7 @@ fn what_gloo_cannot_take_is_refused_with_the_reason() {
         refused(group.broadcast(&mut floats(), 1), "no rank 1 in a group of 1");
         refused(group.send(&floats(), 0, 0), "this is rank 0 itself");
         refused(group.recv(&mut floats(), 3, 0), "no rank 3 in a group of 1");
-        refused(group.gather(&floats(), None, 0), "the list is for rank 0 alone, and needed there");
+        refused(group.gather(&floats(), None, 0), "rank 0 must pass the list");
         refused(group.all_gather(&mut [], &floats()), "all_gather");
         let three = Some(&[3][..]);
         let all_to_all = |to, from| group.all_to_all_single(&mut floats(), &floats(), to, from);

@@ -139,7 +139,7 @@ fn saving_changes_nothing_and_keeps_the_newest() {
     assert_eq!(train(args, &[&dir]), without);
     assert_eq!(names(checkpoints(&folder)), ["step-00000064", "step-00000128"]);
     let error = refused(args, &[&dir]);
-    assert!(error.contains("holds checkpoints already, the newest being step-00000128"), "{error}");
+    assert!(error.contains("holds checkpoints already, the newest is step-00000128"), "{error}");
     let error = refused(args, &[&dir, "--resume=auto", "--batch-size=16"]);
     assert!(error.contains("--batch-size was 32 in the checkpoint and is 16 now"), "{error}");
 }
@@ -257,9 +257,12 @@ fn a_checkpoint_that_is_not_whole_is_refused_and_an_older_one_offered() {
     let damage: [Damage; 7] = [
         (
             |it| reword(&it.join("trainer.json"), "\"epoch\": 2", "\"epoch\": 1"),
-            "trainer.json is damaged: its numbers",
+            "trainer.json is damaged: it was changed after it was written",
         ),
-        (|it| cut_off(&it.join("model.safetensors")), "model.safetensors has 100 bytes, and had"),
+        (
+            |it| cut_off(&it.join("model.safetensors")),
+            "model.safetensors is damaged: it has 100 bytes instead of",
+        ),
         (
             |it| flip(&it.join("optimizer.safetensors")),
             "optimizer.safetensors is damaged: its xxh3",
@@ -269,7 +272,7 @@ fn a_checkpoint_that_is_not_whole_is_refused_and_an_older_one_offered() {
         (|it| fs::remove_file(it.join("model.safetensors")).unwrap(), "model.safetensors cannot"),
         (
             |it| reword(&it.join("trainer.json"), "\"format\": 1", "\"format\": 2"),
-            "says format 2, and this version of ddp-mp reads format 1",
+            "has format 2, but this version of ddp-mp reads format 1",
         ),
     ];
     for (damage, reason) in damage {
@@ -295,7 +298,7 @@ fn a_checkpoint_that_is_not_whole_is_refused_and_an_older_one_offered() {
     assert!(error.contains(&format!("--resume {}", all[0].display())), "{error}");
     cut_off(&all[0].join("model.safetensors"));
     let error = refused(args, &[&dir, "--resume=auto"]);
-    assert!(error.contains("no older one beside it: start over without --resume"), "{error}");
+    assert!(error.contains("no older one to use instead: start over without --resume"), "{error}");
 }
 
 fn cut_off(file: &Path) {
@@ -328,14 +331,14 @@ fn a_folder_that_takes_nothing_more_ends_the_run_and_loses_nothing() {
     let (code, stdout, stderr) = run_command(limited);
     assert_eq!(code, Some(1), "{stderr}");
     assert!(stderr.contains("model.safetensors failed: File too large"), "{stderr}");
-    assert!(stderr.contains("the checkpoints that were there before it are whole"), "{stderr}");
+    assert!(stderr.contains("earlier checkpoints are intact"), "{stderr}");
     assert!(stdout.lines().last().unwrap().starts_with("{\"event\":\"failure\",\"rank\":0"));
     assert_eq!(checkpoints(&folder), before);
     assert_eq!(train(args, &[&dir, "--resume=auto"]).hash, train(args, &[]).hash);
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
     let error = refused(args, &[&format!("--save-dir={}", file.display())]);
-    assert!(error.contains("file: ") && error.contains("irectory"), "{error}");
+    assert!(error.contains("file cannot hold checkpoints: Not a directory"), "{error}");
     assert!(error.contains("use another folder for --save-dir"), "{error}");
 }
 
@@ -350,7 +353,8 @@ fn another_number_of_ranks_sees_what_is_left_once() {
         let (code, stdout, stderr) = run(&arguments(&args(now), &[&dir, "--resume=auto"]));
         assert_eq!(code, Some(0));
         assert!(
-            stderr.contains(&format!("there were {before} ranks and are {now} now")),
+            stderr
+                .contains(&format!("the checkpoint is from {before} ranks and this run has {now}")),
             "{stderr}"
         );
         let end = outcome(&stdout);
@@ -475,7 +479,7 @@ fn a_run_that_gets_no_better_stops() {
     let (rest, _, _) = validated(&[&dir, "--resume=auto", "--max-epochs=40"]);
     assert_eq!(rest[..], whole[validations.len()..]);
     let error = refused("--patience=3", &[]);
-    assert!(error.contains("--patience: there is nothing to validate on"), "{error}");
+    assert!(error.contains("--patience: there are no validation samples"), "{error}");
 }
 
 #[test]
@@ -544,7 +548,7 @@ fn a_program_of_one_s_own_goes_on_from_an_older_checkpoint_and_with_the_same_dat
     for (samples, batch_size) in [(128, 8), (64, 4)] {
         let error = train_in_a_program(&run, samples, batch_size, Some(&oldest)).unwrap_err();
         let told = format!(
-            "64 samples in batches of 8, and here are {samples} in batches of {batch_size}"
+            "64 samples in batches of 8, and this run has {samples} in batches of {batch_size}"
         );
         assert!(error.to_string().contains(&told), "{error}");
     }
@@ -559,7 +563,7 @@ fn a_program_of_one_s_own_goes_on_from_an_older_checkpoint_and_with_the_same_dat
     let other = folder.path().join("other");
     train_in_a_program(&other, 64, 8, None).unwrap();
     let error = train_in_a_program(&other, 64, 8, Some(&oldest)).unwrap_err().to_string();
-    assert!(error.contains("is to save where there are other checkpoints already"), "{error}");
+    assert!(error.contains("the folder to save in has other checkpoints already"), "{error}");
 }
 
 #[test]
@@ -575,19 +579,27 @@ fn what_is_no_checkpoint_is_told_with_what_is_there() {
         let error = refused(args, &[resume]);
         assert!(error.trim_end().ends_with(problem), "{resume}: {error}");
     };
-    refuses(&at("step-00000100"), &format!("there is nothing there{newest}"));
-    refuses(&at("best"), &format!("by a run that validates, as with --val-fraction{newest}"));
+    refuses(&at("step-00000100"), &format!("this path does not exist{newest}"));
+    refuses(
+        &at("best"),
+        &format!("only a run that validates writes it, as with --val-fraction{newest}"),
+    );
     fs::write(run.join("best"), "").unwrap();
     refuses(&at("best"), &format!("the file names none{newest}"));
     fs::write(run.join("best"), "step-00000001").unwrap();
-    refuses(&at("best"), &format!("names step-00000001, which is not there{newest}"));
+    refuses(&at("best"), &format!("names step-00000001, which does not exist{newest}"));
     let oldest = run.join("step-00000064");
-    let named = format!("one of its files; name the folder: --resume {}", oldest.display());
+    let named =
+        format!("this is a file of a checkpoint; name its folder: --resume {}", oldest.display());
     refuses(&at("step-00000064/trainer.json"), &named);
     let empty = folder.path().join("empty");
     refuses(&format!("--resume={}", empty.display()), "or that of its run");
     fs::create_dir(&empty).unwrap();
-    refuses(&format!("--resume={}", empty.display()), "there is none in this folder");
+    refuses(
+        &format!("--resume={}", empty.display()),
+        "this folder has no checkpoint; name the folder of a \
+        checkpoint, or that of its run",
+    );
 
     // By its name alone, in --save-dir.
     let (code, _, stderr) = self::run(&arguments("--max-epochs=1", &[&dir, "--resume=latest"]));
@@ -605,7 +617,10 @@ fn what_is_no_checkpoint_is_told_with_what_is_there() {
     let begun = train("--max-epochs=1 --lr=0", &[&init]).hash;
     assert_eq!(begun, train(args, &[&dir, "--resume=auto"]).hash);
     let (_, _, stderr) = self::run(&arguments(args, &[&dir, "--resume=auto", &init]));
-    assert!(stderr.contains("--init-from is not used: it was where the run began"), "{stderr}");
+    assert!(
+        stderr.contains("--init-from is ignored: the run continues from a checkpoint"),
+        "{stderr}"
+    );
     let error = refused(args, &[&at("latest"), &init]);
     assert!(error.contains("--init-from: a run that is resumed has its own parameters"), "{error}");
 }

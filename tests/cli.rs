@@ -551,10 +551,11 @@ fn the_best_validation_is_told_in_the_end() {
     let (best, stderr) = end_of(&["--loss=cross-entropy", "--model=mlp", "--lr=0.1"]);
     assert!(best.starts_with("ddp-mp: best: epoch 1, loss "), "{best}");
     assert!(best.contains(", accuracy ") && best.ends_with(" %"), "{best}");
-    assert!(!stderr.contains("taken for values"), "{stderr}");
+    assert!(!stderr.contains("treats their numbers as values"), "{stderr}");
     let (best, stderr) = end_of(&["--save-dir=run"]);
     assert!(best.ends_with(" (run/best)"), "{best}");
-    let note = "digits has classes, whose numbers are taken for values: --loss cross-entropy takes them for classes";
+    let note = "digits has classes, and --loss mse treats their numbers as values; --loss cross-entropy treats them \
+        as classes";
     assert!(stderr.contains(note), "{stderr}");
 }
 

@@ -294,8 +294,8 @@ fn ranks_that_keep_buffers_of_their_own_are_not_called_the_same() {
 fn what_does_not_go_together_is_refused() {
     for (args, complaint) in [
         (&["--explain", "--strategy=dp"][..], "--explain: needs --strategy ddp\n"),
-        (&["--explain", "--amp=fp16"], "--explain: tells of steps that are made, and with amp"),
-        (&["--explain", "--skip-nonfinite=1"], "--explain: tells of steps that are made"),
+        (&["--explain", "--amp=fp16"], "--explain: shows the first steps, and amp"),
+        (&["--explain", "--skip-nonfinite=1"], "--explain: shows the first steps, and amp"),
         (&["--language=zh"], "--language: needs --explain"),
         (&["--language=fr"], "error: invalid value 'fr' for '--language <NAME>'"),
         (&["verify", "--explain"], "--explain: "),

@@ -224,7 +224,7 @@ fn t10k_files_are_validated_on_unless_something_else_is_said() {
     let validated = validation.unwrap()["loss"].as_f64().unwrap();
     assert!((validated - loss).abs() < 1e-6, "{validated} {loss}");
     let note = format!(
-        "ddp-mp: validation on the 8 samples of {spec} (t10k); --val-fraction 0 is without\n"
+        "ddp-mp: validation on the 8 samples of {spec} (t10k); --val-fraction 0 turns it off\n"
     );
     assert!(stderr.contains(&note), "{stderr}");
     // Others than those that are trained on.

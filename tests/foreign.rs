@@ -222,7 +222,7 @@ fn a_checkpoint_under_another_step_s_name_is_refused() {
     fs::rename(dir.join("step-00000003"), dir.join("step-00000007")).unwrap();
     let before = snapshot(&dir);
     let error = CheckpointDir::open(&dir, 1).unwrap_err().to_string();
-    assert!(error.contains("holds step 3: it should be called step-00000003"), "{error}");
+    assert!(error.contains("holds step 3, so its name should be step-00000003"), "{error}");
     let flag = format!("--save-dir={}", dir.display());
     for resume in ["--resume=auto", "--resume=step-00000001"] {
         let (code, _, stderr) = run(&[&flag, resume, "--nproc-per-node=2"]);

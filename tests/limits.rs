@@ -21,7 +21,7 @@ fn is_named(limit: &str, args: &[&str], remedy: &str) -> bool {
     }
     assert!(code == Some(1) || code == Some(2), "{what}");
     assert!(stderr.contains(remedy), "{what}");
-    for wrong in ["the network is down", "did not come", "waited", "is rank 0 there"] {
+    for wrong in ["the network is down", "did not come", "waited", "check that rank 0 is running"] {
         assert!(!stderr.contains(wrong), "{what}");
     }
     true

@@ -221,7 +221,7 @@ fn whoever_waits_for_a_message_in_vain_says_for_whom() {
     });
     let message = error.to_string();
     assert!(message.contains("rank 1 (CPU:1) ended too early"), "{message}");
-    assert!(message.contains("rank 0 waits for it in recv #0"), "{message}");
+    assert!(message.contains("while rank 0 was still waiting in recv #0"), "{message}");
 
     // The other is in something else.
     let error = failing(2, |rank, group| match rank.rank() {
@@ -401,7 +401,7 @@ fn objects_of_another_type_are_refused() {
     .unwrap_err();
     let message = error.to_string();
     assert!(message.contains("rank 1 (CPU:1)"), "{message}");
-    assert!(message.contains("the object that came is not of the type"), "{message}");
+    assert!(message.contains("the received object is not of the type"), "{message}");
 
     ranks(1, |_, group| {
         let error = group.scatter_object_list(Some(&[1, 2]), 0).unwrap_err().to_string();

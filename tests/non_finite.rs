@@ -78,7 +78,7 @@ fn a_sample_that_is_not_a_number_is_named_where_it_is_held_back_too() {
         let epoch = u32::from(more.contains(&"--val-every=2"));
         let told = format!(
             " on rank {} the validation loss after epoch {epoch} is NaN for sample 17, in whose data there is \
-             something that is not finite; look at the data, or use a smaller --lr or --max-grad-norm",
+             something that is not finite; check the data, or use a smaller --lr or --max-grad-norm",
             event["rank"]
         );
         let error = event["error"].as_str().unwrap();
@@ -189,7 +189,10 @@ fn a_run_out_of_bounds_ends_with_the_reason() {
             ["--amp=fp16", "--strategy=ddp"],
             "--skip-nonfinite: fp16 skips steps by a rule of its own",
         ),
-        (["--comm-hook=powersgd", "--powersgd-start=2"], "powersgd keeps what it could not send"),
+        (
+            ["--comm-hook=powersgd", "--powersgd-start=2"],
+            "powersgd adds what it did not send to later steps",
+        ),
         (["--strategy=dp", "--lr=1"], "needs --strategy ddp"),
     ] {
         let (code, _, stderr) = run(&[&flags[..], &["--skip-nonfinite=1"]].concat());

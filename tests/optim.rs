@@ -112,7 +112,7 @@ fn a_state_that_does_not_fit_is_refused_by_name() {
         let mut state = sgd.state()?;
         state[0].name = "9.weight".into();
         let message = error(sgd.load_state(&state));
-        assert!(message.contains("has `9.weight`, which is no parameter"), "{message}");
+        assert!(message.contains("has `9.weight`, which is not a parameter"), "{message}");
         let message = error(sgd.load_state(&sgd.state()?[1..]));
         assert!(message.contains("has nothing for parameter `0.weight`"), "{message}");
         let mut state = adamw.state()?;

@@ -816,7 +816,10 @@ fn what_somebody_else_writes_into_the_store_ends_nothing_but_the_run() {
         for output in join(children) {
             let stderr = text(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{stderr}");
-            assert!(stderr.contains(&format!("what the store has as {key:?} is no ")), "{stderr}");
+            assert!(
+                stderr.contains(&format!("store key {key:?} holds an invalid message: ")),
+                "{stderr}"
+            );
         }
     }
 }
@@ -827,10 +830,10 @@ fn who_does_not_come_is_named() {
     for number in [0, 2] {
         let (code, stderr) = &told[number];
         assert_eq!(*code, Some(1), "{stderr}");
-        assert!(stderr.contains("processes 1 of 3 have not come within "), "{stderr}");
-        assert!(stderr.contains("there are: 0 (on "), "{stderr}");
+        assert!(stderr.contains("processes 1 of 3 did not connect within "), "{stderr}");
+        assert!(stderr.contains("connected: 0 (on "), "{stderr}");
         let waits =
-            format!("process {number} of 3 (from 0) still waits for the others to come to ");
+            format!("process {number} of 3 (from 0) still waits for the others to connect to ");
         assert!(stderr.contains(&waits), "{stderr}");
     }
     let by_hand = ["--node-rank=0", "--master-addr=127.0.0.1"];
@@ -855,7 +858,7 @@ fn a_name_that_leads_no_other_machine_here_is_told_once() {
         for (output, times) in [(first, times), (second, 0)] {
             let stderr = text(&output.stderr);
             assert!(output.status.success(), "{stderr}");
-            let warning = "localhost, where the processes are to meet, is ";
+            let warning = "--master-addr localhost is the loopback address ";
             assert_eq!(stderr.matches(warning).count(), times, "{stderr}");
         }
     }
@@ -886,7 +889,7 @@ fn what_rank_0_finds_wrong_is_told_everywhere() {
     let nothing = folder.path().join("nothing");
     let resume = format!("--resume={}", nothing.display());
     let told = failures(&[&resume], &[1, 2], |_| {});
-    let why = format!("checkpoint {}: there is nothing there", nothing.display());
+    let why = format!("checkpoint {}: this path does not exist", nothing.display());
     assert_eq!(told[0].0, Some(2), "{}", told[0].1);
     assert_eq!(told[1].0, Some(1), "{}", told[1].1);
     assert!(told.iter().all(|(_, stderr)| stderr.contains(&why)), "{told:?}");
@@ -896,15 +899,16 @@ fn what_rank_0_finds_wrong_is_told_everywhere() {
 #[test]
 fn addresses_and_interfaces_that_are_not_here_are_wrong_input() {
     for (addr, why) in [
-        ("192.0.2.1", "that is no address of this machine"), // nobody's, by RFC 5737
-        ("0.0.0.0", "that is every interface of this machine"),
+        ("192.0.2.1", "that is not an address of this machine"), // nobody's, by RFC 5737
+        ("0.0.0.0", "that stands for all interfaces of this machine"),
     ] {
         let addr = format!("--master-addr={addr}");
         let (code, _, stderr) = run(&["--nnodes=2", "--node-rank=0", &addr]);
         assert_eq!(code, Some(2), "{stderr}");
         assert!(stderr.contains(&format!("{addr}: {why}")), "{stderr}");
     }
-    for (interfaces, why) in [("eth99", "eth99 is no network interface"), ("lo,", "an empty name")]
+    for (interfaces, why) in
+        [("eth99", "eth99 is not a network interface"), ("lo,", "an empty name")]
     {
         let port = format!("--master-port={}", free_port());
         let children = ["0", "1"].map(|node| {

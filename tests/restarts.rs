@@ -96,7 +96,7 @@ fn without_checkpoints_a_restart_begins_at_the_beginning() {
     let (code, all, stderr) = events(&[&RUN[..], &more].concat());
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(all.last().unwrap()["parameters_hash"], whole);
-    assert!(stderr.contains("/run yet, so from the beginning"), "{stderr}");
+    assert!(stderr.contains("/run yet: starting from the beginning"), "{stderr}");
 }
 
 #[test]

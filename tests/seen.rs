@@ -370,10 +370,10 @@ fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
         (&[fault, "--steps=5"][..], "--fault: there is no step 5; verify makes steps 0 to 4"),
         (
             &["--fault=nan:rank=1,at=step,step=5"],
-            "--fault: verify finds what skip-sample does, and nan:",
+            "--fault: verify injects skip-sample only, and this is nan:",
         ),
         (&["--fault=skip-sample:rank=2,at=step"], "--fault: there is no rank 2"),
-        (&[fault, "--batch-size=1"], "--fault: skip-sample takes the next sample of the step"),
+        (&[fault, "--batch-size=1"], "--fault: skip-sample puts another sample of the step"),
     ] {
         let (code, _, stderr) = run(&[&["verify", "--nproc-per-node=2"], args].concat());
         assert!(code == Some(2) && stderr.contains(told), "{args:?}: {stderr}");
@@ -393,7 +393,7 @@ fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
         assert!(stderr.contains(tie) && stderr.matches(at_end).count() == 1, "{stderr}");
         assert!(!stderr.contains(" failed in "), "{stderr}");
         assert!(stderr.contains("ddp-mp: ranks 0 (CPU:0"), "{stderr}");
-        assert!(stderr.contains(", and nothing tells which of the two is wrong"), "{stderr}");
+        assert!(stderr.contains("; with two ranks it is unknown which one is wrong"), "{stderr}");
         let events: Vec<Value> =
             stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         let [.., end, failure] = &events[..] else { panic!("{stdout}") };

@@ -131,14 +131,14 @@ fn the_table_tells_of_each_parameter_if_there_are_few_or_it_is_asked_to() {
 #[test]
 fn what_cannot_be_compared_is_refused() {
     for (args, reason) in [
-        (&["--accumulate=2"][..], "--accumulate: verify goes through the ways of training"),
-        (&["--strategy=dp"], "--strategy: verify goes through"),
-        (&["--backend=threaded"], "--backend: verify goes through"),
-        (&["--max-epochs=2"], "--max-epochs: verify goes through"),
-        (&["--spawn=processes"], "--spawn: verify goes through"),
+        (&["--accumulate=2"][..], "--accumulate: verify chooses the ways of training itself"),
+        (&["--strategy=dp"], "--strategy: verify chooses"),
+        (&["--backend=threaded"], "--backend: verify chooses"),
+        (&["--max-epochs=2"], "--max-epochs: verify chooses"),
+        (&["--spawn=processes"], "--spawn: verify chooses"),
         (&["--model=mlp", "--dropout=0.1"], "--dropout: each rank draws its own"),
         (&["--model=cnn", "--in-features=64"], "--model cnn: each rank normalizes its own batch"),
-        (&["--amp=bf16"], "--amp: the bound is for float32"),
+        (&["--amp=bf16"], "--amp: verify's bound holds for float32"),
         (&["--nproc-per-node=1"], "--nproc-per-node: one rank has nothing to be compared with"),
         (&["--nproc-per-node=2", "--num-samples=63"], "63 samples are less than a step of 2 ranks"),
         (&["--steps=0"], "invalid value '0'"),

@@ -28,7 +28,7 @@ pub(super) fn check_utf8(args: &[OsString]) -> Result<(), String> {
         }
     };
     let flag = flag.map_or(String::new(), |flag| format!("{flag}: "));
-    Err(format!("{flag}\"{value}\" is not UTF-8; use a name that is, or a link with such a name"))
+    Err(format!("{flag}\"{value}\" is not UTF-8; use a name in UTF-8, or a link that has one"))
 }
 
 /// Returns what clap says of a mistake.

@@ -15,7 +15,7 @@ pub(crate) use train::TrainFlags;
 
 /// Data-parallel training: one rank per visible GPU, each a thread of this process.
 ///
-/// Without a command it trains: the defaults are a random data set of 4096 samples and one dense layer.
+/// Without a command it trains. The defaults are a random data set of 4096 samples and one dense layer.
 #[derive(Debug, Parser)]
 #[command(version, args_conflicts_with_subcommands = true, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -27,17 +27,17 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Train a model on all ranks (the default)
+    /// Training on all ranks (the default)
     Train(TrainFlags),
-    /// Show what each collective does, on all ranks
+    /// Effect of each collective, on all ranks
     Comm(CommFlags),
-    /// Show which sample goes to which rank
+    /// Samples of each rank
     Sampler(SamplerFlags),
-    /// Measure a collective at many sizes, a training step, or scaling
+    /// Time of a collective or a training step; scaling
     Bench(BenchFlags),
-    /// Train N ranks, and one rank with the N-fold batch, and show how far the parameters differ
+    /// Difference between N ranks and one with the N-fold batch
     Verify(VerifyFlags),
-    /// Show what was found on this machine, and what would be run with these options
+    /// This machine, and the run that these options give
     Env(TrainFlags),
 }
 

@@ -20,31 +20,33 @@ use super::values::{whole, whole_in};
 /// The flags of `sampler`.
 #[derive(Debug, Args)]
 pub(crate) struct SamplerFlags {
-    /// How many samples there are
+    /// Number of samples
     #[arg(long, value_name = "N", value_parser = whole_in(1..=u64::MAX))]
     len: u64,
-    /// How many ranks they are dealt to
+    /// Number of ranks
     #[arg(long, value_name = "W", value_parser = whole_in(1..=SamplerRequest::MOST_RANKS as u64))]
     world_size: u64,
-    /// Show this rank only
+    /// Only rank to show
     #[arg(long, value_name = "R", value_parser = whole_in(0..=u64::MAX))]
     rank: Option<u64>,
-    /// The epoch
+    /// Epoch, from 0
     #[arg(long, value_name = "E", value_parser = whole_in(0..=u64::MAX), default_value_t = 0)]
     epoch: u64,
-    /// What the shuffle starts from
+    /// Random seed of the shuffle
     #[arg(long, value_name = "S", value_parser = whole_in(0..=u64::MAX), default_value_t = 0)]
     seed: u64,
-    /// Drop the samples that don't go round between the ranks, instead of dealing some twice
+    /// No padding: samples that cannot be divided equally are dropped
     #[arg(long)]
     drop_last: bool,
-    /// Deal every sample once, as training with --exact-mean does
+    /// Samples dealt once each, as training with --exact-mean does
     #[arg(long)]
     exact_mean: bool,
-    /// Don't shuffle the samples
+    /// No shuffling of the samples
     #[arg(long)]
     no_shuffle: bool,
-    /// text (a sample a line, with its rank unless --rank is given) or json (one object a rank)
+    /// Format of the output
+    ///
+    /// text: one sample per line, with its rank unless --rank is given. json: one object per rank
     #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
     log_format: LogFormat,
 }
@@ -71,13 +73,19 @@ impl SamplerFlags {
 /// The flags of commands that start ranks and have no configuration.
 #[derive(Debug, Args)]
 pub(super) struct RanksFlags {
-    /// How many ranks to start: auto (one per visible GPU, else per CPU core), gpu, cpu, or a number
+    /// Ranks to start: auto, gpu, cpu or N
+    ///
+    /// auto: one per visible GPU, else one per CPU core
     #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
     nproc_per_node: Nproc,
-    /// What carries the tensors: auto (nccl on GPUs, else threaded)
+    /// Communication backend
+    ///
+    /// auto: nccl on GPUs, else threaded
     #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
     backend: BackendChoice,
-    /// How long a rank waits for the others, as 500ms, 30s or 10m; a plain number is seconds
+    /// Longest wait for other ranks, as 500ms, 30s, 10m
+    ///
+    /// A plain number is seconds
     #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "10m")]
     timeout: Duration,
 }
@@ -85,21 +93,23 @@ pub(super) struct RanksFlags {
 /// The flags of `comm`.
 #[derive(Debug, Args)]
 pub(crate) struct CommFlags {
-    /// The operation; all of them, one after the other, if none
+    /// Operation; all of them without one
     #[arg(value_name = "OP", value_parser = comm_op())]
     op: Option<CommOp>,
-    /// How many elements each tensor has
+    /// Elements of each tensor
     #[arg(long, value_name = "N", value_parser = whole_in(0..=CommRequest::MOST_NUMEL), default_value_t = 2)]
     op_numel: u64,
-    /// The kind of the elements
+    /// Data type of the elements
     #[arg(long, value_name = "KIND", value_parser = kind(), default_value = "float32")]
     kind: Kind,
-    /// How reductions combine elements
+    /// Reduction of the elements
     #[arg(long, value_name = "OP", value_parser = reduce_op(), default_value = "sum")]
     reduce_op: ReduceOp,
     #[command(flatten)]
     ranks: RanksFlags,
-    /// text (for people) or json (one object for each operation and rank)
+    /// Format of the output
+    ///
+    /// text: for people. json: one object per operation and rank
     #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
     log_format: LogFormat,
 }
@@ -128,33 +138,35 @@ impl CommFlags {
 pub(crate) struct BenchFlags {
     #[command(subcommand)]
     pub(crate) step: Option<BenchCommand>,
-    /// The collective
+    /// Collective
     #[arg(value_name = "OP", value_parser = bench_op(), required = true)]
     op: Option<BenchOp>,
-    /// The smallest size, as 4, 16K or 128M
+    /// Smallest size, as 4, 16K or 128M
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4")]
     min_bytes: u64,
-    /// The largest size
+    /// Largest size
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "128M")]
     max_bytes: u64,
-    /// By what a size is multiplied to get the next
+    /// Factor from one size to the next
     #[arg(long, value_name = "N", value_parser = whole(2), default_value_t = 2)]
     step_factor: u64,
-    /// How often each size is measured [default: for a quarter of a second]
+    /// Measurements of each size [default: for a quarter of a second]
     #[arg(long, value_name = "N", value_parser = whole_in(1..=BenchRequest::MOST_ITERS))]
     iters: Option<u64>,
-    /// How often before that
+    /// Warm-up iterations before them
     #[arg(long, value_name = "N", value_parser = whole_in(0..=BenchRequest::MOST_ITERS), default_value_t = 5)]
     warmup: u64,
-    /// The kind of the elements
+    /// Data type of the elements
     #[arg(long, value_name = "KIND", value_parser = kind_named, default_value = "float32")]
     kind: Kind,
-    /// How elements are combined: sum, avg, product, min, max, band, bor, bxor
+    /// Reduction: sum, avg, product, min, max, band, bor, bxor
     #[arg(long, value_name = "OP", default_value = "sum")]
     reduce_op: ReduceOp,
     #[command(flatten)]
     ranks: RanksFlags,
-    /// text (a table) or json (one object a size)
+    /// Format of the output
+    ///
+    /// text: a table. json: one object per size
     #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
     log_format: LogFormat,
 }
@@ -162,19 +174,22 @@ pub(crate) struct BenchFlags {
 /// What else can be measured.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
-    /// Measure a training step and its parts
+    /// Time of a training step and of its parts
     Step(StepFlags),
-    /// Measure a training step with 1, 2 and more ranks of this machine, against one
+    /// Weak and strong scaling of a training step on this machine
     Scaling(ScalingFlags),
 }
 
 /// The flags of `bench step`: those of training, as far as they change a step.
 #[derive(Debug, Args)]
 pub(crate) struct StepFlags {
-    /// How many steps are measured
+    /// Steps to measure
     #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 500)]
     pub(crate) steps: u64,
-    /// Also show what the step would take on a cluster: nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo. What is left out has a default, which is shown. Measured is one rank, if --nproc-per-node does not say otherwise
+    /// Forecast of the step's time on a cluster
+    ///
+    /// nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo.
+    /// Keys that are left out have a default, which is shown. One rank is measured, unless --nproc-per-node says otherwise
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub(crate) model_cluster: Option<ModelCluster>,
     #[command(flatten)]
@@ -187,7 +202,7 @@ pub(crate) struct ScalingFlags {
     /// Steps of each repetition
     #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 100)]
     pub(crate) steps: u64,
-    /// Repetitions of each number of ranks, whose median counts
+    /// Repetitions per number of ranks; the median counts
     #[arg(long, value_name = "N", value_parser = whole_in(1..=1000), default_value_t = 5)]
     pub(crate) repetitions: u64,
     #[command(flatten)]
@@ -197,10 +212,10 @@ pub(crate) struct ScalingFlags {
 /// The flags of `verify`: those of training, as far as they change what is compared.
 #[derive(Debug, Args)]
 pub(crate) struct VerifyFlags {
-    /// How many steps are made
+    /// Steps to make
     #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 20)]
     pub(crate) steps: u64,
-    /// Show the difference of each parameter, however many there are
+    /// Difference of each parameter, however many there are
     #[arg(long)]
     pub(crate) per_parameter: bool,
     #[command(flatten)]

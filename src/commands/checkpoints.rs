@@ -35,7 +35,7 @@ impl Origin {
         if let Some(checkpoint) = &checkpoint {
             compare(checkpoint, config, world_size, printer)?;
             if config.init_from.is_some() {
-                printer.note("--init-from is not used: it was where the run began");
+                printer.note("--init-from is ignored: the run continues from a checkpoint");
             }
         }
         let weights = match &config.init_from {
@@ -69,7 +69,7 @@ impl Origin {
             && newest != checkpoint.path()
         {
             return Err(Error::Input(format!(
-                "another run has just saved {}; start again, to go on from that",
+                "another run has just saved {}; start again to continue from that",
                 newest.display()
             )));
         }
@@ -86,7 +86,7 @@ impl Origin {
         }
         for aside in dir.set_aside_after(checkpoint)? {
             printer.note(&format!(
-                "a newer checkpoint is out of the way now: {}; remove it when it is of no use",
+                "a newer checkpoint was renamed to {}; remove it if you do not need it",
                 aside.display()
             ));
         }
@@ -120,7 +120,8 @@ pub(super) fn after_restart(
         return Ok(Config { resume: Some("auto".into()), ..config });
     }
     if config.resume.is_none() {
-        printer.note(&format!("no checkpoint in {} yet, so from the beginning", dir.display()));
+        printer
+            .note(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
     }
     Ok(config)
 }
@@ -132,7 +133,9 @@ fn init_from(error: Error) -> Error {
 fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
     let Some(newest) = CheckpointDir::newest_in(dir)? else {
         let dir = dir.display();
-        printer.note(&format!("--resume auto: no checkpoint in {dir} yet, so from the beginning"));
+        printer.note(&format!(
+            "--resume auto: no checkpoint in {dir} yet: starting from the beginning"
+        ));
         return Ok(None);
     };
     Checkpoint::read(&newest).map(Some)
@@ -164,8 +167,8 @@ fn compare(
     }
     if state.world_size != world_size {
         printer.note(&format!(
-            "there were {} ranks and are {world_size} now: what is left of the epoch is dealt among these, in \
-             another order, and steps have another size",
+            "the checkpoint is from {} ranks and this run has {world_size}: they share the rest of the epoch in \
+             another order, and a step has another number of samples",
             state.world_size
         ));
     }

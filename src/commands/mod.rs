@@ -68,7 +68,7 @@ fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Plac
     let launch = Launch::from_env(&LaunchOptions { nproc, ..LaunchOptions::default() }, cuda)?;
     if launch.processes.count > 1 {
         return Err(Error::Input(format!(
-            "this is process {} of {} ({}: {}), and this command is for one process; start one, or unset the \
+            "this command runs in one process, and this is process {} of {} ({}: {}); start only one, or unset the \
              launcher's variables",
             launch.processes.index,
             launch.processes.count,

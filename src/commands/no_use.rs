@@ -40,7 +40,7 @@ pub(super) fn refuse_flags<'a>(
     let no_use = |key: &&String| OF_A_RUN.iter().chain(others).any(|it| *it == key.as_str());
     match keys.into_iter().find(no_use) {
         Some(key) => Err(Error::Input(format!(
-            "--{}: {what_it_does} and has no use for it; leave it out",
+            "--{}: {what_it_does}; leave this out",
             key.replace('_', "-")
         ))),
         None => Ok(()),

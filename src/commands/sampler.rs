@@ -48,7 +48,7 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
     let world_size = request.world_size;
     if !(1..=SamplerRequest::MOST_RANKS).contains(&world_size) {
         return Err(Error::Input(format!(
-            "--world-size: {world_size} is no number of ranks; use 1 to {}",
+            "--world-size: {world_size} ranks cannot be listed; use 1 to {}",
             SamplerRequest::MOST_RANKS
         ))
         .into());
@@ -67,7 +67,7 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
     let bytes = (request.len as u64).saturating_mul(size_of::<usize>() as u64);
     if total_memory().is_some_and(|total| bytes > total) {
         return Err(Error::Input(format!(
-            "--len: there is no memory for the order of {} samples",
+            "--len: the order of {} samples does not fit into this machine's memory; use fewer samples",
             request.len
         ))
         .into());

@@ -347,7 +347,7 @@ pub(super) fn with_data(config: Config) -> Result<(Config, Data)> {
     let (config, data) = config.open_data(seed)?;
     if config.patience.is_some() && data.validation.is_none() {
         return Err(Error::Input(
-            "--patience: there is nothing to validate on; hold samples back with --val-fraction"
+            "--patience: there are no validation samples; hold some back with --val-fraction"
                 .into(),
         ));
     }

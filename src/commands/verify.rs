@@ -69,7 +69,7 @@ struct Trained {
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_verify_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    let why = "verify goes through the ways of training by itself, for --steps,";
+    let why = "verify chooses the ways of training itself, and makes --steps steps of each";
     refuse_flags(keys, &NOT_OF_VERIFY, why)
 }
 
@@ -210,7 +210,7 @@ fn check_fault(config: &Config, steps: u64) -> Result<()> {
             format!("there is no step {}; verify makes steps 0 to {}", fault.step, steps - 1)
         }
         _ => format!(
-            "verify finds what skip-sample does, and {fault} is for training; leave it out, and out of the file"
+            "verify injects skip-sample only, and this is {fault}; leave it out, and out of the file"
         ),
     };
     Err(Error::Input(format!("--fault: {problem}")))
@@ -242,7 +242,7 @@ fn check_comparable(config: &Config) -> Result<()> {
     }
     if config.amp != Amp::Off {
         return refuse(
-            "--amp: the bound is for float32, and that rounds more; leave it out, and out of the file",
+            "--amp: verify's bound holds for float32, and --amp rounds more; leave it out, and out of the file",
         );
     }
     Ok(())

@@ -78,7 +78,8 @@ impl Config {
         let mut notes = Vec::new();
         if self.loss == Loss::Mse && self.dataset.has_classes() {
             notes.push(format!(
-                "{} has classes, whose numbers are taken for values: --loss cross-entropy takes them for classes",
+                "{} has classes, and --loss mse treats their numbers as values; --loss cross-entropy treats them as \
+                 classes",
                 self.dataset
             ));
         }
@@ -96,7 +97,7 @@ impl Config {
             notes.extend(beside.as_ref().map(|beside| {
                 let samples = beside.len();
                 format!(
-                    "validation on the {samples} samples of {}; --val-fraction 0 is without",
+                    "validation on the {samples} samples of {}; --val-fraction 0 turns it off",
                     beside.name()
                 )
             }));
@@ -163,7 +164,7 @@ impl Config {
         {
             None => Ok(Some(found)),
             Some(given) => Err(Error::Input(format!(
-                "{}: {given} is given, but {name} has {found}; leave it out to have {found}",
+                "{}: {name} has {found}, not {given}; leave this out",
                 flag_name(key)
             ))),
         };

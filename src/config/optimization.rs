@@ -98,19 +98,28 @@ impl Config {
         ] {
             if !is_positive(value) {
                 let problem = format!(
-                    "{} is too small, too large or no number; use one from 0 to {MOST:e}",
+                    "{} is out of range: it must be at least 0, and float32 must hold it; use a number from 0 to \
+                     {MOST:e}",
                     shown(value)
                 );
                 return refuse(key, problem);
             }
         }
         if !is_positive(self.dampening.abs()) {
-            let problem = format!("{} is no number that float32 can hold", shown(self.dampening));
+            let problem = format!(
+                "{} is out of range: float32 cannot hold it; use a number from -{MOST:e} to {MOST:e}",
+                shown(self.dampening)
+            );
             return refuse("dampening", problem);
         }
         for (key, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
             if !(0.0..1.0).contains(&beta) {
-                return refuse(key, format!("{beta} is not from 0 to below 1"));
+                return refuse(
+                    key,
+                    format!(
+                        "{beta} is out of range: AdamW keeps this share of a mean; use a number from 0 to below 1"
+                    ),
+                );
             }
         }
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
@@ -121,8 +130,10 @@ impl Config {
         if let Some(norm) = self.max_grad_norm
             && !(norm > 0.0 && is_positive(norm))
         {
-            let problem =
-                format!("{} is no length; use a number above 0, to {MOST:e}", shown(norm));
+            let problem = format!(
+                "{} is out of range: gradients are scaled down to this norm; use a number above 0, up to {MOST:e}",
+                shown(norm)
+            );
             return refuse("max_grad_norm", problem);
         }
         if self.schedule == ScheduleKind::MultiStep && self.milestones.is_empty() {
@@ -130,7 +141,10 @@ impl Config {
             return refuse("schedule", problem.into());
         }
         if let Some(pair) = self.milestones.windows(2).find(|pair| pair[0] >= pair[1]) {
-            let problem = format!("{} does not come after {}; they must rise", pair[1], pair[0]);
+            let problem = format!(
+                "{} comes after {}, but milestones must increase; sort them, and name each once",
+                pair[1], pair[0]
+            );
             return refuse("milestones", problem);
         }
         Ok(())
@@ -176,7 +190,7 @@ impl Config {
         let steps = self.max_epochs.saturating_mul(self.steps_per_epoch(world_size));
         if self.warmup_steps >= steps.max(1) {
             return Err(Error::Input(format!(
-                "--warmup-steps: {} steps of warm-up are the whole run, which has {steps}; use fewer",
+                "--warmup-steps: {} steps of warm-up fill the whole run, which has {steps}; use fewer",
                 self.warmup_steps
             )));
         }
@@ -210,16 +224,16 @@ mod tests {
         for (given, complaint) in [
             ("lr = nan", "--lr: NaN is not a learning rate"),
             ("lr = 3.5e38", "--lr: 3.5e38 is not a learning rate; use a number from 0 to 3.4e38"),
-            ("gamma = 1e39", "--gamma: 1e39 is too small, too large or no number"),
-            ("max_grad_norm = 1e300", "--max-grad-norm: 1e300 is no length"),
-            ("dampening = -1e39", "--dampening: -1e39 is no number that float32 can hold"),
-            ("momentum = -0.1", "--momentum: -0.1 is too small"),
-            ("weight_decay = inf", "--weight-decay: inf is too small, too large or no number"),
-            ("beta2 = 1.0", "--beta2: 1 is not from 0 to below 1"),
+            ("gamma = 1e39", "--gamma: 1e39 is out of range: it must be at least 0"),
+            ("max_grad_norm = 1e300", "--max-grad-norm: 1e300 is out of range: gradients"),
+            ("dampening = -1e39", "--dampening: -1e39 is out of range: float32 cannot hold it"),
+            ("momentum = -0.1", "--momentum: -0.1 is out of range"),
+            ("weight_decay = inf", "--weight-decay: inf is out of range"),
+            ("beta2 = 1.0", "--beta2: 1 is out of range: AdamW"),
             ("nesterov = true", "--nesterov: Nesterov momentum needs a momentum"),
-            ("max_grad_norm = 0.0", "--max-grad-norm: 0 is no length"),
+            ("max_grad_norm = 0.0", "--max-grad-norm: 0 is out of range"),
             ("schedule = \"multi-step\"", "--schedule: multi-step needs milestones"),
-            ("milestones = [3, 2]", "--milestones: 2 does not come after 3"),
+            ("milestones = [3, 2]", "--milestones: 2 comes after 3, but milestones must increase"),
             ("milestones = [3]", "--milestones: is for --schedule multi-step"),
             ("eta_min = 0.1", "--eta-min: is for --schedule cosine"),
             ("optimizer = \"adamw\"\nmomentum = 0.9", "--momentum: is for SGD"),
@@ -236,7 +250,7 @@ mod tests {
         );
         let error = resolve("warmup_steps = 64").unwrap().validate_for(2).unwrap_err().to_string();
         assert!(
-            error.starts_with("--warmup-steps: 64 steps of warm-up are the whole run"),
+            error.starts_with("--warmup-steps: 64 steps of warm-up fill the whole run"),
             "{error}"
         );
     }

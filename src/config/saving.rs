@@ -240,14 +240,14 @@ impl Config {
             );
         }
         if self.check_replicas == Some(0) {
-            return refuse("check_replicas", "use a number of steps of at least 1");
+            return refuse("check_replicas", "0 is too small; use 1 or more");
         }
         if self.skip_nonfinite.is_some() {
             let problem = match (self.amp, self.comm_hook, self.strategy) {
                 (Amp::Fp16, ..) => "fp16 skips steps by a rule of its own; leave this out",
                 (_, CommHookKind::PowerSgd, _) => {
-                    "powersgd keeps what it could not send for later, and would keep what is not finite; use \
-                     another comm_hook"
+                    "powersgd adds what it did not send to later steps, and a value that is not finite would stay; \
+                     use another --comm-hook"
                 }
                 (.., StrategyKind::Dp) => {
                     "needs --strategy ddp: rank 0 alone would know which steps to skip"

@@ -54,7 +54,9 @@ pub(super) mod duration {
         let with_unit = if text.parse::<u64>().is_ok() { &format!("{text}s") } else { text };
         let parsed = humantime::parse_duration(with_unit);
         parsed.map(|it| it.min(LONGEST)).map_err(|_| {
-            Error::Input(format!("{text:?} is no duration; write for example 500ms, 30s or 10m, or 30 for as many seconds"))
+            Error::Input(format!(
+                "{text:?} is not a duration; use for example 500ms, 30s or 10m; a plain number is seconds"
+            ))
         })
     }
 }

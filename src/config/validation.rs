@@ -36,23 +36,23 @@ impl Config {
             return Err(Invalid { key: "activation", problem });
         }
         if self.comm_hook != CommHookKind::PowerSgd && given("powersgd_start") {
-            let problem = "nothing is sent by powersgd; use comm_hook powersgd".into();
+            let problem = "no gradients go through powersgd; use comm_hook powersgd".into();
             return Err(Invalid { key: "powersgd_start", problem });
         }
         if self.save_dir.is_none() && given("keep_last") {
-            let problem = "needs --save-dir: nothing is saved without".into();
+            let problem = "needs --save-dir: nothing is saved without it".into();
             return Err(Invalid { key: "keep_last", problem });
         }
         if self.num_workers == 0 && given("prefetch_factor") {
-            let problem = "needs --num-workers: nobody is ahead without".into();
+            let problem = "needs --num-workers: no batch is loaded ahead without it".into();
             return Err(Invalid { key: "prefetch_factor", problem });
         }
         if !self.explain && given("language") {
-            let problem = "needs --explain: nothing else is told in other languages".into();
+            let problem = "needs --explain: no other text is translated".into();
             return Err(Invalid { key: "language", problem });
         }
         if !self.may_validate() && given("val_every") {
-            let problem = "there is nothing to validate on; hold samples back with --val-fraction";
+            let problem = "there are no validation samples; hold some back with --val-fraction";
             return Err(Invalid { key: "val_every", problem: problem.into() });
         }
         self.check_idle_optimization(given)
@@ -67,7 +67,7 @@ impl Config {
         let Some(samples) = self.num_samples.map(|samples| samples as usize) else { return Ok(()) };
         if world_size > samples {
             return Err(Error::Input(format!(
-                "{world_size} ranks for {samples} samples: some would have nothing to train on; use \
+                "{world_size} ranks for {samples} samples: some ranks would have nothing to train on; use \
                  --nproc-per-node {samples} or fewer, or more samples"
             )));
         }
@@ -89,14 +89,14 @@ impl Config {
         }
         if fault.kind == FaultKind::Stall && world_size == 1 {
             return Err(Error::Input(
-                "--fault: nobody would notice that the only rank stalls; use 2 ranks or more"
+                "--fault: no other rank would notice that the only rank stalls; use 2 ranks or more"
                     .into(),
             ));
         }
         if fault.kind == FaultKind::SkipSample && self.batch_size as u64 * self.accumulate < 2 {
             return Err(Error::Input(
-                "--fault: skip-sample takes the next sample of the step instead, and there is none; use a larger \
-                 --batch-size"
+                "--fault: skip-sample puts another sample of the step in its place, and a step has only one; use a \
+                 larger --batch-size"
                     .into(),
             ));
         }
@@ -147,7 +147,7 @@ impl Config {
         if let Some(fraction) = self.val_fraction
             && !(0.0..1.0).contains(&fraction)
         {
-            let problem = format!("{fraction} is no part; use a number from 0 to below 1");
+            let problem = format!("{fraction} is not a fraction; use a number from 0 to below 1");
             return refuse("val_fraction", problem);
         }
         if self.max_restarts > MOST_RESTARTS {
@@ -159,7 +159,7 @@ impl Config {
         at_least("val_every", self.val_every as i64, 1)?;
         if self.num_workers > MOST_WORKERS {
             let problem = format!(
-                "{} threads a rank are too many; use up to {MOST_WORKERS}",
+                "{} threads per rank are too many; use {MOST_WORKERS} or less",
                 self.num_workers
             );
             return refuse("num_workers", problem);
@@ -170,7 +170,7 @@ impl Config {
         }
         if !(self.bucket_cap_mb > 0.0 && self.bucket_cap_mb <= LARGEST_BUCKET) {
             let problem = format!(
-                "{} is no size; use a number above 0, to {LARGEST_BUCKET}",
+                "{} is not a bucket size; use a number above 0, up to {LARGEST_BUCKET}",
                 shown(self.bucket_cap_mb)
             );
             return refuse("bucket_cap_mb", problem);
@@ -184,7 +184,8 @@ impl Config {
             at_least("hidden", width, 1)?;
         }
         if !(0.0..=1.0).contains(&self.dropout) {
-            let problem = format!("{} is no probability; use a number from 0 to 1", self.dropout);
+            let problem =
+                format!("{} is not a probability; use a number from 0 to 1", self.dropout);
             return refuse("dropout", problem);
         }
         if self.in_features.is_some() {
@@ -192,7 +193,10 @@ impl Config {
         }
         self.validate_memory(total_memory())?;
         if self.stall_warning.is_zero() {
-            return refuse("stall_warning", "0 would tell of every wait".into());
+            return refuse(
+                "stall_warning",
+                "0 would report every wait; use a number above 0".into(),
+            );
         }
         if self.timeout.is_zero() {
             return refuse("timeout", NO_TIME.into());
@@ -200,13 +204,13 @@ impl Config {
         at_least("nnodes", self.nnodes.map_or(1, |nnodes| nnodes as i64), 1)?;
         at_least("master_port", self.master_port.map_or(1, i64::from), 1)?;
         if self.amp == Amp::Fp16 && self.comm_hook == CommHookKind::PowerSgd {
-            let problem = "fp16 lets gradients overflow now and then, and powersgd would keep what it could not \
-                           send of them for ever; use --amp bf16";
+            let problem = "fp16 gradients overflow now and then, and powersgd would add the overflow to every later \
+                           step; use --amp bf16";
             return refuse("amp", problem.into());
         }
         if self.explain && (self.amp == Amp::Fp16 || self.skip_nonfinite.is_some()) {
-            let problem = "tells of steps that are made, and with amp fp16 or skip_nonfinite the first may be left \
-                           out; leave out one of the two";
+            let problem = "shows the first steps, and amp fp16 or skip_nonfinite may skip them; leave out one of the \
+                           two";
             return refuse("explain", problem.into());
         }
         if self.loss == Loss::CrossEntropy && self.out_features.is_some_and(|classes| classes < 2) {

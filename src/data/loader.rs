@@ -87,7 +87,7 @@ impl DataLoader {
         device: Device,
     ) -> Result<Self> {
         if batch_size == 0 {
-            return Err(Error::Input("a batch needs at least one sample".into()));
+            return Err(Error::Input("a batch of 0 samples was asked for; use 1 or more".into()));
         }
         let (len, expected) = (dataset.len(), sampler.len());
         if len != expected {

@@ -58,7 +58,7 @@ impl DistributedSampler {
             .is_none_or(|total| total > isize::MAX as usize)
         {
             return Err(Error::Input(format!(
-                "{len} samples for {num_replicas} ranks are too many"
+                "{len} samples for {num_replicas} ranks are more than can be counted; use fewer"
             )));
         }
         Ok(Self {
@@ -214,9 +214,11 @@ pub(super) fn randperm(n: usize, seed: u64) -> Result<Vec<usize>> {
 /// Room for `n` indices, if there is any.
 fn empty(n: usize) -> Result<Vec<usize>> {
     let mut indices = Vec::new();
-    indices
-        .try_reserve_exact(n)
-        .map_err(|_| Error::Input(format!("there is no memory for the order of {n} samples")))?;
+    indices.try_reserve_exact(n).map_err(|_| {
+        Error::Input(format!(
+            "the order of {n} samples does not fit into this machine's memory; use fewer samples"
+        ))
+    })?;
     Ok(indices)
 }
 
@@ -299,9 +301,17 @@ mod tests {
         assert!(error(DistributedSampler::new(0, 1, 0)).contains("no samples"));
         assert!(error(DistributedSampler::new(5, 2, 2)).contains("no rank 2 among 2"));
         assert!(error(DistributedSampler::new(5, 0, 0)).contains("no rank 0 among 0"));
-        assert!(error(DistributedSampler::new(usize::MAX, 2, 0)).contains("are too many"));
+        assert!(
+            error(DistributedSampler::new(usize::MAX, 2, 0))
+                .contains("are more than can be counted")
+        );
         let huge = DistributedSampler::new(1 << 60, 1, 0).unwrap();
-        assert!(huge.indices(0).unwrap_err().to_string().contains("no memory"));
+        assert!(
+            huge.indices(0)
+                .unwrap_err()
+                .to_string()
+                .contains("does not fit into this machine's memory")
+        );
         let few = DistributedSampler::new(3, 4, 0).unwrap();
         assert!(few.clone().drop_last(false).is_ok());
         assert!(error(few.drop_last(true)).contains("nothing of 3 samples for 4 ranks"));

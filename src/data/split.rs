@@ -15,7 +15,7 @@ pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>,
         Err(Error::Input(format!("a fraction of {fraction} of {len} samples {problem}")))
     };
     if !(fraction > 0.0 && fraction < 1.0) {
-        return refuse("makes no two parts; use a number between 0 and 1");
+        return refuse("does not make two parts; use a number between 0 and 1");
     }
     // As PyTorch does: both are rounded down, and what is left goes to the first part, then to the second.
     let mut first = (len as f64 * (1.0 - fraction)).floor() as usize;

@@ -75,11 +75,11 @@ impl Suspects {
         match self {
             Self { has_majority: false, ranks: two } if two.len() == 2 => {
                 format!(
-                    "{ranks} differ in `{parameter}`, and nothing tells which of the two is wrong"
+                    "{ranks} differ in `{parameter}`; with two ranks it is unknown which one is wrong"
                 )
             }
             Self { has_majority: false, .. } => format!(
-                "{ranks} differ in `{parameter}`, and no majority has the same values, so nothing tells which is wrong"
+                "{ranks} differ in `{parameter}`; no majority agrees, so it is unknown which one is wrong"
             ),
             it if it.is_one() => format!("{ranks} has another `{parameter}` than the others"),
             _ => format!("{ranks} have another `{parameter}` than the majority"),
@@ -91,9 +91,9 @@ impl Suspects {
         match self {
             Self { has_majority: true, .. } => String::new(),
             Self { ranks, .. } if ranks.len() == 2 => {
-                format!("; nothing tells which of {} is wrong", list_ranks(ranks))
+                "; with two ranks it is unknown which one is wrong".into()
             }
-            _ => "; no majority agrees, so nothing tells which rank is wrong".into(),
+            _ => "; no majority agrees, so it is unknown which rank is wrong".into(),
         }
     }
 }
@@ -188,7 +188,9 @@ mod tests {
         let tie = replicas(&[(0, 'a'), (1, 'b')]);
         let told = tie.to_string();
         assert!(
-            told.starts_with("after step 5 ranks 0 and 1 differ in `weight`, and nothing tells"),
+            told.starts_with(
+                "after step 5 ranks 0 and 1 differ in `weight`; with two ranks it is unknown"
+            ),
             "{told}"
         );
         assert_eq!(tie.blames().unwrap().tied, [0, 1]);
@@ -201,7 +203,7 @@ mod tests {
         let Blame { rank, tied, .. } = minority.blames().unwrap();
         assert_eq!((rank, tied.len()), (1, 0));
         let none = replicas(&[(0, 'a'), (1, 'b'), (2, 'c')]).to_string();
-        assert!(none.contains("ranks 0-2 differ in `weight`, and no majority has"), "{none}");
+        assert!(none.contains("ranks 0-2 differ in `weight`; no majority agrees"), "{none}");
         let shared = Error::SharedMemory { first: 1, second: 2 };
         assert_eq!(shared.blames().unwrap().tied, [1, 2]);
         let alone = Error::SharedMemory { first: 2, second: 2 }.blames().unwrap();

@@ -64,17 +64,20 @@ impl Beat {
         let beat: Self = from_json(key, bytes)?;
         if beat.ranks.len() != ranks {
             let told = beat.ranks.len();
-            return Err(unreadable(key, &format!("a process of {ranks} ranks tells of {told}")));
+            return Err(unreadable(
+                key,
+                &format!("a process with {ranks} ranks sent the status of {told}"),
+            ));
         }
         for Doing { at, seen } in &beat.ranks {
             if At::unpacked(*at).is_none() {
-                return Err(unreadable(key, &format!("{at:#x} is nothing that a rank does")));
+                return Err(unreadable(key, &format!("{at:#x} is not an operation")));
             }
             // It goes to a terminal.
             let is_wrong =
                 |it: &Seen| it.place.len() > LONGEST || it.place.contains(char::is_control);
             if seen.len() > MOST || seen.iter().any(is_wrong) {
-                return Err(unreadable(key, "that is more than a process tells of a rank"));
+                return Err(unreadable(key, "the status of a rank is too long"));
             }
         }
         Ok(beat)
@@ -174,10 +177,10 @@ mod tests {
         };
         assert!(told(vec![seen(" at src/a.rs:7"); MOST], 1).is_ok());
         for (told, reason) in [
-            (told(vec![], 2), "a process of 2 ranks tells of 1"),
-            (told(vec![seen(""); MOST + 1], 1), "more than a process tells"),
-            (told(vec![seen("\u{1b}[2J")], 1), "more than a process tells"),
-            (told(vec![seen(&"x".repeat(LONGEST + 1))], 1), "more than a process tells"),
+            (told(vec![], 2), "a process with 2 ranks sent the status of 1"),
+            (told(vec![seen(""); MOST + 1], 1), "the status of a rank is too long"),
+            (told(vec![seen("\u{1b}[2J")], 1), "the status of a rank is too long"),
+            (told(vec![seen(&"x".repeat(LONGEST + 1))], 1), "the status of a rank is too long"),
         ] {
             let error = told.unwrap_err().to_string();
             assert!(error.contains(reason), "{error}");

@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::messages::unreadable;
 use crate::error::{Error, Result};
 use crate::sync::Clock;
 use crate::torch::TcpStore;
@@ -45,17 +46,13 @@ pub(super) fn measure(
         wait(store, key.clone(), 0, timeout)?;
         let error = before.elapsed() / 2;
         let answer = store.get(&key, timeout)?.unwrap_or_default();
-        let nanos = answer.try_into().map_err(|_| {
-            Error::Input(format!(
-                "what the store has as {key:?} is no time; does something else use it?"
-            ))
-        })?;
+        let nanos = answer.try_into().map_err(|_| unreadable(&key, "it is not a time"))?;
         let there = Duration::from_nanos(u64::from_le_bytes(nanos));
         if best.is_none_or(|best| error < best.error) {
             best = Some(Clock { at: before + error, there, error });
         }
     }
-    best.ok_or_else(|| Error::Input("nobody was asked for the time".into()))
+    best.ok_or_else(|| Error::Input("no process was asked for the time".into()))
 }
 
 fn wait(store: &TcpStore, key: String, process: usize, timeout: Duration) -> Result<()> {
@@ -63,6 +60,6 @@ fn wait(store: &TcpStore, key: String, process: usize, timeout: Duration) -> Res
         return Ok(());
     }
     Err(Error::Input(format!(
-        "process {process} has not compared its clock within {timeout:?}; look what keeps it, or raise --timeout"
+        "process {process} did not compare its clock within {timeout:?}; find out what delays it, or raise --timeout"
     )))
 }

@@ -203,7 +203,8 @@ fn noting_a_wait<T>(
         if meeting.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
             let (processes, addr, port) = (&launch.processes, &master.addr, master.port);
             note(&format!(
-                "process {} of {} (from 0) still waits for the others to come to {addr}:{port}; Ctrl-C gives up",
+                "process {} of {} (from 0) still waits for the others to connect to {addr}:{port}; Ctrl-C ends the \
+                 wait",
                 processes.index, processes.count
             ));
         }

@@ -118,7 +118,7 @@ pub(super) fn places(processes: &[Process]) -> Result<Vec<Range<usize>>> {
     }
     let count = processes.len();
     Err(Error::Input(format!(
-        "{count} processes say that they have {next} ranks; {MOST_RANKS} are the most"
+        "{count} processes have {next} ranks together, and {MOST_RANKS} are the most; start fewer"
     )))
 }
 
@@ -213,7 +213,8 @@ impl Told {
 
 pub(super) fn unreadable(key: &str, why: &str) -> Error {
     Error::Input(format!(
-        "what the store has as {key:?} is no message of this program's: {why}; who else writes there?"
+        "store key {key:?} holds an invalid message: {why}; another program may use the same store: give each run a \
+         store of its own"
     ))
 }
 
@@ -390,7 +391,7 @@ mod tests {
         let error = Process::from_bytes(KEY, &bytes).unwrap_err().to_string();
         assert!(error.contains("a process with 2 ranks and 3 GPUs"), "{error}");
         let error = places(&[crowd(MOST_RANKS), crowd(1)]).unwrap_err().to_string();
-        assert!(error.contains("2 processes say that they have 65537 ranks"), "{error}");
+        assert!(error.contains("2 processes have 65537 ranks together"), "{error}");
         assert_eq!(places(&[crowd(2), crowd(1)]).unwrap(), [0..2, 2..3]);
     }
 

@@ -39,8 +39,7 @@ impl FromStr for Nproc {
             number => match number.parse() {
                 Ok(count @ 1..=MOST_RANKS) => Ok(Nproc::Count(count)),
                 _ => Err(Error::Input(format!(
-                    "{text:?} is no number of ranks; use auto, gpu, cpu, or a number from 1 to \
-                     {MOST_RANKS}"
+                    "{text:?} is not a number of ranks; use auto, gpu, cpu, or a number from 1 to {MOST_RANKS}"
                 ))),
             },
         }
@@ -136,7 +135,7 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &Share) ->
             Some(count) => count,
             None => {
                 return Err(Error::Input(format!(
-                    "{gpus} GPUs are visible to each of {} processes on this machine, and don't go round; \
+                    "{gpus} GPUs are visible to each of {} processes on this machine, and cannot be divided equally; \
                      use --nproc-per-node with the number of ranks in each process",
                     share.count
                 )));

@@ -8,7 +8,8 @@
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::error::{Error, Result};
+use super::messages::unreadable;
+use crate::error::Result;
 use crate::torch::TcpStore;
 
 /// How many starts there were, and how many questions.
@@ -56,9 +57,8 @@ fn ask(store: &TcpStore, mine: usize, timeout: Duration) -> Result<Option<i64>> 
         return Ok(None);
     }
     let answer = store.get(&key, SLICE)?.unwrap_or_default();
-    let start = String::from_utf8_lossy(&answer).parse().map_err(|_| {
-        Error::Input(format!("what the store has as {key:?} is no number of a start"))
-    })?;
+    let start = String::from_utf8_lossy(&answer);
+    let start = start.parse().map_err(|_| unreadable(&key, "it is not the number of a start"))?;
     store.add(&heard(start), 1)?;
     Ok(Some(start))
 }

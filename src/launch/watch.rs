@@ -88,8 +88,8 @@ impl Watch {
     pub(super) fn start(&self, run: &Arc<Run>) -> Result<()> {
         if self.has_begun.swap(true, Ordering::Relaxed) {
             return Err(Error::Input(
-                "these processes have met for one run, and it is over: do all work in one function of the ranks, or join \
-                 the launch again"
+                "these processes joined the launch for one run, which is over; do all work in one function of the \
+                 ranks, or join the launch again"
                     .into(),
             ));
         }

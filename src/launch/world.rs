@@ -59,8 +59,7 @@ impl World {
         let addr = &master.addr;
         found.is_loopback().then(|| {
             format!(
-                "{addr}, where the processes are to meet, is {found} here, where no other machine can come; if there are \
-                 others, use --master-addr with an address of this machine that they can reach"
+                "--master-addr {addr} is the loopback address {found} here; if there are other machines, use one they can reach"
             )
         })
     }
@@ -84,7 +83,7 @@ impl World {
         let count = launch.processes.count;
         if count > MOST_RANKS {
             return Err(Error::Input(format!(
-                "{count} processes are more than {MOST_RANKS}; look for who says so ({})",
+                "{count} processes are more than {MOST_RANKS}, the most here; check what sets this number ({})",
                 launch.reason
             )));
         }
@@ -312,10 +311,10 @@ fn check_is_here(master: &Master) -> Result<()> {
     let refuse = |why: &str| Err(Error::Input(format!("--master-addr={addr}: {why}")));
     match TcpListener::bind((&addr[..], 0)).and_then(|it| it.local_addr()) {
         Ok(found) if found.ip().is_unspecified() => refuse(
-            "that is every interface of this machine; name one by an address that the others can reach",
+            "that stands for all interfaces of this machine; give the address of one that the others can reach",
         ),
         Err(error) if error.kind() == ErrorKind::AddrNotAvailable => refuse(
-            "that is no address of this machine; start the first process where it is, or give one of this machine's",
+            "that is not an address of this machine; start the first process on its machine, or give one of this",
         ),
         _ => Ok(()),
     }
@@ -340,7 +339,7 @@ fn tell(
     let key = |process: usize| format!("process/{process}");
     if store.add(&format!("came/{mine}"), 1)? > 1 {
         return Err(Error::Input(format!(
-            "two processes say that they are number {mine} of {count}; give each its own --node-rank (or RANK)"
+            "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
         )));
     }
     store.set(&key(mine), &me.to_bytes(&key(mine))?)?;
@@ -388,7 +387,7 @@ fn tell(
 /// [`Error::Input`] that says why not: the same in all of them.
 fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
     if processes[mine] != *me {
-        let text = format!("another process has told the store that it is number {mine}, too");
+        let text = format!("two processes have the number {mine}; give each its own --node-rank");
         return Err(Error::Input(text));
     }
     check_same(processes)?;
@@ -397,7 +396,7 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
         && std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_none_or(|it| it != "1")
     {
         return Err(Error::Input(format!(
-            "{one} and {other} have the same GPU, {gpu}, and NCCL wants one for each rank: start fewer, or have each \
+            "{one} and {other} have the same GPU, {gpu}, and NCCL needs one for each rank: start fewer, or have each \
              process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
         )));
     }

@@ -88,7 +88,7 @@ pub(super) fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static 
     let side = in_features.max(0).isqrt();
     if side < 1 || side * side != in_features {
         let problem = format!(
-            "{in_features} is no square number, and a cnn takes square images; use for example 784 (28 x 28)"
+            "{in_features} is not a square number, and a cnn takes square images; use for example 784 (28 x 28)"
         );
         return Err(("in_features", problem));
     }

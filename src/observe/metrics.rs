@@ -7,7 +7,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::files::{Appender, LinesBefore, lines_before, reason};
+use crate::files::{Appender, LinesBefore, lines_before};
+use crate::torch::limits::explain;
 
 /// The file, and what tells its rows from those of other starts.
 #[derive(Debug)]
@@ -94,7 +95,7 @@ impl MetricsFile {
     }
 
     fn unwritable(&self, error: &io::Error) -> Error {
-        Error::Write { what: self.name.clone(), reason: reason(error) }
+        Error::Write { what: self.name.clone(), reason: explain(error) }
     }
 }
 
@@ -103,7 +104,7 @@ fn name(path: &Path) -> String {
 }
 
 fn refused(path: &Path, error: &io::Error) -> Error {
-    Error::Input(format!("{}: {}", name(path), reason(error)))
+    Error::Input(format!("{}: {}", name(path), explain(error)))
 }
 
 /// Returns the number of the start that wrote the last row.

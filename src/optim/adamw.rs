@@ -102,8 +102,7 @@ impl Optimizer for AdamW {
                 return Ok(steps as u64);
             }
             Err(Error::Input(format!(
-                "the optimizer's state has a `step` of {steps} for parameter `{}`, which is no number of \
-                 steps",
+                "the optimizer's state has a `step` of {steps} for parameter `{}`, which is not a number of steps",
                 state.name
             )))
         };

@@ -89,8 +89,8 @@ impl Flat {
                 Gradients::Averaged => any = true,
                 Gradients::Local => {
                     return Err(Error::Input(
-                        "a step with gradients that are this rank's alone would make the ranks differ: the last \
-                         backward before it must be outside of no_sync"
+                        "the gradients of this rank were not averaged, and a step with them would make the ranks \
+                         differ: call the last backward before a step outside of no_sync"
                             .into(),
                     ));
                 }
@@ -261,7 +261,7 @@ impl Flat {
             state.iter().map(|state| (&state.name[..], state)).collect();
         if let Some(extra) = known.keys().find(|name| self.places().all(|(_, p)| p.name != **name))
         {
-            return wrong(format!("has `{extra}`, which is no parameter of this model"));
+            return wrong(format!("has `{extra}`, which is not a parameter of this model"));
         }
         let mut copies = Vec::new();
         let mut steps = BTreeMap::new();
@@ -269,7 +269,7 @@ impl Flat {
             let name = &place.name;
             let Some(state) = known.get(&name[..]) else {
                 return wrong(format!(
-                    "has nothing for parameter `{name}`; is it another model's?"
+                    "has nothing for parameter `{name}`; use the state of the same model"
                 ));
             };
             let names = || self.slots.iter().map(|(slot, _)| *slot).chain(besides.iter().copied());

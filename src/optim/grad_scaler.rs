@@ -307,7 +307,7 @@ impl GradScaler {
         check(scale, growth_factor, backoff_factor, growth_interval)?;
         if growth_tracker >= growth_interval {
             return Err(Error::Input(format!(
-                "the scaler's state: {growth_tracker} good steps are no fewer than its growth_interval of \
+                "the scaler's state: {growth_tracker} good steps are not fewer than its growth_interval of \
                  {growth_interval}"
             )));
         }

@@ -256,7 +256,7 @@ impl ProcessGroup {
             }
             None if self.rank() != root => Ok(&[]),
             _ => Err(Error::Input(format!(
-                "{operation}: {name} is for rank {root} ({role}) alone, and needed there; this is rank {}",
+                "{operation}: rank {root} ({role}) must pass {name}, and no other rank may; this is rank {}",
                 self.rank()
             ))),
         }

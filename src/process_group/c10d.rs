@@ -371,7 +371,9 @@ impl ProcessGroupGloo {
             let rank = self.rank();
             return refuse(
                 operation,
-                format!("the list is for rank {root} alone, and needed there; this is rank {rank}"),
+                format!(
+                    "rank {root} must pass the list, and no other rank may; this is rank {rank}"
+                ),
             );
         }
         let list: Vec<&Tensor> = list.unwrap_or_default().iter().collect();

@@ -61,7 +61,7 @@ impl FromStr for ReduceOp {
         let known = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
         known.into_iter().find(|op| op.to_string() == text).ok_or_else(|| {
             let names: Vec<String> = known.iter().map(ToString::to_string).collect();
-            Error::Input(format!("{text:?} is no reduce op; use one of {}", names.join(", ")))
+            Error::Input(format!("{text:?} is not a reduce op; use one of {}", names.join(", ")))
         })
     }
 }
@@ -171,7 +171,9 @@ pub const KINDS: [Kind; 10] = [
 pub fn kind_named(name: &str) -> Result<Kind> {
     KINDS.into_iter().find(|&kind| kind_name(kind) == name).ok_or_else(|| {
         let names = KINDS.map(kind_name).join(", ");
-        Error::Input(format!("{name:?} is no kind of tensor to reduce; use one of {names}"))
+        Error::Input(format!(
+            "{name:?} is not a kind of tensor that can be reduced; use one of {names}"
+        ))
     })
 }
 

@@ -173,13 +173,13 @@ mod tests {
         let (two, tied) = end(&[called(4, "x", 1), called(5, "y", 1)]);
         assert_eq!(
             (&two[..], &tied[..]),
-            ("; nothing tells which of ranks 4 and 5 is wrong", &[4, 5][..])
+            ("; with two ranks it is unknown which one is wrong", &[4, 5][..])
         );
         let (minority, tied) = end(&[called(4, "x", 1), called(5, "y", 1), called(6, "x", 2)]);
         assert_eq!((&minority[..], tied.len()), ("", 0));
         let (three, tied) = end(&[called(4, "x", 1), called(5, "y", 1), called(6, "z", 2)]);
         assert_eq!(tied, [4, 5, 6]);
-        assert_eq!(three, "; no majority agrees, so nothing tells which rank is wrong");
+        assert_eq!(three, "; no majority agrees, so it is unknown which rank is wrong");
     }
 
     #[test]

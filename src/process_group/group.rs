@@ -176,7 +176,12 @@ impl ProcessGroup {
         ranks.sort_unstable();
         ranks.iter().try_for_each(|&rank| self.check_rank(operation, "a member", rank))?;
         if ranks.is_empty() || ranks.windows(2).any(|pair| pair[0] == pair[1]) {
-            return refuse(operation, format!("{ranks:?} is no list of different ranks"));
+            return refuse(
+                operation,
+                format!(
+                    "{ranks:?} is empty or names a rank twice; name one rank or more, each once"
+                ),
+            );
         }
         Ok(ranks)
     }

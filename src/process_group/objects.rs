@@ -259,7 +259,7 @@ impl ProcessGroup {
         let mut padded = Vec::new();
         padded.try_reserve_exact(len).map_err(|error| {
             Error::Input(format!(
-                "there is no room for the {len} bytes that are announced: {error}"
+                "there is not enough memory for the {len} bytes that are announced: {error}"
             ))
         })?;
         padded.extend_from_slice(&bytes[..bytes.len().min(len)]);
@@ -332,7 +332,7 @@ fn to_bytes(name: &str, object: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
 fn from_bytes<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
     rmp_serde::from_slice(bytes).map_err(|error| {
         Error::Input(format!(
-            "{name}: the object that came is not of the type {}: {error}",
+            "{name}: the received object is not of the type {}: {error}",
             std::any::type_name::<T>()
         ))
     })
@@ -359,7 +359,7 @@ mod tests {
             from_bytes::<serde_json::Value>("some_call", bytes).err(),
         ];
         for error in refused.into_iter().flatten() {
-            assert!(error.to_string().contains("some_call: the object that came"), "{error}");
+            assert!(error.to_string().contains("some_call: the received object"), "{error}");
         }
     }
 

@@ -386,7 +386,7 @@ pub(crate) fn check_interfaces(list: &str) -> Result<()> {
     let unknown = |name: &String| known.is_dir() && !known.join(name).exists();
     match interfaces(list)?.into_iter().find(unknown) {
         Some(name) => Err(Error::Input(format!(
-            "GLOO_SOCKET_IFNAME={list}: {name} is no network interface of this machine; ip link shows which there are"
+            "GLOO_SOCKET_IFNAME={list}: {name} is not a network interface of this machine; ip link lists them"
         ))),
         None => Ok(()),
     }

@@ -125,10 +125,12 @@ fn answer<T>(
     timeout: Duration,
 ) -> Result<T, String> {
     select_biased! {
-        recv(reply) -> reply => reply.unwrap_or_else(|_| Err("its connection is gone".into())),
+        recv(reply) -> reply => reply.unwrap_or_else(|_| Err("the thread of this connection has ended; start the run \
+                                                              again".into())),
         recv(cancelled) -> _ => Err(GIVEN_UP.into()),
         default(timeout) => Err(format!(
-            "no answer for {timeout:?}: the process there hangs, it is no store, or the network is down"
+            "no answer within {timeout:?}: the process there hangs, it does not serve a store, or the network is \
+             down; check that process, or raise --timeout"
         )),
     }
 }
@@ -164,13 +166,15 @@ pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened,
             "the port is in use, by another run perhaps; choose another --master-port".into()
         }
         ErrorKind::AddrNotAvailable => {
-            "that is no address of this machine; start this node where --master-addr is".into()
+            "that is not an address of this machine; start this node on the machine of --master-addr".into()
         }
         _ => error.to_string(),
     })?;
     let server = listener.local_addr().map_err(|error| error.to_string())?;
     if server.ip().is_unspecified() {
-        return Err("that is every interface of this machine; name one by its address".into());
+        return Err(
+            "that stands for all interfaces of this machine; give the address of one".into()
+        );
     }
     let host = server.ip().to_string();
     let socket = listener.into_raw_fd();
@@ -203,7 +207,7 @@ pub(super) fn reach(
         };
         if left().is_zero() {
             return Err(format!(
-                "{reason}, for {timeout:?}; is rank 0 there, and is this its address?"
+                "{reason}, for {timeout:?}; check that rank 0 is running, and that this is its address"
             ));
         }
         match given_up.recv_timeout(pause.min(left())) {
@@ -227,7 +231,7 @@ fn find(
         let stream = TcpStream::connect_timeout(&server, limit);
         match stream.and_then(|stream| stream.local_addr()) {
             // A socket that looks for a port of its own machine can find itself.
-            Ok(local) if local == server => reason = format!("{server}: nobody there"),
+            Ok(local) if local == server => reason = format!("{server}: nothing listens there"),
             Ok(local) => return Ok((server, local.ip())),
             Err(error) => reason = format!("{server}: {error}"),
         }

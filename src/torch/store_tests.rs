@@ -121,9 +121,9 @@ fn a_store_listens_where_it_is_told_only() {
     let failed = reason(TcpStore::serve("127.0.0.2", server.port(), TIMEOUT, never()));
     assert!(failed.contains("the port is in use"), "{failed}");
     let failed = reason(TcpStore::serve("0.0.0.0", 0, TIMEOUT, never()));
-    assert!(failed.contains("every interface"), "{failed}");
+    assert!(failed.contains("stands for all interfaces"), "{failed}");
     let failed = reason(TcpStore::serve("192.0.2.1", 1, TIMEOUT, never()));
-    assert!(failed.contains("192.0.2.1:1 failed in listening: that is no address"), "{failed}");
+    assert!(failed.contains("192.0.2.1:1 failed in listening: that is not an address"), "{failed}");
 }
 
 /// `localhost` may be ::1 first, where nobody is.

@@ -41,7 +41,8 @@ impl<M: ModuleT> Trainer<M> {
     /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), which trains in another way.
     pub fn explain(self, built: u64, narrator: Option<Narrator>) -> Result<Self> {
         if matches!(self.ddp, Strategy::Dp(_)) {
-            let text = "what is explained is DistributedDataParallel, and this is DataParallel";
+            let text = "explain shows DistributedDataParallel, and this is DataParallel; use \
+                        DistributedDataParallel, or leave explain out";
             return Err(Error::Input(text.into()));
         }
         let (told, watched, place, seen) = Default::default();

@@ -113,8 +113,8 @@ impl<M: ModuleT> Trainer<M> {
                 dir.set_aside_after(checkpoint)?;
             } else if !is_here && let Some(newest) = dir.newest()? {
                 return Err(Error::Input(format!(
-                    "this run goes on from {}, and is to save where there are other checkpoints already, the newest \
-                     being {}; use the folder that it comes from, or a new one",
+                    "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
+                     is {}; save in the folder of its own checkpoints, or in a new one",
                     checkpoint.path().display(),
                     newest.display()
                 )));
@@ -132,9 +132,9 @@ impl<M: ModuleT> Trainer<M> {
         let differs = |saved: usize, mine: usize| saved != 0 && saved != mine;
         if differs(saved.num_samples, samples) || differs(saved.batch_size, batch_size) {
             return Err(Error::Input(format!(
-                "checkpoint {}: it is of a run on {} samples in batches of {}, and here are {samples} in batches of \
-                 {batch_size}: where that run was in its epoch means nothing here; use the same data and batch size, \
-                 or only its parameters (Checkpoint::load_model)",
+                "checkpoint {}: it is of a run on {} samples in batches of {}, and this run has {samples} in batches \
+                 of {batch_size}, so the place in the epoch differs; use the same data and batch size, or only its \
+                 parameters (Checkpoint::load_model)",
                 checkpoint.path().display(),
                 saved.num_samples,
                 saved.batch_size,

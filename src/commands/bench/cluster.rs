@@ -88,7 +88,7 @@ impl FromStr for ModelCluster {
                 return Err(Error::Input(format!("there is no key `{key}`; use {keys}")));
             };
             if said.iter().any(|(other, _)| *other == known) {
-                return Err(Error::Input(format!("`{known}` is there twice; say it once")));
+                return Err(Error::Input(format!("`{known}` is given twice; give it once")));
             }
             said.push((known, value));
         }
@@ -108,7 +108,8 @@ impl FromStr for ModelCluster {
             }
         };
         if let (Library::Gloo, Some(chosen)) = (library, algorithm) {
-            let only = "backend=gloo has one way for each number of processes; leave it out";
+            let only =
+                "backend=gloo chooses the algorithm by the number of processes; leave it out";
             return Err(wrong("algorithm", chosen.name(), only));
         }
         // What is usual where it is used: NVLink and a network card of 200 Gbit/s or more; cores and 10 Gbit/s.
@@ -281,7 +282,7 @@ mod tests {
                 "speed=3",
                 ["there is no key `speed`", "use nodes, gpus, backend, algorithm, latency"],
             ),
-            ("nodes=2,nodes=3", ["`nodes` is there twice", "say it once"]),
+            ("nodes=2,nodes=3", ["`nodes` is given twice", "give it once"]),
             ("nodes=0", ["nodes=0", "whole number from 1"]),
             ("gpus=-1", ["gpus=-1", "whole number from 1"]),
             ("nodes", ["nodes=", "whole number from 1"]),

@@ -113,7 +113,7 @@ impl Times {
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_scaling_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    refuse_flags(keys, &NOT_OF_SCALING, "bench scaling measures single steps in one process,")
+    refuse_flags(keys, &NOT_OF_SCALING, "bench scaling measures single steps in one process")
 }
 
 /// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`, and prints samples per
@@ -148,8 +148,8 @@ pub fn bench_scaling(
     let of_all = batch_size.saturating_mul(ranks);
     if of_all > samples {
         return Err(Error::Input(format!(
-            "--batch-size: a step of {ranks} ranks with {batch_size} samples each takes more than the {samples} that \
-             there are; use a smaller batch, fewer ranks or more samples"
+            "--batch-size: {ranks} ranks with {batch_size} samples each need more than the {samples} samples of the \
+             data; use a smaller batch, fewer ranks or more samples"
         ))
         .into());
     }
@@ -314,7 +314,7 @@ fn write_text(
     if ranks > cores {
         writeln!(
             out,
-            "# {ranks} ranks take turns on {cores} core{s}: more than {cores} give no more."
+            "# {ranks} ranks share {cores} core{s}: more ranks than cores make nothing faster."
         )?;
     }
     Ok(())

@@ -58,7 +58,7 @@ const WARM_UP: usize = 20;
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    refuse_flags(keys, &["fault"], "bench step measures single steps,")
+    refuse_flags(keys, &["fault"], "bench step measures single steps")
 }
 
 /// Trains as `config` says for `steps` steps, and prints what one takes; and what it would take on `cluster`, for which
@@ -126,7 +126,7 @@ pub fn bench_step(
 /// Refuses what [`ModelCluster`] knows nothing of.
 fn check_modelled(config: &Config) -> Result<()> {
     let refuse = |what: &str| {
-        let why = "--model-cluster does not know it; leave out one of the two";
+        let why = "--model-cluster has no model of it; leave out one of the two";
         Err(Error::Input(format!("{what}: {why}")))
     };
     if config.strategy == StrategyKind::Dp {

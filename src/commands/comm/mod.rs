@@ -137,7 +137,7 @@ fn check_memory(
 ) -> Result<()> {
     let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
     let of_tensor = BYTES_OF_A_TENSOR + num_bytes(request.kind, request.numel as usize) as f64;
-    let most_of = |ranks| ops.iter().map(|op| (op.tensors(ranks) * of_tensor, op.name()));
+    let most_of = |ranks| ops.iter().map(move |op| (op.tensors(ranks) * of_tensor, op.name()));
     let needs = |ranks| most_of(ranks).max_by(|a, b| a.0.total_cmp(&b.0));
     let Some((bytes, op)) = needs(world_size).filter(|it| it.0 > total) else { return Ok(()) };
     let (mut most, mut too_many) = (1, world_size);

@@ -71,7 +71,7 @@ impl Array {
 /// The bytes with those of each number, `size` bytes long, in the other order.
 fn swapped(bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
     let mut swapped = Vec::new();
-    let no_memory = |_| format!("there is no memory for {} bytes", bytes.len());
+    let no_memory = |_| format!("there is not enough memory for {} bytes", bytes.len());
     swapped.try_reserve_exact(bytes.len()).map_err(no_memory)?;
     swapped.extend_from_slice(bytes);
     swapped.chunks_exact_mut(size).for_each(<[u8]>::reverse);
@@ -83,11 +83,15 @@ pub(super) fn sizes(shape: &[u64], element: usize) -> Result<(Vec<i64>, usize), 
     let numel = shape.iter().try_fold(1u64, |numel, &size| numel.checked_mul(size));
     let num_bytes = numel.and_then(|numel| numel.checked_mul(element as u64));
     match num_bytes {
-        _ if shape.contains(&0) => Err(format!("there are no numbers in the shape {shape:?}")),
+        _ if shape.contains(&0) => Err(format!(
+            "an array of the shape {shape:?} has no numbers; write at least one sample"
+        )),
         // Each factor is smaller than the product.
         Some(num_bytes) if num_bytes <= isize::MAX as u64 => {
             Ok((shape.iter().map(|&size| size as i64).collect(), num_bytes as usize))
         }
-        _ => Err(format!("more numbers than there can be, of the shape {shape:?}")),
+        _ => Err(format!(
+            "an array of the shape {shape:?} is larger than any memory; write or copy the file again"
+        )),
     }
 }

@@ -35,7 +35,7 @@ impl<R: Read> Read for Text<R> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let read = self.0.read(bytes)?;
         if bytes[..read].contains(&0) {
-            return Err(io::Error::other("there is a zero byte in it, so it is no text"));
+            return Err(io::Error::other("it contains a zero byte, so it is not text"));
         }
         Ok(read)
     }
@@ -104,14 +104,14 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
                 }
                 TargetKind::Classes => {
                     return Err(wrong(
-                        "is no class: these are whole numbers from 0; use --loss mse for numbers",
+                        "is not a class: classes are whole numbers from 0; use --loss mse for other numbers",
                     ));
                 }
             }
         }
     }
     if samples == 0 {
-        return Err(wrong("there is no line with numbers".into()));
+        return Err(wrong("it has no line with numbers".into()));
     }
     let tensors = || {
         let targets = match kind {
@@ -131,8 +131,8 @@ impl Columns {
     fn of(first: &ByteRecord, number: u64) -> Result<Self, String> {
         let count = first.len();
         if count < 2 {
-            return Err("the first line has one column, and a sample takes two at least, with commas between \
-                        them: its numbers and its target"
+            return Err("the first line has one column, but a sample needs at least two, separated by commas: its \
+                        numbers and its target"
                 .into());
         }
         let is_header = first.iter().any(|field| parsed(field).is_none());
@@ -149,8 +149,8 @@ impl Columns {
             && first.iter().any(is_number)
         {
             return Err(format!(
-                "line {number}, column {}: {} is no number, and others in this line are; mend it, or, if the line is \
-                 a header, call the column of the targets target or label",
+                "line {number}, column {}: {} is not a number, but others in this line are; correct it, or, if the \
+                 line is a header, name the column of the targets target or label",
                 odd + 1,
                 shown(&first[odd])
             ));

@@ -70,20 +70,20 @@ fn header(file: &mut impl Read, holds: Holds) -> Result<(usize, Vec<u64>), Strin
     };
     let [zero, zero_too, kind, dims] = word()?;
     if (zero, zero_too) != (0, 0) {
-        return Err("this is no idx file: it does not begin with two zeros".into());
+        return Err("this is not an idx file: it does not begin with two zeros".into());
     }
     if kind != 8 {
         return Err(format!(
-            "only unsigned bytes (kind 8) are read here, and these are of kind {kind}"
+            "its numbers are of kind {kind}, and only unsigned bytes (kind 8) can be read here"
         ));
     }
     match holds {
         Holds::Labels if dims != 1 => {
-            return Err(format!("labels have one dimension, and here are {dims}"));
+            return Err(format!("labels have one dimension, and these have {dims}"));
         }
         Holds::Images if !(2..=4).contains(&dims) => {
             return Err(format!(
-                "images have 2 to 4 dimensions with that of the samples, and here are {dims}"
+                "images have 2 to 4 dimensions with that of the samples, and these have {dims}"
             ));
         }
         _ => {}
@@ -98,20 +98,20 @@ fn unpack(mut file: impl Read, packed: u64, num_bytes: usize) -> Result<Vec<u8>,
     // Nothing is packed more tightly than that by deflate.
     if num_bytes as u64 / 1032 > packed {
         return Err(format!(
-            "the header speaks of {num_bytes} bytes, which can't be in a packed file of {packed}; is it damaged?"
+            "the header announces {num_bytes} bytes, more than a packed file of {packed} can hold; copy it again"
         ));
     }
     let mut bytes = Vec::new();
     bytes
         .try_reserve_exact(num_bytes + 1)
-        .map_err(|_| format!("there is no memory for {num_bytes} bytes"))?;
+        .map_err(|_| format!("there is not enough memory for {num_bytes} bytes"))?;
     file.by_ref()
         .take(num_bytes as u64 + 1)
         .read_to_end(&mut bytes)
-        .map_err(|error| format!("it can't be unpacked: {error}; is it whole?"))?;
+        .map_err(|error| format!("it can't be unpacked: {error}; copy it again"))?;
     match bytes.len() {
         len if len < num_bytes => Err(format!(
-            "the file is cut off: the header speaks of {num_bytes} bytes, and {len} are there; copy it again"
+            "the file is cut off: the header announces {num_bytes} bytes, and {len} are there; copy it again"
         )),
         len if len > num_bytes => Err(too_long(len - num_bytes)),
         _ => Ok(bytes),
@@ -119,5 +119,5 @@ fn unpack(mut file: impl Read, packed: u64, num_bytes: usize) -> Result<Vec<u8>,
 }
 
 fn too_long(more: usize) -> String {
-    format!("the file is longer than its header says, by {more} bytes or more; is it damaged?")
+    format!("the file is longer than its header says, by {more} bytes or more; copy it again")
 }

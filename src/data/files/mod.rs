@@ -73,7 +73,7 @@ impl FileDataset {
         let (inputs, targets) = match spec {
             DatasetSpec::Random => {
                 return Err(Error::Input(
-                    "random data is in no file; use TensorDataset::random".into(),
+                    "random data has no file; use TensorDataset::random".into(),
                 ));
             }
             DatasetSpec::Digits => digits::read(kind)?,
@@ -108,7 +108,7 @@ impl FileDataset {
         if samples == 0 || samples != labels {
             return wrong(format!(
                 "there are {samples} inputs and {labels} targets; the first dimension counts the samples, and each \
-                 has both"
+                 needs both"
             ));
         }
         if kind == TargetKind::Classes && targets.numel() != samples as usize {
@@ -226,7 +226,7 @@ impl FileDataset {
                 let (sample, class) = found.unwrap_or_default();
                 Err(Error::Input(format!(
                     "{}: sample {sample} has class {class}, which makes {} classes, and there are {samples} samples; \
-                     mend it, or say with --out-features how many classes there are",
+                     correct it, or give the number of classes with --out-features",
                     self.name,
                     class + 1.0
                 )))
@@ -318,8 +318,8 @@ fn count_classes(name: &str, targets: &Tensor) -> Result<i64> {
     let looking = || Error::torch("looking at classes");
     if let Some((sample, class)) = find(targets, is_none).map_err(looking())? {
         return Err(Error::Input(format!(
-            "{name}: the target of sample {sample} is {class}, which is no class: these are whole numbers from 0; \
-             use --loss mse for numbers"
+            "{name}: the target of sample {sample} is {class}, which is not a class: classes are whole numbers from \
+             0; use --loss mse for other numbers"
         )));
     }
     let most = targets.f_max().and_then(|most| most.f_double_value(&[])).map_err(looking())?;

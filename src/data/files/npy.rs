@@ -55,15 +55,20 @@ fn header(file: &[u8]) -> Result<(Header, usize), String> {
         }
         [0x93, b'N', b'U', b'M', b'P', b'Y', 1..=3, ..] => return Err(CUT_OFF.into()),
         [0x93, b'N', b'U', b'M', b'P', b'Y', version, ..] => {
-            return Err(format!("version {version} of the format is not known here"));
+            return Err(format!(
+                "version {version} of the format cannot be read here; write it again with numpy.save"
+            ));
         }
-        _ => return Err("this is no .npy file; write one with numpy.save".into()),
+        _ => return Err("this is not a .npy file; write one with numpy.save".into()),
     };
     if len > LONGEST_HEADER {
-        return Err(format!("a header of {len} bytes is too long for numbers; is it damaged?"));
+        return Err(format!(
+            "a header of {len} bytes is too long for an array of numbers; write or copy it again"
+        ));
     }
     let text = file.get(start..start + len).ok_or(CUT_OFF)?;
-    let text = str::from_utf8(text).map_err(|_| "the header is no text; is it damaged?")?;
+    let text =
+        str::from_utf8(text).map_err(|_| "the header is not text; write or copy it again")?;
     let mut json: String = text.split_whitespace().collect();
     for (python, other) in [
         ("'", "\""),
@@ -97,7 +102,7 @@ fn kind(header: &Header) -> Result<Kind, String> {
         Some("u1") => Ok(Kind::Uint8),
         Some("b1") => Ok(Kind::Bool),
         _ => Err(format!(
-            "numbers of the kind {descr} are not read; save x.astype(\"float32\") or x.astype(\"int64\") instead"
+            "numbers of the kind {descr} cannot be read; save x.astype(\"float32\") or x.astype(\"int64\") instead"
         )),
     }
 }

@@ -14,7 +14,7 @@ pub(super) fn read(path: &Path) -> Result<(Array, Array)> {
     let file = MappedFile::open(path)?;
     let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
     let tensors = SafeTensors::deserialize(&file)
-        .map_err(|error| wrong(format!("this is no whole .safetensors file: {error}")))?;
+        .map_err(|error| wrong(format!("this is not a complete .safetensors file: {error}")))?;
     let array = |name| {
         let view = tensors.tensor(name).map_err(|_| {
             let mut names = tensors.names();
@@ -38,7 +38,7 @@ pub(super) fn read(path: &Path) -> Result<(Array, Array)> {
             Dtype::BOOL => Kind::Bool,
             other => {
                 return Err(wrong(format!(
-                    "{name} is of the kind {other:?}, which is not read; save it as float32 or int64"
+                    "{name} is of the kind {other:?}, which cannot be read; save it as float32 or int64"
                 )));
             }
         };

@@ -55,8 +55,8 @@ impl FromStr for DatasetSpec {
             let meant =
                 meant(text).map_or(String::new(), |meant| format!("; did you mean {meant}?"));
             Error::Input(format!(
-                "{text:?} is no data set; use random, digits, safetensors:FILE, npy:INPUTS,TARGETS, \
-                 idx:FOLDER or csv:FILE{meant}"
+                "{text:?} is not a data set; use random, digits, safetensors:FILE, npy:INPUTS,TARGETS, idx:FOLDER or \
+                 csv:FILE{meant}"
             ))
         };
         match text.split_once(':') {

@@ -72,7 +72,7 @@ fn nnodes(variables: &Variables) -> Result<(&'static str, usize)> {
 fn node_rank(variables: &Variables, nnodes: usize) -> Result<(&'static str, usize)> {
     match (variables.number("PET_NODE_RANK")?, variables.number("RANK")?) {
         (Some(node), Some(rank)) if node != rank => Err(Error::Input(format!(
-            "RANK={rank} contradicts PET_NODE_RANK={node}; look for who sets them"
+            "RANK={rank} contradicts PET_NODE_RANK={node}; check what sets them"
         ))),
         (Some(node), _) => Ok(("PET_NODE_RANK", node)),
         (None, Some(rank)) => Ok(("RANK", rank)),

@@ -297,7 +297,7 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
             "{flag}={given}: {launcher} says {told}; leave the flag out, or use --launch local to ignore {launcher}"
         ))),
         (Some(given), None) => Err(Error::Input(format!(
-            "{flag}={given}: {launcher} has started the processes, and knows without; leave the flag out"
+            "{flag}={given}: {launcher} has started the processes, and sets this itself; leave the flag out"
         ))),
         (None, _) => Ok(()),
     }
@@ -307,7 +307,7 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
 fn check_addr(name: &str, addr: &str) -> Result<()> {
     let refuse = |why: &str| Err(Error::Input(format!("{name}={addr:?} {why}")));
     if addr.is_empty() || addr.contains(|c: char| c.is_whitespace() || c.is_control() || c == '/') {
-        return refuse("is no host name or address");
+        return refuse("is not a host name or address");
     }
     if addr.matches(':').count() == 1 {
         return refuse("has a port in it; give that as the master port, on its own");

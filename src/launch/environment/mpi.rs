@@ -38,7 +38,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     check_below(names[2], local_index, names[3], local_count)?;
     if local_count > count {
         return Err(Error::Input(format!(
-            "{}={local_count} is more than {}={count}; look for who sets them",
+            "{}={local_count} is more than {}={count}; check what sets them",
             names[3], names[1]
         )));
     }

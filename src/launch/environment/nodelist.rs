@@ -21,7 +21,7 @@ pub(super) struct Hosts {
 pub(super) fn hosts(variable: &str, list: &str) -> Result<Hosts> {
     let wrong = || {
         Error::Input(format!(
-            "{variable}={:?} is no list of hosts such as node[01-03,07],login1; set MASTER_ADDR",
+            "{variable}={:?} is not a list of hosts such as node[01-03,07],login1; set MASTER_ADDR",
             shortened(list)
         ))
     };
@@ -97,7 +97,7 @@ pub(super) fn tasks_on(variable: &str, list: &str, node: usize) -> Result<(usize
     let mut mine = None;
     for part in list.split(',') {
         let (tasks, times) = tasks_and_times(part)
-            .ok_or_else(|| wrong("is no list of tasks on each node such as 2(x3),1"))?;
+            .ok_or_else(|| wrong("is not a list of tasks on each node such as 2(x3),1"))?;
         nodes = nodes.saturating_add(times);
         all = all.saturating_add(tasks.saturating_mul(times));
         if (node as u64) < nodes {
@@ -174,7 +174,7 @@ mod tests {
         ] {
             let error = hosts("SLURM_STEP_NODELIST", list).unwrap_err().to_string();
             assert!(error.starts_with("SLURM_STEP_NODELIST="), "{error}");
-            assert!(error.contains("is no list of hosts"), "{error}");
+            assert!(error.contains("is not a list of hosts"), "{error}");
         }
     }
 
@@ -188,7 +188,7 @@ mod tests {
         let error = read("2(x3),1", 4).unwrap_err().to_string();
         assert!(error.contains("has no node SLURM_NODEID=4"), "{error}");
         for wrong in ["", "2(x3", "2(3)", "(x3)", "2(x)", "two", "2,,1", "-2"] {
-            assert!(read(wrong, 0).unwrap_err().to_string().contains("is no list"), "{wrong}");
+            assert!(read(wrong, 0).unwrap_err().to_string().contains("is not a list"), "{wrong}");
         }
     }
 

@@ -111,7 +111,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
             let (mine, all) = nodelist::tasks_on(per_node, &list, node)?;
             if all != count {
                 return Err(Error::Input(format!(
-                    "{per_node}={list} has {all} tasks, and {all_tasks}={count}; look for who sets them"
+                    "{per_node}={list} has {all} tasks, and {all_tasks}={count}; check what sets them"
                 )));
             }
             mine
@@ -152,8 +152,8 @@ fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
         variables.first_of(&names).and_then(|name| Some((name, variables.text(name)?)))
     else {
         return Err(Error::Input(
-            "none of SLURM_STEP_NODELIST, SLURM_JOB_NODELIST and MASTER_ADDR is set: which host has task 0? \
-             Use --master-addr"
+            "none of SLURM_STEP_NODELIST, SLURM_JOB_NODELIST and MASTER_ADDR is set, so the host of task 0 is \
+             unknown; use --master-addr"
                 .into(),
         ));
     };
@@ -177,7 +177,7 @@ fn port(variables: &Variables) -> Result<u16> {
     match digits.parse::<u16>() {
         Ok(number) if digits.bytes().all(|byte| byte.is_ascii_digit()) => Ok(15000 + number),
         _ => Err(Error::Input(format!(
-            "SLURM_JOB_ID={id:?} is no number to take a port from; set MASTER_PORT, or use --master-port"
+            "SLURM_JOB_ID={id:?} is not a number, so it gives no port; set MASTER_PORT, or use --master-port"
         ))),
     }
 }

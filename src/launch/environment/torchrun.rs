@@ -30,8 +30,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     if local_count > count || local_index > index {
         return Err(Error::Input(format!(
             "RANK={index} of WORLD_SIZE={count} cannot be LOCAL_RANK={local_index} of \
-             LOCAL_WORLD_SIZE={local_count}: a machine has no more processes than there are; look for who \
-             sets them"
+             LOCAL_WORLD_SIZE={local_count}: a machine has no more processes than there are; check what sets them"
         )));
     }
     let nnodes = variables.count("GROUP_WORLD_SIZE")?;

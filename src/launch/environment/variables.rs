@@ -72,7 +72,7 @@ impl<'a> Variables<'a> {
         match text.parse::<u16>() {
             Ok(port @ 1..) => Ok(Some(port)),
             _ => Err(Error::Input(format!(
-                "{name}={:?} is no port; use a number from 1 to 65535",
+                "{name}={:?} is not a port; use a number from 1 to 65535",
                 shortened(&text)
             ))),
         }
@@ -107,7 +107,7 @@ impl<'a> Variables<'a> {
         match outermost.parse::<u16>() {
             Ok(threads @ 1..) => Ok(Some(threads.into())),
             _ => Err(Error::Input(format!(
-                "{name}={:?} is no number of threads; use 1 or more, or unset it",
+                "{name}={:?} is not a number of threads; use 1 or more, or unset it",
                 shortened(&text)
             ))),
         }
@@ -154,8 +154,8 @@ pub(super) fn check_below(name: &str, number: usize, of: &str, count: usize) -> 
         return Ok(());
     }
     Err(Error::Input(format!(
-        "{name}={number} is not below {of}={count}; {name} counts from 0; look for who sets them \
-         (--launch local ignores them)"
+        "{name}={number} is not below {of}={count}; {name} counts from 0; check what sets them (--launch local \
+         ignores them)"
     )))
 }
 

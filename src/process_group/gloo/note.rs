@@ -59,14 +59,15 @@ impl Note {
         let weight = f64::from_bits(weight);
         if !(weight.is_sign_positive() && weight.is_finite()) {
             return Err(Error::Input(format!(
-                "the note of process {process} ahead of call #{sequence} is none of this program's: it has the weight \
-                 {weight}; is another program in Gloo's network?"
+                "process {process} sent an invalid header before call #{sequence}: its weight is {weight}; another \
+                 program may use Gloo's ports: let only the processes of this run connect to them"
             )));
         }
         let news = News::from_numbers([last_step, reason, asked]).ok_or_else(|| {
             Error::Input(format!(
-                "the note of process {process} ahead of call #{sequence} is none of this program's: to stop after \
-                 step {last_step} for reason {reason}, and {asked}; who else is in Gloo's network?"
+                "process {process} sent an invalid header before call #{sequence}: stop after step {last_step} for \
+                 the reasons {reason} and {asked}; another program may use Gloo's ports: let only the processes of \
+                 this run connect to them"
             ))
         })?;
         Ok(Note { sequence, fingerprint, size, weight, news })
@@ -90,7 +91,7 @@ mod tests {
                 match Note::from_bytes(3, &bytes) {
                     Ok(note) => prop_assert_eq!(note.to_bytes(), bytes),
                     Err(error) => {
-                        prop_assert!(error.to_string().contains("the note of process 3"), "{}", error);
+                        prop_assert!(error.to_string().contains("process 3 sent an invalid header"), "{}", error);
                     }
                 }
             }
@@ -104,9 +105,8 @@ mod tests {
         assert_eq!(Note::from_bytes(0, &note.to_bytes()).unwrap(), note);
         for weight in [f64::NAN, -1.0, f64::INFINITY] {
             let error = Note::from_bytes(3, &Note { weight, ..note }.to_bytes()).unwrap_err();
-            let told = format!(
-                "the note of process 3 ahead of call #1 is none of this program's: it has the weight {weight};"
-            );
+            let told =
+                format!("process 3 sent an invalid header before call #1: its weight is {weight};");
             assert!(error.to_string().starts_with(&told), "{error}");
         }
         for wrong in [[7, 0, 0], [7, 9, 0], [u64::MAX, 0, 9]] {

@@ -42,8 +42,13 @@ impl UniqueId {
     }
 
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> std::result::Result<Self, String> {
-        let id = <[u8; 128]>::try_from(bytes)
-            .map_err(|_| format!("the store has {} bytes as {key:?}, not 128", bytes.len()))?;
+        let id = <[u8; 128]>::try_from(bytes).map_err(|_| {
+            format!(
+                "store key {key:?} holds {} bytes instead of the 128 of an id; another program may use the same \
+                 store: give each run a store of its own",
+                bytes.len()
+            )
+        })?;
         Ok(Self(sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) }))
     }
 }

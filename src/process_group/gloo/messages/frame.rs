@@ -60,16 +60,20 @@ impl Offer {
     pub(super) fn check(&self, layout: &Layout, from: usize) -> Result<(Kind, usize), String> {
         let Self { source, destination, kind, shape, .. } = self;
         if !layout.processes[from].contains(source) || !layout.here().contains(destination) {
-            return Err(format!("process {from} sends from rank {source} to rank {destination}"));
+            return Err(format!(
+                "process {from} announced a tensor from rank {source} to rank {destination}, which are not its rank \
+                 and one of this process"
+            ));
         }
-        let known = plain_kind(kind).ok_or_else(|| format!("there is no kind {kind:?}"))?;
+        let known = plain_kind(kind)
+            .ok_or_else(|| format!("it announced a tensor of the unknown kind {kind:?}"))?;
         let numel = shape
             .iter()
             .try_fold(1usize, |numel, &size| numel.checked_mul(usize::try_from(size).ok()?));
         let most = isize::MAX as usize / num_bytes(known, 1);
         match numel.filter(|numel| *numel <= most) {
             Some(numel) => Ok((known, num_bytes(known, numel))),
-            None => Err(format!("no tensor has the shape {shape:?}")),
+            None => Err(format!("it announced a tensor of the impossible shape {shape:?}")),
         }
     }
 }
@@ -79,7 +83,8 @@ impl Frame {
     pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
         let header = rmp_serde::to_vec(self).map_err(io::Error::other)?;
         let len = u32::try_from(header.len()).ok().filter(|len| *len as usize <= LONGEST);
-        let len = len.ok_or_else(|| io::Error::other("a header that is too long"))?;
+        let too_long = || format!("a message header of {} bytes is too long to send", header.len());
+        let len = len.ok_or_else(|| io::Error::other(too_long()))?;
         // At once, because each write may become a packet.
         to.write_all(&[&len.to_le_bytes()[..], &header].concat())
     }
@@ -93,16 +98,21 @@ impl Frame {
         from.read_exact(&mut len[1..])?;
         let len = u32::from_le_bytes(len) as usize;
         if len > LONGEST {
-            return Err(io::Error::other(format!(
-                "a header of {len} bytes is none of this program's"
-            )));
+            let why = format!("a message header has {len} bytes, and {LONGEST} are the most");
+            return Err(foreign(&why));
         }
         let mut header = vec![0; len];
         from.read_exact(&mut header)?;
-        rmp_serde::from_slice(&header).map(Some).map_err(|error| {
-            io::Error::other(format!("a header is none of this program's: {error}"))
-        })
+        let frame = rmp_serde::from_slice(&header);
+        frame.map(Some).map_err(|error| foreign(&format!("a message header is invalid: {error}")))
     }
+}
+
+/// Returns the error about bytes that no process of the run sends.
+pub(super) fn foreign(why: &str) -> io::Error {
+    io::Error::other(format!(
+        "{why}; another program uses the connection: let only the processes of this run connect to its ports"
+    ))
 }
 
 #[cfg(test)]

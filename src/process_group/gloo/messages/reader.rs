@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 
 use super::super::super::arguments::is_dense;
 use super::super::super::threaded::Outcome;
-use super::frame::{Frame, INLINE};
+use super::frame::{Frame, INLINE, foreign};
 use super::guard::Serving;
 use super::link::{Expected, Link};
 use super::{GRACE, transfer};
@@ -46,9 +46,7 @@ fn begin(link: &Arc<Link>, stream: &Arc<TcpStream>) -> io::Result<()> {
 fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<()> {
     let post = &link.post;
     let mut from = Patient { stream, link, grace: GRACE, closing: None };
-    let wrong = |why: String| {
-        io::Error::other(format!("{why}: something else than ddp-mp uses the connection"))
-    };
+    let wrong = |why: String| foreign(&why);
     while let Some(frame) = Frame::read(&mut from)? {
         match frame {
             Frame::Offer(offer) => {
@@ -75,7 +73,7 @@ fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<
                 link.refused(id, expected).map_err(wrong)?;
             }
             Frame::Hello { .. } | Frame::Welcome | Frame::Busy => {
-                return Err(wrong("a greeting in the midst of messages".into()));
+                return Err(wrong("a greeting came between messages".into()));
             }
         }
     }
