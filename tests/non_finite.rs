@@ -90,7 +90,7 @@ fn a_sample_that_is_not_a_number_is_named_where_it_is_held_back_too() {
         ("sgd", "the validation loss after epoch 0 is inf for samples "),
         (
             "adamw",
-            "is inf, because the parameter `bias` is not finite after the steps before; look",
+            "is inf, because the parameter `bias` is not finite after the steps before; check",
         ),
     ] {
         let optimizer = format!("--optimizer={optimizer}");
@@ -240,7 +240,7 @@ fn a_gradient_that_is_not_finite_is_found_where_it_comes_from() {
     let targets = || Tensor::zeros([8, 1], (Kind::Float, Device::Cpu));
     let root: Model = (|x, weight| (x * weight.get(0).get(0)).sqrt(), [0.5, 0.5]);
     let error = fails(Loss::Mse, inputs, targets, root, false);
-    let told = "in step 1 on rank 1 the gradient of `weight` is not finite for samples 5, 7; look";
+    let told = "in step 1 on rank 1 the gradient of `weight` is not finite for samples 5, 7; check";
     assert!(error.contains(told), "{error}");
 
     // Each rank's own gradient is finite; as float16 it is not.
@@ -249,5 +249,5 @@ fn a_gradient_that_is_not_finite_is_found_where_it_comes_from() {
     let overflow: Model = (Tensor::matmul, [0., 0.]);
     let error = fails(Loss::CrossEntropy, inputs, targets, overflow, true);
     assert!(error.contains("in step 0 on rank"), "{error}");
-    assert!(error.contains("the mean of all ranks' gradients is not finite; look"), "{error}");
+    assert!(error.contains("the mean of all ranks' gradients is not finite; check"), "{error}");
 }
