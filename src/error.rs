@@ -195,11 +195,12 @@ pub enum Error {
     /// The ranks do not hold the same parameters any more.
     #[error(
         "{} {}{}; look for what changes it on {} alone: outside of the optimizer, or from gradients \
-         that were not averaged",
+         that were not averaged{}",
         compared.after(*step),
         suspects.hold_another(parameter),
         if *.others == 0 { String::new() } else { format!(", and {others} more parameters differ") },
-        if suspects.is_one() { "that rank" } else { "one rank" }
+        if suspects.is_one() { "that rank" } else { "one rank" },
+        if *compared == Compared::BeforeSave { "; --check-replicas 1 finds the step" } else { "" }
     )]
     Replicas {
         /// The first parameter that differs.

@@ -8,7 +8,7 @@ use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUresult;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-use super::shim;
+use super::shim_cuda as shim;
 use crate::error::Result;
 
 /// What was found at the start of the process.

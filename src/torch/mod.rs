@@ -20,6 +20,7 @@ mod process;
 mod rng;
 mod shared;
 mod shim;
+mod shim_cuda;
 pub(crate) mod store;
 mod store_connection;
 #[cfg(test)]
