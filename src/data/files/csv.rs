@@ -91,7 +91,8 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
                 wrong(format!("line {number}, column {}{title}: {field} {problem}", column + 1))
             };
             let value = parsed(field).ok_or_else(|| wrong("is no number"))?;
-            if !(value as f32).is_finite() {
+            // A missing value may be there as nan: training names its sample.
+            if !(value as f32).is_finite() && field.iter().any(u8::is_ascii_digit) {
                 return Err(wrong("is not a finite number that float32 can hold"));
             }
             match kind {
@@ -180,7 +181,7 @@ mod tests {
     #[test]
     fn what_float32_cannot_hold_is_refused_with_its_place() {
         let parse = |text: &str, kind| parse("a.csv", text.as_bytes(), kind).map(drop);
-        for number in ["1e39", "-1e39", "1e400", "nan", "NaN", "inf", "-infinity"] {
+        for number in ["1e39", "-1e39", "1e400"] {
             let problem = format!("{number:?} is not a finite number that float32 can hold");
             for (text, place) in [
                 (format!("1,2\n{number},3\n"), "line 2, column 1"),
