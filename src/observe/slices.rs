@@ -126,7 +126,7 @@ fn of_rank(rank: &OfRank, arrivals: &Arrivals, history: &History) -> Vec<Slice> 
 }
 
 /// So many lanes a rank has beside its own, at most.
-pub(super) const LANES: usize = 63;
+pub(super) const LANES: usize = 62;
 
 /// The first lane in which nothing goes on at `from`, which is taken until `to` then.
 fn free(lanes: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {

@@ -356,7 +356,6 @@ impl Run {
             self.threads[*rank].lock().unwrap_or_else(PoisonError::into_inner).is_none()
         };
         let all = || (0..self.activity.len()).filter(is_elsewhere);
-        // On its way into a collective a rank is seen there before it has come.
         let mine = self.timeline.seen(waiting);
         let mut missing: Vec<usize> =
             all().filter(|rank| self.sightings.is_behind(*rank, &mine)).collect();

@@ -146,7 +146,8 @@ impl Sightings {
         seen.into_iter().map(|it| it.later(since)).collect()
     }
 
-    /// Whether `rank`, as far as it has told, has not come to the last collective of all ranks in `seen`.
+    /// Whether `rank`, as far as it has told, has not come to the last collective of all ranks in `seen`. (On its way into
+    /// one, [`Run::activity`](super::Run::activity) has it already.)
     pub(crate) fn is_behind(&self, rank: usize, seen: &[Seen]) -> bool {
         let of_all = |it: &&Seen| it.group == Some(0);
         let Some(last) = seen.iter().rev().find(of_all) else { return false };
