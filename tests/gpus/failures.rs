@@ -28,8 +28,7 @@ fn cases(kind: &'static str, every_rank: bool) -> Vec<Case> {
         let ranks = (0..RANKS).filter(move |rank| all || number % RANKS == *rank);
         ranks.map(move |rank| Case { kind, stage, operation, rank })
     };
-    let cases = STAGES.into_iter().enumerate().flat_map(of_stage);
-    cases.collect()
+    STAGES.into_iter().enumerate().flat_map(of_stage).collect()
 }
 
 impl Case {
@@ -39,7 +38,7 @@ impl Case {
 
     /// Returns the program with the fault, which may be found by waiting if it `waits`.
     fn program(&self, waits: bool, more: &[&str]) -> Command {
-        let timeout = if waits { "--timeout=5s" } else { "--timeout=1h" };
+        let timeout = if waits { "--timeout=10s" } else { "--timeout=1h" };
         let fault = self.fault();
         on_gpus(RANKS, &[&RUN[..], &[timeout, "--grace-period=2s", &fault], more].concat())
     }
@@ -51,7 +50,7 @@ impl Case {
         match self.kind {
             "error" => assert!(error.contains("injected by --fault error"), "{what}"),
             "panic" => assert!(error.contains("panicked at src/"), "{what}"),
-            "stall" => assert!(error.contains(" waited 5s in "), "{what}"),
+            "stall" => assert!(error.contains(" waited 10s in "), "{what}"),
             "kill" => assert!(error.contains("SIGKILL"), "{what}"),
             other => panic!("no {other}"),
         }
@@ -109,7 +108,10 @@ fn with_processes(kind: &'static str) {
 }
 
 fn with_torchrun(kind: &'static str) {
-    in_parallel(&cases(kind, false), Case::is_reported_under_torchrun);
+    let mut cases = cases(kind, false);
+    // Without an agent rank 0's process serves the store: if it is killed before they have met, nobody can name it.
+    cases.retain(|it| (it.kind, it.stage, it.rank) != ("kill", "rendezvous", 0));
+    in_parallel(&cases, Case::is_reported_under_torchrun);
 }
 
 #[test]
