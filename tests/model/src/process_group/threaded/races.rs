@@ -90,10 +90,17 @@ impl Rank {
         let start = |tensor: &*mut f32| tensor.wrapping_add(slice.start).cast();
         let places: Vec<*mut u8> = tensors.iter().map(start).collect();
         self.seat.and_leave_together(|| {
-            let kinds = element::Kinds::same(Kind::Float);
+            let reduction = element::Reduction {
+                kinds: element::Kinds::same(Kind::Float),
+                inputs: &places,
+                outputs: &places,
+                len: slice.len(),
+                op: ReduceOp::Sum,
+                factors: &[],
+            };
             // SAFETY: all ranks have met, each of them writes to its own slice, and all tensors stay where
             // they are until all have left.
-            unsafe { element::reduce(kinds, &places, &places, slice.len(), ReduceOp::Sum) };
+            unsafe { element::reduce(reduction) };
             at_last();
         });
         for place in 0..NUMEL {
