@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
 use std::time::Duration;
 
-use ddp_mp::launch::{Joining, LaunchOptions, Nproc, detect};
+use ddp_mp::launch::{Joining, detect};
 use ddp_mp::process_group::c10d::TcpStore;
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Spawn};
@@ -25,7 +25,7 @@ use crate::harness::{
     TIMEOUT, as_torchrun, free_port, join, program, run, run_command, without_launcher,
 };
 use crate::shared::surface::{self, Surface};
-use crate::shared::{coalesced, functional, groups};
+use crate::shared::{coalesced, functional, groups, scene};
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -51,39 +51,23 @@ pub(crate) fn play_with(
     variables: &[(&str, &Path)],
 ) -> Vec<(Option<i32>, String)> {
     let port = free_port();
-    let start = |(process, count): (usize, &usize)| {
-        Command::new(env::current_exe().unwrap())
-            .args(["processes::child", "--exact", "--nocapture"])
-            .env("DDP_MP_SCENE", format!("{name} {process} {} {count} {port}", ranks.len()))
-            .envs(variables.iter().copied())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap()
+    let start = |process: usize| {
+        let mut command = scene::process("processes::child", name, process, ranks, port);
+        command.envs(variables.iter().copied()).spawn().unwrap()
     };
     let told = |it: Output| (it.status.code(), text(&it.stdout) + &text(&it.stderr));
-    join(ranks.iter().enumerate().map(start).collect()).into_iter().map(told).collect()
+    join((0..ranks.len()).map(start).collect()).into_iter().map(told).collect()
 }
 
 /// Nothing, unless a test above has started this process for a scene.
 #[test]
 fn child() {
-    let Ok(scene) = env::var("DDP_MP_SCENE") else { return };
-    let words: Vec<&str> = scene.split(' ').collect();
-    let number = |place: usize| words[place].parse::<usize>().unwrap();
-    let options = LaunchOptions {
-        nnodes: Some(number(2)),
-        node_rank: Some(number(1)),
-        master_addr: Some("127.0.0.1".into()),
-        master_port: Some(number(4) as u16),
-        nproc: Nproc::Count(number(3)),
-        ..LaunchOptions::default()
-    };
+    let Some((name, options)) = scene::mine() else { return };
     let launch = detect(&|_| None, &options, 0).unwrap();
     let joining = Joining { timeout: TIMEOUT, ..Joining::default() };
     let launched = launch.join(&Cuda::default(), joining).unwrap();
     assert_eq!(launched.placement.backend, Backend::Gloo);
-    let play: fn(&Rank, Rc<ProcessGroup>) = match words[0] {
+    let play: fn(&Rank, Rc<ProcessGroup>) = match &name[..] {
         "collectives" => collectives,
         "messages" => messages,
         "coalesced" => |_, group| coalesced::compare(&group).unwrap(),
@@ -98,8 +82,7 @@ fn child() {
         other => panic!("no scene {other}"),
     };
     let spawn = launched.spawn().timeout(TIMEOUT);
-    let spawn =
-        if words[0] == "late" { spawn.grace_period(Duration::from_millis(50)) } else { spawn };
+    let spawn = if name == "late" { spawn.grace_period(Duration::from_millis(50)) } else { spawn };
     spawn
         .run(move |rank| {
             let group = rank.init_process_group(Backend::Gloo)?;
@@ -547,7 +530,7 @@ fn processes_that_call_different_things_are_told() {
 /// The last rank still works long after the others have ended.
 /// Rank 1 can open no further file, and there is a message for it, or from it.
 fn few_files(rank: &Rank, group: Rc<ProcessGroup>) {
-    let accepts = env::var("DDP_MP_SCENE").unwrap().starts_with("no_file_to_accept");
+    let accepts = scene::mine().unwrap().0 == "no_file_to_accept";
     let mut tensor = Tensor::zeros([100_000], (Kind::Float, tch::Device::Cpu));
     group.barrier().unwrap();
     if rank.rank() == 1 {

@@ -5,4 +5,5 @@ pub(crate) mod faults; // every failure, and what a run reports of it
 pub(crate) mod functional; // collectives that gradients flow through
 pub(crate) mod groups; // some of the ranks, asynchronous operations
 pub(crate) mod kinds; // every kind of numbers, reduction and length
+pub(crate) mod scene; // several processes that a test starts
 pub(crate) mod surface; // every public method of a group
