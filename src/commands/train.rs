@@ -224,7 +224,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     group.barrier()?;
     let (end, replicas_equal) = ending::end(&trainer, &summary, job, &group)?;
     if let Some(end) = end {
-        // Of a run that fails only the numbers are printed.
+        // A run that fails prints only its numbers.
         let text = job.printer.format() == LogFormat::Text && replicas_equal;
         if config.strategy == StrategyKind::Dp
             && text

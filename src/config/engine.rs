@@ -88,7 +88,7 @@ impl Config {
         })
     }
 
-    /// What was asked for and will not happen in a run of so many steps in all, if anything.
+    /// Returns what the user asked for and a run of so many steps never does; `None` if it does all of it.
     pub(crate) fn idle_in(&self, steps: u64) -> Option<String> {
         if let Some(idle) = self.idle_hook_in(steps) {
             return Some(idle);

@@ -333,7 +333,7 @@ mod tests {
             told("max_epochs = 3"),
             ["--schedule was \"cosine\" in the checkpoint and is \"constant\" now"]
         );
-        // Of a checkpoint without it nobody knows.
+        // A checkpoint without the key does not tell its value.
         let mut older = saved.clone();
         older.remove("max_epochs");
         let now = config(&format!("{cosine} = 3"));

@@ -53,10 +53,10 @@ pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
 }
 
 /// What the GPU of each rank of `history` has done of what the rank has launched, in the order in which it began: nothing
-/// where there is none, or where its times are not known.
+/// where there is none, or where its times are not known. All are in the lane of this number.
 ///
 /// A rank waits on its GPU: for the last whose GPU comes to a collective. They are on the clock of the host.
-pub(super) fn gpu_slices(history: &History) -> Vec<Vec<Slice>> {
+pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
     let on_gpu = |rank: &OfRank| {
         let done = |it: &Record| {
             let [arrived, ended] = it.on_gpu?;
@@ -71,7 +71,9 @@ pub(super) fn gpu_slices(history: &History) -> Vec<Vec<Slice>> {
         }
     };
     let ranks = history.ranks.iter().map(on_gpu).collect();
-    slices(&History { ranks, groups: history.groups.clone(), ..*history })
+    let mut slices = slices(&History { ranks, groups: history.groups.clone(), ..*history });
+    slices.iter_mut().flatten().for_each(|it| it.lane = lane);
+    slices
 }
 
 /// A rank of this process that has not come to that meeting.

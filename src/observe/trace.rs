@@ -98,7 +98,7 @@ impl Trace<'_> {
             }
             self.rank(rank.rank, slices)?;
         }
-        for (rank, slices) in self.history.ranks.iter().zip(&gpu_slices(self.history)) {
+        for (rank, slices) in self.history.ranks.iter().zip(&gpu_slices(self.history, GPU)) {
             if !slices.is_empty() {
                 self.name(
                     "thread_name",
@@ -107,8 +107,8 @@ impl Trace<'_> {
                 )?;
             }
             for slice in slices {
-                self.slice(rank.rank, &Slice { lane: GPU, ..*slice })?;
-                self.waiting(rank.rank, &Slice { lane: GPU, ..*slice })?;
+                self.slice(rank.rank, slice)?;
+                self.waiting(rank.rank, slice)?;
             }
         }
         let lost: Map<String, Value> = (self.history.ranks.iter())

@@ -86,8 +86,7 @@ pub(crate) trait Backend: Send {
     /// The mean weight of all ranks in the last call, which had weights.
     fn mean_weight(&self) -> f64;
 
-    /// Returns once nothing that this rank has launched waits for another rank any more.
-    /// Does `meanwhile` again and again.
+    /// Does `meanwhile` again and again until nothing that this rank has launched waits for another rank any more.
     fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()>;
 
     /// Parts from the other ranks: together if all is well, at once if the run was cancelled.

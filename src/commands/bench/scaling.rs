@@ -48,7 +48,7 @@ struct Row {
     us_per_step: f64,
     /// Of all ranks together.
     samples_per_second: f64,
-    /// Of one rank with `threads_per_rank` threads.
+    /// Those of one rank with `threads_per_rank` threads.
     samples_per_second_of_one: f64,
     /// `samples_per_second` by `world_size` times those of that one: 1 if N ranks are N times as fast as one.
     efficiency: f64,
@@ -167,7 +167,7 @@ pub fn bench_scaling(
     let one_of = |case: &Case| cases.iter().find(|it| (it.scaling, it.ranks) == (case.scaling, 1));
     let bases: Vec<Case> =
         cases.iter().map(|case| case.base(one_of(case).unwrap_or(case))).collect();
-    // What is the same is measured once.
+    // Equal cases are measured once.
     let mut measured: Vec<Case> = Vec::new();
     for case in cases.iter().chain(&bases) {
         if !measured.iter().any(|it| it.is_same(case)) {

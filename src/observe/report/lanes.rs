@@ -61,14 +61,12 @@ impl Lanes {
         let most = MOST / history.ranks.len().max(1);
         let mut places = Places::default();
         let mut lost = 0;
-        let on_gpu = |mut slices: Vec<Slice>| {
-            slices.iter_mut().for_each(|it| it.lane = 1);
-            slices
-        };
         let lane = |((of_rank, mut slices), gpu): ((&OfRank, Vec<Slice>), Vec<Slice>)| {
-            let has_gpu = !gpu.is_empty();
-            slices.extend(on_gpu(gpu));
-            slices.sort_by_key(|it| it.arrived);
+            let on_gpu = !gpu.is_empty();
+            if on_gpu {
+                slices.extend(gpu);
+                slices.sort_by_key(|it| it.arrived);
+            }
             let mut too_many = slices.len().saturating_sub(most);
             if too_many > 0 {
                 let is_step = |it: &Slice| it.begin.at.operation == Operation::Step;
@@ -78,11 +76,11 @@ impl Lanes {
             Lane {
                 rank: of_rank.rank,
                 device: of_rank.device.clone(),
-                on_gpu: has_gpu,
+                on_gpu,
                 records: slices[too_many..].iter().map(|it| short(it, &mut places)).collect(),
             }
         };
-        let slices = history.ranks.iter().zip(slices(history)).zip(gpu_slices(history));
+        let slices = history.ranks.iter().zip(slices(history)).zip(gpu_slices(history, 1));
         let ranks = slices.map(lane).collect();
         let operations = Operation::ALL.iter().map(ToString::to_string).collect();
         Self { end: micros(history.taken), lost, operations, places: places.names, ranks }

@@ -186,7 +186,9 @@ impl Network {
         mean_weight: Option<f64>,
         describe: impl Fn() -> String,
     ) -> Result<()> {
-        mean_weight.into_iter().for_each(|mean| self.set_weight(mean));
+        if let Some(mean) = mean_weight {
+            self.set_weight(mean);
+        }
         let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
         self.exchange(call, &none, 0, describe)
     }

@@ -6,7 +6,6 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_int};
-use std::fmt;
 use std::sync::Arc;
 
 use cudarc::nccl::sys::{self, ncclResult_t};
@@ -24,23 +23,15 @@ thread_local! {
 pub(super) struct Communicator {
     comm: sys::ncclComm_t,
     run: Arc<Run>,
-    /// The rank's number in the run.
-    rank: usize,
 }
 
 // SAFETY: a communicator may be used from any thread, by one at a time.
 unsafe impl Send for Communicator {}
 
-impl fmt::Debug for Communicator {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Communicator").field("rank", &self.rank).finish_non_exhaustive()
-    }
-}
-
 impl Communicator {
-    /// Returns one that has not joined anything, of the rank with this number in the run.
-    pub(super) fn new(run: Arc<Run>, rank: usize) -> Self {
-        Self { comm: std::ptr::null_mut(), run, rank }
+    /// Returns one that has not joined anything.
+    pub(super) fn new(run: Arc<Run>) -> Self {
+        Self { comm: std::ptr::null_mut(), run }
     }
 
     /// Begins to join the communicator `id` of `size` ranks as number `place`, with the thread's current device. Follows
@@ -116,12 +107,11 @@ impl Drop for Communicator {
 /// is left then is aborted. All ranks come here, so that finalizing can end.
 pub(super) fn end_all(run: &Run, rank: usize) {
     let left = RefCell::new(ENDING.take());
-    let ended = run.poll(rank, || {
+    // The rank's function is over; nobody is left to be told how this ends.
+    let _ = run.poll(rank, || {
         left.borrow_mut().retain_mut(|it| !it.try_end());
         Ok(left.borrow().is_empty())
     });
-    // The rank's function is over; nobody is left to be told.
-    drop(ended);
 }
 
 pub(super) fn is_failure(result: &ncclResult_t) -> bool {

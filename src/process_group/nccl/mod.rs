@@ -96,9 +96,8 @@ impl Nccl {
     ) -> Result<Self> {
         let token = Tensor::f_zeros([1], (Kind::Float, Device::Cuda(gpu)))
             .map_err(Error::torch("allocating on the GPU"))?;
-        let (run, global_rank) = (shared.run().clone(), shared.members()[rank]);
         let mut nccl = Self {
-            communicator: Communicator::new(run, global_rank),
+            communicator: Communicator::new(shared.run().clone()),
             rank,
             gpu,
             seat: shared.seat(rank),
@@ -161,7 +160,7 @@ impl Nccl {
     /// Parts from the other ranks, those of messages first.
     fn leave(&mut self) {
         self.pairs.clear();
-        let none = Communicator::new(self.shared.run().clone(), self.global_rank());
+        let none = Communicator::new(self.shared.run().clone());
         std::mem::replace(&mut self.communicator, none).leave();
     }
 
