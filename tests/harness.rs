@@ -72,6 +72,16 @@ pub(crate) fn program(args: &[&str]) -> Command {
     command
 }
 
+/// The program, seeing the GPUs that the tests see.
+pub(crate) fn program_on_gpus(args: &[&str]) -> Command {
+    let mut command = program(args);
+    match std::env::var_os("CUDA_VISIBLE_DEVICES") {
+        Some(devices) => command.env("CUDA_VISIBLE_DEVICES", devices),
+        None => command.env_remove("CUDA_VISIBLE_DEVICES"),
+    };
+    command
+}
+
 /// Has a process see no GPU, and no launcher.
 pub(crate) fn without_launcher(command: &mut Command) -> &mut Command {
     for name in LAUNCHERS {

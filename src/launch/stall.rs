@@ -112,11 +112,14 @@ pub(super) fn table(run: &Run, here: Range<usize>) -> String {
     lines.join("\n")
 }
 
-/// `; its GPU had completed all_reduce #117 when it last looked`, of a rank that only launches.
+/// `; launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`, of a rank with a GPU.
 fn on_gpu(seen: &[Seen]) -> String {
-    let done = seen.iter().rev().find(|it| it.group.is_some() && it.on_gpu.is_some());
-    done.map_or(String::new(), |it| {
-        format!("; its GPU had completed {} when it last looked", name(it))
+    let of_group = || seen.iter().rev().filter(|it| it.group.is_some());
+    let launched = of_group().find(|it| it.ended.is_some());
+    let done = of_group().find(|it| it.on_gpu.is_some());
+    launched.zip(done).map_or(String::new(), |(launched, done)| {
+        let [launched, done] = [launched, done].map(name);
+        format!("; launched up to {launched}; its GPU had completed {done} when it last looked")
     })
 }
 

@@ -41,6 +41,8 @@ struct Launched {
     operation: Operation,
     began: Rc<Event>,
     ended: Option<Rc<Event>>,
+    /// When the GPU has begun and ended it.
+    times: Option<[Duration; 2]>,
 }
 
 impl GpuClock {
@@ -72,6 +74,9 @@ impl GpuClock {
         ended: Option<Mark>,
         begun: Option<(Mark, Operation)>,
     ) -> Result<()> {
+        if ended.is_none() && begun.is_none() {
+            return Ok(());
+        }
         let event = self.spare.pop().map_or_else(Event::timed, Ok)?;
         event.record(self.gpu)?;
         let event = Rc::new(event);
@@ -83,34 +88,44 @@ impl GpuClock {
             if self.launched.len() == MOST {
                 self.launched.pop_front();
             }
-            self.launched.push_back(Launched { mark, operation, began: event, ended: None });
+            let (ended, times) = (None, None);
+            self.launched.push_back(Launched { mark, operation, began: event, ended, times });
         }
         Ok(())
     }
 
     /// Writes down what the GPU has done meanwhile.
     pub(super) fn note_done(&mut self, run: &Run) -> Result<()> {
-        while let Some(Launched { ended: Some(ended), .. }) = self.launched.front() {
-            if !ended.is_done()? {
-                break;
+        let (origin, passed) = &self.origin;
+        for it in self.launched.iter_mut().filter(|it| it.times.is_none()) {
+            match &it.ended {
+                Some(ended) if ended.is_done()? => {
+                    let since = [it.began.since(origin)?, ended.since(origin)?];
+                    let times = since.map(|since| passed.saturating_add(since));
+                    run.timeline.note_gpu(self.rank, it.mark, times);
+                    it.times = Some(times);
+                }
+                // A collective of a phase that goes on may be done.
+                _ if !it.operation.may_wait() => {}
+                _ => break,
             }
-            let Some(Launched { mark, operation, began, ended: Some(ended) }) =
-                self.launched.pop_front()
-            else {
-                break;
-            };
-            let (origin, passed) = &self.origin;
-            let (passed, since) = (*passed, [began.since(origin)?, ended.since(origin)?]);
-            let times = since.map(|it| passed.saturating_add(it));
-            run.timeline.note_gpu(self.rank, mark, times);
+        }
+        while let Some(&Launched { operation, times: Some(times), .. }) = self.launched.front() {
             self.count(operation, times);
+            let Some(Launched { began, ended, .. }) = self.launched.pop_front() else { break };
             // What comes next in the queue has begun later.
-            if since[0] > REBASE {
+            if times[0].saturating_sub(self.origin.1) > REBASE {
                 self.origin = (began.clone(), times[0]);
             }
-            self.spare.extend([began, ended].into_iter().filter_map(Rc::into_inner));
+            self.spare
+                .extend([Some(began), ended].into_iter().flatten().filter_map(Rc::into_inner));
         }
         Ok(())
+    }
+
+    /// Whether the GPU has done all of it.
+    pub(super) fn is_idle(&self) -> bool {
+        self.launched.is_empty()
     }
 
     /// Counts the time of a phase, or of a collective within one, which comes after it in the queue.

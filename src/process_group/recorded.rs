@@ -65,9 +65,11 @@ impl ProcessGroup {
         match &self.network {
             // NCCL carries no news of a stop.
             Some(network) if self.launches && self.rank == self.shared.here().start => {
-                let sequence = self.sequence()?;
-                let before = self.activity().enter(Operation::Synchronize, sequence);
-                network.exchange_news(sequence)?;
+                let at = At { operation: Operation::Synchronize, sequence: self.sequence()? };
+                let before = self.activity().enter(at.operation, at.sequence);
+                let mark = self.record(Begin::alone(at, Location::caller()));
+                network.exchange_news(at.sequence)?;
+                self.record_end(mark);
                 self.activity().restore(before);
                 Ok(())
             }
@@ -105,16 +107,19 @@ impl ProcessGroup {
         let Note { bucket, .. } = self.recorded.note.get();
         let numel = |tensors: &[Tensor]| -> usize { tensors.iter().map(Tensor::numel).sum() };
         let most = numel(call.inputs).max(numel(call.outputs));
-        let begin = Begin {
+        self.record(Begin {
             at: call.at(),
             group: Some(self.recorded.group),
             bucket,
             amount: num_bytes(call.kind, most) as u64,
             place: call.place,
             beside: self.recorded.beside,
-        };
+        })
+    }
+
+    fn record(&self, begin: Begin) -> Mark {
         let mark = self.run().timeline.begin(self.global_rank(), begin);
-        self.on_gpu(|clock| clock.mark(None, Some((mark, call.operation))));
+        self.on_gpu(|clock| clock.mark(None, Some((mark, begin.at.operation))));
         mark
     }
 
@@ -145,16 +150,16 @@ impl ProcessGroup {
         }
     }
 
-    /// How long this rank has been at each phase so far: its GPU, where the rank only launches. Not a collective.
+    /// How long this rank has been at each phase so far: its GPU, if it has one. Not a collective.
     pub(crate) fn phase_seconds(&self) -> PhaseSeconds {
         self.note_gpu();
         let clock = self.gpu_clock.borrow();
         clock.as_ref().map_or(self.recorded.seconds.get(), GpuClock::seconds)
     }
 
-    /// Has the GPU's times recorded from now on, where the rank only launches.
+    /// Has the GPU's times recorded from now on, if this rank has one.
     pub(super) fn start_gpu_clock(&self) -> Result<()> {
-        if let (true, Device::Cuda(gpu)) = (self.launches, self.device) {
+        if let Device::Cuda(gpu) = self.device {
             let clock = GpuClock::start(self.run(), self.global_rank(), gpu)?;
             *self.gpu_clock.borrow_mut() = Some(clock);
         }
@@ -164,6 +169,17 @@ impl ProcessGroup {
     /// Records what this rank's GPU has done meanwhile, if it has one. Not a collective.
     pub(super) fn note_gpu(&self) {
         self.on_gpu(|clock| clock.note_done(self.run()));
+    }
+
+    /// Waits until this rank's GPU has done all that is recorded, if it has one. Not a collective.
+    ///
+    /// # Errors
+    /// As [`Run::poll`](crate::sync::Run::poll).
+    pub(crate) fn wait_for_gpu(&self) -> Result<()> {
+        self.run().poll(self.global_rank(), || {
+            self.note_gpu();
+            Ok(self.gpu_clock.borrow().as_ref().is_none_or(GpuClock::is_idle))
+        })
     }
 
     fn on_gpu(&self, f: impl FnOnce(&mut GpuClock) -> Result<()>) {
@@ -182,8 +198,7 @@ impl ProcessGroup {
     }
 
     fn begin_phase(&self, begin: Begin) {
-        let ended = self.recorded.phase.get().map(|it| it.mark);
-        self.close_phase();
+        let ended = self.close_phase();
         let At { operation: phase, sequence: step } = begin.at;
         let mark = self.run().timeline.begin(self.global_rank(), begin);
         self.on_gpu(|clock| clock.mark(ended, Some((mark, phase))));
@@ -226,19 +241,21 @@ impl ProcessGroup {
 
     /// Records that the phase is over, and none follows.
     pub(crate) fn end_phase(&self) {
-        let ended = self.recorded.phase.get().map(|it| it.mark);
-        self.close_phase();
+        let ended = self.close_phase();
         self.on_gpu(|clock| clock.mark(ended, None));
     }
 
-    fn close_phase(&self) {
-        let Some(Phase { is, mark, collectives, .. }) = self.recorded.phase.take() else { return };
+    /// Returns the record that is over now, if there is one.
+    fn close_phase(&self) -> Option<Mark> {
+        let Phase { is, mark, collectives, .. } = self.recorded.phase.take()?;
         let elapsed = self.run().timeline.end(self.global_rank(), mark);
         let mut seconds = self.recorded.seconds.get();
-        let Some(of_phase) = seconds.of_phase(is) else { return };
-        *of_phase += elapsed.saturating_sub(collectives).as_secs_f64();
-        seconds.collectives += collectives.as_secs_f64();
-        self.recorded.seconds.set(seconds);
+        if let Some(of_phase) = seconds.of_phase(is) {
+            *of_phase += elapsed.saturating_sub(collectives).as_secs_f64();
+            seconds.collectives += collectives.as_secs_f64();
+            self.recorded.seconds.set(seconds);
+        }
+        Some(mark)
     }
 
     /// Names this group for the timeline, as its `sequence`-th call of `parent` has made it.

@@ -74,8 +74,11 @@ fn every_bench_measures() {
     }
     for args in [&["bench", "step", "--model=mlp"][..], &["bench", "step", "--strategy=dp"]] {
         let rows = events(on_gpus(2, &[args, &["--steps=20", "--log-format=json"]].concat()));
+        let of = |key: &str| rows[0][key].as_f64().unwrap();
         assert_eq!(rows[0]["world_size"], 2, "{rows:?}");
-        assert!(rows[0]["us_per_step"].as_f64().unwrap() > 0.0, "{rows:?}");
+        for part in ["forward_us", "backward_us", "communication_us", "optimizer_us"] {
+            assert!(of(part) > 0.0 && of(part) < of("us_per_step"), "{part}: {rows:?}");
+        }
     }
 }
 
@@ -112,6 +115,19 @@ fn explain_trace_report_and_the_others_change_nothing() {
     assert!(report.contains("GPU:0") && report.contains("GPU:1"));
     assert!(fs::read_to_string(file("metrics.jsonl")).unwrap().lines().count() > 1);
     assert!(fs::read_dir(file("board")).unwrap().count() > 0);
+}
+
+#[test]
+fn the_straggler_is_found_by_the_times_of_gpus() {
+    let slow = ["--fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072"];
+    for layout in ["--spawn=threads", "--spawn=processes"] {
+        let events = gpu_events(3, &[&slow[..], &[layout]].concat());
+        let held_back = &end(&events)["held_back"];
+        assert_eq!((&held_back["rank"], &held_back["phase"]), (&1.into(), &"step".into()));
+        // Thirty steps, 60 ms each.
+        assert!(held_back["phase_seconds"].as_f64().unwrap() >= 1.7, "{layout}: {events:?}");
+    }
+    assert!(end(&gpu_events(3, &slow[1..]))["held_back"].is_null());
 }
 
 #[test]

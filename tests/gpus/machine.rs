@@ -55,7 +55,7 @@ pub(crate) fn cpu_events(ranks: usize, args: &[&str]) -> Vec<Value> {
 }
 
 /// The keys of an event that depend on time, on the machine, or on how the backend moves bytes.
-const DIFFERENT: [&str; 14] = [
+const DIFFERENT: [&str; 15] = [
     "backend",
     "backward_us",
     "bytes_received_by_rank",
@@ -64,6 +64,7 @@ const DIFFERENT: [&str; 14] = [
     "communication_us",
     "data_wait_seconds_by_rank",
     "device",
+    "held_back",
     "overlapped",
     "path",
     "peak_memory_bytes",

@@ -20,11 +20,12 @@ use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
 use crate::launch::{Backend, Nproc, Rank};
-use crate::observe::{LogFormat, Printer};
+use crate::observe::{LogFormat, PhaseSeconds, Printer};
+use crate::operation::Operation;
 use crate::torch::cuda::Cuda;
 use crate::trainer::Amp;
 
-/// The times of rank 0, in microseconds: medians over the steps.
+/// The times of rank 0, in microseconds: medians over the steps. Those of the parts are its GPU's, if it has one.
 #[derive(Debug, Serialize)]
 pub(super) struct StepTimes {
     model: &'static str,
@@ -147,7 +148,7 @@ pub(super) fn step_on(
     let Training { mut ddp, mut optimizer, schedule, loader, .. } =
         Training::new(rank, &group, config, dataset, &Origin::default())?;
     let mut scaler = config.amp.grad_scaler(&ddp)?;
-    let mut times: Vec<[Duration; 5]> = Vec::with_capacity(steps);
+    let mut times: Vec<[f64; 5]> = Vec::with_capacity(steps);
     let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // of each bucket, as a share of backward
     let mut epoch = 0;
     while times.len() < WARM_UP + steps {
@@ -155,6 +156,7 @@ pub(super) fn step_on(
         loop {
             let asked = Instant::now();
             let Some(batch) = batches.next().transpose()? else { break };
+            let earlier = group.phase_seconds();
             group.enter_step(times.len() as u64)?;
             // A batch from rank 0 is part of the step; one's own is two views of what is there.
             let began = if let Loader::Scattered(_) = loader { asked } else { Instant::now() };
@@ -163,7 +165,6 @@ pub(super) fn step_on(
                 let _autocast = config.amp.autocast(rank.device())?;
                 config.loss.of(&ddp.forward(&batch.inputs), &batch.targets)?
             };
-            group.synchronize()?; // on a GPU, so that each part's time is its own
             let forward = began.elapsed();
             let before = ddp.communication_time();
             let scaled = scaler.scale(&loss)?;
@@ -171,13 +172,13 @@ pub(super) fn step_on(
                 true => ddp.backward_part(&scaled, batch.len() as f64)?,
                 false => ddp.backward(&scaled)?,
             }
-            let launched = began.elapsed() - forward;
-            group.synchronize()?;
             let backward = began.elapsed() - forward;
             let communication = ddp.communication_time() - before;
-            let whole = launched.saturating_sub(communication).as_secs_f64();
+            let autograd = backward.saturating_sub(communication);
+            let whole = autograd.as_secs_f64();
             let share = |time: Option<Duration>| time.map_or(1.0, |it| it.as_secs_f64() / whole);
             complete.push(ddp.bucket_times().into_iter().map(share).collect());
+            group.next_phase(Operation::Optimizer);
             if let Some(optimizer) = &mut optimizer {
                 scaler.unscale_()?;
                 if let Some(max_norm) = config.max_grad_norm {
@@ -186,10 +187,16 @@ pub(super) fn step_on(
                 scaler.step(&mut **optimizer, schedule.lr(epoch, times.len() as u64))?;
                 scaler.update()?;
             }
+            group.end_phase();
             group.synchronize()?;
+            group.wait_for_gpu()?;
             let total = began.elapsed();
-            let autograd = backward.saturating_sub(communication);
-            times.push([total, forward, autograd, communication, total - forward - backward]);
+            let on_host =
+                [total, forward, autograd, communication, total - forward - backward].map(seconds);
+            times.push(match rank.device() {
+                Device::Cuda(_) => on_gpu(seconds(total), &earlier, &group.phase_seconds()),
+                _ => on_host,
+            });
         }
         epoch += 1;
     }
@@ -198,9 +205,8 @@ pub(super) fn step_on(
         return Ok(None);
     }
     let (times, complete) = (&times[WARM_UP..], &complete[WARM_UP..]);
-    let of_part = |part: usize| {
-        sorted(times.iter().map(|step| step[part].as_secs_f64() * 1e6).collect::<Vec<f64>>())
-    };
+    let of_part =
+        |part: usize| sorted(times.iter().map(|step| step[part] * 1e6).collect::<Vec<f64>>());
     let median = |column: Vec<f64>| column[column.len() / 2];
     let totals = of_part(0);
     let backward_us = median(of_part(2));
@@ -225,6 +231,23 @@ pub(super) fn step_on(
             .map(|bucket| median(shares(bucket)).min(1.0) * backward_us)
             .collect(),
     }))
+}
+
+/// The parts of a step that took `total` seconds, as the rank's GPU has done them between the times `earlier` and `later`
+/// of all steps.
+fn on_gpu(total: f64, earlier: &PhaseSeconds, later: &PhaseSeconds) -> [f64; 5] {
+    let part = |of: fn(&PhaseSeconds) -> f64| of(later) - of(earlier);
+    [
+        total,
+        part(|it| it.step + it.data + it.forward),
+        part(|it| it.backward),
+        part(|it| it.collectives),
+        part(|it| it.optimizer),
+    ]
+}
+
+fn seconds(time: Duration) -> f64 {
+    time.as_secs_f64()
 }
 
 fn sorted(mut column: Vec<f64>) -> Vec<f64> {

@@ -1,6 +1,7 @@
 //! The end of a run: what each rank has to tell, and what rank 0 makes of it.
 
 use serde::{Deserialize, Serialize};
+use tch::Device;
 
 use super::super::cores;
 use super::Job;
@@ -79,8 +80,7 @@ pub(super) fn end(
         bytes_received_by_rank: of_ranks.iter().map(|it| it.received).collect(),
         data_wait_seconds_by_rank: by_rank(|it| it.waited),
         collective_seconds_by_rank: by_rank(|it| it.phases.collectives),
-        // On a GPU a collective ends when it is launched.
-        held_back: if group.backend() == "nccl" { None } else { held_back(&phases, seconds) },
+        held_back: held_back(&phases, seconds),
         peak_memory_bytes: peak_memory(),
         skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
         scale: trainer.scaler().state().map(|scaler| scaler.scale),
@@ -139,11 +139,9 @@ fn verdict(
     group: &ProcessGroup,
 ) -> Verdict {
     let config = &job.config;
-    if group.backend() == "nccl" {
-        let why = "On GPUs a phase ends when its kernels are launched: see the samples per second, and a profiler.";
-        return Verdict { advice: vec![why.into()], ..Verdict::default() };
-    }
-    let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
+    let on_cpu = group.device() == Device::Cpu;
+    // Rank 0 does not see how its GPU overlaps the two.
+    let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1 && on_cpu;
     let overlapped = overlaps.then_some(hidden);
     let held_back = held_back_longer(&phases, end.seconds, SHOWN);
     let measured = Measured {
@@ -156,11 +154,11 @@ fn verdict(
         num_workers: config.num_workers,
         backend: group.backend(),
         seconds: end.seconds,
-        cores: Cores {
+        cores: on_cpu.then(|| Cores {
             count: cores(),
             local_ranks: job.launched.placement.devices.len(),
             threads_per_rank: job.launched.placement.threads_per_rank,
-        },
+        }),
         losses: job.seen.losses(),
         lr: config.lr_for(group.world_size()).0,
         fitting_config: (config.dataset == DatasetSpec::Digits).then_some("configs/digits.toml"),

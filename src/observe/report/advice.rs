@@ -16,7 +16,8 @@ pub(crate) struct Measured<'a> {
     pub backend: &'a str,
     /// How long the run took.
     pub seconds: f64,
-    pub cores: Cores,
+    /// None of ranks on GPUs.
+    pub cores: Option<Cores>,
     /// The mean loss of the first quarter of the run, and of the last, if it was recorded often enough.
     pub losses: Option<[f64; 2]>,
     pub lr: f64,
@@ -38,6 +39,23 @@ impl Cores {
     /// Whether the ranks, with all threads of libtorch, have a core each and more to spare.
     fn to_spare(self) -> bool {
         self.local_ranks * self.threads_per_rank < self.count
+    }
+
+    /// Returns whether more ranks may pay, as a sentence.
+    fn advice(self) -> String {
+        let Self { count, local_ranks, .. } = self;
+        let s = if count == 1 { "" } else { "s" };
+        if self.to_spare() || (local_ranks == 1 && count > 1) {
+            format!(
+                "ddp-mp bench scaling measures whether more ranks pay on the {count} core{s} of this machine."
+            )
+        } else {
+            let ranks = if local_ranks == 1 { "rank uses" } else { "ranks use" };
+            format!(
+                "{local_ranks} {ranks} all of this machine's {count} core{s}: more ranks need more cores, here or on \
+                 other machines."
+            )
+        }
     }
 }
 
@@ -146,27 +164,15 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
         }
     }
     if advice.is_empty() {
-        let Cores { count, local_ranks, .. } = run.cores;
         let (own, seconds) = (100.0 * outside, run.seconds);
-        let s = if count == 1 { "" } else { "s" };
         let stands_out = match ranks > 1.0 {
             true => format!(
                 "Nothing stands out: the ranks spent {own:.0} % of their steps outside collectives."
             ),
             false => format!("This was one rank alone, for {seconds:.1} s."),
         };
-        let more = if run.cores.to_spare() || (local_ranks == 1 && count > 1) {
-            format!(
-                "ddp-mp bench scaling measures whether more ranks pay on the {count} core{s} of this machine."
-            )
-        } else {
-            let ranks = if local_ranks == 1 { "rank uses" } else { "ranks use" };
-            format!(
-                "{local_ranks} {ranks} all of this machine's {count} core{s}: more ranks need more cores, here or on \
-                 other machines."
-            )
-        };
-        advice.push(format!("{stands_out} {more}"));
+        let more = run.cores.map_or(String::new(), |it| format!(" {}", it.advice()));
+        advice.push(format!("{stands_out}{more}"));
     }
     advice
 }
@@ -186,7 +192,7 @@ mod tests {
             num_workers: 0,
             backend: "gloo",
             seconds: 10.0,
-            cores: Cores { count: 8, local_ranks: phases.len(), threads_per_rank: 1 },
+            cores: Some(Cores { count: 8, local_ranks: phases.len(), threads_per_rank: 1 }),
             losses: Some([1.0, 0.5]),
             lr: 0.001,
             fitting_config: None,
@@ -253,7 +259,7 @@ mod tests {
         let well = PhaseSeconds { forward: 4.0, backward: 5.0, ..Default::default() };
         let told = |phases: &[PhaseSeconds], count, threads_per_rank| {
             let cores = Cores { count, local_ranks: phases.len(), threads_per_rank };
-            advice(Measured { cores, ..run(phases) }).remove(0)
+            advice(Measured { cores: Some(cores), ..run(phases) }).remove(0)
         };
         let none = ": more ranks need more cores, here or on other machines.";
         for (ranks, count, threads) in [(2, 2, 1), (4, 2, 1), (2, 8, 4), (1, 1, 1)] {
@@ -267,5 +273,10 @@ mod tests {
                 "{ranks} ranks, {count} cores: {told}"
             );
         }
+        // On GPUs it is not cores that ranks need.
+        assert_eq!(
+            advice(Measured { cores: None, ..run(&[well; 2]) }),
+            ["Nothing stands out: the ranks spent 100 % of their steps outside collectives."]
+        );
     }
 }
