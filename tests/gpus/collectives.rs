@@ -4,35 +4,39 @@
 
 use std::env;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::rc::Rc;
 
-use ddp_mp::launch::{Joining, LaunchOptions, Nproc, detect};
+use ddp_mp::launch::{Joining, detect};
 use ddp_mp::torch::cuda;
 use ddp_mp::{Backend, ProcessGroup};
 
 use crate::harness::{TIMEOUT, free_port, join};
 use crate::machine::simulate;
 use crate::shared::surface::{self, Seen, Surface, from_lines, with_threads};
-use crate::shared::{coalesced, functional, groups, kinds};
+use crate::shared::{coalesced, functional, groups, kinds, scene};
 
 /// How many ranks each process has.
 const LAYOUTS: [&[usize]; 3] = [&[4], &[1, 1], &[2, 2]];
 
 /// Runs the scene `name` with a simulated GPU for each rank, and returns what the processes write.
 fn play(name: &str, ranks: &[usize]) -> String {
+    play_with(name, ranks, |_, _| {})
+}
+
+/// The same, after `prepare` for each process, by its number.
+fn play_with(name: &str, ranks: &[usize], prepare: impl Fn(usize, &mut Command)) -> String {
     let folder = tempfile::tempdir().unwrap();
     let port = free_port();
     let start = |(process, count): (usize, &usize)| {
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["collectives::child", "--exact", "--nocapture"]);
+        let mut command = scene::process("collectives::child", name, process, ranks, port);
         simulate(&mut command, ranks.iter().sum());
         let first: usize = ranks[..process].iter().sum();
         let mine: Vec<String> = (first..first + count).map(|gpu| gpu.to_string()).collect();
         command.env("CUDA_VISIBLE_DEVICES", mine.join(","));
-        command.env("DDP_MP_SCENE", format!("{name} {process} {} {count} {port}", ranks.len()));
         command.env("DDP_MP_FOLDER", folder.path());
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        prepare(process, &mut command);
+        command.spawn().unwrap()
     };
     let mut all = String::new();
     for output in join(ranks.iter().enumerate().map(start).collect()) {
@@ -48,22 +52,12 @@ fn play(name: &str, ranks: &[usize]) -> String {
 /// Nothing, unless a test of this file has started this process for a scene.
 #[test]
 fn child() {
-    let Ok(scene) = env::var("DDP_MP_SCENE") else { return };
-    let words: Vec<&str> = scene.split(' ').collect();
-    let number = |place: usize| words[place].parse::<usize>().unwrap();
-    let options = LaunchOptions {
-        nnodes: Some(number(2)),
-        node_rank: (number(2) > 1).then_some(number(1)),
-        master_addr: Some("127.0.0.1".into()),
-        master_port: Some(number(4) as u16),
-        nproc: Nproc::Count(number(3)),
-        ..LaunchOptions::default()
-    };
+    let Some((name, options)) = scene::mine() else { return };
     let cuda = cuda::load();
     let launch = detect(&|_| None, &options, cuda.usable()).unwrap();
     let launched = launch.join(&cuda, Joining { timeout: TIMEOUT, ..Joining::default() }).unwrap();
     assert_eq!(launched.placement.backend, Backend::Nccl);
-    let play: fn(&Rc<ProcessGroup>) -> anyhow::Result<()> = match words[0] {
+    let play: fn(&Rc<ProcessGroup>) -> anyhow::Result<()> = match &name[..] {
         "asynchronous" => |group| groups::asynchronous(group),
         "coalesced" => |group| Ok(coalesced::compare(group)?),
         "functional" => |group| Ok(functional::compare(group)?),
@@ -92,6 +86,22 @@ fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     let seen = Surface::new(group.clone(), Backend::Nccl, of_process, Path::new(&folder)).run();
     println!("{}", surface::lines(group.rank(), &seen));
     Ok(())
+}
+
+/// Ranks leave groups, and the run, as soon as they are through. An abort would cut off what they have sent.
+#[test]
+fn what_is_on_its_way_to_another_host_arrives() {
+    let on_own_host = |process: usize, command: &mut Command| {
+        command.env("SIM_HOST", process.to_string()).env("SIM_NCCL_ABORT_CUTS", "1");
+    };
+    for ranks in [&[1, 1][..], &[2, 2]] {
+        for name in ["kinds", "coalesced", "asynchronous", "surface"] {
+            play_with(name, ranks, on_own_host);
+        }
+    }
+    for ranks in [&[2, 2][..], &[2, 1, 3]] {
+        play_with("groups", ranks, on_own_host);
+    }
 }
 
 #[test]

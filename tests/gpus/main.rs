@@ -14,8 +14,11 @@ mod shared;
 mod collectives; // every collective, message and group with NCCL
 mod commands; // verify, comm, bench; what a run writes; the lessons
 mod failures; // every kind of failure, at every stage, of threads and processes
+mod hardware; // the same options on a GPU that is there: `make gpu-pack`
 mod layouts; // ranks on one GPU, launchers, checkpoints that move
 mod libraries; // libraries that are missing
 mod machine; // a machine with simulated GPUs
+mod nccl_faults; // calls of NCCL's that fail
 mod same; // the same bits as on CPU ranks, whatever the options
 mod schedules; // random orders of work, allocations that wait
+mod steps; // what a step costs besides its work

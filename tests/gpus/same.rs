@@ -21,7 +21,7 @@ pub(crate) fn args(row: &str) -> Vec<&str> {
     base.1.iter().copied().chain(words).collect()
 }
 
-/// Runs each row on both, and compares all results to the bit.
+/// Runs each row, a number of ranks and their options, on both, and compares all results to the bit.
 #[track_caller]
 fn same(rows: &[(usize, &str)]) {
     for &(ranks, row) in rows {
@@ -34,116 +34,128 @@ fn same(rows: &[(usize, &str)]) {
     }
 }
 
+pub(crate) const MODELS: &[(usize, &str)] = &[
+    (1, "linear"),
+    (2, "linear --max-epochs=2"),
+    (3, "linear --out-features=3 --in-features=5 --seed=7"),
+    (4, "linear"),
+    (2, "linear --loss=cross-entropy --out-features=4"),
+    (4, "mlp --max-epochs=2"),
+    (2, "mlp --activation=tanh"),
+    (2, "mlp --activation=gelu --hidden=300,300 --bucket-cap-mb=0.1"),
+    (2, "mlp --activation=sigmoid --hidden=32"),
+    (2, "mlp --dropout=0.3"),
+    (1, "cnn"),
+    (3, "cnn"),
+    (2, "cnn --channels=8,16,8 --activation=gelu"),
+    (2, "cnn --no-broadcast-buffers"),
+    (2, "cnn --sync-batch-norm"),
+    (4, "cnn --sync-batch-norm --val-fraction=0.25"),
+    (2, "digits"),
+];
+
 #[test]
 fn models() {
-    same(&[
-        (1, "linear"),
-        (2, "linear --max-epochs=2"),
-        (3, "linear --out-features=3 --in-features=5 --seed=7"),
-        (4, "linear"),
-        (2, "linear --loss=cross-entropy --out-features=4"),
-        (4, "mlp --max-epochs=2"),
-        (2, "mlp --activation=tanh"),
-        (2, "mlp --activation=gelu --hidden=300,300 --bucket-cap-mb=0.1"),
-        (2, "mlp --activation=sigmoid --hidden=32"),
-        (2, "mlp --dropout=0.3"),
-        (1, "cnn"),
-        (3, "cnn"),
-        (2, "cnn --channels=8,16,8 --activation=gelu"),
-        (2, "cnn --no-broadcast-buffers"),
-        (2, "cnn --sync-batch-norm"),
-        (4, "cnn --sync-batch-norm --val-fraction=0.25"),
-        (2, "digits"),
-    ]);
+    same(MODELS);
 }
+
+pub(crate) const OPTIMIZERS: &[(usize, &str)] = &[
+    (2, "mlp --lr=0.1 --momentum=0.9"),
+    (2, "mlp --momentum=0.9 --nesterov"),
+    (3, "mlp --momentum=0.9 --dampening=0.1 --weight-decay=0.01"),
+    (2, "mlp --weight-decay=0.1 --no-decay-on-bias-and-norm"),
+    (2, "mlp --optimizer=adamw"),
+    (3, "mlp --optimizer=adamw --beta1=0.8 --beta2=0.9 --eps=0.001 --weight-decay=0.1"),
+    (2, "cnn --optimizer=adamw --no-decay-on-bias-and-norm"),
+    (2, "mlp --max-epochs=3 --schedule=cosine --eta-min=0.0001"),
+    (2, "mlp --schedule=cosine --schedule-by=step --warmup-steps=3"),
+    (2, "mlp --max-epochs=2 --schedule=multi-step --milestones=1 --gamma=0.5"),
+    (2, "mlp --scale-lr --max-grad-norm=0.1"),
+    (2, "mlp --optimizer=adamw --max-grad-norm=0.01 --accumulate=2"),
+    (2, "mlp --skip-nonfinite=5"),
+    (2, "mlp --skip-nonfinite=5 --fault=nan:rank=1,at=step,step=3"),
+    (2, "mlp --check-replicas=2 --max-steps=5"),
+];
 
 #[test]
 fn optimizers_and_schedules() {
-    same(&[
-        (2, "mlp --lr=0.1 --momentum=0.9"),
-        (2, "mlp --momentum=0.9 --nesterov"),
-        (3, "mlp --momentum=0.9 --dampening=0.1 --weight-decay=0.01"),
-        (2, "mlp --weight-decay=0.1 --no-decay-on-bias-and-norm"),
-        (2, "mlp --optimizer=adamw"),
-        (3, "mlp --optimizer=adamw --beta1=0.8 --beta2=0.9 --eps=0.001 --weight-decay=0.1"),
-        (2, "cnn --optimizer=adamw --no-decay-on-bias-and-norm"),
-        (2, "mlp --max-epochs=3 --schedule=cosine --eta-min=0.0001"),
-        (2, "mlp --schedule=cosine --schedule-by=step --warmup-steps=3"),
-        (2, "mlp --max-epochs=2 --schedule=multi-step --milestones=1 --gamma=0.5"),
-        (2, "mlp --scale-lr --max-grad-norm=0.1"),
-        (2, "mlp --optimizer=adamw --max-grad-norm=0.01 --accumulate=2"),
-        (2, "mlp --skip-nonfinite=5"),
-        (2, "mlp --skip-nonfinite=5 --fault=nan:rank=1,at=step,step=3"),
-        (2, "mlp --check-replicas=2 --max-steps=5"),
-    ]);
+    same(OPTIMIZERS);
 }
+
+pub(crate) const GRADIENTS: &[(usize, &str)] = &[
+    (3, "mlp --accumulate=3"),
+    (2, "cnn --accumulate=2 --sync-batch-norm"),
+    (4, "mlp --bucket-cap-mb=0.001"),
+    (2, "mlp --no-overlap"),
+    (2, "mlp --no-overlap --bucket-cap-mb=0.001"),
+    (2, "mlp --comm-hook=fp16"),
+    (2, "mlp --comm-hook=bf16 --accumulate=2"),
+    (2, "mlp --comm-hook=powersgd --powersgd-start=3"),
+    (3, "mlp --comm-hook=powersgd --powersgd-start=2 --hidden=64,64,64"),
+    (2, "mlp --find-unused-parameters"),
+    (2, "mlp --find-unused-parameters --bucket-cap-mb=0.001 --accumulate=2"),
+    (2, "mlp --static-graph --accumulate=2"),
+    (2, "mlp --exact-mean --drop-last-batch"),
+    (2, "mlp --exact-mean"),
+    (2, "mlp --check-collectives"),
+    (3, "mlp --strategy=dp --accumulate=2"),
+    (2, "cnn --strategy=dp"),
+    (2, "mlp --strategy=dp --optimizer=adamw --amp=bf16"),
+];
 
 #[test]
 fn gradients_and_their_communication() {
-    same(&[
-        (3, "mlp --accumulate=3"),
-        (2, "cnn --accumulate=2 --sync-batch-norm"),
-        (4, "mlp --bucket-cap-mb=0.001"),
-        (2, "mlp --no-overlap"),
-        (2, "mlp --no-overlap --bucket-cap-mb=0.001"),
-        (2, "mlp --comm-hook=fp16"),
-        (2, "mlp --comm-hook=bf16 --accumulate=2"),
-        (2, "mlp --comm-hook=powersgd --powersgd-start=3"),
-        (3, "mlp --comm-hook=powersgd --powersgd-start=2 --hidden=64,64,64"),
-        (2, "mlp --find-unused-parameters"),
-        (2, "mlp --find-unused-parameters --bucket-cap-mb=0.001 --accumulate=2"),
-        (2, "mlp --static-graph --accumulate=2"),
-        (2, "mlp --exact-mean --drop-last-batch"),
-        (2, "mlp --exact-mean"),
-        (2, "mlp --check-collectives"),
-        (3, "mlp --strategy=dp --accumulate=2"),
-        (2, "cnn --strategy=dp"),
-        (2, "mlp --strategy=dp --optimizer=adamw --amp=bf16"),
-    ]);
+    same(GRADIENTS);
 }
+
+pub(crate) const DATA: &[(usize, &str)] = &[
+    (3, "mlp --drop-last"),
+    (3, "mlp --drop-last-batch"),
+    (2, "mlp --no-shuffle --batch-size=7"),
+    (2, "mlp --num-workers=1"),
+    (2, "mlp --num-workers=3 --prefetch-factor=4 --batch-size=7"),
+    (2, "digits --num-workers=2"),
+    (2, "mlp --val-fraction=0.2"),
+    (2, "digits --val-fraction=0.2 --num-workers=1 --val-every=2 --max-epochs=3"),
+    (2, "cnn --val-fraction=0.2 --num-workers=2"),
+    (2, "mlp --val-fraction=0.2 --patience=1 --max-epochs=5"),
+];
 
 #[test]
 fn data_and_validation() {
-    same(&[
-        (3, "mlp --drop-last"),
-        (3, "mlp --drop-last-batch"),
-        (2, "mlp --no-shuffle --batch-size=7"),
-        (2, "mlp --num-workers=1"),
-        (2, "mlp --num-workers=3 --prefetch-factor=4 --batch-size=7"),
-        (2, "digits --num-workers=2"),
-        (2, "mlp --val-fraction=0.2"),
-        (2, "digits --val-fraction=0.2 --num-workers=1 --val-every=2 --max-epochs=3"),
-        (2, "cnn --val-fraction=0.2 --num-workers=2"),
-        (2, "mlp --val-fraction=0.2 --patience=1 --max-epochs=5"),
-    ]);
+    same(DATA);
 }
+
+pub(crate) const MIXED_PRECISION: &[(usize, &str)] = &[
+    (2, "mlp --amp=bf16"),
+    (2, "mlp --amp=fp16"),
+    (3, "mlp --amp=fp16 --optimizer=adamw --accumulate=2 --max-grad-norm=0.1"),
+    (2, "mlp --dropout=0.2 --optimizer=adamw --amp=bf16"),
+    (2, "mlp --amp=fp16 --val-fraction=0.2 --num-workers=1"),
+    (2, "images --amp=bf16 --sync-batch-norm"),
+    (2, "images --amp=fp16"),
+];
 
 #[test]
 fn mixed_precision() {
-    same(&[
-        (2, "mlp --amp=bf16"),
-        (2, "mlp --amp=fp16"),
-        (3, "mlp --amp=fp16 --optimizer=adamw --accumulate=2 --max-grad-norm=0.1"),
-        (2, "mlp --dropout=0.2 --optimizer=adamw --amp=bf16"),
-        (2, "mlp --amp=fp16 --val-fraction=0.2 --num-workers=1"),
-        (2, "images --amp=bf16 --sync-batch-norm"),
-        (2, "images --amp=fp16"),
-    ]);
+    same(MIXED_PRECISION);
 }
+
+pub(crate) const PROCESSES: &[(usize, &str)] = &[
+    (1, "linear --spawn=processes"),
+    (2, "mlp --spawn=processes"),
+    (3, "mlp --spawn=processes --bucket-cap-mb=0.001"),
+    (2, "cnn --spawn=processes --sync-batch-norm"),
+    (2, "mlp --spawn=processes --strategy=dp"),
+    (2, "mlp --spawn=processes --num-workers=2 --optimizer=adamw"),
+    (2, "mlp --spawn=processes --amp=fp16"),
+    (2, "mlp --spawn=processes --exact-mean"),
+    (2, "mlp --spawn=processes --check-collectives --find-unused-parameters"),
+];
 
 #[test]
 fn ranks_that_are_processes() {
-    same(&[
-        (1, "linear --spawn=processes"),
-        (2, "mlp --spawn=processes"),
-        (3, "mlp --spawn=processes --bucket-cap-mb=0.001"),
-        (2, "cnn --spawn=processes --sync-batch-norm"),
-        (2, "mlp --spawn=processes --strategy=dp"),
-        (2, "mlp --spawn=processes --num-workers=2 --optimizer=adamw"),
-        (2, "mlp --spawn=processes --amp=fp16"),
-        (2, "mlp --spawn=processes --exact-mean"),
-        (2, "mlp --spawn=processes --check-collectives --find-unused-parameters"),
-    ]);
+    same(PROCESSES);
 }
 
 /// Rows whose bits differ, by how much their losses may, and why.

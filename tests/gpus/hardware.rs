@@ -1,0 +1,65 @@
+//! The same options on the GPU of this machine and on its CPU: for the pack of `make gpu-pack`, which reads what this prints.
+
+use std::sync::Mutex;
+
+use serde_json::{Value, json};
+
+use crate::harness::program_on_gpus;
+use crate::machine::{cpu_events, events, in_parallel};
+use crate::same::{DATA, GRADIENTS, MIXED_PRECISION, MODELS, OPTIMIZERS, args};
+
+/// How far a loss on a GPU may be from that on the CPU, as a share of it: its kernels add up in another order.
+const TOLERANCE: f64 = 1e-3;
+
+/// The same where something has half precision, of which two to three digits are exact.
+const TOLERANCE_OF_HALF: f64 = 3e-2;
+
+/// Returns the largest difference of two runs' losses, as a share of them; infinite where they tell of different things.
+fn difference(here: &[Value], there: &[Value]) -> f64 {
+    let of_pair = |(here, there): (&Value, &Value)| {
+        let is_same = ["event", "steps", "epoch"].iter().all(|key| here[key] == there[key]);
+        match (here["loss"].as_f64(), there["loss"].as_f64()) {
+            (Some(here), Some(there)) if is_same => ((here - there) / there).abs(),
+            (None, None) if is_same => 0.0,
+            _ => f64::INFINITY,
+        }
+    };
+    let sorted = |events: &[Value]| {
+        let mut events = events.to_vec();
+        events.sort_by_key(|it| (it["epoch"].as_u64(), it["rank"].as_u64()));
+        events
+    };
+    let (here, there) = (sorted(here), sorted(there));
+    let pairs = here.iter().zip(&there).map(of_pair);
+    let lost = if here.len() == there.len() { 0.0 } else { f64::INFINITY };
+    pairs.fold(lost, f64::max)
+}
+
+#[test]
+#[ignore = "for a machine with a GPU: run.sh of `make gpu-pack` runs it"]
+fn losses_on_this_gpu_are_those_of_its_cpu() {
+    let with_nccl = [MODELS, MIXED_PRECISION].concat();
+    let shared = [MODELS, OPTIMIZERS, GRADIENTS, DATA, MIXED_PRECISION].concat();
+    let mut cases: Vec<(usize, &str, &str)> =
+        shared.into_iter().map(|(ranks, row)| (ranks, "threaded", row)).collect();
+    cases.extend(with_nccl.into_iter().map(|(_, row)| (1, "nccl", row)));
+    // CUDA draws other random numbers than the CPU, and one rank has no rank 1.
+    cases.retain(|(_, _, row)| !row.contains("--dropout"));
+    let far = Mutex::new(Vec::new());
+    in_parallel(&cases, |&(ranks, backend, row)| {
+        let [count, on] = [format!("--nproc-per-node={ranks}"), format!("--backend={backend}")];
+        let options = [&args(row)[..], &["--log-format=json", &count, &on]].concat();
+        let found = difference(&events(program_on_gpus(&options)), &cpu_events(ranks, &args(row)));
+        let is_half = ["--amp", "=fp16", "=bf16"].iter().any(|it| row.contains(it));
+        let tolerance = if is_half { TOLERANCE_OF_HALF } else { TOLERANCE };
+        println!(
+            "\n{}",
+            json!({"ranks": ranks, "backend": backend, "options": row, "difference": found})
+        );
+        if found.is_nan() || found > tolerance {
+            far.lock().unwrap().push(format!("{ranks} ranks, {backend}, {row}: {found:e}"));
+        }
+    });
+    let far = far.into_inner().unwrap();
+    assert!(far.is_empty(), "losses on this GPU are not those of its CPU: {far:#?}");
+}

@@ -1,0 +1,72 @@
+//! Calls of NCCL's that fail on one rank: it is named with NCCL's words, and nobody waits for it.
+
+use serde_json::Value;
+
+use crate::harness::run_command;
+use crate::machine::{in_parallel, is_running, on_gpus};
+use crate::shared::faults;
+
+const RANKS: usize = 3;
+const RUN: [&str; 4] = ["--model=mlp", "--num-samples=400", "--max-epochs=2", "--log-format=json"];
+
+/// A fault of the stand-in for NCCL: what a rank finds at its launch of this number, counted from 1.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    kind: &'static str,
+    rank: usize,
+    launch: usize,
+    spawn: &'static str,
+}
+
+/// Launches of the broadcast at the beginning, of the first step, and of one in the midst of training.
+const LAUNCHES: [usize; 3] = [1, 4, 9];
+
+impl Case {
+    /// Returns what the program says of it, after it has run.
+    fn run(&self, timeout: &str) -> (Value, String) {
+        let Self { kind, rank, launch, spawn } = self;
+        let args = [&RUN[..], &[timeout, "--grace-period=2s", spawn]].concat();
+        let mut command = on_gpus(RANKS, &args);
+        let fault = format!("{kind}:rank={rank},call={launch}");
+        let token = format!("{} {fault} {spawn}", std::process::id());
+        command.env("SIM_NCCL_FAULT", &fault).env("DDP_MP_TEST", &token);
+        let output = run_command(command);
+        assert!(!is_running(&token), "{self:?} leaves a process behind");
+        (faults::failure(&fault, &output, *rank, "GPU"), output.2)
+    }
+}
+
+/// Returns a fault of this kind for every launch and rank, of threads and of processes.
+fn cases(kind: &'static str) -> Vec<Case> {
+    let of = |spawn| {
+        LAUNCHES
+            .into_iter()
+            .flat_map(move |launch| (0..RANKS).map(move |rank| Case { kind, rank, launch, spawn }))
+    };
+    of("--spawn=threads").chain(of("--spawn=processes")).collect()
+}
+
+#[track_caller]
+fn is_named(kind: &'static str, words: &str) {
+    in_parallel(&cases(kind), |case| {
+        let (failure, stderr) = case.run("--timeout=1h");
+        let error = failure["error"].as_str().unwrap();
+        assert!(error.contains(words), "{case:?}: {stderr}");
+    });
+}
+
+#[test]
+fn a_lost_connection() {
+    is_named("remote", "remote process exited or there was a network error");
+}
+
+#[test]
+fn a_failed_system_call() {
+    is_named("system", "unhandled system error");
+}
+
+/// The others have launched their part and wait on their GPUs: they are told, and abort.
+#[test]
+fn a_launch_that_fails_on_one_rank() {
+    is_named("launch", "unhandled cuda error");
+}
