@@ -1,6 +1,7 @@
 // Streams, events, the caching allocator and the report.
 
 #include <algorithm>
+#include <filesystem>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -182,9 +183,9 @@ void check_machine() {
   check("without record_use the other stream reads garbage", {},
         [] { check_record_use(false); });
   check("cached segments are freed when memory runs out", {{"SIM_MEMORY_MB", "24"}}, check_out_of_memory);
-  const std::string report = "/tmp/simulated-gpus-report-" + std::to_string(getpid());
+  const auto report = std::filesystem::temp_directory_path() / ("simulated-gpus-report-" + std::to_string(getpid()));
   check("the report counts", {{"SIM_REPORT", report.c_str()}, {"SIM_GPUS", "2"}}, check_report);
-  unlink(report.c_str());
+  std::filesystem::remove(report);
   check("a seed makes a schedule", {{"SIM_SEED", "7"}, {"SIM_DELAY_MAX_US", "1000"}}, check_seed);
 }
 

@@ -62,6 +62,9 @@ struct Rank {
   float value() const;
 };
 
+// A hundred sums over all ranks of numbers that begin with the rank's own, and the end of the communicator.
+void sum_and_end(Rank& rank);
+
 UniqueId new_id();
 // Runs `body` on a thread for each rank.
 void run_ranks(int size, const std::function<void(Rank&)>& body);

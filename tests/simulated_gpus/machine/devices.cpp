@@ -15,10 +15,9 @@ namespace sim {
 // No two GPUs have the same: hosts differ by a hash (FNV-1a) of their name.
 static std::string uuid_text(int physical) {
   uint32_t host = 2166136261;
-  const auto name = text_setting("SIM_HOST");
-  for (char c : name) host = (host ^ static_cast<unsigned char>(c)) * 16777619;
+  for (char c : host_name()) host = (host ^ static_cast<unsigned char>(c)) * 16777619;
   char text[64];
-  snprintf(text, sizeof text, "GPU-%08x-0000-4000-8000-%012x", name.empty() ? 0x53494d00 : host, physical);
+  snprintf(text, sizeof text, "GPU-%08x-0000-4000-8000-%012x", host, physical);
   return text;
 }
 

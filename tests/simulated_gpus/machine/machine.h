@@ -19,6 +19,8 @@ struct Event;
 // An environment variable as a number; `fallback` if it is unset or empty.
 long setting(const char* name, long fallback);
 std::string text_setting(const char* name, const char* fallback = "");
+// The name of the host that this process is on: SIM_HOST, or the system's.
+std::string host_name();
 // Prints to stderr if SIM_TRACE=1.
 __attribute__((format(printf, 1, 2))) void trace(const char* format, ...);
 // Returns a random delay in microseconds, 0 without SIM_SEED. The same seed, lane and index give the same delay.

@@ -21,6 +21,12 @@ std::string text_setting(const char* name, const char* fallback) {
   return text == nullptr || *text == 0 ? fallback : text;
 }
 
+std::string host_name() {
+  char name[256] = "";
+  gethostname(name, sizeof name - 1);
+  return text_setting("SIM_HOST", name);
+}
+
 void trace(const char* format, ...) {
   static const bool is_on = setting("SIM_TRACE", 0) != 0;
   if (!is_on) return;

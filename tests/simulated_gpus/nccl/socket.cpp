@@ -140,38 +140,31 @@ File connect_to(const Address& address, const Stop& stop) {
   return error == 0 ? std::move(file) : File();
 }
 
-bool send_all(int file, const void* data, size_t size, const Stop& stop) {
-  auto* next = static_cast<const char*>(data);
-  while (size > 0) {
+// Moves all of `size` bytes by calls of `move`, which takes where to go on and how many are left; false when stopped.
+template <class Move>
+static bool move_all(int file, short events, size_t size, const Stop& stop, Move move) {
+  for (size_t done = 0; done < size;) {
     if (stop) return false;
-    const ssize_t sent = send(file, next, size, MSG_NOSIGNAL);
-    if (sent > 0) {
-      next += sent;
-      size -= static_cast<size_t>(sent);
-    } else if (sent < 0 && (errno == EAGAIN || errno == EINTR)) {
-      if (!await(file, POLLOUT, stop)) return false;
-    } else {
+    const ssize_t moved = move(done, size - done);
+    if (moved > 0) {
+      done += static_cast<size_t>(moved);
+    } else if (moved == 0 || (errno != EAGAIN && errno != EINTR) || !await(file, events, stop)) {
       return false;
     }
   }
   return true;
 }
 
+bool send_all(int file, const void* data, size_t size, const Stop& stop) {
+  auto* from = static_cast<const char*>(data);
+  return move_all(file, POLLOUT, size, stop,
+                  [&](size_t done, size_t left) { return send(file, from + done, left, MSG_NOSIGNAL); });
+}
+
 bool receive_all(int file, void* data, size_t size, const Stop& stop) {
-  auto* next = static_cast<char*>(data);
-  while (size > 0) {
-    if (stop) return false;
-    const ssize_t received = recv(file, next, size, 0);
-    if (received > 0) {
-      next += received;
-      size -= static_cast<size_t>(received);
-    } else if (received < 0 && (errno == EAGAIN || errno == EINTR)) {
-      if (!await(file, POLLIN, stop)) return false;
-    } else {
-      return false;
-    }
-  }
-  return true;
+  auto* to = static_cast<char*>(data);
+  return move_all(file, POLLIN, size, stop,
+                  [&](size_t done, size_t left) { return recv(file, to + done, left, 0); });
 }
 
 }  // namespace sim_nccl
