@@ -21,7 +21,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-gpus model check install parity safetensors tensorboard report page trace mutated mixed compare cluster-model simulated-gpus gpu-pack test-launchers python libtorch cargo
+.PHONY: help run test test-gpus model check install parity safetensors tensorboard report page trace mutated mixed compare cluster-model simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -33,7 +33,8 @@ test: cargo libtorch ## build and run the tests
 	cargo test --release
 
 test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
-	cargo test --release --no-run --test tests --test gpus --examples
+	cargo build --release --examples
+	cargo test --release --no-run --test tests --test gpus
 	@set -ex; for gpus in 1 2 4; do \
 	    SIM_GPUS=$$gpus LD_LIBRARY_PATH=$(abspath $(SIMULATED_GPUS)) cargo test --release --test tests cuda::; \
 	done
@@ -74,9 +75,9 @@ tensorboard: cargo python ## have TensorBoard read the program's files
 	cargo build --release
 	.python/bin/python tests/peers/tensorboard_reads.py $(PROGRAM)
 
-test-launchers: cargo python ## run over several processes with torchrun, mpirun, Slurm and two hosts, as far as they are there
+test-launchers: cargo python simulated-gpus ## run over several processes with torchrun, mpirun, Slurm and two hosts, as far as they are there
 	cargo build --release
-	.python/bin/python tests/launchers/launchers.py $(PROGRAM)
+	.python/bin/python tests/launchers/launchers.py $(PROGRAM) $(SIMULATED_GPUS)
 
 report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
 	cargo build --release
@@ -117,10 +118,13 @@ GPU_PACK = $(or $(CARGO_TARGET_DIR),target)/gpu-pack
 
 gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine with a GPU
 	cargo build --release --bins --examples
-	cargo test --release --no-run --test tests --message-format=json >$(GPU_PACK).json
+	cargo test --release --no-run --test tests --test gpus --message-format=json >$(GPU_PACK).json
 	python3 tests/gpu_pack/pack.py $(GPU_PACK) $(PROGRAM) $(dir $(PROGRAM))examples <$(GPU_PACK).json
 
-python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, safetensors, tensorboard, report, mixed and test-launchers
+test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
+	OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
+
+python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, safetensors, tensorboard, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python
 
 libtorch: ## fetch libtorch if need be; for a GPU or not: make libtorch LIBTORCH_SET=cuda (or cpu)

@@ -19,14 +19,10 @@ import tarfile
 import tempfile
 import time
 
+from compare import FLAGS
+
 HERE = pathlib.Path(__file__).parent.resolve()
-STEPS, EPOCHS = 1000, (2, 6)
-IMAGES = ["--in-features=784", "--out-features=10", "--loss=cross-entropy"]
-FLAGS = {
-    "linear": [],
-    "mlp": ["--model=mlp", "--hidden=1024,1024,1024"],
-    "cnn": ["--model=cnn", "--channels=16,32", *IMAGES],
-}
+EPOCHS = (2, 6)
 WORK = [("linear", "float32"), ("mlp", "float32"), ("mlp", "bf16"), ("cnn", "float32"), ("cnn", "bf16")]
 # In the order in which cuda_calls.c has them.
 CALLS = {
@@ -47,6 +43,7 @@ class Machine:
         import torch
 
         self.scratch, self.simulated, self.torch = scratch, simulated, torch
+        self.steps = 20 if simulated else 1000  # of an epoch
         with tarfile.open(HERE / "programs.tar.xz") as tar:
             tar.extractall(scratch, filter="data")
         torch_folder = pathlib.Path(torch.__file__).parent
@@ -128,6 +125,8 @@ def environment(machine):
         "load": os.getloadavg()[0],
     }
     report = json.loads(machine.run([machine.scratch / "ddp-mp", "env", "--log-format=json"]))
+    if not report["gpus"] or report["gpu_problem"]:
+        raise RuntimeError(f"no GPU can be used here: {report['gpu_problem'] or 'the driver shows none'}")
     about |= {"GPUs": report["gpus"], "NCCL": report["nccl"]}
     try:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
@@ -143,16 +142,27 @@ def tests(machine):
     return {"summary": re.findall(r"test result: (.*?);", text), "skipped": re.findall(r"skipped (.*)", text)}
 
 
+def options(machine):
+    """The losses of many sets of options on the GPU, with one rank and with several that share it, and on the CPU."""
+    test = [machine.scratch / "tests-gpus", "--ignored", "--exact", "--nocapture"]
+    test.append("hardware::losses_on_this_gpu_are_those_of_its_cpu")
+    lines = machine.run(test).splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    largest = max(rows, key=lambda row: row["difference"])
+    equal = sum(row["difference"] == 0 for row in rows)
+    return {"sets of options": len(rows), "of equal losses": equal, "largest difference": largest}
+
+
 def speed_of_program(machine, kind, dtype, epochs):
     amp = ["--amp=bf16"] if dtype == "bf16" else []
-    flags = ["--nproc-per-node=1", "--backend=nccl", f"--num-samples={32 * STEPS}", f"--max-epochs={epochs}"]
+    flags = ["--nproc-per-node=1", "--backend=nccl", f"--num-samples={32 * machine.steps}", f"--max-epochs={epochs}"]
     events, calls = machine.counted(lambda **more: machine.events([*flags, *FLAGS[kind], *amp], **more))
     speeds = [it["samples_per_second"] / 32 for it in events if it["event"] == "epoch"]
     return speeds[1:], calls
 
 
 def speed_of_pytorch(machine, kind, dtype, epochs):
-    command = [sys.executable, HERE / "pytorch_ddp.py", kind, dtype, STEPS, epochs]
+    command = [sys.executable, HERE / "pytorch_ddp.py", kind, dtype, machine.steps, epochs]
     command += ["cpu"] if machine.simulated else []
     libraries = {"LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
     text, calls = machine.counted(lambda **more: machine.run(command, **libraries, **more))
@@ -175,11 +185,20 @@ def speed(machine):
                 row[f"{name} MiB"] = memory.most
         for name, (_, speeds, (few, many)) in measured.items():
             row[f"{name} steps/s"] = statistics.median(speeds)
-            steps = STEPS * (EPOCHS[1] - EPOCHS[0])
+            steps = machine.steps * (EPOCHS[1] - EPOCHS[0])
             row[f"{name} calls per step"] = {call: (many[call] - few[call]) / steps for call in CALLS}
         row["ratio"] = row["ddp-mp steps/s"] / row["PyTorch steps/s"]
         rows.append(row)
+    machine.rows = rows
     return rows
+
+
+def memory_after_warm_up(machine):
+    """A step calls no function that allocates or frees memory of the GPU, or pins the host's: all GPUs may wait for that."""
+    calls = {f"{row['model']} {row['dtype']}": row["ddp-mp calls per step"]["allocator calls"] for row in machine.rows}
+    if any(calls.values()):
+        raise RuntimeError(f"calls of the allocator per step: {calls}")
+    return {"calls of the allocator per step": 0}
 
 
 def parts_of_a_step(machine):
@@ -197,7 +216,7 @@ def ranks_on_one_gpu(machine):
     rows = []
     for kind in ["linear", "mlp"]:
         for ranks in [1, 2, 4]:
-            flags = [f"--nproc-per-node={ranks}", "--backend=threaded", f"--num-samples={32 * STEPS}", "--max-epochs=3"]
+            flags = [f"--nproc-per-node={ranks}", "--backend=threaded", f"--num-samples={32 * machine.steps}", "--max-epochs=3"]
             events = machine.events([*flags, *FLAGS[kind]])
             first = [it for it in events if it["event"] == "epoch" and it["rank"] == 0][1:]
             samples = statistics.median(it["samples_per_second"] for it in first)
@@ -242,7 +261,9 @@ def two_ranks_with_nccl(machine):
 PARTS = {
     "environment": environment,
     "tests": tests,
+    "losses on the GPU and on the CPU": options,
     "speed": speed,
+    "memory after warm-up": memory_after_warm_up,
     "parts of a step, in microseconds": parts_of_a_step,
     "ranks on one GPU": ranks_on_one_gpu,
     "two ranks with NCCL": two_ranks_with_nccl,
@@ -306,6 +327,8 @@ def main():
             print(f"{name}: {'ok' if results[name]['ok'] else results[name]['error']}", flush=True)
             (out / "gpu-results.json").write_text(json.dumps(results, indent=1) + "\n")
             (out / "gpu-results.md").write_text(page(results))
+            if name == "environment" and not results[name]["ok"]:
+                break
     sys.exit(0 if all(part["ok"] for part in results.values()) else 1)
 
 

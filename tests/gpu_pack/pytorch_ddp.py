@@ -13,29 +13,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from ddp_step import build
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH = 32
-HIDDEN = {"linear": [], "mlp": [1024, 1024, 1024]}
-
-
-def build(kind, samples):
-    """A model, its loss, and the data."""
-    if kind == "cnn":
-        layers, channels_in = [nn.Unflatten(1, (1, 28, 28))], 1
-        for channels in [16, 32]:
-            layers += [nn.Conv2d(channels_in, channels, 3, padding=1), nn.BatchNorm2d(channels)]
-            layers += [nn.ReLU(), nn.MaxPool2d(2)]
-            channels_in = channels
-        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels_in * 7 * 7, 10))
-        return model, cross_entropy, torch.rand(samples, 28 * 28), torch.randint(10, (samples,))
-    widths = [20, *HIDDEN[kind], 1]
-    layers = []
-    for fan_in, fan_out in zip(widths, widths[1:]):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*layers[:-1]), mse_loss, torch.rand(samples, 20), torch.rand(samples, 1)
 
 
 def main(kind, dtype, steps, epochs, device):

@@ -5,5 +5,4 @@
 #   ./run.sh
 #   ./run.sh --simulated FOLDER    on the simulated GPU that `make simulated-gpus` builds: tries all but the hardware
 set -eu
-cd "$(dirname "$0")"
-exec timeout -k 10 "${LIMIT:-480}" "${PYTHON:-python3}" measure.py "$@"
+exec timeout -k 10 "${LIMIT:-480}" "${PYTHON:-python3}" "$(dirname "$0")/measure.py" "$@"

@@ -12,28 +12,28 @@ RANKS = 2
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
 
 
-def faults(program):
-    """Each stage meets one of the ranks; with MATRIX=all it meets all of them."""
+def faults(start, device):
+    """Each stage meets one of the ranks, each on a device of that kind; with MATRIX=all it meets all of them."""
     runs = 0
     for kind in KINDS:
         for number, stage in enumerate(STAGES):
             for rank in range(RANKS):
                 if os.environ.get("MATRIX") == "all" or (number + KINDS.index(kind)) % RANKS == rank:
-                    fault(program, kind, stage, rank)
+                    fault(start, device, kind, stage, rank)
                     runs += 1
-    passed(f"torchrun and --fault: {runs} runs, the rank named in each")
+    passed(f"torchrun and --fault, ranks on {device}s: {runs} runs, the rank named in each")
 
 
-def fault(program, kind, stage, rank):
+def fault(start, device, kind, stage, rank):
     flags = ["--max-epochs=2", "--num-samples=400", "--grace-period=1s"]
     # A stall alone is found by waiting.
     flags.append("--timeout=5s" if kind == "stall" else "--timeout=50s")
     flags.append(f"--fault={kind}:rank={rank},at={stage}")
-    run = Run([*TORCHRUN, f"--nproc-per-node={RANKS}", program, *flags]).end(1)
+    run = Run([*TORCHRUN, f"--nproc-per-node={RANKS}", *start, *flags]).end(1)
     report = run.text().partition("Root Cause")[2]
     if kind == "kill":
         # It says nothing itself: torchrun sees by which signal it ended.
         who = rf"rank +: {rank} .*\n *exitcode +: -9 "
     else:
-        who = rf"traceback *: rank {rank} \(CPU:{rank}( on \S+, process \d+)?\) failed in "
+        who = rf"traceback *: rank {rank} \({device}:{rank}( on \S+, process \d+)?\) failed in "
     check(re.search(who, report), f"torchrun does not report rank {rank}: {run.output()}")

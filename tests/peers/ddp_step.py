@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 HIDDEN = {"linear": [], "mlp": [1024, 1024, 1024]}
 
 
-def build(kind):
-    """A model, its loss, and a batch."""
+def build(kind, samples=32):
+    """A model, its loss, and so many samples."""
     if kind == "cnn":
         layers, channels_in = [nn.Unflatten(1, (1, 28, 28))], 1
         for channels in [16, 32]:
@@ -28,12 +28,12 @@ def build(kind):
             layers += [nn.ReLU(), nn.MaxPool2d(2)]
             channels_in = channels
         model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels_in * 7 * 7, 10))
-        return model, cross_entropy, torch.rand(32, 28 * 28), torch.randint(10, (32,))
+        return model, cross_entropy, torch.rand(samples, 28 * 28), torch.randint(10, (samples,))
     widths = [20, *HIDDEN[kind], 1]
     layers = []
     for fan_in, fan_out in zip(widths, widths[1:]):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*layers[:-1]), mse_loss, torch.rand(32, 20), torch.rand(32, 1)
+    return nn.Sequential(*layers[:-1]), mse_loss, torch.rand(samples, 20), torch.rand(samples, 1)
 
 
 def main(rank, world_size, port, kind, steps):
