@@ -122,7 +122,7 @@ gpu-pack: cargo libtorch ## build a folder that tests and measures on a machine 
 	python3 tests/gpu_pack/pack.py $(GPU_PACK) $(PROGRAM) $(dir $(PROGRAM))examples <$(GPU_PACK).json
 
 test-gpu-pack: python gpu-pack simulated-gpus ## try the folder of gpu-pack on a simulated GPU
-	OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
+	LIMIT=1800 OUT=$(GPU_PACK) PYTHON=$(abspath .python/bin/python) $(GPU_PACK)/run.sh --simulated $(SIMULATED_GPUS)
 
 python: libtorch ## put a Python with PyTorch for the CPU, TensorBoard and Selenium into .python/, for parity, test-gpu-pack, safetensors, tensorboard, report, mixed and test-launchers
 	@.cargo/fetch-libtorch.sh $(TORCH) python

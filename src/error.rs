@@ -30,8 +30,8 @@ pub enum Error {
     /// Ranks that the others wait for did not come in time.
     #[error(
         "rank {waiting} waited {waited:?} in {at} for {}; find out what delays it, or raise --timeout{}",
-        list_late(late),
-        if late.is_empty() { "; --check-collectives shows whether all ranks make the same calls" } else { "" }
+        waited_for(*at, late),
+        if late.is_empty() { where_to_look(*at) } else { "" }
     )]
     Timeout {
         /// What the waiting rank was doing.
@@ -312,12 +312,25 @@ impl fmt::Display for LateRank {
     }
 }
 
-fn list_late(late: &[LateRank]) -> String {
-    if late.is_empty() {
-        return "its device".into();
+fn waited_for(at: At, late: &[LateRank]) -> String {
+    match at.operation {
+        _ if !late.is_empty() => list_late(late),
+        Operation::Init => "NCCL to connect all ranks".into(),
+        _ => "its device".into(),
     }
+}
+
+fn list_late(late: &[LateRank]) -> String {
     let names: Vec<String> = late.iter().map(ToString::to_string).collect();
     names.join(", ")
+}
+
+/// Returns what may show whom a rank has waited for, where that is not known.
+fn where_to_look(at: At) -> &'static str {
+    match at.operation {
+        Operation::Init => "; NCCL_DEBUG=INFO shows who has connected",
+        _ => "; --check-collectives shows whether all ranks make the same calls",
+    }
 }
 
 impl Error {

@@ -1,5 +1,7 @@
 //! With a GPU. Where none is visible, each test says that it is skipped, and why.
 
+use std::collections::BTreeMap;
+
 use serde_json::Value;
 
 use crate::harness::{program, program_on_gpus, run_command};
@@ -142,6 +144,12 @@ fn a_trace_shows_what_each_gpu_did() {
         let events = trace["traceEvents"].as_array().unwrap().iter();
         events.filter(|it| it["ph"] == phase).collect::<Vec<_>>()
     };
+    let error: f64 = trace["otherData"]["gpu_clock_error_us"]
+        .as_object()
+        .map(|errors| errors.values().map(|it| it.as_f64().unwrap()).sum())
+        .unwrap();
+    // As far as the clocks of GPUs are known; a time of CUDA's is exact to half a microsecond.
+    let error = error + 2.0;
     for rank in 0..gpus {
         let lane = |name: String| {
             let found = of("M").into_iter().find(|it| it["args"]["name"] == *name);
@@ -158,9 +166,30 @@ fn a_trace_shows_what_each_gpu_did() {
             assert_eq!(launched.len(), begun.len(), "rank {rank}, {name}");
             assert!(!begun.is_empty(), "rank {rank}, {name}");
             // A GPU begins nothing before it is launched.
-            let early = launched.iter().zip(&begun).find(|(launched, begun)| begun < launched);
+            let early =
+                launched.iter().zip(&begun).find(|(launched, begun)| **begun + error < **launched);
             assert_eq!(early, None, "rank {rank}, {name}");
         }
+    }
+    // No GPU ends a collective before the last has begun it.
+    let lanes: Vec<&Value> = of("M")
+        .into_iter()
+        .filter(|it| it["args"]["name"].as_str().is_some_and(|name| name.contains(" on GPU:")))
+        .map(|it| &it["tid"])
+        .collect();
+    let mut collectives: BTreeMap<u64, Vec<[f64; 2]>> = BTreeMap::new();
+    for slice in of("X").into_iter().filter(|it| it["cat"] == "collective") {
+        if lanes.contains(&&slice["tid"]) && slice["args"]["group"] == 0 {
+            let [begun, took] = ["ts", "dur"].map(|key| slice[key].as_f64().unwrap());
+            let sequence = slice["args"]["sequence"].as_u64().unwrap();
+            collectives.entry(sequence).or_default().push([begun, begun + took]);
+        }
+    }
+    assert!(collectives.len() > 10, "{collectives:?}");
+    for (sequence, times) in collectives.iter().filter(|(_, times)| times.len() == gpus) {
+        let last = times.iter().map(|it| it[0]).fold(f64::MIN, f64::max);
+        let first = times.iter().map(|it| it[1]).fold(f64::MAX, f64::min);
+        assert!(last <= first + error, "#{sequence}: {times:?}, clocks to {error} us");
     }
 }
 

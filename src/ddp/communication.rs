@@ -90,10 +90,13 @@ impl Communication {
         };
         computed.record(*gpu)?;
         *pending = true;
-        stream.with(|| {
-            computed.block(*gpu)?;
-            reduce(group)?;
-            reduced.record(*gpu)
+        // The rank's own stream runs dry if the host waits for other ranks before it launches.
+        group.record_gpu_wait(|| {
+            stream.with(|| {
+                computed.block(*gpu)?;
+                reduce(group)?;
+                reduced.record(*gpu)
+            })
         })
     }
 
@@ -102,7 +105,7 @@ impl Communication {
         match self {
             Self::OnGpu(OnGpu { gpu, reduced, pending, .. }) => {
                 if std::mem::take(pending) {
-                    reduced.block(*gpu)
+                    group.record_gpu_wait(|| reduced.block(*gpu))
                 } else {
                     Ok(())
                 }

@@ -124,9 +124,9 @@ impl Default for DdpOptions {
 pub struct DdpStatistics {
     /// How many bytes each bucket holds.
     pub bucket_bytes: Vec<usize>,
-    /// Backward and everything that was reduced, in microseconds.
+    /// Backward and everything that was reduced, in microseconds; on a GPU, to launch it.
     pub backward_us: f64,
-    /// That part of it in which the rank reduced, or its communication thread did, or it waited for others to.
+    /// The time in which the rank reduced, or its communication thread or its GPU did, or it waited for others to.
     pub communication_us: f64,
     /// How much of that had passed when autograd was through, from 0 to 1.
     pub overlapped: f64,
@@ -292,7 +292,17 @@ impl<M> DistributedDataParallel<M> {
 
     /// What every [`backward`](Self::backward) that averaged came to so far, on average.
     pub fn statistics(&self) -> DdpStatistics {
-        DdpStatistics::new(self.reducer.times(), self.reducer.bucket_bytes())
+        let times = self.reducer.times();
+        let statistics = DdpStatistics::new(times, self.reducer.bucket_bytes());
+        match self.group().gpu_seconds().filter(|it| it.beside > 0.0) {
+            Some(gpu) => DdpStatistics {
+                communication_us: gpu.beside * 1e6 / f64::from(times.count.max(1)),
+                overlapped: gpu.hidden(),
+                hidden: gpu.hidden(),
+                ..statistics
+            },
+            None => statistics,
+        }
     }
 
     /// The wrapped model.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::operation::At;
+use crate::operation::{At, Operation};
 use crate::sync::{Record, Run, Seen};
 
 /// Who is told.
@@ -65,12 +65,16 @@ impl Stall {
         let (_, first) = longest(run, here.clone(), limit).filter(|(stall, _)| *stall == self)?;
         let first = Seen::new(&first, run.timeline.now());
         let mut text = format!("{} has not ended for {}", what(&first), seconds(first.began));
-        let (mut arrived, mut missing) = (Vec::new(), String::new());
+        let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
             let seen = seen(run, &here, rank);
+            if let Some(gpu) = on_gpu(&seen) {
+                let _ = write!(on_gpus, "\n  rank {rank} {gpu}");
+            }
             let same_group = || seen.iter().filter(|it| it.group == Some(group));
             let late = match same_group().find(|it| it.at.sequence == at.sequence) {
-                Some(it) if it.at == at => {
+                // Of a process with several ranks only the first exchanges news of a stop.
+                Some(it) if it.at == at || at.operation == Operation::Synchronize => {
                     arrived.push(format!("rank {rank} {} ago", seconds(it.began)));
                     continue;
                 }
@@ -89,7 +93,7 @@ impl Stall {
             let _ = write!(missing, "\n  rank {rank} {late}{silent}");
         }
         let _ = write!(text, "\n  arrived: {}", arrived.join(", "));
-        Some(text + &missing)
+        Some(text + &missing + &on_gpus)
     }
 }
 
@@ -103,7 +107,7 @@ pub(super) fn table(run: &Run, here: Range<usize>) -> String {
             continue;
         }
         let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
-        line += &on_gpu(&seen);
+        line += &on_gpu(&seen).map_or(String::new(), |gpu| format!("; {gpu}"));
         for it in seen.iter().filter(|it| it.beside && it.ended.is_none()) {
             let _ = write!(line, "; beside it in {}, {} ago", what(it), seconds(it.began));
         }
@@ -112,15 +116,13 @@ pub(super) fn table(run: &Run, here: Range<usize>) -> String {
     lines.join("\n")
 }
 
-/// `; launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`, of a rank with a GPU.
-fn on_gpu(seen: &[Seen]) -> String {
-    let of_group = || seen.iter().rev().filter(|it| it.group.is_some());
-    let launched = of_group().find(|it| it.ended.is_some());
-    let done = of_group().find(|it| it.on_gpu.is_some());
-    launched.zip(done).map_or(String::new(), |(launched, done)| {
-        let [launched, done] = [launched, done].map(name);
-        format!("; launched up to {launched}; its GPU had completed {done} when it last looked")
-    })
+/// `launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`, of a rank with a GPU.
+fn on_gpu(seen: &[Seen]) -> Option<String> {
+    let mut newest = seen.iter().rev().filter(|it| it.group.is_some() && !it.beside);
+    let done = newest.clone().find(|it| it.on_gpu.is_some())?;
+    let launched = name(newest.find(|it| it.ended.is_some() && it.group == done.group)?);
+    let done = name(done);
+    Some(format!("launched up to {launched}; its GPU had completed {done} when it last looked"))
 }
 
 /// What is known of `rank`, the newest last.

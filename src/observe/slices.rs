@@ -67,6 +67,7 @@ pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
             device: rank.device.clone(),
             records: rank.records.iter().filter_map(done).collect(),
             lost: rank.lost,
+            gpu_error: rank.gpu_error,
             totals: Vec::new(),
         }
     };

@@ -114,6 +114,9 @@ impl Trace<'_> {
         let lost: Map<String, Value> = (self.history.ranks.iter())
             .map(|it| (format!("rank {}", it.rank), it.lost.into()))
             .collect();
+        let gpu_errors: Map<String, Value> = (self.history.ranks.iter())
+            .filter_map(|it| Some((format!("rank {}", it.rank), micros(it.gpu_error?).into())))
+            .collect();
         let clock = self.history.clock.map(|clock| micros(clock.error));
         let other = json!({
             "program": format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
@@ -122,6 +125,7 @@ impl Trace<'_> {
             "world_size": self.history.world_size,
             "clock": if clock.is_some() { "that of process 0" } else { "its own" },
             "clock_error_at_start_us": clock,
+            "gpu_clock_error_us": gpu_errors,
             "records_not_kept": lost,
         });
         // Closed by the fingerprint.

@@ -1,17 +1,17 @@
-//! When a rank's GPU has done what the rank has launched: the host only launches, and its own times tell no more than that.
+//! When a rank's GPU has done what the rank has launched: the host's own times end with the launch.
 //!
-//! Events with times lie on the rank's stream between the phases of a step and around each collective. The rank looks at
+//! Events with times lie on the GPU's streams between the phases of a step and around each collective. The rank looks at
 //! those that are passed whenever it records something, and never waits for one.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::observe::PhaseSeconds;
 use crate::operation::Operation;
 use crate::sync::{Mark, Run};
-use crate::torch::cuda::Event;
+use crate::torch::cuda::{self, Event};
 
 /// So many records may wait for the GPU: many steps.
 const MOST: usize = 4096;
@@ -25,20 +25,45 @@ pub(super) struct GpuClock {
     gpu: usize,
     /// The rank's number in the run.
     rank: usize,
+    /// The stream of the rank's own work.
+    stream: usize,
     /// The event from which the others are measured, and when the GPU passed it.
     origin: (Rc<Event>, Duration),
     launched: VecDeque<Launched>,
     spare: Vec<Event>,
-    seconds: PhaseSeconds,
+    times: GpuSeconds,
     /// The phase that was done last, and when.
     phase: Option<(Operation, Duration)>,
+    /// Whether the GPU has failed: what uses it reports that.
+    stopped: bool,
 }
 
-/// What was launched between two events.
+/// How long a GPU has been at what one rank has launched.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct GpuSeconds {
+    /// The phases, and the collectives that they waited for.
+    pub phases: PhaseSeconds,
+    /// Collectives on streams beside the rank's own, from the first to the last.
+    pub beside: f64,
+    /// For how long the rank's own stream has waited for these.
+    pub waited: f64,
+}
+
+/// What is launched between two events.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Span {
+    /// What this record is of.
+    Record(Mark),
+    /// Nothing: the rank's stream waits for another one.
+    Wait,
+}
+
 #[derive(Debug)]
 struct Launched {
-    mark: Mark,
+    span: Span,
     operation: Operation,
+    /// On another stream than the rank's own.
+    beside: bool,
     began: Rc<Event>,
     ended: Option<Rc<Event>>,
     /// When the GPU has begun and ended it.
@@ -46,50 +71,51 @@ struct Launched {
 }
 
 impl GpuClock {
-    /// Begins now. Waits for what the rank has launched on its stream so far.
+    /// Begins now. Waits for what is launched on the rank's stream so far.
     ///
     /// # Errors
     /// As [`Run::poll`], and libtorch's own.
     pub(super) fn start(run: &Run, rank: usize, gpu: usize) -> Result<Self> {
-        let origin = Event::timed()?;
-        origin.record(gpu)?;
-        run.poll(rank, || origin.is_done())?;
-        let origin = (Rc::new(origin), run.timeline.now());
-        let (launched, spare) = (VecDeque::new(), Vec::new());
+        let (origin, passed, error) = closest(run, rank, gpu)?;
+        run.timeline.note_gpu_clock(rank, error);
         Ok(Self {
             gpu,
             rank,
-            origin,
-            launched,
-            spare,
-            seconds: PhaseSeconds::default(),
+            stream: cuda::current_stream(gpu)? as usize,
+            origin: (Rc::new(origin), passed),
+            launched: VecDeque::new(),
+            spare: Vec::new(),
+            times: GpuSeconds::default(),
             phase: None,
+            stopped: false,
         })
     }
 
-    /// Notes that the record `ended`, if there is one, is over, and that another one begins, if one does: what is
-    /// launched from now on is part of it.
+    /// Notes that `ended`, if there is one, is over, and that another one begins, if one does: what is launched from now
+    /// on is part of it.
     pub(super) fn mark(
         &mut self,
-        ended: Option<Mark>,
-        begun: Option<(Mark, Operation)>,
+        ended: Option<Span>,
+        begun: Option<(Span, Operation)>,
     ) -> Result<()> {
-        if ended.is_none() && begun.is_none() {
+        let is_open = |it: &&mut Launched| it.ended.is_none() && Some(it.span) == ended;
+        let open = self.launched.iter_mut().rev().find(is_open);
+        if self.stopped || (open.is_none() && begun.is_none()) {
             return Ok(());
         }
         let event = self.spare.pop().map_or_else(Event::timed, Ok)?;
         event.record(self.gpu)?;
         let event = Rc::new(event);
-        let open = self.launched.iter_mut().rev().find(|it| Some(it.mark) == ended);
         if let Some(open) = open {
             open.ended = Some(event.clone());
         }
-        if let Some((mark, operation)) = begun {
+        if let Some((span, operation)) = begun {
             if self.launched.len() == MOST {
                 self.launched.pop_front();
             }
-            let (ended, times) = (None, None);
-            self.launched.push_back(Launched { mark, operation, began: event, ended, times });
+            let beside = cuda::current_stream(self.gpu)? as usize != self.stream;
+            let (began, ended, times) = (event, None, None);
+            self.launched.push_back(Launched { span, operation, beside, began, ended, times });
         }
         Ok(())
     }
@@ -97,55 +123,107 @@ impl GpuClock {
     /// Writes down what the GPU has done meanwhile.
     pub(super) fn note_done(&mut self, run: &Run) -> Result<()> {
         let (origin, passed) = &self.origin;
+        let mut phase_goes_on = false;
         for it in self.launched.iter_mut().filter(|it| it.times.is_none()) {
+            let is_phase = !it.operation.may_wait();
+            if is_phase && phase_goes_on {
+                continue; // they follow each other on one stream
+            }
             match &it.ended {
                 Some(ended) if ended.is_done()? => {
                     let since = [it.began.since(origin)?, ended.since(origin)?];
                     let times = since.map(|since| passed.saturating_add(since));
-                    run.timeline.note_gpu(self.rank, it.mark, times);
+                    if let Span::Record(mark) = it.span {
+                        run.timeline.note_gpu(self.rank, mark, times);
+                    }
                     it.times = Some(times);
                 }
                 // A collective of a phase that goes on may be done.
-                _ if !it.operation.may_wait() => {}
+                _ if is_phase => phase_goes_on = true,
                 _ => break,
             }
         }
-        while let Some(&Launched { operation, times: Some(times), .. }) = self.launched.front() {
-            self.count(operation, times);
-            let Some(Launched { began, ended, .. }) = self.launched.pop_front() else { break };
+        while self.launched.front().is_some_and(|it| it.times.is_some()) {
+            let Some(done) = self.launched.pop_front() else { break };
+            let Some(times) = done.times else { break };
+            self.count(&done, times);
             // What comes next in the queue has begun later.
             if times[0].saturating_sub(self.origin.1) > REBASE {
-                self.origin = (began.clone(), times[0]);
+                self.origin = (done.began.clone(), times[0]);
             }
-            self.spare
-                .extend([Some(began), ended].into_iter().flatten().filter_map(Rc::into_inner));
+            let events = [Some(done.began), done.ended].into_iter().flatten();
+            self.spare.extend(events.filter_map(Rc::into_inner));
         }
         Ok(())
     }
 
-    /// Whether the GPU has done all of it.
+    /// Whether the GPU has done all that is over.
     pub(super) fn is_idle(&self) -> bool {
-        self.launched.is_empty()
+        self.launched.iter().all(|it| it.ended.is_none() || it.times.is_some())
     }
 
-    /// Counts the time of a phase, or of a collective within one, which comes after it in the queue.
-    fn count(&mut self, operation: Operation, [began, ended]: [Duration; 2]) {
+    /// Keeps what is known, and records nothing more.
+    pub(super) fn stop(&mut self) {
+        self.launched.clear();
+        self.stopped = true;
+    }
+
+    /// Counts the time of a phase, or of what the rank's stream does or waits for within one, which comes after it in the
+    /// queue. Collectives beside cost a phase only the wait for them.
+    fn count(&mut self, done: &Launched, [began, ended]: [Duration; 2]) {
         let time = ended.saturating_sub(began).as_secs_f64();
-        if let Some(seconds) = self.seconds.of_phase(operation) {
+        let GpuSeconds { phases, beside, waited } = &mut self.times;
+        if done.beside {
+            *beside += time;
+        } else if let Some(seconds) = phases.of_phase(done.operation) {
             *seconds += time;
-            self.phase = Some((operation, ended));
-        } else if !operation.may_wait() {
+            self.phase = Some((done.operation, ended));
+        } else if !done.operation.may_wait() {
             self.phase = None;
         } else if let Some((phase, _)) = self.phase.filter(|(_, ended)| began < *ended)
-            && let Some(seconds) = self.seconds.of_phase(phase)
+            && let Some(seconds) = phases.of_phase(phase)
         {
             *seconds -= time;
-            self.seconds.collectives += time;
+            phases.collectives += time;
+        }
+        if done.span == Span::Wait {
+            *waited += time;
         }
     }
 
-    /// How long the GPU has been at each phase, as far as it is known.
-    pub(super) fn seconds(&self) -> PhaseSeconds {
-        self.seconds
+    /// What the GPU has done, as far as it is known.
+    pub(super) fn times(&self) -> GpuSeconds {
+        self.times
     }
+}
+
+impl GpuSeconds {
+    /// Which share of the collectives beside went on while the rank's own stream did something else, from 0 to 1.
+    pub(crate) fn hidden(&self) -> f64 {
+        if self.beside == 0.0 { 0.0 } else { (1.0 - self.waited / self.beside).clamp(0.0, 1.0) }
+    }
+}
+
+/// Returns an event that the GPU has passed, when that was, and by how much this may be wrong: the best of some.
+fn closest(run: &Run, rank: usize, gpu: usize) -> Result<(Event, Duration, Duration)> {
+    const EVENTS: usize = 8;
+    /// A GPU with nothing to do passes an event sooner.
+    const AT_ONCE: Duration = Duration::from_millis(1);
+    let measure = |_| -> Result<(Event, Duration, Duration)> {
+        let event = Event::timed()?;
+        let before = run.timeline.now();
+        event.record(gpu)?;
+        let recorded = Instant::now();
+        while recorded.elapsed() < AT_ONCE && !event.is_done()? {
+            std::thread::yield_now();
+        }
+        run.poll(rank, || event.is_done())?;
+        let error = run.timeline.now().saturating_sub(before) / 2;
+        Ok((event, before + error, error))
+    };
+    let first = measure(0)?;
+    (1..EVENTS).try_fold(first, |best, number| {
+        let next = measure(number)?;
+        Ok(if next.2 < best.2 { next } else { best })
+    })
 }

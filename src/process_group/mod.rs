@@ -133,7 +133,7 @@ pub struct ProcessGroup {
     /// What a communication thread does; what the rank itself does stands in the run.
     own_activity: Option<Activity>,
     recorded: Recorded,
-    /// Where the rank only launches.
+    /// Of a rank with a GPU.
     gpu_clock: RefCell<Option<GpuClock>>,
     /// How many messages this rank has sent and received.
     messages: Cell<u64>,

@@ -190,7 +190,7 @@ impl ProcessGroup {
         self.check(op)?;
         let amount = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
         let begin = Begin { amount, ..Begin::alone(at, Location::caller()) };
-        let number = self.run().timeline.begin(self.global_rank(), begin);
+        let number = self.record(begin);
         let source = self.post_one(op).and_then(Work::wait_for_source);
         let source = source.inspect_err(|error| self.record_failure(number, error))?;
         self.record_end(number);

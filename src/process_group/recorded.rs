@@ -8,7 +8,7 @@ use std::time::Duration;
 use tch::{Device, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::gpu_clock::GpuClock;
+use super::gpu_clock::{GpuClock, GpuSeconds, Span};
 use super::{Call, ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::observe::PhaseSeconds;
@@ -64,11 +64,17 @@ impl ProcessGroup {
         self.run().fault_point(self.global_rank(), Stage::Step, step)?;
         match &self.network {
             // NCCL carries no news of a stop.
-            Some(network) if self.launches && self.rank == self.shared.here().start => {
+            Some(network)
+                if self.launches
+                    && network.shares_stop()
+                    && self.rank == self.shared.here().start =>
+            {
                 let at = At { operation: Operation::Synchronize, sequence: self.sequence()? };
                 let before = self.activity().enter(at.operation, at.sequence);
-                let mark = self.record(Begin::alone(at, Location::caller()));
-                network.exchange_news(at.sequence)?;
+                let group = Some(self.recorded.group);
+                let mark = self.record(Begin { group, ..Begin::alone(at, Location::caller()) });
+                let exchanged = network.exchange_news(at.sequence);
+                exchanged.inspect_err(|error| self.record_failure(mark, error))?;
                 self.record_end(mark);
                 self.activity().restore(before);
                 Ok(())
@@ -117,15 +123,17 @@ impl ProcessGroup {
         })
     }
 
-    fn record(&self, begin: Begin) -> Mark {
+    /// Records that this rank comes to what may wait for others; what is returned is for [`ProcessGroup::record_end`].
+    pub(super) fn record(&self, begin: Begin) -> Mark {
         let mark = self.run().timeline.begin(self.global_rank(), begin);
-        self.on_gpu(|clock| clock.mark(None, Some((mark, begin.at.operation))));
+        self.on_gpu(|clock| clock.mark(None, Some((Span::Record(mark), begin.at.operation))));
+        self.note_gpu();
         mark
     }
 
     /// Records that it is through with it.
     pub(super) fn record_end(&self, mark: Mark) {
-        self.on_gpu(|clock| clock.mark(Some(mark), None));
+        self.on_gpu(|clock| clock.mark(Some(Span::Record(mark)), None));
         self.record_wait(self.run().timeline.end(self.global_rank(), mark));
     }
 
@@ -150,11 +158,25 @@ impl ProcessGroup {
         }
     }
 
-    /// How long this rank has been at each phase so far: its GPU, if it has one. Not a collective.
+    /// How long this rank has been at each phase so far: its GPU, where the rank only launches. Ranks that share a GPU
+    /// also share a stream, in which the work of one is not told from that of another. Not a collective.
     pub(crate) fn phase_seconds(&self) -> PhaseSeconds {
+        let on_gpu = self.gpu_seconds().filter(|_| self.launches);
+        on_gpu.map_or(self.recorded.seconds.get(), |it| it.phases)
+    }
+
+    /// How long this rank's GPU has been at what the rank has launched, if it has one. Not a collective.
+    pub(crate) fn gpu_seconds(&self) -> Option<GpuSeconds> {
         self.note_gpu();
-        let clock = self.gpu_clock.borrow();
-        clock.as_ref().map_or(self.recorded.seconds.get(), GpuClock::seconds)
+        self.gpu_clock.borrow().as_ref().map(GpuClock::times)
+    }
+
+    /// Runs `block`, after which this rank's GPU waits for another of its streams, and counts that as time in collectives.
+    pub(crate) fn record_gpu_wait(&self, block: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.on_gpu(|clock| clock.mark(None, Some((Span::Wait, Operation::Synchronize))));
+        let blocked = block();
+        self.on_gpu(|clock| clock.mark(Some(Span::Wait), None));
+        blocked
     }
 
     /// Has the GPU's times recorded from now on, if this rank has one.
@@ -171,7 +193,7 @@ impl ProcessGroup {
         self.on_gpu(|clock| clock.note_done(self.run()));
     }
 
-    /// Waits until this rank's GPU has done all that is recorded, if it has one. Not a collective.
+    /// Waits until this rank's GPU has done all phases and collectives that are over, if it has one. Not a collective.
     ///
     /// # Errors
     /// As [`Run::poll`](crate::sync::Run::poll).
@@ -183,10 +205,10 @@ impl ProcessGroup {
     }
 
     fn on_gpu(&self, f: impl FnOnce(&mut GpuClock) -> Result<()>) {
-        let mut clock = self.gpu_clock.borrow_mut();
-        // A GPU that fails is told by what uses it.
-        if clock.as_mut().is_some_and(|clock| f(clock).is_err()) {
-            *clock = None;
+        if let Some(clock) = &mut *self.gpu_clock.borrow_mut()
+            && f(clock).is_err()
+        {
+            clock.stop();
         }
     }
 
@@ -201,7 +223,8 @@ impl ProcessGroup {
         let ended = self.close_phase();
         let At { operation: phase, sequence: step } = begin.at;
         let mark = self.run().timeline.begin(self.global_rank(), begin);
-        self.on_gpu(|clock| clock.mark(ended, Some((mark, phase))));
+        let ended = ended.map(Span::Record);
+        self.on_gpu(|clock| clock.mark(ended, Some((Span::Record(mark), phase))));
         self.note_gpu();
         let collectives = Duration::ZERO;
         self.recorded.phase.set(Some(Phase { is: phase, step, mark, collectives }));
@@ -241,7 +264,7 @@ impl ProcessGroup {
 
     /// Records that the phase is over, and none follows.
     pub(crate) fn end_phase(&self) {
-        let ended = self.close_phase();
+        let ended = self.close_phase().map(Span::Record);
         self.on_gpu(|clock| clock.mark(ended, None));
     }
 

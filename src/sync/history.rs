@@ -36,6 +36,8 @@ pub(crate) struct OfRank {
     pub records: Vec<Record>,
     /// How many older ones are not kept any more.
     pub lost: u64,
+    /// By how much the times on its GPU may be wrong; `None` without one.
+    pub gpu_error: Option<Duration>,
     /// Of each collective, and of messages, how often it was called and with how many bytes in all.
     pub totals: Vec<(Operation, [u64; 2])>,
 }
@@ -74,6 +76,7 @@ impl History {
                 rank,
                 device: device(rank),
                 lost: count.saturating_sub(records.len() as u64),
+                gpu_error: timeline.gpu_clock_error(rank),
                 records,
                 totals: totals.filter(|(_, [calls, _])| *calls > 0).collect(),
             }

@@ -107,14 +107,15 @@ impl Timeline {
     }
 
     /// What of it others should know, at most `most`, the oldest first: the newest that `rank` does itself, what goes on,
-    /// of each group how far it has come, and how far the GPU has.
+    /// of each group what has ended last, and how far the GPU has come.
     pub(crate) fn digest(&self, rank: usize, most: usize) -> Vec<Seen> {
         let now = self.now();
         let mut kept: Vec<Record> = Vec::new();
         for record in self.lasting(rank).rev() {
             let begin = &record.begin;
             let has_newest = kept.iter().any(|it| !it.begin.beside);
-            let has_group = kept.iter().any(|it| it.begin.group == begin.group);
+            let has_group =
+                kept.iter().any(|it| it.begin.group == begin.group && it.ended.is_some());
             let is_news = begin.group.is_some() && !has_group;
             let has_done = kept.iter().any(|it| it.on_gpu.is_some());
             let is_done = record.on_gpu.is_some() && begin.group.is_some() && !has_done;
@@ -190,13 +191,16 @@ mod tests {
         let told = |most| -> Vec<String> {
             timeline.digest(0, most).iter().map(|it| it.at.to_string()).collect()
         };
-        assert_eq!(told(8), ["barrier #4", "backward #50", "all_reduce #50", "all_reduce #51"]);
+        assert_eq!(
+            told(8),
+            ["barrier #4", "all_reduce #49", "backward #50", "all_reduce #50", "all_reduce #51"]
+        );
         assert_eq!(told(2), ["all_reduce #50", "all_reduce #51"]);
         assert_eq!((timeline.seen(0).len(), timeline.step_of(0)), (104, Some(50)));
         let sightings = Sightings::default();
         assert!(sightings.of(3).is_empty());
         sightings.note(3, &timeline.digest(0, 8));
-        let [barrier, backward, ..] = &sightings.of(3)[..] else { panic!("four") };
+        let [barrier, _, backward, ..] = &sightings.of(3)[..] else { panic!("five") };
         assert!(barrier.ended.is_some() && barrier.ended <= Some(barrier.began));
         assert!(backward.is_open_phase() && backward.place.contains("seen.rs:"));
         // It has come as far as a rank with the same collectives, and not to the one after them.

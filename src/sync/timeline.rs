@@ -83,6 +83,8 @@ struct Ring {
     entries: OnceLock<Box<[Entry]>>,
     /// Made for the first of a GPU.
     gpu_times: OnceLock<Box<[GpuTimes]>>,
+    /// By how much these may be wrong, in nanoseconds; 0 without a GPU.
+    gpu_error: AtomicU64,
     /// Of each collective and message how often it was begun, and its bytes.
     totals: [[AtomicU64; 2]; Operation::ALL.len()],
 }
@@ -117,6 +119,7 @@ impl Timeline {
             next: CachePadded::new(AtomicU64::new(0)),
             entries: OnceLock::new(),
             gpu_times: OnceLock::new(),
+            gpu_error: AtomicU64::new(0),
             totals: Default::default(),
         };
         Self { began: Instant::now(), keeps, ranks: (0..ranks).map(ring).collect() }
@@ -141,7 +144,7 @@ impl Timeline {
     pub(crate) fn begin(&self, rank: usize, begin: Begin) -> Mark {
         let Begin { at, group, bucket, amount, place, beside } = begin;
         let ring = &self.ranks[rank];
-        if at.operation.may_wait() {
+        if at.operation.may_wait() && at.operation != Operation::Synchronize {
             let [calls, bytes] = &ring.totals[at.operation as usize];
             calls.fetch_add(1, Ordering::Relaxed);
             bytes.fetch_add(amount, Ordering::Relaxed);
@@ -173,6 +176,17 @@ impl Timeline {
             entry.ended.store(nanos(now).max(1), Ordering::Release);
         }
         now.saturating_sub(arrived)
+    }
+
+    /// Notes by how much the times of the GPU of `rank` may be wrong, in one of its groups.
+    pub(crate) fn note_gpu_clock(&self, rank: usize, error: Duration) {
+        self.ranks[rank].gpu_error.fetch_max(nanos(error).max(1), Ordering::Relaxed);
+    }
+
+    /// The same of all its groups; `None` without a GPU.
+    pub(crate) fn gpu_clock_error(&self, rank: usize) -> Option<Duration> {
+        let error = self.ranks[rank].gpu_error.load(Ordering::Relaxed);
+        (error > 0).then(|| Duration::from_nanos(error))
     }
 
     /// Notes when the GPU of `rank` has come to what was launched in a record, and was through with it.

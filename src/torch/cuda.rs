@@ -94,7 +94,7 @@ fn find_gpus() -> Cuda {
             Cuda { gpus: Vec::new(), driver, problem: None }
         }
         Err(error) => {
-            let problem = Some(format!("the NVIDIA driver fails: {error}"));
+            let problem = Some(format!("the NVIDIA driver fails: {:?}", error.0));
             Cuda { gpus: Vec::new(), driver, problem }
         }
     }

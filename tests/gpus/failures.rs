@@ -149,6 +149,21 @@ fn a_killed_process() {
     with_processes("kill");
 }
 
+/// Processes meet at the start of a step, where they exchange whether to stop: that is a wait as any other.
+#[test]
+fn a_stall_of_a_process_is_told_with_what_each_rank_does() {
+    let args = ["--spawn=processes", "--timeout=6s", "--stall-warning=2s", "--grace-period=1s"];
+    let fault = ["--fault=stall:rank=1,at=step,step=5"];
+    let (code, _, stderr) = run_command(on_gpus(RANKS, &[&RUN[..], &args, &fault].concat()));
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains("has not ended for "), "{stderr}");
+    assert!(stderr.contains("\n  rank 1 has not entered synchronize #"), "{stderr}");
+    for rank in 0..RANKS {
+        let launched = format!("\n  rank {rank} launched up to all_reduce #");
+        assert!(stderr.contains(&launched), "{launched}: {stderr}");
+    }
+}
+
 #[test]
 fn an_error_under_torchrun() {
     with_torchrun("error");

@@ -65,6 +65,20 @@ fn a_failed_system_call() {
     is_named("system", "unhandled system error");
 }
 
+/// All ranks wait in NCCL then, which does not say for whom.
+#[test]
+fn a_rank_that_never_connects() {
+    for spawn in ["--spawn=threads", "--spawn=processes"] {
+        let args = [&RUN[..], &["--timeout=3s", "--grace-period=1s", spawn]].concat();
+        let mut command = on_gpus(RANKS, &args);
+        command.env("SIM_NCCL_FAULT", "init:rank=1,call=1");
+        let (code, stdout, stderr) = run_command(command);
+        assert_eq!(code, Some(1), "{spawn}: {stderr}");
+        let told = "waited 3s in init for NCCL to connect all ranks";
+        assert!(stderr.contains(told) && stdout.contains(told), "{spawn}: {stdout}{stderr}");
+    }
+}
+
 /// The others have launched their part and wait on their GPUs: they are told, and abort.
 #[test]
 fn a_launch_that_fails_on_one_rank() {

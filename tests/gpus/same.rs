@@ -141,7 +141,7 @@ fn mixed_precision() {
     same(MIXED_PRECISION);
 }
 
-pub(crate) const PROCESSES: &[(usize, &str)] = &[
+const PROCESSES: &[(usize, &str)] = &[
     (1, "linear --spawn=processes"),
     (2, "mlp --spawn=processes"),
     (3, "mlp --spawn=processes --bucket-cap-mb=0.001"),

@@ -43,14 +43,14 @@ class Hosts:
         done = subprocess.run(command, capture_output=True, text=True)
         return f"{' '.join(command)}: {done.stderr.strip()}" if done.returncode else None
 
-    def start(self, start, flags, ranks=1):
-        """By hand, on both, with the command `start`."""
+    def start(self, program, flags, ranks=1):
+        """By hand, on both, with the command `program`."""
         named = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"']
         flags = [f"--master-addr={self.addresses[0]}", f"--nproc-per-node={ranks}", *flags]
         runs = []
         for node, (name, host) in enumerate(zip(self.names, "ab")):
             command = ["ip", "netns", "exec", name, "unshare", "--uts", *named, f"host-{host}"]
-            command += [*start, "--nnodes=2", f"--node-rank={node}", *flags]
+            command += [*program, "--nnodes=2", f"--node-rank={node}", *flags]
             runs.append(Run(command, one_core=True))
         return runs
 
@@ -93,9 +93,9 @@ def two_hosts(program, on_gpus):
         hosts.remove()
 
 
-def by_hand(program, hosts, what, start=None):
+def by_hand(program, hosts, what, command=None):
     for ranks, compare in [(1, same), (2, near)]:
-        first, second = hosts.start(start or [program], FLAGS, ranks)
+        first, second = hosts.start(command or [program], FLAGS, ranks)
         result = first.result()
         second.end()
         [start] = first.events("start")

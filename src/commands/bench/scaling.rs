@@ -210,7 +210,8 @@ pub fn bench_scaling(
     match printer.format() {
         LogFormat::Json => rows.iter().try_for_each(|row| printer.object(row)),
         LogFormat::Text => {
-            printer.lines(|out| write_text(&rows, batch_size, [steps, repetitions], out))
+            let on_gpu = cases[0].placement.devices[0] != Device::Cpu;
+            printer.lines(|out| write_text(&rows, on_gpu, batch_size, [steps, repetitions], out))
         }
     }
     .context("writing to stdout")?;
@@ -263,6 +264,7 @@ fn measure(
 
 fn write_text(
     rows: &[Row],
+    on_gpu: bool,
     batch_size: usize,
     [steps, repetitions]: [usize; 2],
     out: &mut dyn Write,
@@ -270,16 +272,23 @@ fn write_text(
     let Some(last) = rows.last() else { return Ok(()) };
     let (ranks, cores) = (last.world_size, last.cores);
     let s = if cores == 1 { "" } else { "s" };
+    let (machine, one_alike, one) = match on_gpu {
+        true => ("GPUs".into(), "one GPU", "one GPU".into()),
+        false => (
+            format!("{cores} CPU core{s}"),
+            "one rank with as many threads",
+            format!("one rank with {}", threads(rows[0].threads_per_rank)),
+        ),
+    };
     writeln!(
         out,
-        "# {}, {cores} CPU core{s}: medians of {repetitions} repetitions of {steps} steps\n\
+        "# {}, {machine}: medians of {repetitions} repetitions of {steps} steps\n\
          # weak: every rank takes {batch_size} samples a step; strong: all ranks together take {}\n\
-         # efficiency: samples per second, by those of one rank with as many threads times the number of ranks\n\
-         # speed-up: samples per second, by those of one rank with {}\n\
+         # efficiency: samples per second, by those of {one_alike} times the number of ranks\n\
+         # speed-up: samples per second, by those of {one}\n\
          #\n#{:>7}{:>7}{:>9}{:>8}{:>12}{:>12}{:>12}{:>10}\n#{:>7}{:>7}{:>9}{:>8}{:>12}{:>12}{:>12}{:>10}",
         last.model,
         batch_size * ranks,
-        threads(rows[0].threads_per_rank),
         "scaling",
         "ranks",
         "threads",
@@ -311,7 +320,7 @@ fn write_text(
             row.speedup
         )?;
     }
-    if ranks > cores {
+    if ranks > cores && !on_gpu {
         writeln!(
             out,
             "# {ranks} ranks share {cores} core{s}: more ranks than cores make nothing faster."

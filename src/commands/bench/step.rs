@@ -25,7 +25,8 @@ use crate::operation::Operation;
 use crate::torch::cuda::Cuda;
 use crate::trainer::Amp;
 
-/// The times of rank 0, in microseconds: medians over the steps. Those of the parts are its GPU's, if it has one.
+/// The times of rank 0, in microseconds: medians over the steps. Those of the parts are its GPU's, if it has one: then all
+/// collectives that it waits for are communication, and what the host takes beyond that is in no part.
 #[derive(Debug, Serialize)]
 pub(super) struct StepTimes {
     model: &'static str,
@@ -105,7 +106,8 @@ pub fn bench_step(
         spawn.run(move |rank| {
             let times = step_on(rank, backend, &config, &dataset, steps.max(1))?;
             let Some(times) = times else { return Ok(()) };
-            print(&times, &config, steps, &printer)
+            let on_gpu = rank.device() != Device::Cpu;
+            print(&times, &config, steps, on_gpu, &printer)
                 .inspect(|()| {
                     note_if_busy(
                         "the median step took",
@@ -150,16 +152,22 @@ pub(super) fn step_on(
     let mut scaler = config.amp.grad_scaler(&ddp)?;
     let mut times: Vec<[f64; 5]> = Vec::with_capacity(steps);
     let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // of each bucket, as a share of backward
+    // A batch from rank 0 is part of the step; one's own is two views of what is there.
+    let is_scattered = matches!(loader, Loader::Scattered(_));
     let mut epoch = 0;
     while times.len() < WARM_UP + steps {
         let mut batches = loader.epoch(epoch)?.take(WARM_UP + steps - times.len());
         loop {
-            let asked = Instant::now();
+            let mut began = Instant::now();
+            let earlier = group.gpu_seconds();
+            if is_scattered {
+                group.enter_step(times.len() as u64)?;
+            }
             let Some(batch) = batches.next().transpose()? else { break };
-            let earlier = group.phase_seconds();
-            group.enter_step(times.len() as u64)?;
-            // A batch from rank 0 is part of the step; one's own is two views of what is there.
-            let began = if let Loader::Scattered(_) = loader { asked } else { Instant::now() };
+            if !is_scattered {
+                group.enter_step(times.len() as u64)?;
+                began = Instant::now();
+            }
             ddp.begin_step()?;
             let loss = {
                 let _autocast = config.amp.autocast(rank.device())?;
@@ -193,10 +201,10 @@ pub(super) fn step_on(
             let total = began.elapsed();
             let on_host =
                 [total, forward, autograd, communication, total - forward - backward].map(seconds);
-            times.push(match rank.device() {
-                Device::Cuda(_) => on_gpu(seconds(total), &earlier, &group.phase_seconds()),
-                _ => on_host,
+            let on_gpu = earlier.zip(group.gpu_seconds()).map(|(earlier, later)| {
+                parts_on_gpu(seconds(total), &earlier.phases, &later.phases)
             });
+            times.push(on_gpu.unwrap_or(on_host));
         }
         epoch += 1;
     }
@@ -235,7 +243,7 @@ pub(super) fn step_on(
 
 /// The parts of a step that took `total` seconds, as the rank's GPU has done them between the times `earlier` and `later`
 /// of all steps.
-fn on_gpu(total: f64, earlier: &PhaseSeconds, later: &PhaseSeconds) -> [f64; 5] {
+fn parts_on_gpu(total: f64, earlier: &PhaseSeconds, later: &PhaseSeconds) -> [f64; 5] {
     let part = |of: fn(&PhaseSeconds) -> f64| of(later) - of(earlier);
     [
         total,
@@ -255,10 +263,16 @@ fn sorted(mut column: Vec<f64>) -> Vec<f64> {
     column
 }
 
-fn print(times: &StepTimes, config: &Config, steps: usize, printer: &Printer) -> io::Result<()> {
+fn print(
+    times: &StepTimes,
+    config: &Config,
+    steps: usize,
+    on_gpu: bool,
+    printer: &Printer,
+) -> io::Result<()> {
     match printer.format() {
         LogFormat::Json => printer.object(times),
-        LogFormat::Text => printer.lines(|out| write_text(times, config, steps, out)),
+        LogFormat::Text => printer.lines(|out| write_text(times, config, steps, on_gpu, out)),
     }
 }
 
@@ -287,15 +301,19 @@ fn write_text(
     row: &StepTimes,
     config: &Config,
     steps: usize,
+    on_gpu: bool,
     out: &mut dyn io::Write,
 ) -> io::Result<()> {
     let StepTimes { model, world_size, us_per_step, us_min, us_max, .. } = row;
     let ranks = if *world_size == 1 { "rank" } else { "ranks" };
-    let batch = config.batch_size;
+    let (batch, on) = (config.batch_size, if on_gpu { " on GPUs" } else { "" });
     writeln!(
         out,
-        "# {model}, batch {batch}, {world_size} {ranks}: medians of {steps} steps, in us"
+        "# {model}, batch {batch}, {world_size} {ranks}{on}: medians of {steps} steps, in us"
     )?;
+    if on_gpu {
+        writeln!(out, "# the parts are the GPU's times; the rest of a step is the host's")?;
+    }
     let mut line = |name: &str, us: f64| writeln!(out, "{name:<16}{us:>10.1}");
     line("step", *us_per_step)?;
     line("  forward", row.forward_us)?;

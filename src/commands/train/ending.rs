@@ -140,8 +140,7 @@ fn verdict(
 ) -> Verdict {
     let config = &job.config;
     let on_cpu = group.device() == Device::Cpu;
-    // Rank 0 does not see how its GPU overlaps the two.
-    let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1 && on_cpu;
+    let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
     let overlapped = overlaps.then_some(hidden);
     let held_back = held_back_longer(&phases, end.seconds, SHOWN);
     let measured = Measured {

@@ -29,7 +29,7 @@ pub(crate) struct Lanes {
 struct Lane {
     rank: usize,
     device: String,
-    /// Whether lane 1 is what its GPU did.
+    /// Whether lane 1 is what its GPU did, and those of communication threads begin after it.
     on_gpu: bool,
     records: Vec<Short>,
 }
@@ -64,6 +64,7 @@ impl Lanes {
         let lane = |((of_rank, mut slices), gpu): ((&OfRank, Vec<Slice>), Vec<Slice>)| {
             let on_gpu = !gpu.is_empty();
             if on_gpu {
+                slices.iter_mut().filter(|it| it.lane > 0).for_each(|it| it.lane += 1);
                 slices.extend(gpu);
                 slices.sort_by_key(|it| it.arrived);
             }

@@ -370,7 +370,7 @@ function timeline() {
       [collective ? "arrived at" : "began at", exact(it[BEGIN], `${since}\u00a0ms`)],
       ["took", it[DURATION] === null ? lasted(it) : exact(it[DURATION], lasted(it))],
       ["waited", it[WAITED] > 0 ? exact(it[WAITED], waitedFor(it)) : collective && it[DURATION] !== null ? "for nobody" : null],
-      ["thread", !it[BESIDE] ? null : track.rank.on_gpu ? "the GPU" : "communication, beside the rank's own"],
+      ["thread", !it[BESIDE] ? null : track.rank.on_gpu && it[BESIDE] === 1 ? "the GPU" : "communication, beside the rank's own"],
       ["written in", it[PLACE] >= 0 ? el("code", {}, places[it[PLACE]]) : null],
     ]);
     const [from, to] = [track.starts[i], track.ends[i]], length = view.to - view.from;
@@ -483,7 +483,8 @@ function timeline() {
   const whose = ranks.length < world.size ? `the ${plural(ranks.length, "rank")} in the process of rank 0` : ranksText;
   $("timeline-note").textContent = `${plural(total, "record")} of ${whose}, ${micros(end - begin)} in all. ` +
     (lost ? `These are the last: ${count(lost)} older ones are no longer kept. ` : "") +
-    (besides ? "Under each rank lies what its communication thread does. " : "") +
+    (ranks.some(it => it.on_gpu) ? "The lane under each rank is its GPU. "
+      : besides ? "The lane under each rank is its communication thread. " : "") +
     "Hatched is what a rank only waited, for the last one to arrive.";
   const used = new Set(tracks.filter(it => it.name === "phases").flatMap(it => [...new Set(it.style)]));
   const buckets = new Set(tracks.flatMap(it => [...new Set(it.style)])

@@ -77,7 +77,7 @@ const ranksText = plural(world.size, "rank");
     ["outcome", outcome.kind],
     ["began", data.began.replace("T", " ").replace("Z", " UTC")],
     ["ranks", `${world.size} on ${plural(world.nnodes, "machine")}`],
-    ["devices", [...world.devices.slice(0, 8), ...(world.devices.length > 8 ? ["\u2026"] : [])].join(", ")],
+    [world.devices.length < world.size ? "devices of rank 0's process" : "devices", [...world.devices.slice(0, 8), ...(world.devices.length > 8 ? ["\u2026"] : [])].join(", ")],
     ["backend", world.backend],
     ["model", `${model.name}, ${plural(sum(numbers), "number")} in ${plural(numbers.length, "parameter")}`],
     ["samples", `${count(data.samples.dataset)}, ${data.samples.batch_size} a step on each rank`],

@@ -149,12 +149,14 @@ impl Network {
         self.stop.get_or_init(|| stop.clone());
     }
 
+    /// Whether the processes have something to stop.
+    pub(crate) fn shares_stop(&self) -> bool {
+        self.stop.get().is_some()
+    }
+
     /// Tells the other processes the news of [`Stop`], and hears theirs, where no collective of this backend does. By
     /// the process's first rank; all processes must call it, with the same number.
     pub(crate) fn exchange_news(&self, sequence: u64) -> Result<()> {
-        if self.stop.get().is_none() {
-            return Ok(());
-        }
         let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
         let parts = Parts::of(&call, 0, &self.layout, false);
         self.exchange(&call, &parts, 0, || call.operation.to_string())
