@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::time::Duration;
 
-use crate::operation::{At, Operation};
+use crate::operation::{OpId, Operation};
 pub(crate) use suspects::{Blame, list_ranks, runs};
 pub use suspects::{Compared, Suspects};
 
@@ -35,13 +35,13 @@ pub enum Error {
     )]
     Timeout {
         /// What the waiting rank was doing.
-        at: At,
+        at: OpId,
         /// The rank that waited and reports.
         waiting: usize,
         /// For how long it waited.
         waited: Duration,
         /// Who did not come, and what each was last seen doing.
-        late: Vec<LateRank>,
+        late: Vec<MissingRank>,
     },
 
     /// A rank has ended its function while the others still wait for it.
@@ -49,9 +49,9 @@ pub enum Error {
         "rank {left} returned while rank {waiting} was still waiting in {at}; every rank must make the same \
          collective calls"
     )]
-    Left {
+    PeerExited {
         /// What the waiting rank was doing.
-        at: At,
+        at: OpId,
         /// The rank that waited and reports.
         waiting: usize,
         /// The rank that is gone.
@@ -73,7 +73,7 @@ pub enum Error {
         "processes {missing} of {count} did not connect within {waited:?}; connected: {there}; check that the \
          missing ones were started, or raise --timeout"
     )]
-    Absent {
+    PeersMissing {
         /// The numbers of those that are missing.
         missing: String,
         /// How many there should be.
@@ -90,13 +90,13 @@ pub enum Error {
         step.map_or(String::new(), |step| format!(" of step #{step}")),
         list_late(lost)
     )]
-    Peer {
+    ConnectionLost {
         /// What the rank that noticed was doing.
-        at: At,
+        at: OpId,
         /// In which step of training, if in one. The lost ranks have been in whatever came before, so it is theirs too.
         step: Option<u64>,
         /// The ranks of the processes that do not answer; if all do, those of all others.
-        lost: Vec<LateRank>,
+        lost: Vec<MissingRank>,
         /// What the system says.
         reason: String,
     },
@@ -141,7 +141,7 @@ pub enum Error {
         "{} passed overlapping memory to one collective, which writes to it; give every result memory of its own",
         if first == second { format!("rank {first}") } else { format!("ranks {first} and {second}") }
     )]
-    SharedMemory {
+    OverlappingTensors {
         /// One of them.
         first: usize,
         /// The other; the same one if its own tensors overlap.
@@ -202,7 +202,7 @@ pub enum Error {
         if suspects.is_one() { "that rank" } else { "one rank" },
         if *compared == Compared::BeforeSave { "; --check-replicas 1 finds the step" } else { "" }
     )]
-    Replicas {
+    ReplicasDiverged {
         /// The first parameter that differs.
         parameter: String,
         /// How many others differ.
@@ -295,16 +295,16 @@ pub enum Error {
 
 /// A rank that others wait for.
 #[derive(Debug, Clone, Copy)]
-pub struct LateRank {
+pub struct MissingRank {
     /// Its rank.
     pub rank: usize,
     /// What it was last seen doing.
-    pub last_seen: At,
+    pub last_seen: OpId,
     /// Whether its process does not answer any more.
     pub silent: bool,
 }
 
-impl fmt::Display for LateRank {
+impl fmt::Display for MissingRank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rank, last_seen, silent } = self;
         let silent = if *silent { "; its process does not answer" } else { "" };
@@ -312,7 +312,7 @@ impl fmt::Display for LateRank {
     }
 }
 
-fn waited_for(at: At, late: &[LateRank]) -> String {
+fn waited_for(at: OpId, late: &[MissingRank]) -> String {
     match at.operation {
         _ if !late.is_empty() => list_late(late),
         Operation::Init => "NCCL to connect all ranks".into(),
@@ -320,13 +320,13 @@ fn waited_for(at: At, late: &[LateRank]) -> String {
     }
 }
 
-fn list_late(late: &[LateRank]) -> String {
+fn list_late(late: &[MissingRank]) -> String {
     let names: Vec<String> = late.iter().map(ToString::to_string).collect();
     names.join(", ")
 }
 
 /// Returns what may show whom a rank has waited for, where that is not known.
-fn where_to_look(at: At) -> &'static str {
+fn where_to_look(at: OpId) -> &'static str {
     match at.operation {
         Operation::Init => "; NCCL_DEBUG=INFO shows who has connected",
         _ => "; --check-collectives shows whether all ranks make the same calls",
@@ -340,24 +340,24 @@ impl Error {
             Error::Timeout { late, .. } => {
                 late.first().map(|it| Blame::one(it.rank, Some(it.last_seen)))
             }
-            Error::Left { left, .. } => Some(Blame::one(*left, None)),
-            Error::Peer { lost, step, .. } => {
-                let step = step.map(|sequence| At { operation: Operation::Step, sequence });
+            Error::PeerExited { left, .. } => Some(Blame::one(*left, None)),
+            Error::ConnectionLost { lost, step, .. } => {
+                let step = step.map(|sequence| OpId { operation: Operation::Step, sequence });
                 lost.first().map(|it| Blame::one(it.rank, step.or(Some(it.last_seen))))
             }
             Error::Mismatch { suspects, odd, called, sequence, .. } => {
-                let at = At { operation: *called, sequence: *sequence };
+                let at = OpId { operation: *called, sequence: *sequence };
                 Some(Blame::of(suspects, *odd, Some(at)))
             }
             Error::SendMismatch { source_rank, destination, .. } => {
                 let suspects = Suspects::tied(vec![*source_rank, *destination]);
                 Some(Blame::of(&suspects, *destination, None))
             }
-            Error::SharedMemory { first, second } => {
+            Error::OverlappingTensors { first, second } => {
                 Some(Blame::of(&Suspects::tied(vec![*first, *second]), *second, None))
             }
-            Error::Replicas { suspects, step, compared, .. } => {
-                let at = At { operation: compared.operation(), sequence: *step };
+            Error::ReplicasDiverged { suspects, step, compared, .. } => {
+                let at = OpId { operation: compared.operation(), sequence: *step };
                 suspects.ranks.first().map(|&rank| Blame::of(suspects, rank, Some(at)))
             }
             _ => None,

@@ -120,12 +120,12 @@ pub use ddp::{
     CommHook, DataParallel, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn,
     parameters_hash,
 };
-pub use error::{Compared, Error, LateRank, Result, Suspects};
+pub use error::{Compared, Error, MissingRank, Result, Suspects};
 pub use launch::{
     Backend, Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn, spawn_scoped,
 };
 pub use models::{Dropout, SyncBatchNorm};
-pub use operation::{At, Operation};
+pub use operation::{OpId, Operation};
 pub use optim::{
     AdamW, AdamWOptions, FlatBuffer, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd,
     SgdOptions, Unit,

@@ -45,7 +45,7 @@ fn main() {
     let code = match result {
         Ok(code) => code,
         Err(error) => {
-            if !error.is::<commands::Told>() {
+            if !error.is::<commands::AlreadyReported>() {
                 Printer::new(LogFormat::Text).note(&format!("{error:#}"));
             }
             let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::Input(_)));

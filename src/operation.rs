@@ -7,7 +7,7 @@ use std::fmt;
 #[repr(u8)]
 #[allow(missing_docs)] // the names are the documentation
 pub enum Operation {
-    Function,
+    UserCode,
     Start,
     Rendezvous,
     Init,
@@ -40,7 +40,7 @@ pub enum Operation {
 impl Operation {
     /// All of them, each at the place of its number.
     pub(crate) const ALL: [Operation; 28] = [
-        Operation::Function,
+        Operation::UserCode,
         Operation::Start,
         Operation::Rendezvous,
         Operation::Init,
@@ -73,25 +73,25 @@ impl Operation {
 
 impl Operation {
     /// Whether a rank that does it is in code of its own, and waits for nobody as far as is known.
-    pub(crate) fn is_own_work(self) -> bool {
+    pub(crate) fn is_compute(self) -> bool {
         use Operation::{
-            Backward, Compare, Data, Forward, Function, Gradient, Optimizer, Save, Step, Validation,
+            Backward, Compare, Data, Forward, UserCode, Gradient, Optimizer, Save, Step, Validation,
         };
         let in_step = matches!(self, Step | Data | Forward | Backward | Gradient | Optimizer);
-        in_step || matches!(self, Function | Validation | Save | Compare)
+        in_step || matches!(self, UserCode | Validation | Save | Compare)
     }
 
     /// Whether a rank that does it may be waiting for others as well as working.
     pub(crate) fn may_wait(self) -> bool {
         use Operation::{Done, Init, Rendezvous, ShutDown, Start};
-        !self.is_own_work() && !matches!(self, Start | Rendezvous | Init | ShutDown | Done)
+        !self.is_compute() && !matches!(self, Start | Rendezvous | Init | ShutDown | Done)
     }
 }
 
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            Operation::Function => "rank function",
+            Operation::UserCode => "rank function",
             Operation::Start => "start",
             Operation::Rendezvous => "rendezvous",
             Operation::Init => "init",
@@ -125,7 +125,7 @@ impl fmt::Display for Operation {
 
 /// An operation, and which one of its sort: `all_reduce #3`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct At {
+pub struct OpId {
     /// What.
     pub operation: Operation,
     /// For a collective its number in the order of the group's collectives, for send and recv that among
@@ -133,7 +133,7 @@ pub struct At {
     pub sequence: u64,
 }
 
-impl At {
+impl OpId {
     const SEQUENCE_BITS: u32 = 56;
 
     /// Both in one number; of the sequence the lower 56 bits.
@@ -151,16 +151,16 @@ impl At {
     /// From the name of an operation; code of the rank's own, if it is none.
     pub(crate) fn named(operation: &str, sequence: u64) -> Self {
         let known = Operation::ALL.into_iter().find(|it| it.to_string() == operation);
-        Self { operation: known.unwrap_or(Operation::Function), sequence }
+        Self { operation: known.unwrap_or(Operation::UserCode), sequence }
     }
 }
 
-impl fmt::Display for At {
+impl fmt::Display for OpId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let At { operation, sequence } = self;
+        let OpId { operation, sequence } = self;
         match operation {
             // These happen once, so they have no number.
-            Operation::Function
+            Operation::UserCode
             | Operation::Start
             | Operation::Rendezvous
             | Operation::Init

@@ -29,11 +29,11 @@ use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
 use crate::process_group::rank_label;
 use crate::sync::{Stop, StopReason};
 use crate::torch::{Autocast, Generator};
-use buffers::KeptBuffers;
-use explaining::Explaining;
+use buffers::BufferSnapshot;
+use explaining::Explainer;
 use loss_sum::LossSum;
-use recording::Recording;
-use saving::Saving;
+use recording::MetricsWindow;
+use saving::Checkpointing;
 use validation::Validation;
 
 pub use loss::Loss;
@@ -117,13 +117,13 @@ pub struct Trainer<M> {
     loss: Loss,
     loss_sum: LossSum,
     state: TrainerState,
-    saving: Option<Saving>,
+    saving: Option<Checkpointing>,
     stop: Option<Arc<Stop>>,
     max_steps: Option<u64>,
     patience: Option<u64>,
     validation: Option<Validation>,
-    recording: Option<Recording>,
-    explaining: Option<Explaining>,
+    recording: Option<MetricsWindow>,
+    explaining: Option<Explainer>,
 }
 
 impl<M: ModuleT> Trainer<M> {
@@ -371,7 +371,7 @@ impl<M: ModuleT> Trainer<M> {
         if let Some(generator) = &self.generator {
             generator.begin_step(self.state.step)?;
         }
-        let buffers = self.checks_gradients().then(|| KeptBuffers::of(&self.ddp)).transpose()?;
+        let buffers = self.checks_gradients().then(|| BufferSnapshot::of(&self.ddp)).transpose()?;
         let mut losses = Vec::with_capacity(batches.len());
         for (number, batch) in batches.iter().enumerate() {
             // Only the last batch's backward averages, what all have added up.
@@ -379,8 +379,8 @@ impl<M: ModuleT> Trainer<M> {
             let _no_sync = (!is_last).then(|| self.ddp.no_sync());
             losses.push(self.run_batch(batch, number, batches)?);
         }
-        if self.is_to_be_skipped(batches)? {
-            return buffers.map_or(Ok(()), KeptBuffers::restore);
+        if self.should_skip_step(batches)? {
+            return buffers.map_or(Ok(()), BufferSnapshot::restore);
         }
         for (loss, batch) in losses.iter().zip(batches) {
             self.loss_sum.add(loss, batch.len())?;
@@ -405,7 +405,7 @@ impl<M: ModuleT> Trainer<M> {
     fn run_batch(&mut self, batch: &Batch, number: usize, batches: &[Batch]) -> Result<Tensor> {
         let loss = self.loss_of(batch)?;
         self.check_loss(&loss, number, batch)?;
-        let scaled = self.scaler.scale(&self.passing_on(&loss)?)?;
+        let scaled = self.scaler.scale(&self.poison_if_nonfinite(&loss)?)?;
         let samples = batches.iter().map(Batch::len).sum::<usize>();
         // For how many such batches the step's samples are enough: as many as there are, if they are equal.
         let divisor = match (self.exact_mean, batches.len()) {

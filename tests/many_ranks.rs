@@ -61,7 +61,7 @@ fn one_memory_for_two_of_many_ranks_is_refused_on_all() {
         Ok(error)
     });
     for error in errors {
-        assert!(matches!(error, Error::SharedMemory { first: 17, second: 42 }), "{error}");
+        assert!(matches!(error, Error::OverlappingTensors { first: 17, second: 42 }), "{error}");
     }
 }
 

@@ -1,7 +1,7 @@
 //! Optimizers on the buckets of a model: state that follows its parameters, groups, clipping.
 
 use ddp_mp::models::{Model, ModelConfig, ModelKind};
-use ddp_mp::optim::{OptimizerConfig, ParameterState, Place};
+use ddp_mp::optim::{OptimizerConfig, ParameterState, ParamSpan};
 use ddp_mp::{
     AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Sgd,
     SgdOptions,
@@ -43,7 +43,7 @@ fn backward(ddp: &mut Ddp, step: i64) -> anyhow::Result<()> {
 }
 
 fn optimizers() -> Vec<OptimizerConfig> {
-    let decays = Place::is_weight;
+    let decays = ParamSpan::is_weight;
     let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
     vec![
         OptimizerConfig::Sgd(SgdOptions::default()),
@@ -247,7 +247,7 @@ fn a_parameter_without_a_gradient_is_passed_by() {
 fn biases_do_not_decay_unless_they_are_to() {
     ranks(1, |_, group| {
         for (decays, biases_stay) in
-            [(Place::is_weight as fn(&Place) -> bool, true), (|_| true, false)]
+            [(ParamSpan::is_weight as fn(&ParamSpan) -> bool, true), (|_| true, false)]
         {
             let options = SgdOptions { weight_decay: 0.5, decays, ..SgdOptions::default() };
             let config = [

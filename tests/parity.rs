@@ -13,7 +13,7 @@ use ddp_mp::ddp::{
 };
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{
-    GradScaler, GradScalerOptions, GradScalerState, OptimizerConfig, ParameterState, Place, Unit,
+    GradScaler, GradScalerOptions, GradScalerState, OptimizerConfig, ParameterState, ParamSpan, Unit,
 };
 use ddp_mp::torch::{Autocast, backward, fork_rng};
 use ddp_mp::trainer::{Loss, Trainer};
@@ -416,7 +416,7 @@ struct Options {
 
 impl Options {
     fn config(&self, name: &str) -> OptimizerConfig {
-        let decays = if name.contains("groups") { Place::is_weight } else { |_: &_| true };
+        let decays = if name.contains("groups") { ParamSpan::is_weight } else { |_: &_| true };
         if name.starts_with("adamw") {
             let default = AdamWOptions::default();
             return OptimizerConfig::AdamW(AdamWOptions {

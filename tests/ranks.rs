@@ -436,7 +436,7 @@ macro_rules! threads {
 
 #[test]
 fn what_the_documentation_says_of_threads_is_so() {
-    use ddp_mp::launch::{Launch, Launched, Placement, World};
+    use ddp_mp::launch::{Launch, Launched, Placement, ProcessWorld};
     use ddp_mp::prelude::*;
     use tch::nn::Linear;
     let types = threads![
@@ -455,7 +455,7 @@ fn what_the_documentation_says_of_threads_is_so() {
         Launch => Launch,
         Launched => Launched,
         Placement => Placement,
-        World => World,
+        World => ProcessWorld,
         Stop => ddp_mp::Stop,
         Dataset => dyn Dataset,
         TensorDataset => TensorDataset,

@@ -6,7 +6,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use ddp_mp::ReduceOp;
 use ddp_mp::commands::{
-    BenchOp, BenchRequest, CommOp, CommRequest, MOST_STEPS, ModelCluster, SamplerRequest,
+    BenchOp, BenchRequest, CommOp, CommRequest, MOST_STEPS, SimulatedCluster, SamplerRequest,
 };
 use ddp_mp::config::parse_timeout;
 use ddp_mp::launch::{BackendChoice, Nproc};
@@ -191,7 +191,7 @@ pub(crate) struct StepFlags {
     /// nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo.
     /// Keys that are left out have a default, which is shown. One rank is measured, unless --nproc-per-node says otherwise
     #[arg(long, value_name = "KEY=VALUE,...")]
-    pub(crate) model_cluster: Option<ModelCluster>,
+    pub(crate) model_cluster: Option<SimulatedCluster>,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }

@@ -14,14 +14,14 @@ use crate::observe::{Printer, ValidationMetrics};
 
 /// What a run starts from, shared by its ranks.
 #[derive(Debug, Default)]
-pub(super) struct Origin {
+pub(super) struct StartPoint {
     pub checkpoint: Option<Arc<Checkpoint>>,
     /// Where there is no checkpoint.
     weights: Option<TensorFile>,
     pub save_dir: Option<CheckpointDir>,
 }
 
-impl Origin {
+impl StartPoint {
     /// As `config` says; what is wrong with it is said here, and not by a rank.
     pub(super) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
         let save_dir = config.save_dir.as_deref();
@@ -232,7 +232,7 @@ mod tests {
         };
         let printer = Printer::new(LogFormat::Text);
         let checkpoint = Some(Checkpoint::read(&save(1)).unwrap());
-        let origin = Origin { checkpoint: checkpoint.map(Arc::new), ..Origin::default() };
+        let origin = StartPoint { checkpoint: checkpoint.map(Arc::new), ..StartPoint::default() };
         let config = Config { resume: Some("auto".into()), ..Config::default() };
         drop(origin.open(path, &config).unwrap());
         let newer = save(2);
@@ -241,7 +241,7 @@ mod tests {
         // Whoever names the older one means it.
         let config = Config { resume: Some("step-00000001".into()), ..Config::default() };
         let save_dir = Some(origin.open(path, &config).unwrap());
-        Origin { save_dir, ..origin }.make_room(&printer).unwrap();
+        StartPoint { save_dir, ..origin }.make_room(&printer).unwrap();
         assert!(!newer.exists());
     }
 }

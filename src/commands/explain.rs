@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::config::{CommHookKind, Config};
 use crate::launch::Launched;
-use crate::observe::{Facts, Narrator, Printer};
+use crate::observe::{RunInfo, Narrator, Printer};
 use crate::optim::OptimizerConfig;
 
 /// Who tells the run of `config` on `samples` samples, of a model of so many parameters.
@@ -19,7 +19,7 @@ pub(super) fn narrator(
         OptimizerConfig::Sgd(sgd) => ("sgd", sgd.momentum == 0.0 && sgd.weight_decay == 0.0),
         OptimizerConfig::AdamW(_) => ("adamw", false),
     };
-    let facts = Facts {
+    let facts = RunInfo {
         world_size: launched.world_size(),
         processes: launched.world.as_ref().map_or(1, |world| world.num_processes()),
         backend: launched.placement.backend.name(),

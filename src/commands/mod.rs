@@ -14,12 +14,12 @@ mod train;
 mod verify;
 
 pub use bench::{
-    BenchOp, BenchRequest, ModelCluster, bench, bench_scaling, bench_step, check_scaling_flags,
+    BenchOp, BenchRequest, SimulatedCluster, bench, bench_scaling, bench_step, check_scaling_flags,
     check_step_flags,
 };
 pub use comm::{CommOp, CommRequest, comm};
 pub use env::env;
-pub use processes::Told;
+pub use processes::AlreadyReported;
 pub use sampler::{SamplerRequest, sampler};
 pub use train::train;
 pub use verify::{check_verify_flags, verify};

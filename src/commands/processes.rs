@@ -118,9 +118,9 @@ pub(super) fn run_processes(
 
 /// Says of an error that the user is told already, or will be by somebody else.
 #[derive(Debug)]
-pub struct Told;
+pub struct AlreadyReported;
 
-impl fmt::Display for Told {
+impl fmt::Display for AlreadyReported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("told by the process that has started this one")
     }
@@ -136,7 +136,7 @@ pub(super) fn leave_error(launch: &Launch, error: anyhow::Error) -> anyhow::Erro
         failure: failed.map(|error| failure(error)),
     };
     match report.leave(parent, launch.restart_count, launch.processes.index) {
-        Ok(()) => error.context(Told),
+        Ok(()) => error.context(AlreadyReported),
         Err(_) => error,
     }
 }

@@ -17,30 +17,30 @@ use crate::error::{Error, Result};
 use crate::launch::Launched;
 use crate::models::Model;
 use crate::observe::report::{
-    Called, Curves, Lanes, Moved, OfEpoch, Outcome, Parameters, Ranks, Replicas, Report, Samples,
+    Called, Curves, Tracks, Moved, OfEpoch, Outcome, Parameters, Ranks, Replicas, Report, Samples,
     Verdict,
 };
 use crate::observe::{End, Output, Printer, trace_output, write_trace};
 use crate::operation::Operation;
-use crate::sync::{History, OfRank, Record};
+use crate::sync::{History, RankHistory, Entry};
 use crate::torch::{self, limits::explain};
 
 /// Who wants to see what the ranks of this process did.
 #[derive(Debug)]
-pub(super) struct Seen {
+pub(super) struct RunArtifacts {
     /// The file of this process.
     trace: Option<Output>,
     /// In the process of rank 0.
     report: Option<Output>,
     history: Arc<OnceLock<History>>,
-    draft: Mutex<Draft>,
+    draft: Mutex<ReportData>,
     curves: Arc<Mutex<Curves>>,
     began: SystemTime,
 }
 
 /// What rank 0 knows of a run for its report.
 #[derive(Debug, Default)]
-pub(super) struct Draft {
+pub(super) struct ReportData {
     pub model: Parameters,
     /// Where it was in the beginning.
     pub first: TrainerState,
@@ -50,7 +50,7 @@ pub(super) struct Draft {
     pub end: Option<End>,
 }
 
-impl Seen {
+impl RunArtifacts {
     /// As `config` says, for this process of those that `launched` knows.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl Seen {
     }
 
     /// Takes down what rank 0 knows, if there is to be a report.
-    pub(super) fn draft(&self, write: impl FnOnce(&mut Draft)) {
+    pub(super) fn draft(&self, write: impl FnOnce(&mut ReportData)) {
         if self.report.is_some() {
             write(&mut self.draft.lock().unwrap_or_else(PoisonError::into_inner));
         }
@@ -172,7 +172,7 @@ impl Seen {
         let draft = std::mem::take(&mut *self.draft.lock().unwrap_or_else(PoisonError::into_inner));
         let curves = self.curves.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let steps = steps_of(history).saturating_sub(draft.first.step);
-        let Draft { first, model, moved, replicas, verdict, end, .. } = draft;
+        let ReportData { first, model, moved, replicas, verdict, end, .. } = draft;
         let end = end.as_ref();
         Ok(Report {
             version: 1,
@@ -196,7 +196,7 @@ impl Seen {
             model,
             curves,
             samples: samples(config, data.training.len(), launched.world_size(), &first, steps)?,
-            timeline: Lanes::new(history),
+            timeline: Tracks::new(history),
             traffic: Moved { collectives: collectives(history), ..moved },
             replicas,
             verdict,
@@ -244,7 +244,7 @@ fn options(config: &Config) -> Vec<(String, String)> {
 fn steps_of(history: &History) -> u64 {
     let records = history.ranks.first().into_iter().flat_map(|rank| &rank.records);
     let stepped =
-        |it: &&Record| it.begin.at.operation == Operation::Optimizer && it.ended.is_some();
+        |it: &&Entry| it.begin.at.operation == Operation::Optimizer && it.ended.is_some();
     records.filter(stepped).map(|it| it.begin.at.sequence + 1).max().unwrap_or(0)
 }
 
@@ -292,7 +292,7 @@ fn samples(
 /// What the ranks of this process have called.
 fn collectives(history: &History) -> Vec<Called> {
     let called = |operation: Operation| {
-        let of_rank = |rank: &OfRank| {
+        let of_rank = |rank: &RankHistory| {
             let found = rank.totals.iter().find(|(it, _)| *it == operation);
             found.map_or([0, 0], |(_, totals)| *totals)
         };

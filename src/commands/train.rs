@@ -9,10 +9,10 @@ use std::time::Duration;
 use anyhow::Context;
 use tch::Device;
 
-use super::checkpoints::{self, Origin};
+use super::checkpoints::{self, StartPoint};
 use super::explain::narrator;
 use super::launched::{self, run_launched};
-use super::seen::Seen;
+use super::seen::RunArtifacts;
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, Data, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
@@ -24,7 +24,7 @@ use crate::launch::{
 };
 use crate::models::Model;
 use crate::observe::report::Outcome;
-use crate::observe::{End, Event, Failure, LogFormat, Printer, Recorder, Start};
+use crate::observe::{End, Event, Failure, LogFormat, Printer, MetricsLogger, Start};
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::ProcessGroup;
 use crate::torch::Generator;
@@ -41,16 +41,16 @@ struct Job {
     launched: Launched,
     data: Data,
     /// Taken by rank 0; there if it is wanted.
-    recorder: Mutex<Option<Recorder>>,
+    recorder: Mutex<Option<MetricsLogger>>,
     records: bool,
     printer: Arc<Printer>,
-    origin: Origin,
+    origin: StartPoint,
     stop: Arc<Stop>,
     /// Why the run has ended before its last epoch, if it has.
     stopped: OnceLock<StopReason>,
     /// The starts before this one.
     restarts: Restarts,
-    seen: Seen,
+    seen: RunArtifacts,
 }
 
 /// Trains as `config` says; returns when every rank has ended, and why that was before the last epoch, if it was.
@@ -95,8 +95,8 @@ fn train_in(
     let Some(launched) = launched else { return Ok(stop.asked_for()) };
     let world_size = launched.world_size();
     launched.before_ranks(|| config.validate_for(world_size))?;
-    let seen = launched.before_ranks(|| Seen::new(&config, &launched))?;
-    let (mut recorder, mut origin) = (None, Origin::default());
+    let seen = launched.before_ranks(|| RunArtifacts::new(&config, &launched))?;
+    let (mut recorder, mut origin) = (None, StartPoint::default());
     if launched.is_first() {
         for note in launched.notes().iter().chain(&data.notes) {
             printer.note(note);
@@ -109,9 +109,9 @@ fn train_in(
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
         (recorder, origin) = launched.before_ranks(|| {
-            Recorder::check(metrics)?; // before anything is made
-            let origin = Origin::of(&config, world_size, printer)?;
-            let recorder = Recorder::new(printer, tensorboard, metrics)?.curves(seen.curves());
+            MetricsLogger::check(metrics)?; // before anything is made
+            let origin = StartPoint::of(&config, world_size, printer)?;
+            let recorder = MetricsLogger::new(printer, tensorboard, metrics)?.curves(seen.curves());
             if origin.save_dir.is_some() {
                 Restarts::note_saving(&launched.launch)?;
             }
@@ -119,7 +119,7 @@ fn train_in(
             Ok((Some(recorder), origin))
         })?;
     }
-    let records = recorder.as_ref().is_some_and(Recorder::is_wanted);
+    let records = recorder.as_ref().is_some_and(MetricsLogger::is_wanted);
     let recorder = Mutex::new(recorder);
     let spawn =
         launched::spawn(&launched, &config, printer).table_when(asks).history(seen.history());
@@ -294,7 +294,7 @@ impl Training {
         group: &Rc<ProcessGroup>,
         config: &Config,
         dataset: &Arc<dyn Dataset>,
-        origin: &Origin,
+        origin: &StartPoint,
     ) -> anyhow::Result<Self> {
         let loader = |of_rank| -> Result<DataLoader> {
             let sampler = config.sampler(dataset.len(), rank.world_size(), of_rank)?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use tch::{Device, Kind, Tensor};
 
-use super::checkpoints::Origin;
+use super::checkpoints::StartPoint;
 use super::no_use::refuse_flags;
 use super::place_ranks;
 use super::train::{Training, with_data};
@@ -40,7 +40,7 @@ const NOT_OF_VERIFY: [&str; 10] = [
 
 /// What is trained in one of the ways that must come to the same.
 #[derive(Debug, Clone, Copy)]
-struct Way {
+struct Variant {
     strategy: StrategyKind,
     ranks: usize,
     batch_size: usize,
@@ -49,7 +49,7 @@ struct Way {
 
 /// A tensor after training.
 #[derive(Debug)]
-struct Values {
+struct ParamValues {
     name: String,
     values: Vec<f32>,
     /// How many numbers go into each that a layer with it computes.
@@ -58,9 +58,9 @@ struct Values {
 
 /// What training came to.
 #[derive(Debug)]
-struct Trained {
-    before: Vec<Values>,
-    after: Vec<Values>,
+struct RunResult {
+    before: Vec<ParamValues>,
+    after: Vec<ParamValues>,
     replicas_equal: bool,
 }
 
@@ -132,7 +132,7 @@ pub fn verify(
     let (mut bound, mut device, mut all, mut broken) = (None, None, 0, Vec::new());
     for placement in &placements {
         let whole =
-            Way { strategy: StrategyKind::Ddp, ranks: 1, batch_size: of_step, accumulate: 1 };
+            Variant { strategy: StrategyKind::Ddp, ranks: 1, batch_size: of_step, accumulate: 1 };
         let reference = train(placement, whole, steps)?;
         let bound = *match &mut bound {
             Some(bound) => bound,
@@ -334,10 +334,10 @@ fn not_of_exact_mean(config: &Config) -> Option<String> {
 }
 
 /// All that must come to the same; `alone`: also one rank that adds up as many batches as there are ranks.
-fn ways(config: &Config, ranks: usize, alone: bool) -> Vec<Way> {
+fn ways(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
     let batch_size = config.batch_size;
     let way =
-        |strategy, ranks, batch_size, accumulate| Way { strategy, ranks, batch_size, accumulate };
+        |strategy, ranks, batch_size, accumulate| Variant { strategy, ranks, batch_size, accumulate };
     let (ddp, dp) = (StrategyKind::Ddp, StrategyKind::Dp);
     let mut ways = vec![way(ddp, ranks, batch_size, 1)];
     if !config.sync_batch_norm {
@@ -357,15 +357,15 @@ fn ways(config: &Config, ranks: usize, alone: bool) -> Vec<Way> {
 /// Trains one way.
 fn trained(
     placement: &Placement,
-    way: Way,
+    way: Variant,
     config: &Arc<Config>,
     dataset: &Arc<dyn Dataset>,
     steps: u64,
-) -> anyhow::Result<Trained> {
+) -> anyhow::Result<RunResult> {
     let mut placement = placement.clone();
     placement.devices.truncate(way.ranks);
     let backend = placement.backend;
-    let Way { strategy, batch_size, accumulate, .. } = way;
+    let Variant { strategy, batch_size, accumulate, .. } = way;
     let mut config =
         Config { strategy, batch_size, accumulate: accumulate as u64, ..Config::clone(config) };
     if way.ranks == 1 || strategy == StrategyKind::Dp {
@@ -391,9 +391,9 @@ fn train_on(
     config: &Config,
     dataset: &Arc<dyn Dataset>,
     steps: u64,
-) -> anyhow::Result<Option<Trained>> {
+) -> anyhow::Result<Option<RunResult>> {
     let Training { ddp, optimizer, schedule, generator, loader, .. } =
-        Training::new(rank, group, config, dataset, &Origin::default())?;
+        Training::new(rank, group, config, dataset, &StartPoint::default())?;
     let before = values(&ddp.state_dict())?;
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
         .generator(generator)
@@ -407,16 +407,16 @@ fn train_on(
     group.synchronize()?;
     let Some(hashes) = group.gather_object(&ddp.parameters_hash()?, 0)? else { return Ok(None) };
     let replicas_equal = hashes.iter().all(|hash| *hash == hashes[0]);
-    Ok(Some(Trained { before, after: values(&ddp.state_dict())?, replicas_equal }))
+    Ok(Some(RunResult { before, after: values(&ddp.state_dict())?, replicas_equal }))
 }
 
 /// Copies of all tensors of numbers, and not of those that count.
-fn values(tensors: &[(String, Tensor)]) -> Result<Vec<Values>> {
+fn values(tensors: &[(String, Tensor)]) -> Result<Vec<ParamValues>> {
     let copy = |(name, tensor): &(String, Tensor)| {
         let flat = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_flatten(0, -1)?;
         let shape = tensor.size();
         let width = if shape.len() > 1 { shape[1..].iter().product::<i64>() as usize } else { 1 };
-        Ok(Values { name: name.clone(), values: Vec::<f32>::try_from(flat)?, width })
+        Ok(ParamValues { name: name.clone(), values: Vec::<f32>::try_from(flat)?, width })
     };
     let of_numbers = tensors.iter().filter(|(_, tensor)| tensor.kind() == Kind::Float);
     of_numbers.map(copy).collect::<Result<_, _>>().map_err(Error::torch("reading the parameters"))

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Config, Invalid};
 use crate::error::{Error, Result};
-use crate::optim::{AdamWOptions, OptimizerConfig, Place, Schedule, SgdOptions, Unit};
+use crate::optim::{AdamWOptions, OptimizerConfig, ParamSpan, Schedule, SgdOptions, Unit};
 
 /// Which optimizer: `--optimizer`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,7 +31,7 @@ pub enum ScheduleKind {
 impl Config {
     /// The optimizer that this asks for.
     pub fn optimizer_config(&self) -> OptimizerConfig {
-        let decays = if self.no_decay_on_bias_and_norm { Place::is_weight } else { |_: &_| true };
+        let decays = if self.no_decay_on_bias_and_norm { ParamSpan::is_weight } else { |_: &_| true };
         match self.optimizer {
             OptimizerKind::Sgd => OptimizerConfig::Sgd(SgdOptions {
                 momentum: self.momentum,

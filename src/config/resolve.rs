@@ -20,7 +20,7 @@ impl Config {
         let from_file = file.map(read).transpose()?.unwrap_or_default();
         let mut merged = from_file.clone();
         merged.extend(flags.clone());
-        let origin = Origin { file: file.map(PathBuf::from), from_file, flags };
+        let origin = ValueSource { file: file.map(PathBuf::from), from_file, flags };
         let sizes = SIZES.map(|key| merged.contains_key(key));
         let mut config = Config::deserialize(merged).map_err(|error| {
             let key = origin.flags.keys().find(|key| {
@@ -46,13 +46,13 @@ impl Config {
 }
 
 /// Where values came from, for error messages.
-struct Origin {
+struct ValueSource {
     file: Option<PathBuf>,
     from_file: Table,
     flags: Table,
 }
 
-impl Origin {
+impl ValueSource {
     fn name(&self, key: &str) -> String {
         match &self.file {
             Some(file) if !self.flags.contains_key(key) && self.from_file.contains_key(key) => {

@@ -7,7 +7,7 @@ use super::optimization::shown;
 use super::{CommHookKind, Config, text};
 use crate::data::batches_of_all;
 use crate::error::{Error, Result};
-use crate::launch::{FaultKind, Stage};
+use crate::launch::{FaultKind, FaultSite};
 use crate::models::ModelKind;
 use crate::observe::total_memory;
 use crate::trainer::{Amp, Loss};
@@ -101,7 +101,7 @@ impl Config {
             ));
         }
         let steps = self.steps(world_size);
-        if fault.at == Stage::Step && fault.step >= steps {
+        if fault.at == FaultSite::Step && fault.step >= steps {
             return Err(Error::Input(format!(
                 "--fault: there is no step {}; this run has steps 0 to {}",
                 fault.step,

@@ -21,13 +21,13 @@ pub struct ScatterLoader {
     group: Rc<ProcessGroup>,
     /// On rank 0 a loader for each rank, elsewhere none.
     loaders: Vec<DataLoader>,
-    share: Share,
+    share: ScatterPlan,
     waited: Rc<Cell<Duration>>,
 }
 
 /// What a rank must know of its batches to receive them. Rank 0 tells it once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Share {
+struct ScatterPlan {
     /// Rank 0's: all ranks get equal shares.
     sampler: DistributedSampler,
     drop_last: bool,
@@ -61,7 +61,7 @@ impl ScatterLoader {
                 loaders.len()
             )));
         }
-        let mut shares = loaders.iter().map(Share::of).collect::<Result<Vec<_>>>()?;
+        let mut shares = loaders.iter().map(ScatterPlan::of).collect::<Result<Vec<_>>>()?;
         shares.dedup();
         if shares.len() > 1 {
             return Err(Error::Input(
@@ -92,7 +92,7 @@ impl ScatterLoader {
 
     /// How many of them are left when all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
-        let Share { sampler, batch_size, drop_last, .. } = &self.share;
+        let ScatterPlan { sampler, batch_size, drop_last, .. } = &self.share;
         num_batches(sampler.num_samples_from(start), *batch_size, *drop_last)
     }
 
@@ -138,7 +138,7 @@ impl ScatterLoader {
     }
 }
 
-impl Share {
+impl ScatterPlan {
     fn of(loader: &DataLoader) -> Result<Self> {
         let (inputs, targets) = loader.sample()?;
         Ok(Self {

@@ -11,7 +11,7 @@ use super::turn::Turn;
 use super::weight::weigh;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::Place;
+use crate::sync::CallSite;
 use crate::torch;
 
 /// Options of a backward. Follows the arguments of `Tensor.backward`.
@@ -119,7 +119,7 @@ pub(super) fn run(
     loss: &Tensor,
     models: &[&dyn Averaged],
     options: BackwardOptions,
-    place: Place,
+    place: CallSite,
 ) -> Result<()> {
     let Some(first) = models.first() else {
         return Err(Error::Input("backward has no model to average; name at least one".into()));
@@ -146,7 +146,7 @@ fn run_all(
     loss: &Tensor,
     models: &[&dyn Averaged],
     options: BackwardOptions,
-    place: Place,
+    place: CallSite,
 ) -> Result<()> {
     let began = Instant::now();
     let all = || models.iter().map(|model| model.reducer());

@@ -45,7 +45,7 @@ pub trait CommHook {
     fn name(&self) -> &'static str;
 
     /// Whether it does no more than average each bucket as it is: that may go on beside backward.
-    fn only_averages(&self) -> bool {
+    fn is_plain_all_reduce(&self) -> bool {
         false
     }
 
@@ -125,7 +125,7 @@ impl CommHook for AllReduce {
         "all_reduce"
     }
 
-    fn only_averages(&self) -> bool {
+    fn is_plain_all_reduce(&self) -> bool {
         true
     }
 

@@ -10,7 +10,7 @@ use crate::torch::cuda::{Event, Stream};
 
 /// How it is done.
 #[derive(Debug)]
-pub(super) enum Communication {
+pub(super) enum ReducePath {
     /// On a GPU with `nccl`: on a stream for the reductions, ordered with the rank's own by events in both
     /// directions.
     OnGpu(OnGpu),
@@ -32,7 +32,7 @@ pub(super) struct OnGpu {
     pending: bool,
 }
 
-impl Communication {
+impl ReducePath {
     pub(super) fn new(group: &ProcessGroup) -> Result<Self> {
         let on_gpu = match group.device() {
             // Ranks that share a GPU talk through one stream, which orders what they do.

@@ -8,14 +8,14 @@ use std::time::Instant;
 use tch::Tensor;
 use tch::nn::{ModuleT, VarStore};
 
-use super::layout::{Flat, Layout};
+use super::layout::{FlatParams, Layout};
 use super::parameters::{self, NamedTensor};
-use super::times::Times;
+use super::times::BackwardTimings;
 use super::{DdpOptions, DdpStatistics, NoSync};
 use crate::error::{Error, Result};
 use crate::observe::report::Parameter;
 use crate::operation::Operation;
-use crate::optim::{FlatBuffer, Gradients, clip_grad_norm};
+use crate::optim::{FlatBuffer, GradState, clip_grad_norm};
 use crate::process_group::{ProcessGroup, num_bytes};
 use crate::torch::backward;
 
@@ -53,7 +53,7 @@ pub struct DataParallel<M> {
     tensors: Vec<NamedTensor>,
     /// How many [`NoSync`] live.
     no_sync: Rc<Cell<u32>>,
-    times: Times,
+    times: BackwardTimings,
 }
 
 impl<M> fmt::Debug for DataParallel<M> {
@@ -77,7 +77,7 @@ impl<M> DataParallel<M> {
         let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
         let layout = Layout::new(&parameters, &options)?;
         let gathered = if group.rank() == 0 {
-            let of_all = |flat: &Flat| {
+            let of_all = |flat: &FlatParams| {
                 let own = std::iter::once(Ok(flat.gradients.shallow_clone()));
                 own.chain((1..group.world_size()).map(|_| flat.gradients.f_zeros_like())).collect()
             };
@@ -120,7 +120,7 @@ impl<M> DataParallel<M> {
     /// What every [`backward`](Self::backward) that gathered came to so far, on average. A bucket is what goes
     /// in one piece: all parameters of one kind.
     pub fn statistics(&self) -> DdpStatistics {
-        let bytes = |flat: &Flat| num_bytes(flat.gradients.kind(), flat.gradients.numel());
+        let bytes = |flat: &FlatParams| num_bytes(flat.gradients.kind(), flat.gradients.numel());
         DdpStatistics::new(self.times, self.layout.flats.iter().map(bytes).collect())
     }
 
@@ -142,7 +142,7 @@ impl<M> DataParallel<M> {
     /// On rank 0, parameters and averaged gradients as flat buffers: what an optimizer steps. On the others
     /// there is nothing to step.
     pub fn flat_buffers(&self) -> Option<Vec<FlatBuffer>> {
-        (self.group.rank() == 0).then(|| self.layout.flats.iter().map(Flat::buffer).collect())
+        (self.group.rank() == 0).then(|| self.layout.flats.iter().map(FlatParams::buffer).collect())
     }
 
     /// Takes this rank's gradients away.
@@ -174,7 +174,7 @@ impl<M> DataParallel<M> {
         if self.no_sync.get() == 0 {
             let computed = Instant::now();
             tch::no_grad(|| self.gather())?;
-            self.layout.set_gradients(Gradients::Averaged);
+            self.layout.set_gradients(GradState::Averaged);
             self.times.communication += computed.elapsed();
             self.times.total += began.elapsed();
             self.times.count += 1;

@@ -11,20 +11,20 @@ use super::parameters::NamedTensor;
 use super::{DdpOptions, elements_per_line};
 use crate::error::{Error, Result};
 use crate::observe::report::Parameter;
-use crate::optim::{FlatBuffer, Gradients, Place, Places};
+use crate::optim::{FlatBuffer, GradState, ParamSpan, ParamLayout};
 use crate::process_group::num_bytes;
 use crate::torch::{move_grad, set_grad};
 
 /// All parameters of one kind, one after the other, and their gradients: allocated once, and every parameter
 /// and `grad`, once backward has made it, is a view of its part.
 #[derive(Debug)]
-pub(super) struct Flat {
+pub(super) struct FlatParams {
     pub parameters: Tensor,
     pub gradients: Tensor,
-    pub places: Places,
+    pub places: ParamLayout,
 }
 
-impl Flat {
+impl FlatParams {
     /// As an optimizer sees it: handles to the same memory.
     pub(super) fn buffer(&self) -> FlatBuffer {
         FlatBuffer {
@@ -48,7 +48,7 @@ pub(super) struct Bucket {
 
 /// A parameter's place.
 #[derive(Debug)]
-pub(super) struct Member {
+pub(super) struct ParamSlot {
     pub name: String,
     pub parameter: Tensor,
     flat: usize,
@@ -67,7 +67,7 @@ pub(super) struct Member {
     pub has_gradient: bool,
 }
 
-impl Member {
+impl ParamSlot {
     /// Has the gradient at its place: zeros, if there is none.
     pub(super) fn settle(&self) -> Result<()> {
         if self.grad.data_ptr().cast_const() != self.grad_data {
@@ -81,7 +81,7 @@ impl Member {
     }
 
     /// Has no gradient, and zeros at its place, whatever a communication hook has left there.
-    pub(super) fn take_gradient_away(&self) -> Result<()> {
+    pub(super) fn clear_grad(&self) -> Result<()> {
         let zeroed = tch::no_grad(|| self.grad.shallow_clone().f_zero_().map(drop));
         zeroed.map_err(Error::torch("zero_"))?;
         set_grad(&self.parameter, &Tensor::new())
@@ -120,10 +120,10 @@ impl Member {
 /// All parameters of a model and their gradients.
 #[derive(Debug)]
 pub(super) struct Layout {
-    pub flats: Vec<Flat>,
+    pub flats: Vec<FlatParams>,
     pub buckets: Vec<Bucket>,
     /// The parameters, in the order of their creation.
-    pub members: Vec<Member>,
+    pub members: Vec<ParamSlot>,
     /// If the first one is watched: room for its gradient as this rank has computed it.
     pub watched: Option<Tensor>,
 }
@@ -131,7 +131,7 @@ pub(super) struct Layout {
 impl Layout {
     /// Moves `parameters` into flat tensors, and makes their `grad`s views.
     pub(super) fn new(parameters: &[&NamedTensor], options: &DdpOptions) -> Result<Self> {
-        let member = |named: &&NamedTensor| Member {
+        let member = |named: &&NamedTensor| ParamSlot {
             name: named.name.clone(),
             parameter: named.tensor.shallow_clone(),
             flat: 0,
@@ -155,7 +155,7 @@ impl Layout {
 
     /// What each parameter is, and where its gradient.
     pub(super) fn parameter_places(&self) -> Vec<Parameter> {
-        let place = |member: &Member| Parameter {
+        let place = |member: &ParamSlot| Parameter {
             name: member.name.clone(),
             shape: member.parameter.size(),
             bytes: num_bytes(member.parameter.kind(), member.parameter.numel()),
@@ -167,7 +167,7 @@ impl Layout {
     /// Takes all gradients away: the first that backward computes is copied to its place, which is less work
     /// than to fill that with zeros and add.
     pub(super) fn zero_grad(&mut self) -> Result<()> {
-        self.set_gradients(Gradients::Old);
+        self.set_gradients(GradState::Old);
         let none = Tensor::new();
         self.members.iter_mut().try_for_each(|member| {
             (member.used, member.has_gradient) = (false, false);
@@ -178,18 +178,18 @@ impl Layout {
     /// Puts all gradients at their places after backward, and zeros where there are none. Until they are averaged the
     /// zeros count as gradients too, because another rank may have one.
     pub(super) fn settle(&self, are_averaged: bool) -> Result<()> {
-        self.set_gradients(Gradients::Local);
+        self.set_gradients(GradState::Local);
         self.members.iter().try_for_each(|member| {
             if are_averaged || member.used || member.has_gradient {
                 member.settle()
             } else {
-                member.take_gradient_away()
+                member.clear_grad()
             }
         })
     }
 
     /// Says what the gradients are.
-    pub(super) fn set_gradients(&self, gradients: Gradients) {
+    pub(super) fn set_gradients(&self, gradients: GradState) {
         self.flats.iter().for_each(|flat| flat.places.set_gradients(gradients));
     }
 
@@ -219,7 +219,7 @@ impl Layout {
         let assignment = bucket::assign(&sizes, &options.bucket_caps());
 
         // Whatever the order, each kind takes the same room.
-        let room = |Member { parameter, .. }: &Member| {
+        let room = |ParamSlot { parameter, .. }: &ParamSlot| {
             parameter.numel().next_multiple_of(elements_per_line(parameter.kind()))
         };
         let rooms: Vec<usize> = self.members.iter().map(room).collect();
@@ -233,11 +233,11 @@ impl Layout {
                     None => totals.push((kind, device, rooms[index])),
                 }
             }
-            let flat = |(kind, device, total)| -> Result<Flat, TchError> {
+            let flat = |(kind, device, total)| -> Result<FlatParams, TchError> {
                 let zeros = || Tensor::f_zeros([total as i64], (kind, device));
-                let places = Places::default();
-                places.set_gradients(Gradients::Old);
-                Ok(Flat { parameters: zeros()?, gradients: zeros()?, places })
+                let places = ParamLayout::default();
+                places.set_gradients(GradState::Old);
+                Ok(FlatParams { parameters: zeros()?, gradients: zeros()?, places })
             };
             let flats = totals.into_iter().map(flat).collect::<Result<_, _>>();
             self.flats = flats.map_err(Error::torch("making the buckets"))?;
@@ -253,7 +253,7 @@ impl Layout {
             let begin = ends[flat];
             let mut parameters = Vec::with_capacity(places.len());
             for index in places.iter().map(|&place| order[place]) {
-                let Member { name, parameter, .. } = &self.members[index];
+                let ParamSlot { name, parameter, .. } = &self.members[index];
                 let (name, shape) = (name.clone(), parameter.size());
                 parameters.push(BucketParameter { name, start: ends[flat] - begin, shape });
                 starts[index] = ends[flat];
@@ -269,11 +269,11 @@ impl Layout {
         }
         self.buckets = buckets;
         for (number, flat) in self.flats.iter().enumerate() {
-            let mut places: Vec<Place> = Vec::new();
+            let mut places: Vec<ParamSpan> = Vec::new();
             for (index, member) in self.members.iter().enumerate() {
                 if member.flat == number {
                     let (name, start) = (member.name.clone(), starts[index]);
-                    places.push(Place { name, index, start, shape: member.parameter.size() });
+                    places.push(ParamSpan { name, index, start, shape: member.parameter.size() });
                 }
             }
             places.sort_by_key(|place| place.start);
@@ -285,7 +285,7 @@ impl Layout {
     /// Moves each parameter and its gradient to its place in the flat tensors.
     fn move_to(&mut self, starts: &[usize]) -> Result<(), TchError> {
         // Copies first: the new place of one may be the old one of another.
-        let copy = |member: &Member| {
+        let copy = |member: &ParamSlot| {
             let grad = member.parameter.grad();
             (member.parameter.copy(), grad.defined().then(|| grad.copy()))
         };
@@ -298,7 +298,7 @@ impl Layout {
             flat.parameters.f_set_data(&fresh)?;
         }
         for ((member, &start), (value, grad)) in self.members.iter_mut().zip(starts).zip(copies) {
-            let Flat { parameters, gradients, .. } = &self.flats[member.flat];
+            let FlatParams { parameters, gradients, .. } = &self.flats[member.flat];
             let shape = member.parameter.size();
             let part = |flat: &Tensor| {
                 flat.f_narrow(0, start as i64, value.numel() as i64)?.f_view(&shape[..])

@@ -38,7 +38,7 @@ use crate::process_group::ProcessGroup;
 use crate::torch::set_grad;
 use parameters::NamedTensor;
 use reducer::Reducer;
-use times::Times;
+use times::BackwardTimings;
 
 pub use backward::{Averaged, BackwardOptions, backward};
 pub use comm_hooks::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
@@ -49,7 +49,7 @@ pub(crate) use parameters::bytes_of;
 pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use strategy::Strategy;
-pub(crate) use watched::Watched;
+pub(crate) use watched::GradProbe;
 
 /// How a model is kept the same on all ranks, with PyTorch's names and defaults.
 ///
@@ -136,7 +136,7 @@ pub struct DdpStatistics {
 }
 
 impl DdpStatistics {
-    fn new(times: Times, bucket_bytes: Vec<usize>) -> Self {
+    fn new(times: BackwardTimings, bucket_bytes: Vec<usize>) -> Self {
         let mean = |time: Duration| time.as_secs_f64() / f64::from(times.count.max(1));
         let communication = mean(times.communication + times.beside);
         let share = |of: f64| if communication == 0.0 { 0.0 } else { of / communication };

@@ -10,18 +10,18 @@ use tch::Tensor;
 
 use super::DdpOptions;
 use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
-use super::communication::Communication;
+use super::communication::ReducePath;
 use super::join::{Active, Inputs, JoinOptions, count_active};
-use super::layout::{Bucket, Flat, Layout};
+use super::layout::{Bucket, FlatParams, Layout};
 use super::parameters::NamedTensor;
-use super::times::Times;
+use super::times::BackwardTimings;
 use super::turn::Turn;
 use super::weight::Weight;
 use crate::error::{Error, Result};
 use crate::observe::report::Parameter;
-use crate::optim::{FlatBuffer, Gradients};
-use crate::process_group::{Note, ProcessGroup, num_bytes};
-use crate::sync::Place;
+use crate::optim::{FlatBuffer, GradState};
+use crate::process_group::{CallContext, ProcessGroup, num_bytes};
+use crate::sync::CallSite;
 use crate::torch::GradHooks;
 
 /// What a backward does with complete gradients.
@@ -80,13 +80,13 @@ pub(super) struct State {
     /// How far backward was when it had completed each bucket, not counting what was reduced meanwhile.
     complete: Vec<Option<Duration>>,
     /// Who has called backward.
-    place: Option<Place>,
+    place: Option<CallSite>,
     /// What went wrong in a hook, which cannot return it.
     error: Option<Error>,
     /// The user's, if there is one.
     pub comm_hook: Option<Box<dyn CommHook>>,
-    pub communication: Communication,
-    times: Times,
+    pub communication: ReducePath,
+    times: BackwardTimings,
 }
 
 impl fmt::Debug for Reducer {
@@ -103,7 +103,7 @@ impl Reducer {
         options: DdpOptions,
     ) -> Result<Self> {
         let handles: Vec<Tensor> = parameters.iter().map(|p| p.tensor.shallow_clone()).collect();
-        let communication = Communication::new(&group)?;
+        let communication = ReducePath::new(&group)?;
         let state = State {
             group,
             layout: Layout::new(parameters, &options)?,
@@ -125,7 +125,7 @@ impl Reducer {
             error: None,
             comm_hook: None,
             communication,
-            times: Times::default(),
+            times: BackwardTimings::default(),
         };
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
@@ -141,12 +141,12 @@ impl Reducer {
     }
 
     /// Runs `f` on the parameters and gradients of each kind.
-    pub(super) fn for_each_flat(&self, f: impl FnMut(&mut Flat) -> Result<()>) -> Result<()> {
+    pub(super) fn for_each_flat(&self, f: impl FnMut(&mut FlatParams) -> Result<()>) -> Result<()> {
         self.state.borrow_mut().layout.flats.iter_mut().try_for_each(f)
     }
 
     pub(super) fn flat_buffers(&self) -> Vec<FlatBuffer> {
-        self.state.borrow().layout.flats.iter().map(Flat::buffer).collect()
+        self.state.borrow().layout.flats.iter().map(FlatParams::buffer).collect()
     }
 
     pub(super) fn with_state<T>(&self, f: impl FnOnce(&mut State) -> T) -> T {
@@ -187,7 +187,7 @@ impl Reducer {
         self.state.borrow_mut().layout.watched = local;
     }
 
-    pub(super) fn times(&self) -> Times {
+    pub(super) fn times(&self) -> BackwardTimings {
         self.state.borrow().times
     }
 
@@ -216,7 +216,7 @@ impl Reducer {
         averages: bool,
         overlaps: bool,
         turn: Turn,
-        place: Place,
+        place: CallSite,
     ) -> Result<()> {
         let mut state = self.state.borrow_mut();
         state.begin(averages, overlaps)?;
@@ -380,7 +380,7 @@ impl State {
                 *next += 1;
                 continue;
             }
-            group.note(Note { place: *place, bucket: u16::try_from(*next).ok() });
+            group.note(CallContext { place: *place, bucket: u16::try_from(*next).ok() });
             weight.map_or(Ok(()), |it| it.settle(&mut layout.buckets[*next].gradients))?;
             let weight = weight.map(|it| it.samples);
             layout.keep_local(*next)?;
@@ -392,7 +392,7 @@ impl State {
             // A bucket that is alone has nothing to go on beside.
             let goes_on = self.mode == Mode::Overlap && !(is_last && *next == 0);
             if goes_on
-                && comm_hook.only_averages()
+                && comm_hook.is_plain_all_reduce()
                 && let Some(works) = communication.beside()
             {
                 works.push(group.all_reduce_beside(&handle, average(group), weight)?);
@@ -416,7 +416,7 @@ impl State {
         if self.next == self.layout.buckets.len() {
             self.turn.pass_on();
         }
-        self.group.note(Note::default());
+        self.group.note(CallContext::default());
         Ok(())
     }
 
@@ -440,7 +440,7 @@ impl State {
         self.weight = None;
         self.settle_unused(options)?;
         self.rebuild_buckets(options)?;
-        self.layout.set_gradients(Gradients::Averaged);
-        self.undefined.iter().try_for_each(|&index| self.layout.members[index].take_gradient_away())
+        self.layout.set_gradients(GradState::Averaged);
+        self.undefined.iter().try_for_each(|&index| self.layout.members[index].clear_grad())
     }
 }

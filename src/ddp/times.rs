@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// How long the parts of backward passes took on this rank.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Times {
+pub(super) struct BackwardTimings {
     /// How many these are.
     pub count: u32,
     /// From the beginning of backward to the end of the last bucket.

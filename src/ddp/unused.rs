@@ -3,7 +3,7 @@
 use tch::{Device, Tensor};
 
 use super::DdpOptions;
-use super::layout::Member;
+use super::layout::ParamSlot;
 use super::reducer::State;
 use crate::error::{Error, Result};
 use crate::process_group::ReduceOp;
@@ -84,7 +84,7 @@ impl State {
     }
 
     /// The parameters that had no gradient on this rank.
-    fn unused(&self) -> impl Iterator<Item = (usize, &Member)> {
+    fn unused(&self) -> impl Iterator<Item = (usize, &ParamSlot)> {
         self.layout.members.iter().enumerate().filter(|(_, member)| !member.used)
     }
 

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 
 /// The first parameter of a model.
 #[derive(Debug)]
-pub(crate) struct Watched {
+pub(crate) struct GradProbe {
     pub name: String,
     /// Itself, and with it the gradient that it has by now.
     pub parameter: Tensor,
@@ -21,14 +21,14 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// [`Error::Torch`] when the device has no room.
-    pub(crate) fn watch(&self) -> Result<Watched> {
+    pub(crate) fn watch(&self) -> Result<GradProbe> {
         let first = parameters::trained(&self.tensors).next();
         let first = first.ok_or_else(|| Error::Input("the model has no parameters".into()))?;
         let local = first.tensor.f_detach().and_then(|it| it.f_zeros_like());
         let local = local.map_err(Error::torch("zeros_like"))?;
         self.reducer.watch_first(Some(local.shallow_clone()));
         let (name, parameter) = (first.name.clone(), first.tensor.shallow_clone());
-        Ok(Watched { name, parameter, local })
+        Ok(GradProbe { name, parameter, local })
     }
 
     /// Keeps none any more.

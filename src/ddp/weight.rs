@@ -6,10 +6,10 @@ use tch::Tensor;
 
 use super::DistributedDataParallel;
 use super::backward::{self, Averaged, BackwardOptions};
-use super::layout::Member;
+use super::layout::ParamSlot;
 use super::reducer::State;
 use crate::error::{Error, Result};
-use crate::optim::Gradients;
+use crate::optim::GradState;
 use crate::process_group::check_weight;
 
 /// The number of samples behind the gradients of this rank.
@@ -72,7 +72,7 @@ impl State {
             )));
         }
         let mut places = self.layout.flats.iter().map(|flat| flat.places.gradients());
-        if !averages && self.weight.is_none() && places.any(|it| it == Gradients::Averaged) {
+        if !averages && self.weight.is_none() && places.any(|it| it == GradState::Averaged) {
             return Err(Error::Input(
                 "backward_weighted: within no_sync it cannot add to gradients that an earlier step has averaged; \
                  call zero_grad before the first batch of a step"
@@ -112,7 +112,7 @@ pub(super) fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Re
             if samples > 0.0 || (model.averages() && weight.samples == 0.0) {
                 return Ok(());
             }
-            state.layout.members.iter_mut().try_for_each(Member::keep_gradient)
+            state.layout.members.iter_mut().try_for_each(ParamSlot::keep_gradient)
         })?;
     }
     match factor {

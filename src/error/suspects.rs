@@ -1,6 +1,6 @@
 //! Which rank is wrong where ranks differ: the minority, if there is a majority.
 
-use crate::operation::{At, Operation};
+use crate::operation::{OpId, Operation};
 
 /// The reason for a comparison of replicas. Which step parted them is known after a step only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,15 +132,15 @@ pub(crate) struct Blame {
     /// All ranks that may be the wrong one, if nothing tells which; else empty.
     pub tied: Vec<usize>,
     /// The operation that the rank was in, if it has moved on since.
-    pub at: Option<At>,
+    pub at: Option<OpId>,
 }
 
 impl Blame {
-    pub(super) fn one(rank: usize, at: Option<At>) -> Self {
+    pub(super) fn one(rank: usize, at: Option<OpId>) -> Self {
         Self { rank, tied: Vec::new(), at }
     }
 
-    pub(super) fn of(suspects: &Suspects, rank: usize, at: Option<At>) -> Self {
+    pub(super) fn of(suspects: &Suspects, rank: usize, at: Option<OpId>) -> Self {
         let tied = if suspects.has_majority { Vec::new() } else { suspects.ranks.clone() };
         Self { rank, tied, at }
     }
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn an_error_blames_one_rank_only_if_something_tells_which() {
-        let replicas = |answers: &[(usize, char)]| Error::Replicas {
+        let replicas = |answers: &[(usize, char)]| Error::ReplicasDiverged {
             parameter: "weight".into(),
             others: 0,
             suspects: Suspects::of(answers),
@@ -204,9 +204,9 @@ mod tests {
         assert_eq!((rank, tied.len()), (1, 0));
         let none = replicas(&[(0, 'a'), (1, 'b'), (2, 'c')]).to_string();
         assert!(none.contains("ranks 0-2 differ in `weight`; no majority agrees"), "{none}");
-        let shared = Error::SharedMemory { first: 1, second: 2 };
+        let shared = Error::OverlappingTensors { first: 1, second: 2 };
         assert_eq!(shared.blames().unwrap().tied, [1, 2]);
-        let alone = Error::SharedMemory { first: 2, second: 2 }.blames().unwrap();
+        let alone = Error::OverlappingTensors { first: 2, second: 2 }.blames().unwrap();
         assert_eq!((alone.rank, alone.tied.len()), (2, 0));
     }
 }

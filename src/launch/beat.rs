@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use super::messages::{from_json, to_json, unreadable};
 use crate::error::Result;
-use crate::operation::At;
-use crate::sync::{Run, Seen};
+use crate::operation::OpId;
+use crate::sync::{RunContext, OpSnapshot};
 
 /// So much is told of each rank.
 const MOST: usize = 8;
@@ -15,7 +15,7 @@ const LONGEST: usize = 200;
 
 /// That a process lives, and what its ranks do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Beat {
+pub(super) struct Heartbeat {
     /// How many there were.
     pub number: u64,
     pub ranks: Vec<Doing>,
@@ -26,14 +26,14 @@ pub(super) struct Beat {
 pub(super) struct Doing {
     at: u64,
     /// Of its timeline, the newest last.
-    pub seen: Vec<Seen>,
+    pub seen: Vec<OpSnapshot>,
 }
 
 impl Doing {
     /// Of `rank`, which is one of this process.
-    pub(super) fn of(run: &Run, rank: usize) -> Self {
-        let mut seen = run.timeline.digest(rank, MOST);
-        for Seen { place, .. } in &mut seen {
+    pub(super) fn of(run: &RunContext, rank: usize) -> Self {
+        let mut seen = run.timeline.recent_ops(rank, MOST);
+        for OpSnapshot { place, .. } in &mut seen {
             let start =
                 (place.len().saturating_sub(LONGEST)..).find(|&it| place.is_char_boundary(it));
             place.drain(..start.unwrap_or_default());
@@ -41,17 +41,17 @@ impl Doing {
         Self::new(run.activity[rank].now(), seen)
     }
 
-    pub(super) fn new(at: At, seen: Vec<Seen>) -> Self {
+    pub(super) fn new(at: OpId, seen: Vec<OpSnapshot>) -> Self {
         Self { at: at.packed(), seen }
     }
 
     /// What it does as a whole; code of its own, if that is nothing.
-    pub(super) fn at(&self) -> At {
-        At::unpacked(self.at).unwrap_or_else(|| At::named("", 0))
+    pub(super) fn at(&self) -> OpId {
+        OpId::unpacked(self.at).unwrap_or_else(|| OpId::named("", 0))
     }
 }
 
-impl Beat {
+impl Heartbeat {
     pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
         to_json(key, self)
     }
@@ -70,12 +70,12 @@ impl Beat {
             ));
         }
         for Doing { at, seen } in &beat.ranks {
-            if At::unpacked(*at).is_none() {
+            if OpId::unpacked(*at).is_none() {
                 return Err(unreadable(key, &format!("{at:#x} is not an operation")));
             }
             // It goes to a terminal.
             let is_wrong =
-                |it: &Seen| it.place.len() > LONGEST || it.place.contains(char::is_control);
+                |it: &OpSnapshot| it.place.len() > LONGEST || it.place.contains(char::is_control);
             if seen.len() > MOST || seen.iter().any(is_wrong) {
                 return Err(unreadable(key, "the status of a rank is too long"));
             }
@@ -96,31 +96,31 @@ mod tests {
 
     const KEY: &str = "some/key";
 
-    fn at() -> impl Strategy<Value = At> {
+    fn at() -> impl Strategy<Value = OpId> {
         let operation = (0..Operation::ALL.len()).prop_map(|place| Operation::ALL[place]);
-        (operation, 0..1u64 << 56).prop_map(|(operation, sequence)| At { operation, sequence })
+        (operation, 0..1u64 << 56).prop_map(|(operation, sequence)| OpId { operation, sequence })
     }
 
-    fn seen() -> impl Strategy<Value = Seen> {
+    fn seen() -> impl Strategy<Value = OpSnapshot> {
         let place = "[a-zä/]{0,90}";
         (at(), any::<(Option<u32>, Option<u16>)>(), place, any::<bool>(), any::<[u32; 3]>())
             .prop_map(|(at, (group, bucket), place, beside, [began, ended, on_gpu])| {
                 let began = Duration::from_millis(began.into());
                 let ended = (ended % 2 == 0).then(|| Duration::from_nanos(ended.into()));
                 let on_gpu = (on_gpu % 2 == 0).then(|| Duration::from_nanos(on_gpu.into()));
-                Seen { at, group, bucket, place, beside, began, ended, on_gpu }
+                OpSnapshot { at, group, bucket, place, beside, began, ended, on_gpu }
             })
     }
 
-    fn beat() -> impl Strategy<Value = Beat> {
+    fn beat() -> impl Strategy<Value = Heartbeat> {
         let doing = (at(), prop::collection::vec(seen(), 0..=MOST));
         let ranks = prop::collection::vec(doing.prop_map(|(at, seen)| Doing::new(at, seen)), 0..4);
-        (any::<u64>(), ranks).prop_map(|(number, ranks)| Beat { number, ranks })
+        (any::<u64>(), ranks).prop_map(|(number, ranks)| Heartbeat { number, ranks })
     }
 
     /// None may panic, and what is refused names the key.
     fn read(bytes: &[u8], count: usize) {
-        match Beat::from_bytes(KEY, bytes, count) {
+        match Heartbeat::from_bytes(KEY, bytes, count) {
             Ok(beat) => {
                 assert_eq!(beat.ranks.len(), count);
                 beat.ranks.iter().for_each(|doing| assert!(doing.at().packed() == doing.at));
@@ -154,14 +154,14 @@ mod tests {
         #[test]
         fn what_is_written_is_read(beat in beat()) {
             let bytes = beat.to_bytes(KEY).unwrap();
-            prop_assert_eq!(Beat::from_bytes(KEY, &bytes, beat.ranks.len()).unwrap(), beat);
+            prop_assert_eq!(Heartbeat::from_bytes(KEY, &bytes, beat.ranks.len()).unwrap(), beat);
         }
     }
 
     #[test]
     fn what_no_process_tells_is_refused() {
-        let plain = At { operation: Operation::Step, sequence: 1 };
-        let seen = |place: &str| Seen {
+        let plain = OpId { operation: Operation::Step, sequence: 1 };
+        let seen = |place: &str| OpSnapshot {
             at: plain,
             group: None,
             bucket: None,
@@ -171,9 +171,9 @@ mod tests {
             ended: None,
             on_gpu: None,
         };
-        let told = |seen: Vec<Seen>, count| {
-            let beat = Beat { number: 1, ranks: vec![Doing::new(plain, seen)] };
-            Beat::from_bytes(KEY, &beat.to_bytes(KEY).unwrap(), count).map(drop)
+        let told = |seen: Vec<OpSnapshot>, count| {
+            let beat = Heartbeat { number: 1, ranks: vec![Doing::new(plain, seen)] };
+            Heartbeat::from_bytes(KEY, &beat.to_bytes(KEY).unwrap(), count).map(drop)
         };
         assert!(told(vec![seen(" at src/a.rs:7"); MOST], 1).is_ok());
         for (told, reason) in [

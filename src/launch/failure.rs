@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::error::runs;
-use crate::operation::{At, Operation};
+use crate::operation::{OpId, Operation};
 
 /// How one rank failed.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub struct RankFailure {
     /// Its device, as `CPU:1` or `GPU:0`.
     pub device: String,
     /// What it was doing.
-    pub at: At,
+    pub at: OpId,
     /// Why, with all causes on one line.
     pub error: String,
 }
@@ -28,7 +28,7 @@ impl fmt::Display for RankFailure {
             tied => write!(f, "ranks {} ", list(tied))?,
         }
         match self.at.operation {
-            Operation::Function => write!(f, "failed in its function")?,
+            Operation::UserCode => write!(f, "failed in its function")?,
             Operation::ShutDown | Operation::Done => write!(f, "ended too early")?,
             Operation::Compare if self.tied.is_empty() => write!(f, "differs")?,
             Operation::Compare => write!(f, "differ")?,
@@ -59,7 +59,7 @@ pub struct StuckRank {
     /// Its device, as `CPU:1` or `GPU:0`.
     pub device: String,
     /// What it was last seen doing.
-    pub last_seen: At,
+    pub last_seen: OpId,
 }
 
 /// Why [`spawn`](super::spawn) returned an error.

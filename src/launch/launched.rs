@@ -10,7 +10,7 @@ use std::time::Duration;
 use crossbeam::channel::{RecvTimeoutError, bounded};
 
 use super::{
-    Backend, BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, Spawn, World, detect,
+    Backend, BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, Spawn, ProcessWorld, detect,
     place, write_error_file,
 };
 use crate::error::{Error, Result};
@@ -69,7 +69,7 @@ pub struct Launched {
     /// Where its ranks run.
     pub placement: Placement,
     /// All processes, if there are several.
-    pub world: Option<Arc<World>>,
+    pub world: Option<Arc<ProcessWorld>>,
     grace_period: Duration,
 }
 
@@ -109,11 +109,11 @@ impl Launch {
         if self.kind == LaunchKind::Spawned || is_restart {
             placement.note = None; // the process that has started it has told the user
         }
-        if let Some(warning) = World::warning(&self) {
+        if let Some(warning) = ProcessWorld::warning(&self) {
             note(&warning);
         }
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
-        let meet = || match World::meet(&self, &placement, timeout, interfaces, shared_options)? {
+        let meet = || match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared_options)? {
             Some(world) if compare_clocks => world.compare_clocks(timeout).map(Some),
             world => Ok(world),
         };

@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, escaped_line};
-use crate::operation::At;
+use crate::operation::OpId;
 use crate::sync::Failure;
 
 /// More ranks than any run has: that many are counted, and each takes some memory.
@@ -143,12 +143,12 @@ pub(super) fn shared_gpu(processes: &[Process]) -> Option<(&str, [String; 2])> {
 
 /// Who has not come, and who is there: for the user.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Absence {
+pub(super) struct MissingPeers {
     pub missing: String,
     pub there: String,
 }
 
-impl Absence {
+impl MissingPeers {
     pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
         to_json(key, self)
     }
@@ -164,7 +164,7 @@ impl Absence {
 
 /// What a failing rank leaves for the others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Told {
+pub(super) struct FailureReport {
     pub rank: usize,
     /// As [`Failure::tied`].
     #[serde(default)]
@@ -174,9 +174,9 @@ pub(super) struct Told {
     pub error: String,
 }
 
-impl Told {
-    pub(super) fn new(rank: usize, at: At, error: &str) -> Self {
-        let At { operation, sequence } = at;
+impl FailureReport {
+    pub(super) fn new(rank: usize, at: OpId, error: &str) -> Self {
+        let OpId { operation, sequence } = at;
         let (operation, tied) = (operation.to_string(), Vec::new());
         Self { rank, tied, operation, sequence, error: error.into() }
     }
@@ -187,8 +187,8 @@ impl Told {
     }
 
     /// What the rank was doing.
-    pub(super) fn at(&self) -> At {
-        At::named(&self.operation, self.sequence)
+    pub(super) fn at(&self) -> OpId {
+        OpId::named(&self.operation, self.sequence)
     }
 
     pub(super) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
@@ -240,8 +240,8 @@ mod tests {
     fn read_all(bytes: &[u8], count: usize) {
         let refused = [
             Process::from_bytes(KEY, bytes).err(),
-            Absence::from_bytes(KEY, bytes).err(),
-            Told::from_bytes(KEY, bytes, count).err(),
+            MissingPeers::from_bytes(KEY, bytes).err(),
+            FailureReport::from_bytes(KEY, bytes, count).err(),
         ];
         for error in refused.into_iter().flatten() {
             assert!(error.to_string().contains(KEY), "{error}");
@@ -251,15 +251,15 @@ mod tests {
             assert_eq!(places(&twice).is_ok(), 2 * twice[0].ranks.len() <= MOST_RANKS);
             assert_eq!(shared_gpu(&twice).is_some(), !twice[0].gpus.is_empty());
         }
-        if let Ok(told) = Told::from_bytes(KEY, bytes, count) {
+        if let Ok(told) = FailureReport::from_bytes(KEY, bytes, count) {
             assert!(told.rank < count);
             told.at().packed();
         }
     }
 
-    fn at() -> impl Strategy<Value = At> {
+    fn at() -> impl Strategy<Value = OpId> {
         let operation = (0..Operation::ALL.len()).prop_map(|place| Operation::ALL[place]);
-        (operation, 0..1u64 << 56).prop_map(|(operation, sequence)| At { operation, sequence })
+        (operation, 0..1u64 << 56).prop_map(|(operation, sequence)| OpId { operation, sequence })
     }
 
     fn process() -> impl Strategy<Value = Process> {
@@ -275,9 +275,9 @@ mod tests {
     /// Each of the messages as it is written, and how many ranks it is about.
     fn written() -> impl Strategy<Value = (Vec<u8>, usize)> {
         let told = (0..9usize, at(), ".*")
-            .prop_map(|(rank, at, error)| (Told::new(rank, at, &error).to_bytes(KEY).unwrap(), 9));
+            .prop_map(|(rank, at, error)| (FailureReport::new(rank, at, &error).to_bytes(KEY).unwrap(), 9));
         let absence = (".*", ".*")
-            .prop_map(|(missing, there)| (Absence { missing, there }.to_bytes(KEY).unwrap(), 1));
+            .prop_map(|(missing, there)| (MissingPeers { missing, there }.to_bytes(KEY).unwrap(), 1));
         let process = process().prop_map(|process| (process.to_bytes(KEY).unwrap(), 1));
         prop_oneof![told, absence, process]
     }
@@ -313,11 +313,11 @@ mod tests {
             let bytes = process.to_bytes(KEY).unwrap();
             prop_assert_eq!(Process::from_bytes(KEY, &bytes).unwrap(), process);
             let (rank, at, error) = told;
-            let told = Told::new(rank, at, &error);
-            let read = Told::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 9).unwrap();
+            let told = FailureReport::new(rank, at, &error);
+            let read = FailureReport::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 9).unwrap();
             prop_assert_eq!(read.at(), at);
             prop_assert!(!read.error.contains(char::is_control));
-            prop_assert_eq!(read, Told { error: escaped_line(&error).into_owned(), ..told });
+            prop_assert_eq!(read, FailureReport { error: escaped_line(&error).into_owned(), ..told });
         }
     }
 
@@ -379,8 +379,8 @@ mod tests {
 
     #[test]
     fn numbers_that_do_not_fit_the_run_are_refused() {
-        let told = Told::new(3, At { operation: Operation::Step, sequence: 1 }, "why");
-        let error = Told::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 3).unwrap_err().to_string();
+        let told = FailureReport::new(3, OpId { operation: Operation::Step, sequence: 1 }, "why");
+        let error = FailureReport::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 3).unwrap_err().to_string();
         assert!(error.contains("rank 3 of 3 has failed: why"), "{error}");
         for count in [0, MOST_RANKS + 1] {
             let bytes = crowd(count).to_bytes(KEY).unwrap();

@@ -21,18 +21,18 @@ mod start;
 mod watch;
 mod world;
 
-pub use crate::sync::{Fault, FaultKind, Stage, Stop, StopReason, install_panic_hook};
+pub use crate::sync::{Fault, FaultKind, FaultSite, Stop, StopReason, install_panic_hook};
 pub use environment::{
-    Launch, LaunchChoice, LaunchKind, LaunchOptions, Master, Processes, SpawnChoice, detect,
+    Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
 };
 pub use error_file::write_error_file;
 pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use launched::{Joining, Launched};
-pub use placement::{BackendChoice, Nproc, Placement, Share, place};
+pub use placement::{BackendChoice, Nproc, Placement, NodeSlice, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
 pub use rank::{Backend, Rank};
 pub(crate) use restarts::Restarts;
 pub use signals::{ask_on_signal, exit_code, stop_on_signals};
 pub(crate) use signals::{await_termination, end_at_signals_in};
 pub use spawn::{Spawn, spawn, spawn_scoped};
-pub use world::World;
+pub use world::ProcessWorld;

@@ -62,7 +62,7 @@ pub enum BackendChoice {
 
 /// Which part of the machine a process has: all of it, unless a launcher has started several there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Share {
+pub struct NodeSlice {
     /// The process's number on its machine, from 0.
     pub index: usize,
     /// How many there are on the machine.
@@ -73,7 +73,7 @@ pub struct Share {
     pub threads_per_rank: Option<usize>,
 }
 
-impl Share {
+impl NodeSlice {
     /// That of the only process, which may use so many CPU cores.
     pub fn all(cores: usize) -> Self {
         Self { index: 0, count: 1, cores, threads_per_rank: None }
@@ -122,7 +122,7 @@ pub struct Placement {
 ///
 /// # Errors
 /// [`Error::Input`] when what was asked for is not there; it says what to do.
-pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &Share) -> Result<Placement> {
+pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &NodeSlice) -> Result<Placement> {
     let gpus = cuda.usable();
     let on_gpus = gpus > 0 && nproc != Nproc::Cpu;
     let why_none = || match &cuda.problem {
@@ -192,7 +192,7 @@ pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &Share) ->
     } else if let Some(first) = share.first_gpu(count, gpus) {
         (Backend::Nccl, (first..first + count).map(Device::Cuda).collect(), None)
     } else if share.count > 1 {
-        let Share { index, count: processes, .. } = share;
+        let NodeSlice { index, count: processes, .. } = share;
         let each = if count == 1 { "1 rank" } else { &format!("{count} ranks") };
         return Err(Error::Input(format!(
             "process {index} of {processes} on this machine: {processes} processes with {each} each need {} GPUs, \
@@ -256,13 +256,13 @@ mod tests {
     }
 
     fn refused(nproc: Nproc, choice: BackendChoice, cuda: &Cuda) -> String {
-        place(nproc, choice, cuda, &Share::all(8)).unwrap_err().to_string()
+        place(nproc, choice, cuda, &NodeSlice::all(8)).unwrap_err().to_string()
     }
 
     #[test]
     fn one_rank_per_visible_gpu() {
         for nproc in [Nproc::Auto, Nproc::Gpu, Nproc::Count(4)] {
-            let placement = place(nproc, BackendChoice::Auto, &gpus(4), &Share::all(8)).unwrap();
+            let placement = place(nproc, BackendChoice::Auto, &gpus(4), &NodeSlice::all(8)).unwrap();
             assert_eq!(placement.backend, Backend::Nccl);
             assert_eq!(placement.devices, [0, 1, 2, 3].map(Device::Cuda));
             assert_eq!((placement.threads_per_rank, placement.note), (2, None));
@@ -271,25 +271,25 @@ mod tests {
 
     #[test]
     fn cpu_ranks_where_there_is_no_gpu() {
-        let placement = place(Nproc::Auto, BackendChoice::Auto, &gpus(0), &Share::all(8)).unwrap();
+        let placement = place(Nproc::Auto, BackendChoice::Auto, &gpus(0), &NodeSlice::all(8)).unwrap();
         assert_eq!(placement.backend, Backend::Threaded);
         assert_eq!(placement.devices, [Device::Cpu; 8]);
         let note = placement.note.unwrap();
         assert_eq!(note, "no GPU is visible: 8 ranks on the CPU, 1 thread each");
 
         let placement =
-            place(Nproc::Count(3), BackendChoice::Threaded, &gpus(0), &Share::all(8)).unwrap();
+            place(Nproc::Count(3), BackendChoice::Threaded, &gpus(0), &NodeSlice::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.threads_per_rank), (3, 2));
         // More ranks than cores is fine on a CPU, and leaves each one thread.
         let placement =
-            place(Nproc::Count(20), BackendChoice::Auto, &gpus(0), &Share::all(8)).unwrap();
+            place(Nproc::Count(20), BackendChoice::Auto, &gpus(0), &NodeSlice::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.threads_per_rank), (20, 1));
     }
 
     #[test]
     fn many_ranks_on_few_cores_are_told_of() {
         let note = |ranks, cores| {
-            let share = Share::all(cores);
+            let share = NodeSlice::all(cores);
             let placement = place(Nproc::Count(ranks), BackendChoice::Auto, &gpus(0), &share);
             placement.unwrap().note.unwrap()
         };
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn cpu_ranks_beside_gpus_when_asked_for() {
-        let placement = place(Nproc::Cpu, BackendChoice::Auto, &gpus(2), &Share::all(8)).unwrap();
+        let placement = place(Nproc::Cpu, BackendChoice::Auto, &gpus(2), &NodeSlice::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.devices[0]), (8, Device::Cpu));
         assert_eq!(placement.note, None);
     }
@@ -315,13 +315,13 @@ mod tests {
         assert!(error.contains("only 1 GPU is visible; use at most 1"), "{error}");
         assert!(error.contains("--backend threaded"), "{error}");
         let placement =
-            place(Nproc::Count(2), BackendChoice::Threaded, &gpus(1), &Share::all(8)).unwrap();
+            place(Nproc::Count(2), BackendChoice::Threaded, &gpus(1), &NodeSlice::all(8)).unwrap();
         assert_eq!(placement.devices, [Device::Cuda(0); 2]);
     }
 
     /// Of process `index` of `count` on a machine, with 4 cores each.
     fn shared(index: usize, count: usize, nproc: Nproc, cuda: &Cuda) -> Result<Placement> {
-        let share = Share { index, count, cores: 4, threads_per_rank: None };
+        let share = NodeSlice { index, count, cores: 4, threads_per_rank: None };
         place(nproc, BackendChoice::Auto, cuda, &share)
     }
 
@@ -368,7 +368,7 @@ mod tests {
         let threads = |nproc| shared(1, 2, nproc, &gpus(0)).unwrap().threads_per_rank;
         assert_eq!((threads(Nproc::Count(1)), threads(Nproc::Count(2))), (4, 2));
         assert_eq!((threads(Nproc::Cpu), threads(Nproc::Count(9))), (1, 1));
-        let share = Share { threads_per_rank: Some(3), ..Share::all(8) };
+        let share = NodeSlice { threads_per_rank: Some(3), ..NodeSlice::all(8) };
         let placement = place(Nproc::Count(2), BackendChoice::Auto, &gpus(0), &share).unwrap();
         assert_eq!(placement.threads_per_rank, 3);
     }

@@ -21,7 +21,7 @@ use super::restarts::{self, Restarts};
 use super::signals::{SIGNALS, end_at_second_interrupt, reason_of};
 use super::watch::{tell_ended, waited_for};
 use super::world::files_of_store;
-use super::{Master, Placement, world};
+use super::{MasterEndpoint, Placement, world};
 use crate::error::{Error, Result};
 use crate::observe::Failure;
 use crate::process_group::rank_label;
@@ -56,7 +56,7 @@ impl Report {
     ///
     /// # Errors
     /// [`Error::Store`] when nobody takes it.
-    pub(crate) fn leave(&self, parent: &Master, start: usize, rank: usize) -> Result<()> {
+    pub(crate) fn leave(&self, parent: &MasterEndpoint, start: usize, rank: usize) -> Result<()> {
         let store = restarts::connect(parent)?.under(&of_start(start));
         store.set(&report_of(rank), &serde_json::to_vec(self).unwrap_or_default())?;
         // That it has arrived is known from the answer to the next request.
@@ -413,14 +413,14 @@ impl Processes {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{BackendChoice, Nproc, Share, place};
+    use super::super::{BackendChoice, Nproc, NodeSlice, place};
     use super::*;
     use crate::torch::cuda::Cuda;
 
     #[test]
     fn a_process_that_refuses_its_input_has_the_run_refuse_it() {
         let (count, no_gpu) = (Nproc::Count(2), Cuda::default());
-        let placement = place(count, BackendChoice::Threaded, &no_gpu, &Share::all(8)).unwrap();
+        let placement = place(count, BackendChoice::Threaded, &no_gpu, &NodeSlice::all(8)).unwrap();
         let time = Duration::from_secs(5);
         let spawn = SpawnProcesses {
             children: Children::Ranks(&placement),

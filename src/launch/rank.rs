@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use tch::Device;
 
-use super::World;
+use super::ProcessWorld;
 use super::rendezvous::Rendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::process_group::{Invitation, ProcessGroup};
-use crate::sync::{Run, Stage};
+use crate::process_group::{Bootstrap, ProcessGroup};
+use crate::sync::{RunContext, FaultSite};
 
 /// What carries the tensors of a process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,9 +52,9 @@ pub struct Rank {
     first: usize,
     device: Device,
     backend: Backend,
-    run: Arc<Run>,
+    run: Arc<RunContext>,
     /// The processes, if there are several.
-    world: Option<Arc<World>>,
+    world: Option<Arc<ProcessWorld>>,
     /// Taken by the first `init_process_group`.
     rendezvous: RefCell<Option<Rendezvous>>,
     /// Kept here as well, so that it outlives the rank function: a rank that fails must first tell
@@ -77,8 +77,8 @@ impl Rank {
         [rank, local_rank, first]: [usize; 3],
         device: Device,
         backend: Backend,
-        run: Arc<Run>,
-        world: Option<Arc<World>>,
+        run: Arc<RunContext>,
+        world: Option<Arc<ProcessWorld>>,
         rendezvous: Rendezvous,
     ) -> Self {
         let rendezvous = RefCell::new(Some(rendezvous));
@@ -145,13 +145,13 @@ impl Rank {
         };
         let activity = &self.run.activity[self.rank];
         let before = activity.enter(Operation::Rendezvous, 0);
-        self.run.fault_point(self.rank, Stage::Rendezvous, 0)?;
+        self.run.fault_point(self.rank, FaultSite::Rendezvous, 0)?;
         let invitation = rendezvous.meet(&self.run, self.rank, self.first, || {
             let members = (0..self.world_size()).collect();
             let invitation = match (&self.world, backend) {
                 (Some(world), _) => world.invitation(&self.run, backend),
-                (None, Backend::Threaded) => Ok(Invitation::threaded(&self.run, members)),
-                (None, Backend::Nccl) => Invitation::nccl(&self.run, members),
+                (None, Backend::Threaded) => Ok(Bootstrap::threaded(&self.run, members)),
+                (None, Backend::Nccl) => Bootstrap::nccl(&self.run, members),
                 (None, Backend::Gloo) => Err(Error::Input(
                     "backend gloo is for several processes; use threaded for the ranks of one"
                         .into(),
@@ -170,7 +170,7 @@ impl Rank {
         }
 
         activity.enter(Operation::Init, 0);
-        self.run.fault_point(self.rank, Stage::Init, 0)?;
+        self.run.fault_point(self.rank, FaultSite::Init, 0)?;
         let group = invitation.accept(self.rank, self.local_rank(), self.device)?;
         activity.restore(before);
         Ok(self.group.get_or_init(|| Rc::new(group)).clone())

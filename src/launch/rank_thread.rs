@@ -7,10 +7,10 @@ use crossbeam::channel::Sender;
 use tch::Device;
 
 use super::rendezvous::Rendezvous;
-use super::{Backend, Rank, World};
+use super::{Backend, Rank, ProcessWorld};
 use crate::error::Error;
 use crate::operation::Operation;
-use crate::sync::{Run, panics};
+use crate::sync::{RunContext, panics};
 use crate::torch;
 
 /// The start of one rank's thread.
@@ -19,14 +19,14 @@ pub(super) struct RankThread<T> {
     pub local_rank: usize,
     /// The first rank of the process.
     pub first: usize,
-    pub world: Option<Arc<World>>,
+    pub world: Option<Arc<ProcessWorld>>,
     pub device: Device,
     /// How many threads libtorch uses in this rank.
     pub threads: usize,
     /// What suits the ranks: see [`Rank::backend`].
     pub backend: Backend,
     pub rendezvous: Rendezvous,
-    pub run: Arc<Run>,
+    pub run: Arc<RunContext>,
     pub ended: Sender<Ended<T>>,
 }
 

@@ -12,15 +12,15 @@ use crossbeam::channel::{Receiver, Sender, bounded};
 use crossbeam::select;
 
 use crate::error::{Error, Result};
-use crate::process_group::Invitation;
-use crate::sync::Run;
+use crate::process_group::Bootstrap;
+use crate::sync::RunContext;
 
 /// One rank's end of the channels.
 pub(super) enum Rendezvous {
     /// The first rank invites, and notes that it has begun to.
-    Host(Vec<Sender<Invitation>>, Arc<AtomicBool>),
+    Host(Vec<Sender<Bootstrap>>, Arc<AtomicBool>),
     /// The others are invited.
-    Guest(Receiver<Invitation>, Arc<AtomicBool>),
+    Guest(Receiver<Bootstrap>, Arc<AtomicBool>),
 }
 
 /// The ends for `world_size` ranks, in their order.
@@ -36,11 +36,11 @@ impl Rendezvous {
     /// The first rank, `first`, makes the invitation and sends it; the others wait for it.
     pub(super) fn meet(
         self,
-        run: &Run,
+        run: &RunContext,
         rank: usize,
         first: usize,
-        invite: impl FnOnce() -> Result<Invitation>,
-    ) -> Result<Invitation> {
+        invite: impl FnOnce() -> Result<Bootstrap>,
+    ) -> Result<Bootstrap> {
         match self {
             Rendezvous::Host(guests, invites) => {
                 invites.store(true, Ordering::Release);
@@ -59,12 +59,12 @@ impl Rendezvous {
 }
 
 fn wait_for(
-    invitations: Receiver<Invitation>,
+    invitations: Receiver<Bootstrap>,
     invites: &AtomicBool,
-    run: &Run,
+    run: &RunContext,
     rank: usize,
     first: usize,
-) -> Result<Invitation> {
+) -> Result<Bootstrap> {
     let began = Instant::now();
     let time_left = || run.timeout.checked_sub(began.elapsed());
     select! {
@@ -90,7 +90,7 @@ fn wait_for(
         let has_ended = run.is_done(first);
         run.check(rank)?;
         if has_ended {
-            break Error::Left { at, waiting, left: first };
+            break Error::PeerExited { at, waiting, left: first };
         }
         let Some(time_left) = time_left() else {
             break Error::Timeout { at, waiting, waited: run.timeout, late: run.late(vec![first]) };

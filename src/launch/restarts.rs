@@ -7,7 +7,7 @@ use crossbeam::channel::never;
 use serde::{Deserialize, Serialize};
 
 use super::messages::{from_json, to_json};
-use super::{Launch, Master};
+use super::{Launch, MasterEndpoint};
 use crate::error::Result;
 use crate::torch::TcpStore;
 
@@ -92,6 +92,6 @@ fn note(launch: &Launch, key: &str) -> Result<()> {
 }
 
 /// Opens a connection to the store of the process that started this one.
-pub(super) fn connect(parent: &Master) -> Result<TcpStore> {
+pub(super) fn connect(parent: &MasterEndpoint) -> Result<TcpStore> {
     TcpStore::connect(&parent.addr, parent.port, PATIENCE, never())
 }

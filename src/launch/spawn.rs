@@ -11,9 +11,9 @@ use crossbeam::channel::{Receiver, never};
 use tch::Device;
 
 use super::rank_thread::RankThread;
-use super::stall::Tell;
+use super::stall::Notifier;
 use super::{
-    Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, Rank, SpawnError, World,
+    Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, Rank, SpawnError, ProcessWorld,
 };
 use crate::observe::{LogFormat, Printer};
 use crate::sync::{Fault, History, LONGEST, Stop};
@@ -114,10 +114,10 @@ pub struct Spawn {
     grace_period: Duration,
     fault: Option<Fault>,
     check_collectives: bool,
-    world: Option<Arc<World>>,
+    world: Option<Arc<ProcessWorld>>,
     stall_warning: Duration,
     asks: Receiver<()>,
-    tell: Tell,
+    tell: Notifier,
     stop: Option<Arc<Stop>>,
     trace: Option<PathBuf>,
     history: Option<Arc<OnceLock<History>>>,
@@ -146,7 +146,7 @@ impl Spawn {
             world: None,
             stall_warning: Self::STALL_WARNING,
             asks: never(),
-            tell: Tell::new(|text| Printer::new(LogFormat::Text).note(text)),
+            tell: Notifier::new(|text| Printer::new(LogFormat::Text).note(text)),
             stop: None,
             trace: None,
             history: None,
@@ -251,7 +251,7 @@ impl Spawn {
         tell: impl Fn(&str) + Send + Sync + 'static,
     ) -> Self {
         self.stall_warning = limit.min(LONGEST);
-        self.tell = Tell::new(tell);
+        self.tell = Notifier::new(tell);
         self
     }
 
@@ -274,7 +274,7 @@ impl Spawn {
     }
 
     /// Makes the ranks part of a run of several processes, in which they come after those of the processes before.
-    pub fn world(mut self, world: Option<Arc<World>>) -> Self {
+    pub fn world(mut self, world: Option<Arc<ProcessWorld>>) -> Self {
         self.world = world;
         self
     }

@@ -5,14 +5,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::operation::{At, Operation};
-use crate::sync::{Record, Run, Seen};
+use crate::operation::{OpId, Operation};
+use crate::sync::{Entry, RunContext, OpSnapshot};
 
 /// Who is told.
 #[derive(Clone)]
-pub(super) struct Tell(Arc<dyn Fn(&str) + Send + Sync>);
+pub(super) struct Notifier(Arc<dyn Fn(&str) + Send + Sync>);
 
-impl Tell {
+impl Notifier {
     pub(super) fn new(tell: impl Fn(&str) + Send + Sync + 'static) -> Self {
         Self(Arc::new(tell))
     }
@@ -22,7 +22,7 @@ impl Tell {
     }
 }
 
-impl fmt::Debug for Tell {
+impl fmt::Debug for Notifier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Tell")
     }
@@ -32,19 +32,19 @@ impl fmt::Debug for Tell {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stall {
     group: u32,
-    at: At,
+    at: OpId,
 }
 
 /// The collective that ranks of this process, `here`, have waited in the longest, if that is longer than `limit`.
-pub(super) fn stalled(run: &Run, here: Range<usize>, limit: Duration) -> Option<Stall> {
+pub(super) fn stalled(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<Stall> {
     longest(run, here, limit).map(|(stall, _)| stall)
 }
 
-fn longest(run: &Run, here: Range<usize>, limit: Duration) -> Option<(Stall, Record)> {
+fn longest(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<(Stall, Entry)> {
     let now = run.timeline.now();
-    let waits = |it: &Record| it.ended.is_none() && now.saturating_sub(it.arrived) >= limit;
+    let waits = |it: &Entry| it.ended.is_none() && now.saturating_sub(it.arrived) >= limit;
     // What a phase is in the midst of tells more than the phase.
-    let of_group = |it: Record| it.begin.group.map(|group| (Stall { group, at: it.begin.at }, it));
+    let of_group = |it: Entry| it.begin.group.map(|group| (Stall { group, at: it.begin.at }, it));
     let waiting = here.flat_map(|rank| run.timeline.records(rank, 0)).filter(waits);
     waiting.filter_map(of_group).min_by_key(|(_, it)| it.arrived)
 }
@@ -52,7 +52,7 @@ fn longest(run: &Run, here: Range<usize>, limit: Duration) -> Option<(Stall, Rec
 impl Stall {
     /// Who has come, and who has not, in lines. Asks other processes, if ranks of theirs take part, which takes a
     /// moment; `None` if it has ended meanwhile.
-    pub(super) fn text(self, run: &Run, here: Range<usize>, limit: Duration) -> Option<String> {
+    pub(super) fn text(self, run: &RunContext, here: Range<usize>, limit: Duration) -> Option<String> {
         let Self { group, at } = self;
         let members = run.members(group)?;
         let mut silent = Vec::new();
@@ -63,7 +63,7 @@ impl Stall {
             return None; // whose failure tells more
         }
         let (_, first) = longest(run, here.clone(), limit).filter(|(stall, _)| *stall == self)?;
-        let first = Seen::new(&first, run.timeline.now());
+        let first = OpSnapshot::new(&first, run.timeline.now());
         let mut text = format!("{} has not ended for {}", what(&first), seconds(first.began));
         let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
@@ -99,7 +99,7 @@ impl Stall {
 
 /// What each rank of this process, `here`, does, and since when, and those of others that have told of theirs; a line
 /// for each.
-pub(super) fn table(run: &Run, here: Range<usize>) -> String {
+pub(super) fn table(run: &RunContext, here: Range<usize>) -> String {
     let mut lines = Vec::new();
     for rank in 0..run.activity.len() {
         let seen = seen(run, &here, rank);
@@ -117,7 +117,7 @@ pub(super) fn table(run: &Run, here: Range<usize>) -> String {
 }
 
 /// `launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`, of a rank with a GPU.
-fn on_gpu(seen: &[Seen]) -> Option<String> {
+fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
     let mut newest = seen.iter().rev().filter(|it| it.group.is_some() && !it.beside);
     let done = newest.clone().find(|it| it.on_gpu.is_some())?;
     let launched = name(newest.find(|it| it.ended.is_some() && it.group == done.group)?);
@@ -126,12 +126,12 @@ fn on_gpu(seen: &[Seen]) -> Option<String> {
 }
 
 /// What is known of `rank`, the newest last.
-fn seen(run: &Run, here: &Range<usize>, rank: usize) -> Vec<Seen> {
+fn seen(run: &RunContext, here: &Range<usize>, rank: usize) -> Vec<OpSnapshot> {
     if here.contains(&rank) { run.timeline.seen(rank) } else { run.sightings.of(rank) }
 }
 
 /// What `rank` does now, or has done last.
-fn last_seen(run: &Run, rank: usize, seen: &[Seen]) -> String {
+fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
     let Some(newest) = seen.iter().rev().find(|it| !it.beside) else {
         return format!("last seen in {}", run.activity[rank].now());
     };
@@ -143,19 +143,19 @@ fn last_seen(run: &Run, rank: usize, seen: &[Seen]) -> String {
 
 /// A collective that a rank waits in, with the phase of a step that calls it:
 /// `all_reduce #118 (bucket 3) of backward #40 at src/main.rs:40`.
-pub(super) fn within(it: &Seen, seen: &[Seen]) -> String {
+pub(super) fn within(it: &OpSnapshot, seen: &[OpSnapshot]) -> String {
     let phase = seen.iter().rev().find(|phase| it.group.is_some() && phase.is_open_phase());
     let phase = phase.map_or(String::new(), |phase| format!(" of {}", phase.at));
     name(it) + &phase + &it.place
 }
 
 /// `all_reduce #118 (bucket 3) at src/main.rs:40`.
-fn what(it: &Seen) -> String {
+fn what(it: &OpSnapshot) -> String {
     name(it) + &it.place
 }
 
 /// `all_reduce #118 (bucket 3)`.
-fn name(it: &Seen) -> String {
+fn name(it: &OpSnapshot) -> String {
     let bucket = it.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
     format!("{}{bucket}", it.at)
 }

@@ -12,12 +12,12 @@ use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, never, select_biased,
 };
 
-use super::beat::{Beat, Doing};
-use super::messages::Told;
+use super::beat::{Heartbeat, Doing};
+use super::messages::FailureReport;
 use super::stall;
-use crate::error::{Error, LateRank, Result};
-use crate::operation::{At, Operation};
-use crate::sync::{self, Elsewhere, Failure, Run, Seen};
+use crate::error::{Error, MissingRank, Result};
+use crate::operation::{OpId, Operation};
+use crate::sync::{self, PeerStatus, Failure, RunContext, OpSnapshot};
 use crate::torch::TcpStore;
 use crate::torch::limits::not_started;
 
@@ -41,7 +41,7 @@ pub(super) struct Server {
 
 /// This process's side of it.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(super) struct HeartbeatMonitor {
     shared: Arc<Shared>,
     thread: Mutex<Option<Thread>>,
     /// Whether a run has begun. What it leaves in the store would mislead another one.
@@ -61,7 +61,7 @@ struct Shared {
     beats: AtomicU64,
 }
 
-impl Watch {
+impl HeartbeatMonitor {
     /// For process `mine` of those that have these `ranks`.
     /// `server` is who serves their store.
     pub(super) fn new(
@@ -77,7 +77,7 @@ impl Watch {
     }
 
     /// What [`Run`] asks about ranks elsewhere.
-    pub(super) fn elsewhere(&self) -> Arc<dyn Elsewhere> {
+    pub(super) fn elsewhere(&self) -> Arc<dyn PeerStatus> {
         self.shared.clone()
     }
 
@@ -85,7 +85,7 @@ impl Watch {
     ///
     /// # Errors
     /// [`Error::Input`] when no thread can be started, and for a second run.
-    pub(super) fn start(&self, run: &Arc<Run>) -> Result<()> {
+    pub(super) fn start(&self, run: &Arc<RunContext>) -> Result<()> {
         if self.has_begun.swap(true, Ordering::Relaxed) {
             return Err(Error::Input(
                 "these processes joined the launch for one run, which is over; do all work in one function of the \
@@ -110,8 +110,8 @@ impl Watch {
     /// Tells the others that this process ends before its ranks have begun. By a process that has not begun to watch.
     pub(super) fn tell_of_start(&self, error: &str) -> Result<()> {
         let Shared { store, mine, ranks, .. } = &*self.shared;
-        let at = At { operation: Operation::Start, sequence: 0 };
-        tell(store, &Told::new(ranks[*mine].start, at, error))
+        let at = OpId { operation: Operation::Start, sequence: 0 };
+        tell(store, &FailureReport::new(ranks[*mine].start, at, error))
     }
 
     /// Ends the watch. The process that serves the store passes `stay`, and this returns when the others need the
@@ -174,7 +174,7 @@ impl Shared {
     }
 
     /// Until `stopped` closes.
-    fn watch(&self, run: &Arc<Run>, stopped: &Receiver<Infallible>) {
+    fn watch(&self, run: &Arc<RunContext>, stopped: &Receiver<Infallible>) {
         let store = self.store.patient(run.timeout, stopped.clone());
         let mut told = false;
         loop {
@@ -214,26 +214,26 @@ impl Shared {
 
     /// The store is gone: that is a failure of who serves it. If that is no rank, this process can only say what it
     /// was doing itself.
-    fn report_loss(&self, run: &Run, error: &Error) {
+    fn report_loss(&self, run: &RunContext, error: &Error) {
         let rank = self.server.rank.unwrap_or(self.ranks[self.mine].start);
         // What it said last is older than what this process has come to with it.
         let step = self.ranks[self.mine].clone().find_map(|mine| run.timeline.step_of(mine));
-        let at = step.map(|sequence| At { operation: Operation::Step, sequence });
+        let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
         let at = at.or_else(|| Some(run.activity[rank].now()));
         run.report_at(rank, at, None, format!("{} is gone: {error}", self.server.name));
     }
 
     /// Says that this process lives, and what its ranks do.
-    fn beat(&self, store: &TcpStore, run: &Run) -> Result<()> {
+    fn beat(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
         let number = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
         let ranks = self.ranks[self.mine].clone().map(|rank| Doing::of(run, rank)).collect();
         let key = alive(self.mine);
-        store.set(&key, &Beat { number, ranks }.to_bytes(&key)?)
+        store.set(&key, &Heartbeat { number, ranks }.to_bytes(&key)?)
     }
 
     /// Tells the others what has failed here first, unless somebody was faster.
-    fn tell(&self, run: &Run) {
-        let told = run.failures().first().map(Told::of);
+    fn tell(&self, run: &RunContext) {
+        let told = run.failures().first().map(FailureReport::of);
         if let Some(told) = told {
             // If the store is gone, they notice that.
             let _ = tell(&self.hasty(never()), &told);
@@ -241,7 +241,7 @@ impl Shared {
     }
 
     /// Has this process's ranks stop, if one elsewhere has failed.
-    fn hear(&self, store: &TcpStore, run: &Run, known: &mut bool) -> Result<()> {
+    fn hear(&self, store: &TcpStore, run: &RunContext, known: &mut bool) -> Result<()> {
         if *known {
             return Ok(());
         }
@@ -250,16 +250,16 @@ impl Shared {
     }
 
     /// Reports the failure that another process has written to the store. Returns whether there is one.
-    fn hear_of_failure(&self, store: &TcpStore, run: &Run) -> Result<bool> {
+    fn hear_of_failure(&self, store: &TcpStore, run: &RunContext) -> Result<bool> {
         if !store.check(&[FAILURE.into()])? {
             return Ok(false);
         }
         let text = store.get(FAILURE, SILENCE)?.unwrap_or_default();
-        match Told::from_bytes(FAILURE, &text, run.activity.len()) {
+        match FailureReport::from_bytes(FAILURE, &text, run.activity.len()) {
             Ok(told) => {
                 run.activity[told.rank].restore(told.at());
                 let at = told.at();
-                let Told { rank, tied, error, .. } = told;
+                let FailureReport { rank, tied, error, .. } = told;
                 run.report_told(Failure { rank, tied, at, error, waited: false });
             }
             Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
@@ -268,7 +268,7 @@ impl Shared {
     }
 
     /// Keeps what the ranks of the process that serves the store do: when it is gone, nobody can ask any more.
-    fn follow_server(&self, store: &TcpStore, run: &Run) -> Result<()> {
+    fn follow_server(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
         let is_server = |ranks: &Range<usize>| self.server.rank == Some(ranks.start);
         let Some(process) = self.ranks.iter().position(is_server) else { return Ok(()) };
         if process != self.mine
@@ -279,7 +279,7 @@ impl Shared {
         Ok(())
     }
 
-    fn note(&self, run: &Run, process: usize, beat: &Beat) {
+    fn note(&self, run: &RunContext, process: usize, beat: &Heartbeat) {
         for (rank, doing) in self.ranks[process].clone().zip(&beat.ranks) {
             run.activity[rank].restore(doing.at());
             run.sightings.note(rank, &doing.seen);
@@ -287,7 +287,7 @@ impl Shared {
     }
 
     /// What a process has said last; none if it has said nothing, or nothing that can be read.
-    fn beat_of(&self, store: &TcpStore, process: usize) -> Result<Option<Beat>> {
+    fn beat_of(&self, store: &TcpStore, process: usize) -> Result<Option<Heartbeat>> {
         beat_of(store, process, self.ranks[process].len())
     }
 
@@ -296,7 +296,7 @@ impl Shared {
     }
 
     /// All other processes' beats, noted.
-    fn beats_elsewhere(&self, store: &TcpStore, run: &Run) -> Result<Vec<Option<u64>>> {
+    fn beats_elsewhere(&self, store: &TcpStore, run: &RunContext) -> Result<Vec<Option<u64>>> {
         let ask = |process| {
             let beat = self.beat_of(store, process)?;
             beat.iter().for_each(|beat| self.note(run, process, beat));
@@ -307,24 +307,24 @@ impl Shared {
 }
 
 /// What a process of so many ranks has said last; none if it has said nothing, or nothing that can be read.
-fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Beat>> {
+fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Heartbeat>> {
     let key = alive(process);
     if !store.check(std::slice::from_ref(&key))? {
         return Ok(None);
     }
     let message = store.get(&key, SILENCE)?.unwrap_or_default();
-    Ok(Beat::from_bytes(&key, &message, ranks).ok())
+    Ok(Heartbeat::from_bytes(&key, &message, ranks).ok())
 }
 
 /// Tells the processes of `store`, of one rank each, that `rank` has ended, unless something is known to have failed.
 /// For who has started them and sees that. Returns what the rank was last seen doing.
-pub(super) fn tell_ended(store: &TcpStore, rank: usize, at: Option<At>, error: &str) -> Result<At> {
-    let doing = || -> Result<Option<At>> {
+pub(super) fn tell_ended(store: &TcpStore, rank: usize, at: Option<OpId>, error: &str) -> Result<OpId> {
+    let doing = || -> Result<Option<OpId>> {
         Ok(beat_of(store, rank, 1)?.and_then(|beat| beat.ranks.first().map(Doing::at)))
     };
     let at = at.map_or_else(doing, |at| Ok(Some(at)))?;
-    let at = at.unwrap_or(At { operation: Operation::Start, sequence: 0 });
-    tell(store, &Told::new(rank, at, error))?;
+    let at = at.unwrap_or(OpId { operation: Operation::Start, sequence: 0 });
+    tell(store, &FailureReport::new(rank, at, error))?;
     Ok(at)
 }
 
@@ -334,16 +334,16 @@ pub(super) fn waited_for(
     store: &TcpStore,
     rank: usize,
     count: usize,
-) -> Result<Option<(String, Option<At>)>> {
-    let beats = || -> Result<Vec<Option<Beat>>> {
+) -> Result<Option<(String, Option<OpId>)>> {
+    let beats = || -> Result<Vec<Option<Heartbeat>>> {
         let others = (0..count).filter(|other| *other != rank);
         others.map(|other| beat_of(store, other, 1)).collect()
     };
     let (began, before) = (Instant::now(), beats()?);
     let mut now = beats()?;
     // What has been said since then is of a time in which it was gone.
-    let is_old = |now: &[Option<Beat>]| {
-        let numbers = |beats: &[Option<Beat>]| -> Vec<_> {
+    let is_old = |now: &[Option<Heartbeat>]| {
+        let numbers = |beats: &[Option<Heartbeat>]| -> Vec<_> {
             beats.iter().map(|beat| beat.as_ref().map(|it| it.number)).collect()
         };
         let pairs = numbers(&before).into_iter().zip(numbers(now));
@@ -357,8 +357,8 @@ pub(super) fn waited_for(
     for (other, beat) in others.zip(&now) {
         let Some(doing) = beat.as_ref().and_then(|beat| beat.ranks.first()) else { continue };
         if let Some(waits) = doing.seen.iter().find(|it| it.is_open_collective()) {
-            let step = doing.seen.iter().find_map(Seen::step);
-            let at = step.map(|sequence| At { operation: Operation::Step, sequence });
+            let step = doing.seen.iter().find_map(OpSnapshot::step);
+            let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
             let text =
                 format!("rank {other} waits for it in {}", stall::within(waits, &doing.seen));
             return Ok(Some((text, at)));
@@ -368,7 +368,7 @@ pub(super) fn waited_for(
 }
 
 /// Tells the processes of `store` what has failed first, unless somebody was faster.
-fn tell(store: &TcpStore, told: &Told) -> Result<()> {
+fn tell(store: &TcpStore, told: &FailureReport) -> Result<()> {
     store.compare_set(FAILURE, b"", &told.to_bytes(FAILURE)?).map(drop)
 }
 
@@ -376,10 +376,10 @@ fn alive(process: usize) -> String {
     format!("alive/{process}")
 }
 
-impl Elsewhere for Shared {
+impl PeerStatus for Shared {
     /// Asks twice, so that who has said nothing new in between is known to be silent. If the store does not answer,
     /// that is who serves it.
-    fn look(&self, run: &Run) -> Vec<LateRank> {
+    fn look(&self, run: &RunContext) -> Vec<MissingRank> {
         let cancelled = run.cancel.tripped();
         let store = self.hasty(cancelled.clone());
         let twice = self.beats_elsewhere(&store, run).and_then(|before| {
@@ -407,11 +407,11 @@ impl Elsewhere for Shared {
         };
         let ranks = silent.into_iter().flat_map(|process| self.ranks[process].clone());
         let seen =
-            |rank: usize| LateRank { rank, last_seen: run.activity[rank].now(), silent: true };
+            |rank: usize| MissingRank { rank, last_seen: run.activity[rank].now(), silent: true };
         ranks.map(seen).collect()
     }
 
-    fn ask(&self, run: &Run) {
+    fn ask(&self, run: &RunContext) {
         // What cannot be had is not there.
         let _ = self.beats_elsewhere(&self.hasty(never()), run);
     }

@@ -15,19 +15,19 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
-use super::messages::{Absence, MOST_RANKS, Process, check_same, node_of, places, shared_gpu};
-use super::watch::{Server, Stay, Watch};
-use super::{Backend, Launch, LaunchKind, Master, Placement};
+use super::messages::{MissingPeers, MOST_RANKS, Process, check_same, node_of, places, shared_gpu};
+use super::watch::{Server, Stay, HeartbeatMonitor};
+use super::{Backend, Launch, LaunchKind, MasterEndpoint, Placement};
 use super::{clock, start};
 use crate::error::{Error, Result};
-use crate::process_group::{Invitation, Layout, Network, rank_label};
-use crate::sync::{Clock, Run};
+use crate::process_group::{Bootstrap, ProcessMap, Network, rank_label};
+use crate::sync::{Clock, RunContext};
 use crate::torch::limits::require_files;
 use crate::torch::{TcpStore, check_interfaces, cuda};
 
 /// All processes of a run, as one of them knows them.
 #[derive(Debug)]
-pub struct World {
+pub struct ProcessWorld {
     processes: Vec<Process>,
     /// The places of their ranks among all.
     ranks: Vec<Range<usize>>,
@@ -41,12 +41,12 @@ pub struct World {
     interfaces: Option<String>,
     /// How this one's clock compares, if that was asked.
     clock: Option<Clock>,
-    watch: Watch,
+    watch: HeartbeatMonitor,
     /// Nobody ever closes this: requests of the run's end must not be given up.
     _open: Sender<Infallible>,
 }
 
-impl World {
+impl ProcessWorld {
     /// Returns a warning if this process is to serve the store under a name that is a loopback address here, as a line in
     /// Debian's `/etc/hosts` may have it: no other machine can connect. Not an error, because all may be on this one.
     pub fn warning(launch: &Launch) -> Option<String> {
@@ -102,7 +102,7 @@ impl World {
         let start = match launch.kind {
             LaunchKind::Torchrun if master.agent_store => {
                 let of_run = store.under(&format!("ddp-mp/{}", launch.run_id));
-                start::number(&of_run, mine, count, timeout)?.ok_or_else(|| Error::Absent {
+                start::number(&of_run, mine, count, timeout)?.ok_or_else(|| Error::PeersMissing {
                     missing: "0".into(),
                     count,
                     waited: timeout,
@@ -154,7 +154,7 @@ impl World {
                 ),
             },
         };
-        let watch = Watch::new(&store, server, mine, &ranks)?;
+        let watch = HeartbeatMonitor::new(&store, server, mine, &ranks)?;
         Ok(Some(Self {
             processes,
             ranks,
@@ -259,7 +259,7 @@ impl World {
     ///
     /// # Errors
     /// Those of [`Network::connect`], and [`Error::Input`] for a backend that stays within a process.
-    pub(super) fn invitation(&self, run: &Arc<Run>, backend: Backend) -> Result<Invitation> {
+    pub(super) fn invitation(&self, run: &Arc<RunContext>, backend: Backend) -> Result<Bootstrap> {
         if backend == Backend::Threaded {
             return Err(Error::Input(
                 "backend threaded is for the ranks of one process; use gloo or nccl for several"
@@ -268,14 +268,14 @@ impl World {
         }
         let store = self.store.reconnect(run.cancel.tripped().clone())?.under("world");
         let members = (0..self.world_size()).collect::<Vec<_>>().into();
-        let layout = Layout { processes: self.ranks.clone(), mine: self.mine };
+        let layout = ProcessMap { processes: self.ranks.clone(), mine: self.mine };
         let interfaces = self.interfaces.as_deref();
         let network =
             Network::connect(store, run.clone(), Arc::clone(&members), layout, interfaces)?;
-        Invitation::across(run, members, network, backend == Backend::Nccl)
+        Bootstrap::across(run, members, network, backend == Backend::Nccl)
     }
 
-    pub(super) fn watch(&self) -> &Watch {
+    pub(super) fn watch(&self) -> &HeartbeatMonitor {
         &self.watch
     }
 
@@ -306,7 +306,7 @@ impl World {
 ///
 /// # Errors
 /// [`Error::Input`] if that is no address of this machine, or every one.
-fn check_is_here(master: &Master) -> Result<()> {
+fn check_is_here(master: &MasterEndpoint) -> Result<()> {
     let addr = &master.addr;
     let refuse = |why: &str| Err(Error::Input(format!("--master-addr={addr}: {why}")));
     match TcpListener::bind((&addr[..], 0)).and_then(|it| it.local_addr()) {
@@ -357,8 +357,8 @@ fn tell(
             break true;
         }
         if let Some(told) = store.get(ABSENT, Duration::ZERO)? {
-            let Absence { missing, there } = Absence::from_bytes(ABSENT, &told)?;
-            return Err(Error::Absent { missing, count, waited: began.elapsed(), there });
+            let MissingPeers { missing, there } = MissingPeers::from_bytes(ABSENT, &told)?;
+            return Err(Error::PeersMissing { missing, count, waited: began.elapsed(), there });
         }
         if left <= SLICE {
             break false;
@@ -373,7 +373,7 @@ fn tell(
     let there = numbered().filter_map(|(number, it)| {
         it.as_ref().map(|it| format!("{number} (on {}, process {})", it.host, it.pid))
     });
-    Err(Error::Absent {
+    Err(Error::PeersMissing {
         missing: missing.collect::<Vec<_>>().join(", "),
         count,
         waited: timeout,
@@ -411,7 +411,7 @@ pub(super) fn prefix(run_id: &str, start: i64) -> String {
 /// Tells those who still wait for `process` that it will not come.
 pub(super) fn tell_absent(store: &TcpStore, process: usize) -> Result<()> {
     let there = "all others, or on their way".into();
-    store.set(ABSENT, &Absence { missing: process.to_string(), there }.to_bytes(ABSENT)?)
+    store.set(ABSENT, &MissingPeers { missing: process.to_string(), there }.to_bytes(ABSENT)?)
 }
 
 /// The end for a process that finds that the run cannot begin. Who serves the store stays until the others have found the
@@ -421,8 +421,8 @@ fn part(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<(
         return store.add(HEARD, 1).map(drop);
     }
     let others = match error {
-        Error::Absent { missing, there, .. } => {
-            let absence = Absence { missing: missing.clone(), there: there.clone() };
+        Error::PeersMissing { missing, there, .. } => {
+            let absence = MissingPeers { missing: missing.clone(), there: there.clone() };
             store.set(ABSENT, &absence.to_bytes(ABSENT)?)?;
             count - missing.split(", ").count() - 1
         }

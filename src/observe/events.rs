@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{HeldBack, ValidationMetrics};
+use super::{Straggler, ValidationMetrics};
 use crate::error::list_ranks;
-use crate::operation::{At, Operation};
+use crate::operation::{OpId, Operation};
 
 /// One line of `--log-format json`; its `event` field comes first.
 #[derive(Debug, Clone, Serialize)]
@@ -107,7 +107,7 @@ pub struct End {
     pub collective_seconds_by_rank: Vec<f64>,
     /// On CPUs: the rank that the others waited for, if it was for long.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub held_back: Option<HeldBack>,
+    pub held_back: Option<Straggler>,
     /// The most memory that the process took, of all ranks together; not known on every system.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory_bytes: Option<u64>,
@@ -165,10 +165,10 @@ impl Failure {
     /// a step. Collectives have numbers that each start counts from 0.
     pub(crate) fn place(&self) -> Option<String> {
         use Operation::{Backward, Data, Forward, Init, Optimizer, Rendezvous, Start, Step};
-        let at = At::named(self.operation.as_deref()?, self.sequence?);
+        let at = OpId::named(self.operation.as_deref()?, self.sequence?);
         match at.operation {
             Step | Data | Forward | Backward | Optimizer => {
-                Some(At { operation: Step, ..at }.to_string())
+                Some(OpId { operation: Step, ..at }.to_string())
             }
             Start | Rendezvous | Init | Operation::Validation | Operation::Save => {
                 Some(at.to_string())

@@ -41,7 +41,7 @@ impl PhaseSeconds {
 
 /// The rank that held the others back.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct HeldBack {
+pub struct Straggler {
     /// The rank.
     pub rank: usize,
     /// How much longer than it the others were in collectives, on average: for so long they waited for it.
@@ -53,7 +53,7 @@ pub struct HeldBack {
     pub phase_seconds: f64,
 }
 
-impl HeldBack {
+impl Straggler {
     /// Returns where it was slower, as the end of a sentence.
     pub(crate) fn place(&self) -> String {
         match self.phase {
@@ -72,7 +72,7 @@ const SECONDS: f64 = 1.0;
 
 /// Looks at what all ranks, in their order, have told; `None` where they did about equally well in a run of `elapsed`
 /// seconds.
-pub fn held_back(ranks: &[PhaseSeconds], elapsed: f64) -> Option<HeldBack> {
+pub fn held_back(ranks: &[PhaseSeconds], elapsed: f64) -> Option<Straggler> {
     held_back_longer(ranks, elapsed, SECONDS)
 }
 
@@ -81,7 +81,7 @@ pub(crate) fn held_back_longer(
     ranks: &[PhaseSeconds],
     elapsed: f64,
     least: f64,
-) -> Option<HeldBack> {
+) -> Option<Straggler> {
     let others = (ranks.len() as f64 - 1.0).max(1.0);
     let (rank, slow) = (ranks.iter().enumerate())
         .min_by(|(_, a), (_, b)| a.collectives.total_cmp(&b.collectives))?;
@@ -104,7 +104,7 @@ pub(crate) fn held_back_longer(
     let phases = phases.into_iter().chain([(OUTSIDE, rest)]);
     let (phase, phase_seconds) = phases.max_by(|(_, a), (_, b)| a.total_cmp(b))?;
     let counts = ranks.len() > 1 && seconds > least.max(SHARE * elapsed);
-    counts.then_some(HeldBack { rank, seconds, phase, phase_seconds })
+    counts.then_some(Straggler { rank, seconds, phase, phase_seconds })
 }
 
 #[cfg(test)]

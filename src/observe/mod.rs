@@ -18,14 +18,14 @@ mod tensorboard;
 mod trace;
 
 pub use events::{End, Epoch, Event, Failure, Start};
-pub use explain::{Facts, Language, Narrator, RankStep, Step};
+pub use explain::{RunInfo, Language, Narrator, RankStep, Step};
 pub(crate) use held_back::held_back_longer;
-pub use held_back::{HeldBack, PhaseSeconds, held_back};
+pub use held_back::{Straggler, PhaseSeconds, held_back};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer};
-pub use recorder::{Recorder, TrainMetrics, ValidationMetrics};
+pub use recorder::{MetricsLogger, TrainMetrics, ValidationMetrics};
 pub use samples::Sample;
 pub use tensorboard::TensorBoard;
 pub(crate) use trace::{TRACED, trace_output, trace_path, write_trace};

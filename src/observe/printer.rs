@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::progress::Progress;
-use super::{Epoch, Event, HeldBack, ValidationMetrics};
+use super::{Epoch, Event, Straggler, ValidationMetrics};
 use crate::error::escaped;
 use crate::torch::limits::explain;
 
@@ -95,7 +95,7 @@ impl Printer {
                     return Ok(());
                 }
                 if let Some(held) = &end.held_back {
-                    let (HeldBack { rank, seconds, phase_seconds, .. }, place) =
+                    let (Straggler { rank, seconds, phase_seconds, .. }, place) =
                         (held, held.place());
                     self.note(&format!(
                         "rank {rank} held the others back: they waited for it for {seconds:.1} of {:.1} s; it was \

@@ -55,7 +55,7 @@ pub struct ValidationMetrics {
 
 /// Writes numbers wherever they are wanted. On rank 0 alone.
 #[derive(Debug)]
-pub struct Recorder {
+pub struct MetricsLogger {
     printer: Arc<Printer>,
     tensorboard: Option<TensorBoard>,
     metrics: Option<MetricsFile>,
@@ -63,7 +63,7 @@ pub struct Recorder {
     curves: Option<Arc<Mutex<Curves>>>,
 }
 
-impl Recorder {
+impl MetricsLogger {
     /// Writes to a new event file in the folder `tensorboard`, and at the end of the file `metrics`, if they are
     /// given; and what is of use to somebody who waits to the terminal.
     ///

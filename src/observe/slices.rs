@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::operation::Operation;
-use crate::sync::{Begin, History, OfRank, Record};
+use crate::sync::{OpStart, History, RankHistory, Entry};
 
 /// A record, and what follows from the others.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Slice {
-    pub begin: Begin,
+    pub begin: OpStart,
     pub arrived: Duration,
     /// Of what had not ended: the end of what it is in the midst of, or of all.
     pub ended: Duration,
@@ -34,8 +34,8 @@ struct Arrival {
 /// The slices of each rank of `history`, in the order in which they began.
 pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
     let mut arrivals = Arrivals::new();
-    for OfRank { rank, records, .. } in &history.ranks {
-        for Record { begin, arrived, .. } in records {
+    for RankHistory { rank, records, .. } in &history.ranks {
+        for Entry { begin, arrived, .. } in records {
             let Some(key) = meeting(begin) else { continue };
             let mine = (*arrived, *rank);
             let arrival = arrivals.entry(key).or_insert(Arrival { ranks: 0, last: mine });
@@ -57,12 +57,12 @@ pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
 ///
 /// A rank waits on its GPU: for the last whose GPU comes to a collective. They are on the clock of the host.
 pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
-    let on_gpu = |rank: &OfRank| {
-        let done = |it: &Record| {
+    let on_gpu = |rank: &RankHistory| {
+        let done = |it: &Entry| {
             let [arrived, ended] = it.on_gpu?;
-            Some(Record { arrived, ended: Some(ended), on_gpu: None, ..*it })
+            Some(Entry { arrived, ended: Some(ended), on_gpu: None, ..*it })
         };
-        OfRank {
+        RankHistory {
             rank: rank.rank,
             device: rank.device.clone(),
             records: rank.records.iter().filter_map(done).collect(),
@@ -82,15 +82,15 @@ fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
     let members = history.members(group)?;
     let here = history.ranks.iter().filter(|it| members.contains(&it.rank));
     let came =
-        |it: &OfRank| it.records.iter().any(|it| meeting(&it.begin) == Some((group, sequence)));
+        |it: &RankHistory| it.records.iter().any(|it| meeting(&it.begin) == Some((group, sequence)));
     here.filter(|it| !came(it)).map(|it| it.rank).next()
 }
 
-fn of_rank(rank: &OfRank, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
+fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
     let (mut step, mut phase_ends) = (None, None);
     let mut slices = Vec::with_capacity(rank.records.len());
     let mut lanes: Vec<Duration> = Vec::new(); // when the last of each ends
-    for Record { begin, arrived, ended, .. } in &rank.records {
+    for Entry { begin, arrived, ended, .. } in &rank.records {
         let at = begin.at;
         match at.operation {
             Operation::Step
@@ -140,7 +140,7 @@ fn free(lanes: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
 }
 
 /// Which meeting of ranks it is, if it is one.
-fn meeting(begin: &Begin) -> Option<(u32, u64)> {
+fn meeting(begin: &OpStart) -> Option<(u32, u64)> {
     let meets = begin.at.operation != Operation::Synchronize;
     begin.group.filter(|_| meets).map(|group| (group, begin.at.sequence))
 }

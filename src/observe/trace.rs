@@ -239,7 +239,7 @@ impl Trace<'_> {
         let cat = match begin.group {
             Some(_) => "collective",
             None if operation == Operation::Gradient => "gradient",
-            None if operation.is_own_work() => "phase",
+            None if operation.is_compute() => "phase",
             None => "message",
         };
         let name = match begin.bucket {
@@ -248,7 +248,7 @@ impl Trace<'_> {
         };
         let place = begin.place.map(|it| format!("{}:{}", it.file(), it.line()));
         let (waited, waited_for) = slice.waited.unzip();
-        let of_data = !operation.is_own_work();
+        let of_data = !operation.is_compute();
         let all = [
             ("sequence", Some(begin.at.sequence.into())),
             ("step", slice.step.map(Value::from)),

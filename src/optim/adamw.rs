@@ -2,8 +2,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::flat::{Flat, Group};
-use super::{FlatBuffer, Optimizer, ParameterState, Place};
+use super::flat::{OptimizerState, Group};
+use super::{FlatBuffer, Optimizer, ParameterState, ParamSpan};
 use crate::error::{Error, Result};
 use crate::torch::{AdamWStep, TensorList, fused_adamw};
 
@@ -17,7 +17,7 @@ pub struct AdamWOptions {
     /// By how much a parameter shrinks in a step, times the learning rate.
     pub weight_decay: f64,
     /// Which parameters weight decay is for: all, or [`Place::is_weight`].
-    pub decays: fn(&Place) -> bool,
+    pub decays: fn(&ParamSpan) -> bool,
 }
 
 impl Default for AdamWOptions {
@@ -34,7 +34,7 @@ impl Default for AdamWOptions {
 #[derive(Debug)]
 pub struct AdamW {
     options: AdamWOptions,
-    flat: Flat,
+    flat: OptimizerState,
     /// For each group the number of its steps, on the device, where the kernel reads it.
     counts: Vec<Count>,
 }
@@ -57,7 +57,7 @@ impl AdamW {
     pub fn new(buffers: Vec<FlatBuffer>, options: AdamWOptions) -> Result<Self> {
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
         // Every step counts: it says how much of the means is there by now.
-        let flat = Flat::new(buffers, &["exp_avg", "exp_avg_sq"], decays, u64::MAX)?;
+        let flat = OptimizerState::new(buffers, &["exp_avg", "exp_avg_sq"], decays, u64::MAX)?;
         let counts = counts(&flat)?;
         Ok(Self { options, flat, counts })
     }
@@ -112,7 +112,7 @@ impl Optimizer for AdamW {
     }
 }
 
-fn counts(flat: &Flat) -> Result<Vec<Count>> {
+fn counts(flat: &OptimizerState) -> Result<Vec<Count>> {
     let count = |group: &Group| {
         let device = group.device;
         let steps = Tensor::f_full([0i64; 0], group.steps as f64, (Kind::Float, device));

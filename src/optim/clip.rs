@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{FlatBuffer, Gradients, Place};
+use super::{FlatBuffer, GradState, ParamSpan};
 use crate::error::{Error, Result};
 use crate::torch::{TensorList, scale_all, total_norm};
 
@@ -16,12 +16,12 @@ use crate::torch::{TensorList, scale_all, total_norm};
 /// # Errors
 /// [`Error::Torch`].
 pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
-    if buffers.iter().all(|buffer| buffer.places.gradients() == Gradients::Old) {
+    if buffers.iter().all(|buffer| buffer.places.gradients() == GradState::Old) {
         let device = buffers.first().map_or(Device::Cpu, |buffer| buffer.gradients.device());
         return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).map_err(Error::torch("zeros"));
     }
     let layout: Vec<_> = buffers.iter().map(|buffer| buffer.places.get()).collect();
-    let mut places: Vec<(&Place, &Tensor)> = buffers
+    let mut places: Vec<(&ParamSpan, &Tensor)> = buffers
         .iter()
         .zip(&layout)
         .flat_map(|(buffer, places)| places.iter().map(|place| (place, &buffer.gradients)))

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::{FlatBuffer, Gradients, ParameterState, Place};
+use super::{FlatBuffer, GradState, ParameterState, ParamSpan};
 use crate::error::{Error, Result};
 use crate::torch::{TensorList, bump_versions};
 
@@ -14,7 +14,7 @@ use crate::torch::{TensorList, bump_versions};
 /// The gaps between parameters are stepped as well: they are zero and stay so. A kernel then ends where
 /// its vectors end, and never in its loop over single numbers, which rounds otherwise.
 #[derive(Debug, PartialEq)]
-struct Run {
+struct SpanRun {
     buffer: usize,
     start: usize,
     end: usize,
@@ -42,21 +42,21 @@ pub(super) struct Group {
 
 /// How the parameters lay in a buffer when groups were made of them, and which had no gradient.
 #[derive(Debug)]
-struct Seen {
-    places: Rc<[Place]>,
+struct LayoutVersion {
+    places: Rc<[ParamSpan]>,
     unused: Rc<[usize]>,
 }
 
 /// Flat buffers, with more of the same layout (`slots`) for what an optimizer keeps for each number.
 #[derive(Debug)]
-pub(super) struct Flat {
+pub(super) struct OptimizerState {
     pub buffers: Vec<FlatBuffer>,
     /// What there was of each buffer when `groups` were made.
-    seen: Vec<Seen>,
+    seen: Vec<LayoutVersion>,
     /// Names and, for each buffer, values: zero at first.
     slots: Vec<(&'static str, Vec<Tensor>)>,
     /// Which parameters decay; none, if not said.
-    decays: Option<fn(&Place) -> bool>,
+    decays: Option<fn(&ParamSpan) -> bool>,
     /// How far an optimizer needs to count a parameter's steps.
     count_to: u64,
     /// How many steps each parameter had made when `groups` were made, by its index.
@@ -64,11 +64,11 @@ pub(super) struct Flat {
     pub groups: Vec<Group>,
 }
 
-impl Flat {
+impl OptimizerState {
     pub(super) fn new(
         buffers: Vec<FlatBuffer>,
         slot_names: &[&'static str],
-        decays: Option<fn(&Place) -> bool>,
+        decays: Option<fn(&ParamSpan) -> bool>,
         count_to: u64,
     ) -> Result<Self> {
         let slots = slot_names.iter().map(|name| Ok((*name, zeros_like(&buffers)?)));
@@ -85,9 +85,9 @@ impl Flat {
         let mut any = false;
         for buffer in &self.buffers {
             match buffer.places.gradients() {
-                Gradients::Old => {}
-                Gradients::Averaged => any = true,
-                Gradients::Local => {
+                GradState::Old => {}
+                GradState::Averaged => any = true,
+                GradState::Local => {
                     return Err(Error::Input(
                         "the gradients of this rank were not averaged, and a step with them would make the ranks \
                          differ: call the last backward before a step outside of no_sync"
@@ -119,7 +119,7 @@ impl Flat {
 
     /// Moves what is kept to where the parameters are by now.
     fn follow_places(&mut self) -> Result<()> {
-        let before: BTreeMap<usize, (usize, &Place)> =
+        let before: BTreeMap<usize, (usize, &ParamSpan)> =
             self.places().map(|(buffer, place)| (place.index, (buffer, place))).collect();
         let mut moved = Vec::with_capacity(self.slots.len());
         for (name, old) in &self.slots {
@@ -140,7 +140,7 @@ impl Flat {
 
     fn make_groups(&mut self) -> Result<()> {
         self.steps = self.steps();
-        let seen = |buffer: &FlatBuffer| Seen {
+        let seen = |buffer: &FlatBuffer| LayoutVersion {
             places: buffer.places.get(),
             unused: buffer.places.unused(),
         };
@@ -148,7 +148,7 @@ impl Flat {
         let mut groups = Vec::new();
         for (Key { decays, steps, .. }, Runs { runs, members }) in self.runs() {
             let list = |flats: &dyn Fn(usize) -> Tensor| {
-                let part = |run: &Run| {
+                let part = |run: &SpanRun| {
                     let (start, len) = (run.start as i64, (run.end - run.start) as i64);
                     flats(run.buffer).f_narrow(0, start, len).map_err(Error::torch("narrow"))
                 };
@@ -176,7 +176,7 @@ impl Flat {
     /// The parameters that have a gradient, by what they have in common.
     fn runs(&self) -> Vec<(Key, Runs)> {
         let mut groups: Vec<(Key, Runs)> = Vec::new();
-        for (buffer, Seen { places, unused }) in self.seen.iter().enumerate() {
+        for (buffer, LayoutVersion { places, unused }) in self.seen.iter().enumerate() {
             let FlatBuffer { parameters, .. } = &self.buffers[buffer];
             let starts = places.iter().skip(1).map(|next| next.start);
             for (place, end) in places.iter().zip(starts.chain([parameters.numel()])) {
@@ -194,7 +194,7 @@ impl Flat {
                 members.push(place.index);
                 match runs.last_mut() {
                     Some(run) if run.buffer == buffer && run.end == place.start => run.end = end,
-                    _ => runs.push(Run { buffer, start: place.start, end }),
+                    _ => runs.push(SpanRun { buffer, start: place.start, end }),
                 }
             }
         }
@@ -313,7 +313,7 @@ impl Flat {
     }
 
     /// All parameters' places, with the numbers of their buffers, as they were when `groups` were made.
-    fn places(&self) -> impl Iterator<Item = (usize, &Place)> {
+    fn places(&self) -> impl Iterator<Item = (usize, &ParamSpan)> {
         let buffers = self.seen.iter().enumerate();
         buffers.flat_map(|(number, seen)| seen.places.iter().map(move |place| (number, place)))
     }
@@ -329,7 +329,7 @@ struct Key {
 
 #[derive(Debug, Default, PartialEq)]
 struct Runs {
-    runs: Vec<Run>,
+    runs: Vec<SpanRun>,
     /// The parameters in them, by their index.
     members: Vec<usize>,
 }
@@ -348,13 +348,13 @@ mod tests {
     /// One of `len` numbers, with parameters that have `index`, name, start and shape.
     fn buffer(places: &[(usize, &str, usize, &[i64])], len: i64, kind: Kind) -> FlatBuffer {
         let zeros = || Tensor::zeros([len], (kind, Device::Cpu));
-        let place = |&(index, name, start, shape): &(usize, &str, usize, &[i64])| Place {
+        let place = |&(index, name, start, shape): &(usize, &str, usize, &[i64])| ParamSpan {
             name: name.into(),
             index,
             start,
             shape: shape.to_vec(),
         };
-        let places: Vec<Place> = places.iter().map(place).collect();
+        let places: Vec<ParamSpan> = places.iter().map(place).collect();
         FlatBuffer { parameters: zeros(), gradients: zeros(), places: places.into() }
     }
 
@@ -369,13 +369,13 @@ mod tests {
                 buffer(&[(4, "d.weight", 0, &[2, 2])], 8, Kind::Double),
             ]
         };
-        let run = |buffer, start, end| Run { buffer, start, end };
-        let runs = |flat: &Flat| -> Vec<(bool, u64, Vec<Run>)> {
+        let run = |buffer, start, end| SpanRun { buffer, start, end };
+        let runs = |flat: &OptimizerState| -> Vec<(bool, u64, Vec<SpanRun>)> {
             let parts = flat.runs().into_iter();
             parts.map(|(key, runs)| (key.decays, key.steps, runs.runs)).collect()
         };
-        let ends_with_weight: fn(&Place) -> bool = |place| place.name.ends_with("weight");
-        let flat = Flat::new(buffers(), &[], Some(ends_with_weight), 9).unwrap();
+        let ends_with_weight: fn(&ParamSpan) -> bool = |place| place.name.ends_with("weight");
+        let flat = OptimizerState::new(buffers(), &[], Some(ends_with_weight), 9).unwrap();
         let expected = [
             (false, 0, vec![run(0, 0, 16)]),
             (true, 0, vec![run(0, 16, 48), run(1, 0, 16)]),
@@ -383,7 +383,7 @@ mod tests {
         ];
         assert_eq!(runs(&flat), expected);
 
-        let mut flat = Flat::new(buffers(), &[], None, 9).unwrap();
+        let mut flat = OptimizerState::new(buffers(), &[], None, 9).unwrap();
         let all = |steps, kind_two| {
             [
                 (false, steps, vec![run(0, 0, 48), run(1, 0, 16)]),

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use super::{FlatBuffer, Gradients, Optimizer, Places};
+use super::{FlatBuffer, GradState, Optimizer, ParamLayout};
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 use crate::torch::{TensorList, amp_unscale};
@@ -101,7 +101,7 @@ pub struct GradScaler {
     /// A list for each buffer: the kernel takes one kind.
     gradients: Vec<TensorList>,
     /// Which say whether there are any.
-    places: Vec<Places>,
+    places: Vec<ParamLayout>,
     /// On the host, in the precision of PyTorch's, which keeps it on the device and yet reads `found_inf` on
     /// the host before each step. Here that read decides all: no optimizer need know of skipped steps, and
     /// momentum and step counts are right by themselves.
@@ -202,7 +202,7 @@ impl GradScaler {
         if self.stage != Stage::Scaled {
             return out_of_turn("unscale_ has been called since the last update");
         }
-        if self.places.iter().all(|places| places.gradients() == Gradients::Old) {
+        if self.places.iter().all(|places| places.gradients() == GradState::Old) {
             return out_of_turn("there has been no backward since gradients were zeroed");
         }
         // In float64, as PyTorch does.

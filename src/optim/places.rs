@@ -16,18 +16,18 @@ pub struct FlatBuffer {
     /// Their gradients, likewise. Gaps between parameters are zero.
     pub gradients: Tensor,
     /// Which parameters these are.
-    pub places: Places,
+    pub places: ParamLayout,
 }
 
 /// Where the parameters of a buffer lie in it, in their order, and which have no gradient: known to all who
 /// have a handle. The first changes once, when buckets are put together anew; the second with the model's use
 /// of its parameters.
 #[derive(Debug, Clone)]
-pub struct Places(Rc<RefCell<Arrangement>>);
+pub struct ParamLayout(Rc<RefCell<Arrangement>>);
 
 /// What the gradients in a [`FlatBuffer`] are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Gradients {
+pub enum GradState {
     /// Those of an earlier step: they have been zeroed since, and there has been no backward.
     Old,
     /// This rank's own: the last backward was within `no_sync`.
@@ -38,34 +38,34 @@ pub enum Gradients {
 
 #[derive(Debug)]
 struct Arrangement {
-    places: Rc<[Place]>,
+    places: Rc<[ParamSpan]>,
     unused: Rc<[usize]>,
-    gradients: Gradients,
+    gradients: GradState,
     /// The model's own tensors, each at its [`Place::index`], which lie in the buffer's memory and are no views of it.
     tensors: Rc<[Tensor]>,
 }
 
-impl Default for Places {
+impl Default for ParamLayout {
     fn default() -> Self {
         Self::from(Vec::new())
     }
 }
 
-impl From<Vec<Place>> for Places {
-    fn from(places: Vec<Place>) -> Self {
+impl From<Vec<ParamSpan>> for ParamLayout {
+    fn from(places: Vec<ParamSpan>) -> Self {
         let arrangement = Arrangement {
             places: places.into(),
             unused: Rc::new([]),
-            gradients: Gradients::Averaged,
+            gradients: GradState::Averaged,
             tensors: Rc::new([]),
         };
         Self(Rc::new(RefCell::new(arrangement)))
     }
 }
 
-impl Places {
+impl ParamLayout {
     /// As it is now.
-    pub fn get(&self) -> Rc<[Place]> {
+    pub fn get(&self) -> Rc<[ParamSpan]> {
         self.0.borrow().places.clone()
     }
 
@@ -76,17 +76,17 @@ impl Places {
     }
 
     /// What the gradients in the buffer are.
-    pub fn gradients(&self) -> Gradients {
+    pub fn gradients(&self) -> GradState {
         self.0.borrow().gradients
     }
 
     /// Says what the gradients in the buffer are: for whoever fills it by other means than a backward.
-    pub fn set_gradients(&self, gradients: Gradients) {
+    pub fn set_gradients(&self, gradients: GradState) {
         self.0.borrow_mut().gradients = gradients;
     }
 
     /// Whether these very places are still those of now.
-    pub(super) fn is(&self, places: &Rc<[Place]>) -> bool {
+    pub(super) fn is(&self, places: &Rc<[ParamSpan]>) -> bool {
         Rc::ptr_eq(&self.0.borrow().places, places)
     }
 
@@ -104,7 +104,7 @@ impl Places {
         self.0.borrow_mut().tensors = tensors;
     }
 
-    pub(crate) fn set(&self, places: Vec<Place>) {
+    pub(crate) fn set(&self, places: Vec<ParamSpan>) {
         self.0.borrow_mut().places = places.into();
     }
 
@@ -118,7 +118,7 @@ impl Places {
 
 /// Where a parameter lies in its buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct ParamSpan {
     /// The parameter's name.
     pub name: String,
     /// Its place among all parameters of the model, in the order of their creation.
@@ -129,7 +129,7 @@ pub struct Place {
     pub shape: Vec<i64>,
 }
 
-impl Place {
+impl ParamSpan {
     /// How many elements the parameter has.
     pub fn numel(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn a_weight_has_two_dimensions_and_is_no_bias() {
         let is_weight = |name: &str, shape: &[i64]| {
-            Place { name: name.into(), index: 0, start: 0, shape: shape.into() }.is_weight()
+            ParamSpan { name: name.into(), index: 0, start: 0, shape: shape.into() }.is_weight()
         };
         assert!(is_weight("0.weight", &[3, 2]) && is_weight("unbiased", &[3, 2]));
         assert!(!is_weight("norm.weight", &[3]) && !is_weight("scale", &[]));

@@ -1,7 +1,7 @@
 //! Stochastic gradient descent.
 
-use super::flat::Flat;
-use super::{FlatBuffer, Optimizer, ParameterState, Place};
+use super::flat::OptimizerState;
+use super::{FlatBuffer, Optimizer, ParameterState, ParamSpan};
 use crate::error::{Error, Result};
 use crate::torch::{SgdStep, TensorList, add_scaled, fused_sgd};
 
@@ -17,12 +17,12 @@ pub struct SgdOptions {
     /// How much of the parameter is added to its gradient.
     pub weight_decay: f64,
     /// Which parameters weight decay is for: all, or [`Place::is_weight`].
-    pub decays: fn(&Place) -> bool,
+    pub decays: fn(&ParamSpan) -> bool,
 }
 
 impl Default for SgdOptions {
     fn default() -> Self {
-        let decays = |_: &Place| true;
+        let decays = |_: &ParamSpan| true;
         Self { momentum: 0.0, dampening: 0.0, nesterov: false, weight_decay: 0.0, decays }
     }
 }
@@ -34,7 +34,7 @@ impl Default for SgdOptions {
 #[derive(Debug)]
 pub struct Sgd {
     options: SgdOptions,
-    flat: Flat,
+    flat: OptimizerState,
     /// What stands for the momentum buffers where there are none.
     none: TensorList,
 }
@@ -55,7 +55,7 @@ impl Sgd {
         let slots: &[_] = if options.momentum == 0.0 { &[] } else { &["momentum_buffer"] };
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
         // Only a parameter's first step is another: with it the momentum begins.
-        let flat = Flat::new(buffers, slots, decays, 1)?;
+        let flat = OptimizerState::new(buffers, slots, decays, 1)?;
         Ok(Self { options, flat, none: TensorList::new(&[])? })
     }
 }

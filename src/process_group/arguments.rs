@@ -9,7 +9,7 @@ use super::gloo::InFlight;
 use super::{Backend, Call, ProcessGroup, ReduceOp, device_name, weights};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::{Mark, Place, Stage};
+use crate::sync::{SpanId, CallSite, FaultSite};
 
 /// What a collective is told beside its tensors.
 #[derive(Default, Clone, Copy)]
@@ -87,7 +87,7 @@ impl ProcessGroup {
         tensor: &Tensor,
         op: ReduceOp,
         weight: Option<f64>,
-    ) -> Result<Option<(InFlight, Mark)>> {
+    ) -> Result<Option<(InFlight, SpanId)>> {
         let tensors = std::slice::from_ref(tensor);
         let kind = self.common_kind(Operation::AllReduce, tensors, &[])?;
         op.check_kind(Operation::AllReduce, kind)?;
@@ -118,14 +118,14 @@ impl ProcessGroup {
         &self,
         operation: Operation,
         call: impl FnOnce(u64) -> Call<'a>,
-        place: Place,
+        place: CallSite,
         run: impl FnOnce(&mut dyn Backend, &Call) -> Result<T>,
-    ) -> Result<(T, Mark)> {
+    ) -> Result<(T, SpanId)> {
         let mut side = self.side()?;
         let before = self.activity().enter(operation, side.sequence);
         let stage = match operation {
-            Operation::Broadcast => Some(Stage::Broadcast),
-            Operation::Barrier => Some(Stage::Barrier),
+            Operation::Broadcast => Some(FaultSite::Broadcast),
+            Operation::Barrier => Some(FaultSite::Barrier),
             _ => None,
         };
         if let Some(stage) = stage {

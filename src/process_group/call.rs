@@ -7,8 +7,8 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::operation::{At, Operation};
-use crate::sync::Place;
+use crate::operation::{OpId, Operation};
+use crate::sync::CallSite;
 
 /// How a reduction combines the elements of the ranks' tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -113,7 +113,7 @@ pub(crate) struct Call<'a> {
     /// How long to wait for the others, if not as long as usual.
     pub timeout: Option<Duration>,
     /// Which line of the program makes it, for errors.
-    pub place: Option<Place>,
+    pub place: Option<CallSite>,
 }
 
 impl Call<'_> {
@@ -135,8 +135,8 @@ impl Call<'_> {
     }
 
     /// What it is called in errors.
-    pub(super) fn at(&self) -> At {
-        At { operation: self.operation, sequence: self.sequence }
+    pub(super) fn at(&self) -> OpId {
+        OpId { operation: self.operation, sequence: self.sequence }
     }
 
     /// What an operation that always reduces reduces with.

@@ -1,10 +1,10 @@
 //! Who has called what, and at which line, where ranks differ: the words of [`Error::Mismatch`], and how processes tell
 //! them each other.
 
-use super::threaded::Announced;
+use super::threaded::CollectiveFingerprint;
 use crate::error::{Error, Suspects, list_ranks, runs};
 use crate::operation::Operation;
-use crate::sync::at_line;
+use crate::sync::format_call_site;
 
 /// So many different calls are told of one by one.
 const FEW: usize = 8;
@@ -17,7 +17,7 @@ pub(super) const SIZES: &str = " sending ";
 
 /// What one rank has called.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Called {
+pub(super) struct RankCall {
     pub rank: usize,
     /// `all_reduce(sum) of float32 [4]`.
     pub call: String,
@@ -25,9 +25,9 @@ pub(super) struct Called {
     pub place: String,
 }
 
-impl Called {
-    pub(super) fn new(rank: usize, announced: &Announced) -> Self {
-        Self { rank, call: announced.describe(), place: at_line(announced.place) }
+impl RankCall {
+    pub(super) fn new(rank: usize, announced: &CollectiveFingerprint) -> Self {
+        Self { rank, call: announced.describe(), place: format_call_site(announced.place) }
     }
 
     /// What of the call must be the same on all ranks.
@@ -38,8 +38,8 @@ impl Called {
 
 /// Which ranks there are of each `kind` of call, in the order of the first.
 fn groups<'a>(
-    calls: &'a [Called],
-    kind: impl Fn(&'a Called) -> &'a str,
+    calls: &'a [RankCall],
+    kind: impl Fn(&'a RankCall) -> &'a str,
 ) -> Vec<(&'a str, Vec<usize>)> {
     let mut groups: Vec<(&str, Vec<usize>)> = Vec::new();
     for it in calls {
@@ -55,10 +55,10 @@ fn groups<'a>(
 /// that have, of equally many the last. `operation` says what a rank has called.
 pub(super) fn mismatch(
     sequence: u64,
-    calls: &[Called],
+    calls: &[RankCall],
     operation: impl Fn(usize) -> Operation,
 ) -> Error {
-    let mut groups = groups(calls, Called::agreed);
+    let mut groups = groups(calls, RankCall::agreed);
     if groups.len() == 1 {
         // Then it is the sizes that do not fit.
         groups = self::groups(calls, |it| &it.call);
@@ -97,10 +97,10 @@ pub(super) fn sizes_differ(
 }
 
 /// "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".
-fn list(calls: &[Called], odd: usize) -> String {
-    let mut lines: Vec<(&Called, Vec<usize>)> = Vec::new();
+fn list(calls: &[RankCall], odd: usize) -> String {
+    let mut lines: Vec<(&RankCall, Vec<usize>)> = Vec::new();
     for it in calls {
-        let same = |known: &Called| (&known.call, &known.place) == (&it.call, &it.place);
+        let same = |known: &RankCall| (&known.call, &known.place) == (&it.call, &it.place);
         match lines.iter_mut().find(|(known, _)| same(known)) {
             Some((_, ranks)) => ranks.push(it.rank),
             None => lines.push((it, vec![it.rank])),
@@ -112,7 +112,7 @@ fn list(calls: &[Called], odd: usize) -> String {
         lines.swap(FEW - 1, of_odd.max(FEW - 1));
         left_out = format!("; the others made {} more different calls", lines.len() - FEW);
     }
-    let line = |(Called { call, place, .. }, ranks): &(&Called, Vec<usize>)| {
+    let line = |(RankCall { call, place, .. }, ranks): &(&RankCall, Vec<usize>)| {
         format!(
             "rank{} {} called {call}{place}",
             if ranks.len() > 1 { "s" } else { "" },
@@ -125,14 +125,14 @@ fn list(calls: &[Called], odd: usize) -> String {
 
 /// What the ranks of this process have called, which is the same, for other processes to read: a line with the call and
 /// one with each rank's place.
-pub(super) fn to_text<'a>(mut calls: impl Iterator<Item = &'a Announced> + Clone) -> String {
-    let places = calls.clone().map(|it| format!("\n{}", at_line(it.place)));
+pub(super) fn to_text<'a>(mut calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone) -> String {
+    let places = calls.clone().map(|it| format!("\n{}", format_call_site(it.place)));
     let places: String = places.collect();
-    calls.next().map_or(String::new(), Announced::describe) + &places
+    calls.next().map_or(String::new(), CollectiveFingerprint::describe) + &places
 }
 
 /// What a process with these `ranks` has told; what cannot be read, or was not told in time, is something else.
-pub(super) fn from_text(told: Option<&[u8]>, ranks: &[usize]) -> Vec<Called> {
+pub(super) fn from_text(told: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
     let told = String::from_utf8_lossy(told.unwrap_or_default());
     // It goes to a terminal.
     let shown = |line: &str| -> String {
@@ -141,7 +141,7 @@ pub(super) fn from_text(told: Option<&[u8]>, ranks: &[usize]) -> Vec<Called> {
     let mut lines = told.split('\n').map(shown);
     let call = lines.next().filter(|it| !it.is_empty()).unwrap_or_else(|| "something else".into());
     let called =
-        |&rank| Called { rank, call: call.clone(), place: lines.next().unwrap_or_default() };
+        |&rank| RankCall { rank, call: call.clone(), place: lines.next().unwrap_or_default() };
     ranks.iter().map(called).collect()
 }
 
@@ -151,11 +151,11 @@ mod tests {
 
     use super::*;
 
-    fn called(rank: usize, call: &str, line: usize) -> Called {
-        Called { rank, call: call.into(), place: format!(" at a.rs:{line}") }
+    fn called(rank: usize, call: &str, line: usize) -> RankCall {
+        RankCall { rank, call: call.into(), place: format!(" at a.rs:{line}") }
     }
 
-    fn told(calls: &[Called]) -> (String, usize) {
+    fn told(calls: &[RankCall]) -> (String, usize) {
         match mismatch(0, calls, |_| Operation::Barrier) {
             Error::Mismatch { calls, odd, .. } => (calls, odd),
             other => panic!("{other}"),
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn two_ranks_are_tied_and_the_minority_of_more_is_suspected() {
-        let end = |calls: &[Called]| {
+        let end = |calls: &[RankCall]| {
             let error = mismatch(0, calls, |_| Operation::Barrier);
             let text = error.to_string();
             let end = text.split("same kinds and shapes").nth(1).unwrap().to_string();
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn equal_calls_are_told_together_and_the_fewest_are_blamed() {
-        let mut calls: Vec<Called> = (0..600).map(|rank| called(rank, "barrier", 1)).collect();
+        let mut calls: Vec<RankCall> = (0..600).map(|rank| called(rank, "barrier", 1)).collect();
         calls[17] = called(17, "broadcast", 3);
         calls[19] = called(19, "barrier", 2);
         let expected = "ranks 0-16, 18, 20-599 called barrier at a.rs:1; rank 17 called broadcast at a.rs:3; \
@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn many_different_calls_are_cut_but_not_the_one_to_blame() {
-        let mut calls: Vec<Called> =
+        let mut calls: Vec<RankCall> =
             (0..40).map(|rank| called(rank, &format!("x {}", rank / 2), 1)).collect();
         calls.push(called(40, "y", 2));
         let (text, odd) = told(&calls);
@@ -226,7 +226,7 @@ mod tests {
             let ranks: Vec<usize> = (3..3 + count).collect();
             let calls = from_text(bytes.as_deref(), &ranks);
             prop_assert_eq!(calls.iter().map(|it| it.rank).collect::<Vec<_>>(), ranks);
-            for Called { call, place, .. } in calls {
+            for RankCall { call, place, .. } in calls {
                 prop_assert!(!call.is_empty() && call.chars().count() <= LONGEST);
                 prop_assert!(place.chars().count() <= LONGEST);
                 prop_assert!(!(call + &place).contains(char::is_control));

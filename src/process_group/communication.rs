@@ -13,10 +13,10 @@ use crossbeam::channel::{Receiver, Select, Sender, bounded, unbounded};
 use tch::Device;
 
 use super::gloo::InFlight;
-use super::{ProcessGroup, Side};
+use super::{ProcessGroup, SequencedBackend};
 use crate::error::{Error, Result};
-use crate::operation::At;
-use crate::sync::{Mark, panics};
+use crate::operation::OpId;
+use crate::sync::{SpanId, panics};
 use crate::torch::limits::not_started;
 use crate::torch::{cuda, set_multithreading_enabled};
 
@@ -25,11 +25,11 @@ const STACK_BYTES: usize = 64 << 20;
 
 /// What it is asked to do. What is left may go on by itself, while the thread does the next.
 pub(super) type Operation =
-    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, Mark)>> + Send>;
+    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, SpanId)>> + Send>;
 
 enum Job {
     /// Go on from here.
-    Take(Side),
+    Take(SequencedBackend),
     /// Do this, and tell how it ended.
     Run(Operation, Sender<Result<()>>),
     /// Send it back.
@@ -40,7 +40,7 @@ enum Job {
 #[derive(Debug)]
 pub(super) struct CommunicationThread {
     jobs: Sender<Job>,
-    returned: Receiver<Side>,
+    returned: Receiver<SequencedBackend>,
 }
 
 impl CommunicationThread {
@@ -56,12 +56,12 @@ impl CommunicationThread {
             run.cancel.register();
             panics::watch_this_thread();
             set_multithreading_enabled(false);
-            let mut in_flight: VecDeque<(InFlight, Mark, Sender<Result<()>>)> = VecDeque::new();
+            let mut in_flight: VecDeque<(InFlight, SpanId, Sender<Result<()>>)> = VecDeque::new();
             let tell = |result: Sender<Result<()>>, ended| {
                 let _ = result.send(ended); // need not be waited for
                 run.end_pending(rank);
             };
-            let finish = |(work, record, result): (InFlight, Mark, Sender<Result<()>>)| {
+            let finish = |(work, record, result): (InFlight, SpanId, Sender<Result<()>>)| {
                 let at = work.at();
                 let end = |group: &ProcessGroup| work.wait().map(|()| group.record_end(record));
                 tell(result, carry_out(&group, Some(at), end));
@@ -102,7 +102,7 @@ impl CommunicationThread {
     }
 
     /// Hands over the rank's side of the group.
-    pub(super) fn take(&self, side: Side) {
+    pub(super) fn take(&self, side: SequencedBackend) {
         self.send(Job::Take(side));
     }
 
@@ -115,7 +115,7 @@ impl CommunicationThread {
     }
 
     /// Takes the rank's side of the group back, when all that was queued is over: each of it ends.
-    pub(super) fn give_back(&self) -> Option<Side> {
+    pub(super) fn give_back(&self) -> Option<SequencedBackend> {
         self.send(Job::GiveBack);
         self.returned.recv().ok()
     }
@@ -142,7 +142,7 @@ fn ends_before_a_job(
 /// ask.
 fn carry_out<T>(
     group: &ProcessGroup,
-    at: Option<At>,
+    at: Option<OpId>,
     operation: impl FnOnce(&ProcessGroup) -> Result<T>,
 ) -> Result<T> {
     let (run, rank) = (group.run(), group.global_rank());

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 use crate::observe::PhaseSeconds;
 use crate::operation::Operation;
-use crate::sync::{Mark, Run};
+use crate::sync::{SpanId, RunContext};
 use crate::torch::cuda::{self, Event};
 
 /// So many records may wait for the GPU: many steps.
@@ -53,7 +53,7 @@ pub(crate) struct GpuSeconds {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Span {
     /// What this record is of.
-    Record(Mark),
+    Record(SpanId),
     /// Nothing: the rank's stream waits for another one.
     Wait,
 }
@@ -75,7 +75,7 @@ impl GpuClock {
     ///
     /// # Errors
     /// As [`Run::poll`], and libtorch's own.
-    pub(super) fn start(run: &Run, rank: usize, gpu: usize) -> Result<Self> {
+    pub(super) fn start(run: &RunContext, rank: usize, gpu: usize) -> Result<Self> {
         let (origin, passed, error) = closest(run, rank, gpu)?;
         run.timeline.note_gpu_clock(rank, error);
         Ok(Self {
@@ -121,7 +121,7 @@ impl GpuClock {
     }
 
     /// Writes down what the GPU has done meanwhile.
-    pub(super) fn note_done(&mut self, run: &Run) -> Result<()> {
+    pub(super) fn note_done(&mut self, run: &RunContext) -> Result<()> {
         let (origin, passed) = &self.origin;
         let mut phase_goes_on = false;
         for it in self.launched.iter_mut().filter(|it| it.times.is_none()) {
@@ -205,7 +205,7 @@ impl GpuSeconds {
 }
 
 /// Returns an event that the GPU has passed, when that was, and by how much this may be wrong: the best of some.
-fn closest(run: &Run, rank: usize, gpu: usize) -> Result<(Event, Duration, Duration)> {
+fn closest(run: &RunContext, rank: usize, gpu: usize) -> Result<(Event, Duration, Duration)> {
     const EVENTS: usize = 8;
     /// A GPU with nothing to do passes an event sooner.
     const AT_ONCE: Duration = Duration::from_millis(1);

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::threaded::Occasion;
-use super::{Invitation, ProcessGroup};
+use super::threaded::SubgroupKey;
+use super::{Bootstrap, ProcessGroup};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
@@ -47,7 +47,7 @@ impl ProcessGroup {
         let ranks = self.check_members(ranks)?;
         let shape: Vec<i64> = ranks.iter().map(|&rank| rank as i64).collect();
         let sequence = self.sequence()?;
-        let occasion = Occasion::NewGroup(sequence);
+        let occasion = SubgroupKey::NewGroup(sequence);
         self.collective(operation, Options::default(), &shape, &[], &[])?;
 
         let Ok(place) = ranks.binary_search(&self.rank) else { return Ok(None) };
@@ -56,7 +56,7 @@ impl ProcessGroup {
         let invitation = self.shared.invitation(occasion, here, || match &self.network {
             Some(network) if here < ranks.len() => {
                 let part = network.part(&ranks, &format!("group/{occasion:?}"), members.clone())?;
-                Invitation::across(self.run(), members, part, self.launches)
+                Bootstrap::across(self.run(), members, part, self.launches)
             }
             _ => self.invitation(members),
         })?;
@@ -187,11 +187,11 @@ impl ProcessGroup {
     }
 
     /// An invitation to a group that talks as this one does.
-    fn invitation(&self, members: Arc<[usize]>) -> Result<Invitation> {
+    fn invitation(&self, members: Arc<[usize]>) -> Result<Bootstrap> {
         if self.launches {
-            Invitation::nccl(self.run(), members)
+            Bootstrap::nccl(self.run(), members)
         } else {
-            Ok(Invitation::threaded(self.run(), members))
+            Ok(Bootstrap::threaded(self.run(), members))
         }
     }
 }

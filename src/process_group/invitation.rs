@@ -9,11 +9,11 @@ use super::nccl::{Nccl, UniqueId};
 use super::threaded::{Shared, Threaded};
 use super::{Backend, ProcessGroup};
 use crate::error::{Error, Result};
-use crate::sync::Run;
+use crate::sync::RunContext;
 
 /// An invitation to a group, for the ranks of this process.
 #[derive(Debug, Clone)]
-pub(crate) enum Invitation {
+pub(crate) enum Bootstrap {
     /// The memory through which the ranks talk.
     Threaded(Arc<Shared>),
     /// NCCL's id of the communicator to join, and where its ranks in this process meet.
@@ -22,21 +22,21 @@ pub(crate) enum Invitation {
     Gloo(Arc<Shared>, Arc<Network>),
 }
 
-impl Invitation {
+impl Bootstrap {
     /// To the ranks `members` of `run`, talking through shared memory.
-    pub(crate) fn threaded(run: &Arc<Run>, members: Arc<[usize]>) -> Self {
+    pub(crate) fn threaded(run: &Arc<RunContext>, members: Arc<[usize]>) -> Self {
         let here = 0..members.len();
-        Invitation::Threaded(Arc::new(Shared::new(run.clone(), members, here)))
+        Bootstrap::Threaded(Arc::new(Shared::new(run.clone(), members, here)))
     }
 
     /// To the ranks `members` of `run`, all of this process, talking through NCCL.
     ///
     /// # Errors
     /// [`Error::Input`] without NCCL.
-    pub(crate) fn nccl(run: &Arc<Run>, members: Arc<[usize]>) -> Result<Self> {
+    pub(crate) fn nccl(run: &Arc<RunContext>, members: Arc<[usize]>) -> Result<Self> {
         let here = 0..members.len();
         let shared = Arc::new(Shared::new(run.clone(), members, here));
-        Ok(Invitation::Nccl(UniqueId::new()?, shared, None))
+        Ok(Bootstrap::Nccl(UniqueId::new()?, shared, None))
     }
 
     /// To the ranks `members` of `run`, which are in several processes: over `network`, or through NCCL, the id for
@@ -45,7 +45,7 @@ impl Invitation {
     /// # Errors
     /// Those of the store, and [`Error::Input`] without NCCL.
     pub(crate) fn across(
-        run: &Arc<Run>,
+        run: &Arc<RunContext>,
         members: Arc<[usize]>,
         network: Network,
         through_nccl: bool,
@@ -53,22 +53,22 @@ impl Invitation {
         let shared = Arc::new(Shared::new(run.clone(), members, network.layout().here()));
         if !through_nccl {
             let network = network.with_messages_to(shared.mail())?;
-            return Ok(Invitation::Gloo(shared, Arc::new(network)));
+            return Ok(Bootstrap::Gloo(shared, Arc::new(network)));
         }
         let network = Arc::new(network.without_messages());
         let makes_it = network.layout().mine == 0;
         let late =
             || run.not_come(shared.members()[shared.here().start], vec![shared.members()[0]]);
         let id = UniqueId::through(network.store(), "nccl", makes_it, run.timeout, late)?;
-        Ok(Invitation::Nccl(id, shared, Some(network)))
+        Ok(Bootstrap::Nccl(id, shared, Some(network)))
     }
 
     /// The name of what carries the tensors of those who accept.
     pub(crate) fn backend(&self) -> &'static str {
         match self {
-            Invitation::Threaded(_) => "threaded",
-            Invitation::Nccl(..) => "nccl",
-            Invitation::Gloo(..) => "gloo",
+            Bootstrap::Threaded(_) => "threaded",
+            Bootstrap::Nccl(..) => "nccl",
+            Bootstrap::Gloo(..) => "gloo",
         }
     }
 
@@ -83,25 +83,25 @@ impl Invitation {
         device: Device,
     ) -> Result<ProcessGroup> {
         let (shared, network, backend): (_, _, Box<dyn Backend>) = match (self, device) {
-            (Invitation::Threaded(shared), _) => {
+            (Bootstrap::Threaded(shared), _) => {
                 let backend = Threaded::join(shared.seat(rank))?;
                 (shared, None, Box::new(backend))
             }
-            (Invitation::Nccl(id, shared, network), Device::Cuda(gpu)) => {
+            (Bootstrap::Nccl(id, shared, network), Device::Cuda(gpu)) => {
                 let backend = Nccl::join(shared.clone(), network.clone(), rank, gpu, id)?;
                 (shared, network, Box::new(backend))
             }
-            (Invitation::Gloo(shared, network), Device::Cpu) => {
+            (Bootstrap::Gloo(shared, network), Device::Cpu) => {
                 let backend = Hierarchical::join(&shared, network.clone(), rank)?;
                 (shared, Some(network), Box::new(backend))
             }
-            (Invitation::Gloo(..), _) => {
+            (Bootstrap::Gloo(..), _) => {
                 return Err(Error::Input(
                     "backend gloo is for ranks on the CPU; use nccl for GPUs of several processes"
                         .into(),
                 ));
             }
-            (Invitation::Nccl(..), _) => {
+            (Bootstrap::Nccl(..), _) => {
                 return Err(Error::Input(
                     "backend nccl needs a GPU for each rank; use threaded for ranks on the CPU"
                         .into(),

@@ -39,13 +39,13 @@ use call::plain_kind;
 pub use call::{KINDS, ReduceOp, kind_name, kind_named};
 use communication::CommunicationThread;
 use gloo::InFlight;
-pub(crate) use gloo::{Layout, Network};
+pub(crate) use gloo::{ProcessMap, Network};
 use gpu_clock::GpuClock;
-pub(crate) use invitation::Invitation;
+pub(crate) use invitation::Bootstrap;
 pub(crate) use nccl::{require_library as require_nccl, version as nccl_version};
 pub use point_to_point::P2POp;
-pub(crate) use recorded::Note;
-use recorded::Recorded;
+pub(crate) use recorded::CallContext;
+use recorded::PhaseTracker;
 use threaded::Shared;
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
@@ -55,7 +55,7 @@ pub use work::Work;
 
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::{Activity, Run, Stop};
+use crate::sync::{Activity, RunContext, Stop};
 use crate::torch::cuda;
 
 /// What carries the tensors from rank to rank.
@@ -94,7 +94,7 @@ pub(crate) trait Backend: Send {
 }
 
 /// A rank's side of a group: what its calls need one at a time, in their order.
-struct Side {
+struct SequencedBackend {
     /// How many collectives this rank has called.
     sequence: u64,
     backend: Box<dyn Backend>,
@@ -128,11 +128,11 @@ pub struct ProcessGroup {
     /// To the other processes, if there are any.
     network: Option<Arc<Network>>,
     /// Not there while the communication thread has it.
-    side: RefCell<Option<Side>>,
+    side: RefCell<Option<SequencedBackend>>,
     communication: OnceCell<CommunicationThread>,
     /// What a communication thread does; what the rank itself does stands in the run.
     own_activity: Option<Activity>,
-    recorded: Recorded,
+    recorded: PhaseTracker,
     /// Of a rank with a GPU.
     gpu_clock: RefCell<Option<GpuClock>>,
     /// How many messages this rank has sent and received.
@@ -172,10 +172,10 @@ impl ProcessGroup {
             launches: backend.launches(),
             shared,
             network,
-            side: RefCell::new(Some(Side { sequence: 0, backend })),
+            side: RefCell::new(Some(SequencedBackend { sequence: 0, backend })),
             communication: OnceCell::new(),
             own_activity: None,
-            recorded: Recorded::default(),
+            recorded: PhaseTracker::default(),
             gpu_clock: RefCell::default(),
             messages: Cell::new(0),
             traffic: Arc::default(),
@@ -263,7 +263,7 @@ impl ProcessGroup {
             return Ok(Work::new(State::Done, self.run().clone(), self.global_rank()));
         }
         self.queue(Box::new(|group| {
-            group.note(Note::default()); // its own line is what counts
+            group.note(CallContext::default()); // its own line is what counts
             operation(group).map(|()| None)
         }))
     }
@@ -345,7 +345,7 @@ impl ProcessGroup {
         self.run().poll(self.global_rank(), || mark.is_done())
     }
 
-    fn run(&self) -> &Arc<Run> {
+    fn run(&self) -> &Arc<RunContext> {
         self.shared.run()
     }
 
@@ -364,7 +364,7 @@ impl ProcessGroup {
     }
 
     /// This rank's side of the group; if the communication thread has it, when that is done with it.
-    fn side(&self) -> Result<RefMut<'_, Side>> {
+    fn side(&self) -> Result<RefMut<'_, SequencedBackend>> {
         let mut side = self.side.borrow_mut();
         if side.is_none() {
             *side = self.communication.get().and_then(CommunicationThread::give_back);
@@ -374,11 +374,11 @@ impl ProcessGroup {
         })
     }
 
-    fn take(&self, side: Side) {
+    fn take(&self, side: SequencedBackend) {
         *self.side.borrow_mut() = Some(side);
     }
 
-    fn give_away(&self) -> Option<Side> {
+    fn give_away(&self) -> Option<SequencedBackend> {
         self.side.borrow_mut().take()
     }
 

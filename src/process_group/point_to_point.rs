@@ -6,14 +6,14 @@ use tch::{Device, Tensor};
 
 use super::arguments::{Dense, refuse};
 use super::gloo::Letter;
-use super::threaded::{self, Contents, Parcel};
+use super::threaded::{self, Contents, P2pRequest};
 use super::work::{OtherSide, State};
 use super::{ProcessGroup, Traffic, Work, num_bytes};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
-use crate::operation::{At, Operation};
-use crate::sync::Begin;
+use crate::operation::{OpId, Operation};
+use crate::sync::OpStart;
 use crate::torch::cuda;
 
 /// One message of [`ProcessGroup::batch_isend_irecv`]. Follows `torch.distributed.P2POp`.
@@ -185,11 +185,11 @@ impl ProcessGroup {
     /// One message from beginning to end, which is what this rank is seen doing.
     #[track_caller]
     fn noted(&self, op: &P2POp) -> Result<Option<usize>> {
-        let at = At { operation: op.operation(), sequence: self.messages.get() };
+        let at = OpId { operation: op.operation(), sequence: self.messages.get() };
         let before = self.activity().enter(at.operation, at.sequence);
         self.check(op)?;
         let amount = num_bytes(op.tensor.kind(), op.tensor.numel()) as u64;
-        let begin = Begin { amount, ..Begin::alone(at, Location::caller()) };
+        let begin = OpStart { amount, ..OpStart::alone(at, Location::caller()) };
         let number = self.record(begin);
         let source = self.post_one(op).and_then(Work::wait_for_source);
         let source = source.inspect_err(|error| self.record_failure(number, error))?;
@@ -244,7 +244,7 @@ impl ProcessGroup {
 
     fn mail(&self, op: &P2POp) -> Result<Work> {
         let sequence = self.messages.replace(self.messages.get() + 1);
-        let at = At { operation: op.operation(), sequence };
+        let at = OpId { operation: op.operation(), sequence };
         let is_here = |place: usize| self.shared.here().contains(&place);
         let messages = self.network.as_ref().and_then(|network| network.messages());
         // To another process, or perhaps from one.
@@ -256,7 +256,7 @@ impl ProcessGroup {
                 messages.send(&Letter { tensor, source, destination, tag, at })?
             }
             _ => {
-                let parcel = Parcel {
+                let parcel = P2pRequest {
                     side: op.side,
                     contents: Contents::Here(op.tensor.shallow_clone()),
                     source: if op.is_send() { Some(self.rank) } else { op.peer },

@@ -12,18 +12,18 @@ use super::gpu_clock::{GpuClock, GpuSeconds, Span};
 use super::{Call, ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::observe::PhaseSeconds;
-use crate::operation::{At, Operation};
-use crate::sync::{Begin, FaultKind, Mark, Place, Stage};
+use crate::operation::{OpId, Operation};
+use crate::sync::{OpStart, FaultKind, SpanId, CallSite, FaultSite};
 
 /// What a group knows for its records.
 #[derive(Debug, Default)]
-pub(super) struct Recorded {
+pub(super) struct PhaseTracker {
     /// The group's number, the same on all of its ranks.
     pub group: u32,
     /// On a communication thread.
     pub beside: bool,
     /// What DistributedDataParallel says of what it is about to reduce.
-    pub note: Cell<Note>,
+    pub note: Cell<CallContext>,
     /// The phase of a training step that this rank is in.
     phase: Cell<Option<Phase>>,
     seconds: Cell<PhaseSeconds>,
@@ -33,19 +33,19 @@ pub(super) struct Recorded {
 struct Phase {
     is: Operation,
     step: u64,
-    mark: Mark,
+    mark: SpanId,
     /// How long it has been in collectives.
     collectives: Duration,
 }
 
 /// On whose behalf a collective is called, and with which bucket of gradients.
 #[derive(Debug, Default, Clone, Copy)]
-pub(crate) struct Note {
-    pub place: Option<Place>,
+pub(crate) struct CallContext {
+    pub place: Option<CallSite>,
     pub bucket: Option<u16>,
 }
 
-impl Recorded {
+impl PhaseTracker {
     /// The same for the group's communication thread.
     pub(super) fn beside(&self) -> Self {
         Self { group: self.group, beside: true, ..Self::default() }
@@ -61,7 +61,7 @@ impl ProcessGroup {
     pub fn enter_step(&self, step: u64) -> Result<()> {
         self.enter_phase(Operation::Step, step);
         self.activity().enter(Operation::Step, step);
-        self.run().fault_point(self.global_rank(), Stage::Step, step)?;
+        self.run().fault_point(self.global_rank(), FaultSite::Step, step)?;
         match &self.network {
             // NCCL carries no news of a stop.
             Some(network)
@@ -69,10 +69,10 @@ impl ProcessGroup {
                     && network.shares_stop()
                     && self.rank == self.shared.here().start =>
             {
-                let at = At { operation: Operation::Synchronize, sequence: self.sequence()? };
+                let at = OpId { operation: Operation::Synchronize, sequence: self.sequence()? };
                 let before = self.activity().enter(at.operation, at.sequence);
                 let group = Some(self.recorded.group);
-                let mark = self.record(Begin { group, ..Begin::alone(at, Location::caller()) });
+                let mark = self.record(OpStart { group, ..OpStart::alone(at, Location::caller()) });
                 let exchanged = network.exchange_news(at.sequence);
                 exchanged.inspect_err(|error| self.record_failure(mark, error))?;
                 self.record_end(mark);
@@ -92,28 +92,28 @@ impl ProcessGroup {
     }
 
     /// What follows is called with `note`, until the next one.
-    pub(crate) fn note(&self, note: Note) {
+    pub(crate) fn note(&self, note: CallContext) {
         self.recorded.note.set(note);
     }
 
     /// What else than to fail or to be slow this rank is to do in training step `step`: `--fault`.
     pub(crate) fn harm(&self, step: u64) -> Option<FaultKind> {
         let fault = self.run().fault?;
-        let here = (fault.rank, fault.at, fault.step) == (self.global_rank(), Stage::Step, step);
+        let here = (fault.rank, fault.at, fault.step) == (self.global_rank(), FaultSite::Step, step);
         here.then_some(fault.kind)
     }
 
     /// On whose behalf this rank calls at `place`.
-    pub(super) fn place_of(&self, place: Place) -> Place {
+    pub(super) fn place_of(&self, place: CallSite) -> CallSite {
         self.recorded.note.get().place.unwrap_or(place)
     }
 
     /// Records that this rank comes to `call`; what is returned is for [`ProcessGroup::record_end`].
-    pub(super) fn record_call(&self, call: &Call) -> Mark {
-        let Note { bucket, .. } = self.recorded.note.get();
+    pub(super) fn record_call(&self, call: &Call) -> SpanId {
+        let CallContext { bucket, .. } = self.recorded.note.get();
         let numel = |tensors: &[Tensor]| -> usize { tensors.iter().map(Tensor::numel).sum() };
         let most = numel(call.inputs).max(numel(call.outputs));
-        self.record(Begin {
+        self.record(OpStart {
             at: call.at(),
             group: Some(self.recorded.group),
             bucket,
@@ -124,7 +124,7 @@ impl ProcessGroup {
     }
 
     /// Records that this rank comes to what may wait for others; what is returned is for [`ProcessGroup::record_end`].
-    pub(super) fn record(&self, begin: Begin) -> Mark {
+    pub(super) fn record(&self, begin: OpStart) -> SpanId {
         let mark = self.run().timeline.begin(self.global_rank(), begin);
         self.on_gpu(|clock| clock.mark(None, Some((Span::Record(mark), begin.at.operation))));
         self.note_gpu();
@@ -132,18 +132,18 @@ impl ProcessGroup {
     }
 
     /// Records that it is through with it.
-    pub(super) fn record_end(&self, mark: Mark) {
+    pub(super) fn record_end(&self, mark: SpanId) {
         self.on_gpu(|clock| clock.mark(Some(Span::Record(mark)), None));
         self.record_wait(self.run().timeline.end(self.global_rank(), mark));
     }
 
     /// Records that it has failed, and is over if this rank can go on. What it has waited for in vain is not: that shows
     /// where the run has ended.
-    pub(super) fn record_failure(&self, mark: Mark, error: &Error) {
-        use Error::{Absent, Cancelled, Left, Peer, Timeout};
+    pub(super) fn record_failure(&self, mark: SpanId, error: &Error) {
+        use Error::{PeersMissing, Cancelled, PeerExited, ConnectionLost, Timeout};
         let in_vain = matches!(
             error,
-            Absent { .. } | Cancelled { .. } | Left { .. } | Peer { .. } | Timeout { .. }
+            PeersMissing { .. } | Cancelled { .. } | PeerExited { .. } | ConnectionLost { .. } | Timeout { .. }
         );
         if !in_vain {
             self.record_end(mark);
@@ -215,13 +215,13 @@ impl ProcessGroup {
     /// Records that this rank goes on with `phase` of training step `step`. Not a collective.
     #[track_caller]
     pub(crate) fn enter_phase(&self, phase: Operation, step: u64) {
-        let at = At { operation: phase, sequence: step };
-        self.begin_phase(Begin::alone(at, Location::caller()));
+        let at = OpId { operation: phase, sequence: step };
+        self.begin_phase(OpStart::alone(at, Location::caller()));
     }
 
-    fn begin_phase(&self, begin: Begin) {
+    fn begin_phase(&self, begin: OpStart) {
         let ended = self.close_phase();
-        let At { operation: phase, sequence: step } = begin.at;
+        let OpId { operation: phase, sequence: step } = begin.at;
         let mark = self.run().timeline.begin(self.global_rank(), begin);
         let ended = ended.map(Span::Record);
         self.on_gpu(|clock| clock.mark(ended, Some((Span::Record(mark), phase))));
@@ -242,21 +242,21 @@ impl ProcessGroup {
     #[track_caller]
     pub(crate) fn enter_forward(&self, samples: &Tensor) {
         if let Some(before) = self.recorded.phase.get() {
-            let at = At { operation: Operation::Forward, sequence: before.step };
+            let at = OpId { operation: Operation::Forward, sequence: before.step };
             let amount = samples.size().first().map_or(0, |&samples| samples as u64);
-            self.begin_phase(Begin { amount, ..Begin::alone(at, Location::caller()) });
+            self.begin_phase(OpStart { amount, ..OpStart::alone(at, Location::caller()) });
         }
     }
 
     /// Records that the gradient of the `index`-th parameter, which is in `bucket`, is complete, if somebody wants to see
     /// everything. Not a collective.
-    pub(crate) fn record_gradient(&self, index: usize, bucket: usize, place: Option<Place>) {
+    pub(crate) fn record_gradient(&self, index: usize, bucket: usize, place: Option<CallSite>) {
         let timeline = &self.run().timeline;
         if timeline.keeps_all() {
-            let at = At { operation: Operation::Gradient, sequence: index as u64 };
+            let at = OpId { operation: Operation::Gradient, sequence: index as u64 };
             let bucket = u16::try_from(bucket).ok();
             let (group, amount, beside) = (None, 0, false);
-            let begin = Begin { at, group, bucket, amount, place, beside };
+            let begin = OpStart { at, group, bucket, amount, place, beside };
             let mark = timeline.begin(self.global_rank(), begin);
             timeline.end(self.global_rank(), mark);
         }
@@ -269,7 +269,7 @@ impl ProcessGroup {
     }
 
     /// Returns the record that is over now, if there is one.
-    fn close_phase(&self) -> Option<Mark> {
+    fn close_phase(&self) -> Option<SpanId> {
         let Phase { is, mark, collectives, .. } = self.recorded.phase.take()?;
         let elapsed = self.run().timeline.end(self.global_rank(), mark);
         let mut seconds = self.recorded.seconds.get();
@@ -287,7 +287,7 @@ impl ProcessGroup {
         // Not 0, which is the group of all.
         let group = (xxh3_64(&name) as u32).max(1);
         self.run().know_group(group, &Arc::from(self.ranks()));
-        let recorded = Recorded { group, ..Recorded::default() };
+        let recorded = PhaseTracker { group, ..PhaseTracker::default() };
         Self { recorded, weight: parent.weight.clone(), ..self }
     }
 }

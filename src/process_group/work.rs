@@ -12,10 +12,10 @@ use super::Network;
 #[cfg(doc)]
 use super::ProcessGroup;
 use super::gloo::connection_lost;
-use super::threaded::{Outcome, Posted, Shared};
+use super::threaded::{Outcome, PostedOp, Shared};
 use crate::error::{Error, Result};
-use crate::operation::At;
-use crate::sync::{Peers, Run};
+use crate::operation::OpId;
+use crate::sync::{Peers, RunContext};
 use crate::torch::cuda;
 
 /// An operation that was started and may not be over. Follows `torch.distributed.Work`.
@@ -25,7 +25,7 @@ use crate::torch::cuda;
 #[must_use = "the operation is over when `wait` has returned"]
 pub struct Work {
     state: State,
-    run: Arc<Run>,
+    run: Arc<RunContext>,
     /// The rank in the run.
     rank: usize,
     /// It is waited for on the thread that started it, which is the one that is woken.
@@ -36,7 +36,7 @@ pub(super) enum State {
     /// A communication thread will send how it ended.
     Queued(Receiver<Result<()>>),
     /// A message in the letter box of `destination`, or on its way to another process.
-    Posted { posted: Posted, shared: Arc<Shared>, destination: usize, side: OtherSide, at: At },
+    Posted { posted: PostedOp, shared: Arc<Shared>, destination: usize, side: OtherSide, at: OpId },
     /// Launched on a GPU, up to this mark of the rank's stream.
     Launched(cuda::Event),
     /// It is over, and went well.
@@ -60,7 +60,7 @@ impl fmt::Debug for Work {
 }
 
 impl Work {
-    pub(super) fn new(state: State, run: Arc<Run>, rank: usize) -> Self {
+    pub(super) fn new(state: State, run: Arc<RunContext>, rank: usize) -> Self {
         Self { state, run, rank, stays_here: PhantomData }
     }
 
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn an_operation_whose_thread_is_gone_fails_in_the_name_of_its_rank() {
-        let run = Arc::new(Run::new(4, Duration::from_secs(60), None));
+        let run = Arc::new(RunContext::new(4, Duration::from_secs(60), None));
         let (ending, ended) = bounded(1);
         let work = Work::new(State::Queued(ended), run.clone(), 3);
         drop(ending);

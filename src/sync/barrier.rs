@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
-use super::Run;
+use super::RunContext;
 use super::primitives::{
     Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, available_parallelism, current, park,
     park_timeout, yield_now,
 };
 use crate::error::{Error, Result};
-use crate::operation::At;
+use crate::operation::OpId;
 
 /// Where the ranks of a group meet, as far as they are threads of this process.
 ///
@@ -27,7 +27,7 @@ pub(crate) struct Barrier {
     /// arrive opens the next round in the same stroke, so that a full round is never seen.
     state: CachePadded<AtomicU64>,
     slots: Box<[CachePadded<Slot>]>,
-    run: Arc<Run>,
+    run: Arc<RunContext>,
     /// Which rank of the run sits at which place.
     members: Arc<[usize]>,
     /// How often to look before parking; none where ranks outnumber cores, which give way instead.
@@ -61,7 +61,7 @@ const YIELDS: u32 = if cfg!(loom) { 1 } else { 50 };
 
 impl Barrier {
     /// A barrier for the ranks `members` of `run`.
-    pub(crate) fn new(run: Arc<Run>, members: Arc<[usize]>) -> Self {
+    pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
         let cores = available_parallelism().map_or(1, usize::from);
         Self {
             state: CachePadded::new(AtomicU64::new(0)),
@@ -74,7 +74,7 @@ impl Barrier {
     }
 
     /// What all that meet here belong to.
-    pub(crate) fn run(&self) -> &Arc<Run> {
+    pub(crate) fn run(&self) -> &Arc<RunContext> {
         &self.run
     }
 
@@ -89,12 +89,12 @@ impl Barrier {
     /// # Errors
     /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::Left`], which have been reported to the run
     /// by the time this returns: whoever gives up first has the cause, whatever its caller makes of it.
-    pub(crate) fn wait(&self, rank: usize, at: At) -> Result<()> {
+    pub(crate) fn wait(&self, rank: usize, at: OpId) -> Result<()> {
         self.wait_at_most(rank, at, self.run.timeout)
     }
 
     /// As [`Barrier::wait`], with a timeout of its own.
-    pub(crate) fn wait_at_most(&self, rank: usize, at: At, timeout: Duration) -> Result<()> {
+    pub(crate) fn wait_at_most(&self, rank: usize, at: OpId, timeout: Duration) -> Result<()> {
         // Without being counted in, now or later: the others cannot complete the round.
         self.run.check(self.members[rank])?;
         match self.arrive(rank)? {
@@ -183,7 +183,7 @@ impl Barrier {
     }
 
     /// Without a limit this does not give up, whatever happens.
-    fn wait_for(&self, rank: usize, round: u64, limit: Option<(At, Duration)>) -> Result<()> {
+    fn wait_for(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
         let slot = &self.slots[rank];
         if self.spin(slot, round) {
             return Ok(());
@@ -195,7 +195,7 @@ impl Barrier {
         result
     }
 
-    fn sleep_until(&self, rank: usize, round: u64, limit: Option<(At, Duration)>) -> Result<()> {
+    fn sleep_until(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
         let began = Instant::now();
         loop {
             // In this order: a round that is complete is complete, whatever else has happened; and a
@@ -213,7 +213,7 @@ impl Barrier {
                 return if self.poison(round) { self.run.check(waiting) } else { Ok(()) };
             }
             if let Some(left) = gone {
-                return self.give_up(round, waiting, || Error::Left { at, waiting, left });
+                return self.give_up(round, waiting, || Error::PeerExited { at, waiting, left });
             }
             let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
                 let waited = timeout;
@@ -274,10 +274,10 @@ mod tests {
     use super::*;
     use crate::operation::Operation;
 
-    const AT: At = At { operation: Operation::Barrier, sequence: 0 };
+    const AT: OpId = OpId { operation: Operation::Barrier, sequence: 0 };
 
     fn on_threads(world_size: usize, timeout: Duration, f: impl Fn(usize, &Barrier) + Sync) {
-        let run = Arc::new(Run::new(world_size, timeout, None));
+        let run = Arc::new(RunContext::new(world_size, timeout, None));
         let barrier = Barrier::new(run.clone(), (0..world_size).collect());
         thread::scope(|scope| {
             for rank in 0..world_size {
@@ -345,7 +345,7 @@ mod tests {
             if rank == 1 {
                 barrier.run.finish(1);
             } else {
-                assert!(matches!(barrier.wait(0, AT), Err(Error::Left { left: 1, .. })));
+                assert!(matches!(barrier.wait(0, AT), Err(Error::PeerExited { left: 1, .. })));
             }
         });
     }

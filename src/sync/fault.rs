@@ -42,7 +42,7 @@ impl FaultKind {
 
 /// Where in a run a rank is made to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
+pub enum FaultSite {
     /// Before it gives or gets what the ranks need to meet.
     Rendezvous,
     /// Before it joins the process group.
@@ -63,7 +63,7 @@ pub struct Fault {
     /// Who.
     pub rank: usize,
     /// Where.
-    pub at: Stage,
+    pub at: FaultSite,
     /// For [`Stage::Step`]: which step of the run, from 0.
     pub step: u64,
 }
@@ -83,12 +83,12 @@ const KINDS: [(&str, FaultKind); 8] = [
 /// Those that have a value.
 const FURTHER_KINDS: [&str; 1] = ["slow=50ms"];
 
-const STAGES: [(&str, Stage); 5] = [
-    ("rendezvous", Stage::Rendezvous),
-    ("init", Stage::Init),
-    ("broadcast", Stage::Broadcast),
-    ("step", Stage::Step),
-    ("barrier", Stage::Barrier),
+const STAGES: [(&str, FaultSite); 5] = [
+    ("rendezvous", FaultSite::Rendezvous),
+    ("init", FaultSite::Init),
+    ("broadcast", FaultSite::Broadcast),
+    ("step", FaultSite::Step),
+    ("barrier", FaultSite::Barrier),
 ];
 
 fn name_of<T: PartialEq>(table: &[(&'static str, T)], value: &T) -> &'static str {
@@ -126,7 +126,7 @@ impl fmt::Display for Fault {
             kind => f.write_str(name_of(&KINDS, &kind))?,
         }
         write!(f, ":rank={},at={}", self.rank, name_of(&STAGES, &self.at))?;
-        if self.at == Stage::Step { write!(f, ",step={}", self.step) } else { Ok(()) }
+        if self.at == FaultSite::Step { write!(f, ",step={}", self.step) } else { Ok(()) }
     }
 }
 
@@ -164,10 +164,10 @@ impl FromStr for Fault {
             }
         }
         let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
-        if kind.is_of_a_step() && at != Stage::Step {
+        if kind.is_of_a_step() && at != FaultSite::Step {
             return Err(Error::Input(format!("{} goes with at=step only", name_of(&KINDS, &kind))));
         }
-        if step.is_some() && at != Stage::Step {
+        if step.is_some() && at != FaultSite::Step {
             return Err(Error::Input("step goes with at=step only".into()));
         }
         Ok(Self { kind, rank: rank as usize, at, step: step.unwrap_or(0) })
@@ -176,7 +176,7 @@ impl FromStr for Fault {
 
 impl Fault {
     /// Fails as planned, if this is the place.
-    pub(crate) fn strike(&self, rank: usize, at: Stage, step: u64) -> Result<()> {
+    pub(crate) fn strike(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
         if (self.rank, self.at) != (rank, at) {
             return Ok(());
         }
@@ -218,10 +218,10 @@ mod tests {
         let slow = FaultKind::Slow(Duration::from_millis(1500));
         for kind in KINDS.map(|(_, kind)| kind).into_iter().chain([slow]) {
             for (_, at) in STAGES {
-                if kind.is_of_a_step() && at != Stage::Step {
+                if kind.is_of_a_step() && at != FaultSite::Step {
                     continue;
                 }
-                let step = if at == Stage::Step { 17 } else { 0 };
+                let step = if at == FaultSite::Step { 17 } else { 0 };
                 let fault = Fault { kind, rank: 3, at, step };
                 assert_eq!(fault.to_string().parse::<Fault>().unwrap(), fault);
             }

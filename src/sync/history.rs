@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Record, Run};
+use super::{Entry, RunContext};
 use crate::operation::Operation;
 
 /// The records of a process's ranks, as far as they are kept.
@@ -22,18 +22,18 @@ pub(crate) struct History {
     /// How many ranks all processes have.
     pub world_size: usize,
     /// In the order of their numbers.
-    pub ranks: Vec<OfRank>,
+    pub ranks: Vec<RankHistory>,
     /// The ranks of each group that has been made; the group of all is not here.
     pub groups: BTreeMap<u32, Arc<[usize]>>,
 }
 
 /// The records of one rank.
 #[derive(Debug)]
-pub(crate) struct OfRank {
+pub(crate) struct RankHistory {
     pub rank: usize,
     pub device: String,
     /// The oldest first.
-    pub records: Vec<Record>,
+    pub records: Vec<Entry>,
     /// How many older ones are not kept any more.
     pub lost: u64,
     /// By how much the times on its GPU may be wrong; `None` without one.
@@ -56,7 +56,7 @@ pub(crate) struct Clock {
 impl History {
     /// What `run` knows of its ranks `here`, each with its device.
     pub(crate) fn of(
-        run: &Run,
+        run: &RunContext,
         here: Range<usize>,
         device: impl Fn(usize) -> String,
         process: [usize; 2],
@@ -65,14 +65,14 @@ impl History {
         let timeline = &run.timeline;
         let of_rank = |rank| {
             let count = timeline.count(rank);
-            let mut records: Vec<Record> = timeline.records(rank, 0).collect();
+            let mut records: Vec<Entry> = timeline.records(rank, 0).collect();
             if (records.len() as u64) < count {
                 // From the first step on that is all there.
-                let is_step = |it: &Record| it.begin.at.operation == Operation::Step;
+                let is_step = |it: &Entry| it.begin.at.operation == Operation::Step;
                 records.drain(..records.iter().position(is_step).unwrap_or(0));
             }
             let totals = Operation::ALL.into_iter().map(|it| (it, timeline.total(rank, it)));
-            OfRank {
+            RankHistory {
                 rank,
                 device: device(rank),
                 lost: count.saturating_sub(records.len() as u64),

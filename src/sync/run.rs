@@ -12,9 +12,9 @@ use super::primitives::{
     park_timeout, yield_now,
 };
 use super::timeline::RECORDS;
-use super::{CancelToken, Fault, Sightings, Stage, Timeline};
-use crate::error::{Blame, Error, LateRank, Result};
-use crate::operation::{At, Operation};
+use super::{CancelToken, Fault, RemoteSnapshots, FaultSite, FlightRecorder};
+use crate::error::{Blame, Error, MissingRank, Result};
+use crate::operation::{OpId, Operation};
 
 /// What one rank does now, written by that rank alone and readable by all without a lock.
 #[derive(Debug, Default)]
@@ -23,23 +23,23 @@ pub(crate) struct Activity(AtomicU64);
 impl Activity {
     /// Notes that this rank now does `operation`, the `sequence`-th of its sort; returns what it
     /// did before, for [`Activity::restore`].
-    pub(crate) fn enter(&self, operation: Operation, sequence: u64) -> At {
+    pub(crate) fn enter(&self, operation: Operation, sequence: u64) -> OpId {
         let before = self.now();
-        self.restore(At { operation, sequence });
+        self.restore(OpId { operation, sequence });
         before
     }
 
     /// Goes back to what [`Activity::enter`] returned. Not called when the operation failed, so
     /// that the failure is reported with the operation it happened in.
-    pub(crate) fn restore(&self, at: At) {
+    pub(crate) fn restore(&self, at: OpId) {
         self.0.store(at.packed(), Ordering::Release);
     }
 
     /// What the rank does, as far as it has said.
-    pub(crate) fn now(&self) -> At {
+    pub(crate) fn now(&self) -> OpId {
         // What was packed can be unpacked.
-        At::unpacked(self.0.load(Ordering::Acquire))
-            .unwrap_or(At { operation: Operation::Function, sequence: 0 })
+        OpId::unpacked(self.0.load(Ordering::Acquire))
+            .unwrap_or(OpId { operation: Operation::UserCode, sequence: 0 })
     }
 }
 
@@ -51,7 +51,7 @@ pub(crate) struct Failure {
     /// All ranks that may be the wrong one, if nothing tells which; else empty.
     pub tied: Vec<usize>,
     /// What that rank was doing.
-    pub at: At,
+    pub at: OpId,
     /// Why.
     pub error: String,
     /// Whether it was reported by a rank that waited in vain, or met another one in another call.
@@ -59,13 +59,13 @@ pub(crate) struct Failure {
 }
 
 /// What can be known of ranks in other processes.
-pub(crate) trait Elsewhere: fmt::Debug + Send + Sync {
+pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
     /// Asks what each such rank does: [`Run::activity`] and [`Run::sightings`] have it then, as far as it can be known.
     /// Returns those that do not answer any more. Takes a moment, unless the run is cancelled.
-    fn look(&self, run: &Run) -> Vec<LateRank>;
+    fn look(&self, run: &RunContext) -> Vec<MissingRank>;
 
     /// Asks once, and does not mind whether the run is cancelled.
-    fn ask(&self, run: &Run);
+    fn ask(&self, run: &RunContext);
 }
 
 /// The ranks that a rank waits for.
@@ -80,21 +80,21 @@ pub(crate) struct Peers<'a> {
 
 /// Shared by all ranks of one run.
 #[derive(Debug)]
-pub(crate) struct Run {
+pub(crate) struct RunContext {
     /// Tripped with the first failure, and never without one.
     pub cancel: CancelToken,
     /// One entry per rank.
     pub activity: Box<[CachePadded<Activity>]>,
     /// What the ranks of this process do and have done.
-    pub timeline: Timeline,
+    pub timeline: FlightRecorder,
     /// What those of other processes do, as far as they were asked: [`Run::look`].
-    pub sightings: Sightings,
+    pub sightings: RemoteSnapshots,
     /// Which ranks each group has, by its number in the timeline.
     groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
     /// How many of the ranks are on this machine.
     pub ranks_here: usize,
     /// What is known of the ranks of other processes, if there are any.
-    pub elsewhere: Option<Arc<dyn Elsewhere>>,
+    pub elsewhere: Option<Arc<dyn PeerStatus>>,
     /// How long a rank waits for the others before it gives up.
     pub timeout: Duration,
     /// A rank that is to fail.
@@ -113,14 +113,14 @@ pub(crate) struct Run {
     threads: Box<[Mutex<Option<Thread>>]>,
 }
 
-impl Run {
+impl RunContext {
     /// A run of `world_size` ranks, none of which does anything yet.
     pub(crate) fn new(world_size: usize, timeout: Duration, fault: Option<Fault>) -> Self {
         Self {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
-            timeline: Timeline::new(world_size, RECORDS),
-            sightings: Sightings::default(),
+            timeline: FlightRecorder::new(world_size, RECORDS),
+            sightings: RemoteSnapshots::default(),
             groups: Mutex::default(),
             ranks_here: world_size,
             elsewhere: None,
@@ -162,7 +162,7 @@ impl Run {
     }
 
     /// Fails here if `rank` is to fail at this place.
-    pub(crate) fn fault_point(&self, rank: usize, at: Stage, step: u64) -> Result<()> {
+    pub(crate) fn fault_point(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
         self.fault.map_or(Ok(()), |fault| fault.strike(rank, at, step))
     }
 
@@ -188,7 +188,7 @@ impl Run {
     pub(crate) fn report_at(
         &self,
         reporter: usize,
-        at: Option<At>,
+        at: Option<OpId>,
         cause: Option<&Error>,
         text: String,
     ) {
@@ -196,7 +196,7 @@ impl Run {
             || matches!(cause, Some(Error::Cancelled { .. }));
         let blamed = cause.and_then(Error::blames);
         let waited = matches!(cause, Some(Error::Timeout { .. }))
-            || blamed.is_some() && !matches!(cause, Some(Error::Replicas { .. }));
+            || blamed.is_some() && !matches!(cause, Some(Error::ReplicasDiverged { .. }));
         let blames = blamed.is_some();
         let Blame { rank, tied, at } =
             blamed.unwrap_or_else(|| Blame { rank: reporter, tied: Vec::new(), at });
@@ -286,7 +286,7 @@ impl Run {
         &self,
         waiting: usize,
         peers: Peers,
-        at: At,
+        at: OpId,
         is_done: impl Fn() -> bool,
         withdraw: impl Fn() -> bool,
     ) -> Result<bool> {
@@ -303,7 +303,7 @@ impl Run {
                 return if withdraw() { self.check(waiting).map(|()| true) } else { Ok(true) };
             }
             if left && let Some(&left) = ranks.first() {
-                break Error::Left { at, waiting, left };
+                break Error::PeerExited { at, waiting, left };
             }
             let Some(time_left) = self.timeout.checked_sub(began.elapsed()) else {
                 let mut late = if are_elsewhere { self.look() } else { Vec::new() };
@@ -334,7 +334,7 @@ impl Run {
     pub(crate) fn not_come(&self, waiting: usize, missing: Vec<usize>) -> Error {
         let silent = self.look();
         let is_silent = |rank: usize| silent.iter().any(|it| it.rank == rank);
-        let seen = |rank: usize| LateRank {
+        let seen = |rank: usize| MissingRank {
             rank,
             last_seen: self.activity[rank].now(),
             silent: is_silent(rank),
@@ -346,7 +346,7 @@ impl Run {
 
     /// Names the ranks of other processes that are not where `waiting` is, those first that wait for nobody. Asks what
     /// they do, which takes a moment.
-    fn late_elsewhere(&self, waiting: usize) -> Vec<LateRank> {
+    fn late_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
         let silent = self.look();
         if !silent.is_empty() {
             return silent;
@@ -414,7 +414,7 @@ impl Run {
     }
 
     /// Asks what ranks of other processes do, as [`Elsewhere::look`].
-    pub(crate) fn look(&self) -> Vec<LateRank> {
+    pub(crate) fn look(&self) -> Vec<MissingRank> {
         self.elsewhere.as_ref().map_or(Vec::new(), |elsewhere| elsewhere.look(self))
     }
 
@@ -429,19 +429,19 @@ impl Run {
     ///
     /// If all of them are in collectives or messages themselves, somebody else keeps them: those who are in
     /// code of their own come first then.
-    pub(crate) fn late(&self, missing: Vec<usize>) -> Vec<LateRank> {
+    pub(crate) fn late(&self, missing: Vec<usize>) -> Vec<MissingRank> {
         let mut late = self.last_seen(missing);
         if late.iter().all(|late| late.last_seen.operation.may_wait()) {
             let mut keepers = self.last_seen(0..self.activity.len());
-            keepers.retain(|rank| rank.last_seen.operation.is_own_work());
+            keepers.retain(|rank| rank.last_seen.operation.is_compute());
             late.splice(0..0, keepers);
         }
         late
     }
 
     /// Returns `ranks` with what they were last seen doing.
-    pub(crate) fn last_seen(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<LateRank> {
-        let seen = |rank| LateRank { rank, last_seen: self.activity[rank].now(), silent: false };
+    pub(crate) fn last_seen(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<MissingRank> {
+        let seen = |rank| MissingRank { rank, last_seen: self.activity[rank].now(), silent: false };
         ranks.into_iter().map(seen).collect()
     }
 }

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::primitives::{Mutex, MutexGuard};
-use super::timeline::{Record, Timeline, at_line};
-use crate::operation::{At, Operation};
+use super::timeline::{Entry, FlightRecorder, format_call_site};
+use crate::operation::{OpId, Operation};
 
 /// A record, as who looks at it sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Seen {
+pub(crate) struct OpSnapshot {
     #[serde(with = "packed")]
-    pub at: At,
+    pub at: OpId,
     pub group: Option<u32>,
     pub bucket: Option<u16>,
     /// ` at src/main.rs:40`; empty if that is not known.
@@ -28,16 +28,16 @@ pub(crate) struct Seen {
     pub on_gpu: Option<Duration>,
 }
 
-impl Seen {
+impl OpSnapshot {
     /// At the time `now` of the run.
-    pub(crate) fn new(record: &Record, now: Duration) -> Self {
-        let Record { begin, arrived, ended, on_gpu } = record;
+    pub(crate) fn new(record: &Entry, now: Duration) -> Self {
+        let Entry { begin, arrived, ended, on_gpu } = record;
         let ago = |time: Duration| now.saturating_sub(time);
         Self {
             at: begin.at,
             group: begin.group,
             bucket: begin.bucket,
-            place: at_line(begin.place),
+            place: format_call_site(begin.place),
             beside: begin.beside,
             began: ago(*arrived),
             ended: ended.map(ago),
@@ -75,42 +75,42 @@ mod packed {
     use serde::de::{Deserialize, Deserializer, Error, Unexpected};
     use serde::ser::Serializer;
 
-    use crate::operation::At;
+    use crate::operation::OpId;
 
-    pub(super) fn serialize<S: Serializer>(at: &At, to: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(at: &OpId, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_u64(at.packed())
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<At, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<OpId, D::Error> {
         let number = u64::deserialize(from)?;
-        At::unpacked(number).ok_or_else(|| {
+        OpId::unpacked(number).ok_or_else(|| {
             D::Error::invalid_value(Unexpected::Unsigned(number), &"what a rank does")
         })
     }
 }
 
-impl Timeline {
+impl FlightRecorder {
     /// All that is kept of `rank`, the oldest first.
-    pub(crate) fn seen(&self, rank: usize) -> Vec<Seen> {
+    pub(crate) fn seen(&self, rank: usize) -> Vec<OpSnapshot> {
         let now = self.now();
-        self.lasting(rank).map(|record| Seen::new(&record, now)).collect()
+        self.lasting(rank).map(|record| OpSnapshot::new(&record, now)).collect()
     }
 
     /// What `rank` does and has done, but for moments within.
-    fn lasting(&self, rank: usize) -> impl DoubleEndedIterator<Item = Record> {
+    fn lasting(&self, rank: usize) -> impl DoubleEndedIterator<Item = Entry> {
         self.records(rank, 0).filter(|it| it.begin.at.operation != Operation::Gradient)
     }
 
     /// The step of training that `rank` is in, if it is in one.
     pub(crate) fn step_of(&self, rank: usize) -> Option<u64> {
-        self.seen(rank).iter().rev().find_map(Seen::step)
+        self.seen(rank).iter().rev().find_map(OpSnapshot::step)
     }
 
     /// What of it others should know, at most `most`, the oldest first: the newest that `rank` does itself, what goes on,
     /// of each group what has ended last, and how far the GPU has come.
-    pub(crate) fn digest(&self, rank: usize, most: usize) -> Vec<Seen> {
+    pub(crate) fn recent_ops(&self, rank: usize, most: usize) -> Vec<OpSnapshot> {
         let now = self.now();
-        let mut kept: Vec<Record> = Vec::new();
+        let mut kept: Vec<Entry> = Vec::new();
         for record in self.lasting(rank).rev() {
             let begin = &record.begin;
             let has_newest = kept.iter().any(|it| !it.begin.beside);
@@ -126,22 +126,22 @@ impl Timeline {
                 break;
             }
         }
-        kept.iter().rev().map(|record| Seen::new(record, now)).collect()
+        kept.iter().rev().map(|record| OpSnapshot::new(record, now)).collect()
     }
 }
 
 /// What other processes have told of their ranks, and when that came.
 #[derive(Debug, Default)]
-pub(crate) struct Sightings(Mutex<BTreeMap<usize, (Instant, Vec<Seen>)>>);
+pub(crate) struct RemoteSnapshots(Mutex<BTreeMap<usize, (Instant, Vec<OpSnapshot>)>>);
 
-impl Sightings {
+impl RemoteSnapshots {
     /// Notes what `rank` was seen doing, the newest last.
-    pub(crate) fn note(&self, rank: usize, seen: &[Seen]) {
+    pub(crate) fn note(&self, rank: usize, seen: &[OpSnapshot]) {
         self.all().insert(rank, (Instant::now(), seen.into()));
     }
 
     /// What `rank` was seen doing; nothing, if nothing has been told.
-    pub(crate) fn of(&self, rank: usize) -> Vec<Seen> {
+    pub(crate) fn of(&self, rank: usize) -> Vec<OpSnapshot> {
         let Some((when, seen)) = self.all().get(&rank).cloned() else { return Vec::new() };
         let since = when.elapsed();
         seen.into_iter().map(|it| it.later(since)).collect()
@@ -149,14 +149,14 @@ impl Sightings {
 
     /// Whether `rank`, as far as it has told, has not come to the last collective of all ranks in `seen`. (On its way into
     /// one, [`Run::activity`](super::Run::activity) has it already.)
-    pub(crate) fn is_behind(&self, rank: usize, seen: &[Seen]) -> bool {
-        let of_all = |it: &&Seen| it.group == Some(0);
+    pub(crate) fn is_behind(&self, rank: usize, seen: &[OpSnapshot]) -> bool {
+        let of_all = |it: &&OpSnapshot| it.group == Some(0);
         let Some(last) = seen.iter().rev().find(of_all) else { return false };
         let theirs = self.of(rank).iter().filter(of_all).map(|it| it.at.sequence).max();
         theirs.is_none_or(|it| it < last.at.sequence)
     }
 
-    fn all(&self) -> MutexGuard<'_, BTreeMap<usize, (Instant, Vec<Seen>)>> {
+    fn all(&self) -> MutexGuard<'_, BTreeMap<usize, (Instant, Vec<OpSnapshot>)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -166,16 +166,16 @@ mod tests {
     use std::panic::Location;
 
     use super::*;
-    use crate::sync::Begin;
+    use crate::sync::OpStart;
     use crate::sync::timeline::RECORDS;
 
     #[test]
     fn a_digest_has_what_goes_on_and_how_far_each_group_is() {
-        let timeline = Timeline::new(1, RECORDS);
+        let timeline = FlightRecorder::new(1, RECORDS);
         let begin = |operation, sequence, group: Option<u32>, beside| {
-            let at = At { operation, sequence };
-            let begin = Begin::alone(at, Location::caller());
-            timeline.begin(0, Begin { group, beside, ..begin })
+            let at = OpId { operation, sequence };
+            let begin = OpStart::alone(at, Location::caller());
+            timeline.begin(0, OpStart { group, beside, ..begin })
         };
         let end = |mark| {
             timeline.end(0, mark);
@@ -189,7 +189,7 @@ mod tests {
         begin(Operation::AllReduce, 50, Some(0), true);
         begin(Operation::AllReduce, 51, Some(0), true);
         let told = |most| -> Vec<String> {
-            timeline.digest(0, most).iter().map(|it| it.at.to_string()).collect()
+            timeline.recent_ops(0, most).iter().map(|it| it.at.to_string()).collect()
         };
         assert_eq!(
             told(8),
@@ -197,17 +197,17 @@ mod tests {
         );
         assert_eq!(told(2), ["all_reduce #50", "all_reduce #51"]);
         assert_eq!((timeline.seen(0).len(), timeline.step_of(0)), (104, Some(50)));
-        let sightings = Sightings::default();
+        let sightings = RemoteSnapshots::default();
         assert!(sightings.of(3).is_empty());
-        sightings.note(3, &timeline.digest(0, 8));
+        sightings.note(3, &timeline.recent_ops(0, 8));
         let [barrier, _, backward, ..] = &sightings.of(3)[..] else { panic!("five") };
         assert!(barrier.ended.is_some() && barrier.ended <= Some(barrier.began));
         assert!(backward.is_open_phase() && backward.place.contains("seen.rs:"));
         // It has come as far as a rank with the same collectives, and not to the one after them.
-        let mine = Timeline::new(1, RECORDS);
+        let mine = FlightRecorder::new(1, RECORDS);
         let begin = |sequence| {
-            let at = At { operation: Operation::AllReduce, sequence };
-            mine.begin(0, Begin { group: Some(0), ..Begin::alone(at, Location::caller()) });
+            let at = OpId { operation: Operation::AllReduce, sequence };
+            mine.begin(0, OpStart { group: Some(0), ..OpStart::alone(at, Location::caller()) });
         };
         begin(51);
         assert!(!sightings.is_behind(3, &mine.seen(0)));

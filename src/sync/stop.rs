@@ -89,7 +89,7 @@ const NEVER: u64 = u64::MAX;
 
 /// What processes tell each other about a stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct News {
+pub(crate) struct StopMessage {
     /// What rank 0 has decided, if it has.
     last_step: u64,
     reason: Option<StopReason>,
@@ -97,7 +97,7 @@ pub(crate) struct News {
     asked: Option<StopReason>,
 }
 
-impl News {
+impl StopMessage {
     /// There is none.
     pub(crate) const NONE: Self = Self { last_step: NEVER, reason: None, asked: None };
 
@@ -183,16 +183,16 @@ impl Stop {
     }
 
     /// What this process tells the others.
-    pub(crate) fn news(&self) -> News {
+    pub(crate) fn news(&self) -> StopMessage {
         let last_step = self.last_step.load(Ordering::Acquire);
         let reason = |it: &AtomicUsize| StopReason::of(it.load(Ordering::Relaxed));
-        News { last_step, reason: reason(&self.reason), asked: reason(&self.asked) }
+        StopMessage { last_step, reason: reason(&self.reason), asked: reason(&self.asked) }
     }
 
     /// What another process has told; `decides` says whether that is the one of rank 0. It told so within its part of a
     /// step, so nobody is through with the step that is the last.
-    pub(crate) fn hear(&self, decides: bool, news: News) {
-        let News { last_step, reason, asked } = news;
+    pub(crate) fn hear(&self, decides: bool, news: StopMessage) {
+        let StopMessage { last_step, reason, asked } = news;
         if decides && last_step != NEVER {
             self.reason.store(StopReason::number(reason), Ordering::Relaxed);
             self.last_step.store(last_step, Ordering::Release);

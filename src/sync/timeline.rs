@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossbeam::atomic::AtomicCell;
 use crossbeam::utils::CachePadded;
 
-use crate::operation::{At, Operation};
+use crate::operation::{OpId, Operation};
 
 /// How many records of each rank are kept, the newest, unless somebody wants to see more: of a training step there are
 /// about ten.
@@ -19,7 +19,7 @@ pub(crate) const RECORDS: usize = if cfg!(loom) { 1 } else { 1024 };
 
 /// The records of all ranks of a run.
 #[derive(Debug)]
-pub(crate) struct Timeline {
+pub(crate) struct FlightRecorder {
     began: Instant,
     /// How many records of each rank are kept.
     keeps: usize,
@@ -27,46 +27,46 @@ pub(crate) struct Timeline {
 }
 
 /// A line of the program, that of whoever has called the library.
-pub(crate) type Place = &'static Location<'static>;
+pub(crate) type CallSite = &'static Location<'static>;
 
 /// ` at src/main.rs:40`, for messages.
-pub(crate) fn at_line(place: Option<Place>) -> String {
+pub(crate) fn format_call_site(place: Option<CallSite>) -> String {
     place.map_or(String::new(), |it| format!(" at {}:{}", it.file(), it.line()))
 }
 
 /// What is recorded when it begins.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Begin {
-    pub at: At,
+pub(crate) struct OpStart {
+    pub at: OpId,
     /// Which group of ranks, for what all of them do together: the same number on all of them.
     pub group: Option<u32>,
     /// Which bucket of gradients.
     pub bucket: Option<u16>,
     /// How much of it there is on this rank: bytes of what is moved, samples of a forward pass.
     pub amount: u64,
-    pub place: Option<Place>,
+    pub place: Option<CallSite>,
     /// Whether a communication thread does it.
     pub beside: bool,
 }
 
-impl Begin {
+impl OpStart {
     /// Something that a rank does by itself.
-    pub(crate) fn alone(at: At, place: Place) -> Self {
+    pub(crate) fn alone(at: OpId, place: CallSite) -> Self {
         Self { at, group: None, bucket: None, amount: 0, place: Some(place), beside: false }
     }
 }
 
 /// Where a record is, and when it began: for [`Timeline::end`].
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Mark {
+pub(crate) struct SpanId {
     number: u64,
     arrived: Duration,
 }
 
 /// What one rank did, or does. Times are from the beginning of the run.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Record {
-    pub begin: Begin,
+pub(crate) struct Entry {
+    pub begin: OpStart,
     pub arrived: Duration,
     /// None while it goes on, or if it has failed.
     pub ended: Option<Duration>,
@@ -80,7 +80,7 @@ struct Ring {
     /// How many records were begun.
     next: CachePadded<AtomicU64>,
     /// Made for the first record: a rank of another process has none.
-    entries: OnceLock<Box<[Entry]>>,
+    entries: OnceLock<Box<[RingSlot]>>,
     /// Made for the first of a GPU.
     gpu_times: OnceLock<Box<[GpuTimes]>>,
     /// By how much these may be wrong, in nanoseconds; 0 without a GPU.
@@ -92,7 +92,7 @@ struct Ring {
 /// One record: a reader who finds the same number before and after has read what belongs together.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-struct Entry {
+struct RingSlot {
     /// One more than the number of the record that is here; 0 while there is none, or while it is written.
     number: AtomicU64,
     at: AtomicU64,
@@ -102,7 +102,7 @@ struct Entry {
     arrived: AtomicU64,
     /// 0 while it goes on.
     ended: AtomicU64,
-    place: AtomicCell<Option<Place>>,
+    place: AtomicCell<Option<CallSite>>,
 }
 
 /// When a GPU has done what was launched in a record: as [`Entry`].
@@ -112,7 +112,7 @@ struct GpuTimes {
     times: [AtomicU64; 2],
 }
 
-impl Timeline {
+impl FlightRecorder {
     /// For so many ranks, from now on, with so many records of each.
     pub(crate) fn new(ranks: usize, keeps: usize) -> Self {
         let ring = |_| Ring {
@@ -141,8 +141,8 @@ impl Timeline {
     }
 
     /// Notes that `rank` begins something now.
-    pub(crate) fn begin(&self, rank: usize, begin: Begin) -> Mark {
-        let Begin { at, group, bucket, amount, place, beside } = begin;
+    pub(crate) fn begin(&self, rank: usize, begin: OpStart) -> SpanId {
+        let OpStart { at, group, bucket, amount, place, beside } = begin;
         let ring = &self.ranks[rank];
         if at.operation.may_wait() && at.operation != Operation::Synchronize {
             let [calls, bytes] = &ring.totals[at.operation as usize];
@@ -164,12 +164,12 @@ impl Timeline {
         entry.ended.store(0, Ordering::Relaxed);
         entry.place.store(place);
         entry.number.store(number + 1, Ordering::Release);
-        Mark { number, arrived }
+        SpanId { number, arrived }
     }
 
     /// Notes that it is over; returns how long it took.
-    pub(crate) fn end(&self, rank: usize, mark: Mark) -> Duration {
-        let Mark { number, arrived } = mark;
+    pub(crate) fn end(&self, rank: usize, mark: SpanId) -> Duration {
+        let SpanId { number, arrived } = mark;
         let (entry, now) = (self.ranks[rank].entry(number, self.keeps), self.now());
         // It has been written over, if it took as long as that.
         if entry.number.load(Ordering::Relaxed) == number + 1 {
@@ -190,7 +190,7 @@ impl Timeline {
     }
 
     /// Notes when the GPU of `rank` has come to what was launched in a record, and was through with it.
-    pub(crate) fn note_gpu(&self, rank: usize, mark: Mark, times: [Duration; 2]) {
+    pub(crate) fn note_gpu(&self, rank: usize, mark: SpanId, times: [Duration; 2]) {
         let place = || (0..self.keeps).map(|_| GpuTimes::default()).collect();
         let all = self.ranks[rank].gpu_times.get_or_init(place);
         let entry = &all[(mark.number % self.keeps as u64) as usize];
@@ -213,7 +213,7 @@ impl Timeline {
         &self,
         rank: usize,
         from: u64,
-    ) -> impl DoubleEndedIterator<Item = Record> {
+    ) -> impl DoubleEndedIterator<Item = Entry> {
         let (ring, count) = (&self.ranks[rank], self.count(rank));
         let first = from.max(count.saturating_sub(self.keeps as u64));
         (first..count).filter_map(|number| ring.read(number, self.keeps))
@@ -226,12 +226,12 @@ impl Timeline {
 }
 
 impl Ring {
-    fn entry(&self, number: u64, keeps: usize) -> &Entry {
-        let entries = self.entries.get_or_init(|| (0..keeps).map(|_| Entry::default()).collect());
+    fn entry(&self, number: u64, keeps: usize) -> &RingSlot {
+        let entries = self.entries.get_or_init(|| (0..keeps).map(|_| RingSlot::default()).collect());
         &entries[(number % keeps as u64) as usize]
     }
 
-    fn read(&self, number: u64, keeps: usize) -> Option<Record> {
+    fn read(&self, number: u64, keeps: usize) -> Option<Entry> {
         let entry = self.entry(number, keeps);
         if entry.number.load(Ordering::Acquire) != number + 1 {
             return None;
@@ -245,8 +245,8 @@ impl Ring {
             return None;
         }
         let (group, bucket) = (marks >> 18, marks >> 1 & 0x1_ffff);
-        let begin = Begin {
-            at: At::unpacked(at)?,
+        let begin = OpStart {
+            at: OpId::unpacked(at)?,
             group: group.checked_sub(1).map(|group| group as u32),
             bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
             amount,
@@ -255,7 +255,7 @@ impl Ring {
         };
         let ended = (ended > 0).then(|| Duration::from_nanos(ended));
         let arrived = Duration::from_nanos(arrived);
-        Some(Record { begin, arrived, ended, on_gpu: self.read_gpu(number, keeps) })
+        Some(Entry { begin, arrived, ended, on_gpu: self.read_gpu(number, keeps) })
     }
 
     fn read_gpu(&self, number: u64, keeps: usize) -> Option<[Duration; 2]> {
@@ -279,9 +279,9 @@ fn nanos(time: Duration) -> u64 {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    fn begin(sequence: u64) -> Begin {
-        Begin {
-            at: At { operation: Operation::AllReduce, sequence },
+    fn begin(sequence: u64) -> OpStart {
+        OpStart {
+            at: OpId { operation: Operation::AllReduce, sequence },
             group: Some(u32::MAX),
             bucket: Some(u16::MAX),
             amount: sequence * 3,
@@ -292,8 +292,8 @@ mod tests {
 
     #[test]
     fn what_is_written_can_be_read() {
-        let timeline = Timeline::new(2, RECORDS);
-        let newest = |timeline: &Timeline| timeline.records(1, 0).next_back();
+        let timeline = FlightRecorder::new(2, RECORDS);
+        let newest = |timeline: &FlightRecorder| timeline.records(1, 0).next_back();
         assert!(newest(&timeline).is_none());
         let number = timeline.begin(1, begin(7));
         let open = newest(&timeline).unwrap();
@@ -305,7 +305,7 @@ mod tests {
         timeline.end(1, number);
         let over = newest(&timeline).unwrap();
         assert!(over.ended.unwrap() >= over.arrived && over.arrived == open.arrived);
-        let other = Begin { group: None, bucket: None, place: None, beside: true, ..begin(8) };
+        let other = OpStart { group: None, bucket: None, place: None, beside: true, ..begin(8) };
         timeline.begin(1, other);
         let last = newest(&timeline).unwrap();
         assert!(last.begin.beside && last.begin.place.is_none());
@@ -315,14 +315,14 @@ mod tests {
 
     #[test]
     fn the_newest_are_kept() {
-        let timeline = Timeline::new(1, RECORDS);
+        let timeline = FlightRecorder::new(1, RECORDS);
         let first = timeline.begin(0, begin(0));
         for sequence in 1..3000 {
             let number = timeline.begin(0, begin(sequence));
             timeline.end(0, number);
         }
         timeline.end(0, first); // too late: another one is in its place
-        let records: Vec<Record> = timeline.records(0, 0).collect();
+        let records: Vec<Entry> = timeline.records(0, 0).collect();
         assert_eq!(records.len(), RECORDS);
         let sequences = records.iter().map(|it| it.begin.at.sequence);
         assert!(sequences.eq(3000 - 1024..3000) && records.iter().all(|it| it.ended.is_some()));
@@ -332,7 +332,7 @@ mod tests {
     /// Two threads of a rank write, a third one reads: nothing that it reads is mixed of two records.
     #[test]
     fn a_reader_never_sees_half_a_record() {
-        let timeline = Timeline::new(1, RECORDS);
+        let timeline = FlightRecorder::new(1, RECORDS);
         let write = |offset: u64| {
             for sequence in 0..50_000 {
                 let number = timeline.begin(0, begin(2 * sequence + offset));

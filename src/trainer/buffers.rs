@@ -7,9 +7,9 @@ use crate::error::{Error, Result};
 
 /// A model's buffers, each with a copy of what it was.
 #[derive(Debug)]
-pub(super) struct KeptBuffers(Vec<(Tensor, Tensor)>);
+pub(super) struct BufferSnapshot(Vec<(Tensor, Tensor)>);
 
-impl KeptBuffers {
+impl BufferSnapshot {
     pub(super) fn of<M>(ddp: &Strategy<M>) -> Result<Self> {
         let buffers = ddp.state_dict().into_iter().filter(|(_, it)| !it.requires_grad());
         let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));

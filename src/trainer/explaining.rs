@@ -6,13 +6,13 @@ use tch::{Device, Kind, Tensor};
 use super::Trainer;
 use crate::checkpoint::TrainerState;
 use crate::data::Batch;
-use crate::ddp::{Strategy, Watched};
+use crate::ddp::{Strategy, GradProbe};
 use crate::error::{Error, Result};
 use crate::observe::{Narrator, RankStep, Step};
 
 /// What is looked at while the first steps are made.
 #[derive(Debug)]
-pub(super) struct Explaining {
+pub(super) struct Explainer {
     /// On rank 0, which tells for all.
     narrator: Option<Narrator>,
     /// 64 bits over what this rank had for parameters before they were rank 0's.
@@ -20,7 +20,7 @@ pub(super) struct Explaining {
     /// How many steps have been told.
     told: u32,
     /// As long as there are steps to tell.
-    watched: Option<Watched>,
+    watched: Option<GradProbe>,
     /// The number of it that is told: the one with the largest gradient in the first step.
     place: Option<usize>,
     /// What this rank has had of the step so far.
@@ -46,7 +46,7 @@ impl<M: ModuleT> Trainer<M> {
             return Err(Error::Input(text.into()));
         }
         let (told, watched, place, seen) = Default::default();
-        let explaining = Explaining { narrator, built, told, watched, place, seen };
+        let explaining = Explainer { narrator, built, told, watched, place, seen };
         Ok(Self { explaining: Some(explaining), ..self })
     }
 
@@ -67,7 +67,7 @@ impl<M: ModuleT> Trainer<M> {
 
     /// The gradients of a step are averaged, and nothing has been made of them yet.
     pub(super) fn see_gradients(&mut self, losses: &[Tensor], batches: &[Batch]) -> Result<()> {
-        let Some(Explaining { watched: Some(watched), .. }) = &self.explaining else {
+        let Some(Explainer { watched: Some(watched), .. }) = &self.explaining else {
             return Ok(());
         };
         self.ddp.group().synchronize()?;
@@ -101,7 +101,7 @@ impl<M: ModuleT> Trainer<M> {
         let (Some(explaining), Strategy::Ddp(ddp)) = (&mut self.explaining, &self.ddp) else {
             return Ok(());
         };
-        let Explaining { narrator, told, watched, place, seen, .. } = explaining;
+        let Explainer { narrator, told, watched, place, seen, .. } = explaining;
         let (Some(of_ranks), Some(place), Some(mut mine)) = (&watched, *place, seen.take()) else {
             return Ok(());
         };

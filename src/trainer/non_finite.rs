@@ -7,7 +7,7 @@ use super::Trainer;
 use crate::data::{Batch, DataLoader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
-use crate::optim::{FlatBuffer, Gradients};
+use crate::optim::{FlatBuffer, GradState};
 
 impl<M: ModuleT> Trainer<M> {
     /// Looks at the gradients before each step, and leaves out up to so many steps of the whole run whose losses or
@@ -53,7 +53,7 @@ impl<M: ModuleT> Trainer<M> {
     /// What to go backward from where gradients are looked at: `loss`, but if it is not finite, neither is any gradient.
     /// By themselves they may be (the square of a number may be too large where twice the number is not), and then
     /// one rank alone would know.
-    pub(super) fn passing_on(&self, loss: &Tensor) -> Result<Tensor> {
+    pub(super) fn poison_if_nonfinite(&self, loss: &Tensor) -> Result<Tensor> {
         if !self.checks_gradients() {
             return Ok(loss.shallow_clone());
         }
@@ -100,7 +100,7 @@ impl<M: ModuleT> Trainer<M> {
     ///
     /// # Errors
     /// [`Error::NonFinite`] when that is one too many.
-    pub(super) fn is_to_be_skipped(&mut self, batches: &[Batch]) -> Result<bool> {
+    pub(super) fn should_skip_step(&mut self, batches: &[Batch]) -> Result<bool> {
         if !self.checks_gradients() {
             return Ok(false);
         }
@@ -153,7 +153,7 @@ impl<M: ModuleT> Trainer<M> {
             return Ok(self.not_finite(what + &why, None));
         }
         let Ok(samples) = self.samples(number, 1) else { return Ok(self.not_finite(what, None)) };
-        let Wrong { rows, why } = self.wrong_samples(batch)?;
+        let NonFiniteRows { rows, why } = self.wrong_samples(batch)?;
         let wrong: Vec<usize> = rows.iter().filter_map(|&i| samples.get(i).copied()).collect();
         // Together they may overflow where none does alone.
         let named = list(if wrong.is_empty() { &samples } else { &wrong });
@@ -174,7 +174,7 @@ impl<M: ModuleT> Trainer<M> {
         }
         let (mut wrong, mut in_data) = (Vec::new(), true);
         for (number, batch) in loader.epoch(0)?.enumerate() {
-            let Wrong { rows, why } = self.wrong_samples(&batch?)?;
+            let NonFiniteRows { rows, why } = self.wrong_samples(&batch?)?;
             let samples = loader.samples(0, 0, number, 1)?;
             wrong.extend(rows.iter().filter_map(|&i| samples.get(i).copied()));
             in_data &= rows.is_empty() || why == IN_DATA;
@@ -197,7 +197,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// Which samples of `batch` are not finite, or else have losses that are not.
-    fn wrong_samples(&self, batch: &Batch) -> Result<Wrong> {
+    fn wrong_samples(&self, batch: &Batch) -> Result<NonFiniteRows> {
         let mut rows = not_finite_rows(&batch.inputs)?;
         rows.extend(not_finite_rows(&batch.targets)?);
         let why = if rows.is_empty() { "" } else { IN_DATA };
@@ -211,7 +211,7 @@ impl<M: ModuleT> Trainer<M> {
         }
         rows.sort_unstable();
         rows.dedup();
-        Ok(Wrong { rows, why })
+        Ok(NonFiniteRows { rows, why })
     }
 
     /// `what` is not finite; it comes from `batches` (the first, and how many) of this step.
@@ -238,7 +238,7 @@ impl<M: ModuleT> Trainer<M> {
 }
 
 /// The samples of a batch of which something is not finite.
-struct Wrong {
+struct NonFiniteRows {
     /// Their places in the batch, in order.
     rows: Vec<usize>,
     /// [`IN_DATA`], or nothing.
@@ -290,7 +290,7 @@ fn all_finite(tensor: &Tensor) -> Result<bool> {
 
 /// Whether the gradients of all parameters are finite.
 fn are_finite(buffers: &[FlatBuffer]) -> Result<bool> {
-    for buffer in buffers.iter().filter(|it| it.places.gradients() != Gradients::Old) {
+    for buffer in buffers.iter().filter(|it| it.places.gradients() != GradState::Old) {
         if !all_finite(&buffer.gradients)? {
             return Ok(false);
         }

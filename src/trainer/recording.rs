@@ -8,15 +8,15 @@ use tch::nn::ModuleT;
 use super::Trainer;
 use super::validation::Validated;
 use crate::error::{Error, Result};
-use crate::observe::{Recorder, TrainMetrics};
+use crate::observe::{MetricsLogger, TrainMetrics};
 use crate::process_group::ReduceOp;
 
 /// What has been done since it was told last.
 #[derive(Debug)]
-pub(super) struct Recording {
+pub(super) struct MetricsWindow {
     every: u64,
     /// On rank 0, which tells for all.
-    recorder: Option<Recorder>,
+    recorder: Option<MetricsLogger>,
     since: Instant,
     steps: u64,
     samples: usize,
@@ -32,8 +32,8 @@ impl<M: ModuleT> Trainer<M> {
     /// Tells `recorder` how training goes, after each `every` steps of an epoch, at least one, and at its end. On all
     /// ranks alike, which reduce their numbers before they are told; rank 0 alone needs a recorder.
     #[must_use]
-    pub fn record(self, every: u64, recorder: Option<Recorder>) -> Self {
-        let recording = Recording {
+    pub fn record(self, every: u64, recorder: Option<MetricsLogger>) -> Self {
+        let recording = MetricsWindow {
             every: every.max(1),
             recorder,
             since: Instant::now(),
@@ -109,7 +109,7 @@ impl<M: ModuleT> Trainer<M> {
     /// Whether samples that the model is validated on are to be seen.
     pub(super) fn shows_samples(&self) -> bool {
         let recorder = self.recording.as_ref().and_then(|recording| recording.recorder.as_ref());
-        recorder.is_some_and(Recorder::shows_samples)
+        recorder.is_some_and(MetricsLogger::shows_samples)
     }
 
     /// The model has been validated.
@@ -123,6 +123,6 @@ impl<M: ModuleT> Trainer<M> {
     /// Training is over.
     pub(super) fn end_recording(&mut self) -> Result<()> {
         let recorder = self.recording.as_mut().and_then(|recording| recording.recorder.as_mut());
-        recorder.map_or(Ok(()), Recorder::end)
+        recorder.map_or(Ok(()), MetricsLogger::end)
     }
 }

@@ -82,7 +82,7 @@ impl<M: ModuleT> Trainer<M> {
             Some((parameter, others, suspects)) => {
                 let step = self.state.step.saturating_sub(1);
                 let parameter = parameter.clone();
-                Err(Error::Replicas { parameter, others, suspects, step, compared })
+                Err(Error::ReplicasDiverged { parameter, others, suspects, step, compared })
             }
         }
     }

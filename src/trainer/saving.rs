@@ -21,7 +21,7 @@ pub struct SaveEvery {
 
 /// What a trainer needs to save.
 #[derive(Debug)]
-pub(super) struct Saving {
+pub(super) struct Checkpointing {
     every: SaveEvery,
     options: Map<String, Value>,
     /// On rank 0.
@@ -46,7 +46,7 @@ impl<M: ModuleT> Trainer<M> {
         options: Map<String, Value>,
     ) -> Self {
         let writer = dir.into().map(Writer::new);
-        Self { saving: Some(Saving { every, options, writer, saved_at: None }), ..self }
+        Self { saving: Some(Checkpointing { every, options, writer, saved_at: None }), ..self }
     }
 
     /// Stops when it is asked to. The same on all ranks.
@@ -163,7 +163,7 @@ impl<M: ModuleT> Trainer<M> {
     /// Saves, if it is time to. A collective, like all that follow.
     pub(super) fn save_if_due(&mut self, epoch_has_ended: bool) -> Result<()> {
         let is_best = epoch_has_ended && self.is_best();
-        let Some(Saving { every, writer, .. }) = &mut self.saving else { return Ok(()) };
+        let Some(Checkpointing { every, writer, .. }) = &mut self.saving else { return Ok(()) };
         writer.as_mut().map_or(Ok(()), Writer::check)?;
         let due = |every: Option<u64>, count: u64| every.is_some_and(|n| count.is_multiple_of(n));
         let of_epochs = epoch_has_ended && due(every.epochs, self.state.epoch);

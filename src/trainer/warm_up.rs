@@ -3,9 +3,9 @@
 use tch::nn::ModuleT;
 
 use super::Trainer;
-use super::buffers::KeptBuffers;
+use super::buffers::BufferSnapshot;
 use crate::error::{Error, Result};
-use crate::optim::Gradients;
+use crate::optim::GradState;
 
 impl<M: ModuleT> Trainer<M> {
     /// Runs the kernels of a step once before the first step, on a GPU.
@@ -16,7 +16,7 @@ impl<M: ModuleT> Trainer<M> {
     /// else a model's forward pass changes.
     pub(super) fn warm_up(&mut self) -> Result<()> {
         let loss_so_far = self.loss_sum.sum(self.ddp.group())?;
-        let buffers = KeptBuffers::of(&self.ddp)?;
+        let buffers = BufferSnapshot::of(&self.ddp)?;
         if let Some(batch) = self.loader.epoch(0)?.next() {
             let batch = batch?;
             let loss = self.loss_of(&batch)?;
@@ -26,7 +26,7 @@ impl<M: ModuleT> Trainer<M> {
             if let Some(optimizer) = &mut self.optimizer {
                 for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
                     let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
-                    buffer.places.set_gradients(Gradients::Averaged); // zeros are, too
+                    buffer.places.set_gradients(GradState::Averaged); // zeros are, too
                 }
                 self.scaler.unscale_()?;
                 if let Some(max_norm) = self.max_grad_norm {

@@ -36,7 +36,7 @@ pub(super) enum Algorithm {
 
 /// A cluster to imagine: `nodes=64,gpus=8,bandwidth=25GB/s`. What is not said has a default.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ModelCluster {
+pub struct SimulatedCluster {
     pub(super) nodes: usize,
     /// Ranks on each.
     pub(super) gpus: usize,
@@ -76,7 +76,7 @@ const RATES: [(&str, f64); 7] = [
 /// More ranks than any cluster has.
 const MOST: usize = 1 << 24;
 
-impl FromStr for ModelCluster {
+impl FromStr for SimulatedCluster {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -143,7 +143,7 @@ impl FromStr for ModelCluster {
     }
 }
 
-impl ModelCluster {
+impl SimulatedCluster {
     /// Everything there is to say, as it could be said, with what it means, and whether it is a default.
     pub(super) fn settings(&self) -> Vec<(String, &'static str, bool)> {
         let is_nccl = self.library == Library::Nccl;
@@ -225,7 +225,7 @@ fn show(value: f64, units: &[(&str, f64)]) -> String {
     format!("{}{name}", number.trim_end_matches('0').trim_end_matches('.'))
 }
 
-impl fmt::Display for ModelCluster {
+impl fmt::Display for SimulatedCluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let settings = self.settings().into_iter().map(|(setting, ..)| setting);
         f.write_str(&settings.collect::<Vec<_>>().join(","))
@@ -236,7 +236,7 @@ impl fmt::Display for ModelCluster {
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> ModelCluster {
+    fn parse(text: &str) -> SimulatedCluster {
         text.parse().unwrap()
     }
 
@@ -297,7 +297,7 @@ mod tests {
             ("bandwidth=1e999GB/s", ["bandwidth=1e999GB/s", "as 25GB/s"]),
             ("node-bandwidth=1.2.3GB/s", ["node-bandwidth=1.2.3GB/s", "as 25GB/s"]),
         ] {
-            let error = text.parse::<ModelCluster>().unwrap_err().to_string();
+            let error = text.parse::<SimulatedCluster>().unwrap_err().to_string();
             assert!(parts.iter().all(|part| error.contains(part)), "{text}: {error}");
         }
     }

@@ -3,7 +3,7 @@
 //! A message of n bytes takes `latency + n / bandwidth`. The latencies add up along the way of a slice, and the bytes on
 //! the link that has the most to carry; NCCL weighs its own algorithms in the same way.
 
-use super::cluster::{Algorithm, Library, Link, ModelCluster};
+use super::cluster::{Algorithm, Library, Link, SimulatedCluster};
 
 /// Ranks that take part: how many nodes, with so many each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,7 +21,7 @@ const WHOLE: f64 = 65536.0;
 /// The largest piece in which Gloo's ring sends, two of which are on their way at a time.
 const SEGMENT: f64 = 1048576.0;
 
-impl ModelCluster {
+impl SimulatedCluster {
     /// 1, 2, 4, ... ranks of one node, and then 2, 4, ... nodes, up to all.
     pub(super) fn shapes(&self) -> Vec<Shape> {
         let doubled = |most: usize| {
@@ -166,7 +166,7 @@ pub(super) struct Forecast {
 impl Measured {
     /// This step on `shape` of `cluster`: buckets go one after the other, in their order, each when it is complete; where
     /// two can be on their way they share the line.
-    pub(super) fn on(&self, cluster: &ModelCluster, shape: Shape) -> Forecast {
+    pub(super) fn on(&self, cluster: &SimulatedCluster, shape: Shape) -> Forecast {
         // Ranks that share memory reduce by themselves, when backward is through.
         let beside = self.overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
         let (mut free, mut end, mut communication) = (0.0f64, 0.0f64, 0.0);
@@ -199,7 +199,7 @@ impl Measured {
 mod tests {
     use super::*;
 
-    fn cluster(text: &str) -> ModelCluster {
+    fn cluster(text: &str) -> SimulatedCluster {
         text.parse().unwrap()
     }
 

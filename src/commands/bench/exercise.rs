@@ -105,7 +105,7 @@ impl BenchOp {
 }
 
 /// An operation with its tensors on one rank.
-pub(super) struct Exercise {
+pub(super) struct BenchCase {
     op: BenchOp,
     reduce_op: ReduceOp,
     rank: usize,
@@ -126,7 +126,7 @@ type Pattern = [f64; 3];
 /// A multiple of three.
 const CHUNK: i64 = 3 << 15;
 
-impl Exercise {
+impl BenchCase {
     pub(super) fn new(request: &BenchRequest, count: u64, group: &ProcessGroup) -> Result<Self> {
         let (op, world_size) = (request.op, group.world_size());
         let count = count as i64;

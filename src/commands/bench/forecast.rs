@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use serde::Serialize;
 
 use super::NOISY;
-use super::cluster::ModelCluster;
+use super::cluster::SimulatedCluster;
 use super::cost::{Forecast, Measured};
 use crate::observe::{LogFormat, Printer};
 
@@ -34,7 +34,7 @@ pub(super) fn print(
     model: &'static str,
     batch_size: usize,
     measured: &Measured,
-    cluster: &ModelCluster,
+    cluster: &SimulatedCluster,
     on_cpu: bool,
     spread: f64,
     printer: &Printer,
@@ -70,7 +70,7 @@ pub(super) fn print(
 
 fn write_head(
     measured: &Measured,
-    cluster: &ModelCluster,
+    cluster: &SimulatedCluster,
     batch_size: usize,
     out: &mut dyn Write,
 ) -> io::Result<()> {

@@ -20,12 +20,12 @@ struct Share {
 }
 
 /// The memory of all threads, as much as the ranks of the collective have.
-pub(super) struct Limit(Vec<Share>);
+pub(super) struct MemoryRoofline(Vec<Share>);
 
 /// Stays in the first-level cache.
 const PIECE: usize = 4096;
 
-impl Limit {
+impl MemoryRoofline {
     pub(super) fn new(op: BenchOp, world_size: usize, bytes: u64) -> Self {
         let share = |rank| {
             let (inputs, outputs, part) = op.share(rank, world_size, bytes as usize);

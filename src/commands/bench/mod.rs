@@ -25,10 +25,10 @@ use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
 use crate::observe::{LogFormat, Printer, gigabytes, total_memory};
 use crate::process_group::{ProcessGroup, ReduceOp, kind_name};
 use crate::torch::cuda::Cuda;
-pub use cluster::ModelCluster;
+pub use cluster::SimulatedCluster;
 pub use exercise::BenchOp;
-use exercise::Exercise;
-use limit::Limit;
+use exercise::BenchCase;
+use limit::MemoryRoofline;
 pub use scaling::{bench_scaling, check_scaling_flags};
 pub use step::{bench_step, check_step_flags};
 
@@ -181,7 +181,7 @@ fn bench_on(
         printer.lines(|out| write_head(out, request, &group)).context("writing to stdout")?;
     }
     for count in request.exercises(rank.world_size()) {
-        let mut exercise = Exercise::new(request, count, &group)?;
+        let mut exercise = BenchCase::new(request, count, &group)?;
         let Measurement { time, limit, spread } = measure(request, &mut exercise, &group)?;
         spreads.push(spread);
         let wrong = sum_over_ranks(&group, exercise.check(&group)?)?;
@@ -255,7 +255,7 @@ fn busy(what: &str, spread: f64) -> Option<String> {
 /// Measures the operation and the limit, in rounds in which they take turns.
 fn measure(
     request: &BenchRequest,
-    exercise: &mut Exercise,
+    exercise: &mut BenchCase,
     group: &ProcessGroup,
 ) -> Result<Measurement> {
     let warm_up = round(group, exercise, request.warmup.max(1))?;
@@ -268,7 +268,7 @@ fn measure(
     let iters = iters.div_ceil(rounds);
     let leads = group.rank() == 0;
     let mut limit = (leads && group.device() == Device::Cpu)
-        .then(|| Limit::new(request.op, group.world_size(), exercise.bytes()));
+        .then(|| MemoryRoofline::new(request.op, group.world_size(), exercise.bytes()));
     let (mut times, mut limits) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
         times.push(round(group, exercise, iters)?);
@@ -287,7 +287,7 @@ fn measure(
 
 /// Calls the operation `iters` times on all ranks, and returns the time of one call on the slowest, the same
 /// on all ranks.
-fn round(group: &ProcessGroup, exercise: &mut Exercise, iters: u64) -> Result<Duration> {
+fn round(group: &ProcessGroup, exercise: &mut BenchCase, iters: u64) -> Result<Duration> {
     group.barrier()?;
     let began = Instant::now();
     for _ in 0..iters {

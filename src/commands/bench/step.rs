@@ -8,11 +8,11 @@ use anyhow::Context;
 use serde::Serialize;
 use tch::Device;
 
-use super::super::checkpoints::Origin;
+use super::super::checkpoints::StartPoint;
 use super::super::launched::{self, run_launched};
 use super::super::no_use::refuse_flags;
 use super::super::train::{Training, with_data};
-use super::cluster::ModelCluster;
+use super::cluster::SimulatedCluster;
 use super::cost::Measured;
 use super::forecast;
 use super::note_if_busy;
@@ -71,7 +71,7 @@ pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Resul
 pub fn bench_step(
     config: Config,
     steps: usize,
-    cluster: Option<ModelCluster>,
+    cluster: Option<SimulatedCluster>,
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
@@ -148,7 +148,7 @@ pub(super) fn step_on(
 ) -> anyhow::Result<Option<StepTimes>> {
     let group = rank.init_process_group(backend)?;
     let Training { mut ddp, mut optimizer, schedule, loader, .. } =
-        Training::new(rank, &group, config, dataset, &Origin::default())?;
+        Training::new(rank, &group, config, dataset, &StartPoint::default())?;
     let mut scaler = config.amp.grad_scaler(&ddp)?;
     let mut times: Vec<[f64; 5]> = Vec::with_capacity(steps);
     let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // of each bucket, as a share of backward
@@ -278,7 +278,7 @@ fn print(
 
 /// What the step comes to on `cluster`.
 fn print_on(
-    cluster: &ModelCluster,
+    cluster: &SimulatedCluster,
     times: &StepTimes,
     config: &Config,
     rank: &Rank,

@@ -20,7 +20,7 @@ use crate::trainer::{Summary, Trainer};
 
 /// What rank 0 hears of each.
 #[derive(Debug, Serialize, Deserialize)]
-struct OfRank {
+struct RankSummary {
     sent: u64,
     received: u64,
     /// For data, in seconds.
@@ -45,7 +45,7 @@ pub(super) fn end(
         Strategy::Ddp(_) => Some(of_model),
         Strategy::Dp(_) => None, // rank 0 alone has the model
     };
-    let mine = OfRank {
+    let mine = RankSummary {
         sent,
         received,
         waited: trainer.loader().waited().as_secs_f64(),
@@ -63,7 +63,7 @@ pub(super) fn end(
     let seconds = summary.elapsed.as_secs_f64();
     let statistics = trainer.ddp().statistics();
     let hidden = statistics.hidden;
-    let by_rank = |of: fn(&OfRank) -> f64| of_ranks.iter().map(of).collect::<Vec<_>>();
+    let by_rank = |of: fn(&RankSummary) -> f64| of_ranks.iter().map(of).collect::<Vec<_>>();
     let phases: Vec<PhaseSeconds> = of_ranks.iter().map(|it| it.phases).collect();
     let end = End {
         seconds,
@@ -119,7 +119,7 @@ pub(super) fn refuse_different_replicas(trainer: &Trainer<Model>, job: &Job) -> 
     }
 }
 
-fn replicas(of_ranks: &[OfRank], checked_every: Option<u64>) -> Option<Replicas> {
+fn replicas(of_ranks: &[RankSummary], checked_every: Option<u64>) -> Option<Replicas> {
     let hashes: Vec<u64> = of_ranks.iter().map(|it| it.parameters).collect::<Option<_>>()?;
     Some(Replicas {
         equal: hashes.iter().all(|hash| *hash == hashes[0]),

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use serde::Serialize;
 use tch::Device;
 
-use super::{Trained, Values, Way};
+use super::{RunResult, ParamValues, Variant};
 use crate::config::{Config, StrategyKind};
 use crate::error::{Error, Result};
 use crate::launch::Placement;
@@ -35,9 +35,9 @@ impl Bound {
     ///
     /// # Errors
     /// [`Error::Input`] where it has not come to numbers.
-    pub(super) fn of(reference: &Trained, steps: u64, samples: usize) -> Result<Self> {
-        let Trained { before, after, .. } = reference;
-        let all = |tensors: &[Values]| -> Vec<f32> {
+    pub(super) fn of(reference: &RunResult, steps: u64, samples: usize) -> Result<Self> {
+        let RunResult { before, after, .. } = reference;
+        let all = |tensors: &[ParamValues]| -> Vec<f32> {
             tensors.iter().flat_map(|tensor| tensor.values.iter().copied()).collect()
         };
         let (before, values) = (all(before), all(after));
@@ -100,9 +100,9 @@ impl Comparison {
     /// What `way` came to on `placement`, against the one rank.
     pub(super) fn new(
         placement: &Placement,
-        way: Way,
-        reference: &Trained,
-        trained: &Trained,
+        way: Variant,
+        reference: &RunResult,
+        trained: &RunResult,
         bound: Bound,
     ) -> Self {
         let pairs = reference.after.iter().zip(&trained.after);
@@ -172,7 +172,7 @@ impl Comparison {
 }
 
 /// How far the values of a tensor are apart; not a number, where one of them is none.
-fn difference(a: &Values, b: &Values) -> Difference {
+fn difference(a: &ParamValues, b: &ParamValues) -> Difference {
     let pairs = || a.values.iter().zip(&b.values);
     let apart = pairs().map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     Difference {
@@ -209,14 +209,14 @@ mod tests {
     use super::*;
     use crate::launch::Backend;
 
-    fn trained(before: [f32; 2], after: [f32; 2]) -> Trained {
+    fn trained(before: [f32; 2], after: [f32; 2]) -> RunResult {
         let values = |values: [f32; 2]| {
-            vec![Values { name: "weight".into(), values: values.into(), width: 2 }]
+            vec![ParamValues { name: "weight".into(), values: values.into(), width: 2 }]
         };
-        Trained { before: values(before), after: values(after), replicas_equal: true }
+        RunResult { before: values(before), after: values(after), replicas_equal: true }
     }
 
-    fn compared(trained: &Trained) -> Comparison {
+    fn compared(trained: &RunResult) -> Comparison {
         let reference = self::trained([1.0, 0.0], [1.5, -2.0]);
         let bound = Bound::of(&reference, 10, 6).unwrap();
         // By hand: 2^-23 (10 x 2 + (6 + 2) x 2).
@@ -228,7 +228,7 @@ mod tests {
             threads_per_rank: 1,
             note: None,
         };
-        let way = Way { strategy: StrategyKind::Ddp, ranks: 2, batch_size: 3, accumulate: 1 };
+        let way = Variant { strategy: StrategyKind::Ddp, ranks: 2, batch_size: 3, accumulate: 1 };
         Comparison::new(&placement, way, &reference, trained, bound)
     }
 
@@ -240,7 +240,7 @@ mod tests {
         assert!(near.ok && !near.equal_bits && near.difference > 3e-6);
         assert!(!compared(&trained([1.0, 0.0], [1.5, -2.000_005])).ok);
         assert!(!compared(&trained([1.0, 0.0], [f32::NAN, -2.0])).ok);
-        assert!(!compared(&Trained { replicas_equal: false, ..equal }).ok);
+        assert!(!compared(&RunResult { replicas_equal: false, ..equal }).ok);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use super::variables::{Launcher, Variables, check_below};
 use super::{
-    DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, Master, Processes, check_addr, check_flag,
+    DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr, check_flag,
 };
 use crate::error::{Error, Result};
 use crate::launch::Nproc;
@@ -81,7 +81,7 @@ fn node_rank(variables: &Variables, nnodes: usize) -> Result<(&'static str, usiz
     }
 }
 
-fn master(variables: &Variables) -> Result<Master> {
+fn master(variables: &Variables) -> Result<MasterEndpoint> {
     let either = |names: &[&'static str]| variables.first_of(names).unwrap_or(names[0]);
     let name = either(&["PET_MASTER_ADDR", "MASTER_ADDR"]);
     let Some(addr) = variables.text(name) else {
@@ -90,5 +90,5 @@ fn master(variables: &Variables) -> Result<Master> {
     };
     check_addr(name, &addr)?;
     let port = variables.port(either(&["PET_MASTER_PORT", "MASTER_PORT"]))?;
-    Ok(Master { addr, port: port.unwrap_or(DEFAULT_PORT), agent_store: false })
+    Ok(MasterEndpoint { addr, port: port.unwrap_or(DEFAULT_PORT), agent_store: false })
 }

@@ -1,6 +1,6 @@
 //! No launcher: one process, or one started by hand on each of several machines.
 
-use super::{DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, Master, Processes, check_addr};
+use super::{DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr};
 use crate::error::{Error, Result};
 
 /// Goes by the flags alone. `why` says why no launcher counts.
@@ -43,7 +43,7 @@ pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
     );
     let mut launch = Launch::new(LaunchKind::ByHand, processes, options.nproc, reason);
     (launch.nnodes, launch.node_rank) = (Some(nnodes), Some(index));
-    launch.master = Some(Master {
+    launch.master = Some(MasterEndpoint {
         addr: addr.clone(),
         port: master_port.unwrap_or(DEFAULT_PORT),
         agent_store: false,

@@ -40,7 +40,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Nproc, Share};
+use super::{Nproc, NodeSlice};
 use crate::error::{Error, Result};
 use variables::Variables;
 
@@ -155,7 +155,7 @@ pub struct Processes {
 
 /// Where the processes meet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Master {
+pub struct MasterEndpoint {
     /// A host name or an address.
     pub addr: String,
     /// The TCP port.
@@ -165,7 +165,7 @@ pub struct Master {
     pub agent_store: bool,
 }
 
-impl fmt::Display for Master {
+impl fmt::Display for MasterEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { addr, port, .. } = self;
         if addr.contains(':') { write!(f, "[{addr}]:{port}") } else { write!(f, "{addr}:{port}") }
@@ -191,7 +191,7 @@ pub struct Launch {
     /// How many ranks this process starts.
     pub nproc: Nproc,
     /// Where the processes meet; none if this is the only one.
-    pub master: Option<Master>,
+    pub master: Option<MasterEndpoint>,
     /// How many CPU cores the launcher gave to this process, if it said so.
     pub cores: Option<usize>,
     /// How many threads libtorch is to use in each rank, if the user or the launcher said so: `OMP_NUM_THREADS`.
@@ -210,7 +210,7 @@ pub struct Launch {
     pub error_file: Option<PathBuf>,
     /// The store of the process that has started this one, with `--spawn=processes` or `--max-restarts`: it reads the
     /// reason of a failure there.
-    pub parent: Option<Master>,
+    pub parent: Option<MasterEndpoint>,
 }
 
 /// torchrun's `--master-port`, where nobody says another.
@@ -321,7 +321,7 @@ fn master(
     options: &LaunchOptions,
     addr: impl FnOnce() -> Result<String>,
     port: impl FnOnce() -> Result<u16>,
-) -> Result<Master> {
+) -> Result<MasterEndpoint> {
     let addr = match (&options.master_addr, variables.text("MASTER_ADDR")) {
         (Some(flag), _) => {
             check_addr("--master-addr", flag)?;
@@ -337,7 +337,7 @@ fn master(
         Some(flag) => flag,
         None => variables.port("MASTER_PORT")?.map_or_else(port, Ok)?,
     };
-    Ok(Master { addr, port, agent_store: false })
+    Ok(MasterEndpoint { addr, port, agent_store: false })
 }
 
 impl Launch {
@@ -363,9 +363,9 @@ impl Launch {
     }
 
     /// This process's part of a machine where it may use so many CPU cores.
-    pub fn share(&self, cores: usize) -> Share {
+    pub fn share(&self, cores: usize) -> NodeSlice {
         let Processes { local_index, local_count, .. } = self.processes;
-        Share {
+        NodeSlice {
             index: local_index,
             count: local_count,
             cores: self.cores.unwrap_or(cores / local_count).clamp(1, cores.max(1)),

@@ -2,7 +2,7 @@
 
 use super::variables::{Launcher, Variables, check_below};
 use super::{
-    Launch, LaunchKind, LaunchOptions, Master, Processes, check_addr, check_flag, ranks_of_one,
+    Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr, check_flag, ranks_of_one,
 };
 use crate::error::{Error, Result};
 
@@ -63,7 +63,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     })
 }
 
-pub(super) fn master(variables: &Variables) -> Result<Master> {
+pub(super) fn master(variables: &Variables) -> Result<MasterEndpoint> {
     let (Some(addr), Some(port)) = (variables.text("MASTER_ADDR"), variables.port("MASTER_PORT")?)
     else {
         let (set, missing): (Vec<_>, Vec<_>) = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
@@ -74,5 +74,5 @@ pub(super) fn master(variables: &Variables) -> Result<Master> {
     check_addr("MASTER_ADDR", &addr)?;
     // As Python writes it, and PyTorch compares it.
     let agent_store = variables.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True");
-    Ok(Master { addr, port, agent_store })
+    Ok(MasterEndpoint { addr, port, agent_store })
 }

@@ -17,7 +17,7 @@ use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
 use crate::observe::{TRACED, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Failure, History, Run, Timeline, deadline};
+use crate::sync::{Failure, History, RunContext, FlightRecorder, deadline};
 use crate::torch::limits::not_started;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
@@ -34,10 +34,10 @@ impl Spawn {
     ) -> Result<Vec<T>, Box<SpawnError>> {
         let count = self.devices.len();
         let world_size = self.world_size();
-        let mut run = Run::new(world_size, self.timeout, self.fault);
+        let mut run = RunContext::new(world_size, self.timeout, self.fault);
         run.check_collectives = self.check_collectives;
         if self.trace.is_some() || self.history.is_some() {
-            run.timeline = Timeline::new(world_size, TRACED);
+            run.timeline = FlightRecorder::new(world_size, TRACED);
         }
         if let Some(world) = &self.world {
             run.ranks_here = world.ranks_of_machine();
@@ -99,7 +99,7 @@ impl Spawn {
     }
 
     /// What the ranks have done goes to whoever wants it.
-    fn leave_history(&self, run: &Run) {
+    fn leave_history(&self, run: &RunContext) {
         if self.trace.is_none() && self.history.is_none() {
             return;
         }
@@ -136,7 +136,7 @@ impl Spawn {
     /// What the ranks have returned, or the first failure, with all that is known about it.
     fn result<T, J>(
         &self,
-        run: &Run,
+        run: &RunContext,
         threads: Vec<Thread<T, J>>,
         table: Option<String>,
     ) -> Result<Vec<T>, Box<SpawnError>> {
@@ -176,7 +176,7 @@ impl Spawn {
     /// did not come back. Returns what each rank was doing when the run failed, if it has.
     fn wait<T, J>(
         &self,
-        run: &Run,
+        run: &RunContext,
         ends: &Receiver<Ended<T>>,
         threads: &mut [Thread<T, J>],
         join_thread: impl Fn(J),

@@ -20,8 +20,8 @@ const RANKS: [Range<usize>; 3] = [0..2, 2..3, 3..4];
 struct Scene {
     server: TcpStore,
     cut: Arc<AtomicBool>,
-    watch: Watch,
-    run: Arc<Run>,
+    watch: HeartbeatMonitor,
+    run: Arc<RunContext>,
 }
 
 fn scene() -> Scene {
@@ -29,15 +29,15 @@ fn scene() -> Scene {
     let (port, cut) = cable(server.port());
     let store = TcpStore::connect("127.0.0.1", port, LONG, never()).unwrap();
     let serves = Server { rank: Some(0), name: "the server".into() };
-    let watch = Watch::new(&store, serves, 2, &RANKS).unwrap();
+    let watch = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
     let doing = || Doing::new(all_reduce(), Vec::new());
-    let beat = Beat { number: 1, ranks: vec![doing(), doing()] };
+    let beat = Heartbeat { number: 1, ranks: vec![doing(), doing()] };
     server.set("alive/0", &beat.to_bytes("alive/0").unwrap()).unwrap();
-    Scene { server, cut, watch, run: Arc::new(Run::new(4, LONG, None)) }
+    Scene { server, cut, watch, run: Arc::new(RunContext::new(4, LONG, None)) }
 }
 
-fn all_reduce() -> At {
-    At { operation: Operation::AllReduce, sequence: 7 }
+fn all_reduce() -> OpId {
+    OpId { operation: Operation::AllReduce, sequence: 7 }
 }
 
 /// A way to `port`, for as many connections as a scene opens: each looks whether there is one first. After it is cut,
@@ -96,7 +96,7 @@ fn to_ask_says_what_others_have_told_also_when_the_run_has_failed() {
     watch.elsewhere().ask(&run);
     assert_eq!(
         (run.activity[1].now(), run.activity[2].now().operation),
-        (all_reduce(), Operation::Function)
+        (all_reduce(), Operation::UserCode)
     );
     cut.store(true, Ordering::SeqCst);
     in_time(move || watch.elsewhere().ask(&run));
@@ -143,7 +143,7 @@ fn when_the_store_goes_the_rank_that_served_it_is_named_with_what_it_did_last() 
 #[test]
 fn a_look_reports_the_failure_that_another_process_has_found() {
     let Scene { server, watch, run, .. } = scene();
-    let told = Told::new(1, all_reduce(), "rank 0 waited for rank 1");
+    let told = FailureReport::new(1, all_reduce(), "rank 0 waited for rank 1");
     server.set(FAILURE, &told.to_bytes(FAILURE).unwrap()).unwrap();
     assert!(watch.elsewhere().look(&run).is_empty());
     let failures = run.failures();

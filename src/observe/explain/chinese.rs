@@ -1,13 +1,13 @@
 //! What is told, in Chinese.
 
-use super::texts::{Section, Texts};
-use super::{Facts, Step};
+use super::texts::{Section, Catalog};
+use super::{RunInfo, Step};
 
 pub(super) struct Chinese;
 
-impl Texts for Chinese {
-    fn meeting(&self, facts: &Facts) -> Section {
-        let Facts { world_size: n, processes, backend, .. } = facts;
+impl Catalog for Chinese {
+    fn meeting(&self, facts: &RunInfo) -> Section {
+        let RunInfo { world_size: n, processes, backend, .. } = facts;
         let text = match (*n, *processes, *backend) {
             (1, ..) => "只有一个 rank：没有谁需要会合，求平均也不会改变任何数。用 --nproc-per-node=2 可以看到两个。".into(),
             (_, 1, "nccl") => format!(
@@ -35,8 +35,8 @@ impl Texts for Chinese {
         Section::new("rank 如何会合", text)
     }
 
-    fn start(&self, facts: &Facts, were_same: bool, resumed: Option<u64>) -> Section {
-        let Facts { world_size: n, model, parameters, seed, .. } = facts;
+    fn start(&self, facts: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section {
+        let RunInfo { world_size: n, model, parameters, seed, .. } = facts;
         let who = if *n > 1 { "每个 rank 各自" } else { "这个 rank " };
         let mut text = format!("{who}用种子 {seed} 构建模型（{model}，{parameters} 个参数）");
         match resumed {
@@ -61,8 +61,8 @@ impl Texts for Chinese {
         ["构建后", "训练开始时"]
     }
 
-    fn data(&self, facts: &Facts, epoch: u64) -> Section {
-        let Facts { world_size: n, samples, seed, .. } = facts;
+    fn data(&self, facts: &RunInfo, epoch: u64) -> Section {
+        let RunInfo { world_size: n, samples, seed, .. } = facts;
         let order = match facts.shuffles {
             true => {
                 format!("用同一个种子（{seed} + epoch {epoch}）打乱全部 {samples} 个样本的编号")
@@ -89,8 +89,8 @@ impl Texts for Chinese {
         Section::new("不同的样本", text)
     }
 
-    fn gradients(&self, facts: &Facts, step: &Step, compressed: Option<&str>) -> Section {
-        let Facts { world_size: n, parameters, accumulate, .. } = facts;
+    fn gradients(&self, facts: &RunInfo, step: &Step, compressed: Option<&str>) -> Section {
+        let RunInfo { world_size: n, parameters, accumulate, .. } = facts;
         let Step { step: number, weight, buckets, .. } = step;
         let adds_up = match accumulate {
             1 => String::new(),
@@ -131,8 +131,8 @@ impl Texts for Chinese {
         "手算："
     }
 
-    fn update(&self, facts: &Facts, step: u64, lr: &str) -> Section {
-        let Facts { optimizer, world_size, .. } = facts;
+    fn update(&self, facts: &RunInfo, step: u64, lr: &str) -> Section {
+        let RunInfo { optimizer, world_size, .. } = facts;
         if *world_size == 1 {
             let text = format!("优化器是 {optimizer}，学习率 {lr}。");
             return Section::new(format!("第 {step} 步：更新"), text);
@@ -162,7 +162,7 @@ impl Texts for Chinese {
         format!("之后每一步都是如此，每个 epoch 共 {steps_per_epoch} 步。")
     }
 
-    fn end(&self, facts: &Facts, steps: u64) -> Section {
+    fn end(&self, facts: &RunInfo, steps: u64) -> Section {
         let text = match facts.world_size {
             1 => format!("{steps} 步之后，这个 rank 结束。参数的哈希："),
             _ => format!(
@@ -173,7 +173,7 @@ impl Texts for Chinese {
         Section::new("结束", text)
     }
 
-    fn verdict(&self, facts: &Facts, are_same: bool) -> String {
+    fn verdict(&self, facts: &RunInfo, are_same: bool) -> String {
         match (facts.world_size, are_same) {
             (1, _) => "它也在最后一行里。".into(),
             (n, true) => format!("每一位都相同：{n} 个 rank 训练出了同一个模型。"),

@@ -1,13 +1,13 @@
 //! What is told, in English.
 
-use super::texts::{Section, Texts};
-use super::{Facts, Step};
+use super::texts::{Section, Catalog};
+use super::{RunInfo, Step};
 
 pub(super) struct English;
 
-impl Texts for English {
-    fn meeting(&self, facts: &Facts) -> Section {
-        let Facts { world_size: n, processes, backend, .. } = facts;
+impl Catalog for English {
+    fn meeting(&self, facts: &RunInfo) -> Section {
+        let RunInfo { world_size: n, processes, backend, .. } = facts;
         let text = match (*n, *processes, *backend) {
             (1, ..) => "There is one rank: nobody has to be met, and what it averages stays as it is. With \
                         --nproc-per-node=2 there are two."
@@ -36,8 +36,8 @@ impl Texts for English {
         Section::new("How the ranks meet", text)
     }
 
-    fn start(&self, facts: &Facts, were_same: bool, resumed: Option<u64>) -> Section {
-        let Facts { world_size: n, model, parameters, seed, .. } = facts;
+    fn start(&self, facts: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section {
+        let RunInfo { world_size: n, model, parameters, seed, .. } = facts;
         let who = if *n > 1 { "Each rank" } else { "The rank" };
         let mut text =
             format!("{who} builds the model ({model}, {parameters} parameters) from seed {seed}. ");
@@ -65,8 +65,8 @@ impl Texts for English {
         ["as built", "at the start"]
     }
 
-    fn data(&self, facts: &Facts, epoch: u64) -> Section {
-        let Facts { world_size: n, samples, seed, .. } = facts;
+    fn data(&self, facts: &RunInfo, epoch: u64) -> Section {
+        let RunInfo { world_size: n, samples, seed, .. } = facts;
         let order = match facts.shuffles {
             true => format!(
                 "shuffles the numbers of the {samples} samples with the same seed ({seed} + epoch {epoch})"
@@ -93,8 +93,8 @@ impl Texts for English {
         Section::new("Different samples", text)
     }
 
-    fn gradients(&self, facts: &Facts, step: &Step, compressed: Option<&str>) -> Section {
-        let Facts { world_size: n, parameters, accumulate, .. } = facts;
+    fn gradients(&self, facts: &RunInfo, step: &Step, compressed: Option<&str>) -> Section {
+        let RunInfo { world_size: n, parameters, accumulate, .. } = facts;
         let Step { step: number, weight, buckets, .. } = step;
         let buckets = if *buckets == 1 { "1 bucket" } else { &format!("{buckets} buckets") };
         let adds_up = match accumulate {
@@ -141,8 +141,8 @@ impl Texts for English {
         "by hand: "
     }
 
-    fn update(&self, facts: &Facts, step: u64, lr: &str) -> Section {
-        let Facts { optimizer, world_size, .. } = facts;
+    fn update(&self, facts: &RunInfo, step: u64, lr: &str) -> Section {
+        let RunInfo { optimizer, world_size, .. } = facts;
         if *world_size == 1 {
             let text = format!("The optimizer is {optimizer}, with lr {lr}.");
             return Section::new(format!("Step {step}: the update"), text);
@@ -179,7 +179,7 @@ impl Texts for English {
         }
     }
 
-    fn end(&self, facts: &Facts, steps: u64) -> Section {
+    fn end(&self, facts: &RunInfo, steps: u64) -> Section {
         let steps = if steps == 1 { "1 step" } else { &format!("{steps} steps") };
         let text = match facts.world_size {
             1 => format!("After {steps} the rank ends. The hash of its parameters:"),
@@ -191,7 +191,7 @@ impl Texts for English {
         Section::new("The end", text)
     }
 
-    fn verdict(&self, facts: &Facts, are_same: bool) -> String {
+    fn verdict(&self, facts: &RunInfo, are_same: bool) -> String {
         match (facts.world_size, are_same) {
             (1, _) => "The last line has it, too.".into(),
             (n, true) => format!("The same to the bit: {n} ranks have trained one model."),

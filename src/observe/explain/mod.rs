@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Printer;
 use layout::{number, numbers, paragraph, samples, shown, signed, table};
-use texts::{Section, Texts};
+use texts::{Section, Catalog};
 
 /// In which language it is told: `--language`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,7 +24,7 @@ pub enum Language {
 }
 
 impl Language {
-    fn texts(self) -> &'static dyn Texts {
+    fn texts(self) -> &'static dyn Catalog {
         match self {
             Language::En => &english::English,
             Language::Zh => &chinese::Chinese,
@@ -34,7 +34,7 @@ impl Language {
 
 /// What a run is, before it begins.
 #[derive(Debug, Clone)]
-pub struct Facts {
+pub struct RunInfo {
     /// How many ranks there are.
     pub world_size: usize,
     /// In how many processes.
@@ -109,13 +109,13 @@ pub struct Step {
 
 impl Step {
     /// Returns how many samples all ranks had, if each rank counts by its own.
-    fn weighed(&self, facts: &Facts) -> Option<usize> {
+    fn weighed(&self, facts: &RunInfo) -> Option<usize> {
         let all = self.ranks.iter().map(|it| it.num_samples).sum();
         (facts.exact_mean && self.ranks.len() > 1).then_some(all)
     }
 
     /// Returns the share of each rank, as `17/33, 16/33`, if each counts by its samples; the first ones of many.
-    fn shares(&self, facts: &Facts) -> Option<String> {
+    fn shares(&self, facts: &RunInfo) -> Option<String> {
         let all = self.weighed(facts)?;
         let share = |it: &RankStep| format!("{}/{all}", it.num_samples);
         let mut shares: Vec<String> = self.ranks.iter().take(FEW).map(share).collect();
@@ -130,13 +130,13 @@ impl Step {
 #[derive(Debug)]
 pub struct Narrator {
     language: Language,
-    facts: Facts,
+    facts: RunInfo,
     printer: Arc<Printer>,
 }
 
 impl Narrator {
     /// A narrator of the run that `facts` are of.
-    pub fn new(language: Language, facts: Facts, printer: Arc<Printer>) -> Self {
+    pub fn new(language: Language, facts: RunInfo, printer: Arc<Printer>) -> Self {
         Self { language, facts, printer }
     }
 

@@ -1,13 +1,13 @@
 //! What to make of a run's times, and what to try next.
 
-use crate::observe::{HeldBack, PhaseSeconds};
+use crate::observe::{Straggler, PhaseSeconds};
 
 /// What is known of a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Measured<'a> {
     /// Of each rank.
     pub phases: &'a [PhaseSeconds],
-    pub held_back: Option<&'a HeldBack>,
+    pub held_back: Option<&'a Straggler>,
     pub overlapped: Option<f64>,
     pub us_per_step: f64,
     pub bucket_bytes: &'a [usize],
@@ -96,7 +96,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
     let share = |of: fn(&PhaseSeconds) -> f64| run.phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
     if let Some(held) = run.held_back {
-        let (HeldBack { rank, seconds, .. }, place) = (held, held.place());
+        let (Straggler { rank, seconds, .. }, place) = (held, held.place());
         say(match held.phase {
             "save" => format!(
                 "Rank {rank} held the others back by {seconds:.1} s, {place}: save less often, with a larger --save-every \
@@ -250,7 +250,7 @@ mod tests {
             told.ends_with(", or --config configs/digits.toml, which fits this data set."),
             "{told}"
         );
-        let held = HeldBack { rank: 1, seconds: 2.0, phase: "data", phase_seconds: 2.0 };
+        let held = Straggler { rank: 1, seconds: 2.0, phase: "data", phase_seconds: 2.0 };
         let told = advice(Measured { held_back: Some(&held), ..run(&[well, well]) });
         assert!(told[0].starts_with("Rank 1 held the others back by 2.0 s, in its phase data"));
     }

@@ -7,13 +7,13 @@ use serde::{Serialize, Serializer};
 
 use crate::observe::slices::{Slice, gpu_slices, slices};
 use crate::operation::Operation;
-use crate::sync::{History, OfRank, Place};
+use crate::sync::{History, RankHistory, CallSite};
 
 /// So many records a page has at most: what a phone can still draw.
 const MOST: usize = 120_000;
 
 #[derive(Debug, Serialize)]
-pub(crate) struct Lanes {
+pub(crate) struct Tracks {
     /// When the ranks had ended, in microseconds: so long goes on what has not.
     end: f64,
     /// How many records of a rank are not here, at most.
@@ -22,11 +22,11 @@ pub(crate) struct Lanes {
     operations: Vec<String>,
     /// The lines of source.
     places: Vec<String>,
-    ranks: Vec<Lane>,
+    ranks: Vec<Track>,
 }
 
 #[derive(Debug, Serialize)]
-struct Lane {
+struct Track {
     rank: usize,
     device: String,
     /// Whether lane 1 is what its GPU did, and those of communication threads begin after it.
@@ -55,13 +55,13 @@ impl Serialize for Short {
     }
 }
 
-impl Lanes {
+impl Tracks {
     /// The newest records of each rank of `history`.
     pub(crate) fn new(history: &History) -> Self {
         let most = MOST / history.ranks.len().max(1);
         let mut places = Places::default();
         let mut lost = 0;
-        let lane = |((of_rank, mut slices), gpu): ((&OfRank, Vec<Slice>), Vec<Slice>)| {
+        let lane = |((of_rank, mut slices), gpu): ((&RankHistory, Vec<Slice>), Vec<Slice>)| {
             let on_gpu = !gpu.is_empty();
             if on_gpu {
                 slices.iter_mut().filter(|it| it.lane > 0).for_each(|it| it.lane += 1);
@@ -74,7 +74,7 @@ impl Lanes {
                 too_many += slices[too_many..].iter().position(is_step).unwrap_or(0);
             }
             lost = lost.max(of_rank.lost + too_many as u64);
-            Lane {
+            Track {
                 rank: of_rank.rank,
                 device: of_rank.device.clone(),
                 on_gpu,
@@ -120,7 +120,7 @@ struct Places {
 }
 
 impl Places {
-    fn number(&mut self, place: Place) -> i64 {
+    fn number(&mut self, place: CallSite) -> i64 {
         let (file, line) = (place.file(), place.line());
         *self.known.entry((file, line)).or_insert_with(|| {
             self.names.push(format!("{file}:{line}"));

@@ -8,9 +8,9 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::{HeldBack, Marks, Output, PhaseSeconds, TrainMetrics, ValidationMetrics};
+use super::{Straggler, Marks, Output, PhaseSeconds, TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
-pub(crate) use lanes::Lanes;
+pub(crate) use lanes::Tracks;
 
 /// The page, and what goes into it.
 const PAGE: &str = include_str!("page.html");
@@ -50,7 +50,7 @@ pub(crate) struct Report {
     #[serde(flatten)]
     pub curves: Curves,
     pub samples: Samples,
-    pub timeline: Lanes,
+    pub timeline: Tracks,
     pub traffic: Moved,
     pub replicas: Option<Replicas>,
     pub verdict: Verdict,
@@ -172,7 +172,7 @@ pub(crate) struct Verdict {
     pub outside_collectives: Option<f64>,
     pub overlapped: Option<f64>,
     pub phases: Vec<PhaseSeconds>,
-    pub held_back: Option<HeldBack>,
+    pub held_back: Option<Straggler>,
     pub advice: Vec<String>,
 }
 

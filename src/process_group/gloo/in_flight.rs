@@ -7,13 +7,13 @@ use crossbeam::channel::Receiver;
 
 use super::Network;
 use crate::error::Result;
-use crate::operation::At;
+use crate::operation::OpId;
 use crate::torch::GlooWork;
 
 /// An operation of Gloo's that was started, for a call.
 pub(super) struct Started {
     pub work: GlooWork,
-    pub at: At,
+    pub at: OpId,
     /// The rank of the run that waits for it.
     pub waiting: usize,
     pub began: Instant,
@@ -39,7 +39,7 @@ impl InFlight {
     }
 
     /// What it is.
-    pub(crate) fn at(&self) -> At {
+    pub(crate) fn at(&self) -> OpId {
         self.started.at
     }
 

@@ -4,17 +4,17 @@ use std::time::Duration;
 
 use crossbeam::channel::select_biased;
 
-use crate::error::{Error, LateRank, Result};
-use crate::operation::{At, Operation};
-use crate::sync::{Run, Seen};
+use crate::error::{Error, MissingRank, Result};
+use crate::operation::{OpId, Operation};
+use crate::sync::{RunContext, OpSnapshot};
 
 /// How long to wait for the reason of a failure, which another process may be about to tell.
 pub(super) const REASON: Duration = Duration::from_secs(3);
 
 /// Returns the error of `waiting`, a rank of `run`, that has `waited` too long at `at` for `ranks` of other processes.
 pub(super) fn timed_out(
-    run: &Run,
-    at: At,
+    run: &RunContext,
+    at: OpId,
     waiting: usize,
     ranks: Vec<usize>,
     waited: Duration,
@@ -25,7 +25,7 @@ pub(super) fn timed_out(
     };
     // Only an open record says that a rank has entered the call: `Run::activity` has the call already on the way into it.
     // To synchronize is no call, and has no record.
-    let is_open = |it: &Seen| it.at == at && it.ended.is_none();
+    let is_open = |it: &OpSnapshot| it.at == at && it.ended.is_none();
     let has_entered = |rank: &usize| match at.operation {
         Operation::Synchronize => run.activity[*rank].now() == at,
         _ => run.sightings.of(*rank).iter().any(is_open),
@@ -42,8 +42,8 @@ pub(super) fn timed_out(
 /// Returns the error of `waiting`, a rank of `run`, that waits at `at` for `ranks` of other processes, to which the
 /// connection is lost for this `reason`.
 pub(crate) fn connection_lost(
-    run: &Run,
-    at: At,
+    run: &RunContext,
+    at: OpId,
     waiting: usize,
     ranks: Vec<usize>,
     reason: String,
@@ -54,7 +54,7 @@ pub(crate) fn connection_lost(
         Ok(silent) => {
             // A rank at the other end, whatever keeps it: nobody else has closed the connection.
             let lost = if silent.is_empty() { run.last_seen(ranks) } else { silent };
-            Error::Peer { at, step: run.timeline.step_of(waiting), lost, reason }
+            Error::ConnectionLost { at, step: run.timeline.step_of(waiting), lost, reason }
         }
         Err(cancelled) => cancelled,
     }
@@ -64,7 +64,7 @@ pub(crate) fn connection_lost(
 ///
 /// # Errors
 /// [`Error::Cancelled`] if the run has failed for another reason meanwhile.
-fn silent(run: &Run, waiting: usize, ranks: &[usize], has_waited: bool) -> Result<Vec<LateRank>> {
+fn silent(run: &RunContext, waiting: usize, ranks: &[usize], has_waited: bool) -> Result<Vec<MissingRank>> {
     run.check(waiting)?;
     let mut silent = run.look();
     // A process that has given up waiting at the same time may be telling why.
@@ -77,7 +77,7 @@ fn silent(run: &Run, waiting: usize, ranks: &[usize], has_waited: bool) -> Resul
 }
 
 /// Waits until another process has told why it has failed, for [`REASON`] at most.
-fn await_reason(run: &Run) {
+fn await_reason(run: &RunContext) {
     select_biased! {
         recv(run.cancel.tripped()) -> _ => {}
         default(REASON) => {}

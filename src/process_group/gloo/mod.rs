@@ -28,17 +28,17 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::threaded::{self, Announced, Memory, Seat, Shared, my_slice};
+use super::threaded::{self, CollectiveFingerprint, Memory, ExchangeSlot, Shared, my_slice};
 use super::{Backend, Call, P2POp, ReduceOp, Traffic, calls, num_bytes, weights};
 use crate::error::{Error, Result};
-use crate::operation::{At, Operation};
-use crate::sync::Run;
+use crate::operation::{OpId, Operation};
+use crate::sync::RunContext;
 pub(crate) use in_flight::InFlight;
 pub(crate) use lost::connection_lost;
 pub(crate) use messages::Letter;
 pub(crate) use network::Network;
-pub(crate) use parts::Layout;
-use parts::Parts;
+pub(crate) use parts::ProcessMap;
+use parts::SplitSizes;
 use work::{Work, sources};
 
 /// An all_reduce goes out whole up to this many bytes for all processes together: one exchange instead of two.
@@ -46,9 +46,9 @@ const WHOLE: usize = 64 << 10;
 
 /// One rank's side of the backend.
 pub(super) struct Hierarchical {
-    seat: Seat<Announced>,
+    seat: ExchangeSlot<CollectiveFingerprint>,
     memory: Memory,
-    run: Arc<Run>,
+    run: Arc<RunContext>,
     work: Work,
     /// What the last call has moved.
     traffic: Traffic,
@@ -58,7 +58,7 @@ impl Hierarchical {
     /// Joins the group as its rank `rank`; returns once all ranks of this process have.
     pub(super) fn join(shared: &Shared, network: Arc<Network>, rank: usize) -> Result<Self> {
         let seat = shared.seat(rank);
-        let at = At { operation: Operation::Init, sequence: 0 };
+        let at = OpId { operation: Operation::Init, sequence: 0 };
         seat.barrier().wait(seat.rank(), at)?;
         let work = Work::new(network);
         let (run, memory, traffic) = (shared.run().clone(), Memory::default(), Traffic::default());
@@ -112,7 +112,7 @@ impl Hierarchical {
     }
 
     /// Every rank of the process its part of the work, which waits for nobody.
-    fn together(&mut self, work: impl FnOnce(&mut Work, &Seat<Announced>)) {
+    fn together(&mut self, work: impl FnOnce(&mut Work, &ExchangeSlot<CollectiveFingerprint>)) {
         let Self { seat, work: mine, .. } = self;
         seat.and_leave_together(|| work(mine, seat));
     }
@@ -146,8 +146,8 @@ impl Hierarchical {
         self.meet(call)?;
         self.set_weight(call);
         // One part, for nobody in particular.
-        let alone = Layout { processes: vec![layout.here()], mine: 0 };
-        let whole = Parts { to: vec![size], from: vec![size], largest: None };
+        let alone = ProcessMap { processes: vec![layout.here()], mine: 0 };
+        let whole = SplitSizes { to: vec![size], from: vec![size], largest: None };
         self.together(|work, seat| {
             // SAFETY: they have met, and leave together; there is room.
             unsafe { work.pack(seat, &alone, call, &whole, true) }
@@ -186,19 +186,19 @@ impl Hierarchical {
     }
 
     /// The parts of an all_to_all, in which all ranks of a process may send and expect what they like.
-    fn parts_of_all_to_all(&self, call: &Call) -> Parts {
+    fn parts_of_all_to_all(&self, call: &Call) -> SplitSizes {
         let layout = self.work.network.layout();
         let size = |places: &[threaded::Place], range: &Range<usize>| -> usize {
             places[range.clone()].iter().map(|place| num_bytes(call.kind, place.numel)).sum()
         };
-        let of = |tensors: &dyn Fn(&Announced) -> usize| self.seat.announced().map(tensors).sum();
+        let of = |tensors: &dyn Fn(&CollectiveFingerprint) -> usize| self.seat.announced().map(tensors).sum();
         let each = |inputs: bool| {
             let part = |range: &Range<usize>| {
-                of(&|it: &Announced| size(if inputs { &it.inputs } else { &it.outputs }, range))
+                of(&|it: &CollectiveFingerprint| size(if inputs { &it.inputs } else { &it.outputs }, range))
             };
             layout.processes.iter().map(part).collect()
         };
-        Parts { to: each(true), from: each(false), largest: None }
+        SplitSizes { to: each(true), from: each(false), largest: None }
     }
 }
 
@@ -219,9 +219,9 @@ impl Backend for Hierarchical {
         if sliced && self.adds_up_whole(call) {
             return self.add_up_whole(call, numel);
         }
-        let mut parts = Parts::of(call, numel, layout, sliced);
-        let end = |sizes: &[usize]| Parts::places(sizes, layout.mine).1;
-        let room = |network: &Network, parts: &Parts| {
+        let mut parts = SplitSizes::of(call, numel, layout, sliced);
+        let end = |sizes: &[usize]| SplitSizes::places(sizes, layout.mine).1;
+        let room = |network: &Network, parts: &SplitSizes| {
             let (sent, received) = (end(&parts.to), end(&parts.from));
             // The sums of slices go out from behind the slices, which others may still read.
             network.make_room(sent + received, sent.max(received))
@@ -247,8 +247,8 @@ impl Backend for Hierarchical {
             let slice = my_slice(numel, layout.mine, layout.len());
             let mine = my_slice(slice.len(), self.seat.rank(), layout.here().len());
             let offset = num_bytes(layout.partial_kind(call), mine.start);
-            let (begin, sums) = (end(&parts.to), Parts::results(call, numel, layout));
-            let (places, _) = Parts::places(&sums.to, layout.mine);
+            let (begin, sums) = (end(&parts.to), SplitSizes::results(call, numel, layout));
+            let (places, _) = SplitSizes::places(&sums.to, layout.mine);
             let result = begin + num_bytes(call.kind, mine.start);
             let base = self.work.network.places().0.wrapping_add(result);
             self.together(|work, _| {

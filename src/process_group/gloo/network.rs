@@ -14,17 +14,17 @@ use crossbeam::channel::select_biased;
 use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::super::threaded::Mail;
+use super::super::threaded::Mailboxes;
 use super::super::{Call, calls, kind_name, num_bytes, weights};
 use super::in_flight::Started;
 use super::lost::{self, REASON};
 use super::messages::{Door, Messages};
-use super::note::{INLINE, NOTE, NUMBERS, Note};
-use super::parts::{Layout, Parts, padded};
-use super::room::Room;
+use super::note::{INLINE, NOTE, NUMBERS, ExchangeHeader};
+use super::parts::{ProcessMap, SplitSizes, padded};
+use super::room::StagingBuffers;
 use crate::error::{Error, Result};
-use crate::operation::{At, Operation};
-use crate::sync::{News, Run, Stop, at_line, deadline};
+use crate::operation::{OpId, Operation};
+use crate::sync::{StopMessage, RunContext, Stop, format_call_site, deadline};
 use crate::torch::{Gloo, GlooWork, Reduce, TcpStore};
 
 /// What the ranks of one process share of a group of several processes.
@@ -32,9 +32,9 @@ pub(crate) struct Network {
     gloo: Gloo,
     /// With a prefix of its own.
     store: TcpStore,
-    run: Arc<Run>,
+    run: Arc<RunContext>,
     members: Arc<[usize]>,
-    layout: Layout,
+    layout: ProcessMap,
     timeout: Duration,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
@@ -43,7 +43,7 @@ pub(crate) struct Network {
     /// The mean weight of each process's ranks in the present call, as bits. Written by this process's first rank, and
     /// read by the others when they have met it again.
     weights: Box<[AtomicU64]>,
-    room: Room,
+    room: StagingBuffers,
     /// Where other processes connect for messages, until that is the messages' own.
     door: Option<Door>,
     messages: Option<Messages>,
@@ -63,9 +63,9 @@ impl Network {
     /// [`Error::Timeout`] with the first ranks of the processes that do not come, and those of [`Gloo::new`].
     pub(crate) fn connect(
         store: TcpStore,
-        run: Arc<Run>,
+        run: Arc<RunContext>,
         members: Arc<[usize]>,
-        layout: Layout,
+        layout: ProcessMap,
         interfaces: Option<&str>,
     ) -> Result<Self> {
         let timeout = run.timeout;
@@ -77,7 +77,7 @@ impl Network {
             run.not_come(first(&layout.mine), ranks)
         };
         let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces, absent)?;
-        let room = Room::new(layout.len())?;
+        let room = StagingBuffers::new(layout.len())?;
         let weights = (0..layout.len()).map(|_| AtomicU64::default()).collect();
         let stop = OnceLock::new();
         let interfaces = interfaces.map(String::from);
@@ -101,7 +101,7 @@ impl Network {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if it has them already.
-    pub(crate) fn with_messages_to(mut self, mail: &Arc<Mail>) -> Result<Self> {
+    pub(crate) fn with_messages_to(mut self, mail: &Arc<Mailboxes>) -> Result<Self> {
         let taken = || Error::Unsupported("a network has messages once".into());
         let door = self.door.take().ok_or_else(taken)?;
         let (run, members) = (self.run.clone(), self.members.clone());
@@ -130,12 +130,12 @@ impl Network {
         let there: Vec<(usize, Range<usize>)> =
             parts.filter(|(_, part)| !part.is_empty()).collect();
         let mine = there.iter().position(|(process, _)| *process == self.layout.mine).unwrap_or(0);
-        let layout = Layout { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
+        let layout = ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
         let (store, run) = (self.store.under(name), self.run.clone());
         Self::connect(store, run, members, layout, self.interfaces.as_deref())
     }
 
-    pub(crate) fn layout(&self) -> &Layout {
+    pub(crate) fn layout(&self) -> &ProcessMap {
         &self.layout
     }
 
@@ -158,7 +158,7 @@ impl Network {
     /// the process's first rank; all processes must call it, with the same number.
     pub(crate) fn exchange_news(&self, sequence: u64) -> Result<()> {
         let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
-        let parts = Parts::of(&call, 0, &self.layout, false);
+        let parts = SplitSizes::of(&call, 0, &self.layout, false);
         self.exchange(&call, &parts, 0, || call.operation.to_string())
     }
 
@@ -191,7 +191,7 @@ impl Network {
         if let Some(mean) = mean_weight {
             self.set_weight(mean);
         }
-        let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
+        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
         self.exchange(call, &none, 0, describe)
     }
 
@@ -216,7 +216,7 @@ impl Network {
     pub(super) fn exchange(
         &self,
         call: &Call,
-        parts: &Parts,
+        parts: &SplitSizes,
         begin: usize,
         describe: impl Fn() -> String,
     ) -> Result<()> {
@@ -249,7 +249,7 @@ impl Network {
         tensor: &Tensor,
         describe: impl Fn() -> String,
     ) -> Result<Started> {
-        let none = Parts::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
+        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
         self.exchange(call, &none, 0, describe)?;
         if call.weight.is_some() {
             let share = self.mean_here() / weights::mean_of_all(self.weights())?;
@@ -262,7 +262,7 @@ impl Network {
     }
 
     /// The second exchange of a call whose notes are read already.
-    pub(super) fn send_parts(&self, call: &Call, parts: &Parts, begin: usize) -> Result<()> {
+    pub(super) fn send_parts(&self, call: &Call, parts: &SplitSizes, begin: usize) -> Result<()> {
         let splits = |sizes: &[usize]| -> Vec<i64> {
             let of_other = |(process, &size): (usize, &usize)| {
                 if process == self.layout.mine { 0 } else { padded(size) as i64 }
@@ -279,7 +279,7 @@ impl Network {
     }
 
     fn begins(&self, sizes: &[usize]) -> Vec<usize> {
-        Parts::places(sizes, self.layout.mine).0
+        SplitSizes::places(sizes, self.layout.mine).0
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
@@ -287,14 +287,14 @@ impl Network {
         (0..self.layout.len()).filter(move |&process| process != mine)
     }
 
-    fn write_notes(&self, call: &Call, parts: &Parts, inline: Option<(usize, &[usize])>) {
-        let news = self.stop.get().map_or(News::NONE, |stop| stop.news());
+    fn write_notes(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
+        let news = self.stop.get().map_or(StopMessage::NONE, |stop| stop.news());
         let (sequence, fingerprint) = (call.sequence, fingerprint(call));
         let weight = call.weight.map_or(0.0, |_| self.mean_here());
         let notes: *mut u8 = self.room.notes()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
-            let note = Note { sequence, fingerprint, size: size as u64, weight, news }.to_bytes();
+            let note = ExchangeHeader { sequence, fingerprint, size: size as u64, weight, news }.to_bytes();
             // SAFETY: the tensor has a note for each process, which nobody else touches now; and a part that is no
             // larger than its room in the note lies where it was packed.
             unsafe {
@@ -311,7 +311,7 @@ impl Network {
     fn read_notes(
         &self,
         call: &Call,
-        parts: &Parts,
+        parts: &SplitSizes,
         inline: Option<&[usize]>,
         describe: impl Fn() -> String,
     ) -> Result<()> {
@@ -325,7 +325,7 @@ impl Network {
                 let place = notes.add(process * NOTE);
                 (place, place.cast::<[u8; NUMBERS]>().read())
             };
-            let note = Note::from_bytes(process, &note)?;
+            let note = ExchangeHeader::from_bytes(process, &note)?;
             if [note.sequence, note.fingerprint] != [call.sequence, fingerprint] {
                 different.push(process);
             } else if note.size != parts.from[process] as u64 {
@@ -353,13 +353,13 @@ impl Network {
     }
 
     /// Has the process's first rank wait until Gloo has done it, the run is cancelled or time is up.
-    fn wait(&self, at: At, timeout: Option<Duration>, work: Result<GlooWork>) -> Result<()> {
+    fn wait(&self, at: OpId, timeout: Option<Duration>, work: Result<GlooWork>) -> Result<()> {
         self.finish(&self.started(at, timeout, work)?)
     }
 
     fn started(
         &self,
-        at: At,
+        at: OpId,
         timeout: Option<Duration>,
         work: Result<GlooWork>,
     ) -> Result<Started> {
@@ -395,11 +395,11 @@ impl Network {
 
     /// Returns the error of an all_to_all in which `process` sends `sent` bytes, and this process expects another number.
     /// Each of the two calls is right by itself, so the other process knows nothing of it.
-    fn sizes_differ(&self, call: &Call, process: usize, sent: usize, parts: &Parts) -> Error {
+    fn sizes_differ(&self, call: &Call, process: usize, sent: usize, parts: &SplitSizes) -> Error {
         let numel = |bytes| bytes / num_bytes(call.kind, 1);
         let ranks = |process: usize| &self.members[self.layout.processes[process].clone()];
         let here = ranks(self.layout.mine);
-        let line = at_line(call.place.filter(|_| here.len() == 1));
+        let line = format_call_site(call.place.filter(|_| here.len() == 1));
         let numbers = [sent, parts.from[process]].map(numel);
         calls::sizes_differ(call.sequence, (ranks(process), String::new()), (here, line), numbers)
     }

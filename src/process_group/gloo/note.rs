@@ -1,7 +1,7 @@
 //! What a process tells each other one ahead of an exchange: a note of a fixed size.
 
 use crate::error::{Error, Result};
-use crate::sync::News;
+use crate::sync::StopMessage;
 
 /// How many bytes a note has.
 pub(super) const NOTE: usize = 256;
@@ -14,7 +14,7 @@ pub(super) const INLINE: usize = NOTE - NUMBERS;
 
 /// The numbers of a note.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Note {
+pub(super) struct ExchangeHeader {
     /// Which call this is, and what.
     pub sequence: u64,
     pub fingerprint: u64,
@@ -22,12 +22,12 @@ pub(super) struct Note {
     pub size: u64,
     /// The mean weight of the process's ranks, from 0; 0 for calls without weights.
     pub weight: f64,
-    pub news: News,
+    pub news: StopMessage,
 }
 
-impl Note {
+impl ExchangeHeader {
     pub(super) fn to_bytes(self) -> [u8; NUMBERS] {
-        let Note { sequence, fingerprint, size, weight, news } = self;
+        let ExchangeHeader { sequence, fingerprint, size, weight, news } = self;
         let [last_step, reason, asked] = news.to_numbers();
         let mut bytes = [0; NUMBERS];
         let (places, _) = bytes.as_chunks_mut::<8>();
@@ -63,14 +63,14 @@ impl Note {
                  program may use Gloo's ports: let only the processes of this run connect to them"
             )));
         }
-        let news = News::from_numbers([last_step, reason, asked]).ok_or_else(|| {
+        let news = StopMessage::from_numbers([last_step, reason, asked]).ok_or_else(|| {
             Error::Input(format!(
                 "process {process} sent an invalid header before call #{sequence}: stop after step {last_step} for \
                  the reasons {reason} and {asked}; another program may use Gloo's ports: let only the processes of \
                  this run connect to them"
             ))
         })?;
-        Ok(Note { sequence, fingerprint, size, weight, news })
+        Ok(ExchangeHeader { sequence, fingerprint, size, weight, news })
     }
 }
 
@@ -88,7 +88,7 @@ mod tests {
             near[24..].fill(0);
             [near[32], near[40], near[48]] = small.map(|byte| byte % 9);
             for bytes in [bytes, near] {
-                match Note::from_bytes(3, &bytes) {
+                match ExchangeHeader::from_bytes(3, &bytes) {
                     Ok(note) => prop_assert_eq!(note.to_bytes(), bytes),
                     Err(error) => {
                         prop_assert!(error.to_string().contains("process 3 sent an invalid header"), "{}", error);
@@ -100,17 +100,17 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read() {
-        let news = News::from_numbers([7, 2, 1]).unwrap();
-        let note = Note { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, news };
-        assert_eq!(Note::from_bytes(0, &note.to_bytes()).unwrap(), note);
+        let news = StopMessage::from_numbers([7, 2, 1]).unwrap();
+        let note = ExchangeHeader { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, news };
+        assert_eq!(ExchangeHeader::from_bytes(0, &note.to_bytes()).unwrap(), note);
         for weight in [f64::NAN, -1.0, f64::INFINITY] {
-            let error = Note::from_bytes(3, &Note { weight, ..note }.to_bytes()).unwrap_err();
+            let error = ExchangeHeader::from_bytes(3, &ExchangeHeader { weight, ..note }.to_bytes()).unwrap_err();
             let told =
                 format!("process 3 sent an invalid header before call #1: its weight is {weight};");
             assert!(error.to_string().starts_with(&told), "{error}");
         }
         for wrong in [[7, 0, 0], [7, 9, 0], [u64::MAX, 0, 9]] {
-            assert_eq!(News::from_numbers(wrong), None, "{wrong:?}");
+            assert_eq!(StopMessage::from_numbers(wrong), None, "{wrong:?}");
         }
     }
 }

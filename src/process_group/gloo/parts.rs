@@ -13,12 +13,12 @@ const LINE: usize = 64;
 
 /// The processes that a group is spread over: the places of each one's ranks in the group, and which is this one.
 #[derive(Debug, Clone)]
-pub(crate) struct Layout {
+pub(crate) struct ProcessMap {
     pub processes: Vec<Range<usize>>,
     pub mine: usize,
 }
 
-impl Layout {
+impl ProcessMap {
     /// How many processes there are.
     pub(super) fn len(&self) -> usize {
         self.processes.len()
@@ -51,17 +51,17 @@ impl Layout {
 
 /// How many bytes this process has for each one, itself included, and gets from each.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Parts {
+pub(super) struct SplitSizes {
     pub to: Vec<usize>,
     pub from: Vec<usize>,
     /// The largest part that any process has for another, where all know that.
     pub largest: Option<usize>,
 }
 
-impl Parts {
+impl SplitSizes {
     /// Of `call` on a rank of this process, whose `numel` elements each tensor has; of an all_reduce in slices the
     /// first exchange. Nothing for an all_to_all, whose parts depend on all ranks of the process.
-    pub(super) fn of(call: &Call, numel: usize, layout: &Layout, sliced: bool) -> Self {
+    pub(super) fn of(call: &Call, numel: usize, layout: &ProcessMap, sliced: bool) -> Self {
         let (count, mine, whole) = (layout.len(), layout.mine, num_bytes(call.kind, numel));
         let partial_kind = layout.partial_kind(call);
         let partial = num_bytes(partial_kind, numel);
@@ -112,14 +112,14 @@ impl Parts {
     }
 
     /// Of the second exchange of an all_reduce in slices: everybody's result to everybody.
-    pub(super) fn results(call: &Call, numel: usize, layout: &Layout) -> Self {
+    pub(super) fn results(call: &Call, numel: usize, layout: &ProcessMap) -> Self {
         let slices = slices(call.kind, numel, layout.len());
         let (mine, largest) = (slices[layout.mine], slices[0]);
         Self { to: vec![mine; slices.len()], from: slices, largest: Some(largest) }
     }
 
     /// What crosses to and from other processes.
-    pub(super) fn traffic(&self, layout: &Layout) -> Traffic {
+    pub(super) fn traffic(&self, layout: &ProcessMap) -> Traffic {
         let foreign = |sizes: &[usize]| (sizes.iter().sum::<usize>() - sizes[layout.mine]) as u64;
         Traffic { sent: foreign(&self.to), received: foreign(&self.from) }
     }
@@ -174,9 +174,9 @@ mod tests {
                     reduce_op: Some(ReduceOp::Sum),
                     ..Call::bare(operation)
                 };
-                let layouts = [0, 1, 2].map(|mine| Layout { processes: processes.to_vec(), mine });
-                let parts = layouts.each_ref().map(|layout| Parts::of(&call, 1000, layout, sliced));
-                let results = layouts.each_ref().map(|layout| Parts::results(&call, 1000, layout));
+                let layouts = [0, 1, 2].map(|mine| ProcessMap { processes: processes.to_vec(), mine });
+                let parts = layouts.each_ref().map(|layout| SplitSizes::of(&call, 1000, layout, sliced));
+                let results = layouts.each_ref().map(|layout| SplitSizes::results(&call, 1000, layout));
                 for (a, sender) in parts.iter().enumerate() {
                     for (b, receiver) in parts.iter().enumerate() {
                         assert_eq!(sender.to[b], receiver.from[a], "{operation} from {a} to {b}");
@@ -187,6 +187,6 @@ mod tests {
                 }
             }
         }
-        assert_eq!(Parts::places(&[4, 100, 0], 0), (vec![128, 0, 128], 192));
+        assert_eq!(SplitSizes::places(&[4, 100, 0], 0), (vec![128, 0, 128], 192));
     }
 }

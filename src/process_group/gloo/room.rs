@@ -8,7 +8,7 @@ use super::note::NOTE;
 use crate::error::{Error, Result};
 
 /// What goes out and what comes in: a note for each process, and room for as much as calls have needed.
-pub(super) struct Room {
+pub(super) struct StagingBuffers {
     notes: [Tensor; 2],
     parts: UnsafeCell<[Tensor; 2]>,
 }
@@ -17,11 +17,11 @@ pub(super) struct Room {
 // `Network::exchange`), which is one thread at a time; the others ask where the parts are between a meeting of the
 // process's ranks that follows and the one by which the collective ends, and what they write and read there
 // `super::Hierarchical` keeps apart.
-unsafe impl Sync for Room {}
+unsafe impl Sync for StagingBuffers {}
 // SAFETY: tensors may be dropped on any thread.
-unsafe impl Send for Room {}
+unsafe impl Send for StagingBuffers {}
 
-impl Room {
+impl StagingBuffers {
     /// For notes of so many processes, and for nothing else yet.
     pub(super) fn new(processes: usize) -> Result<Self> {
         let notes = [bytes(NOTE * processes)?, bytes(NOTE * processes)?];

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::super::threaded::{Announced, Kinds, Reduction, Seat, my_slice, reduce_elements};
+use super::super::threaded::{CollectiveFingerprint, Kinds, Reduction, ExchangeSlot, my_slice, reduce_elements};
 use super::super::{Call, ReduceOp, num_bytes, weights};
-use super::parts::Parts;
-use super::{Layout, Network};
+use super::parts::SplitSizes;
+use super::{ProcessMap, Network};
 use crate::operation::Operation;
 
 /// What a rank packs and unpacks with.
@@ -34,13 +34,13 @@ impl Work {
     /// The ranks of this process have met for this call, and leave together; there is room from `begin` on.
     pub(super) unsafe fn pack(
         &mut self,
-        seat: &Seat<Announced>,
-        layout: &Layout,
+        seat: &ExchangeSlot<CollectiveFingerprint>,
+        layout: &ProcessMap,
         call: &Call,
-        parts: &Parts,
+        parts: &SplitSizes,
         sliced: bool,
     ) {
-        let (begins, _) = Parts::places(&parts.to, layout.mine);
+        let (begins, _) = SplitSizes::places(&parts.to, layout.mine);
         let room = self.network.places().0;
         let part = |process: usize, offset: usize| room.wrapping_add(begins[process] + offset);
         let (index, ranks) = (seat.rank(), layout.here().len());
@@ -214,8 +214,8 @@ impl Work {
     /// Everything has come that `sources` has; nobody writes there, and the ranks of this process leave together.
     pub(super) unsafe fn unpack(
         &mut self,
-        seat: &Seat<Announced>,
-        layout: &Layout,
+        seat: &ExchangeSlot<CollectiveFingerprint>,
+        layout: &ProcessMap,
         call: &Call,
         sources: &[*mut u8],
         sliced: bool,
@@ -283,17 +283,17 @@ impl Work {
 }
 
 /// The mean weight of this process's ranks in the call that they have met for.
-pub(super) fn mean_here(seat: &Seat<Announced>) -> f64 {
+pub(super) fn mean_here(seat: &ExchangeSlot<CollectiveFingerprint>) -> f64 {
     weights::mean(seat.announced().map(|it| (it.weight.unwrap_or(0.0), 1)))
 }
 
 /// Where the part of each process lies: what has come, and of this process what it packed for itself, `begin` bytes
 /// into what goes out.
-pub(super) fn sources(network: &Network, parts: &Parts, begin: usize) -> Vec<*mut u8> {
+pub(super) fn sources(network: &Network, parts: &SplitSizes, begin: usize) -> Vec<*mut u8> {
     let mine = network.layout().mine;
     let (send, receive) = network.places();
-    let (to, _) = Parts::places(&parts.to, mine);
-    let (from, _) = Parts::places(&parts.from, mine);
+    let (to, _) = SplitSizes::places(&parts.to, mine);
+    let (from, _) = SplitSizes::places(&parts.from, mine);
     let source = |(process, place): (usize, usize)| {
         if process == mine {
             send.wrapping_add(begin + to[mine])

@@ -12,7 +12,7 @@ use cudarc::nccl::sys::{self, ncclResult_t};
 
 use super::UniqueId;
 use crate::error::{Error, Result};
-use crate::sync::Run;
+use crate::sync::RunContext;
 
 thread_local! {
     /// Those that the ranks of this thread have left, and that NCCL may not be through with.
@@ -22,7 +22,7 @@ thread_local! {
 /// A communicator of one rank. Aborted when it is dropped.
 pub(super) struct Communicator {
     comm: sys::ncclComm_t,
-    run: Arc<Run>,
+    run: Arc<RunContext>,
 }
 
 // SAFETY: a communicator may be used from any thread, by one at a time.
@@ -30,7 +30,7 @@ unsafe impl Send for Communicator {}
 
 impl Communicator {
     /// Returns one that has not joined anything.
-    pub(super) fn new(run: Arc<Run>) -> Self {
+    pub(super) fn new(run: Arc<RunContext>) -> Self {
         Self { comm: std::ptr::null_mut(), run }
     }
 
@@ -105,7 +105,7 @@ impl Drop for Communicator {
 
 /// Waits until NCCL is through with all that `rank` has left, or the run is cancelled, or its timeout has passed; what
 /// is left then is aborted. All ranks come here, so that finalizing can end.
-pub(super) fn end_all(run: &Run, rank: usize) {
+pub(super) fn end_all(run: &RunContext, rank: usize) {
     let left = RefCell::new(ENDING.take());
     // The rank's function is over; nobody is left to be told how this ends.
     let _ = run.poll(rank, || {

@@ -42,7 +42,7 @@ impl Nccl {
                     multiply(tensor, weights::factor(call.op()))?;
                 }
                 let (place, numel) = (data(tensor), tensor.numel());
-                self.between_meetings(call, "ncclAllReduce", |_| {
+                self.with_launch_barrier(call, "ncclAllReduce", |_| {
                     // SAFETY: as above.
                     unsafe { sys::ncclAllReduce(place, place, numel, kind, op, comm, stream) }
                 })
@@ -50,7 +50,7 @@ impl Nccl {
             Operation::Reduce => {
                 let (kind, op) = reduction()?;
                 let (place, numel) = (data(&inputs[0]), inputs[0].numel());
-                self.between_meetings(call, "ncclReduce", |_| {
+                self.with_launch_barrier(call, "ncclReduce", |_| {
                     // SAFETY: as above; only the root writes.
                     unsafe { sys::ncclReduce(place, place, numel, kind, op, root, comm, stream) }
                 })
@@ -58,7 +58,7 @@ impl Nccl {
             Operation::Broadcast => {
                 let tensor = inputs.first().unwrap_or_else(|| &outputs[0]);
                 let (place, size) = (data(tensor), bytes(tensor));
-                self.between_meetings(call, "ncclBroadcast", |_| {
+                self.with_launch_barrier(call, "ncclBroadcast", |_| {
                     // SAFETY: as above.
                     unsafe { sys::ncclBroadcast(place, place, size, byte, root, comm, stream) }
                 })
@@ -69,7 +69,7 @@ impl Nccl {
                 let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
                 let copy = room_for(outputs)?;
                 let to = data(copy.as_ref().unwrap_or(&outputs[0]));
-                self.between_meetings(call, "ncclAllGather", |_| {
+                self.with_launch_barrier(call, "ncclAllGather", |_| {
                     // SAFETY: as above; there is room for the tensors of all ranks.
                     unsafe { sys::ncclAllGather(from, to, size, byte, comm, stream) }
                 })?;
@@ -80,7 +80,7 @@ impl Nccl {
                 let (to, numel) = (data(&outputs[0]), outputs[0].numel());
                 let copy = joined(inputs)?;
                 let from = data(copy.as_ref().unwrap_or(&inputs[0]));
-                self.between_meetings(call, "ncclReduceScatter", |_| {
+                self.with_launch_barrier(call, "ncclReduceScatter", |_| {
                     // SAFETY: as above; there is one tensor for each rank.
                     unsafe { sys::ncclReduceScatter(from, to, numel, kind, op, comm, stream) }
                 })
@@ -89,7 +89,7 @@ impl Nccl {
             Operation::Barrier => {
                 let token = data(&self.token);
                 let (kind, op) = (ncclDataType_t::ncclFloat32, ncclRedOp_t::ncclSum);
-                self.between_meetings(call, "ncclAllReduce", |_| {
+                self.with_launch_barrier(call, "ncclAllReduce", |_| {
                     // SAFETY: as above.
                     unsafe { sys::ncclAllReduce(token, token, 1, kind, op, comm, stream) }
                 })?;

@@ -27,8 +27,8 @@ use cudarc::nccl::sys::{self, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
 use super::gloo::Network;
-use super::threaded::{Announced, Occasion, Seat, Shared};
-use super::{Backend, Call, Invitation, P2POp, Traffic};
+use super::threaded::{CollectiveFingerprint, SubgroupKey, ExchangeSlot, Shared};
+use super::{Backend, Call, Bootstrap, P2POp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::torch::cuda;
@@ -68,7 +68,7 @@ pub(super) struct Nccl {
     /// To other processes, if there are any.
     network: Option<Arc<Network>>,
     /// Where the ranks of this process meet around every launch.
-    seat: Seat<Announced>,
+    seat: ExchangeSlot<CollectiveFingerprint>,
     /// Whether they compare what they call: `--check-collectives`.
     check: bool,
     done: cuda::Event,
@@ -112,7 +112,7 @@ impl Nccl {
             network.store().set(&joins(rank), b"")?;
         }
         let size = nccl.shared.members().len();
-        nccl.between_meetings(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |it| {
+        nccl.with_launch_barrier(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |it| {
             it.join(id, size, rank)
         })?;
         Ok(nccl)
@@ -124,7 +124,7 @@ impl Nccl {
     }
 
     /// Meets the local ranks, makes one NCCL call and sees it through, meets them again.
-    fn between_meetings(
+    fn with_launch_barrier(
         &mut self,
         call: &Call,
         name: &'static str,
@@ -132,7 +132,7 @@ impl Nccl {
     ) -> Result<()> {
         self.meet(call)?;
         let result = launch(&mut self.communicator);
-        let launched = self.see_through(name, result);
+        let launched = self.poll_until_ready(name, result);
         self.tell(launched)?;
         self.seat.barrier().wait(self.seat.rank(), call.at())
     }
@@ -144,7 +144,7 @@ impl Nccl {
         name: &'static str,
         launch: impl FnOnce() -> Option<ncclResult_t>,
     ) -> Result<()> {
-        self.between_meetings(call, name, |_| {
+        self.with_launch_barrier(call, name, |_| {
             // SAFETY: starts and ends a group on this thread; what is in between is up to `launch`.
             let begun = unsafe { sys::ncclGroupStart() };
             if is_failure(&begun) {
@@ -183,11 +183,11 @@ impl Nccl {
         }
         if !self.pairs.contains_key(&peer) {
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
-            let invitation = self.shared.invitation(Occasion::Pair(low, high), 2, || {
+            let invitation = self.shared.invitation(SubgroupKey::Pair(low, high), 2, || {
                 let members = [low, high].map(|rank| self.shared.members()[rank]);
-                Invitation::nccl(self.shared.run(), Arc::new(members))
+                Bootstrap::nccl(self.shared.run(), Arc::new(members))
             })?;
-            if let Invitation::Nccl(id, shared, _) = invitation {
+            if let Bootstrap::Nccl(id, shared, _) = invitation {
                 let place = usize::from(self.rank == high);
                 self.pairs.insert(peer, Nccl::join(shared, None, place, self.gpu, id)?);
             }
@@ -198,7 +198,7 @@ impl Nccl {
     }
 
     /// Polls until a call that returned "in progress" is done.
-    fn see_through(&self, call: &'static str, result: ncclResult_t) -> Result<()> {
+    fn poll_until_ready(&self, call: &'static str, result: ncclResult_t) -> Result<()> {
         check(call, result, self.communicator.raw())?;
         self.poll(|| match self.communicator.state() {
             ncclResult_t::ncclInProgress => Ok(false),

@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use tch::{Device, Kind, Tensor};
 
-use super::super::calls::{Called, SIZES, mismatch};
+use super::super::calls::{RankCall, SIZES, mismatch};
 use super::super::coalesced::NEXT_SHAPE;
 use super::super::{Call, ReduceOp, device_name, kind_name, num_bytes};
 use super::conflict::{Conflict, Span};
@@ -27,7 +27,7 @@ unsafe impl Sync for Place {}
 
 /// One rank's call: everything that must be equal on all ranks, and where its tensors lie.
 #[derive(Debug)]
-pub(crate) struct Announced {
+pub(crate) struct CollectiveFingerprint {
     pub(super) operation: Operation,
     reduce_op: Option<ReduceOp>,
     root: Option<usize>,
@@ -39,7 +39,7 @@ pub(crate) struct Announced {
     stream: usize,
     shape: Vec<i64>,
     /// Which line of the program calls it.
-    pub place: Option<sync::Place>,
+    pub place: Option<sync::CallSite>,
     pub(in super::super) inputs: Vec<Place>,
     pub(in super::super) outputs: Vec<Place>,
     /// The memory of both, neighbours joined: what other ranks compare with theirs.
@@ -48,10 +48,10 @@ pub(crate) struct Announced {
     pub(super) verdict: OnceLock<Option<Conflict>>,
 }
 
-impl Announced {
+impl CollectiveFingerprint {
     pub(super) fn nothing() -> Self {
         Self {
-            operation: Operation::Function,
+            operation: Operation::UserCode,
             reduce_op: None,
             root: None,
             weight: None,
@@ -112,7 +112,7 @@ impl Announced {
         read.for_each(|(_, place)| add(place, false));
     }
 
-    fn agrees_with(&self, other: &Announced) -> bool {
+    fn agrees_with(&self, other: &CollectiveFingerprint) -> bool {
         self.operation == other.operation
             && self.reduce_op == other.reduce_op
             && self.root == other.root
@@ -124,7 +124,7 @@ impl Announced {
     }
 
     pub(in super::super) fn describe(&self) -> String {
-        let Announced { operation, kind, device, shape, .. } = self;
+        let CollectiveFingerprint { operation, kind, device, shape, .. } = self;
         let role = match operation {
             Operation::Broadcast | Operation::Scatter => "src",
             _ => "dst",
@@ -180,7 +180,7 @@ impl Announced {
 /// [`Error::Mismatch`](crate::Error::Mismatch) where they differ. All ranks see the same calls, so all come to the
 /// same answer.
 pub(super) fn compare<'a>(
-    calls: impl ExactSizeIterator<Item = &'a Announced> + Clone,
+    calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
     members: &[usize],
     sequence: u64,
 ) -> Result<()> {
@@ -188,11 +188,11 @@ pub(super) fn compare<'a>(
     if calls.clone().skip(1).all(|other| other.agrees_with(first)) {
         return Ok(());
     }
-    let called = members.iter().zip(calls.clone()).map(|(&rank, call)| Called::new(rank, call));
+    let called = members.iter().zip(calls.clone()).map(|(&rank, call)| RankCall::new(rank, call));
     let operation = |odd: usize| {
         let place = members.iter().position(|&rank| rank == odd);
         let call = place.and_then(|place| calls.clone().nth(place));
-        call.map_or(Operation::Function, |call| call.operation)
+        call.map_or(Operation::UserCode, |call| call.operation)
     };
     Err(mismatch(sequence, &called.collect::<Vec<_>>(), operation))
 }

@@ -2,10 +2,10 @@
 //! another touches, and in an all_to_all the sizes that each pair of ranks has announced.
 
 use super::super::calls::sizes_differ;
-use super::announced::Announced;
+use super::announced::CollectiveFingerprint;
 use crate::error::Error;
 use crate::operation::Operation;
-use crate::sync::at_line;
+use crate::sync::format_call_site;
 
 /// Memory that a call reads or writes: addresses from `start` to before `end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,21 +42,21 @@ impl Conflict {
     /// `first_place` is the place of the first in the group.
     pub(super) fn error<'a>(
         self,
-        calls: impl Iterator<Item = &'a Announced> + Clone,
+        calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
         members: &[usize],
         first_place: usize,
         sequence: u64,
     ) -> Error {
         let (from, to) = match self {
             Conflict::Memory(first, second) => {
-                return Error::SharedMemory { first: members[first], second: members[second] };
+                return Error::OverlappingTensors { first: members[first], second: members[second] };
             }
             Conflict::Sizes { from, to } => (from, to),
         };
         let call = |place| calls.clone().nth(place);
         let sent = call(from).map_or(0, |it| it.inputs[first_place + to].numel);
         let expected = call(to).map_or(0, |it| it.outputs[first_place + from].numel);
-        let [at, there] = [from, to].map(|place| at_line(call(place).and_then(|it| it.place)));
+        let [at, there] = [from, to].map(|place| format_call_site(call(place).and_then(|it| it.place)));
         let [from, to] = [(from, at), (to, there)].map(|(it, line)| (&members[it..=it], line));
         sizes_differ(sequence, from, to, [sent, expected])
     }
@@ -65,13 +65,13 @@ impl Conflict {
 /// The first pair of ranks in an all_to_all of which one sends what the other does not expect. Of other operations
 /// none: what they have agreed on decides their sizes.
 pub(super) fn sizes<'a>(
-    calls: impl Iterator<Item = &'a Announced> + Clone,
+    calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
     first_place: usize,
 ) -> Option<Conflict> {
     if calls.clone().next()?.operation != Operation::AllToAll {
         return None;
     }
-    let differs = |(from, sender): (usize, &Announced)| {
+    let differs = |(from, sender): (usize, &CollectiveFingerprint)| {
         let mut receivers = calls.clone().enumerate();
         let to = receivers.find(|(to, receiver)| {
             sender.inputs[first_place + to].numel != receiver.outputs[first_place + from].numel
@@ -94,14 +94,14 @@ impl Memory {
     /// The first conflict. All ranks that look see the same calls, so all come to the same answer.
     pub(super) fn conflict<'a>(
         &mut self,
-        calls: impl Iterator<Item = &'a Announced> + Clone,
+        calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
         first_place: usize,
     ) -> Option<Conflict> {
         sizes(calls.clone(), first_place).or_else(|| self.overlap(calls))
     }
 
     /// Two ranks of which one writes where the other reads or writes.
-    fn overlap<'a>(&mut self, calls: impl Iterator<Item = &'a Announced>) -> Option<Conflict> {
+    fn overlap<'a>(&mut self, calls: impl Iterator<Item = &'a CollectiveFingerprint>) -> Option<Conflict> {
         self.0.clear();
         for (rank, call) in calls.enumerate() {
             self.0.extend(call.spans.iter().map(|it| (it.start, it.end, rank, it.written)));

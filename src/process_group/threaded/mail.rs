@@ -16,27 +16,27 @@ use tch::{Kind, Tensor};
 
 use super::super::kind_name;
 use crate::error::Error;
-use crate::sync::Run;
+use crate::sync::RunContext;
 
 /// The letter boxes of a group's ranks.
 #[derive(Debug)]
-pub(crate) struct Mail {
-    boxes: Box<[Mutex<LetterBox>]>,
-    run: Arc<Run>,
+pub(crate) struct Mailboxes {
+    boxes: Box<[Mutex<Mailbox>]>,
+    run: Arc<RunContext>,
     members: Arc<[usize]>,
 }
 
 /// What has been sent to one rank and not received, and what that rank expects and has not been sent.
 /// Never both with the same source and tag.
 #[derive(Debug, Default)]
-struct LetterBox {
+struct Mailbox {
     sent: Vec<Waiting>,
     expected: Vec<Waiting>,
 }
 
 /// One side of a message.
 #[derive(Debug)]
-pub(crate) struct Parcel {
+pub(crate) struct P2pRequest {
     /// Which side.
     pub side: Side,
     /// To be read from, or to be written to.
@@ -65,7 +65,7 @@ pub(crate) enum Contents {
 /// A message of a rank of another process.
 pub(crate) trait Incoming: fmt::Debug + Send {
     /// Fills `into`, now or when the bytes have come, and completes `delivery` then.
-    fn accept(self: Box<Self>, into: Tensor, delivery: Arc<Delivery>);
+    fn accept(self: Box<Self>, into: Tensor, delivery: Arc<Completion>);
 
     /// Reports to the sender that the receiver expects `expected` instead.
     fn refuse(self: Box<Self>, expected: &str);
@@ -83,8 +83,8 @@ pub(crate) enum Side {
     Receive,
 }
 
-impl Parcel {
-    fn belongs_to(&self, other: &Parcel) -> bool {
+impl P2pRequest {
+    fn belongs_to(&self, other: &P2pRequest) -> bool {
         let any = self.source.is_none() || other.source.is_none();
         self.tag == other.tag && (any || self.source == other.source)
     }
@@ -97,15 +97,15 @@ impl Parcel {
         describe(self.kind, &self.shape) + &stream
     }
 
-    fn fits(&self, other: &Parcel) -> bool {
+    fn fits(&self, other: &P2pRequest) -> bool {
         self.kind == other.kind && self.stream == other.stream && self.shape == other.shape
     }
 }
 
 #[derive(Debug)]
 struct Waiting {
-    parcel: Parcel,
-    delivery: Arc<Delivery>,
+    parcel: P2pRequest,
+    delivery: Arc<Completion>,
 }
 
 /// A tensor as errors name it.
@@ -115,7 +115,7 @@ pub(in super::super) fn describe(kind: Kind, shape: &[i64]) -> String {
 
 /// What becomes of one side of a message.
 #[derive(Debug)]
-pub(crate) struct Delivery {
+pub(crate) struct Completion {
     outcome: OnceLock<Outcome>,
     /// The thread that may wait for it.
     waiter: Thread,
@@ -139,7 +139,7 @@ pub(crate) enum Outcome {
     },
 }
 
-impl Delivery {
+impl Completion {
     fn new() -> Arc<Self> {
         let (outcome, waiter) = (OnceLock::new(), thread::current());
         Arc::new(Self { outcome, waiter, carrier: OnceLock::new() })
@@ -160,12 +160,12 @@ impl Delivery {
 
 /// One side of a message that has been handed over, or left to be.
 #[derive(Debug)]
-pub(crate) struct Posted(Arc<Delivery>);
+pub(crate) struct PostedOp(Arc<Completion>);
 
-impl Posted {
+impl PostedOp {
     /// For the calling thread; and to be completed.
-    pub(crate) fn new() -> (Self, Arc<Delivery>) {
-        let delivery = Delivery::new();
+    pub(crate) fn new() -> (Self, Arc<Completion>) {
+        let delivery = Completion::new();
         (Self(delivery.clone()), delivery)
     }
 
@@ -180,13 +180,13 @@ impl Posted {
     }
 }
 
-impl Mail {
+impl Mailboxes {
     /// Takes one's own side back out of the box of `destination`; false if the other side has come, and then
     /// only after the tensor has been handed over. So nobody touches the tensor afterwards.
-    pub(crate) fn withdraw(&self, posted: &Posted, destination: usize) -> bool {
+    pub(crate) fn withdraw(&self, posted: &PostedOp, destination: usize) -> bool {
         let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, &posted.0);
         {
-            let LetterBox { sent, expected } = &mut *lock(&self.boxes[destination]);
+            let Mailbox { sent, expected } = &mut *lock(&self.boxes[destination]);
             let before = sent.len() + expected.len();
             sent.retain(|waiting| !mine(waiting));
             expected.retain(|waiting| !mine(waiting));
@@ -221,19 +221,19 @@ impl Mail {
         }
     }
 
-    pub(super) fn new(run: Arc<Run>, members: Arc<[usize]>) -> Self {
+    pub(super) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
         Self { boxes: members.iter().map(|_| Mutex::default()).collect(), run, members }
     }
 
     /// Hands a tensor over to `destination`, or from somebody to it, or leaves it there until the other side
     /// comes. The calling thread is unparked when that has happened.
-    pub(crate) fn post(&self, parcel: Parcel, destination: usize) -> Posted {
-        let (posted, delivery) = Posted::new();
+    pub(crate) fn post(&self, parcel: P2pRequest, destination: usize) -> PostedOp {
+        let (posted, delivery) = PostedOp::new();
         let mine = Waiting { parcel, delivery };
         let is_send = mine.parcel.side == Side::Send;
         let (sent, expected) = {
             let letter_box = &mut *lock(&self.boxes[destination]);
-            let LetterBox { sent, expected } = letter_box;
+            let Mailbox { sent, expected } = letter_box;
             let (same_side, other_side) = if is_send { (sent, expected) } else { (expected, sent) };
             let other = other_side.iter().position(|o| o.parcel.belongs_to(&mine.parcel));
             let Some(other) = other else {
@@ -281,6 +281,6 @@ impl Mail {
     }
 }
 
-fn lock(letter_box: &Mutex<LetterBox>) -> MutexGuard<'_, LetterBox> {
+fn lock(letter_box: &Mutex<Mailbox>) -> MutexGuard<'_, Mailbox> {
     letter_box.lock().unwrap_or_else(PoisonError::into_inner)
 }

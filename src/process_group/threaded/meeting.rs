@@ -5,13 +5,13 @@ use std::time::Duration;
 use crossbeam::utils::CachePadded;
 
 use crate::error::Result;
-use crate::operation::At;
+use crate::operation::OpId;
 use crate::sync::Barrier;
 use crate::sync::primitives::{Arc, AtomicBool, Ordering, UnsafeCell};
 
 /// What the ranks of one group share to meet.
 #[derive(Debug)]
-pub(crate) struct Meeting<T> {
+pub(crate) struct Exchange<T> {
     barrier: Barrier,
     slots: Box<[CachePadded<Slot<T>>]>,
 }
@@ -33,7 +33,7 @@ struct Slot<T> {
 // between threads only as far as references to it do, and the whole meeting may be dropped on any.
 unsafe impl<T: Send + Sync> Sync for Slot<T> {}
 
-impl<T> Meeting<T> {
+impl<T> Exchange<T> {
     /// For all members of `barrier`.
     pub(crate) fn new(barrier: Barrier, nothing: impl Fn() -> T) -> Self {
         let slot = |_: &usize| {
@@ -46,16 +46,16 @@ impl<T> Meeting<T> {
 
 /// One rank's place in a meeting. There is one for each rank.
 #[derive(Debug)]
-pub(crate) struct Seat<T> {
+pub(crate) struct ExchangeSlot<T> {
     rank: usize,
-    meeting: Arc<Meeting<T>>,
+    meeting: Arc<Exchange<T>>,
     /// Which of the two cells is next. Turns with every meeting, so that it is the same on all ranks.
     parity: usize,
 }
 
-impl<T: Send + Sync> Seat<T> {
+impl<T: Send + Sync> ExchangeSlot<T> {
     /// Takes the place of `rank`, which can be done once.
-    pub(crate) fn take(rank: usize, meeting: Arc<Meeting<T>>) -> Self {
+    pub(crate) fn take(rank: usize, meeting: Arc<Exchange<T>>) -> Self {
         let taken = meeting.slots[rank].taken.swap(true, Ordering::Relaxed);
         assert!(!taken, "the place of rank {rank} is taken");
         Self { rank, meeting, parity: 0 }
@@ -75,7 +75,7 @@ impl<T: Send + Sync> Seat<T> {
     /// That of `announce`, and as [`Barrier::wait`].
     pub(crate) fn meet(
         &mut self,
-        at: At,
+        at: OpId,
         timeout: Duration,
         announce: impl FnOnce(&mut T) -> Result<()>,
     ) -> Result<()> {

@@ -23,32 +23,32 @@ mod shared;
 
 use super::{Backend, Call, P2POp, Traffic, weights};
 use crate::error::{Error, Result};
-use crate::operation::{At, Operation};
-pub(super) use announced::{Announced, Place};
+use crate::operation::{OpId, Operation};
+pub(super) use announced::{CollectiveFingerprint, Place};
 pub(super) use conflict::Memory;
 pub(super) use element::{Kinds, Reduction, reduce as reduce_elements};
 pub(super) use mail::{
-    Carrier, Contents, Delivery, Incoming, Mail, Outcome, Parcel, Posted, Side, describe,
+    Carrier, Contents, Completion, Incoming, Mailboxes, Outcome, P2pRequest, PostedOp, Side, describe,
 };
-pub(super) use meeting::Seat;
+pub(super) use meeting::ExchangeSlot;
 pub(super) use part::my_slice;
-pub(super) use shared::{Occasion, Shared};
+pub(super) use shared::{SubgroupKey, Shared};
 
 /// One rank's side of the backend.
 pub(super) struct Threaded {
-    seat: Seat<Announced>,
+    seat: ExchangeSlot<CollectiveFingerprint>,
     /// The memory of all ranks' tensors in this collective; kept to be filled again without allocating.
     memory: Memory,
     /// Lists of places for the work, likewise.
-    places: part::Places,
+    places: part::SpanScratch,
 }
 
 impl Threaded {
     /// Joins the group; returns once all ranks have.
-    pub(super) fn join(seat: Seat<Announced>) -> Result<Self> {
-        let at = At { operation: Operation::Init, sequence: 0 };
+    pub(super) fn join(seat: ExchangeSlot<CollectiveFingerprint>) -> Result<Self> {
+        let at = OpId { operation: Operation::Init, sequence: 0 };
         seat.barrier().wait(seat.rank(), at)?;
-        Ok(Self { seat, memory: Memory::default(), places: part::Places::default() })
+        Ok(Self { seat, memory: Memory::default(), places: part::SpanScratch::default() })
     }
 }
 
@@ -58,7 +58,7 @@ impl Threaded {
 /// reads or writes. `on_one_device` asks as well that all tensors be in one place. `first_place` is the place in the
 /// group of the first rank of this process.
 pub(super) fn meet(
-    seat: &mut Seat<Announced>,
+    seat: &mut ExchangeSlot<CollectiveFingerprint>,
     first_place: usize,
     call: &Call,
     on_one_device: bool,

@@ -6,14 +6,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::super::traffic::{Traffic, first_bytes, of_parts};
 use super::super::{Call, ReduceOp, num_bytes, weights};
-use super::announced::{Announced, Place};
+use super::announced::{CollectiveFingerprint, Place};
 use super::element::{self, Kinds, Reduction};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
 /// Lists that are filled again in every reduction, without allocating.
 #[derive(Debug, Default)]
-pub(super) struct Places {
+pub(super) struct SpanScratch {
     inputs: Vec<*mut u8>,
     outputs: Vec<*mut u8>,
     /// What each input is multiplied by; empty without weights that differ.
@@ -21,7 +21,7 @@ pub(super) struct Places {
 }
 
 // SAFETY: nothing that one call leaves in these lists is used by the next.
-unsafe impl Send for Places {}
+unsafe impl Send for SpanScratch {}
 
 /// Does the part of `rank` in what all ranks have announced.
 ///
@@ -31,8 +31,8 @@ unsafe impl Send for Places {}
 pub(super) unsafe fn run<'a>(
     call: &Call,
     rank: usize,
-    mut calls: impl ExactSizeIterator<Item = &'a Announced> + Clone,
-    places: &mut Places,
+    mut calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
+    places: &mut SpanScratch,
 ) -> Result<()> {
     let all = || calls.clone();
     let Some(mine) = calls.clone().nth(rank) else { return Ok(()) };
@@ -122,8 +122,8 @@ pub(in super::super) fn my_slice(numel: usize, rank: usize, world_size: usize) -
 /// The inputs and outputs of `places` have at least `slice.end` elements of `mine.kind`, on `mine.device`,
 /// and nobody else touches the elements `slice` of the outputs, or writes to those of the inputs.
 unsafe fn reduce(
-    mine: &Announced,
-    places: &mut Places,
+    mine: &CollectiveFingerprint,
+    places: &mut SpanScratch,
     slice: Range<usize>,
     op: ReduceOp,
 ) -> Result<()> {
@@ -137,7 +137,7 @@ unsafe fn reduce(
     for place in places.inputs.iter_mut().chain(&mut places.outputs) {
         *place = place.wrapping_add(offset);
     }
-    let Places { inputs, outputs, factors } = places;
+    let SpanScratch { inputs, outputs, factors } = places;
     let (kinds, len) = (Kinds::same(mine.kind), slice.len());
     let reduction = Reduction { kinds, inputs, outputs, len, op, factors };
     if mine.device == Device::Cpu {

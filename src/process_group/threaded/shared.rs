@@ -4,28 +4,28 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::super::Invitation;
-use super::announced::Announced;
-use super::mail::Mail;
-use super::meeting::{Meeting, Seat};
+use super::super::Bootstrap;
+use super::announced::CollectiveFingerprint;
+use super::mail::Mailboxes;
+use super::meeting::{Exchange, ExchangeSlot};
 use crate::error::Result;
-use crate::sync::{Barrier, Run};
+use crate::sync::{Barrier, RunContext};
 
 /// Made by one rank and handed to the others.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    meeting: Arc<Meeting<Announced>>,
-    mail: Arc<Mail>,
-    run: Arc<Run>,
+    meeting: Arc<Exchange<CollectiveFingerprint>>,
+    mail: Arc<Mailboxes>,
+    run: Arc<RunContext>,
     members: Arc<[usize]>,
     here: Range<usize>,
     /// Those that not everybody has taken, and how many still have to.
-    invitations: Mutex<HashMap<Occasion, (Invitation, usize)>>,
+    invitations: Mutex<HashMap<SubgroupKey, (Bootstrap, usize)>>,
 }
 
 /// What an invitation is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Occasion {
+pub(crate) enum SubgroupKey {
     /// The `new_group` with this number in the order of the group's calls.
     NewGroup(u64),
     /// The first message between these two ranks, the lower one first.
@@ -34,11 +34,11 @@ pub(crate) enum Occasion {
 
 impl Shared {
     /// For the ranks `members` of `run`, of which this process has those at the places `here`.
-    pub(crate) fn new(run: Arc<Run>, members: Arc<[usize]>, here: Range<usize>) -> Self {
+    pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>, here: Range<usize>) -> Self {
         let barrier = Barrier::new(run.clone(), members[here.clone()].into());
         Self {
-            meeting: Arc::new(Meeting::new(barrier, Announced::nothing)),
-            mail: Arc::new(Mail::new(run.clone(), members.clone())),
+            meeting: Arc::new(Exchange::new(barrier, CollectiveFingerprint::nothing)),
+            mail: Arc::new(Mailboxes::new(run.clone(), members.clone())),
             run,
             members,
             here,
@@ -47,7 +47,7 @@ impl Shared {
     }
 
     /// Everybody that is in the process's run.
-    pub(crate) fn run(&self) -> &Arc<Run> {
+    pub(crate) fn run(&self) -> &Arc<RunContext> {
         &self.run
     }
 
@@ -62,22 +62,22 @@ impl Shared {
     }
 
     /// Where sent tensors wait to be received.
-    pub(crate) fn mail(&self) -> &Arc<Mail> {
+    pub(crate) fn mail(&self) -> &Arc<Mailboxes> {
         &self.mail
     }
 
     /// The place of `rank`, which is in this process, where those of this process meet; can be taken once.
-    pub(crate) fn seat(&self, rank: usize) -> Seat<Announced> {
-        Seat::take(rank - self.here.start, self.meeting.clone())
+    pub(crate) fn seat(&self, rank: usize) -> ExchangeSlot<CollectiveFingerprint> {
+        ExchangeSlot::take(rank - self.here.start, self.meeting.clone())
     }
 
     /// The same invitation for each of `guests` ranks: the first to come makes it.
     pub(crate) fn invitation(
         &self,
-        occasion: Occasion,
+        occasion: SubgroupKey,
         guests: usize,
-        make: impl FnOnce() -> Result<Invitation>,
-    ) -> Result<Invitation> {
+        make: impl FnOnce() -> Result<Bootstrap>,
+    ) -> Result<Bootstrap> {
         let mut waiting = self.invitations.lock().unwrap_or_else(PoisonError::into_inner);
         let (invitation, left) = match waiting.remove(&occasion) {
             Some((invitation, left)) => (invitation, left - 1),

@@ -5,10 +5,10 @@ use super::*;
 #[test]
 fn an_activity_survives_its_packing() {
     let activity = Activity::default();
-    assert_eq!(activity.now(), At { operation: Operation::Function, sequence: 0 });
+    assert_eq!(activity.now(), OpId { operation: Operation::UserCode, sequence: 0 });
     for operation in Operation::ALL {
         activity.enter(operation, (1 << 56) - 1);
-        assert_eq!(activity.now(), At { operation, sequence: (1 << 56) - 1 });
+        assert_eq!(activity.now(), OpId { operation, sequence: (1 << 56) - 1 });
     }
     activity.enter(Operation::Step, 7);
     let before = activity.enter(Operation::AllReduce, 3);
@@ -19,12 +19,12 @@ fn an_activity_survives_its_packing() {
 
 #[test]
 fn asking_a_device_ends_when_it_is_done_or_late_or_the_run_has_failed() {
-    let run = Run::new(2, Duration::from_secs(60), None);
+    let run = RunContext::new(2, Duration::from_secs(60), None);
     let asked = std::cell::Cell::new(0);
     let third_time = || Ok(asked.replace(asked.get() + 1) == 2);
     run.poll(0, third_time).unwrap();
     assert_eq!(asked.get(), 3);
-    let late = Run::new(2, Duration::ZERO, None).poll(0, || Ok(false));
+    let late = RunContext::new(2, Duration::ZERO, None).poll(0, || Ok(false));
     assert!(matches!(late, Err(Error::Timeout { waiting: 0, late, .. }) if late.is_empty()));
     run.report(1, None, "the cause".into());
     assert!(matches!(run.poll(0, || Ok(false)), Err(Error::Cancelled { by: 1, .. })));
@@ -32,7 +32,7 @@ fn asking_a_device_ends_when_it_is_done_or_late_or_the_run_has_failed() {
 
 #[test]
 fn what_a_rank_says_after_it_was_told_to_stop_is_an_echo() {
-    let run = Run::new(3, Duration::from_secs(1), None);
+    let run = RunContext::new(3, Duration::from_secs(1), None);
     run.check(0).unwrap();
     run.report(1, None, "the cause".into());
     assert!(matches!(run.check(0), Err(Error::Cancelled { by: 1, .. })));
@@ -46,7 +46,7 @@ fn what_a_rank_says_after_it_was_told_to_stop_is_an_echo() {
 #[test]
 fn a_rank_is_overdue_from_its_end_on() {
     let [strict, patient] =
-        [Duration::ZERO, Duration::from_secs(60)].map(|timeout| Run::new(2, timeout, None));
+        [Duration::ZERO, Duration::from_secs(60)].map(|timeout| RunContext::new(2, timeout, None));
     assert!(!strict.is_overdue(0));
     for run in [&strict, &patient] {
         run.wait_until_idle(0);
@@ -61,13 +61,13 @@ fn a_rank_is_overdue_from_its_end_on() {
 #[derive(Debug)]
 struct Other([Operation; 2]);
 
-impl Elsewhere for Other {
-    fn look(&self, run: &Run) -> Vec<LateRank> {
+impl PeerStatus for Other {
+    fn look(&self, run: &RunContext) -> Vec<MissingRank> {
         self.ask(run);
         Vec::new()
     }
 
-    fn ask(&self, run: &Run) {
+    fn ask(&self, run: &RunContext) {
         for (rank, operation) in (1..).zip(self.0) {
             run.activity[rank].enter(operation, 4);
         }
@@ -83,7 +83,7 @@ fn who_waits_for_nccl_names_the_ranks_of_other_processes_that_have_not_come() {
         ([Init, Init], &[1, 2]),
         ([AllReduce, AllReduce], &[]),
     ] {
-        let mut run = Run::new(3, Duration::ZERO, None);
+        let mut run = RunContext::new(3, Duration::ZERO, None);
         run.elsewhere = Some(Arc::new(Other(others)));
         run.start(0);
         run.activity[0].enter(AllReduce, 4);

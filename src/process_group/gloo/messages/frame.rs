@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use tch::Kind;
 
 use super::super::super::{num_bytes, plain_kind};
-use super::super::Layout;
+use super::super::ProcessMap;
 
 /// Tensors up to this many bytes travel with the offer; larger ones when the receiver is ready for them.
 pub(super) const INLINE: usize = 64 << 10;
@@ -57,7 +57,7 @@ impl Offer {
     ///
     /// # Errors
     /// What is wrong, if this is no offer of process `from` to this one.
-    pub(super) fn check(&self, layout: &Layout, from: usize) -> Result<(Kind, usize), String> {
+    pub(super) fn check(&self, layout: &ProcessMap, from: usize) -> Result<(Kind, usize), String> {
         let Self { source, destination, kind, shape, .. } = self;
         if !layout.processes[from].contains(source) || !layout.here().contains(destination) {
             return Err(format!(
@@ -138,8 +138,8 @@ mod tests {
         ]
     }
 
-    fn layout() -> Layout {
-        Layout { processes: vec![0..2, 2..4], mine: 1 }
+    fn layout() -> ProcessMap {
+        ProcessMap { processes: vec![0..2, 2..4], mine: 1 }
     }
 
     proptest! {

@@ -3,14 +3,14 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::operation::At;
-use crate::sync::{Run, panics};
+use crate::operation::OpId;
+use crate::sync::{RunContext, panics};
 
 /// The rank in the run that a thread serves now, and in what.
-pub(super) type Serving = Cell<(usize, Option<At>)>;
+pub(super) type Serving = Cell<(usize, Option<OpId>)>;
 
 /// Runs `work` on this thread, which serves `rank` until it says otherwise.
-pub(super) fn run(run: &Run, rank: usize, work: impl FnOnce(&Serving)) {
+pub(super) fn run(run: &RunContext, rank: usize, work: impl FnOnce(&Serving)) {
     panics::watch_this_thread();
     let serving = Cell::new((rank, None));
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(&serving))) {
@@ -29,9 +29,9 @@ mod tests {
     #[test]
     fn a_panic_is_a_failure_of_the_rank_that_was_served() {
         let timeout = Duration::from_secs(60);
-        let receives = At { operation: Operation::Recv, sequence: 7 };
+        let receives = OpId { operation: Operation::Recv, sequence: 7 };
         for (at, served) in [(Some(receives), 2), (None, 1)] {
-            let group = Run::new(3, timeout, None);
+            let group = RunContext::new(3, timeout, None);
             super::run(&group, 1, |serving| {
                 serving.set((served, at));
                 panic!("the cause");
@@ -43,7 +43,7 @@ mod tests {
             assert_eq!(failure.at, at.unwrap_or(group.activity[served].now()));
             assert_eq!(group.cancel.cancelled_by(), Some(served));
         }
-        let well = Run::new(3, timeout, None);
+        let well = RunContext::new(3, timeout, None);
         super::run(&well, 1, |serving| serving.set((2, None)));
         assert!(well.failures().is_empty());
     }

@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 
 use super::super::super::kind_name;
 use super::super::super::threaded::{
-    Carrier, Contents, Delivery, Incoming, Outcome, Parcel, Side, describe,
+    Carrier, Contents, Completion, Incoming, Outcome, P2pRequest, Side, describe,
 };
 use super::super::lost;
 use super::frame::{Frame, INLINE, Offer};
@@ -23,7 +23,7 @@ use super::pending::Pending;
 use super::transfer::Outgoing;
 use super::{Post, open, reader, transfer};
 use crate::error::Error;
-use crate::operation::At;
+use crate::operation::OpId;
 
 /// One end of the connection to another process.
 pub(super) struct Link {
@@ -73,8 +73,8 @@ pub(super) struct Sent {
     pub destination: usize,
     /// The rank in the run, and what it does.
     pub rank: usize,
-    pub at: At,
-    pub delivery: Arc<Delivery>,
+    pub at: OpId,
+    pub delivery: Arc<Completion>,
     /// Until the bytes have gone.
     pub pending: Option<Pending>,
 }
@@ -85,7 +85,7 @@ pub(super) struct Expected {
     pub source: usize,
     /// The receiver, by its number in the run.
     pub rank: usize,
-    pub delivery: Arc<Delivery>,
+    pub delivery: Arc<Completion>,
 }
 
 impl Link {
@@ -201,7 +201,7 @@ impl Link {
         let Offer { id, source, destination, tag, shape, .. } = offer;
         let link = self.clone();
         let contents = Box::new(Offered { link, id, source, destination, inline });
-        let parcel = Parcel {
+        let parcel = P2pRequest {
             side: Side::Send,
             contents: Contents::Elsewhere(contents),
             source: Some(source),
@@ -385,7 +385,7 @@ struct Offered {
 }
 
 impl Incoming for Offered {
-    fn accept(self: Box<Self>, mut into: Tensor, delivery: Arc<Delivery>) {
+    fn accept(self: Box<Self>, mut into: Tensor, delivery: Arc<Completion>) {
         let Self { link, id, source, destination, inline } = *self;
         let rank = link.post.members[destination];
         if let Some(tensor) = inline {

@@ -24,12 +24,12 @@ use crossbeam::channel::{Receiver, Sender, bounded};
 use tch::Tensor;
 
 use super::super::arguments::Dense;
-use super::super::threaded::{Mail, Posted};
+use super::super::threaded::{Mailboxes, PostedOp};
 use super::super::{kind_name, plain_kind};
-use super::Layout;
+use super::ProcessMap;
 use crate::error::{Error, Result};
-use crate::operation::At;
-use crate::sync::Run;
+use crate::operation::OpId;
+use crate::sync::RunContext;
 use crate::torch::TcpStore;
 use crate::torch::limits::not_started;
 use guard::Serving;
@@ -69,18 +69,18 @@ pub(crate) struct Letter<'a> {
     pub source: usize,
     pub destination: usize,
     pub tag: u64,
-    pub at: At,
+    pub at: OpId,
 }
 
 /// What the threads of all connections share.
 pub(super) struct Post {
-    run: Arc<Run>,
+    run: Arc<RunContext>,
     store: TcpStore,
     members: Arc<[usize]>,
-    layout: Layout,
+    layout: ProcessMap,
     token: u64,
     /// Where the ranks of this process receive. It ends with their group.
-    mail: Weak<Mail>,
+    mail: Weak<Mailboxes>,
     closing: AtomicBool,
     /// Held by every message that has not gone. None once no more can be sent.
     sending: Mutex<Option<Sender<Infallible>>>,
@@ -122,11 +122,11 @@ impl Messages {
     /// For the ranks of `layout`, which are `members` of `run`. Those of this process receive from `mail`; others come
     /// through `door`, and leave in `store` where theirs is.
     pub(super) fn new(
-        (run, store): (Arc<Run>, TcpStore),
+        (run, store): (Arc<RunContext>, TcpStore),
         members: Arc<[usize]>,
-        layout: Layout,
+        layout: ProcessMap,
         door: Door,
-        mail: &Arc<Mail>,
+        mail: &Arc<Mailboxes>,
     ) -> Self {
         let [(sending, sent), (writing, written), (open, ended)] = [0; 3].map(bounded);
         let Door { listener, address, token } = door;
@@ -146,7 +146,7 @@ impl Messages {
     ///
     /// # Errors
     /// [`Error::Unsupported`] for a kind that is more than its bytes, and when no thread can be started.
-    pub(crate) fn send(&self, letter: &Letter) -> Result<Posted> {
+    pub(crate) fn send(&self, letter: &Letter) -> Result<PostedOp> {
         let &Letter { tensor, source, destination, tag, at } = letter;
         let Connections { post, links, .. } = &*self.0;
         let link = &links[post.layout.process_of(destination)];
@@ -158,7 +158,7 @@ impl Messages {
                 at.operation, post.members[source], post.members[destination]
             )));
         }
-        let (posted, delivery) = Posted::new();
+        let (posted, delivery) = PostedOp::new();
         delivery.carried_by(link.clone());
         let tensor = Dense::new(at.operation, tensor)?.handle();
         let rank = post.members[source];

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use crossbeam::channel::Sender;
 
-use crate::sync::Run;
+use crate::sync::RunContext;
 
 /// Something that a rank must not end before. It is over when this is dropped.
 pub(super) struct Pending {
-    run: Arc<Run>,
+    run: Arc<RunContext>,
     rank: usize,
     /// Closes with the last message of a group.
     _sending: Option<Sender<Infallible>>,
@@ -17,7 +17,7 @@ pub(super) struct Pending {
 
 impl Pending {
     /// Of `rank`, by its number in the run.
-    pub(super) fn new(run: &Arc<Run>, rank: usize, sending: Option<Sender<Infallible>>) -> Self {
+    pub(super) fn new(run: &Arc<RunContext>, rank: usize, sending: Option<Sender<Infallible>>) -> Self {
         run.begin_pending(rank);
         Self { run: run.clone(), rank, _sending: sending }
     }

@@ -8,19 +8,19 @@ use std::net::Shutdown;
 use crossbeam::channel::{bounded, never};
 use tch::{Device, Kind, Tensor};
 
-use super::super::super::super::threaded::{Contents, Outcome, Parcel, Posted, Shared, Side};
-use super::super::super::{Layout, lost};
+use super::super::super::super::threaded::{Contents, Outcome, P2pRequest, PostedOp, Shared, Side};
+use super::super::super::{ProcessMap, lost};
 use super::super::frame::Offer;
 use super::super::{Connections, Letter, Messages};
 use super::*;
-use crate::operation::{At, Operation};
-use crate::sync::Run;
+use crate::operation::{OpId, Operation};
+use crate::sync::RunContext;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One of two processes of a rank each.
 struct Process {
-    run: Arc<Run>,
+    run: Arc<RunContext>,
     shared: Shared,
     messages: Messages,
 }
@@ -31,8 +31,8 @@ fn process(store: &TcpStore, mine: usize) -> Process {
 
 /// One of `count` processes of a rank each.
 fn one_of(count: usize, store: &TcpStore, mine: usize, timeout: Duration) -> Process {
-    let layout = Layout { processes: (0..count).map(|it| it..it + 1).collect(), mine };
-    let (run, members) = (Arc::new(Run::new(count, timeout, None)), (0..count).collect());
+    let layout = ProcessMap { processes: (0..count).map(|it| it..it + 1).collect(), mine };
+    let (run, members) = (Arc::new(RunContext::new(count, timeout, None)), (0..count).collect());
     let members: Arc<[usize]> = members;
     let shared = Shared::new(run.clone(), Arc::clone(&members), layout.here());
     let door = Door::open(store, mine, None).unwrap();
@@ -48,14 +48,14 @@ fn address(store: &TcpStore, process: usize) -> (SocketAddr, u64) {
     (address.parse().unwrap(), token.parse().unwrap())
 }
 
-const SEND: At = At { operation: Operation::Send, sequence: 0 };
+const SEND: OpId = OpId { operation: Operation::Send, sequence: 0 };
 
 impl Process {
     /// Posts a receive of this process's rank.
-    fn receive(&self, into: &Tensor, source: Option<usize>, tag: u64) -> Posted {
+    fn receive(&self, into: &Tensor, source: Option<usize>, tag: u64) -> PostedOp {
         let (kind, shape) = (into.kind(), into.size());
         let contents = Contents::Here(into.shallow_clone());
-        let parcel = Parcel { side: Side::Receive, contents, source, tag, kind, shape, stream: 0 };
+        let parcel = P2pRequest { side: Side::Receive, contents, source, tag, kind, shape, stream: 0 };
         self.shared.mail().post(parcel, self.shared.here().start)
     }
 
@@ -175,9 +175,9 @@ fn a_receive_from_anybody_that_is_lost_blames_the_other_end() {
     }
     let outcome = posted.outcome().cloned();
     let Some(Outcome::Lost { ranks, reason }) = outcome else { panic!("{outcome:?}") };
-    let at = At { operation: Operation::Recv, sequence: 0 };
+    let at = OpId { operation: Operation::Recv, sequence: 0 };
     let error = lost::connection_lost(&mine.run, at, 1, ranks, reason);
-    let Error::Peer { lost, .. } = &error else { panic!("{error}") };
+    let Error::ConnectionLost { lost, .. } = &error else { panic!("{error}") };
     assert_eq!(lost.iter().map(|it| it.rank).collect::<Vec<_>>(), [2], "{error}");
 }
 
