@@ -328,7 +328,7 @@ fn list_late(late: &[MissingRank]) -> String {
 /// Returns what may show whom a rank has waited for, where that is not known.
 fn where_to_look(at: OpId) -> &'static str {
     match at.operation {
-        Operation::Init => "; NCCL_DEBUG=INFO shows who has connected",
+        Operation::Init => "; NCCL_DEBUG=INFO shows which ranks have connected",
         _ => "; --check-collectives shows whether all ranks make the same calls",
     }
 }

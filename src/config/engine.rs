@@ -88,7 +88,7 @@ impl Config {
         })
     }
 
-    /// Returns what the user asked for and a run of so many steps never does; `None` if it does all of it.
+    /// Returns a note on a requested option that has no effect in a run of `steps` steps; `None` if there is none.
     pub(crate) fn idle_in(&self, steps: u64) -> Option<String> {
         if let Some(idle) = self.idle_hook_in(steps) {
             return Some(idle);

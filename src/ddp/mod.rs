@@ -126,7 +126,7 @@ pub struct DdpStatistics {
     pub bucket_bytes: Vec<usize>,
     /// Backward and everything that was reduced, in microseconds; on a GPU, to launch it.
     pub backward_us: f64,
-    /// The time in which the rank reduced, or its communication thread or its GPU did, or it waited for others to.
+    /// Time that the rank, its communication thread or its GPU spent reducing or waiting for others, in microseconds.
     pub communication_us: f64,
     /// How much of that had passed when autograd was through, from 0 to 1.
     pub overlapped: f64,

@@ -73,7 +73,7 @@ impl Stall {
             }
             let same_group = || seen.iter().filter(|it| it.group == Some(group));
             let late = match same_group().find(|it| it.at.sequence == at.sequence) {
-                // Of a process with several ranks only the first exchanges news of a stop.
+                // Only the first rank of a process exchanges requests to stop, on behalf of the others.
                 Some(it) if it.at == at || at.operation == Operation::Synchronize => {
                     arrived.push(format!("rank {rank} {} ago", seconds(it.began)));
                     continue;

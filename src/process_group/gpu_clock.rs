@@ -43,7 +43,7 @@ pub(super) struct GpuClock {
 pub(crate) struct GpuSeconds {
     /// The phases, and the collectives that they waited for.
     pub phases: PhaseSeconds,
-    /// Collectives on streams beside the rank's own, from the first to the last.
+    /// Time of the collectives on streams other than the rank's own, summed.
     pub beside: f64,
     /// For how long the rank's own stream has waited for these.
     pub waited: f64,
@@ -204,7 +204,7 @@ impl GpuSeconds {
     }
 }
 
-/// Returns an event that the GPU has passed, when that was, and by how much this may be wrong: the best of some.
+/// Returns an event that the GPU has passed, its time, and the possible error of that time: the best of `EVENTS` tries.
 fn closest(run: &RunContext, rank: usize, gpu: usize) -> Result<(Event, Duration, Duration)> {
     const EVENTS: usize = 8;
     /// A GPU with nothing to do passes an event sooner.

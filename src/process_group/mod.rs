@@ -133,7 +133,7 @@ pub struct ProcessGroup {
     /// What a communication thread does; what the rank itself does stands in the run.
     own_activity: Option<Activity>,
     recorded: PhaseTracker,
-    /// Of a rank with a GPU.
+    /// `None` if the rank has no GPU.
     gpu_clock: RefCell<Option<GpuClock>>,
     /// How many messages this rank has sent and received.
     messages: Cell<u64>,

@@ -123,7 +123,7 @@ impl ProcessGroup {
         })
     }
 
-    /// Records that this rank comes to what may wait for others; what is returned is for [`ProcessGroup::record_end`].
+    /// Records that this rank begins what may wait for others. The returned number is for [`ProcessGroup::record_end`].
     pub(super) fn record(&self, begin: OpStart) -> SpanId {
         let mark = self.run().timeline.begin(self.global_rank(), begin);
         self.on_gpu(|clock| clock.mark(None, Some((Span::Record(mark), begin.at.operation))));

@@ -9,7 +9,7 @@ use crate::shared::faults;
 const RANKS: usize = 3;
 const RUN: [&str; 4] = ["--model=mlp", "--num-samples=400", "--max-epochs=2", "--log-format=json"];
 
-/// A fault of the stand-in for NCCL: what a rank finds at its launch of this number, counted from 1.
+/// A fault that the simulated NCCL injects into launch number `launch` of `rank`, counted from 1.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     kind: &'static str,

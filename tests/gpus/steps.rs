@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::harness::run_command;
 use crate::machine::on_gpus;
 
-/// What the machine counts for each GPU, of what no step may do: either makes all GPUs wait.
+/// The machine's counters, per GPU, of what no step may do because it can stall the GPUs.
 const COUNTS: [&str; 4] = ["cuda_mallocs", "cuda_frees", "pinned_mallocs", "host_waits"];
 
 /// Returns the counts of each GPU in a run of two epochs over so many samples.
@@ -40,7 +40,7 @@ fn more_steps_wait_and_allocate_no_more() {
         let [few, many] = [640, 3200].map(|samples| counts(gpus, row, samples));
         assert_eq!(few, many, "{COUNTS:?}, {gpus} GPUs, {row}");
     }
-    // The machine would count them: a loss scaler reads on the host whether the gradients are finite.
+    // Checks that the counters work: a loss scaler reads on the host whether the gradients are finite.
     let [few, many] = [640, 3200].map(|samples| counts(1, "--model=mlp --amp=fp16", samples));
     assert!(many[0][3] > few[0][3], "{few:?} and {many:?}");
 }

@@ -16,7 +16,7 @@ pub(crate) struct Measured<'a> {
     pub backend: &'a str,
     /// How long the run took.
     pub seconds: f64,
-    /// None of ranks on GPUs.
+    /// `None` if the ranks are on GPUs.
     pub cores: Option<Cores>,
     /// The mean loss of the first quarter of the run, and of the last, if it was recorded often enough.
     pub losses: Option<[f64; 2]>,

@@ -29,7 +29,7 @@ pub(crate) struct Tracks {
 struct Track {
     rank: usize,
     device: String,
-    /// Whether lane 1 is what its GPU did, and those of communication threads begin after it.
+    /// Whether lane 1 is the rank's GPU; the lanes of communication threads then begin at 2.
     on_gpu: bool,
     records: Vec<Short>,
 }

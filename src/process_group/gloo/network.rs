@@ -149,7 +149,7 @@ impl Network {
         self.stop.get_or_init(|| stop.clone());
     }
 
-    /// Whether the processes have something to stop.
+    /// Returns whether the processes exchange requests to stop.
     pub(crate) fn shares_stop(&self) -> bool {
         self.stop.get().is_some()
     }
