@@ -323,10 +323,10 @@ impl<M: ModuleT> Trainer<M> {
             self.ddp.group().enter_phase(Operation::Data, self.state.step);
             let mut of_step = batches.by_ref().take(self.accumulate).collect::<Result<Vec<_>>>()?;
             let skipped = self.state.skipped_samples;
-            self.harm_batches(&mut of_step)?;
+            self.inject_before_step(&mut of_step)?;
             self.run_step(&of_step, epoch)?;
             self.ddp.group().end_phase();
-            self.harm_parameters()?;
+            self.inject_after_step()?;
             self.explain_step()?;
             let counts = self.state.skipped_samples == skipped;
             let of_rank: usize = of_step.iter().map(Batch::len).sum();
@@ -385,7 +385,7 @@ impl<M: ModuleT> Trainer<M> {
         for (loss, batch) in losses.iter().zip(batches) {
             self.loss_sum.add(loss, batch.len())?;
         }
-        self.see_gradients(&losses, batches)?;
+        self.capture_gradients(&losses, batches)?;
         self.ddp.group().next_phase(Operation::Optimizer);
         let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
         self.scaler.unscale_()?;

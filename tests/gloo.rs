@@ -9,7 +9,7 @@ use ddp_mp::ddp::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::launch::{
     BackendChoice, Joining, Launch, LaunchOptions, Nproc, NodeSlice, ProcessWorld, detect, place,
 };
-use ddp_mp::process_group::KINDS;
+use ddp_mp::process_group::DTYPES;
 use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
 use proptest::prelude::*;
@@ -665,7 +665,7 @@ fn a_kind_that_is_more_than_its_bytes_is_refused_and_the_connection_stays() {
         Kind::Float8e5m2fnuz,
         Kind::Float8e4m3fnuz,
     ];
-    let kinds = KINDS.into_iter().chain(plain).collect::<Vec<_>>();
+    let kinds = DTYPES.into_iter().chain(plain).collect::<Vec<_>>();
     processes(&[1, 1], move |rank, group| {
         for (kind, name) in
             [(Kind::QInt8, "qint8"), (Kind::QUInt8, "quint8"), (Kind::QInt32, "qint32")]

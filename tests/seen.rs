@@ -54,7 +54,7 @@ fn what_each_rank_does_is_told_when_somebody_asks() {
     let (tell, told) = unbounded::<String>();
     let tell = Mutex::new(tell);
     let forever = Duration::from_secs(3600);
-    let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT).table_when(asks).stall_warning(
+    let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT).dump_status_on(asks).stall_warning(
         forever,
         move |text| {
             let _ = tell.lock().unwrap().send(text.into());
@@ -90,7 +90,7 @@ fn a_collective_that_has_failed_is_over_if_the_program_goes_on() {
     let (fail, failed) = unbounded::<()>();
     let (go, gone) = unbounded::<()>();
     let forever = Duration::from_secs(3600);
-    let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT).table_when(asks);
+    let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT).dump_status_on(asks);
     spawn
         .stall_warning(forever, move |text| drop(tell.send(text.into())))
         .run(move |rank| {

@@ -11,7 +11,7 @@ use ddp_mp::commands::{
 use ddp_mp::config::parse_timeout;
 use ddp_mp::launch::{BackendChoice, Nproc};
 use ddp_mp::observe::LogFormat;
-use ddp_mp::process_group::{KINDS, kind_name, kind_named};
+use ddp_mp::process_group::{DTYPES, dtype_name, parse_dtype};
 use tch::Kind;
 
 use super::TrainFlags;
@@ -157,7 +157,7 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_name = "N", value_parser = whole_in(0..=BenchRequest::MOST_ITERS), default_value_t = 5)]
     warmup: u64,
     /// Data type of the elements
-    #[arg(long, value_name = "KIND", value_parser = kind_named, default_value = "float32")]
+    #[arg(long, value_name = "KIND", value_parser = parse_dtype, default_value = "float32")]
     kind: Kind,
     /// Reduction: sum, avg, product, min, max, band, bor, bxor
     #[arg(long, value_name = "OP", default_value = "sum")]
@@ -263,7 +263,7 @@ fn comm_op() -> impl TypedValueParser<Value = CommOp> {
 }
 
 fn kind() -> impl TypedValueParser<Value = Kind> {
-    PossibleValuesParser::new(KINDS.map(kind_name)).try_map(|name| kind_named(&name))
+    PossibleValuesParser::new(DTYPES.map(dtype_name)).try_map(|name| parse_dtype(&name))
 }
 
 fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// What is of a whole run. In a file it may be there for training.
-const OF_A_RUN: [&str; 22] = [
+const TRAIN_ONLY: [&str; 22] = [
     "max_epochs",
     "val_fraction",
     "val_every",
@@ -32,12 +32,12 @@ const OF_A_RUN: [&str; 22] = [
 ///
 /// # Errors
 /// [`Error::Input`] that names it.
-pub(super) fn refuse_flags<'a>(
+pub(super) fn reject_flags<'a>(
     keys: impl IntoIterator<Item = &'a String>,
     others: &[&str],
     what_it_does: &str,
 ) -> Result<()> {
-    let no_use = |key: &&String| OF_A_RUN.iter().chain(others).any(|it| *it == key.as_str());
+    let no_use = |key: &&String| TRAIN_ONLY.iter().chain(others).any(|it| *it == key.as_str());
     match keys.into_iter().find(no_use) {
         Some(key) => Err(Error::Input(format!(
             "--{}: {what_it_does}; leave this out",

@@ -97,7 +97,7 @@ impl RunArtifacts {
     }
 
     /// Takes down what rank 0 knows, if there is to be a report.
-    pub(super) fn draft(&self, write: impl FnOnce(&mut ReportData)) {
+    pub(super) fn update(&self, write: impl FnOnce(&mut ReportData)) {
         if self.report.is_some() {
             write(&mut self.draft.lock().unwrap_or_else(PoisonError::into_inner));
         }
@@ -105,7 +105,7 @@ impl RunArtifacts {
 
     /// The model that rank 0 begins to train.
     pub(super) fn model(&self, config: &Config, ddp: &Strategy<Model>, first: &TrainerState) {
-        self.draft(|draft| {
+        self.update(|draft| {
             draft.first = first.clone();
             draft.model = Parameters {
                 name: config.model.name().into(),
@@ -249,7 +249,7 @@ fn steps_of(history: &History) -> u64 {
 }
 
 /// So many samples a report lists at most.
-const LISTED: usize = 200_000;
+const MAX_LISTED_SAMPLES: usize = 200_000;
 
 /// Which samples the sampler has dealt to each rank in `steps` steps, from where the run was `first`.
 fn samples(
@@ -263,7 +263,7 @@ fn samples(
     let of_rank = |rank| config.sampler(dataset, world_size, rank);
     let samplers = (0..world_size).map(of_rank).collect::<Result<Vec<DistributedSampler>>>()?;
     let mut listed = Samples { dataset, batch_size: batch, complete: true, epochs: Vec::new() };
-    let (mut epoch, mut seen, mut room) = (first.epoch, first.samples_seen, LISTED / world_size);
+    let (mut epoch, mut seen, mut room) = (first.epoch, first.samples_seen, MAX_LISTED_SAMPLES / world_size);
     while steps > 0 && listed.complete {
         let batches = batches_of_all(&samplers[0], seen, batch, config.drop_last_batch);
         let now = (batches as u64).div_ceil(config.accumulate).min(steps);

@@ -19,7 +19,7 @@ use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
 use crate::error::{Error, Result};
 use crate::launch::{
-    Launch, LaunchKind, Launched, Rank, Restarts, SpawnError, Stop, StopReason, ask_on_signal,
+    Launch, LaunchKind, Launched, Rank, Restarts, SpawnError, Stop, StopReason, status_signal,
     await_termination, end_at_signals_in, stop_on_signals,
 };
 use crate::models::Model;
@@ -33,7 +33,7 @@ use crate::trainer::Trainer;
 
 /// So long an agent of torchrun's may take to see that machines have come or gone, and to end its processes: then their
 /// end is no failure that uses up a restart. Some look every 5 seconds only.
-const AGENTS_LOOK: Duration = Duration::from_secs(10);
+const AGENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// What all ranks share.
 struct Job {
@@ -85,7 +85,7 @@ fn train_in(
     });
     let stop = Arc::new(stop);
     stop_on_signals(&stop).context("watching for signals")?;
-    let asks = ask_on_signal().context("watching for signals")?;
+    let asks = status_signal().context("watching for signals")?;
     let (config, data) = with_data(config)?;
     // Those of `--spawn=processes` are all on their way.
     let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
@@ -104,7 +104,7 @@ fn train_in(
         if let (_, Some(note)) = config.lr_for(world_size) {
             printer.note(&note);
         }
-        if let Some(note) = config.idle_in(config.steps(world_size)) {
+        if let Some(note) = config.no_effect_warning(config.steps(world_size)) {
             printer.note(&note);
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
@@ -122,7 +122,7 @@ fn train_in(
     let records = recorder.as_ref().is_some_and(MetricsLogger::is_wanted);
     let recorder = Mutex::new(recorder);
     let spawn =
-        launched::spawn(&launched, &config, printer).table_when(asks).history(seen.history());
+        launched::spawn(&launched, &config, printer).dump_status_on(asks).history(seen.history());
     let spawn = spawn.stop(stop.clone());
     let (printer, stopped) = (printer.clone(), OnceLock::new());
     let job = Arc::new(Job {
@@ -162,7 +162,7 @@ fn train_in(
     written?;
     let stopped = job.stopped.get().copied();
     if stopped == Some(StopReason::Terminate) && job.launched.launch.has_agent {
-        let grace_period = job.config.grace_period.min(AGENTS_LOOK);
+        let grace_period = job.config.grace_period.min(AGENT_POLL_INTERVAL);
         await_termination(&job.stop, grace_period).context("watching for signals")?;
     }
     Ok(stopped)

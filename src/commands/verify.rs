@@ -9,7 +9,7 @@ use anyhow::Context;
 use tch::{Device, Kind, Tensor};
 
 use super::checkpoints::StartPoint;
-use super::no_use::refuse_flags;
+use super::no_use::reject_flags;
 use super::place_ranks;
 use super::train::{Training, with_data};
 use crate::config::{CommHookKind, Config, StrategyKind};
@@ -25,7 +25,7 @@ use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
 
 /// What is compared, or has no place in a comparison, beside what is of a whole run.
-const NOT_OF_VERIFY: [&str; 10] = [
+const VERIFY_UNSUPPORTED: [&str; 10] = [
     "stall_warning",
     "strategy",
     "accumulate",
@@ -70,7 +70,7 @@ struct RunResult {
 /// [`Error::Input`] that names it.
 pub fn check_verify_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
     let why = "verify chooses the ways of training itself, and makes --steps steps of each";
-    refuse_flags(keys, &NOT_OF_VERIFY, why)
+    reject_flags(keys, &VERIFY_UNSUPPORTED, why)
 }
 
 /// Trains `steps` steps on N ranks in every way that there is here, and on one rank with the N-fold batch, and prints
@@ -124,7 +124,7 @@ pub fn verify(
         .chain(left_out)
         .chain(not_of_batch_norm(&config))
         .chain(not_of_exact_mean(&config))
-        .chain(config.idle_hook_in(steps));
+        .chain(config.idle_hook_warning(steps));
     notes.for_each(|note| printer.note(&note));
 
     let train =
@@ -148,12 +148,12 @@ pub fn verify(
         };
         // Without any communication, the first time on each device.
         let alone = device.replace(placement.devices[0]) != Some(placement.devices[0]);
-        for way in ways(&config, ranks, alone) {
+        for way in variants(&config, ranks, alone) {
             let trained = train(placement, way, steps)?;
             let mut comparison = Comparison::new(placement, way, &reference, &trained, bound);
             all += 1;
             if !comparison.ok {
-                let step = first_apart(steps, |steps| {
+                let step = bisect_divergence(steps, |steps| {
                     let reference = train(placement, whole, steps)?;
                     let trained = train(placement, way, steps)?;
                     let bound = Bound::of(&reference, steps, of_step)?;
@@ -191,7 +191,7 @@ pub fn verify(
 
 /// The first step, from 0, after which two ways to train are apart that are so after `steps`: of as few looks as there
 /// must be. `is_ok` trains so many steps.
-fn first_apart(steps: u64, is_ok: impl Fn(u64) -> anyhow::Result<bool>) -> anyhow::Result<u64> {
+fn bisect_divergence(steps: u64, is_ok: impl Fn(u64) -> anyhow::Result<bool>) -> anyhow::Result<u64> {
     // After so many they are not, after so many they are.
     let (mut together, mut apart) = (0, steps);
     while apart - together > 1 {
@@ -334,7 +334,7 @@ fn not_of_exact_mean(config: &Config) -> Option<String> {
 }
 
 /// All that must come to the same; `alone`: also one rank that adds up as many batches as there are ranks.
-fn ways(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
+fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
     let batch_size = config.batch_size;
     let way =
         |strategy, ranks, batch_size, accumulate| Variant { strategy, ranks, batch_size, accumulate };

@@ -77,7 +77,7 @@ impl Config {
     }
 
     /// Returns what to tell the user if the communication hook does nothing in a run of so many steps in all.
-    pub(crate) fn idle_hook_in(&self, steps: u64) -> Option<String> {
+    pub(crate) fn idle_hook_warning(&self, steps: u64) -> Option<String> {
         let is_idle = self.comm_hook == CommHookKind::PowerSgd && self.powersgd_start >= steps;
         is_idle.then(|| {
             format!(
@@ -89,8 +89,8 @@ impl Config {
     }
 
     /// Returns a note on a requested option that has no effect in a run of `steps` steps; `None` if there is none.
-    pub(crate) fn idle_in(&self, steps: u64) -> Option<String> {
-        if let Some(idle) = self.idle_hook_in(steps) {
+    pub(crate) fn no_effect_warning(&self, steps: u64) -> Option<String> {
+        if let Some(idle) = self.idle_hook_warning(steps) {
             return Some(idle);
         }
         let (unit, length) = match self.schedule_by {

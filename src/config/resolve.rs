@@ -39,7 +39,7 @@ impl Config {
         config.validate_saving().map_err(named)?;
         let defaults = Table::try_from(Config::default()).unwrap_or_default();
         let set = |key: &str| origin.flags.get(key).is_some_and(|it| defaults.get(key) != Some(it));
-        config.check_idle_flags(set).map_err(named)?;
+        config.reject_ineffective_flags(set).map_err(named)?;
         config.check_files(file, 1).map_err(named)?;
         Ok(config)
     }

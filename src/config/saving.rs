@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
 /// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
-const FREE: [&str; 42] = [
+const RESUME_IGNORES: [&str; 42] = [
     "patience",
     "skip_nonfinite",
     "check_replicas",
@@ -57,7 +57,7 @@ const FREE: [&str; 42] = [
 
 /// What each process of a run may have for itself, because it changes nothing there, or because only that of rank 0
 /// counts.
-const OWN: [&str; 23] = [
+const PER_PROCESS: [&str; 23] = [
     "tensorboard",
     "metrics",
     "num_workers",
@@ -84,7 +84,7 @@ const OWN: [&str; 23] = [
 ];
 
 /// What is changed on purpose from time to time, and said then. Of all else a change is a mistake.
-const NOTED: [&str; 14] = [
+const RESUME_WARNS: [&str; 14] = [
     "lr",
     "weight_decay",
     "no_decay_on_bias_and_norm",
@@ -105,10 +105,10 @@ const NOTED: [&str; 14] = [
 const OF_COSINE: [&str; 1] = ["max_epochs"];
 
 /// So many options are rather forgotten all at once than changed.
-const MANY: usize = 3;
+const MANY_DIFFERENCES: usize = 3;
 
 fn is_noted(key: &str) -> bool {
-    NOTED.contains(&key) || OF_COSINE.contains(&key)
+    RESUME_WARNS.contains(&key) || OF_COSINE.contains(&key)
 }
 
 impl Config {
@@ -137,7 +137,7 @@ impl Config {
         let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
         let Value::Object(mut all) = all else { return Ok(Map::new()) };
         let is_cosine = self.schedule == ScheduleKind::Cosine;
-        let is_kept = |key: &str| !FREE.contains(&key) || (is_cosine && OF_COSINE.contains(&key));
+        let is_kept = |key: &str| !RESUME_IGNORES.contains(&key) || (is_cosine && OF_COSINE.contains(&key));
         all.retain(|key, _| is_kept(key));
         Ok(all)
     }
@@ -151,7 +151,7 @@ impl Config {
         let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
         let Value::Object(mut all) = all else { return Ok(Vec::new()) };
         all.insert("log_every".into(), self.log_every().into()); // whether it was typed or not
-        let shared = all.into_iter().filter(|(key, _)| !OWN.contains(&&key[..]));
+        let shared = all.into_iter().filter(|(key, _)| !PER_PROCESS.contains(&&key[..]));
         let text = |(key, value): (String, Value)| match &key[..] {
             "save_dir" | "trace" | "report" => (flag_name(&key), "set".into()),
             _ => (flag_name(&key), value.to_string()),
@@ -199,7 +199,7 @@ impl Config {
             format!("{name} was {was} in the checkpoint and is {is} now{so}")
         };
         if !wrong.is_empty() {
-            let same = if wrong.len() < MANY { "" } else { " (is --config missing?)" };
+            let same = if wrong.len() < MANY_DIFFERENCES { "" } else { " (is --config missing?)" };
             let told: Vec<String> = wrong.into_iter().map(tell).collect();
             return Err(Error::Input(format!(
                 "this is not the run that was saved: {}; give the same values{same}, or start another run without \
@@ -290,7 +290,7 @@ mod tests {
                           nnodes = 1\nnode_rank = 0\nmaster_addr = \"e\"\nmaster_port = 1",
         );
         let all = serde_json::to_value(all).unwrap();
-        for key in FREE.iter().chain(&NOTED).chain(&OF_COSINE) {
+        for key in RESUME_IGNORES.iter().chain(&RESUME_WARNS).chain(&OF_COSINE) {
             assert!(all.get(key).is_some(), "{key}");
         }
     }

@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::loader::num_batches;
 use super::{Batch, DataLoader, DistributedSampler};
 use crate::error::{Error, Result};
-use crate::process_group::{ProcessGroup, kind_name, kind_named};
+use crate::process_group::{ProcessGroup, dtype_name, parse_dtype};
 
 /// Scatters each rank's batches from rank 0, which alone has the data.
 ///
@@ -153,13 +153,13 @@ impl ScatterPlan {
 
 impl Sample {
     fn of(samples: &Tensor) -> Self {
-        Self { shape: samples.size()[1..].into(), kind: kind_name(samples.kind()).into() }
+        Self { shape: samples.size()[1..].into(), kind: dtype_name(samples.kind()).into() }
     }
 
     /// This rank's `len` samples; rank 0 passes those of all ranks.
     fn scatter(&self, len: i64, all: &[Tensor], group: &ProcessGroup) -> Result<Tensor> {
         let shape = [&[len], &self.shape[..]].concat();
-        let mut mine = Tensor::f_empty(shape, (kind_named(&self.kind)?, group.device()))
+        let mut mine = Tensor::f_empty(shape, (parse_dtype(&self.kind)?, group.device()))
             .map_err(Error::torch("making room for a batch"))?;
         group.scatter(&mut mine, (group.rank() == 0).then_some(all), 0)?;
         Ok(mine)

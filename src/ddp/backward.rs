@@ -164,7 +164,7 @@ fn run_all(
     // An error of a hook comes first: it is the cause if backward failed too.
     all().try_for_each(Reducer::end_of_autograd)?;
     backward?;
-    all().try_for_each(Reducer::settle)?;
+    all().try_for_each(Reducer::move_grads_into_buckets)?;
     averaged().try_for_each(Reducer::reduce_rest)?;
     averaged().try_for_each(|reducer| reducer.finish(began))
 }

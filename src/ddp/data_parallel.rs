@@ -170,7 +170,7 @@ impl<M> DataParallel<M> {
             self.set_aside()?;
         }
         backward(loss)?;
-        self.layout.settle(true)?;
+        self.layout.move_grads_into_buckets(true)?;
         if self.no_sync.get() == 0 {
             let computed = Instant::now();
             tch::no_grad(|| self.gather())?;

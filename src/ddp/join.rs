@@ -76,7 +76,7 @@ impl<M> DistributedDataParallel<M> {
         let result = train(self);
         self.reducer.set_joining(None);
         let result = result?;
-        let last = self.reducer.keep_company(options)?;
+        let last = self.reducer.shadow_until_all_joined(options)?;
         self.sync_from(last)?;
         Ok(result)
     }
@@ -176,7 +176,7 @@ impl Reducer {
 
     /// Takes part in the others' steps with zeros until nobody has inputs any more. Returns a rank that was
     /// among the last, the same on all ranks.
-    fn keep_company(&self, options: JoinOptions) -> Result<usize> {
+    fn shadow_until_all_joined(&self, options: JoinOptions) -> Result<usize> {
         let group = self.group();
         let mut is_last = true;
         loop {

@@ -69,7 +69,7 @@ pub(super) struct ParamSlot {
 
 impl ParamSlot {
     /// Has the gradient at its place: zeros, if there is none.
-    pub(super) fn settle(&self) -> Result<()> {
+    pub(super) fn move_grad_into_bucket(&self) -> Result<()> {
         if self.grad.data_ptr().cast_const() != self.grad_data {
             return Err(Error::Input(format!(
                 "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; leave its memory \
@@ -105,7 +105,7 @@ impl ParamSlot {
 
     /// Takes over the gradient that backward has computed.
     pub(super) fn complete(&mut self) -> Result<()> {
-        self.settle()?;
+        self.move_grad_into_bucket()?;
         self.used = true;
         self.before.take().map_or(Ok(()), |before| self.restore_gradient(&before))
     }
@@ -177,11 +177,11 @@ impl Layout {
 
     /// Puts all gradients at their places after backward, and zeros where there are none. Until they are averaged the
     /// zeros count as gradients too, because another rank may have one.
-    pub(super) fn settle(&self, are_averaged: bool) -> Result<()> {
+    pub(super) fn move_grads_into_buckets(&self, are_averaged: bool) -> Result<()> {
         self.set_gradients(GradState::Local);
         self.members.iter().try_for_each(|member| {
             if are_averaged || member.used || member.has_gradient {
-                member.settle()
+                member.move_grad_into_bucket()
             } else {
                 member.clear_grad()
             }
@@ -194,7 +194,7 @@ impl Layout {
     }
 
     /// Keeps the gradient of the first parameter as it is, if that is watched and in `bucket`, which is to be reduced.
-    pub(super) fn keep_local(&mut self, bucket: usize) -> Result<()> {
+    pub(super) fn probe(&mut self, bucket: usize) -> Result<()> {
         let Some(local) = &mut self.watched else { return Ok(()) };
         let first = &self.members[0];
         if first.bucket != bucket {

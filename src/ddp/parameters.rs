@@ -6,7 +6,7 @@ use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 use super::DdpOptions;
 use crate::error::{Error, Result};
-use crate::process_group::{ProcessGroup, kind_name, num_bytes};
+use crate::process_group::{ProcessGroup, dtype_name, num_bytes};
 
 /// A parameter, or a buffer that is not trained.
 #[derive(Debug)]
@@ -95,7 +95,7 @@ impl NamedTensor {
     fn describe(&self) -> String {
         let Self { name, tensor, trainable, .. } = self;
         let what = if *trainable { "parameter" } else { "buffer" };
-        format!("{what} `{name}`, {} {:?}", kind_name(tensor.kind()), tensor.size())
+        format!("{what} `{name}`, {} {:?}", dtype_name(tensor.kind()), tensor.size())
     }
 }
 
@@ -188,7 +188,7 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
         hasher.update(&(name.len() as u64).to_le_bytes());
         hasher.update(name.as_bytes());
         let shape = tensor.size();
-        hasher.update(kind_name(tensor.kind()).as_bytes());
+        hasher.update(dtype_name(tensor.kind()).as_bytes());
         hasher.update(&(shape.len() as u64).to_le_bytes());
         shape.iter().for_each(|n| hasher.update(&n.to_le_bytes()));
         hasher.update(&bytes_of(tensor)?);

@@ -36,7 +36,7 @@ enum Mode {
 }
 
 /// Why gradients may not be computed behind the engine's back: the ranks would part without a word.
-const OUTSIDE: &CStr =
+const BACKWARD_BYPASSED: &CStr =
     c"backward reached a parameter of a DistributedDataParallel: outside of ddp.backward its gradient would not be \
       averaged; call ddp.backward instead of Tensor::backward or an optimizer's backward_step, within no_sync() too; \
       for a loss that depends on several wrapped models call ddp::backward with all of them";
@@ -130,7 +130,7 @@ impl Reducer {
         let state = Rc::new(RefCell::new(state));
         let in_hooks = state.clone();
         let hooks = GradHooks::register(handles, move |index| match in_hooks.try_borrow_mut() {
-            Ok(state) if !state.is_in_autograd => Some(OUTSIDE),
+            Ok(state) if !state.is_in_autograd => Some(BACKWARD_BYPASSED),
             Ok(mut state) => {
                 state.on_grad(index);
                 None
@@ -183,7 +183,7 @@ impl Reducer {
         Ok(())
     }
 
-    pub(super) fn watch_first(&self, local: Option<Tensor>) {
+    pub(super) fn probe_first(&self, local: Option<Tensor>) {
         self.state.borrow_mut().layout.watched = local;
     }
 
@@ -234,9 +234,9 @@ impl Reducer {
     }
 
     /// Has all gradients at their places.
-    pub(super) fn settle(&self) -> Result<()> {
+    pub(super) fn move_grads_into_buckets(&self) -> Result<()> {
         let state = self.state.borrow();
-        state.layout.settle(state.mode != Mode::Local)
+        state.layout.move_grads_into_buckets(state.mode != Mode::Local)
     }
 
     /// Reduces what autograd has left.
@@ -279,7 +279,7 @@ impl Reducer {
         state.reset()?;
         // Where the ranks agree on what is used, this one uses nothing; and learns nothing from that.
         let (known, times) = (state.always_unused.clone(), state.times);
-        let agrees = state.agrees(&self.options);
+        let agrees = state.syncs_unused(&self.options);
         state.layout.members.iter_mut().for_each(|member| member.used = !agrees);
         state.weight = active.weighted.then(Weight::default);
         state.active = active.to_divide_by(join);
@@ -321,7 +321,7 @@ impl State {
         members.iter_mut().for_each(|member| member.ready = false);
         for &index in self.always_unused.iter().flatten() {
             // Nobody will tell when to, and its bucket may go out at any time from now on.
-            members[index].settle()?;
+            members[index].move_grad_into_bucket()?;
             members[index].ready = true;
             buckets[members[index].bucket].pending -= 1;
         }
@@ -381,9 +381,9 @@ impl State {
                 continue;
             }
             group.note(CallContext { place: *place, bucket: u16::try_from(*next).ok() });
-            weight.map_or(Ok(()), |it| it.settle(&mut layout.buckets[*next].gradients))?;
+            weight.map_or(Ok(()), |it| it.apply(&mut layout.buckets[*next].gradients))?;
             let weight = weight.map(|it| it.samples);
-            layout.keep_local(*next)?;
+            layout.probe(*next)?;
             let is_last = layout.buckets[*next + 1..].iter().all(|bucket| bucket.is_skipped);
             let Bucket { gradients, parameters, .. } = &mut layout.buckets[*next];
             let mut handle = gradients.shallow_clone();

@@ -15,7 +15,7 @@ impl State {
     /// # Errors
     /// [`Error::UnusedParameters`] if every parameter must have had a gradient on this rank, and one had none.
     pub(super) fn account_for_unused(&mut self, options: &DdpOptions) -> Result<()> {
-        let agrees = self.agrees(options);
+        let agrees = self.syncs_unused(options);
         if options.static_graph && self.always_unused.is_none() {
             self.always_unused = Some(self.unused().map(|(index, _)| index).collect());
         } else if !agrees {
@@ -40,9 +40,9 @@ impl State {
     /// gradient if no rank has used the parameter since `zero_grad`. Runs after the buckets, which some ranks may have
     /// reduced already.
     pub(super) fn settle_unused(&mut self, options: &DdpOptions) -> Result<()> {
-        let agrees = self.agrees(options);
+        let agrees = self.syncs_unused(options);
         if agrees {
-            let unused = self.agree_on_unused()?;
+            let unused = self.all_reduce_used_mask()?;
             for (index, gradient) in self.kept.drain(..) {
                 if unused[index] {
                     self.layout.members[index].restore_gradient(&gradient)?;
@@ -79,7 +79,7 @@ impl State {
     }
 
     /// Whether the ranks have to find out together what is unused in this step.
-    pub(super) fn agrees(&self, options: &DdpOptions) -> bool {
+    pub(super) fn syncs_unused(&self, options: &DdpOptions) -> bool {
         options.find_unused_parameters || (options.static_graph && !self.has_agreed)
     }
 
@@ -89,7 +89,7 @@ impl State {
     }
 
     /// Returns for each parameter whether no rank had a gradient for it.
-    fn agree_on_unused(&self) -> Result<Vec<bool>> {
+    fn all_reduce_used_mask(&self) -> Result<Vec<bool>> {
         let used = self.layout.members.iter().map(|member| i32::from(member.used));
         let used: Vec<i32> = used.collect();
         let mut used = Tensor::from_slice(&used).to_device(self.group.device());

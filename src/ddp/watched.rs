@@ -21,18 +21,18 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// [`Error::Torch`] when the device has no room.
-    pub(crate) fn watch(&self) -> Result<GradProbe> {
+    pub(crate) fn start_probe(&self) -> Result<GradProbe> {
         let first = parameters::trained(&self.tensors).next();
         let first = first.ok_or_else(|| Error::Input("the model has no parameters".into()))?;
         let local = first.tensor.f_detach().and_then(|it| it.f_zeros_like());
         let local = local.map_err(Error::torch("zeros_like"))?;
-        self.reducer.watch_first(Some(local.shallow_clone()));
+        self.reducer.probe_first(Some(local.shallow_clone()));
         let (name, parameter) = (first.name.clone(), first.tensor.shallow_clone());
         Ok(GradProbe { name, parameter, local })
     }
 
     /// Keeps none any more.
-    pub(crate) fn unwatch(&self) {
-        self.reducer.watch_first(None);
+    pub(crate) fn stop_probe(&self) {
+        self.reducer.probe_first(None);
     }
 }

@@ -48,7 +48,7 @@ impl Weight {
     }
 
     /// Makes `gradients` of all batches their mean over the samples: zeros without samples, whatever they were.
-    pub(super) fn settle(self, gradients: &mut Tensor) -> Result<()> {
+    pub(super) fn apply(self, gradients: &mut Tensor) -> Result<()> {
         let settle = || match self.unit / self.samples {
             _ if self.samples == 0.0 => gradients.f_zero_().map(drop),
             1.0 => Ok(()),

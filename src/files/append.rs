@@ -13,7 +13,7 @@ use rustix::fs::fstat;
 use super::{open_regular, refuse_special, wait_for};
 
 /// How long the reader of a pipe may accept no data.
-const PATIENCE: Duration = Duration::from_secs(60);
+const MAX_LOCK_WAIT: Duration = Duration::from_secs(60);
 
 /// Collects what is written to it, and hands it to the system in one piece at each flush.
 #[derive(Debug)]
@@ -113,7 +113,7 @@ impl Appender {
                 Ok(now) => written += now,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    match wait_for(&self.file, PollFlags::OUT, PATIENCE) {
+                    match wait_for(&self.file, PollFlags::OUT, MAX_LOCK_WAIT) {
                         Ok(true) => {}
                         Ok(false) => return (written, Err(stalled())),
                         Err(error) => return (written, Err(error)),
@@ -198,7 +198,7 @@ fn own_output(file: &File) -> io::Result<Option<OwnedFd>> {
 fn stalled() -> Error {
     Error::other(format!(
         "the reader of this pipe has read nothing for {} s; check that program",
-        PATIENCE.as_secs()
+        MAX_LOCK_WAIT.as_secs()
     ))
 }
 

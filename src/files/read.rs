@@ -11,7 +11,7 @@ use rustix::event::PollFlags;
 use super::wait_for;
 
 /// How long a configuration may take to come through a pipe, from one part to the next.
-const PATIENCE: Duration = Duration::from_secs(10);
+const MAX_READ_WAIT: Duration = Duration::from_secs(10);
 
 /// Opens a regular file. Looks at what was opened, not at what was there before: nothing can take its place in between.
 ///
@@ -43,10 +43,10 @@ pub(crate) fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     refuse_special(kind)?;
     let (mut bytes, mut part) = (Vec::new(), [0; 1 << 12]);
     loop {
-        if !wait_for(&file, PollFlags::IN, PATIENCE)? {
+        if !wait_for(&file, PollFlags::IN, MAX_READ_WAIT)? {
             return Err(Error::other(format!(
                 "nothing was written to this pipe within {} s; start its writer first",
-                PATIENCE.as_secs()
+                MAX_READ_WAIT.as_secs()
             )));
         }
         match file.read(&mut part) {

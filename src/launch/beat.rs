@@ -18,18 +18,18 @@ const LONGEST: usize = 200;
 pub(super) struct Heartbeat {
     /// How many there were.
     pub number: u64,
-    pub ranks: Vec<Doing>,
+    pub ranks: Vec<RankStatus>,
 }
 
 /// What a rank does.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Doing {
+pub(super) struct RankStatus {
     at: u64,
     /// Of its timeline, the newest last.
     pub seen: Vec<OpSnapshot>,
 }
 
-impl Doing {
+impl RankStatus {
     /// Of `rank`, which is one of this process.
     pub(super) fn of(run: &RunContext, rank: usize) -> Self {
         let mut seen = run.timeline.recent_ops(rank, MOST);
@@ -69,7 +69,7 @@ impl Heartbeat {
                 &format!("a process with {ranks} ranks sent the status of {told}"),
             ));
         }
-        for Doing { at, seen } in &beat.ranks {
+        for RankStatus { at, seen } in &beat.ranks {
             if OpId::unpacked(*at).is_none() {
                 return Err(unreadable(key, &format!("{at:#x} is not an operation")));
             }
@@ -114,7 +114,7 @@ mod tests {
 
     fn beat() -> impl Strategy<Value = Heartbeat> {
         let doing = (at(), prop::collection::vec(seen(), 0..=MOST));
-        let ranks = prop::collection::vec(doing.prop_map(|(at, seen)| Doing::new(at, seen)), 0..4);
+        let ranks = prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus::new(at, seen)), 0..4);
         (any::<u64>(), ranks).prop_map(|(number, ranks)| Heartbeat { number, ranks })
     }
 
@@ -172,7 +172,7 @@ mod tests {
             on_gpu: None,
         };
         let told = |seen: Vec<OpSnapshot>, count| {
-            let beat = Heartbeat { number: 1, ranks: vec![Doing::new(plain, seen)] };
+            let beat = Heartbeat { number: 1, ranks: vec![RankStatus::new(plain, seen)] };
             Heartbeat::from_bytes(KEY, &beat.to_bytes(KEY).unwrap(), count).map(drop)
         };
         assert!(told(vec![seen(" at src/a.rs:7"); MOST], 1).is_ok());

@@ -18,7 +18,7 @@ const QUESTIONS: usize = 16;
 ///
 /// # Errors
 /// [`Error::Store`]; [`Error::Input`] when another process does not answer.
-pub(super) fn measure(
+pub(super) fn estimate_offset(
     store: &TcpStore,
     mine: usize,
     count: usize,

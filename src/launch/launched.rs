@@ -200,7 +200,7 @@ fn noting_a_wait<T>(
     let Some(master) = &launch.master else { return meet() };
     let (met, meeting) = bounded::<Infallible>(0);
     let wait = || {
-        if meeting.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+        if meeting.recv_timeout(WAIT_NOTICE_AFTER) == Err(RecvTimeoutError::Timeout) {
             let (processes, addr, port) = (&launch.processes, &master.addr, master.port);
             note(&format!(
                 "process {} of {} (from 0) still waits for the others to connect to {addr}:{port}; Ctrl-C ends the \
@@ -221,4 +221,4 @@ fn noting_a_wait<T>(
 }
 
 /// How long the other processes may take before the user reads that this one waits.
-const PATIENCE: Duration = Duration::from_secs(5);
+const WAIT_NOTICE_AFTER: Duration = Duration::from_secs(5);

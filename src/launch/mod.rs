@@ -32,7 +32,7 @@ pub use placement::{BackendChoice, Nproc, Placement, NodeSlice, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
 pub use rank::{Backend, Rank};
 pub(crate) use restarts::Restarts;
-pub use signals::{ask_on_signal, exit_code, stop_on_signals};
+pub use signals::{status_signal, exit_code, stop_on_signals};
 pub(crate) use signals::{await_termination, end_at_signals_in};
 pub use spawn::{Spawn, spawn, spawn_scoped};
 pub use world::ProcessWorld;

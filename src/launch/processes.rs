@@ -31,7 +31,7 @@ use crate::torch::{self, TcpStore};
 
 /// After the grace period the processes end by themselves; after so long they are asked to, and after as long again
 /// killed.
-const MERCY: Duration = Duration::from_secs(5);
+const TERM_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The exit code of a process that refuses its input.
 const WRONG_INPUT: i32 = 2;
@@ -280,12 +280,12 @@ impl Start<'_> {
                 }
                 Err(_) => {
                     all.send(last_words.next().unwrap_or(SIGKILL));
-                    deadline = Some(sync::deadline(MERCY));
+                    deadline = Some(sync::deadline(TERM_TIMEOUT));
                 }
             }
             all.reap();
             if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
-                deadline = Some(sync::deadline(self.spawn.grace_period.saturating_add(MERCY)));
+                deadline = Some(sync::deadline(self.spawn.grace_period.saturating_add(TERM_TIMEOUT)));
                 if let Children::Ranks(placement) = self.spawn.children {
                     // Who is killed tells nobody. What fails here the others find out as they would on several machines.
                     let how = self.spawn.how(rank, pid, status);
@@ -334,7 +334,7 @@ impl Start<'_> {
         let read = |rank: usize| -> Option<Report> {
             // A get without time to wait may find nothing where there is something.
             self.store.check(&[report_of(rank)]).ok().filter(|is_there| *is_there)?;
-            let text = self.store.get(&report_of(rank), MERCY).ok()??;
+            let text = self.store.get(&report_of(rank), TERM_TIMEOUT).ok()??;
             serde_json::from_slice(&text).ok()
         };
         let blamed = |report: &Report| report.failure.as_ref().and_then(|failure| failure.rank);

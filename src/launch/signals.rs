@@ -52,7 +52,7 @@ pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
 ///
 /// # Errors
 /// When the system refuses.
-pub fn ask_on_signal() -> io::Result<Receiver<()>> {
+pub fn status_signal() -> io::Result<Receiver<()>> {
     let mut signals = Signals::new([SIGUSR2])?;
     let (ask, asks) = bounded(1);
     // As long as the process.

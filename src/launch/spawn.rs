@@ -256,7 +256,7 @@ impl Spawn {
     }
 
     /// Has whoever is told of stalls hear what each rank does, whenever something arrives in `asks`.
-    pub fn table_when(mut self, asks: Receiver<()>) -> Self {
+    pub fn dump_status_on(mut self, asks: Receiver<()>) -> Self {
         self.asks = asks;
         self
     }

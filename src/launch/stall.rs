@@ -99,7 +99,7 @@ impl Stall {
 
 /// What each rank of this process, `here`, does, and since when, and those of others that have told of theirs; a line
 /// for each.
-pub(super) fn table(run: &RunContext, here: Range<usize>) -> String {
+pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
     let mut lines = Vec::new();
     for rank in 0..run.activity.len() {
         let seen = seen(run, &here, rank);
@@ -127,7 +127,7 @@ fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
 
 /// What is known of `rank`, the newest last.
 fn seen(run: &RunContext, here: &Range<usize>, rank: usize) -> Vec<OpSnapshot> {
-    if here.contains(&rank) { run.timeline.seen(rank) } else { run.sightings.of(rank) }
+    if here.contains(&rank) { run.timeline.seen(rank) } else { run.remote_snapshots.of(rank) }
 }
 
 /// What `rank` does now, or has done last.

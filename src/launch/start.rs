@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::torch::TcpStore;
 
 /// How many starts there were, and how many questions.
-const STARTS: &str = "starts";
+const GENERATION_KEY: &str = "starts";
 const QUESTIONS: &str = "questions";
 
 /// How long what is there may take to come.
@@ -66,7 +66,7 @@ fn ask(store: &TcpStore, mine: usize, timeout: Duration) -> Result<Option<i64>> 
 /// Questions of an earlier start may be left: an answer to them does no harm, because nobody waits for it.
 fn answer(store: &TcpStore, count: usize, timeout: Duration) -> Result<i64> {
     let began = Instant::now();
-    let start = store.add(STARTS, 1)?;
+    let start = store.add(GENERATION_KEY, 1)?;
     let mut answered = vec![Vec::new(); count];
     let mut known = -1;
     while store.add(&heard(start), 0)? < count as i64 - 1 && began.elapsed() < timeout {

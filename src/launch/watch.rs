@@ -12,7 +12,7 @@ use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, never, select_biased,
 };
 
-use super::beat::{Heartbeat, Doing};
+use super::beat::{Heartbeat, RankStatus};
 use super::messages::FailureReport;
 use super::stall;
 use crate::error::{Error, MissingRank, Result};
@@ -22,10 +22,10 @@ use crate::torch::TcpStore;
 use crate::torch::limits::not_started;
 
 /// How often a process says that it lives.
-const BEAT: Duration = Duration::from_millis(500);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Who has said nothing for so long does not answer any more.
-const SILENCE: Duration = Duration::from_millis(2000);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(2000);
 
 /// Where a failing rank leaves what the others should know.
 const FAILURE: &str = "failure";
@@ -121,7 +121,7 @@ impl HeartbeatMonitor {
             drop(stop);
             let _ = thread.join();
         }
-        let store = self.shared.hasty(never());
+        let store = self.shared.with_short_timeout(never());
         // What fails here fails because the others are gone.
         let _ = store.add("left", 1);
         if let Some(stay) = stay {
@@ -142,8 +142,8 @@ pub(super) struct Stay<'a> {
 
 impl Shared {
     /// The store for who cannot wait long: one that takes longer is out of reach.
-    fn hasty(&self, cancelled: Receiver<Infallible>) -> TcpStore {
-        self.store.patient(SILENCE, cancelled)
+    fn with_short_timeout(&self, cancelled: Receiver<Infallible>) -> TcpStore {
+        self.store.with_timeout(HEARTBEAT_TIMEOUT, cancelled)
     }
 
     /// Returns when all other processes have left, or send no heartbeat any more, or when their time is over.
@@ -158,12 +158,12 @@ impl Shared {
             if deadline.is_none() && (failed || asked_to_end()) {
                 deadline = Some(sync::deadline(patience));
             }
-            let limit = if deadline.is_some() { SILENCE } else { patience.max(SILENCE) };
+            let limit = if deadline.is_some() { HEARTBEAT_TIMEOUT } else { patience.max(HEARTBEAT_TIMEOUT) };
             if heard.elapsed() >= limit || deadline.is_some_and(|it| Instant::now() >= it) {
                 break;
             }
-            thread::park_timeout(SILENCE / 100); // the store has no event for it
-            if looked.elapsed() >= BEAT {
+            thread::park_timeout(HEARTBEAT_TIMEOUT / 100); // the store has no event for it
+            if looked.elapsed() >= HEARTBEAT_INTERVAL {
                 let now = beats();
                 looked = Instant::now();
                 if now != before {
@@ -175,7 +175,7 @@ impl Shared {
 
     /// Until `stopped` closes.
     fn watch(&self, run: &Arc<RunContext>, stopped: &Receiver<Infallible>) {
-        let store = self.store.patient(run.timeout, stopped.clone());
+        let store = self.store.with_timeout(run.timeout, stopped.clone());
         let mut told = false;
         loop {
             if !told && run.cancel.cancelled_by().is_some() {
@@ -193,7 +193,7 @@ impl Shared {
                 return;
             }
             if told {
-                match stopped.recv_timeout(BEAT) {
+                match stopped.recv_timeout(HEARTBEAT_INTERVAL) {
                     Err(RecvTimeoutError::Disconnected) => return,
                     _ => continue,
                 }
@@ -207,7 +207,7 @@ impl Shared {
                     return;
                 }
                 recv(run.cancel.tripped()) -> _ => {}
-                default(BEAT) => {}
+                default(HEARTBEAT_INTERVAL) => {}
             }
         }
     }
@@ -226,7 +226,7 @@ impl Shared {
     /// Says that this process lives, and what its ranks do.
     fn beat(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
         let number = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
-        let ranks = self.ranks[self.mine].clone().map(|rank| Doing::of(run, rank)).collect();
+        let ranks = self.ranks[self.mine].clone().map(|rank| RankStatus::of(run, rank)).collect();
         let key = alive(self.mine);
         store.set(&key, &Heartbeat { number, ranks }.to_bytes(&key)?)
     }
@@ -236,7 +236,7 @@ impl Shared {
         let told = run.failures().first().map(FailureReport::of);
         if let Some(told) = told {
             // If the store is gone, they notice that.
-            let _ = tell(&self.hasty(never()), &told);
+            let _ = tell(&self.with_short_timeout(never()), &told);
         }
     }
 
@@ -254,7 +254,7 @@ impl Shared {
         if !store.check(&[FAILURE.into()])? {
             return Ok(false);
         }
-        let text = store.get(FAILURE, SILENCE)?.unwrap_or_default();
+        let text = store.get(FAILURE, HEARTBEAT_TIMEOUT)?.unwrap_or_default();
         match FailureReport::from_bytes(FAILURE, &text, run.activity.len()) {
             Ok(told) => {
                 run.activity[told.rank].restore(told.at());
@@ -282,7 +282,7 @@ impl Shared {
     fn note(&self, run: &RunContext, process: usize, beat: &Heartbeat) {
         for (rank, doing) in self.ranks[process].clone().zip(&beat.ranks) {
             run.activity[rank].restore(doing.at());
-            run.sightings.note(rank, &doing.seen);
+            run.remote_snapshots.note(rank, &doing.seen);
         }
     }
 
@@ -312,7 +312,7 @@ fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Hear
     if !store.check(std::slice::from_ref(&key))? {
         return Ok(None);
     }
-    let message = store.get(&key, SILENCE)?.unwrap_or_default();
+    let message = store.get(&key, HEARTBEAT_TIMEOUT)?.unwrap_or_default();
     Ok(Heartbeat::from_bytes(&key, &message, ranks).ok())
 }
 
@@ -320,7 +320,7 @@ fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Hear
 /// For who has started them and sees that. Returns what the rank was last seen doing.
 pub(super) fn tell_ended(store: &TcpStore, rank: usize, at: Option<OpId>, error: &str) -> Result<OpId> {
     let doing = || -> Result<Option<OpId>> {
-        Ok(beat_of(store, rank, 1)?.and_then(|beat| beat.ranks.first().map(Doing::at)))
+        Ok(beat_of(store, rank, 1)?.and_then(|beat| beat.ranks.first().map(RankStatus::at)))
     };
     let at = at.map_or_else(doing, |at| Ok(Some(at)))?;
     let at = at.unwrap_or(OpId { operation: Operation::Start, sequence: 0 });
@@ -349,8 +349,8 @@ pub(super) fn waited_for(
         let pairs = numbers(&before).into_iter().zip(numbers(now));
         pairs.into_iter().any(|(before, now)| before.is_some() && before == now)
     };
-    while is_old(&now) && began.elapsed() < SILENCE {
-        thread::park_timeout(BEAT / 50); // the store has no event for it
+    while is_old(&now) && began.elapsed() < HEARTBEAT_TIMEOUT {
+        thread::park_timeout(HEARTBEAT_INTERVAL / 50); // the store has no event for it
         now = beats()?;
     }
     let others = (0..count).filter(|other| *other != rank);
@@ -379,14 +379,14 @@ fn alive(process: usize) -> String {
 impl PeerStatus for Shared {
     /// Asks twice, so that who has said nothing new in between is known to be silent. If the store does not answer,
     /// that is who serves it.
-    fn look(&self, run: &RunContext) -> Vec<MissingRank> {
+    fn refresh(&self, run: &RunContext) -> Vec<MissingRank> {
         let cancelled = run.cancel.tripped();
-        let store = self.hasty(cancelled.clone());
+        let store = self.with_short_timeout(cancelled.clone());
         let twice = self.beats_elsewhere(&store, run).and_then(|before| {
             // Nothing tells that nothing comes but time.
             select_biased! {
                 recv(cancelled) -> _ => Ok((before.clone(), Vec::new())),
-                default(SILENCE) => Ok((before, self.beats_elsewhere(&store, run)?)),
+                default(HEARTBEAT_TIMEOUT) => Ok((before, self.beats_elsewhere(&store, run)?)),
             }
         });
         // A process that has timed out first ends its ranks: they are not late.
@@ -411,9 +411,9 @@ impl PeerStatus for Shared {
         ranks.map(seen).collect()
     }
 
-    fn ask(&self, run: &RunContext) {
+    fn poll(&self, run: &RunContext) {
         // What cannot be had is not there.
-        let _ = self.beats_elsewhere(&self.hasty(never()), run);
+        let _ = self.beats_elsewhere(&self.with_short_timeout(never()), run);
     }
 }
 

@@ -177,7 +177,7 @@ impl ProcessWorld {
     /// [`Error::Store`], [`Error::Input`] when another process does not answer.
     pub fn compare_clocks(self, timeout: Duration) -> Result<Self> {
         let count = self.processes.len();
-        let clock = clock::measure(&self.store, self.mine, count, timeout)?;
+        let clock = clock::estimate_offset(&self.store, self.mine, count, timeout)?;
         Ok(Self { clock: Some(clock), ..self })
     }
 

@@ -57,14 +57,14 @@ impl Straggler {
     /// Returns where it was slower, as the end of a sentence.
     pub(crate) fn place(&self) -> String {
         match self.phase {
-            OUTSIDE => "outside of its steps".into(),
+            OUTSIDE_PHASES => "outside of its steps".into(),
             phase => format!("in its phase {phase}"),
         }
     }
 }
 
 /// The phase of all time that no phase of [`PhaseSeconds`] has.
-const OUTSIDE: &str = "outside";
+const OUTSIDE_PHASES: &str = "outside";
 
 /// What is less of the run than this, or less in seconds, is noise.
 const SHARE: f64 = 0.1;
@@ -72,12 +72,12 @@ const SECONDS: f64 = 1.0;
 
 /// Looks at what all ranks, in their order, have told; `None` where they did about equally well in a run of `elapsed`
 /// seconds.
-pub fn held_back(ranks: &[PhaseSeconds], elapsed: f64) -> Option<Straggler> {
-    held_back_longer(ranks, elapsed, SECONDS)
+pub fn find_straggler(ranks: &[PhaseSeconds], elapsed: f64) -> Option<Straggler> {
+    find_straggler_over(ranks, elapsed, SECONDS)
 }
 
 /// The same, if it was for more than `least` seconds.
-pub(crate) fn held_back_longer(
+pub(crate) fn find_straggler_over(
     ranks: &[PhaseSeconds],
     elapsed: f64,
     least: f64,
@@ -101,7 +101,7 @@ pub(crate) fn held_back_longer(
     // All ranks took the same time, so the rest of the difference lies outside of the phases. These seven add up to
     // `seconds`: the largest is a good part of it, and never rounds to nothing beside it.
     let rest = seconds - phases.iter().map(|(_, more)| more).sum::<f64>();
-    let phases = phases.into_iter().chain([(OUTSIDE, rest)]);
+    let phases = phases.into_iter().chain([(OUTSIDE_PHASES, rest)]);
     let (phase, phase_seconds) = phases.max_by(|(_, a), (_, b)| a.total_cmp(b))?;
     let counts = ranks.len() > 1 && seconds > least.max(SHARE * elapsed);
     counts.then_some(Straggler { rank, seconds, phase, phase_seconds })
@@ -116,23 +116,23 @@ mod tests {
         let quick =
             PhaseSeconds { data: 0.1, forward: 1.0, collectives: 3.0, ..Default::default() };
         let slow = PhaseSeconds { data: 2.1, forward: 1.1, collectives: 0.9, ..Default::default() };
-        let found = held_back(&[quick, quick, slow, quick], 5.0).unwrap();
+        let found = find_straggler(&[quick, quick, slow, quick], 5.0).unwrap();
         assert_eq!((found.rank, found.phase), (2, "data"));
         assert!((found.seconds - 2.1).abs() < 1e-9 && (found.phase_seconds - 2.0).abs() < 1e-9);
-        assert_eq!(held_back(&[quick, quick, slow, quick], 50.0), None);
-        assert_eq!(held_back(&[quick, quick], 1.0), None);
+        assert_eq!(find_straggler(&[quick, quick, slow, quick], 50.0), None);
+        assert_eq!(find_straggler(&[quick, quick], 1.0), None);
         let noise = PhaseSeconds { data: 1.0, collectives: 2.1, ..quick };
-        assert_eq!(held_back(&[quick, noise], 1.0), None);
-        assert_eq!(held_back(&[slow], 1.0), None);
+        assert_eq!(find_straggler(&[quick, noise], 1.0), None);
+        assert_eq!(find_straggler(&[slow], 1.0), None);
         // Rank 0 saves, or is busy with something that no phase has; either explains why the others waited for it.
         let saves = PhaseSeconds { save: 2.4, collectives: 0.5, ..quick };
-        let found = held_back(&[saves, quick], 5.0).unwrap();
+        let found = find_straggler(&[saves, quick], 5.0).unwrap();
         assert_eq!((found.rank, found.phase), (0, "save"));
         assert!((found.phase_seconds - 2.4).abs() < 1e-9);
         let busy = PhaseSeconds { forward: 1.001, collectives: 0.5, ..quick };
-        let found = held_back(&[busy, quick], 5.0).unwrap();
+        let found = find_straggler(&[busy, quick], 5.0).unwrap();
         assert_eq!((found.phase, found.place()), ("outside", "outside of its steps".into()));
         assert!((found.phase_seconds - 2.499).abs() < 1e-9, "{found:?}");
-        assert_eq!(held_back(&[], 1.0), None);
+        assert_eq!(find_straggler(&[], 1.0), None);
     }
 }

@@ -19,8 +19,8 @@ mod trace;
 
 pub use events::{End, Epoch, Event, Failure, Start};
 pub use explain::{RunInfo, Language, Narrator, RankStep, Step};
-pub(crate) use held_back::held_back_longer;
-pub use held_back::{Straggler, PhaseSeconds, held_back};
+pub(crate) use held_back::find_straggler_over;
+pub use held_back::{Straggler, PhaseSeconds, find_straggler};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub(crate) use output::{Marks, Output};

@@ -129,11 +129,11 @@ fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Sl
 }
 
 /// So many lanes a rank has beside its own, at most.
-pub(super) const LANES: usize = 62;
+pub(super) const MAX_TRACKS: usize = 62;
 
 /// The first lane in which nothing goes on at `from`, which is taken until `to` then.
 fn free(lanes: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
-    let lane = lanes.iter().position(|end| *end <= from).unwrap_or(lanes.len()).min(LANES - 1);
+    let lane = lanes.iter().position(|end| *end <= from).unwrap_or(lanes.len()).min(MAX_TRACKS - 1);
     lanes.resize(lanes.len().max(lane + 1), to);
     lanes[lane] = to;
     lane

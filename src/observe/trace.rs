@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::slices::{LANES, Slice, gpu_slices, slices};
+use super::slices::{MAX_TRACKS, Slice, gpu_slices, slices};
 use super::{Marks, Output};
 use crate::operation::Operation;
 use crate::sync::History;
@@ -343,9 +343,9 @@ fn micros(time: Duration) -> f64 {
 }
 
 /// The number of the lane of a rank's GPU.
-const GPU: usize = LANES + 1;
+const GPU: usize = MAX_TRACKS + 1;
 
 /// The lane of a rank of this number: 0 is its own.
 fn lane(rank: usize, number: usize) -> usize {
-    rank * (LANES + 2) + number
+    rank * (MAX_TRACKS + 2) + number
 }

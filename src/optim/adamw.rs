@@ -68,7 +68,7 @@ impl Optimizer for AdamW {
         if !self.flat.have_gradients()? {
             return Ok(());
         }
-        if self.flat.follow()? {
+        if self.flat.refresh()? {
             self.counts = counts(&self.flat)?;
         }
         let AdamWOptions { betas, eps, weight_decay, .. } = self.options;

@@ -101,14 +101,14 @@ impl OptimizerState {
 
     /// Follows the parameters when they have moved, or have a gradient now where they had none before, or the
     /// reverse; whether the groups are new.
-    pub(super) fn follow(&mut self) -> Result<bool> {
+    pub(super) fn refresh(&mut self) -> Result<bool> {
         let (mut have_moved, mut same) = (false, true);
         for (buffer, seen) in self.buffers.iter().zip(&self.seen) {
             have_moved |= !buffer.places.is(&seen.places);
             same &= buffer.places.are_unused(&seen.unused);
         }
         if have_moved {
-            self.follow_places()?;
+            self.relocate_state()?;
         }
         let is_new = have_moved || !same;
         if is_new {
@@ -118,7 +118,7 @@ impl OptimizerState {
     }
 
     /// Moves what is kept to where the parameters are by now.
-    fn follow_places(&mut self) -> Result<()> {
+    fn relocate_state(&mut self) -> Result<()> {
         let before: BTreeMap<usize, (usize, &ParamSpan)> =
             self.places().map(|(buffer, place)| (place.index, (buffer, place))).collect();
         let mut moved = Vec::with_capacity(self.slots.len());
@@ -393,12 +393,12 @@ mod tests {
         assert_eq!(runs(&flat), all(0, 0));
         // Who has no gradient is passed by, and counts no step.
         flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[2]));
-        assert!(flat.follow().unwrap() && !flat.follow().unwrap());
+        assert!(flat.refresh().unwrap() && !flat.refresh().unwrap());
         let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];
         assert_eq!(runs(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
         flat.count_step();
         flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[]));
-        assert!(flat.follow().unwrap());
+        assert!(flat.refresh().unwrap());
         let again = [
             (false, 1, vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)]),
             (false, 0, vec![run(0, 16, 32)]),

@@ -65,7 +65,7 @@ impl Optimizer for Sgd {
         if !self.flat.have_gradients()? {
             return Ok(());
         }
-        self.flat.follow()?;
+        self.flat.refresh()?;
         let SgdOptions { momentum, dampening, nesterov, weight_decay, .. } = self.options;
         if momentum == 0.0 && weight_decay == 0.0 {
             // The same bits as the fused kernel's. One call a bucket, whatever libtorch's threads: with 2.1 M

@@ -83,7 +83,7 @@ impl ReduceOp {
             Bool => "use band or bor, or convert to an integer kind to count",
             _ => "convert to a float or integer kind",
         };
-        let kind = kind_name(kind);
+        let kind = dtype_name(kind);
         Err(Error::Unsupported(format!(
             "{operation}({self}) does not take {kind} tensors: {advice}"
         )))
@@ -151,7 +151,7 @@ impl Call<'_> {
 }
 
 /// The kinds that can be reduced, by PyTorch's names for them.
-pub const KINDS: [Kind; 10] = [
+pub const DTYPES: [Kind; 10] = [
     Kind::Double,
     Kind::Float,
     Kind::Half,
@@ -168,9 +168,9 @@ pub const KINDS: [Kind; 10] = [
 ///
 /// # Errors
 /// [`Error::Input`] for other names; it lists them.
-pub fn kind_named(name: &str) -> Result<Kind> {
-    KINDS.into_iter().find(|&kind| kind_name(kind) == name).ok_or_else(|| {
-        let names = KINDS.map(kind_name).join(", ");
+pub fn parse_dtype(name: &str) -> Result<Kind> {
+    DTYPES.into_iter().find(|&kind| dtype_name(kind) == name).ok_or_else(|| {
+        let names = DTYPES.map(dtype_name).join(", ");
         Error::Input(format!(
             "{name:?} is not a kind of tensor that can be reduced; use one of {names}"
         ))
@@ -202,7 +202,7 @@ const NAMES: [(Kind, &str); 20] = [
 ];
 
 /// Returns PyTorch's name of `kind`.
-pub fn kind_name(kind: Kind) -> &'static str {
+pub fn dtype_name(kind: Kind) -> &'static str {
     // A later tch may add kinds.
     NAMES.iter().find(|(known, _)| *known == kind).map_or("unknown", |(_, name)| name)
 }

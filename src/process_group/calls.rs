@@ -7,10 +7,10 @@ use crate::operation::Operation;
 use crate::sync::format_call_site;
 
 /// So many different calls are told of one by one.
-const FEW: usize = 8;
+const MAX_LISTED_CALLS: usize = 8;
 
 /// So many characters of what another process tells are shown.
-const LONGEST: usize = 400;
+const MAX_CALL_CHARS: usize = 400;
 
 /// Before the sizes of an all_to_all, which each rank may have of its own.
 pub(super) const SIZES: &str = " sending ";
@@ -107,10 +107,10 @@ fn list(calls: &[RankCall], odd: usize) -> String {
         }
     }
     let mut left_out = String::new();
-    if lines.len() > FEW {
+    if lines.len() > MAX_LISTED_CALLS {
         let of_odd = lines.iter().position(|(_, ranks)| ranks.contains(&odd)).unwrap_or(0);
-        lines.swap(FEW - 1, of_odd.max(FEW - 1));
-        left_out = format!("; the others made {} more different calls", lines.len() - FEW);
+        lines.swap(MAX_LISTED_CALLS - 1, of_odd.max(MAX_LISTED_CALLS - 1));
+        left_out = format!("; the others made {} more different calls", lines.len() - MAX_LISTED_CALLS);
     }
     let line = |(RankCall { call, place, .. }, ranks): &(&RankCall, Vec<usize>)| {
         format!(
@@ -119,7 +119,7 @@ fn list(calls: &[RankCall], odd: usize) -> String {
             runs(ranks)
         )
     };
-    let told: Vec<String> = lines.iter().take(FEW).map(line).collect();
+    let told: Vec<String> = lines.iter().take(MAX_LISTED_CALLS).map(line).collect();
     told.join("; ") + &left_out
 }
 
@@ -136,7 +136,7 @@ pub(super) fn from_text(told: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
     let told = String::from_utf8_lossy(told.unwrap_or_default());
     // It goes to a terminal.
     let shown = |line: &str| -> String {
-        line.chars().filter(|it| !it.is_control()).take(LONGEST).collect()
+        line.chars().filter(|it| !it.is_control()).take(MAX_CALL_CHARS).collect()
     };
     let mut lines = told.split('\n').map(shown);
     let call = lines.next().filter(|it| !it.is_empty()).unwrap_or_else(|| "something else".into());
@@ -213,7 +213,7 @@ mod tests {
             (0..40).map(|rank| called(rank, &format!("x {}", rank / 2), 1)).collect();
         calls.push(called(40, "y", 2));
         let (text, odd) = told(&calls);
-        assert_eq!((text.matches(" called ").count(), odd), (FEW, 40));
+        assert_eq!((text.matches(" called ").count(), odd), (MAX_LISTED_CALLS, 40));
         assert!(text.contains("rank 40 called y at a.rs:2; the others made 13 more"), "{text}");
     }
 
@@ -227,8 +227,8 @@ mod tests {
             let calls = from_text(bytes.as_deref(), &ranks);
             prop_assert_eq!(calls.iter().map(|it| it.rank).collect::<Vec<_>>(), ranks);
             for RankCall { call, place, .. } in calls {
-                prop_assert!(!call.is_empty() && call.chars().count() <= LONGEST);
-                prop_assert!(place.chars().count() <= LONGEST);
+                prop_assert!(!call.is_empty() && call.chars().count() <= MAX_CALL_CHARS);
+                prop_assert!(place.chars().count() <= MAX_CALL_CHARS);
                 prop_assert!(!(call + &place).contains(char::is_control));
             }
         }

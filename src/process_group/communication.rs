@@ -64,7 +64,7 @@ impl CommunicationThread {
             let finish = |(work, record, result): (InFlight, SpanId, Sender<Result<()>>)| {
                 let at = work.at();
                 let end = |group: &ProcessGroup| work.wait().map(|()| group.record_end(record));
-                tell(result, carry_out(&group, Some(at), end));
+                tell(result, run_job(&group, Some(at), end));
             };
             loop {
                 // Whatever is there first: a job, or an end.
@@ -79,11 +79,11 @@ impl CommunicationThread {
                     Job::Take(side) => group.take(side),
                     Job::GiveBack => {
                         in_flight.drain(..).for_each(finish);
-                        if let Some(side) = group.give_away() {
+                        if let Some(side) = group.detach() {
                             let _ = give_back.send(side); // whoever asked waits for it
                         }
                     }
-                    Job::Run(operation, result) => match carry_out(&group, None, operation) {
+                    Job::Run(operation, result) => match run_job(&group, None, operation) {
                         Ok(Some((work, record))) => in_flight.push_back((work, record, result)),
                         Ok(None) => tell(result, Ok(())),
                         Err(error) => tell(result, Err(error)),
@@ -140,7 +140,7 @@ fn ends_before_a_job(
 
 /// Does one operation, or at `at` waits for its end. The run learns of a failure here, because its rank may never
 /// ask.
-fn carry_out<T>(
+fn run_job<T>(
     group: &ProcessGroup,
     at: Option<OpId>,
     operation: impl FnOnce(&ProcessGroup) -> Result<T>,

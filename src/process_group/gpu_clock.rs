@@ -14,7 +14,7 @@ use crate::sync::{SpanId, RunContext};
 use crate::torch::cuda::{self, Event};
 
 /// So many records may wait for the GPU: many steps.
-const MOST: usize = 4096;
+const MAX_QUEUED: usize = 4096;
 
 /// Times are single-precision numbers of CUDA's: from an event that lies no longer back they are exact to a microsecond.
 const REBASE: Duration = Duration::from_secs(1);
@@ -110,7 +110,7 @@ impl GpuClock {
             open.ended = Some(event.clone());
         }
         if let Some((span, operation)) = begun {
-            if self.launched.len() == MOST {
+            if self.launched.len() == MAX_QUEUED {
                 self.launched.pop_front();
             }
             let beside = cuda::current_stream(self.gpu)? as usize != self.stream;

@@ -56,7 +56,7 @@ impl ProcessGroup {
         let invitation = self.shared.invitation(occasion, here, || match &self.network {
             Some(network) if here < ranks.len() => {
                 let part = network.part(&ranks, &format!("group/{occasion:?}"), members.clone())?;
-                Bootstrap::across(self.run(), members, part, self.launches)
+                Bootstrap::across(self.run(), members, part, self.is_stream_ordered)
             }
             _ => self.invitation(members),
         })?;
@@ -188,7 +188,7 @@ impl ProcessGroup {
 
     /// An invitation to a group that talks as this one does.
     fn invitation(&self, members: Arc<[usize]>) -> Result<Bootstrap> {
-        if self.launches {
+        if self.is_stream_ordered {
             Bootstrap::nccl(self.run(), members)
         } else {
             Ok(Bootstrap::threaded(self.run(), members))

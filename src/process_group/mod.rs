@@ -36,7 +36,7 @@ use tch::{Device, Kind};
 
 pub(crate) use call::Call;
 use call::plain_kind;
-pub use call::{KINDS, ReduceOp, kind_name, kind_named};
+pub use call::{DTYPES, ReduceOp, dtype_name, parse_dtype};
 use communication::CommunicationThread;
 use gloo::InFlight;
 pub(crate) use gloo::{ProcessMap, Network};
@@ -67,7 +67,7 @@ pub(crate) trait Backend: Send {
     fn name(&self) -> &'static str;
 
     /// Whether a call launches work on a device and returns, instead of doing it.
-    fn launches(&self) -> bool;
+    fn is_stream_ordered(&self) -> bool;
 
     /// Does this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;
@@ -123,16 +123,16 @@ pub struct ProcessGroup {
     local_rank: usize,
     device: Device,
     backend: &'static str,
-    launches: bool,
+    is_stream_ordered: bool,
     shared: Arc<Shared>,
     /// To the other processes, if there are any.
     network: Option<Arc<Network>>,
     /// Not there while the communication thread has it.
-    side: RefCell<Option<SequencedBackend>>,
+    sequenced: RefCell<Option<SequencedBackend>>,
     communication: OnceCell<CommunicationThread>,
     /// What a communication thread does; what the rank itself does stands in the run.
     own_activity: Option<Activity>,
-    recorded: PhaseTracker,
+    phase_tracker: PhaseTracker,
     /// `None` if the rank has no GPU.
     gpu_clock: RefCell<Option<GpuClock>>,
     /// How many messages this rank has sent and received.
@@ -169,13 +169,13 @@ impl ProcessGroup {
             local_rank,
             device,
             backend: backend.name(),
-            launches: backend.launches(),
+            is_stream_ordered: backend.is_stream_ordered(),
             shared,
             network,
-            side: RefCell::new(Some(SequencedBackend { sequence: 0, backend })),
+            sequenced: RefCell::new(Some(SequencedBackend { sequence: 0, backend })),
             communication: OnceCell::new(),
             own_activity: None,
-            recorded: PhaseTracker::default(),
+            phase_tracker: PhaseTracker::default(),
             gpu_clock: RefCell::default(),
             messages: Cell::new(0),
             traffic: Arc::default(),
@@ -253,7 +253,7 @@ impl ProcessGroup {
         operation: impl FnOnce(&ProcessGroup) -> Result<()> + Send + 'static,
     ) -> Result<Work> {
         self.run().check(self.global_rank())?;
-        if self.launches {
+        if self.is_stream_ordered {
             operation(self)?;
             return self.launched();
         }
@@ -277,7 +277,7 @@ impl ProcessGroup {
                 self.communication.get_or_init(|| thread)
             }
         };
-        if let Some(side) = self.give_away() {
+        if let Some(side) = self.detach() {
             thread.take(side);
         }
         let result = thread.run(self, operation);
@@ -320,7 +320,7 @@ impl ProcessGroup {
     }
 
     pub(crate) fn shut_down(&self) {
-        if let Some(side) = &mut *self.side.borrow_mut() {
+        if let Some(side) = &mut *self.sequenced.borrow_mut() {
             side.backend.shut_down();
         }
     }
@@ -365,7 +365,7 @@ impl ProcessGroup {
 
     /// This rank's side of the group; if the communication thread has it, when that is done with it.
     fn side(&self) -> Result<RefMut<'_, SequencedBackend>> {
-        let mut side = self.side.borrow_mut();
+        let mut side = self.sequenced.borrow_mut();
         if side.is_none() {
             *side = self.communication.get().and_then(CommunicationThread::give_back);
         }
@@ -375,30 +375,30 @@ impl ProcessGroup {
     }
 
     fn take(&self, side: SequencedBackend) {
-        *self.side.borrow_mut() = Some(side);
+        *self.sequenced.borrow_mut() = Some(side);
     }
 
-    fn give_away(&self) -> Option<SequencedBackend> {
-        self.side.borrow_mut().take()
+    fn detach(&self) -> Option<SequencedBackend> {
+        self.sequenced.borrow_mut().take()
     }
 
     /// What makes this membership on another thread, but for its side, which follows.
     fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
-        let Self { rank, local_rank, device, backend, launches, .. } = *self;
+        let Self { rank, local_rank, device, backend, is_stream_ordered: launches, .. } = *self;
         let (shared, traffic) = (self.shared.clone(), self.traffic.clone());
-        let (network, recorded) = (self.network.clone(), self.recorded.beside());
+        let (network, recorded) = (self.network.clone(), self.phase_tracker.beside());
         move || ProcessGroup {
             rank,
             local_rank,
             device,
             backend,
-            launches,
+            is_stream_ordered: launches,
             shared,
             network,
-            side: RefCell::new(None),
+            sequenced: RefCell::new(None),
             communication: OnceCell::new(),
             own_activity: Some(Activity::default()),
-            recorded,
+            phase_tracker: recorded,
             gpu_clock: RefCell::default(),
             messages: Cell::new(0),
             traffic,

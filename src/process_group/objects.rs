@@ -275,7 +275,7 @@ impl ProcessGroup {
     /// On a GPU, before the host reads. Elsewhere a call that has returned is done, and what is queued need not
     /// be waited for.
     fn await_launched(&self) -> Result<()> {
-        if self.launches { self.synchronize() } else { Ok(()) }
+        if self.is_stream_ordered { self.synchronize() } else { Ok(()) }
     }
 
     fn read_lengths(&self, name: &str, lengths: &Tensor) -> Result<Vec<usize>> {

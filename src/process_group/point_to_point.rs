@@ -217,7 +217,7 @@ impl ProcessGroup {
             self.check_output(operation, &op.tensor)?;
         }
         let Some(peer) = op.peer else {
-            return match self.launches {
+            return match self.is_stream_ordered {
                 true => refuse(operation, "backend nccl receives from a named rank only".into()),
                 false if self.world_size() == 1 => {
                     refuse(operation, "there is nobody else in the group".into())
@@ -239,7 +239,7 @@ impl ProcessGroup {
             let sent = if op.is_send() { bytes } else { 0 };
             self.traffic.add(Traffic { sent, received: bytes - sent });
         }
-        if self.launches { self.launch(ops) } else { ops.iter().map(|op| self.mail(op)).collect() }
+        if self.is_stream_ordered { self.launch(ops) } else { ops.iter().map(|op| self.mail(op)).collect() }
     }
 
     fn mail(&self, op: &P2POp) -> Result<Work> {

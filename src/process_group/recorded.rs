@@ -65,15 +65,15 @@ impl ProcessGroup {
         match &self.network {
             // NCCL carries no news of a stop.
             Some(network)
-                if self.launches
+                if self.is_stream_ordered
                     && network.shares_stop()
                     && self.rank == self.shared.here().start =>
             {
                 let at = OpId { operation: Operation::Synchronize, sequence: self.sequence()? };
                 let before = self.activity().enter(at.operation, at.sequence);
-                let group = Some(self.recorded.group);
+                let group = Some(self.phase_tracker.group);
                 let mark = self.record(OpStart { group, ..OpStart::alone(at, Location::caller()) });
-                let exchanged = network.exchange_news(at.sequence);
+                let exchanged = network.exchange_stop(at.sequence);
                 exchanged.inspect_err(|error| self.record_failure(mark, error))?;
                 self.record_end(mark);
                 self.activity().restore(before);
@@ -93,11 +93,11 @@ impl ProcessGroup {
 
     /// What follows is called with `note`, until the next one.
     pub(crate) fn note(&self, note: CallContext) {
-        self.recorded.note.set(note);
+        self.phase_tracker.note.set(note);
     }
 
     /// What else than to fail or to be slow this rank is to do in training step `step`: `--fault`.
-    pub(crate) fn harm(&self, step: u64) -> Option<FaultKind> {
+    pub(crate) fn planned_fault(&self, step: u64) -> Option<FaultKind> {
         let fault = self.run().fault?;
         let here = (fault.rank, fault.at, fault.step) == (self.global_rank(), FaultSite::Step, step);
         here.then_some(fault.kind)
@@ -105,21 +105,21 @@ impl ProcessGroup {
 
     /// On whose behalf this rank calls at `place`.
     pub(super) fn place_of(&self, place: CallSite) -> CallSite {
-        self.recorded.note.get().place.unwrap_or(place)
+        self.phase_tracker.note.get().place.unwrap_or(place)
     }
 
     /// Records that this rank comes to `call`; what is returned is for [`ProcessGroup::record_end`].
     pub(super) fn record_call(&self, call: &Call) -> SpanId {
-        let CallContext { bucket, .. } = self.recorded.note.get();
+        let CallContext { bucket, .. } = self.phase_tracker.note.get();
         let numel = |tensors: &[Tensor]| -> usize { tensors.iter().map(Tensor::numel).sum() };
         let most = numel(call.inputs).max(numel(call.outputs));
         self.record(OpStart {
             at: call.at(),
-            group: Some(self.recorded.group),
+            group: Some(self.phase_tracker.group),
             bucket,
             amount: num_bytes(call.kind, most) as u64,
             place: call.place,
-            beside: self.recorded.beside,
+            beside: self.phase_tracker.beside,
         })
     }
 
@@ -152,17 +152,17 @@ impl ProcessGroup {
 
     /// Counts `time` as spent in collectives.
     pub(crate) fn record_wait(&self, time: Duration) {
-        if let Some(phase) = self.recorded.phase.get() {
+        if let Some(phase) = self.phase_tracker.phase.get() {
             let collectives = phase.collectives + time;
-            self.recorded.phase.set(Some(Phase { collectives, ..phase }));
+            self.phase_tracker.phase.set(Some(Phase { collectives, ..phase }));
         }
     }
 
     /// How long this rank has been at each phase so far: its GPU, where the rank only launches. Ranks that share a GPU
     /// also share a stream, in which the work of one is not told from that of another. Not a collective.
     pub(crate) fn phase_seconds(&self) -> PhaseSeconds {
-        let on_gpu = self.gpu_seconds().filter(|_| self.launches);
-        on_gpu.map_or(self.recorded.seconds.get(), |it| it.phases)
+        let on_gpu = self.gpu_seconds().filter(|_| self.is_stream_ordered);
+        on_gpu.map_or(self.phase_tracker.seconds.get(), |it| it.phases)
     }
 
     /// How long this rank's GPU has been at what the rank has launched, if it has one. Not a collective.
@@ -227,13 +227,13 @@ impl ProcessGroup {
         self.on_gpu(|clock| clock.mark(ended, Some((Span::Record(mark), phase))));
         self.note_gpu();
         let collectives = Duration::ZERO;
-        self.recorded.phase.set(Some(Phase { is: phase, step, mark, collectives }));
+        self.phase_tracker.phase.set(Some(Phase { is: phase, step, mark, collectives }));
     }
 
     /// The same, of the step that this rank is in; nothing outside of steps.
     #[track_caller]
     pub(crate) fn next_phase(&self, phase: Operation) {
-        if let Some(before) = self.recorded.phase.get() {
+        if let Some(before) = self.phase_tracker.phase.get() {
             self.enter_phase(phase, before.step);
         }
     }
@@ -241,7 +241,7 @@ impl ProcessGroup {
     /// Records that this rank goes on with the forward pass of `samples` samples, if it is in a step. Not a collective.
     #[track_caller]
     pub(crate) fn enter_forward(&self, samples: &Tensor) {
-        if let Some(before) = self.recorded.phase.get() {
+        if let Some(before) = self.phase_tracker.phase.get() {
             let at = OpId { operation: Operation::Forward, sequence: before.step };
             let amount = samples.size().first().map_or(0, |&samples| samples as u64);
             self.begin_phase(OpStart { amount, ..OpStart::alone(at, Location::caller()) });
@@ -270,24 +270,24 @@ impl ProcessGroup {
 
     /// Returns the record that is over now, if there is one.
     fn close_phase(&self) -> Option<SpanId> {
-        let Phase { is, mark, collectives, .. } = self.recorded.phase.take()?;
+        let Phase { is, mark, collectives, .. } = self.phase_tracker.phase.take()?;
         let elapsed = self.run().timeline.end(self.global_rank(), mark);
-        let mut seconds = self.recorded.seconds.get();
+        let mut seconds = self.phase_tracker.seconds.get();
         if let Some(of_phase) = seconds.of_phase(is) {
             *of_phase += elapsed.saturating_sub(collectives).as_secs_f64();
             seconds.collectives += collectives.as_secs_f64();
-            self.recorded.seconds.set(seconds);
+            self.phase_tracker.seconds.set(seconds);
         }
         Some(mark)
     }
 
     /// Names this group for the timeline, as its `sequence`-th call of `parent` has made it.
     pub(super) fn record_as_part_of(self, parent: &ProcessGroup, sequence: u64) -> Self {
-        let name = [u64::from(parent.recorded.group), sequence].map(u64::to_le_bytes).concat();
+        let name = [u64::from(parent.phase_tracker.group), sequence].map(u64::to_le_bytes).concat();
         // Not 0, which is the group of all.
         let group = (xxh3_64(&name) as u32).max(1);
-        self.run().know_group(group, &Arc::from(self.ranks()));
+        self.run().register_group(group, &Arc::from(self.ranks()));
         let recorded = PhaseTracker { group, ..PhaseTracker::default() };
-        Self { recorded, weight: parent.weight.clone(), ..self }
+        Self { phase_tracker: recorded, weight: parent.weight.clone(), ..self }
     }
 }

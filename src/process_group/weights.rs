@@ -64,11 +64,11 @@ impl ProcessGroup {
         weight: Option<f64>,
     ) -> Result<Work> {
         let mut tensor = tensor.shallow_clone();
-        if self.launches || self.own_activity.is_some() {
+        if self.is_stream_ordered || self.own_activity.is_some() {
             return self.async_op(move |group| group.all_reduce_weighted(&mut tensor, op, weight));
         }
         self.run().check(self.global_rank())?;
-        let note = self.recorded.note.get();
+        let note = self.phase_tracker.note.get();
         self.queue(Box::new(move |group| {
             group.note(note);
             group.start_all_reduce(&tensor, op, weight)
@@ -124,7 +124,7 @@ pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Resul
     }
     Err(Error::Unsupported(format!(
         "all_reduce({op}) of {} tensors takes no weights: they go with sum and premul_sum of float tensors",
-        super::kind_name(kind)
+        super::dtype_name(kind)
     )))
 }
 

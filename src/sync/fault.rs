@@ -34,7 +34,7 @@ pub enum FaultKind {
 
 impl FaultKind {
     /// Whether it is for who trains to do: `ProcessGroup::harm`.
-    fn is_of_a_step(self) -> bool {
+    fn needs_step(self) -> bool {
         use FaultKind::{Desync, Nan, SkipSample, WrongShape};
         matches!(self, Nan | Desync | WrongShape | SkipSample)
     }
@@ -164,7 +164,7 @@ impl FromStr for Fault {
             }
         }
         let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
-        if kind.is_of_a_step() && at != FaultSite::Step {
+        if kind.needs_step() && at != FaultSite::Step {
             return Err(Error::Input(format!("{} goes with at=step only", name_of(&KINDS, &kind))));
         }
         if step.is_some() && at != FaultSite::Step {
@@ -176,7 +176,7 @@ impl FromStr for Fault {
 
 impl Fault {
     /// Fails as planned, if this is the place.
-    pub(crate) fn strike(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
+    pub(crate) fn trigger(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
         if (self.rank, self.at) != (rank, at) {
             return Ok(());
         }
@@ -218,7 +218,7 @@ mod tests {
         let slow = FaultKind::Slow(Duration::from_millis(1500));
         for kind in KINDS.map(|(_, kind)| kind).into_iter().chain([slow]) {
             for (_, at) in STAGES {
-                if kind.is_of_a_step() && at != FaultSite::Step {
+                if kind.needs_step() && at != FaultSite::Step {
                     continue;
                 }
                 let step = if at == FaultSite::Step { 17 } else { 0 };

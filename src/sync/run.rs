@@ -62,10 +62,10 @@ pub(crate) struct Failure {
 pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
     /// Asks what each such rank does: [`Run::activity`] and [`Run::sightings`] have it then, as far as it can be known.
     /// Returns those that do not answer any more. Takes a moment, unless the run is cancelled.
-    fn look(&self, run: &RunContext) -> Vec<MissingRank>;
+    fn refresh(&self, run: &RunContext) -> Vec<MissingRank>;
 
     /// Asks once, and does not mind whether the run is cancelled.
-    fn ask(&self, run: &RunContext);
+    fn poll(&self, run: &RunContext);
 }
 
 /// The ranks that a rank waits for.
@@ -88,7 +88,7 @@ pub(crate) struct RunContext {
     /// What the ranks of this process do and have done.
     pub timeline: FlightRecorder,
     /// What those of other processes do, as far as they were asked: [`Run::look`].
-    pub sightings: RemoteSnapshots,
+    pub remote_snapshots: RemoteSnapshots,
     /// Which ranks each group has, by its number in the timeline.
     groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
     /// How many of the ranks are on this machine.
@@ -120,7 +120,7 @@ impl RunContext {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
             timeline: FlightRecorder::new(world_size, RECORDS),
-            sightings: RemoteSnapshots::default(),
+            remote_snapshots: RemoteSnapshots::default(),
             groups: Mutex::default(),
             ranks_here: world_size,
             elsewhere: None,
@@ -136,7 +136,7 @@ impl RunContext {
     }
 
     /// Notes which ranks the group of this number has.
-    pub(crate) fn know_group(&self, group: u32, members: &Arc<[usize]>) {
+    pub(crate) fn register_group(&self, group: u32, members: &Arc<[usize]>) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups.entry(group).or_insert_with(|| members.clone());
     }
@@ -163,7 +163,7 @@ impl RunContext {
 
     /// Fails here if `rank` is to fail at this place.
     pub(crate) fn fault_point(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
-        self.fault.map_or(Ok(()), |fault| fault.strike(rank, at, step))
+        self.fault.map_or(Ok(()), |fault| fault.trigger(rank, at, step))
     }
 
     /// Tells `rank` to stop, if another rank has failed.
@@ -358,7 +358,7 @@ impl RunContext {
         let all = || (0..self.activity.len()).filter(is_elsewhere);
         let mine = self.timeline.seen(waiting);
         let mut missing: Vec<usize> =
-            all().filter(|rank| self.sightings.is_behind(*rank, &mine)).collect();
+            all().filter(|rank| self.remote_snapshots.is_behind(*rank, &mine)).collect();
         if missing.is_empty() {
             missing = all().filter(|rank| self.activity[*rank].now() != at).collect();
         }
@@ -415,13 +415,13 @@ impl RunContext {
 
     /// Asks what ranks of other processes do, as [`Elsewhere::look`].
     pub(crate) fn look(&self) -> Vec<MissingRank> {
-        self.elsewhere.as_ref().map_or(Vec::new(), |elsewhere| elsewhere.look(self))
+        self.elsewhere.as_ref().map_or(Vec::new(), |elsewhere| elsewhere.refresh(self))
     }
 
     /// Asks the same once, also when the run has failed.
     pub(crate) fn ask(&self) {
         if let Some(elsewhere) = &self.elsewhere {
-            elsewhere.ask(self);
+            elsewhere.poll(self);
         }
     }
 

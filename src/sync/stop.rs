@@ -191,7 +191,7 @@ impl Stop {
 
     /// What another process has told; `decides` says whether that is the one of rank 0. It told so within its part of a
     /// step, so nobody is through with the step that is the last.
-    pub(crate) fn hear(&self, decides: bool, news: StopMessage) {
+    pub(crate) fn merge(&self, decides: bool, news: StopMessage) {
         let StopMessage { last_step, reason, asked } = news;
         if decides && last_step != NEVER {
             self.reason.store(StopReason::number(reason), Ordering::Relaxed);

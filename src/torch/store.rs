@@ -109,7 +109,7 @@ impl TcpStore {
 
     /// The same connection, for requests that wait for the server for `timeout`, and no longer than until `cancelled`
     /// closes.
-    pub(crate) fn patient(&self, timeout: Duration, cancelled: Receiver<Infallible>) -> Self {
+    pub(crate) fn with_timeout(&self, timeout: Duration, cancelled: Receiver<Infallible>) -> Self {
         Self { timeout, cancelled, ..self.clone() }
     }
 

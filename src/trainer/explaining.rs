@@ -61,12 +61,12 @@ impl<M: ModuleT> Trainer<M> {
             let resumed = (self.state.step > 0).then_some(self.state.step);
             narrator.begin(&hashes, self.state.epoch, resumed);
         }
-        explaining.watched = Some(ddp.watch()?);
+        explaining.watched = Some(ddp.start_probe()?);
         Ok(())
     }
 
     /// The gradients of a step are averaged, and nothing has been made of them yet.
-    pub(super) fn see_gradients(&mut self, losses: &[Tensor], batches: &[Batch]) -> Result<()> {
+    pub(super) fn capture_gradients(&mut self, losses: &[Tensor], batches: &[Batch]) -> Result<()> {
         let Some(Explainer { watched: Some(watched), .. }) = &self.explaining else {
             return Ok(());
         };
@@ -122,7 +122,7 @@ impl<M: ModuleT> Trainer<M> {
         }
         *told += 1;
         if *told == STEPS {
-            ddp.unwatch();
+            ddp.stop_probe();
             *watched = None;
         }
         Ok(())

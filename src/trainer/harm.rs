@@ -11,9 +11,9 @@ use crate::sync::FaultKind;
 
 impl<M: ModuleT> Trainer<M> {
     /// What strikes this rank before it computes this step.
-    pub(super) fn harm_batches(&self, batches: &mut [Batch]) -> Result<()> {
+    pub(super) fn inject_before_step(&self, batches: &mut [Batch]) -> Result<()> {
         let group = self.ddp.group();
-        match group.harm(self.state.step) {
+        match group.planned_fault(self.state.step) {
             Some(FaultKind::Nan) => {
                 let Some(batch) = batches.iter_mut().find(|it| !it.is_empty()) else {
                     return Ok(());
@@ -35,8 +35,8 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// What strikes it after the optimizer.
-    pub(super) fn harm_parameters(&self) -> Result<()> {
-        if self.ddp.group().harm(self.state.step) != Some(FaultKind::Desync) {
+    pub(super) fn inject_after_step(&self) -> Result<()> {
+        if self.ddp.group().planned_fault(self.state.step) != Some(FaultKind::Desync) {
             return Ok(());
         }
         let Some((_, parameter)) = self.ddp.state_dict().into_iter().next() else { return Ok(()) };

@@ -47,7 +47,7 @@ impl<M: ModuleT> Trainer<M> {
         if !seen || self.checks_gradients() || self.scaler.is_enabled() || is_finite(loss)? {
             return Ok(());
         }
-        Err(self.wrong_loss(loss, number, batch)?)
+        Err(self.nonfinite_loss(loss, number, batch)?)
     }
 
     /// What to go backward from where gradients are looked at: `loss`, but if it is not finite, neither is any gradient.
@@ -85,7 +85,7 @@ impl<M: ModuleT> Trainer<M> {
         let buffers = self.ddp.flat_buffers().unwrap_or_default();
         for buffer in &buffers {
             if !all_finite(&buffer.parameters)?
-                && let Some(name) = first_wrong(&buffers, |it| &it.parameters)?
+                && let Some(name) = first_nonfinite(&buffers, |it| &it.parameters)?
             {
                 let what = format!(
                     "the parameter `{name}` is not finite, after this step or since one before it"
@@ -129,13 +129,13 @@ impl<M: ModuleT> Trainer<M> {
             let loss = self.loss_of(batch)?;
             self.ddp.group().synchronize()?;
             if !is_finite(&loss)? {
-                return self.wrong_loss(&loss, number, batch);
+                return self.nonfinite_loss(&loss, number, batch);
             }
             self.ddp.backward(&loss)?;
         }
         drop(no_sync);
         self.ddp.group().synchronize()?;
-        if let Some(name) = first_wrong(buffers, |it| &it.gradients)? {
+        if let Some(name) = first_nonfinite(buffers, |it| &it.gradients)? {
             return Ok(self.not_finite(
                 format!("the gradient of `{name}` is not finite"),
                 Some((0, batches.len())),
@@ -147,13 +147,13 @@ impl<M: ModuleT> Trainer<M> {
     }
 
     /// What is wrong with a batch's loss: of which samples it is not finite, if that can be told.
-    fn wrong_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<Error> {
+    fn nonfinite_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<Error> {
         let what = format!("the loss is {}", value(loss)?);
         if let Some(why) = self.wrong_parameter()? {
             return Ok(self.not_finite(what + &why, None));
         }
         let Ok(samples) = self.samples(number, 1) else { return Ok(self.not_finite(what, None)) };
-        let NonFiniteRows { rows, why } = self.wrong_samples(batch)?;
+        let NonFiniteRows { rows, why } = self.nonfinite_samples(batch)?;
         let wrong: Vec<usize> = rows.iter().filter_map(|&i| samples.get(i).copied()).collect();
         // Together they may overflow where none does alone.
         let named = list(if wrong.is_empty() { &samples } else { &wrong });
@@ -174,7 +174,7 @@ impl<M: ModuleT> Trainer<M> {
         }
         let (mut wrong, mut in_data) = (Vec::new(), true);
         for (number, batch) in loader.epoch(0)?.enumerate() {
-            let NonFiniteRows { rows, why } = self.wrong_samples(&batch?)?;
+            let NonFiniteRows { rows, why } = self.nonfinite_samples(&batch?)?;
             let samples = loader.samples(0, 0, number, 1)?;
             wrong.extend(rows.iter().filter_map(|&i| samples.get(i).copied()));
             in_data &= rows.is_empty() || why == IN_DATA;
@@ -190,14 +190,14 @@ impl<M: ModuleT> Trainer<M> {
 
     /// That a parameter is the reason, if one is not finite.
     fn wrong_parameter(&self) -> Result<Option<String>> {
-        let wrong = first_wrong(&self.ddp.flat_buffers().unwrap_or_default(), |it| &it.parameters)?;
+        let wrong = first_nonfinite(&self.ddp.flat_buffers().unwrap_or_default(), |it| &it.parameters)?;
         let why =
             |name| format!(", because the parameter `{name}` is not finite after the steps before");
         Ok(wrong.map(why))
     }
 
     /// Which samples of `batch` are not finite, or else have losses that are not.
-    fn wrong_samples(&self, batch: &Batch) -> Result<NonFiniteRows> {
+    fn nonfinite_samples(&self, batch: &Batch) -> Result<NonFiniteRows> {
         let mut rows = not_finite_rows(&batch.inputs)?;
         rows.extend(not_finite_rows(&batch.targets)?);
         let why = if rows.is_empty() { "" } else { IN_DATA };
@@ -261,9 +261,9 @@ fn not_finite_rows(tensor: &Tensor) -> Result<Vec<usize>> {
 
 /// The first few of them.
 fn list(samples: &[usize]) -> String {
-    const SHOWN: usize = 8;
-    let shown: Vec<String> = samples.iter().take(SHOWN).map(usize::to_string).collect();
-    let more = samples.len().saturating_sub(SHOWN);
+    const MAX_LISTED_ROWS: usize = 8;
+    let shown: Vec<String> = samples.iter().take(MAX_LISTED_ROWS).map(usize::to_string).collect();
+    let more = samples.len().saturating_sub(MAX_LISTED_ROWS);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     let samples = if samples.len() == 1 { "sample" } else { "samples" };
     format!(" for {samples} {}{more}", shown.join(", "))
@@ -299,7 +299,7 @@ fn are_finite(buffers: &[FlatBuffer]) -> Result<bool> {
 }
 
 /// The first parameter that is not finite in the one or other of a buffer's tensors.
-fn first_wrong(
+fn first_nonfinite(
     buffers: &[FlatBuffer],
     tensor: impl Fn(&FlatBuffer) -> &Tensor,
 ) -> Result<Option<String>> {

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use serde::Serialize;
 
-use super::NOISY;
+use super::NOISY_RATIO;
 use super::cluster::SimulatedCluster;
 use super::cost::{Forecast, Measured};
 use crate::observe::{LogFormat, Printer};
@@ -145,7 +145,7 @@ fn write_foot(on_cpu: bool, spread: f64, out: &mut dyn Write) -> io::Result<()> 
          # takes latency + bytes / bandwidth. Left out: ranks that are late (stragglers), others on\n\
          # the network (congestion), what communication takes from computing, loading of data."
     )?;
-    if spread > NOISY {
+    if spread > NOISY_RATIO {
         writeln!(
             out,
             "# The steps that were measured vary: their median is {spread:.1} times the fastest.\n\

@@ -23,7 +23,7 @@ use super::place_ranks;
 use crate::error::{Error, Result};
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
 use crate::observe::{LogFormat, Printer, gigabytes, total_memory};
-use crate::process_group::{ProcessGroup, ReduceOp, kind_name};
+use crate::process_group::{ProcessGroup, ReduceOp, dtype_name};
 use crate::torch::cuda::Cuda;
 pub use cluster::SimulatedCluster;
 pub use exercise::BenchOp;
@@ -83,7 +83,7 @@ struct Row {
 /// How often ours and the limit take turns at one size. The median of an odd number is one of them.
 const ROUNDS: u64 = 5;
 /// How long one size is measured if nobody says how often.
-const ENOUGH: Duration = Duration::from_millis(250);
+const MIN_MEASURED: Duration = Duration::from_millis(250);
 
 /// Measures and prints the table.
 ///
@@ -154,7 +154,7 @@ impl BenchRequest {
     }
 
     /// The sizes that differ when they are made of whole elements.
-    fn exercises(&self, world_size: usize) -> Vec<u64> {
+    fn sizes(&self, world_size: usize) -> Vec<u64> {
         let sizes = std::iter::successors(Some(self.min_bytes), |size| {
             size.checked_mul(self.step_factor).filter(|&next| next <= self.max_bytes)
         });
@@ -180,7 +180,7 @@ fn bench_on(
     if leads && printer.format() == LogFormat::Text {
         printer.lines(|out| write_head(out, request, &group)).context("writing to stdout")?;
     }
-    for count in request.exercises(rank.world_size()) {
+    for count in request.sizes(rank.world_size()) {
         let mut exercise = BenchCase::new(request, count, &group)?;
         let Measurement { time, limit, spread } = measure(request, &mut exercise, &group)?;
         spreads.push(spread);
@@ -191,7 +191,7 @@ fn bench_on(
             op: request.op.name(),
             bytes,
             count,
-            kind: kind_name(request.kind),
+            kind: dtype_name(request.kind),
             reduce_op: request.op.reduces().then(|| request.reduce_op.to_string()),
             time_us: time.as_secs_f64() * 1e6,
             algbw,
@@ -236,7 +236,7 @@ struct Measurement {
 }
 
 /// The largest ratio of slow to fast measurements of the same work on a machine that does nothing else.
-const NOISY: f64 = 1.5;
+const NOISY_RATIO: f64 = 1.5;
 
 /// Warns that other programs disturb a measurement, whose slow times are `spread` times the fast ones. `what` is the
 /// beginning of a sentence that ends with that number.
@@ -247,7 +247,7 @@ fn note_if_busy(what: &str, spread: f64, printer: &Printer) {
 }
 
 fn busy(what: &str, spread: f64) -> Option<String> {
-    (spread > NOISY).then(|| {
+    (spread > NOISY_RATIO).then(|| {
         format!("the machine is busy: {what} {spread:.1} times the fastest; measure where nothing else runs")
     })
 }
@@ -260,7 +260,7 @@ fn measure(
 ) -> Result<Measurement> {
     let warm_up = round(group, exercise, request.warmup.max(1))?;
     let enough = || {
-        (ENOUGH.as_nanos() / warm_up.as_nanos().max(1))
+        (MIN_MEASURED.as_nanos() / warm_up.as_nanos().max(1))
             .clamp(1, u128::from(BenchRequest::MOST_ITERS)) as u64
     };
     let iters = request.iters.unwrap_or_else(enough);

@@ -8,7 +8,7 @@ use anyhow::Context;
 use serde::Serialize;
 use tch::Device;
 
-use super::super::no_use::refuse_flags;
+use super::super::no_use::reject_flags;
 use super::super::train::with_data;
 use super::super::{cores, place_ranks};
 use super::note_if_busy;
@@ -113,7 +113,7 @@ impl Times {
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_scaling_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    refuse_flags(keys, &NOT_OF_SCALING, "bench scaling measures single steps in one process")
+    reject_flags(keys, &NOT_OF_SCALING, "bench scaling measures single steps in one process")
 }
 
 /// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`, and prints samples per

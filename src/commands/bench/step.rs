@@ -10,7 +10,7 @@ use tch::Device;
 
 use super::super::checkpoints::StartPoint;
 use super::super::launched::{self, run_launched};
-use super::super::no_use::refuse_flags;
+use super::super::no_use::reject_flags;
 use super::super::train::{Training, with_data};
 use super::cluster::SimulatedCluster;
 use super::cost::Measured;
@@ -60,7 +60,7 @@ const WARM_UP: usize = 20;
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    refuse_flags(keys, &["fault"], "bench step measures single steps")
+    reject_flags(keys, &["fault"], "bench step measures single steps")
 }
 
 /// Trains as `config` says for `steps` steps, and prints what one takes; and what it would take on `cluster`, for which
@@ -98,7 +98,7 @@ pub fn bench_step(
             printer.note(note);
         }
         let in_all = (WARM_UP + steps) as u64;
-        if let Some(note) = config.idle_hook_in(in_all).filter(|_| launched.is_first()) {
+        if let Some(note) = config.idle_hook_warning(in_all).filter(|_| launched.is_first()) {
             printer.note(&note);
         }
         let (backend, printer) = (launched.placement.backend, printer.clone());

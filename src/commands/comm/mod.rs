@@ -19,7 +19,7 @@ use super::place_ranks;
 use crate::error::{Error, Result};
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
 use crate::observe::{LogFormat, Printer, gigabytes, total_memory};
-use crate::process_group::{ReduceOp, check_reduction, kind_name, num_bytes};
+use crate::process_group::{ReduceOp, check_reduction, dtype_name, num_bytes};
 use crate::torch::cuda::Cuda;
 
 pub use operations::CommOp;
@@ -116,7 +116,7 @@ fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: us
     }
     for operation in ops.iter().filter_map(|op| op.reduction()) {
         check_reduction(backend.name(), operation, reduce_op, kind).map_err(|error| {
-            Error::Input(format!("--reduce-op {reduce_op} --kind {}: {error}", kind_name(kind)))
+            Error::Input(format!("--reduce-op {reduce_op} --kind {}: {error}", dtype_name(kind)))
         })?;
     }
     Ok(())

@@ -13,7 +13,7 @@ use crate::models::Model;
 use crate::observe::report::{
     Cores, Measured, Moved, Replicas, Verdict, advice, outside_collectives,
 };
-use crate::observe::{End, PhaseSeconds, held_back, held_back_longer, peak_memory};
+use crate::observe::{End, PhaseSeconds, find_straggler, find_straggler_over, peak_memory};
 use crate::process_group::{ProcessGroup, Traffic};
 use crate::sync::StopReason;
 use crate::trainer::{Summary, Trainer};
@@ -80,7 +80,7 @@ pub(super) fn end(
         bytes_received_by_rank: of_ranks.iter().map(|it| it.received).collect(),
         data_wait_seconds_by_rank: by_rank(|it| it.waited),
         collective_seconds_by_rank: by_rank(|it| it.phases.collectives),
-        held_back: held_back(&phases, seconds),
+        held_back: find_straggler(&phases, seconds),
         peak_memory_bytes: peak_memory(),
         skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
         scale: trainer.scaler().state().map(|scaler| scaler.scale),
@@ -90,7 +90,7 @@ pub(super) fn end(
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
     };
-    job.seen.draft(|draft| {
+    job.seen.update(|draft| {
         // They have been put together anew since the beginning.
         draft.model.buckets.clone_from(&end.bucket_bytes);
         draft.model.parameters = trainer.ddp().parameter_places();
@@ -129,7 +129,7 @@ fn replicas(of_ranks: &[RankSummary], checked_every: Option<u64>) -> Option<Repl
 }
 
 /// How long the others must have waited for a rank, in seconds, to say so on a page.
-const SHOWN: f64 = 0.05;
+const MIN_STRAGGLER_SECONDS: f64 = 0.05;
 
 fn verdict(
     end: &End,
@@ -142,10 +142,10 @@ fn verdict(
     let on_cpu = group.device() == Device::Cpu;
     let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
     let overlapped = overlaps.then_some(hidden);
-    let held_back = held_back_longer(&phases, end.seconds, SHOWN);
+    let held_back = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let measured = Measured {
         phases: &phases,
-        held_back: held_back.as_ref(),
+        held_back: find_straggler.as_ref(),
         overlapped,
         us_per_step: end.us_per_step,
         bucket_bytes: &end.bucket_bytes,
@@ -173,7 +173,7 @@ fn verdict(
             ],
             _ => advice(measured),
         },
-        held_back,
+        find_straggler,
         phases,
     }
 }

@@ -11,7 +11,7 @@ pub(super) struct Variables<'a> {
 }
 
 /// More than this of a value is left out where it is told.
-const TOLD: usize = 80;
+const MAX_QUOTED_CHARS: usize = 80;
 
 impl<'a> Variables<'a> {
     pub(super) fn new(look_up: &'a dyn Fn(&str) -> Option<String>) -> Self {
@@ -171,8 +171,8 @@ pub(super) fn and(names: &[&str]) -> String {
 /// A value that fits on a line.
 pub(super) fn shortened(value: &str) -> String {
     let value = escaped_line(value);
-    let mut short: String = value.chars().take(TOLD).collect();
-    if value.chars().nth(TOLD).is_some() {
+    let mut short: String = value.chars().take(MAX_QUOTED_CHARS).collect();
+    if value.chars().nth(MAX_QUOTED_CHARS).is_some() {
         short.push_str("...");
     }
     short

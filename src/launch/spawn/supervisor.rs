@@ -11,7 +11,7 @@ use crossbeam::select;
 
 use super::{Spawn, leave_failure};
 use crate::launch::rank_thread::{Ended, RankThread};
-use crate::launch::stall::{stalled, table};
+use crate::launch::stall::{stalled, status_table};
 use crate::launch::watch::Stay;
 use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
 use crate::observe::{TRACED, trace_output, write_trace};
@@ -194,10 +194,10 @@ impl Spawn {
         while running > 0 && run.cancel.cancelled_by().is_none() {
             select! {
                 recv(self.asks) -> _ => {
-                    self.tell.tell(&format!("what each rank does\n{}", table(run, here.clone())));
+                    self.tell.tell(&format!("what each rank does\n{}", status_table(run, here.clone())));
                     continue;
                 }
-                default(self.stall_warning.div_f64(8.0).clamp(LOOK.0, LOOK.1)) => {
+                default(self.stall_warning.div_f64(8.0).clamp(STALL_POLL_INTERVALS.0, STALL_POLL_INTERVALS.1)) => {
                     if let Some(stall) = stalled(run, here.clone(), self.stall_warning)
                         && told != Some(stall)
                         && let Some(text) = stall.text(run, here.clone(), self.stall_warning)
@@ -219,7 +219,7 @@ impl Spawn {
             if run.failures().first().is_some_and(|it| it.waited) {
                 run.ask();
             }
-            table(run, here)
+            status_table(run, here)
         });
         let deadline = deadline(self.grace_period);
         while running > 0 {
@@ -232,7 +232,7 @@ impl Spawn {
 }
 
 /// The shortest and the longest interval between checks for stalls.
-const LOOK: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+const STALL_POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 
 /// A rank's thread, as the one that has started it sees it.
 enum Thread<T, J> {

@@ -30,7 +30,7 @@ fn scene() -> Scene {
     let store = TcpStore::connect("127.0.0.1", port, LONG, never()).unwrap();
     let serves = Server { rank: Some(0), name: "the server".into() };
     let watch = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
-    let doing = || Doing::new(all_reduce(), Vec::new());
+    let doing = || RankStatus::new(all_reduce(), Vec::new());
     let beat = Heartbeat { number: 1, ranks: vec![doing(), doing()] };
     server.set("alive/0", &beat.to_bytes("alive/0").unwrap()).unwrap();
     Scene { server, cut, watch, run: Arc::new(RunContext::new(4, LONG, None)) }
@@ -84,7 +84,7 @@ fn a_look_at_a_store_out_of_reach_ends_and_names_who_serves_it() {
     let store = watch.shared.store.clone();
     watch.shared.hear(&store, &run, &mut false).unwrap();
     cut.store(true, Ordering::SeqCst);
-    let silent = in_time(move || watch.elsewhere().look(&run));
+    let silent = in_time(move || watch.elsewhere().refresh(&run));
     let named: Vec<_> = silent.iter().map(|it| (it.rank, it.last_seen, it.silent)).collect();
     assert_eq!(named, [(0, all_reduce(), true), (1, all_reduce(), true)]);
 }
@@ -93,13 +93,13 @@ fn a_look_at_a_store_out_of_reach_ends_and_names_who_serves_it() {
 fn to_ask_says_what_others_have_told_also_when_the_run_has_failed() {
     let Scene { server: _server, cut, watch, run } = scene();
     run.report(3, None, "something".into());
-    watch.elsewhere().ask(&run);
+    watch.elsewhere().poll(&run);
     assert_eq!(
         (run.activity[1].now(), run.activity[2].now().operation),
         (all_reduce(), Operation::UserCode)
     );
     cut.store(true, Ordering::SeqCst);
-    in_time(move || watch.elsewhere().ask(&run));
+    in_time(move || watch.elsewhere().poll(&run));
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn a_look_names_nobody_when_the_run_is_cancelled() {
     let Scene { server: _server, cut, watch, run } = scene();
     cut.store(true, Ordering::SeqCst);
     run.report(3, None, "something else".into());
-    assert!(in_time(move || watch.elsewhere().look(&run)).is_empty());
+    assert!(in_time(move || watch.elsewhere().refresh(&run)).is_empty());
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn a_look_reports_the_failure_that_another_process_has_found() {
     let Scene { server, watch, run, .. } = scene();
     let told = FailureReport::new(1, all_reduce(), "rank 0 waited for rank 1");
     server.set(FAILURE, &told.to_bytes(FAILURE).unwrap()).unwrap();
-    assert!(watch.elsewhere().look(&run).is_empty());
+    assert!(watch.elsewhere().refresh(&run).is_empty());
     let failures = run.failures();
     assert_eq!(run.cancel.cancelled_by(), Some(1));
     assert_eq!((failures[0].rank, failures[0].at), (1, all_reduce()));

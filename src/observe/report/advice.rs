@@ -85,7 +85,7 @@ const SHORT_STEP: f64 = 1000.0;
 const STILL: f64 = 0.95;
 
 /// So many bytes of gradients take longer to move than to begin with.
-const MUCH: usize = 1 << 20;
+const BANDWIDTH_BOUND_BYTES: usize = 1 << 20;
 
 /// What to try next, the most important first; each a sentence.
 pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
@@ -143,14 +143,14 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
             ));
         } else if run.held_back.is_none() {
             let smaller =
-                if bytes >= MUCH { ", and --comm-hook bf16 makes them smaller" } else { "" };
+                if bytes >= BANDWIDTH_BOUND_BYTES { ", and --comm-hook bf16 makes them smaller" } else { "" };
             say(format!(
                 "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --accumulate makes \
                  fewer of them{smaller}."
             ));
         }
         // Ranks in threads reduce in the same cores that compute.
-        let may_hide = bytes >= MUCH && run.backend != "threaded";
+        let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && run.backend != "threaded";
         if may_hide && run.bucket_bytes.len() == 1 {
             say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
                  --bucket-cap-mb lets the first go out earlier."

@@ -10,7 +10,7 @@ use crate::operation::Operation;
 use crate::sync::{History, RankHistory, CallSite};
 
 /// So many records a page has at most: what a phone can still draw.
-const MOST: usize = 120_000;
+const MAX_RECORDS: usize = 120_000;
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Tracks {
@@ -58,7 +58,7 @@ impl Serialize for Short {
 impl Tracks {
     /// The newest records of each rank of `history`.
     pub(crate) fn new(history: &History) -> Self {
-        let most = MOST / history.ranks.len().max(1);
+        let most = MAX_RECORDS / history.ranks.len().max(1);
         let mut places = Places::default();
         let mut lost = 0;
         let lane = |((of_rank, mut slices), gpu): ((&RankHistory, Vec<Slice>), Vec<Slice>)| {

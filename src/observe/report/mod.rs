@@ -98,11 +98,11 @@ pub(crate) struct Curves {
 }
 
 /// Of so many points a curve is drawn at most; every other one goes when there are more.
-const POINTS: usize = 4000;
+const MAX_CURVE_POINTS: usize = 4000;
 
 impl Curves {
     pub(super) fn train(&mut self, metrics: &TrainMetrics) {
-        if self.train.len() == POINTS {
+        if self.train.len() == MAX_CURVE_POINTS {
             let mut number = 0;
             self.train.retain(|_| {
                 number += 1;

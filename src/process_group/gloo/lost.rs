@@ -9,7 +9,7 @@ use crate::operation::{OpId, Operation};
 use crate::sync::{RunContext, OpSnapshot};
 
 /// How long to wait for the reason of a failure, which another process may be about to tell.
-pub(super) const REASON: Duration = Duration::from_secs(3);
+pub(super) const FAILURE_CAUSE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Returns the error of `waiting`, a rank of `run`, that has `waited` too long at `at` for `ranks` of other processes.
 pub(super) fn timed_out(
@@ -28,7 +28,7 @@ pub(super) fn timed_out(
     let is_open = |it: &OpSnapshot| it.at == at && it.ended.is_none();
     let has_entered = |rank: &usize| match at.operation {
         Operation::Synchronize => run.activity[*rank].now() == at,
-        _ => run.sightings.of(*rank).iter().any(is_open),
+        _ => run.remote_snapshots.of(*rank).iter().any(is_open),
     };
     let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !has_entered(rank)).collect();
     let late = match (silent.is_empty(), missing.is_empty()) {
@@ -80,6 +80,6 @@ fn silent(run: &RunContext, waiting: usize, ranks: &[usize], has_waited: bool) -
 fn await_reason(run: &RunContext) {
     select_biased! {
         recv(run.cancel.tripped()) -> _ => {}
-        default(REASON) => {}
+        default(FAILURE_CAUSE_TIMEOUT) => {}
     }
 }

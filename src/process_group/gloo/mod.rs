@@ -42,7 +42,7 @@ use parts::SplitSizes;
 use work::{Work, sources};
 
 /// An all_reduce goes out whole up to this many bytes for all processes together: one exchange instead of two.
-const WHOLE: usize = 64 << 10;
+const DIRECT_MAX_BYTES: usize = 64 << 10;
 
 /// One rank's side of the backend.
 pub(super) struct Hierarchical {
@@ -76,9 +76,9 @@ impl Hierarchical {
     }
 
     /// Meets the ranks of this process, which then know that all call the same, with memory of their own.
-    fn meet(&mut self, call: &Call) -> Result<()> {
+    fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let first = self.work.network.layout().here().start;
-        threaded::meet(&mut self.seat, first, call, true, Some(&mut self.memory))
+        threaded::exchange(&mut self.seat, first, call, true, Some(&mut self.memory))
     }
 
     /// Has what goes to other processes say how much these ranks count, which have met for this call.
@@ -90,20 +90,20 @@ impl Hierarchical {
 
     /// What they call, for other processes to read.
     fn describe(&self) -> String {
-        calls::to_text(self.seat.announced())
+        calls::to_text(self.seat.published())
     }
 
     /// On the process's first rank `work`; then all ranks of the process go on.
-    fn first_alone(&self, call: &Call, work: impl FnOnce(&Network) -> Result<()>) -> Result<()> {
+    fn on_leader(&self, call: &Call, work: impl FnOnce(&Network) -> Result<()>) -> Result<()> {
         if self.is_first() {
-            self.reported(work(&self.work.network))?;
+            self.report_failure(work(&self.work.network))?;
         }
         // It has a deadline itself.
         self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), Duration::MAX)
     }
 
     /// Has the others of this process know of an error, who wait for this rank without a deadline.
-    fn reported<T>(&self, result: Result<T>) -> Result<T> {
+    fn report_failure<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.run.check(self.global_rank())?; // what follows from another failure is none
             self.run.report(self.global_rank(), Some(error), error.to_string());
@@ -112,13 +112,13 @@ impl Hierarchical {
     }
 
     /// Every rank of the process its part of the work, which waits for nobody.
-    fn together(&mut self, work: impl FnOnce(&mut Work, &ExchangeSlot<CollectiveFingerprint>)) {
+    fn on_local_ranks(&mut self, work: impl FnOnce(&mut Work, &ExchangeSlot<CollectiveFingerprint>)) {
         let Self { seat, work: mine, .. } = self;
         seat.and_leave_together(|| work(mine, seat));
     }
 
     /// Whether Gloo adds up what two processes have as fast as it can be, and in the order of the ranks.
-    fn adds_up_whole(&self, call: &Call) -> bool {
+    fn supports_direct(&self, call: &Call) -> bool {
         let sums = matches!(call.op(), ReduceOp::Sum | ReduceOp::PremulSum(_));
         let kind = matches!(call.kind, Kind::Float | Kind::Double);
         sums && kind && self.work.network.layout().len() == 2
@@ -127,37 +127,37 @@ impl Hierarchical {
     /// Whether the call is an all_reduce of so much that it does not go out whole.
     fn is_sliced(&self, call: &Call, numel: usize) -> bool {
         let processes = self.work.network.layout().len();
-        call.operation == Operation::AllReduce && num_bytes(call.kind, numel) * processes > WHOLE
+        call.operation == Operation::AllReduce && num_bytes(call.kind, numel) * processes > DIRECT_MAX_BYTES
     }
 
     /// A large all_reduce of two processes.
-    fn add_up_whole(&mut self, call: &Call, numel: usize) -> Result<()> {
+    fn all_reduce_direct(&mut self, call: &Call, numel: usize) -> Result<()> {
         let network = self.work.network.clone();
         let layout = network.layout();
         if layout.here().len() == 1 {
             let in_flight = self.add_up_in_place(call)?;
-            return self.reported(in_flight.wait());
+            return self.report_failure(in_flight.wait());
         }
         let size = num_bytes(call.kind, numel);
         if self.is_first() {
             self.run.check(self.global_rank())?;
-            network.make_room(size, 0)?;
+            network.reserve(size, 0)?;
         }
-        self.meet(call)?;
+        self.exchange_local(call)?;
         self.set_weight(call);
         // One part, for nobody in particular.
         let alone = ProcessMap { processes: vec![layout.here()], mine: 0 };
         let whole = SplitSizes { to: vec![size], from: vec![size], largest: None };
-        self.together(|work, seat| {
+        self.on_local_ranks(|work, seat| {
             // SAFETY: they have met, and leave together; there is room.
             unsafe { work.pack(seat, &alone, call, &whole, true) }
         });
-        self.first_alone(call, |network| {
-            let room = network.whole_room(call.kind, size)?;
+        self.on_leader(call, |network| {
+            let room = network.staging_tensor(call.kind, size)?;
             network.finish(&network.add_up(call, &room, || self.describe())?)
         })?;
         let sum = self.work.network.places().0;
-        self.together(|work, seat| {
+        self.on_local_ranks(|work, seat| {
             // SAFETY: the sum is there, and nobody writes there until all have left.
             unsafe { work.unpack(seat, &alone, call, &[sum], true) }
         });
@@ -170,15 +170,15 @@ impl Hierarchical {
     /// nobody has to wait for the sum.
     fn add_up_in_place(&mut self, call: &Call) -> Result<InFlight> {
         self.run.check(self.global_rank())?;
-        self.meet(call)?;
+        self.exchange_local(call)?;
         let tensor = &call.outputs[0];
         self.set_weight(call);
         if let ReduceOp::PremulSum(_) = call.op() {
             // SAFETY: an all_reduce has one tensor for input and output, which this rank alone touches.
-            self.together(|work, _| unsafe { work.multiply(call, tensor) });
+            self.on_local_ranks(|work, _| unsafe { work.multiply(call, tensor) });
         }
         let network = &self.work.network;
-        let started = self.reported(network.add_up(call, tensor, || self.describe()))?;
+        let started = self.report_failure(network.add_up(call, tensor, || self.describe()))?;
         let in_flight = InFlight::new(network.clone(), started);
         let size = num_bytes(call.kind, tensor.numel()) as u64;
         self.traffic = Traffic { sent: size, received: size };
@@ -191,7 +191,7 @@ impl Hierarchical {
         let size = |places: &[threaded::Place], range: &Range<usize>| -> usize {
             places[range.clone()].iter().map(|place| num_bytes(call.kind, place.numel)).sum()
         };
-        let of = |tensors: &dyn Fn(&CollectiveFingerprint) -> usize| self.seat.announced().map(tensors).sum();
+        let of = |tensors: &dyn Fn(&CollectiveFingerprint) -> usize| self.seat.published().map(tensors).sum();
         let each = |inputs: bool| {
             let part = |range: &Range<usize>| {
                 of(&|it: &CollectiveFingerprint| size(if inputs { &it.inputs } else { &it.outputs }, range))
@@ -207,7 +207,7 @@ impl Backend for Hierarchical {
         "gloo"
     }
 
-    fn launches(&self) -> bool {
+    fn is_stream_ordered(&self) -> bool {
         false
     }
 
@@ -216,31 +216,31 @@ impl Backend for Hierarchical {
         let layout = network.layout();
         let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
         let sliced = self.is_sliced(call, numel);
-        if sliced && self.adds_up_whole(call) {
-            return self.add_up_whole(call, numel);
+        if sliced && self.supports_direct(call) {
+            return self.all_reduce_direct(call, numel);
         }
         let mut parts = SplitSizes::of(call, numel, layout, sliced);
         let end = |sizes: &[usize]| SplitSizes::places(sizes, layout.mine).1;
         let room = |network: &Network, parts: &SplitSizes| {
             let (sent, received) = (end(&parts.to), end(&parts.from));
             // The sums of slices go out from behind the slices, which others may still read.
-            network.make_room(sent + received, sent.max(received))
+            network.reserve(sent + received, sent.max(received))
         };
         if self.is_first() && call.operation != Operation::AllToAll {
             self.run.check(self.global_rank())?;
             room(&self.work.network, &parts)?;
         }
-        self.meet(call)?;
+        self.exchange_local(call)?;
         self.set_weight(call);
         if call.operation == Operation::AllToAll {
             parts = self.parts_of_all_to_all(call);
-            self.first_alone(call, |network| room(network, &parts))?;
+            self.on_leader(call, |network| room(network, &parts))?;
         }
-        self.together(|work, seat| {
+        self.on_local_ranks(|work, seat| {
             // SAFETY: they have met, and leave together; there is room.
             unsafe { work.pack(seat, layout, call, &parts, sliced) }
         });
-        self.first_alone(call, |network| network.exchange(call, &parts, 0, || self.describe()))?;
+        self.on_leader(call, |network| network.exchange(call, &parts, 0, || self.describe()))?;
         self.traffic = parts.traffic(layout);
         let mut sources = sources(&self.work.network, &parts, 0);
         if sliced {
@@ -251,16 +251,16 @@ impl Backend for Hierarchical {
             let (places, _) = SplitSizes::places(&sums.to, layout.mine);
             let result = begin + num_bytes(call.kind, mine.start);
             let base = self.work.network.places().0.wrapping_add(result);
-            self.together(|work, _| {
+            self.on_local_ranks(|work, _| {
                 let to = places.iter().map(|place| base.wrapping_add(*place));
                 // SAFETY: each rank of the process reads and writes its part of the slice.
                 unsafe { work.add_up(call, &sources, offset, mine.len(), to) };
             });
-            self.first_alone(call, |network| network.send_parts(call, &sums, begin))?;
+            self.on_leader(call, |network| network.send_parts(call, &sums, begin))?;
             self.traffic += sums.traffic(layout);
             sources = self::sources(&self.work.network, &sums, begin);
         }
-        self.together(|work, seat| {
+        self.on_local_ranks(|work, seat| {
             // SAFETY: all is there, and nobody writes there until all have left.
             unsafe { work.unpack(seat, layout, call, &sources, sliced) }
         });
@@ -273,7 +273,7 @@ impl Backend for Hierarchical {
     fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
         let alone = self.work.network.layout().here().len() == 1;
         let numel = call.inputs.first().map_or(0, Tensor::numel);
-        if alone && self.is_sliced(call, numel) && self.adds_up_whole(call) {
+        if alone && self.is_sliced(call, numel) && self.supports_direct(call) {
             return self.add_up_in_place(call).map(Some);
         }
         self.run(call).map(|()| None)

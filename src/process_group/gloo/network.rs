@@ -15,11 +15,11 @@ use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::threaded::Mailboxes;
-use super::super::{Call, calls, kind_name, num_bytes, weights};
+use super::super::{Call, calls, dtype_name, num_bytes, weights};
 use super::in_flight::Started;
-use super::lost::{self, REASON};
+use super::lost::{self, FAILURE_CAUSE_TIMEOUT};
 use super::messages::{Door, Messages};
-use super::note::{INLINE, NOTE, NUMBERS, ExchangeHeader};
+use super::note::{MAX_INLINE, HEADER_BYTES, HEADER_INT_BYTES, ExchangeHeader};
 use super::parts::{ProcessMap, SplitSizes, padded};
 use super::room::StagingBuffers;
 use crate::error::{Error, Result};
@@ -156,7 +156,7 @@ impl Network {
 
     /// Tells the other processes the news of [`Stop`], and hears theirs, where no collective of this backend does. By
     /// the process's first rank; all processes must call it, with the same number.
-    pub(crate) fn exchange_news(&self, sequence: u64) -> Result<()> {
+    pub(crate) fn exchange_stop(&self, sequence: u64) -> Result<()> {
         let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
         let parts = SplitSizes::of(&call, 0, &self.layout, false);
         self.exchange(&call, &parts, 0, || call.operation.to_string())
@@ -196,7 +196,7 @@ impl Network {
     }
 
     /// Makes room for so many bytes in each direction. By the process's first rank, before the others meet it.
-    pub(super) fn make_room(&self, send: usize, receive: usize) -> Result<()> {
+    pub(super) fn reserve(&self, send: usize, receive: usize) -> Result<()> {
         self.room.make(send, receive)
     }
 
@@ -224,10 +224,10 @@ impl Network {
             // Other processes would take it for a stranger's.
             weights::check_mean(self.mean_here(), || self.members[self.layout.here()].to_vec())?;
         }
-        let inline = parts.largest.is_some_and(|largest| largest <= INLINE);
+        let inline = parts.largest.is_some_and(|largest| largest <= MAX_INLINE);
         let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
         self.write_notes(call, parts, inline.then_some((begin, &send[..])));
-        let equal = vec![NOTE as i64; self.layout.len()];
+        let equal = vec![HEADER_BYTES as i64; self.layout.len()];
         let [mine, theirs] = self.room.notes();
         self.wait(call.at(), call.timeout, self.gloo.all_to_all(theirs, mine, &equal, &equal))?;
         self.read_notes(call, parts, inline.then_some(&receive[..]), describe)?;
@@ -235,7 +235,7 @@ impl Network {
     }
 
     /// What goes out first, `size` bytes of it, as a tensor. By the process's first rank.
-    pub(super) fn whole_room(&self, kind: Kind, size: usize) -> Result<Tensor> {
+    pub(super) fn staging_tensor(&self, kind: Kind, size: usize) -> Result<Tensor> {
         let [send, _] = self.room.parts();
         let whole = send.f_narrow(0, 0, size as i64).and_then(|it| it.f_view_dtype(kind));
         whole.map_err(Error::torch("a view of the room"))
@@ -298,11 +298,11 @@ impl Network {
             // SAFETY: the tensor has a note for each process, which nobody else touches now; and a part that is no
             // larger than its room in the note lies where it was packed.
             unsafe {
-                let place = notes.add(process * NOTE);
-                place.cast::<[u8; NUMBERS]>().write(note);
+                let place = notes.add(process * HEADER_BYTES);
+                place.cast::<[u8; HEADER_INT_BYTES]>().write(note);
                 if let Some((begin, places)) = inline {
                     let part = self.places().0.add(begin + places[process]);
-                    part.copy_to_nonoverlapping(place.add(NUMBERS), size);
+                    part.copy_to_nonoverlapping(place.add(HEADER_INT_BYTES), size);
                 }
             }
         }
@@ -322,8 +322,8 @@ impl Network {
         for process in self.others() {
             // SAFETY: the tensor has a note for each process, and Gloo is through with it.
             let (place, note) = unsafe {
-                let place = notes.add(process * NOTE);
-                (place, place.cast::<[u8; NUMBERS]>().read())
+                let place = notes.add(process * HEADER_BYTES);
+                (place, place.cast::<[u8; HEADER_INT_BYTES]>().read())
             };
             let note = ExchangeHeader::from_bytes(process, &note)?;
             if [note.sequence, note.fingerprint] != [call.sequence, fingerprint] {
@@ -334,13 +334,13 @@ impl Network {
             let fits = different.is_empty() && uneven.is_none();
             self.weights[process].store(note.weight.to_bits(), Ordering::Relaxed);
             if let Some(stop) = self.stop.get() {
-                stop.hear(process == 0, note.news);
+                stop.merge(process == 0, note.news);
             }
             if let Some(places) = inline.filter(|_| fits) {
                 // SAFETY: its size is the one that was expected, for which there is room; nobody else is there now.
                 unsafe {
                     let part = self.places().1.add(places[process]);
-                    part.copy_from_nonoverlapping(place.add(NUMBERS), parts.from[process]);
+                    part.copy_from_nonoverlapping(place.add(HEADER_INT_BYTES), parts.from[process]);
                 }
             }
         }
@@ -410,7 +410,7 @@ impl Network {
         let key = |process| format!("call/{}/{process}", call.sequence);
         self.store.set(&key(self.layout.mine), mine.as_bytes())?;
         let same = mine.lines().next().unwrap_or_default();
-        let deadline = deadline(REASON);
+        let deadline = deadline(FAILURE_CAUSE_TIMEOUT);
         let mut calls = Vec::new();
         for (process, places) in self.layout.processes.iter().enumerate() {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -433,6 +433,6 @@ impl Network {
 fn fingerprint(call: &Call) -> u64 {
     let Call { operation, reduce_op, root, weight, kind, shape, .. } = call;
     let weighted = if weight.is_some() { " weighted" } else { "" };
-    let kind = kind_name(*kind);
+    let kind = dtype_name(*kind);
     xxh3_64(format!("{operation} {reduce_op:?} {root:?} {kind} {shape:?}{weighted}").as_bytes())
 }

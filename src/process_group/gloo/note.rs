@@ -4,13 +4,13 @@ use crate::error::{Error, Result};
 use crate::sync::StopMessage;
 
 /// How many bytes a note has.
-pub(super) const NOTE: usize = 256;
+pub(super) const HEADER_BYTES: usize = 256;
 
 /// How many of them are numbers: 7, of 8 bytes each.
-pub(super) const NUMBERS: usize = 56;
+pub(super) const HEADER_INT_BYTES: usize = 56;
 
 /// Parts up to this size travel in it.
-pub(super) const INLINE: usize = NOTE - NUMBERS;
+pub(super) const MAX_INLINE: usize = HEADER_BYTES - HEADER_INT_BYTES;
 
 /// The numbers of a note.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -26,10 +26,10 @@ pub(super) struct ExchangeHeader {
 }
 
 impl ExchangeHeader {
-    pub(super) fn to_bytes(self) -> [u8; NUMBERS] {
+    pub(super) fn to_bytes(self) -> [u8; HEADER_INT_BYTES] {
         let ExchangeHeader { sequence, fingerprint, size, weight, news } = self;
         let [last_step, reason, asked] = news.to_numbers();
-        let mut bytes = [0; NUMBERS];
+        let mut bytes = [0; HEADER_INT_BYTES];
         let (places, _) = bytes.as_chunks_mut::<8>();
         for (place, number) in places.iter_mut().zip([
             sequence,
@@ -49,8 +49,8 @@ impl ExchangeHeader {
     ///
     /// # Errors
     /// [`Error::Input`] for what no process sends.
-    pub(super) fn from_bytes(process: usize, bytes: &[u8; NUMBERS]) -> Result<Self> {
-        let mut numbers = [0; NUMBERS / 8];
+    pub(super) fn from_bytes(process: usize, bytes: &[u8; HEADER_INT_BYTES]) -> Result<Self> {
+        let mut numbers = [0; HEADER_INT_BYTES / 8];
         let (places, _) = bytes.as_chunks::<8>();
         for (number, place) in numbers.iter_mut().zip(places) {
             *number = u64::from_le_bytes(*place);
@@ -82,7 +82,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_are_more_than_an_error(bytes: [u8; NUMBERS], small: [u8; 3]) {
+        fn no_bytes_are_more_than_an_error(bytes: [u8; HEADER_INT_BYTES], small: [u8; 3]) {
             let mut near = bytes;
             // Reasons that may be some.
             near[24..].fill(0);

@@ -4,7 +4,7 @@ use std::cell::UnsafeCell;
 
 use tch::{Device, Kind, Tensor};
 
-use super::note::NOTE;
+use super::note::HEADER_BYTES;
 use crate::error::{Error, Result};
 
 /// What goes out and what comes in: a note for each process, and room for as much as calls have needed.
@@ -24,7 +24,7 @@ unsafe impl Send for StagingBuffers {}
 impl StagingBuffers {
     /// For notes of so many processes, and for nothing else yet.
     pub(super) fn new(processes: usize) -> Result<Self> {
-        let notes = [bytes(NOTE * processes)?, bytes(NOTE * processes)?];
+        let notes = [bytes(HEADER_BYTES * processes)?, bytes(HEADER_BYTES * processes)?];
         Ok(Self { notes, parts: UnsafeCell::new([bytes(0)?, bytes(0)?]) })
     }
 

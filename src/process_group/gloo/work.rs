@@ -57,7 +57,7 @@ impl Work {
         factors.clear();
         if call.weight.is_some() {
             // Beside the mean of these ranks alone: that of all is known after the exchange.
-            let weights = seat.announced().map(|it| it.weight.unwrap_or(0.0));
+            let weights = seat.published().map(|it| it.weight.unwrap_or(0.0));
             weights::fill_factors(local, mean_here(seat), weights, factors);
         }
         // Adds up the elements `range` of the ranks' tensors `input`; each rank its slice of them.
@@ -66,7 +66,7 @@ impl Work {
             let from = num_bytes(call.kind, range.start + slice.start);
             let offset = num_bytes(partial, slice.start);
             inputs.clear();
-            inputs.extend(seat.announced().map(|it| it.inputs[input].data.wrapping_add(from)));
+            inputs.extend(seat.published().map(|it| it.inputs[input].data.wrapping_add(from)));
             outputs.clear();
             outputs.extend(to.map(|place| place.wrapping_add(offset)));
             let kinds = Kinds { from: call.kind, to: partial };
@@ -131,7 +131,7 @@ impl Work {
             }
             Operation::AllToAll => {
                 for (process, places) in layout.processes.iter().enumerate() {
-                    let earlier = seat.announced().take(index);
+                    let earlier = seat.published().take(index);
                     let mut offset: usize = earlier
                         .flat_map(|it| &it.inputs[places.clone()])
                         .map(|place| num_bytes(call.kind, place.numel))
@@ -267,7 +267,7 @@ impl Work {
                 for (source, places) in sources.iter().zip(&layout.processes) {
                     let mut offset = 0;
                     for from in places.clone() {
-                        for (other, announced) in seat.announced().enumerate() {
+                        for (other, announced) in seat.published().enumerate() {
                             let size = num_bytes(call.kind, announced.outputs[from].numel);
                             if layout.here().start + other == place {
                                 copy(source.wrapping_add(offset), data(&call.outputs[from]), size);
@@ -284,7 +284,7 @@ impl Work {
 
 /// The mean weight of this process's ranks in the call that they have met for.
 pub(super) fn mean_here(seat: &ExchangeSlot<CollectiveFingerprint>) -> f64 {
-    weights::mean(seat.announced().map(|it| (it.weight.unwrap_or(0.0), 1)))
+    weights::mean(seat.published().map(|it| (it.weight.unwrap_or(0.0), 1)))
 }
 
 /// Where the part of each process lies: what has come, and of this process what it packed for itself, `begin` bytes

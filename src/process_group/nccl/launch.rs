@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::super::traffic::{Traffic, first_bytes, of_parts};
 use super::super::{
-    Backend, Call, P2POp, ReduceOp, calls, kind_name, num_bytes, threaded, weights,
+    Backend, Call, P2POp, ReduceOp, calls, dtype_name, num_bytes, threaded, weights,
 };
 use super::{Nccl, Network, is_failure};
 use crate::error::{Error, Result};
@@ -95,7 +95,7 @@ impl Nccl {
                 })?;
                 self.synchronize(&|| {})
             }
-            Operation::NewGroup => self.meet(call),
+            Operation::NewGroup => self.exchange_local(call),
             Operation::Gather => self.grouped(call, "ncclSend and ncclRecv", || {
                 let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
                 // SAFETY: as above.
@@ -141,16 +141,16 @@ impl Nccl {
     /// what they call, also with the ranks of other processes: that costs a message to each other process over TCP.
     ///
     /// An all_reduce is always announced, because one rank may have a weight and another none: all must meet alike.
-    pub(super) fn meet(&mut self, call: &Call) -> Result<()> {
+    pub(super) fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let compares = self.check || call.weight.is_some() || call.operation == Operation::NewGroup;
         if !compares && call.operation != Operation::AllReduce {
             let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
             return self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), timeout);
         }
-        threaded::meet(&mut self.seat, self.shared.here().start, call, false, None)?;
+        threaded::exchange(&mut self.seat, self.shared.here().start, call, false, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
             if self.seat.rank() == 0 {
-                let describe = || calls::to_text(self.seat.announced());
+                let describe = || calls::to_text(self.seat.published());
                 let mean = call.weight.map(|_| weights::mean(self.weights_here()));
                 self.tell(network.compare(call, mean, describe))?;
             }
@@ -178,7 +178,7 @@ impl Nccl {
     }
 
     fn weights_here(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
-        self.seat.announced().map(|it| (it.weight.unwrap_or(0.0), 1))
+        self.seat.published().map(|it| (it.weight.unwrap_or(0.0), 1))
     }
 
     /// The mean weight of all ranks in the last call, which had weights.
@@ -342,7 +342,7 @@ fn data_type(kind: Kind) -> Result<ncclDataType_t> {
         kind => {
             return Err(Error::Unsupported(format!(
                 "backend nccl cannot reduce {} tensors, because NCCL has no such type; convert first",
-                kind_name(kind)
+                dtype_name(kind)
             )));
         }
     })

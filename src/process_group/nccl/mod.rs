@@ -130,7 +130,7 @@ impl Nccl {
         name: &'static str,
         launch: impl FnOnce(&mut Communicator) -> ncclResult_t,
     ) -> Result<()> {
-        self.meet(call)?;
+        self.exchange_local(call)?;
         let result = launch(&mut self.communicator);
         let launched = self.poll_until_ready(name, result);
         self.tell(launched)?;
@@ -231,7 +231,7 @@ impl Backend for Nccl {
         "nccl"
     }
 
-    fn launches(&self) -> bool {
+    fn is_stream_ordered(&self) -> bool {
         true
     }
 

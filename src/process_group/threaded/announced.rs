@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::super::calls::{RankCall, SIZES, mismatch};
 use super::super::coalesced::NEXT_SHAPE;
-use super::super::{Call, ReduceOp, device_name, kind_name, num_bytes};
+use super::super::{Call, ReduceOp, device_name, dtype_name, num_bytes};
 use super::conflict::{Conflict, Span};
 use crate::error::Result;
 use crate::operation::Operation;
@@ -69,7 +69,7 @@ impl CollectiveFingerprint {
 
     /// Takes over what `call` says, of the rank at this place in the group; where its tensors are only if that must be
     /// the same on all ranks.
-    pub(super) fn announce(
+    pub(super) fn publish(
         &mut self,
         call: &Call,
         at_place: usize,
@@ -137,7 +137,7 @@ impl CollectiveFingerprint {
             (None, None) => String::new(),
         };
         let sizes = |places: &[Place]| places.iter().map(|place| place.numel).collect::<Vec<_>>();
-        let kind = kind_name(*kind);
+        let kind = dtype_name(*kind);
         let place = match device {
             Device::Cpu => String::new(),
             device => format!(" on {}, stream {:#x}", device_name(*device), self.stream),

@@ -83,7 +83,7 @@ pub(super) fn sizes<'a>(
 
 /// With more spans than these the first rank of the process alone looks for conflicts, and tells the others: each
 /// rank of a large group that has a tensor for each other would look at as many spans as there are pairs of ranks.
-pub(super) const FEW: usize = 4096;
+pub(super) const MAX_COMPARED_SPANS: usize = 4096;
 
 /// All memory that a collective reads and writes: start, end, rank, and whether it is written. Kept to be filled
 /// again without allocating.
@@ -123,7 +123,7 @@ impl Memory {
                 furthest_written = later(furthest_written);
             }
         }
-        if self.0.len() > FEW {
+        if self.0.len() > MAX_COMPARED_SPANS {
             self.0 = Vec::new(); // as large as it will be needed once in a while only
         }
         found

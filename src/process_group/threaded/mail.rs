@@ -14,7 +14,7 @@ use std::thread::{self, Thread};
 
 use tch::{Kind, Tensor};
 
-use super::super::kind_name;
+use super::super::dtype_name;
 use crate::error::Error;
 use crate::sync::RunContext;
 
@@ -110,7 +110,7 @@ struct Waiting {
 
 /// A tensor as errors name it.
 pub(in super::super) fn describe(kind: Kind, shape: &[i64]) -> String {
-    format!("{} {shape:?}", kind_name(kind))
+    format!("{} {shape:?}", dtype_name(kind))
 }
 
 /// What becomes of one side of a message.
@@ -183,7 +183,7 @@ impl PostedOp {
 impl Mailboxes {
     /// Takes one's own side back out of the box of `destination`; false if the other side has come, and then
     /// only after the tensor has been handed over. So nobody touches the tensor afterwards.
-    pub(crate) fn withdraw(&self, posted: &PostedOp, destination: usize) -> bool {
+    pub(crate) fn cancel(&self, posted: &PostedOp, destination: usize) -> bool {
         let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, &posted.0);
         {
             let Mailbox { sent, expected } = &mut *lock(&self.boxes[destination]);

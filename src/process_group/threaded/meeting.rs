@@ -73,7 +73,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
     ///
     /// # Errors
     /// That of `announce`, and as [`Barrier::wait`].
-    pub(crate) fn meet(
+    pub(crate) fn exchange(
         &mut self,
         at: OpId,
         timeout: Duration,
@@ -88,7 +88,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
     }
 
     /// What all ranks announced at the last meeting, in their order.
-    pub(crate) fn announced(&self) -> impl ExactSizeIterator<Item = &T> + Clone {
+    pub(crate) fn published(&self) -> impl ExactSizeIterator<Item = &T> + Clone {
         let parity = 1 - self.parity;
         let slots = self.meeting.slots.iter();
         // SAFETY: nobody writes to these cells before this rank has entered the next meeting (see `Slot`),

@@ -57,7 +57,7 @@ impl Threaded {
 /// On success all ranks call the same, with tensors that fit each other, and with `memory` nobody writes where another
 /// reads or writes. `on_one_device` asks as well that all tensors be in one place. `first_place` is the place in the
 /// group of the first rank of this process.
-pub(super) fn meet(
+pub(super) fn exchange(
     seat: &mut ExchangeSlot<CollectiveFingerprint>,
     first_place: usize,
     call: &Call,
@@ -66,24 +66,24 @@ pub(super) fn meet(
 ) -> Result<()> {
     let timeout = call.timeout.unwrap_or(seat.barrier().run().timeout);
     let place = first_place + seat.rank();
-    seat.meet(call.at(), timeout, |announced| announced.announce(call, place, on_one_device))?;
+    seat.exchange(call.at(), timeout, |announced| announced.publish(call, place, on_one_device))?;
     let members = seat.barrier().members();
-    announced::compare(seat.announced(), members, call.sequence)?;
-    let spans = seat.announced().map(|it| it.spans.len()).sum::<usize>();
+    announced::compare(seat.published(), members, call.sequence)?;
+    let spans = seat.published().map(|it| it.spans.len()).sum::<usize>();
     let conflict = match memory {
-        None => conflict::sizes(seat.announced(), first_place),
-        Some(memory) if spans <= conflict::FEW => memory.conflict(seat.announced(), first_place),
+        None => conflict::sizes(seat.published(), first_place),
+        Some(memory) if spans <= conflict::MAX_COMPARED_SPANS => memory.conflict(seat.published(), first_place),
         Some(memory) => {
-            let Some(first) = seat.announced().next() else { return Ok(()) };
+            let Some(first) = seat.published().next() else { return Ok(()) };
             if seat.rank() == 0 {
-                first.verdict.get_or_init(|| memory.conflict(seat.announced(), first_place));
+                first.verdict.get_or_init(|| memory.conflict(seat.published(), first_place));
             }
             seat.barrier().wait_at_most(seat.rank(), call.at(), timeout)?;
             first.verdict.get().copied().flatten()
         }
     };
     let Some(conflict) = conflict else { return Ok(()) };
-    Err(conflict.error(seat.announced(), members, first_place, call.sequence))
+    Err(conflict.error(seat.published(), members, first_place, call.sequence))
 }
 
 impl Backend for Threaded {
@@ -91,13 +91,13 @@ impl Backend for Threaded {
         "threaded"
     }
 
-    fn launches(&self) -> bool {
+    fn is_stream_ordered(&self) -> bool {
         false
     }
 
     fn run(&mut self, call: &Call) -> Result<()> {
         let Self { seat, memory, places } = self;
-        meet(seat, 0, call, true, Some(memory))?;
+        exchange(seat, 0, call, true, Some(memory))?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // all have come
         }
@@ -105,7 +105,7 @@ impl Backend for Threaded {
         // leave it together.
         seat.and_leave_together(|| {
             // SAFETY: as said, all that it asks for.
-            unsafe { part::run(call, seat.rank(), seat.announced(), places) }
+            unsafe { part::run(call, seat.rank(), seat.published(), places) }
         })
     }
 
@@ -115,7 +115,7 @@ impl Backend for Threaded {
     }
 
     fn mean_weight(&self) -> f64 {
-        weights::mean(self.seat.announced().map(|it| (it.weight.unwrap_or(0.0), 1)))
+        weights::mean(self.seat.published().map(|it| (it.weight.unwrap_or(0.0), 1)))
     }
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {

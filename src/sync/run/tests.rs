@@ -62,12 +62,12 @@ fn a_rank_is_overdue_from_its_end_on() {
 struct Other([Operation; 2]);
 
 impl PeerStatus for Other {
-    fn look(&self, run: &RunContext) -> Vec<MissingRank> {
-        self.ask(run);
+    fn refresh(&self, run: &RunContext) -> Vec<MissingRank> {
+        self.poll(run);
         Vec::new()
     }
 
-    fn ask(&self, run: &RunContext) {
+    fn poll(&self, run: &RunContext) {
         for (rank, operation) in (1..).zip(self.0) {
             run.activity[rank].enter(operation, 4);
         }

@@ -12,7 +12,7 @@ use super::super::super::{num_bytes, plain_kind};
 use super::super::ProcessMap;
 
 /// Tensors up to this many bytes travel with the offer; larger ones when the receiver is ready for them.
-pub(super) const INLINE: usize = 64 << 10;
+pub(super) const MAX_INLINE: usize = 64 << 10;
 
 /// No header has more bytes.
 const LONGEST: usize = 64 << 10;

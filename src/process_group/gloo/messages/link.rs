@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crossbeam::channel::{Receiver, Sender, unbounded};
 use tch::{Kind, Tensor};
 
-use super::super::super::kind_name;
+use super::super::super::dtype_name;
 use super::super::super::threaded::{
     Carrier, Contents, Completion, Incoming, Outcome, P2pRequest, Side, describe,
 };
 use super::super::lost;
-use super::frame::{Frame, INLINE, Offer};
+use super::frame::{Frame, MAX_INLINE, Offer};
 use super::pending::Pending;
 use super::transfer::Outgoing;
 use super::{Post, open, reader, transfer};
@@ -170,10 +170,10 @@ impl Link {
             source: sent.source,
             destination: sent.destination,
             tag,
-            kind: kind_name(sent.tensor.kind()).into(),
+            kind: dtype_name(sent.tensor.kind()).into(),
             shape: sent.tensor.size(),
         });
-        let bytes = (bytes <= INLINE).then(|| (id, sent.tensor.shallow_clone()));
+        let bytes = (bytes <= MAX_INLINE).then(|| (id, sent.tensor.shallow_clone()));
         sent.pending = Some(self.post.pending(sent.rank));
         state.sends.insert(id, sent);
         state.put(Outgoing { frame: offer, bytes });
@@ -189,7 +189,7 @@ impl Link {
         let Some(sent) = state.sends.get_mut(&id) else { return };
         drop(sent.pending.take());
         // What was asked for has been received; what went along with an offer the receiver has to take.
-        if transfer::size(&sent.tensor) > INLINE
+        if transfer::size(&sent.tensor) > MAX_INLINE
             && let Some(sent) = state.sends.remove(&id)
         {
             sent.delivery.complete(Outcome::From(sent.source));

@@ -25,7 +25,7 @@ use tch::Tensor;
 
 use super::super::arguments::Dense;
 use super::super::threaded::{Mailboxes, PostedOp};
-use super::super::{kind_name, plain_kind};
+use super::super::{dtype_name, plain_kind};
 use super::ProcessMap;
 use crate::error::{Error, Result};
 use crate::operation::OpId;
@@ -150,7 +150,7 @@ impl Messages {
         let &Letter { tensor, source, destination, tag, at } = letter;
         let Connections { post, links, .. } = &*self.0;
         let link = &links[post.layout.process_of(destination)];
-        let name = kind_name(tensor.kind());
+        let name = dtype_name(tensor.kind());
         if plain_kind(name).is_none() {
             return Err(Error::Unsupported(format!(
                 "{}: rank {} cannot send a {name} tensor to rank {} in another process; send its int_repr, scale and zero \

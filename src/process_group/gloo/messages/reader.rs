@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 
 use super::super::super::arguments::is_dense;
 use super::super::super::threaded::Outcome;
-use super::frame::{Frame, INLINE, foreign};
+use super::frame::{Frame, MAX_INLINE, foreign};
 use super::guard::Serving;
 use super::link::{Expected, Link};
 use super::{GRACE, transfer};
@@ -53,7 +53,7 @@ fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<
                 let (kind, size) = offer.check(&post.layout, link.process).map_err(wrong)?;
                 serving.set((post.members[offer.destination], None));
                 let mut inline = None;
-                if size <= INLINE {
+                if size <= MAX_INLINE {
                     let tensor = Tensor::f_empty(&offer.shape, (kind, Device::Cpu));
                     let mut tensor = tensor.map_err(io::Error::other)?;
                     transfer::read_tensor(&mut from, &mut tensor)?;
