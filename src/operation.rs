@@ -75,7 +75,7 @@ impl Operation {
     /// Whether a rank that does it is in code of its own, and waits for nobody as far as is known.
     pub(crate) fn is_compute(self) -> bool {
         use Operation::{
-            Backward, Compare, Data, Forward, UserCode, Gradient, Optimizer, Save, Step, Validation,
+            Backward, Compare, Data, Forward, Gradient, Optimizer, Save, Step, UserCode, Validation,
         };
         let in_step = matches!(self, Step | Data | Forward | Backward | Gradient | Optimizer);
         in_step || matches!(self, UserCode | Validation | Save | Compare)

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ddp_mp::ddp::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::launch::{
-    BackendChoice, Joining, Launch, LaunchOptions, Nproc, NodeSlice, ProcessWorld, detect, place,
+    BackendChoice, Joining, Launch, LaunchOptions, NodeSlice, Nproc, ProcessWorld, detect, place,
 };
 use ddp_mp::process_group::DTYPES;
 use ddp_mp::torch::cuda::Cuda;
@@ -31,7 +31,8 @@ pub(crate) fn try_processes<T: Send + 'static>(
         let (nproc, choice) = (launch.nproc, BackendChoice::Auto);
         let placement = place(nproc, choice, &Cuda::default(), &NodeSlice::all(1)).unwrap();
         let placement = placement.in_processes(launch.processes.count, choice).unwrap();
-        let world = ProcessWorld::meet(&launch, &placement, TIMEOUT, None, Vec::new()).unwrap().unwrap();
+        let world =
+            ProcessWorld::meet(&launch, &placement, TIMEOUT, None, Vec::new()).unwrap().unwrap();
         let spawn = Spawn::at(&placement).threads_per_rank(1).world(Some(world.into()));
         let f = f.clone();
         spawn.timeout(timeout).grace_period(TIMEOUT).run(move |rank| {

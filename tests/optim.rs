@@ -1,7 +1,7 @@
 //! Optimizers on the buckets of a model: state that follows its parameters, groups, clipping.
 
 use ddp_mp::models::{Model, ModelConfig, ModelKind};
-use ddp_mp::optim::{OptimizerConfig, ParameterState, ParamSpan};
+use ddp_mp::optim::{OptimizerConfig, ParamSpan, ParameterState};
 use ddp_mp::{
     AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Sgd,
     SgdOptions,

@@ -13,7 +13,8 @@ use ddp_mp::ddp::{
 };
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{
-    GradScaler, GradScalerOptions, GradScalerState, OptimizerConfig, ParameterState, ParamSpan, Unit,
+    GradScaler, GradScalerOptions, GradScalerState, OptimizerConfig, ParamSpan, ParameterState,
+    Unit,
 };
 use ddp_mp::torch::{Autocast, backward, fork_rng};
 use ddp_mp::trainer::{Loss, Trainer};

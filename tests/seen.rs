@@ -54,12 +54,13 @@ fn what_each_rank_does_is_told_when_somebody_asks() {
     let (tell, told) = unbounded::<String>();
     let tell = Mutex::new(tell);
     let forever = Duration::from_secs(3600);
-    let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT).dump_status_on(asks).stall_warning(
-        forever,
-        move |text| {
+    let spawn = Spawn::new(2)
+        .timeout(TIMEOUT)
+        .grace_period(SHORT)
+        .dump_status_on(asks)
+        .stall_warning(forever, move |text| {
             let _ = tell.lock().unwrap().send(text.into());
-        },
-    );
+        });
     spawn
         .run(move |rank| {
             let group = rank.init_process_group(Backend::Threaded)?;
@@ -198,11 +199,11 @@ fn a_slow_rank_is_named_with_what_it_was_slow_at() {
         let (code, stdout, stderr) = run(&[&slow[..], args].concat());
         assert_eq!(code, Some(0), "{stderr}");
         let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
-        let held_back = &end["held_back"];
-        assert_eq!((held_back["rank"].as_u64(), &held_back["phase"]), (Some(1), &"step".into()));
+        let straggler = &end["straggler"];
+        assert_eq!((straggler["rank"].as_u64(), &straggler["phase"]), (Some(1), &"step".into()));
         // Thirty steps, 60 ms each; less what the others were late themselves.
-        let seconds = held_back["seconds"].as_f64().unwrap();
-        assert!(seconds > 1.0 && held_back["phase_seconds"].as_f64().unwrap() >= 1.7, "{end}");
+        let seconds = straggler["seconds"].as_f64().unwrap();
+        assert!(seconds > 1.0 && straggler["phase_seconds"].as_f64().unwrap() >= 1.7, "{end}");
         let waited = end["collective_seconds_by_rank"].as_array().unwrap();
         assert_eq!(waited.len(), 3);
     }

@@ -6,7 +6,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use ddp_mp::ReduceOp;
 use ddp_mp::commands::{
-    BenchOp, BenchRequest, CommOp, CommRequest, MOST_STEPS, SimulatedCluster, SamplerRequest,
+    BenchOp, BenchRequest, CommOp, CommRequest, MOST_STEPS, SamplerRequest, SimulatedCluster,
 };
 use ddp_mp::config::parse_timeout;
 use ddp_mp::launch::{BackendChoice, Nproc};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::config::{CommHookKind, Config};
 use crate::launch::Launched;
-use crate::observe::{RunInfo, Narrator, Printer};
+use crate::observe::{Narrator, Printer, RunInfo};
 use crate::optim::OptimizerConfig;
 
 /// Who tells the run of `config` on `samples` samples, of a model of so many parameters.

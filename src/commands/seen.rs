@@ -17,12 +17,12 @@ use crate::error::{Error, Result};
 use crate::launch::Launched;
 use crate::models::Model;
 use crate::observe::report::{
-    Called, Curves, Tracks, Moved, OfEpoch, Outcome, Parameters, Ranks, Replicas, Report, Samples,
+    Called, Curves, Moved, OfEpoch, Outcome, Parameters, Ranks, Replicas, Report, Samples, Tracks,
     Verdict,
 };
 use crate::observe::{End, Output, Printer, trace_output, write_trace};
 use crate::operation::Operation;
-use crate::sync::{History, RankHistory, Entry};
+use crate::sync::{Entry, History, RankHistory};
 use crate::torch::{self, limits::explain};
 
 /// Who wants to see what the ranks of this process did.
@@ -243,8 +243,7 @@ fn options(config: &Config) -> Vec<(String, String)> {
 /// How many steps of the whole run rank 0 has come through.
 fn steps_of(history: &History) -> u64 {
     let records = history.ranks.first().into_iter().flat_map(|rank| &rank.records);
-    let stepped =
-        |it: &&Entry| it.begin.at.operation == Operation::Optimizer && it.ended.is_some();
+    let stepped = |it: &&Entry| it.begin.at.operation == Operation::Optimizer && it.ended.is_some();
     records.filter(stepped).map(|it| it.begin.at.sequence + 1).max().unwrap_or(0)
 }
 
@@ -263,7 +262,8 @@ fn samples(
     let of_rank = |rank| config.sampler(dataset, world_size, rank);
     let samplers = (0..world_size).map(of_rank).collect::<Result<Vec<DistributedSampler>>>()?;
     let mut listed = Samples { dataset, batch_size: batch, complete: true, epochs: Vec::new() };
-    let (mut epoch, mut seen, mut room) = (first.epoch, first.samples_seen, MAX_LISTED_SAMPLES / world_size);
+    let (mut epoch, mut seen, mut room) =
+        (first.epoch, first.samples_seen, MAX_LISTED_SAMPLES / world_size);
     while steps > 0 && listed.complete {
         let batches = batches_of_all(&samplers[0], seen, batch, config.drop_last_batch);
         let now = (batches as u64).div_ceil(config.accumulate).min(steps);

@@ -19,12 +19,12 @@ use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
 use crate::error::{Error, Result};
 use crate::launch::{
-    Launch, LaunchKind, Launched, Rank, Restarts, SpawnError, Stop, StopReason, status_signal,
-    await_termination, end_at_signals_in, stop_on_signals,
+    Launch, LaunchKind, Launched, Rank, Restarts, SpawnError, Stop, StopReason, await_termination,
+    end_at_signals_in, status_signal, stop_on_signals,
 };
 use crate::models::Model;
 use crate::observe::report::Outcome;
-use crate::observe::{End, Event, Failure, LogFormat, Printer, MetricsLogger, Start};
+use crate::observe::{End, Event, Failure, LogFormat, MetricsLogger, Printer, Start};
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::ProcessGroup;
 use crate::torch::Generator;

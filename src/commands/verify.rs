@@ -191,7 +191,10 @@ pub fn verify(
 
 /// The first step, from 0, after which two ways to train are apart that are so after `steps`: of as few looks as there
 /// must be. `is_ok` trains so many steps.
-fn bisect_divergence(steps: u64, is_ok: impl Fn(u64) -> anyhow::Result<bool>) -> anyhow::Result<u64> {
+fn bisect_divergence(
+    steps: u64,
+    is_ok: impl Fn(u64) -> anyhow::Result<bool>,
+) -> anyhow::Result<u64> {
     // After so many they are not, after so many they are.
     let (mut together, mut apart) = (0, steps);
     while apart - together > 1 {
@@ -336,8 +339,12 @@ fn not_of_exact_mean(config: &Config) -> Option<String> {
 /// All that must come to the same; `alone`: also one rank that adds up as many batches as there are ranks.
 fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
     let batch_size = config.batch_size;
-    let way =
-        |strategy, ranks, batch_size, accumulate| Variant { strategy, ranks, batch_size, accumulate };
+    let way = |strategy, ranks, batch_size, accumulate| Variant {
+        strategy,
+        ranks,
+        batch_size,
+        accumulate,
+    };
     let (ddp, dp) = (StrategyKind::Ddp, StrategyKind::Dp);
     let mut ways = vec![way(ddp, ranks, batch_size, 1)];
     if !config.sync_batch_norm {

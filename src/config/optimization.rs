@@ -31,7 +31,8 @@ pub enum ScheduleKind {
 impl Config {
     /// The optimizer that this asks for.
     pub fn optimizer_config(&self) -> OptimizerConfig {
-        let decays = if self.no_decay_on_bias_and_norm { ParamSpan::is_weight } else { |_: &_| true };
+        let decays =
+            if self.no_decay_on_bias_and_norm { ParamSpan::is_weight } else { |_: &_| true };
         match self.optimizer {
             OptimizerKind::Sgd => OptimizerConfig::Sgd(SgdOptions {
                 momentum: self.momentum,

@@ -137,7 +137,8 @@ impl Config {
         let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
         let Value::Object(mut all) = all else { return Ok(Map::new()) };
         let is_cosine = self.schedule == ScheduleKind::Cosine;
-        let is_kept = |key: &str| !RESUME_IGNORES.contains(&key) || (is_cosine && OF_COSINE.contains(&key));
+        let is_kept =
+            |key: &str| !RESUME_IGNORES.contains(&key) || (is_cosine && OF_COSINE.contains(&key));
         all.retain(|key, _| is_kept(key));
         Ok(all)
     }

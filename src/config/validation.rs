@@ -14,7 +14,10 @@ use crate::trainer::{Amp, Loss};
 
 impl Config {
     /// Refuses a flag that does nothing beside the others: in a file it may wait for them.
-    pub(super) fn reject_ineffective_flags(&self, given: impl Fn(&str) -> bool) -> Result<(), Invalid> {
+    pub(super) fn reject_ineffective_flags(
+        &self,
+        given: impl Fn(&str) -> bool,
+    ) -> Result<(), Invalid> {
         for (key, kind, what) in [
             ("hidden", ModelKind::Mlp, "hidden layers"),
             ("dropout", ModelKind::Mlp, "dropout"),

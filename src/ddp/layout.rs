@@ -11,7 +11,7 @@ use super::parameters::NamedTensor;
 use super::{DdpOptions, elements_per_line};
 use crate::error::{Error, Result};
 use crate::observe::report::Parameter;
-use crate::optim::{FlatBuffer, GradState, ParamSpan, ParamLayout};
+use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 use crate::process_group::num_bytes;
 use crate::torch::{move_grad, set_grad};
 

@@ -395,7 +395,7 @@ impl State {
                 && comm_hook.is_plain_all_reduce()
                 && let Some(works) = communication.beside()
             {
-                works.push(group.all_reduce_beside(&handle, average(group), weight)?);
+                works.push(group.all_reduce_async(&handle, average(group), weight)?);
                 self.next += 1;
                 continue;
             }

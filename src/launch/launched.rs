@@ -10,8 +10,8 @@ use std::time::Duration;
 use crossbeam::channel::{RecvTimeoutError, bounded};
 
 use super::{
-    Backend, BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, Spawn, ProcessWorld, detect,
-    place, write_error_file,
+    Backend, BackendChoice, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Spawn,
+    detect, place, write_error_file,
 };
 use crate::error::{Error, Result};
 use crate::process_group::require_nccl;
@@ -113,10 +113,11 @@ impl Launch {
             note(&warning);
         }
         let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
-        let meet = || match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared_options)? {
-            Some(world) if compare_clocks => world.compare_clocks(timeout).map(Some),
-            world => Ok(world),
-        };
+        let meet =
+            || match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared_options)? {
+                Some(world) if compare_clocks => world.compare_clocks(timeout).map(Some),
+                world => Ok(world),
+            };
         let world = noting_a_wait(&self, note, meet)?.map(Arc::new);
         let launched = Launched { launch: self, placement, world, grace_period };
         launched

@@ -274,10 +274,12 @@ mod tests {
 
     /// Each of the messages as it is written, and how many ranks it is about.
     fn written() -> impl Strategy<Value = (Vec<u8>, usize)> {
-        let told = (0..9usize, at(), ".*")
-            .prop_map(|(rank, at, error)| (FailureReport::new(rank, at, &error).to_bytes(KEY).unwrap(), 9));
-        let absence = (".*", ".*")
-            .prop_map(|(missing, there)| (MissingPeers { missing, there }.to_bytes(KEY).unwrap(), 1));
+        let told = (0..9usize, at(), ".*").prop_map(|(rank, at, error)| {
+            (FailureReport::new(rank, at, &error).to_bytes(KEY).unwrap(), 9)
+        });
+        let absence = (".*", ".*").prop_map(|(missing, there)| {
+            (MissingPeers { missing, there }.to_bytes(KEY).unwrap(), 1)
+        });
         let process = process().prop_map(|process| (process.to_bytes(KEY).unwrap(), 1));
         prop_oneof![told, absence, process]
     }
@@ -380,7 +382,9 @@ mod tests {
     #[test]
     fn numbers_that_do_not_fit_the_run_are_refused() {
         let told = FailureReport::new(3, OpId { operation: Operation::Step, sequence: 1 }, "why");
-        let error = FailureReport::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 3).unwrap_err().to_string();
+        let error = FailureReport::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 3)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("rank 3 of 3 has failed: why"), "{error}");
         for count in [0, MOST_RANKS + 1] {
             let bytes = crowd(count).to_bytes(KEY).unwrap();

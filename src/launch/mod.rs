@@ -1,10 +1,10 @@
 //! Starting the ranks: which process of how many this is, which device each gets, the threads they run on, how they meet, how they fail.
 
-mod beat;
 mod clock;
 mod environment;
 mod error_file;
 mod failure;
+mod heartbeat;
 mod in_a_row;
 mod launched;
 mod messages;
@@ -28,11 +28,11 @@ pub use environment::{
 pub use error_file::write_error_file;
 pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use launched::{Joining, Launched};
-pub use placement::{BackendChoice, Nproc, Placement, NodeSlice, place};
+pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
 pub use rank::{Backend, Rank};
 pub(crate) use restarts::Restarts;
-pub use signals::{status_signal, exit_code, stop_on_signals};
 pub(crate) use signals::{await_termination, end_at_signals_in};
+pub use signals::{exit_code, status_signal, stop_on_signals};
 pub use spawn::{Spawn, spawn, spawn_scoped};
 pub use world::ProcessWorld;

@@ -122,7 +122,12 @@ pub struct Placement {
 ///
 /// # Errors
 /// [`Error::Input`] when what was asked for is not there; it says what to do.
-pub fn place(nproc: Nproc, choice: BackendChoice, cuda: &Cuda, share: &NodeSlice) -> Result<Placement> {
+pub fn place(
+    nproc: Nproc,
+    choice: BackendChoice,
+    cuda: &Cuda,
+    share: &NodeSlice,
+) -> Result<Placement> {
     let gpus = cuda.usable();
     let on_gpus = gpus > 0 && nproc != Nproc::Cpu;
     let why_none = || match &cuda.problem {
@@ -262,7 +267,8 @@ mod tests {
     #[test]
     fn one_rank_per_visible_gpu() {
         for nproc in [Nproc::Auto, Nproc::Gpu, Nproc::Count(4)] {
-            let placement = place(nproc, BackendChoice::Auto, &gpus(4), &NodeSlice::all(8)).unwrap();
+            let placement =
+                place(nproc, BackendChoice::Auto, &gpus(4), &NodeSlice::all(8)).unwrap();
             assert_eq!(placement.backend, Backend::Nccl);
             assert_eq!(placement.devices, [0, 1, 2, 3].map(Device::Cuda));
             assert_eq!((placement.threads_per_rank, placement.note), (2, None));
@@ -271,7 +277,8 @@ mod tests {
 
     #[test]
     fn cpu_ranks_where_there_is_no_gpu() {
-        let placement = place(Nproc::Auto, BackendChoice::Auto, &gpus(0), &NodeSlice::all(8)).unwrap();
+        let placement =
+            place(Nproc::Auto, BackendChoice::Auto, &gpus(0), &NodeSlice::all(8)).unwrap();
         assert_eq!(placement.backend, Backend::Threaded);
         assert_eq!(placement.devices, [Device::Cpu; 8]);
         let note = placement.note.unwrap();
@@ -304,7 +311,8 @@ mod tests {
 
     #[test]
     fn cpu_ranks_beside_gpus_when_asked_for() {
-        let placement = place(Nproc::Cpu, BackendChoice::Auto, &gpus(2), &NodeSlice::all(8)).unwrap();
+        let placement =
+            place(Nproc::Cpu, BackendChoice::Auto, &gpus(2), &NodeSlice::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.devices[0]), (8, Device::Cpu));
         assert_eq!(placement.note, None);
     }

@@ -285,7 +285,8 @@ impl Start<'_> {
             }
             all.reap();
             if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
-                deadline = Some(sync::deadline(self.spawn.grace_period.saturating_add(TERM_TIMEOUT)));
+                deadline =
+                    Some(sync::deadline(self.spawn.grace_period.saturating_add(TERM_TIMEOUT)));
                 if let Children::Ranks(placement) = self.spawn.children {
                     // Who is killed tells nobody. What fails here the others find out as they would on several machines.
                     let how = self.spawn.how(rank, pid, status);
@@ -413,7 +414,7 @@ impl Processes {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{BackendChoice, Nproc, NodeSlice, place};
+    use super::super::{BackendChoice, NodeSlice, Nproc, place};
     use super::*;
     use crate::torch::cuda::Cuda;
 

@@ -12,7 +12,7 @@ use super::rendezvous::Rendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::process_group::{Bootstrap, ProcessGroup};
-use crate::sync::{RunContext, FaultSite};
+use crate::sync::{FaultSite, RunContext};
 
 /// What carries the tensors of a process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

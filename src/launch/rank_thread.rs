@@ -7,7 +7,7 @@ use crossbeam::channel::Sender;
 use tch::Device;
 
 use super::rendezvous::Rendezvous;
-use super::{Backend, Rank, ProcessWorld};
+use super::{Backend, ProcessWorld, Rank};
 use crate::error::Error;
 use crate::operation::Operation;
 use crate::sync::{RunContext, panics};

@@ -13,7 +13,7 @@ use tch::Device;
 use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
-    Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, Rank, SpawnError, ProcessWorld,
+    Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
 };
 use crate::observe::{LogFormat, Printer};
 use crate::sync::{Fault, History, LONGEST, Stop};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::operation::{OpId, Operation};
-use crate::sync::{Entry, RunContext, OpSnapshot};
+use crate::sync::{Entry, OpSnapshot, RunContext};
 
 /// Who is told.
 #[derive(Clone)]
@@ -52,7 +52,12 @@ fn longest(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<(Sta
 impl Stall {
     /// Who has come, and who has not, in lines. Asks other processes, if ranks of theirs take part, which takes a
     /// moment; `None` if it has ended meanwhile.
-    pub(super) fn text(self, run: &RunContext, here: Range<usize>, limit: Duration) -> Option<String> {
+    pub(super) fn text(
+        self,
+        run: &RunContext,
+        here: Range<usize>,
+        limit: Duration,
+    ) -> Option<String> {
         let Self { group, at } = self;
         let members = run.members(group)?;
         let mut silent = Vec::new();

@@ -12,12 +12,12 @@ use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, never, select_biased,
 };
 
-use super::beat::{Heartbeat, RankStatus};
+use super::heartbeat::{Heartbeat, RankStatus};
 use super::messages::FailureReport;
 use super::stall;
 use crate::error::{Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
-use crate::sync::{self, PeerStatus, Failure, RunContext, OpSnapshot};
+use crate::sync::{self, Failure, OpSnapshot, PeerStatus, RunContext};
 use crate::torch::TcpStore;
 use crate::torch::limits::not_started;
 
@@ -158,7 +158,11 @@ impl Shared {
             if deadline.is_none() && (failed || asked_to_end()) {
                 deadline = Some(sync::deadline(patience));
             }
-            let limit = if deadline.is_some() { HEARTBEAT_TIMEOUT } else { patience.max(HEARTBEAT_TIMEOUT) };
+            let limit = if deadline.is_some() {
+                HEARTBEAT_TIMEOUT
+            } else {
+                patience.max(HEARTBEAT_TIMEOUT)
+            };
             if heard.elapsed() >= limit || deadline.is_some_and(|it| Instant::now() >= it) {
                 break;
             }
@@ -318,7 +322,12 @@ fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Hear
 
 /// Tells the processes of `store`, of one rank each, that `rank` has ended, unless something is known to have failed.
 /// For who has started them and sees that. Returns what the rank was last seen doing.
-pub(super) fn tell_ended(store: &TcpStore, rank: usize, at: Option<OpId>, error: &str) -> Result<OpId> {
+pub(super) fn tell_ended(
+    store: &TcpStore,
+    rank: usize,
+    at: Option<OpId>,
+    error: &str,
+) -> Result<OpId> {
     let doing = || -> Result<Option<OpId>> {
         Ok(beat_of(store, rank, 1)?.and_then(|beat| beat.ranks.first().map(RankStatus::at)))
     };

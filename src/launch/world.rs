@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
-use super::messages::{MissingPeers, MOST_RANKS, Process, check_same, node_of, places, shared_gpu};
-use super::watch::{Server, Stay, HeartbeatMonitor};
+use super::messages::{MOST_RANKS, MissingPeers, Process, check_same, node_of, places, shared_gpu};
+use super::watch::{HeartbeatMonitor, Server, Stay};
 use super::{Backend, Launch, LaunchKind, MasterEndpoint, Placement};
 use super::{clock, start};
 use crate::error::{Error, Result};
-use crate::process_group::{Bootstrap, ProcessMap, Network, rank_label};
+use crate::process_group::{Bootstrap, Network, ProcessMap, rank_label};
 use crate::sync::{Clock, RunContext};
 use crate::torch::limits::require_files;
 use crate::torch::{TcpStore, check_interfaces, cuda};
@@ -102,11 +102,13 @@ impl ProcessWorld {
         let start = match launch.kind {
             LaunchKind::Torchrun if master.agent_store => {
                 let of_run = store.under(&format!("ddp-mp/{}", launch.run_id));
-                start::number(&of_run, mine, count, timeout)?.ok_or_else(|| Error::PeersMissing {
-                    missing: "0".into(),
-                    count,
-                    waited: timeout,
-                    there: format!("{mine}, which is this one"),
+                start::number(&of_run, mine, count, timeout)?.ok_or_else(|| {
+                    Error::PeersMissing {
+                        missing: "0".into(),
+                        count,
+                        waited: timeout,
+                        there: format!("{mine}, which is this one"),
+                    }
                 })?
             }
             LaunchKind::Spawned => launch.restart_count as i64,

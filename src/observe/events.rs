@@ -107,7 +107,7 @@ pub struct End {
     pub collective_seconds_by_rank: Vec<f64>,
     /// On CPUs: the rank that the others waited for, if it was for long.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub held_back: Option<Straggler>,
+    pub straggler: Option<Straggler>,
     /// The most memory that the process took, of all ranks together; not known on every system.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory_bytes: Option<u64>,

@@ -18,9 +18,9 @@ mod tensorboard;
 mod trace;
 
 pub use events::{End, Epoch, Event, Failure, Start};
-pub use explain::{RunInfo, Language, Narrator, RankStep, Step};
+pub use explain::{Language, Narrator, RankStep, RunInfo, Step};
 pub(crate) use held_back::find_straggler_over;
-pub use held_back::{Straggler, PhaseSeconds, find_straggler};
+pub use held_back::{PhaseSeconds, Straggler, find_straggler};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub(crate) use output::{Marks, Output};

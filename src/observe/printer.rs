@@ -94,7 +94,7 @@ impl Printer {
                     );
                     return Ok(());
                 }
-                if let Some(held) = &end.held_back {
+                if let Some(held) = &end.straggler {
                     let (Straggler { rank, seconds, phase_seconds, .. }, place) =
                         (held, held.place());
                     self.note(&format!(

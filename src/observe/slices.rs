@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::operation::Operation;
-use crate::sync::{OpStart, History, RankHistory, Entry};
+use crate::sync::{Entry, History, OpStart, RankHistory};
 
 /// A record, and what follows from the others.
 #[derive(Debug, Clone, Copy)]
@@ -81,8 +81,9 @@ pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
 fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
     let members = history.members(group)?;
     let here = history.ranks.iter().filter(|it| members.contains(&it.rank));
-    let came =
-        |it: &RankHistory| it.records.iter().any(|it| meeting(&it.begin) == Some((group, sequence)));
+    let came = |it: &RankHistory| {
+        it.records.iter().any(|it| meeting(&it.begin) == Some((group, sequence)))
+    };
     here.filter(|it| !came(it)).map(|it| it.rank).next()
 }
 

@@ -2,8 +2,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::flat::{OptimizerState, Group};
-use super::{FlatBuffer, Optimizer, ParameterState, ParamSpan};
+use super::flat::{Group, OptimizerState};
+use super::{FlatBuffer, Optimizer, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::torch::{AdamWStep, TensorList, fused_adamw};
 

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::{FlatBuffer, GradState, ParameterState, ParamSpan};
+use super::{FlatBuffer, GradState, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::torch::{TensorList, bump_versions};
 

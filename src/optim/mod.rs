@@ -11,7 +11,7 @@ mod sgd;
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
-pub use places::{FlatBuffer, GradState, ParamSpan, ParamLayout};
+pub use places::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};
 

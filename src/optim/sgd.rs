@@ -1,7 +1,7 @@
 //! Stochastic gradient descent.
 
 use super::flat::OptimizerState;
-use super::{FlatBuffer, Optimizer, ParameterState, ParamSpan};
+use super::{FlatBuffer, Optimizer, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::torch::{SgdStep, TensorList, add_scaled, fused_sgd};
 

@@ -110,7 +110,8 @@ fn list(calls: &[RankCall], odd: usize) -> String {
     if lines.len() > MAX_LISTED_CALLS {
         let of_odd = lines.iter().position(|(_, ranks)| ranks.contains(&odd)).unwrap_or(0);
         lines.swap(MAX_LISTED_CALLS - 1, of_odd.max(MAX_LISTED_CALLS - 1));
-        left_out = format!("; the others made {} more different calls", lines.len() - MAX_LISTED_CALLS);
+        left_out =
+            format!("; the others made {} more different calls", lines.len() - MAX_LISTED_CALLS);
     }
     let line = |(RankCall { call, place, .. }, ranks): &(&RankCall, Vec<usize>)| {
         format!(
@@ -125,7 +126,9 @@ fn list(calls: &[RankCall], odd: usize) -> String {
 
 /// What the ranks of this process have called, which is the same, for other processes to read: a line with the call and
 /// one with each rank's place.
-pub(super) fn to_text<'a>(mut calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone) -> String {
+pub(super) fn to_text<'a>(
+    mut calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
+) -> String {
     let places = calls.clone().map(|it| format!("\n{}", format_call_site(it.place)));
     let places: String = places.collect();
     calls.next().map_or(String::new(), CollectiveFingerprint::describe) + &places

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 use crate::observe::PhaseSeconds;
 use crate::operation::Operation;
-use crate::sync::{SpanId, RunContext};
+use crate::sync::{RunContext, SpanId};
 use crate::torch::cuda::{self, Event};
 
 /// So many records may wait for the GPU: many steps.

@@ -39,7 +39,7 @@ use call::plain_kind;
 pub use call::{DTYPES, ReduceOp, dtype_name, parse_dtype};
 use communication::CommunicationThread;
 use gloo::InFlight;
-pub(crate) use gloo::{ProcessMap, Network};
+pub(crate) use gloo::{Network, ProcessMap};
 use gpu_clock::GpuClock;
 pub(crate) use invitation::Bootstrap;
 pub(crate) use nccl::{require_library as require_nccl, version as nccl_version};

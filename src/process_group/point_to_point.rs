@@ -239,7 +239,11 @@ impl ProcessGroup {
             let sent = if op.is_send() { bytes } else { 0 };
             self.traffic.add(Traffic { sent, received: bytes - sent });
         }
-        if self.is_stream_ordered { self.launch(ops) } else { ops.iter().map(|op| self.mail(op)).collect() }
+        if self.is_stream_ordered {
+            self.launch(ops)
+        } else {
+            ops.iter().map(|op| self.mail(op)).collect()
+        }
     }
 
     fn mail(&self, op: &P2POp) -> Result<Work> {

@@ -13,7 +13,7 @@ use super::{Call, ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::observe::PhaseSeconds;
 use crate::operation::{OpId, Operation};
-use crate::sync::{OpStart, FaultKind, SpanId, CallSite, FaultSite};
+use crate::sync::{CallSite, FaultKind, FaultSite, OpStart, SpanId};
 
 /// What a group knows for its records.
 #[derive(Debug, Default)]
@@ -99,7 +99,8 @@ impl ProcessGroup {
     /// What else than to fail or to be slow this rank is to do in training step `step`: `--fault`.
     pub(crate) fn planned_fault(&self, step: u64) -> Option<FaultKind> {
         let fault = self.run().fault?;
-        let here = (fault.rank, fault.at, fault.step) == (self.global_rank(), FaultSite::Step, step);
+        let here =
+            (fault.rank, fault.at, fault.step) == (self.global_rank(), FaultSite::Step, step);
         here.then_some(fault.kind)
     }
 
@@ -140,10 +141,14 @@ impl ProcessGroup {
     /// Records that it has failed, and is over if this rank can go on. What it has waited for in vain is not: that shows
     /// where the run has ended.
     pub(super) fn record_failure(&self, mark: SpanId, error: &Error) {
-        use Error::{PeersMissing, Cancelled, PeerExited, ConnectionLost, Timeout};
+        use Error::{Cancelled, ConnectionLost, PeerExited, PeersMissing, Timeout};
         let in_vain = matches!(
             error,
-            PeersMissing { .. } | Cancelled { .. } | PeerExited { .. } | ConnectionLost { .. } | Timeout { .. }
+            PeersMissing { .. }
+                | Cancelled { .. }
+                | PeerExited { .. }
+                | ConnectionLost { .. }
+                | Timeout { .. }
         );
         if !in_vain {
             self.record_end(mark);

@@ -57,7 +57,7 @@ impl ProcessGroup {
 impl ProcessGroup {
     /// What [`async_op`](Self::async_op) does with an [`all_reduce_weighted`](Self::all_reduce_weighted) of a tensor in
     /// one piece, but where it can go on by itself, the next one starts meanwhile.
-    pub(crate) fn all_reduce_beside(
+    pub(crate) fn all_reduce_async(
         &self,
         tensor: &Tensor,
         op: ReduceOp,

@@ -12,7 +12,7 @@ use super::primitives::{
     park_timeout, yield_now,
 };
 use super::timeline::RECORDS;
-use super::{CancelToken, Fault, RemoteSnapshots, FaultSite, FlightRecorder};
+use super::{CancelToken, Fault, FaultSite, FlightRecorder, RemoteSnapshots};
 use crate::error::{Blame, Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
 

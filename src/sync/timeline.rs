@@ -209,11 +209,7 @@ impl FlightRecorder {
 
     /// What is kept of `rank`'s records from number `from` on, the oldest first. What is being written at this moment
     /// is left out.
-    pub(crate) fn records(
-        &self,
-        rank: usize,
-        from: u64,
-    ) -> impl DoubleEndedIterator<Item = Entry> {
+    pub(crate) fn records(&self, rank: usize, from: u64) -> impl DoubleEndedIterator<Item = Entry> {
         let (ring, count) = (&self.ranks[rank], self.count(rank));
         let first = from.max(count.saturating_sub(self.keeps as u64));
         (first..count).filter_map(|number| ring.read(number, self.keeps))
@@ -227,7 +223,8 @@ impl FlightRecorder {
 
 impl Ring {
     fn entry(&self, number: u64, keeps: usize) -> &RingSlot {
-        let entries = self.entries.get_or_init(|| (0..keeps).map(|_| RingSlot::default()).collect());
+        let entries =
+            self.entries.get_or_init(|| (0..keeps).map(|_| RingSlot::default()).collect());
         &entries[(number % keeps as u64) as usize]
     }
 

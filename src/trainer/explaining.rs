@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use super::Trainer;
 use crate::checkpoint::TrainerState;
 use crate::data::Batch;
-use crate::ddp::{Strategy, GradProbe};
+use crate::ddp::{GradProbe, Strategy};
 use crate::error::{Error, Result};
 use crate::observe::{Narrator, RankStep, Step};
 

@@ -190,7 +190,8 @@ impl<M: ModuleT> Trainer<M> {
 
     /// That a parameter is the reason, if one is not finite.
     fn wrong_parameter(&self) -> Result<Option<String>> {
-        let wrong = first_nonfinite(&self.ddp.flat_buffers().unwrap_or_default(), |it| &it.parameters)?;
+        let wrong =
+            first_nonfinite(&self.ddp.flat_buffers().unwrap_or_default(), |it| &it.parameters)?;
         let why =
             |name| format!(", because the parameter `{name}` is not finite after the steps before");
         Ok(wrong.map(why))

@@ -122,12 +122,12 @@ fn the_straggler_is_found_by_the_times_of_gpus() {
     let slow = ["--fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072"];
     for layout in ["--spawn=threads", "--spawn=processes"] {
         let events = gpu_events(3, &[&slow[..], &[layout]].concat());
-        let held_back = &end(&events)["held_back"];
-        assert_eq!((&held_back["rank"], &held_back["phase"]), (&1.into(), &"step".into()));
+        let straggler = &end(&events)["straggler"];
+        assert_eq!((&straggler["rank"], &straggler["phase"]), (&1.into(), &"step".into()));
         // Thirty steps, 60 ms each.
-        assert!(held_back["phase_seconds"].as_f64().unwrap() >= 1.7, "{layout}: {events:?}");
+        assert!(straggler["phase_seconds"].as_f64().unwrap() >= 1.7, "{layout}: {events:?}");
     }
-    assert!(end(&gpu_events(3, &slow[1..]))["held_back"].is_null());
+    assert!(end(&gpu_events(3, &slow[1..]))["straggler"].is_null());
 }
 
 #[test]

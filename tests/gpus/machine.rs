@@ -64,7 +64,7 @@ const DIFFERENT: [&str; 15] = [
     "communication_us",
     "data_wait_seconds_by_rank",
     "device",
-    "held_back",
+    "straggler",
     "overlapped",
     "path",
     "peak_memory_bytes",

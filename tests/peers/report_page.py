@@ -185,7 +185,7 @@ class Report:
 
     def numbers(self):
         data, figures = self.data, self.terms("#figures")
-        verdict, held = data["verdict"], data["verdict"]["held_back"]
+        verdict, held = data["verdict"], data["verdict"]["straggler"]
         best = [it for it in data["validation"] if it["best"]]
         wanted = {
             "Time outside collectives": verdict["outside_collectives"],

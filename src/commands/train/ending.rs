@@ -80,7 +80,7 @@ pub(super) fn end(
         bytes_received_by_rank: of_ranks.iter().map(|it| it.received).collect(),
         data_wait_seconds_by_rank: by_rank(|it| it.waited),
         collective_seconds_by_rank: by_rank(|it| it.phases.collectives),
-        held_back: find_straggler(&phases, seconds),
+        straggler: find_straggler(&phases, seconds),
         peak_memory_bytes: peak_memory(),
         skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
         scale: trainer.scaler().state().map(|scaler| scaler.scale),
@@ -142,10 +142,10 @@ fn verdict(
     let on_cpu = group.device() == Device::Cpu;
     let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
     let overlapped = overlaps.then_some(hidden);
-    let held_back = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
+    let straggler = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let measured = Measured {
         phases: &phases,
-        held_back: find_straggler.as_ref(),
+        straggler: straggler.as_ref(),
         overlapped,
         us_per_step: end.us_per_step,
         bucket_bytes: &end.bucket_bytes,
@@ -173,7 +173,7 @@ fn verdict(
             ],
             _ => advice(measured),
         },
-        find_straggler,
+        straggler,
         phases,
     }
 }

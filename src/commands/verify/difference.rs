@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use serde::Serialize;
 use tch::Device;
 
-use super::{RunResult, ParamValues, Variant};
+use super::{ParamValues, RunResult, Variant};
 use crate::config::{Config, StrategyKind};
 use crate::error::{Error, Result};
 use crate::launch::Placement;

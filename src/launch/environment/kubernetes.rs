@@ -5,7 +5,8 @@
 
 use super::variables::{Launcher, Variables, check_below};
 use super::{
-    DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr, check_flag,
+    DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr,
+    check_flag,
 };
 use crate::error::{Error, Result};
 use crate::launch::Nproc;

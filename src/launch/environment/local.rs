@@ -1,6 +1,8 @@
 //! No launcher: one process, or one started by hand on each of several machines.
 
-use super::{DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr};
+use super::{
+    DEFAULT_PORT, Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr,
+};
 use crate::error::{Error, Result};
 
 /// Goes by the flags alone. `why` says why no launcher counts.

@@ -40,7 +40,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Nproc, NodeSlice};
+use super::{NodeSlice, Nproc};
 use crate::error::{Error, Result};
 use variables::Variables;
 

@@ -2,7 +2,8 @@
 
 use super::variables::{Launcher, Variables, check_below};
 use super::{
-    Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr, check_flag, ranks_of_one,
+    Launch, LaunchKind, LaunchOptions, MasterEndpoint, Processes, check_addr, check_flag,
+    ranks_of_one,
 };
 use crate::error::{Error, Result};
 

@@ -17,7 +17,7 @@ use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
 use crate::observe::{TRACED, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Failure, History, RunContext, FlightRecorder, deadline};
+use crate::sync::{Failure, FlightRecorder, History, RunContext, deadline};
 use crate::torch::limits::not_started;
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
@@ -232,7 +232,8 @@ impl Spawn {
 }
 
 /// The shortest and the longest interval between checks for stalls.
-const STALL_POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+const STALL_POLL_INTERVALS: (Duration, Duration) =
+    (Duration::from_millis(10), Duration::from_secs(1));
 
 /// A rank's thread, as the one that has started it sees it.
 enum Thread<T, J> {

@@ -1,6 +1,6 @@
 //! What is told, in Chinese.
 
-use super::texts::{Section, Catalog};
+use super::texts::{Catalog, Section};
 use super::{RunInfo, Step};
 
 pub(super) struct Chinese;

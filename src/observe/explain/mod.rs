@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Printer;
 use layout::{number, numbers, paragraph, samples, shown, signed, table};
-use texts::{Section, Catalog};
+use texts::{Catalog, Section};
 
 /// In which language it is told: `--language`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,13 +1,13 @@
 //! What to make of a run's times, and what to try next.
 
-use crate::observe::{Straggler, PhaseSeconds};
+use crate::observe::{PhaseSeconds, Straggler};
 
 /// What is known of a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Measured<'a> {
     /// Of each rank.
     pub phases: &'a [PhaseSeconds],
-    pub held_back: Option<&'a Straggler>,
+    pub straggler: Option<&'a Straggler>,
     pub overlapped: Option<f64>,
     pub us_per_step: f64,
     pub bucket_bytes: &'a [usize],
@@ -95,7 +95,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
     let total: f64 = run.phases.iter().map(|it| it.own() + it.collectives).sum();
     let share = |of: fn(&PhaseSeconds) -> f64| run.phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
-    if let Some(held) = run.held_back {
+    if let Some(held) = run.straggler {
         let (Straggler { rank, seconds, .. }, place) = (held, held.place());
         say(match held.phase {
             "save" => format!(
@@ -141,9 +141,12 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
                 "{percent:.0} % of the steps' time goes into collectives, and a step is only {step:.0} us long: with so \
                  small a model a larger --batch-size (now {batch}), or fewer ranks, pays best."
             ));
-        } else if run.held_back.is_none() {
-            let smaller =
-                if bytes >= BANDWIDTH_BOUND_BYTES { ", and --comm-hook bf16 makes them smaller" } else { "" };
+        } else if run.straggler.is_none() {
+            let smaller = if bytes >= BANDWIDTH_BOUND_BYTES {
+                ", and --comm-hook bf16 makes them smaller"
+            } else {
+                ""
+            };
             say(format!(
                 "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --accumulate makes \
                  fewer of them{smaller}."
@@ -184,7 +187,7 @@ mod tests {
     fn run(phases: &[PhaseSeconds]) -> Measured<'_> {
         Measured {
             phases,
-            held_back: None,
+            straggler: None,
             overlapped: None,
             us_per_step: 5000.0,
             bucket_bytes: &[4 << 20],
@@ -251,7 +254,7 @@ mod tests {
             "{told}"
         );
         let held = Straggler { rank: 1, seconds: 2.0, phase: "data", phase_seconds: 2.0 };
-        let told = advice(Measured { held_back: Some(&held), ..run(&[well, well]) });
+        let told = advice(Measured { straggler: Some(&held), ..run(&[well, well]) });
         assert!(told[0].starts_with("Rank 1 held the others back by 2.0 s, in its phase data"));
     }
     #[test]

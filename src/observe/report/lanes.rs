@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use crate::observe::slices::{Slice, gpu_slices, slices};
 use crate::operation::Operation;
-use crate::sync::{History, RankHistory, CallSite};
+use crate::sync::{CallSite, History, RankHistory};
 
 /// So many records a page has at most: what a phone can still draw.
 const MAX_RECORDS: usize = 120_000;

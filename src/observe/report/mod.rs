@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::{Straggler, Marks, Output, PhaseSeconds, TrainMetrics, ValidationMetrics};
+use super::{Marks, Output, PhaseSeconds, Straggler, TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
 pub(crate) use lanes::Tracks;
 
@@ -172,7 +172,7 @@ pub(crate) struct Verdict {
     pub outside_collectives: Option<f64>,
     pub overlapped: Option<f64>,
     pub phases: Vec<PhaseSeconds>,
-    pub held_back: Option<Straggler>,
+    pub straggler: Option<Straggler>,
     pub advice: Vec<String>,
 }
 

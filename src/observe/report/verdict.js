@@ -19,11 +19,11 @@ const ranksText = plural(world.size, "rank");
   if (replicas && !alone) {
     told.push(replicas.equal ? "All replicas hold the same bits." : "The replicas do not hold the same parameters.");
   }
-  if (verdict.held_back) told.push(`Rank ${verdict.held_back.rank} held the others back.`);
+  if (verdict.straggler) told.push(`Rank ${verdict.straggler.rank} held the others back.`);
   $("subtitle").textContent = told.join(" ");
   if (kind === "failed" || replicas?.equal === false) $("subtitle").classList.add("bad");
 
-  const held = verdict.held_back, best = data.validation.findLast(it => it.best);
+  const held = verdict.straggler, best = data.validation.findLast(it => it.best);
   const where = { step: "before it asked for data", outside: "outside of its steps" }[held?.phase] ?? `in ${held?.phase}`;
   const figures = [
     verdict.outside_collectives != null && ["Time outside collectives",

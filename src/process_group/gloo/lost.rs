@@ -6,7 +6,7 @@ use crossbeam::channel::select_biased;
 
 use crate::error::{Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
-use crate::sync::{RunContext, OpSnapshot};
+use crate::sync::{OpSnapshot, RunContext};
 
 /// How long to wait for the reason of a failure, which another process may be about to tell.
 pub(super) const FAILURE_CAUSE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -64,7 +64,12 @@ pub(crate) fn connection_lost(
 ///
 /// # Errors
 /// [`Error::Cancelled`] if the run has failed for another reason meanwhile.
-fn silent(run: &RunContext, waiting: usize, ranks: &[usize], has_waited: bool) -> Result<Vec<MissingRank>> {
+fn silent(
+    run: &RunContext,
+    waiting: usize,
+    ranks: &[usize],
+    has_waited: bool,
+) -> Result<Vec<MissingRank>> {
     run.check(waiting)?;
     let mut silent = run.look();
     // A process that has given up waiting at the same time may be telling why.

@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use tch::{Kind, Tensor};
 
-use super::threaded::{self, CollectiveFingerprint, Memory, ExchangeSlot, Shared, my_slice};
+use super::threaded::{self, CollectiveFingerprint, ExchangeSlot, Memory, Shared, my_slice};
 use super::{Backend, Call, P2POp, ReduceOp, Traffic, calls, num_bytes, weights};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
@@ -112,7 +112,10 @@ impl Hierarchical {
     }
 
     /// Every rank of the process its part of the work, which waits for nobody.
-    fn on_local_ranks(&mut self, work: impl FnOnce(&mut Work, &ExchangeSlot<CollectiveFingerprint>)) {
+    fn on_local_ranks(
+        &mut self,
+        work: impl FnOnce(&mut Work, &ExchangeSlot<CollectiveFingerprint>),
+    ) {
         let Self { seat, work: mine, .. } = self;
         seat.and_leave_together(|| work(mine, seat));
     }
@@ -127,7 +130,8 @@ impl Hierarchical {
     /// Whether the call is an all_reduce of so much that it does not go out whole.
     fn is_sliced(&self, call: &Call, numel: usize) -> bool {
         let processes = self.work.network.layout().len();
-        call.operation == Operation::AllReduce && num_bytes(call.kind, numel) * processes > DIRECT_MAX_BYTES
+        call.operation == Operation::AllReduce
+            && num_bytes(call.kind, numel) * processes > DIRECT_MAX_BYTES
     }
 
     /// A large all_reduce of two processes.
@@ -191,10 +195,14 @@ impl Hierarchical {
         let size = |places: &[threaded::Place], range: &Range<usize>| -> usize {
             places[range.clone()].iter().map(|place| num_bytes(call.kind, place.numel)).sum()
         };
-        let of = |tensors: &dyn Fn(&CollectiveFingerprint) -> usize| self.seat.published().map(tensors).sum();
+        let of = |tensors: &dyn Fn(&CollectiveFingerprint) -> usize| {
+            self.seat.published().map(tensors).sum()
+        };
         let each = |inputs: bool| {
             let part = |range: &Range<usize>| {
-                of(&|it: &CollectiveFingerprint| size(if inputs { &it.inputs } else { &it.outputs }, range))
+                of(&|it: &CollectiveFingerprint| {
+                    size(if inputs { &it.inputs } else { &it.outputs }, range)
+                })
             };
             layout.processes.iter().map(part).collect()
         };

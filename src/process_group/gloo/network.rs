@@ -19,12 +19,12 @@ use super::super::{Call, calls, dtype_name, num_bytes, weights};
 use super::in_flight::Started;
 use super::lost::{self, FAILURE_CAUSE_TIMEOUT};
 use super::messages::{Door, Messages};
-use super::note::{MAX_INLINE, HEADER_BYTES, HEADER_INT_BYTES, ExchangeHeader};
+use super::note::{ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, MAX_INLINE};
 use super::parts::{ProcessMap, SplitSizes, padded};
 use super::room::StagingBuffers;
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
-use crate::sync::{StopMessage, RunContext, Stop, format_call_site, deadline};
+use crate::sync::{RunContext, Stop, StopMessage, deadline, format_call_site};
 use crate::torch::{Gloo, GlooWork, Reduce, TcpStore};
 
 /// What the ranks of one process share of a group of several processes.
@@ -130,7 +130,8 @@ impl Network {
         let there: Vec<(usize, Range<usize>)> =
             parts.filter(|(_, part)| !part.is_empty()).collect();
         let mine = there.iter().position(|(process, _)| *process == self.layout.mine).unwrap_or(0);
-        let layout = ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
+        let layout =
+            ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
         let (store, run) = (self.store.under(name), self.run.clone());
         Self::connect(store, run, members, layout, self.interfaces.as_deref())
     }
@@ -294,7 +295,8 @@ impl Network {
         let notes: *mut u8 = self.room.notes()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
-            let note = ExchangeHeader { sequence, fingerprint, size: size as u64, weight, news }.to_bytes();
+            let note = ExchangeHeader { sequence, fingerprint, size: size as u64, weight, news }
+                .to_bytes();
             // SAFETY: the tensor has a note for each process, which nobody else touches now; and a part that is no
             // larger than its room in the note lies where it was packed.
             unsafe {

@@ -104,7 +104,9 @@ mod tests {
         let note = ExchangeHeader { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, news };
         assert_eq!(ExchangeHeader::from_bytes(0, &note.to_bytes()).unwrap(), note);
         for weight in [f64::NAN, -1.0, f64::INFINITY] {
-            let error = ExchangeHeader::from_bytes(3, &ExchangeHeader { weight, ..note }.to_bytes()).unwrap_err();
+            let error =
+                ExchangeHeader::from_bytes(3, &ExchangeHeader { weight, ..note }.to_bytes())
+                    .unwrap_err();
             let told =
                 format!("process 3 sent an invalid header before call #1: its weight is {weight};");
             assert!(error.to_string().starts_with(&told), "{error}");

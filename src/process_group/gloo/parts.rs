@@ -174,9 +174,12 @@ mod tests {
                     reduce_op: Some(ReduceOp::Sum),
                     ..Call::bare(operation)
                 };
-                let layouts = [0, 1, 2].map(|mine| ProcessMap { processes: processes.to_vec(), mine });
-                let parts = layouts.each_ref().map(|layout| SplitSizes::of(&call, 1000, layout, sliced));
-                let results = layouts.each_ref().map(|layout| SplitSizes::results(&call, 1000, layout));
+                let layouts =
+                    [0, 1, 2].map(|mine| ProcessMap { processes: processes.to_vec(), mine });
+                let parts =
+                    layouts.each_ref().map(|layout| SplitSizes::of(&call, 1000, layout, sliced));
+                let results =
+                    layouts.each_ref().map(|layout| SplitSizes::results(&call, 1000, layout));
                 for (a, sender) in parts.iter().enumerate() {
                     for (b, receiver) in parts.iter().enumerate() {
                         assert_eq!(sender.to[b], receiver.from[a], "{operation} from {a} to {b}");

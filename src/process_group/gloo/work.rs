@@ -5,10 +5,12 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use super::super::threaded::{CollectiveFingerprint, Kinds, Reduction, ExchangeSlot, my_slice, reduce_elements};
+use super::super::threaded::{
+    CollectiveFingerprint, ExchangeSlot, Kinds, Reduction, my_slice, reduce_elements,
+};
 use super::super::{Call, ReduceOp, num_bytes, weights};
 use super::parts::SplitSizes;
-use super::{ProcessMap, Network};
+use super::{Network, ProcessMap};
 use crate::operation::Operation;
 
 /// What a rank packs and unpacks with.

@@ -27,8 +27,8 @@ use cudarc::nccl::sys::{self, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
 use super::gloo::Network;
-use super::threaded::{CollectiveFingerprint, SubgroupKey, ExchangeSlot, Shared};
-use super::{Backend, Call, Bootstrap, P2POp, Traffic};
+use super::threaded::{CollectiveFingerprint, ExchangeSlot, Shared, SubgroupKey};
+use super::{Backend, Bootstrap, Call, P2POp, Traffic};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::torch::cuda;

@@ -49,14 +49,18 @@ impl Conflict {
     ) -> Error {
         let (from, to) = match self {
             Conflict::Memory(first, second) => {
-                return Error::OverlappingTensors { first: members[first], second: members[second] };
+                return Error::OverlappingTensors {
+                    first: members[first],
+                    second: members[second],
+                };
             }
             Conflict::Sizes { from, to } => (from, to),
         };
         let call = |place| calls.clone().nth(place);
         let sent = call(from).map_or(0, |it| it.inputs[first_place + to].numel);
         let expected = call(to).map_or(0, |it| it.outputs[first_place + from].numel);
-        let [at, there] = [from, to].map(|place| format_call_site(call(place).and_then(|it| it.place)));
+        let [at, there] =
+            [from, to].map(|place| format_call_site(call(place).and_then(|it| it.place)));
         let [from, to] = [(from, at), (to, there)].map(|(it, line)| (&members[it..=it], line));
         sizes_differ(sequence, from, to, [sent, expected])
     }
@@ -101,7 +105,10 @@ impl Memory {
     }
 
     /// Two ranks of which one writes where the other reads or writes.
-    fn overlap<'a>(&mut self, calls: impl Iterator<Item = &'a CollectiveFingerprint>) -> Option<Conflict> {
+    fn overlap<'a>(
+        &mut self,
+        calls: impl Iterator<Item = &'a CollectiveFingerprint>,
+    ) -> Option<Conflict> {
         self.0.clear();
         for (rank, call) in calls.enumerate() {
             self.0.extend(call.spans.iter().map(|it| (it.start, it.end, rank, it.written)));

@@ -28,11 +28,12 @@ pub(super) use announced::{CollectiveFingerprint, Place};
 pub(super) use conflict::Memory;
 pub(super) use element::{Kinds, Reduction, reduce as reduce_elements};
 pub(super) use mail::{
-    Carrier, Contents, Completion, Incoming, Mailboxes, Outcome, P2pRequest, PostedOp, Side, describe,
+    Carrier, Completion, Contents, Incoming, Mailboxes, Outcome, P2pRequest, PostedOp, Side,
+    describe,
 };
 pub(super) use meeting::ExchangeSlot;
 pub(super) use part::my_slice;
-pub(super) use shared::{SubgroupKey, Shared};
+pub(super) use shared::{Shared, SubgroupKey};
 
 /// One rank's side of the backend.
 pub(super) struct Threaded {
@@ -72,7 +73,9 @@ pub(super) fn exchange(
     let spans = seat.published().map(|it| it.spans.len()).sum::<usize>();
     let conflict = match memory {
         None => conflict::sizes(seat.published(), first_place),
-        Some(memory) if spans <= conflict::MAX_COMPARED_SPANS => memory.conflict(seat.published(), first_place),
+        Some(memory) if spans <= conflict::MAX_COMPARED_SPANS => {
+            memory.conflict(seat.published(), first_place)
+        }
         Some(memory) => {
             let Some(first) = seat.published().next() else { return Ok(()) };
             if seat.rank() == 0 {

@@ -294,7 +294,10 @@ fn a_process_s_part_of_the_machine() {
     );
     // Without a launcher, too.
     assert_eq!(share("OMP_NUM_THREADS=3,2", 6).threads_per_rank, Some(3));
-    assert_eq!(share(OPEN_MPI, 1), NodeSlice { index: 1, count: 2, cores: 1, threads_per_rank: None });
+    assert_eq!(
+        share(OPEN_MPI, 1),
+        NodeSlice { index: 1, count: 2, cores: 1, threads_per_rank: None }
+    );
     // srun binds a task to its cores, so that they are all it sees.
     assert_eq!(share(SRUN, 6), NodeSlice { index: 1, count: 2, cores: 6, threads_per_rank: None });
     assert_eq!(share("", 8), NodeSlice::all(8));

@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 
 use super::super::super::dtype_name;
 use super::super::super::threaded::{
-    Carrier, Contents, Completion, Incoming, Outcome, P2pRequest, Side, describe,
+    Carrier, Completion, Contents, Incoming, Outcome, P2pRequest, Side, describe,
 };
 use super::super::lost;
 use super::frame::{Frame, MAX_INLINE, Offer};

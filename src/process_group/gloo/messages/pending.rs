@@ -17,7 +17,11 @@ pub(super) struct Pending {
 
 impl Pending {
     /// Of `rank`, by its number in the run.
-    pub(super) fn new(run: &Arc<RunContext>, rank: usize, sending: Option<Sender<Infallible>>) -> Self {
+    pub(super) fn new(
+        run: &Arc<RunContext>,
+        rank: usize,
+        sending: Option<Sender<Infallible>>,
+    ) -> Self {
         run.begin_pending(rank);
         Self { run: run.clone(), rank, _sending: sending }
     }

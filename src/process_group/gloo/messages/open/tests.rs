@@ -55,7 +55,8 @@ impl Process {
     fn receive(&self, into: &Tensor, source: Option<usize>, tag: u64) -> PostedOp {
         let (kind, shape) = (into.kind(), into.size());
         let contents = Contents::Here(into.shallow_clone());
-        let parcel = P2pRequest { side: Side::Receive, contents, source, tag, kind, shape, stream: 0 };
+        let parcel =
+            P2pRequest { side: Side::Receive, contents, source, tag, kind, shape, stream: 0 };
         self.shared.mail().post(parcel, self.shared.here().start)
     }
 

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::messages::{from_json, to_json, unreadable};
 use crate::error::Result;
 use crate::operation::OpId;
-use crate::sync::{RunContext, OpSnapshot};
+use crate::sync::{OpSnapshot, RunContext};
 
 /// So much is told of each rank.
 const MOST: usize = 8;
@@ -114,7 +114,8 @@ mod tests {
 
     fn beat() -> impl Strategy<Value = Heartbeat> {
         let doing = (at(), prop::collection::vec(seen(), 0..=MOST));
-        let ranks = prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus::new(at, seen)), 0..4);
+        let ranks =
+            prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus::new(at, seen)), 0..4);
         (any::<u64>(), ranks).prop_map(|(number, ranks)| Heartbeat { number, ranks })
     }
 
