@@ -9,8 +9,8 @@ PROGRAM = $(or $(CARGO_TARGET_DIR),target)/release/ddp-mp
 # Where `make simulated-gpus` builds.
 SIMULATED_GPUS = $(or $(CARGO_TARGET_DIR),target)/simulated_gpus
 
-# The crate of `make model`, which needs no libtorch.
-MODEL = --locked --manifest-path tests/model/Cargo.toml --target-dir $(or $(CARGO_TARGET_DIR),target)/model
+# The crate of `make loom`, which needs no libtorch.
+LOOM = --locked --manifest-path tests/loom/Cargo.toml --target-dir $(or $(CARGO_TARGET_DIR),target)/loom
 
 # An empty LIBTORCH is none.
 ifeq ($(LIBTORCH),)
@@ -21,7 +21,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-gpus model check install parity safetensors tensorboard report page trace mutated mixed compare cluster-model simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+.PHONY: help run test test-gpus loom check install parity safetensors tensorboard report page trace mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -40,25 +40,25 @@ test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GP
 	done
 	SIMULATED_GPUS=$(abspath $(SIMULATED_GPUS)) cargo test --release --test gpus
 
-model: cargo ## try every order in which ranks can take turns (loom), and look for races (thread sanitizer)
-	cargo test --release $(MODEL) --features loom -- --nocapture
-	cargo test --release $(MODEL)
+loom: cargo ## try every order in which ranks can take turns (loom), and look for races (thread sanitizer)
+	cargo test --release $(LOOM) --features loom -- --nocapture
+	cargo test --release $(LOOM)
 	@export RUSTUP_AUTO_INSTALL=0; \
 	if ! ls "$$(rustc +nightly --print target-libdir 2>&1)"/librustc-nightly_rt.tsan.a >/dev/null 2>&1; \
 	then echo "skipped: the thread sanitizer, which takes a nightly Rust: rustup toolchain install nightly"; \
 	else \
 	    export RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"; \
-	    export TSAN_OPTIONS="suppressions=$(CURDIR)/tests/model/sanitizer.supp"; \
-	    set -x; cargo +nightly test $(MODEL) --target "$$(rustc +nightly --print host-tuple)" races; \
+	    export TSAN_OPTIONS="suppressions=$(CURDIR)/tests/loom/sanitizer.supp"; \
+	    set -x; cargo +nightly test $(LOOM) --target "$$(rustc +nightly --print host-tuple)" races; \
 	fi
 
 check: cargo libtorch ## formatting, lints and documentation, warnings being errors
 	cargo fmt --check
 	cargo clippy --release --all-targets -- -D warnings
 	cargo clippy --release --test gpus -- -D warnings
-	cargo fmt --check --manifest-path tests/model/Cargo.toml
-	cargo clippy --release $(MODEL) --all-targets -- -D warnings
-	cargo clippy --release $(MODEL) --all-targets --features loom -- -D warnings
+	cargo fmt --check --manifest-path tests/loom/Cargo.toml
+	cargo clippy --release $(LOOM) --all-targets -- -D warnings
+	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps
 
 install: cargo libtorch ## install the program with cargo
@@ -69,11 +69,11 @@ parity: python ## compare the recorded values with those of PyTorch
 
 safetensors: cargo python ## have PyTorch read the program's models and the program PyTorch's
 	cargo build --release
-	.python/bin/python tests/peers/safetensors_both_ways.py $(PROGRAM)
+	.python/bin/python tests/interop/safetensors_both_ways.py $(PROGRAM)
 
 tensorboard: cargo python ## have TensorBoard read the program's files
 	cargo build --release
-	.python/bin/python tests/peers/tensorboard_reads.py $(PROGRAM)
+	.python/bin/python tests/interop/tensorboard_reads.py $(PROGRAM)
 
 test-launchers: cargo python simulated-gpus ## run over several processes with torchrun, mpirun, Slurm and two hosts, as far as they are there
 	cargo build --release
@@ -81,7 +81,7 @@ test-launchers: cargo python simulated-gpus ## run over several processes with t
 
 report: cargo python ## open the report of a run in Chromium, and try all of it; its pictures: make report PICTURES=folder
 	cargo build --release
-	.python/bin/python tests/peers/report_page.py $(PROGRAM) $(PICTURES)
+	.python/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
 
 page: cargo libtorch ## make the page of assets/ and its picture anew, with Chromium
 	cargo build --release
@@ -90,25 +90,25 @@ page: cargo libtorch ## make the page of assets/ and its picture anew, with Chro
 
 trace: cargo python ## have Perfetto's trace processor, in Chromium, read the traces of runs
 	cargo build --release
-	.python/bin/python tests/peers/trace_in_perfetto.py $(PROGRAM)
+	.python/bin/python tests/interop/trace_in_perfetto.py $(PROGRAM)
 
 mutated: cargo libtorch ## run the program on inputs that were changed at random; more: make mutated COUNT=20000 SEED=2
 	cargo build --release
-	python3 tests/peers/mutated_inputs.py $(PROGRAM) $(or $(COUNT),200) $(or $(SEED),1)
+	python3 tests/interop/mutated_inputs.py $(PROGRAM) $(or $(COUNT),200) $(or $(SEED),1)
 
 mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 	cargo build --release --example mixed_rank
-	.python/bin/python tests/peers/mixed_world.py $(dir $(PROGRAM))examples/mixed_rank
+	.python/bin/python tests/interop/mixed_world.py $(dir $(PROGRAM))examples/mixed_rank
 
 compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and what DDP costs on one rank
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	cargo build --release
-	.pytorch/bin/python tests/peers/compare.py $(PROGRAM)
+	.pytorch/bin/python tests/interop/compare.py $(PROGRAM)
 	cargo bench --quiet --bench ddp_cost
 
-cluster-model: cargo libtorch ## measure two hosts, as network namespaces, beside what bench step --model-cluster says
+simulated-cluster: cargo libtorch ## measure two hosts, as network namespaces, beside what bench step --simulate-cluster says
 	cargo build --release
-	python3 tests/peers/cluster_model.py $(PROGRAM)
+	python3 tests/interop/simulated_cluster.py $(PROGRAM)
 
 simulated-gpus: libtorch ## build the simulated GPUs (tests/simulated_gpus) into target/simulated_gpus, and check them
 	tests/simulated_gpus/build.sh "$(LIBTORCH_FOLDER)" $(SIMULATED_GPUS)

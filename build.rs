@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 fn build_shim(libtorch_lib: &Path) {
     for source in ["shim.cpp", "c10d.cpp", "guarded.h", "gloo_forward"] {
-        println!("cargo:rerun-if-changed=src/torch/{source}");
+        println!("cargo:rerun-if-changed=src/ffi/{source}");
     }
     println!("cargo:rerun-if-env-changed=LIBTORCH_INCLUDE");
     println!("cargo:rerun-if-env-changed=LIBTORCH_CXX11_ABI");
@@ -31,9 +31,9 @@ fn build_shim(libtorch_lib: &Path) {
     cc::Build::new()
         .cpp(true)
         .std("c++17")
-        .files(["src/torch/shim.cpp", "src/torch/c10d.cpp"])
+        .files(["src/ffi/shim.cpp", "src/ffi/c10d.cpp"])
         .define("USE_C10D_GLOO", None) // it is in libtorch_cpu
-        .include("src/torch/gloo_forward")
+        .include("src/ffi/gloo_forward")
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
         .define("_GLIBCXX_USE_CXX11_ABI", cxx11_abi.as_str())

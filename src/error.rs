@@ -200,7 +200,7 @@ pub enum Error {
         suspects.hold_another(parameter),
         if *.others == 0 { String::new() } else { format!(", and {others} more parameters differ") },
         if suspects.is_one() { "that rank" } else { "one rank" },
-        if *compared == Compared::BeforeSave { "; --check-replicas 1 finds the step" } else { "" }
+        if *compared == Compared::BeforeSave { "; --check-replicas-every 1 finds the step" } else { "" }
     )]
     ReplicasDiverged {
         /// The first parameter that differs.
@@ -289,7 +289,7 @@ pub enum Error {
     Input(String),
 
     /// An error that the user asked for with a fault plan.
-    #[error("injected by --fault {0}")]
+    #[error("injected by --inject-fault {0}")]
     Fault(String),
 }
 

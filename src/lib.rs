@@ -57,7 +57,7 @@
 //! | `Rank`, `ProcessGroup`, `Work` | neither `Send` nor `Sync` | stays: only the rank's own thread is woken when another rank fails |
 //! | `DistributedDataParallel`, `Sgd`, `AdamW`, `DataLoader`, `Trainer` | neither `Send` nor `Sync` | stays with its group |
 //! | `Autocast` | neither `Send` nor `Sync` | stays: libtorch has the state in the thread |
-//! | `Spawn`, `SpawnError`, `Error`, `Launch`, `Launched`, `Placement`, `World` | `Send + Sync` | may be shared |
+//! | `Spawn`, `SpawnError`, `Error`, `Launch`, `Launched`, `Placement`, `ProcessWorld` | `Send + Sync` | may be shared |
 //! | `Stop`, `Dataset`, `TensorDataset`, `Checkpoint`, `CheckpointDir` | `Send + Sync` | may be shared: what a rank's function captures |
 //! | `Schedule`, `ReduceOp`, `Backend` | `Send + Sync` | may be shared: plain values |
 //!
@@ -79,10 +79,10 @@
 //! | [`data`] | which sample goes to which rank; data files |
 //! | [`models`] | models by name |
 //! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads, NCCL or Gloo |
-//! | [`observe`] | the only place that prints |
-//! | [`torch`] | what `tch` lacks |
+//! | [`telemetry`] | the only place that prints |
+//! | [`ffi`] | what `tch` lacks |
 //! | `files` | what a user names is opened without waiting, and written whole |
-//! | `sync` | who does what, who failed first, and the cancellable barrier |
+//! | `runtime` | who does what, who failed first, and the cancellable barrier |
 //!
 //! # Invariants
 //!
@@ -99,16 +99,16 @@ pub mod config;
 pub mod data;
 pub mod ddp;
 mod error;
+pub mod ffi;
 mod files;
 pub mod launch;
 pub mod models;
-pub mod observe;
 mod operation;
 pub mod optim;
 pub mod prelude;
 pub mod process_group;
-mod sync;
-pub mod torch;
+mod runtime;
+pub mod telemetry;
 pub mod trainer;
 
 pub use checkpoint::{Checkpoint, CheckpointDir};
@@ -121,6 +121,7 @@ pub use ddp::{
     parameters_hash,
 };
 pub use error::{Compared, Error, MissingRank, Result, Suspects};
+pub use ffi::{Autocast, Generator, fork_rng};
 pub use launch::{
     Backend, Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn, spawn_scoped,
 };
@@ -131,4 +132,3 @@ pub use optim::{
     SgdOptions, Unit,
 };
 pub use process_group::{P2POp, ProcessGroup, ReduceOp, Traffic, Work};
-pub use torch::{Autocast, Generator, fork_rng};

@@ -7,16 +7,16 @@ use std::sync::Arc;
 
 use ddp_mp::commands;
 use ddp_mp::config::Config;
+use ddp_mp::ffi::{self, cuda};
 use ddp_mp::launch::{exit_code, install_panic_hook};
-use ddp_mp::observe::{LogFormat, Printer};
-use ddp_mp::torch::{self, cuda};
+use ddp_mp::telemetry::{LogFormat, Printer};
 
 use cli::{BenchCommand, BenchFlags, Command, ScalingFlags, StepFlags, TrainFlags, VerifyFlags};
 
 /// Runs before `main`, and before the constructors of libtorch.
 #[used]
 #[unsafe(link_section = ".preinit_array")]
-static LIMIT_SPINNING: torch::BeforeMain = torch::limit_spinning;
+static LIMIT_SPINNING: ffi::BeforeMain = ffi::limit_spinning;
 
 /// The run failed.
 const FAILED: u8 = 1;
@@ -25,16 +25,16 @@ const WRONG_INPUT: u8 = 2;
 
 fn main() {
     install_panic_hook();
-    torch::ignore_file_size_signal();
+    ffi::ignore_file_size_signal();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(message) => {
             // A mistake goes to stderr, the help that was asked for to stdout.
             let printed = message.print();
             if message.use_stderr() {
-                torch::exit(WRONG_INPUT)
+                ffi::exit(WRONG_INPUT)
             }
-            torch::exit(if is_written(printed) { 0 } else { FAILED })
+            ffi::exit(if is_written(printed) { 0 } else { FAILED })
         }
     };
     let result = match cli.command {
@@ -52,7 +52,7 @@ fn main() {
             if wrong_input { WRONG_INPUT } else { FAILED }
         }
     };
-    torch::exit(code)
+    ffi::exit(code)
 }
 
 /// Whether stdout has taken what was printed, as far as its reader wanted it. Reports it if not.
@@ -104,7 +104,7 @@ fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {
     commands::check_step_flags(table.keys())?;
     let config = Config::resolve(flags.train.config.as_deref(), table)?;
     let printer = Arc::new(Printer::new(config.log_format));
-    let cluster = flags.model_cluster.clone();
+    let cluster = flags.simulate_cluster.clone();
     commands::bench_step(config, flags.steps as usize, cluster, &cuda::load(), &printer)
 }
 

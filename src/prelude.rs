@@ -13,11 +13,11 @@ pub use crate::data::{
 pub use crate::ddp::{
     DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn, parameters_hash,
 };
+pub use crate::ffi::{Autocast, Generator, fork_rng};
 pub use crate::launch::{Backend, Rank, Spawn, SpawnError, spawn, spawn_scoped};
 pub use crate::models::{Dropout, ModelConfig, ModelKind, SyncBatchNorm};
 pub use crate::optim::{
     AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd, SgdOptions, Unit,
 };
 pub use crate::process_group::{P2POp, ProcessGroup, ReduceOp, Work};
-pub use crate::torch::{Autocast, Generator, fork_rng};
 pub use crate::trainer::{Loss, SaveEvery, Trainer};

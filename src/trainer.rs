@@ -1,14 +1,14 @@
 //! The training loop: `train`, `run_epoch`, `run_batch`.
 
 mod buffers;
-mod explaining;
-mod harm;
+mod checkpointing;
+mod explainer;
+mod fault_injection;
 mod loss;
 mod loss_sum;
+mod metrics_window;
 mod non_finite;
-mod recording;
 mod replicas;
-mod saving;
 mod validation;
 mod warm_up;
 
@@ -23,21 +23,21 @@ use crate::checkpoint::TrainerState;
 use crate::data::{Batch, Loader};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
-use crate::observe::Epoch;
+use crate::ffi::{Autocast, Generator};
 use crate::operation::Operation;
 use crate::optim::{GradScaler, GradScalerOptions, Optimizer, Schedule};
 use crate::process_group::rank_label;
-use crate::sync::{Stop, StopReason};
-use crate::torch::{Autocast, Generator};
+use crate::runtime::{Stop, StopReason};
+use crate::telemetry::Epoch;
 use buffers::BufferSnapshot;
-use explaining::Explainer;
+use checkpointing::Checkpointing;
+use explainer::Explainer;
 use loss_sum::LossSum;
-use recording::MetricsWindow;
-use saving::Checkpointing;
+use metrics_window::MetricsWindow;
 use validation::Validation;
 
+pub use checkpointing::SaveEvery;
 pub use loss::Loss;
-pub use saving::SaveEvery;
 
 /// What kind forward passes are computed in where it is precise enough: `--amp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

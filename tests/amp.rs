@@ -5,9 +5,9 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 
 use ddp_mp::ddp::{CommHook, Compress};
+use ddp_mp::ffi::{Autocast, backward};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{GradScaler, GradScalerOptions};
-use ddp_mp::torch::{Autocast, backward};
 use ddp_mp::trainer::{Amp, Loss, Trainer};
 use ddp_mp::{
     AdamW, AdamWOptions, DataLoader, DataParallel, DdpOptions, DistributedDataParallel,
@@ -365,7 +365,8 @@ fn loss(args: &str) -> f64 {
 fn the_program_trains_in_mixed_precision_with_the_same_bits_in_each_run() {
     let mlp = "--model=mlp --lr=0.1 --max-epochs=3 --num-samples=512 --nproc-per-node";
     let cnn = "--config=configs/cnn.toml --lr=0.01 --nproc-per-node";
-    for (what, options) in [(mlp, ""), (cnn, ""), (mlp, "--accumulate=2 --max-grad-norm=0.1")] {
+    for (what, options) in [(mlp, ""), (cnn, ""), (mlp, "--grad-accum-steps=2 --max-grad-norm=0.1")]
+    {
         let float32 = loss(&format!("{what}=2 {options}"));
         for amp in ["bf16", "fp16"] {
             let run = || end(&format!("{what}=2 {options} --amp={amp}")).0;

@@ -35,7 +35,7 @@ fn every_operation_measures_right_results() {
             assert_eq!(rows.len(), 3, "{op}");
             for row in &rows {
                 assert_eq!(row["op"], op);
-                assert_eq!(row["kind"], "float32");
+                assert_eq!(row["dtype"], "float32");
                 assert_eq!(row["wrong"], 0, "{row}");
                 let number = |key: &str| row[key].as_f64().unwrap();
                 assert!(number("time_us") > 0. && number("limit_us") > 0., "{row}");
@@ -75,10 +75,10 @@ fn every_kind_and_reduce_op_measures_right_results() {
     for (i, (kind, reduce_op)) in pairs.into_iter().enumerate() {
         let op = ["all-reduce", "reduce", "reduce-scatter"][i % 3];
         let ranks = ["1", "3", "4"][i / 3 % 3];
-        let flags = ["--kind", kind, "--reduce-op", reduce_op, "--nproc-per-node", ranks];
+        let flags = ["--dtype", kind, "--reduce-op", reduce_op, "--nproc-per-node", ranks];
         let rows = rows(&[&[op, "--min-bytes=1K", "--max-bytes=1K"], &flags[..]].concat());
         assert_eq!(rows[0]["wrong"], 0, "{}", rows[0]);
-        assert_eq!((&rows[0]["kind"], &rows[0]["reduce_op"]), (&kind.into(), &reduce_op.into()));
+        assert_eq!((&rows[0]["dtype"], &rows[0]["reduce_op"]), (&kind.into(), &reduce_op.into()));
     }
 }
 
@@ -124,8 +124,8 @@ fn what_cannot_be_measured_is_refused() {
         (&["all-reduce", "--min-bytes=0"], "use sizes of at least 1"),
         (&["all-reduce", "--step-factor=1"], "--step-factor <N>': expected a whole number from 2"),
         (&["all-reduce", "--iters=0"], "--iters <N>': expected a whole number from 1 to 1000000"),
-        (&["all-reduce", "--kind=float32", "--reduce-op=band"], "it is for integers and bool"),
-        (&["all-reduce", "--kind=float3"], "use one of float64, float32"),
+        (&["all-reduce", "--dtype=float32", "--reduce-op=band"], "it is for integers and bool"),
+        (&["all-reduce", "--dtype=float3"], "use one of float64, float32"),
         (&["all-reduce", "--reduce-op=mean"], "use one of sum, avg"),
         (&["all-reduce", "--max-bytes=many"], "invalid value 'many'"),
         (&["all-reduce", "--max-bytes=2T"], "use at most 1T"),
@@ -162,8 +162,8 @@ fn a_step_and_its_parts() {
     }
     for flag in [
         "--max-epochs=2",
-        "--save-dir=x",
-        "--fault=error:rank=0,at=init",
+        "--checkpoint-dir=x",
+        "--inject-fault=error:rank=0,at=init",
         "--val-fraction=0.1",
         "--patience=3",
         "--skip-nonfinite=1",
@@ -183,7 +183,7 @@ fn a_step_and_its_parts() {
     let (code, _, stderr) = run(&[&["bench", "step"], &powersgd[..]].concat());
     let told = "powersgd begins at step 1000, and this run has 25: gradients go out as they are";
     assert!(code == Some(0) && stderr.contains(told), "{stderr}");
-    let (code, _, stderr) = run(&["bench", "step", "--accumulate=2"]);
+    let (code, _, stderr) = run(&["bench", "step", "--grad-accum-steps=2"]);
     assert!(code == Some(2) && stderr.contains("steps of one batch"), "{stderr}");
     let (code, stdout, _) = run(&["bench", "step", "--steps=5", "--nproc-per-node=1"]);
     assert_eq!(code, Some(0));
@@ -194,7 +194,7 @@ fn a_step_and_its_parts() {
 fn a_step_is_modelled_on_a_cluster() {
     let cluster = "nodes=4,gpus=2,latency=1ms,bandwidth=1Gbit/s,algorithm=ring";
     let flags = ["--steps=5", "--model=mlp", "--hidden=600,600", "--bucket-cap-mb=0.5"];
-    let flags = [&["bench", "step", "--model-cluster", cluster], &flags[..]].concat();
+    let flags = [&["bench", "step", "--simulate-cluster", cluster], &flags[..]].concat();
     let (code, stdout, stderr) = run(&[&flags[..], &["--log-format=json"]].concat());
     assert_eq!(code, Some(0), "{stderr}");
     let objects: Vec<Value> =

@@ -72,7 +72,7 @@ fn arguments<'a>(args: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 
 fn folder() -> (TempDir, String) {
     let folder = tempfile::tempdir().unwrap();
-    let dir = format!("--save-dir={}", folder.path().join("run").display());
+    let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
     (folder, dir)
 }
 
@@ -93,15 +93,15 @@ fn checkpoints(folder: &TempDir) -> Vec<PathBuf> {
 fn a_run_that_was_stopped_twice_ends_as_one_that_was_not() {
     for args in [
         "--model=mlp --momentum=0.9 --lr=0.05 --schedule=cosine --schedule-by=step --warmup-steps=5",
-        "--model=mlp --optimizer=adamw --lr=0.01 --dropout=0.3 --accumulate=3 --num-samples=5000",
+        "--model=mlp --optimizer=adamw --lr=0.01 --dropout=0.3 --grad-accum-steps=3 --num-samples=5000",
         "--model=mlp --optimizer=adamw --lr=0.01 --amp=fp16 --max-grad-norm=0.5 --bucket-cap-mb=0.001",
         "--model=cnn --in-features=64 --momentum=0.9 --nesterov --lr=0.02",
         "--model=cnn --in-features=64 --sync-batch-norm --optimizer=adamw --num-samples=3001",
         "--model=mlp --strategy=dp --optimizer=adamw --drop-last --num-samples=4099",
         "--find-unused-parameters --comm-hook=bf16 --lr=0.1 --no-shuffle",
-        "--model=mlp --comm-hook=powersgd --powersgd-start=2 --momentum=0.9 --lr=0.05 --bucket-cap-mb=0.002",
-        "--model=mlp --comm-hook=powersgd --powersgd-start=0 --lr=0.05 --nproc-per-node=3 --spawn=processes",
-        "--model=mlp --comm-hook=powersgd --powersgd-start=90 --optimizer=adamw --bucket-cap-mb=0.002",
+        "--model=mlp --comm-hook=powersgd --powersgd-start-iter=2 --momentum=0.9 --lr=0.05 --bucket-cap-mb=0.002",
+        "--model=mlp --comm-hook=powersgd --powersgd-start-iter=0 --lr=0.05 --nproc-per-node=3 --spawn=processes",
+        "--model=mlp --comm-hook=powersgd --powersgd-start-iter=90 --optimizer=adamw --bucket-cap-mb=0.002",
     ] {
         let args = format!("{args} --max-epochs=3");
         let whole = train(&args, &[]);
@@ -186,7 +186,7 @@ fn send(signal: &str, process: u32) {
 
 #[test]
 fn a_second_interrupt_ends_the_process_at_once() {
-    let args = arguments("--fault=stall:rank=1,at=step,step=0", &[]);
+    let args = arguments("--inject-fault=stall:rank=1,at=step,step=0", &[]);
     let mut child = program(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut first = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut first).unwrap();
@@ -337,9 +337,9 @@ fn a_folder_that_takes_nothing_more_ends_the_run_and_loses_nothing() {
     assert_eq!(train(args, &[&dir, "--resume=auto"]).hash, train(args, &[]).hash);
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
-    let error = refused(args, &[&format!("--save-dir={}", file.display())]);
+    let error = refused(args, &[&format!("--checkpoint-dir={}", file.display())]);
     assert!(error.contains("file cannot hold checkpoints: Not a directory"), "{error}");
-    assert!(error.contains("use another folder for --save-dir"), "{error}");
+    assert!(error.contains("use another folder for --checkpoint-dir"), "{error}");
 }
 
 #[test]
@@ -397,7 +397,7 @@ fn validated(more: &[&str]) -> (Vec<Value>, Value, String) {
 #[test]
 fn replicas_that_differ_are_not_saved() {
     let args = "--num-samples=960 --nproc-per-node=3 --lr=0.05 --max-epochs=2";
-    let fault = "--fault=desync:rank=0,at=step,step=13";
+    let fault = "--inject-fault=desync:rank=0,at=step,step=13";
     let whole = train(args, &[]);
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let (folder, dir) = folder();
@@ -601,7 +601,7 @@ fn what_is_no_checkpoint_is_told_with_what_is_there() {
         checkpoint, or that of its run",
     );
 
-    // By its name alone, in --save-dir.
+    // By its name alone, in --checkpoint-dir.
     let (code, _, stderr) = self::run(&arguments("--max-epochs=1", &[&dir, "--resume=latest"]));
     assert_eq!(code, Some(0), "{stderr}");
     assert!(stderr.contains("step-00000128: epoch 2, step 128\n"), "{stderr}");

@@ -183,7 +183,7 @@ fn a_stdout_that_cannot_be_written_is_a_failure_and_hides_no_other() {
     let failed =
         "rank 0 (CPU:0) failed in its function: writing to stdout: No space left on device";
     assert!(stderr.contains(failed), "{stderr}");
-    let fault = ["--nproc-per-node=2", "--fault=error:rank=0,at=init", "--log-format=json"];
+    let fault = ["--nproc-per-node=2", "--inject-fault=error:rank=0,at=init", "--log-format=json"];
     let (code, stderr) = with_full_stdout(&fault);
     assert_eq!(code, Some(1));
     assert!(stderr.contains("rank 0 (CPU:0) failed in init: injected by"), "{stderr}");
@@ -423,12 +423,12 @@ fn end(args: &[&str]) -> serde_json::Value {
 #[test]
 fn a_step_can_be_made_of_several_batches() {
     let whole = end(&["--batch-size=64", "--lr=0.1"]);
-    let parts = end(&["--batch-size=16", "--accumulate=4", "--lr=0.1"]);
+    let parts = end(&["--batch-size=16", "--grad-accum-steps=4", "--lr=0.1"]);
     assert_eq!((&whole["steps"], &parts["steps"]), (&32.into(), &32.into()));
     let loss = |end: &serde_json::Value| end["loss"].as_f64().unwrap();
     assert!((loss(&whole) - loss(&parts)).abs() < 1e-5 * loss(&whole), "{whole} {parts}");
     // 2048 samples a rank in batches of 48: the last step of the epoch has fewer.
-    assert_eq!(end(&["--batch-size=48", "--accumulate=4"])["steps"], 11);
+    assert_eq!(end(&["--batch-size=48", "--grad-accum-steps=4"])["steps"], 11);
 }
 
 #[test]
@@ -552,7 +552,7 @@ fn the_best_validation_is_told_in_the_end() {
     assert!(best.starts_with("ddp-mp: best: epoch 1, loss "), "{best}");
     assert!(best.contains(", accuracy ") && best.ends_with(" %"), "{best}");
     assert!(!stderr.contains("treats their numbers as values"), "{stderr}");
-    let (best, stderr) = end_of(&["--save-dir=run"]);
+    let (best, stderr) = end_of(&["--checkpoint-dir=run"]);
     assert!(best.ends_with(" (run/best)"), "{best}");
     let note = "digits has classes, and --loss mse treats their numbers as values; --loss cross-entropy treats them \
         as classes";
@@ -596,7 +596,7 @@ fn the_engine_s_flags_change_how_and_not_what() {
     }
     // PowerSGD begins at step 1000, if not said.
     assert_eq!(hash(&["--model=mlp", "--comm-hook=powersgd"]), expected);
-    let begun = ["--model=mlp", "--comm-hook=powersgd", "--powersgd-start=2"];
+    let begun = ["--model=mlp", "--comm-hook=powersgd", "--powersgd-start-iter=2"];
     assert_ne!(hash(&begun), expected);
     assert_ne!(hash(&["--model=mlp", "--comm-hook=bf16"]), expected);
     let end = end(&["--model=mlp", "--bucket-cap-mb=0.001"]);

@@ -239,7 +239,7 @@ fn a_mismatch_ends_the_run_once() {
 
 #[test]
 fn one_memory_for_two_ranks_is_refused() {
-    let shared = ddp_mp::torch::SharedTensor::new(Tensor::zeros([8], (Kind::Float, Device::Cpu)));
+    let shared = ddp_mp::ffi::SharedTensor::new(Tensor::zeros([8], (Kind::Float, Device::Cpu)));
     let shared = std::sync::Arc::new(shared);
     let messages = ranks(3, move |rank, group| {
         // Ranks 1 and 2 overlap by half.

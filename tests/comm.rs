@@ -90,7 +90,7 @@ fn expected(
 #[test]
 fn every_operation_does_what_it_says_on_every_rank() {
     for (world_size, numel) in [(1, 2), (2, 3), (3, 70), (4, 1), (5, 2), (2, 0)] {
-        let flags = format!("--nproc-per-node={world_size} --op-numel={numel} --kind=int64");
+        let flags = format!("--nproc-per-node={world_size} --numel={numel} --dtype=int64");
         let objects = objects(&flags);
         assert_eq!(objects.len(), OPS.len() * world_size);
         for (i, object) in objects.iter().enumerate() {
@@ -122,7 +122,7 @@ fn every_operation_does_what_it_says_on_every_rank() {
 
 #[test]
 fn a_line_has_the_fields_of_the_contract_in_their_order() {
-    let lines = lines("gather --nproc-per-node=2 --op-numel=2 --log-format=json");
+    let lines = lines("gather --nproc-per-node=2 --numel=2 --log-format=json");
     let expected = [
         r#"{"op":"gather","rank":0,"before":[1.0,2.0],"after":[[1.0,2.0],[2.0,4.0]],"sent":0,"received":8}"#,
         r#"{"op":"gather","rank":1,"before":[2.0,4.0],"after":null,"sent":8,"received":0}"#,
@@ -138,9 +138,8 @@ fn every_kind_is_reduced_in_every_way_it_can_be_and_refused_in_others() {
     let mut refused = 0;
     for kind in floats.into_iter().chain(integers).chain(["bool"]) {
         for op in ops {
-            let flags = format!(
-                "all_reduce --nproc-per-node=3 --op-numel=4 --kind={kind} --reduce-op={op}"
-            );
+            let flags =
+                format!("all_reduce --nproc-per-node=3 --numel=4 --dtype={kind} --reduce-op={op}");
             let is_bitwise = ["band", "bor", "bxor"].contains(&op);
             let is_possible = match kind {
                 "bool" => is_bitwise || ["min", "max"].contains(&op),
@@ -151,7 +150,7 @@ fn every_kind_is_reduced_in_every_way_it_can_be_and_refused_in_others() {
                 let args: Vec<&str> = ["comm"].into_iter().chain(flags.split(' ')).collect();
                 let (code, stdout, stderr) = run(&args);
                 let reason = format!(
-                    "ddp-mp: --reduce-op {op} --kind {kind}: all_reduce({op}) does not take {kind} tensors: "
+                    "ddp-mp: --reduce-op {op} --dtype {kind}: all_reduce({op}) does not take {kind} tensors: "
                 );
                 assert_eq!((code, stdout.as_str()), (Some(2), ""), "{flags}");
                 assert!(stderr.starts_with(&reason), "{stderr}");
@@ -206,12 +205,12 @@ fn text_has_room_in_a_terminal_and_is_the_same_every_time() {
         "--nproc-per-node=1",
         "--nproc-per-node=4",
         "--nproc-per-node=8",
-        "--nproc-per-node=9 --op-numel=5",
-        "--nproc-per-node=30 --op-numel=3 --reduce-op=avg",
-        "--nproc-per-node=4 --op-numel=100000 --kind=int64",
-        "--nproc-per-node=8 --op-numel=1000 --reduce-op=product --kind=float64",
-        "--nproc-per-node=5 --op-numel=40 --reduce-op=bxor --kind=bool",
-        "--nproc-per-node=2 --op-numel=0",
+        "--nproc-per-node=9 --numel=5",
+        "--nproc-per-node=30 --numel=3 --reduce-op=avg",
+        "--nproc-per-node=4 --numel=100000 --dtype=int64",
+        "--nproc-per-node=8 --numel=1000 --reduce-op=product --dtype=float64",
+        "--nproc-per-node=5 --numel=40 --reduce-op=bxor --dtype=bool",
+        "--nproc-per-node=2 --numel=0",
     ] {
         let lines = lines(flags);
         for line in &lines {

@@ -122,7 +122,7 @@ fn more_ranks_than_gpus_are_refused_with_advice() {
 fn a_failing_rank_aborts_nccl() {
     let Some(gpus) = gpus_for("a_failing_rank_aborts_nccl", 2) else { return };
     for kind in ["error", "panic"] {
-        let fault = format!("--fault={kind}:rank={},at=step,step=5", gpus - 1);
+        let fault = format!("--inject-fault={kind}:rank={},at=step,step=5", gpus - 1);
         let (code, _, stderr) = on_gpus(&[&fault]);
         assert_eq!(code, Some(1), "{stderr}");
         assert!(stderr.contains(&format!(
@@ -196,7 +196,7 @@ fn a_trace_shows_what_each_gpu_did() {
 #[test]
 fn a_stuck_run_tells_how_far_each_gpu_is() {
     let Some(gpus) = gpus_for("a_stuck_run_tells_how_far_each_gpu_is", 2) else { return };
-    let fault = format!("--fault=stall:rank={},at=step,step=5", gpus - 1);
+    let fault = format!("--inject-fault=stall:rank={},at=step,step=5", gpus - 1);
     let (code, _, stderr) = on_gpus(&[&fault, "--timeout=2s", "--grace-period=1s"]);
     assert_eq!(code, Some(1), "{stderr}");
     for rank in 0..gpus {

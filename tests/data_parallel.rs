@@ -34,8 +34,8 @@ fn the_result_is_ddp_s_to_the_bit() {
             "--num-samples=101 --max-epochs=2",
             "--num-samples=133 --max-epochs=3 --model=mlp --optimizer=adamw --schedule=cosine",
             "--num-samples=110 --max-epochs=2 --model=mlp --momentum=0.9 --weight-decay=0.1 \
-             --max-grad-norm=0.1 --accumulate=3 --drop-last --no-shuffle",
-            "--num-samples=300 --max-epochs=2 --model=cnn --in-features=64 --channels=4,5 --accumulate=2 \
+             --max-grad-norm=0.1 --grad-accum-steps=3 --drop-last --no-shuffle",
+            "--num-samples=300 --max-epochs=2 --model=cnn --in-features=64 --channels=4,5 --grad-accum-steps=2 \
              --loss=cross-entropy --out-features=3 --optimizer=adamw --max-grad-norm=0.5",
         ] {
             let common = ["--nproc-per-node", ranks, "--batch-size=7", "--lr=0.01"];
@@ -240,7 +240,7 @@ fn loaders_that_cannot_be_scattered_are_refused() {
 fn a_rank_that_fails_ends_the_run() {
     for rank in 0..3 {
         for kind in ["error", "panic", "stall"] {
-            let fault = format!("--fault={kind}:rank={rank},at=step,step=3");
+            let fault = format!("--inject-fault={kind}:rank={rank},at=step,step=3");
             let flags = ["--strategy=dp", "--nproc-per-node=3", "--log-format=json", &fault];
             // Only a stall is found by waiting.
             let (timeout, grace) = if kind == "stall" { ("1s", "500ms") } else { ("1h", "1h") };

@@ -151,7 +151,7 @@ fn ranks_that_count_by_their_samples_are_told_with_their_shares() {
 
 #[test]
 fn what_is_done_on_the_way_to_the_mean_is_told() {
-    let text = told(&[&TWO[..], &["--comm-hook=bf16", "--accumulate=4"]].concat());
+    let text = told(&[&TWO[..], &["--comm-hook=bf16", "--grad-accum-steps=4"]].concat());
     assert!(in_one_line(&text).contains("They travel as bfloat16"), "{text}");
     assert!(in_one_line(&text).contains("the mean over 4 batches"), "{text}");
     assert!(text.contains("its 128 samples") && text.contains("And so on, 16 steps"), "{text}");
@@ -170,7 +170,7 @@ fn what_is_done_on_the_way_to_the_mean_is_told() {
 
 #[test]
 fn the_loss_of_a_step_is_the_mean_over_its_samples_also_if_its_batches_are_not_equal() {
-    let args = ["--num-samples=84", "--batch-size=32", "--accumulate=2", "--max-epochs=2"];
+    let args = ["--num-samples=84", "--batch-size=32", "--grad-accum-steps=2", "--max-epochs=2"];
     let (code, stdout, stderr) = run(&[&TWO[..], &args, &["--log-format=json"]].concat());
     assert_eq!(code, Some(0), "{stderr}");
     assert!(stderr.contains("its 42 samples"), "batches of 32 and of 10: {stderr}");
@@ -258,7 +258,7 @@ fn one_rank_and_many_are_told_as_well() {
 #[test]
 fn a_run_that_goes_on_is_told_from_there() {
     let folder = tempfile::tempdir().unwrap();
-    let save = format!("--save-dir={}", folder.path().display());
+    let save = format!("--checkpoint-dir={}", folder.path().display());
     let common = [&TWO[..], &[&save, "--max-epochs=2"]].concat();
     told(&[&common[..], &["--max-steps=70"]].concat());
     let text = told(&[&common[..], &["--resume=auto"]].concat());

@@ -1,4 +1,4 @@
-//! The program with `--fault`: every kind of failure, at every stage, on every rank.
+//! The program with `--inject-fault`: every kind of failure, at every stage, on every rank.
 
 use serde_json::Value;
 
@@ -9,7 +9,7 @@ use crate::shared::faults::{self, RANKS, RUN, STAGES};
 fn report(fault: &str, rank: usize) -> (Value, String) {
     // Only a stall is found by waiting.
     let timeout = if fault.starts_with("stall") { "--timeout=1s" } else { "--timeout=1h" };
-    let fault = format!("--fault={fault}");
+    let fault = format!("--inject-fault={fault}");
     let grace_period =
         if timeout == "--timeout=1s" { "--grace-period=500ms" } else { "--grace-period=1h" };
     let output = run(&[&RUN[..], &["--nproc-per-node=3", timeout, grace_period, &fault]].concat());
@@ -38,7 +38,7 @@ fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str)) {
 #[test]
 fn an_error_on_any_rank_at_any_stage_ends_the_run() {
     everywhere("error", |fault, failure, stderr| {
-        assert_eq!(failure["error"], format!("injected by --fault {fault}"));
+        assert_eq!(failure["error"], format!("injected by --inject-fault {fault}"));
         assert!(!stderr.contains("did not come back"), "{stderr}");
     });
 }
@@ -48,7 +48,7 @@ fn a_panic_on_any_rank_at_any_stage_ends_the_run() {
     everywhere("panic", |fault, failure, stderr| {
         let error = failure["error"].as_str().unwrap();
         assert!(error.starts_with("panicked at src/"), "it tells the place: {error}");
-        assert!(error.ends_with(&format!("injected by --fault {fault}")), "{error}");
+        assert!(error.ends_with(&format!("injected by --inject-fault {fault}")), "{error}");
         assert!(!stderr.contains("did not come back"), "{stderr}");
         assert!(!stderr.contains("thread '"), "the panic is told once: {stderr}");
     });
@@ -68,7 +68,8 @@ fn a_stall_of_any_rank_at_any_stage_ends_the_run_and_names_the_rank() {
 
 #[test]
 fn epochs_that_were_complete_are_reported_before_the_failure() {
-    let args = ["--nproc-per-node=2", "--max-epochs=3", "--fault=error:rank=1,at=step,step=70"];
+    let args =
+        ["--nproc-per-node=2", "--max-epochs=3", "--inject-fault=error:rank=1,at=step,step=70"];
     let (code, stdout, _) = run(&args);
     assert_eq!(code, Some(1));
     let expected = "GPU_Count: 0\nCPU:0 | Epoch: 0 | Batchsize: 32 | Steps: 64\n\

@@ -144,10 +144,10 @@ fn companions(flag: &str) -> &'static [&'static str] {
         "milestones" => &["--schedule=multi-step"],
         "gamma" => &["--schedule=multi-step", "--milestones=1"],
         "eta-min" | "schedule-by" => &["--schedule=cosine"],
-        "powersgd-start" => &["--comm-hook=powersgd"],
+        "powersgd-start-iter" => &["--comm-hook=powersgd"],
         "prefetch-factor" => &["--num-workers=1"],
         "val-every" | "patience" => &["--val-fraction=0.5"],
-        "save-every" | "save-every-epochs" | "keep-last" => &["--save-dir=run"],
+        "save-every" | "save-every-epochs" | "keep-last" => &["--checkpoint-dir=run"],
         "node-rank" => &["--nnodes=1"],
         "language" => &["--explain"],
         _ => &[],
@@ -292,7 +292,7 @@ fn what_is_not_utf8_is_refused_with_its_flag() {
     let text = said([bytes("r", b"\xff")]).unwrap();
     assert!(text.contains("error: \"r\\xff\" is not UTF-8"), "{text}");
     let mut command = program(&[]);
-    command.arg(bytes("--save-dir=", b"\xff"));
+    command.arg(bytes("--checkpoint-dir=", b"\xff"));
     assert_eq!(run_command(command).0, Some(2));
 }
 

@@ -130,7 +130,7 @@ fn a_run_is_refused_before_it_touches_anything() {
             let (folder, dir) = folder_with(name, foreign, false);
             if resume.is_some() {
                 fs::remove_dir_all(&dir).unwrap();
-                let flag = format!("--save-dir={}", dir.display());
+                let flag = format!("--checkpoint-dir={}", dir.display());
                 let (code, _, stderr) = run(&[&ARGS[..], &[&flag]].concat());
                 assert_eq!(code, Some(0), "{stderr}");
                 let path = dir.join(name);
@@ -140,7 +140,7 @@ fn a_run_is_refused_before_it_touches_anything() {
             let before = snapshot(folder.path());
             let out = |name: &str| folder.path().join(name).display().to_string();
             let flags = [
-                format!("--save-dir={}", dir.display()),
+                format!("--checkpoint-dir={}", dir.display()),
                 format!("--metrics={}", out("metrics")),
                 format!("--tensorboard={}", out("board")),
                 "--max-epochs=3".into(),
@@ -166,7 +166,7 @@ fn metrics_are_added_to_no_file_of_others() {
     let flags = [
         format!("--metrics={metrics}"),
         format!("--tensorboard={board}"),
-        format!("--save-dir={save}"),
+        format!("--checkpoint-dir={save}"),
     ];
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
     for foreign in ["notes\n", "{\"event\":\"end\",\"step\":1,\"epoch\":0}\n", "\n", "{}"] {
@@ -223,7 +223,7 @@ fn a_checkpoint_under_another_step_s_name_is_refused() {
     let before = snapshot(&dir);
     let error = CheckpointDir::open(&dir, 1).unwrap_err().to_string();
     assert!(error.contains("holds step 3, so its name should be step-00000003"), "{error}");
-    let flag = format!("--save-dir={}", dir.display());
+    let flag = format!("--checkpoint-dir={}", dir.display());
     for resume in ["--resume=auto", "--resume=step-00000001"] {
         let (code, _, stderr) = run(&[&flag, resume, "--nproc-per-node=2"]);
         assert_eq!(code, Some(2), "{stderr}");

@@ -1,7 +1,7 @@
 //! Collectives that gradients flow through, against values recorded from PyTorch.
 
+use ddp_mp::ffi;
 use ddp_mp::process_group::functional;
-use ddp_mp::torch;
 use tch::{Kind, Tensor};
 
 use crate::harness::ranks;
@@ -30,7 +30,7 @@ fn all_to_all_takes_tensors_of_any_shape() {
             assert!(output.equal(&small(from, me, received[from], 5)), "{output:?}");
             loss += output.sum(Kind::Double) * (10 * me + from) as f64;
         }
-        torch::backward(&loss)?;
+        ffi::backward(&loss)?;
         for (to, input) in inputs.iter().enumerate() {
             let expected = Tensor::full_like(input, (10 * to + me) as f64);
             assert!(input.grad().equal(&expected), "{:?}", input.grad());
@@ -44,7 +44,7 @@ fn a_result_that_goes_unused_has_a_gradient_of_zeros() {
     ranks(2, |rank, group| {
         let mine = Tensor::from_slice(&[rank.rank() as f64]).set_requires_grad(true);
         let all = functional::all_gather(&mine, &group)?;
-        torch::backward(&all[1].sum(Kind::Double))?;
+        ffi::backward(&all[1].sum(Kind::Double))?;
         assert_eq!(numbers(&mine.grad()), [[0.0], [2.0]][rank.rank()]);
         Ok(())
     });

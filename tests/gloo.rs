@@ -6,11 +6,11 @@ use std::thread;
 use std::time::Duration;
 
 use ddp_mp::ddp::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
+use ddp_mp::ffi::cuda::Cuda;
 use ddp_mp::launch::{
     BackendChoice, Joining, Launch, LaunchOptions, NodeSlice, Nproc, ProcessWorld, detect, place,
 };
 use ddp_mp::process_group::DTYPES;
-use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
 use proptest::prelude::*;
 use proptest::sample::Index;

@@ -37,7 +37,7 @@ fn too_few_open_files_are_told_with_the_limit() {
             println!("skipped: the program cannot be loaded with {files} open files");
             continue;
         }
-        let dir = format!("--save-dir={}", folder.path().join(number.to_string()).display());
+        let dir = format!("--checkpoint-dir={}", folder.path().join(number.to_string()).display());
         let remedy = format!("this process may have {files} (ulimit -n); raise the limit");
         for args in [
             &["--nproc-per-node=2", "--num-workers=1", &dir][..],
@@ -74,7 +74,7 @@ fn too_few_threads_are_told_with_the_limit_and_nothing_is_left() {
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let mut named = 0;
     for count in (1..=12).chain([15, 20, 30]) {
-        let dir = format!("--save-dir={}", folder.path().join(count.to_string()).display());
+        let dir = format!("--checkpoint-dir={}", folder.path().join(count.to_string()).display());
         for args in [
             &["--nproc-per-node=8", "--num-workers=1", &dir][..],
             &["--nproc-per-node=3", "--spawn=processes", "--timeout=40s", "--grace-period=1s"],

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use ddp_mp::observe::peak_memory;
+use ddp_mp::telemetry::peak_memory;
 use ddp_mp::{Error, ReduceOp};
 use serde_json::Value;
 use tch::Tensor;
@@ -47,7 +47,7 @@ fn lists_of_many_ranks_arrive() {
 
 #[test]
 fn one_memory_for_two_of_many_ranks_is_refused_on_all() {
-    let shared = ddp_mp::torch::SharedTensor::new(one(0));
+    let shared = ddp_mp::ffi::SharedTensor::new(one(0));
     let errors = ranks(MANY, move |rank, group| {
         let mut outputs = list(MANY, |_| 0);
         if [17, 42].contains(&rank.rank()) {

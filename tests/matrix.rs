@@ -1,4 +1,4 @@
-//! `--fault` on ranks that are processes: every kind at every stage names the rank, once, and leaves nobody behind.
+//! `--inject-fault` on ranks that are processes: every kind at every stage names the rank, once, and leaves nobody behind.
 //!
 //! Each stage meets one of the ranks; with `MATRIX=all` it meets all of them. `make test-launchers` does the same under
 //! torchrun, and `failures` on threads.
@@ -10,7 +10,7 @@ use crate::shared::faults::{self, RANKS, RUN, STAGES};
 
 /// The failure event and stderr of a run in which `rank` fails in this way.
 fn failure(kind: &str, stage: &str, rank: usize) -> (Value, String) {
-    let fault = format!("--fault={kind}:rank={rank},at={stage}");
+    let fault = format!("--inject-fault={kind}:rank={rank},at={stage}");
     // A stall alone is found by waiting.
     let timeout = if kind == "stall" { "--timeout=5s" } else { "--timeout=50s" };
     let args = ["--spawn=processes", "--nproc-per-node=3", "--grace-period=1s", timeout, &fault];
@@ -40,10 +40,10 @@ fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str)) {
 fn an_error_names_its_rank() {
     everywhere("error", |what, failure, stderr| {
         assert!(
-            failure["error"].as_str().unwrap().starts_with("injected by --fault error"),
+            failure["error"].as_str().unwrap().starts_with("injected by --inject-fault error"),
             "{what}"
         );
-        assert_eq!(stderr.matches("injected by --fault").count(), 1, "{what}");
+        assert_eq!(stderr.matches("injected by --inject-fault").count(), 1, "{what}");
     });
 }
 
@@ -51,7 +51,7 @@ fn an_error_names_its_rank() {
 fn a_panic_names_its_rank() {
     everywhere("panic", |what, failure, stderr| {
         assert!(failure["error"].as_str().unwrap().starts_with("panicked at src/"), "{what}");
-        assert_eq!(stderr.matches("injected by --fault").count(), 1, "{what}");
+        assert_eq!(stderr.matches("injected by --inject-fault").count(), 1, "{what}");
     });
 }
 

@@ -449,7 +449,7 @@ fn end(args: &[&str]) -> Value {
 fn the_flag_changes_no_bit_of_equal_batches() {
     for args in [
         &["--nproc-per-node=3", "--batch-size=20", "--num-samples=600"][..],
-        &["--nproc-per-node=2", "--batch-size=7", "--num-samples=210", "--accumulate=3"],
+        &["--nproc-per-node=2", "--batch-size=7", "--num-samples=210", "--grad-accum-steps=3"],
         &["--nproc-per-node=3", "--batch-size=20", "--num-samples=630", "--max-grad-norm=0.5"],
         &["--nproc-per-node=2", "--num-samples=640", "--spawn=processes"],
         &[
@@ -477,7 +477,7 @@ fn ranks_as_threads_and_as_processes_come_to_what_one_rank_comes_to() {
     assert_eq!(threads["steps"], alone["steps"]);
     let processes = end(&[&data[..], &three, &["--spawn=processes"]].concat());
     assert_eq!(processes["parameters_hash"], threads["parameters_hash"]);
-    let small = ["--nproc-per-node=3", "--batch-size=4", "--accumulate=2"];
+    let small = ["--nproc-per-node=3", "--batch-size=4", "--grad-accum-steps=2"];
     let accumulated = end(&[&data[..], &small].concat());
     assert!((loss(&accumulated) - loss(&alone)).abs() < 1e-6, "{accumulated} {alone}");
     // The mean of the ranks' means is something else; without the flag samples are dealt twice to fill up, too.
@@ -512,7 +512,7 @@ fn a_rank_without_samples_in_the_last_step_makes_it_all_the_same() {
             "--num-samples=7",
             "--batch-size=1",
             "--comm-hook=powersgd",
-            "--powersgd-start=1",
+            "--powersgd-start-iter=1",
         ],
         &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--skip-nonfinite=1"],
         &["--nproc-per-node=3", "--num-samples=7", "--batch-size=1", "--no-overlap"],

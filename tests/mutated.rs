@@ -110,7 +110,9 @@ fn configurations() {
     configs.sort();
     configs
         .push("model = \"mlp\"\nhidden = [8, 4]\ntimeout = \"90s\"\nmilestones = [1, 2]\n".into());
-    configs.push("fault = \"nan:rank=0,at=step,step=1\"\nskip-nonfinite = 3\nlr = 1e-3\n".into());
+    configs.push(
+        "inject_fault = \"nan:rank=0,at=step,step=1\"\nskip-nonfinite = 3\nlr = 1e-3\n".into(),
+    );
     let mut chance = Chance(1);
     let mut read = 0;
     for number in 0..inputs() {

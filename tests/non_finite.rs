@@ -44,7 +44,7 @@ fn a_sample_that_is_not_a_number_is_named() {
     for more in [
         &[][..],
         &["--skip-nonfinite=0"],
-        &["--accumulate=3"],
+        &["--grad-accum-steps=3"],
         &["--num-workers=2", "--amp=bf16"],
         &["--model=mlp", "--skip-nonfinite=0", "--dropout=0.1"],
         &["--no-overlap", "--no-shuffle"],
@@ -172,7 +172,7 @@ fn a_run_out_of_bounds_ends_with_the_reason() {
     assert!(stderr.contains(&place) && stderr.contains("the loss is inf for samples "), "{stderr}");
     // After the last step there is no loss any more to show it; nothing of it is saved.
     let folder = tempfile::tempdir().unwrap();
-    let dir = format!("--save-dir={}", folder.path().join("run").display());
+    let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
     let file = folder.path().join("data.csv");
     fs::write(&file, "0.5,100\n".repeat(64)).unwrap();
     let dataset = format!("--dataset=csv:{}", file.display());
@@ -190,7 +190,7 @@ fn a_run_out_of_bounds_ends_with_the_reason() {
             "--skip-nonfinite: fp16 skips steps by a rule of its own",
         ),
         (
-            ["--comm-hook=powersgd", "--powersgd-start=2"],
+            ["--comm-hook=powersgd", "--powersgd-start-iter=2"],
             "powersgd adds what it did not send to later steps",
         ),
         (["--strategy=dp", "--lr=1"], "needs --strategy ddp"),

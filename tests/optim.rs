@@ -143,7 +143,7 @@ fn a_graph_from_before_a_step_is_refused() {
                 let inputs = Tensor::ones([4, 20], (Kind::Float, Device::Cpu));
                 let old = ddp.module().forward_t(&inputs, true).sum(Kind::Float);
                 optimizer.step(0.1)?;
-                let error = ddp_mp::torch::backward(&old).unwrap_err().to_string();
+                let error = ddp_mp::ffi::backward(&old).unwrap_err().to_string();
                 assert!(error.contains("modified by an inplace operation"), "{config:?}: {error}");
             }
         }

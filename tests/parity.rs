@@ -11,12 +11,12 @@ use ddp_mp::ddp::{
     BucketParameter, CommHook, Compress, GradBucket, JoinOptions, PowerSgd, PowerSgdOptions,
     hook_fn,
 };
+use ddp_mp::ffi::{Autocast, backward, fork_rng};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{
     GradScaler, GradScalerOptions, GradScalerState, OptimizerConfig, ParamSpan, ParameterState,
     Unit,
 };
-use ddp_mp::torch::{Autocast, backward, fork_rng};
 use ddp_mp::trainer::{Loss, Trainer};
 use ddp_mp::{
     AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler,

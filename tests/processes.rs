@@ -11,9 +11,9 @@ use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
 use std::time::Duration;
 
+use ddp_mp::ffi::cuda::Cuda;
 use ddp_mp::launch::{Joining, detect};
 use ddp_mp::process_group::c10d::TcpStore;
-use ddp_mp::torch::cuda::Cuda;
 use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Spawn};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use serde_json::Value;
@@ -621,7 +621,7 @@ fn processes_train_as_threads_do() {
         &["--max-epochs=2"][..],
         &["--model=mlp", "--hidden=300,300", "--momentum=0.9", "--bucket-cap-mb=0.2"],
         &["--model=cnn", "--in-features=64", "--sync-batch-norm", "--num-samples=500"],
-        &["--model=mlp", "--optimizer=adamw", "--strategy=dp", "--accumulate=2"],
+        &["--model=mlp", "--optimizer=adamw", "--strategy=dp", "--grad-accum-steps=2"],
         &["--dataset=digits", "--loss=cross-entropy", "--model=mlp", "--val-fraction=0.2"],
     ] {
         let threads = |ranks: &str| -> Value {
@@ -663,14 +663,14 @@ pub(crate) fn failures(
 fn a_failure_anywhere_is_told_everywhere() {
     for stage in ["rendezvous", "init", "broadcast", "step,step=9", "barrier"] {
         for (rank, process) in [(0, 0), (2, 1)] {
-            let fault = format!("--fault=error:rank={rank},at={stage}");
+            let fault = format!("--inject-fault=error:rank={rank},at={stage}");
             let told = failures(&[&fault, "--grace-period=5s"], &[2, 2], |_| {});
             for (number, (code, stderr)) in told.iter().enumerate() {
                 assert_eq!(*code, Some(1), "{fault}: {stderr}");
                 let place = if number == process { ")" } else { " on " };
                 let who = format!("rank {rank} (CPU:{rank}{place}");
                 assert!(stderr.contains(&who), "{fault}: {stderr}");
-                assert!(stderr.contains("injected by --fault"), "{fault}: {stderr}");
+                assert!(stderr.contains("injected by --inject-fault"), "{fault}: {stderr}");
                 // What follows from it is no failure of its own.
                 assert!(!stderr.contains("  then "), "{fault}: {stderr}");
             }
@@ -735,7 +735,7 @@ fn a_process_that_is_killed_or_stopped_is_named() {
 fn a_stall_is_blamed_on_the_rank_that_stalls() {
     for (ranks, victim) in [(&[1, 1][..], 0), (&[1, 1], 1), (&[2, 2], 2), (&[2, 2], 3)] {
         for stage in ["rendezvous", "init", "step,step=5"] {
-            let fault = format!("--fault=stall:rank={victim},at={stage}");
+            let fault = format!("--inject-fault=stall:rank={victim},at={stage}");
             let args = [&fault, "--timeout=5s", "--grace-period=1s"];
             for (code, stderr) in failures(&args, ranks, |_| {}) {
                 let what = format!("{fault} {ranks:?}: {stderr}");
@@ -955,7 +955,11 @@ fn processes_with_different_options_are_refused_everywhere() {
         (&[], ["--max-epochs=2", "--max-epochs=1"], "--max-epochs is 2 for process 0 (on "),
         (data, ["--max-steps=2", "--val-every=1"], "--max-steps is 2 for process 0 (on "),
         (mlp, ["--bucket-cap-mb=1", "--bucket-cap-mb=2"], "--bucket-cap-mb is 1.0 for process 0"),
-        (&[], ["--seed=0", "--save-dir=/nowhere"], "--save-dir is not set for process 0 (on "),
+        (
+            &[],
+            ["--seed=0", "--checkpoint-dir=/nowhere"],
+            "--checkpoint-dir is not set for process 0 (on ",
+        ),
         (bench, ["--steps=2", "--steps=3"], "the command is bench step --steps=2 for process 0"),
     ] {
         // The one that serves the store must not be gone before the others have found out.
@@ -979,7 +983,7 @@ fn processes_with_different_options_are_refused_everywhere() {
 #[test]
 fn processes_stop_save_and_go_on_together() {
     let folder = tempfile::tempdir().unwrap();
-    let dir = format!("--save-dir={}", folder.path().join("run").display());
+    let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
     let args =
         ["--num-samples=65536", "--model=mlp", "--hidden=16", "--momentum=0.9", "--max-epochs=3"];
     let whole = end(&args, &[1, 1]);

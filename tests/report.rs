@@ -29,7 +29,7 @@ fn the_page_has_the_numbers_of_the_run() {
         "--max-epochs=2",
         "--num-samples=100",
         "--batch-size=4",
-        "--accumulate=2",
+        "--grad-accum-steps=2",
         "--model=mlp",
         "--hidden=64,64",
         "--bucket-cap-mb=0.01",
@@ -115,7 +115,7 @@ fn a_run_that_fails_or_stops_leaves_a_page_too() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("failed.html");
     let report = ["--nproc-per-node=2", "--report", path.to_str().unwrap()];
-    let fault = ["--fault=error:rank=1,at=step,step=5", "--init-from=</script>"];
+    let fault = ["--inject-fault=error:rank=1,at=step,step=5", "--init-from=</script>"];
     let (code, ..) = run(&[&report[..], &fault[..1]].concat());
     assert_eq!(code, Some(1));
     let page = data(&path);
@@ -139,7 +139,7 @@ fn a_run_that_fails_or_stops_leaves_a_page_too() {
 
     // It goes on, with one rank more: what is left of the epoch, and then the next.
     let saved = folder.path().join("saved");
-    let save = ["--save-dir", saved.to_str().unwrap(), "--resume=auto", "--num-samples=100"];
+    let save = ["--checkpoint-dir", saved.to_str().unwrap(), "--resume=auto", "--num-samples=100"];
     let (code, _, stderr) =
         run(&[&report[..], &save[..], &["--batch-size=10", "--max-steps=2"][..]].concat());
     assert_eq!(code, Some(0), "{stderr}");
@@ -220,7 +220,7 @@ fn what_would_be_lost_is_not_written_over() {
 fn the_time_that_rank_0_takes_to_save_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.html");
-    let save = format!("--save-dir={}", folder.path().join("run").display());
+    let save = format!("--checkpoint-dir={}", folder.path().join("run").display());
     let report = format!("--report={}", path.display());
     for (more, saves) in [(&[][..], false), (&["--save-every=5", &save], true)] {
         let (code, _, stderr) = run(&[&["--nproc-per-node=2", &report], more].concat());
@@ -235,26 +235,26 @@ fn the_time_that_rank_0_takes_to_save_is_told() {
 fn replicas_that_differ_are_told_of() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.html");
-    let fault = "--fault=desync:rank=1,at=step,step=5";
+    let fault = "--inject-fault=desync:rank=1,at=step,step=5";
     let (code, _, stderr) = run(&["--nproc-per-node=2", fault, "--report", path.to_str().unwrap()]);
     assert_eq!(code, Some(1), "{stderr}");
-    assert!(stderr.contains("the ranks do not hold the same parameters; --check-replicas 1"));
+    assert!(stderr.contains("the ranks do not hold the same parameters; --check-replicas-every 1"));
     let page = data(&path);
     assert_eq!(page["replicas"]["equal"], false);
-    assert!(page["verdict"]["advice"][0].as_str().unwrap().contains("--check-replicas 1"));
+    assert!(page["verdict"]["advice"][0].as_str().unwrap().contains("--check-replicas-every 1"));
 }
 
 #[test]
 fn the_page_in_assets_is_what_the_program_writes_now() {
     let page = fs::read_to_string(repository("assets/report.html")).unwrap();
     for part in [
-        include_str!("../src/observe/report/page.css"),
-        include_str!("../src/observe/report/helpers.js"),
-        include_str!("../src/observe/report/verdict.js"),
-        include_str!("../src/observe/report/curves.js"),
-        include_str!("../src/observe/report/timeline.js"),
-        include_str!("../src/observe/report/samples.js"),
-        include_str!("../src/observe/report/page.js"),
+        include_str!("../src/telemetry/report/page.css"),
+        include_str!("../src/telemetry/report/helpers.js"),
+        include_str!("../src/telemetry/report/verdict.js"),
+        include_str!("../src/telemetry/report/curves.js"),
+        include_str!("../src/telemetry/report/timeline.js"),
+        include_str!("../src/telemetry/report/samples.js"),
+        include_str!("../src/telemetry/report/page.js"),
     ] {
         assert!(page.contains(part.trim()), "make it anew: make page");
     }

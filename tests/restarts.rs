@@ -47,8 +47,8 @@ fn every_failure_is_followed_by_a_restart_that_ends_as_an_undisturbed_run() {
         for kind in ["error", "panic", "kill", "stall"] {
             let folder = tempfile::tempdir().unwrap();
             let dir = folder.path().join("run");
-            let save = format!("--save-dir={}", dir.display());
-            let fault = format!("--fault={kind}:rank=1,at=step,step=40");
+            let save = format!("--checkpoint-dir={}", dir.display());
+            let fault = format!("--inject-fault={kind}:rank=1,at=step,step=40");
             let timeout = if kind == "stall" { "--timeout=3s" } else { "--timeout=50s" };
             let more = [spawn, "--max-restarts=2", "--save-every=7", "--grace-period=1s"];
             let (code, events, stderr) =
@@ -81,18 +81,18 @@ fn every_failure_is_followed_by_a_restart_that_ends_as_an_undisturbed_run() {
 fn without_checkpoints_a_restart_begins_at_the_beginning() {
     let whole = hash_undisturbed();
     for at in ["rendezvous", "step,step=40"] {
-        let fault = format!("--fault=error:rank=0,at={at}");
+        let fault = format!("--inject-fault=error:rank=0,at={at}");
         let (code, all, stderr) = events(&[&RUN[..], &["--max-restarts=1", &fault]].concat());
         assert_eq!(code, Some(0), "{stderr}");
         assert_eq!(all.last().unwrap()["parameters_hash"], whole);
         let told =
-            "restart 1 of 1, from the beginning, because nothing is saved without --save-dir";
+            "restart 1 of 1, from the beginning, because nothing is saved without --checkpoint-dir";
         assert!(stderr.contains(told), "{stderr}");
     }
     // With a folder in which nothing was saved yet.
     let folder = tempfile::tempdir().unwrap();
-    let save = format!("--save-dir={}", folder.path().join("run").display());
-    let more = ["--max-restarts=1", "--fault=kill:rank=0,at=step,step=3", &save];
+    let save = format!("--checkpoint-dir={}", folder.path().join("run").display());
+    let more = ["--max-restarts=1", "--inject-fault=kill:rank=0,at=step,step=3", &save];
     let (code, all, stderr) = events(&[&RUN[..], &more].concat());
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(all.last().unwrap()["parameters_hash"], whole);
@@ -181,7 +181,7 @@ fn failures_at_the_same_step_are_called_that() {
 fn people_are_told_once_that_the_ranks_have_met() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         for at in ["rendezvous", "step,step=40"] {
-            let fault = format!("--fault=error:rank=1,at={at}");
+            let fault = format!("--inject-fault=error:rank=1,at={at}");
             let args = ["--nproc-per-node=2", "--max-restarts=1", spawn, &fault];
             let (code, stdout, stderr) = run(&args);
             assert_eq!(code, Some(0), "{stderr}");
@@ -244,7 +244,7 @@ fn a_signal_stops_the_run_and_restarts_nothing() {
 #[test]
 fn a_run_that_fails_while_it_stops_is_not_started_again() {
     let args = ["--nproc-per-node=2", "--max-restarts=3", "--timeout=3s", "--grace-period=1s"];
-    let stall = ["--fault=stall:rank=1,at=step,step=0", "--log-format=json"];
+    let stall = ["--inject-fault=stall:rank=1,at=step,step=0", "--log-format=json"];
     let mut command = program(&[&args[..], &stall].concat());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stdout = BufReader::new(child.stdout.take().unwrap());
@@ -265,7 +265,7 @@ fn files_have_what_the_last_start_did() {
     let at = |name: &str| folder.path().join(name);
     let flag = |flag: &str, name: &str| format!("{flag}={}", at(name).display());
     let files = [
-        flag("--save-dir", "run"),
+        flag("--checkpoint-dir", "run"),
         flag("--metrics", "metrics.jsonl"),
         flag("--trace", "trace.json"),
         flag("--report", "report.html"),
@@ -274,7 +274,7 @@ fn files_have_what_the_last_start_did() {
     let files: Vec<&str> = files.iter().map(String::as_str).collect();
     let more = [
         "--max-restarts=1",
-        "--fault=error:rank=1,at=step,step=100",
+        "--inject-fault=error:rank=1,at=step,step=100",
         "--log-every=5",
         "--save-every=20",
     ];

@@ -172,8 +172,11 @@ fn a_signal_has_a_running_program_tell_what_its_ranks_do() {
 
 #[test]
 fn a_program_that_is_stuck_says_who_is_missing_and_where() {
-    let stall =
-        ["--nproc-per-node=3", "--fault=stall:rank=1,at=step,step=3", "--stall-warning=50ms"];
+    let stall = [
+        "--nproc-per-node=3",
+        "--inject-fault=stall:rank=1,at=step,step=3",
+        "--stall-warning=50ms",
+    ];
     watch(&stall, |_, lines| {
         let mut lines = lines.skip_while(|line| !line.contains(" has not ended for "));
         let first = lines.next().unwrap();
@@ -192,8 +195,11 @@ fn a_program_that_is_stuck_says_who_is_missing_and_where() {
 
 #[test]
 fn a_slow_rank_is_named_with_what_it_was_slow_at() {
-    let slow =
-        ["--fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072", "--log-format=json"];
+    let slow = [
+        "--inject-fault=slow=60ms:rank=1,at=step,step=2",
+        "--num-samples=3072",
+        "--log-format=json",
+    ];
     let layouts = [&["--nproc-per-node=3"][..], &["--nproc-per-node=3", "--spawn=processes"]];
     for args in layouts {
         let (code, stdout, stderr) = run(&[&slow[..], args].concat());
@@ -218,14 +224,18 @@ fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
     let mistakes = [
         ("nan", "in step 5 on rank 1 the loss is NaN for sample "),
         ("desync", "after step 5 rank 1 has another `weight` than the others;"),
-        ("wrong-shape", "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/harm.rs:"),
+        (
+            "wrong-shape",
+            "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/fault_injection.rs:",
+        ),
         ("wrong-shape", "ranks 0, 2 called all_reduce(premul_sum 0.3333333333333333) of float32 "),
         ("wrong-shape", "] at src/trainer.rs:"),
     ];
     for (kind, told) in mistakes {
-        let fault = format!("--fault={kind}:rank=1,at=step,step=5");
+        let fault = format!("--inject-fault={kind}:rank=1,at=step,step=5");
         for layout in [&["--nproc-per-node=3"][..], &["--nproc-per-node=3", "--spawn=processes"]] {
-            let (code, _, stderr) = run(&[&[&fault, "--check-replicas=1"][..], layout].concat());
+            let (code, _, stderr) =
+                run(&[&[&fault, "--check-replicas-every=1"][..], layout].concat());
             assert_eq!(code, Some(1), "{kind}: {stderr}");
             assert!(stderr.contains(told), "{kind}: {stderr}");
             assert!(stderr.contains("ddp-mp: rank 1 (CPU:1"), "{kind}: {stderr}");
@@ -235,7 +245,7 @@ fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
 
 #[test]
 fn a_process_that_is_killed_is_named_with_the_step_in_which_the_others_wait_for_it() {
-    let kill = "--fault=kill:rank=1,at=step,step=5";
+    let kill = "--inject-fault=kill:rank=1,at=step,step=5";
     let place = " (bucket 0) of backward #5 at src/trainer.rs:";
     // The process that has started them sees how it has ended.
     let args = ["--nproc-per-node=3", "--spawn=processes", "--log-format=json"];
@@ -261,7 +271,7 @@ fn a_process_that_is_killed_is_named_with_the_step_in_which_the_others_wait_for_
     let mine = lines.find(|it| it.starts_with("  rank 0 last seen in all_reduce #")).unwrap();
     assert!(mine.contains(place), "{stderr}");
     // Of the first process the store is gone as well.
-    let told = failures(&["--fault=kill:rank=0,at=step,step=5"], &[1, 1], |_| {});
+    let told = failures(&["--inject-fault=kill:rank=0,at=step,step=5"], &[1, 1], |_| {});
     assert_eq!([told[0].0, told[1].0], [None, Some(1)], "{told:?}");
     let lost = ") failed in step #5: the process of rank 0 (";
     assert!(
@@ -275,7 +285,8 @@ fn a_process_that_is_killed_is_named_with_the_step_in_which_the_others_wait_for_
 
 #[test]
 fn ranks_of_other_processes_are_told_of_too() {
-    let stall = ["--fault=stall:rank=2,at=step,step=3", "--stall-warning=50ms", "--timeout=6s"];
+    let stall =
+        ["--inject-fault=stall:rank=2,at=step,step=3", "--stall-warning=50ms", "--timeout=6s"];
     let told = failures(&[&stall[..], &["--grace-period=1s"]].concat(), &[2, 2], |_| {});
     let seen = "last seen in step #3 at src/trainer.rs:";
     for (here, (code, stderr)) in [[0, 1], [2, 3]].iter().zip(&told) {
@@ -330,10 +341,11 @@ fn a_process_that_does_not_answer_is_told_of() {
 
 #[test]
 fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
-    let fault = "--fault=skip-sample:rank=1,at=step,step=5";
+    let fault = "--inject-fault=skip-sample:rank=1,at=step,step=5";
     let ranks = ["--nproc-per-node=2", "--log-format=json"];
     let hash = |args: &[&str]| {
-        let (code, stdout, stderr) = run(&[&ranks[..], args, &["--check-replicas=1"]].concat());
+        let (code, stdout, stderr) =
+            run(&[&ranks[..], args, &["--check-replicas-every=1"]].concat());
         assert_eq!(code, Some(0), "{stderr}");
         let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
         end["parameters_hash"].clone()
@@ -368,13 +380,16 @@ fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
     assert!(lines.next().unwrap().starts_with(" ddp, threaded, CPU: 2 x 32 "), "{stdout}");
     assert!(lines.next().unwrap().starts_with("   0.weight "), "{stdout}");
     for (args, told) in [
-        (&[fault, "--steps=5"][..], "--fault: there is no step 5; verify makes steps 0 to 4"),
         (
-            &["--fault=nan:rank=1,at=step,step=5"],
-            "--fault: verify injects skip-sample only, and this is nan:",
+            &[fault, "--steps=5"][..],
+            "--inject-fault: there is no step 5; verify makes steps 0 to 4",
         ),
-        (&["--fault=skip-sample:rank=2,at=step"], "--fault: there is no rank 2"),
-        (&[fault, "--batch-size=1"], "--fault: skip-sample puts another sample of the step"),
+        (
+            &["--inject-fault=nan:rank=1,at=step,step=5"],
+            "--inject-fault: verify injects skip-sample only, and this is nan:",
+        ),
+        (&["--inject-fault=skip-sample:rank=2,at=step"], "--inject-fault: there is no rank 2"),
+        (&[fault, "--batch-size=1"], "--inject-fault: skip-sample puts another sample of the step"),
     ] {
         let (code, _, stderr) = run(&[&["verify", "--nproc-per-node=2"], args].concat());
         assert!(code == Some(2) && stderr.contains(told), "{args:?}: {stderr}");
@@ -383,7 +398,7 @@ fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
 
 #[test]
 fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
-    let fault = "--fault=desync:rank=1,at=step,step=5";
+    let fault = "--inject-fault=desync:rank=1,at=step,step=5";
     let at_end = "found when the replicas were compared at the end, after step";
     let tie = &format!(") differ: {at_end} 63: ranks 0 and 1 differ in `weight`");
     let minority = &format!(") differs: {at_end} 42: rank 1 has another `weight` than the others");
@@ -414,7 +429,7 @@ fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
     }
     // People are not told of a success first.
     let folder = tempfile::tempdir().unwrap();
-    let save = format!("--save-dir={}", folder.path().display());
+    let save = format!("--checkpoint-dir={}", folder.path().display());
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let args = [fault, spawn, &save, "--resume=auto", "--nproc-per-node=2", "--max-steps=9"];
         let (code, _, stderr) = run(&[&args[..], &["--val-fraction=0.1"]].concat());
@@ -422,7 +437,7 @@ fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
         let of_success = ["ddp-mp: loss ", "ddp-mp: best", "ddp-mp: stopped by"];
         assert!(of_success.iter().all(|it| !stderr.contains(it)), "{stderr}");
         assert!(stderr.contains(" before a checkpoint was saved, after step 8:"), "{stderr}");
-        assert!(stderr.contains("; --check-replicas 1 finds the step"), "{stderr}");
+        assert!(stderr.contains("; --check-replicas-every 1 finds the step"), "{stderr}");
         std::fs::remove_dir_all(folder.path()).unwrap();
     }
     // Several processes, of one rank and of several: each ends with the same error.
@@ -433,7 +448,7 @@ fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
         }
     }
     // Found on the way, a tie is one, too.
-    let args = [fault, "--nproc-per-node=2", "--check-replicas=2"];
+    let args = [fault, "--nproc-per-node=2", "--check-replicas-every=2"];
     let (code, _, stderr) = run(&args);
     assert_eq!(code, Some(1), "{stderr}");
     let tie = "ranks 0 (CPU:0) and 1 (CPU:1) failed in step #5: after step 5 ranks 0 and 1 differ in `weight`";
@@ -449,10 +464,10 @@ fn replicas_that_are_equal_change_nothing() {
         let end: Value = serde_json::from_str(stdout.lines().last().unwrap()).unwrap();
         end["parameters_hash"].clone()
     };
-    assert_eq!(hash(&plain), hash(&[&plain[..], &["--check-replicas=3"]].concat()));
-    let (code, _, stderr) = run(&["--strategy=dp", "--check-replicas=3"]);
+    assert_eq!(hash(&plain), hash(&[&plain[..], &["--check-replicas-every=3"]].concat()));
+    let (code, _, stderr) = run(&["--strategy=dp", "--check-replicas-every=3"]);
     assert!(
-        code == Some(2) && stderr.contains("--check-replicas: needs --strategy ddp"),
+        code == Some(2) && stderr.contains("--check-replicas-every: needs --strategy ddp"),
         "{stderr}"
     );
 }

@@ -70,10 +70,10 @@ fn a_program_that_the_linker_was_given_runs_as_itself() {
 fn a_failure_is_told_once() {
     for kind in ["error", "panic"] {
         for (rank, stage) in [(0, "rendezvous"), (1, "init"), (2, "step,step=9")] {
-            let fault = format!("--fault={kind}:rank={rank},at={stage}");
+            let fault = format!("--inject-fault={kind}:rank={rank},at={stage}");
             let (code, events, stderr) = events(&[PROCESSES, "--nproc-per-node=3", &fault]);
             assert_eq!(code, Some(1), "{stderr}");
-            let reports = stderr.lines().filter(|line| line.contains("injected by --fault"));
+            let reports = stderr.lines().filter(|line| line.contains("injected by --inject-fault"));
             assert_eq!(reports.count(), 1, "{stderr}");
             let report = format!("ddp-mp: rank {rank} (CPU:{rank}) failed in ");
             assert!(stderr.contains(&report), "{stderr}");
@@ -199,7 +199,7 @@ fn nobody_outlives_who_has_started_them() {
 #[test]
 fn a_signal_stops_all_and_they_save() {
     let folder = tempfile::tempdir().unwrap();
-    let dir = format!("--save-dir={}", folder.path().join("run").display());
+    let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
     for (signal, code, name) in
         [("-INT", 130, "SIGINT"), ("-TERM", 143, "SIGTERM"), ("-USR1", 0, "SIGUSR1")]
     {
@@ -248,7 +248,9 @@ fn a_signal_that_comes_early_is_not_lost() {
 /// Lines of several processes that share stderr would mix if they came in pieces.
 #[test]
 fn every_line_on_stderr_is_written_at_once() {
-    for more in [&[][..], &["--fault=error:rank=1,at=step,step=3"], &["--dataset=csv:/nowhere"]] {
+    for more in
+        [&[][..], &["--inject-fault=error:rank=1,at=step,step=3"], &["--dataset=csv:/nowhere"]]
+    {
         let (here, there) = UnixDatagram::pair().unwrap();
         let mut command = program(&[&[PROCESSES, "--nproc-per-node=2"], more].concat());
         // Each write is a message of its own.

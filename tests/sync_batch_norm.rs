@@ -4,9 +4,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use ddp_mp::ddp::JoinOptions;
+use ddp_mp::ffi::{backward, fork_rng};
 use ddp_mp::models::{BatchNorm, ModelConfig, ModelKind};
 use ddp_mp::process_group::functional::all_reduce;
-use ddp_mp::torch::{backward, fork_rng};
 use ddp_mp::{
     Backend, DdpOptions, DistributedDataParallel, Error, Optimizer, ProcessGroup, Sgd, SgdOptions,
     Spawn, SyncBatchNorm, parameters_hash,

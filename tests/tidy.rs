@@ -50,10 +50,10 @@ const ORDER: [&str; 16] = [
     "data",
     "models",
     "process_group",
-    "observe",
-    "torch",
+    "telemetry",
+    "ffi",
     "files",
-    "sync",
+    "runtime",
     "error",
     "operation",
 ];
@@ -91,7 +91,7 @@ fn every_file_says_its_purpose_first_and_is_short() {
 
 #[test]
 fn unsafe_is_where_it_may_be() {
-    let may = ["torch/", "process_group/gloo/", "process_group/nccl/", "process_group/threaded/"];
+    let may = ["ffi/", "process_group/gloo/", "process_group/nccl/", "process_group/threaded/"];
     for file in sources() {
         let name = name(&file);
         let allowed = may.iter().any(|place| name.starts_with(place));
@@ -106,7 +106,7 @@ fn the_end_of_a_wait_is_computed_in_one_place() {
     for file in sources() {
         let name = name(&file);
         let found = code(&file).contains("Instant::now() + ");
-        assert!(name == "sync/deadline.rs" || !found, "{name}: use crate::sync::deadline");
+        assert!(name == "runtime/deadline.rs" || !found, "{name}: use crate::runtime::deadline");
     }
 }
 
@@ -128,7 +128,7 @@ fn no_message_has_a_gap() {
 fn only_the_printer_prints() {
     for file in sources() {
         let name = name(&file);
-        if name.starts_with("observe/") {
+        if name.starts_with("telemetry/") {
             continue;
         }
         for macro_name in ["print!(", "println!(", "eprint!(", "eprintln!(", "dbg!("] {

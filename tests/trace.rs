@@ -266,7 +266,7 @@ fn the_trace_of_a_failed_run_shows_what_had_not_ended() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let trace = path.to_str().unwrap();
-    let fault = "--fault=stall:rank=1,at=step,step=3";
+    let fault = "--inject-fault=stall:rank=1,at=step,step=3";
     let stuck = ["--nproc-per-node=2", fault, "--timeout=300ms", "--grace-period=100ms"];
     let (code, _, stderr) = run(&[&stuck[..], &["--trace", trace]].concat());
     assert_eq!(code, Some(1), "{stderr}");

@@ -17,7 +17,7 @@ fn verify(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
 fn way(row: &Value) -> (&str, u64, u64, u64) {
     let number = |key: &str| row[key].as_u64().unwrap();
     let strategy = row["strategy"].as_str().unwrap();
-    (strategy, number("world_size"), number("batch_size"), number("accumulate"))
+    (strategy, number("world_size"), number("batch_size"), number("grad_accum_steps"))
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn batch_norm_over_all_ranks_comes_to_the_same() {
 #[test]
 fn gradients_that_are_not_the_mean_are_found() {
     // Averaged as bfloat16, and as products of thin matrices: the right mean no more.
-    for hook in [&["--comm-hook=bf16"][..], &["--comm-hook=powersgd", "--powersgd-start=2"]] {
+    for hook in [&["--comm-hook=bf16"][..], &["--comm-hook=powersgd", "--powersgd-start-iter=2"]] {
         let flags = ["--model=mlp", "--lr=0.05", "--nproc-per-node=2"];
         let (code, rows, stderr) = verify(&[&flags[..], hook].concat());
         assert_eq!(code, Some(1), "{stderr}");
@@ -131,7 +131,10 @@ fn the_table_tells_of_each_parameter_if_there_are_few_or_it_is_asked_to() {
 #[test]
 fn what_cannot_be_compared_is_refused() {
     for (args, reason) in [
-        (&["--accumulate=2"][..], "--accumulate: verify chooses the ways of training itself"),
+        (
+            &["--grad-accum-steps=2"][..],
+            "--grad-accum-steps: verify chooses the ways of training itself",
+        ),
         (&["--strategy=dp"], "--strategy: verify chooses"),
         (&["--backend=threaded"], "--backend: verify chooses"),
         (&["--max-epochs=2"], "--max-epochs: verify chooses"),
@@ -160,7 +163,7 @@ fn what_cannot_be_compared_is_refused() {
     assert!(stderr.contains("powersgd begins at step 1000, and this run has 3:"), "{stderr}");
     // What is for training may stand in a file.
     let file = tempfile::NamedTempFile::new().unwrap();
-    fs::write(&file, "val_fraction = 0.1\npatience = 3\naccumulate = 4\nstrategy = \"dp\"\n")
+    fs::write(&file, "val_fraction = 0.1\npatience = 3\ngrad_accum_steps = 4\nstrategy = \"dp\"\n")
         .unwrap();
     let config = format!("--config={}", file.path().display());
     let (code, rows, stderr) = verify(&["--steps=2", "--nproc-per-node=2", &config]);

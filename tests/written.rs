@@ -44,7 +44,7 @@ fn no_output_is_an_input_or_another_output() {
     symlink("new.json", at("dangling")).unwrap();
     symlink(".", at("here")).unwrap();
     fs::hard_link(at("d.csv"), at("hard")).unwrap();
-    let (code, _, stderr) = run_in(folder.path(), "--save-dir=run --max-epochs=1");
+    let (code, _, stderr) = run_in(folder.path(), "--checkpoint-dir=run --max-epochs=1");
     assert_eq!(code, Some(0), "{stderr}");
     let before = names_in(folder.path());
     for (flags, one, other) in [
@@ -54,7 +54,7 @@ fn no_output_is_an_input_or_another_output() {
         ("--config=c.toml --metrics=here/here/c.toml", "--metrics", "--config"),
         ("--config=c.toml --trace=c.toml", "--trace", "--config"),
         ("--config=c.toml --tensorboard=c.toml", "--tensorboard", "--config"),
-        ("--config=c.toml --save-dir=c.toml/run", "--save-dir", "--config"),
+        ("--config=c.toml --checkpoint-dir=c.toml/run", "--checkpoint-dir", "--config"),
         ("--dataset=csv:d.csv --metrics=d.csv", "--metrics", "--dataset"),
         ("--dataset=csv:d.csv --metrics=hard", "--metrics", "--dataset"),
         ("--dataset=csv:hard --report=d.csv", "--report", "--dataset"),
@@ -78,19 +78,27 @@ fn no_output_is_an_input_or_another_output() {
         ),
         ("--resume=run/latest --metrics=run/latest", "--metrics", "--resume"),
         ("--resume=run/latest --tensorboard=run/step-00000010/board", "--tensorboard", "--resume"),
-        ("--resume=run --save-dir=run/step-00000010", "--save-dir", "--resume"),
+        ("--resume=run --checkpoint-dir=run/step-00000010", "--checkpoint-dir", "--resume"),
         ("--metrics=new.json --trace=new.json", "--metrics", "--trace"),
         ("--metrics=dangling --trace=new.json", "--metrics", "--trace"),
         ("--report=here/new.json --trace=dangling", "--report", "--trace"),
         ("--report=new --trace=new/trace.json", "--report", "--trace"),
         ("--tensorboard=new --metrics=new", "--tensorboard", "--metrics"),
         ("--tensorboard=new/board --metrics=new", "--tensorboard", "--metrics"),
-        ("--save-dir=new --metrics=new", "--save-dir", "--metrics"),
-        ("--save-dir=new --metrics=new/latest", "--save-dir", "--metrics"),
-        ("--save-dir=new --metrics=here/new/.lock", "--save-dir", "--metrics"),
-        ("--save-dir=new --trace=new/best.new", "--save-dir", "--trace"),
-        ("--save-dir=new --report=new/step-00000001/page.html", "--save-dir", "--report"),
-        ("--save-dir=new --tensorboard=new/.unfinished-board", "--save-dir", "--tensorboard"),
+        ("--checkpoint-dir=new --metrics=new", "--checkpoint-dir", "--metrics"),
+        ("--checkpoint-dir=new --metrics=new/latest", "--checkpoint-dir", "--metrics"),
+        ("--checkpoint-dir=new --metrics=here/new/.lock", "--checkpoint-dir", "--metrics"),
+        ("--checkpoint-dir=new --trace=new/best.new", "--checkpoint-dir", "--trace"),
+        (
+            "--checkpoint-dir=new --report=new/step-00000001/page.html",
+            "--checkpoint-dir",
+            "--report",
+        ),
+        (
+            "--checkpoint-dir=new --tensorboard=new/.unfinished-board",
+            "--checkpoint-dir",
+            "--tensorboard",
+        ),
         ("--spawn=processes --metrics=t.1.json --trace=t.json", "--metrics", "--trace"),
     ] {
         let (code, stdout, stderr) = run_in(folder.path(), flags);
@@ -104,7 +112,7 @@ fn no_output_is_an_input_or_another_output() {
     assert_eq!(fs::read_to_string(at("c.toml")).unwrap(), "lr = 0.1\n");
     assert_eq!(fs::read_to_string(at("d.csv")).unwrap(), "1,2\n3,4\n5,6\n");
     // In a folder beside what belongs there is room for others.
-    let beside = "--save-dir=all --metrics=all/metrics.jsonl --tensorboard=all/board --trace=all/trace.json \
+    let beside = "--checkpoint-dir=all --metrics=all/metrics.jsonl --tensorboard=all/board --trace=all/trace.json \
                   --report=all/page.html --config=c.toml";
     for again in ["", " --resume=auto --max-epochs=2"] {
         let (code, _, stderr) = run_in(folder.path(), &format!("{beside}{again}"));
@@ -149,7 +157,7 @@ fn records(path: &Path) -> usize {
 #[test]
 fn what_was_told_before_a_kill_is_there_and_whole() {
     let folder = tempfile::tempdir().unwrap();
-    let flags = "--log-every=1 --metrics=metrics --tensorboard=board --fault=kill:rank=0,at=step,step=7 \
+    let flags = "--log-every=1 --metrics=metrics --tensorboard=board --inject-fault=kill:rank=0,at=step,step=7 \
                  --model=mlp --max-grad-norm=1";
     let (code, _, stderr) = run_in(folder.path(), flags);
     assert_eq!(code, None, "killed: {stderr}");
@@ -202,8 +210,8 @@ fn pipes_and_devices_are_read_and_written_or_refused_but_never_waited_for() {
         ("--trace=pipe", "that is no plain file"),
         ("--report=/dev/zero", "that is no plain file"),
         ("--tensorboard=pipe", "--tensorboard pipe: "),
-        ("--save-dir=pipe", "pipe cannot hold checkpoints"),
-        ("--save-dir=/dev/null", "/dev/null cannot hold checkpoints"),
+        ("--checkpoint-dir=pipe", "pipe cannot hold checkpoints"),
+        ("--checkpoint-dir=/dev/null", "/dev/null cannot hold checkpoints"),
     ] {
         let (code, stdout, stderr) = run_in(folder.path(), flags);
         assert_eq!((code, &stdout[..]), (Some(2), ""), "{flags}: {stderr}");
@@ -257,7 +265,7 @@ fn without_room_every_writer_says_so_and_leaves_no_part_of_a_file() {
     let long = "--log-every=1 --max-epochs=100 >/dev/null";
     let cases = [
         (
-            "--model=mlp --hidden=128,128 --save-dir=run",
+            "--model=mlp --hidden=128,128 --checkpoint-dir=run",
             "run/.unfinished-step-00000010/model.safetensors failed",
         ),
         (&*format!("--metrics=metrics {long}"), "writing --metrics metrics"),

@@ -46,13 +46,13 @@ impl Contents {
                 Err(Foreign::Unreadable(error)) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(Foreign::Unreadable(error)) => {
                     return Err(Error::Input(format!(
-                        "{} cannot be read: {error}; use another folder for --save-dir",
+                        "{} cannot be read: {error}; use another folder for --checkpoint-dir",
                         path.display()
                     )));
                 }
                 Err(Foreign::Is(path, what)) => {
                     return Err(Error::Input(format!(
-                        "{} {what}: a run that saves here uses this name; move it away, or use another --save-dir",
+                        "{} {what}: a run that saves here uses this name; move it away, or use another --checkpoint-dir",
                         path.display()
                     )));
                 }
@@ -133,7 +133,7 @@ pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
     };
     entries.map_err(|error| {
         Error::Input(format!(
-            "{} cannot hold checkpoints: {error}; use another folder for --save-dir",
+            "{} cannot hold checkpoints: {error}; use another folder for --checkpoint-dir",
             folder.display()
         ))
     })

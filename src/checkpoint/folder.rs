@@ -16,8 +16,8 @@ use super::contents::{
 use super::state::{FileMark, Manifest};
 use super::{BEST, COMM_HOOK, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
+use crate::ffi::limits::explain;
 use crate::files::{Place, read_regular};
-use crate::torch::limits::explain;
 
 /// How the name of a folder begins that is not, or no longer, a checkpoint.
 pub(super) const UNFINISHED: &str = ".unfinished-";
@@ -76,7 +76,7 @@ impl CheckpointDir {
     ) -> Result<Self> {
         let wrong = |error: io::Error| {
             Error::Input(format!(
-                "checkpoints cannot be written to {}: {}; use another --save-dir",
+                "checkpoints cannot be written to {}: {}; use another --checkpoint-dir",
                 path.display(),
                 explain(&error)
             ))
@@ -91,7 +91,7 @@ impl CheckpointDir {
         // Where a file system has no locks, nobody is kept out.
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
             return Err(Error::Input(format!(
-                "another run is saving checkpoints in {}; wait for its end, or use another --save-dir",
+                "another run is saving checkpoints in {}; wait for its end, or use another --checkpoint-dir",
                 path.display()
             )));
         }
@@ -286,7 +286,7 @@ fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
     contents.checkpoints.values().next_back().map_or(Ok(()), |newest| {
         Err(Error::Input(format!(
             "{} holds checkpoints already, the newest is {}; continue from it with --resume auto, or use another \
-             --save-dir",
+             --checkpoint-dir",
             path.display(),
             name_of(newest)
         )))

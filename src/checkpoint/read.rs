@@ -41,7 +41,7 @@ impl Checkpoint {
                 Some(older) => {
                     format!("the one before it is intact: use --resume {}", older.display())
                 }
-                None => "there is no older one to use instead: start over without --resume, in another --save-dir"
+                None => "there is no older one to use instead: start over without --resume, in another --checkpoint-dir"
                     .into(),
             };
             Error::Input(format!("checkpoint {}: {problem}; {instead}", path.display()))

@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::ddp::CommHookRecord;
-use crate::observe::ValidationMetrics;
 use crate::optim::GradScalerState;
+use crate::telemetry::ValidationMetrics;
 
 /// Where a run is, besides its tensors. All counts are those of the whole run, however often it was resumed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

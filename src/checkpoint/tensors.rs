@@ -12,7 +12,7 @@ use super::MODEL;
 use super::folder::{newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result};
-use crate::torch::MappedFile;
+use crate::ffi::MappedFile;
 
 /// Which kind is which; PyTorch's safetensors has the same.
 const KINDS: [(Kind, Dtype); 10] = [

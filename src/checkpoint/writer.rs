@@ -9,8 +9,8 @@ use super::tensors::Copied;
 use super::{CheckpointDir, TrainerState};
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result};
+use crate::ffi::limits::not_started;
 use crate::optim::ParameterState;
-use crate::torch::limits::not_started;
 
 /// A copy of all that a checkpoint holds.
 #[derive(Debug)]

@@ -116,7 +116,8 @@ mod tests {
             assert!(help.ends_with(&format!("[default: {value}]")), "{key} is {value}: {help}");
         }
         // The only keys without a default.
-        let Config { fault, weight_decay, milestones, max_grad_norm, .. } = Config::default();
+        let Config { inject_fault: fault, weight_decay, milestones, max_grad_norm, .. } =
+            Config::default();
         assert_eq!((fault, weight_decay, max_grad_norm), (None, None, None));
         assert!(milestones.is_empty());
     }

@@ -10,8 +10,8 @@ use ddp_mp::commands::{
 };
 use ddp_mp::config::parse_timeout;
 use ddp_mp::launch::{BackendChoice, Nproc};
-use ddp_mp::observe::LogFormat;
 use ddp_mp::process_group::{DTYPES, dtype_name, parse_dtype};
+use ddp_mp::telemetry::LogFormat;
 use tch::Kind;
 
 use super::TrainFlags;
@@ -98,10 +98,10 @@ pub(crate) struct CommFlags {
     op: Option<CommOp>,
     /// Elements of each tensor
     #[arg(long, value_name = "N", value_parser = whole_in(0..=CommRequest::MOST_NUMEL), default_value_t = 2)]
-    op_numel: u64,
+    numel: u64,
     /// Data type of the elements
-    #[arg(long, value_name = "KIND", value_parser = kind(), default_value = "float32")]
-    kind: Kind,
+    #[arg(long, value_name = "DTYPE", value_parser = kind(), default_value = "float32")]
+    dtype: Kind,
     /// Reduction of the elements
     #[arg(long, value_name = "OP", value_parser = reduce_op(), default_value = "sum")]
     reduce_op: ReduceOp,
@@ -118,8 +118,8 @@ impl CommFlags {
     pub(crate) fn request(&self) -> CommRequest {
         CommRequest {
             op: self.op,
-            numel: self.op_numel as i64,
-            kind: self.kind,
+            numel: self.numel as i64,
+            dtype: self.dtype,
             reduce_op: self.reduce_op,
             nproc_per_node: self.ranks.nproc_per_node,
             backend: self.ranks.backend,
@@ -157,8 +157,8 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_name = "N", value_parser = whole_in(0..=BenchRequest::MOST_ITERS), default_value_t = 5)]
     warmup: u64,
     /// Data type of the elements
-    #[arg(long, value_name = "KIND", value_parser = parse_dtype, default_value = "float32")]
-    kind: Kind,
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype, default_value = "float32")]
+    dtype: Kind,
     /// Reduction: sum, avg, product, min, max, band, bor, bxor
     #[arg(long, value_name = "OP", default_value = "sum")]
     reduce_op: ReduceOp,
@@ -191,7 +191,7 @@ pub(crate) struct StepFlags {
     /// nodes=64,gpus=8,latency=5us,bandwidth=25GB/s,node-latency=3us,node-bandwidth=300GB/s,algorithm=ring|tree|hierarchical|auto,backend=nccl|gloo.
     /// Keys that are left out have a default, which is shown. One rank is measured, unless --nproc-per-node says otherwise
     #[arg(long, value_name = "KEY=VALUE,...")]
-    pub(crate) model_cluster: Option<SimulatedCluster>,
+    pub(crate) simulate_cluster: Option<SimulatedCluster>,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
 }
@@ -226,7 +226,7 @@ impl BenchFlags {
     pub(crate) fn request(&self) -> BenchRequest {
         BenchRequest {
             op: self.op.unwrap_or(BenchOp::AllReduce), // clap asks for it
-            kind: self.kind,
+            dtype: self.dtype,
             reduce_op: self.reduce_op,
             min_bytes: self.min_bytes,
             max_bytes: self.max_bytes,

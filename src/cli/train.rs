@@ -167,7 +167,7 @@ pub(crate) struct TrainFlags {
     ///
     /// They hold the model, the optimizer and all else that a run needs to continue
     #[arg(long, value_name = "DIR", help_heading = "Stopping and resuming")]
-    save_dir: Option<PathBuf>,
+    checkpoint_dir: Option<PathBuf>,
     /// Steps between checkpoints
     #[arg(long, value_name = "N", value_parser = whole(1), help_heading = "Stopping and resuming")]
     save_every: Option<u64>,
@@ -179,7 +179,7 @@ pub(crate) struct TrainFlags {
     keep_last: Option<u64>,
     /// Checkpoint to continue from
     ///
-    /// auto (the newest in --save-dir, or the beginning if there is none); best, latest or step-... in --save-dir;
+    /// auto (the newest in --checkpoint-dir, or the beginning if there is none); best, latest or step-... in --checkpoint-dir;
     /// or a path
     #[arg(long, value_name = "auto|PATH", help_heading = "Stopping and resuming")]
     resume: Option<String>,
@@ -243,7 +243,7 @@ pub(crate) struct TrainFlags {
     strategy: Option<String>,
     /// Batches whose gradients are added before a step [default: 1]
     #[arg(long, value_name = "N", value_parser = whole(1), help_heading = "Engine")]
-    accumulate: Option<u64>,
+    grad_accum_steps: Option<u64>,
     /// Size of a gradient bucket, in MiB [default: 25]
     #[arg(long, value_name = "MIB", value_parser = number(), help_heading = "Engine")]
     bucket_cap_mb: Option<f64>,
@@ -262,7 +262,7 @@ pub(crate) struct TrainFlags {
     comm_hook: Option<String>,
     /// Steps without compression before powersgd begins [default: 1000]
     #[arg(long, value_name = "N", value_parser = whole(0), help_heading = "Engine")]
-    powersgd_start: Option<u64>,
+    powersgd_start_iter: Option<u64>,
     /// Parameters may be unused by the loss
     #[arg(long, help_heading = "Engine")]
     #[serde(skip_serializing_if = "is_false")]
@@ -325,13 +325,13 @@ pub(crate) struct TrainFlags {
     ///
     /// The first parameter that differs ends the run
     #[arg(long, value_name = "STEPS", value_parser = whole(1), help_heading = "Run")]
-    check_replicas: Option<u64>,
+    check_replicas_every: Option<u64>,
     /// Failure of a rank, made on purpose
     ///
     /// KIND: error, panic, kill, stall, slow=50ms (from this step on); in a step also nan, desync, wrong-shape,
     /// skip-sample. STAGE: rendezvous, init, broadcast, step, barrier
     #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]", help_heading = "Run")]
-    fault: Option<String>,
+    inject_fault: Option<String>,
     /// TOML file with options; flags win over it
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     #[serde(skip)]

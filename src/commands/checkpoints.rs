@@ -10,7 +10,7 @@ use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile, TrainerState};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::launch::{Restarts, StopReason};
-use crate::observe::{Printer, ValidationMetrics};
+use crate::telemetry::{Printer, ValidationMetrics};
 
 /// What a run starts from, shared by its ranks.
 #[derive(Debug, Default)]
@@ -18,16 +18,16 @@ pub(super) struct StartPoint {
     pub checkpoint: Option<Arc<Checkpoint>>,
     /// Where there is no checkpoint.
     weights: Option<TensorFile>,
-    pub save_dir: Option<CheckpointDir>,
+    pub checkpoint_dir: Option<CheckpointDir>,
 }
 
 impl StartPoint {
     /// As `config` says; what is wrong with it is said here, and not by a rank.
     pub(super) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
-        let save_dir = config.save_dir.as_deref();
+        let checkpoint_dir = config.checkpoint_dir.as_deref();
         // First of all: such a thing must not be taken for a damaged checkpoint.
-        save_dir.map_or(Ok(()), CheckpointDir::check)?;
-        let checkpoint = match (config.resume_path(), save_dir) {
+        checkpoint_dir.map_or(Ok(()), CheckpointDir::check)?;
+        let checkpoint = match (config.resume_path(), checkpoint_dir) {
             (Some(path), _) => Some(Checkpoint::read(&path)?),
             (None, Some(dir)) if config.resume.is_some() => newest(dir, printer)?,
             (None, _) => None,
@@ -42,13 +42,13 @@ impl StartPoint {
             Some(file) if checkpoint.is_none() => Some(TensorFile::read(file).map_err(init_from)?),
             _ => None,
         };
-        let mut origin = Self { checkpoint: None, weights, save_dir: None };
+        let mut origin = Self { checkpoint: None, weights, checkpoint_dir: None };
         origin.checkpoint = checkpoint.map(Arc::new);
         if origin.checkpoint.is_some() || origin.weights.is_some() {
             let (vs, _) = config.model_config().build(Device::Cpu, config.seed)?;
             origin.load_model(&vs)?;
         }
-        origin.save_dir = save_dir.map(|dir| origin.open(dir, config)).transpose()?;
+        origin.checkpoint_dir = checkpoint_dir.map(|dir| origin.open(dir, config)).transpose()?;
         Ok(origin)
     }
 
@@ -78,7 +78,7 @@ impl StartPoint {
 
     /// Renames checkpoints that are newer than the one that the run goes on from, when nothing can be refused any more.
     pub(super) fn make_room(&self, printer: &Printer) -> Result<()> {
-        let (Some(dir), Some(checkpoint)) = (&self.save_dir, &self.checkpoint) else {
+        let (Some(dir), Some(checkpoint)) = (&self.checkpoint_dir, &self.checkpoint) else {
             return Ok(());
         };
         if !dir.contains(checkpoint) {
@@ -113,7 +113,8 @@ pub(super) fn after_restart(
     restarts: &Restarts,
     printer: &Printer,
 ) -> Result<Config> {
-    let Some(dir) = config.save_dir.as_deref().filter(|_| !restarts.reasons.is_empty()) else {
+    let Some(dir) = config.checkpoint_dir.as_deref().filter(|_| !restarts.reasons.is_empty())
+    else {
         return Ok(config);
     };
     if restarts.saves && CheckpointDir::newest_in(dir)?.is_some() {
@@ -210,7 +211,7 @@ pub(super) fn stopped(
             )
         }
         (None, _) => format!(
-            "stopped by {name} after {steps} steps; nothing is saved, because there is no --save-dir"
+            "stopped by {name} after {steps} steps; nothing is saved, because there is no --checkpoint-dir"
         ),
     }
 }
@@ -219,7 +220,7 @@ pub(super) fn stopped(
 mod tests {
     use super::*;
     use crate::checkpoint::Snapshot;
-    use crate::observe::LogFormat;
+    use crate::telemetry::LogFormat;
 
     #[test]
     fn what_is_saved_between_reading_and_locking_is_not_passed_over() {
@@ -240,8 +241,8 @@ mod tests {
         assert!(error.contains("another run has just saved "), "{error}");
         // Whoever names the older one means it.
         let config = Config { resume: Some("step-00000001".into()), ..Config::default() };
-        let save_dir = Some(origin.open(path, &config).unwrap());
-        StartPoint { save_dir, ..origin }.make_room(&printer).unwrap();
+        let checkpoint_dir = Some(origin.open(path, &config).unwrap());
+        StartPoint { checkpoint_dir, ..origin }.make_room(&printer).unwrap();
         assert!(!newer.exists());
     }
 }

@@ -8,10 +8,10 @@ use super::train::with_data;
 use super::{cores, plan};
 use crate::config::{Config, Data};
 use crate::error::Result;
+use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Launch, LaunchKind, SpawnChoice};
-use crate::observe::{LogFormat, Printer};
 use crate::process_group::{nccl_version, rank_label};
-use crate::torch::{self, cuda::Cuda};
+use crate::telemetry::{LogFormat, Printer};
 
 #[derive(Serialize)]
 struct Report {
@@ -96,8 +96,8 @@ pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()
             .map(|value| value.to_string_lossy().into_owned()),
         gpus: cuda.gpus.clone(),
         gpu_problem: cuda.problem.clone(),
-        libtorch: torch::version(),
-        libtorch_folder: torch::library_folder().map(|folder| folder.display().to_string()),
+        libtorch: ffi::version(),
+        libtorch_folder: ffi::library_folder().map(|folder| folder.display().to_string()),
         nccl: nccl_version(),
         launcher: launch.as_ref().ok().map(|launch| launch.kind.name()),
         launch: launch.as_ref().ok().map(Launched::of),

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::config::{CommHookKind, Config};
 use crate::launch::Launched;
-use crate::observe::{Narrator, Printer, RunInfo};
 use crate::optim::OptimizerConfig;
+use crate::telemetry::{Narrator, Printer, RunInfo};
 
 /// Who tells the run of `config` on `samples` samples, of a model of so many parameters.
 pub(super) fn narrator(
@@ -30,14 +30,14 @@ pub(super) fn narrator(
         samples,
         shuffles: !config.no_shuffle,
         drops_last: config.drop_last,
-        accumulate: config.accumulate,
+        accumulate: config.grad_accum_steps,
         exact_mean: config.exact_mean,
         steps_per_epoch: config.steps_per_epoch(launched.world_size()),
         compression: match config.comm_hook {
             CommHookKind::None => None,
             CommHookKind::Fp16 => Some(("float16", 0)),
             CommHookKind::Bf16 => Some(("bfloat16", 0)),
-            CommHookKind::PowerSgd => Some(("powersgd", config.powersgd_start)),
+            CommHookKind::PowerSgd => Some(("powersgd", config.powersgd_start_iter)),
         },
         optimizer,
         is_plain,

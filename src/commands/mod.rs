@@ -5,12 +5,12 @@ mod checkpoints;
 mod comm;
 mod env;
 mod explain;
-mod launched;
-mod no_use;
 mod processes;
+mod run_artifacts;
 mod sampler;
-mod seen;
+mod session;
 mod train;
+mod unsupported_flags;
 mod verify;
 
 pub use bench::{
@@ -30,8 +30,8 @@ use tch::Device;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
 use crate::launch::{BackendChoice, Launch, LaunchOptions, Nproc, Placement};
-use crate::torch::cuda::Cuda;
 
 /// The most steps that `bench step` measures, and `verify` makes.
 pub const MOST_STEPS: u64 = 1_000_000;

@@ -9,12 +9,12 @@ use super::cores;
 use super::train::failure;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
 use crate::launch::{
     Children, Ended, Launch, LaunchKind, Placement, Report, SpawnChoice, SpawnError,
     SpawnProcesses, StopReason, place,
 };
-use crate::observe::{Event, Failure, LogFormat, Printer};
-use crate::torch::cuda::Cuda;
+use crate::telemetry::{Event, Failure, LogFormat, Printer};
 
 /// Whether this process is to start others.
 pub(super) fn starts_processes(config: &Config, launch: &Launch) -> bool {
@@ -82,9 +82,9 @@ pub(super) fn run_processes(
     let Config { timeout, grace_period, .. } = *config;
     let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
     let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts };
-    let from = match &config.save_dir {
+    let from = match &config.checkpoint_dir {
         Some(dir) => format!("from the newest checkpoint in {}", dir.display()),
-        None => "from the beginning, because nothing is saved without --save-dir".into(),
+        None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
     };
     let ended = spawn.run(|number, Report { text, failure, .. }| {
         printer.note(text);

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::data::DistributedSampler;
 use crate::error::Error;
-use crate::observe::{LogFormat, Printer, total_memory};
+use crate::telemetry::{LogFormat, Printer, total_memory};
 
 /// What to show.
 #[derive(Debug, Clone)]

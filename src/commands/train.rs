@@ -1,6 +1,6 @@
 //! `ddp-mp train`: starts the ranks, and trains on each.
 
-mod ending;
+mod summary;
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -11,24 +11,24 @@ use tch::Device;
 
 use super::checkpoints::{self, StartPoint};
 use super::explain::narrator;
-use super::launched::{self, run_launched};
-use super::seen::RunArtifacts;
+use super::run_artifacts::RunArtifacts;
+use super::session::{self, run_launched};
 use crate::checkpoint::Checkpoint;
 use crate::config::{Config, Data, StrategyKind};
 use crate::data::{DataLoader, Dataset, DistributedSampler, Loader, ScatterLoader};
 use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
 use crate::error::{Error, Result};
+use crate::ffi::Generator;
+use crate::ffi::cuda::Cuda;
 use crate::launch::{
     Launch, LaunchKind, Launched, Rank, Restarts, SpawnError, Stop, StopReason, await_termination,
     end_at_signals_in, status_signal, stop_on_signals,
 };
 use crate::models::Model;
-use crate::observe::report::Outcome;
-use crate::observe::{End, Event, Failure, LogFormat, MetricsLogger, Printer, Start};
 use crate::optim::{Optimizer, Schedule};
 use crate::process_group::ProcessGroup;
-use crate::torch::Generator;
-use crate::torch::cuda::Cuda;
+use crate::telemetry::report::Outcome;
+use crate::telemetry::{End, Event, Failure, LogFormat, MetricsLogger, Printer, Start};
 use crate::trainer::Trainer;
 
 /// So long an agent of torchrun's may take to see that machines have come or gone, and to end its processes: then their
@@ -89,7 +89,7 @@ fn train_in(
     let (config, data) = with_data(config)?;
     // Those of `--spawn=processes` are all on their way.
     let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
-    let meet = || launched::join(&config, "train", launch, cuda, printer);
+    let meet = || session::join(&config, "train", launch, cuda, printer);
     let launched =
         if may_wait { end_at_signals_in(&stop, meet)?.transpose()? } else { Some(meet()?) };
     let Some(launched) = launched else { return Ok(stop.asked_for()) };
@@ -112,7 +112,7 @@ fn train_in(
             MetricsLogger::check(metrics)?; // before anything is made
             let origin = StartPoint::of(&config, world_size, printer)?;
             let recorder = MetricsLogger::new(printer, tensorboard, metrics)?.curves(seen.curves());
-            if origin.save_dir.is_some() {
+            if origin.checkpoint_dir.is_some() {
                 Restarts::note_saving(&launched.launch)?;
             }
             origin.make_room(printer)?;
@@ -122,7 +122,7 @@ fn train_in(
     let records = recorder.as_ref().is_some_and(MetricsLogger::is_wanted);
     let recorder = Mutex::new(recorder);
     let spawn =
-        launched::spawn(&launched, &config, printer).dump_status_on(asks).history(seen.history());
+        session::spawn(&launched, &config, printer).dump_status_on(asks).history(seen.history());
     let spawn = spawn.stop(stop.clone());
     let (printer, stopped) = (printer.clone(), OnceLock::new());
     let job = Arc::new(Job {
@@ -182,11 +182,11 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
         .generator(generator)
         .max_grad_norm(config.max_grad_norm)
-        .accumulate(config.accumulate as usize)
+        .accumulate(config.grad_accum_steps as usize)
         .exact_mean(config.exact_mean)?
         .amp(config.amp)?
         .skip_nonfinite(config.skip_nonfinite)?
-        .check_replicas(config.check_replicas)?
+        .check_replicas(config.check_replicas_every)?
         .max_steps(config.max_steps)
         .patience(config.patience)
         .stop(job.stop.clone());
@@ -207,8 +207,8 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
         let loader = DataLoader::new(validation.clone(), sampler.uneven(), batch_size, device)?;
         trainer = trainer.validation(loader.pin_memory(&group)?, config.val_every);
     }
-    if config.save_dir.is_some() {
-        let dir = job.origin.save_dir.clone();
+    if config.checkpoint_dir.is_some() {
+        let dir = job.origin.checkpoint_dir.clone();
         trainer = trainer.checkpoints(dir, config.save_every(), config.options()?);
     }
     if let Some(checkpoint) = &start_from.checkpoint {
@@ -222,7 +222,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     })?;
 
     group.barrier()?;
-    let (end, replicas_equal) = ending::end(&trainer, &summary, job, &group)?;
+    let (end, replicas_equal) = summary::end(&trainer, &summary, job, &group)?;
     if let Some(end) = end {
         // A run that fails prints only its numbers.
         let text = job.printer.format() == LogFormat::Text && replicas_equal;
@@ -233,7 +233,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             job.printer.note(&lesson);
         }
         job.printer.event(&Event::End(Box::new(end))).context("writing to stdout")?;
-        let dir = job.origin.save_dir.as_ref();
+        let dir = job.origin.checkpoint_dir.as_ref();
         if let Some(best) = &trainer.state().best
             && text
         {
@@ -248,7 +248,7 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     if let Some(reason) = summary.stopped {
         job.stopped.get_or_init(|| reason);
     }
-    if replicas_equal { Ok(()) } else { Ok(ending::refuse_different_replicas(&trainer, job)?) }
+    if replicas_equal { Ok(()) } else { Ok(summary::refuse_different_replicas(&trainer, job)?) }
 }
 
 /// What the process of rank 0 knows, and all ranks must.

@@ -9,18 +9,18 @@ use anyhow::Context;
 use tch::{Device, Kind, Tensor};
 
 use super::checkpoints::StartPoint;
-use super::no_use::reject_flags;
 use super::place_ranks;
 use super::train::{Training, with_data};
+use super::unsupported_flags::reject_flags;
 use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Subset};
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
 use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
 use crate::models::ModelKind;
-use crate::observe::{LogFormat, Printer};
 use crate::process_group::ProcessGroup;
-use crate::sync::FaultKind;
-use crate::torch::cuda::Cuda;
+use crate::runtime::FaultKind;
+use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
 
@@ -28,7 +28,7 @@ use difference::{Bound, Comparison, write_head};
 const VERIFY_UNSUPPORTED: [&str; 10] = [
     "stall_warning",
     "strategy",
-    "accumulate",
+    "grad_accum_steps",
     "backend",
     "spawn",
     "launch",
@@ -95,7 +95,7 @@ pub fn verify(
         let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
         return Err(Error::Input(problem.into()).into());
     }
-    let config = Config { val_fraction: Some(0.0), patience: None, accumulate: 1, ..config };
+    let config = Config { val_fraction: Some(0.0), patience: None, grad_accum_steps: 1, ..config };
     let (mut config, data) = with_data(config)?;
     let of_step = ranks.saturating_mul(config.batch_size);
     let (dataset, note) = match config.exact_mean {
@@ -177,7 +177,7 @@ pub fn verify(
                 "all ranks have the same parameters, so it is what they average that is wrong: look at which samples \
                  they have in step {step} (the sampler, the loader), and at what the loss is a mean of"
             ),
-            None => "the ranks have different parameters: train with --check-replicas 1, which names the rank".into(),
+            None => "the ranks have different parameters: train with --check-replicas-every 1, which names the rank".into(),
         };
         anyhow::bail!(
             "{count} of {all} comparisons are beyond what rounding explains, from step {step} on; {why}"
@@ -206,7 +206,7 @@ fn bisect_divergence(
 
 /// A mistake that is to be made must be one that is found here.
 fn check_fault(config: &Config, steps: u64) -> Result<()> {
-    let Some(fault) = config.fault else { return Ok(()) };
+    let Some(fault) = config.inject_fault else { return Ok(()) };
     let problem = match fault.kind {
         FaultKind::SkipSample if fault.step < steps => return Ok(()),
         FaultKind::SkipSample => {
@@ -216,7 +216,7 @@ fn check_fault(config: &Config, steps: u64) -> Result<()> {
             "verify injects skip-sample only, and this is {fault}; leave it out, and out of the file"
         ),
     };
-    Err(Error::Input(format!("--fault: {problem}")))
+    Err(Error::Input(format!("--inject-fault: {problem}")))
 }
 
 /// Refuses what makes N ranks another thing than one rank.
@@ -373,8 +373,12 @@ fn trained(
     placement.devices.truncate(way.ranks);
     let backend = placement.backend;
     let Variant { strategy, batch_size, accumulate, .. } = way;
-    let mut config =
-        Config { strategy, batch_size, accumulate: accumulate as u64, ..Config::clone(config) };
+    let mut config = Config {
+        strategy,
+        batch_size,
+        grad_accum_steps: accumulate as u64,
+        ..Config::clone(config)
+    };
     if way.ranks == 1 || strategy == StrategyKind::Dp {
         config.comm_hook = CommHookKind::None; // what is compared is whole
     }
@@ -383,7 +387,7 @@ fn trained(
         .grace_period(config.grace_period)
         .check_collectives(config.check_collectives)
         // One rank with the whole batch is what is right.
-        .fault(config.fault.filter(|_| way.ranks > 1));
+        .fault(config.inject_fault.filter(|_| way.ranks > 1));
     let dataset = dataset.clone();
     let results = spawn.run(move |rank| {
         train_on(rank, &rank.init_process_group(backend)?, &config, &dataset, steps)
@@ -405,7 +409,7 @@ fn train_on(
     let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
         .generator(generator)
         .max_grad_norm(config.max_grad_norm)
-        .accumulate(config.accumulate as usize)
+        .accumulate(config.grad_accum_steps as usize)
         .exact_mean(config.exact_mean)?
         .max_steps(Some(steps));
     trainer.train(config.max_epochs, |_| Ok(()))?;

@@ -9,7 +9,7 @@ use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 use crate::files::Place;
 use crate::launch::SpawnChoice;
-use crate::observe::trace_path;
+use crate::telemetry::trace_path;
 
 /// What a run does with a path.
 #[derive(Clone, Copy, PartialEq)]
@@ -75,7 +75,7 @@ impl Config {
         let paths = [
             ("resume", self.resume.as_deref().map(Path::new)),
             ("init_from", self.init_from.as_deref()),
-            ("save_dir", self.save_dir.as_deref()),
+            ("checkpoint_dir", self.checkpoint_dir.as_deref()),
             ("tensorboard", self.tensorboard.as_deref()),
             ("metrics", self.metrics.as_deref()),
             ("trace", self.trace.as_deref()),
@@ -118,7 +118,7 @@ impl Config {
             ("report", Use::Writes, self.report.as_ref()),
             ("metrics", Use::Writes, self.metrics.as_ref()),
             ("tensorboard", Use::Fills, self.tensorboard.as_ref()),
-            ("save_dir", Use::Keeps, self.save_dir.as_ref()),
+            ("checkpoint_dir", Use::Keeps, self.checkpoint_dir.as_ref()),
         ] {
             all.extend(path.map(|it| used(key, usage, it)));
         }
@@ -150,7 +150,8 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
     let is_file = |it: &Used| matches!(it.usage, Reads | Writes);
     if later.usage == Reads || (earlier.usage, later.usage) == (Keeps, Keeps) {
         // Checkpoints are read where they are written; but none is written into another.
-        let inside = later.key == "save_dir" && is_of_checkpoint(&later.place, &earlier.place);
+        let inside =
+            later.key == "checkpoint_dir" && is_of_checkpoint(&later.place, &earlier.place);
         return inside
             .then(|| format!("this folder is inside a checkpoint of {other}; use another folder"));
     }
@@ -207,7 +208,8 @@ mod tests {
     fn an_empty_path_is_refused_with_its_key() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
-        let keys = ["resume", "init_from", "save_dir", "tensorboard", "metrics", "trace", "report"];
+        let keys =
+            ["resume", "init_from", "checkpoint_dir", "tensorboard", "metrics", "trace", "report"];
         for key in keys {
             fs::write(&file, format!("{key} = \"\"\n")).unwrap();
             let error = Config::resolve(Some(&file), toml::Table::new()).unwrap_err().to_string();

@@ -5,7 +5,7 @@ use super::{Config, Invalid, OptimizerKind, StrategyKind};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 use crate::models::ModelKind;
-use crate::observe::{gigabytes, total_memory};
+use crate::telemetry::{gigabytes, total_memory};
 use crate::trainer::Loss;
 
 /// The bytes of a float32.

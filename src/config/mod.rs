@@ -1,13 +1,13 @@
 //! Everything a run can be told, as plain data: defaults, then a TOML file, then flags.
 
+mod checkpoints;
 mod data;
-mod engine;
+mod ddp;
 mod files;
 mod memory;
 mod optimization;
 mod other_names;
 mod resolve;
-mod saving;
 mod text;
 mod validation;
 
@@ -20,12 +20,12 @@ use serde::{Deserialize, Serialize};
 use crate::data::DatasetSpec;
 use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn, SpawnChoice};
 use crate::models::{Activation, ModelConfig, ModelKind};
-use crate::observe::{Language, LogFormat};
 use crate::optim::Unit;
+use crate::telemetry::{Language, LogFormat};
 use crate::trainer::{Amp, Loss};
 
 pub use data::Data;
-pub use engine::{CommHookKind, StrategyKind};
+pub use ddp::{CommHookKind, StrategyKind};
 pub use optimization::{OptimizerKind, ScheduleKind};
 pub use other_names::{option_of_other_name, options_with_other_names};
 use resolve::flag_name;
@@ -109,8 +109,8 @@ pub struct Config {
     #[serde(alias = "skip-nonfinite", skip_serializing_if = "Option::is_none")]
     pub skip_nonfinite: Option<u64>,
     /// After how many steps each time to compare what each rank has for each parameter.
-    #[serde(alias = "check-replicas", skip_serializing_if = "Option::is_none")]
-    pub check_replicas: Option<u64>,
+    #[serde(alias = "check-replicas-every", skip_serializing_if = "Option::is_none")]
+    pub check_replicas_every: Option<u64>,
 
     /// What to train on.
     pub dataset: DatasetSpec,
@@ -165,8 +165,8 @@ pub struct Config {
     pub seed: u64,
 
     /// Where to save checkpoints.
-    #[serde(alias = "save-dir", skip_serializing_if = "Option::is_none")]
-    pub save_dir: Option<PathBuf>,
+    #[serde(alias = "checkpoint-dir", skip_serializing_if = "Option::is_none")]
+    pub checkpoint_dir: Option<PathBuf>,
     /// After how many steps to save each time.
     #[serde(alias = "save-every", skip_serializing_if = "Option::is_none")]
     pub save_every: Option<u64>,
@@ -226,7 +226,8 @@ pub struct Config {
     #[serde(alias = "bucket-cap-mb")]
     pub bucket_cap_mb: f64,
     /// Of how many batches the gradients are added up before a step.
-    pub accumulate: u64,
+    #[serde(alias = "grad-accum-steps")]
+    pub grad_accum_steps: u64,
     /// Average gradients over samples and not over ranks, and deal no sample twice.
     #[serde(alias = "exact-mean")]
     pub exact_mean: bool,
@@ -237,8 +238,8 @@ pub struct Config {
     #[serde(alias = "comm-hook")]
     pub comm_hook: CommHookKind,
     /// How many steps powersgd averages without compression first: `start_powerSGD_iter`.
-    #[serde(alias = "powersgd-start")]
-    pub powersgd_start: u64,
+    #[serde(alias = "powersgd-start-iter")]
+    pub powersgd_start_iter: u64,
     /// Allow that the loss does not depend on some parameters.
     #[serde(alias = "find-unused-parameters")]
     pub find_unused_parameters: bool,
@@ -268,8 +269,12 @@ pub struct Config {
     #[serde(alias = "check-collectives")]
     pub check_collectives: bool,
     /// A rank that is to fail.
-    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "text::some_fault")]
-    pub fault: Option<Fault>,
+    #[serde(
+        alias = "inject-fault",
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "text::some_fault"
+    )]
+    pub inject_fault: Option<Fault>,
 }
 
 impl Default for Config {
@@ -304,7 +309,7 @@ impl Default for Config {
             scale_lr: false,
             max_grad_norm: None,
             skip_nonfinite: None,
-            check_replicas: None,
+            check_replicas_every: None,
             dataset: DatasetSpec::Random,
             num_samples: Some(4096),
             in_features: Some(20),
@@ -322,7 +327,7 @@ impl Default for Config {
             num_workers: 0,
             prefetch_factor: 2,
             seed: 0,
-            save_dir: None,
+            checkpoint_dir: None,
             save_every: None,
             save_every_epochs: None,
             keep_last: 3,
@@ -342,11 +347,11 @@ impl Default for Config {
             backend: BackendChoice::Auto,
             strategy: StrategyKind::Ddp,
             bucket_cap_mb: 25.0,
-            accumulate: 1,
+            grad_accum_steps: 1,
             exact_mean: false,
             no_overlap: false,
             comm_hook: CommHookKind::None,
-            powersgd_start: 1000,
+            powersgd_start_iter: 1000,
             find_unused_parameters: false,
             static_graph: false,
             no_broadcast_buffers: false,
@@ -357,7 +362,7 @@ impl Default for Config {
             explain: false,
             language: Language::En,
             check_collectives: false,
-            fault: None,
+            inject_fault: None,
         }
     }
 }

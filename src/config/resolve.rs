@@ -170,7 +170,7 @@ mod tests {
     #[test]
     fn a_configuration_reads_what_it_prints() {
         let given = "model = \"mlp\"\nhidden = [3, 4]\nnproc_per_node = 3\ntimeout = \"1m 30s\"\n\
-                     fault = \"stall:rank=1,at=step,step=4\"\nlog_format = \"json\"";
+                     inject_fault = \"stall:rank=1,at=step,step=4\"\nlog_format = \"json\"";
         let config = Config::resolve(None, flags(given)).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
@@ -212,10 +212,9 @@ mod tests {
     fn a_file_that_is_no_text_is_refused_with_the_line() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
-        fs::write(&file, b"lr = 0.1\nsave_dir = \"r\xffn\"\n").unwrap();
+        fs::write(&file, b"lr = 0.1\ncheckpoint_dir = \"r\xffn\"\n").unwrap();
         let error = Config::resolve(Some(&file), Table::new()).unwrap_err().to_string();
-        let expected =
-            "run.toml: line 2 is not UTF-8, which a TOML file must be: save_dir = \\\"r\\xffn\\\"";
+        let expected = "run.toml: line 2 is not UTF-8, which a TOML file must be: checkpoint_dir = \\\"r\\xffn\\\"";
         assert!(error.ends_with(expected), "{error}");
     }
 
@@ -252,8 +251,8 @@ mod tests {
             ),
             ("batch_size = 9223372036854775807", "--batch-size: 9223372036854775807 is too large"),
             (
-                "accumulate = 2147483648",
-                "--accumulate: 2147483648 is too large; use 2147483647 or less",
+                "grad_accum_steps = 2147483648",
+                "--grad-accum-steps: 2147483648 is too large; use 2147483647 or less",
             ),
             (
                 "num_workers = 2\nprefetch_factor = 1025",
@@ -293,7 +292,10 @@ mod tests {
             ("timeout = 0", "--timeout: 0 leaves no time"),
             ("nproc_per_node = 0", "--nproc-per-node: \"0\" is not a number of ranks"),
             ("loss = \"cross-entropy\"", "--loss: cross-entropy over one column is always 0"),
-            ("fault = \"melt:rank=0,at=step\"", "--fault: KIND \"melt\" is not one of"),
+            (
+                "inject_fault = \"melt:rank=0,at=step\"",
+                "--inject-fault: KIND \"melt\" is not one of",
+            ),
             ("colour = 1", "--colour: unknown field"),
         ] {
             let error = Config::resolve(None, flags(given)).unwrap_err().to_string();
@@ -307,11 +309,11 @@ mod tests {
         let error = |toml, world| config(toml).validate_for(world).unwrap_err().to_string();
         assert!(error("num_samples = 3", 4).starts_with("4 ranks for 3 samples"));
         assert!(config("num_samples = 4").validate_for(4).is_ok());
-        let fault = "fault = \"error:rank=2,at=init\"";
+        let fault = "inject_fault = \"error:rank=2,at=init\"";
         assert!(error(fault, 2).contains("there is no rank 2"));
         assert!(config(fault).validate_for(3).is_ok());
         // ceil(ceil(4096 / 3) / 32) = 43 steps.
-        assert!(error("fault = \"error:rank=0,at=step,step=43\"", 3).contains("no step 43"));
-        assert!(config("fault = \"error:rank=0,at=step,step=42\"").validate_for(3).is_ok());
+        assert!(error("inject_fault = \"error:rank=0,at=step,step=43\"", 3).contains("no step 43"));
+        assert!(config("inject_fault = \"error:rank=0,at=step,step=42\"").validate_for(3).is_ok());
     }
 }

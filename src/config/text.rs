@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::Error;
 use crate::launch::{Fault, Nproc};
-use crate::sync::LONGEST;
+use crate::runtime::LONGEST;
 
 /// How many ranks: `auto`, `gpu`, `cpu`, or a plain number.
 pub(super) mod nproc {

@@ -9,7 +9,7 @@ use crate::data::batches_of_all;
 use crate::error::{Error, Result};
 use crate::launch::{FaultKind, FaultSite};
 use crate::models::ModelKind;
-use crate::observe::total_memory;
+use crate::telemetry::total_memory;
 use crate::trainer::{Amp, Loss};
 
 impl Config {
@@ -38,12 +38,12 @@ impl Config {
             let problem = "a linear model has no activation; use model mlp or cnn".into();
             return Err(Invalid { key: "activation", problem });
         }
-        if self.comm_hook != CommHookKind::PowerSgd && given("powersgd_start") {
+        if self.comm_hook != CommHookKind::PowerSgd && given("powersgd_start_iter") {
             let problem = "no gradients go through powersgd; use comm_hook powersgd".into();
-            return Err(Invalid { key: "powersgd_start", problem });
+            return Err(Invalid { key: "powersgd_start_iter", problem });
         }
-        if self.save_dir.is_none() && given("keep_last") {
-            let problem = "needs --save-dir: nothing is saved without it".into();
+        if self.checkpoint_dir.is_none() && given("keep_last") {
+            let problem = "needs --checkpoint-dir: nothing is saved without it".into();
             return Err(Invalid { key: "keep_last", problem });
         }
         if self.num_workers == 0 && given("prefetch_factor") {
@@ -82,23 +82,24 @@ impl Config {
             )));
         }
         self.validate_optimization_for(world_size)?;
-        let Some(fault) = self.fault else { return Ok(()) };
+        let Some(fault) = self.inject_fault else { return Ok(()) };
         if fault.rank >= world_size {
             return Err(Error::Input(format!(
-                "--fault: there is no rank {}; this run has ranks 0 to {}",
+                "--inject-fault: there is no rank {}; this run has ranks 0 to {}",
                 fault.rank,
                 world_size - 1
             )));
         }
         if fault.kind == FaultKind::Stall && world_size == 1 {
             return Err(Error::Input(
-                "--fault: no other rank would notice that the only rank stalls; use 2 ranks or more"
+                "--inject-fault: no other rank would notice that the only rank stalls; use 2 ranks or more"
                     .into(),
             ));
         }
-        if fault.kind == FaultKind::SkipSample && self.batch_size as u64 * self.accumulate < 2 {
+        if fault.kind == FaultKind::SkipSample && self.batch_size as u64 * self.grad_accum_steps < 2
+        {
             return Err(Error::Input(
-                "--fault: skip-sample puts another sample of the step in its place, and a step has only one; use a \
+                "--inject-fault: skip-sample puts another sample of the step in its place, and a step has only one; use a \
                  larger --batch-size"
                     .into(),
             ));
@@ -106,7 +107,7 @@ impl Config {
         let steps = self.steps(world_size);
         if fault.at == FaultSite::Step && fault.step >= steps {
             return Err(Error::Input(format!(
-                "--fault: there is no step {}; this run has steps 0 to {}",
+                "--inject-fault: there is no step {}; this run has steps 0 to {}",
                 fault.step,
                 steps - 1
             )));
@@ -125,7 +126,7 @@ impl Config {
         // None if some rank would have no sample.
         let Ok(sampler) = self.sampler(samples, world_size, 0) else { return 0 };
         let batches = batches_of_all(&sampler, 0, self.batch_size, self.drop_last_batch);
-        (batches as u64).div_ceil(self.accumulate)
+        (batches as u64).div_ceil(self.grad_accum_steps)
     }
 
     pub(super) fn validate(&self) -> Result<(), Invalid> {
@@ -137,7 +138,7 @@ impl Config {
         at_least("max_epochs", self.max_epochs as i64, 1)?;
         for (key, value, most) in [
             ("batch_size", self.batch_size as u64, MOST_IN_A_STEP),
-            ("accumulate", self.accumulate, MOST_IN_A_STEP),
+            ("grad_accum_steps", self.grad_accum_steps, MOST_IN_A_STEP),
             ("prefetch_factor", self.prefetch_factor as u64, MOST_PREFETCHED),
         ] {
             if !(1..=most).contains(&value) {

@@ -7,7 +7,7 @@ use std::sync::PoisonError;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::torch::{SharedTensor, fork_rng};
+use crate::ffi::{SharedTensor, fork_rng};
 
 /// What a model is to predict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,8 +6,8 @@ use std::rc::Rc;
 use tch::{Device, TchError, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Event;
 use crate::process_group::ProcessGroup;
-use crate::torch::cuda::Event;
 
 /// Pinned buffers, which are filled in turn. Allocated once: to allocate or free such memory waits for the GPU, and
 /// so for the other ranks.

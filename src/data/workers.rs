@@ -10,9 +10,9 @@ use tch::Tensor;
 
 use super::Dataset;
 use crate::error::{Error, Result};
+use crate::ffi::limits::not_started;
 use crate::process_group::ProcessGroup;
-use crate::sync::panics;
-use crate::torch::limits::not_started;
+use crate::runtime::panics;
 
 /// How many threads, and how many batches each is ahead.
 #[derive(Debug, Clone, Copy)]

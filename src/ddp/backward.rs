@@ -10,9 +10,9 @@ use super::reducer::Reducer;
 use super::turn::Turn;
 use super::weight::weigh;
 use crate::error::{Error, Result};
+use crate::ffi;
 use crate::operation::Operation;
-use crate::sync::CallSite;
-use crate::torch;
+use crate::runtime::CallSite;
 
 /// Options of a backward. Follows the arguments of `Tensor.backward`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -160,7 +160,7 @@ fn run_all(
         let turn = if averages { turns.following() } else { Turn::default() };
         reducer.begin(averages, overlaps, turn, place)?;
     }
-    let backward = torch::run_backward(loss, options.retain_graph);
+    let backward = ffi::run_backward(loss, options.retain_graph);
     // An error of a hook comes first: it is the cause if backward failed too.
     all().try_for_each(Reducer::end_of_autograd)?;
     backward?;

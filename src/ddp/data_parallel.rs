@@ -10,14 +10,14 @@ use tch::nn::{ModuleT, VarStore};
 
 use super::layout::{FlatParams, Layout};
 use super::parameters::{self, NamedTensor};
-use super::times::BackwardTimings;
+use super::timings::BackwardTimings;
 use super::{DdpOptions, DdpStatistics, NoSync};
 use crate::error::{Error, Result};
-use crate::observe::report::Parameter;
+use crate::ffi::backward;
 use crate::operation::Operation;
 use crate::optim::{FlatBuffer, GradState, clip_grad_norm};
 use crate::process_group::{ProcessGroup, num_bytes};
-use crate::torch::backward;
+use crate::telemetry::report::Parameter;
 
 /// A model that rank 0 trains, with the other ranks to compute its gradients. Made to be compared with
 /// [`DistributedDataParallel`](super::DistributedDataParallel), and not to be used.

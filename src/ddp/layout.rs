@@ -10,10 +10,10 @@ use super::comm_hooks::BucketParameter;
 use super::parameters::NamedTensor;
 use super::{DdpOptions, elements_per_line};
 use crate::error::{Error, Result};
-use crate::observe::report::Parameter;
+use crate::ffi::{move_grad, set_grad};
 use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 use crate::process_group::num_bytes;
-use crate::torch::{move_grad, set_grad};
+use crate::telemetry::report::Parameter;
 
 /// All parameters of one kind, one after the other, and their gradients: allocated once, and every parameter
 /// and `grad`, once backward has made it, is a view of its part.

@@ -3,20 +3,20 @@
 mod backward;
 mod bucket;
 mod comm_hooks;
-mod communication;
 mod data_parallel;
+mod grad_probe;
 mod hook_state;
 mod join;
 mod layout;
 mod order;
 mod parameters;
 mod power_sgd;
+mod reduce_path;
 mod reducer;
 mod strategy;
-mod times;
+mod timings;
 mod turn;
 mod unused;
-mod watched;
 mod weight;
 
 use std::cell::Cell;
@@ -32,24 +32,24 @@ use xxhash_rust::xxh3::xxh3_64;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
-use crate::observe::report::Parameter;
+use crate::ffi::set_grad;
 use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
-use crate::torch::set_grad;
+use crate::telemetry::report::Parameter;
 use parameters::NamedTensor;
 use reducer::Reducer;
-use times::BackwardTimings;
+use timings::BackwardTimings;
 
 pub use backward::{Averaged, BackwardOptions, backward};
 pub use comm_hooks::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
 pub use data_parallel::DataParallel;
+pub(crate) use grad_probe::GradProbe;
 pub use hook_state::{CommHookRecord, CommHookState, SavedCommHook};
 pub use join::JoinOptions;
 pub(crate) use parameters::bytes_of;
 pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use strategy::Strategy;
-pub(crate) use watched::GradProbe;
 
 /// How a model is kept the same on all ranks, with PyTorch's names and defaults.
 ///

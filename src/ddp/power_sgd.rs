@@ -8,8 +8,8 @@ use tch::{Device, Kind, Tensor};
 use super::comm_hooks::{BucketParameter, CommHook, GradBucket, average};
 use super::hook_state::CommHookState;
 use crate::error::{Error, Result};
+use crate::ffi::fork_rng;
 use crate::process_group::ProcessGroup;
-use crate::torch::fork_rng;
 
 /// Sends gradients as products of two thin matrices. Follows `powerSGD_hook`: matrices that would shrink by
 /// `min_compression_rate` are approximated by one power iteration, what is lost is added to the next step's

@@ -10,19 +10,19 @@ use tch::Tensor;
 
 use super::DdpOptions;
 use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
-use super::communication::ReducePath;
 use super::join::{Active, Inputs, JoinOptions, count_active};
 use super::layout::{Bucket, FlatParams, Layout};
 use super::parameters::NamedTensor;
-use super::times::BackwardTimings;
+use super::reduce_path::ReducePath;
+use super::timings::BackwardTimings;
 use super::turn::Turn;
 use super::weight::Weight;
 use crate::error::{Error, Result};
-use crate::observe::report::Parameter;
+use crate::ffi::GradHooks;
 use crate::optim::{FlatBuffer, GradState};
 use crate::process_group::{CallContext, ProcessGroup, num_bytes};
-use crate::sync::CallSite;
-use crate::torch::GradHooks;
+use crate::runtime::CallSite;
+use crate::telemetry::report::Parameter;
 
 /// What a backward does with complete gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

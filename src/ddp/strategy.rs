@@ -8,9 +8,9 @@ use tch::nn::ModuleT;
 
 use super::{DataParallel, DdpStatistics, DistributedDataParallel, NoSync, SavedCommHook};
 use crate::error::{Error, Result};
-use crate::observe::report::Parameter;
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
+use crate::telemetry::report::Parameter;
 
 /// A model on all ranks, trained one way or the other.
 #[derive(Debug)]

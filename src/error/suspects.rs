@@ -5,7 +5,7 @@ use crate::operation::{OpId, Operation};
 /// The reason for a comparison of replicas. Which step parted them is known after a step only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compared {
-    /// `--check-replicas`.
+    /// `--check-replicas-every`.
     AfterStep,
     /// A checkpoint was due: none is saved of replicas that differ.
     BeforeSave,

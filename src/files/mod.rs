@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::sync::deadline;
+use crate::runtime::deadline;
 
 /// Waits until `file` is ready for `events`. Returns `false` if it is not within `patience`.
 fn wait_for(file: impl AsFd, events: PollFlags, patience: Duration) -> io::Result<bool> {

@@ -36,7 +36,7 @@ pub(crate) fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 /// Returns at most `limit` bytes of a regular file, or of what comes through a pipe such as `/dev/stdin`.
 ///
 /// # Errors
-/// As [`read_regular`]; when nothing comes through a pipe for [`PATIENCE`].
+/// As [`read_regular`]; when nothing comes through a pipe for [`MAX_READ_WAIT`].
 pub(crate) fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut file = open(path)?;
     let kind = file.metadata()?.file_type();

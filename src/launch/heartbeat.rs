@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::messages::{from_json, to_json, unreadable};
 use crate::error::Result;
 use crate::operation::OpId;
-use crate::sync::{OpSnapshot, RunContext};
+use crate::runtime::{OpSnapshot, RunContext};
 
 /// So much is told of each rank.
 const MOST: usize = 8;

@@ -1,6 +1,6 @@
 //! Failures in a row at the same place.
 
-use crate::observe::Failure;
+use crate::telemetry::Failure;
 
 /// Counts failures in a row at the same place: a run that fails where it failed before has made no progress.
 #[derive(Debug, Default)]

@@ -14,9 +14,9 @@ use super::{
     detect, place, write_error_file,
 };
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
+use crate::ffi::limits::not_started;
 use crate::process_group::require_nccl;
-use crate::torch::cuda::Cuda;
-use crate::torch::limits::not_started;
 
 /// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.
 pub struct Joining<'a> {
@@ -100,7 +100,7 @@ impl Launch {
     /// Places the ranks of this process, and meets the other processes, if there are any.
     ///
     /// # Errors
-    /// As [`Launch::place`] and [`World::meet`].
+    /// As [`Launch::place`] and [`ProcessWorld::meet`].
     pub fn join(self, cuda: &Cuda, joining: Joining) -> Result<Launched> {
         let Joining { backend, timeout, grace_period, shared_options, compare_clocks, note } =
             joining;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, escaped_line};
 use crate::operation::OpId;
-use crate::sync::Failure;
+use crate::runtime::Failure;
 
 /// More ranks than any run has: that many are counted, and each takes some memory.
 pub(super) const MOST_RANKS: usize = 1 << 16;

@@ -1,33 +1,33 @@
 //! Starting the ranks: which process of how many this is, which device each gets, the threads they run on, how they meet, how they fail.
 
-mod clock;
-mod environment;
+mod clock_sync;
 mod error_file;
 mod failure;
 mod heartbeat;
+mod heartbeat_monitor;
 mod in_a_row;
 mod launched;
+mod launchers;
 mod messages;
 mod placement;
 mod processes;
 mod rank;
 mod rank_thread;
 mod rendezvous;
+mod restart_generation;
 mod restarts;
 mod signals;
 mod spawn;
 mod stall;
-mod start;
-mod watch;
 mod world;
 
-pub use crate::sync::{Fault, FaultKind, FaultSite, Stop, StopReason, install_panic_hook};
-pub use environment::{
-    Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
-};
+pub use crate::runtime::{Fault, FaultKind, FaultSite, Stop, StopReason, install_panic_hook};
 pub use error_file::write_error_file;
 pub use failure::{RankFailure, SpawnError, StuckRank};
 pub use launched::{Joining, Launched};
+pub use launchers::{
+    Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
+};
 pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
 pub use rank::{Backend, Rank};

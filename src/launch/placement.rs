@@ -7,7 +7,7 @@ use tch::Device;
 
 use super::Backend;
 use crate::error::{Error, Result};
-use crate::torch::cuda::Cuda;
+use crate::ffi::cuda::Cuda;
 
 /// How many ranks to start on this machine: `--nproc-per-node`, as torchrun has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,19 +15,19 @@ use signal_hook::consts::{SIGCHLD, SIGKILL, SIGTERM, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::signal_name;
 
-use super::environment::{variables_of_spawned, variables_of_threads};
+use super::heartbeat_monitor::{tell_ended, waited_for};
 use super::in_a_row::InARow;
+use super::launchers::{variables_of_spawned, variables_of_threads};
 use super::restarts::{self, Restarts};
 use super::signals::{SIGNALS, end_at_second_interrupt, reason_of};
-use super::watch::{tell_ended, waited_for};
 use super::world::files_of_store;
 use super::{MasterEndpoint, Placement, world};
 use crate::error::{Error, Result};
-use crate::observe::Failure;
+use crate::ffi::limits::{not_started, require_files};
+use crate::ffi::{self, TcpStore};
 use crate::process_group::rank_label;
-use crate::sync::{self, StopReason};
-use crate::torch::limits::{not_started, require_files};
-use crate::torch::{self, TcpStore};
+use crate::runtime::{self, StopReason};
+use crate::telemetry::Failure;
 
 /// After the grace period the processes end by themselves; after so long they are asked to, and after as long again
 /// killed.
@@ -210,7 +210,7 @@ fn this_program() -> io::Result<Command> {
     let file = env::current_exe()?;
     let mut command =
         Command::new(if file.exists() { file } else { PathBuf::from("/proc/self/exe") });
-    if torch::is_run_by_linker() {
+    if ffi::is_run_by_linker() {
         command.args(env::args_os().take(1)); // the file is the linker's
     }
     Ok(command)
@@ -257,7 +257,7 @@ impl Start<'_> {
             };
         }
         let held: &[i32] = if self.spawn.stops { &SIGNALS } else { &[] };
-        torch::tie_to_this_process(&mut command, held);
+        ffi::tie_to_this_process(&mut command, held);
         command.spawn()
     }
 
@@ -280,13 +280,13 @@ impl Start<'_> {
                 }
                 Err(_) => {
                     all.send(last_words.next().unwrap_or(SIGKILL));
-                    deadline = Some(sync::deadline(TERM_TIMEOUT));
+                    deadline = Some(runtime::deadline(TERM_TIMEOUT));
                 }
             }
             all.reap();
             if let (None, Some(&(rank, pid, status))) = (deadline, all.first_failure()) {
                 deadline =
-                    Some(sync::deadline(self.spawn.grace_period.saturating_add(TERM_TIMEOUT)));
+                    Some(runtime::deadline(self.spawn.grace_period.saturating_add(TERM_TIMEOUT)));
                 if let Children::Ranks(placement) = self.spawn.children {
                     // Who is killed tells nobody. What fails here the others find out as they would on several machines.
                     let how = self.spawn.how(rank, pid, status);
@@ -375,7 +375,7 @@ impl Processes {
     fn send(&mut self, signal: i32) {
         for child in self.children.iter_mut().flatten() {
             // Refused only if it has ended.
-            let _ = torch::send_signal(child, signal);
+            let _ = ffi::send_signal(child, signal);
         }
     }
 
@@ -416,7 +416,7 @@ impl Processes {
 mod tests {
     use super::super::{BackendChoice, NodeSlice, Nproc, place};
     use super::*;
-    use crate::torch::cuda::Cuda;
+    use crate::ffi::cuda::Cuda;
 
     #[test]
     fn a_process_that_refuses_its_input_has_the_run_refuse_it() {

@@ -12,7 +12,7 @@ use super::rendezvous::Rendezvous;
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::process_group::{Bootstrap, ProcessGroup};
-use crate::sync::{FaultSite, RunContext};
+use crate::runtime::{FaultSite, RunContext};
 
 /// What carries the tensors of a process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,7 +135,7 @@ impl Rank {
     ///
     /// # Errors
     /// [`Error::Input`] when called twice, with a backend that the device does not allow, or when NCCL is not there;
-    /// [`Error::Timeout`], [`Error::Left`] and [`Error::Cancelled`] when others don't come.
+    /// [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when others don't come.
     pub fn init_process_group(&self, backend: Backend) -> Result<Rc<ProcessGroup>> {
         let Some(rendezvous) = self.rendezvous.take() else {
             return Err(Error::Input(

@@ -9,9 +9,9 @@ use tch::Device;
 use super::rendezvous::Rendezvous;
 use super::{Backend, ProcessWorld, Rank};
 use crate::error::Error;
+use crate::ffi;
 use crate::operation::Operation;
-use crate::sync::{RunContext, panics};
-use crate::torch;
+use crate::runtime::{RunContext, panics};
 
 /// The start of one rank's thread.
 pub(super) struct RankThread<T> {
@@ -71,14 +71,14 @@ impl<T> RankThread<T> {
 /// thread, so that its errors belong to this rank.
 fn prepare(device: Device, threads: usize) -> crate::Result<()> {
     if let Device::Cuda(index) = device {
-        torch::cuda::set_device(index)?;
+        ffi::cuda::set_device(index)?;
     }
     tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
     // Asked for once, so that this thread keeps it whatever another one sets.
     tch::get_num_threads();
-    torch::set_multithreading_enabled(false);
+    ffi::set_multithreading_enabled(false);
     if !panics::wants_backtraces() {
-        torch::hide_stack_traces();
+        ffi::hide_stack_traces();
     }
     Ok(())
 }

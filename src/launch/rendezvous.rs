@@ -13,7 +13,7 @@ use crossbeam::select;
 
 use crate::error::{Error, Result};
 use crate::process_group::Bootstrap;
-use crate::sync::RunContext;
+use crate::runtime::RunContext;
 
 /// One rank's end of the channels.
 pub(super) enum Rendezvous {

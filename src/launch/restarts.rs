@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::messages::{from_json, to_json};
 use super::{Launch, MasterEndpoint};
 use crate::error::Result;
-use crate::torch::TcpStore;
+use crate::ffi::TcpStore;
 
 /// The message of the parent process to each start after the first.
 const RESTARTS: &str = "restarts";

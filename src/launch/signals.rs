@@ -11,8 +11,8 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
-use crate::sync::{Stop, StopReason};
-use crate::torch::{self, limits};
+use crate::ffi::{self, limits};
+use crate::runtime::{Stop, StopReason};
 
 /// What asks a run to stop.
 const STOP_SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
@@ -44,11 +44,11 @@ pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
     }
     flag::register(SIGTERM, stop.terminated().clone())?;
     // Those that `--spawn=processes` has held back until there is somebody to heed them.
-    torch::release_signals(&STOP_SIGNALS)
+    ffi::release_signals(&STOP_SIGNALS)
 }
 
 /// From now on something arrives in the channel whenever the process gets a SIGUSR2: for
-/// [`Spawn::table_when`](super::Spawn::table_when).
+/// [`Spawn::dump_status_on`](super::Spawn::dump_status_on).
 ///
 /// # Errors
 /// When the system refuses.
@@ -63,7 +63,7 @@ pub fn status_signal() -> io::Result<Receiver<()>> {
     };
     let thread = thread::Builder::new().name("signals".into());
     thread.spawn(listen).map_err(|error| not_started("the thread for signals", &error))?;
-    torch::release_signals(&[SIGUSR2])?;
+    ffi::release_signals(&[SIGUSR2])?;
     Ok(asks)
 }
 

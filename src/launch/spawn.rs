@@ -15,9 +15,9 @@ use super::stall::Notifier;
 use super::{
     Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
 };
-use crate::observe::{LogFormat, Printer};
-use crate::sync::{Fault, History, LONGEST, Stop};
-use crate::torch;
+use crate::ffi;
+use crate::runtime::{Fault, History, LONGEST, Stop};
+use crate::telemetry::{LogFormat, Printer};
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
 ///
@@ -131,7 +131,7 @@ impl Spawn {
         Self::on(vec![Device::Cpu; world_size])
     }
 
-    /// One rank for each of `devices`. Before GPUs can be used, [`cuda::load`](torch::cuda::load) must
+    /// One rank for each of `devices`. Before GPUs can be used, [`cuda::load`](ffi::cuda::load) must
     /// have been called.
     pub fn on(devices: Vec<Device>) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
@@ -182,15 +182,15 @@ impl Spawn {
     /// }
     /// ```
     ///
-    /// A launch has one run: put all that the ranks do in one function. Call it first in `main`: it looks for GPUs ([`cuda::load`](torch::cuda::load)), which libtorch does once. For other
+    /// A launch has one run: put all that the ranks do in one function. Call it first in `main`: it looks for GPUs ([`cuda::load`](ffi::cuda::load)), which libtorch does once. For other
     /// settings use [`Launch::from_env`](super::Launch::from_env) and [`Launch::join`](super::Launch::join).
     ///
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) when the variables contradict each other or the processes do not fit each
-    /// other; [`Error::Store`](crate::Error::Store) and [`Error::Absent`](crate::Error::Absent) when the processes do not
+    /// other; [`Error::Store`](crate::Error::Store) and [`Error::PeersMissing`](crate::Error::PeersMissing) when the processes do not
     /// meet.
     pub fn from_env() -> crate::Result<Self> {
-        let cuda = torch::cuda::load();
+        let cuda = ffi::cuda::load();
         let launch = Arc::new(Launch::from_env(&LaunchOptions::default(), &cuda)?);
         let printer = Printer::new(LogFormat::Text);
         let note = |text: &str| printer.note(text);
@@ -339,7 +339,7 @@ impl Spawn {
             {
                 // To return is to wait for its thread for ever, and to leave that behind is unsound.
                 Printer::new(LogFormat::Text).note(&error.to_string());
-                torch::exit(1);
+                ffi::exit(1);
             }
             result
         })

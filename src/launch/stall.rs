@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::operation::{OpId, Operation};
-use crate::sync::{Entry, OpSnapshot, RunContext};
+use crate::runtime::{Entry, OpSnapshot, RunContext};
 
 /// Who is told.
 #[derive(Clone)]

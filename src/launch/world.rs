@@ -15,15 +15,15 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Sender, bounded};
 use tch::Device;
 
+use super::heartbeat_monitor::{HeartbeatMonitor, Server, Stay};
 use super::messages::{MOST_RANKS, MissingPeers, Process, check_same, node_of, places, shared_gpu};
-use super::watch::{HeartbeatMonitor, Server, Stay};
 use super::{Backend, Launch, LaunchKind, MasterEndpoint, Placement};
-use super::{clock, start};
+use super::{clock_sync, restart_generation};
 use crate::error::{Error, Result};
+use crate::ffi::limits::require_files;
+use crate::ffi::{TcpStore, check_interfaces, cuda};
 use crate::process_group::{Bootstrap, Network, ProcessMap, rank_label};
-use crate::sync::{Clock, RunContext};
-use crate::torch::limits::require_files;
-use crate::torch::{TcpStore, check_interfaces, cuda};
+use crate::runtime::{Clock, RunContext};
 
 /// All processes of a run, as one of them knows them.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl ProcessWorld {
     ///
     /// # Errors
     /// [`Error::Input`] when the processes do not fit each other, [`Error::Store`] when the store cannot be reached
-    /// or served, [`Error::Absent`] when others don't come within `timeout`.
+    /// or served, [`Error::PeersMissing`] when others don't come within `timeout`.
     pub fn meet(
         launch: &Launch,
         placement: &Placement,
@@ -102,7 +102,7 @@ impl ProcessWorld {
         let start = match launch.kind {
             LaunchKind::Torchrun if master.agent_store => {
                 let of_run = store.under(&format!("ddp-mp/{}", launch.run_id));
-                start::number(&of_run, mine, count, timeout)?.ok_or_else(|| {
+                restart_generation::number(&of_run, mine, count, timeout)?.ok_or_else(|| {
                     Error::PeersMissing {
                         missing: "0".into(),
                         count,
@@ -179,7 +179,7 @@ impl ProcessWorld {
     /// [`Error::Store`], [`Error::Input`] when another process does not answer.
     pub fn compare_clocks(self, timeout: Duration) -> Result<Self> {
         let count = self.processes.len();
-        let clock = clock::estimate_offset(&self.store, self.mine, count, timeout)?;
+        let clock = clock_sync::estimate_offset(&self.store, self.mine, count, timeout)?;
         Ok(Self { clock: Some(clock), ..self })
     }
 

@@ -6,7 +6,7 @@ use tch::Tensor;
 use tch::nn::ModuleT;
 
 use super::or_throw;
-use crate::torch::Generator;
+use crate::ffi::Generator;
 
 /// Zeros, in training, each number with a probability of its own, and scales the others so that the mean stays.
 ///

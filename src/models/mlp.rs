@@ -7,7 +7,7 @@ use tch::{TchError, Tensor};
 
 use super::layers::linear;
 use super::{Activation, Dropout};
-use crate::torch::Generator;
+use crate::ffi::Generator;
 
 /// Dense layers with an activation, and dropout if wanted, between them; one layer is a linear model.
 #[derive(Debug)]

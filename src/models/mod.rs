@@ -24,8 +24,8 @@ pub use mlp::Mlp;
 pub use sync_batch_norm::SyncBatchNorm;
 
 use crate::error::{Error, Result};
+use crate::ffi::{Generator, fork_rng};
 use crate::process_group::ProcessGroup;
-use crate::torch::{Generator, fork_rng};
 
 /// Which model: `--model`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::flat::{Group, OptimizerState};
 use super::{FlatBuffer, Optimizer, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
-use crate::torch::{AdamWStep, TensorList, fused_adamw};
+use crate::ffi::{AdamWStep, TensorList, fused_adamw};
 
 /// The options of [`AdamW`]. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy)]
@@ -16,7 +16,7 @@ pub struct AdamWOptions {
     pub eps: f64,
     /// By how much a parameter shrinks in a step, times the learning rate.
     pub weight_decay: f64,
-    /// Which parameters weight decay is for: all, or [`Place::is_weight`].
+    /// Which parameters weight decay is for: all, or [`ParamSpan::is_weight`].
     pub decays: fn(&ParamSpan) -> bool,
 }
 

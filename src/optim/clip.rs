@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{FlatBuffer, GradState, ParamSpan};
 use crate::error::{Error, Result};
-use crate::torch::{TensorList, scale_all, total_norm};
+use crate::ffi::{TensorList, scale_all, total_norm};
 
 /// Scales all gradients by the same factor, so that their 2-norm, all together, is `max_norm` or less.
 /// Returns the norm that they had: a tensor without dimensions, on the device.

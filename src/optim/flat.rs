@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{FlatBuffer, GradState, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
-use crate::torch::{TensorList, bump_versions};
+use crate::ffi::{TensorList, bump_versions};
 
 /// Neighbours in a buffer, from one's start to the next one's outside.
 ///

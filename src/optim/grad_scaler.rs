@@ -7,8 +7,8 @@ use tch::{Kind, Tensor};
 
 use super::{FlatBuffer, GradState, Optimizer, ParamLayout};
 use crate::error::{Error, Result};
+use crate::ffi::{TensorList, amp_unscale};
 use crate::process_group::ProcessGroup;
-use crate::torch::{TensorList, amp_unscale};
 
 /// The options of [`GradScaler`]. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -64,7 +64,7 @@ pub struct GradScalerState {
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::models::ModelConfig;
 /// use ddp_mp::optim::{GradScaler, GradScalerOptions};
-/// use ddp_mp::torch::Autocast;
+/// use ddp_mp::ffi::Autocast;
 /// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, Sgd, SgdOptions, spawn};
 /// use tch::{Kind, Reduction, Tensor};
 ///

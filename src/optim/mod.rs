@@ -4,14 +4,14 @@ mod adamw;
 mod clip;
 mod flat;
 mod grad_scaler;
-mod places;
+mod param_layout;
 mod schedule;
 mod sgd;
 
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
-pub use places::{FlatBuffer, GradState, ParamLayout, ParamSpan};
+pub use param_layout::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 pub use schedule::{Schedule, Unit};
 pub use sgd::{Sgd, SgdOptions};
 

@@ -3,7 +3,7 @@
 use super::flat::OptimizerState;
 use super::{FlatBuffer, Optimizer, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
-use crate::torch::{SgdStep, TensorList, add_scaled, fused_sgd};
+use crate::ffi::{SgdStep, TensorList, add_scaled, fused_sgd};
 
 /// The options of [`Sgd`]. The defaults are PyTorch's: nothing but the learning rate.
 #[derive(Debug, Clone, Copy)]
@@ -16,7 +16,7 @@ pub struct SgdOptions {
     pub nesterov: bool,
     /// How much of the parameter is added to its gradient.
     pub weight_decay: f64,
-    /// Which parameters weight decay is for: all, or [`Place::is_weight`].
+    /// Which parameters weight decay is for: all, or [`ParamSpan::is_weight`].
     pub decays: fn(&ParamSpan) -> bool,
 }
 

@@ -9,7 +9,7 @@ use super::gloo::InFlight;
 use super::{Backend, Call, ProcessGroup, ReduceOp, device_name, weights};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-use crate::sync::{CallSite, FaultSite, SpanId};
+use crate::runtime::{CallSite, FaultSite, SpanId};
 
 /// What a collective is told beside its tensors.
 #[derive(Default, Clone, Copy)]

@@ -13,16 +13,16 @@ use tch::{Device, Tensor};
 use super::arguments::refuse;
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
+use crate::ffi;
+use crate::ffi::{Gloo, GlooWork, Reduce};
 use crate::operation::Operation;
-use crate::torch;
-use crate::torch::{Gloo, GlooWork, Reduce};
 
 /// A key-value store in which processes meet: one serves it, the others connect to it.
 ///
 /// Follows `torch.distributed.TCPStore`, which can connect to this one, and this to it. Clones are the same
 /// connection.
 #[derive(Debug, Clone)]
-pub struct TcpStore(torch::TcpStore);
+pub struct TcpStore(ffi::TcpStore);
 
 impl TcpStore {
     /// Serves a store at `host`, an address or a name of this machine, as long as this, a clone, or a group made with
@@ -33,7 +33,7 @@ impl TcpStore {
     /// # Errors
     /// [`Error::Store`] if it cannot listen there.
     pub fn serve(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        torch::TcpStore::serve(host, port, timeout, never()).map(Self)
+        ffi::TcpStore::serve(host, port, timeout, never()).map(Self)
     }
 
     /// Connects to the store at `host`, which need not be there yet, for `timeout` at most.
@@ -43,7 +43,7 @@ impl TcpStore {
     /// # Errors
     /// [`Error::Store`] if there is none in time.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        torch::TcpStore::connect(host, port, timeout, never()).map(Self)
+        ffi::TcpStore::connect(host, port, timeout, never()).map(Self)
     }
 
     /// Where the server listens.
@@ -135,7 +135,7 @@ impl ProcessGroupGloo {
     /// meet under `prefix`, which no group before has used in this store.
     ///
     /// Follows `ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)`, of the same version of PyTorch
-    /// ([`torch::version`]). As there, the connections go over the network interfaces in
+    /// ([`ffi::version`]). As there, the connections go over the network interfaces in
     /// `GLOO_SOCKET_IFNAME`; without it over the one on the way to the store.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
-use crate::sync::CallSite;
+use crate::runtime::CallSite;
 
 /// How a reduction combines the elements of the ranks' tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -164,7 +164,7 @@ pub const DTYPES: [Kind; 10] = [
     Kind::Bool,
 ];
 
-/// The kind of [`KINDS`] with this name of PyTorch's, such as `float32`.
+/// The kind of [`DTYPES`] with this name of PyTorch's, such as `float32`.
 ///
 /// # Errors
 /// [`Error::Input`] for other names; it lists them.

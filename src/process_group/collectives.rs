@@ -26,8 +26,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// [`Error::Mismatch`] when ranks differ, [`Error::Unsupported`] for other kinds,
-    /// [`Error::SharedMemory`], [`Error::Input`] for a tensor that is undefined or elsewhere,
-    /// [`Error::Timeout`], [`Error::Left`] and [`Error::Cancelled`] when others don't come, and the
+    /// [`Error::OverlappingTensors`], [`Error::Input`] for a tensor that is undefined or elsewhere,
+    /// [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when others don't come, and the
     /// backend's own errors. After an error the content of `tensor` is unspecified.
     ///
     /// ```

@@ -7,7 +7,7 @@
 //! than the gradient of the result. Any float kind.
 //!
 //! Errors are those of the method of [`ProcessGroup`] with the same name. Those of backward come out of
-//! [`torch::backward`](crate::torch::backward) and
+//! [`ffi::backward`](crate::ffi::backward) and
 //! [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) as they are; tch's own `f_backward`
 //! makes a text of them. [`Error::Unsupported`] when backward runs on another thread.
 
@@ -18,8 +18,8 @@ use tch::Tensor;
 use super::arguments::refuse;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
+use crate::ffi::linear;
 use crate::operation::Operation;
-use crate::torch::linear;
 
 type Group = Rc<ProcessGroup>;
 

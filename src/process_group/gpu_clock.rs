@@ -8,10 +8,10 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
-use crate::observe::PhaseSeconds;
+use crate::ffi::cuda::{self, Event};
 use crate::operation::Operation;
-use crate::sync::{RunContext, SpanId};
-use crate::torch::cuda::{self, Event};
+use crate::runtime::{RunContext, SpanId};
+use crate::telemetry::PhaseSeconds;
 
 /// So many records may wait for the GPU: many steps.
 const MAX_QUEUED: usize = 4096;
@@ -74,7 +74,7 @@ impl GpuClock {
     /// Begins now. Waits for what is launched on the rank's stream so far.
     ///
     /// # Errors
-    /// As [`Run::poll`], and libtorch's own.
+    /// As [`RunContext::poll`], and libtorch's own.
     pub(super) fn start(run: &RunContext, rank: usize, gpu: usize) -> Result<Self> {
         let (origin, passed, error) = closest(run, rank, gpu)?;
         run.timeline.note_gpu_clock(rank, error);

@@ -5,21 +5,21 @@
 
 mod arguments;
 mod barriers;
+mod bootstrap;
 pub mod c10d;
 mod call;
-mod calls;
 mod coalesced;
 mod collectives;
-mod communication;
+mod comm_thread;
 pub mod functional;
 mod gloo;
 mod gpu_clock;
 mod group;
-mod invitation;
+mod instrumentation;
+mod mismatch;
 mod nccl;
 mod objects;
 mod point_to_point;
-mod recorded;
 mod threaded;
 mod traffic;
 mod weights;
@@ -34,18 +34,18 @@ use std::sync::Arc;
 use crossbeam::channel::{Receiver, select_biased};
 use tch::{Device, Kind};
 
+pub(crate) use bootstrap::Bootstrap;
 pub(crate) use call::Call;
 use call::plain_kind;
 pub use call::{DTYPES, ReduceOp, dtype_name, parse_dtype};
-use communication::CommunicationThread;
+use comm_thread::CommunicationThread;
 use gloo::InFlight;
 pub(crate) use gloo::{Network, ProcessMap};
 use gpu_clock::GpuClock;
-pub(crate) use invitation::Bootstrap;
+pub(crate) use instrumentation::CallContext;
+use instrumentation::PhaseTracker;
 pub(crate) use nccl::{require_library as require_nccl, version as nccl_version};
 pub use point_to_point::P2POp;
-pub(crate) use recorded::CallContext;
-use recorded::PhaseTracker;
 use threaded::Shared;
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
@@ -54,9 +54,9 @@ use work::State;
 pub use work::Work;
 
 use crate::error::{Error, Result};
+use crate::ffi::cuda;
 use crate::operation::Operation;
-use crate::sync::{Activity, RunContext, Stop};
-use crate::torch::cuda;
+use crate::runtime::{Activity, RunContext, Stop};
 
 /// What carries the tensors from rank to rank.
 ///
@@ -269,7 +269,7 @@ impl ProcessGroup {
     }
 
     /// Has the communication thread do it, after what it has been told before.
-    fn queue(&self, operation: communication::Operation) -> Result<Work> {
+    fn queue(&self, operation: comm_thread::Operation) -> Result<Work> {
         let thread = match self.communication.get() {
             Some(thread) => thread,
             None => {

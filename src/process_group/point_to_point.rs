@@ -12,9 +12,9 @@ use super::{ProcessGroup, Traffic, Work, num_bytes};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::ffi::cuda;
 use crate::operation::{OpId, Operation};
-use crate::sync::OpStart;
-use crate::torch::cuda;
+use crate::runtime::OpStart;
 
 /// One message of [`ProcessGroup::batch_isend_irecv`]. Follows `torch.distributed.P2POp`.
 #[derive(Debug)]
@@ -64,7 +64,7 @@ impl ProcessGroup {
     /// # Errors
     /// [`Error::SendMismatch`] when the other expects another kind or shape (not with `nccl`), [`Error::Input`] for a tensor
     /// that is undefined or elsewhere and for a rank that is not there or this one, [`Error::Timeout`],
-    /// [`Error::Left`], [`Error::Peer`] and [`Error::Cancelled`] when the other does not come, and the backend's own errors.
+    /// [`Error::PeerExited`], [`Error::ConnectionLost`] and [`Error::Cancelled`] when the other does not come, and the backend's own errors.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {

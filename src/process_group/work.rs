@@ -14,9 +14,9 @@ use super::ProcessGroup;
 use super::gloo::connection_lost;
 use super::threaded::{Outcome, PostedOp, Shared};
 use crate::error::{Error, Result};
+use crate::ffi::cuda;
 use crate::operation::OpId;
-use crate::sync::{Peers, RunContext};
-use crate::torch::cuda;
+use crate::runtime::{Peers, RunContext};
 
 /// An operation that was started and may not be over. Follows `torch.distributed.Work`.
 ///

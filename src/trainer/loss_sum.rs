@@ -3,8 +3,8 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi::add_scaled;
 use crate::process_group::{ProcessGroup, ReduceOp};
-use crate::torch::add_scaled;
 
 /// The sum of the losses of an epoch's samples, kept on the device: reading it there at every step would
 /// make the host wait for the GPU.

@@ -27,7 +27,7 @@ impl<M: ModuleT> Trainer<M> {
     /// Compares, if it is time to after the step that has just ended. A collective then.
     ///
     /// # Errors
-    /// [`Error::Replicas`], on all ranks alike.
+    /// [`Error::ReplicasDiverged`], on all ranks alike.
     pub(super) fn check_replicas_if_due(&self) -> Result<()> {
         let step = self.state.step;
         let (Some(every), Strategy::Ddp(ddp)) = (self.check_replicas, &self.ddp) else {
@@ -42,7 +42,7 @@ impl<M: ModuleT> Trainer<M> {
     /// Compares before a checkpoint is saved: the newest one is then of replicas that were equal. A collective.
     ///
     /// # Errors
-    /// [`Error::Replicas`], on all ranks alike.
+    /// [`Error::ReplicasDiverged`], on all ranks alike.
     pub(super) fn check_replicas_to_save(&self) -> Result<()> {
         match &self.ddp {
             Strategy::Ddp(ddp) if ddp.group().world_size() > 1 => {
@@ -55,7 +55,7 @@ impl<M: ModuleT> Trainer<M> {
     /// Compares what each rank has for each parameter, and with `buffers` for each buffer. A collective.
     ///
     /// # Errors
-    /// [`Error::Replicas`], on all ranks alike.
+    /// [`Error::ReplicasDiverged`], on all ranks alike.
     pub(crate) fn compare_replicas(
         &self,
         ddp: &DistributedDataParallel<M>,

@@ -6,9 +6,9 @@ use tch::{Kind, Tensor};
 use super::{Loss, Trainer};
 use crate::data::{Batch, DataLoader};
 use crate::error::{Error, Result};
-use crate::observe::{Sample, ValidationMetrics};
 use crate::operation::Operation;
 use crate::process_group::ReduceOp;
+use crate::telemetry::{Sample, ValidationMetrics};
 
 /// What a trainer validates on, and when.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::process::Command;
 use std::rc::Rc;
 
+use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{Joining, detect};
-use ddp_mp::torch::cuda;
 use ddp_mp::{Backend, ProcessGroup};
 
 use crate::harness::{TIMEOUT, free_port, join};

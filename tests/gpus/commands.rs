@@ -119,7 +119,7 @@ fn explain_trace_report_and_the_others_change_nothing() {
 
 #[test]
 fn the_straggler_is_found_by_the_times_of_gpus() {
-    let slow = ["--fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072"];
+    let slow = ["--inject-fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072"];
     for layout in ["--spawn=threads", "--spawn=processes"] {
         let events = gpu_events(3, &[&slow[..], &[layout]].concat());
         let straggler = &end(&events)["straggler"];

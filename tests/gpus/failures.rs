@@ -1,4 +1,4 @@
-//! `--fault` on simulated GPUs: every kind at every stage names the rank and the cause, and leaves no process behind.
+//! `--inject-fault` on simulated GPUs: every kind at every stage names the rank and the cause, and leaves no process behind.
 //!
 //! Ranks are threads, processes of `--spawn=processes`, or processes as torchrun starts them. Threads try every rank;
 //! processes try one rank at each stage, and all of them with `MATRIX=all`.
@@ -33,7 +33,7 @@ fn cases(kind: &'static str, every_rank: bool) -> Vec<Case> {
 
 impl Case {
     fn fault(&self) -> String {
-        format!("--fault={}:rank={},at={}", self.kind, self.rank, self.stage)
+        format!("--inject-fault={}:rank={},at={}", self.kind, self.rank, self.stage)
     }
 
     /// Returns the program with the fault, which may be found by waiting if it `waits`.
@@ -48,13 +48,13 @@ impl Case {
     fn check_cause(&self, error: &str, stderr: &str) {
         let what = format!("{self:?}: {stderr}");
         match self.kind {
-            "error" => assert!(error.contains("injected by --fault error"), "{what}"),
+            "error" => assert!(error.contains("injected by --inject-fault error"), "{what}"),
             "panic" => assert!(error.contains("panicked at src/"), "{what}"),
             "stall" => assert!(error.contains(" waited 10s in "), "{what}"),
             "kill" => assert!(error.contains("SIGKILL"), "{what}"),
             other => panic!("no {other}"),
         }
-        let injected = stderr.matches("injected by --fault").count();
+        let injected = stderr.matches("injected by --inject-fault").count();
         assert_eq!(injected, usize::from(["error", "panic"].contains(&self.kind)), "{what}");
     }
 
@@ -153,7 +153,7 @@ fn a_killed_process() {
 #[test]
 fn a_stall_of_a_process_is_told_with_what_each_rank_does() {
     let args = ["--spawn=processes", "--timeout=6s", "--stall-warning=2s", "--grace-period=1s"];
-    let fault = ["--fault=stall:rank=1,at=step,step=5"];
+    let fault = ["--inject-fault=stall:rank=1,at=step,step=5"];
     let (code, _, stderr) = run_command(on_gpus(RANKS, &[&RUN[..], &args, &fault].concat()));
     assert_eq!(code, Some(1), "{stderr}");
     assert!(stderr.contains("has not ended for "), "{stderr}");

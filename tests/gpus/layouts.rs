@@ -10,7 +10,7 @@ use crate::same::args;
 fn several_ranks_on_one_gpu() {
     for (ranks, row) in [
         (3, "mlp"),
-        (2, "mlp --optimizer=adamw --accumulate=2 --comm-hook=fp16"),
+        (2, "mlp --optimizer=adamw --grad-accum-steps=2 --comm-hook=fp16"),
         (2, "cnn --sync-batch-norm --val-fraction=0.2"),
         (2, "mlp --strategy=dp --num-workers=1"),
         (4, "linear --exact-mean"),
@@ -29,7 +29,7 @@ fn processes_that_a_launcher_has_started() {
         (2, "mlp --max-epochs=2"),
         (3, "mlp --bucket-cap-mb=0.001 --optimizer=adamw"),
         (2, "cnn --sync-batch-norm --val-fraction=0.2"),
-        (2, "mlp --strategy=dp --accumulate=2"),
+        (2, "mlp --strategy=dp --grad-accum-steps=2"),
     ] {
         let port = free_port();
         let start = |process| {
@@ -58,7 +58,7 @@ fn checkpoints_move_between_gpus_and_the_cpu() {
         "mlp --optimizer=adamw --schedule=cosine --schedule-by=step --warmup-steps=3",
         "mlp --amp=fp16",
         "cnn --sync-batch-norm --val-fraction=0.2 --optimizer=adamw",
-        "mlp --comm-hook=powersgd --powersgd-start=2",
+        "mlp --comm-hook=powersgd --powersgd-start-iter=2",
     ] {
         let run = |on_gpu: bool, epochs: &str, more: &[&str]| {
             let args = [&args(row)[..], &[epochs], more].concat();
@@ -67,7 +67,7 @@ fn checkpoints_move_between_gpus_and_the_cpu() {
         let expected = run(false, "--max-epochs=2", &[]);
         for first_on_gpu in [true, false] {
             let folder = tempfile::tempdir().unwrap();
-            let save = format!("--save-dir={}", folder.path().join("run").display());
+            let save = format!("--checkpoint-dir={}", folder.path().join("run").display());
             // A schedule depends on how long the whole run is: it stops in the midst of that.
             let steps = end(&expected)["steps"].as_u64().unwrap() / 2;
             let stop = format!("--max-steps={steps}");
@@ -88,7 +88,7 @@ fn checkpoints_move_between_gpus_and_the_cpu() {
 fn a_run_starts_from_parameters_of_the_other_device() {
     let folder = tempfile::tempdir().unwrap();
     for (saves_on_gpu, name) in [(true, "gpu"), (false, "cpu")] {
-        let save = format!("--save-dir={}", folder.path().join(name).display());
+        let save = format!("--checkpoint-dir={}", folder.path().join(name).display());
         let from = format!("--init-from={}", folder.path().join(name).display());
         let row = args("mlp");
         let saved = [&row[..], &[&save]].concat();

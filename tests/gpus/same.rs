@@ -71,10 +71,10 @@ pub(crate) const OPTIMIZERS: &[(usize, &str)] = &[
     (2, "mlp --schedule=cosine --schedule-by=step --warmup-steps=3"),
     (2, "mlp --max-epochs=2 --schedule=multi-step --milestones=1 --gamma=0.5"),
     (2, "mlp --scale-lr --max-grad-norm=0.1"),
-    (2, "mlp --optimizer=adamw --max-grad-norm=0.01 --accumulate=2"),
+    (2, "mlp --optimizer=adamw --max-grad-norm=0.01 --grad-accum-steps=2"),
     (2, "mlp --skip-nonfinite=5"),
-    (2, "mlp --skip-nonfinite=5 --fault=nan:rank=1,at=step,step=3"),
-    (2, "mlp --check-replicas=2 --max-steps=5"),
+    (2, "mlp --skip-nonfinite=5 --inject-fault=nan:rank=1,at=step,step=3"),
+    (2, "mlp --check-replicas-every=2 --max-steps=5"),
 ];
 
 #[test]
@@ -83,22 +83,22 @@ fn optimizers_and_schedules() {
 }
 
 pub(crate) const GRADIENTS: &[(usize, &str)] = &[
-    (3, "mlp --accumulate=3"),
-    (2, "cnn --accumulate=2 --sync-batch-norm"),
+    (3, "mlp --grad-accum-steps=3"),
+    (2, "cnn --grad-accum-steps=2 --sync-batch-norm"),
     (4, "mlp --bucket-cap-mb=0.001"),
     (2, "mlp --no-overlap"),
     (2, "mlp --no-overlap --bucket-cap-mb=0.001"),
     (2, "mlp --comm-hook=fp16"),
-    (2, "mlp --comm-hook=bf16 --accumulate=2"),
-    (2, "mlp --comm-hook=powersgd --powersgd-start=3"),
-    (3, "mlp --comm-hook=powersgd --powersgd-start=2 --hidden=64,64,64"),
+    (2, "mlp --comm-hook=bf16 --grad-accum-steps=2"),
+    (2, "mlp --comm-hook=powersgd --powersgd-start-iter=3"),
+    (3, "mlp --comm-hook=powersgd --powersgd-start-iter=2 --hidden=64,64,64"),
     (2, "mlp --find-unused-parameters"),
-    (2, "mlp --find-unused-parameters --bucket-cap-mb=0.001 --accumulate=2"),
-    (2, "mlp --static-graph --accumulate=2"),
+    (2, "mlp --find-unused-parameters --bucket-cap-mb=0.001 --grad-accum-steps=2"),
+    (2, "mlp --static-graph --grad-accum-steps=2"),
     (2, "mlp --exact-mean --drop-last-batch"),
     (2, "mlp --exact-mean"),
     (2, "mlp --check-collectives"),
-    (3, "mlp --strategy=dp --accumulate=2"),
+    (3, "mlp --strategy=dp --grad-accum-steps=2"),
     (2, "cnn --strategy=dp"),
     (2, "mlp --strategy=dp --optimizer=adamw --amp=bf16"),
 ];
@@ -129,7 +129,7 @@ fn data_and_validation() {
 pub(crate) const MIXED_PRECISION: &[(usize, &str)] = &[
     (2, "mlp --amp=bf16"),
     (2, "mlp --amp=fp16"),
-    (3, "mlp --amp=fp16 --optimizer=adamw --accumulate=2 --max-grad-norm=0.1"),
+    (3, "mlp --amp=fp16 --optimizer=adamw --grad-accum-steps=2 --max-grad-norm=0.1"),
     (2, "mlp --dropout=0.2 --optimizer=adamw --amp=bf16"),
     (2, "mlp --amp=fp16 --val-fraction=0.2 --num-workers=1"),
     (2, "images --amp=bf16 --sync-batch-norm"),

@@ -14,9 +14,9 @@ const RUNS: [(usize, &str); 8] = [
     (2, "linear --batch-size=64"),
     (2, "mlp --batch-size=64 --bucket-cap-mb=0.001"),
     (2, "mlp --batch-size=64 --num-workers=2 --prefetch-factor=3"),
-    (3, "mlp --batch-size=64 --comm-hook=powersgd --powersgd-start=1"),
+    (3, "mlp --batch-size=64 --comm-hook=powersgd --powersgd-start-iter=1"),
     (2, "mlp --batch-size=64 --max-grad-norm=0.1 --amp=fp16"),
-    (2, "mlp --batch-size=64 --accumulate=2 --find-unused-parameters --val-fraction=0.2"),
+    (2, "mlp --batch-size=64 --grad-accum-steps=2 --find-unused-parameters --val-fraction=0.2"),
     (2, "mlp --batch-size=64 --strategy=dp --dropout=0.2"),
     (2, "cnn --sync-batch-norm --batch-size=40"),
 ];

@@ -21,14 +21,14 @@ def faults(start, device):
                 if os.environ.get("MATRIX") == "all" or (number + KINDS.index(kind)) % RANKS == rank:
                     fault(start, device, kind, stage, rank)
                     runs += 1
-    passed(f"torchrun and --fault, ranks on {device}s: {runs} runs, the rank named in each")
+    passed(f"torchrun and --inject-fault, ranks on {device}s: {runs} runs, the rank named in each")
 
 
 def fault(start, device, kind, stage, rank):
     flags = ["--max-epochs=2", "--num-samples=400", "--grace-period=1s"]
     # A stall alone is found by waiting.
     flags.append("--timeout=5s" if kind == "stall" else "--timeout=50s")
-    flags.append(f"--fault={kind}:rank={rank},at={stage}")
+    flags.append(f"--inject-fault={kind}:rank={rank},at={stage}")
     run = Run([*TORCHRUN, f"--nproc-per-node={RANKS}", *start, *flags]).end(1)
     report = run.text().partition("Root Cause")[2]
     if kind == "kill":

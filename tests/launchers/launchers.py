@@ -68,8 +68,8 @@ def torchrun_on_gpus(program, on_gpus):
 
 def restart(program, folder):
     """A rank fails; torchrun starts all again, and they end as if nothing had been."""
-    fault = "--fault=error:rank=1,at=step,step=40"
-    saving = [f"--save-dir={folder}/restart", "--save-every=10", "--resume=auto"]
+    fault = "--inject-fault=error:rank=1,at=step,step=40"
+    saving = [f"--checkpoint-dir={folder}/restart", "--save-every=10", "--resume=auto"]
     start = [*TORCHRUN, "--standalone", "--no-python", "--nproc-per-node=2"]
     run = Run([*start, "--max-restarts=1", program, *FLAGS, *saving, fault])
     result = run.result()
@@ -88,7 +88,7 @@ def elastic(program, folder):
     """One of two agents leaves, and the other goes on alone with the samples that are left."""
     samples, batch, epochs = 131072, 32, 3
     flags = [f"--num-samples={samples}", f"--batch-size={batch}", f"--max-epochs={epochs}"]
-    flags += [f"--save-dir={folder}/elastic", "--save-every=100", "--resume=auto"]
+    flags += [f"--checkpoint-dir={folder}/elastic", "--save-every=100", "--resume=auto"]
     place = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
     place.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     command = ["--no-python", "--nproc-per-node=1", program, *flags, "--log-format=json"]
@@ -116,7 +116,7 @@ def joined(program, folder):
     """A third agent joins two. What stops then is no failure, for which there would be no restart."""
     samples, batch, epochs = 134400, 32, 16
     flags = [f"--num-samples={samples}", f"--batch-size={batch}", f"--max-epochs={epochs}"]
-    flags += [f"--save-dir={folder}/joined", "--save-every=1000", "--resume=auto"]
+    flags += [f"--checkpoint-dir={folder}/joined", "--save-every=1000", "--resume=auto"]
     place = ["--nnodes=2:3", "--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-id=joined"]
     place += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
     command = ["--no-python", "--nproc-per-node=1", program, *flags, "--log-format=json"]

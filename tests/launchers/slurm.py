@@ -153,7 +153,7 @@ def batch(program, folder):
 
 
 def failure(program):
-    run = srun(2, 2, program, *FLAGS, "--fault=error:rank=1,at=step,step=40")
+    run = srun(2, 2, program, *FLAGS, "--inject-fault=error:rank=1,at=step,step=40")
     run.end(1)
     for where in [r"CPU:0", rf"CPU:0 on {re.escape(socket.gethostname())}, process \d+"]:
         who = rf"rank 1 \({where}\) failed in step #40: injected by"
@@ -163,7 +163,7 @@ def failure(program):
 
 def agreed_stop(program, folder):
     """What `--signal=USR1@120` sends ahead of the time limit, sent without waiting for that."""
-    flags = [*ENDLESS, f"--save-dir={folder}/slurm-stop"]
+    flags = [*ENDLESS, f"--checkpoint-dir={folder}/slurm-stop"]
     ranks = [program, *flags]
     run = srun(2, 2, "--job-name=agreed", *ranks)
     run.until('"epoch":0')

@@ -1,4 +1,4 @@
-//! The failures that `--fault` injects, and what every run must report of one.
+//! The failures that `--inject-fault` injects, and what every run must report of one.
 
 use serde_json::Value;
 

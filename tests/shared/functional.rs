@@ -4,7 +4,7 @@ use std::fs;
 use std::rc::Rc;
 
 use ddp_mp::process_group::functional;
-use ddp_mp::{ProcessGroup, torch};
+use ddp_mp::{ProcessGroup, ffi};
 use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 
@@ -93,7 +93,7 @@ pub(crate) fn compare(group: &Rc<ProcessGroup>) -> ddp_mp::Result<()> {
                 assert_eq!(&numbers(found), output, "rank {} of {row:?}", group.rank());
             }
         }
-        torch::backward(&loss)?;
+        ffi::backward(&loss)?;
         let found: Vec<Vec<f64>> = inputs.iter().map(|it| numbers(&it.grad())).collect();
         assert_eq!(&found, gradients, "gradients of rank {} of {row:?}", group.rank());
         assert_eq!(before, inputs.iter().map(numbers).collect::<Vec<_>>(), "inputs stay");

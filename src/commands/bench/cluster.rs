@@ -1,4 +1,4 @@
-//! The cluster of `--model-cluster`: what was said of it, and what is taken for granted.
+//! The cluster of `--simulate-cluster`: what was said of it, and what is taken for granted.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! What `--model-cluster` prints: the step that was measured, on more and more ranks of the cluster.
+//! What `--simulate-cluster` prints: the step that was measured, on more and more ranks of the cluster.
 
 use std::io::{self, Write};
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::NOISY_RATIO;
 use super::cluster::SimulatedCluster;
 use super::cost::{Forecast, Measured};
-use crate::observe::{LogFormat, Printer};
+use crate::telemetry::{LogFormat, Printer};
 
 /// A row of the table. Times are in microseconds.
 #[derive(Debug, Serialize)]

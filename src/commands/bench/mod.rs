@@ -4,11 +4,11 @@
 //!
 //! The columns are those of NVIDIA's nccl-tests, so that the tools and habits for those fit.
 
+mod bench_case;
 mod cluster;
 mod cost;
-mod exercise;
 mod forecast;
-mod limit;
+mod roofline;
 mod scaling;
 mod step;
 
@@ -21,14 +21,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::place_ranks;
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
-use crate::observe::{LogFormat, Printer, gigabytes, total_memory};
 use crate::process_group::{ProcessGroup, ReduceOp, dtype_name};
-use crate::torch::cuda::Cuda;
+use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
+use bench_case::BenchCase;
+pub use bench_case::BenchOp;
 pub use cluster::SimulatedCluster;
-use exercise::BenchCase;
-pub use exercise::BenchOp;
-use limit::MemoryRoofline;
+use roofline::MemoryRoofline;
 pub use scaling::{bench_scaling, check_scaling_flags};
 pub use step::{bench_step, check_step_flags};
 
@@ -38,7 +38,7 @@ pub struct BenchRequest {
     /// The operation.
     pub op: BenchOp,
     /// The kind of the tensors.
-    pub kind: Kind,
+    pub dtype: Kind,
     /// For operations that reduce.
     pub reduce_op: ReduceOp,
     /// The smallest size, in bytes, as nccl-tests counts it: of the larger side of the operation.
@@ -66,7 +66,7 @@ struct Row {
     bytes: u64,
     /// Elements, as nccl-tests counts them: those of one rank's part where the size is of all parts.
     count: u64,
-    kind: &'static str,
+    dtype: &'static str,
     reduce_op: Option<String>,
     /// The median over rounds of the slowest rank's time for one call.
     time_us: f64,
@@ -113,7 +113,7 @@ impl BenchRequest {
     fn check(&self, world_size: usize) -> Result<()> {
         let refuse = |why: String| Err(Error::Input(why));
         if self.op.reduces() {
-            let allowed = self.reduce_op.check_kind(self.op.operation(), self.kind);
+            let allowed = self.reduce_op.check_kind(self.op.operation(), self.dtype);
             allowed.or_else(|error| refuse(error.to_string()))?;
         }
         if self.op == BenchOp::SendRecv && world_size == 1 {
@@ -158,7 +158,7 @@ impl BenchRequest {
         let sizes = std::iter::successors(Some(self.min_bytes), |size| {
             size.checked_mul(self.step_factor).filter(|&next| next <= self.max_bytes)
         });
-        let element = self.kind.elt_size_in_bytes() as u64;
+        let element = self.dtype.elt_size_in_bytes() as u64;
         let mut counts: Vec<u64> =
             sizes.map(|size| self.op.count(size / element, world_size)).collect();
         counts.dedup();
@@ -191,7 +191,7 @@ fn bench_on(
             op: request.op.name(),
             bytes,
             count,
-            kind: dtype_name(request.kind),
+            dtype: dtype_name(request.dtype),
             reduce_op: request.op.reduces().then(|| request.reduce_op.to_string()),
             time_us: time.as_secs_f64() * 1e6,
             algbw,
@@ -364,7 +364,7 @@ fn text(row: &Row) -> String {
         "{:>10}{:>9}{:>9}{:>8}{:>9.2}{:>7.2}{:>7.2}{:>6}{limit:>9}{ratio:>6}",
         row.bytes,
         row.count,
-        row.kind,
+        row.dtype,
         row.reduce_op.as_deref().unwrap_or("none"),
         row.time_us,
         row.algbw,

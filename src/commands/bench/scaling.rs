@@ -8,21 +8,29 @@ use anyhow::Context;
 use serde::Serialize;
 use tch::Device;
 
-use super::super::no_use::reject_flags;
 use super::super::train::with_data;
+use super::super::unsupported_flags::reject_flags;
 use super::super::{cores, place_ranks};
 use super::note_if_busy;
 use super::step::step_on;
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
-use crate::observe::{LogFormat, Printer};
-use crate::torch::cuda::Cuda;
+use crate::telemetry::{LogFormat, Printer};
 
 /// The flags that only runs of several processes have, and those that the measurement sets itself.
-const NOT_OF_SCALING: [&str; 8] =
-    ["fault", "accumulate", "spawn", "launch", "nnodes", "node_rank", "master_addr", "master_port"];
+const NOT_OF_SCALING: [&str; 8] = [
+    "inject_fault",
+    "grad_accum_steps",
+    "spawn",
+    "launch",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+];
 
 /// What stays the same when there are more ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -134,7 +142,7 @@ pub fn bench_scaling(
     cuda: &Cuda,
     printer: &Printer,
 ) -> anyhow::Result<()> {
-    if config.accumulate > 1 || config.spawn == SpawnChoice::Processes {
+    if config.grad_accum_steps > 1 || config.spawn == SpawnChoice::Processes {
         let problem = "bench scaling measures steps of one batch, of ranks that are threads; leave accumulate and \
                        spawn out of the file";
         return Err(Error::Input(problem.into()).into());

@@ -9,9 +9,9 @@ use serde::Serialize;
 use tch::Device;
 
 use super::super::checkpoints::StartPoint;
-use super::super::launched::{self, run_launched};
-use super::super::no_use::reject_flags;
+use super::super::session::{self, run_launched};
 use super::super::train::{Training, with_data};
+use super::super::unsupported_flags::reject_flags;
 use super::cluster::SimulatedCluster;
 use super::cost::Measured;
 use super::forecast;
@@ -19,10 +19,10 @@ use super::note_if_busy;
 use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
 use crate::launch::{Backend, Nproc, Rank};
-use crate::observe::{LogFormat, PhaseSeconds, Printer};
 use crate::operation::Operation;
-use crate::torch::cuda::Cuda;
+use crate::telemetry::{LogFormat, PhaseSeconds, Printer};
 use crate::trainer::Amp;
 
 /// The times of rank 0, in microseconds: medians over the steps. Those of the parts are its GPU's, if it has one: then all
@@ -60,7 +60,7 @@ const WARM_UP: usize = 20;
 /// # Errors
 /// [`Error::Input`] that names it.
 pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    reject_flags(keys, &["fault"], "bench step measures single steps")
+    reject_flags(keys, &["inject_fault"], "bench step measures single steps")
 }
 
 /// Trains as `config` says for `steps` steps, and prints what one takes; and what it would take on `cluster`, for which
@@ -75,8 +75,8 @@ pub fn bench_step(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
-    if config.accumulate > 1 {
-        let problem = "--accumulate: bench step measures steps of one batch; leave it out, and out of the file";
+    if config.grad_accum_steps > 1 {
+        let problem = "--grad-accum-steps: bench step measures steps of one batch; leave it out, and out of the file";
         return Err(Error::Input(problem.into()).into());
     }
     let mut config = Config { val_fraction: Some(0.0), patience: None, ..config };
@@ -91,7 +91,7 @@ pub fn bench_step(
         let (config, data) = with_data(config.clone())?;
         let dataset = data.training;
         let command = format!("bench step --steps={steps}");
-        let launched = launched::join(&config, &command, launch, cuda, printer)?;
+        let launched = session::join(&config, &command, launch, cuda, printer)?;
         let world_size = launched.world_size();
         launched.before_ranks(|| config.validate_for(world_size))?;
         if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
@@ -102,7 +102,7 @@ pub fn bench_step(
             printer.note(&note);
         }
         let (backend, printer) = (launched.placement.backend, printer.clone());
-        let (spawn, cluster) = (launched::spawn(&launched, &config, &printer), cluster.clone());
+        let (spawn, cluster) = (session::spawn(&launched, &config, &printer), cluster.clone());
         spawn.run(move |rank| {
             let times = step_on(rank, backend, &config, &dataset, steps.max(1))?;
             let Some(times) = times else { return Ok(()) };
@@ -126,10 +126,10 @@ pub fn bench_step(
     run_launched(&config, cuda, printer, false, work).map(drop)
 }
 
-/// Refuses what [`ModelCluster`] knows nothing of.
+/// Refuses what [`SimulatedCluster`] knows nothing of.
 fn check_modelled(config: &Config) -> Result<()> {
     let refuse = |what: &str| {
-        let why = "--model-cluster has no model of it; leave out one of the two";
+        let why = "--simulate-cluster has no model of it; leave out one of the two";
         Err(Error::Input(format!("{what}: {why}")))
     };
     if config.strategy == StrategyKind::Dp {

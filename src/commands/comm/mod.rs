@@ -17,10 +17,10 @@ use tch::{Device, Kind};
 
 use super::place_ranks;
 use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
-use crate::observe::{LogFormat, Printer, gigabytes, total_memory};
 use crate::process_group::{ReduceOp, check_reduction, dtype_name, num_bytes};
-use crate::torch::cuda::Cuda;
+use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 
 pub use operations::CommOp;
 use values::{Data, Plain, Value};
@@ -33,7 +33,7 @@ pub struct CommRequest {
     /// How many elements each tensor has.
     pub numel: i64,
     /// Their kind.
-    pub kind: Kind,
+    pub dtype: Kind,
     /// What reductions reduce with.
     pub reduce_op: ReduceOp,
     /// How many ranks.
@@ -108,15 +108,15 @@ pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow
 
 /// Refuses what an operation would refuse, before anything is printed.
 fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: usize) -> Result<()> {
-    let CommRequest { numel, kind, reduce_op, .. } = *request;
+    let CommRequest { numel, dtype: kind, reduce_op, .. } = *request;
     if numel.checked_mul(world_size as i64).is_none() {
         return Err(Error::Input(format!(
-            "--op-numel {numel}: {world_size} tensors of so many elements are too large; use fewer"
+            "--numel {numel}: {world_size} tensors of so many elements are too large; use fewer"
         )));
     }
     for operation in ops.iter().filter_map(|op| op.reduction()) {
         check_reduction(backend.name(), operation, reduce_op, kind).map_err(|error| {
-            Error::Input(format!("--reduce-op {reduce_op} --kind {}: {error}", dtype_name(kind)))
+            Error::Input(format!("--reduce-op {reduce_op} --dtype {}: {error}", dtype_name(kind)))
         })?;
     }
     Ok(())
@@ -136,7 +136,7 @@ fn check_memory(
     total: Option<u64>,
 ) -> Result<()> {
     let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
-    let of_tensor = BYTES_OF_A_TENSOR + num_bytes(request.kind, request.numel as usize) as f64;
+    let of_tensor = BYTES_OF_A_TENSOR + num_bytes(request.dtype, request.numel as usize) as f64;
     let most_of = |ranks| ops.iter().map(move |op| (op.tensors(ranks) * of_tensor, op.name()));
     let needs = |ranks| most_of(ranks).max_by(|a, b| a.0.total_cmp(&b.0));
     let Some((bytes, op)) = needs(world_size).filter(|it| it.0 > total) else { return Ok(()) };
@@ -147,7 +147,7 @@ fn check_memory(
         *(if fits { &mut most } else { &mut too_many }) = ranks;
     }
     Err(Error::Input(format!(
-        "--op-numel {}: the tensors of {op} on {world_size} ranks take {}, and this machine has {}; use fewer elements, \
+        "--numel {}: the tensors of {op} on {world_size} ranks take {}, and this machine has {}; use fewer elements, \
          another operation, or up to {most} ranks with --nproc-per-node",
         request.numel,
         gigabytes(bytes),
@@ -158,7 +158,7 @@ fn check_memory(
 /// What one rank does: every operation, then its row for rank 0, which prints.
 fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.backend)?;
-    let CommRequest { numel, kind, reduce_op, .. } = job.request;
+    let CommRequest { numel, dtype: kind, reduce_op, .. } = job.request;
     let data = Data { group: &group, numel, kind };
     for &op in &job.ops {
         let so_far = group.traffic();
@@ -221,7 +221,7 @@ mod tests {
         let request = CommRequest {
             op: None,
             numel: 1_000_000,
-            kind: Kind::Float,
+            dtype: Kind::Float,
             reduce_op: ReduceOp::Sum,
             nproc_per_node: Nproc::Count(100),
             backend: BackendChoice::Auto,
@@ -231,7 +231,7 @@ mod tests {
         let error = check(&[CommOp::AllGather], 40_000_000_000).unwrap_err().to_string();
         assert_eq!(
             error,
-            "--op-numel 1000000: the tensors of all_gather on 100 ranks take 40.4 GB, and this machine has 40.0 GB; use \
+            "--numel 1000000: the tensors of all_gather on 100 ranks take 40.4 GB, and this machine has 40.0 GB; use \
              fewer elements, another operation, or up to 99 ranks with --nproc-per-node"
         );
         assert!(check(&[CommOp::AllGather], 41_000_000_000).is_ok());
@@ -245,7 +245,7 @@ mod tests {
         let request = CommRequest {
             op: None,
             numel: 2,
-            kind: Kind::Float,
+            dtype: Kind::Float,
             reduce_op: ReduceOp::Sum,
             nproc_per_node: Nproc::Auto,
             backend: BackendChoice::Auto,

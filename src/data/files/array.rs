@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::torch::MappedFile;
+use crate::ffi::MappedFile;
 
 /// What a file holds; converted batch by batch.
 pub(super) struct Array {

@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::TargetKind;
 use super::array::Array;
 use crate::error::{Error, Result};
-use crate::torch::open_file;
+use crate::ffi::open_file;
 
 /// Reads the file into memory, and unpacks it if gzip has packed it.
 pub(super) fn read(path: &Path, kind: TargetKind) -> Result<(Array, Array)> {

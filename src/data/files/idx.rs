@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 
 use super::array::{Array, Layout, sizes};
 use crate::error::{Error, Result};
-use crate::torch::{MappedFile, open_file};
+use crate::ffi::{MappedFile, open_file};
 
 /// Images and labels of the `part` "train" or "t10k".
 pub(super) fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {

@@ -17,7 +17,7 @@ pub use spec::DatasetSpec;
 
 use super::{Dataset, Targets, TensorDataset, random_split};
 use crate::error::{Error, Result};
-use crate::torch::SharedTensor;
+use crate::ffi::SharedTensor;
 use array::Array;
 
 /// What the targets of a file are taken for.

@@ -7,7 +7,7 @@ use tch::Kind;
 
 use super::array::{Array, Layout};
 use crate::error::{Error, Result};
-use crate::torch::MappedFile;
+use crate::ffi::MappedFile;
 
 /// Maps the file. Numbers in Fortran's order or of the other byte order are copied into memory.
 pub(super) fn read(path: &Path) -> Result<Array> {

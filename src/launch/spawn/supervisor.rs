@@ -10,15 +10,15 @@ use crossbeam::channel::{Receiver, unbounded};
 use crossbeam::select;
 
 use super::{Spawn, leave_failure};
+use crate::ffi::limits::not_started;
+use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{Ended, RankThread};
 use crate::launch::stall::{stalled, status_table};
-use crate::launch::watch::Stay;
 use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
-use crate::observe::{TRACED, trace_output, write_trace};
 use crate::operation::Operation;
 use crate::process_group::rank_label;
-use crate::sync::{Failure, FlightRecorder, History, RunContext, deadline};
-use crate::torch::limits::not_started;
+use crate::runtime::{Failure, FlightRecorder, History, RunContext, deadline};
+use crate::telemetry::{TRACED, trace_output, write_trace};
 
 /// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
 /// is used becomes memory.

@@ -7,8 +7,8 @@ use crossbeam::channel::Receiver;
 
 use super::Network;
 use crate::error::Result;
+use crate::ffi::GlooWork;
 use crate::operation::OpId;
-use crate::torch::GlooWork;
 
 /// An operation of Gloo's that was started, for a call.
 pub(super) struct Started {
@@ -57,7 +57,7 @@ impl InFlight {
     ///
     /// # Errors
     /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Cancelled`](crate::Error::Cancelled),
-    /// [`Error::Peer`](crate::Error::Peer).
+    /// [`Error::ConnectionLost`](crate::Error::Peer).
     pub(crate) fn wait(self) -> Result<()> {
         self.network.finish(&self.started)
     }

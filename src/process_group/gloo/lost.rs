@@ -6,7 +6,7 @@ use crossbeam::channel::select_biased;
 
 use crate::error::{Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
-use crate::sync::{OpSnapshot, RunContext};
+use crate::runtime::{OpSnapshot, RunContext};
 
 /// How long to wait for the reason of a failure, which another process may be about to tell.
 pub(super) const FAILURE_CAUSE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -23,7 +23,7 @@ pub(super) fn timed_out(
         Ok(silent) => silent,
         Err(cancelled) => return cancelled,
     };
-    // Only an open record says that a rank has entered the call: `Run::activity` has the call already on the way into it.
+    // Only an open record says that a rank has entered the call: `RunContext::activity` has the call already on the way into it.
     // To synchronize is no call, and has no record.
     let is_open = |it: &OpSnapshot| it.at == at && it.ended.is_none();
     let has_entered = |rank: &usize| match at.operation {
@@ -81,7 +81,7 @@ fn silent(
     Ok(silent)
 }
 
-/// Waits until another process has told why it has failed, for [`REASON`] at most.
+/// Waits until another process has told why it has failed, for [`FAILURE_CAUSE_TIMEOUT`] at most.
 fn await_reason(run: &RunContext) {
     select_biased! {
         recv(run.cancel.tripped()) -> _ => {}

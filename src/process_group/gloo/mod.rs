@@ -13,13 +13,13 @@
 //! Sums and products of float16 and bfloat16 travel between the processes in float32 then, and are narrowed once, when
 //! all of them are there.
 
+mod header;
 mod in_flight;
 mod lost;
 mod messages;
 mod network;
-mod note;
-mod parts;
-mod room;
+mod split_sizes;
+mod staging;
 mod work;
 
 use std::ops::Range;
@@ -29,16 +29,16 @@ use std::time::Duration;
 use tch::{Kind, Tensor};
 
 use super::threaded::{self, CollectiveFingerprint, ExchangeSlot, Memory, Shared, my_slice};
-use super::{Backend, Call, P2POp, ReduceOp, Traffic, calls, num_bytes, weights};
+use super::{Backend, Call, P2POp, ReduceOp, Traffic, mismatch, num_bytes, weights};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
-use crate::sync::RunContext;
+use crate::runtime::RunContext;
 pub(crate) use in_flight::InFlight;
 pub(crate) use lost::connection_lost;
 pub(crate) use messages::Letter;
 pub(crate) use network::Network;
-pub(crate) use parts::ProcessMap;
-use parts::SplitSizes;
+pub(crate) use split_sizes::ProcessMap;
+use split_sizes::SplitSizes;
 use work::{Work, sources};
 
 /// An all_reduce goes out whole up to this many bytes for all processes together: one exchange instead of two.
@@ -90,7 +90,7 @@ impl Hierarchical {
 
     /// What they call, for other processes to read.
     fn describe(&self) -> String {
-        calls::to_text(self.seat.published())
+        mismatch::to_text(self.seat.published())
     }
 
     /// On the process's first rank `work`; then all ranks of the process go on.

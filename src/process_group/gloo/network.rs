@@ -15,17 +15,17 @@ use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::threaded::Mailboxes;
-use super::super::{Call, calls, dtype_name, num_bytes, weights};
+use super::super::{Call, dtype_name, mismatch, num_bytes, weights};
+use super::header::{ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, MAX_INLINE};
 use super::in_flight::Started;
 use super::lost::{self, FAILURE_CAUSE_TIMEOUT};
 use super::messages::{Door, Messages};
-use super::note::{ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, MAX_INLINE};
-use super::parts::{ProcessMap, SplitSizes, padded};
-use super::room::StagingBuffers;
+use super::split_sizes::{ProcessMap, SplitSizes, padded};
+use super::staging::StagingBuffers;
 use crate::error::{Error, Result};
+use crate::ffi::{Gloo, GlooWork, Reduce, TcpStore};
 use crate::operation::{OpId, Operation};
-use crate::sync::{RunContext, Stop, StopMessage, deadline, format_call_site};
-use crate::torch::{Gloo, GlooWork, Reduce, TcpStore};
+use crate::runtime::{RunContext, Stop, StopMessage, deadline, format_call_site};
 
 /// What the ranks of one process share of a group of several processes.
 pub(crate) struct Network {
@@ -212,7 +212,7 @@ impl Network {
     /// something else.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::Peer`]; [`Error::Input`] for weights that
+    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`]; [`Error::Input`] for weights that
     /// have no mean.
     pub(super) fn exchange(
         &self,
@@ -403,7 +403,12 @@ impl Network {
         let here = ranks(self.layout.mine);
         let line = format_call_site(call.place.filter(|_| here.len() == 1));
         let numbers = [sent, parts.from[process]].map(numel);
-        calls::sizes_differ(call.sequence, (ranks(process), String::new()), (here, line), numbers)
+        mismatch::sizes_differ(
+            call.sequence,
+            (ranks(process), String::new()),
+            (here, line),
+            numbers,
+        )
     }
 
     /// Returns the error of processes of which those in `different` make another call than this one. Each tells the others
@@ -420,14 +425,14 @@ impl Network {
             if !different.contains(&process) {
                 told.get_or_insert_with(|| same.into());
             }
-            calls.extend(calls::from_text(told.as_deref(), &self.members[places.clone()]));
+            calls.extend(mismatch::from_text(told.as_deref(), &self.members[places.clone()]));
         }
         let here = &self.members[self.layout.here()];
         let operation = |rank: usize| match here.contains(&rank) {
             true => call.operation,
             false => self.run.activity[rank].now().operation,
         };
-        Ok(calls::mismatch(call.sequence, &calls, operation))
+        Ok(mismatch::mismatch(call.sequence, &calls, operation))
     }
 }
 

@@ -9,7 +9,7 @@ use super::super::threaded::{
     CollectiveFingerprint, ExchangeSlot, Kinds, Reduction, my_slice, reduce_elements,
 };
 use super::super::{Call, ReduceOp, num_bytes, weights};
-use super::parts::SplitSizes;
+use super::split_sizes::SplitSizes;
 use super::{Network, ProcessMap};
 use crate::operation::Operation;
 

@@ -12,7 +12,7 @@ use cudarc::nccl::sys::{self, ncclResult_t};
 
 use super::UniqueId;
 use crate::error::{Error, Result};
-use crate::sync::RunContext;
+use crate::runtime::RunContext;
 
 thread_local! {
     /// Those that the ranks of this thread have left, and that NCCL may not be through with.

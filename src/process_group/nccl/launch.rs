@@ -8,12 +8,12 @@ use tch::{Kind, Tensor};
 
 use super::super::traffic::{Traffic, first_bytes, of_parts};
 use super::super::{
-    Backend, Call, P2POp, ReduceOp, calls, dtype_name, num_bytes, threaded, weights,
+    Backend, Call, P2POp, ReduceOp, dtype_name, mismatch, num_bytes, threaded, weights,
 };
 use super::{Nccl, Network, is_failure};
 use crate::error::{Error, Result};
+use crate::ffi::cuda;
 use crate::operation::Operation;
-use crate::torch::cuda;
 
 impl Nccl {
     /// Launches this rank's part of a collective between two meetings.
@@ -150,7 +150,7 @@ impl Nccl {
         threaded::exchange(&mut self.seat, self.shared.here().start, call, false, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
             if self.seat.rank() == 0 {
-                let describe = || calls::to_text(self.seat.published());
+                let describe = || mismatch::to_text(self.seat.published());
                 let mean = call.weight.map(|_| weights::mean(self.weights_here()));
                 self.tell(network.compare(call, mean, describe))?;
             }

@@ -30,8 +30,8 @@ use super::gloo::Network;
 use super::threaded::{CollectiveFingerprint, ExchangeSlot, Shared, SubgroupKey};
 use super::{Backend, Bootstrap, Call, P2POp, Traffic};
 use crate::error::{Error, Result};
+use crate::ffi::cuda;
 use crate::operation::Operation;
-use crate::torch::cuda;
 use communicator::{Communicator, check, end_all, is_failure};
 pub(super) use launch::reduction;
 pub(crate) use unique_id::UniqueId;
@@ -137,7 +137,7 @@ impl Nccl {
         self.seat.barrier().wait(self.seat.rank(), call.at())
     }
 
-    /// As [`Nccl::between_meetings`], for several calls. `launch` returns the first result that is a failure.
+    /// As [`Nccl::with_launch_barrier`], for several calls. `launch` returns the first result that is a failure.
     fn grouped(
         &mut self,
         call: &Call,

@@ -7,7 +7,7 @@ use cudarc::nccl::sys;
 
 use super::{check, require_library};
 use crate::error::{Error, Result};
-use crate::torch::TcpStore;
+use crate::ffi::TcpStore;
 
 /// What rank 0 makes and all ranks need to find each other.
 #[derive(Debug, Clone, Copy)]

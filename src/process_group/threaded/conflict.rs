@@ -1,11 +1,11 @@
 //! Whether the tensors that all ranks of a process have announced fit each other: no memory that one rank writes and
 //! another touches, and in an all_to_all the sizes that each pair of ranks has announced.
 
-use super::super::calls::sizes_differ;
-use super::announced::CollectiveFingerprint;
+use super::super::mismatch::sizes_differ;
+use super::fingerprint::CollectiveFingerprint;
 use crate::error::Error;
 use crate::operation::Operation;
-use crate::sync::format_call_site;
+use crate::runtime::format_call_site;
 
 /// Memory that a call reads or writes: addresses from `start` to before `end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -16,7 +16,7 @@ use tch::{Kind, Tensor};
 
 use super::super::dtype_name;
 use crate::error::Error;
-use crate::sync::RunContext;
+use crate::runtime::RunContext;
 
 /// The letter boxes of a group's ranks.
 #[derive(Debug)]

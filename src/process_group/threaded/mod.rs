@@ -13,26 +13,26 @@
 //! Where each of many ranks has a list of tensors, the first compares for all, and they meet once more to learn what it
 //! has found. Only meetings before the work can be cancelled or time out; from then on no rank waits for anything.
 
-mod announced;
 mod conflict;
 mod element;
+mod exchange;
+mod fingerprint;
+mod kernels;
 mod mail;
-mod meeting;
-mod part;
 mod shared;
 
 use super::{Backend, Call, P2POp, Traffic, weights};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
-pub(super) use announced::{CollectiveFingerprint, Place};
 pub(super) use conflict::Memory;
 pub(super) use element::{Kinds, Reduction, reduce as reduce_elements};
+pub(super) use exchange::ExchangeSlot;
+pub(super) use fingerprint::{CollectiveFingerprint, Place};
+pub(super) use kernels::my_slice;
 pub(super) use mail::{
     Carrier, Completion, Contents, Incoming, Mailboxes, Outcome, P2pRequest, PostedOp, Side,
     describe,
 };
-pub(super) use meeting::ExchangeSlot;
-pub(super) use part::my_slice;
 pub(super) use shared::{Shared, SubgroupKey};
 
 /// One rank's side of the backend.
@@ -41,7 +41,7 @@ pub(super) struct Threaded {
     /// The memory of all ranks' tensors in this collective; kept to be filled again without allocating.
     memory: Memory,
     /// Lists of places for the work, likewise.
-    places: part::SpanScratch,
+    places: kernels::SpanScratch,
 }
 
 impl Threaded {
@@ -49,7 +49,7 @@ impl Threaded {
     pub(super) fn join(seat: ExchangeSlot<CollectiveFingerprint>) -> Result<Self> {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         seat.barrier().wait(seat.rank(), at)?;
-        Ok(Self { seat, memory: Memory::default(), places: part::SpanScratch::default() })
+        Ok(Self { seat, memory: Memory::default(), places: kernels::SpanScratch::default() })
     }
 }
 
@@ -69,7 +69,7 @@ pub(super) fn exchange(
     let place = first_place + seat.rank();
     seat.exchange(call.at(), timeout, |announced| announced.publish(call, place, on_one_device))?;
     let members = seat.barrier().members();
-    announced::compare(seat.published(), members, call.sequence)?;
+    fingerprint::compare(seat.published(), members, call.sequence)?;
     let spans = seat.published().map(|it| it.spans.len()).sum::<usize>();
     let conflict = match memory {
         None => conflict::sizes(seat.published(), first_place),
@@ -108,13 +108,13 @@ impl Backend for Threaded {
         // leave it together.
         seat.and_leave_together(|| {
             // SAFETY: as said, all that it asks for.
-            unsafe { part::run(call, seat.rank(), seat.published(), places) }
+            unsafe { kernels::run(call, seat.rank(), seat.published(), places) }
         })
     }
 
     fn traffic(&self, call: &Call) -> Traffic {
         let members = self.seat.barrier().members().len();
-        part::traffic(call, self.seat.rank(), members)
+        kernels::traffic(call, self.seat.rank(), members)
     }
 
     fn mean_weight(&self) -> f64 {

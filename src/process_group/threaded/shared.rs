@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::Bootstrap;
-use super::announced::CollectiveFingerprint;
+use super::exchange::{Exchange, ExchangeSlot};
+use super::fingerprint::CollectiveFingerprint;
 use super::mail::Mailboxes;
-use super::meeting::{Exchange, ExchangeSlot};
 use crate::error::Result;
-use crate::sync::{Barrier, RunContext};
+use crate::runtime::{Barrier, RunContext};
 
 /// Made by one rank and handed to the others.
 #[derive(Debug)]

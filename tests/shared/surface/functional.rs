@@ -1,7 +1,7 @@
 //! Collectives that gradients flow through.
 
 use ddp_mp::process_group::functional;
-use ddp_mp::{ReduceOp, torch};
+use ddp_mp::{ReduceOp, ffi};
 use tch::{Kind, Tensor};
 
 use super::{Surface, numbers, reduced};
@@ -12,7 +12,7 @@ pub(super) fn functional_all_reduce(it: &Surface) {
     let expected = reduced(ReduceOp::Sum, &it.of_all(3));
     it.is(&sum.detach(), &expected);
     // Each rank's loss is sum^2, and each depends on `mine` with the gradient 2 * sum.
-    torch::backward(&sum.square().sum(Kind::Float)).unwrap();
+    ffi::backward(&sum.square().sum(Kind::Float)).unwrap();
     let factor = 2.0 * it.size() as f64;
     it.is(&mine.grad(), &expected.iter().map(|sum| factor * sum).collect::<Vec<_>>());
 }
@@ -51,7 +51,7 @@ impl Surface {
         let parts = parts.map(|(index, it)| {
             (it * self.tensor(&weights(self.me(), index), Kind::Float)).sum(Kind::Float)
         });
-        torch::backward(&parts.sum::<Tensor>()).unwrap();
+        ffi::backward(&parts.sum::<Tensor>()).unwrap();
         self.is(&mine.grad(), expected);
     }
 

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::operation::OpId;
-use crate::sync::{RunContext, panics};
+use crate::runtime::{RunContext, panics};
 
 /// The rank in the run that a thread serves now, and in what.
 pub(super) type Serving = Cell<(usize, Option<OpId>)>;

@@ -14,8 +14,8 @@ use super::frame::Frame;
 use super::link::{Adoption, Link};
 use super::reader::{self, Patient, TICK};
 use crate::error::{Error, Result};
-use crate::torch::TcpStore;
-use crate::torch::limits::require_files;
+use crate::ffi::TcpStore;
+use crate::ffi::limits::require_files;
 
 /// How long a new connection may take to send its greeting.
 const GREETING: Duration = Duration::from_secs(10);

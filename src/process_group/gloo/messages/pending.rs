@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crossbeam::channel::Sender;
 
-use crate::sync::RunContext;
+use crate::runtime::RunContext;
 
 /// Something that a rank must not end before. It is over when this is dropped.
 pub(super) struct Pending {

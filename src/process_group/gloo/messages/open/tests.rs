@@ -14,7 +14,7 @@ use super::super::frame::Offer;
 use super::super::{Connections, Letter, Messages};
 use super::*;
 use crate::operation::{OpId, Operation};
-use crate::sync::RunContext;
+use crate::runtime::RunContext;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 

@@ -1,0 +1,105 @@
+//! The limit of the machine: how fast as many threads can move the bytes of a collective, if they never
+//! have to wait for each other and have nothing to compute.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::bounded;
+
+use super::BenchOp;
+use crate::error::{Error, Result};
+use crate::ffi::limits::not_started;
+
+/// What one thread reads and writes: every input once, every output once.
+struct Share {
+    inputs: Vec<Vec<u8>>,
+    outputs: Vec<Vec<u8>>,
+    /// Whether the outputs are the inputs.
+    in_place: bool,
+}
+
+/// The memory of all threads, as much as the ranks of the collective have.
+pub(super) struct MemoryRoofline(Vec<Share>);
+
+/// Stays in the first-level cache.
+const PIECE: usize = 4096;
+
+impl MemoryRoofline {
+    pub(super) fn new(op: BenchOp, world_size: usize, bytes: u64) -> Self {
+        let share = |rank| {
+            let (inputs, outputs, part) = op.share(rank, world_size, bytes as usize);
+            let buffers = |count| vec![vec![1; part]; count];
+            let in_place = op == BenchOp::AllReduce;
+            let outputs = if in_place { Vec::new() } else { buffers(outputs) };
+            Share { inputs: buffers(inputs), outputs, in_place }
+        };
+        Self((0..world_size).map(share).collect())
+    }
+
+    /// How long the slowest thread takes for one pass, on average over `iters`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when a thread cannot be started.
+    pub(super) fn measure(&mut self, iters: u64) -> Result<Duration> {
+        let count = self.0.len();
+        let start = Barrier::new(count);
+        // Threads that wait for one that is never started would wait for ever.
+        let (all_are_there, gate) = bounded(count);
+        let passes = |share: &mut Share| {
+            if gate.recv().is_err() {
+                return Duration::ZERO;
+            }
+            start.wait();
+            let began = Instant::now();
+            for _ in 0..iters {
+                share.pass();
+            }
+            began.elapsed()
+        };
+        let slowest = thread::scope(|scope| {
+            let passes = &passes;
+            let start = |(number, share)| {
+                let thread = thread::Builder::new().spawn_scoped(scope, move || passes(share));
+                let what = || format!("thread {number} of {count} that measures the machine");
+                thread.map_err(|error| Error::Input(not_started(&what(), &error)))
+            };
+            let threads: Result<Vec<_>> = self.0.iter_mut().enumerate().map(start).collect();
+            if threads.is_ok() {
+                (0..count).try_for_each(|_| all_are_there.send(())).ok();
+            }
+            drop(all_are_there);
+            // A thread that only copies does not panic.
+            Ok(threads?.into_iter().filter_map(|thread| thread.join().ok()).max())
+        });
+        Ok(slowest?.unwrap_or_default().div_f64(iters as f64))
+    }
+}
+
+impl Share {
+    /// Reads everything and writes everything. What is read passes through the nearest cache only.
+    fn pass(&mut self) {
+        let Share { inputs, outputs, in_place } = self;
+        // Nothing to combine: straight from memory to memory.
+        if let ([input], [output]) = (&inputs[..], &mut outputs[..]) {
+            output.copy_from_slice(input);
+            std::hint::black_box(output);
+            return;
+        }
+        let mut piece = [0; PIECE];
+        let len = inputs.first().map_or(0, Vec::len);
+        for start in (0..len).step_by(PIECE) {
+            let range = start..(start + PIECE).min(len);
+            let piece = &mut piece[..range.len()];
+            for input in &mut *inputs {
+                piece.copy_from_slice(&input[range.clone()]);
+                std::hint::black_box(&mut *piece);
+            }
+            for output in if *in_place { &mut *inputs } else { &mut *outputs } {
+                output[range.clone()].copy_from_slice(piece);
+            }
+        }
+        std::hint::black_box(inputs);
+        std::hint::black_box(outputs);
+    }
+}

@@ -1,0 +1,179 @@
+//! The end of a run: what each rank has to tell, and what rank 0 makes of it.
+
+use serde::{Deserialize, Serialize};
+use tch::Device;
+
+use super::super::cores;
+use super::Job;
+use crate::config::StrategyKind;
+use crate::data::DatasetSpec;
+use crate::ddp::Strategy;
+use crate::error::{Compared, Result};
+use crate::models::Model;
+use crate::process_group::{ProcessGroup, Traffic};
+use crate::runtime::StopReason;
+use crate::telemetry::report::{
+    Cores, Measured, Moved, Replicas, Verdict, advice, outside_collectives,
+};
+use crate::telemetry::{End, PhaseSeconds, find_straggler, find_straggler_over, peak_memory};
+use crate::trainer::{Summary, Trainer};
+
+/// What rank 0 hears of each.
+#[derive(Debug, Serialize, Deserialize)]
+struct RankSummary {
+    sent: u64,
+    received: u64,
+    /// For data, in seconds.
+    waited: f64,
+    phases: PhaseSeconds,
+    /// 64 bits over what all ranks should have alike.
+    parameters: Option<u64>,
+}
+
+/// Gathers what all ranks have to tell. Returns what the run came to on rank 0, and on all ranks whether the replicas
+/// are equal. A collective.
+pub(super) fn end(
+    trainer: &Trainer<Model>,
+    summary: &Summary,
+    job: &Job,
+    group: &ProcessGroup,
+) -> Result<(Option<End>, bool)> {
+    let Traffic { sent, received } = group.traffic();
+    let of_model = trainer.ddp().parameters_hash()?;
+    let parameters = match trainer.ddp() {
+        Strategy::Ddp(ddp) if job.config.no_broadcast_buffers => Some(ddp.replica_hash()?),
+        Strategy::Ddp(_) => Some(of_model),
+        Strategy::Dp(_) => None, // rank 0 alone has the model
+    };
+    let mine = RankSummary {
+        sent,
+        received,
+        waited: trainer.loader().waited().as_secs_f64(),
+        phases: group.phase_seconds(),
+        parameters,
+    };
+    // Rank 0 alone gets what all have to tell: on every rank it would take memory for each pair of ranks.
+    let of_ranks = group.gather_object(&mine, 0)?;
+    let replicas = of_ranks.as_ref().and_then(|it| replicas(it, job.config.check_replicas_every));
+    // All ranks must know: each ends with an error if the replicas differ.
+    let mut equal = vec![replicas.as_ref().is_none_or(|it| it.equal)];
+    group.broadcast_object_list(&mut equal, 0)?;
+    let equal = equal == [true];
+    let Some(of_ranks) = of_ranks else { return Ok((None, equal)) };
+    let seconds = summary.elapsed.as_secs_f64();
+    let statistics = trainer.ddp().statistics();
+    let hidden = statistics.hidden;
+    let by_rank = |of: fn(&RankSummary) -> f64| of_ranks.iter().map(of).collect::<Vec<_>>();
+    let phases: Vec<PhaseSeconds> = of_ranks.iter().map(|it| it.phases).collect();
+    let end = End {
+        seconds,
+        steps: summary.steps,
+        loss: summary.last_loss,
+        us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
+        parameters_hash: format!("{of_model:016x}"),
+        replicas_equal: replicas.as_ref().map(|it| it.equal),
+        bucket_bytes: statistics.bucket_bytes,
+        backward_us: statistics.backward_us,
+        communication_us: statistics.communication_us,
+        overlapped: statistics.overlapped,
+        bytes_sent_by_rank: of_ranks.iter().map(|it| it.sent).collect(),
+        bytes_received_by_rank: of_ranks.iter().map(|it| it.received).collect(),
+        data_wait_seconds_by_rank: by_rank(|it| it.waited),
+        collective_seconds_by_rank: by_rank(|it| it.phases.collectives),
+        straggler: find_straggler(&phases, seconds),
+        peak_memory_bytes: peak_memory(),
+        skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
+        scale: trainer.scaler().state().map(|scaler| scaler.scale),
+        stopped: summary.stopped.map(StopReason::name),
+        restarts: job.restarts.reasons.clone(),
+        best: trainer.state().best.clone(),
+        steps_now: summary.steps_now,
+        first_loss: summary.first_loss,
+    };
+    job.seen.update(|draft| {
+        // They have been put together anew since the beginning.
+        draft.model.buckets.clone_from(&end.bucket_bytes);
+        draft.model.parameters = trainer.ddp().parameter_places();
+        draft.moved = Moved {
+            sent: end.bytes_sent_by_rank.clone(),
+            received: end.bytes_received_by_rank.clone(),
+            collectives: Vec::new(),
+        };
+        draft.replicas = replicas;
+        draft.verdict = verdict(&end, phases, hidden, job, group);
+        draft.end = Some(end.clone());
+    });
+    Ok((Some(end), equal))
+}
+
+/// Ends a run whose replicas differ.
+///
+/// # Errors
+/// [`Error::ReplicasDiverged`], on all ranks alike.
+pub(super) fn refuse_different_replicas(trainer: &Trainer<Model>, job: &Job) -> Result<()> {
+    match trainer.ddp() {
+        Strategy::Ddp(ddp) => {
+            trainer.compare_replicas(ddp, !job.config.no_broadcast_buffers, Compared::AtEnd)
+        }
+        Strategy::Dp(_) => Ok(()),
+    }
+}
+
+fn replicas(of_ranks: &[RankSummary], checked_every: Option<u64>) -> Option<Replicas> {
+    let hashes: Vec<u64> = of_ranks.iter().map(|it| it.parameters).collect::<Option<_>>()?;
+    Some(Replicas {
+        equal: hashes.iter().all(|hash| *hash == hashes[0]),
+        hashes: hashes.iter().map(|hash| format!("{hash:016x}")).collect(),
+        checked_every,
+    })
+}
+
+/// How long the others must have waited for a rank, in seconds, to say so on a page.
+const MIN_STRAGGLER_SECONDS: f64 = 0.05;
+
+fn verdict(
+    end: &End,
+    phases: Vec<PhaseSeconds>,
+    hidden: f64,
+    job: &Job,
+    group: &ProcessGroup,
+) -> Verdict {
+    let config = &job.config;
+    let on_cpu = group.device() == Device::Cpu;
+    let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
+    let overlapped = overlaps.then_some(hidden);
+    let straggler = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
+    let measured = Measured {
+        phases: &phases,
+        straggler: straggler.as_ref(),
+        overlapped,
+        us_per_step: end.us_per_step,
+        bucket_bytes: &end.bucket_bytes,
+        batch_size: config.batch_size,
+        num_workers: config.num_workers,
+        backend: group.backend(),
+        seconds: end.seconds,
+        cores: on_cpu.then(|| Cores {
+            count: cores(),
+            local_ranks: job.launched.placement.devices.len(),
+            threads_per_rank: job.launched.placement.threads_per_rank,
+        }),
+        losses: job.seen.losses(),
+        lr: config.lr_for(group.world_size()).0,
+        fitting_config: (config.dataset == DatasetSpec::Digits).then_some("configs/digits.toml"),
+    };
+    Verdict {
+        outside_collectives: outside_collectives(&phases),
+        overlapped,
+        advice: match end.replicas_equal {
+            Some(false) => vec![
+                "First of all find out why the ranks do not hold the same parameters: --check-replicas-every 1 names the \
+                 step, the rank and the parameter."
+                    .into(),
+            ],
+            _ => advice(measured),
+        },
+        straggler,
+        phases,
+    }
+}

@@ -1,0 +1,363 @@
+//! The Rust face of `c10d.cpp`. Most of it blocks; `store` and `gloo` see to it that nobody has to wait for that.
+
+use std::convert::Infallible;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ptr;
+use std::time::Duration;
+
+use crossbeam::channel::Sender;
+use torch_sys::C_tensor;
+
+use super::shim::take_message;
+use crate::error::first_line;
+use crate::runtime::LONGEST;
+
+/// `c10::intrusive_ptr<c10d::TCPStore>`, only ever behind a pointer.
+#[repr(C)]
+struct RawStore {
+    _opaque: [u8; 0],
+}
+
+/// `c10d::ProcessGroupGloo`, only ever behind a pointer.
+#[repr(C)]
+struct RawGroup {
+    _opaque: [u8; 0],
+}
+
+type Take = unsafe extern "C" fn(*mut c_void, *const u8, usize);
+type Done = unsafe extern "C" fn(*mut c_void, *const c_char);
+
+/// What a group can be asked to do; numbered as in `c10d.cpp`.
+#[repr(u8)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operation {
+    AllReduce,
+    Reduce,
+    Broadcast,
+    AllGather,
+    Gather,
+    Scatter,
+    ReduceScatter,
+    AllToAll,
+    Barrier,
+    Send,
+    Recv,
+}
+
+/// One call of it.
+#[repr(C)]
+pub(super) struct Call {
+    pub operation: Operation,
+    /// A `c10d::ReduceOp::RedOpType`.
+    pub reduce: u8,
+    pub peer: c_int,
+    pub tag: c_int,
+    pub inputs: *const *mut C_tensor,
+    pub inputs_len: usize,
+    pub outputs: *const *mut C_tensor,
+    pub outputs_len: usize,
+    pub input_splits: *const i64,
+    pub output_splits: *const i64,
+    pub splits_len: usize,
+}
+
+unsafe extern "C" {
+    fn ddp_store_new(
+        host: *const c_char,
+        port: u16,
+        listen_fd: c_int,
+        timeout_ms: i64,
+        store: *mut *mut RawStore,
+    ) -> *mut c_char;
+    fn ddp_store_free(store: *mut RawStore);
+    fn ddp_store_set(
+        store: *mut RawStore,
+        key: *const c_char,
+        bytes: *const u8,
+        len: usize,
+    ) -> *mut c_char;
+    fn ddp_store_get(
+        store: *mut RawStore,
+        key: *const c_char,
+        take: Take,
+        context: *mut c_void,
+    ) -> *mut c_char;
+    fn ddp_store_wait(
+        store: *mut RawStore,
+        keys: *const *const c_char,
+        len: usize,
+        timeout_ms: i64,
+        there: *mut bool,
+    ) -> *mut c_char;
+    fn ddp_store_check(
+        store: *mut RawStore,
+        keys: *const *const c_char,
+        len: usize,
+        there: *mut bool,
+    ) -> *mut c_char;
+    fn ddp_store_add(
+        store: *mut RawStore,
+        key: *const c_char,
+        amount: i64,
+        sum: *mut i64,
+    ) -> *mut c_char;
+    fn ddp_store_compare_set(
+        store: *mut RawStore,
+        key: *const c_char,
+        expected: *const u8,
+        expected_len: usize,
+        desired: *const u8,
+        desired_len: usize,
+        take: Take,
+        context: *mut c_void,
+    ) -> *mut c_char;
+    fn ddp_gloo_new(
+        store: *mut RawStore,
+        prefix: *const c_char,
+        rank: c_int,
+        size: c_int,
+        timeout_ms: i64,
+        interfaces: *const *const c_char,
+        interfaces_len: usize,
+        address: *const c_char,
+        group: *mut *mut RawGroup,
+    ) -> *mut c_char;
+    fn ddp_gloo_free(group: *mut RawGroup);
+    fn ddp_gloo_start(
+        group: *mut RawGroup,
+        call: *const Call,
+        done: Done,
+        context: *mut c_void,
+    ) -> *mut c_char;
+    fn ddp_gloo_abort(group: *mut RawGroup) -> *mut c_char;
+}
+
+/// What failed, in one line of libtorch's own words.
+pub(super) type Result<T> = std::result::Result<T, String>;
+
+/// One connection to a store, and the server itself where this process has it. Blocks as long as the server
+/// does not answer.
+pub(super) struct Connection(*mut RawStore);
+
+// SAFETY: nothing in the C++ object belongs to a thread. Not Sync: whoever calls, has it alone.
+unsafe impl Send for Connection {}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // SAFETY: comes from `ddp_store_new`, and nobody else frees it.
+        unsafe { ddp_store_free(self.0) }
+    }
+}
+
+impl Connection {
+    /// To the server at `host`, an address; with a `listener`, a socket that listens there, which libtorch takes
+    /// over, this process is the server.
+    pub(super) fn new(
+        host: &str,
+        port: u16,
+        listener: Option<c_int>,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let (host, mut store) = (text(host)?, ptr::null_mut());
+        let listener = listener.unwrap_or(-1);
+        // SAFETY: reads one string, writes one pointer to a valid place.
+        take_message(unsafe {
+            ddp_store_new(host.as_ptr(), port, listener, millis(timeout), &mut store)
+        })?;
+        Ok(Self(store))
+    }
+
+    pub(super) fn set(&mut self, key: &str, value: &[u8]) -> Result<()> {
+        let key = text(key)?;
+        // SAFETY: `self` is live; reads one string and as many bytes as is said.
+        take_message(unsafe { ddp_store_set(self.0, key.as_ptr(), value.as_ptr(), value.len()) })
+    }
+
+    pub(super) fn get(&mut self, key: &str) -> Result<Vec<u8>> {
+        let (key, mut value) = (text(key)?, Vec::new());
+        let context = (&raw mut value).cast();
+        // SAFETY: `self` is live; `take` is called before this returns, with the vector that is its context.
+        take_message(unsafe { ddp_store_get(self.0, key.as_ptr(), take, context) })?;
+        Ok(value)
+    }
+
+    /// Whether all `keys` are there within `timeout`, which is at least a millisecond.
+    pub(super) fn wait(&mut self, keys: &[String], timeout: Duration) -> Result<bool> {
+        let (keys, mut there) = (Texts::new(keys)?, false);
+        let timeout = millis(timeout).max(1);
+        // SAFETY: `self` is live; reads as many strings as is said, writes one bool to a valid place.
+        take_message(unsafe {
+            ddp_store_wait(self.0, keys.as_ptr(), keys.len(), timeout, &mut there)
+        })?;
+        Ok(there)
+    }
+
+    pub(super) fn check(&mut self, keys: &[String]) -> Result<bool> {
+        let (keys, mut there) = (Texts::new(keys)?, false);
+        // SAFETY: as in `wait`.
+        take_message(unsafe { ddp_store_check(self.0, keys.as_ptr(), keys.len(), &mut there) })?;
+        Ok(there)
+    }
+
+    pub(super) fn add(&mut self, key: &str, amount: i64) -> Result<i64> {
+        let (key, mut sum) = (text(key)?, 0);
+        // SAFETY: `self` is live; reads one string, writes one number to a valid place.
+        take_message(unsafe { ddp_store_add(self.0, key.as_ptr(), amount, &mut sum) })?;
+        Ok(sum)
+    }
+
+    pub(super) fn compare_set(
+        &mut self,
+        key: &str,
+        expected: &[u8],
+        desired: &[u8],
+    ) -> Result<Vec<u8>> {
+        let (key, mut value) = (text(key)?, Vec::new());
+        let context = (&raw mut value).cast();
+        // SAFETY: as in `set` and `get`.
+        take_message(unsafe {
+            ddp_store_compare_set(
+                self.0,
+                key.as_ptr(),
+                expected.as_ptr(),
+                expected.len(),
+                desired.as_ptr(),
+                desired.len(),
+                take,
+                context,
+            )
+        })?;
+        Ok(value)
+    }
+}
+
+/// A `ProcessGroupGloo`. Dropping it waits for its operations.
+pub(super) struct Group(*mut RawGroup);
+
+// SAFETY: nothing in the C++ object belongs to a thread. Not Sync: its calls must follow each other.
+unsafe impl Send for Group {}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // SAFETY: comes from `ddp_gloo_new`, and nobody else frees it.
+        unsafe { ddp_gloo_free(self.0) }
+    }
+}
+
+/// What a rank needs to join a group.
+#[derive(Debug, Clone)]
+pub(super) struct Join {
+    pub prefix: String,
+    pub rank: usize,
+    pub size: usize,
+    pub timeout: Duration,
+    pub interfaces: Vec<String>,
+    pub address: String,
+}
+
+impl Group {
+    /// Blocks until all ranks are connected, at most for the timeout.
+    pub(super) fn new(store: &mut Connection, join: &Join) -> Result<Self> {
+        let (prefix, address) = (text(&join.prefix)?, text(&join.address)?);
+        let (interfaces, mut group) = (Texts::new(&join.interfaces)?, ptr::null_mut());
+        // SAFETY: the store is live, and C++ keeps a handle of its own to it; reads strings, as many as is said,
+        // writes one pointer to a valid place.
+        take_message(unsafe {
+            ddp_gloo_new(
+                store.0,
+                prefix.as_ptr(),
+                join.rank as c_int,
+                join.size as c_int,
+                millis(join.timeout),
+                interfaces.as_ptr(),
+                interfaces.len(),
+                address.as_ptr(),
+                &mut group,
+            )
+        })?;
+        Ok(Self(group))
+    }
+
+    /// Starts an operation; how it ended is told to `ended`.
+    ///
+    /// # Safety
+    /// The pointers of `call` are to as many live tensors, and splits, as it says.
+    pub(super) unsafe fn start(&mut self, call: &Call, ended: Ended) -> Result<()> {
+        let context = Box::into_raw(Box::new(ended)).cast();
+        // SAFETY: `self` is live; the call is as the caller promises, and libtorch has handles of its own to the
+        // tensors while it works; `done` is called once, with the box that is its context, unless this fails.
+        let started = unsafe { take_message(ddp_gloo_start(self.0, call, done, context)) };
+        if started.is_err() {
+            // SAFETY: it was not started, so the box is still ours.
+            drop(unsafe { Box::from_raw(context.cast::<Ended>()) });
+        }
+        started
+    }
+
+    /// Has all operations fail at once, here and on the ranks that wait for this one.
+    pub(super) fn abort(&mut self) -> Result<()> {
+        // SAFETY: `self` is live.
+        take_message(unsafe { ddp_gloo_abort(self.0) })
+    }
+}
+
+/// Whom to tell that an operation has ended.
+pub(super) struct Ended {
+    pub result: Sender<Result<()>>,
+    /// Closed when all operations of a group have ended.
+    pub running: Sender<Infallible>,
+}
+
+unsafe extern "C" fn done(context: *mut c_void, error: *const c_char) {
+    // SAFETY: the box of `start`, which is given back here, once.
+    let ended = unsafe { Box::from_raw(context.cast::<Ended>()) };
+    let result = if error.is_null() {
+        Ok(())
+    } else {
+        // SAFETY: a NUL-terminated string that lives as long as this call.
+        Err(first_line(&unsafe { CStr::from_ptr(error) }.to_string_lossy()))
+    };
+    // Whoever has dropped the handle does not want to know.
+    let _ = ended.result.send(result);
+    drop(ended.running);
+}
+
+unsafe extern "C" fn take(context: *mut c_void, bytes: *const u8, len: usize) {
+    // SAFETY: the vector that `get` or `compare_set` has on its stack while it waits for this.
+    let value = unsafe { &mut *context.cast::<Vec<u8>>() };
+    if len > 0 {
+        // SAFETY: as many bytes as is said, which live as long as this call.
+        value.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes, len) });
+    }
+}
+
+/// Strings for C: the pointers are valid as long as this lives.
+struct Texts {
+    _strings: Vec<CString>,
+    pointers: Vec<*const c_char>,
+}
+
+impl Texts {
+    fn new(strings: &[String]) -> Result<Self> {
+        let strings: Vec<CString> = strings.iter().map(|s| text(s)).collect::<Result<_>>()?;
+        let pointers = strings.iter().map(|s| s.as_ptr()).collect();
+        Ok(Self { _strings: strings, pointers })
+    }
+
+    fn as_ptr(&self) -> *const *const c_char {
+        self.pointers.as_ptr()
+    }
+
+    fn len(&self) -> usize {
+        self.pointers.len()
+    }
+}
+
+fn text(text: &str) -> Result<CString> {
+    CString::new(text).map_err(|_| format!("{text:?} contains a NUL character"))
+}
+
+fn millis(duration: Duration) -> i64 {
+    // Beyond 292 years, in nanoseconds, libtorch's clock overflows.
+    i64::try_from(duration.min(LONGEST).as_millis()).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,150 @@
+//! Random numbers of one rank's own.
+
+use std::fmt;
+
+use tch::{Device, Tensor};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::shim::{self, RawGenerator};
+use crate::error::{Error, Result};
+
+/// Random numbers for one rank, on its device: what other ranks draw, and when, changes nothing. Follows
+/// `torch.Generator`.
+///
+/// libtorch's own generators belong to the process (on the CPU) or to a GPU, so ranks that share one draw from it
+/// in whatever order they come: `Tensor::dropout` gives other numbers in every run there.
+pub struct Generator {
+    raw: *mut RawGenerator,
+    seed: u64,
+    rank: u64,
+}
+
+impl fmt::Debug for Generator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Generator").field("seed", &self.seed).field("rank", &self.rank).finish()
+    }
+}
+
+impl Generator {
+    /// The generator of `rank` in a run that starts from `seed`: as at the beginning of step 0.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] where there is no such device.
+    pub fn new(device: Device, seed: u64, rank: usize) -> Result<Self> {
+        let gpu = match device {
+            Device::Cuda(gpu) => Some(gpu),
+            _ => None,
+        };
+        let generator = Self { raw: shim::generator_new(gpu)?, seed, rank: rank as u64 };
+        generator.begin_step(0)?;
+        Ok(generator)
+    }
+
+    /// Goes on as at the beginning of step `step`: what a step draws depends on the seed, the rank and the step
+    /// alone, so that a run that was resumed draws what it would have drawn.
+    ///
+    /// # Errors
+    /// [`Error::Torch`].
+    pub fn begin_step(&self, step: u64) -> Result<()> {
+        // Mixed, because generators with neighbouring seeds may be those of another run's ranks.
+        let bytes = [self.seed, self.rank, step].map(u64::to_le_bytes).concat();
+        self.manual_seed(xxh3_64(&bytes))
+    }
+
+    /// Starts over from `seed`. Follows `torch.Generator.manual_seed`.
+    ///
+    /// # Errors
+    /// [`Error::Torch`].
+    pub fn manual_seed(&self, seed: u64) -> Result<()> {
+        // SAFETY: ours, and not freed before `drop`.
+        unsafe { shim::generator_seed(self.raw, seed) }
+    }
+
+    /// Fills `tensor` with ones, each with probability `p`, and zeros. Follows `Tensor.bernoulli_`.
+    ///
+    /// # Errors
+    /// [`Error::Torch`].
+    pub fn bernoulli_(&self, tensor: &mut Tensor, p: f64) -> Result<()> {
+        // SAFETY: ours, and not freed before `drop`.
+        unsafe { shim::generator_bernoulli(self.raw, tensor, p) }
+    }
+
+    /// Fills `tensor` with numbers of the standard normal distribution. Follows `Tensor.normal_`.
+    ///
+    /// # Errors
+    /// [`Error::Torch`].
+    pub fn normal_(&self, tensor: &mut Tensor) -> Result<()> {
+        // SAFETY: ours, and not freed before `drop`.
+        unsafe { shim::generator_normal(self.raw, tensor) }
+    }
+
+    /// `input` with each element zero with probability `p`, and the others scaled so that the mean stays.
+    /// Follows `torch.nn.functional.dropout`, with its numbers for the same seed.
+    ///
+    /// # Errors
+    /// [`Error::Torch`].
+    pub fn dropout(&self, input: &Tensor, p: f64) -> Result<Tensor> {
+        let mut mask = input.detach().f_empty_like().map_err(Error::torch("dropout"))?;
+        self.bernoulli_(&mut mask, 1.0 - p)?;
+        // With p = 1 nothing is left to scale.
+        let mut scaled = || {
+            if p < 1.0 {
+                let _ = mask.f_div_scalar_(1.0 - p)?;
+            }
+            input.f_mul(&mask)
+        };
+        scaled().map_err(Error::torch("dropout"))
+    }
+}
+
+// SAFETY: libtorch counts references to its generators atomically, and every use of one takes its mutex: those of
+// the shim, and those of the kernels.
+unsafe impl Send for Generator {}
+// SAFETY: likewise.
+unsafe impl Sync for Generator {}
+
+impl Drop for Generator {
+    fn drop(&mut self) {
+        // SAFETY: the pointer is ours, and this is its last use.
+        unsafe { shim::ddp_generator_free(self.raw) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+    use crate::ffi::fork_rng;
+
+    fn mask(generator: &Generator) -> Vec<f32> {
+        let ones = Tensor::ones([200], (Kind::Float, Device::Cpu));
+        Vec::try_from(generator.dropout(&ones, 0.25).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn dropout_is_pytorch_s_for_the_same_seed() {
+        let generator = Generator::new(Device::Cpu, 0, 0).unwrap();
+        generator.manual_seed(5).unwrap();
+        let ones = Tensor::ones([200], (Kind::Float, Device::Cpu));
+        let theirs = fork_rng(5, || ones.dropout(0.25, true)).unwrap();
+        assert_eq!(mask(&generator), Vec::<f32>::try_from(theirs).unwrap());
+    }
+
+    #[test]
+    fn what_is_drawn_depends_on_seed_rank_and_step_alone() {
+        let new = |seed, rank| Generator::new(Device::Cpu, seed, rank).unwrap();
+        let (one, same) = (new(3, 1), new(3, 1));
+        assert_eq!(mask(&one), mask(&same));
+        assert_ne!(mask(&one), mask(&new(3, 1)), "the second draw");
+        one.begin_step(7).unwrap();
+        new(3, 0).begin_step(7).unwrap(); // nobody else's concern
+        let at_seven = mask(&one);
+        one.begin_step(7).unwrap();
+        assert_eq!(mask(&one), at_seven);
+        for other in [new(4, 0), new(2, 2), new(3, 2)] {
+            other.begin_step(7).unwrap();
+            assert_ne!(mask(&other), at_seven, "{other:?}");
+        }
+    }
+}

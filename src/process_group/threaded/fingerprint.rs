@@ -1,0 +1,198 @@
+//! What a rank announces before a collective, and whether the ranks' announcements agree.
+
+use std::sync::OnceLock;
+
+use tch::{Device, Kind, Tensor};
+
+use super::super::coalesced::NEXT_SHAPE;
+use super::super::mismatch::{RankCall, SIZES, mismatch};
+use super::super::{Call, ReduceOp, device_name, dtype_name, num_bytes};
+use super::conflict::{Conflict, Span};
+use crate::error::Result;
+use crate::ffi::cuda;
+use crate::operation::Operation;
+use crate::runtime;
+
+/// A tensor's memory: where it begins, and how many elements it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) struct Place {
+    pub data: *mut u8,
+    pub numel: usize,
+}
+
+// SAFETY: the address is a number until somebody follows it, and `part` says who may do that and when.
+unsafe impl Send for Place {}
+// SAFETY: as above.
+unsafe impl Sync for Place {}
+
+/// One rank's call: everything that must be equal on all ranks, and where its tensors lie.
+#[derive(Debug)]
+pub(crate) struct CollectiveFingerprint {
+    pub(super) operation: Operation,
+    reduce_op: Option<ReduceOp>,
+    root: Option<usize>,
+    /// Each rank has its own, but all have one or none has.
+    pub(in super::super) weight: Option<f64>,
+    pub kind: Kind,
+    pub device: Device,
+    /// The CUDA stream that the rank's work goes to; 0 on a CPU. Equal, so the work is in order.
+    stream: usize,
+    shape: Vec<i64>,
+    /// Which line of the program calls it.
+    pub place: Option<runtime::CallSite>,
+    pub(in super::super) inputs: Vec<Place>,
+    pub(in super::super) outputs: Vec<Place>,
+    /// The memory of both, neighbours joined: what other ranks compare with theirs.
+    pub(super) spans: Vec<Span>,
+    /// What the first rank of the process has found in the announcements of all, where it alone looks.
+    pub(super) verdict: OnceLock<Option<Conflict>>,
+}
+
+impl CollectiveFingerprint {
+    pub(super) fn nothing() -> Self {
+        Self {
+            operation: Operation::UserCode,
+            reduce_op: None,
+            root: None,
+            weight: None,
+            kind: Kind::Uint8,
+            device: Device::Cpu,
+            stream: 0,
+            shape: Vec::new(),
+            place: None,
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+            spans: Vec::new(),
+            verdict: OnceLock::new(),
+        }
+    }
+
+    /// Takes over what `call` says, of the rank at this place in the group; where its tensors are only if that must be
+    /// the same on all ranks.
+    pub(super) fn publish(
+        &mut self,
+        call: &Call,
+        at_place: usize,
+        on_one_device: bool,
+    ) -> Result<()> {
+        let place = |t: &Tensor| Place { data: t.data_ptr().cast(), numel: t.numel() };
+        let mut tensors = call.inputs.iter().chain(call.outputs);
+        let device = tensors.next().filter(|_| on_one_device).map(Tensor::device);
+        self.operation = call.operation;
+        (self.reduce_op, self.root, self.kind) = (call.reduce_op, call.root, call.kind);
+        (self.weight, self.place) = (call.weight, call.place);
+        self.device = device.unwrap_or(Device::Cpu);
+        self.stream = match self.device {
+            Device::Cuda(index) => cuda::current_stream(index)? as usize,
+            _ => 0,
+        };
+        self.shape.clear();
+        self.shape.extend_from_slice(call.shape);
+        self.inputs.clear();
+        self.inputs.extend(call.inputs.iter().map(place));
+        self.outputs.clear();
+        self.outputs.extend(call.outputs.iter().map(place));
+        self.join_spans(at_place);
+        self.verdict.take();
+        Ok(())
+    }
+
+    /// Fills `spans`.
+    fn join_spans(&mut self, at_place: usize) {
+        let kept = self.kept(at_place).filter(|&(i, o)| self.inputs[i] == self.outputs[o]);
+        let (spans, kind) = (&mut self.spans, self.kind);
+        spans.clear();
+        let mut add = |place: &Place, written| {
+            let start = place.data as usize;
+            Span { start, end: start + num_bytes(kind, place.numel), written }.join(spans);
+        };
+        self.outputs.iter().for_each(|place| add(place, true));
+        let inputs = self.inputs.iter().enumerate();
+        let read = inputs.filter(|(index, _)| kept.is_none_or(|(kept, _)| kept != *index));
+        read.for_each(|(_, place)| add(place, false));
+    }
+
+    fn agrees_with(&self, other: &CollectiveFingerprint) -> bool {
+        self.operation == other.operation
+            && self.reduce_op == other.reduce_op
+            && self.root == other.root
+            && self.weight.is_some() == other.weight.is_some()
+            && self.kind == other.kind
+            && self.device == other.device
+            && self.stream == other.stream
+            && self.shape == other.shape
+    }
+
+    pub(in super::super) fn describe(&self) -> String {
+        let CollectiveFingerprint { operation, kind, device, shape, .. } = self;
+        let role = match operation {
+            Operation::Broadcast | Operation::Scatter => "src",
+            _ => "dst",
+        };
+        let options = match (self.root, self.reduce_op) {
+            (Some(root), Some(op)) => format!("({role} {root}, {op})"),
+            (Some(root), None) => format!("({role} {root})"),
+            (None, Some(op)) if self.weight.is_some() => format!("({op}, weighted)"),
+            (None, Some(op)) => format!("({op})"),
+            (None, None) => String::new(),
+        };
+        let sizes = |places: &[Place]| places.iter().map(|place| place.numel).collect::<Vec<_>>();
+        let kind = dtype_name(*kind);
+        let place = match device {
+            Device::Cpu => String::new(),
+            device => format!(" on {}, stream {:#x}", device_name(*device), self.stream),
+        };
+        let what = match operation {
+            Operation::Barrier => return operation.to_string(),
+            Operation::NewGroup => return format!("{operation} of ranks {shape:?}"),
+            Operation::AllToAll => {
+                let [sent, expected] = [&self.inputs, &self.outputs].map(|it| sizes(it));
+                return format!(
+                    "{operation} of {kind}{place}{SIZES}{sent:?} and expecting {expected:?}"
+                );
+            }
+            _ => {
+                let shapes = shape.split(|&size| size == NEXT_SHAPE);
+                shapes.map(|shape| format!("{shape:?}")).collect::<Vec<_>>().join(" ")
+            }
+        };
+        format!("{operation}{options} of {kind} {what}{place}")
+    }
+
+    /// The places that this rank may both read and write in one call, because nobody else does: those of
+    /// what it keeps for itself. Indices into `inputs` and `outputs`.
+    fn kept(&self, rank: usize) -> Option<(usize, usize)> {
+        let (input, output) = match self.operation {
+            Operation::AllReduce | Operation::Reduce => (0, 0),
+            Operation::AllGather | Operation::Gather => (0, rank),
+            Operation::Scatter | Operation::ReduceScatter => (rank, 0),
+            Operation::AllToAll => (rank, rank),
+            _ => return None,
+        };
+        (input < self.inputs.len() && output < self.outputs.len()).then_some((input, output))
+    }
+}
+
+/// Compares what the ranks of this process call, in their order; `members` are the numbers by which the user knows
+/// them.
+///
+/// # Errors
+/// [`Error::Mismatch`](crate::Error::Mismatch) where they differ. All ranks see the same calls, so all come to the
+/// same answer.
+pub(super) fn compare<'a>(
+    calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
+    members: &[usize],
+    sequence: u64,
+) -> Result<()> {
+    let Some(first) = calls.clone().next() else { return Ok(()) };
+    if calls.clone().skip(1).all(|other| other.agrees_with(first)) {
+        return Ok(());
+    }
+    let called = members.iter().zip(calls.clone()).map(|(&rank, call)| RankCall::new(rank, call));
+    let operation = |odd: usize| {
+        let place = members.iter().position(|&rank| rank == odd);
+        let call = place.and_then(|place| calls.clone().nth(place));
+        call.map_or(Operation::UserCode, |call| call.operation)
+    };
+    Err(mismatch(sequence, &called.collect::<Vec<_>>(), operation))
+}

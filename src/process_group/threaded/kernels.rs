@@ -1,0 +1,297 @@
+//! What each rank does in a collective, once all have met.
+
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+
+use super::super::traffic::{Traffic, first_bytes, of_parts};
+use super::super::{Call, ReduceOp, num_bytes, weights};
+use super::element::{self, Kinds, Reduction};
+use super::fingerprint::{CollectiveFingerprint, Place};
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+
+/// Lists that are filled again in every reduction, without allocating.
+#[derive(Debug, Default)]
+pub(super) struct SpanScratch {
+    inputs: Vec<*mut u8>,
+    outputs: Vec<*mut u8>,
+    /// What each input is multiplied by; empty without weights that differ.
+    factors: Vec<f64>,
+}
+
+// SAFETY: nothing that one call leaves in these lists is used by the next.
+unsafe impl Send for SpanScratch {}
+
+/// Does the part of `rank` in what all ranks have announced.
+///
+/// # Safety
+/// All ranks have met for this call, their announcements agree, nobody writes where another reads or
+/// writes, and all tensors stay where they are until all ranks have left.
+pub(super) unsafe fn run<'a>(
+    call: &Call,
+    rank: usize,
+    mut calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
+    places: &mut SpanScratch,
+) -> Result<()> {
+    let all = || calls.clone();
+    let Some(mine) = calls.clone().nth(rank) else { return Ok(()) };
+    let root = call.root();
+    // SAFETY: as the caller promises; sizes fit, because the announcements agree.
+    let copy = |from: Place, to: Place| unsafe { copy(mine.kind, mine.device, from, to) };
+    match call.operation {
+        Operation::AllReduce | Operation::Reduce => {
+            let slice = my_slice(mine.inputs[0].numel, rank, all().len());
+            places.factors.clear();
+            if mine.weight.is_some() {
+                let weights = || all().map(|other| other.weight.unwrap_or(0.0));
+                let mean = weights::mean_of_all(weights().map(|weight| (weight, 1)))?;
+                weights::fill_factors(call.op(), mean, weights(), &mut places.factors);
+            }
+            places.inputs.clear();
+            places.inputs.extend(all().map(|other| other.inputs[0].data));
+            places.outputs.clear();
+            places.outputs.extend(all().flat_map(|o| &o.outputs).map(|place| place.data));
+            // SAFETY: each rank writes to its own slice only.
+            unsafe { reduce(mine, places, slice, call.op()) }
+        }
+        Operation::ReduceScatter => {
+            places.factors.clear();
+            places.inputs.clear();
+            places.inputs.extend(all().map(|other| other.inputs[rank].data));
+            places.outputs.clear();
+            places.outputs.push(mine.outputs[0].data);
+            // SAFETY: each rank writes to its own output only.
+            unsafe { reduce(mine, places, 0..mine.outputs[0].numel, call.op()) }
+        }
+        Operation::Broadcast => match (calls.nth(root), mine.outputs.first()) {
+            (Some(source), Some(&to)) => copy(source.inputs[0], to),
+            _ => Ok(()),
+        },
+        Operation::Scatter => match calls.nth(root) {
+            Some(source) => copy(source.inputs[rank], mine.outputs[0]),
+            None => Ok(()),
+        },
+        // The destination of a gather is the only rank with outputs.
+        Operation::AllGather | Operation::Gather => {
+            all().zip(&mine.outputs).try_for_each(|(other, &to)| copy(other.inputs[0], to))
+        }
+        Operation::AllToAll => {
+            all().zip(&mine.outputs).try_for_each(|(other, &to)| copy(other.inputs[rank], to))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What crosses between `rank` and the others in [`run`]: what it reads from them and they write to it, and
+/// the other way round.
+pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
+    let others = world_size as u64 - 1;
+    let first = |tensors| first_bytes(call, tensors);
+    let (inputs, outputs) = (call.inputs, call.outputs);
+    let is_root = rank == call.root();
+    let (sent, received) = match call.operation {
+        Operation::AllReduce | Operation::Reduce => {
+            let all = first(inputs);
+            let slice = my_slice(inputs[0].numel(), rank, world_size).len();
+            let slice = num_bytes(call.kind, slice) as u64;
+            // The rest of its tensor is reduced by others; and its slice has results for others.
+            let results_for = match call.operation {
+                Operation::AllReduce => others,
+                _ => u64::from(!is_root),
+            };
+            let results =
+                if call.operation == Operation::AllReduce || is_root { all - slice } else { 0 };
+            (all - slice + slice * results_for, slice * others + results)
+        }
+        Operation::Broadcast if is_root => (first(inputs) * others, 0),
+        Operation::Broadcast => (0, first(outputs)),
+        _ => return of_parts(call, rank, world_size),
+    };
+    Traffic { sent, received }
+}
+
+/// The elements that a rank reduces for all: equal parts, in whole cache lines.
+pub(in super::super) fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<usize> {
+    let part = numel.div_ceil(world_size).next_multiple_of(64);
+    let start = (part * rank).min(numel);
+    start..(start + part).min(numel)
+}
+
+/// # Safety
+/// The inputs and outputs of `places` have at least `slice.end` elements of `mine.kind`, on `mine.device`,
+/// and nobody else touches the elements `slice` of the outputs, or writes to those of the inputs.
+unsafe fn reduce(
+    mine: &CollectiveFingerprint,
+    places: &mut SpanScratch,
+    slice: Range<usize>,
+    op: ReduceOp,
+) -> Result<()> {
+    if slice.is_empty() {
+        return Ok(());
+    }
+    if places.inputs.len() == 1 && places.inputs == places.outputs && keeps(op) {
+        return Ok(()); // a rank alone has its result already
+    }
+    let offset = num_bytes(mine.kind, slice.start);
+    for place in places.inputs.iter_mut().chain(&mut places.outputs) {
+        *place = place.wrapping_add(offset);
+    }
+    let SpanScratch { inputs, outputs, factors } = places;
+    let (kinds, len) = (Kinds::same(mine.kind), slice.len());
+    let reduction = Reduction { kinds, inputs, outputs, len, op, factors };
+    if mine.device == Device::Cpu {
+        // SAFETY: as the caller promises, with the pointers moved to the beginning of the slice; a factor an input.
+        unsafe { element::reduce(reduction) };
+        return Ok(());
+    }
+    // SAFETY: likewise.
+    unsafe { reduce_by_kernels(reduction, mine.device) }.map_err(Error::torch("a reduction"))
+}
+
+/// Whether the result for one rank is what it put in.
+fn keeps(op: ReduceOp) -> bool {
+    !matches!(op, ReduceOp::PremulSum(factor) if factor != 1.0)
+}
+
+/// [`element::reduce`] with libtorch's kernels, for GPUs. All ranks launch into one stream, so everything
+/// that was launched before a barrier is done before anything that is launched after it.
+///
+/// # Safety
+/// As [`element::reduce`], on `device`.
+unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<(), tch::TchError> {
+    let Reduction { kinds: Kinds { from: kind, .. }, inputs, outputs, len, op, factors } =
+        reduction;
+    let wide = if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind };
+    let len = len as i64;
+    // SAFETY: as the caller promises; the views end with this function.
+    let view = |&data: &*mut u8| unsafe { Tensor::f_from_blob(data, &[len], &[1], kind, device) };
+    let term = |number: usize| {
+        let term = view(&inputs[number])?.f_to_kind(wide)?;
+        match (factors.get(number), op) {
+            (Some(&factor), _) | (None, ReduceOp::PremulSum(factor)) => term.f_mul_scalar(factor),
+            _ => Ok(term),
+        }
+    };
+    let reduce = || {
+        let mut reduced = Tensor::f_zeros([len], (wide, device))?;
+        reduced.f_copy_(&term(0)?)?;
+        for number in 1..inputs.len() {
+            let term = term(number)?;
+            reduced = match op {
+                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => reduced.f_add_(&term)?,
+                ReduceOp::Product => reduced.f_mul_(&term)?,
+                ReduceOp::Min => reduced.f_minimum(&term)?,
+                ReduceOp::Max => reduced.f_maximum(&term)?,
+                ReduceOp::Band => reduced.f_bitwise_and_tensor_(&term)?,
+                ReduceOp::Bor => reduced.f_bitwise_or_tensor_(&term)?,
+                ReduceOp::Bxor => reduced.f_bitwise_xor_tensor_(&term)?,
+            };
+        }
+        if op == ReduceOp::Avg {
+            reduced = reduced.f_div_scalar_(inputs.len() as f64)?;
+        }
+        outputs.iter().try_for_each(|output| view(output)?.f_copy_(&reduced))
+    };
+    tch::no_grad(reduce)
+}
+
+/// # Safety
+/// Both places are memory of `kind` on `device` and of one size; they do not overlap, unless they are the
+/// same; nobody writes to `from` and nobody else touches `to`.
+unsafe fn copy(kind: Kind, device: Device, from: Place, to: Place) -> Result<()> {
+    if from.data == to.data || to.numel == 0 {
+        return Ok(());
+    }
+    if device == Device::Cpu {
+        // SAFETY: as the caller promises.
+        unsafe { std::ptr::copy_nonoverlapping(from.data, to.data, num_bytes(kind, to.numel)) };
+        return Ok(());
+    }
+    let len = to.numel as i64;
+    // SAFETY: as the caller promises; the views end with this function.
+    let view =
+        |place: Place| unsafe { Tensor::f_from_blob(place.data, &[len], &[1], kind, device) };
+    tch::no_grad(|| view(to)?.f_copy_(&view(from)?)).map_err(Error::torch("copying between ranks"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The kernels that GPUs use give the same bits on CPU tensors as the loops that CPUs use: the same
+    /// order, in the same precision.
+    #[test]
+    fn both_ways_to_reduce_agree() {
+        use Kind::{BFloat16, Bool, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};
+        use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, PremulSum, Product, Sum};
+        let kinds = [Double, Float, Half, BFloat16, Int64, Int, Int16, Int8, Uint8, Bool];
+        let ops = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor, PremulSum(1. / 3.)];
+        let mut pairs = 0;
+        for kind in kinds {
+            for op in ops {
+                if op.check_kind(Operation::AllReduce, kind).is_err() {
+                    continue;
+                }
+                for len in [1, 63, 64, 65, 1000, 5000] {
+                    let input = |rank: i64| {
+                        let index = Tensor::arange(len, (Double, Device::Cpu));
+                        (index * (0.37 + rank as f64)).remainder(7.).to_kind(kind)
+                    };
+                    let inputs: Vec<Tensor> = (0..3).map(input).collect();
+                    let output = || Tensor::zeros([len], (kind, Device::Cpu));
+                    let (by_loops, by_kernels) = (output(), output());
+                    let from: Vec<*mut u8> = inputs.iter().map(|t| t.data_ptr().cast()).collect();
+                    let (loops, kernels) =
+                        ([by_loops.data_ptr().cast()], [by_kernels.data_ptr().cast()]);
+                    let numel = len as usize;
+                    let reduction = |op, factors| Reduction {
+                        kinds: Kinds::same(kind),
+                        inputs: &from,
+                        outputs: &loops,
+                        len: numel,
+                        op,
+                        factors,
+                    };
+                    let into_kernels = |it| Reduction { outputs: &kernels, ..it };
+                    // SAFETY: tensors of `len` elements of `kind` that do not overlap, of this thread.
+                    unsafe {
+                        let one = reduction(op, &[]);
+                        element::reduce(one);
+                        reduce_by_kernels(into_kernels(one), Device::Cpu).unwrap();
+                    }
+                    assert!(by_loops.equal(&by_kernels), "{kind:?} {op} {len}");
+                    if let PremulSum(factor) = op {
+                        let (equal, unequal) = ([factor; 3], [0.5, 0.1, 0.4]);
+                        // SAFETY: as above.
+                        unsafe {
+                            element::reduce(into_kernels(reduction(Sum, &equal)));
+                            assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
+                            let one = reduction(Sum, &unequal);
+                            element::reduce(one);
+                            reduce_by_kernels(into_kernels(one), Device::Cpu).unwrap();
+                        }
+                        assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
+                    }
+                    pairs += 1;
+                }
+            }
+        }
+        assert_eq!(pairs, 6 * (4 * 6 + 5 * 7 + 5));
+    }
+
+    #[test]
+    fn slices_cover_everything_once() {
+        for numel in [0, 1, 63, 64, 65, 1000, 4096] {
+            for world_size in 1..6 {
+                let mut next = 0;
+                for rank in 0..world_size {
+                    let slice = my_slice(numel, rank, world_size);
+                    assert_eq!(slice.start, next);
+                    next = slice.end;
+                }
+                assert_eq!(next, numel);
+            }
+        }
+    }
+}

@@ -1,0 +1,373 @@
+//! A barrier that can be cancelled and has a deadline, which `std::sync::Barrier` can't.
+
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use crossbeam::utils::CachePadded;
+
+use super::RunContext;
+use super::primitives::{
+    Arc, AtomicBool, AtomicU64, Mutex, Ordering, Thread, available_parallelism, current, park,
+    park_timeout, yield_now,
+};
+use crate::error::{Error, Result};
+use crate::operation::OpId;
+
+/// Where the ranks of a group meet, as far as they are threads of this process.
+///
+/// A rank is known here by its place in the group; to the run, and so in errors, by its own number.
+///
+/// One word decides every round: either all ranks have arrived and the round is complete for
+/// everybody, or a rank that gave up (cancelled, or past its deadline) has poisoned it and it is
+/// complete for nobody, now and later. So a rank that leaves with an error knows that no other rank
+/// goes on as if it were there: the shared-memory backend relies on that for its pointers.
+#[derive(Debug)]
+pub(crate) struct Barrier {
+    /// Round (upper half), poison bit, and how many ranks have arrived (the lower bits). The last to
+    /// arrive opens the next round in the same stroke, so that a full round is never seen.
+    state: CachePadded<AtomicU64>,
+    slots: Box<[CachePadded<Slot>]>,
+    run: Arc<RunContext>,
+    /// Which rank of the run sits at which place.
+    members: Arc<[usize]>,
+    /// How often to look before parking; none where ranks outnumber cores, which give way instead.
+    spins: u32,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    /// Twice the number of rounds this rank has entered, and one more while it is about to.
+    entered: AtomicU64,
+    /// Whether the rank's thread sleeps, or is about to.
+    parked: AtomicBool,
+    /// How many of the next waits do not spin, and how many the last spin in vain has cost. Of its own
+    /// thread.
+    no_spin: AtomicU64,
+    spins_lost: AtomicU64,
+    /// The thread that sleeps for this rank: its own, or its communication thread. Looked at only where
+    /// somebody sleeps, so the lock costs nothing that matters.
+    thread: Mutex<Option<Thread>>,
+}
+
+const ROUND: u64 = 1 << 32;
+const POISON: u64 = 1 << 31;
+
+/// About 50 microseconds of looking: longer than ranks that do equal work are apart, and a good
+/// deal shorter than a rank's time slice. To a model checker one look is as good as many.
+const SPINS: u32 = if cfg!(loom) { 1 } else { 2000 };
+
+/// How often a rank gives way to others before it sleeps, where ranks outnumber cores.
+const YIELDS: u32 = if cfg!(loom) { 1 } else { 50 };
+
+impl Barrier {
+    /// A barrier for the ranks `members` of `run`.
+    pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
+        let cores = available_parallelism().map_or(1, usize::from);
+        Self {
+            state: CachePadded::new(AtomicU64::new(0)),
+            slots: members.iter().map(|_| CachePadded::default()).collect(),
+            // All ranks count, also those of other groups: they may be at work meanwhile.
+            spins: if run.ranks_here <= cores { SPINS } else { 0 },
+            run,
+            members,
+        }
+    }
+
+    /// What all that meet here belong to.
+    pub(crate) fn run(&self) -> &Arc<RunContext> {
+        &self.run
+    }
+
+    /// Which rank of the run sits at which place.
+    pub(crate) fn members(&self) -> &Arc<[usize]> {
+        &self.members
+    }
+
+    /// Waits until every rank has come. `at` is what this rank does, for errors. One thread at a time may
+    /// call it for one `rank`.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::PeerExited`], which have been reported to the run
+    /// by the time this returns: whoever gives up first has the cause, whatever its caller makes of it.
+    pub(crate) fn wait(&self, rank: usize, at: OpId) -> Result<()> {
+        self.wait_at_most(rank, at, self.run.timeout)
+    }
+
+    /// As [`Barrier::wait`], with a timeout of its own.
+    pub(crate) fn wait_at_most(&self, rank: usize, at: OpId, timeout: Duration) -> Result<()> {
+        // Without being counted in, now or later: the others cannot complete the round.
+        self.run.check(self.members[rank])?;
+        match self.arrive(rank)? {
+            None => Ok(()),
+            Some(round) => self.wait_for(rank, round, Some((at, timeout))),
+        }
+    }
+
+    /// Waits until every rank has come, however long that takes, whatever happens.
+    ///
+    /// Only for the way out of a section in which no rank can fail or wait: there the others are
+    /// still at work on memory of this rank, and leaving early would pull it from under them.
+    pub(crate) fn wait_to_leave(&self, rank: usize) {
+        if let Ok(Some(round)) = self.arrive(rank) {
+            // Cannot be interrupted, so there is nothing to report.
+            let _ = self.wait_for(rank, round, None);
+        }
+    }
+
+    /// Counts this rank in. Returns the round to wait for, or `None` if it completed the round.
+    fn arrive(&self, rank: usize) -> Result<Option<u64>> {
+        let world_size = self.slots.len() as u64;
+        let slot = &self.slots[rank];
+        let entered = slot.entered.load(Ordering::Relaxed);
+        slot.entered.store(entered + 1, Ordering::Release);
+        let counted = self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |state| {
+            let is_last = state % ROUND + 1 == world_size;
+            let next = if is_last { state.wrapping_add(ROUND) & !(ROUND - 1) } else { state + 1 };
+            (state & POISON == 0).then_some(next)
+        });
+        // A rank that was not counted stays "about to": those who gave up waiting look for it.
+        let Ok(before) = counted else { return Err(self.wait_for_the_cause(rank)) };
+        slot.entered.store(entered + 2, Ordering::Release);
+        if before % ROUND + 1 < world_size {
+            return Ok(Some(before / ROUND));
+        }
+        for other in &self.slots {
+            if other.parked.load(Ordering::SeqCst)
+                && let Some(thread) = &*other.thread.lock().unwrap_or_else(PoisonError::into_inner)
+            {
+                thread.unpark();
+            }
+        }
+        Ok(None)
+    }
+
+    /// Looks again and again for a while; true if the round is complete.
+    ///
+    /// Not always: where spinning is in vain, somebody else needs the core, or the others are just later than
+    /// that. So each time it was, the next one, two, up to four waits do without. (Not more: two ranks on one
+    /// core that never spin look idle to the system, which then leaves them there.)
+    fn spin(&self, slot: &Slot, round: u64) -> bool {
+        if self.spins == 0 {
+            return self.give_way(round);
+        }
+        let no_spin = slot.no_spin.load(Ordering::Relaxed);
+        if no_spin > 0 {
+            slot.no_spin.store(no_spin - 1, Ordering::Relaxed);
+            return false;
+        }
+        for _ in 0..self.spins {
+            if self.state.load(Ordering::Acquire) / ROUND != round {
+                slot.spins_lost.store(0, Ordering::Relaxed);
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        let lost = (slot.spins_lost.load(Ordering::Relaxed) * 2).clamp(1, 4);
+        slot.spins_lost.store(lost, Ordering::Relaxed);
+        slot.no_spin.store(lost, Ordering::Relaxed);
+        false
+    }
+
+    /// Lets other threads have the core, one of which may be the rank that is missing; true if the round is
+    /// complete. What it is for is measured with `ddp-mp bench step` on 2 cores: 4 ranks take 85 us a step and not
+    /// 200, 16 take 460 and not 590. (Where each rank has a core this is worse than to sleep: two that share one
+    /// hand it to each other, and the system sees no reason to part them.)
+    fn give_way(&self, round: u64) -> bool {
+        for _ in 0..YIELDS {
+            if self.state.load(Ordering::Acquire) / ROUND != round {
+                return true;
+            }
+            yield_now();
+        }
+        false
+    }
+
+    /// Without a limit this does not give up, whatever happens.
+    fn wait_for(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
+        let slot = &self.slots[rank];
+        if self.spin(slot, round) {
+            return Ok(());
+        }
+        *slot.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(current());
+        slot.parked.store(true, Ordering::SeqCst);
+        let result = self.sleep_until(rank, round, limit);
+        slot.parked.store(false, Ordering::SeqCst);
+        result
+    }
+
+    fn sleep_until(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
+        let began = Instant::now();
+        loop {
+            // In this order: a round that is complete is complete, whatever else has happened; and a
+            // rank that has ended may have done so because it failed.
+            if self.state.load(Ordering::SeqCst) / ROUND != round {
+                return Ok(());
+            }
+            let Some((at, timeout)) = limit else {
+                park();
+                continue;
+            };
+            let waiting = self.members[rank];
+            let gone = self.missing(rank).into_iter().find(|&other| self.run.is_done(other));
+            if self.run.cancel.cancelled_by().is_some() {
+                return if self.poison(round) { self.run.check(waiting) } else { Ok(()) };
+            }
+            if let Some(left) = gone {
+                return self.give_up(round, waiting, || Error::PeerExited { at, waiting, left });
+            }
+            let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
+                let waited = timeout;
+                return self.give_up(round, waiting, || {
+                    let late = self.run.late(self.missing(rank));
+                    Error::Timeout { at, waiting, waited, late }
+                });
+            };
+            park_timeout(time_left);
+        }
+    }
+
+    /// Leaves the round with an error that the run learns of at once, unless it has been completed.
+    fn give_up(&self, round: u64, waiting: usize, why: impl FnOnce() -> Error) -> Result<()> {
+        if !self.poison(round) {
+            return Ok(());
+        }
+        let error = why();
+        self.run.report(waiting, Some(&error), error.to_string());
+        Err(error)
+    }
+
+    /// Sees to it that the round will not be completed; false if it has been.
+    fn poison(&self, round: u64) -> bool {
+        let poison = |state| (state / ROUND == round).then_some(state | POISON);
+        self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, poison).is_ok()
+    }
+
+    /// The members that have not come to the round that the one at place `rank` waits in; if all are at
+    /// least about to, then those that are no further.
+    fn missing(&self, rank: usize) -> Vec<usize> {
+        let entered = |rank: usize| self.slots[rank].entered.load(Ordering::Acquire);
+        let mine = entered(rank);
+        let below = |limit| {
+            let late = (0..self.slots.len()).filter(|&place| entered(place) < limit);
+            late.map(|place| self.members[place]).collect()
+        };
+        let missing: Vec<usize> = below(mine - 1);
+        if missing.is_empty() { below(mine) } else { missing }
+    }
+
+    /// Somebody gave up before this rank came, and is reporting why at this very moment, which wakes all.
+    fn wait_for_the_cause(&self, rank: usize) -> Error {
+        loop {
+            if let Err(cancelled) = self.run.check(self.members[rank]) {
+                return cancelled;
+            }
+            park();
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::thread;
+
+    use super::*;
+    use crate::operation::Operation;
+
+    const AT: OpId = OpId { operation: Operation::Barrier, sequence: 0 };
+
+    fn on_threads(world_size: usize, timeout: Duration, f: impl Fn(usize, &Barrier) + Sync) {
+        let run = Arc::new(RunContext::new(world_size, timeout, None));
+        let barrier = Barrier::new(run.clone(), (0..world_size).collect());
+        thread::scope(|scope| {
+            for rank in 0..world_size {
+                let (f, barrier, run) = (&f, &barrier, &run);
+                scope.spawn(move || {
+                    run.cancel.register();
+                    f(rank, barrier);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn nobody_passes_before_all_have_come() {
+        for world_size in 1..=5 {
+            let arrivals = AtomicUsize::new(0);
+            on_threads(world_size, Duration::from_secs(60), |rank, barrier| {
+                for round in 1..=500 {
+                    arrivals.fetch_add(1, Ordering::SeqCst);
+                    barrier.wait(rank, AT).unwrap();
+                    assert!(arrivals.load(Ordering::SeqCst) >= round * world_size);
+                    barrier.wait_to_leave(rank);
+                }
+            });
+            assert_eq!(arrivals.into_inner(), 500 * world_size);
+        }
+    }
+
+    #[test]
+    fn a_cancelled_wait_ends_and_stays_ended() {
+        on_threads(3, Duration::from_secs(60), |rank, barrier| {
+            if rank == 2 {
+                barrier.run.report(2, None, "the cause".into());
+            }
+            for _ in 0..3 {
+                // The third rank comes late on purpose: nobody may go through with it.
+                let result = barrier.wait(rank, AT);
+                assert!(matches!(result, Err(Error::Cancelled { by: 2, .. })), "{result:?}");
+            }
+        });
+    }
+
+    #[test]
+    fn a_late_rank_is_named_and_cannot_complete_what_others_gave_up() {
+        let (late_sender, late_receiver) = crossbeam::channel::bounded::<()>(1);
+        on_threads(2, Duration::from_millis(20), |rank, barrier| {
+            if rank == 0 {
+                match barrier.wait(0, AT) {
+                    Err(Error::Timeout { late, .. }) => assert_eq!(late[0].rank, 1),
+                    other => panic!("{other:?}"),
+                }
+                // The run knows already, so that the other one's error is an echo.
+                assert_eq!(barrier.run.failures()[0].rank, 1);
+                late_sender.send(()).unwrap();
+            } else {
+                late_receiver.recv().unwrap();
+                assert!(matches!(barrier.wait(1, AT), Err(Error::Cancelled { by: 1, .. })));
+            }
+        });
+    }
+
+    #[test]
+    fn a_rank_that_has_ended_is_not_waited_for() {
+        on_threads(2, Duration::from_secs(60), |rank, barrier| {
+            if rank == 1 {
+                barrier.run.finish(1);
+            } else {
+                assert!(matches!(barrier.wait(0, AT), Err(Error::PeerExited { left: 1, .. })));
+            }
+        });
+    }
+
+    /// A timeout that strikes while the last rank arrives either fails the round for all or for none, and
+    /// never without a rank to blame.
+    #[test]
+    fn a_round_is_complete_for_all_or_for_none() {
+        for attempt in 0..300 {
+            let timeout = Duration::from_micros(attempt);
+            let passed = AtomicUsize::new(0);
+            on_threads(2, timeout, |rank, barrier| {
+                for _ in 0..20 {
+                    if let Err(error) = barrier.wait(rank, AT) {
+                        let blames_somebody = error.blames().is_some();
+                        assert!(blames_somebody || matches!(error, Error::Cancelled { .. }));
+                        return;
+                    }
+                    passed.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+            assert_eq!(passed.into_inner() % 2, 0, "timeout {timeout:?}");
+        }
+    }
+}

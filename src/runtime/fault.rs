@@ -1,0 +1,261 @@
+//! Failures on demand, to see (and to test) what the others do when one rank fails.
+
+use std::fmt;
+use std::str::FromStr;
+use std::thread;
+use std::time::Duration;
+
+use signal_hook::consts::SIGKILL;
+
+use crate::error::{Error, Result};
+
+/// How a rank is made to fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultKind {
+    /// Its function returns an error.
+    Error,
+    /// It panics.
+    Panic,
+    /// It takes so much longer, at this place and from this step on at each.
+    Slow(Duration),
+    /// A number of its first sample is none: the first sample of its batch becomes NaN.
+    Nan,
+    /// Its first parameter is another one after the step than on all other ranks.
+    Desync,
+    /// It calls a collective that the others don't, with another shape than theirs.
+    WrongShape,
+    /// Its process is killed, as the system does it that is out of memory, and all of its other ranks with it.
+    Kill,
+    /// It leaves out the first sample of the step, and takes the next one twice, as a sampler that is wrong does.
+    SkipSample,
+    /// It goes on for ever without doing anything, and does not notice that it should stop.
+    Stall,
+}
+
+impl FaultKind {
+    /// Whether it is for who trains to do: `ProcessGroup::harm`.
+    fn needs_step(self) -> bool {
+        use FaultKind::{Desync, Nan, SkipSample, WrongShape};
+        matches!(self, Nan | Desync | WrongShape | SkipSample)
+    }
+}
+
+/// Where in a run a rank is made to fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultSite {
+    /// Before it gives or gets what the ranks need to meet.
+    Rendezvous,
+    /// Before it joins the process group.
+    Init,
+    /// On the way into the first broadcast, with which rank 0's model goes to all.
+    Broadcast,
+    /// At the start of a training step.
+    Step,
+    /// On the way into the first barrier, at the end of the run.
+    Barrier,
+}
+
+/// A planned failure, written `KIND:rank=R,at=STAGE[,step=N]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    /// How.
+    pub kind: FaultKind,
+    /// Who.
+    pub rank: usize,
+    /// Where.
+    pub at: FaultSite,
+    /// For [`FaultSite::Step`]: which step of the run, from 0.
+    pub step: u64,
+}
+
+/// Those that are a name alone.
+const FAULT_KINDS: [(&str, FaultKind); 8] = [
+    ("error", FaultKind::Error),
+    ("panic", FaultKind::Panic),
+    ("stall", FaultKind::Stall),
+    ("kill", FaultKind::Kill),
+    ("nan", FaultKind::Nan),
+    ("desync", FaultKind::Desync),
+    ("wrong-shape", FaultKind::WrongShape),
+    ("skip-sample", FaultKind::SkipSample),
+];
+
+/// Those that have a value.
+const FURTHER_KINDS: [&str; 1] = ["slow=50ms"];
+
+const STAGES: [(&str, FaultSite); 5] = [
+    ("rendezvous", FaultSite::Rendezvous),
+    ("init", FaultSite::Init),
+    ("broadcast", FaultSite::Broadcast),
+    ("step", FaultSite::Step),
+    ("barrier", FaultSite::Barrier),
+];
+
+fn name_of<T: PartialEq>(table: &[(&'static str, T)], value: &T) -> &'static str {
+    table.iter().find(|(_, v)| v == value).map_or("?", |(name, _)| name)
+}
+
+fn named<T: Copy>(
+    table: &[(&'static str, T)],
+    further: &[&'static str],
+    what: &str,
+    name: &str,
+) -> Result<T> {
+    table.iter().find(|(known, _)| *known == name).map(|&(_, value)| value).ok_or_else(|| {
+        Error::Input(format!("{what} {name:?} is not one of {}", names(table, further)))
+    })
+}
+
+fn names<T>(table: &[(&'static str, T)], further: &[&'static str]) -> String {
+    let names = table.iter().map(|(name, _)| *name).chain(further.iter().copied());
+    names.collect::<Vec<_>>().join(", ")
+}
+
+/// `50ms`.
+fn milliseconds(time: &str) -> Result<Duration> {
+    let number = time.strip_suffix("ms").and_then(|number| number.parse().ok());
+    number.map(Duration::from_millis).ok_or_else(|| {
+        Error::Input(format!("slow={time}: write in milliseconds how much longer, as slow=50ms"))
+    })
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.kind {
+            FaultKind::Slow(time) => write!(f, "slow={}ms", time.as_millis())?,
+            kind => f.write_str(name_of(&FAULT_KINDS, &kind))?,
+        }
+        write!(f, ":rank={},at={}", self.rank, name_of(&STAGES, &self.at))?;
+        if self.at == FaultSite::Step { write!(f, ",step={}", self.step) } else { Ok(()) }
+    }
+}
+
+impl FromStr for Fault {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let form = || {
+            Error::Input(format!(
+                "write KIND:rank=R,at=STAGE[,step=N], where KIND is one of {}, and STAGE one of {}",
+                names(&FAULT_KINDS, &FURTHER_KINDS),
+                names(&STAGES, &[])
+            ))
+        };
+        let number = |key: &str, value: &str| -> Result<u64> {
+            value.parse().map_err(|_| Error::Input(format!("{key}={value} is not a number from 0")))
+        };
+        let (kind, rest) = text.split_once(':').ok_or_else(form)?;
+        let kind = match kind.split_once('=') {
+            Some(("slow", time)) => FaultKind::Slow(milliseconds(time)?),
+            _ => named(&FAULT_KINDS, &FURTHER_KINDS, "KIND", kind)?,
+        };
+        let (mut rank, mut at, mut step) = (None, None, None);
+        for item in rest.split(',') {
+            match item.split_once('=').ok_or_else(form)? {
+                ("rank", value) if rank.is_none() => rank = Some(number("rank", value)?),
+                ("at", value) if at.is_none() => at = Some(named(&STAGES, &[], "STAGE", value)?),
+                ("step", value) if step.is_none() => step = Some(number("step", value)?),
+                (key @ ("rank" | "at" | "step"), _) => {
+                    return Err(Error::Input(format!("{key} is given twice")));
+                }
+                (key, _) => {
+                    return Err(Error::Input(format!("unknown key {key:?}; keys: rank, at, step")));
+                }
+            }
+        }
+        let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
+        if kind.needs_step() && at != FaultSite::Step {
+            return Err(Error::Input(format!(
+                "{} goes with at=step only",
+                name_of(&FAULT_KINDS, &kind)
+            )));
+        }
+        if step.is_some() && at != FaultSite::Step {
+            return Err(Error::Input("step goes with at=step only".into()));
+        }
+        Ok(Self { kind, rank: rank as usize, at, step: step.unwrap_or(0) })
+    }
+}
+
+impl Fault {
+    /// Fails as planned, if this is the place.
+    pub(crate) fn trigger(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
+        if (self.rank, self.at) != (rank, at) {
+            return Ok(());
+        }
+        match self.kind {
+            FaultKind::Slow(time) => {
+                if step >= self.step {
+                    thread::sleep(time);
+                }
+                Ok(())
+            }
+            FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape | FaultKind::SkipSample => {
+                Ok(())
+            }
+            _ if step != self.step => Ok(()),
+            FaultKind::Error => Err(Error::Fault(self.to_string())),
+            FaultKind::Panic => panic!("injected by --inject-fault {self}"),
+            FaultKind::Kill => {
+                signal_hook::low_level::raise(SIGKILL)
+                    .map_err(|error| Error::Fault(format!("{self}: {error}")))?;
+                never()
+            }
+            FaultKind::Stall => never(),
+        }
+    }
+}
+
+fn never() -> ! {
+    loop {
+        thread::park();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_reads_what_it_writes() {
+        let slow = FaultKind::Slow(Duration::from_millis(1500));
+        for kind in FAULT_KINDS.map(|(_, kind)| kind).into_iter().chain([slow]) {
+            for (_, at) in STAGES {
+                if kind.needs_step() && at != FaultSite::Step {
+                    continue;
+                }
+                let step = if at == FaultSite::Step { 17 } else { 0 };
+                let fault = Fault { kind, rank: 3, at, step };
+                assert_eq!(fault.to_string().parse::<Fault>().unwrap(), fault);
+            }
+        }
+    }
+
+    #[test]
+    fn a_bad_fault_is_refused_with_a_reason() {
+        for (text, reason) in [
+            ("", "write KIND:"),
+            ("error", "write KIND:"),
+            ("error:", "write KIND:"),
+            ("error", "KIND is one of error, panic, stall, kill, nan"),
+            ("error", "STAGE one of rendezvous, init, broadcast, step, barrier"),
+            ("error:rank=0", "write KIND:"),
+            (
+                "explode:rank=0,at=step",
+                "is not one of error, panic, stall, kill, nan, desync, wrong-shape, skip-sample, slow=50ms",
+            ),
+            ("nan:rank=0,at=init", "nan goes with at=step only"),
+            ("slow:rank=0,at=step", "is not one of"),
+            ("slow=:rank=0,at=step", "slow=: write in milliseconds"),
+            ("slow=5s:rank=0,at=step", "slow=5s: write in milliseconds"),
+            ("error:rank=0,at=lunch", "is not one of rendezvous, init"),
+            ("error:rank=-1,at=init", "rank=-1 is not a number from 0"),
+            ("error:rank=0,rank=1,at=init", "rank is given twice"),
+            ("error:rank=0,at=init,step=1", "step goes with at=step only"),
+            ("error:rank=0,at=init,when=now", "unknown key \"when\""),
+        ] {
+            let error = text.parse::<Fault>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{text:?} gave {error:?}");
+        }
+    }
+}

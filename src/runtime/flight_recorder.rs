@@ -1,0 +1,350 @@
+//! What each rank does and has done: a ring of records, which anybody may read at any time.
+//!
+//! Always on, so it costs little: a record is written without a lock and without allocating (but for the first), by the
+//! rank itself or by one of its communication threads, with two looks at the clock.
+
+use std::panic::Location;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam::atomic::AtomicCell;
+use crossbeam::utils::CachePadded;
+
+use crate::operation::{OpId, Operation};
+
+/// How many records of each rank are kept, the newest, unless somebody wants to see more: of a training step there are
+/// about ten.
+pub(crate) const RECORDS: usize = if cfg!(loom) { 1 } else { 1024 };
+
+/// The records of all ranks of a run.
+#[derive(Debug)]
+pub(crate) struct FlightRecorder {
+    began: Instant,
+    /// How many records of each rank are kept.
+    keeps: usize,
+    ranks: Box<[Ring]>,
+}
+
+/// A line of the program, that of whoever has called the library.
+pub(crate) type CallSite = &'static Location<'static>;
+
+/// ` at src/main.rs:40`, for messages.
+pub(crate) fn format_call_site(place: Option<CallSite>) -> String {
+    place.map_or(String::new(), |it| format!(" at {}:{}", it.file(), it.line()))
+}
+
+/// What is recorded when it begins.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OpStart {
+    pub at: OpId,
+    /// Which group of ranks, for what all of them do together: the same number on all of them.
+    pub group: Option<u32>,
+    /// Which bucket of gradients.
+    pub bucket: Option<u16>,
+    /// How much of it there is on this rank: bytes of what is moved, samples of a forward pass.
+    pub amount: u64,
+    pub place: Option<CallSite>,
+    /// Whether a communication thread does it.
+    pub beside: bool,
+}
+
+impl OpStart {
+    /// Something that a rank does by itself.
+    pub(crate) fn alone(at: OpId, place: CallSite) -> Self {
+        Self { at, group: None, bucket: None, amount: 0, place: Some(place), beside: false }
+    }
+}
+
+/// Where a record is, and when it began: for [`FlightRecorder::end`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct SpanId {
+    number: u64,
+    arrived: Duration,
+}
+
+/// What one rank did, or does. Times are from the beginning of the run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Entry {
+    pub begin: OpStart,
+    pub arrived: Duration,
+    /// None while it goes on, or if it has failed.
+    pub ended: Option<Duration>,
+    /// When the rank's GPU has come to what was launched in it, and was through with it; none of a CPU, and while that is
+    /// not known.
+    pub on_gpu: Option<[Duration; 2]>,
+}
+
+#[derive(Debug)]
+struct Ring {
+    /// How many records were begun.
+    next: CachePadded<AtomicU64>,
+    /// Made for the first record: a rank of another process has none.
+    entries: OnceLock<Box<[RingSlot]>>,
+    /// Made for the first of a GPU.
+    gpu_times: OnceLock<Box<[GpuTimes]>>,
+    /// By how much these may be wrong, in nanoseconds; 0 without a GPU.
+    gpu_error: AtomicU64,
+    /// Of each collective and message how often it was begun, and its bytes.
+    totals: [[AtomicU64; 2]; Operation::ALL.len()],
+}
+
+/// One record: a reader who finds the same number before and after has read what belongs together.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct RingSlot {
+    /// One more than the number of the record that is here; 0 while there is none, or while it is written.
+    number: AtomicU64,
+    at: AtomicU64,
+    /// From its upper end: the group and one more (32 bits), the bucket and one more (17), `beside` (1).
+    marks: AtomicU64,
+    amount: AtomicU64,
+    arrived: AtomicU64,
+    /// 0 while it goes on.
+    ended: AtomicU64,
+    place: AtomicCell<Option<CallSite>>,
+}
+
+/// When a GPU has done what was launched in a record: as [`Entry`].
+#[derive(Debug, Default)]
+struct GpuTimes {
+    number: AtomicU64,
+    times: [AtomicU64; 2],
+}
+
+impl FlightRecorder {
+    /// For so many ranks, from now on, with so many records of each.
+    pub(crate) fn new(ranks: usize, keeps: usize) -> Self {
+        let ring = |_| Ring {
+            next: CachePadded::new(AtomicU64::new(0)),
+            entries: OnceLock::new(),
+            gpu_times: OnceLock::new(),
+            gpu_error: AtomicU64::new(0),
+            totals: Default::default(),
+        };
+        Self { began: Instant::now(), keeps, ranks: (0..ranks).map(ring).collect() }
+    }
+
+    /// When it began.
+    pub(crate) fn began(&self) -> Instant {
+        self.began
+    }
+
+    /// Whether so much is kept that somebody wants to see all of it.
+    pub(crate) fn keeps_all(&self) -> bool {
+        self.keeps > RECORDS
+    }
+
+    /// How much time has passed.
+    pub(crate) fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Notes that `rank` begins something now.
+    pub(crate) fn begin(&self, rank: usize, begin: OpStart) -> SpanId {
+        let OpStart { at, group, bucket, amount, place, beside } = begin;
+        let ring = &self.ranks[rank];
+        if at.operation.may_wait() && at.operation != Operation::Synchronize {
+            let [calls, bytes] = &ring.totals[at.operation as usize];
+            calls.fetch_add(1, Ordering::Relaxed);
+            bytes.fetch_add(amount, Ordering::Relaxed);
+        }
+        // Threads of one rank may come here at once: each has a record of its own.
+        let number = ring.next.fetch_add(1, Ordering::Relaxed);
+        let entry = ring.entry(number, self.keeps);
+        let group = group.map_or(0, |group| u64::from(group) + 1);
+        let bucket = bucket.map_or(0, |bucket| u64::from(bucket) + 1);
+        entry.number.store(0, Ordering::Relaxed);
+        std::sync::atomic::fence(Ordering::Release);
+        entry.at.store(at.packed(), Ordering::Relaxed);
+        entry.marks.store(group << 18 | bucket << 1 | u64::from(beside), Ordering::Relaxed);
+        entry.amount.store(amount, Ordering::Relaxed);
+        let arrived = self.now();
+        entry.arrived.store(nanos(arrived), Ordering::Relaxed);
+        entry.ended.store(0, Ordering::Relaxed);
+        entry.place.store(place);
+        entry.number.store(number + 1, Ordering::Release);
+        SpanId { number, arrived }
+    }
+
+    /// Notes that it is over; returns how long it took.
+    pub(crate) fn end(&self, rank: usize, mark: SpanId) -> Duration {
+        let SpanId { number, arrived } = mark;
+        let (entry, now) = (self.ranks[rank].entry(number, self.keeps), self.now());
+        // It has been written over, if it took as long as that.
+        if entry.number.load(Ordering::Relaxed) == number + 1 {
+            entry.ended.store(nanos(now).max(1), Ordering::Release);
+        }
+        now.saturating_sub(arrived)
+    }
+
+    /// Notes by how much the times of the GPU of `rank` may be wrong, in one of its groups.
+    pub(crate) fn note_gpu_clock(&self, rank: usize, error: Duration) {
+        self.ranks[rank].gpu_error.fetch_max(nanos(error).max(1), Ordering::Relaxed);
+    }
+
+    /// The same of all its groups; `None` without a GPU.
+    pub(crate) fn gpu_clock_error(&self, rank: usize) -> Option<Duration> {
+        let error = self.ranks[rank].gpu_error.load(Ordering::Relaxed);
+        (error > 0).then(|| Duration::from_nanos(error))
+    }
+
+    /// Notes when the GPU of `rank` has come to what was launched in a record, and was through with it.
+    pub(crate) fn note_gpu(&self, rank: usize, mark: SpanId, times: [Duration; 2]) {
+        let place = || (0..self.keeps).map(|_| GpuTimes::default()).collect();
+        let all = self.ranks[rank].gpu_times.get_or_init(place);
+        let entry = &all[(mark.number % self.keeps as u64) as usize];
+        entry.number.store(0, Ordering::Relaxed);
+        std::sync::atomic::fence(Ordering::Release);
+        for (place, time) in entry.times.iter().zip(times) {
+            place.store(nanos(time), Ordering::Relaxed);
+        }
+        entry.number.store(mark.number + 1, Ordering::Release);
+    }
+
+    /// How many records `rank` has begun.
+    pub(crate) fn count(&self, rank: usize) -> u64 {
+        self.ranks[rank].next.load(Ordering::Acquire)
+    }
+
+    /// What is kept of `rank`'s records from number `from` on, the oldest first. What is being written at this moment
+    /// is left out.
+    pub(crate) fn records(&self, rank: usize, from: u64) -> impl DoubleEndedIterator<Item = Entry> {
+        let (ring, count) = (&self.ranks[rank], self.count(rank));
+        let first = from.max(count.saturating_sub(self.keeps as u64));
+        (first..count).filter_map(|number| ring.read(number, self.keeps))
+    }
+
+    /// How often `rank` has begun such a collective or message, and with how many bytes in all.
+    pub(crate) fn total(&self, rank: usize, operation: Operation) -> [u64; 2] {
+        self.ranks[rank].totals[operation as usize].each_ref().map(|it| it.load(Ordering::Relaxed))
+    }
+}
+
+impl Ring {
+    fn entry(&self, number: u64, keeps: usize) -> &RingSlot {
+        let entries =
+            self.entries.get_or_init(|| (0..keeps).map(|_| RingSlot::default()).collect());
+        &entries[(number % keeps as u64) as usize]
+    }
+
+    fn read(&self, number: u64, keeps: usize) -> Option<Entry> {
+        let entry = self.entry(number, keeps);
+        if entry.number.load(Ordering::Acquire) != number + 1 {
+            return None;
+        }
+        let (at, marks) = (entry.at.load(Ordering::Relaxed), entry.marks.load(Ordering::Relaxed));
+        let (amount, place) = (entry.amount.load(Ordering::Relaxed), entry.place.load());
+        let arrived = entry.arrived.load(Ordering::Relaxed);
+        let ended = entry.ended.load(Ordering::Acquire);
+        std::sync::atomic::fence(Ordering::Acquire);
+        if entry.number.load(Ordering::Relaxed) != number + 1 {
+            return None;
+        }
+        let (group, bucket) = (marks >> 18, marks >> 1 & 0x1_ffff);
+        let begin = OpStart {
+            at: OpId::unpacked(at)?,
+            group: group.checked_sub(1).map(|group| group as u32),
+            bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
+            amount,
+            place,
+            beside: marks & 1 == 1,
+        };
+        let ended = (ended > 0).then(|| Duration::from_nanos(ended));
+        let arrived = Duration::from_nanos(arrived);
+        Some(Entry { begin, arrived, ended, on_gpu: self.read_gpu(number, keeps) })
+    }
+
+    fn read_gpu(&self, number: u64, keeps: usize) -> Option<[Duration; 2]> {
+        let entry = &self.gpu_times.get()?[(number % keeps as u64) as usize];
+        let is_it = |order| entry.number.load(order) == number + 1;
+        if !is_it(Ordering::Acquire) {
+            return None;
+        }
+        let times =
+            entry.times.each_ref().map(|it| Duration::from_nanos(it.load(Ordering::Relaxed)));
+        std::sync::atomic::fence(Ordering::Acquire);
+        is_it(Ordering::Relaxed).then_some(times)
+    }
+}
+
+/// Enough for centuries.
+fn nanos(time: Duration) -> u64 {
+    time.as_nanos() as u64
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    fn begin(sequence: u64) -> OpStart {
+        OpStart {
+            at: OpId { operation: Operation::AllReduce, sequence },
+            group: Some(u32::MAX),
+            bucket: Some(u16::MAX),
+            amount: sequence * 3,
+            place: Some(Location::caller()),
+            beside: false,
+        }
+    }
+
+    #[test]
+    fn what_is_written_can_be_read() {
+        let timeline = FlightRecorder::new(2, RECORDS);
+        let newest = |timeline: &FlightRecorder| timeline.records(1, 0).next_back();
+        assert!(newest(&timeline).is_none());
+        let number = timeline.begin(1, begin(7));
+        let open = newest(&timeline).unwrap();
+        assert_eq!(open.ended, None);
+        assert_eq!(open.begin.at.to_string(), "all_reduce #7");
+        assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
+        assert_eq!((open.begin.amount, open.begin.beside), (21, false));
+        assert!(open.begin.place.unwrap().file().ends_with("timeline.rs"));
+        timeline.end(1, number);
+        let over = newest(&timeline).unwrap();
+        assert!(over.ended.unwrap() >= over.arrived && over.arrived == open.arrived);
+        let other = OpStart { group: None, bucket: None, place: None, beside: true, ..begin(8) };
+        timeline.begin(1, other);
+        let last = newest(&timeline).unwrap();
+        assert!(last.begin.beside && last.begin.place.is_none());
+        assert_eq!((last.begin.group, last.begin.bucket), (None, None));
+        assert_eq!(timeline.records(0, 0).count(), 0);
+    }
+
+    #[test]
+    fn the_newest_are_kept() {
+        let timeline = FlightRecorder::new(1, RECORDS);
+        let first = timeline.begin(0, begin(0));
+        for sequence in 1..3000 {
+            let number = timeline.begin(0, begin(sequence));
+            timeline.end(0, number);
+        }
+        timeline.end(0, first); // too late: another one is in its place
+        let records: Vec<Entry> = timeline.records(0, 0).collect();
+        assert_eq!(records.len(), RECORDS);
+        let sequences = records.iter().map(|it| it.begin.at.sequence);
+        assert!(sequences.eq(3000 - 1024..3000) && records.iter().all(|it| it.ended.is_some()));
+        assert_eq!(timeline.records(0, 2990).count(), 10);
+    }
+
+    /// Two threads of a rank write, a third one reads: nothing that it reads is mixed of two records.
+    #[test]
+    fn a_reader_never_sees_half_a_record() {
+        let timeline = FlightRecorder::new(1, RECORDS);
+        let write = |offset: u64| {
+            for sequence in 0..50_000 {
+                let number = timeline.begin(0, begin(2 * sequence + offset));
+                timeline.end(0, number);
+            }
+        };
+        std::thread::scope(|scope| {
+            let writers = [scope.spawn(|| write(0)), scope.spawn(|| write(1))];
+            while writers.iter().any(|it| !it.is_finished()) {
+                for record in timeline.records(0, 0) {
+                    assert_eq!(record.begin.amount, record.begin.at.sequence * 3);
+                    assert!(record.ended.is_none_or(|ended| ended >= record.arrived));
+                }
+            }
+        });
+        assert_eq!(timeline.count(0), 100_000);
+    }
+}

@@ -1,0 +1,30 @@
+//! What the ranks of one run share, and how they wait for each other.
+//!
+//! **Invariant:** every wait here ends: done, cancelled, or past its deadline. The one on the way out of a
+//! shared-memory collective ([`Barrier::wait_to_leave`]) ends because what it waits for is plain work.
+
+mod barrier;
+mod cancel;
+mod deadline;
+mod fault;
+mod flight_recorder;
+mod history;
+mod op_snapshot;
+pub(crate) mod panics;
+pub(crate) mod primitives;
+mod run;
+mod stop;
+
+pub(crate) use barrier::Barrier;
+pub(crate) use cancel::CancelToken;
+pub(crate) use deadline::{LONGEST, deadline};
+pub use fault::{Fault, FaultKind, FaultSite};
+pub(crate) use flight_recorder::{
+    CallSite, Entry, FlightRecorder, OpStart, SpanId, format_call_site,
+};
+pub(crate) use history::{Clock, History, RankHistory};
+pub(crate) use op_snapshot::{OpSnapshot, RemoteSnapshots};
+pub use panics::install_panic_hook;
+pub(crate) use run::{Activity, Failure, PeerStatus, Peers, RunContext};
+pub(crate) use stop::StopMessage;
+pub use stop::{Stop, StopReason};

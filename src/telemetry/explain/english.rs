@@ -1,0 +1,203 @@
+//! What is told, in English.
+
+use super::texts::{Catalog, Section};
+use super::{RunInfo, Step};
+
+pub(super) struct English;
+
+impl Catalog for English {
+    fn meeting(&self, facts: &RunInfo) -> Section {
+        let RunInfo { world_size: n, processes, backend, .. } = facts;
+        let text = match (*n, *processes, *backend) {
+            (1, ..) => "There is one rank: nobody has to be met, and what it averages stays as it is. With \
+                        --nproc-per-node=2 there are two."
+                .into(),
+            (_, 1, "nccl") => format!(
+                "The {n} ranks are threads of one process, each with a GPU. Rank 0 has NCCL make a unique id (128 \
+                 bytes) and sends it to the others over a channel: nobody chooses a port. With the id each joins the \
+                 same communicator, through which the GPUs talk."
+            ),
+            (_, 1, _) => format!(
+                "The {n} ranks are threads of one process. Rank 0 makes shared memory to talk through and sends the \
+                 others a handle over a channel: no id, no address, no port. (On GPUs NCCL's unique id goes this way; \
+                 PyTorch's ranks are processes, and meet at MASTER_PORT.)"
+            ),
+            (_, p, "nccl") => format!(
+                "The {n} ranks are in {p} processes, which have met in a TCPStore. The first has NCCL make a unique \
+                 id (128 bytes) and puts it into the store, where the others get it{}. With the id each joins the same communicator, through which the GPUs talk.",
+                if *n > p { ", and within a process it goes over a channel" } else { "" }
+            ),
+            (_, p, _) => format!(
+                "The {n} ranks are in {p} processes, which have met in a TCPStore. There is no id: each process puts \
+                 the address of its Gloo into the store, finds those of the others there, and they connect.{}",
+                if *n > p { " Ranks of one process share memory." } else { "" }
+            ),
+        };
+        Section::new("How the ranks meet", text)
+    }
+
+    fn start(&self, facts: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section {
+        let RunInfo { world_size: n, model, parameters, seed, .. } = facts;
+        let who = if *n > 1 { "Each rank" } else { "The rank" };
+        let mut text =
+            format!("{who} builds the model ({model}, {parameters} parameters) from seed {seed}. ");
+        match resumed {
+            Some(step) => {
+                text += &format!("Rank 0 takes those of a checkpoint, after {step} steps. ")
+            }
+            None if facts.starts_from_file => {
+                text += "Rank 0 takes those of a file (--init-from). "
+            }
+            None => {}
+        }
+        if *n > 1 {
+            text += "Then rank 0's parameters go to all: from here on the ranks exchange gradients only, and one that \
+                     started with other weights would stay apart for ever. ";
+            if were_same {
+                text += "(They are the same already, but DDP does not rely on it.) ";
+            }
+        }
+        text += "Their hash, of 64 bits:";
+        Section::new("The same start", text)
+    }
+
+    fn built_and_now(&self) -> [&'static str; 2] {
+        ["as built", "at the start"]
+    }
+
+    fn data(&self, facts: &RunInfo, epoch: u64) -> Section {
+        let RunInfo { world_size: n, samples, seed, .. } = facts;
+        let order = match facts.shuffles {
+            true => format!(
+                "shuffles the numbers of the {samples} samples with the same seed ({seed} + epoch {epoch})"
+            ),
+            false => format!("goes through the {samples} samples in their order"),
+        };
+        if *n == 1 {
+            return Section::new("The samples", format!("The rank {order}, and takes them all."));
+        }
+        let left = samples % n;
+        let rest = match (left, facts.drops_last) {
+            (0, _) => String::new(),
+            (left, true) => format!(" {left} of them are left out, so that all get as many."),
+            (left, false) if facts.exact_mean => {
+                format!(" They do not go round, so ranks up to {} get one more.", left - 1)
+            }
+            (left, false) => format!(" Dealt twice, so that all get as many: {}.", n - left),
+        };
+        let text = format!(
+            "Each rank {order}, and rank r takes those at places r, r + {n}, r + {}, ... So each trains on samples of \
+             its own, and nobody has to hand them out.{rest}",
+            2 * n
+        );
+        Section::new("Different samples", text)
+    }
+
+    fn gradients(&self, facts: &RunInfo, step: &Step, compressed: Option<&str>) -> Section {
+        let RunInfo { world_size: n, parameters, accumulate, .. } = facts;
+        let Step { step: number, weight, buckets, .. } = step;
+        let buckets = if *buckets == 1 { "1 bucket" } else { &format!("{buckets} buckets") };
+        let adds_up = match accumulate {
+            1 => String::new(),
+            k => format!(" (the mean over {k} batches, one after the other: --grad-accum-steps)"),
+        };
+        let compressed = compressed.map_or(String::new(), |name| self.compressed(name));
+        if *n == 1 {
+            let text = format!(
+                "Forward and backward give the gradients{adds_up}; all {parameters} lie in {buckets}. The all-reduce \
+                 leaves them as they are, each being the mean over one rank. {compressed}The largest, that of {weight}:"
+            );
+            return Section::new(format!("Step {number}: the gradient"), text);
+        }
+        let mean = match step.shares(facts) {
+            None => format!("the mean in their place: each is divided by {n}"),
+            Some(shares) => format!(
+                "the mean over all samples in their place (--exact-mean): each is multiplied by its rank's share of \
+                 the samples, {shares}"
+            ),
+        };
+        let text = format!(
+            "Forward and backward on its own samples give each rank its own gradients{adds_up}; all {parameters} lie \
+             in {buckets}. The all-reduce puts {mean}, and all ranks' are added up. {compressed}The largest, that of \
+             {weight}:"
+        );
+        Section::new(format!("Step {number}: different gradients become one"), text)
+    }
+
+    fn compressed(&self, name: &str) -> String {
+        format!("They travel as {name} (--comm-hook), so that the mean is not exact. ")
+    }
+
+    fn columns(&self, num_samples: Option<usize>) -> [String; 5] {
+        let samples = match num_samples {
+            None => "its samples".into(),
+            Some(1) => "its sample".into(),
+            Some(count) => format!("its {count} samples"),
+        };
+        [samples, "loss".into(), "gradient".into(), "all-reduced".into(), "new weight".into()]
+    }
+
+    fn by_hand(&self) -> &'static str {
+        "by hand: "
+    }
+
+    fn update(&self, facts: &RunInfo, step: u64, lr: &str) -> Section {
+        let RunInfo { optimizer, world_size, .. } = facts;
+        if *world_size == 1 {
+            let text = format!("The optimizer is {optimizer}, with lr {lr}.");
+            return Section::new(format!("Step {step}: the update"), text);
+        }
+        let text = format!(
+            "Every rank's optimizer ({optimizer}, lr {lr}) does the same with the same numbers, so the models stay \
+             the same and need not be sent again."
+        );
+        Section::new(format!("Step {step}: the same update on every rank"), text)
+    }
+
+    fn rule(&self, is_plain: bool) -> &'static str {
+        if is_plain { "weight - lr * gradient = new weight" } else { "weight -> new weight" }
+    }
+
+    fn clipped(&self, max_norm: &str, from: &str, to: &str) -> String {
+        format!(
+            " First all gradients are shortened to a norm of {max_norm} (--max-grad-norm), this one from {from} to \
+             {to}."
+        )
+    }
+
+    fn next_step(&self, step: u64) -> Section {
+        Section::new(
+            format!("Step {step}: other samples, other gradients, one mean, one update"),
+            "",
+        )
+    }
+
+    fn goes_on(&self, steps_per_epoch: u64) -> String {
+        match steps_per_epoch {
+            1 => "And so on, one step an epoch.".into(),
+            steps => format!("And so on, {steps} steps an epoch."),
+        }
+    }
+
+    fn end(&self, facts: &RunInfo, steps: u64) -> Section {
+        let steps = if steps == 1 { "1 step" } else { &format!("{steps} steps") };
+        let text = match facts.world_size {
+            1 => format!("After {steps} the rank ends. The hash of its parameters:"),
+            _ => format!(
+                "After {steps} the ranks wait for each other at a barrier and part; rank 0 alone sums up and \
+                 writes files. The hash of the parameters, never sent again:"
+            ),
+        };
+        Section::new("The end", text)
+    }
+
+    fn verdict(&self, facts: &RunInfo, are_same: bool) -> String {
+        match (facts.world_size, are_same) {
+            (1, _) => "The last line has it, too.".into(),
+            (n, true) => format!("The same to the bit: {n} ranks have trained one model."),
+            (_, false) => "Not the same! Either each rank has kept buffers of its own (--no-broadcast-buffers), or \
+                           something went wrong (--check-replicas-every finds where)."
+                .into(),
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! The file of `--metrics`: JSON lines, after those of the starts before.
+
+use std::fs;
+use std::io::{self, Error as IoError, Write};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::ffi::limits::explain;
+use crate::files::{Appender, LinesBefore, lines_before};
+
+/// The file, and what tells its rows from those of other starts.
+#[derive(Debug)]
+pub(super) struct MetricsFile {
+    out: Appender,
+    /// For messages.
+    name: String,
+    /// The number of this start among those that wrote to the file, from 1.
+    run: u64,
+}
+
+#[derive(Serialize)]
+struct Row<'a, M> {
+    event: Event,
+    run: u64,
+    #[serde(flatten)]
+    metrics: &'a M,
+}
+
+/// The rows of the file: its field `event`.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Event {
+    Train,
+    Validation,
+}
+
+/// The fields of every row; older rows have no `run`.
+#[derive(Deserialize)]
+struct Known {
+    #[serde(rename = "event")]
+    _event: Event,
+    #[serde(default)]
+    run: u64,
+    #[serde(rename = "step")]
+    _step: u64,
+    #[serde(rename = "epoch")]
+    _epoch: u64,
+}
+
+/// How every row begins.
+const BEGINS: &[u8] = b"{\"event\":\"";
+
+impl MetricsFile {
+    /// Refuses a file at `path` that this program did not write. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when its first or last line is not a row of metrics, or it cannot be read.
+    pub(super) fn check(path: &Path) -> Result<()> {
+        let check = || lines_before(path)?.map_or(Ok(0), |it| last_run(&it));
+        check().map(drop).map_err(|error| refused(path, &error))
+    }
+
+    /// Opens the file at `path`, to write at its end. Its folder is made if need be.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check), and when it cannot be opened.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let open = || {
+            let before = lines_before(path)?;
+            let run = before.as_ref().map_or(Ok(0), last_run)?.saturating_add(1);
+            path.parent().map_or(Ok(()), fs::create_dir_all)?;
+            Ok(Self { out: Appender::open(path)?.after(before.as_ref()), name: name(path), run })
+        };
+        open().map_err(|error: IoError| refused(path, &error))
+    }
+
+    /// Adds a row, for the next [`flush`](Self::flush).
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub(super) fn row(&mut self, event: Event, metrics: &impl Serialize) -> Result<()> {
+        let row = serde_json::to_string(&Row { event, run: self.run, metrics });
+        let written = row.map_err(IoError::from).and_then(|row| writeln!(self.out, "{row}"));
+        written.map_err(|error| self.unwritable(&error))
+    }
+
+    /// Writes the rows since the last time.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub(super) fn flush(&mut self) -> Result<()> {
+        self.out.flush().map_err(|error| self.unwritable(&error))
+    }
+
+    fn unwritable(&self, error: &io::Error) -> Error {
+        Error::Write { what: self.name.clone(), reason: explain(error) }
+    }
+}
+
+fn name(path: &Path) -> String {
+    format!("--metrics {}", path.display())
+}
+
+fn refused(path: &Path, error: &io::Error) -> Error {
+    Error::Input(format!("{}: {}", name(path), explain(error)))
+}
+
+/// Returns the number of the start that wrote the last row.
+fn last_run(lines: &LinesBefore) -> io::Result<u64> {
+    let row = |line: &[u8]| -> Option<u64> {
+        let known = serde_json::from_slice::<Known>(line).ok()?;
+        line.starts_with(BEGINS).then_some(known.run)
+    };
+    let LinesBefore { first, last, cut, .. } = lines;
+    // A row may have been cut off when the machine failed.
+    let is_begun = cut.starts_with(BEGINS) || BEGINS.starts_with(cut);
+    let runs = row(first).and_then(|_| row(cut).or(row(last).filter(|_| is_begun)));
+    runs.ok_or_else(|| {
+        IoError::other(
+            "this program did not write that file: a line of it is no row of metrics; remove it, or use another name",
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(path: &Path, step: u64) -> Result<()> {
+        let mut file = MetricsFile::open(path)?;
+        file.row(Event::Train, &serde_json::json!({"step": step, "epoch": 0, "loss": 0.5}))?;
+        file.flush()
+    }
+
+    #[test]
+    fn rows_follow_those_of_this_program_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/metrics");
+        for step in [5, 7] {
+            write(&path, step).unwrap();
+        }
+        let two = "{\"event\":\"train\",\"run\":1,\"epoch\":0,\"loss\":0.5,\"step\":5}\n\
+                   {\"event\":\"train\",\"run\":2,\"epoch\":0,\"loss\":0.5,\"step\":7}\n";
+        assert_eq!(fs::read_to_string(&path).unwrap(), two);
+        let long = format!("# {}\n{two}", "x".repeat(1 << 20));
+        for foreign in [
+            "\n",
+            "hello\n",
+            "{}\n",
+            "{\"event\":\"end\",\"step\":1,\"epoch\":1}\n",
+            "{\"event\":\"train\"}\n",
+            &format!("a,b\n{two}"),
+            &format!("{two}1,2\n"),
+            &format!("{two}1,2"),
+            &format!("{two}\n"),
+            &two[..20],
+            &long,
+        ] {
+            fs::write(&path, foreign).unwrap();
+            let error = write(&path, 9).unwrap_err().to_string();
+            assert!(error.contains("did not write that file"), "{error}");
+            assert_eq!(fs::read_to_string(&path).unwrap(), foreign);
+        }
+        // Rows of older versions, whatever their length, and a row that was cut off, which stays as it is.
+        let old = "{\"event\":\"validation\",\"step\":1,\"epoch\":0,\"loss\":null}\n".repeat(9000);
+        for (before, run) in [("", 1), (two, 3), (&two[..two.len() - 1], 3), (&old, 1)] {
+            fs::write(&path, before).unwrap();
+            write(&path, 9).unwrap();
+            let text = fs::read_to_string(&path).unwrap();
+            let added = text.strip_prefix(before).unwrap().trim_start();
+            assert!(added.starts_with(&format!("{{\"event\":\"train\",\"run\":{run},")), "{added}");
+            assert_eq!(text.lines().count(), before.lines().count() + 1);
+        }
+        for cut in 1..two.len() / 2 - 1 {
+            let before = &two[..two.len() - cut - 1];
+            fs::write(&path, before).unwrap();
+            write(&path, 9).unwrap();
+            let text = fs::read_to_string(&path).unwrap();
+            assert!(text.starts_with(&format!("{before}\n{{\"event\":\"train\",")), "{text}");
+        }
+    }
+}

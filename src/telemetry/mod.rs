@@ -1,0 +1,31 @@
+//! Everything the program prints, and the only place that prints.
+//!
+//! stdout carries results: text for people, or one JSON object a line. stderr carries the rest.
+
+mod events;
+mod explain;
+mod memory;
+mod metrics;
+mod metrics_logger;
+mod output;
+mod printer;
+mod progress;
+pub(crate) mod report;
+mod samples;
+mod slices;
+mod straggler;
+mod tensorboard;
+mod trace;
+
+pub use events::{End, Epoch, Event, Failure, Start};
+pub use explain::{Language, Narrator, RankStep, RunInfo, Step};
+pub(crate) use memory::gigabytes;
+pub use memory::{peak_memory, total_memory};
+pub use metrics_logger::{MetricsLogger, TrainMetrics, ValidationMetrics};
+pub(crate) use output::{Marks, Output};
+pub use printer::{LogFormat, Printer};
+pub use samples::Sample;
+pub(crate) use straggler::find_straggler_over;
+pub use straggler::{PhaseSeconds, Straggler, find_straggler};
+pub use tensorboard::TensorBoard;
+pub(crate) use trace::{TRACED, trace_output, trace_path, write_trace};

@@ -1,0 +1,285 @@
+//! What to make of a run's times, and what to try next.
+
+use crate::telemetry::{PhaseSeconds, Straggler};
+
+/// What is known of a run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Measured<'a> {
+    /// Of each rank.
+    pub phases: &'a [PhaseSeconds],
+    pub straggler: Option<&'a Straggler>,
+    pub overlapped: Option<f64>,
+    pub us_per_step: f64,
+    pub bucket_bytes: &'a [usize],
+    pub batch_size: usize,
+    pub num_workers: usize,
+    pub backend: &'a str,
+    /// How long the run took.
+    pub seconds: f64,
+    /// `None` if the ranks are on GPUs.
+    pub cores: Option<Cores>,
+    /// The mean loss of the first quarter of the run, and of the last, if it was recorded often enough.
+    pub losses: Option<[f64; 2]>,
+    pub lr: f64,
+    /// A configuration of this repository that fits the data set, if there is one.
+    pub fitting_config: Option<&'static str>,
+}
+
+/// What the ranks of this machine have of its processor.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Cores {
+    /// How many cores this process may use.
+    pub count: usize,
+    /// How many of the ranks are in this process.
+    pub local_ranks: usize,
+    pub threads_per_rank: usize,
+}
+
+impl Cores {
+    /// Whether the ranks, with all threads of libtorch, have a core each and more to spare.
+    fn to_spare(self) -> bool {
+        self.local_ranks * self.threads_per_rank < self.count
+    }
+
+    /// Returns whether more ranks may pay, as a sentence.
+    fn advice(self) -> String {
+        let Self { count, local_ranks, .. } = self;
+        let s = if count == 1 { "" } else { "s" };
+        if self.to_spare() || (local_ranks == 1 && count > 1) {
+            format!(
+                "ddp-mp bench scaling measures whether more ranks pay on the {count} core{s} of this machine."
+            )
+        } else {
+            let ranks = if local_ranks == 1 { "rank uses" } else { "ranks use" };
+            format!(
+                "{local_ranks} {ranks} all of this machine's {count} core{s}: more ranks need more cores, here or on \
+                 other machines."
+            )
+        }
+    }
+}
+
+impl PhaseSeconds {
+    /// What the rank does by itself.
+    fn own(&self) -> f64 {
+        self.step + self.data + self.forward + self.backward + self.optimizer
+    }
+}
+
+/// Returns the share of the steps' time that the ranks spend outside collectives, neither communicating nor waiting
+/// there, from 0 to 1. `None` where there are no steps. It does not say how fast one rank alone would be: ranks that
+/// share cores slow each other down outside collectives too.
+pub(crate) fn outside_collectives(phases: &[PhaseSeconds]) -> Option<f64> {
+    let own: f64 = phases.iter().map(PhaseSeconds::own).sum();
+    let collectives: f64 = phases.iter().map(|it| it.collectives).sum();
+    (own + collectives > 0.0).then(|| own / (own + collectives))
+}
+
+/// What takes less of the time than this is not worth a word.
+const SHARE: f64 = 0.2;
+
+/// A step that is shorter than this, in microseconds, is mostly overhead.
+const SHORT_STEP: f64 = 1000.0;
+
+/// A loss that keeps more than this share hardly moves.
+const STILL: f64 = 0.95;
+
+/// So many bytes of gradients take longer to move than to begin with.
+const BANDWIDTH_BOUND_BYTES: usize = 1 << 20;
+
+/// What to try next, the most important first; each a sentence.
+pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
+    let mut advice = Vec::new();
+    let Some(outside) = outside_collectives(run.phases) else { return advice };
+    let ranks = run.phases.len() as f64;
+    let total: f64 = run.phases.iter().map(|it| it.own() + it.collectives).sum();
+    let share = |of: fn(&PhaseSeconds) -> f64| run.phases.iter().map(of).sum::<f64>() / total;
+    let mut say = |text: String| advice.push(text);
+    if let Some(held) = run.straggler {
+        let (Straggler { rank, seconds, .. }, place) = (held, held.place());
+        say(match held.phase {
+            "save" => format!(
+                "Rank {rank} held the others back by {seconds:.1} s, {place}: save less often, with a larger --save-every \
+                 or --save-every-epochs, or on a faster disk."
+            ),
+            _ => format!(
+                "Rank {rank} held the others back by {seconds:.1} s, {place}: look at what it does there, or at what else \
+                 runs on its device."
+            ),
+        });
+    }
+    let data = share(|it| it.data);
+    if data > SHARE {
+        let percent = 100.0 * data;
+        say(match run.num_workers {
+            0 => format!(
+                "{percent:.0} % of the steps' time goes into getting data: try --num-workers 2."
+            ),
+            workers => format!(
+                "{percent:.0} % of the steps' time goes into getting data, with --num-workers {workers}: try more, or a \
+                 larger --prefetch-factor."
+            ),
+        });
+    }
+    if let Some([first, last]) = run.losses.filter(|[first, last]| *last > STILL * first) {
+        let config = run.fitting_config.map_or(String::new(), |config| {
+            format!(", or --config {config}, which fits this data set")
+        });
+        say(format!(
+            "The loss hardly moved: from {first:.4} in the first quarter of the run to {last:.4} in the last. Unless the \
+             model has learned all it can, try a higher --lr (now {}){config}.",
+            run.lr
+        ));
+    }
+    let lost = 1.0 - outside;
+    let bytes: usize = run.bucket_bytes.iter().sum();
+    if ranks > 1.0 && lost > SHARE {
+        let percent = 100.0 * lost;
+        if run.us_per_step < SHORT_STEP {
+            let (step, batch) = (run.us_per_step, run.batch_size);
+            say(format!(
+                "{percent:.0} % of the steps' time goes into collectives, and a step is only {step:.0} us long: with so \
+                 small a model a larger --batch-size (now {batch}), or fewer ranks, pays best."
+            ));
+        } else if run.straggler.is_none() {
+            let smaller = if bytes >= BANDWIDTH_BOUND_BYTES {
+                ", and --comm-hook bf16 makes them smaller"
+            } else {
+                ""
+            };
+            say(format!(
+                "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --grad-accum-steps makes \
+                 fewer of them{smaller}."
+            ));
+        }
+        // Ranks in threads reduce in the same cores that compute.
+        let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && run.backend != "threaded";
+        if may_hide && run.bucket_bytes.len() == 1 {
+            say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
+                 --bucket-cap-mb lets the first go out earlier."
+                .into());
+        } else if may_hide && run.overlapped.is_some_and(|it| it < 0.5) {
+            let percent = 100.0 * run.overlapped.unwrap_or(0.0);
+            say(format!(
+                "Only {percent:.0} % of the communication was hidden behind backward: another --bucket-cap-mb may hide \
+                 more."
+            ));
+        }
+    }
+    if advice.is_empty() {
+        let (own, seconds) = (100.0 * outside, run.seconds);
+        let stands_out = match ranks > 1.0 {
+            true => format!(
+                "Nothing stands out: the ranks spent {own:.0} % of their steps outside collectives."
+            ),
+            false => format!("This was one rank alone, for {seconds:.1} s."),
+        };
+        let more = run.cores.map_or(String::new(), |it| format!(" {}", it.advice()));
+        advice.push(format!("{stands_out}{more}"));
+    }
+    advice
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(phases: &[PhaseSeconds]) -> Measured<'_> {
+        Measured {
+            phases,
+            straggler: None,
+            overlapped: None,
+            us_per_step: 5000.0,
+            bucket_bytes: &[4 << 20],
+            batch_size: 32,
+            num_workers: 0,
+            backend: "gloo",
+            seconds: 10.0,
+            cores: Some(Cores { count: 8, local_ranks: phases.len(), threads_per_rank: 1 }),
+            losses: Some([1.0, 0.5]),
+            lr: 0.001,
+            fitting_config: None,
+        }
+    }
+
+    #[test]
+    fn what_is_lost_is_told_with_what_to_do() {
+        let well =
+            PhaseSeconds { forward: 4.0, backward: 5.0, collectives: 1.0, ..Default::default() };
+        assert_eq!(outside_collectives(&[well, well]), Some(0.9));
+        assert_eq!(outside_collectives(&[]), None);
+        assert!(advice(run(&[])).is_empty());
+        assert_eq!(
+            advice(run(&[well, well])),
+            [
+                "Nothing stands out: the ranks spent 90 % of their steps outside collectives. ddp-mp bench scaling \
+              measures whether more ranks pay on the 8 cores of this machine."
+            ]
+        );
+        assert!(
+            advice(run(&[well]))[0]
+                .starts_with("This was one rank alone, for 10.0 s. ddp-mp bench scaling")
+        );
+
+        let waiting = PhaseSeconds { collectives: 9.0, ..well };
+        let told = advice(run(&[waiting, waiting]));
+        assert!(
+            told[0].starts_with("50 % of the steps' time goes into collectives: a larger"),
+            "{told:?}"
+        );
+        assert!(told[1].contains("in one bucket"), "{told:?}");
+        let told = advice(Measured {
+            overlapped: Some(0.2),
+            bucket_bytes: &[1 << 20; 4],
+            ..run(&[waiting, waiting])
+        });
+        assert!(told[1].starts_with("Only 20 % of the communication"), "{told:?}");
+        let told =
+            advice(Measured { us_per_step: 50.0, bucket_bytes: &[84], ..run(&[waiting, waiting]) });
+        assert!(told.len() == 1 && told[0].contains("only 50 us long"), "{told:?}");
+
+        let hungry = PhaseSeconds { data: 9.0, ..well };
+        assert!(advice(run(&[hungry, hungry]))[0].ends_with("try --num-workers 2."));
+        let still = |fitting_config| {
+            let losses = Some([2.31, 2.30]);
+            advice(Measured { losses, fitting_config, ..run(&[well, well]) }).remove(0)
+        };
+        let told = still(None);
+        let expected = "The loss hardly moved: from 2.3100 in the first quarter of the run to 2.3000 in the last.";
+        assert!(told.starts_with(expected), "{told}");
+        assert!(told.ends_with("try a higher --lr (now 0.001)."), "{told}");
+        let told = still(Some("configs/digits.toml"));
+        assert!(
+            told.ends_with(", or --config configs/digits.toml, which fits this data set."),
+            "{told}"
+        );
+        let held = Straggler { rank: 1, seconds: 2.0, phase: "data", phase_seconds: 2.0 };
+        let told = advice(Measured { straggler: Some(&held), ..run(&[well, well]) });
+        assert!(told[0].starts_with("Rank 1 held the others back by 2.0 s, in its phase data"));
+    }
+    #[test]
+    fn more_ranks_are_not_advised_where_there_are_no_cores_for_them() {
+        let well = PhaseSeconds { forward: 4.0, backward: 5.0, ..Default::default() };
+        let told = |phases: &[PhaseSeconds], count, threads_per_rank| {
+            let cores = Cores { count, local_ranks: phases.len(), threads_per_rank };
+            advice(Measured { cores: Some(cores), ..run(phases) }).remove(0)
+        };
+        let none = ": more ranks need more cores, here or on other machines.";
+        for (ranks, count, threads) in [(2, 2, 1), (4, 2, 1), (2, 8, 4), (1, 1, 1)] {
+            let told = told(&vec![well; ranks], count, threads);
+            assert!(told.ends_with(none), "{ranks} ranks, {count} cores: {told}");
+        }
+        for (ranks, count, threads) in [(1, 2, 2), (2, 8, 1)] {
+            let told = told(&vec![well; ranks], count, threads);
+            assert!(
+                told.contains("ddp-mp bench scaling measures"),
+                "{ranks} ranks, {count} cores: {told}"
+            );
+        }
+        // On GPUs it is not cores that ranks need.
+        assert_eq!(
+            advice(Measured { cores: None, ..run(&[well; 2]) }),
+            ["Nothing stands out: the ranks spent 100 % of their steps outside collectives."]
+        );
+    }
+}

@@ -1,0 +1,201 @@
+//! `--report`: one page that shows what a run did, made of the same records as the trace.
+
+mod advice;
+mod tracks;
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::{Marks, Output, PhaseSeconds, Straggler, TrainMetrics, ValidationMetrics};
+pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
+pub(crate) use tracks::Tracks;
+
+/// The page, and what goes into it.
+const PAGE: &str = include_str!("page.html");
+const PARTS: [(&str, &str); 2] =
+    [("__REPORT_CSS__", include_str!("page.css")), ("__REPORT_JS__", SCRIPT)];
+/// Its script, in the order in which it is to be read.
+const SCRIPT: &str = concat!(
+    include_str!("helpers.js"),
+    include_str!("verdict.js"),
+    include_str!("curves.js"),
+    include_str!("timeline.js"),
+    include_str!("samples.js"),
+    include_str!("page.js"),
+);
+const DATA: &str = "__REPORT_DATA__";
+
+/// Everything that a page shows. What a run has not come to is not there.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    pub version: u32,
+    pub program: String,
+    /// As it was typed.
+    pub command: String,
+    /// When, in UTC.
+    pub began: String,
+    pub libtorch: String,
+    pub outcome: Outcome,
+    pub seconds: Option<f64>,
+    pub steps: Option<u64>,
+    pub us_per_step: Option<f64>,
+    pub loss: Option<f64>,
+    pub parameters_hash: Option<String>,
+    /// Those that are not the defaults come first.
+    pub options: Vec<(String, String)>,
+    pub world: Ranks,
+    pub model: Parameters,
+    #[serde(flatten)]
+    pub curves: Curves,
+    pub samples: Samples,
+    pub timeline: Tracks,
+    pub traffic: Moved,
+    pub replicas: Option<Replicas>,
+    pub verdict: Verdict,
+}
+
+/// How the run ended.
+#[derive(Debug, Serialize)]
+pub(crate) struct Outcome {
+    /// `done`, `stopped` or `failed`.
+    pub kind: &'static str,
+    pub text: String,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Ranks {
+    pub size: usize,
+    pub nnodes: usize,
+    pub backend: &'static str,
+    /// Of the ranks of this process.
+    pub devices: Vec<String>,
+}
+
+#[derive(Debug, Default, Clone, Serialize)]
+pub(crate) struct Parameters {
+    pub name: String,
+    pub parameters: Vec<Parameter>,
+    /// How many bytes each bucket holds.
+    pub buckets: Vec<usize>,
+}
+
+/// A parameter, and the bucket that its gradient is in.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Parameter {
+    pub name: String,
+    pub shape: Vec<i64>,
+    pub bytes: usize,
+    pub bucket: Option<usize>,
+}
+
+/// How training went.
+#[derive(Debug, Default, Clone, Serialize)]
+pub(crate) struct Curves {
+    pub train: Vec<TrainMetrics>,
+    pub validation: Vec<ValidationMetrics>,
+}
+
+/// Of so many points a curve is drawn at most; every other one goes when there are more.
+const MAX_CURVE_POINTS: usize = 4000;
+
+impl Curves {
+    pub(super) fn train(&mut self, metrics: &TrainMetrics) {
+        if self.train.len() == MAX_CURVE_POINTS {
+            let mut number = 0;
+            self.train.retain(|_| {
+                number += 1;
+                number % 2 == 0
+            });
+        }
+        self.train.push(metrics.clone());
+    }
+
+    /// Returns the mean loss of the first quarter of the points, and of the last. `None` with fewer than four.
+    pub(crate) fn losses(&self) -> Option<[f64; 2]> {
+        let quarter = self.train.len() / 4;
+        let mean =
+            |points: &[TrainMetrics]| points.iter().map(|it| it.loss).sum::<f64>() / quarter as f64;
+        let first = self.train.get(..quarter).filter(|points| !points.is_empty())?;
+        Some([mean(first), mean(&self.train[self.train.len() - quarter..])])
+    }
+}
+
+/// Which sample each rank had.
+#[derive(Debug, Serialize)]
+pub(crate) struct Samples {
+    /// How many there are.
+    pub dataset: usize,
+    pub batch_size: usize,
+    /// Whether all that were seen are here.
+    pub complete: bool,
+    pub epochs: Vec<OfEpoch>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct OfEpoch {
+    pub epoch: u64,
+    /// Of each rank the samples in their order.
+    pub ranks: Vec<Vec<usize>>,
+}
+
+/// How many bytes went where.
+#[derive(Debug, Default, Clone, Serialize)]
+pub(crate) struct Moved {
+    /// By each rank.
+    pub sent: Vec<u64>,
+    pub received: Vec<u64>,
+    /// By the ranks of this process.
+    pub collectives: Vec<Called>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Called {
+    pub operation: String,
+    pub calls: Vec<u64>,
+    pub bytes: Vec<u64>,
+}
+
+/// What each rank has in the end.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Replicas {
+    pub hashes: Vec<String>,
+    pub equal: bool,
+    pub checked_every: Option<u64>,
+}
+
+/// What to make of it.
+#[derive(Debug, Default, Clone, Serialize)]
+pub(crate) struct Verdict {
+    /// The share of its steps that a rank spends outside collectives, on average, from 0 to 1.
+    pub outside_collectives: Option<f64>,
+    pub overlapped: Option<f64>,
+    pub phases: Vec<PhaseSeconds>,
+    pub straggler: Option<Straggler>,
+    pub advice: Vec<String>,
+}
+
+impl Report {
+    /// The file of a page at `path`.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(crate) fn output(path: &Path) -> io::Result<Output> {
+        let (first_lines, _) = PAGE.split_once("\n<html").unwrap_or((PAGE, ""));
+        Output::new(path, Marks { begins: first_lines, before: "<!-- xxh3 ", after: " -->\n" })
+    }
+
+    /// Writes the page.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(crate) fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        // No end of the script, whatever is in the texts.
+        let data = serde_json::to_string(self)?.replace('<', "\\u003c");
+        let page =
+            PARTS.iter().fold(PAGE.to_owned(), |page, (place, part)| page.replace(place, part));
+        // Last, so that nothing in it is taken for a place.
+        out.write_all(page.replacen(DATA, &data, 1).as_bytes())
+    }
+}

@@ -1,0 +1,130 @@
+//! The timeline of a report: the records of the trace, as short as they can be.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+use crate::operation::Operation;
+use crate::runtime::{CallSite, History, RankHistory};
+use crate::telemetry::slices::{Slice, gpu_slices, slices};
+
+/// So many records a page has at most: what a phone can still draw.
+const MAX_RECORDS: usize = 120_000;
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Tracks {
+    /// When the ranks had ended, in microseconds: so long goes on what has not.
+    end: f64,
+    /// How many records of a rank are not here, at most.
+    lost: u64,
+    /// What the numbers of operations in records mean.
+    operations: Vec<String>,
+    /// The lines of source.
+    places: Vec<String>,
+    ranks: Vec<Track>,
+}
+
+#[derive(Debug, Serialize)]
+struct Track {
+    rank: usize,
+    device: String,
+    /// Whether lane 1 is the rank's GPU; the lanes of communication threads then begin at 2.
+    on_gpu: bool,
+    records: Vec<Short>,
+}
+
+/// A record as a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, lane (0 is the rank's own), how
+/// long it waited, for whom, place. Times are in microseconds; -1 is none.
+#[derive(Debug)]
+struct Short {
+    operation: usize,
+    times: (f64, Option<f64>),
+    numbers: (u64, i64, i64, u64, u8),
+    waited: (f64, i64),
+    place: i64,
+}
+
+impl Serialize for Short {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { operation, times, numbers, waited, place } = self;
+        let (begin, duration) = times;
+        let (sequence, step, bucket, bytes, lane) = numbers;
+        (operation, begin, duration, sequence, step, bucket, bytes, lane, waited.0, waited.1, place)
+            .serialize(serializer)
+    }
+}
+
+impl Tracks {
+    /// The newest records of each rank of `history`.
+    pub(crate) fn new(history: &History) -> Self {
+        let most = MAX_RECORDS / history.ranks.len().max(1);
+        let mut places = Places::default();
+        let mut lost = 0;
+        let lane = |((of_rank, mut slices), gpu): ((&RankHistory, Vec<Slice>), Vec<Slice>)| {
+            let on_gpu = !gpu.is_empty();
+            if on_gpu {
+                slices.iter_mut().filter(|it| it.lane > 0).for_each(|it| it.lane += 1);
+                slices.extend(gpu);
+                slices.sort_by_key(|it| it.arrived);
+            }
+            let mut too_many = slices.len().saturating_sub(most);
+            if too_many > 0 {
+                let is_step = |it: &Slice| it.begin.at.operation == Operation::Step;
+                too_many += slices[too_many..].iter().position(is_step).unwrap_or(0);
+            }
+            lost = lost.max(of_rank.lost + too_many as u64);
+            Track {
+                rank: of_rank.rank,
+                device: of_rank.device.clone(),
+                on_gpu,
+                records: slices[too_many..].iter().map(|it| short(it, &mut places)).collect(),
+            }
+        };
+        let slices = history.ranks.iter().zip(slices(history)).zip(gpu_slices(history, 1));
+        let ranks = slices.map(lane).collect();
+        let operations = Operation::ALL.iter().map(ToString::to_string).collect();
+        Self { end: micros(history.taken), lost, operations, places: places.names, ranks }
+    }
+}
+
+fn short(slice: &Slice, places: &mut Places) -> Short {
+    let Slice { begin, arrived, ended, unfinished, step, waited, .. } = *slice;
+    let duration = micros(ended.saturating_sub(arrived));
+    let number = |it: Option<u64>| it.map_or(-1, |it| it as i64);
+    let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
+    Short {
+        operation: begin.at.operation as usize,
+        times: (micros(arrived), (!unfinished).then_some(duration)),
+        numbers: (
+            begin.at.sequence,
+            number(step),
+            number(begin.bucket.map(u64::from)),
+            begin.amount,
+            slice.lane as u8,
+        ),
+        waited: (waited, waited_for),
+        place: begin.place.map_or(-1, |place| places.number(place)),
+    }
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_nanos() as f64 / 1e3
+}
+
+/// Each line of source once.
+#[derive(Debug, Default)]
+struct Places {
+    names: Vec<String>,
+    known: HashMap<(&'static str, u32), i64>,
+}
+
+impl Places {
+    fn number(&mut self, place: CallSite) -> i64 {
+        let (file, line) = (place.file(), place.line());
+        *self.known.entry((file, line)).or_insert_with(|| {
+            self.names.push(format!("{file}:{line}"));
+            self.names.len() as i64 - 1
+        })
+    }
+}

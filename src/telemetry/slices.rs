@@ -1,0 +1,147 @@
+//! What a timeline shows: each record with the step it belongs to, and how long a rank only waited in it.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use crate::operation::Operation;
+use crate::runtime::{Entry, History, OpStart, RankHistory};
+
+/// A record, and what follows from the others.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Slice {
+    pub begin: OpStart,
+    pub arrived: Duration,
+    /// Of what had not ended: the end of what it is in the midst of, or of all.
+    pub ended: Duration,
+    pub unfinished: bool,
+    /// 0 is the rank's own; of what communication threads do at the same time each has another.
+    pub lane: usize,
+    /// The training step, of what lies in one.
+    pub step: Option<u64>,
+    /// For how long the rank waited for the last one to come, and for whom.
+    pub waited: Option<(Duration, usize)>,
+}
+
+/// When each rank has come to a collective: the group's number and that of the call.
+type Arrivals = HashMap<(u32, u64), Arrival>;
+
+#[derive(Debug)]
+struct Arrival {
+    ranks: usize,
+    last: (Duration, usize),
+}
+
+/// The slices of each rank of `history`, in the order in which they began.
+pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
+    let mut arrivals = Arrivals::new();
+    for RankHistory { rank, records, .. } in &history.ranks {
+        for Entry { begin, arrived, .. } in records {
+            let Some(key) = meeting(begin) else { continue };
+            let mine = (*arrived, *rank);
+            let arrival = arrivals.entry(key).or_insert(Arrival { ranks: 0, last: mine });
+            arrival.ranks += 1;
+            arrival.last = arrival.last.max(mine);
+        }
+    }
+    // Of a collective that also has ranks elsewhere nobody here knows who came last.
+    let mut members: HashMap<u32, usize> = HashMap::new();
+    arrivals.retain(|(group, _), arrival| {
+        let of_group = || history.members(*group).map_or(0, |members| members.len());
+        arrival.ranks == *members.entry(*group).or_insert_with(of_group)
+    });
+    history.ranks.iter().map(|rank| of_rank(rank, &arrivals, history)).collect()
+}
+
+/// What the GPU of each rank of `history` has done of what the rank has launched, in the order in which it began: nothing
+/// where there is none, or where its times are not known. All are in the lane of this number.
+///
+/// A rank waits on its GPU: for the last whose GPU comes to a collective. They are on the clock of the host.
+pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
+    let on_gpu = |rank: &RankHistory| {
+        let done = |it: &Entry| {
+            let [arrived, ended] = it.on_gpu?;
+            Some(Entry { arrived, ended: Some(ended), on_gpu: None, ..*it })
+        };
+        RankHistory {
+            rank: rank.rank,
+            device: rank.device.clone(),
+            records: rank.records.iter().filter_map(done).collect(),
+            lost: rank.lost,
+            gpu_error: rank.gpu_error,
+            totals: Vec::new(),
+        }
+    };
+    let ranks = history.ranks.iter().map(on_gpu).collect();
+    let mut slices = slices(&History { ranks, groups: history.groups.clone(), ..*history });
+    slices.iter_mut().flatten().for_each(|it| it.lane = lane);
+    slices
+}
+
+/// A rank of this process that has not come to that meeting.
+fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
+    let members = history.members(group)?;
+    let here = history.ranks.iter().filter(|it| members.contains(&it.rank));
+    let came = |it: &RankHistory| {
+        it.records.iter().any(|it| meeting(&it.begin) == Some((group, sequence)))
+    };
+    here.filter(|it| !came(it)).map(|it| it.rank).next()
+}
+
+fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
+    let (mut step, mut phase_ends) = (None, None);
+    let mut slices = Vec::with_capacity(rank.records.len());
+    let mut lanes: Vec<Duration> = Vec::new(); // when the last of each ends
+    for Entry { begin, arrived, ended, .. } in &rank.records {
+        let at = begin.at;
+        match at.operation {
+            Operation::Step
+            | Operation::Data
+            | Operation::Forward
+            | Operation::Backward
+            | Operation::Optimizer => (step, phase_ends) = (Some(at.sequence), *ended),
+            Operation::Validation | Operation::Save => (step, phase_ends) = (None, *ended),
+            // After a step's last phase nothing is part of it.
+            _ if !begin.beside && phase_ends.is_some_and(|end| end < *arrived) => step = None,
+            _ => {}
+        }
+        let own_end = phase_ends.filter(|end| end >= arrived).unwrap_or(history.taken);
+        let ended_or = ended.unwrap_or(own_end).max(*arrived);
+        let waited = meeting(begin).and_then(|key| {
+            let (last, by) = match arrivals.get(&key) {
+                Some(arrival) => arrival.last,
+                None if ended.is_none() => (ended_or, missing(history, key)?),
+                None => return None,
+            };
+            let waited = last.min(ended_or).saturating_sub(*arrived);
+            (by != rank.rank && !waited.is_zero()).then_some((waited, by))
+        });
+        let lane = if begin.beside { 1 + free(&mut lanes, *arrived, ended_or) } else { 0 };
+        slices.push(Slice {
+            begin: *begin,
+            arrived: *arrived,
+            ended: ended_or,
+            unfinished: ended.is_none(),
+            lane,
+            step,
+            waited,
+        });
+    }
+    slices
+}
+
+/// So many lanes a rank has beside its own, at most.
+pub(super) const MAX_TRACKS: usize = 62;
+
+/// The first lane in which nothing goes on at `from`, which is taken until `to` then.
+fn free(lanes: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
+    let lane = lanes.iter().position(|end| *end <= from).unwrap_or(lanes.len()).min(MAX_TRACKS - 1);
+    lanes.resize(lanes.len().max(lane + 1), to);
+    lanes[lane] = to;
+    lane
+}
+
+/// Which meeting of ranks it is, if it is one.
+fn meeting(begin: &OpStart) -> Option<(u32, u64)> {
+    let meets = begin.at.operation != Operation::Synchronize;
+    begin.group.filter(|_| meets).map(|group| (group, begin.at.sequence))
+}

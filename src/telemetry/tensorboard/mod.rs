@@ -1,0 +1,277 @@
+//! Event files for TensorBoard: scalars, histograms and images over the steps of a run.
+
+mod messages;
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use prost::Message;
+
+use crate::files::Appender;
+use messages::{Event, Histogram, Image, Kind, Summary, Value, What};
+
+/// Writes one event file, in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
+///
+/// ```
+/// # fn main() -> std::io::Result<()> {
+/// # let folder = tempfile::tempdir()?;
+/// # let folder = folder.path();
+/// use ddp_mp::telemetry::TensorBoard;
+///
+/// let mut tensorboard = TensorBoard::create(folder)?; // tensorboard --logdir FOLDER
+/// for step in 0..10 {
+///     tensorboard.scalar("train/loss", step, 1.0 / (step + 1) as f64)?;
+/// }
+/// tensorboard.flush()?; // otherwise when it is dropped, and then without an error
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct TensorBoard {
+    out: Appender,
+    path: PathBuf,
+}
+
+/// After so many bytes records are written to the file.
+const MOST_PENDING: usize = 1 << 16;
+
+/// Into how many buckets of the same width values are sorted.
+const BUCKETS: usize = 64;
+
+impl TensorBoard {
+    /// A new file in `folder`, which is made if need be. Files of earlier runs stay as they are.
+    ///
+    /// # Errors
+    /// When the folder or the file cannot be made.
+    pub fn create(folder: &Path) -> io::Result<Self> {
+        fs::create_dir_all(folder)?;
+        let now = seconds() as u64;
+        let pid = std::process::id();
+        let name =
+            |number: u32| folder.join(format!("events.out.tfevents.{now:010}.{pid}.{number}"));
+        let mut number = 0;
+        let (out, path) = loop {
+            match Appender::create_new(&name(number)) {
+                Ok(out) => break (out, name(number)),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+                Err(error) => return Err(error),
+            }
+        };
+        let mut created = Self { out, path };
+        created.write(0, What::FileVersion("brain.Event:2".into()))?;
+        Ok(created)
+    }
+
+    /// Where it writes.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A number at `step`.
+    ///
+    /// # Errors
+    /// When it cannot be written, as all below.
+    pub fn scalar(&mut self, tag: &str, step: u64, value: f64) -> io::Result<()> {
+        self.value(tag, step, Kind::SimpleValue(value as f32))
+    }
+
+    /// How many of `values` are how large. Those that are infinite or not a number are left out.
+    ///
+    /// # Errors
+    /// As [`scalar`](Self::scalar).
+    pub fn histogram(&mut self, tag: &str, step: u64, values: &[f32]) -> io::Result<()> {
+        self.value(tag, step, Kind::Histogram(histogram(values)))
+    }
+
+    /// A picture, `width` x `height` pixels, row by row from the top: of one byte each it is grey, of three red, green
+    /// and blue; 0 is black.
+    ///
+    /// # Errors
+    /// As [`scalar`](Self::scalar), and when there are not as many pixels as that.
+    pub fn image(
+        &mut self,
+        tag: &str,
+        step: u64,
+        width: u32,
+        height: u32,
+        pixels: &[u8],
+    ) -> io::Result<()> {
+        let mut file = Vec::new();
+        let mut encoder = png::Encoder::new(&mut file, width, height);
+        let is_grey = pixels.len() as u64 == u64::from(width) * u64::from(height);
+        encoder.set_color(if is_grey { png::ColorType::Grayscale } else { png::ColorType::Rgb });
+        let written = encoder.write_header().and_then(|mut png| png.write_image_data(pixels));
+        written.map_err(io::Error::other)?;
+        let (width, height) = (width as i32, height as i32);
+        let colorspace = if is_grey { 1 } else { 3 };
+        let image = Image { height, width, colorspace, encoded_image_string: file };
+        self.value(tag, step, Kind::Image(image))
+    }
+
+    /// Has everything in the file that was written so far. Happens by itself after each 64 KiB, and on drop.
+    ///
+    /// # Errors
+    /// As [`scalar`](Self::scalar).
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+
+    fn value(&mut self, tag: &str, step: u64, kind: Kind) -> io::Result<()> {
+        let value = Value { tag: tag.into(), kind: Some(kind) };
+        self.write(step, What::Summary(Summary { value: vec![value] }))
+    }
+
+    /// A record: its length and contents, each with a checksum.
+    fn write(&mut self, step: u64, what: What) -> io::Result<()> {
+        let event = Event { wall_time: seconds(), step: step as i64, what: Some(what) };
+        let contents = event.encode_to_vec();
+        let length = (contents.len() as u64).to_le_bytes();
+        for part in [&length[..], &contents] {
+            self.out.write_all(part)?;
+            self.out.write_all(&masked_crc(part).to_le_bytes())?;
+        }
+        if self.out.pending() < MOST_PENDING { Ok(()) } else { self.flush() }
+    }
+}
+
+impl Drop for TensorBoard {
+    fn drop(&mut self) {
+        let _ = self.flush(); // nobody is there to be told
+    }
+}
+
+fn seconds() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// The checksum of TFRecord files: a CRC that is turned, so that the CRC of a record that holds one is not special.
+fn masked_crc(bytes: &[u8]) -> u32 {
+    crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+fn histogram(values: &[f32]) -> Histogram {
+    let finite = || values.iter().filter(|x| x.is_finite()).map(|&x| f64::from(x));
+    let num = finite().count();
+    if num == 0 {
+        return Histogram { bucket_limit: vec![0.0], bucket: vec![0.0], ..Histogram::default() };
+    }
+    let (min, max) = finite().fold((f64::MAX, f64::MIN), |(min, max), x| (min.min(x), max.max(x)));
+    let width = (max - min) / BUCKETS as f64;
+    let mut bucket = vec![0.0; BUCKETS];
+    for x in finite() {
+        // All in the first, if all are the same; the largest is within the last.
+        let place = if width > 0.0 { ((x - min) / width) as usize } else { 0 };
+        bucket[place.min(BUCKETS - 1)] += 1.0;
+    }
+    let mut bucket_limit: Vec<f64> = (1..=BUCKETS).map(|i| min + width * i as f64).collect();
+    bucket_limit[BUCKETS - 1] = max;
+    Histogram {
+        min,
+        max,
+        num: num as f64,
+        sum: finite().sum(),
+        sum_squares: finite().map(|x| x * x).sum(),
+        bucket_limit,
+        bucket,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The records of a file, whose checksums must be right.
+    fn read(path: &Path) -> Vec<Event> {
+        let mut rest = &fs::read(path).unwrap()[..];
+        let mut events = Vec::new();
+        let mut take = |len: usize| {
+            let (part, after) = rest.split_at(len);
+            let (crc, after) = after.split_at(4);
+            assert_eq!(crc, masked_crc(part).to_le_bytes());
+            rest = after;
+            (part, rest.is_empty())
+        };
+        loop {
+            let length = u64::from_le_bytes(take(8).0.try_into().unwrap());
+            let (contents, is_last) = take(length as usize);
+            events.push(Event::decode(contents).unwrap());
+            if is_last {
+                return events;
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_can_be_read() {
+        // The check value of CRC-32C, masked.
+        assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
+        let folder = tempfile::tempdir().unwrap();
+        let mut board = TensorBoard::create(&folder.path().join("run")).unwrap();
+        board.scalar("loss", 7, 0.5).unwrap();
+        board.histogram("weights", 8, &[1., 2., 2., f32::NAN, f32::INFINITY]).unwrap();
+        board.image("digit", 9, 2, 3, &[0, 50, 100, 150, 200, 250]).unwrap();
+        board.image("sky", 9, 1, 2, &[0, 0, 255, 0, 128, 255]).unwrap();
+        for wrong in [&[][..], &[0], &[0; 12]] {
+            assert!(board.image("digit", 9, 2, 3, wrong).is_err());
+        }
+        board.flush().unwrap();
+        let events = read(board.path());
+        assert_eq!(events.len(), 5);
+        assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
+        let values = events[1..].iter().map(|event| match &event.what {
+            Some(What::Summary(summary)) => (event.step, summary.value[0].clone()),
+            other => panic!("{other:?}"),
+        });
+        let values: Vec<(i64, Value)> = values.collect();
+        let loss = Value { tag: "loss".into(), kind: Some(Kind::SimpleValue(0.5)) };
+        assert_eq!(values[0], (7, loss));
+        let Some(Kind::Histogram(histogram)) = &values[1].1.kind else { panic!("{values:?}") };
+        assert_eq!((histogram.num, histogram.sum, histogram.sum_squares), (3., 5., 9.));
+        assert_eq!((histogram.bucket[0], histogram.bucket[BUCKETS - 1]), (1., 2.));
+        assert_eq!(histogram.bucket_limit.last(), Some(&2.));
+        let Some(Kind::Image(image)) = &values[2].1.kind else { panic!("{values:?}") };
+        let decoder = png::Decoder::new(io::Cursor::new(&image.encoded_image_string));
+        let mut pixels = [0; 6];
+        decoder.read_info().unwrap().next_frame(&mut pixels).unwrap();
+        assert_eq!((pixels, image.width, image.height), ([0, 50, 100, 150, 200, 250], 2, 3));
+        let Some(Kind::Image(image)) = &values[3].1.kind else { panic!("{values:?}") };
+        let decoder = png::Decoder::new(io::Cursor::new(&image.encoded_image_string));
+        decoder.read_info().unwrap().next_frame(&mut pixels).unwrap();
+        assert_eq!((pixels, image.colorspace), ([0, 0, 255, 0, 128, 255], 3));
+
+        // Another one beside it, not over it.
+        let other = TensorBoard::create(&folder.path().join("run")).unwrap();
+        assert_ne!(other.path(), board.path());
+    }
+
+    #[test]
+    fn what_is_not_flushed_is_not_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut board = TensorBoard::create(folder.path()).unwrap();
+        let path = board.path().to_owned();
+        let len = || fs::metadata(&path).unwrap().len() as usize;
+        assert_eq!(len(), 0);
+        let mut records = 1;
+        while len() == 0 {
+            board.histogram("weights", records, &[0.5; 100]).unwrap();
+            records += 1;
+        }
+        assert!((MOST_PENDING..2 * MOST_PENDING).contains(&len()), "{}", len());
+        board.scalar("loss", records, 0.5).unwrap();
+        drop(board);
+        let events = read(&path);
+        assert_eq!(events.len() as u64, records + 1);
+        assert_eq!(events.last().unwrap().step as u64, records);
+    }
+
+    #[test]
+    fn awkward_values_have_a_histogram() {
+        let same = histogram(&[3.; 5]);
+        assert_eq!((same.min, same.max, same.bucket[0]), (3., 3., 5.));
+        assert_eq!(histogram(&[f32::NAN]).num, 0.);
+        let whole = histogram(&[f32::MAX, f32::MIN]);
+        assert!(whole.bucket_limit.iter().all(|limit| limit.is_finite()));
+    }
+}

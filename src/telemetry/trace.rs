@@ -1,0 +1,351 @@
+//! `--trace`: the timeline of a run, for Perfetto and chrome://tracing.
+//!
+//! The format is the "Trace Event Format" of Chromium's: a JSON object whose `traceEvents` are slices (`X`), names of lanes
+//! (`M`), arrows (`s`, `f`) and counters (`C`), with times in microseconds.
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use super::slices::{MAX_TRACKS, Slice, gpu_slices, slices};
+use super::{Marks, Output};
+use crate::operation::Operation;
+use crate::runtime::History;
+
+/// How many records of each rank a trace has at most, the newest: about three thousand steps of a small model.
+pub(crate) const TRACED: usize = 1 << 15;
+
+/// The path of the file of `process`, of so many: `trace.json` of one alone, `trace.0.json` and so on of several.
+pub(crate) fn trace_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
+    if count == 1 || path.file_name().is_none() {
+        return path.into();
+    }
+    let extension = path.extension().map_or(String::new(), |it| format!(".{}", it.display()));
+    let stem = path.file_stem().unwrap_or_default().display();
+    path.with_file_name(format!("{stem}.{process}{extension}"))
+}
+
+/// The file of `process`, of so many.
+///
+/// # Errors
+/// When it cannot be written.
+pub(crate) fn trace_output(path: &Path, process: [usize; 2]) -> io::Result<Output> {
+    Output::new(&trace_path(path, process), MARKS)
+}
+
+/// Writes the trace of `history`.
+///
+/// # Errors
+/// When it cannot be written.
+pub(crate) fn write_trace(history: &History, out: &mut dyn Write) -> io::Result<()> {
+    Trace { history, start: history.start() * 1e6, out, first: true, arrows: 0 }.write()
+}
+
+const MARKS: Marks = Marks { begins: "{\"traceEvents\":[", before: ",\"xxh3\":\"", after: "\"}\n" };
+
+/// One event. The fields' names are those of the format.
+#[derive(Debug, Default, Serialize)]
+struct Event<'a> {
+    name: &'a str,
+    ph: &'a str,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    cat: &'a str,
+    pid: usize,
+    tid: usize,
+    /// In microseconds.
+    ts: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dur: Option<f64>,
+    /// Of an arrow.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<u64>,
+    /// Where an arrow ends: at the slice around it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bp: Option<&'a str>,
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    args: Map<String, Value>,
+}
+
+struct Trace<'a> {
+    history: &'a History,
+    /// When the history's clock began, on that of process 0.
+    start: f64,
+    out: &'a mut dyn Write,
+    first: bool,
+    /// How many there are.
+    arrows: u64,
+}
+
+impl Trace<'_> {
+    fn write(&mut self) -> io::Result<()> {
+        let [process, processes] = self.history.process;
+        writeln!(self.out, "{}", MARKS.begins)?;
+        let name = format!("process {process} of {processes}, {}", std::process::id());
+        self.name("process_name", 0, &name)?;
+        let of_ranks = slices(self.history);
+        for (rank, slices) in self.history.ranks.iter().zip(&of_ranks) {
+            let lanes = slices.iter().map(|it| it.lane).max().unwrap_or(0);
+            for number in 0..=lanes {
+                let name = match number {
+                    0 => format!("rank {} ({})", rank.rank, rank.device),
+                    1 => format!("rank {} communication", rank.rank),
+                    _ => format!("rank {} communication {number}", rank.rank),
+                };
+                self.name("thread_name", lane(rank.rank, number), &name)?;
+            }
+            self.rank(rank.rank, slices)?;
+        }
+        for (rank, slices) in self.history.ranks.iter().zip(&gpu_slices(self.history, GPU)) {
+            if !slices.is_empty() {
+                self.name(
+                    "thread_name",
+                    lane(rank.rank, GPU),
+                    &format!("rank {} on {}", rank.rank, rank.device),
+                )?;
+            }
+            for slice in slices {
+                self.slice(rank.rank, slice)?;
+                self.waiting(rank.rank, slice)?;
+            }
+        }
+        let lost: Map<String, Value> = (self.history.ranks.iter())
+            .map(|it| (format!("rank {}", it.rank), it.lost.into()))
+            .collect();
+        let gpu_errors: Map<String, Value> = (self.history.ranks.iter())
+            .filter_map(|it| Some((format!("rank {}", it.rank), micros(it.gpu_error?).into())))
+            .collect();
+        let clock = self.history.clock.map(|clock| micros(clock.error));
+        let other = json!({
+            "program": format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
+            "process": process,
+            "processes": processes,
+            "world_size": self.history.world_size,
+            "clock": if clock.is_some() { "that of process 0" } else { "its own" },
+            "clock_error_at_start_us": clock,
+            "gpu_clock_error_us": gpu_errors,
+            "records_not_kept": lost,
+        });
+        // Closed by the fingerprint.
+        write!(self.out, "\n],\"displayTimeUnit\":\"ns\",\"otherData\":{other}")
+    }
+
+    /// One rank's slices, and what connects them.
+    fn rank(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
+        self.steps(rank, slices)?;
+        // What goes on to where the next arrow ends: gradients to their buckets, buckets to the optimizer.
+        let (mut gradients, mut buckets): (Vec<&Slice>, Vec<&Slice>) = (Vec::new(), Vec::new());
+        for slice in slices {
+            let operation = slice.begin.at.operation;
+            if operation == Operation::Step {
+                // What a step before has not used is used no more.
+                gradients.clear();
+                buckets.clear();
+                continue; // it is the beginning of the step's own slice
+            }
+            self.slice(rank, slice)?;
+            match (operation, slice.begin.bucket) {
+                (Operation::Gradient, _) => gradients.push(slice),
+                (Operation::Optimizer, _) => {
+                    for bucket in buckets.drain(..) {
+                        self.arrow(rank, "update", bucket, slice)?;
+                    }
+                }
+                (_, Some(number)) => {
+                    let (of_bucket, others) =
+                        gradients.iter().partition(|it| it.begin.bucket == Some(number));
+                    gradients = others;
+                    let of_bucket: Vec<&Slice> = of_bucket;
+                    for gradient in of_bucket {
+                        self.arrow(rank, "gradient", gradient, slice)?;
+                    }
+                    buckets.push(slice);
+                }
+                _ => {}
+            }
+            self.waiting(rank, slice)?;
+        }
+        Ok(())
+    }
+
+    /// How long it waited in a slice, if it did.
+    fn waiting(&mut self, rank: usize, slice: &Slice) -> io::Result<()> {
+        let Some((waited, by)) = slice.waited else { return Ok(()) };
+        self.event(Event {
+            name: &format!("waiting for rank {by}"),
+            cat: "wait",
+            ph: "X",
+            ts: self.time(slice.arrived + BEFORE_WAITING),
+            dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
+            tid: lane(rank, slice.lane),
+            ..Event::default()
+        })
+    }
+
+    /// A slice around each training step, and what it has moved and trained on.
+    fn steps(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
+        let mut rest = slices;
+        while let Some((at, step)) =
+            rest.iter().enumerate().find_map(|(at, it)| Some((at, it.step?)))
+        {
+            let end = rest[at..].iter().position(|it| it.step != Some(step));
+            let (of_step, after) = rest[at..].split_at(end.unwrap_or(rest.len() - at));
+            rest = after;
+            let own = of_step.iter().filter(|it| !it.begin.beside);
+            let (Some(first), Some(end)) = (of_step.first(), own.map(|it| it.ended).max()) else {
+                continue;
+            };
+            let time = end.saturating_sub(first.arrived);
+            let (ts, tid) = (self.time(first.arrived), lane(rank, 0));
+            let amount = |of: fn(Operation) -> bool| -> u64 {
+                of_step
+                    .iter()
+                    .filter(|it| of(it.begin.at.operation))
+                    .map(|it| it.begin.amount)
+                    .sum()
+            };
+            let samples = amount(|it| it == Operation::Forward);
+            let name = format!("step {step}");
+            let args = to_args([("samples", samples.into())]);
+            let dur = Some(micros(time));
+            self.event(Event {
+                name: &name,
+                cat: "step",
+                ph: "X",
+                ts,
+                dur,
+                tid,
+                args,
+                ..Event::default()
+            })?;
+            let counters = [
+                ("samples per second", samples as f64 / time.as_secs_f64().max(1e-9)),
+                ("bytes in collectives", amount(Operation::may_wait) as f64),
+            ];
+            for (what, value) in counters {
+                let name = format!("rank {rank}: {what}");
+                let args = to_args([(what, value.into())]);
+                self.event(Event { name: &name, ph: "C", ts, tid, args, ..Event::default() })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn slice(&mut self, rank: usize, slice: &Slice) -> io::Result<()> {
+        let begin = &slice.begin;
+        let operation = begin.at.operation;
+        let cat = match begin.group {
+            Some(_) => "collective",
+            None if operation == Operation::Gradient => "gradient",
+            None if operation.is_compute() => "phase",
+            None => "message",
+        };
+        let name = match begin.bucket {
+            Some(bucket) => format!("{operation} (bucket {bucket})"),
+            None => operation.to_string(),
+        };
+        let place = begin.place.map(|it| format!("{}:{}", it.file(), it.line()));
+        let (waited, waited_for) = slice.waited.unzip();
+        let of_data = !operation.is_compute();
+        let all = [
+            ("sequence", Some(begin.at.sequence.into())),
+            ("step", slice.step.map(Value::from)),
+            ("bytes", of_data.then(|| begin.amount.into())),
+            ("group", begin.group.map(Value::from)),
+            ("waited_us", waited.map(|it| micros(it).into())),
+            ("waited_for_rank", waited_for.map(Value::from)),
+            ("at", place.map(Value::from)),
+            ("unfinished", slice.unfinished.then(|| true.into())),
+        ];
+        let event = Event {
+            name: &name,
+            cat,
+            ph: "X",
+            ts: self.time(slice.arrived),
+            dur: Some(micros(slice.ended.saturating_sub(slice.arrived))),
+            tid: lane(rank, slice.lane),
+            args: all.into_iter().filter_map(|(key, value)| Some((key.into(), value?))).collect(),
+            ..Event::default()
+        };
+        self.event(event)
+    }
+
+    /// From the end of one slice to the beginning of another.
+    fn arrow(&mut self, rank: usize, name: &str, from: &Slice, to: &Slice) -> io::Result<()> {
+        self.arrows += 1;
+        // Of several processes none has the number of another's.
+        let id = Some(((self.history.process[0] as u64) << 40) + self.arrows);
+        let ts = self.time(inside(from));
+        let begin = Event {
+            name,
+            cat: "gradients",
+            ph: "s",
+            ts,
+            id,
+            tid: lane(rank, from.lane),
+            ..Event::default()
+        };
+        self.event(begin)?;
+        // Drawn forwards also where the optimizer has begun while a bucket was still on its way.
+        let ts = self.time(inside(to).max(inside(from)));
+        let (tid, bp) = (lane(rank, to.lane), Some("e"));
+        self.event(Event { name, cat: "gradients", ph: "f", ts, id, tid, bp, ..Event::default() })
+    }
+
+    fn name(&mut self, what: &str, tid: usize, name: &str) -> io::Result<()> {
+        let args = to_args([("name", name.into())]);
+        self.event(Event { name: what, ph: "M", tid, args, ..Event::default() })?;
+        if what == "thread_name" {
+            let args = to_args([("sort_index", tid.into())]);
+            self.event(Event {
+                name: "thread_sort_index",
+                ph: "M",
+                tid,
+                args,
+                ..Event::default()
+            })?;
+        }
+        Ok(())
+    }
+
+    fn event(&mut self, event: Event<'_>) -> io::Result<()> {
+        if !std::mem::replace(&mut self.first, false) {
+            self.out.write_all(b",\n")?;
+        }
+        let event = Event { pid: self.history.process[0], ..event };
+        serde_json::to_writer(&mut *self.out, &event).map_err(io::Error::from)
+    }
+
+    /// In microseconds, on the clock of process 0.
+    fn time(&self, time: Duration) -> f64 {
+        self.start + micros(time)
+    }
+}
+
+fn to_args<const N: usize>(args: [(&str, Value); N]) -> Map<String, Value> {
+    args.into_iter().map(|(key, value)| (key.into(), value)).collect()
+}
+
+/// From its beginning a rank waits only after this: where an arrow binds to the slice in which it waits.
+const BEFORE_WAITING: Duration = Duration::from_nanos(2);
+
+/// A time at which no other slice lies within this one: an arrow binds to the innermost that has begun.
+fn inside(slice: &Slice) -> Duration {
+    let whole = slice.ended.saturating_sub(slice.arrived);
+    let free = if slice.waited.is_some() { BEFORE_WAITING } else { whole };
+    slice.arrived + free / 2
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_nanos() as f64 / 1e3
+}
+
+/// The number of the lane of a rank's GPU.
+const GPU: usize = MAX_TRACKS + 1;
+
+/// The lane of a rank of this number: 0 is its own.
+fn lane(rank: usize, number: usize) -> usize {
+    rank * (MAX_TRACKS + 2) + number
+}

@@ -1,0 +1,108 @@
+"""Has TensorBoard itself read the files of a run, and compares them with the run's metrics.
+
+tensorboard_reads.py PROGRAM
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from io import BytesIO
+
+import numpy as np
+from PIL import Image
+from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+EPOCHS = 3
+FLAGS = [
+    *["--dataset=digits", "--model=cnn", "--channels=8,16", "--loss=cross-entropy"],
+    *["--optimizer=adamw", "--lr=0.005", "--max-grad-norm=1", "--val-fraction=0.2"],
+    *[f"--max-epochs={EPOCHS}", "--log-every=10", "--nproc-per-node=2", "--save-every-epochs=1"],
+]
+METRICS = {
+    "train": ["loss", "lr", "grad_norm", "step_us", "samples_per_second"],
+    "validation": ["loss", "accuracy"],
+}
+
+
+def check(is_true, what):
+    if not is_true:
+        sys.exit(f"tensorboard_reads.py: {what}")
+
+
+def scalars(board, metrics):
+    """Each number of the metrics is there once, at its step, as a float32; and no other."""
+    expected = {}
+    for line in metrics:
+        for name in METRICS[line["event"]]:
+            point = (line["step"], np.float32(line[name]))
+            expected.setdefault(f"{line['event']}/{name}", []).append(point)
+    check(set(board.Tags()["scalars"]) == set(expected), f"the tags are {board.Tags()['scalars']}")
+    for tag, points in expected.items():
+        read = [(point.step, np.float32(point.value)) for point in board.Scalars(tag)]
+        check(read == points, f"{tag} is {read}, and in the metrics {points}")
+    return sum(map(len, expected.values()))
+
+
+def histograms(board, checkpoints):
+    """Each tensor of the model has one after each epoch: that of the checkpoint of this step."""
+    names = {f"model/{name}" for name in checkpoints[0][1]}
+    check(set(board.Tags()["histograms"]) == names, f"the tags are {board.Tags()['histograms']}")
+    for tag in names:
+        read = board.Histograms(tag)
+        check(len(read) == len(checkpoints), f"{len(read)} of {tag}")
+        for event, (step, model) in zip(read, checkpoints):
+            found, tensor = event.histogram_value, model[tag.removeprefix("model/")]
+            tensor = tensor.astype(np.float64)
+            check(event.step == step, f"{tag} is of step {event.step}, not {step}")
+            known = [tensor.size, tensor.size, tensor.min(), tensor.max()]
+            shown = [found.num, sum(found.bucket), found.min, found.max]
+            check(shown == known, f"{tag} has {shown} instead of {known}")
+            sums = [found.sum, found.sum_squares]
+            check(np.allclose(sums, [tensor.sum(), (tensor**2).sum()], rtol=1e-9), f"{tag}: {sums}")
+    return len(names) * len(checkpoints)
+
+
+def images(board, steps):
+    """One picture after each epoch, which is not empty; the same samples in all."""
+    tags = board.Tags()["images"]
+    check(tags == ["validation/class>prediction"], f"the tags are {tags}")
+    events = board.Images(tags[0])
+    check([event.step for event in events] == steps, f"pictures of {events}")
+    for event in events:
+        picture = Image.open(BytesIO(event.encoded_image_string))
+        picture.load()
+        check(picture.format == "PNG" and picture.mode == "RGB", f"a {picture}")
+        check(picture.size == (event.width, event.height), f"{picture.size} of {event}")
+        pixels = np.asarray(picture)
+        # Shades of grey are the samples, frames and captions have two colours.
+        colours = {tuple(map(int, it)) for it in np.unique(pixels.reshape(-1, 3), axis=0)}
+        colours = {it for it in colours if len(set(it)) > 1}
+        check(colours and colours <= {(60, 190, 90), (240, 70, 60)}, f"the colours are {colours}")
+        check(len(np.unique(pixels[..., 0])) > 10, "an empty picture")
+    return len(events)
+
+
+def main():
+    program = pathlib.Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        board, metrics, saved = (folder / name for name in ["board", "metrics", "saved"])
+        files = [f"--tensorboard={board}", f"--metrics={metrics}", f"--checkpoint-dir={saved}"]
+        subprocess.run([program, *FLAGS, *files], check=True, stdout=subprocess.DEVNULL)
+        everything = {"scalars": 0, "histograms": 0, "images": 0}
+        board = EventAccumulator(str(board), size_guidance=everything)
+        board.Reload()
+        metrics = [json.loads(line) for line in metrics.read_text().splitlines()]
+        steps = [line["step"] for line in metrics if line["event"] == "validation"]
+        check(len(steps) == EPOCHS, f"validated after {steps}")
+        models = [saved / f"step-{step:08}" / "model.safetensors" for step in steps]
+        checkpoints = list(zip(steps, map(load_file, models)))
+        counts = [scalars(board, metrics), histograms(board, checkpoints), images(board, steps)]
+    print("TensorBoard reads {} scalars, {} histograms and {} pictures".format(*counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+//! The part of ddp-mp in which ranks share memory, file by file as it is, but without libtorch.
+//!
+//! With the feature `loom` the ranks take turns in every possible order (`orders`); without it they are
+//! threads, for the thread sanitizer to watch (`process_group::threaded::races`).
+
+#![allow(dead_code, unused_imports)] // these files have more, for the rest of ddp-mp
+
+// What element.rs takes from tch.
+extern crate self as tch;
+
+#[path = "../../../src/error.rs"]
+mod error;
+#[path = "../../../src/operation.rs"]
+mod operation;
+mod process_group;
+#[path = "../../../src/runtime/mod.rs"]
+mod runtime;
+
+#[cfg(loom)]
+mod loom_primitives;
+#[cfg(all(test, loom))]
+mod orders;
+
+/// As `tch::Kind`, as far as it can be reduced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Uint8,
+    Int8,
+    Int16,
+    Int,
+    Int64,
+    Half,
+    Float,
+    Double,
+    Bool,
+    BFloat16,
+    Other,
+}

@@ -1,0 +1,133 @@
+//! Meetings in a row, and an all_reduce as `threaded/mod.rs` and `threaded/kernels.rs` do it.
+
+use std::time::Duration;
+
+use super::{AT, TIMEOUT, Watched, barrier_of, in_every_order};
+use crate::error::Result;
+use crate::process_group::threaded::{Exchange, ExchangeSlot};
+use crate::runtime::Barrier;
+use crate::runtime::primitives::Arc;
+
+/// A rank's tensor: one element for every rank's slice.
+type Memory = Arc<[Watched<u64>]>;
+
+/// What a rank announces: which of its collectives this is, and where its tensor lies.
+pub(super) type CollectiveFingerprint = Watched<Option<(u64, Memory)>>;
+
+pub(super) fn meeting(barrier: Barrier) -> Arc<Exchange<CollectiveFingerprint>> {
+    Arc::new(Exchange::new(barrier, || Watched::new(None)))
+}
+
+/// One rank, and its tensor.
+pub(super) struct Rank {
+    seat: ExchangeSlot<CollectiveFingerprint>,
+    memory: Memory,
+    pub(super) timeout: Duration,
+}
+
+/// What rank `rank` gives to the `sequence`-th collective at one place of its tensor.
+fn input(rank: usize, sequence: u64, place: usize) -> u64 {
+    100 * sequence + 10 * rank as u64 + place as u64
+}
+
+impl Rank {
+    pub(super) fn new(rank: usize, meeting: &Arc<Exchange<CollectiveFingerprint>>) -> Self {
+        let seat = ExchangeSlot::take(rank, meeting.clone());
+        let world_size = seat.barrier().members().len();
+        let memory = (0..world_size).map(|_| Watched::new(0)).collect();
+        Self { seat, memory, timeout: TIMEOUT }
+    }
+
+    /// Announces its tensor, and returns those of all once they have met.
+    pub(super) fn exchange(&mut self, sequence: u64) -> Result<Vec<Memory>> {
+        let memory = &self.memory;
+        self.seat.exchange(AT, self.timeout, |place| {
+            place.set(Some((sequence, memory.clone())));
+            Ok(())
+        })?;
+        let published = self.seat.published().map(|place| {
+            let (theirs, memory) = place.get().unwrap();
+            assert_eq!(theirs, sequence, "published too early or too late");
+            memory
+        });
+        Ok(published.collect())
+    }
+
+    pub(super) fn all_reduce(&mut self, sequence: u64) -> Result<()> {
+        let rank = self.seat.rank();
+        for (place, element) in self.memory.iter().enumerate() {
+            element.set(input(rank, sequence, place));
+        }
+        let tensors = self.exchange(sequence)?;
+        self.seat.and_leave_together(|| {
+            let sum = tensors.iter().map(|tensor| tensor[rank].get()).sum();
+            tensors.iter().for_each(|tensor| tensor[rank].set(sum));
+        });
+        for (place, element) in self.memory.iter().enumerate() {
+            let sum = (0..tensors.len()).map(|rank| input(rank, sequence, place)).sum();
+            assert_eq!(element.get(), sum);
+        }
+        Ok(())
+    }
+
+    /// Drops its tensor: whoever still touches it is seen by loom.
+    pub(super) fn go(self) {
+        self.memory.iter().for_each(|element| element.set(u64::MAX));
+    }
+}
+
+fn meet_again_and_again(world_size: usize, meetings: u64, preemptions: Option<usize>) {
+    in_every_order(
+        &format!("{meetings} meetings of {world_size} ranks"),
+        world_size,
+        preemptions,
+        move || meeting(barrier_of(world_size)),
+        move |rank, meeting| {
+            let mut rank = Rank::new(rank, meeting);
+            for sequence in 0..meetings {
+                rank.exchange(sequence).unwrap();
+            }
+        },
+        drop,
+    );
+}
+
+fn reduce_again_and_again(world_size: usize, times: u64, preemptions: Option<usize>) {
+    in_every_order(
+        &format!("{times} all_reduce of {world_size} ranks"),
+        world_size,
+        preemptions,
+        move || meeting(barrier_of(world_size)),
+        move |rank, meeting| {
+            let mut rank = Rank::new(rank, meeting);
+            for sequence in 0..times {
+                rank.all_reduce(sequence).unwrap();
+            }
+            rank.go();
+        },
+        drop,
+    );
+}
+
+#[test]
+fn two_ranks_meet() {
+    meet_again_and_again(2, 1, None);
+    meet_again_and_again(2, 4, Some(4));
+}
+
+#[test]
+fn three_ranks_meet() {
+    meet_again_and_again(3, 1, Some(3));
+    meet_again_and_again(3, 3, Some(2));
+}
+
+#[test]
+fn two_ranks_reduce() {
+    reduce_again_and_again(2, 1, None);
+    reduce_again_and_again(2, 3, Some(4));
+}
+
+#[test]
+fn three_ranks_reduce() {
+    reduce_again_and_again(3, 2, Some(2));
+}

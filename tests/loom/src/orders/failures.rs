@@ -1,0 +1,221 @@
+//! A rank fails, ends or gives up in the middle of what the others do.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::collectives::{CollectiveFingerprint, Rank, meeting};
+use super::{TIMEOUT, in_every_order};
+use crate::error::{Error, Result};
+use crate::process_group::threaded::Exchange;
+use crate::runtime::primitives::Arc;
+use crate::runtime::{Barrier, RunContext};
+
+struct Ranks {
+    run: Arc<RunContext>,
+    meeting: Arc<Exchange<CollectiveFingerprint>>,
+    /// How many all_reduce each rank was through with.
+    done: Vec<AtomicU64>,
+}
+
+impl Ranks {
+    /// A run, the first `members` ranks of which are a group.
+    fn new(world_size: usize, members: usize) -> Self {
+        let run = Arc::new(RunContext::new(world_size, TIMEOUT, None));
+        let meeting = meeting(Barrier::new(run.clone(), (0..members).collect()));
+        Self { run, meeting, done: (0..members).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    /// What a rank does that reduces `times` times, and that fails of itself before time `fails`.
+    fn reduce(&self, rank: usize, times: u64, fails: Option<u64>, timeout: Duration) -> Result<()> {
+        self.run.cancel.register();
+        let mut its = Rank::new(rank, &self.meeting);
+        its.timeout = timeout;
+        let result = (0..times).try_for_each(|sequence| {
+            if fails == Some(sequence) {
+                self.run.report(rank, None, "the cause".into());
+            }
+            its.all_reduce(sequence)?;
+            self.done[rank].fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        });
+        its.go();
+        self.run.finish(rank);
+        result
+    }
+
+    /// How many all_reduce the ranks were through with: all as many, as no rank goes on with one that
+    /// another gave up. And at most so many failures are told, however many ranks they stopped.
+    fn outcome(&self, times: u64, most: usize) -> u64 {
+        let done: Vec<u64> = self.done.iter().map(|done| done.load(Ordering::Relaxed)).collect();
+        assert!(done.iter().all(|&theirs| theirs == done[0]), "{done:?}");
+        let failures = self.run.failures();
+        assert!(
+            (1..=most).contains(&failures.len()) || (failures.is_empty() && done[0] == times),
+            "{failures:?}"
+        );
+        done[0]
+    }
+}
+
+/// The last rank says that it failed, before all_reduce `nth` (from 0). Nobody is through with that one: not even
+/// the rank itself, which goes on as if it were nothing.
+fn a_rank_fails(world_size: usize, nth: u64, preemptions: Option<usize>) {
+    let odd = world_size - 1;
+    let outcomes = in_every_order(
+        &format!("one of {world_size} ranks fails before all_reduce #{nth}"),
+        world_size,
+        preemptions,
+        move || Ranks::new(world_size, world_size),
+        move |rank, ranks| {
+            let result = ranks.reduce(rank, nth + 1, (rank == odd).then_some(nth), TIMEOUT);
+            let Err(Error::Cancelled { by, cause }) = result else { panic!("{result:?}") };
+            assert_eq!((by, cause.as_str()), (odd, "the cause"));
+        },
+        move |ranks| ranks.outcome(nth + 1, 1),
+    );
+    assert_eq!(outcomes, BTreeSet::from([nth]));
+}
+
+/// The last rank ends before all_reduce `nth` (from 0), while the others go on.
+fn a_rank_ends(world_size: usize, nth: u64, preemptions: Option<usize>) {
+    let odd = world_size - 1;
+    let outcomes = in_every_order(
+        &format!("one of {world_size} ranks ends before all_reduce #{nth}"),
+        world_size,
+        preemptions,
+        move || Ranks::new(world_size, world_size),
+        move |rank, ranks| {
+            if rank == odd {
+                return ranks.reduce(rank, nth, None, TIMEOUT).unwrap();
+            }
+            match ranks.reduce(rank, nth + 1, None, TIMEOUT) {
+                Err(Error::PeerExited { left, .. }) => assert_eq!(left, odd),
+                Err(Error::Cancelled { by, .. }) => assert_eq!(by, odd),
+                other => panic!("{other:?}"),
+            }
+        },
+        move |ranks| ranks.outcome(nth + 1, 1),
+    );
+    assert_eq!(outcomes, BTreeSet::from([nth]));
+}
+
+#[test]
+fn a_rank_of_two_fails() {
+    a_rank_fails(2, 0, None);
+    a_rank_fails(2, 1, Some(4));
+}
+
+#[test]
+fn a_rank_of_three_fails() {
+    a_rank_fails(3, 0, Some(2));
+    a_rank_fails(3, 1, Some(2));
+}
+
+#[test]
+fn a_rank_of_two_ends() {
+    a_rank_ends(2, 0, None);
+    a_rank_ends(2, 1, Some(4));
+}
+
+#[test]
+fn a_rank_of_three_ends() {
+    a_rank_ends(3, 0, Some(3));
+    a_rank_ends(3, 1, Some(2));
+}
+
+/// A rank that is not of the group fails at any time.
+fn another_rank_fails(members: usize, times: u64, preemptions: Option<usize>) {
+    let outcomes = in_every_order(
+        &format!("another rank fails while {members} do {times} all_reduce"),
+        members + 1,
+        preemptions,
+        move || Ranks::new(members + 1, members),
+        move |rank, ranks| {
+            if rank == members {
+                ranks.run.report(rank, None, "the cause".into());
+            } else if let Err(error) = ranks.reduce(rank, times, None, TIMEOUT) {
+                assert!(matches!(error, Error::Cancelled { by, .. } if by == members), "{error:?}");
+            }
+        },
+        move |ranks| ranks.outcome(times, 1),
+    );
+    assert_eq!(outcomes, (0..=times).collect());
+}
+
+#[test]
+fn another_rank_fails_while_two_reduce() {
+    another_rank_fails(2, 1, Some(4));
+    another_rank_fails(2, 2, Some(3));
+}
+
+#[test]
+fn another_rank_fails_while_three_reduce() {
+    another_rank_fails(3, 1, Some(2));
+}
+
+/// The deadline of the first `hurried` ranks is over as soon as they wait, which may be at the moment when
+/// the last one comes.
+fn ranks_give_up(hurried: usize, world_size: usize, times: u64, preemptions: Option<usize>) {
+    let outcomes = in_every_order(
+        &format!("{hurried} of {world_size} ranks give up in {times} all_reduce"),
+        world_size,
+        preemptions,
+        move || Ranks::new(world_size, world_size),
+        move |rank, ranks| {
+            let timeout = if rank < hurried { Duration::ZERO } else { TIMEOUT };
+            match ranks.reduce(rank, times, None, timeout) {
+                Ok(()) => {}
+                Err(Error::Timeout { late, .. }) => {
+                    assert!(rank < hurried);
+                    assert!(!late.is_empty() && late.iter().all(|late| late.rank != rank));
+                }
+                Err(Error::Cancelled { by, .. }) => assert_eq!(by, ranks.run.failures()[0].rank),
+                other => panic!("{other:?}"),
+            }
+        },
+        move |ranks| ranks.outcome(times, hurried),
+    );
+    assert_eq!(outcomes, (0..=times).collect());
+}
+
+#[test]
+fn ranks_of_two_give_up() {
+    for hurried in [1, 2] {
+        ranks_give_up(hurried, 2, 1, Some(5));
+        ranks_give_up(hurried, 2, 2, Some(3));
+    }
+}
+
+#[test]
+fn ranks_of_three_give_up() {
+    for hurried in [1, 2, 3] {
+        ranks_give_up(hurried, 3, 1, Some(2));
+    }
+}
+
+/// The first rank gives up as soon as it waits, and both call on as if it were nothing, while the other may
+/// still read what was published at the last meeting that came about.
+#[test]
+fn ranks_call_on_after_a_failure() {
+    let outcomes = in_every_order(
+        "2 ranks call on after a failure",
+        2,
+        Some(4),
+        || Ranks::new(2, 2),
+        |rank, ranks| {
+            ranks.run.cancel.register();
+            let mut its = Rank::new(rank, &ranks.meeting);
+            its.timeout = if rank == 0 { Duration::ZERO } else { TIMEOUT };
+            let mut have_met = true;
+            for sequence in 0..3 {
+                let meets = its.exchange(sequence).is_ok();
+                assert!(have_met || !meets, "what has been given up stays so");
+                have_met = meets;
+                ranks.done[rank].fetch_add(u64::from(meets), Ordering::Relaxed);
+            }
+        },
+        |ranks| ranks.outcome(3, 1),
+    );
+    assert_eq!(outcomes, BTreeSet::from([0, 1, 2, 3]));
+}

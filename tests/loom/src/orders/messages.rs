@@ -1,0 +1,138 @@
+//! A wait for one other rank, which hands something over as `mail.rs` does.
+
+use std::collections::BTreeSet;
+use std::sync::Mutex as NotWatched;
+use std::time::Duration;
+
+use super::{AT, TIMEOUT, Watched, in_every_order};
+use crate::error::Error;
+use crate::runtime::primitives::{AtomicBool, Mutex, Ordering, Thread, current, park};
+use crate::runtime::{Peers, RunContext};
+
+/// From rank 1 to rank 0.
+struct Letter {
+    run: RunContext,
+    letter_box: Mutex<Mailbox>,
+    /// The receiver's memory.
+    text: Watched<u64>,
+    is_completed: AtomicBool,
+    outcome: NotWatched<&'static str>,
+}
+
+#[derive(Default)]
+struct Mailbox {
+    sent: bool,
+    expected: Option<Thread>,
+}
+
+impl Letter {
+    fn send(&self) {
+        let receiver = {
+            let Mailbox { sent, expected } = &mut *self.letter_box.lock().unwrap();
+            *sent = expected.is_none();
+            expected.take()
+        };
+        if let Some(receiver) = receiver {
+            self.text.set(1);
+            self.is_completed.store(true, Ordering::Release);
+            receiver.unpark();
+        }
+    }
+
+    fn receive(&self) -> &'static str {
+        let was_sent = {
+            let Mailbox { sent, expected } = &mut *self.letter_box.lock().unwrap();
+            if !*sent {
+                *expected = Some(current());
+            }
+            *sent
+        };
+        if was_sent {
+            return "received";
+        }
+        let is_completed = || self.is_completed.load(Ordering::Acquire);
+        let cancel = || {
+            if self.letter_box.lock().unwrap().expected.take().is_some() {
+                return true;
+            }
+            while !is_completed() {
+                park();
+            }
+            false
+        };
+        let peers = Peers { ranks: &[1], are_elsewhere: false, limit: None };
+        let result = self.run.wait_for_peers(0, peers, AT, is_completed, cancel);
+        if result.is_ok() {
+            assert_eq!(self.text.get(), 1);
+        }
+        // It is the receiver's own again: whoever still writes there is seen by loom.
+        self.text.set(2);
+        match result {
+            Ok(_) => "received",
+            Err(Error::Cancelled { .. }) => "cancelled",
+            Err(Error::PeerExited { left: 1, .. }) => "left",
+            Err(Error::Timeout { late, .. }) if late[0].rank == 1 => "late",
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
+
+/// How receiving can end while other ranks do `others`.
+fn receive(
+    name: &str,
+    world_size: usize,
+    timeout: Duration,
+    preemptions: Option<usize>,
+    others: impl Fn(usize, &Letter) + Copy + Send + Sync + 'static,
+) -> BTreeSet<&'static str> {
+    in_every_order(
+        name,
+        world_size,
+        preemptions,
+        move || Letter {
+            run: RunContext::new(world_size, timeout, None),
+            letter_box: Mutex::default(),
+            text: Watched::new(0),
+            is_completed: AtomicBool::default(),
+            outcome: NotWatched::new(""),
+        },
+        move |rank, letter| {
+            letter.run.cancel.register();
+            if rank == 0 {
+                *letter.outcome.lock().unwrap() = letter.receive();
+            } else {
+                others(rank, letter);
+            }
+            letter.run.finish(rank);
+        },
+        |letter| letter.outcome.into_inner().unwrap(),
+    )
+}
+
+#[test]
+fn what_a_rank_sent_before_it_ended_is_received() {
+    let outcomes = receive("a message", 2, TIMEOUT, None, |_, letter| letter.send());
+    assert_eq!(outcomes, BTreeSet::from(["received"]));
+}
+
+#[test]
+fn what_will_not_come_is_not_waited_for() {
+    let fail = |rank, letter: &Letter| letter.run.report(rank, None, "the cause".into());
+    let outcomes = receive("a sender that fails", 2, TIMEOUT, None, fail);
+    assert_eq!(outcomes, BTreeSet::from(["cancelled"]));
+    let outcomes = receive("a sender that ends", 2, TIMEOUT, None, |_, _| ());
+    assert_eq!(outcomes, BTreeSet::from(["left"]));
+}
+
+#[test]
+fn who_gives_up_has_the_memory_back() {
+    let send = |_, letter: &Letter| letter.send();
+    let outcomes = receive("a message, too late", 2, Duration::ZERO, None, send);
+    assert_eq!(outcomes, BTreeSet::from(["late", "received"]));
+    let send_or_fail = |rank, letter: &Letter| match rank {
+        1 => letter.send(),
+        _ => letter.run.report(rank, None, "the cause".into()),
+    };
+    let outcomes = receive("a message while another rank fails", 3, TIMEOUT, Some(4), send_or_fail);
+    assert_eq!(outcomes, BTreeSet::from(["cancelled", "received"]));
+}

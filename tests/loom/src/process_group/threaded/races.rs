@@ -1,0 +1,229 @@
+//! The same with threads and real memory, which is given up at every possible moment: for the thread
+//! sanitizer to watch.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread;
+use std::time::Duration;
+
+use super::super::ReduceOp;
+use super::{Exchange, ExchangeSlot, element};
+use crate::Kind;
+use crate::error::Result;
+use crate::operation::{OpId, Operation};
+use crate::runtime::primitives::Arc;
+use crate::runtime::{Barrier, RunContext};
+
+const AT: OpId = OpId { operation: Operation::AllReduce, sequence: 0 };
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Enough for every rank to be in the middle of its slice while another leaves.
+const NUMEL: usize = 3000;
+
+/// What a rank announces: which of its collectives this is, and where its tensor lies.
+#[derive(Debug)]
+struct CollectiveFingerprint {
+    sequence: u64,
+    data: *mut f32,
+}
+
+// SAFETY: ranks use the pointer between the two meetings of a collective only.
+unsafe impl Send for CollectiveFingerprint {}
+// SAFETY: likewise.
+unsafe impl Sync for CollectiveFingerprint {}
+
+/// One rank, its tensor, and its dice.
+struct Rank {
+    rank: usize,
+    run: Arc<RunContext>,
+    seat: ExchangeSlot<CollectiveFingerprint>,
+    tensor: Box<[f32]>,
+    dice: u64,
+}
+
+impl Rank {
+    /// A number below `limit`, from an xorshift generator: the same in every run.
+    fn roll(&mut self, limit: u64) -> u64 {
+        self.dice ^= self.dice << 13;
+        self.dice ^= self.dice >> 7;
+        self.dice ^= self.dice << 17;
+        self.dice % limit
+    }
+
+    /// Lets others go first, or not.
+    fn dawdle(&mut self) {
+        match self.roll(8) {
+            0 => thread::sleep(Duration::from_micros(self.dice % 200)),
+            1 | 2 => thread::yield_now(),
+            3 | 4 => (0..self.dice % 2000).for_each(|_| std::hint::spin_loop()),
+            _ => {}
+        }
+    }
+
+    /// Announces, and returns where the tensors of all lie.
+    fn exchange(&mut self, sequence: u64, timeout: Duration) -> Result<Vec<*mut f32>> {
+        self.dawdle();
+        let data = self.tensor.as_mut_ptr();
+        self.seat.exchange(AT, timeout, |place| {
+            *place = CollectiveFingerprint { sequence, data };
+            Ok(())
+        })?;
+        self.dawdle();
+        assert!(self.seat.published().all(|theirs| theirs.sequence == sequence));
+        Ok(self.seat.published().map(|theirs| theirs.data).collect())
+    }
+
+    /// As `threaded/mod.rs` and `threaded/kernels.rs` do it; `at_last` may panic.
+    fn all_reduce(
+        &mut self,
+        sequence: u64,
+        timeout: Duration,
+        at_last: impl FnOnce(),
+    ) -> Result<()> {
+        let rank = self.rank;
+        let input = |rank: usize, place: usize| (sequence as usize + 7 * rank + place) as f32;
+        for place in 0..NUMEL {
+            self.tensor[place] = input(rank, place);
+        }
+        let tensors = self.exchange(sequence, timeout)?;
+        let part = NUMEL.div_ceil(tensors.len());
+        let slice = part * rank..NUMEL.min(part * (rank + 1));
+        let start = |tensor: &*mut f32| tensor.wrapping_add(slice.start).cast();
+        let places: Vec<*mut u8> = tensors.iter().map(start).collect();
+        self.seat.and_leave_together(|| {
+            let reduction = element::Reduction {
+                kinds: element::Kinds::same(Kind::Float),
+                inputs: &places,
+                outputs: &places,
+                len: slice.len(),
+                op: ReduceOp::Sum,
+                factors: &[],
+            };
+            // SAFETY: all ranks have met, each of them writes to its own slice, and all tensors stay where
+            // they are until all have left.
+            unsafe { element::reduce(reduction) };
+            at_last();
+        });
+        for place in 0..NUMEL {
+            let sum: f32 = (0..tensors.len()).map(|rank| input(rank, place)).sum();
+            assert_eq!(self.tensor[place], sum);
+        }
+        Ok(())
+    }
+
+    /// Frees its tensor, and notes that it has ended.
+    fn go(self) {
+        let Self { rank, run, tensor, .. } = self;
+        drop(tensor);
+        run.finish(rank);
+    }
+}
+
+/// Has every rank do `each` on a thread of its own, and returns what each returned.
+fn on_threads<R: Send>(
+    world_size: usize,
+    seed: u64,
+    each: impl Fn(Rank) -> R + Copy + Send,
+) -> Vec<R> {
+    let run = Arc::new(RunContext::new(world_size, MINUTE, None));
+    let barrier = Barrier::new(run.clone(), (0..world_size).collect());
+    let nothing = || CollectiveFingerprint { sequence: 0, data: std::ptr::null_mut() };
+    let meeting = Arc::new(Exchange::new(barrier, nothing));
+    thread::scope(|scope| {
+        let start = |rank| {
+            let (run, meeting) = (run.clone(), meeting.clone());
+            scope.spawn(move || {
+                run.cancel.register();
+                let seat = ExchangeSlot::take(rank, meeting);
+                let dice = (seed + 1) * 1_000_003 + rank as u64;
+                each(Rank { rank, run, seat, tensor: vec![0.; NUMEL].into(), dice })
+            })
+        };
+        let threads: Vec<_> = (0..world_size).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn are_all_the_same(done: &[u64]) -> bool {
+    done.iter().all(|theirs| *theirs == done[0])
+}
+
+#[test]
+fn ranks_meet_again_and_again() {
+    for world_size in 2..=4 {
+        on_threads(world_size, 0, |mut rank| {
+            for sequence in 0..500 {
+                rank.exchange(sequence, MINUTE).unwrap();
+            }
+            rank.go();
+        });
+    }
+}
+
+#[test]
+fn ranks_reduce_again_and_again() {
+    for world_size in 1..=4 {
+        on_threads(world_size, 0, |mut rank| {
+            for sequence in 0..200 {
+                rank.all_reduce(sequence, MINUTE, || ()).unwrap();
+            }
+            rank.go();
+        });
+    }
+}
+
+#[test]
+fn a_rank_fails_at_any_time() {
+    for attempt in 0..100 {
+        let done = on_threads(3, attempt, |mut rank| {
+            for sequence in 0..4 {
+                if rank.rank == attempt as usize % 3 && rank.roll(4) == 0 {
+                    rank.run.report(rank.rank, None, "the cause".into());
+                }
+                if rank.all_reduce(sequence, MINUTE, || ()).is_err() {
+                    rank.go();
+                    return sequence;
+                }
+            }
+            rank.go();
+            4
+        });
+        assert!(are_all_the_same(&done), "{done:?}");
+    }
+}
+
+#[test]
+fn a_deadline_strikes_at_any_time() {
+    for attempt in 0..100 {
+        let done = on_threads(3, attempt, |mut rank| {
+            for sequence in 0..4 {
+                let timeout = Duration::from_micros(rank.roll(500));
+                if rank.all_reduce(sequence, timeout, || ()).is_err() {
+                    rank.go();
+                    return sequence;
+                }
+            }
+            rank.go();
+            4
+        });
+        assert!(are_all_the_same(&done), "{done:?}");
+    }
+}
+
+/// Its tensor is there until the others are through.
+#[test]
+fn a_rank_panics_at_work() {
+    for attempt in 0..50 {
+        on_threads(3, attempt, |mut rank| {
+            let panics = rank.rank == 1;
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                rank.all_reduce(0, MINUTE, || {
+                    if panics {
+                        std::panic::resume_unwind(Box::new(())); // without a message
+                    }
+                })
+            }));
+            assert_eq!(result.is_err(), panics);
+            rank.go();
+        });
+    }
+}
