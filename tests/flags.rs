@@ -51,7 +51,7 @@ fn takes(argument: &Arg) -> Option<Takes> {
         "SIZE" => Takes::Size,
         "DIR" => Takes::Folder,
         "FILE" => Takes::File,
-        "KIND" | "OP" | "auto|gpu|cpu|N" | "DATA" | "KIND:rank=R,at=STAGE[,step=N]" => Takes::Name,
+        "DTYPE" | "OP" | "auto|gpu|cpu|N" | "DATA" | "KIND:rank=R,at=STAGE[,step=N]" => Takes::Name,
         "KEY=VALUE,..." => Takes::Pairs,
         "HOST" | "auto|PATH" => Takes::Text,
         other => panic!("--{}: what does {other} take?", argument.get_id()),
