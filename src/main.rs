@@ -46,7 +46,7 @@ fn main() {
         Ok(code) => code,
         Err(error) => {
             if !error.is::<commands::AlreadyReported>() {
-                Printer::new(LogFormat::Text).note(&format!("{error:#}"));
+                Printer::new(LogFormat::Text).info(&format!("{error:#}"));
             }
             let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::Input(_)));
             if wrong_input { WRONG_INPUT } else { FAILED }
@@ -59,7 +59,7 @@ fn main() {
 fn is_written(printed: io::Result<()>) -> bool {
     match printed.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Printer::new(LogFormat::Text).note(&format!("writing to stdout: {error}"));
+            Printer::new(LogFormat::Text).info(&format!("writing to stdout: {error}"));
             false
         }
         _ => true,

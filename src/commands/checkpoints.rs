@@ -35,7 +35,7 @@ impl StartPoint {
         if let Some(checkpoint) = &checkpoint {
             compare(checkpoint, config, world_size, printer)?;
             if config.init_from.is_some() {
-                printer.note("--init-from is ignored: the run continues from a checkpoint");
+                printer.info("--init-from is ignored: the run continues from a checkpoint");
             }
         }
         let weights = match &config.init_from {
@@ -85,7 +85,7 @@ impl StartPoint {
             return Ok(());
         }
         for aside in dir.set_aside_after(checkpoint)? {
-            printer.note(&format!(
+            printer.info(&format!(
                 "a newer checkpoint was renamed to {}; remove it if you do not need it",
                 aside.display()
             ));
@@ -122,7 +122,7 @@ pub(super) fn after_restart(
     }
     if config.resume.is_none() {
         printer
-            .note(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
+            .info(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
     }
     Ok(config)
 }
@@ -134,7 +134,7 @@ fn init_from(error: Error) -> Error {
 fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
     let Some(newest) = CheckpointDir::newest_in(dir)? else {
         let dir = dir.display();
-        printer.note(&format!(
+        printer.info(&format!(
             "--resume auto: no checkpoint in {dir} yet: starting from the beginning"
         ));
         return Ok(None);
@@ -154,20 +154,20 @@ fn compare(
     let remarks = config
         .check_resume(&state.options)
         .map_err(|error| Error::Input(format!("checkpoint {path}: {error}")))?;
-    printer.note(&format!("going on from {path}: epoch {}, step {}", state.epoch, state.step));
+    printer.info(&format!("going on from {path}: epoch {}, step {}", state.epoch, state.step));
     if state.epoch >= config.max_epochs {
         let (done, epochs) =
             (state.epoch, if state.epoch == 1 { "epoch is" } else { "epochs are" });
-        printer.note(&format!(
+        printer.info(&format!(
             "nothing to do: {done} {epochs} done, and --max-epochs is {}",
             config.max_epochs
         ));
     }
     for remark in remarks {
-        printer.note(&remark);
+        printer.info(&remark);
     }
     if state.world_size != world_size {
-        printer.note(&format!(
+        printer.info(&format!(
             "the checkpoint is from {} ranks and this run has {world_size}: they share the rest of the epoch in \
              another order, and a step has another number of samples",
             state.world_size

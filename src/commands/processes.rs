@@ -77,7 +77,7 @@ pub(super) fn run_processes(
         SpawnChoice::Threads => None, // the process that has them finds out
     };
     if let Some(note) = placement.as_ref().and_then(|it| it.note.as_ref()) {
-        printer.note(note);
+        printer.info(note);
     }
     let Config { timeout, grace_period, .. } = *config;
     let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
@@ -87,11 +87,11 @@ pub(super) fn run_processes(
         None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
     };
     let ended = spawn.run(|number, Report { text, failure, .. }| {
-        printer.note(text);
+        printer.info(text);
         let again = failure.as_ref().and_then(Failure::again).map_or(String::new(), |again| {
             format!("; {again}: without a change this start will probably fail there, too")
         });
-        printer.note(&format!("restart {number} of {max_restarts}, {from}{again}"));
+        printer.info(&format!("restart {number} of {max_restarts}, {from}{again}"));
     });
     let (Report { mut text, wrong_input, failure }, restarts) = match ended? {
         Ended::Well(reason) => return Ok(reason),

@@ -139,7 +139,7 @@ impl RunArtifacts {
                 .map_err(|error| unwritable("--trace", output, error))?;
             if let (true, Some(path)) = (launched.is_first(), &config.trace) {
                 let path = path.display();
-                printer.note(&match history.process {
+                printer.info(&match history.process {
                     [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
                     [_, count] => format!(
                         "the traces of {count} processes are beside {path}, each with its number in its name: open them \
@@ -155,7 +155,7 @@ impl RunArtifacts {
                 .write(|file| report.write(file))
                 .map_err(|error| unwritable("--report", output, error))?;
             let path = config.report.as_deref().unwrap_or(output.path()).display();
-            printer.note(&format!("the report is in {path}: open it in a browser"));
+            printer.info(&format!("the report is in {path}: open it in a browser"));
             Ok(())
         });
         trace.and(report)
@@ -243,7 +243,8 @@ fn options(config: &Config) -> Vec<(String, String)> {
 /// How many steps of the whole run rank 0 has come through.
 fn steps_of(history: &History) -> u64 {
     let records = history.ranks.first().into_iter().flat_map(|rank| &rank.records);
-    let stepped = |it: &&Entry| it.begin.at.operation == Operation::Optimizer && it.ended.is_some();
+    let stepped =
+        |it: &&Entry| it.begin.at.operation == Operation::Optimizer && it.finished_at.is_some();
     records.filter(stepped).map(|it| it.begin.at.sequence + 1).max().unwrap_or(0)
 }
 

@@ -28,7 +28,7 @@ pub(super) fn join(
         grace_period: config.grace_period,
         shared_options,
         compare_clocks: config.trace.is_some() || config.report.is_some(),
-        note: &|text| printer.note(text),
+        note: &|text| printer.info(text),
     };
     let launched = launch.join(cuda, joining)?;
     // Goes with the process: to stop the server would take half a second.
@@ -44,7 +44,7 @@ pub(super) fn spawn(launched: &Launched, config: &Config, printer: &Arc<Printer>
     launched
         .spawn()
         .timeout(config.timeout)
-        .stall_warning(config.stall_warning, move |text| printer.note(text))
+        .stall_warning(config.stall_warning, move |text| printer.info(text))
         .check_collectives(config.check_collectives)
         .fault(fault)
 }
@@ -68,7 +68,7 @@ pub(super) fn run_launched(
     if let Err(error) = &result
         && let Err(unwritable) = launch.report_failure(&format!("{error:#}"))
     {
-        printer.note(&unwritable);
+        printer.info(&unwritable);
     }
     result.map_err(|error| leave_error(&launch, error))
 }

@@ -78,9 +78,9 @@ fn train_in(
     let restarts = Restarts::before(&launch)?;
     let config = checkpoints::after_restart(config, &restarts, printer)?;
     let time = config.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
-    let stop = Stop::new(time).tell(move |reason| {
+    let stop = Stop::new(time).on_stop(move |reason| {
         if reason == StopReason::Interrupt {
-            to_tell.note("stopping after this step; Ctrl-C again ends the process at once");
+            to_tell.info("stopping after this step; Ctrl-C again ends the process at once");
         }
     });
     let stop = Arc::new(stop);
@@ -99,13 +99,13 @@ fn train_in(
     let (mut recorder, mut origin) = (None, StartPoint::default());
     if launched.is_first() {
         for note in launched.notes().iter().chain(&data.notes) {
-            printer.note(note);
+            printer.info(note);
         }
         if let (_, Some(note)) = config.lr_for(world_size) {
-            printer.note(&note);
+            printer.info(&note);
         }
         if let Some(note) = config.no_effect_warning(config.steps(world_size)) {
-            printer.note(&note);
+            printer.info(&note);
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
         (recorder, origin) = launched.before_ranks(|| {
@@ -149,14 +149,14 @@ fn train_in(
             None => printer.event(&Event::Failure(failure(error))),
         });
         if let Err(unwritable) = told {
-            printer.note(&format!("writing to stdout: {unwritable}"));
+            printer.info(&format!("writing to stdout: {unwritable}"));
         }
     }
     let Job { seen, config, launched, data, .. } = &*job;
     let outcome = outcome(&result, job.stopped.get().copied(), &job.restarts.reasons);
     let written = seen.write(config, launched, data, outcome, printer);
     if let (Err(unwritable), true) = (&written, result.is_err()) {
-        printer.note(&unwritable.to_string());
+        printer.info(&unwritable.to_string());
     }
     result?;
     written?;
@@ -230,19 +230,19 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
             && text
             && let Some(lesson) = through_rank_0(&end)
         {
-            job.printer.note(&lesson);
+            job.printer.info(&lesson);
         }
         job.printer.event(&Event::End(Box::new(end))).context("writing to stdout")?;
         let dir = job.origin.checkpoint_dir.as_ref();
         if let Some(best) = &trainer.state().best
             && text
         {
-            job.printer.note(&checkpoints::best(best, dir));
+            job.printer.info(&checkpoints::best(best, dir));
         }
         if let Some(reason) = summary.stopped
             && replicas_equal
         {
-            job.printer.note(&checkpoints::stopped(reason, trainer.state(), dir));
+            job.printer.info(&checkpoints::stopped(reason, trainer.state(), dir));
         }
     }
     if let Some(reason) = summary.stopped {

@@ -125,7 +125,7 @@ pub fn verify(
         .chain(not_of_batch_norm(&config))
         .chain(not_of_exact_mean(&config))
         .chain(config.idle_hook_warning(steps));
-    notes.for_each(|note| printer.note(&note));
+    notes.for_each(|note| printer.info(&note));
 
     let train =
         |placement: &Placement, way, steps| trained(placement, way, &config, &dataset, steps);
@@ -184,7 +184,7 @@ pub fn verify(
         );
     }
     if printer.format() == LogFormat::Text {
-        printer.note("all are within the bound; bits differ where sums are made in another order");
+        printer.info("all are within the bound; bits differ where sums are made in another order");
     }
     Ok(())
 }

@@ -380,7 +380,7 @@ impl State {
                 *next += 1;
                 continue;
             }
-            group.note(CallContext { place: *place, bucket: u16::try_from(*next).ok() });
+            group.set_context(CallContext { place: *place, bucket: u16::try_from(*next).ok() });
             weight.map_or(Ok(()), |it| it.apply(&mut layout.buckets[*next].gradients))?;
             let weight = weight.map(|it| it.samples);
             layout.probe(*next)?;
@@ -416,7 +416,7 @@ impl State {
         if self.next == self.layout.buckets.len() {
             self.turn.pass_on();
         }
-        self.group.note(CallContext::default());
+        self.group.set_context(CallContext::default());
         Ok(())
     }
 

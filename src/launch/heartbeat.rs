@@ -32,7 +32,7 @@ pub(super) struct RankStatus {
 impl RankStatus {
     /// Of `rank`, which is one of this process.
     pub(super) fn of(run: &RunContext, rank: usize) -> Self {
-        let mut seen = run.timeline.recent_ops(rank, MOST);
+        let mut seen = run.flight_recorder.recent_ops(rank, MOST);
         for OpSnapshot { place, .. } in &mut seen {
             let start =
                 (place.len().saturating_sub(LONGEST)..).find(|&it| place.is_char_boundary(it));
@@ -108,7 +108,16 @@ mod tests {
                 let began = Duration::from_millis(began.into());
                 let ended = (ended % 2 == 0).then(|| Duration::from_nanos(ended.into()));
                 let on_gpu = (on_gpu % 2 == 0).then(|| Duration::from_nanos(on_gpu.into()));
-                OpSnapshot { at, group, bucket, place, beside, began, ended, on_gpu }
+                OpSnapshot {
+                    at,
+                    group,
+                    bucket,
+                    place,
+                    on_comm_thread: beside,
+                    began,
+                    ended,
+                    on_gpu,
+                }
             })
     }
 
@@ -167,7 +176,7 @@ mod tests {
             group: None,
             bucket: None,
             place: place.into(),
-            beside: false,
+            on_comm_thread: false,
             began: Duration::MAX,
             ended: None,
             on_gpu: None,

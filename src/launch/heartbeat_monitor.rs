@@ -221,7 +221,7 @@ impl Shared {
     fn report_loss(&self, run: &RunContext, error: &Error) {
         let rank = self.server.rank.unwrap_or(self.ranks[self.mine].start);
         // What it said last is older than what this process has come to with it.
-        let step = self.ranks[self.mine].clone().find_map(|mine| run.timeline.step_of(mine));
+        let step = self.ranks[self.mine].clone().find_map(|mine| run.flight_recorder.step_of(mine));
         let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
         let at = at.or_else(|| Some(run.activity[rank].now()));
         run.report_at(rank, at, None, format!("{} is gone: {error}", self.server.name));

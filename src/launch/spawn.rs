@@ -146,7 +146,7 @@ impl Spawn {
             world: None,
             stall_warning: Self::STALL_WARNING,
             asks: never(),
-            tell: Notifier::new(|text| Printer::new(LogFormat::Text).note(text)),
+            tell: Notifier::new(|text| Printer::new(LogFormat::Text).info(text)),
             stop: None,
             trace: None,
             history: None,
@@ -193,7 +193,7 @@ impl Spawn {
         let cuda = ffi::cuda::load();
         let launch = Arc::new(Launch::from_env(&LaunchOptions::default(), &cuda)?);
         let printer = Printer::new(LogFormat::Text);
-        let note = |text: &str| printer.note(text);
+        let note = |text: &str| printer.info(text);
         let joining = Joining { note: &note, ..Joining::default() };
         let launched = Launch::clone(&launch).join(&cuda, joining).inspect_err(|error| {
             leave_failure(&launch, &error.to_string(), note);
@@ -338,7 +338,7 @@ impl Spawn {
                 && !error.stuck.is_empty()
             {
                 // To return is to wait for its thread for ever, and to leave that behind is unsound.
-                Printer::new(LogFormat::Text).note(&error.to_string());
+                Printer::new(LogFormat::Text).info(&error.to_string());
                 ffi::exit(1);
             }
             result

@@ -17,7 +17,7 @@ impl Notifier {
         Self(Arc::new(tell))
     }
 
-    pub(super) fn tell(&self, text: &str) {
+    pub(super) fn notify(&self, text: &str) {
         (self.0)(text);
     }
 }
@@ -41,12 +41,12 @@ pub(super) fn stalled(run: &RunContext, here: Range<usize>, limit: Duration) -> 
 }
 
 fn longest(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<(Stall, Entry)> {
-    let now = run.timeline.now();
-    let waits = |it: &Entry| it.ended.is_none() && now.saturating_sub(it.arrived) >= limit;
+    let now = run.flight_recorder.now();
+    let waits = |it: &Entry| it.finished_at.is_none() && now.saturating_sub(it.started_at) >= limit;
     // What a phase is in the midst of tells more than the phase.
     let of_group = |it: Entry| it.begin.group.map(|group| (Stall { group, at: it.begin.at }, it));
-    let waiting = here.flat_map(|rank| run.timeline.records(rank, 0)).filter(waits);
-    waiting.filter_map(of_group).min_by_key(|(_, it)| it.arrived)
+    let waiting = here.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
+    waiting.filter_map(of_group).min_by_key(|(_, it)| it.started_at)
 }
 
 impl Stall {
@@ -68,7 +68,7 @@ impl Stall {
             return None; // whose failure tells more
         }
         let (_, first) = longest(run, here.clone(), limit).filter(|(stall, _)| *stall == self)?;
-        let first = OpSnapshot::new(&first, run.timeline.now());
+        let first = OpSnapshot::new(&first, run.flight_recorder.now());
         let mut text = format!("{} has not ended for {}", what(&first), seconds(first.began));
         let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
@@ -113,7 +113,7 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
         }
         let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
         line += &on_gpu(&seen).map_or(String::new(), |gpu| format!("; {gpu}"));
-        for it in seen.iter().filter(|it| it.beside && it.ended.is_none()) {
+        for it in seen.iter().filter(|it| it.on_comm_thread && it.ended.is_none()) {
             let _ = write!(line, "; beside it in {}, {} ago", what(it), seconds(it.began));
         }
         lines.push(line);
@@ -123,7 +123,7 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
 
 /// `launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`, of a rank with a GPU.
 fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
-    let mut newest = seen.iter().rev().filter(|it| it.group.is_some() && !it.beside);
+    let mut newest = seen.iter().rev().filter(|it| it.group.is_some() && !it.on_comm_thread);
     let done = newest.clone().find(|it| it.on_gpu.is_some())?;
     let launched = name(newest.find(|it| it.ended.is_some() && it.group == done.group)?);
     let done = name(done);
@@ -132,12 +132,16 @@ fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
 
 /// What is known of `rank`, the newest last.
 fn seen(run: &RunContext, here: &Range<usize>, rank: usize) -> Vec<OpSnapshot> {
-    if here.contains(&rank) { run.timeline.seen(rank) } else { run.remote_snapshots.of(rank) }
+    if here.contains(&rank) {
+        run.flight_recorder.seen(rank)
+    } else {
+        run.remote_snapshots.of(rank)
+    }
 }
 
 /// What `rank` does now, or has done last.
 fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
-    let Some(newest) = seen.iter().rev().find(|it| !it.beside) else {
+    let Some(newest) = seen.iter().rev().find(|it| !it.on_comm_thread) else {
         return format!("last seen in {}", run.activity[rank].now());
     };
     match newest.ended {

@@ -77,7 +77,7 @@ impl GpuClock {
     /// As [`RunContext::poll`], and libtorch's own.
     pub(super) fn start(run: &RunContext, rank: usize, gpu: usize) -> Result<Self> {
         let (origin, passed, error) = closest(run, rank, gpu)?;
-        run.timeline.note_gpu_clock(rank, error);
+        run.flight_recorder.note_gpu_clock(rank, error);
         Ok(Self {
             gpu,
             rank,
@@ -134,7 +134,7 @@ impl GpuClock {
                     let since = [it.began.since(origin)?, ended.since(origin)?];
                     let times = since.map(|since| passed.saturating_add(since));
                     if let Span::Record(mark) = it.span {
-                        run.timeline.note_gpu(self.rank, mark, times);
+                        run.flight_recorder.note_gpu(self.rank, mark, times);
                     }
                     it.times = Some(times);
                 }
@@ -211,14 +211,14 @@ fn closest(run: &RunContext, rank: usize, gpu: usize) -> Result<(Event, Duration
     const AT_ONCE: Duration = Duration::from_millis(1);
     let measure = |_| -> Result<(Event, Duration, Duration)> {
         let event = Event::timed()?;
-        let before = run.timeline.now();
+        let before = run.flight_recorder.now();
         event.record(gpu)?;
         let recorded = Instant::now();
         while recorded.elapsed() < AT_ONCE && !event.is_done()? {
             std::thread::yield_now();
         }
         run.poll(rank, || event.is_done())?;
-        let error = run.timeline.now().saturating_sub(before) / 2;
+        let error = run.flight_recorder.now().saturating_sub(before) / 2;
         Ok((event, before + error, error))
     };
     let first = measure(0)?;

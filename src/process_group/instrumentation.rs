@@ -21,9 +21,9 @@ pub(super) struct PhaseTracker {
     /// The group's number, the same on all of its ranks.
     pub group: u32,
     /// On a communication thread.
-    pub beside: bool,
+    pub on_comm_thread: bool,
     /// What DistributedDataParallel says of what it is about to reduce.
-    pub note: Cell<CallContext>,
+    pub context: Cell<CallContext>,
     /// The phase of a training step that this rank is in.
     phase: Cell<Option<Phase>>,
     seconds: Cell<PhaseSeconds>,
@@ -48,7 +48,7 @@ pub(crate) struct CallContext {
 impl PhaseTracker {
     /// The same for the group's communication thread.
     pub(super) fn beside(&self) -> Self {
-        Self { group: self.group, beside: true, ..Self::default() }
+        Self { group: self.group, on_comm_thread: true, ..Self::default() }
     }
 }
 
@@ -92,8 +92,8 @@ impl ProcessGroup {
     }
 
     /// What follows is called with `note`, until the next one.
-    pub(crate) fn note(&self, note: CallContext) {
-        self.phase_tracker.note.set(note);
+    pub(crate) fn set_context(&self, note: CallContext) {
+        self.phase_tracker.context.set(note);
     }
 
     /// What else than to fail or to be slow this rank is to do in training step `step`: `--inject-fault`.
@@ -106,12 +106,12 @@ impl ProcessGroup {
 
     /// On whose behalf this rank calls at `place`.
     pub(super) fn place_of(&self, place: CallSite) -> CallSite {
-        self.phase_tracker.note.get().place.unwrap_or(place)
+        self.phase_tracker.context.get().place.unwrap_or(place)
     }
 
     /// Records that this rank comes to `call`; what is returned is for [`ProcessGroup::record_end`].
     pub(super) fn record_call(&self, call: &Call) -> SpanId {
-        let CallContext { bucket, .. } = self.phase_tracker.note.get();
+        let CallContext { bucket, .. } = self.phase_tracker.context.get();
         let numel = |tensors: &[Tensor]| -> usize { tensors.iter().map(Tensor::numel).sum() };
         let most = numel(call.inputs).max(numel(call.outputs));
         self.record(OpStart {
@@ -120,13 +120,13 @@ impl ProcessGroup {
             bucket,
             amount: num_bytes(call.kind, most) as u64,
             place: call.place,
-            beside: self.phase_tracker.beside,
+            on_comm_thread: self.phase_tracker.on_comm_thread,
         })
     }
 
     /// Records that this rank begins what may wait for others. The returned number is for [`ProcessGroup::record_end`].
     pub(super) fn record(&self, begin: OpStart) -> SpanId {
-        let mark = self.run().timeline.begin(self.global_rank(), begin);
+        let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
         self.on_gpu(|clock| clock.mark(None, Some((Span::Record(mark), begin.at.operation))));
         self.note_gpu();
         mark
@@ -135,7 +135,7 @@ impl ProcessGroup {
     /// Records that it is through with it.
     pub(super) fn record_end(&self, mark: SpanId) {
         self.on_gpu(|clock| clock.mark(Some(Span::Record(mark)), None));
-        self.record_wait(self.run().timeline.end(self.global_rank(), mark));
+        self.record_wait(self.run().flight_recorder.end(self.global_rank(), mark));
     }
 
     /// Records that it has failed, and is over if this rank can go on. What it has waited for in vain is not: that shows
@@ -227,7 +227,7 @@ impl ProcessGroup {
     fn begin_phase(&self, begin: OpStart) {
         let ended = self.close_phase();
         let OpId { operation: phase, sequence: step } = begin.at;
-        let mark = self.run().timeline.begin(self.global_rank(), begin);
+        let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
         let ended = ended.map(Span::Record);
         self.on_gpu(|clock| clock.mark(ended, Some((Span::Record(mark), phase))));
         self.note_gpu();
@@ -256,12 +256,12 @@ impl ProcessGroup {
     /// Records that the gradient of the `index`-th parameter, which is in `bucket`, is complete, if somebody wants to see
     /// everything. Not a collective.
     pub(crate) fn record_gradient(&self, index: usize, bucket: usize, place: Option<CallSite>) {
-        let timeline = &self.run().timeline;
+        let timeline = &self.run().flight_recorder;
         if timeline.keeps_all() {
             let at = OpId { operation: Operation::Gradient, sequence: index as u64 };
             let bucket = u16::try_from(bucket).ok();
             let (group, amount, beside) = (None, 0, false);
-            let begin = OpStart { at, group, bucket, amount, place, beside };
+            let begin = OpStart { at, group, bucket, amount, place, on_comm_thread: beside };
             let mark = timeline.begin(self.global_rank(), begin);
             timeline.end(self.global_rank(), mark);
         }
@@ -276,7 +276,7 @@ impl ProcessGroup {
     /// Returns the record that is over now, if there is one.
     fn close_phase(&self) -> Option<SpanId> {
         let Phase { is, mark, collectives, .. } = self.phase_tracker.phase.take()?;
-        let elapsed = self.run().timeline.end(self.global_rank(), mark);
+        let elapsed = self.run().flight_recorder.end(self.global_rank(), mark);
         let mut seconds = self.phase_tracker.seconds.get();
         if let Some(of_phase) = seconds.of_phase(is) {
             *of_phase += elapsed.saturating_sub(collectives).as_secs_f64();

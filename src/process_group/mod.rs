@@ -263,7 +263,7 @@ impl ProcessGroup {
             return Ok(Work::new(State::Done, self.run().clone(), self.global_rank()));
         }
         self.queue(Box::new(|group| {
-            group.note(CallContext::default()); // its own line is what counts
+            group.set_context(CallContext::default()); // its own line is what counts
             operation(group).map(|()| None)
         }))
     }

@@ -68,9 +68,9 @@ impl ProcessGroup {
             return self.async_op(move |group| group.all_reduce_weighted(&mut tensor, op, weight));
         }
         self.run().check(self.global_rank())?;
-        let note = self.phase_tracker.note.get();
+        let note = self.phase_tracker.context.get();
         self.queue(Box::new(move |group| {
-            group.note(note);
+            group.set_context(note);
             group.start_all_reduce(&tensor, op, weight)
         }))
     }

@@ -46,13 +46,13 @@ pub(crate) struct OpStart {
     pub amount: u64,
     pub place: Option<CallSite>,
     /// Whether a communication thread does it.
-    pub beside: bool,
+    pub on_comm_thread: bool,
 }
 
 impl OpStart {
     /// Something that a rank does by itself.
     pub(crate) fn alone(at: OpId, place: CallSite) -> Self {
-        Self { at, group: None, bucket: None, amount: 0, place: Some(place), beside: false }
+        Self { at, group: None, bucket: None, amount: 0, place: Some(place), on_comm_thread: false }
     }
 }
 
@@ -60,16 +60,16 @@ impl OpStart {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct SpanId {
     number: u64,
-    arrived: Duration,
+    started_at: Duration,
 }
 
 /// What one rank did, or does. Times are from the beginning of the run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Entry {
     pub begin: OpStart,
-    pub arrived: Duration,
+    pub started_at: Duration,
     /// None while it goes on, or if it has failed.
-    pub ended: Option<Duration>,
+    pub finished_at: Option<Duration>,
     /// When the rank's GPU has come to what was launched in it, and was through with it; none of a CPU, and while that is
     /// not known.
     pub on_gpu: Option<[Duration; 2]>,
@@ -142,7 +142,7 @@ impl FlightRecorder {
 
     /// Notes that `rank` begins something now.
     pub(crate) fn begin(&self, rank: usize, begin: OpStart) -> SpanId {
-        let OpStart { at, group, bucket, amount, place, beside } = begin;
+        let OpStart { at, group, bucket, amount, place, on_comm_thread: beside } = begin;
         let ring = &self.ranks[rank];
         if at.operation.may_wait() && at.operation != Operation::Synchronize {
             let [calls, bytes] = &ring.totals[at.operation as usize];
@@ -164,12 +164,12 @@ impl FlightRecorder {
         entry.ended.store(0, Ordering::Relaxed);
         entry.place.store(place);
         entry.number.store(number + 1, Ordering::Release);
-        SpanId { number, arrived }
+        SpanId { number, started_at: arrived }
     }
 
     /// Notes that it is over; returns how long it took.
     pub(crate) fn end(&self, rank: usize, mark: SpanId) -> Duration {
-        let SpanId { number, arrived } = mark;
+        let SpanId { number, started_at: arrived } = mark;
         let (entry, now) = (self.ranks[rank].entry(number, self.keeps), self.now());
         // It has been written over, if it took as long as that.
         if entry.number.load(Ordering::Relaxed) == number + 1 {
@@ -248,11 +248,16 @@ impl Ring {
             bucket: bucket.checked_sub(1).map(|bucket| bucket as u16),
             amount,
             place,
-            beside: marks & 1 == 1,
+            on_comm_thread: marks & 1 == 1,
         };
         let ended = (ended > 0).then(|| Duration::from_nanos(ended));
         let arrived = Duration::from_nanos(arrived);
-        Some(Entry { begin, arrived, ended, on_gpu: self.read_gpu(number, keeps) })
+        Some(Entry {
+            begin,
+            started_at: arrived,
+            finished_at: ended,
+            on_gpu: self.read_gpu(number, keeps),
+        })
     }
 
     fn read_gpu(&self, number: u64, keeps: usize) -> Option<[Duration; 2]> {
@@ -283,7 +288,7 @@ mod tests {
             bucket: Some(u16::MAX),
             amount: sequence * 3,
             place: Some(Location::caller()),
-            beside: false,
+            on_comm_thread: false,
         }
     }
 
@@ -294,18 +299,19 @@ mod tests {
         assert!(newest(&timeline).is_none());
         let number = timeline.begin(1, begin(7));
         let open = newest(&timeline).unwrap();
-        assert_eq!(open.ended, None);
+        assert_eq!(open.finished_at, None);
         assert_eq!(open.begin.at.to_string(), "all_reduce #7");
         assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
-        assert_eq!((open.begin.amount, open.begin.beside), (21, false));
+        assert_eq!((open.begin.amount, open.begin.on_comm_thread), (21, false));
         assert!(open.begin.place.unwrap().file().ends_with("timeline.rs"));
         timeline.end(1, number);
         let over = newest(&timeline).unwrap();
-        assert!(over.ended.unwrap() >= over.arrived && over.arrived == open.arrived);
-        let other = OpStart { group: None, bucket: None, place: None, beside: true, ..begin(8) };
+        assert!(over.finished_at.unwrap() >= over.started_at && over.started_at == open.started_at);
+        let other =
+            OpStart { group: None, bucket: None, place: None, on_comm_thread: true, ..begin(8) };
         timeline.begin(1, other);
         let last = newest(&timeline).unwrap();
-        assert!(last.begin.beside && last.begin.place.is_none());
+        assert!(last.begin.on_comm_thread && last.begin.place.is_none());
         assert_eq!((last.begin.group, last.begin.bucket), (None, None));
         assert_eq!(timeline.records(0, 0).count(), 0);
     }
@@ -322,7 +328,9 @@ mod tests {
         let records: Vec<Entry> = timeline.records(0, 0).collect();
         assert_eq!(records.len(), RECORDS);
         let sequences = records.iter().map(|it| it.begin.at.sequence);
-        assert!(sequences.eq(3000 - 1024..3000) && records.iter().all(|it| it.ended.is_some()));
+        assert!(
+            sequences.eq(3000 - 1024..3000) && records.iter().all(|it| it.finished_at.is_some())
+        );
         assert_eq!(timeline.records(0, 2990).count(), 10);
     }
 
@@ -341,7 +349,7 @@ mod tests {
             while writers.iter().any(|it| !it.is_finished()) {
                 for record in timeline.records(0, 0) {
                     assert_eq!(record.begin.amount, record.begin.at.sequence * 3);
-                    assert!(record.ended.is_none_or(|ended| ended >= record.arrived));
+                    assert!(record.finished_at.is_none_or(|ended| ended >= record.started_at));
                 }
             }
         });

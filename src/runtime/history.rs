@@ -62,7 +62,7 @@ impl History {
         process: [usize; 2],
         clock: Option<Clock>,
     ) -> Self {
-        let timeline = &run.timeline;
+        let timeline = &run.flight_recorder;
         let of_rank = |rank| {
             let count = timeline.count(rank);
             let mut records: Vec<Entry> = timeline.records(rank, 0).collect();

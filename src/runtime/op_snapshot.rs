@@ -19,7 +19,7 @@ pub(crate) struct OpSnapshot {
     pub bucket: Option<u16>,
     /// ` at src/main.rs:40`; empty if that is not known.
     pub place: String,
-    pub beside: bool,
+    pub on_comm_thread: bool,
     /// How long ago it began.
     pub began: Duration,
     /// And ended, if it has.
@@ -31,14 +31,14 @@ pub(crate) struct OpSnapshot {
 impl OpSnapshot {
     /// At the time `now` of the run.
     pub(crate) fn new(record: &Entry, now: Duration) -> Self {
-        let Entry { begin, arrived, ended, on_gpu } = record;
+        let Entry { begin, started_at: arrived, finished_at: ended, on_gpu } = record;
         let ago = |time: Duration| now.saturating_sub(time);
         Self {
             at: begin.at,
             group: begin.group,
             bucket: begin.bucket,
             place: format_call_site(begin.place),
-            beside: begin.beside,
+            on_comm_thread: begin.on_comm_thread,
             began: ago(*arrived),
             ended: ended.map(ago),
             on_gpu: on_gpu.map(|[_, ended]| ago(ended)),
@@ -54,7 +54,7 @@ impl OpSnapshot {
 
     /// Whether a rank that is seen so is in a phase of a step, and in nothing else that is known.
     pub(crate) fn is_open_phase(&self) -> bool {
-        self.group.is_none() && self.ended.is_none() && !self.beside
+        self.group.is_none() && self.ended.is_none() && !self.on_comm_thread
     }
 
     /// The step of training that it is a phase of, if it goes on.
@@ -113,13 +113,17 @@ impl FlightRecorder {
         let mut kept: Vec<Entry> = Vec::new();
         for record in self.lasting(rank).rev() {
             let begin = &record.begin;
-            let has_newest = kept.iter().any(|it| !it.begin.beside);
+            let has_newest = kept.iter().any(|it| !it.begin.on_comm_thread);
             let has_group =
-                kept.iter().any(|it| it.begin.group == begin.group && it.ended.is_some());
+                kept.iter().any(|it| it.begin.group == begin.group && it.finished_at.is_some());
             let is_news = begin.group.is_some() && !has_group;
             let has_done = kept.iter().any(|it| it.on_gpu.is_some());
             let is_done = record.on_gpu.is_some() && begin.group.is_some() && !has_done;
-            if record.ended.is_none() || is_news || is_done || !(begin.beside || has_newest) {
+            if record.finished_at.is_none()
+                || is_news
+                || is_done
+                || !(begin.on_comm_thread || has_newest)
+            {
                 kept.push(record);
             }
             if kept.len() == most {
@@ -175,7 +179,7 @@ mod tests {
         let begin = |operation, sequence, group: Option<u32>, beside| {
             let at = OpId { operation, sequence };
             let begin = OpStart::alone(at, Location::caller());
-            timeline.begin(0, OpStart { group, beside, ..begin })
+            timeline.begin(0, OpStart { group, on_comm_thread: beside, ..begin })
         };
         let end = |mark| {
             timeline.end(0, mark);

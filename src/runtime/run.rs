@@ -86,7 +86,7 @@ pub(crate) struct RunContext {
     /// One entry per rank.
     pub activity: Box<[CachePadded<Activity>]>,
     /// What the ranks of this process do and have done.
-    pub timeline: FlightRecorder,
+    pub flight_recorder: FlightRecorder,
     /// What those of other processes do, as far as they were asked: [`RunContext::look`].
     pub remote_snapshots: RemoteSnapshots,
     /// Which ranks each group has, by its number in the timeline.
@@ -119,7 +119,7 @@ impl RunContext {
         Self {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
-            timeline: FlightRecorder::new(world_size, RECORDS),
+            flight_recorder: FlightRecorder::new(world_size, RECORDS),
             remote_snapshots: RemoteSnapshots::default(),
             groups: Mutex::default(),
             ranks_here: world_size,
@@ -356,7 +356,7 @@ impl RunContext {
             self.threads[*rank].lock().unwrap_or_else(PoisonError::into_inner).is_none()
         };
         let all = || (0..self.activity.len()).filter(is_elsewhere);
-        let mine = self.timeline.seen(waiting);
+        let mine = self.flight_recorder.seen(waiting);
         let mut missing: Vec<usize> =
             all().filter(|rank| self.remote_snapshots.is_behind(*rank, &mine)).collect();
         if missing.is_empty() {

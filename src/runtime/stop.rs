@@ -139,7 +139,7 @@ impl Stop {
 
     /// Has `tell` called once, on the thread of rank 0, when the run is going to stop.
     #[must_use]
-    pub fn tell(self, tell: impl Fn(StopReason) + Send + Sync + 'static) -> Self {
+    pub fn on_stop(self, tell: impl Fn(StopReason) + Send + Sync + 'static) -> Self {
         Self { tell: Some(Box::new(tell)), ..self }
     }
 
@@ -219,7 +219,7 @@ mod tests {
     fn the_step_that_rank_0_is_about_to_make_is_the_last() {
         let told = Arc::new(AtomicUsize::new(0));
         let count = told.clone();
-        let stop = Stop::new(None).tell(move |reason| {
+        let stop = Stop::new(None).on_stop(move |reason| {
             count.fetch_add(reason as usize, Ordering::Relaxed);
         });
         stop.decide(3);

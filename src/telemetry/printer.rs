@@ -57,7 +57,7 @@ impl Printer {
                 }
                 None => "losses or gradients were not finite".into(),
             };
-            self.note(&format!("{skipped} of {} steps skipped: {why}", end.steps));
+            self.info(&format!("{skipped} of {} steps skipped: {why}", end.steps));
         }
         match (self.format, event) {
             (LogFormat::Json, event) => self.object(event),
@@ -70,7 +70,7 @@ impl Printer {
                 let accuracy = accuracy
                     .map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
                 let best = if *best { " (best so far)" } else { "" };
-                self.note(&format!(
+                self.info(&format!(
                     "validation after epoch {epoch}: loss {loss:.6}{accuracy}{best}"
                 ));
                 Ok(())
@@ -88,7 +88,7 @@ impl Printer {
                 };
                 if end.replicas_equal == Some(false) {
                     // The run fails: its last line says so, and no other line that it went well.
-                    self.note(
+                    self.info(
                         "the ranks do not hold the same parameters; --check-replicas-every 1 finds the step, the rank and \
                          the parameter",
                     );
@@ -97,16 +97,16 @@ impl Printer {
                 if let Some(held) = &end.straggler {
                     let (Straggler { rank, seconds, phase_seconds, .. }, place) =
                         (held, held.place());
-                    self.note(&format!(
+                    self.info(&format!(
                         "rank {rank} held the others back: they waited for it for {seconds:.1} of {:.1} s; it was \
                          {phase_seconds:.1} s slower than they {place}",
                         end.seconds
                     ));
                 }
                 for (number, reason) in (1..).zip(&end.restarts) {
-                    self.note(&format!("restart {number} was needed: {reason}"));
+                    self.info(&format!("restart {number} was needed: {reason}"));
                 }
-                self.note(&format!(
+                self.info(&format!(
                     "loss {losses}; {} steps in {:.3} s{each}; parameters {}",
                     end.steps_now, end.seconds, end.parameters_hash
                 ));
@@ -138,7 +138,7 @@ impl Printer {
         let validation = first.and_then(|report| report.validation.take());
         reports.into_iter().try_for_each(|report| self.event(&Event::Epoch(report)))?;
         if let (LogFormat::Text, Some(loss)) = (self.format, loss) {
-            self.note(&format!("epoch {number}: loss {loss:.6}"));
+            self.info(&format!("epoch {number}: loss {loss:.6}"));
         }
         validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
     }
@@ -189,7 +189,7 @@ impl Printer {
     }
 
     /// Prints a remark on stderr. An error that says that a limit of the system is reached is explained.
-    pub fn note(&self, note: &str) {
+    pub fn info(&self, note: &str) {
         // In one piece: stderr has no buffer, and the lines of several processes must not mix.
         let line = format!("ddp-mp: {}\n", escaped(&explain(note)));
         // With stderr gone there is nobody to tell.

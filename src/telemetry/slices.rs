@@ -10,12 +10,12 @@ use crate::runtime::{Entry, History, OpStart, RankHistory};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Slice {
     pub begin: OpStart,
-    pub arrived: Duration,
+    pub started_at: Duration,
     /// Of what had not ended: the end of what it is in the midst of, or of all.
-    pub ended: Duration,
+    pub finished_at: Duration,
     pub unfinished: bool,
     /// 0 is the rank's own; of what communication threads do at the same time each has another.
-    pub lane: usize,
+    pub track: usize,
     /// The training step, of what lies in one.
     pub step: Option<u64>,
     /// For how long the rank waited for the last one to come, and for whom.
@@ -35,7 +35,7 @@ struct Arrival {
 pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
     let mut arrivals = Arrivals::new();
     for RankHistory { rank, records, .. } in &history.ranks {
-        for Entry { begin, arrived, .. } in records {
+        for Entry { begin, started_at: arrived, .. } in records {
             let Some(key) = meeting(begin) else { continue };
             let mine = (*arrived, *rank);
             let arrival = arrivals.entry(key).or_insert(Arrival { ranks: 0, last: mine });
@@ -60,7 +60,7 @@ pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
     let on_gpu = |rank: &RankHistory| {
         let done = |it: &Entry| {
             let [arrived, ended] = it.on_gpu?;
-            Some(Entry { arrived, ended: Some(ended), on_gpu: None, ..*it })
+            Some(Entry { started_at: arrived, finished_at: Some(ended), on_gpu: None, ..*it })
         };
         RankHistory {
             rank: rank.rank,
@@ -73,7 +73,7 @@ pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
     };
     let ranks = history.ranks.iter().map(on_gpu).collect();
     let mut slices = slices(&History { ranks, groups: history.groups.clone(), ..*history });
-    slices.iter_mut().flatten().for_each(|it| it.lane = lane);
+    slices.iter_mut().flatten().for_each(|it| it.track = lane);
     slices
 }
 
@@ -91,7 +91,7 @@ fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Sl
     let (mut step, mut phase_ends) = (None, None);
     let mut slices = Vec::with_capacity(rank.records.len());
     let mut lanes: Vec<Duration> = Vec::new(); // when the last of each ends
-    for Entry { begin, arrived, ended, .. } in &rank.records {
+    for Entry { begin, started_at: arrived, finished_at: ended, .. } in &rank.records {
         let at = begin.at;
         match at.operation {
             Operation::Step
@@ -101,7 +101,9 @@ fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Sl
             | Operation::Optimizer => (step, phase_ends) = (Some(at.sequence), *ended),
             Operation::Validation | Operation::Save => (step, phase_ends) = (None, *ended),
             // After a step's last phase nothing is part of it.
-            _ if !begin.beside && phase_ends.is_some_and(|end| end < *arrived) => step = None,
+            _ if !begin.on_comm_thread && phase_ends.is_some_and(|end| end < *arrived) => {
+                step = None
+            }
             _ => {}
         }
         let own_end = phase_ends.filter(|end| end >= arrived).unwrap_or(history.taken);
@@ -115,13 +117,13 @@ fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Sl
             let waited = last.min(ended_or).saturating_sub(*arrived);
             (by != rank.rank && !waited.is_zero()).then_some((waited, by))
         });
-        let lane = if begin.beside { 1 + free(&mut lanes, *arrived, ended_or) } else { 0 };
+        let lane = if begin.on_comm_thread { 1 + free(&mut lanes, *arrived, ended_or) } else { 0 };
         slices.push(Slice {
             begin: *begin,
-            arrived: *arrived,
-            ended: ended_or,
+            started_at: *arrived,
+            finished_at: ended_or,
             unfinished: ended.is_none(),
-            lane,
+            track: lane,
             step,
             waited,
         });

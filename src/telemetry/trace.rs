@@ -87,7 +87,7 @@ impl Trace<'_> {
         self.name("process_name", 0, &name)?;
         let of_ranks = slices(self.history);
         for (rank, slices) in self.history.ranks.iter().zip(&of_ranks) {
-            let lanes = slices.iter().map(|it| it.lane).max().unwrap_or(0);
+            let lanes = slices.iter().map(|it| it.track).max().unwrap_or(0);
             for number in 0..=lanes {
                 let name = match number {
                     0 => format!("rank {} ({})", rank.rank, rank.device),
@@ -177,9 +177,9 @@ impl Trace<'_> {
             name: &format!("waiting for rank {by}"),
             cat: "wait",
             ph: "X",
-            ts: self.time(slice.arrived + BEFORE_WAITING),
+            ts: self.time(slice.started_at + BEFORE_WAITING),
             dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
-            tid: lane(rank, slice.lane),
+            tid: lane(rank, slice.track),
             ..Event::default()
         })
     }
@@ -193,12 +193,13 @@ impl Trace<'_> {
             let end = rest[at..].iter().position(|it| it.step != Some(step));
             let (of_step, after) = rest[at..].split_at(end.unwrap_or(rest.len() - at));
             rest = after;
-            let own = of_step.iter().filter(|it| !it.begin.beside);
-            let (Some(first), Some(end)) = (of_step.first(), own.map(|it| it.ended).max()) else {
+            let own = of_step.iter().filter(|it| !it.begin.on_comm_thread);
+            let (Some(first), Some(end)) = (of_step.first(), own.map(|it| it.finished_at).max())
+            else {
                 continue;
             };
-            let time = end.saturating_sub(first.arrived);
-            let (ts, tid) = (self.time(first.arrived), lane(rank, 0));
+            let time = end.saturating_sub(first.started_at);
+            let (ts, tid) = (self.time(first.started_at), lane(rank, 0));
             let amount = |of: fn(Operation) -> bool| -> u64 {
                 of_step
                     .iter()
@@ -263,9 +264,9 @@ impl Trace<'_> {
             name: &name,
             cat,
             ph: "X",
-            ts: self.time(slice.arrived),
-            dur: Some(micros(slice.ended.saturating_sub(slice.arrived))),
-            tid: lane(rank, slice.lane),
+            ts: self.time(slice.started_at),
+            dur: Some(micros(slice.finished_at.saturating_sub(slice.started_at))),
+            tid: lane(rank, slice.track),
             args: all.into_iter().filter_map(|(key, value)| Some((key.into(), value?))).collect(),
             ..Event::default()
         };
@@ -284,13 +285,13 @@ impl Trace<'_> {
             ph: "s",
             ts,
             id,
-            tid: lane(rank, from.lane),
+            tid: lane(rank, from.track),
             ..Event::default()
         };
         self.event(begin)?;
         // Drawn forwards also where the optimizer has begun while a bucket was still on its way.
         let ts = self.time(inside(to).max(inside(from)));
-        let (tid, bp) = (lane(rank, to.lane), Some("e"));
+        let (tid, bp) = (lane(rank, to.track), Some("e"));
         self.event(Event { name, cat: "gradients", ph: "f", ts, id, tid, bp, ..Event::default() })
     }
 
@@ -333,9 +334,9 @@ const BEFORE_WAITING: Duration = Duration::from_nanos(2);
 
 /// A time at which no other slice lies within this one: an arrow binds to the innermost that has begun.
 fn inside(slice: &Slice) -> Duration {
-    let whole = slice.ended.saturating_sub(slice.arrived);
+    let whole = slice.finished_at.saturating_sub(slice.started_at);
     let free = if slice.waited.is_some() { BEFORE_WAITING } else { whole };
-    slice.arrived + free / 2
+    slice.started_at + free / 2
 }
 
 fn micros(time: Duration) -> f64 {

@@ -98,7 +98,7 @@ pub fn bench(request: BenchRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyh
         request.check_memory(world_size, total_memory())?;
     }
     if let Some(note) = &placement.note {
-        printer.note(note);
+        printer.info(note);
     }
     let spawn = Spawn::at(&placement).timeout(request.timeout);
     let (backend, printer) = (placement.backend, printer.clone());
@@ -242,7 +242,7 @@ const NOISY_RATIO: f64 = 1.5;
 /// beginning of a sentence that ends with that number.
 fn note_if_busy(what: &str, spread: f64, printer: &Printer) {
     if let Some(note) = busy(what, spread) {
-        printer.note(&note);
+        printer.info(&note);
     }
 }
 

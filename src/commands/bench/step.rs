@@ -95,11 +95,11 @@ pub fn bench_step(
         let world_size = launched.world_size();
         launched.before_ranks(|| config.validate_for(world_size))?;
         if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
-            printer.note(note);
+            printer.info(note);
         }
         let in_all = (WARM_UP + steps) as u64;
         if let Some(note) = config.idle_hook_warning(in_all).filter(|_| launched.is_first()) {
-            printer.note(&note);
+            printer.info(&note);
         }
         let (backend, printer) = (launched.placement.backend, printer.clone());
         let (spawn, cluster) = (session::spawn(&launched, &config, &printer), cluster.clone());

@@ -92,7 +92,7 @@ pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow
         check_memory(&request, &ops, world_size, total_memory())?;
     }
     if let Some(note) = &placement.note {
-        printer.note(note);
+        printer.info(note);
     }
     let spawn = Spawn::at(&placement).timeout(request.timeout);
     let job = Job {

@@ -37,7 +37,7 @@ impl Spawn {
         let mut run = RunContext::new(world_size, self.timeout, self.fault);
         run.check_collectives = self.check_collectives;
         if self.trace.is_some() || self.history.is_some() {
-            run.timeline = FlightRecorder::new(world_size, TRACED);
+            run.flight_recorder = FlightRecorder::new(world_size, TRACED);
         }
         if let Some(world) = &self.world {
             run.ranks_here = world.ranks_of_machine();
@@ -93,7 +93,7 @@ impl Spawn {
         self.leave_history(&run);
         let result = self.result(&run, threads, table);
         if let (Err(error), Some(launch)) = (&result, &self.launch) {
-            leave_failure(launch, &error.to_string(), |text| self.tell.tell(text));
+            leave_failure(launch, &error.to_string(), |text| self.tell.notify(text));
         }
         result
     }
@@ -112,7 +112,8 @@ impl Spawn {
             let written = trace_output(path, process)
                 .and_then(|it| it.write(|file| write_trace(&history, file)));
             if let Err(error) = written {
-                self.tell.tell(&format!("the trace {} cannot be written: {error}", path.display()));
+                self.tell
+                    .notify(&format!("the trace {} cannot be written: {error}", path.display()));
             }
         }
         if let Some(slot) = &self.history {
@@ -194,7 +195,7 @@ impl Spawn {
         while running > 0 && run.cancel.cancelled_by().is_none() {
             select! {
                 recv(self.asks) -> _ => {
-                    self.tell.tell(&format!("what each rank does\n{}", status_table(run, here.clone())));
+                    self.tell.notify(&format!("what each rank does\n{}", status_table(run, here.clone())));
                     continue;
                 }
                 default(self.stall_warning.div_f64(8.0).clamp(STALL_POLL_INTERVALS.0, STALL_POLL_INTERVALS.1)) => {
@@ -202,7 +203,7 @@ impl Spawn {
                         && told != Some(stall)
                         && let Some(text) = stall.text(run, here.clone(), self.stall_warning)
                     {
-                        self.tell.tell(&text);
+                        self.tell.notify(&text);
                         told = Some(stall);
                     }
                     continue;

@@ -54,7 +54,7 @@ pub(crate) fn connection_lost(
         Ok(silent) => {
             // A rank at the other end, whatever keeps it: nobody else has closed the connection.
             let lost = if silent.is_empty() { run.last_seen(ranks) } else { silent };
-            Error::ConnectionLost { at, step: run.timeline.step_of(waiting), lost, reason }
+            Error::ConnectionLost { at, step: run.flight_recorder.step_of(waiting), lost, reason }
         }
         Err(cancelled) => cancelled,
     }

@@ -145,18 +145,18 @@ impl Nccl {
         let compares = self.check || call.weight.is_some() || call.operation == Operation::NewGroup;
         if !compares && call.operation != Operation::AllReduce {
             let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
-            return self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), timeout);
+            return self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), timeout);
         }
-        threaded::exchange(&mut self.seat, self.shared.here().start, call, false, None)?;
+        threaded::exchange(&mut self.slot, self.shared.here().start, call, false, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
-            if self.seat.rank() == 0 {
-                let describe = || mismatch::to_text(self.seat.published());
+            if self.slot.rank() == 0 {
+                let describe = || mismatch::to_text(self.slot.published());
                 let mean = call.weight.map(|_| weights::mean(self.weights_here()));
                 self.tell(network.compare(call, mean, describe))?;
             }
             // The first rank has a deadline itself.
-            let barrier = self.seat.barrier();
-            barrier.wait_at_most(self.seat.rank(), call.at(), Duration::MAX)?;
+            let barrier = self.slot.barrier();
+            barrier.wait_at_most(self.slot.rank(), call.at(), Duration::MAX)?;
         }
         self.weigh(call)
     }
@@ -178,7 +178,7 @@ impl Nccl {
     }
 
     fn weights_here(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
-        self.seat.published().map(|it| (it.weight.unwrap_or(0.0), 1))
+        self.slot.published().map(|it| (it.weight.unwrap_or(0.0), 1))
     }
 
     /// The mean weight of all ranks in the last call, which had weights.

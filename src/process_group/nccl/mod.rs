@@ -68,7 +68,7 @@ pub(super) struct Nccl {
     /// To other processes, if there are any.
     network: Option<Arc<Network>>,
     /// Where the ranks of this process meet around every launch.
-    seat: ExchangeSlot<CollectiveFingerprint>,
+    slot: ExchangeSlot<CollectiveFingerprint>,
     /// Whether they compare what they call: `--check-collectives`.
     check: bool,
     done: cuda::Event,
@@ -100,7 +100,7 @@ impl Nccl {
             communicator: Communicator::new(shared.run().clone()),
             rank,
             gpu,
-            seat: shared.seat(rank),
+            slot: shared.seat(rank),
             check: shared.run().check_collectives,
             shared,
             network,
@@ -134,7 +134,7 @@ impl Nccl {
         let result = launch(&mut self.communicator);
         let launched = self.poll_until_ready(name, result);
         self.tell(launched)?;
-        self.seat.barrier().wait(self.seat.rank(), call.at())
+        self.slot.barrier().wait(self.slot.rank(), call.at())
     }
 
     /// As [`Nccl::with_launch_barrier`], for several calls. `launch` returns the first result that is a failure.

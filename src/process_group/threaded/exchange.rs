@@ -48,7 +48,7 @@ impl<T> Exchange<T> {
 #[derive(Debug)]
 pub(crate) struct ExchangeSlot<T> {
     rank: usize,
-    meeting: Arc<Exchange<T>>,
+    exchange: Arc<Exchange<T>>,
     /// Which of the two cells is next. Turns with every meeting, so that it is the same on all ranks.
     parity: usize,
 }
@@ -58,7 +58,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
     pub(crate) fn take(rank: usize, meeting: Arc<Exchange<T>>) -> Self {
         let taken = meeting.slots[rank].taken.swap(true, Ordering::Relaxed);
         assert!(!taken, "the place of rank {rank} is taken");
-        Self { rank, meeting, parity: 0 }
+        Self { rank, exchange: meeting, parity: 0 }
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -66,7 +66,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
     }
 
     pub(crate) fn barrier(&self) -> &Barrier {
-        &self.meeting.barrier
+        &self.exchange.barrier
     }
 
     /// Announces and waits until all have. `at` is what the rank does, for errors.
@@ -79,10 +79,10 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         timeout: Duration,
         announce: impl FnOnce(&mut T) -> Result<()>,
     ) -> Result<()> {
-        let cell = &self.meeting.slots[self.rank].cells[self.parity];
+        let cell = &self.exchange.slots[self.rank].cells[self.parity];
         // SAFETY: our own slot, before the barrier (see `Slot`); the reference ends here.
         cell.with_mut(|place| announce(unsafe { &mut *place }))?;
-        self.meeting.barrier.wait_at_most(self.rank, at, timeout)?;
+        self.exchange.barrier.wait_at_most(self.rank, at, timeout)?;
         self.parity = 1 - self.parity;
         Ok(())
     }
@@ -90,7 +90,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
     /// What all ranks announced at the last meeting, in their order.
     pub(crate) fn published(&self) -> impl ExactSizeIterator<Item = &T> + Clone {
         let parity = 1 - self.parity;
-        let slots = self.meeting.slots.iter();
+        let slots = self.exchange.slots.iter();
         // SAFETY: nobody writes to these cells before this rank has entered the next meeting (see `Slot`),
         // for which the borrow of `self` must have ended.
         slots.map(move |slot| slot.cells[parity].with(|place| unsafe { &*place }))
@@ -98,7 +98,7 @@ impl<T: Send + Sync> ExchangeSlot<T> {
 
     /// Does `work`, and returns when all ranks have done theirs, also if it panics.
     pub(crate) fn and_leave_together<R>(&self, work: impl FnOnce() -> R) -> R {
-        let _way_out = WayOut { barrier: &self.meeting.barrier, rank: self.rank };
+        let _way_out = WayOut { barrier: &self.exchange.barrier, rank: self.rank };
         work()
     }
 }

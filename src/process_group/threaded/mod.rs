@@ -37,7 +37,7 @@ pub(super) use shared::{Shared, SubgroupKey};
 
 /// One rank's side of the backend.
 pub(super) struct Threaded {
-    seat: ExchangeSlot<CollectiveFingerprint>,
+    slot: ExchangeSlot<CollectiveFingerprint>,
     /// The memory of all ranks' tensors in this collective; kept to be filled again without allocating.
     memory: Memory,
     /// Lists of places for the work, likewise.
@@ -49,7 +49,7 @@ impl Threaded {
     pub(super) fn join(seat: ExchangeSlot<CollectiveFingerprint>) -> Result<Self> {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         seat.barrier().wait(seat.rank(), at)?;
-        Ok(Self { seat, memory: Memory::default(), places: kernels::SpanScratch::default() })
+        Ok(Self { slot: seat, memory: Memory::default(), places: kernels::SpanScratch::default() })
     }
 }
 
@@ -99,7 +99,7 @@ impl Backend for Threaded {
     }
 
     fn run(&mut self, call: &Call) -> Result<()> {
-        let Self { seat, memory, places } = self;
+        let Self { slot: seat, memory, places } = self;
         exchange(seat, 0, call, true, Some(memory))?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
             return Ok(()); // all have come
@@ -113,18 +113,18 @@ impl Backend for Threaded {
     }
 
     fn traffic(&self, call: &Call) -> Traffic {
-        let members = self.seat.barrier().members().len();
-        kernels::traffic(call, self.seat.rank(), members)
+        let members = self.slot.barrier().members().len();
+        kernels::traffic(call, self.slot.rank(), members)
     }
 
     fn mean_weight(&self) -> f64 {
-        weights::mean(self.seat.published().map(|it| (it.weight.unwrap_or(0.0), 1)))
+        weights::mean(self.slot.published().map(|it| (it.weight.unwrap_or(0.0), 1)))
     }
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {
         // CPU work is done when it returns, and no CUDA work of this backend waits for another rank.
-        let barrier = self.seat.barrier();
-        barrier.run().check(barrier.members()[self.seat.rank()])
+        let barrier = self.slot.barrier();
+        barrier.run().check(barrier.members()[self.slot.rank()])
     }
 
     fn point_to_point(&mut self, _: &[P2POp]) -> Result<()> {

@@ -265,7 +265,7 @@ impl Narrator {
         let Section { heading, text } = section;
         let text = paragraph(text);
         let all: Vec<&str> = text.iter().chain(lines).map(String::as_str).collect();
-        self.printer.note(&[&[heading.as_str()][..], &all].concat().join("\n"));
+        self.printer.info(&[&[heading.as_str()][..], &all].concat().join("\n"));
     }
 }
 

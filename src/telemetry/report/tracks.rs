@@ -64,9 +64,9 @@ impl Tracks {
         let lane = |((of_rank, mut slices), gpu): ((&RankHistory, Vec<Slice>), Vec<Slice>)| {
             let on_gpu = !gpu.is_empty();
             if on_gpu {
-                slices.iter_mut().filter(|it| it.lane > 0).for_each(|it| it.lane += 1);
+                slices.iter_mut().filter(|it| it.track > 0).for_each(|it| it.track += 1);
                 slices.extend(gpu);
-                slices.sort_by_key(|it| it.arrived);
+                slices.sort_by_key(|it| it.started_at);
             }
             let mut too_many = slices.len().saturating_sub(most);
             if too_many > 0 {
@@ -89,7 +89,8 @@ impl Tracks {
 }
 
 fn short(slice: &Slice, places: &mut Places) -> Short {
-    let Slice { begin, arrived, ended, unfinished, step, waited, .. } = *slice;
+    let Slice { begin, started_at: arrived, finished_at: ended, unfinished, step, waited, .. } =
+        *slice;
     let duration = micros(ended.saturating_sub(arrived));
     let number = |it: Option<u64>| it.map_or(-1, |it| it as i64);
     let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
@@ -101,7 +102,7 @@ fn short(slice: &Slice, places: &mut Places) -> Short {
             number(step),
             number(begin.bucket.map(u64::from)),
             begin.amount,
-            slice.lane as u8,
+            slice.track as u8,
         ),
         waited: (waited, waited_for),
         place: begin.place.map_or(-1, |place| places.number(place)),
