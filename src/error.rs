@@ -1,6 +1,6 @@
-//! What can go wrong between ranks: each error names who, where, and what to do.
+//! The library's errors. Each message names the rank, the operation, and the remedy.
 
-#[path = "error/suspects.rs"] // tests/model has this file, too
+#[path = "error/suspects.rs"] // tests/loom has this file, too
 mod suspects;
 
 use std::borrow::Cow;
@@ -14,51 +14,51 @@ pub use suspects::{Compared, Suspects};
 /// `Result` with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of the library. A rank function returns `anyhow::Error`, into which this converts.
+/// An error of the library. It converts into `anyhow::Error`, which rank functions return.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Another rank failed first, and this one left what it waited in. Never a root cause.
+    /// Another rank failed first, and this rank stopped waiting. Never a root cause.
     #[error("stopped, because rank {by} failed: {cause}")]
     Cancelled {
         /// The rank that failed first.
         by: usize,
-        /// Why it failed.
+        /// The reason of that rank's failure.
         cause: String,
     },
 
-    /// Ranks that the others wait for did not come in time.
+    /// A rank waited longer than the timeout.
     #[error(
         "rank {waiting} waited {waited:?} in {at} for {}; find out what delays it, or raise --timeout{}",
         waited_for(*at, late),
         if late.is_empty() { where_to_look(*at) } else { "" }
     )]
     Timeout {
-        /// What the waiting rank was doing.
+        /// The operation in which the rank waited.
         at: OpId,
         /// The rank that waited and reports.
         waiting: usize,
-        /// For how long it waited.
+        /// How long the rank waited.
         waited: Duration,
-        /// Who did not come, and what each was last seen doing.
+        /// The missing ranks, each with its last known operation. Empty if they are not known.
         late: Vec<MissingRank>,
     },
 
-    /// A rank has ended its function while the others still wait for it.
+    /// A rank returned from its function while another rank was still waiting for it.
     #[error(
         "rank {left} returned while rank {waiting} was still waiting in {at}; every rank must make the same \
          collective calls"
     )]
     PeerExited {
-        /// What the waiting rank was doing.
+        /// The operation in which the rank waited.
         at: OpId,
         /// The rank that waited and reports.
         waiting: usize,
-        /// The rank that is gone.
+        /// The rank that returned.
         left: usize,
     },
 
-    /// The thread that carried out an operation for a rank ended without a result.
+    /// The thread of a rank's asynchronous operation ended without a result.
     #[error(
         "rank {rank}: the thread of its asynchronous operation ended without a result; this is a mistake in ddp-mp, please \
          report it"
@@ -68,19 +68,19 @@ pub enum Error {
         rank: usize,
     },
 
-    /// Processes that are part of the run did not come.
+    /// Processes of the run did not connect in time.
     #[error(
         "processes {missing} of {count} did not connect within {waited:?}; connected: {there}; check that the \
          missing ones were started, or raise --timeout"
     )]
     PeersMissing {
-        /// The numbers of those that are missing.
+        /// The numbers of the missing processes.
         missing: String,
-        /// How many there should be.
+        /// The expected number of processes.
         count: usize,
-        /// For how long they were waited for.
+        /// How long the other processes waited.
         waited: Duration,
-        /// Those that came, and from where.
+        /// The processes that connected, with their addresses.
         there: String,
     },
 
@@ -91,36 +91,37 @@ pub enum Error {
         list_late(lost)
     )]
     ConnectionLost {
-        /// What the rank that noticed was doing.
+        /// The operation in which a rank noticed the loss.
         at: OpId,
-        /// In which step of training, if in one. The lost ranks have been in whatever came before, so it is theirs too.
+        /// The training step, or `None` outside of one. The lost ranks took part in everything before, so they were in
+        /// this step too.
         step: Option<u64>,
-        /// The ranks of the processes that do not answer; if all do, those of all others.
+        /// The ranks of the processes that do not respond. If all respond: the ranks of all other processes.
         lost: Vec<MissingRank>,
-        /// What the system says.
+        /// The operating system's message.
         reason: String,
     },
 
-    /// The ranks called different things at the same point.
+    /// The ranks made different collective calls at the same position.
     #[error(
         "collective #{sequence} differs between ranks: {calls}; \
          every rank must make the same calls, in the same order, with the same kinds and shapes{}",
         suspects.without_majority()
     )]
     Mismatch {
-        /// The number of the collective in the order of every rank's calls, from 0.
+        /// The number of the collective among the calls of every rank, from 0.
         sequence: u64,
-        /// Who called what.
+        /// The calls, each with its ranks.
         calls: String,
         /// The ranks whose calls may be wrong.
         suspects: Suspects,
-        /// The rank to look at first: one of them.
+        /// The suspect to look at first.
         odd: usize,
-        /// The operation that this one called.
+        /// The operation that `odd` called.
         called: Operation,
     },
 
-    /// A tensor was sent that is not the one that the other rank expects.
+    /// The dtype or shape of a sent tensor is not what the receiver expects.
     #[error(
         "rank {destination} expects {expected} from rank {source_rank}, which sends {sent}; send and receive \
          the same kinds and shapes in the same order"
@@ -130,47 +131,47 @@ pub enum Error {
         source_rank: usize,
         /// The rank that receives.
         destination: usize,
-        /// The kind and shape that are sent.
+        /// The dtype and shape that are sent.
         sent: String,
-        /// The kind and shape that are expected.
+        /// The dtype and shape that are expected.
         expected: String,
     },
 
-    /// Memory that was passed overlaps, where one rank would write what another reads or writes.
+    /// Tensors of one collective overlap in memory that the collective writes to.
     #[error(
         "{} passed overlapping memory to one collective, which writes to it; give every result memory of its own",
         if first == second { format!("rank {first}") } else { format!("ranks {first} and {second}") }
     )]
     OverlappingTensors {
-        /// One of them.
+        /// One of the two ranks.
         first: usize,
-        /// The other; the same one if its own tensors overlap.
+        /// The other rank. Equal to `first` if one rank's own tensors overlap.
         second: usize,
     },
 
-    /// The model of one rank is not the model of rank 0.
+    /// A rank's model differs from rank 0's.
     #[error("the model differs between ranks: {0}; build the same model on every rank")]
     ModelMismatch(String),
 
-    /// Parameters had no gradient, without `find_unused_parameters`.
+    /// Parameters had no gradient, and `find_unused_parameters` is not set.
     #[error(
         "these parameters had no gradient on rank {rank}, because the loss does not depend on them: {names}; use \
          them, freeze them, or set find_unused_parameters"
     )]
     UnusedParameters {
-        /// The rank that found them.
+        /// The rank that reports them.
         rank: usize,
-        /// Their names.
+        /// The names of the parameters.
         names: String,
     },
 
-    /// Gradients are not finite, and the loss can't be scaled down any further.
+    /// Gradients are not finite, and the loss scale cannot be reduced further.
     #[error(
         "the gradients are not finite even with a loss scale of {scale:e}: the loss or the parameters themselves are \
          infinite or not a number; use a smaller --lr, --max-grad-norm, or --amp bf16"
     )]
     LossScale {
-        /// What the scale has come down to.
+        /// The loss scale at the time of the error.
         scale: f32,
     },
 
@@ -180,19 +181,19 @@ pub enum Error {
         if *.in_training { ", or skip such steps with --skip-nonfinite" } else { "" }
     )]
     NonFinite {
-        /// What is not finite: a loss, or whose gradient.
+        /// The value that is not finite: the loss, or the gradient of a named parameter.
         what: String,
-        /// Whether such a step can be passed over: a validation cannot.
+        /// Whether the step can be skipped. Validation steps cannot.
         in_training: bool,
-        /// On which rank.
+        /// The rank on which it occurred.
         rank: usize,
-        /// In which step of the run, from 0.
+        /// The step of the run, from 0.
         step: u64,
-        /// From which samples, by their numbers in the data: " for samples 3, 17"; empty if that is not known.
+        /// The samples, by their numbers in the data, as text: " for samples 3, 17". Empty if not known.
         samples: String,
     },
 
-    /// The ranks do not hold the same parameters any more.
+    /// The replicas' parameters no longer agree.
     #[error(
         "{} {}{}; look for what changes it on {} alone: outside of the optimizer, or from gradients \
          that were not averaged{}",
@@ -205,22 +206,22 @@ pub enum Error {
     ReplicasDiverged {
         /// The first parameter that differs.
         parameter: String,
-        /// How many others differ.
+        /// The number of other parameters that differ.
         others: usize,
         /// The ranks whose values may be wrong.
         suspects: Suspects,
-        /// After which step of the run, from 0.
+        /// The step of the run after which they differ, from 0.
         step: u64,
-        /// What the comparison was for.
+        /// The reason for the comparison.
         compared: Compared,
     },
 
     /// A checkpoint cannot be written.
     #[error("{doing} failed: {reason}; earlier checkpoints are intact")]
     Save {
-        /// What was being done, with which file.
+        /// The failed action, with the file.
         doing: String,
-        /// The system's own words.
+        /// The operating system's message.
         reason: String,
     },
 
@@ -229,78 +230,78 @@ pub enum Error {
     Nccl {
         /// The NCCL function.
         call: &'static str,
-        /// NCCL's own words.
+        /// NCCL's message.
         reason: String,
     },
 
-    /// The store where ranks of several processes meet did not do what it was asked for.
+    /// A request to the rendezvous store failed.
     #[error("the store at {address} failed in {doing}: {reason}")]
     Store {
-        /// Its host and port.
+        /// The store's host and port.
         address: String,
-        /// What it was asked for.
+        /// The request.
         doing: String,
-        /// Why, and what to do.
+        /// The cause and the remedy.
         reason: String,
     },
 
     /// Gloo, which connects CPU ranks of several processes, reported an error.
     #[error("gloo failed in {doing}: {reason}")]
     Gloo {
-        /// What was being done.
+        /// The failed action.
         doing: &'static str,
-        /// Gloo's own words.
+        /// Gloo's message.
         reason: String,
     },
 
     /// libtorch reported an error.
     #[error("libtorch failed in {doing}: {reason}")]
     Torch {
-        /// What was being done.
+        /// The failed action.
         doing: &'static str,
         /// The first line of libtorch's message.
         reason: String,
     },
 
-    /// The operation exists, but not for these arguments.
+    /// The operation does not support these arguments.
     #[error("{0}")]
     Unsupported(String),
 
-    /// What a run tells cannot be written.
+    /// An output of the run, such as a log or a trace, cannot be written.
     #[error("writing {what}: {reason}")]
     Write {
-        /// What is written, as the flag says it.
+        /// The output, as its flag names it.
         what: String,
-        /// The system's own words.
+        /// The operating system's message.
         reason: String,
     },
 
-    /// A data set did not give its samples.
+    /// A data set failed to load samples.
     #[error("loading data ({samples}): {reason}")]
     Data {
-        /// Which samples.
+        /// The samples that failed to load.
         samples: String,
         /// Why.
         reason: String,
     },
 
-    /// What was asked for is wrong: a flag, a key, an argument.
+    /// A flag, a key, or an argument is invalid.
     #[error("{0}")]
     Input(String),
 
-    /// An error that the user asked for with a fault plan.
+    /// An error that `--inject-fault` requested.
     #[error("injected by --inject-fault {0}")]
     Fault(String),
 }
 
-/// A rank that others wait for.
+/// A rank that other ranks wait for.
 #[derive(Debug, Clone, Copy)]
 pub struct MissingRank {
-    /// Its rank.
+    /// The rank's number.
     pub rank: usize,
-    /// What it was last seen doing.
+    /// The rank's last known operation.
     pub last_seen: OpId,
-    /// Whether its process does not answer any more.
+    /// Whether the rank's process no longer responds.
     pub silent: bool,
 }
 
@@ -325,7 +326,7 @@ fn list_late(late: &[MissingRank]) -> String {
     names.join(", ")
 }
 
-/// Returns what may show whom a rank has waited for, where that is not known.
+/// Returns a hint for finding the missing ranks, for errors that do not name them.
 fn where_to_look(at: OpId) -> &'static str {
     match at.operation {
         Operation::Init => "; NCCL_DEBUG=INFO shows which ranks have connected",
@@ -334,7 +335,7 @@ fn where_to_look(at: OpId) -> &'static str {
 }
 
 impl Error {
-    /// Returns whom this error blames, if not the rank that reports it.
+    /// Returns the ranks that this error blames. `None` if it blames the rank that reports it.
     pub(crate) fn blames(&self) -> Option<Blame> {
         match self {
             Error::Timeout { late, .. } => {
@@ -365,14 +366,13 @@ impl Error {
     }
 }
 
-/// Returns `text` with control characters, and characters that change the direction of text, written as `\u001b`: what
-/// comes from outside the process must not command a terminal. Line breaks and tabs stay. JSON means the same
-/// afterwards.
+/// Returns `text` with control characters and characters that change the text direction escaped, as in `\u001b`. Text
+/// from outside the process must not control the terminal. Line breaks and tabs stay. JSON keeps its meaning.
 pub(crate) fn escaped(text: &str) -> Cow<'_, str> {
     escape_all_but(text, &['\n', '\t'])
 }
 
-/// As [`escaped`], for text that is to stay on one line.
+/// Escapes like [`escaped`], and also line breaks and tabs, so that the text stays on one line.
 pub(crate) fn escaped_line(text: &str) -> Cow<'_, str> {
     escape_all_but(text, &[])
 }
@@ -393,7 +393,7 @@ fn escape_all_but<'a>(text: &'a str, kept: &[char]) -> Cow<'a, str> {
     Cow::Owned(escaped)
 }
 
-/// libtorch appends a C++ stack trace to its messages; the first line is the message.
+/// Returns the first line of an error message. libtorch appends a C++ stack trace to its messages.
 pub(crate) fn first_line(message: &str) -> String {
     let line = message.lines().find(|line| !line.trim().is_empty()).unwrap_or("no reason given");
     line.trim_start_matches("Internal torch error: ").trim().to_string()

@@ -69,8 +69,8 @@
 //! | module | what happens there |
 //! |---|---|
 //! | `main` | parse, resolve, load CUDA, run, exit code |
-//! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sampler`, `env` |
+//! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
 //! | [`trainer`] | the loop: epochs, batches, steps |
 //! | [`checkpoint`] | saved completely, resumed exactly |

@@ -1,4 +1,4 @@
-//! The program: parse, resolve, load CUDA, run, leave.
+//! The `ddp-mp` program: parses the flags, resolves the configuration, loads CUDA, runs, and exits.
 
 mod cli;
 
@@ -13,14 +13,14 @@ use ddp_mp::telemetry::{LogFormat, Printer};
 
 use cli::{BenchCommand, BenchFlags, Command, ScalingFlags, StepFlags, TrainFlags, VerifyFlags};
 
-/// Runs before `main`, and before the constructors of libtorch.
+/// Limits spinning. Runs before `main` and before libtorch's constructors.
 #[used]
 #[unsafe(link_section = ".preinit_array")]
 static LIMIT_SPINNING: ffi::BeforeMain = ffi::limit_spinning;
 
-/// The run failed.
+/// Exit code of a run that failed.
 const FAILED: u8 = 1;
-/// What was asked for is wrong, or cannot be done here.
+/// Exit code for invalid input, and for a request that this machine cannot fulfil.
 const WRONG_INPUT: u8 = 2;
 
 fn main() {
@@ -29,7 +29,7 @@ fn main() {
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(message) => {
-            // A mistake goes to stderr, the help that was asked for to stdout.
+            // Errors go to stderr, requested help to stdout.
             let printed = message.print();
             if message.use_stderr() {
                 ffi::exit(WRONG_INPUT)
@@ -55,7 +55,7 @@ fn main() {
     ffi::exit(code)
 }
 
-/// Whether stdout has taken what was printed, as far as its reader wanted it. Reports it if not.
+/// Returns whether the output was written to stdout. Reports an error, unless the reader closed the pipe.
 fn is_written(printed: io::Result<()>) -> bool {
     match printed.and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -66,7 +66,7 @@ fn is_written(printed: io::Result<()>) -> bool {
     }
 }
 
-/// Any command.
+/// Runs `command`.
 fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Train(flags) => train(&flags).map(drop),
@@ -92,7 +92,7 @@ fn run(command: Command) -> anyhow::Result<()> {
     }
 }
 
-/// The exit code.
+/// Trains and returns the exit code.
 fn train(flags: &TrainFlags) -> anyhow::Result<u8> {
     let config = Config::resolve(flags.config.as_deref(), flags.table()?)?;
     let printer = Arc::new(Printer::new(config.log_format));

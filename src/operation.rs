@@ -1,8 +1,8 @@
-//! What a rank can be doing: the words of failure reports.
+//! The operations that failure reports name.
 
 use std::fmt;
 
-/// What a rank can be seen doing.
+/// An operation of a rank, as failure reports name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 #[allow(missing_docs)] // the names are the documentation
@@ -38,7 +38,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// All of them, each at the place of its number.
+    /// All operations, each at the index of its discriminant.
     pub(crate) const ALL: [Operation; 28] = [
         Operation::UserCode,
         Operation::Start,
@@ -72,7 +72,7 @@ impl Operation {
 }
 
 impl Operation {
-    /// Whether a rank that does it is in code of its own, and waits for nobody as far as is known.
+    /// Returns whether the rank computes in this operation and waits for no other rank, as far as is known.
     pub(crate) fn is_compute(self) -> bool {
         use Operation::{
             Backward, Compare, Data, Forward, Gradient, Optimizer, Save, Step, UserCode, Validation,
@@ -81,7 +81,7 @@ impl Operation {
         in_step || matches!(self, UserCode | Validation | Save | Compare)
     }
 
-    /// Whether a rank that does it may be waiting for others as well as working.
+    /// Returns whether the rank may be waiting for other ranks in this operation.
     pub(crate) fn may_wait(self) -> bool {
         use Operation::{Done, Init, Rendezvous, ShutDown, Start};
         !self.is_compute() && !matches!(self, Start | Rendezvous | Init | ShutDown | Done)
@@ -123,32 +123,32 @@ impl fmt::Display for Operation {
     }
 }
 
-/// An operation, and which one of its sort: `all_reduce #3`.
+/// An operation with its number among operations of its sort: `all_reduce #3`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OpId {
-    /// What.
+    /// The operation.
     pub operation: Operation,
-    /// For a collective its number in the order of the group's collectives, for send and recv that among
-    /// those of the rank, for a step that of the step, all from 0; for `synchronize` how many collectives came before.
+    /// The operation's number, from 0. A collective counts among the group's collectives, a send or recv among those of
+    /// the rank. A step has the step's number. For `synchronize`: the number of collectives before it.
     pub sequence: u64,
 }
 
 impl OpId {
     const SEQUENCE_BITS: u32 = 56;
 
-    /// Both in one number; of the sequence the lower 56 bits.
+    /// Packs both fields into one number. Keeps the lower 56 bits of the sequence.
     pub(crate) fn packed(self) -> u64 {
         let sequence = self.sequence & ((1 << Self::SEQUENCE_BITS) - 1);
         (self.operation as u64) << Self::SEQUENCE_BITS | sequence
     }
 
-    /// From one number, if it is such a one.
+    /// Unpacks a number from [`packed`](Self::packed). `None` if it names no operation.
     pub(crate) fn unpacked(packed: u64) -> Option<Self> {
         let operation = *Operation::ALL.get((packed >> Self::SEQUENCE_BITS) as usize)?;
         Some(Self { operation, sequence: packed & ((1 << Self::SEQUENCE_BITS) - 1) })
     }
 
-    /// From the name of an operation; code of the rank's own, if it is none.
+    /// Returns the operation with this name, or `UserCode` if there is none.
     pub(crate) fn named(operation: &str, sequence: u64) -> Self {
         let known = Operation::ALL.into_iter().find(|it| it.to_string() == operation);
         Self { operation: known.unwrap_or(Operation::UserCode), sequence }
@@ -159,7 +159,7 @@ impl fmt::Display for OpId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let OpId { operation, sequence } = self;
         match operation {
-            // These happen once, so they have no number.
+            // These happen once and have no number.
             Operation::UserCode
             | Operation::Start
             | Operation::Rendezvous

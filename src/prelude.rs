@@ -1,8 +1,8 @@
 //! The names that a training program needs: `use ddp_mp::prelude::*;`.
 //!
-//! Ranks and their group, the wrapper, optimizers, data, models by name, checkpoints, the training loop, and the types of
-//! `tch` that all of these take and return. `Error` and `Result` are left out, because programs have their own;
-//! [`ddp_mp::Error`](crate::Error) names this crate's.
+//! Exports ranks and process groups, the DDP wrapper, optimizers, data, models, checkpoints, and the training loop.
+//! Also exports the types of `tch` that these take and return. `Error` and `Result` are left out, because programs
+//! have their own; use [`ddp_mp::Error`](crate::Error) for this crate's.
 
 pub use tch::{Device, Kind, Reduction, Tensor};
 

@@ -39,11 +39,11 @@ use validation::Validation;
 pub use checkpointing::SaveEvery;
 pub use loss::Loss;
 
-/// What kind forward passes are computed in where it is precise enough: `--amp`.
+/// The dtype of forward passes, for the operations where it is precise enough: `--amp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Amp {
-    /// That of the parameters.
+    /// The dtype of the parameters.
     Off,
     /// bfloat16.
     Bf16,
@@ -52,7 +52,7 @@ pub enum Amp {
 }
 
 impl Amp {
-    /// What forward and loss are computed in while it lives.
+    /// Enables autocast for forward pass and loss, until the returned guard is dropped. `None` with `Off`.
     pub(crate) fn autocast(self, device: Device) -> Result<Option<Autocast>> {
         let kind = match self {
             Amp::Off => return Ok(None),
@@ -62,7 +62,7 @@ impl Amp {
         Autocast::new(device, kind).map(Some)
     }
 
-    /// The scaler for the gradients of `ddp`: enabled for float16 only, as bfloat16 has the range of float32.
+    /// Returns the scaler for the gradients of `ddp`. Enabled for float16 only: bfloat16 has the range of float32.
     pub(crate) fn grad_scaler<M>(self, ddp: &Strategy<M>) -> Result<GradScaler> {
         let enabled = self == Amp::Fp16;
         if enabled && matches!(ddp, Strategy::Dp(_)) {
@@ -77,32 +77,32 @@ impl Amp {
     }
 }
 
-/// What a whole training run came to; the same on every rank, but for the time.
+/// The result of a training run; the same on every rank, except for the time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Summary {
-    /// How many steps each rank made, in the whole run.
+    /// Steps that each rank made in the whole run.
     pub steps: u64,
-    /// How many of them it made now, if the run was resumed.
+    /// Steps that each rank made since this start; fewer than `steps` after a resume.
     pub steps_now: u64,
-    /// Why it ended before its last epoch, if it did.
+    /// Why training stopped before its last epoch; `None` if it did not.
     pub stopped: Option<StopReason>,
     /// The mean loss of the first epoch, over the samples of all ranks.
     pub first_loss: f64,
-    /// The mean loss of the last epoch, or of what was seen of the only one.
+    /// The mean loss of the last completed epoch; if none is complete, of the samples seen so far.
     pub last_loss: f64,
-    /// How many of the steps changed nothing, because gradients were not finite; 0 without a [`GradScaler`] and
+    /// Steps that changed nothing because gradients were not finite; 0 without a [`GradScaler`] and
     /// [`Trainer::skip_nonfinite`].
     pub skipped_steps: u64,
-    /// How long the steps took on this rank.
+    /// Duration of the training loop on this rank.
     pub elapsed: Duration,
 }
 
-/// Trains a model on one rank, in step with all others.
+/// The training loop of one rank, in step with all other ranks.
 #[derive(Debug)]
 pub struct Trainer<M> {
-    /// `DistributedDataParallel`, unless the old way is to be seen.
+    /// `DistributedDataParallel`, or `DataParallel` for comparison.
     ddp: Strategy<M>,
-    /// None on a rank that makes no step: all but rank 0, the old way.
+    /// `None` on a rank that steps no parameters: with `DataParallel`, all ranks but rank 0.
     optimizer: Option<Box<dyn Optimizer>>,
     schedule: Schedule,
     max_grad_norm: Option<f64>,
@@ -127,12 +127,12 @@ pub struct Trainer<M> {
 }
 
 impl<M: ModuleT> Trainer<M> {
-    /// A trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`.
-    /// `optimizer` is none where [`Strategy::flat_buffers`] gives it nothing to step.
+    /// Creates a trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`.
+    /// `optimizer` is `None` where [`Strategy::flat_buffers`] is `None`: such a rank steps no parameters.
     ///
     /// # Errors
-    /// [`Error::Input`] when a rank has no optimizer that must step, or the reverse; [`Error::Torch`] when the
-    /// device has no room.
+    /// [`Error::Input`] when a rank that steps parameters has no optimizer, or the reverse. [`Error::Torch`] when the
+    /// device is out of memory.
     pub fn new(
         ddp: impl Into<Strategy<M>>,
         optimizer: impl Into<Option<Box<dyn Optimizer>>>,
@@ -180,23 +180,23 @@ impl<M: ModuleT> Trainer<M> {
         })
     }
 
-    /// Scales longer gradients down to this norm before each step; see
+    /// Scales gradients with a larger norm down to this norm before each step; see
     /// [`DistributedDataParallel::clip_grad_norm`](crate::DistributedDataParallel::clip_grad_norm).
     #[must_use]
     pub fn max_grad_norm(self, max_grad_norm: Option<f64>) -> Self {
         Self { max_grad_norm, ..self }
     }
 
-    /// Makes each step from the gradients of so many batches, at least one: their mean goes out once. The last
-    /// step of an epoch may have fewer.
+    /// Accumulates the gradients of `batches` batches (at least 1) for each step, and averages them over the ranks
+    /// once. The last step of an epoch may have fewer batches.
     #[must_use]
     pub fn accumulate(self, batches: usize) -> Self {
         Self { accumulate: batches.max(1), ..self }
     }
 
-    /// Averages gradients over the samples of all ranks and not over the ranks:
+    /// Averages gradients over the samples of all ranks instead of over the ranks:
     /// [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted). For a loader
-    /// that is [in step](crate::DataLoader::in_step), whose ranks have batches of different size.
+    /// that is [in step](crate::DataLoader::in_step), whose ranks have batches of different sizes.
     ///
     /// # Errors
     /// [`Error::Input`] with [`DataParallel`](crate::DataParallel).
@@ -211,43 +211,42 @@ impl<M: ModuleT> Trainer<M> {
         Ok(Self { exact_mean, ..self })
     }
 
-    /// Runs the model and the loss in mixed precision, with a new [`GradScaler`] if that needs one. A step that
-    /// it skips counts as a step, also for the schedule.
+    /// Runs the model and the loss in mixed precision, with a new [`GradScaler`] for float16. A step that the scaler
+    /// skips counts as a step, also for the schedule.
     ///
     /// # Errors
-    /// Those of [`GradScaler::new`]; [`Error::Input`] for float16 with
-    /// [`DataParallel`](crate::DataParallel).
+    /// The errors of [`GradScaler::new`]; [`Error::Input`] for float16 with [`DataParallel`](crate::DataParallel).
     pub fn amp(self, amp: Amp) -> Result<Self> {
         Ok(Self { amp, scaler: amp.grad_scaler(&self.ddp)?, ..self })
     }
 
-    /// Has `generator`, from which the model draws, begin anew with each step: what it draws then depends on the
-    /// step, and not on what was drawn before.
+    /// Reseeds `generator`, from which the model draws, at the start of each step. Its random numbers then depend on
+    /// the step, not on earlier draws.
     #[must_use]
     pub fn generator(self, generator: Arc<Generator>) -> Self {
         Self { generator: Some(generator), ..self }
     }
 
-    /// What scales the loss: not enabled, unless it is for float16.
+    /// Returns the loss scaler; enabled for float16 only.
     pub fn scaler(&self) -> &GradScaler {
         &self.scaler
     }
 
-    /// Where the batches come from.
+    /// Returns the source of the batches.
     pub fn loader(&self) -> &Loader {
         &self.loader
     }
 
-    /// The model, as it is now.
+    /// Returns the model in its current state.
     pub fn ddp(&self) -> &Strategy<M> {
         &self.ddp
     }
 
-    /// Trains until `max_epochs` epochs are done, at least one, or the run is to stop, and hands each epoch's
-    /// report to `report`. A collective.
+    /// Trains until `max_epochs` epochs (at least 1) are done or the run stops. Calls `report` with each epoch's
+    /// report. A collective.
     ///
     /// # Errors
-    /// The first thing that fails, on whichever rank.
+    /// The first error on any rank.
     pub fn train(
         &mut self,
         max_epochs: u64,
@@ -294,18 +293,18 @@ impl<M: ModuleT> Trainer<M> {
         })
     }
 
-    /// The mean loss of the epoch so far; starts over.
+    /// Returns the mean loss of the epoch so far, and resets it.
     fn take_loss(&mut self) -> Result<f64> {
         let group = self.ddp.group();
-        // Known to all, and counted once.
+        // The number of all ranks' samples is the same on every rank, so rank 0 alone counts them.
         let counted = self.state.samples_seen - self.state.skipped_samples;
         self.loss_sum.count(if group.rank() == 0 { counted } else { 0 })?;
         self.check_loss_sum(self.loss_sum.sum(group)?)?;
         self.loss_sum.take_mean(group)
     }
 
-    /// One pass over what this rank has not seen yet of its share of the data. Nothing to report if the run is to
-    /// stop before the end.
+    /// Runs one pass over the rest of this rank's share of the data. Returns `None` if the run stops before the end of
+    /// the epoch.
     fn run_epoch(&mut self) -> Result<Option<Epoch>> {
         let began = Instant::now();
         let TrainerState { epoch, samples_seen, .. } = self.state;
@@ -365,7 +364,7 @@ impl<M: ModuleT> Trainer<M> {
         }))
     }
 
-    /// One step: forward, backward, average the gradients over the ranks, step the parameters.
+    /// Runs one step: forward, backward, average the gradients over the ranks, step the parameters.
     fn run_step(&mut self, batches: &[Batch], epoch: u64) -> Result<()> {
         self.ddp.begin_step()?;
         if let Some(generator) = &self.generator {
@@ -374,7 +373,7 @@ impl<M: ModuleT> Trainer<M> {
         let buffers = self.checks_gradients().then(|| BufferSnapshot::of(&self.ddp)).transpose()?;
         let mut losses = Vec::with_capacity(batches.len());
         for (number, batch) in batches.iter().enumerate() {
-            // Only the last batch's backward averages, what all have added up.
+            // Only the last batch's backward averages the gradients, which all batches have accumulated.
             let is_last = number + 1 == batches.len();
             let _no_sync = (!is_last).then(|| self.ddp.no_sync());
             losses.push(self.run_batch(batch, number, batches)?);
@@ -401,18 +400,18 @@ impl<M: ModuleT> Trainer<M> {
         self.scaler.update()
     }
 
-    /// Forward and backward of the `number`-th of the `batches` of a step; its loss.
+    /// Runs forward and backward of batch `number` of a step's `batches`; returns its loss.
     fn run_batch(&mut self, batch: &Batch, number: usize, batches: &[Batch]) -> Result<Tensor> {
         let loss = self.loss_of(batch)?;
         self.check_loss(&loss, number, batch)?;
         let scaled = self.scaler.scale(&self.poison_if_nonfinite(&loss)?)?;
         let samples = batches.iter().map(Batch::len).sum::<usize>();
-        // For how many such batches the step's samples are enough: as many as there are, if they are equal.
+        // The step's samples divided by this batch's: the number of batches if all have the same size.
         let divisor = match (self.exact_mean, batches.len()) {
             (_, 1) => 1.0,
             (false, count) => count as f64,
             (true, _) if samples == 0 => 1.0,
-            (true, _) => samples as f64 / batch.len() as f64, // infinite of an empty batch
+            (true, _) => samples as f64 / batch.len() as f64, // infinite for an empty batch
         };
         let share = match divisor {
             1.0 => scaled,
@@ -426,15 +425,15 @@ impl<M: ModuleT> Trainer<M> {
         Ok(loss)
     }
 
-    /// How many samples all ranks together have in this step, in which this rank has `batches`.
+    /// Returns the number of samples that all ranks together have in this step. `batches` are this rank's.
     fn samples_of_all(&self, batches: &[Batch]) -> usize {
         let here = batches.iter().map(Batch::len).sum::<usize>();
-        // Either every rank has as many, or the loader knows.
+        // If the loader gives no count, every rank has the same number of samples.
         let dealt = self.loader.dealt_in(self.state.samples_seen, batches.len());
         dealt.unwrap_or(here * self.ddp.group().world_size())
     }
 
-    /// The loss of a batch, in mixed precision if wanted; backward is for outside.
+    /// Returns the loss of a batch, in mixed precision if enabled. Backward must run after this, outside of autocast.
     fn loss_of(&self, batch: &Batch) -> Result<Tensor> {
         let _autocast = self.amp.autocast(self.ddp.group().device())?;
         self.loss.of(&self.ddp.forward(&batch.inputs), &batch.targets)

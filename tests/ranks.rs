@@ -455,7 +455,7 @@ fn what_the_documentation_says_of_threads_is_so() {
         Launch => Launch,
         Launched => Launched,
         Placement => Placement,
-        World => ProcessWorld,
+        ProcessWorld => ProcessWorld,
         Stop => ddp_mp::Stop,
         Dataset => dyn Dataset,
         TensorDataset => TensorDataset,

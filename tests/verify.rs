@@ -117,7 +117,9 @@ fn the_table_tells_of_each_parameter_if_there_are_few_or_it_is_asked_to() {
         assert_eq!(code, Some(0), "{stderr}");
         assert!(stderr.ends_with("bits differ where sums are made in another order\n"), "{stderr}");
         assert!(stdout.lines().all(|line| line.len() <= 92), "{stdout}");
-        assert!(stdout.contains(", 3 steps: 2 ranks with batch 5 against 1 rank with batch 10\n"));
+        assert!(
+            stdout.contains(", 3 steps: 2 ranks with batch 5 compared with 1 rank with batch 10\n")
+        );
         // An odd batch has no half.
         let rows = stdout.lines().filter(|line| line.ends_with("  ok"));
         assert_eq!(rows.count(), 3, "{stdout}");

@@ -12,8 +12,8 @@ use super::{BEST, COMM_HOOK, LATEST, MODEL, OPTIMIZER, TRAINER};
 use crate::error::{Error, Result};
 use crate::files::open_regular;
 
-/// The files of a checkpoint, and how this program begins each. The first 8 bytes of a safetensors file are the length of
-/// its header, which may be any.
+/// The files of a checkpoint: name, number of leading bytes to skip, and the bytes with which this program continues.
+/// The first 8 bytes of a safetensors file are the length of its header, which may be any.
 pub(super) const FILES: [(&str, usize, &[u8]); 4] = [
     (MODEL, 8, br#"{"__metadata__":{"format":"pt"}"#),
     (OPTIMIZER, 8, br#"{"__metadata__":{"format":"pt"}"#),
@@ -29,20 +29,20 @@ pub(super) const NEW: &str = ".new";
 pub(super) struct Contents {
     /// The folders of checkpoints by step, whole or damaged.
     pub checkpoints: BTreeMap<u64, PathBuf>,
-    /// What a killed run left behind.
+    /// Files and folders that a killed run left behind.
     leftovers: Vec<PathBuf>,
 }
 
 impl Contents {
-    /// Looks at everything in `folder` whose name a run uses there; at nothing if there is no folder.
+    /// Checks everything in `folder` whose name a run uses there. Empty if there is no folder.
     ///
     /// # Errors
-    /// [`Error::Input`] names the file that this program did not write. Nothing has been changed then.
+    /// [`Error::Input`] that names a file that this program did not write, or cannot read. Nothing has changed then.
     pub(super) fn of(folder: &Path) -> Result<Self> {
         let mut contents = Self::default();
         for path in paths_in(folder)? {
             match contents.take(&path) {
-                // A run that saves here has just renamed or removed it.
+                // A run that saves here has just renamed or removed the file.
                 Err(Foreign::Unreadable(error)) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(Foreign::Unreadable(error)) => {
                     return Err(Error::Input(format!(
@@ -84,7 +84,7 @@ impl Contents {
             if files_of_checkpoint(path)?.is_empty() {
                 return Err(Foreign::is(path, NOT_OURS));
             }
-            // One that is damaged says nothing of its step.
+            // A damaged checkpoint does not contain its step.
             match manifest(path) {
                 Ok(found) if found.state.step != step => {
                     let holds = found.state.step;
@@ -108,10 +108,10 @@ impl Contents {
         Ok(())
     }
 
-    /// Removes what a killed run left behind.
+    /// Removes the files and folders that a killed run left behind.
     ///
     /// # Errors
-    /// The system's, with the path.
+    /// The operating system's error, with the path.
     pub(super) fn remove_leftovers(&self) -> io::Result<()> {
         let remove = |path: &PathBuf| {
             let result =
@@ -122,10 +122,10 @@ impl Contents {
     }
 }
 
-/// Returns the paths in the folder of a run; none where there is no folder.
+/// Returns the paths in the folder of a run. Empty if there is no folder.
 ///
 /// # Errors
-/// [`Error::Input`] where it cannot be read.
+/// [`Error::Input`] if the folder cannot be read.
 pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -141,7 +141,7 @@ pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// The reason why a name cannot be used.
 enum Foreign {
-    /// The path that has the name, and what is wrong with it, for the message.
+    /// The path that has the name, and the problem, for the message.
     Is(PathBuf, String),
     Unreadable(io::Error),
 }
@@ -160,7 +160,7 @@ impl From<io::Error> for Foreign {
 
 const NOT_OURS: &str = "was not written by this program";
 
-/// Removes the files of a checkpoint and their folder, which may hold nothing else.
+/// Removes the files of a checkpoint and their folder. Fails if the folder holds anything else.
 pub(super) fn remove_checkpoint(folder: &Path) -> io::Result<()> {
     let found = files_of_checkpoint(folder);
     let files = found.map_err(|foreign| match foreign {
@@ -171,12 +171,12 @@ pub(super) fn remove_checkpoint(folder: &Path) -> io::Result<()> {
     fs::remove_dir(folder)
 }
 
-/// Whether the folder holds nothing but what this program wrote.
+/// Returns whether the folder holds only files that this program wrote.
 pub(super) fn is_checkpoint(folder: &Path) -> bool {
     files_of_checkpoint(folder).is_ok()
 }
 
-/// Whether `path` can be replaced by a pointer: there is none, or one that this program wrote.
+/// Returns whether a pointer can be written to `path`: there is no file, or a pointer that this program wrote.
 pub(super) fn may_point(path: &Path) -> bool {
     match is_pointer(path) {
         Err(Foreign::Unreadable(error)) => error.kind() == io::ErrorKind::NotFound,
@@ -184,19 +184,20 @@ pub(super) fn may_point(path: &Path) -> bool {
     }
 }
 
-/// The name of the folder of the checkpoint after `step` steps.
+/// Returns the name of the folder for the checkpoint after `step` steps.
 pub(super) fn folder_of(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The file that runs lock has nothing in it and no other name.
+/// Checks that `path` is a lock file of this program: empty, and without a second hard link.
 fn is_lock(path: &Path) -> Result<(), Foreign> {
     let found = fs::symlink_metadata(path)?;
     let is_ours = found.is_file() && found.len() == 0 && found.nlink() == 1;
     if is_ours { Ok(()) } else { Err(Foreign::is(path, NOT_OURS)) }
 }
 
-/// A pointer holds the name of a checkpoint's folder; one that is being written, the beginning of such a name.
+/// Checks that `path` is a pointer of this program. A pointer holds the name of a checkpoint's folder. While it is
+/// being written (suffix `.new`), it may hold only the beginning of such a name.
 fn is_pointer(path: &Path) -> Result<(), Foreign> {
     let found = fs::symlink_metadata(path)?;
     let foreign = || Err(Foreign::is(path, NOT_OURS));
@@ -214,10 +215,10 @@ fn is_pointer(path: &Path) -> Result<(), Foreign> {
     if found.len() < LONGEST_POINTER && (is_whole || is_begun) { Ok(()) } else { foreign() }
 }
 
-/// No pointer is as long.
+/// The size limit for a pointer, in bytes. Every pointer is shorter.
 pub(super) const LONGEST_POINTER: u64 = 64;
 
-/// The files in the folder of a checkpoint, all of which this program must have begun to write.
+/// Returns the files in the folder of a checkpoint. An error if this program did not write one of them.
 fn files_of_checkpoint(folder: &Path) -> Result<Vec<PathBuf>, Foreign> {
     let foreign = |path: &Path| Foreign::is(path, NOT_OURS);
     if !fs::symlink_metadata(folder)?.is_dir() {
@@ -233,7 +234,7 @@ fn files_of_checkpoint(folder: &Path) -> Result<Vec<PathBuf>, Foreign> {
             return Err(foreign(&path));
         }
         let text = beginning(&path, (skipped + begins.len()) as u64)?;
-        // Of a file that was cut off, as much as there is.
+        // Of a truncated file, compares the bytes that exist.
         if text.iter().skip(skipped).zip(begins).any(|(found, ours)| found != ours) {
             return Err(foreign(&path));
         }
@@ -242,7 +243,7 @@ fn files_of_checkpoint(folder: &Path) -> Result<Vec<PathBuf>, Foreign> {
     Ok(files)
 }
 
-/// The first bytes of a regular file, `most` or fewer.
+/// Returns the first bytes of a regular file, at most `most`.
 fn beginning(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_regular(path)?.take(most).read_to_end(&mut bytes)?;

@@ -19,56 +19,56 @@ use crate::error::{Error, Result};
 use crate::ffi::limits::explain;
 use crate::files::{Place, read_regular};
 
-/// How the name of a folder begins that is not, or no longer, a checkpoint.
+/// The prefix of a folder's name that is not yet, or no longer, a checkpoint.
 pub(super) const UNFINISHED: &str = ".unfinished-";
 
-/// The rest of the name of a folder that is made only to see whether one can be.
+/// The rest of the name of a folder that is created only as a test.
 pub(super) const PROBE: &str = "probe";
 
-/// The file that a run holds locked while it saves here.
+/// The file that a run locks while it saves here.
 pub(super) const LOCK: &str = ".lock";
 
-/// The folder of a run's checkpoints, of which it keeps the newest few and the best. No other run, of this
-/// process or another, can open it meanwhile.
+/// The folder of a run's checkpoints. It keeps the newest few and the best. While it is open, no other run can open it,
+/// neither in this process nor in another.
 #[derive(Debug, Clone)]
 pub struct CheckpointDir {
     path: PathBuf,
     keep_last: usize,
-    /// Unlocked when the last clone is dropped, and when the process ends, however it does.
+    /// Unlocked when the last clone is dropped, and when the process ends for any reason.
     _lock: Arc<Lock>,
 }
 
-/// A locked file. Closing it would unlock it too, but not while a process that another thread starts at this moment still
-/// has a copy of it.
+/// A locked file, unlocked explicitly on drop. Closing the file does not unlock it while a child process that another
+/// thread is just starting still has a copy of the descriptor.
 #[derive(Debug)]
 struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        let _ = self.0.unlock(); // and if not, it goes with the process
+        let _ = self.0.unlock(); // if this fails, the lock ends with the process
     }
 }
 
 impl CheckpointDir {
-    /// The folder at `path`, which is made if need be, for a run that starts from the beginning. Checkpoints but
-    /// the newest `keep_last` and the best will be removed, each when a newer one is complete; one is always kept.
+    /// Opens the folder at `path`, or creates it, for a run that starts from the beginning. Checkpoints other than
+    /// the newest `keep_last` and the best are removed, each after a newer one is complete. One is always kept.
     ///
     /// # Errors
-    /// [`Error::Input`] if there are checkpoints already, another run saves there, the folder is not writable,
-    /// or something that this program did not write has one of its names. Nothing in the folder has changed then.
+    /// [`Error::Input`] if there are checkpoints already, another run saves there, or the folder is not writable. Also
+    /// if a file that this program did not write has one of its names. Nothing in the folder has changed then.
     pub fn create(path: &Path, keep_last: usize) -> Result<Self> {
         Self::lock(path, keep_last, refuse_any_in)
     }
 
-    /// As [`create`](Self::create), for a run that goes on from a checkpoint that is in there, if one is.
+    /// Opens the folder like [`create`](Self::create), for a run that resumes from a checkpoint there, if there is one.
     ///
     /// # Errors
-    /// As [`create`](Self::create), but there may be checkpoints.
+    /// As [`create`](Self::create), but existing checkpoints are no error.
     pub fn open(path: &Path, keep_last: usize) -> Result<Self> {
         Self::lock(path, keep_last, |_, _| Ok(()))
     }
 
-    /// Locks the folder at `path`, whose contents must please `check`.
+    /// Locks the folder at `path`. `check` may reject its contents.
     fn lock(
         path: &Path,
         keep_last: usize,
@@ -83,12 +83,12 @@ impl CheckpointDir {
         };
         check(path, &Contents::of(path)?)?; // before anything is written there
         fs::create_dir_all(path).map_err(wrong)?;
-        // What is there has been found empty, and no link is followed.
+        // An existing lock file was found to be empty. Links are not followed.
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(false);
         options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
         let lock = options.open(path.join(LOCK)).map_err(wrong)?;
-        // Where a file system has no locks, nobody is kept out.
+        // On a file system without locks, other runs are not detected.
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
             return Err(Error::Input(format!(
                 "another run is saving checkpoints in {}; wait for its end, or use another --checkpoint-dir",
@@ -105,58 +105,57 @@ impl CheckpointDir {
         Ok(locked)
     }
 
-    /// Refuses a folder in which something that this program did not write has the name of a checkpoint, or another name
-    /// that a run uses there.
+    /// Rejects a folder in which a file that this program did not write has a name that a run uses there.
     ///
     /// # Errors
-    /// [`Error::Input`] that names it.
+    /// [`Error::Input`] that names the file.
     pub(crate) fn check(path: &Path) -> Result<()> {
         Contents::of(path).map(drop)
     }
 
-    /// Where it is.
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether `checkpoint` was read from here.
+    /// Returns whether `checkpoint` was read from this folder.
     pub(crate) fn contains(&self, checkpoint: &Checkpoint) -> bool {
         let folder = checkpoint.path().canonicalize().ok();
         let mine = self.path.canonicalize().ok();
         folder.zip(mine).is_some_and(|(folder, mine)| folder.parent() == Some(&mine))
     }
 
-    /// Whether there are checkpoints of later steps than `step` in it.
+    /// Returns whether the folder has checkpoints of later steps than `step`.
     pub(crate) fn has_newer_than(&self, step: u64) -> Result<bool> {
         Ok(steps_in(&self.path)?.last_key_value().is_some_and(|(newest, _)| *newest > step))
     }
 
-    /// The newest checkpoint in it.
+    /// Returns the newest checkpoint in the folder. `None` if it has none.
     ///
     /// # Errors
-    /// [`Error::Input`] when it cannot be read.
+    /// [`Error::Input`] if the folder cannot be read.
     pub fn newest(&self) -> Result<Option<PathBuf>> {
         newest_in(&self.path)
     }
 
-    /// The newest checkpoint in the folder `path`, if that is there.
+    /// Returns the newest checkpoint in the folder `path`. `None` if there is none.
     ///
     /// # Errors
-    /// [`Error::Input`] when it cannot be read.
+    /// [`Error::Input`] if the folder cannot be read.
     pub fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
         newest_in(path)
     }
 
-    /// Writes a checkpoint, and removes what is too old then. The folder of the new one.
+    /// Writes a checkpoint, then removes old ones. Returns the folder of the new checkpoint.
     ///
     /// # Errors
-    /// [`Error::Save`]; the checkpoints that were there still are.
+    /// [`Error::Save`]. The existing checkpoints stay.
     pub fn write(&self, snapshot: &Snapshot) -> Result<PathBuf> {
         let name = folder_of(snapshot.state.step);
         let (folder, unfinished) = (self.path.join(&name), self.unfinished(&name));
         let written = self.write_as(&unfinished, &folder, snapshot);
         if written.is_err() {
-            // Makes room on a disk that is full. Nobody takes it for a checkpoint if it stays.
+            // Frees space on a full disk. If this fails, the folder's name is not that of a checkpoint.
             let _ = remove_checkpoint(&unfinished);
         }
         written.and_then(|()| self.remove_old()).map(|()| folder)
@@ -189,7 +188,7 @@ impl CheckpointDir {
         self.point(LATEST, folder)
     }
 
-    /// Has the file `pointer` name `folder`.
+    /// Makes the file `pointer` name `folder`.
     fn point(&self, pointer: &str, folder: &Path) -> Result<()> {
         let (new, pointer) = (self.path.join(format!("{pointer}{NEW}")), self.path.join(pointer));
         if !may_point(&pointer) {
@@ -210,10 +209,10 @@ impl CheckpointDir {
         let steps = steps_in(&self.path)?;
         let old = steps.len().saturating_sub(self.keep_last);
         let best = pointed(&self.path.join(BEST));
-        // One that somebody has put something into stays.
+        // A folder with additional files is kept.
         let goes = |folder: &&PathBuf| Some(*folder) != best.as_ref() && is_checkpoint(folder);
         for folder in steps.values().take(old).filter(goes) {
-            // Renamed first: half of it must not look like a checkpoint.
+            // Renamed first: a partly removed folder must not look like a checkpoint.
             let unfinished = self.unfinished(&name_of(folder));
             fs::rename(folder, &unfinished).and_then(|()| remove_checkpoint(&unfinished)).map_err(
                 |error| Error::Save {
@@ -225,8 +224,8 @@ impl CheckpointDir {
         Ok(())
     }
 
-    /// Renames the checkpoints after `checkpoint`, from which a run goes on: it will write its own. Where they
-    /// are now.
+    /// Renames the checkpoints after `checkpoint`, from which a run resumes: the run will write new ones. Returns their
+    /// new paths.
     ///
     /// # Errors
     /// [`Error::Save`].
@@ -235,7 +234,7 @@ impl CheckpointDir {
         if let Some(folder) = steps.get(&state.step) {
             self.point(LATEST, folder)?;
         }
-        // The best so far: what came later was another run's.
+        // `best` names the best checkpoint up to here. Later ones belong to another run.
         let best = self.path.join(BEST);
         match state.best.as_ref().and_then(|best| steps.get(&best.step)) {
             Some(folder) => self.point(BEST, folder)?,
@@ -254,14 +253,14 @@ impl CheckpointDir {
         newer.map(set_aside).collect()
     }
 
-    /// The folder of the run around `path`, if that is by its name a checkpoint or a pointer to one.
+    /// Returns the run's folder that contains `path`. `None` if the name is not that of a checkpoint or a pointer.
     pub(crate) fn around(path: &Path) -> Option<PathBuf> {
         let path = Place::of(path).into_path();
         let is_pointer = [LATEST, BEST].contains(&&*name_of(&path));
         path.parent().filter(|_| is_pointer || step_of(&path).is_some()).map(PathBuf::from)
     }
 
-    /// Whether a run uses `name` where it saves, or in a checkpoint.
+    /// Returns whether a run uses `name` in its folder, or in a checkpoint.
     pub(crate) fn uses(name: &OsStr) -> bool {
         let name = &*name.to_string_lossy();
         let pointer = name.strip_suffix(NEW).unwrap_or(name);
@@ -277,7 +276,7 @@ impl CheckpointDir {
     }
 }
 
-/// The newest checkpoint in the folder `path`, if that is there.
+/// Returns the newest checkpoint in the folder `path`. `None` if there is none.
 pub(super) fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
     Ok(steps_in(path)?.pop_last().map(|(_, folder)| folder))
 }
@@ -293,29 +292,29 @@ fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
     })
 }
 
-/// The checkpoints in the folder `path` by step: none where there is no folder.
+/// Returns the checkpoints in the folder `path` by step. Empty if there is no folder.
 pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let step = |path: PathBuf| step_of(&path).map(|step| (step, path));
     Ok(paths_in(path)?.into_iter().filter_map(step).collect())
 }
 
-/// Returns `path`, or where it leads if it is a link: what it names lies beside that.
+/// Returns `path`, with links resolved if it is a link. A pointer names a folder beside the link's target.
 pub(super) fn followed(path: &Path) -> Cow<'_, Path> {
     if path.is_symlink() { Place::of(path).into_path().into() } else { path.into() }
 }
 
-/// The checkpoint that the file `latest` or `best` at `pointer` names, if it is such a file.
+/// Returns the checkpoint that the file `latest` or `best` at `pointer` names. `None` if it is not such a file.
 pub(super) fn pointed(pointer: &Path) -> Option<PathBuf> {
     let name = String::from_utf8(read_regular(pointer, LONGEST_POINTER).ok()?).ok()?;
     let folder = followed(pointer).with_file_name(name.trim_end());
     step_of(&folder).map(|_| folder)
 }
 
-/// After how many steps the checkpoint in the folder `path` was written, by its name.
+/// Returns the step in a checkpoint folder's name. `None` if it is not such a name.
 pub(super) fn step_of(path: &Path) -> Option<u64> {
     let name = name_of(path);
     let step = name.strip_prefix("step-")?;
-    // A number may begin with a plus sign for `parse`.
+    // `parse` also accepts a leading plus sign.
     step.parse().ok().filter(|_| step.bytes().all(|it| it.is_ascii_digit()))
 }
 
@@ -323,7 +322,7 @@ pub(super) fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Writes a new file that is on the disk then.
+/// Writes a new file and syncs it to the disk.
 fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let write = || {
         let mut file = File::create_new(path)?;
@@ -333,7 +332,7 @@ fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     write().map_err(saving(path))
 }
 
-/// Names are on the disk only when their folder is.
+/// Syncs a folder to the disk. Without this, the names of new files may be lost.
 fn sync_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|folder| folder.sync_all()).map_err(saving(path))
 }

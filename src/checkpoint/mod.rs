@@ -1,19 +1,19 @@
-//! Checkpoints: complete or not there at all, and enough to go on as if nothing had happened.
+//! Checkpoints. Each is complete or absent, and holds everything needed to resume training exactly.
 //!
 //! A checkpoint is a folder, `step-00000123`, in the folder of its run:
 //!
 //! | file | holds |
 //! |---|---|
 //! | `model.safetensors` | parameters and buffers, with the names and shapes of PyTorch's `state_dict`: `model.load_state_dict(safetensors.torch.load_file(file))` |
-//! | `optimizer.safetensors` | what the optimizer keeps, as `parameter/slot`: `weight/momentum_buffer` |
-//! | `comm_hook.safetensors` | what the communication hooks of all ranks keep, if they keep something |
-//! | `trainer.json` | [`TrainerState`], and length and hash of the others |
+//! | `optimizer.safetensors` | the optimizer's state, as `parameter/slot`: `weight/momentum_buffer` |
+//! | `comm_hook.safetensors` | the state of the communication hooks of all ranks, if they have any |
+//! | `trainer.json` | [`TrainerState`], and the length and hash of the other files |
 //!
-//! It is written into a folder of another name, synced to the disk and then renamed, so a folder of this name is
-//! complete, whenever the process or the machine died. `latest` beside it has the name of the newest, and `best`
-//! that of the one with the smallest validation loss.
+//! A checkpoint is written into a folder of another name, synced to the disk, and then renamed. A folder with the
+//! final name is therefore complete, even if the process or the machine crashed. The file `latest` in the run's folder
+//! holds the name of the newest checkpoint, and `best` that of the one with the smallest validation loss.
 //!
-//! With [`Trainer::checkpoints`](crate::trainer::Trainer::checkpoints) it happens by itself; in a loop of your own:
+//! [`Trainer::checkpoints`](crate::trainer::Trainer::checkpoints) saves checkpoints. In a loop of your own:
 //!
 //! ```
 //! # fn main() -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! Reading a checkpoint, which may be anything by now.
+//! Reads checkpoints. Their files may have been damaged or changed.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
@@ -17,7 +17,7 @@ use crate::files::{open_regular, read_regular};
 use crate::optim::Optimizer;
 use crate::process_group::ProcessGroup;
 
-/// A checkpoint in memory, found to be what was written. All ranks may share it.
+/// A checkpoint in memory, verified to be unchanged. All ranks may share it.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -28,12 +28,12 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// The checkpoint in the folder `path`; the newest one if that is the folder of a run; the one that is named there
-    /// if that is its file `latest` or `best`.
+    /// Reads the checkpoint at `path`. `path` is the checkpoint's folder, or the folder of a run (reads the newest
+    /// checkpoint), or a run's file `latest` or `best` (reads the checkpoint that it names).
     ///
     /// # Errors
-    /// [`Error::Input`] that names what is missing, cut off, changed, or of another version, and the next older
-    /// checkpoint that can be read.
+    /// [`Error::Input`] that names the file that is missing, truncated, changed, or of another version. It also names
+    /// the next older checkpoint that can be read.
     pub fn read(path: &Path) -> Result<Self> {
         let path = &find(path)?;
         Self::read_one(path).map_err(|problem| {
@@ -61,7 +61,8 @@ impl Checkpoint {
         Ok(Self { path: path.into(), state, model, optimizer, comm_hook })
     }
 
-    /// Rank 0's checkpoint, if it has one, for all ranks of `group`: the others need no file. A collective.
+    /// Broadcasts rank 0's checkpoint to all ranks of `group`. The other ranks need no file. Returns `None` if rank 0
+    /// has none. A collective.
     pub(crate) fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
         let mut header = Vec::new();
         if let Some(Self { path, state, model, optimizer, comm_hook }) =
@@ -90,17 +91,17 @@ impl Checkpoint {
         Ok(Some(Self { path, state, model, optimizer, comm_hook }))
     }
 
-    /// The folder that it was read from.
+    /// Returns the folder that the checkpoint was read from.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where the run was.
+    /// Returns the progress of the run at this checkpoint.
     pub fn state(&self) -> &TrainerState {
         &self.state
     }
 
-    /// Copies parameters and buffers into `vs`. For rank 0, before the ranks' models are made one.
+    /// Copies parameters and buffers into `vs`. For rank 0, before DDP broadcasts its model to the other ranks.
     ///
     /// # Errors
     /// As [`TensorFile::load_into`].
@@ -108,8 +109,8 @@ impl Checkpoint {
         self.model.load_into(vs)
     }
 
-    /// Returns what [`DistributedDataParallel::load_comm_hook_state`](crate::DistributedDataParallel::load_comm_hook_state)
-    /// needs: the state of the communication hooks of all ranks, if there is one.
+    /// Returns the state of the communication hooks of all ranks, if there is one. Pass it to
+    /// [`DistributedDataParallel::load_comm_hook_state`](crate::DistributedDataParallel::load_comm_hook_state).
     ///
     /// # Errors
     /// As [`TensorFile::tensors`].
@@ -120,7 +121,7 @@ impl Checkpoint {
         Ok(Some(SavedCommHook { record: record.clone(), tensors: file.tensors()? }))
     }
 
-    /// Has `optimizer` go on as the one that was saved. For every rank that steps.
+    /// Loads the saved state into `optimizer`. For every rank that steps.
     ///
     /// # Errors
     /// Those of [`Optimizer::load_state`].
@@ -130,7 +131,7 @@ impl Checkpoint {
             let (parameter, slot) = key.rsplit_once('/').unwrap_or((&key, ""));
             saved.entry(parameter.into()).or_default().insert(slot.into(), tensor);
         }
-        // One that was not stepped yet has nothing in the file.
+        // A parameter that was not stepped yet has no state in the file.
         let mut state = optimizer.state()?;
         for parameter in &mut state {
             parameter.tensors = saved.remove(&parameter.name).unwrap_or_default();
@@ -146,10 +147,10 @@ impl Checkpoint {
     }
 }
 
-/// The folder of the checkpoint that `path` names: that folder, the folder of its run, or a pointer to it.
+/// Returns the folder of the checkpoint that `path` names. `path` is that folder, the run's folder, or a pointer.
 ///
 /// # Errors
-/// [`Error::Input`] that says what is there instead, and what could be meant.
+/// [`Error::Input`] that describes what is there instead, and suggests another path.
 fn find(path: &Path) -> Result<PathBuf> {
     let path = &*followed(path);
     let wrong =
@@ -197,7 +198,7 @@ fn find(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// What there is in the folder of a run.
+/// Describes the checkpoints in the folder of a run, for a message.
 fn instead(run: &Path) -> String {
     match newest_in(run) {
         Ok(Some(newest)) => {
@@ -207,7 +208,7 @@ fn instead(run: &Path) -> String {
     }
 }
 
-/// The newest checkpoint beside `path` that is older and can be read.
+/// Returns the newest readable checkpoint in the same folder that is older than `path`.
 fn older(path: &Path) -> Option<PathBuf> {
     let step = step_of(path)?;
     let steps = steps_in(path.parent()?).ok()?;
@@ -215,7 +216,7 @@ fn older(path: &Path) -> Option<PathBuf> {
     older.find(|(_, path)| Checkpoint::read_one(path).is_ok()).map(|(_, path)| path)
 }
 
-/// The file that says of what a checkpoint consists, found to be what was written.
+/// Reads a checkpoint's `trainer.json`, and verifies that it is unchanged.
 pub(super) fn manifest(folder: &Path) -> Result<Manifest, String> {
     let text = read_regular(&folder.join(TRAINER), LONGEST_MANIFEST)
         .map_err(|error| format!("{TRAINER} cannot be read: {error}"))?;
@@ -234,10 +235,10 @@ pub(super) fn manifest(folder: &Path) -> Result<Manifest, String> {
     Ok(manifest)
 }
 
-/// The most bytes of `trainer.json` that are read: it holds options, and a number for each rank.
+/// The size limit for `trainer.json`, in bytes. It holds the options, and a number for each rank.
 const LONGEST_MANIFEST: u64 = 16 << 20;
 
-/// Reads a file that must be the one that was written: one of another length is not read at all.
+/// Reads a file and verifies that it is unchanged. A file of another length is not read at all.
 fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
     let name = name_of(file);
     let wrong = |error: io::Error| format!("{name} cannot be read: {error}");
@@ -288,10 +289,10 @@ mod tests {
         for link in [&absolute, &relative, &to_link, &to_folder] {
             assert_eq!(Checkpoint::read(link).unwrap().path(), saved, "{}", link.display());
             TensorFile::read(link).unwrap();
-            // Nothing is written over what is read.
+            // The run's folder is found, so that outputs do not overwrite the checkpoint.
             assert_eq!(CheckpointDir::around(link), Some(run.clone()), "{}", link.display());
         }
-        // The older one is beside the damaged one, and not beside the link.
+        // The older checkpoint is in the folder of the damaged one, not in the link's folder.
         fs::write(saved.join(MODEL), "").unwrap();
         for link in [&absolute, &to_folder] {
             let error = Checkpoint::read(link).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! `trainer.json`: where a run is, and what its files must be.
+//! `trainer.json`: the progress of a run, and the lengths and hashes of a checkpoint's files.
 
 use std::collections::BTreeMap;
 
@@ -10,49 +10,48 @@ use crate::ddp::CommHookRecord;
 use crate::optim::GradScalerState;
 use crate::telemetry::ValidationMetrics;
 
-/// Where a run is, besides its tensors. All counts are those of the whole run, however often it was resumed.
+/// The progress of a run, without its tensors. All counts are for the whole run, however often it was resumed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// The epoch that the next step belongs to.
+    /// The epoch of the next step.
     pub epoch: u64,
-    /// How many steps have been made: the number of the next one.
+    /// The number of completed steps, which is also the number of the next step.
     pub step: u64,
-    /// How many of them in this epoch.
+    /// The number of completed steps in this epoch.
     pub epoch_steps: u64,
-    /// How many samples of this epoch all ranks together have had: so many from the beginning of its order.
+    /// The number of samples that all ranks together have had in this epoch, from the beginning of its order.
     pub samples_seen: usize,
-    /// How many ranks there were.
+    /// The number of ranks.
     pub world_size: usize,
-    /// How many samples the run trains on, all ranks together, and how many of them a batch has; 0 if that is not
-    /// known.
+    /// The number of samples that the run trains on, all ranks together. 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub num_samples: usize,
-    /// See [`num_samples`](Self::num_samples).
+    /// The number of samples in a rank's batch. 0 if not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub batch_size: usize,
-    /// How many steps changed nothing, because gradients were not finite.
+    /// The number of steps skipped because gradients were not finite.
     pub skipped_steps: u64,
-    /// How many samples of this epoch were in such steps, on all ranks together, and count for no loss.
+    /// The number of samples of this epoch in skipped steps, on all ranks together. They count for no loss.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub skipped_samples: usize,
-    /// The best validation so far: that with the smallest loss.
+    /// The validation with the smallest loss so far. `None` before the first validation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best: Option<ValidationMetrics>,
-    /// How many validations there were since.
+    /// The number of validations since the best one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub validations_since_best: usize,
-    /// The mean losses of the first epoch and of the last that was completed; nothing before.
+    /// The mean losses of the first epoch and of the last completed epoch. Empty before any is completed.
     #[serde(with = "exact")]
     pub epoch_losses: Vec<f64>,
-    /// The sum of the losses of this epoch's samples so far, of each rank.
+    /// For each rank, the sum of the losses of this epoch's samples so far.
     #[serde(with = "exact")]
     pub loss_sums: Vec<f64>,
-    /// The gradient scaler's, if there is one.
+    /// The state of the gradient scaler, if there is one.
     pub scaler: Option<GradScalerState>,
-    /// The communication hook's, if it keeps something.
+    /// The state of the communication hook, if it has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub comm_hook: Option<CommHookRecord>,
-    /// What the run was told, by key: for a run that goes on to be compared with.
+    /// The configuration of the run, by key. A resumed run is compared with it.
     pub options: Map<String, Value>,
 }
 
@@ -61,14 +60,14 @@ fn is_zero(number: &usize) -> bool {
     *number == 0
 }
 
-/// The whole file.
+/// The contents of `trainer.json`.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Manifest {
     pub format: u64,
     #[serde(flatten)]
     pub state: TrainerState,
     pub files: BTreeMap<String, FileMark>,
-    /// Of state and files, in hex.
+    /// The hash of state and files, in hex.
     xxh3: String,
 }
 
@@ -82,7 +81,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Whether it is as it was written.
+    /// Returns whether the file is unchanged since it was written.
     pub(super) fn is_intact(&self) -> bool {
         self.digest().is_ok_and(|digest| digest == self.xxh3)
     }
@@ -92,14 +91,14 @@ impl Manifest {
     }
 }
 
-/// What this version writes and reads.
+/// The format number that this version writes and reads.
 pub(super) const FORMAT: u64 = 1;
 
-/// By what a file is recognized as the one that was written.
+/// The length and hash of a file, to detect changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct FileMark {
     pub bytes: u64,
-    /// In hex.
+    /// The hash, in hex.
     pub xxh3: String,
 }
 
@@ -109,7 +108,7 @@ impl FileMark {
     }
 }
 
-/// Numbers as texts, because JSON has none for what is infinite or not a number.
+/// Stores numbers as text, because JSON has no infinity and no NaN.
 mod exact {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -165,7 +164,7 @@ mod tests {
         let changed = text.replace("mlp", "cnn");
         assert!(!serde_json::from_str::<Manifest>(&changed).unwrap().is_intact());
         assert_eq!(read.files["a"], FileMark::of(b"abc"));
-        // Before it was kept it was not known, and such a file is as whole as it was.
+        // Older files do not have these keys, and are still intact.
         let unknown = serde_json::to_value(TrainerState::default()).unwrap();
         assert!(unknown.get("num_samples").is_none() && unknown.get("batch_size").is_none());
         let unknown: TrainerState = serde_json::from_value(unknown).unwrap();

@@ -1,4 +1,4 @@
-//! Tensors in safetensors files.
+//! Reads and writes tensors in safetensors files.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -14,7 +14,7 @@ use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result};
 use crate::ffi::MappedFile;
 
-/// Which kind is which; PyTorch's safetensors has the same.
+/// The dtypes of libtorch and those of safetensors, as PyTorch's safetensors maps them.
 const KINDS: [(Kind, Dtype); 10] = [
     (Kind::Float, Dtype::F32),
     (Kind::Double, Dtype::F64),
@@ -28,7 +28,7 @@ const KINDS: [(Kind, Dtype); 10] = [
     (Kind::Bool, Dtype::BOOL),
 ];
 
-/// A copy of a tensor, which may be written on any thread.
+/// A copy of a tensor in memory. Any thread may write it to a file.
 #[derive(Debug)]
 pub(super) struct Copied {
     dtype: Dtype,
@@ -67,15 +67,15 @@ impl View for &Copied {
     }
 }
 
-/// The bytes of a file of `tensors`.
+/// Returns the contents of a safetensors file with `tensors`.
 pub(super) fn serialize(tensors: &BTreeMap<String, Copied>) -> Result<Vec<u8>> {
-    // Libraries on top of PyTorch look for it.
+    // Libraries on top of PyTorch check this metadata.
     let metadata = HashMap::from([("format".into(), "pt".into())]);
     safetensors::serialize(tensors, Some(metadata))
         .map_err(|error| Error::Save { doing: "writing tensors".into(), reason: error.to_string() })
 }
 
-/// A safetensors file in memory, checked as a whole: this crate's, or one that PyTorch has saved.
+/// A valid safetensors file in memory, saved by this crate or by PyTorch.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -83,18 +83,18 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// The file at `path`, or the model of the checkpoint there: its folder, that of its run, whose newest it is then,
-    /// or a file `latest` or `best` that names it.
+    /// Reads the file at `path`, or the model of the checkpoint there. `path` is a safetensors file, a checkpoint's
+    /// folder, a run's folder (reads the newest checkpoint), or a file `latest` or `best`.
     ///
     /// # Errors
-    /// [`Error::Input`] when it cannot be read or is no safetensors file.
+    /// [`Error::Input`] if the file cannot be read or is not a safetensors file.
     pub fn read(path: &Path) -> Result<Self> {
         let checkpoint = match pointed(path) {
             None if path.is_dir() => Some(newest_in(path)?.unwrap_or_else(|| path.into())),
             pointed => pointed,
         };
         let path = checkpoint.map_or_else(|| path.into(), |folder| folder.join(MODEL));
-        // Mapped first: a file that is not what its header says is refused without reading it.
+        // Mapped first: a file that does not match its header is rejected without reading all of it.
         let file = MappedFile::open(&path)?;
         check(&path, &file)?;
         let mut bytes = Vec::new();
@@ -110,15 +110,15 @@ impl TensorFile {
         Ok(Self { path, bytes })
     }
 
-    /// The file as it is.
+    /// Returns the bytes of the file.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Its tensors by name, copied, on the CPU.
+    /// Returns copies of the tensors by name, on the CPU.
     ///
     /// # Errors
-    /// [`Error::Input`] for kinds of numbers that libtorch does not have.
+    /// [`Error::Input`] for dtypes that libtorch does not have.
     pub fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let wrong = |problem: String| Error::Input(format!("{}: {problem}", self.path.display()));
         let parsed = SafeTensors::deserialize(&self.bytes).map_err(|e| wrong(e.to_string()))?;
@@ -128,18 +128,18 @@ impl TensorFile {
                 wrong(format!("`{name}` is {:?}, a kind that cannot be read here", view.dtype()))
             })?;
             let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
-            // Its length fits: the file was checked.
+            // The length is right: the file was checked.
             let tensor = Tensor::f_from_data_size(view.data(), &shape, kind);
             Ok((name.into(), tensor.map_err(Error::torch("making a tensor"))?))
         };
         parsed.iter().map(tensor).collect()
     }
 
-    /// Copies its tensors into those of `vs`. Follows `load_state_dict(strict=True)`: all that the model has must
-    /// be there, in its shapes, and nothing else.
+    /// Copies the tensors into those of `vs`. Follows `load_state_dict(strict=True)`: the names and shapes must be
+    /// exactly the model's.
     ///
     /// # Errors
-    /// [`Error::Input`] that names what is missing, unexpected or of another shape; nothing has changed then.
+    /// [`Error::Input`] that names the missing, unexpected, or wrongly shaped tensors. `vs` has not changed then.
     pub fn load_into(&self, vs: &VarStore) -> Result<()> {
         let mut saved = self.tensors()?;
         let (mut missing, mut reshaped, mut copies) = (Vec::new(), Vec::new(), Vec::new());
@@ -174,14 +174,14 @@ impl TensorFile {
     }
 }
 
-/// Checks that `bytes` are those of a whole safetensors file.
+/// Checks that `bytes` are a complete safetensors file.
 fn check(path: &Path, bytes: &[u8]) -> Result<()> {
     let wrong =
         |error| Error::Input(format!("{} is not a safetensors file: {error}", path.display()));
     SafeTensors::deserialize(bytes).map(drop).map_err(wrong)
 }
 
-/// Enough names to see what is wrong.
+/// Lists the first names, for a message.
 fn some_of(names: &[String]) -> String {
     const MOST: usize = 6;
     let shown = names[..names.len().min(MOST)].join(", ");

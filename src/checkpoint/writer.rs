@@ -1,4 +1,4 @@
-//! Saving beside training: a copy now, the files on a thread of their own.
+//! Saves checkpoints during training: copies the tensors at once, and writes the files on a thread of their own.
 
 use std::collections::BTreeMap;
 use std::thread::{self, JoinHandle};
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::ffi::limits::not_started;
 use crate::optim::ParameterState;
 
-/// A copy of all that a checkpoint holds.
+/// A copy of the contents of a checkpoint.
 #[derive(Debug)]
 pub struct Snapshot {
     pub(super) state: TrainerState,
@@ -22,11 +22,11 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Copies `model`, which is a [`state_dict`](crate::DistributedDataParallel::state_dict), and `optimizer`, which is
-    /// [`Optimizer::state`](crate::Optimizer::state). The device must be through with them.
+    /// Copies `model`, a [`state_dict`](crate::DistributedDataParallel::state_dict), and `optimizer`, the result of
+    /// [`Optimizer::state`](crate::Optimizer::state). The device must have finished computing them.
     ///
     /// # Errors
-    /// [`Error::Torch`], and [`Error::Unsupported`] for kinds of numbers that cannot be saved.
+    /// [`Error::Torch`], and [`Error::Unsupported`] for dtypes that cannot be saved.
     pub fn take(
         state: TrainerState,
         model: &[(String, Tensor)],
@@ -44,7 +44,7 @@ impl Snapshot {
         })
     }
 
-    /// Copies `saved` as well, which is
+    /// Adds a copy of `saved`, the result of
     /// [`comm_hook_state`](crate::DistributedDataParallel::comm_hook_state).
     ///
     /// # Errors
@@ -64,29 +64,29 @@ fn copy(name: String, tensor: &Tensor) -> Result<(String, Copied)> {
     Ok((name, copied))
 }
 
-/// Writes checkpoints one after the other, each while training goes on. For rank 0.
+/// Writes checkpoints one after the other, while training continues. For rank 0.
 #[derive(Debug)]
 pub struct Writer {
     dir: CheckpointDir,
-    /// At most one: who saves again before it is through waits.
+    /// The write in progress, at most one. The next save waits for it.
     writing: Option<JoinHandle<Result<()>>>,
 }
 
 impl Writer {
-    /// A writer into `dir`.
+    /// Creates a writer into `dir`.
     pub fn new(dir: CheckpointDir) -> Self {
         Self { dir, writing: None }
     }
 
-    /// Where to.
+    /// Returns the folder that checkpoints are written to.
     pub(crate) fn dir(&self) -> &CheckpointDir {
         &self.dir
     }
 
-    /// Begins to write `snapshot`, when the one before is written.
+    /// Waits until the previous checkpoint is written, then starts writing `snapshot`.
     ///
     /// # Errors
-    /// [`Error::Save`] when the one before could not be written, or no thread can be started.
+    /// [`Error::Save`] if the previous checkpoint could not be written, or if no thread can be started.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<()> {
         self.finish()?;
         let dir = self.dir.clone();
@@ -99,7 +99,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Says so as soon as what is being written is found not to be.
+    /// Returns the error of the write in progress, if it has failed. Does not wait.
     ///
     /// # Errors
     /// [`Error::Save`], as [`finish`](Self::finish).
@@ -111,10 +111,10 @@ impl Writer {
         }
     }
 
-    /// Waits until all is written.
+    /// Waits until the checkpoint is written.
     ///
     /// # Errors
-    /// [`Error::Save`] when it could not be.
+    /// [`Error::Save`] if it could not be written.
     pub fn finish(&mut self) -> Result<()> {
         let Some(writing) = self.writing.take() else { return Ok(()) };
         writing.join().unwrap_or_else(|_| {
@@ -126,7 +126,7 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        // A run that fails keeps what it was about to save. Its error is the one to tell.
+        // A run that fails still completes its checkpoint. The run's own error is the one to report.
         let _ = self.finish();
     }
 }

@@ -41,6 +41,38 @@ pub(crate) enum Command {
     Env(TrainFlags),
 }
 
+/// The options of a run that `-h` lists. `--help` lists all.
+const COMMON: [&str; 13] = [
+    "max-epochs",
+    "batch-size",
+    "model",
+    "loss",
+    "seed",
+    "lr",
+    "optimizer",
+    "dataset",
+    "checkpoint-dir",
+    "resume",
+    "nproc-per-node",
+    "explain",
+    "config",
+];
+
+const EXAMPLES: &str = "\
+Examples:
+  ddp-mp --max-epochs=2 --batch-size=32
+  ddp-mp --model=mlp --dataset=digits --loss=cross-entropy --val-fraction=0.2
+  torchrun --standalone --no-python --nproc-per-node=2 ddp-mp --max-epochs=2";
+
+/// Returns `command` with the options beside [`COMMON`] left out of `-h`.
+fn with_short_help(command: clap::Command) -> clap::Command {
+    let is_common = |arg: &Arg| arg.get_long().is_none_or(|name| COMMON.contains(&name));
+    command.mut_args(|arg| {
+        let hides = !is_common(&arg);
+        arg.hide_short_help(hides)
+    })
+}
+
 /// Reads the command line. `_` is as good as `-` in a flag's name, as Python programs write them.
 ///
 /// # Errors
@@ -52,9 +84,13 @@ pub(crate) fn parse(args: impl Iterator<Item = OsString>) -> Result<Cli, clap::E
         let takes_value = arg.get_num_args().is_none_or(|range| range.takes_values());
         if takes_value { arg.allow_negative_numbers(true) } else { arg }
     };
-    let command = Cli::command()
+    let command = with_short_help(Cli::command())
+        .after_help(format!("{EXAMPLES}\n\n--help lists all options."))
+        .after_long_help(EXAMPLES)
         .mut_args(negative)
-        .mut_subcommands(|subcommand| subcommand.mut_args(negative));
+        .mut_subcommands(|subcommand| subcommand.mut_args(negative))
+        .mut_subcommand("train", with_short_help)
+        .mut_subcommand("env", with_short_help);
     let args: Vec<OsString> = args
         .map(|arg| {
             flags_end |= arg == "--";

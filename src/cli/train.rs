@@ -13,7 +13,7 @@ pub(crate) struct TrainFlags {
     /// Passes over the data [default: 1]
     #[arg(long, value_name = "N", value_parser = whole(1), help_heading = "Training")]
     max_epochs: Option<u64>,
-    /// Samples per step and rank [default: 32]
+    /// Samples per batch and rank [default: 32]
     #[arg(long, value_name = "N", value_parser = whole(1), help_heading = "Training")]
     batch_size: Option<u64>,
     /// Model [default: linear]
@@ -239,40 +239,40 @@ pub(crate) struct TrainFlags {
     ///
     /// ddp: all ranks average their gradients. dp, to compare: rank 0 gathers the gradients, steps, and sends out
     /// the parameters, as DataParallel does
-    #[arg(long, value_name = "NAME", value_parser = ["ddp", "dp"], help_heading = "Engine")]
+    #[arg(long, value_name = "NAME", value_parser = ["ddp", "dp"], help_heading = "Distributed")]
     strategy: Option<String>,
     /// Batches whose gradients are added before a step [default: 1]
-    #[arg(long, value_name = "N", value_parser = whole(1), help_heading = "Engine")]
+    #[arg(long, value_name = "N", value_parser = whole(1), help_heading = "Distributed")]
     grad_accum_steps: Option<u64>,
     /// Size of a gradient bucket, in MiB [default: 25]
-    #[arg(long, value_name = "MIB", value_parser = number(), help_heading = "Engine")]
+    #[arg(long, value_name = "MIB", value_parser = number(), help_heading = "Distributed")]
     bucket_cap_mb: Option<f64>,
     /// Gradients weighted by each rank's number of samples
-    #[arg(long, help_heading = "Engine")]
+    #[arg(long, help_heading = "Distributed")]
     #[serde(skip_serializing_if = "is_false")]
     exact_mean: bool,
     /// Gradients averaged after backward, not during it
-    #[arg(long, help_heading = "Engine")]
+    #[arg(long, help_heading = "Distributed")]
     #[serde(skip_serializing_if = "is_false")]
     no_overlap: bool,
     /// Compression of gradients [default: none]
     ///
     /// powersgd sends them as products of thin matrices
-    #[arg(long, value_name = "NAME", value_parser = ["none", "fp16", "bf16", "powersgd"], help_heading = "Engine")]
+    #[arg(long, value_name = "NAME", value_parser = ["none", "fp16", "bf16", "powersgd"], help_heading = "Distributed")]
     comm_hook: Option<String>,
     /// Steps without compression before powersgd begins [default: 1000]
-    #[arg(long, value_name = "N", value_parser = whole(0), help_heading = "Engine")]
+    #[arg(long, value_name = "N", value_parser = whole(0), help_heading = "Distributed")]
     powersgd_start_iter: Option<u64>,
     /// Parameters may be unused by the loss
-    #[arg(long, help_heading = "Engine")]
+    #[arg(long, help_heading = "Distributed")]
     #[serde(skip_serializing_if = "is_false")]
     find_unused_parameters: bool,
     /// The loss uses the same parameters in every step
-    #[arg(long, help_heading = "Engine")]
+    #[arg(long, help_heading = "Distributed")]
     #[serde(skip_serializing_if = "is_false")]
     static_graph: bool,
     /// Buffers, such as running statistics, stay local to each rank
-    #[arg(long, help_heading = "Engine")]
+    #[arg(long, help_heading = "Distributed")]
     #[serde(skip_serializing_if = "is_false")]
     no_broadcast_buffers: bool,
     /// Longest wait for other ranks, as 500ms, 30s, 10m [default: 10m]

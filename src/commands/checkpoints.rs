@@ -1,4 +1,4 @@
-//! From which checkpoint a run goes on, and where it saves its own: before any rank starts.
+//! The checkpoint that a run resumes from, and the folder that it saves to, prepared before any rank starts.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,20 +12,20 @@ use crate::error::{Error, Result};
 use crate::launch::{Restarts, StopReason};
 use crate::telemetry::{Printer, ValidationMetrics};
 
-/// What a run starts from, shared by its ranks.
+/// The starting point of a run, shared by its ranks.
 #[derive(Debug, Default)]
 pub(super) struct StartPoint {
     pub checkpoint: Option<Arc<Checkpoint>>,
-    /// Where there is no checkpoint.
+    /// The weights of `--init-from`. `None` without it, and if there is a checkpoint.
     weights: Option<TensorFile>,
     pub checkpoint_dir: Option<CheckpointDir>,
 }
 
 impl StartPoint {
-    /// As `config` says; what is wrong with it is said here, and not by a rank.
+    /// Returns the starting point that `config` names. Reports its errors here, before a rank would.
     pub(super) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
         let checkpoint_dir = config.checkpoint_dir.as_deref();
-        // First of all: such a thing must not be taken for a damaged checkpoint.
+        // Checked first: another program's files must not be taken for a damaged checkpoint.
         checkpoint_dir.map_or(Ok(()), CheckpointDir::check)?;
         let checkpoint = match (config.resume_path(), checkpoint_dir) {
             (Some(path), _) => Some(Checkpoint::read(&path)?),
@@ -52,7 +52,7 @@ impl StartPoint {
         Ok(origin)
     }
 
-    /// The folder to save in; what else is in there must not be lost.
+    /// Opens the folder to save in. Other files in it must not be lost.
     fn open(&self, dir: &Path, config: &Config) -> Result<CheckpointDir> {
         let keep_last = config.keep_last as usize;
         let Some(checkpoint) = &self.checkpoint else {
@@ -63,7 +63,7 @@ impl StartPoint {
             drop(opened); // unlocks it
             return CheckpointDir::create(dir, keep_last);
         }
-        // Read before the folder was locked: the run that saved it may have gone on until just then.
+        // The checkpoint was read before the folder was locked: the run that saved it may have saved another since.
         if config.resume.as_deref() == Some("auto")
             && let Some(newest) = opened.newest()?
             && newest != checkpoint.path()
@@ -76,7 +76,8 @@ impl StartPoint {
         Ok(opened)
     }
 
-    /// Renames checkpoints that are newer than the one that the run goes on from, when nothing can be refused any more.
+    /// Renames checkpoints that are newer than the one that the run resumes from. Called when nothing can be refused
+    /// any more.
     pub(super) fn make_room(&self, printer: &Printer) -> Result<()> {
         let (Some(dir), Some(checkpoint)) = (&self.checkpoint_dir, &self.checkpoint) else {
             return Ok(());
@@ -93,7 +94,7 @@ impl StartPoint {
         Ok(())
     }
 
-    /// Fills the model of rank 0, from which the others get theirs.
+    /// Loads the model of rank 0, from which the other ranks get theirs.
     pub(super) fn load_model(&self, vs: &VarStore) -> Result<()> {
         match (&self.checkpoint, &self.weights) {
             (Some(checkpoint), _) => checkpoint.load_model(vs),
@@ -103,8 +104,8 @@ impl StartPoint {
     }
 }
 
-/// Returns `config` for a start after a failure: it goes on from the newest checkpoint that the run has saved, if there is
-/// one, and otherwise from where the first start began.
+/// Returns `config` for a start after a failure. The run resumes from the newest checkpoint that it has saved. If
+/// there is none, it starts where the first start began.
 ///
 /// # Errors
 /// [`Error::Input`] when the folder cannot be read.
@@ -142,7 +143,7 @@ fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
     Checkpoint::read(&newest).map(Some)
 }
 
-/// Refuses to go on as another run, and tells what will differ.
+/// Refuses to resume another run, and prints what will differ.
 fn compare(
     checkpoint: &Checkpoint,
     config: &Config,
@@ -176,7 +177,7 @@ fn compare(
     Ok(())
 }
 
-/// What to say about the best validation of a run, and where it is saved.
+/// Returns a line about the best validation of a run, and where it is saved.
 pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
     let ValidationMetrics { epoch, loss, accuracy, .. } = best;
     let accuracy =
@@ -186,7 +187,7 @@ pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> Str
     format!("best: epoch {epoch}, loss {loss:.6}{accuracy}{place}")
 }
 
-/// What to say about a run that has stopped.
+/// Returns a line about a run that has stopped.
 pub(super) fn stopped(
     reason: StopReason,
     state: &TrainerState,
@@ -239,7 +240,7 @@ mod tests {
         let newer = save(2);
         let error = origin.open(path, &config).unwrap_err().to_string();
         assert!(error.contains("another run has just saved "), "{error}");
-        // Whoever names the older one means it.
+        // A user who names the older checkpoint gets it.
         let config = Config { resume: Some("step-00000001".into()), ..Config::default() };
         let checkpoint_dir = Some(origin.open(path, &config).unwrap());
         StartPoint { checkpoint_dir, ..origin }.make_room(&printer).unwrap();

@@ -1,4 +1,4 @@
-//! `ddp-mp env`: what was found on this machine, and what would be run.
+//! `ddp-mp env`: the software and devices of this machine, and the run that they would give.
 
 use std::io::Write;
 
@@ -24,7 +24,7 @@ struct Report {
     libtorch: String,
     libtorch_folder: Option<String>,
     nccl: Option<String>,
-    /// None if its variables make no sense.
+    /// `None` if the launcher's variables are invalid.
     launcher: Option<&'static str>,
     launch: Option<Launched>,
     data: Option<Samples>,
@@ -32,7 +32,7 @@ struct Report {
     plan_problem: Option<String>,
 }
 
-/// What a launcher, or nobody, has said.
+/// The settings of the launcher, or the defaults without one.
 #[derive(Serialize)]
 struct Launched {
     reason: String,
@@ -78,7 +78,7 @@ struct Plan {
     threads_per_rank: usize,
 }
 
-/// Prints what was found, and what `ddp-mp` with `config` would run. Opens the data for that.
+/// Prints what was found on this machine, and what `ddp-mp` with `config` would run. Opens the data for that.
 ///
 /// # Errors
 /// When stdout can't be written. A configuration that can't be run here is part of the report.
@@ -178,7 +178,7 @@ fn write_text(
             let (of, name) = (launch.processes, launch.kind.name());
             row("launcher", format!("{name}, process {} of {}", of.index, of.count))?;
         }
-        // Said below, as what would fail.
+        // The error is printed below, as what would fail.
         Err(_) => row("launcher", "unknown".into())?,
     }
     if let Ok(launch) = launch {

@@ -1,4 +1,4 @@
-//! What `--explain` has to know of a run before it begins.
+//! The facts about a run that `--explain` needs before it begins.
 
 use std::sync::Arc;
 
@@ -7,7 +7,8 @@ use crate::launch::Launched;
 use crate::optim::OptimizerConfig;
 use crate::telemetry::{Narrator, Printer, RunInfo};
 
-/// Who tells the run of `config` on `samples` samples, of a model of so many parameters.
+/// Returns the narrator of the run of `config`, with `samples` training samples and a model of `parameters`
+/// parameters.
 pub(super) fn narrator(
     config: &Config,
     launched: &Launched,

@@ -33,15 +33,15 @@ use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{BackendChoice, Launch, LaunchOptions, Nproc, Placement};
 
-/// The most steps that `bench step` measures, and `verify` makes.
+/// The most steps that `bench step` measures and `verify` makes.
 pub const MOST_STEPS: u64 = 1_000_000;
 
-/// How many CPU cores this process may use.
+/// Returns the number of CPU cores that this process may use.
 fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Where the ranks of `config` run on this machine, and whether they can do what it asks.
+/// Returns where the ranks of `config` run on this machine, after checking that `config` can run there.
 fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
     let placement = if processes::starts_processes(config, &launch) {
@@ -49,12 +49,12 @@ fn plan(config: &Config, cuda: &Cuda) -> Result<Placement> {
     } else {
         place_launched(config, &launch, cuda)?
     };
-    // Ranks of other processes are not known before they meet.
+    // The ranks of other processes are not known before the rendezvous.
     config.validate_for(placement.devices.len())?;
     Ok(placement)
 }
 
-/// Where the ranks of this process of a launch run.
+/// Returns where the ranks of this process of a launch run.
 fn place_launched(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
     let placement = launch.place(config.backend, cuda)?;
     if placement.devices[0] == Device::Cpu {
@@ -63,7 +63,7 @@ fn place_launched(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Place
     Ok(placement)
 }
 
-/// Where so many ranks run, for a command that is for one process.
+/// Returns where the ranks of `nproc` run, for a command of one process.
 fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
     let launch = Launch::from_env(&LaunchOptions { nproc, ..LaunchOptions::default() }, cuda)?;
     if launch.processes.count > 1 {

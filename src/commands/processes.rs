@@ -1,4 +1,5 @@
-//! `--spawn=processes` and `--max-restarts`: what the process does that starts the ranks, and what theirs leave for it.
+//! `--spawn=processes` and `--max-restarts`: the parent process that starts the ranks, and the errors that its child
+//! processes leave for it.
 
 use std::fmt::{self, Write};
 
@@ -16,12 +17,12 @@ use crate::launch::{
 };
 use crate::telemetry::{Event, Failure, LogFormat, Printer};
 
-/// Whether this process is to start others.
+/// Returns whether this process starts a process for each rank.
 pub(super) fn starts_processes(config: &Config, launch: &Launch) -> bool {
     config.spawn == SpawnChoice::Processes && launch.kind != LaunchKind::Spawned
 }
 
-/// Where the ranks run that are processes each.
+/// Returns where the ranks run when each is a process.
 pub(super) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
     if launch.kind != LaunchKind::Local {
         return Err(Error::Input(format!(
@@ -41,11 +42,10 @@ pub(super) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> 
     placement.in_processes(count, config.backend)
 }
 
-/// Returns how often the run of `config` is to be started again after a failure: never by a process that is itself started
-/// again.
+/// Returns how often to restart the run of `config` after a failure. 0 in a process that another one has started.
 ///
 /// # Errors
-/// [`Error::Input`] where a launcher has started this process: it has means of its own.
+/// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
 pub(super) fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     if launch.parent.is_some() || config.max_restarts == 0 {
         return Ok(0);
@@ -62,8 +62,8 @@ pub(super) fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     )))
 }
 
-/// Runs this very command in a process for each rank, or in one for all, which is started again up to `max_restarts`
-/// times. `stops`: whether it stops at a signal, and saves.
+/// Runs this command in a child process per rank, or in one for all ranks. Restarts it up to `max_restarts` times.
+/// `stops`: whether the command stops at a signal and saves.
 pub(super) fn run_processes(
     config: &Config,
     launch: &Launch,
@@ -74,7 +74,7 @@ pub(super) fn run_processes(
 ) -> anyhow::Result<Option<StopReason>> {
     let placement = match config.spawn {
         SpawnChoice::Processes => Some(place_processes(config, launch, cuda)?),
-        SpawnChoice::Threads => None, // the process that has them finds out
+        SpawnChoice::Threads => None, // the child process places its threads
     };
     if let Some(note) = placement.as_ref().and_then(|it| it.note.as_ref()) {
         printer.info(note);
@@ -116,7 +116,7 @@ pub(super) fn run_processes(
     Err(if wrong_input { Error::Input(text).into() } else { anyhow::Error::msg(text) })
 }
 
-/// Says of an error that the user is told already, or will be by somebody else.
+/// Marks an error that the user has seen, or that another process reports.
 #[derive(Debug)]
 pub struct AlreadyReported;
 
@@ -126,7 +126,8 @@ impl fmt::Display for AlreadyReported {
     }
 }
 
-/// Leaves `error` with the process that has started this one, if that is so; otherwise it is for the user.
+/// Leaves `error` with the parent process and marks it as [`AlreadyReported`]. Without a parent, returns it for the
+/// user.
 pub(super) fn leave_error(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
     let Some(parent) = &launch.parent else { return error };
     let failed = error.downcast_ref::<Box<SpawnError>>();

@@ -1,4 +1,4 @@
-//! What a run leaves for people to look at: `--trace` and `--report`.
+//! The files that a run writes for people to look at: `--trace` and `--report`.
 
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -25,12 +25,12 @@ use crate::telemetry::report::{
 };
 use crate::telemetry::{End, Output, Printer, trace_output, write_trace};
 
-/// Who wants to see what the ranks of this process did.
+/// The trace and the report of this process, and the data for them.
 #[derive(Debug)]
 pub(super) struct RunArtifacts {
-    /// The file of this process.
+    /// The trace file of this process. `None` without `--trace`.
     trace: Option<Output>,
-    /// In the process of rank 0.
+    /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
     history: Arc<OnceLock<History>>,
     draft: Mutex<ReportData>,
@@ -38,11 +38,11 @@ pub(super) struct RunArtifacts {
     began: SystemTime,
 }
 
-/// What rank 0 knows of a run for its report.
+/// The data that rank 0 collects for the report.
 #[derive(Debug, Default)]
 pub(super) struct ReportData {
     pub model: Parameters,
-    /// Where it was in the beginning.
+    /// The state of training at the start.
     pub first: TrainerState,
     pub moved: Moved,
     pub replicas: Option<Replicas>,
@@ -51,7 +51,7 @@ pub(super) struct ReportData {
 }
 
 impl RunArtifacts {
-    /// As `config` says, for this process of those that `launched` knows.
+    /// Prepares the files that `config` names, for this process of `launched`.
     ///
     /// # Errors
     /// [`Error::Input`] if a file cannot be written.
@@ -81,29 +81,29 @@ impl RunArtifacts {
         })
     }
 
-    /// Where to leave what the ranks did, if anybody wants it.
+    /// Returns where to leave the ranks' history. `None` without a trace or a report.
     pub(super) fn history(&self) -> Option<Arc<OnceLock<History>>> {
         (self.trace.is_some() || self.report.is_some()).then(|| self.history.clone())
     }
 
-    /// Where to leave how training goes, if anybody wants that.
+    /// Returns where to leave the curves of training. `None` without a report.
     pub(super) fn curves(&self) -> Option<Arc<Mutex<Curves>>> {
         self.report.is_some().then(|| self.curves.clone())
     }
 
-    /// Returns the mean loss of the first quarter of the run, and of the last, if there is to be a report.
+    /// Returns the mean loss of the first quarter of the run, and of the last. `None` without a report.
     pub(super) fn losses(&self) -> Option<[f64; 2]> {
         self.curves.lock().unwrap_or_else(PoisonError::into_inner).losses()
     }
 
-    /// Takes down what rank 0 knows, if there is to be a report.
+    /// Updates the data of the report, if there is one.
     pub(super) fn update(&self, write: impl FnOnce(&mut ReportData)) {
         if self.report.is_some() {
             write(&mut self.draft.lock().unwrap_or_else(PoisonError::into_inner));
         }
     }
 
-    /// The model that rank 0 begins to train.
+    /// Records the model that rank 0 begins to train.
     pub(super) fn model(&self, config: &Config, ddp: &Strategy<Model>, first: &TrainerState) {
         self.update(|draft| {
             draft.first = first.clone();
@@ -115,7 +115,7 @@ impl RunArtifacts {
         });
     }
 
-    /// The ranks have ended.
+    /// Writes the files after the ranks have ended.
     ///
     /// # Errors
     /// [`Error::Write`].
@@ -132,7 +132,7 @@ impl RunArtifacts {
             what: format!("{flag} {}", output.path().display()),
             reason: explain(&error),
         };
-        // One of them that cannot be written does not cost the other.
+        // If one file cannot be written, the other one still is.
         let trace = self.trace.as_ref().map_or(Ok(()), |output| {
             output
                 .write(|file| write_trace(history, file))
@@ -210,7 +210,7 @@ fn date(time: SystemTime) -> String {
     humantime::format_rfc3339_seconds(time.clamp(SystemTime::UNIX_EPOCH, latest)).to_string()
 }
 
-/// As it was typed, more or less: what a shell would make the same of.
+/// Returns the command line, quoted so that a shell reads the same arguments.
 fn command() -> String {
     let quoted = |text: &str| shlex::try_quote(text).map_or_else(|_| text.into(), Cow::into_owned);
     let shown = |arg: OsString| {
@@ -224,7 +224,7 @@ fn command() -> String {
     ["ddp-mp".to_owned()].into_iter().chain(args).collect::<Vec<_>>().join(" ")
 }
 
-/// All options as text, those first that are not what they are by default.
+/// Returns all options as text. Those that differ from their default come first.
 fn options(config: &Config) -> Vec<(String, String)> {
     let values = |config: &Config| match serde_json::to_value(config) {
         Ok(Value::Object(values)) => values,
@@ -240,7 +240,7 @@ fn options(config: &Config) -> Vec<(String, String)> {
     given.into_iter().chain(rest).map(text).collect()
 }
 
-/// How many steps of the whole run rank 0 has come through.
+/// Returns the number of steps of the whole run that rank 0 has finished.
 fn steps_of(history: &History) -> u64 {
     let records = history.ranks.first().into_iter().flat_map(|rank| &rank.records);
     let stepped =
@@ -248,10 +248,10 @@ fn steps_of(history: &History) -> u64 {
     records.filter(stepped).map(|it| it.begin.at.sequence + 1).max().unwrap_or(0)
 }
 
-/// So many samples a report lists at most.
+/// The most samples that a report lists.
 const MAX_LISTED_SAMPLES: usize = 200_000;
 
-/// Which samples the sampler has dealt to each rank in `steps` steps, from where the run was `first`.
+/// Returns the samples that the sampler dealt to each rank in `steps` steps, from the state `first` on.
 fn samples(
     config: &Config,
     dataset: usize,
@@ -269,7 +269,7 @@ fn samples(
         let batches = batches_of_all(&samplers[0], seen, batch, config.drop_last_batch);
         let now = (batches as u64).div_ceil(config.grad_accum_steps).min(steps);
         if now == 0 && seen == 0 {
-            break; // an epoch of nothing
+            break; // an epoch without steps
         }
         let most = (now * config.grad_accum_steps).min(batches as u64) as usize * batch;
         let of_rank = |sampler: &DistributedSampler| -> Result<Vec<usize>> {
@@ -290,7 +290,7 @@ fn samples(
     Ok(listed)
 }
 
-/// What the ranks of this process have called.
+/// Returns the collectives that the ranks of this process have called.
 fn collectives(history: &History) -> Vec<Called> {
     let called = |operation: Operation| {
         let of_rank = |rank: &RankHistory| {
@@ -317,7 +317,7 @@ mod tests {
     use super::*;
     use crate::data::{DataLoader, Targets, TensorDataset};
 
-    /// The samples of all steps, by epoch and rank, as the loaders of a run deal them.
+    /// Returns the samples of all steps, by epoch and rank, as the loaders of a run deal them.
     fn trained(config: &Config, samples: usize, ranks: usize) -> Vec<Vec<Vec<usize>>> {
         let data =
             Arc::new(TensorDataset::random(samples as i64, 1, Targets::Values(1), 0).unwrap());

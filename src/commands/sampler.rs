@@ -1,4 +1,4 @@
-//! `ddp-mp sampler`: which sample goes to which rank.
+//! `ddp-mp sampler`: the samples of each rank.
 
 use serde::Serialize;
 
@@ -6,29 +6,29 @@ use crate::data::DistributedSampler;
 use crate::error::Error;
 use crate::telemetry::{LogFormat, Printer, total_memory};
 
-/// What to show.
+/// The samples to show.
 #[derive(Debug, Clone)]
 pub struct SamplerRequest {
-    /// How many samples there are.
+    /// The number of samples.
     pub len: usize,
-    /// How many ranks they are dealt to.
+    /// The number of ranks.
     pub world_size: usize,
-    /// The rank to show; all, one after the other, if none.
+    /// The rank to show. `None` for all, one after the other.
     pub rank: Option<usize>,
     /// The epoch, from 0.
     pub epoch: u64,
-    /// What the shuffle starts from.
+    /// The seed of the shuffle.
     pub seed: u64,
-    /// Drop the samples that don't go round.
+    /// Drop the samples that cannot be divided equally among the ranks.
     pub drop_last: bool,
-    /// Deal every sample once, unless some are dropped: ranks may differ by one sample.
+    /// Deal every sample once, unless some are dropped. Ranks may differ by one sample.
     pub exact_mean: bool,
     /// Don't shuffle.
     pub no_shuffle: bool,
 }
 
 impl SamplerRequest {
-    /// The most ranks, each of which has a line at least.
+    /// The most ranks. Each has at least one line.
     pub const MOST_RANKS: usize = 1 << 20;
 }
 
@@ -39,11 +39,11 @@ struct Shard {
     indices: Vec<usize>,
 }
 
-/// Prints the samples of the asked ranks: a sample a line, or one object a rank. With a rank for each sample, unless
-/// there is only one to show.
+/// Prints the samples of the requested ranks: one line per sample, or one JSON object per rank. A line includes the
+/// rank unless only one rank is requested.
 ///
 /// # Errors
-/// [`Error::Input`] when they can't be dealt, and when stdout can't be written.
+/// [`Error::Input`] when the samples can't be dealt, and an error when stdout can't be written.
 pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()> {
     let world_size = request.world_size;
     if !(1..=SamplerRequest::MOST_RANKS).contains(&world_size) {
@@ -89,8 +89,12 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
                 if rank == 0 && request.rank.is_none() {
                     writeln!(out, "rank  sample")?;
                 }
-                indices.iter().try_for_each(|index| match request.rank {
+                indices.iter().enumerate().try_for_each(|(number, index)| match request.rank {
                     Some(_) => writeln!(out, "{index}"),
+                    // The sampler deals the ranks a sample each in turn, and repeats the first ones at the end.
+                    None if number * world_size + rank >= request.len => {
+                        writeln!(out, "{rank:>4}  {index}  (padding)")
+                    }
                     None => writeln!(out, "{rank:>4}  {index}"),
                 })
             })?,

@@ -1,4 +1,4 @@
-//! This process's part in a run, as the configuration says.
+//! The part of this process in a run: joining it, and starting its ranks.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::ffi::cuda::Cuda;
 use crate::launch::{Joining, Launch, Launched, Spawn, StopReason};
 use crate::telemetry::Printer;
 
-/// Joins the launch, and meets the other processes of the run, if there are any. They must be at the same `command`.
+/// Joins the launch, with a rendezvous if there are other processes. All must run the same `command`.
 pub(super) fn join(
     config: &Config,
     command: &str,
@@ -18,7 +18,7 @@ pub(super) fn join(
     cuda: &Cuda,
     printer: &Printer,
 ) -> Result<Launched> {
-    // Before the processes meet: what does not fit here is wrong input, and nobody need wait for it.
+    // Before the rendezvous: other processes need not wait for one whose input does not fit this machine.
     place_launched(config, &launch, cuda)?;
     let mut shared_options = vec![("the command".into(), command.into())];
     shared_options.extend(config.shared_options()?);
@@ -31,7 +31,7 @@ pub(super) fn join(
         note: &|text| printer.info(text),
     };
     let launched = launch.join(cuda, joining)?;
-    // Goes with the process: to stop the server would take half a second.
+    // Ends with the process: stopping the store's server would take half a second.
     std::mem::forget(launched.world.clone());
     Ok(launched)
 }
@@ -39,7 +39,7 @@ pub(super) fn join(
 /// Returns how to start the ranks of this process.
 pub(super) fn spawn(launched: &Launched, config: &Config, printer: &Arc<Printer>) -> Spawn {
     let printer = printer.clone();
-    // What fails once is to go well after a restart.
+    // A fault is injected once, not again after a restart.
     let fault = config.inject_fault.filter(|_| launched.launch.restart_count == 0);
     launched
         .spawn()
@@ -49,8 +49,8 @@ pub(super) fn spawn(launched: &Launched, config: &Config, printer: &Arc<Printer>
         .fault(fault)
 }
 
-/// Runs `work` in this process of a launch, or in processes that it starts; its error is left where the launcher looks for
-/// it. `stops`: whether `work` stops at a signal, and saves.
+/// Runs `work` in this process of a launch, or in processes that it starts. Leaves an error where the launcher looks
+/// for it. `stops`: whether `work` stops at a signal and saves.
 pub(super) fn run_launched(
     config: &Config,
     cuda: &Cuda,
@@ -59,7 +59,7 @@ pub(super) fn run_launched(
     work: impl FnOnce(Launch) -> anyhow::Result<Option<StopReason>>,
 ) -> anyhow::Result<Option<StopReason>> {
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
-    // In a file it may be there for training.
+    // For other commands, a file may have `max_restarts` for training.
     let restarts = if stops { max_restarts(config, &launch)? } else { 0 };
     if restarts > 0 || starts_processes(config, &launch) {
         return run_processes(config, &launch, cuda, printer, stops, restarts);

@@ -31,33 +31,32 @@ use crate::telemetry::report::Outcome;
 use crate::telemetry::{End, Event, Failure, LogFormat, MetricsLogger, Printer, Start};
 use crate::trainer::Trainer;
 
-/// So long an agent of torchrun's may take to see that machines have come or gone, and to end its processes: then their
-/// end is no failure that uses up a restart. Some look every 5 seconds only.
+/// How long to wait for torchrun's agent to stop us after a membership change. If we exit first, the agent counts it
+/// as a failure and uses up a restart. Agents poll as rarely as every 5 s.
 const AGENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What all ranks share.
+/// The state that all ranks of this process share.
 struct Job {
     config: Config,
     launched: Launched,
     data: Data,
-    /// Taken by rank 0; there if it is wanted.
+    /// The metrics logger, which rank 0 takes. `None` in a process without rank 0.
     recorder: Mutex<Option<MetricsLogger>>,
     records: bool,
     printer: Arc<Printer>,
     origin: StartPoint,
     stop: Arc<Stop>,
-    /// Why the run has ended before its last epoch, if it has.
+    /// The reason why the run ended before its last epoch, if it did.
     stopped: OnceLock<StopReason>,
-    /// The starts before this one.
+    /// The earlier starts of this run.
     restarts: Restarts,
     seen: RunArtifacts,
 }
 
-/// Trains as `config` says; returns when every rank has ended, and why that was before the last epoch, if it was.
+/// Trains as `config` says, until all ranks finish. Returns `Some(reason)` if training stopped early.
 ///
 /// # Errors
-/// [`Error::Input`](crate::Error::Input) when that can't be done here, and [`SpawnError`] when a rank
-/// failed.
+/// [`Error::Input`](crate::Error::Input) when `config` can't run here, and [`SpawnError`] when a rank failed.
 pub fn train(
     config: Config,
     cuda: &Cuda,
@@ -67,7 +66,7 @@ pub fn train(
     run_launched(&config, cuda, printer, true, work)
 }
 
-/// The part of it that is this process's.
+/// Trains the ranks of this process.
 fn train_in(
     config: Config,
     launch: Launch,
@@ -87,7 +86,7 @@ fn train_in(
     stop_on_signals(&stop).context("watching for signals")?;
     let asks = status_signal().context("watching for signals")?;
     let (config, data) = with_data(config)?;
-    // Those of `--spawn=processes` are all on their way.
+    // The processes of `--spawn=processes` start together, so none waits long for another.
     let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
     let meet = || session::join(&config, "train", launch, cuda, printer);
     let launched =
@@ -109,7 +108,7 @@ fn train_in(
         }
         let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
         (recorder, origin) = launched.before_ranks(|| {
-            MetricsLogger::check(metrics)?; // before anything is made
+            MetricsLogger::check(metrics)?; // before any file is created
             let origin = StartPoint::of(&config, world_size, printer)?;
             let recorder = MetricsLogger::new(printer, tensorboard, metrics)?.curves(seen.curves());
             if origin.checkpoint_dir.is_some() {
@@ -145,7 +144,7 @@ fn train_in(
     printer.end_progress();
     if let Err(error) = &result {
         let told = printer.flush_epochs().and_then(|()| match job.launched.launch.parent {
-            Some(_) => Ok(()), // the process that has started this one prints it
+            Some(_) => Ok(()), // the parent process prints it
             None => printer.event(&Event::Failure(failure(error))),
         });
         if let Err(unwritable) = told {
@@ -168,7 +167,7 @@ fn train_in(
     Ok(stopped)
 }
 
-/// What one rank does, from its first to its last line.
+/// Trains on one rank.
 fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let config = &job.config;
     let group = rank.init_process_group(job.launched.placement.backend)?;
@@ -251,15 +250,15 @@ fn train_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     if replicas_equal { Ok(()) } else { Ok(summary::refuse_different_replicas(&trainer, job)?) }
 }
 
-/// What the process of rank 0 knows, and all ranks must.
+/// The starting point, which rank 0's process reads and all ranks need.
 struct StartFrom {
     checkpoint: Option<Arc<Checkpoint>>,
-    /// Whether numbers are told on the way, which all ranks reduce.
+    /// Whether the run records metrics, which all ranks reduce.
     records: bool,
 }
 
 impl StartFrom {
-    /// A collective, where there are several processes: rank 0 reads, and tells the others.
+    /// Returns the starting point on every rank. With several processes, rank 0 broadcasts it: a collective.
     fn agreed(job: &Job, group: &ProcessGroup) -> Result<Self> {
         let mut start = Self { checkpoint: job.origin.checkpoint.clone(), records: job.records };
         if group.spans_processes() {
@@ -267,28 +266,28 @@ impl StartFrom {
             group.broadcast_object_list(&mut records, 0)?;
             start.records = records == [true];
             let received = Checkpoint::broadcast(start.checkpoint.as_deref(), group)?;
-            // Those of rank 0's process share theirs.
+            // Ranks in rank 0's process share its copy.
             start.checkpoint = start.checkpoint.or(received.map(Arc::new));
         }
         Ok(start)
     }
 }
 
-/// What one rank trains with.
+/// The objects that one rank trains with.
 pub(super) struct Training {
     pub ddp: Strategy<Model>,
-    /// None on a rank that makes no step.
+    /// `None` on a rank that makes no step.
     pub optimizer: Option<Box<dyn Optimizer>>,
     pub schedule: Schedule,
-    /// What the model draws from.
+    /// The random generator of the model.
     pub generator: Arc<Generator>,
     pub loader: Loader,
-    /// If it is to be explained: 64 bits over the parameters that this rank had before they were rank 0's.
+    /// A 64-bit hash of this rank's parameters before it got rank 0's. `None` without `--explain`.
     pub built: Option<u64>,
 }
 
 impl Training {
-    /// As `config` says, on this rank. A collective.
+    /// Builds these objects on this rank, as `config` says. A collective.
     pub(super) fn new(
         rank: &Rank,
         group: &Rc<ProcessGroup>,
@@ -339,9 +338,9 @@ impl Training {
     }
 }
 
-/// The data that `config` asks for, and the configuration with what follows from it.
+/// Opens the data of `config`. Returns it, and the configuration with its sizes.
 pub(super) fn with_data(config: Config) -> Result<(Config, Data)> {
-    // Threads of libtorch's own that are started here would be idle later: the ranks have their own.
+    // Threads that libtorch starts here would be idle later: the ranks have their own.
     tch::set_num_threads(1);
     let seed = data_seed(config.seed);
     let (config, data) = config.open_data(seed)?;
@@ -354,12 +353,12 @@ pub(super) fn with_data(config: Config) -> Result<(Config, Data)> {
     Ok((config, data))
 }
 
-/// The data must not be the numbers that the model starts from, so it has a seed of its own.
+/// Returns the seed of the data. It differs from the model's seed, so that both do not get the same numbers.
 fn data_seed(seed: u64) -> u64 {
     seed.wrapping_add(1)
 }
 
-/// What `--strategy dp` is there to show, if there are other ranks.
+/// Returns a note on the bytes that went through rank 0 with `--strategy dp`. `None` if there are no other ranks.
 fn through_rank_0(end: &End) -> Option<String> {
     let [sent, others_sent @ ..] = &end.bytes_sent_by_rank[..] else { return None };
     let [received, others_received @ ..] = &end.bytes_received_by_rank[..] else { return None };
@@ -373,7 +372,7 @@ fn through_rank_0(end: &End) -> Option<String> {
     ))
 }
 
-/// How the run ended, for its report.
+/// Returns how the run ended, for its report.
 fn outcome<T>(
     result: &Result<T, Box<SpawnError>>,
     stopped: Option<StopReason>,
@@ -390,7 +389,7 @@ fn outcome<T>(
     Outcome { kind, text }
 }
 
-/// Prints that the ranks have met: for people once, for programs after each restart.
+/// Prints that the run has started: as text once, as JSON also after each restart.
 fn tell_start(job: &Job, parameters: usize) -> anyhow::Result<()> {
     if job.printer.format() == LogFormat::Json || !job.restarts.started {
         let start = start(job, parameters);

@@ -1,8 +1,8 @@
-//! Options of training that a command which makes a few steps by itself has no use for.
+//! Training options that a command of a few steps does not support.
 
 use crate::error::{Error, Result};
 
-/// What is of a whole run. In a file it may be there for training.
+/// Options of a whole run. A file may have them for training.
 const TRAIN_ONLY: [&str; 22] = [
     "max_epochs",
     "val_fraction",
@@ -28,10 +28,11 @@ const TRAIN_ONLY: [&str; 22] = [
     "language",
 ];
 
-/// Refuses the first of these, or of `others`, among the flags `keys` that were typed, because of what the command does.
+/// Refuses the first of the given flags `keys` that is in `TRAIN_ONLY` or `others`. `what_it_does` is the reason in
+/// the error.
 ///
 /// # Errors
-/// [`Error::Input`] that names it.
+/// [`Error::Input`] that names the flag.
 pub(super) fn reject_flags<'a>(
     keys: impl IntoIterator<Item = &'a String>,
     others: &[&str],

@@ -1,4 +1,4 @@
-//! `ddp-mp verify`: N ranks against one rank with the N-fold batch, on the same samples.
+//! `ddp-mp verify`: compares N ranks with one rank of the N-fold batch, on the same samples.
 
 mod difference;
 
@@ -24,7 +24,7 @@ use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
 
-/// What is compared, or has no place in a comparison, beside what is of a whole run.
+/// Options that verify sets itself or cannot use, besides those of a whole run.
 const VERIFY_UNSUPPORTED: [&str; 10] = [
     "stall_warning",
     "strategy",
@@ -38,25 +38,25 @@ const VERIFY_UNSUPPORTED: [&str; 10] = [
     "master_port",
 ];
 
-/// What is trained in one of the ways that must come to the same.
+/// A way of training. All ways must give the same result.
 #[derive(Debug, Clone, Copy)]
 struct Variant {
     strategy: StrategyKind,
     ranks: usize,
     batch_size: usize,
-    accumulate: usize,
+    grad_accum_steps: usize,
 }
 
-/// A tensor after training.
+/// The values of one tensor.
 #[derive(Debug)]
 struct ParamValues {
     name: String,
     values: Vec<f32>,
-    /// How many numbers go into each that a layer with it computes.
+    /// The number of inputs of each number that a layer computes with this tensor.
     width: usize,
 }
 
-/// What training came to.
+/// The tensors before and after training.
 #[derive(Debug)]
 struct RunResult {
     before: Vec<ParamValues>,
@@ -64,21 +64,21 @@ struct RunResult {
     replicas_equal: bool,
 }
 
-/// Refuses a flag that [`verify`] would do nothing with.
+/// Refuses a flag that has no effect on [`verify`].
 ///
 /// # Errors
-/// [`Error::Input`] that names it.
+/// [`Error::Input`] that names the flag.
 pub fn check_verify_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
     let why = "verify chooses the ways of training itself, and makes --steps steps of each";
     reject_flags(keys, &VERIFY_UNSUPPORTED, why)
 }
 
-/// Trains `steps` steps on N ranks in every way that there is here, and on one rank with the N-fold batch, and prints
-/// how far the parameters differ; each one's with `per_parameter`.
+/// Trains `steps` steps on N ranks in every way that this machine supports, and on one rank with the N-fold batch.
+/// Prints how far the parameters differ; with `per_parameter`, for each parameter.
 ///
 /// # Errors
-/// [`Error::Input`] for what cannot be compared, [`SpawnError`](crate::SpawnError) when a rank failed, and a
-/// difference beyond what rounding explains.
+/// [`Error::Input`] for options that cannot be compared, [`SpawnError`](crate::SpawnError) when a rank failed, and an
+/// error for a difference beyond what rounding explains.
 pub fn verify(
     config: Config,
     steps: u64,
@@ -102,7 +102,7 @@ pub fn verify(
         true => unequal_batches(data.training, ranks, config.batch_size)?,
         false => whole_steps(data.training, ranks, config.batch_size)?,
     };
-    // The same for one rank as for all.
+    // One rank uses the same learning rate as N ranks.
     (config.lr, config.scale_lr) = (config.lr_for(ranks).0, false);
     config.num_samples = Some(dataset.len() as i64);
     let of_epoch = config.steps_per_epoch(ranks);
@@ -131,8 +131,12 @@ pub fn verify(
         |placement: &Placement, way, steps| trained(placement, way, &config, &dataset, steps);
     let (mut bound, mut device, mut all, mut broken) = (None, None, 0, Vec::new());
     for placement in &placements {
-        let whole =
-            Variant { strategy: StrategyKind::Ddp, ranks: 1, batch_size: of_step, accumulate: 1 };
+        let whole = Variant {
+            strategy: StrategyKind::Ddp,
+            ranks: 1,
+            batch_size: of_step,
+            grad_accum_steps: 1,
+        };
         let reference = train(placement, whole, steps)?;
         let bound = *match &mut bound {
             Some(bound) => bound,
@@ -146,7 +150,7 @@ pub fn verify(
                 bound
             }
         };
-        // Without any communication, the first time on each device.
+        // One rank that accumulates does not communicate: it is compared once per device.
         let alone = device.replace(placement.devices[0]) != Some(placement.devices[0]);
         for way in variants(&config, ranks, alone) {
             let trained = train(placement, way, steps)?;
@@ -189,13 +193,13 @@ pub fn verify(
     Ok(())
 }
 
-/// The first step, from 0, after which two ways to train are apart that are so after `steps`: of as few looks as there
-/// must be. `is_ok` trains so many steps.
+/// Returns the first step, from 0, after which two ways of training differ. They must differ after `steps` steps.
+/// Bisects, to train rarely. `is_ok` trains the given number of steps, and returns whether the ways agree.
 fn bisect_divergence(
     steps: u64,
     is_ok: impl Fn(u64) -> anyhow::Result<bool>,
 ) -> anyhow::Result<u64> {
-    // After so many they are not, after so many they are.
+    // The ways agree after `together` steps, and differ after `apart` steps.
     let (mut together, mut apart) = (0, steps);
     while apart - together > 1 {
         let middle = together + (apart - together) / 2;
@@ -204,7 +208,7 @@ fn bisect_divergence(
     Ok(apart - 1)
 }
 
-/// A mistake that is to be made must be one that is found here.
+/// Refuses an injected fault that verify does not inject or reach.
 fn check_fault(config: &Config, steps: u64) -> Result<()> {
     let Some(fault) = config.inject_fault else { return Ok(()) };
     let problem = match fault.kind {
@@ -219,7 +223,7 @@ fn check_fault(config: &Config, steps: u64) -> Result<()> {
     Err(Error::Input(format!("--inject-fault: {problem}")))
 }
 
-/// Refuses what makes N ranks another thing than one rank.
+/// Refuses options with which N ranks do not equal one rank.
 fn check_comparable(config: &Config) -> Result<()> {
     let refuse = |problem: &str| Err(Error::Input(problem.into()));
     if config.dropout > 0.0 {
@@ -251,8 +255,8 @@ fn check_comparable(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// As many samples as make whole steps of all ranks, where padding and a smaller last batch change nothing; and what to
-/// tell of it.
+/// Returns as many samples as fill whole steps of all ranks, and a note if samples are left out. Padding and a
+/// smaller last batch then have no effect.
 fn whole_steps(
     dataset: Arc<dyn Dataset>,
     ranks: usize,
@@ -272,8 +276,8 @@ fn whole_steps(
     }
 }
 
-/// As many samples as make two whole steps of all ranks and a smaller one, in which some ranks have one sample more than
-/// others; and what to tell of it.
+/// Returns as many samples as fill two whole steps of all ranks and a smaller one, and a note. In the smaller step
+/// some ranks have one sample more than others.
 fn unequal_batches(
     dataset: Arc<dyn Dataset>,
     ranks: usize,
@@ -294,7 +298,7 @@ fn unequal_batches(
     Ok((Arc::new(Subset::new(dataset, (0..count).collect())), Some(note)))
 }
 
-/// Where so many ranks can run here, and what is left out, and why.
+/// Returns where `ranks` ranks can run here, and notes on what is left out and why.
 fn placements(
     nproc: Nproc,
     ranks: usize,
@@ -321,7 +325,7 @@ fn placements(
     Ok((placements, left_out))
 }
 
-/// What a model with batch norm cannot be compared in.
+/// Returns a note on the ways that cannot be compared with batch norm. `None` without batch norm.
 fn not_of_batch_norm(config: &Config) -> Option<String> {
     config.sync_batch_norm.then(|| {
         "without dp, which has no --sync-batch-norm, and accumulation, where each smaller batch is normalized by \
@@ -330,20 +334,20 @@ fn not_of_batch_norm(config: &Config) -> Option<String> {
     })
 }
 
-/// Why there is no `dp` among what is compared.
+/// Returns a note on why `dp` is not compared. `None` if it is, or if [`not_of_batch_norm`] says so.
 fn not_of_exact_mean(config: &Config) -> Option<String> {
     let why = "without dp, whose ranks have batches of the same size";
     (config.exact_mean && !config.sync_batch_norm).then(|| why.into())
 }
 
-/// All that must come to the same; `alone`: also one rank that adds up as many batches as there are ranks.
+/// Returns the ways that must give the same result. `alone`: also one rank that accumulates `ranks` batches.
 fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
     let batch_size = config.batch_size;
-    let way = |strategy, ranks, batch_size, accumulate| Variant {
+    let way = |strategy, ranks, batch_size, grad_accum_steps| Variant {
         strategy,
         ranks,
         batch_size,
-        accumulate,
+        grad_accum_steps,
     };
     let (ddp, dp) = (StrategyKind::Ddp, StrategyKind::Dp);
     let mut ways = vec![way(ddp, ranks, batch_size, 1)];
@@ -361,7 +365,7 @@ fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
     ways
 }
 
-/// Trains one way.
+/// Trains in one way. Returns the result of rank 0.
 fn trained(
     placement: &Placement,
     way: Variant,
@@ -372,21 +376,21 @@ fn trained(
     let mut placement = placement.clone();
     placement.devices.truncate(way.ranks);
     let backend = placement.backend;
-    let Variant { strategy, batch_size, accumulate, .. } = way;
+    let Variant { strategy, batch_size, grad_accum_steps, .. } = way;
     let mut config = Config {
         strategy,
         batch_size,
-        grad_accum_steps: accumulate as u64,
+        grad_accum_steps: grad_accum_steps as u64,
         ..Config::clone(config)
     };
     if way.ranks == 1 || strategy == StrategyKind::Dp {
-        config.comm_hook = CommHookKind::None; // what is compared is whole
+        config.comm_hook = CommHookKind::None; // only ranks that average gradients with `ddp` compress
     }
     let spawn = Spawn::at(&placement)
         .timeout(config.timeout)
         .grace_period(config.grace_period)
         .check_collectives(config.check_collectives)
-        // One rank with the whole batch is what is right.
+        // One rank with the whole batch is the reference.
         .fault(config.inject_fault.filter(|_| way.ranks > 1));
     let dataset = dataset.clone();
     let results = spawn.run(move |rank| {
@@ -395,7 +399,7 @@ fn trained(
     results.into_iter().next().flatten().context("rank 0 has ended without a result")
 }
 
-/// What one rank does; rank 0 has the result.
+/// Trains on one rank. Returns the result on rank 0, `None` on the others.
 fn train_on(
     rank: &Rank,
     group: &Rc<ProcessGroup>,
@@ -421,7 +425,7 @@ fn train_on(
     Ok(Some(RunResult { before, after: values(&ddp.state_dict())?, replicas_equal }))
 }
 
-/// Copies of all tensors of numbers, and not of those that count.
+/// Returns copies of all float32 tensors. Counters are left out.
 fn values(tensors: &[(String, Tensor)]) -> Result<Vec<ParamValues>> {
     let copy = |(name, tensor): &(String, Tensor)| {
         let flat = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_flatten(0, -1)?;

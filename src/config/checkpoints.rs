@@ -1,4 +1,4 @@
-//! What the configuration asks of checkpoints: when to save, where to go on, what may differ then.
+//! The checkpoint keys: when to save, what to resume from, and which options may differ on resume.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use super::{CommHookKind, Config, Invalid, ScheduleKind, StrategyKind, flag_name
 use crate::error::{Error, Result};
 use crate::trainer::{Amp, SaveEvery};
 
-/// What changes nothing of what a run comes to, or how far it goes: a run that goes on may have others.
+/// Keys that may differ on resume: they do not change what is trained, only how far it runs or on what.
 const RESUME_IGNORES: [&str; 42] = [
     "patience",
     "skip_nonfinite",
@@ -55,8 +55,7 @@ const RESUME_IGNORES: [&str; 42] = [
     "init_from",
 ];
 
-/// What each process of a run may have for itself, because it changes nothing there, or because only that of rank 0
-/// counts.
+/// Keys that may differ between the processes of a run. They do not change the result, or only rank 0's value counts.
 const PER_PROCESS: [&str; 23] = [
     "tensorboard",
     "metrics",
@@ -71,7 +70,7 @@ const PER_PROCESS: [&str; 23] = [
     "node_rank",
     "master_addr",
     "master_port",
-    "backend", // what comes of it is compared
+    "backend", // the backend that it selects is compared
     "timeout",
     "grace_period",
     "stall_warning",
@@ -83,7 +82,7 @@ const PER_PROCESS: [&str; 23] = [
     "init_from",
 ];
 
-/// What is changed on purpose from time to time, and said then. Of all else a change is a mistake.
+/// Keys that users change on purpose on resume; the user gets a note. A change of any other key is a mistake.
 const RESUME_WARNS: [&str; 14] = [
     "lr",
     "weight_decay",
@@ -101,10 +100,11 @@ const RESUME_WARNS: [&str; 14] = [
     "max_grad_norm",
 ];
 
-/// The options that only a cosine schedule depends on: it spans the whole run. Kept with it, and noted if they change.
+/// Keys that matter only to a cosine schedule, which spans the whole run. Checkpoints save them with that schedule,
+/// and the user gets a note if they change.
 const OF_COSINE: [&str; 1] = ["max_epochs"];
 
-/// So many options are rather forgotten all at once than changed.
+/// With this many differences the user most likely forgot `--config`.
 const MANY_DIFFERENCES: usize = 3;
 
 fn is_noted(key: &str) -> bool {
@@ -112,14 +112,14 @@ fn is_noted(key: &str) -> bool {
 }
 
 impl Config {
-    /// When to save.
+    /// Returns how often to save.
     pub fn save_every(&self) -> SaveEvery {
         let by_default = self.save_every.is_none().then_some(1);
         SaveEvery { steps: self.save_every, epochs: self.save_every_epochs.or(by_default) }
     }
 
-    /// The path that `--resume` names: `best`, `latest` and `step-...` are in the folder of the run, if it has one. `None`
-    /// for `auto`.
+    /// Returns the path that `--resume` names. `best`, `latest` and `step-...` are in the folder of the run, if it
+    /// has one. `None` for `auto`, and without `--resume`.
     pub fn resume_path(&self) -> Option<PathBuf> {
         let path =
             self.resume.as_deref().filter(|it| *it != "auto" || self.checkpoint_dir.is_none())?;
@@ -130,10 +130,10 @@ impl Config {
         })
     }
 
-    /// What a checkpoint keeps of the options.
+    /// Returns the options that a checkpoint saves.
     ///
     /// # Errors
-    /// [`Error::Input`] if one cannot be written as JSON, which does not happen.
+    /// [`Error::Input`] if an option cannot be written as JSON, which does not happen.
     pub fn options(&self) -> Result<Map<String, Value>> {
         let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
         let Value::Object(mut all) = all else { return Ok(Map::new()) };
@@ -144,15 +144,15 @@ impl Config {
         Ok(all)
     }
 
-    /// The options that must be the same in all processes of a run, with their values. Where a process writes is its own
-    /// affair, but whether it does is a decision of all.
+    /// Returns the options that must be the same in all processes of a run, with their values. Processes may write to
+    /// different paths, but all or none must write.
     ///
     /// # Errors
     /// As [`Config::options`].
     pub fn shared_options(&self) -> Result<Vec<(String, String)>> {
         let all = serde_json::to_value(self).map_err(|error| Error::Input(error.to_string()))?;
         let Value::Object(mut all) = all else { return Ok(Vec::new()) };
-        all.insert("log_every".into(), self.log_every().into()); // whether it was typed or not
+        all.insert("log_every".into(), self.log_every().into()); // the default, too
         let shared = all.into_iter().filter(|(key, _)| !PER_PROCESS.contains(&&key[..]));
         let text = |(key, value): (String, Value)| match &key[..] {
             "checkpoint_dir" | "trace" | "report" => (flag_name(&key), "set".into()),
@@ -161,11 +161,11 @@ impl Config {
         Ok(shared.map(text).collect())
     }
 
-    /// Compares this with the options of a checkpoint to go on from: remarks on what differs. An option that the
-    /// checkpoint does not have is newer than it, and had its default.
+    /// Compares this with the options of a checkpoint to resume from. Returns notes on the differences. An option
+    /// that the checkpoint lacks is newer than it, and had its default.
     ///
     /// # Errors
-    /// [`Error::Input`] that names what must not differ, with both values.
+    /// [`Error::Input`] that names the options that must not differ, with both values.
     pub fn check_resume(&self, saved: &Map<String, Value>) -> Result<Vec<String>> {
         let mine = self.options()?;
         let mut was = Self::default().options()?;
@@ -174,7 +174,7 @@ impl Config {
         let mut keys: Vec<&String> = mine.keys().chain(saved.keys()).collect();
         keys.sort();
         keys.dedup();
-        // Older checkpoints do not have it, and without the schedule it means nothing.
+        // Older checkpoints lack these keys, and without the schedule they have no effect.
         let is_known = |key: &str| mine.contains_key(key) && saved.contains_key(key);
         keys.retain(|key| !OF_COSINE.contains(&&key[..]) || is_known(key));
         let value = |map: &Map<String, Value>, key: &String| {
@@ -184,7 +184,7 @@ impl Config {
         let (noted, mut wrong): (Vec<&&String>, Vec<&&String>) =
             keys.iter().filter(differ).partition(|key| is_noted(key));
         if wrong.iter().any(|key| ["dataset", "val_fraction"].contains(&&key[..])) {
-            wrong.retain(|key| !SIZES.contains(&&key[..])); // they follow from those
+            wrong.retain(|key| !SIZES.contains(&&key[..])); // the sizes follow from these
         }
         let tell = |key: &&String| {
             let (was, is) = (value(saved, key), value(&mine, key));
@@ -335,7 +335,7 @@ mod tests {
             told("max_epochs = 3"),
             ["--schedule was \"cosine\" in the checkpoint and is \"constant\" now"]
         );
-        // A checkpoint without the key does not tell its value.
+        // The value of a key that the checkpoint lacks is not known.
         let mut older = saved.clone();
         older.remove("max_epochs");
         let now = config(&format!("{cosine} = 3"));
@@ -364,7 +364,7 @@ mod tests {
                         --seed was 0 in the checkpoint and is 1 now; give the same";
         assert!(error.starts_with(expected), "{error}");
 
-        // What follows from something else that differs is not named, and many at once have one cause.
+        // Differences that follow from another one are not named. Many differences have one cause.
         let held_back = Config { num_samples: Some(3277), val_fraction: Some(0.2), ..config("") };
         let error = config("").check_resume(&held_back.options().unwrap()).unwrap_err().to_string();
         let expected = "saved: --val-fraction was 0.2 in the checkpoint and is not set now; give the same values, or";

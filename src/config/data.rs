@@ -1,4 +1,4 @@
-//! The keys of the data: what follows from a file, and what must fit it.
+//! The data keys: opens the data, takes the sizes of a file, and checks the given ones.
 
 use std::sync::Arc;
 
@@ -10,14 +10,14 @@ use crate::data::{
 use crate::error::{Error, Result};
 use crate::trainer::Loss;
 
-/// What a run trains on, and what it is tried on.
+/// The training and validation data of a run.
 #[derive(Debug)]
 pub struct Data {
-    /// What it trains on.
+    /// The training samples.
     pub training: Arc<dyn Dataset>,
-    /// What is held back, or lies beside it.
+    /// The validation samples, held back or from files beside the training files. `None` if there are none.
     pub validation: Option<Arc<dyn Dataset>>,
-    /// What to tell about it that nobody asked for.
+    /// Notes for the user about the data.
     pub notes: Vec<String>,
 }
 
@@ -25,7 +25,7 @@ pub struct Data {
 pub(super) const SIZES: [&str; 3] = ["num_samples", "in_features", "out_features"];
 
 impl Config {
-    /// What deals `rank` of `world_size` ranks its part of `len` samples.
+    /// Returns the sampler that deals `rank` of `world_size` ranks its part of `len` samples.
     pub(crate) fn sampler(
         &self,
         len: usize,
@@ -39,7 +39,7 @@ impl Config {
         Ok(if self.exact_mean && !self.drop_last { sampler.without_padding() } else { sampler })
     }
 
-    /// Takes back the defaults of sizes that were not given, where a file will tell them.
+    /// Clears the default sizes that were not given, where a file determines them.
     pub(super) fn leave_sizes_to_the_file(&mut self, given: [bool; 3]) {
         if self.dataset == DatasetSpec::Random {
             return;
@@ -50,11 +50,11 @@ impl Config {
         }
     }
 
-    /// The data that this asks for, and the same configuration with the sizes that follow from it. Random data
-    /// starts from `seed`, and so does the choice of what is held back for validation.
+    /// Opens the data. Returns it, and this configuration with the sizes of the data. `seed` is the seed of random
+    /// data and of the choice of validation samples.
     ///
     /// # Errors
-    /// [`Error::Input`] when a data file is not as it must be, or sizes were given that are not its own.
+    /// [`Error::Input`] when a data file is invalid, or when given sizes differ from those of the file.
     pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
         let named = |error| Error::Input(format!("--val-fraction: {error}"));
         if self.dataset == DatasetSpec::Random {
@@ -110,18 +110,18 @@ impl Config {
         Ok((self, Data { training: training.into_dataset()?, validation, notes }))
     }
 
-    /// Whether there may be samples to validate on: not known of files that have not been opened.
+    /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.
     pub(super) fn may_validate(&self) -> bool {
         let beside = matches!(self.dataset, DatasetSpec::Idx(_)) && self.val_fraction.is_none();
         beside || self.held_back().is_some()
     }
 
-    /// The fraction of the samples that is held back for validation, if any.
+    /// Returns the fraction of the samples that is held back for validation, if any.
     fn held_back(&self) -> Option<f64> {
         self.val_fraction.filter(|&fraction| fraction > 0.0)
     }
 
-    /// The samples for validation that come with `data`, if nothing else is said; they must be like its own.
+    /// Returns the validation samples in files beside `data`, unless `val_fraction` is given. Their sizes must match.
     fn validation_beside(&self, data: &FileDataset) -> Result<Option<FileDataset>> {
         if self.val_fraction.is_some() {
             return Ok(None);

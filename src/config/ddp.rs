@@ -1,4 +1,4 @@
-//! What the configuration asks of the DDP engine.
+//! The keys of the DDP engine: its strategy, options and communication hook.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,32 +7,32 @@ use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
 use crate::optim::Unit;
 use crate::trainer::Amp;
 
-/// How one model is trained on all ranks: `--strategy`.
+/// The distributed strategy: `--strategy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StrategyKind {
     /// `DistributedDataParallel`.
     Ddp,
-    /// `DataParallel`, the old way.
+    /// `DataParallel`, the older strategy.
     Dp,
 }
 
-/// How buckets of gradients are averaged: `--comm-hook`.
+/// The communication hook that averages buckets of gradients: `--comm-hook`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CommHookKind {
-    /// As they are.
+    /// No compression.
     None,
-    /// As float16.
+    /// Compression to float16.
     Fp16,
-    /// As bfloat16.
+    /// Compression to bfloat16.
     Bf16,
-    /// As products of thin matrices, from step [`Config::powersgd_start`] on.
+    /// Products of thin matrices, from step [`Config::powersgd_start_iter`] on.
     PowerSgd,
 }
 
 impl Config {
-    /// The options of the engine that this asks for.
+    /// Returns the options of the DDP engine.
     pub fn ddp_options(&self) -> DdpOptions {
         let default = DdpOptions::default();
         DdpOptions {
@@ -46,7 +46,7 @@ impl Config {
         }
     }
 
-    /// Refuses options that `DataParallel` does not have; left alone they would change results, or nothing.
+    /// Refuses options that `DataParallel` does not have. It would ignore them, or they would change results.
     pub(super) fn validate_strategy(&self) -> Result<(), Invalid> {
         let default = Config::default();
         let of_ddp = [
@@ -76,7 +76,7 @@ impl Config {
         }
     }
 
-    /// Returns what to tell the user if the communication hook does nothing in a run of so many steps in all.
+    /// Returns a note if the communication hook has no effect in a run of `steps` steps. `None` if it has an effect.
     pub(crate) fn idle_hook_warning(&self, steps: u64) -> Option<String> {
         let is_idle = self.comm_hook == CommHookKind::PowerSgd && self.powersgd_start_iter >= steps;
         is_idle.then(|| {
@@ -109,7 +109,7 @@ impl Config {
         }
     }
 
-    /// The communication hook that this asks for, if any.
+    /// Returns the communication hook. `None` if gradients are not compressed.
     pub fn comm_hook(&self) -> Option<Box<dyn CommHook>> {
         match self.comm_hook {
             CommHookKind::None => None,

@@ -1,4 +1,4 @@
-//! The files of a run: none that it writes is one that it reads, or writes as something else.
+//! The files of a run. No output may be an input or another output.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::files::Place;
 use crate::launch::SpawnChoice;
 use crate::telemetry::trace_path;
 
-/// What a run does with a path.
+/// The use of a path in a run.
 #[derive(Clone, Copy, PartialEq)]
 enum Use {
     Reads,
@@ -31,8 +31,8 @@ struct Used {
 }
 
 impl Config {
-    /// Checks that no output is an input or another output, in a run of `processes`, and that all of these can read `file`,
-    /// that of `--config`.
+    /// Checks the paths of a run of `processes` processes: no output may be an input or another output. All processes
+    /// must be able to read `file`, that of `--config`.
     pub(super) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<(), Invalid> {
         self.check_names()?;
         let used = self.files(file, processes);
@@ -47,7 +47,7 @@ impl Config {
         self.check_own_output(&used)
     }
 
-    /// As [`check_files`](Self::check_files), when the number of processes is known: each has a trace of its own.
+    /// Calls [`check_files`](Self::check_files) when the number of processes is known: each has a trace of its own.
     ///
     /// # Errors
     /// [`Error::Input`] that names both flags.
@@ -56,7 +56,7 @@ impl Config {
         checked.map_err(|it| Error::Input(format!("{}: {}", flag_name(it.key), it.problem)))
     }
 
-    /// Refuses a `--config` that cannot be read again, where this process starts others: each reads it for itself.
+    /// Refuses a `--config` that cannot be read again, if this process starts others: each reads the file itself.
     fn check_read_again(&self, file: &Path) -> Result<(), Invalid> {
         let starts_others = self.spawn == SpawnChoice::Processes || self.max_restarts > 0;
         if !starts_others || (file.is_file() && !Place::of(file).is_of_this_process()) {
@@ -91,7 +91,7 @@ impl Config {
         }
     }
 
-    /// All paths, the inputs first.
+    /// Returns all paths, the inputs first.
     fn files(&self, file: Option<&Path>, processes: usize) -> Vec<Used> {
         let used = |key, usage, path: &Path| Used { key, usage, place: Place::of(path) };
         let is_device = |it: &Used| it.place.is_device(); // such as /dev/null, which many may use
@@ -103,13 +103,13 @@ impl Config {
             let Some(path) = &path else { continue };
             let is_folder = path.is_dir();
             all.push(used(key, if is_folder { Use::Keeps } else { Use::Reads }, path));
-            // It may be a checkpoint of the run in the folder around it.
+            // The path may be a checkpoint in the folder of a run.
             if let Some(run) = CheckpointDir::around(path) {
                 all.push(used(key, Use::Keeps, &run));
             }
         }
         if let Some(trace) = &self.trace {
-            // A path without a name, such as `..`, has no number to tell them apart, and is refused later.
+            // A path without a name, such as `..`, has no place for a process number, and is refused later.
             let processes = if trace.file_name().is_some() { processes } else { 1 };
             let traces = (0..processes).map(|process| trace_path(trace, [process, processes]));
             all.extend(traces.map(|it| used("trace", Use::Writes, &it)));
@@ -126,7 +126,7 @@ impl Config {
         all
     }
 
-    /// Refuses files that stdout or stderr go to. Metrics may go there: they are written in between.
+    /// Refuses files that stdout or stderr go to. Metrics may go there, between the other lines.
     fn check_own_output(&self, used: &[Used]) -> Result<(), Invalid> {
         let outputs = [
             ("stdout", Place::of_output(io::stdout())),
@@ -143,13 +143,13 @@ impl Config {
     }
 }
 
-/// What is wrong with two of a run's paths, said of the later one.
+/// Returns the problem with two paths of a run, worded for the later one. `None` if there is no problem.
 fn conflict(earlier: &Used, later: &Used) -> Option<String> {
     use Use::{Fills, Keeps, Reads, Writes};
     let other = flag_name(earlier.key);
     let is_file = |it: &Used| matches!(it.usage, Reads | Writes);
     if later.usage == Reads || (earlier.usage, later.usage) == (Keeps, Keeps) {
-        // Checkpoints are read where they are written; but none is written into another.
+        // A run may read and write checkpoints in one folder, but must not write into a checkpoint.
         let inside =
             later.key == "checkpoint_dir" && is_of_checkpoint(&later.place, &earlier.place);
         return inside
@@ -173,13 +173,13 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
     taken.then(|| format!("checkpoints in this folder need the name that {other} has; use another"))
 }
 
-/// Whether `path` has, or is below, a name that checkpoints have in `folder`.
+/// Returns whether `path` is, or is below, a name that checkpoints use in `folder`.
 fn is_of_checkpoint(path: &Place, folder: &Place) -> bool {
     path.within(folder).is_some_and(|it| it.iter().next().is_some_and(CheckpointDir::uses))
 }
 
 impl DatasetSpec {
-    /// The files that may be read.
+    /// Returns the files that may be read.
     fn files(&self) -> Vec<PathBuf> {
         match self {
             Self::Random | Self::Digits => Vec::new(),

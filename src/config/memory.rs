@@ -1,4 +1,4 @@
-//! The memory that a configuration needs at least: what cannot fit is refused before anything is allocated.
+//! The least memory that a configuration needs. If it cannot fit, it is refused before anything is allocated.
 
 use super::data::SIZES;
 use super::{Config, Invalid, OptimizerKind, StrategyKind};
@@ -11,11 +11,11 @@ use crate::trainer::Loss;
 /// The bytes of a float32.
 const FLOAT: f64 = 4.0;
 
-/// The bytes of a sample's number in an order.
+/// The bytes of a sample's index in a shuffled order.
 const ORDER: f64 = 8.0;
 
 impl Config {
-    /// Refuses random data, or one replica of the model, for which `total` bytes are not enough.
+    /// Refuses random data, or one replica of the model, that does not fit into `total` bytes.
     pub(super) fn validate_memory(&self, total: Option<u64>) -> Result<(), Invalid> {
         let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
         let too_large = |key, what: String, bytes: f64| {
@@ -40,11 +40,11 @@ impl Config {
         Ok(())
     }
 
-    /// Refuses a run for whose random data, orders of samples and replicas, of `ranks` ranks in `processes` processes,
-    /// the memory of this machine is not enough.
+    /// Refuses a run of `ranks` ranks in `processes` processes that does not fit into this machine's memory. Counts
+    /// random data, orders of samples and replicas.
     ///
     /// # Errors
-    /// [`Error::Input`] that names the largest of them.
+    /// [`Error::Input`] that names the largest of these parts.
     pub(crate) fn check_memory_for(&self, ranks: usize, processes: usize) -> Result<()> {
         self.check_memory_of(total_memory(), ranks, processes)
     }
@@ -58,7 +58,7 @@ impl Config {
         };
         let parameters = self.parameters();
         let samples = self.num_samples.unwrap_or_default();
-        // With `dp` rank 0 alone deals samples.
+        // With `dp`, only rank 0 deals samples.
         let orders = if self.strategy == StrategyKind::Dp { 1 } else { ranks };
         let shuffled = if self.no_shuffle { 0.0 } else { samples as f64 };
         let in_each =
@@ -119,7 +119,7 @@ impl Config {
         self.model_config().num_parameters()
     }
 
-    /// Returns the keys that say how large the model is.
+    /// Returns the keys that determine the size of the model.
     fn widths(&self) -> &'static [&'static str] {
         match self.model {
             ModelKind::Linear => &["in_features", "out_features"],
@@ -128,7 +128,7 @@ impl Config {
         }
     }
 
-    /// Returns the one of `keys` whose value is the largest beside its default.
+    /// Returns the one of `keys` whose value is the largest relative to its default.
     fn largest(&self, keys: &[&'static str]) -> &'static str {
         let default = Self::default();
         let value = |config: &Self, key: &str| {
@@ -213,7 +213,7 @@ mod tests {
         assert!(in_order.check_memory_of(gb(1), 20, 1).is_ok());
         let through_rank_0 = Config { strategy: StrategyKind::Dp, ..config.clone() };
         assert!(through_rank_0.check_memory_of(gb(1), 20, 1).is_ok());
-        // A file's data is where it is.
+        // Only random data is counted.
         let of_file = Config { dataset: DatasetSpec::Digits, ..config };
         assert!(of_file.check_memory_of(gb(1), 4, 4).is_ok());
     }

@@ -1,4 +1,4 @@
-//! Everything a run can be told, as plain data: defaults, then a TOML file, then flags.
+//! The configuration of a run, as plain data: defaults, overridden by a TOML file, overridden by flags.
 
 mod checkpoints;
 mod data;
@@ -32,243 +32,242 @@ use resolve::flag_name;
 use validation::Invalid;
 pub use validation::parse_timeout;
 
-/// A whole configuration. Every field is a flag (with `-` for `_`) and a key of a TOML file.
+/// The configuration of a run. Each field is a flag (with `-` for `_`) and a key of a TOML file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// How often to go through the data.
+    /// The number of passes over the data.
     #[serde(alias = "max-epochs")]
     pub max_epochs: u64,
-    /// How many samples a step takes, on each rank.
+    /// Samples per batch on each rank. A step takes `grad_accum_steps` batches.
     #[serde(alias = "batch-size")]
     pub batch_size: usize,
     /// The model.
     pub model: ModelKind,
     /// The widths of an mlp's hidden layers.
     pub hidden: Vec<i64>,
-    /// The function between the layers of an mlp or a cnn.
+    /// The activation function between the layers of an mlp or a cnn.
     pub activation: Activation,
-    /// With which probability a number between an mlp's layers is zeroed.
+    /// The dropout probability between an mlp's layers.
     pub dropout: f64,
     /// The channels of a cnn's convolutions.
     pub channels: Vec<i64>,
-    /// Whether a cnn's batch norms take their statistics over the samples of all ranks.
+    /// Batch norms of a cnn take their statistics over the samples of all ranks, as `SyncBatchNorm` does.
     #[serde(alias = "sync-batch-norm")]
     pub sync_batch_norm: bool,
-    /// What is to become small.
+    /// The loss function.
     pub loss: Loss,
-    /// What kind the forward pass is computed in where that is precise enough.
+    /// The mixed precision of the forward pass: its dtype where that is precise enough.
     pub amp: Amp,
 
     /// The learning rate.
     pub lr: f64,
-    /// What steps the parameters.
+    /// The optimizer.
     pub optimizer: OptimizerKind,
-    /// How much of SGD's last step goes into the next.
+    /// SGD's momentum.
     pub momentum: f64,
-    /// How much less of the gradient goes into SGD's momentum.
+    /// The dampening of SGD's momentum.
     pub dampening: f64,
-    /// Nesterov's momentum for SGD.
+    /// Nesterov momentum for SGD.
     pub nesterov: bool,
-    /// Weight decay; the optimizer's default if there is none.
+    /// Weight decay. `None` for the optimizer's default.
     #[serde(alias = "weight-decay", skip_serializing_if = "Option::is_none")]
     pub weight_decay: Option<f64>,
     /// No weight decay for biases and the parameters of norms.
     #[serde(alias = "no-decay-on-bias-and-norm")]
     pub no_decay_on_bias_and_norm: bool,
-    /// How much of its mean gradient AdamW keeps in a step.
+    /// The decay rate of AdamW's mean gradient.
     pub beta1: f64,
-    /// How much of its mean squared gradient AdamW keeps in a step.
+    /// The decay rate of AdamW's mean squared gradient.
     pub beta2: f64,
-    /// What AdamW adds to its denominator.
+    /// The term added to AdamW's denominator.
     pub eps: f64,
-    /// How the learning rate changes.
+    /// The learning rate schedule.
     pub schedule: ScheduleKind,
-    /// What a schedule counts.
+    /// The unit of the schedule: epochs or steps.
     #[serde(alias = "schedule-by")]
     pub schedule_by: Unit,
-    /// When a multi-step schedule lowers the learning rate.
+    /// The epochs or steps at which a multi-step schedule applies `gamma`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub milestones: Vec<u64>,
-    /// By what it is multiplied there.
+    /// The factor of the learning rate at each milestone.
     pub gamma: f64,
-    /// Where a cosine schedule ends.
+    /// The learning rate at the end of a cosine schedule.
     #[serde(alias = "eta-min")]
     pub eta_min: f64,
-    /// In how many steps the learning rate rises to its value at first.
+    /// The number of warm-up steps, in which the learning rate rises to its full value.
     #[serde(alias = "warmup-steps")]
     pub warmup_steps: u64,
     /// Multiply the learning rate by the number of ranks.
     #[serde(alias = "scale-lr")]
     pub scale_lr: bool,
-    /// How long the gradient may be.
+    /// The largest norm of the gradients; larger ones are scaled down. `None` for no limit.
     #[serde(alias = "max-grad-norm", skip_serializing_if = "Option::is_none")]
     pub max_grad_norm: Option<f64>,
 
-    /// How many steps to leave out whose losses or gradients are not finite.
+    /// The number of steps that may be skipped because their losses or gradients are not finite. `None` to skip none.
     #[serde(alias = "skip-nonfinite", skip_serializing_if = "Option::is_none")]
     pub skip_nonfinite: Option<u64>,
-    /// After how many steps each time to compare what each rank has for each parameter.
+    /// Steps between comparisons of all ranks' parameters, if requested.
     #[serde(alias = "check-replicas-every", skip_serializing_if = "Option::is_none")]
     pub check_replicas_every: Option<u64>,
 
-    /// What to train on.
+    /// The data set.
     pub dataset: DatasetSpec,
-    /// How many samples there are; those of a file from its first on. All of a file's, if not given.
+    /// The number of samples; of a file, the first ones. `None` for all samples of a file.
     #[serde(alias = "num-samples", skip_serializing_if = "Option::is_none")]
     pub num_samples: Option<i64>,
-    /// How many numbers each sample has; as many as in the file, if not given.
+    /// Numbers per sample. `None` to take it from the file.
     #[serde(alias = "in-features", skip_serializing_if = "Option::is_none")]
     pub in_features: Option<i64>,
-    /// How many numbers the model predicts; with cross-entropy, how many classes there are. From the file, if
-    /// not given.
+    /// Outputs of the model; with cross-entropy, the number of classes. `None` to take it from the file.
     #[serde(alias = "out-features", skip_serializing_if = "Option::is_none")]
     pub out_features: Option<i64>,
-    /// The folder of TensorBoard's files.
+    /// The folder for TensorBoard's files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensorboard: Option<PathBuf>,
-    /// The file of the timeline of all ranks.
+    /// The file for the timeline of all ranks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace: Option<PathBuf>,
-    /// The file of the page that shows the run.
+    /// The file for the web page about the run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub report: Option<PathBuf>,
-    /// The file of metrics, a JSON object a line.
+    /// The file for metrics, one JSON object per line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metrics: Option<PathBuf>,
-    /// After how many steps to tell how training goes each time, if not by default.
+    /// Steps between reports of progress. `None` for the default: 50, or 10 with a report.
     #[serde(alias = "log-every", skip_serializing_if = "Option::is_none")]
     pub log_every: Option<u64>,
-    /// Which fraction of the samples is held back for validation; if it is not given, files for validation that
-    /// lie beside those for training are used.
+    /// The fraction of the samples held back for validation. `None` to use the validation files beside the training
+    /// files, if there are any.
     #[serde(alias = "val-fraction", skip_serializing_if = "Option::is_none")]
     pub val_fraction: Option<f64>,
-    /// After how many epochs to validate each time.
+    /// Epochs between validations.
     #[serde(alias = "val-every")]
     pub val_every: u64,
     /// Don't shuffle the samples.
     #[serde(alias = "no-shuffle")]
     pub no_shuffle: bool,
-    /// Drop the samples that don't go round between the ranks, instead of dealing some twice.
+    /// Drop the samples that cannot be divided equally among the ranks, instead of repeating some.
     #[serde(alias = "drop-last")]
     pub drop_last: bool,
-    /// Leave out an epoch's last batch, if it has fewer samples.
+    /// Drop an epoch's last batch if it has fewer samples than the others.
     #[serde(alias = "drop-last-batch")]
     pub drop_last_batch: bool,
-    /// How many threads load batches for each rank; none: the rank itself does.
+    /// Threads per rank that load batches. With 0, the rank itself loads them.
     #[serde(alias = "num-workers")]
     pub num_workers: usize,
-    /// How many batches each of them is ahead.
+    /// Batches that each worker loads ahead.
     #[serde(alias = "prefetch-factor")]
     pub prefetch_factor: usize,
-    /// What all randomness starts from.
+    /// The random seed.
     pub seed: u64,
 
-    /// Where to save checkpoints.
+    /// The folder for checkpoints. `None` to save none.
     #[serde(alias = "checkpoint-dir", skip_serializing_if = "Option::is_none")]
     pub checkpoint_dir: Option<PathBuf>,
-    /// After how many steps to save each time.
+    /// Steps between checkpoints.
     #[serde(alias = "save-every", skip_serializing_if = "Option::is_none")]
     pub save_every: Option<u64>,
-    /// After how many epochs; after each, if neither is said.
+    /// Epochs between checkpoints. The default is 1 without `save_every`.
     #[serde(alias = "save-every-epochs", skip_serializing_if = "Option::is_none")]
     pub save_every_epochs: Option<u64>,
-    /// How many of the newest checkpoints to keep.
+    /// The number of newest checkpoints to keep.
     #[serde(alias = "keep-last")]
     pub keep_last: u64,
-    /// The checkpoint to go on from, or `auto`.
+    /// The checkpoint to resume from, or `auto`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume: Option<String>,
-    /// A file of parameters and buffers to start from.
+    /// The file of the initial parameters and buffers.
     #[serde(alias = "init-from", skip_serializing_if = "Option::is_none")]
     pub init_from: Option<PathBuf>,
-    /// After how many steps of the whole run to stop.
+    /// The number of steps of the whole run after which it stops.
     #[serde(alias = "max-steps", skip_serializing_if = "Option::is_none")]
     pub max_steps: Option<u64>,
-    /// After how many validations without progress to stop.
+    /// The number of validations in a row without progress after which the run stops.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub patience: Option<u64>,
-    /// After how much time to stop, counted from this start.
+    /// The time after which the run stops, counted from this start. Restarts by `max_restarts` do not reset it.
     #[serde(
         alias = "max-seconds",
         with = "text::some_duration",
         skip_serializing_if = "Option::is_none"
     )]
     pub max_seconds: Option<Duration>,
-    /// How often the ranks of this machine start again after a failure, from the newest checkpoint.
+    /// The number of restarts of this machine's ranks after a failure, from the newest checkpoint.
     #[serde(alias = "max-restarts")]
     pub max_restarts: usize,
 
-    /// How many ranks to start.
+    /// The number of ranks that this process starts.
     #[serde(alias = "nproc-per-node", with = "text::nproc")]
     pub nproc_per_node: Nproc,
-    /// What the ranks are.
+    /// Ranks as threads or as processes.
     pub spawn: SpawnChoice,
-    /// Which launcher's variables to go by.
+    /// The launcher whose variables place this process.
     pub launch: LaunchChoice,
-    /// How many machines there are, if no launcher says so.
+    /// The number of machines, if no launcher sets it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nnodes: Option<usize>,
-    /// This machine's number among them, from 0.
+    /// This machine's number, from 0.
     #[serde(alias = "node-rank", skip_serializing_if = "Option::is_none")]
     pub node_rank: Option<usize>,
-    /// The name or address of machine 0.
+    /// The host name or address of machine 0.
     #[serde(alias = "master-addr", skip_serializing_if = "Option::is_none")]
     pub master_addr: Option<String>,
-    /// The port where the machines meet.
+    /// The port of the rendezvous on machine 0.
     #[serde(alias = "master-port", skip_serializing_if = "Option::is_none")]
     pub master_port: Option<u16>,
-    /// What carries the tensors.
+    /// The communication backend.
     pub backend: BackendChoice,
-    /// How one model is trained on all ranks.
+    /// The distributed strategy.
     pub strategy: StrategyKind,
-    /// When a bucket of gradients is full, in MiB.
+    /// The size of a gradient bucket, in MiB.
     #[serde(alias = "bucket-cap-mb")]
     pub bucket_cap_mb: f64,
-    /// Of how many batches the gradients are added up before a step.
+    /// Batches whose gradients are added up before a step.
     #[serde(alias = "grad-accum-steps")]
     pub grad_accum_steps: u64,
-    /// Average gradients over samples and not over ranks, and deal no sample twice.
+    /// Average gradients over samples instead of ranks, and repeat no sample.
     #[serde(alias = "exact-mean")]
     pub exact_mean: bool,
-    /// Reduce buckets after backward only.
+    /// Reduce buckets after backward, not during it.
     #[serde(alias = "no-overlap")]
     pub no_overlap: bool,
-    /// How buckets are averaged.
+    /// The communication hook that averages buckets.
     #[serde(alias = "comm-hook")]
     pub comm_hook: CommHookKind,
-    /// How many steps powersgd averages without compression first: `start_powerSGD_iter`.
+    /// Steps without compression before powersgd begins: `start_powerSGD_iter`.
     #[serde(alias = "powersgd-start-iter")]
     pub powersgd_start_iter: u64,
-    /// Allow that the loss does not depend on some parameters.
+    /// Allow parameters that the loss does not depend on.
     #[serde(alias = "find-unused-parameters")]
     pub find_unused_parameters: bool,
     /// The loss depends on the same parameters in every step.
     #[serde(alias = "static-graph")]
     pub static_graph: bool,
-    /// Let each rank keep its own buffers in training.
+    /// Keep each rank's own buffers in training: rank 0's are not broadcast.
     #[serde(alias = "no-broadcast-buffers")]
     pub no_broadcast_buffers: bool,
-    /// How long a rank waits for the others.
+    /// The longest time that a rank waits for the others.
     #[serde(with = "text::duration")]
     pub timeout: Duration,
-    /// How long the others get to come back after one rank has failed.
+    /// The time for the other ranks to return after one has failed.
     #[serde(alias = "grace-period", with = "text::duration")]
     pub grace_period: Duration,
-    /// After how long in a collective who is missing there is told.
+    /// The time in a collective after which missing ranks are reported.
     #[serde(alias = "stall-warning", with = "text::duration")]
     pub stall_warning: Duration,
-    /// How results are written.
+    /// The format of the results.
     #[serde(alias = "log-format")]
     pub log_format: LogFormat,
-    /// Whether the run is told step by step.
+    /// Explain the first steps of the run.
     pub explain: bool,
-    /// In which language.
+    /// The language of the explanation.
     pub language: Language,
-    /// Compare what the ranks call also where the backend need not.
+    /// Compare all ranks' collective calls, also where the backend does not require it.
     #[serde(alias = "check-collectives")]
     pub check_collectives: bool,
-    /// A rank that is to fail.
+    /// The fault to inject into a rank.
     #[serde(
         alias = "inject-fault",
         skip_serializing_if = "Option::is_none",
@@ -368,14 +367,14 @@ impl Default for Config {
 }
 
 impl fmt::Display for Config {
-    /// As a TOML file that gives this very configuration.
+    /// Writes the TOML file that gives this configuration.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(toml::to_string(self).map_err(|_| fmt::Error)?.trim_end())
     }
 }
 
 impl Config {
-    /// What this says about how the process was launched.
+    /// Returns the options that say how this process was launched.
     pub fn launch_options(&self) -> LaunchOptions {
         LaunchOptions {
             launch: self.launch,
@@ -387,12 +386,12 @@ impl Config {
         }
     }
 
-    /// After how many steps to tell how training goes each time: more often for the curves of a report.
+    /// Returns the steps between reports of progress: fewer for the curves of a report.
     pub fn log_every(&self) -> u64 {
         self.log_every.unwrap_or(if self.report.is_some() { 10 } else { 50 })
     }
 
-    /// The model that this asks for.
+    /// Returns the configuration of the model.
     pub fn model_config(&self) -> ModelConfig {
         let default = ModelConfig::default();
         ModelConfig {

@@ -1,4 +1,4 @@
-//! The keys that say how parameters are stepped: what they ask for, and what makes no sense.
+//! The optimization keys: the optimizer and the schedule that they select, and their validation.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use super::{Config, Invalid};
 use crate::error::{Error, Result};
 use crate::optim::{AdamWOptions, OptimizerConfig, ParamSpan, Schedule, SgdOptions, Unit};
 
-/// Which optimizer: `--optimizer`.
+/// The optimizer: `--optimizer`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerKind {
@@ -16,20 +16,20 @@ pub enum OptimizerKind {
     AdamW,
 }
 
-/// Which schedule: `--schedule`.
+/// The learning rate schedule: `--schedule`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScheduleKind {
-    /// The same learning rate always.
+    /// A constant learning rate.
     Constant,
-    /// Lower from each milestone on.
+    /// A learning rate multiplied by `gamma` at each milestone.
     MultiStep,
-    /// Half a wave of a cosine over the run.
+    /// Half a cosine wave over the run.
     Cosine,
 }
 
 impl Config {
-    /// The optimizer that this asks for.
+    /// Returns the configuration of the optimizer.
     pub fn optimizer_config(&self) -> OptimizerConfig {
         let decays =
             if self.no_decay_on_bias_and_norm { ParamSpan::is_weight } else { |_: &_| true };
@@ -50,7 +50,7 @@ impl Config {
         }
     }
 
-    /// The learning rate for so many ranks, and what to tell the user where it is not `lr`.
+    /// Returns the learning rate for `world_size` ranks, and a note for the user if it is scaled.
     pub fn lr_for(&self, world_size: usize) -> (f64, Option<String>) {
         if !self.scale_lr {
             return (self.lr, None);
@@ -61,7 +61,7 @@ impl Config {
         (lr, Some(note))
     }
 
-    /// The learning rates of a run on so many ranks.
+    /// Returns the learning rate schedule of a run on `world_size` ranks.
     pub fn schedule_for(&self, world_size: usize) -> Schedule {
         let (lr, _) = self.lr_for(world_size);
         let schedule = match self.schedule {
@@ -179,7 +179,7 @@ impl Config {
         Ok(())
     }
 
-    /// Refuses a learning rate or a warm-up that does not fit so many ranks.
+    /// Refuses a learning rate or a warm-up that does not fit `world_size` ranks.
     pub(super) fn validate_optimization_for(&self, world_size: usize) -> Result<()> {
         let (lr, _) = self.lr_for(world_size);
         if !is_positive(lr) {
@@ -204,10 +204,10 @@ pub(super) fn shown(value: f64) -> String {
     if value.abs() < 1e16 { format!("{value}") } else { format!("{value:?}") }
 }
 
-/// The largest number of the optimizers, which step in float32: a little less than the largest that it holds.
+/// The largest number that the optimizers accept. They step in float32, whose largest number is a little above.
 const MOST: f64 = 3.4e38;
 
-/// Whether `value` is from 0 on and float32 can hold it.
+/// Returns whether `value` is at least 0 and float32 can hold it.
 fn is_positive(value: f64) -> bool {
     (0.0..=MOST).contains(&value)
 }

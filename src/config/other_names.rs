@@ -1,7 +1,7 @@
-//! The names that other programs have for the options of this one.
+//! The names that other programs use for the options of this one.
 
-/// Options of the examples of PyTorch, torchrun, Lightning and the Hugging Face Trainer, without dashes, and the
-/// options that are like them here. The commands have different options: the first that a command has is its own.
+/// Options of PyTorch's examples, torchrun, Lightning and the Hugging Face Trainer, without dashes, and the
+/// equivalent options here. Commands differ in their options: the first one that a command has applies.
 const OTHER_NAMES: [(&str, &[&str]); 97] = [
     ("accelerator", &["nproc-per-node"]),
     ("accumulate-grad-batches", &["grad-accum-steps"]),
@@ -102,8 +102,8 @@ const OTHER_NAMES: [(&str, &[&str]); 97] = [
     ("world-size", &["nproc-per-node"]),
 ];
 
-/// Returns the option that does here what `name` does elsewhere, with `-` in both and no dashes before, perhaps with
-/// its value: the first for which `is_known` holds. `None` if there is none.
+/// Returns the equivalent here of another program's option `name`, perhaps with a value: the first for which
+/// `is_known` holds. Both names have `-` and no leading dashes. `None` if there is none.
 pub fn option_of_other_name(name: &str, is_known: impl Fn(&str) -> bool) -> Option<&'static str> {
     let (_, options) = OTHER_NAMES.iter().find(|(other, _)| *other == name)?;
     options.iter().copied().find(|option| is_known(option.split('=').next().unwrap_or(option)))

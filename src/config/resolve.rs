@@ -1,4 +1,4 @@
-//! From defaults, a file and flags to one configuration that makes sense.
+//! Merges defaults, a file and flags into one valid configuration.
 
 use std::path::{Path, PathBuf};
 
@@ -11,8 +11,7 @@ use crate::error::{Error, Result};
 use crate::files::read_stream;
 
 impl Config {
-    /// The configuration that `flags` give on top of those of `file` on top of the defaults. `flags` has
-    /// the same keys as a file.
+    /// Returns the configuration of `flags` over `file` over the defaults. `flags` has the same keys as a file.
     ///
     /// # Errors
     /// [`Error::Input`], naming the file or flag, the value and the remedy.
@@ -45,7 +44,7 @@ impl Config {
     }
 }
 
-/// Where values came from, for error messages.
+/// The source of each value, for error messages.
 struct ValueSource {
     file: Option<PathBuf>,
     from_file: Table,
@@ -67,7 +66,7 @@ pub(super) fn flag_name(key: &str) -> String {
     format!("--{}", key.replace('_', "-"))
 }
 
-/// Reads a file on its own first, so that an error shows the line it is in.
+/// Reads a file and checks it on its own, so that an error shows its line.
 fn read(file: &Path) -> Result<Table> {
     let name = file.display();
     let input = |problem: String| Error::Input(format!("--config {name}: {problem}"));
@@ -87,11 +86,11 @@ fn read(file: &Path) -> Result<Table> {
     Ok(table.into_iter().map(|(key, value)| (key.replace('-', "_"), value)).collect())
 }
 
-/// The most bytes of a file that are read.
+/// The size limit of a file, in bytes.
 const LONGEST_FILE: u64 = 1 << 20;
 
-/// Rewrites an error of serde's: says what is expected in words, and of an unknown key names the one that was meant
-/// in the place of all that there are.
+/// Rewrites an error of serde's: states the expected type in words. For an unknown key, suggests the closest one
+/// instead of listing all.
 fn which_was_meant(message: &str) -> String {
     const TYPES: [(&str, &str); 7] = [
         ("expected usize", "expected a whole number from 0"),
@@ -135,7 +134,7 @@ fn which_was_meant(message: &str) -> String {
     format!("{before}{UNKNOWN}{unknown}`: {remedy}")
 }
 
-/// `lr` of `learning_rate`.
+/// Returns the initials of a key: `lr` for `learning_rate`.
 fn initials(key: &str) -> String {
     key.split('_').filter_map(|word| word.chars().next()).collect()
 }

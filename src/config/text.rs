@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::launch::{Fault, Nproc};
 use crate::runtime::LONGEST;
 
-/// How many ranks: `auto`, `gpu`, `cpu`, or a plain number.
+/// The number of ranks: `auto`, `gpu`, `cpu`, or a plain number.
 pub(super) mod nproc {
     use super::*;
 
@@ -33,7 +33,7 @@ pub(super) mod nproc {
     }
 }
 
-/// `500ms`, `30s`, `10m`; a plain number counts seconds.
+/// A duration: `500ms`, `30s`, `10m`; a plain number is in seconds.
 pub(super) mod duration {
     use super::*;
 
@@ -61,7 +61,7 @@ pub(super) mod duration {
     }
 }
 
-/// The same, or none.
+/// An optional duration, in the same format.
 pub(super) mod some_duration {
     use super::*;
 

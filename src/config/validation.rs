@@ -1,4 +1,4 @@
-//! What makes sense: each value on its own, beside the others, and for so many ranks.
+//! Validates each value on its own, with the others, and for the number of ranks.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use crate::telemetry::total_memory;
 use crate::trainer::{Amp, Loss};
 
 impl Config {
-    /// Refuses a flag that does nothing beside the others: in a file it may wait for them.
+    /// Refuses a flag that has no effect with the others. A file may have such keys.
     pub(super) fn reject_ineffective_flags(
         &self,
         given: impl Fn(&str) -> bool,
@@ -61,12 +61,12 @@ impl Config {
         self.check_idle_optimization(given)
     }
 
-    /// Checks what depends on the number of ranks as well.
+    /// Checks the values that depend on the number of ranks.
     ///
     /// # Errors
     /// [`Error::Input`], naming the remedy.
     pub fn validate_for(&self, world_size: usize) -> Result<()> {
-        // Not yet known of a file that has not been opened.
+        // The number is not known before a file is open.
         let Some(samples) = self.num_samples.map(|samples| samples as usize) else { return Ok(()) };
         if world_size > samples {
             return Err(Error::Input(format!(
@@ -115,15 +115,15 @@ impl Config {
         Ok(())
     }
 
-    /// How many steps each of so many ranks makes in all.
+    /// Returns the number of steps that each of `world_size` ranks makes in the whole run.
     pub(crate) fn steps(&self, world_size: usize) -> u64 {
         self.max_epochs.saturating_mul(self.steps_per_epoch(world_size))
     }
 
-    /// How many steps each of so many ranks makes in an epoch.
+    /// Returns the number of steps that each of `world_size` ranks makes in an epoch.
     pub(crate) fn steps_per_epoch(&self, world_size: usize) -> u64 {
         let samples = self.num_samples.unwrap_or(0) as usize;
-        // None if some rank would have no sample.
+        // No steps if some rank would have no sample.
         let Ok(sampler) = self.sampler(samples, world_size, 0) else { return 0 };
         let batches = batches_of_all(&sampler, 0, self.batch_size, self.drop_last_batch);
         (batches as u64).div_ceil(self.grad_accum_steps)
@@ -226,25 +226,25 @@ impl Config {
     }
 }
 
-/// How long a rank waits for the others, as a file or a flag says it.
+/// Parses the timeout of a file or a flag: the longest time that a rank waits for the others.
 ///
 /// # Errors
-/// [`Error::Input`] for what is no duration, and for no time at all.
+/// [`Error::Input`] if `text` is not a duration, or is zero.
 pub fn parse_timeout(text: &str) -> Result<Duration> {
     let timeout = text::duration::parse(text)?;
     if timeout.is_zero() { Err(Error::Input(NO_TIME.into())) } else { Ok(timeout) }
 }
 
-/// More would be a mistake, and each takes a thread.
+/// The most workers of a rank. Each takes a thread, and more would be a mistake.
 const MOST_WORKERS: usize = 256;
 
-/// Room for the batches that a worker is ahead is made before the first is there.
+/// The most batches that a worker loads ahead. Room for all of them is allocated before the first is loaded.
 const MOST_PREFETCHED: u64 = 1024;
 
 /// The most samples of a batch, and the most batches of a step: their product fits into 63 bits.
 const MOST_IN_A_STEP: u64 = i32::MAX as u64;
 
-/// More restarts would be a mistake; a process reads the number from a variable, as 32 bits.
+/// The most restarts; more would be a mistake. A process reads the number from a variable, as 32 bits.
 const MOST_RESTARTS: usize = 1_000_000;
 
 /// The largest bucket, in MiB: 1 TiB.
@@ -252,7 +252,7 @@ const LARGEST_BUCKET: f64 = (1 << 20) as f64;
 
 const NO_TIME: &str = "0 leaves no time to wait; use for example 30s";
 
-/// A value that has the right type and makes no sense.
+/// A value of the right type that is not valid.
 pub(super) struct Invalid {
     pub key: &'static str,
     pub problem: String,

@@ -1,4 +1,4 @@
-//! What can be trained on: samples with targets, in memory once, whatever the number of ranks.
+//! Data sets: samples with targets. All ranks of a process share one copy in memory.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -9,18 +9,18 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::ffi::{SharedTensor, fork_rng};
 
-/// What a model is to predict.
+/// The sort of targets that a model predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Targets {
-    /// So many numbers a sample.
+    /// Numbers. The field is how many each sample has.
     Values(i64),
-    /// One of so many classes a sample.
+    /// One class per sample. The field is the number of classes.
     Classes(i64),
 }
 
-/// Samples that can be had by number. For data of one's own: [`TensorDataset`], or an implementation of this.
+/// Samples, accessed by index. For your own data use [`TensorDataset`], or implement this trait.
 ///
-/// Follows `torch.utils.data.Dataset` (a map-style one). All ranks, and all workers of their loaders, share one.
+/// Follows `torch.utils.data.Dataset` (map-style). All ranks, and all workers of their loaders, share one data set.
 ///
 /// ```
 /// use ddp_mp::Dataset;
@@ -44,31 +44,30 @@ pub enum Targets {
 /// # anyhow::Ok(())
 /// ```
 pub trait Dataset: fmt::Debug + Send + Sync {
-    /// How many samples there are, the same each time.
+    /// Returns the number of samples, which must not change.
     fn len(&self) -> usize;
 
-    /// Whether there are none, which no loader accepts.
+    /// Returns whether there are no samples. Loaders reject an empty data set.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The inputs and the target of sample `index`, on the CPU: of the same shapes and kinds for all samples.
+    /// Returns the inputs and the target of sample `index`, on the CPU. Shapes and dtypes are the same for all samples.
     ///
     /// # Errors
-    /// Whatever keeps it from being read; it ends the run.
+    /// Any error that prevents reading the sample. It ends the run.
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)>;
 
-    /// The number that sample `index` has where it comes from, for messages: the same, but for a part of another data
-    /// set.
+    /// Returns the number of sample `index` in its source, for messages. It differs from `index` only for a part of
+    /// another data set.
     fn source_index(&self, index: usize) -> usize {
         index
     }
 
-    /// Inputs and targets of several samples: those of [`get`](Self::get), stacked, unless that can be had in one
-    /// go.
+    /// Returns the inputs and targets of several samples. The default stacks the results of [`get`](Self::get).
     ///
     /// # Errors
-    /// Those of `get`, and when the samples' shapes differ.
+    /// Those of `get`, and an error if the samples' shapes differ.
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
         let mut samples = (Vec::with_capacity(indices.len()), Vec::with_capacity(indices.len()));
         for &index in indices {
@@ -79,25 +78,25 @@ pub trait Dataset: fmt::Debug + Send + Sync {
         Ok((Tensor::f_stack(&samples.0, 0)?, Tensor::f_stack(&samples.1, 0)?))
     }
 
-    /// All inputs and targets on `device`, if they are there or fit there: a loader then picks from them without
-    /// asking for each batch.
+    /// Returns all inputs and targets on `device`, if the data set keeps them there. A loader then picks batches from
+    /// them and does not call [`batch`](Self::batch). `None` by default.
     ///
     /// # Errors
-    /// [`Error::Torch`] when they can't be copied there.
+    /// [`Error::Torch`] if they cannot be copied there.
     fn resident(&self, device: Device) -> Result<Option<(Tensor, Tensor)>> {
         let _ = device;
         Ok(None)
     }
 }
 
-/// Samples with their targets as two tensors, whose first dimension counts the samples. Follows
+/// Inputs and targets as two tensors, whose first dimension is the samples. Follows
 /// `torch.utils.data.TensorDataset`.
 ///
-/// Shared by all ranks: wrap it in an [`Arc`](std::sync::Arc) and let the rank function capture that.
+/// To share it between ranks, wrap it in an [`Arc`](std::sync::Arc) that the rank function captures.
 #[derive(Debug)]
 pub struct TensorDataset {
     samples: Samples,
-    /// Copies on GPUs: one a device, made by the first rank there.
+    /// One copy per GPU, made by the first rank that uses the GPU.
     copies: Mutex<Vec<(Device, Samples)>>,
 }
 
@@ -114,10 +113,10 @@ impl Samples {
 }
 
 impl TensorDataset {
-    /// `inputs` and `targets` of as many samples, on the CPU.
+    /// Creates a data set from `inputs` and `targets` on the CPU, with the same number of samples.
     ///
     /// # Errors
-    /// [`Error::Input`] when there are no samples, or not as many targets as inputs.
+    /// [`Error::Input`] if there are no samples, or if the numbers of inputs and targets differ.
     pub fn new(inputs: Tensor, targets: Tensor) -> Result<Self> {
         let count = |tensor: &Tensor| tensor.size().first().copied().unwrap_or(0);
         let (samples, labels) = (count(&inputs), count(&targets));
@@ -132,13 +131,13 @@ impl TensorDataset {
         Ok(Self { samples, copies: Mutex::default() })
     }
 
-    /// The seed program's data: uniform in \[0, 1), `num_samples` x `in_features`, with uniform targets
-    /// (or uniform classes). The same numbers as in PyTorch after `torch.manual_seed(seed)`:
+    /// Creates random data: inputs uniform in \[0, 1), of shape `num_samples` x `in_features`, with uniform targets
+    /// (or uniform classes). The numbers are those of PyTorch after `torch.manual_seed(seed)`:
     /// `torch.rand(num_samples, in_features)` and then `torch.rand(num_samples, values)` (or
     /// `torch.randint(classes, (num_samples,))`).
     ///
     /// # Errors
-    /// [`Error::Torch`] when it does not fit into memory.
+    /// [`Error::Torch`] if the data does not fit into memory.
     pub fn random(num_samples: i64, in_features: i64, targets: Targets, seed: u64) -> Result<Self> {
         let float = (Kind::Float, Device::Cpu);
         let draw = || {
@@ -156,17 +155,17 @@ impl TensorDataset {
         Self::new(inputs, targets)
     }
 
-    /// How many samples there are.
+    /// Returns the number of samples.
     pub fn len(&self) -> usize {
         self.samples.inputs.get().size()[0] as usize
     }
 
-    /// Never: there is at least one sample.
+    /// Returns `false`: there is at least one sample.
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// All inputs and targets on `device`, which all ranks there share: read them only.
+    /// Returns all inputs and targets on `device`. All ranks on the device share them; do not write to them.
     fn on(&self, device: Device) -> Result<(Tensor, Tensor)> {
         if device == Device::Cpu {
             return Ok(self.samples.handles());
@@ -199,7 +198,7 @@ impl Dataset for TensorDataset {
         Ok((inputs.f_get(index)?.f_detach_copy()?, targets.f_get(index)?.f_detach_copy()?))
     }
 
-    /// One gather.
+    /// Gathers all samples in one call per tensor.
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
         let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
         let indices = Tensor::f_from_slice(&indices)?;
@@ -207,7 +206,7 @@ impl Dataset for TensorDataset {
         Ok((inputs.f_index_select(0, &indices)?, targets.f_index_select(0, &indices)?))
     }
 
-    /// Always there.
+    /// Always returns the samples.
     fn resident(&self, device: Device) -> Result<Option<(Tensor, Tensor)>> {
         self.on(device).map(Some)
     }

@@ -1,4 +1,4 @@
-//! The batches that one rank sees in one epoch.
+//! [`DataLoader`]: makes the batches of one rank, epoch by epoch.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -18,32 +18,31 @@ use crate::process_group::{ProcessGroup, num_bytes};
 pub struct Batch {
     /// The samples' inputs, first dimension [`Batch::len`].
     pub inputs: Tensor,
-    /// Their targets.
+    /// The samples' targets.
     pub targets: Tensor,
     pub(super) len: i64,
 }
 
 impl Batch {
-    /// How many samples it holds.
+    /// Returns the number of samples in the batch.
     pub fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// Whether the batch has no samples. Happens if a loader is [in step](DataLoader::in_step) with those of ranks that
-    /// have more.
+    /// Returns whether the batch has no samples. This occurs with [`DataLoader::in_step`], if other ranks have more.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 }
 
-/// How many batches so many samples make; without the last one, if it has fewer than the others and is dropped.
+/// Returns the number of batches in `samples`. With `drop_last` an incomplete last batch is not counted.
 pub(super) fn num_batches(samples: usize, batch_size: usize, drop_last: bool) -> usize {
     if drop_last { samples / batch_size } else { samples.div_ceil(batch_size) }
 }
 
-/// Returns how many batches the ranks of `sampler`, of any of them, have left in an epoch when all together have had the
-/// first `start` samples. With unequal shares it is the longest that counts, and with `drop_last` the shortest: an
-/// incomplete batch on one rank is left out on all.
+/// Returns the number of batches left in an epoch for all ranks, after they together have had the first `start`
+/// samples. With unequal shares the longest share counts. With `drop_last` the shortest counts, because a batch that
+/// is incomplete on one rank is left out on all. `sampler` may be any rank's.
 pub(crate) fn batches_of_all(
     sampler: &DistributedSampler,
     start: usize,
@@ -55,14 +54,14 @@ pub(crate) fn batches_of_all(
     num_batches(sampler.of_rank(rank).num_samples_from(start), batch_size, drop_last)
 }
 
-/// Cuts a rank's share of the data set into batches, epoch by epoch.
+/// Splits a rank's share of the data set into batches, epoch by epoch.
 ///
-/// Follows `torch.utils.data.DataLoader` with a [`DistributedSampler`]; the epoch goes on to the sampler
-/// by itself. The last batch may be smaller.
+/// Follows `torch.utils.data.DataLoader` with a [`DistributedSampler`]. The loader passes the epoch to the sampler.
+/// The last batch may be smaller.
 #[derive(Debug)]
 pub struct DataLoader {
     dataset: Arc<dyn Dataset>,
-    /// All samples on the device, where the data set has them there.
+    /// All inputs and targets on the device, if the data set keeps them there.
     resident: Option<(Tensor, Tensor)>,
     pub(super) sampler: DistributedSampler,
     batch_size: usize,
@@ -75,11 +74,11 @@ pub struct DataLoader {
 }
 
 impl DataLoader {
-    /// Batches of `batch_size` of the samples that `sampler` picks from `dataset`, on `device`.
+    /// Creates a loader of batches of `batch_size` samples, which `sampler` picks from `dataset`, on `device`.
     ///
     /// # Errors
-    /// [`Error::Input`] with batches of no samples, or a sampler for another number of samples;
-    /// [`Error::Torch`] when the device has no room.
+    /// [`Error::Input`] if `batch_size` is 0, or if `sampler` is for another number of samples;
+    /// [`Error::Torch`] if the device has no room.
     pub fn new(
         dataset: Arc<dyn Dataset>,
         sampler: DistributedSampler,
@@ -111,33 +110,33 @@ impl DataLoader {
         })
     }
 
-    /// Leaves out an epoch's last batch, if it has fewer samples than the others. Follows `drop_last`. (That of the
-    /// [sampler](DistributedSampler::drop_last) leaves out what does not go round between the ranks.)
+    /// Leaves out an epoch's last batch, if it has fewer samples than the others. Follows `drop_last`. (The sampler's
+    /// [`drop_last`](DistributedSampler::drop_last) leaves out samples that cannot be divided evenly between ranks.)
     #[must_use]
     pub fn drop_last(self, drop_last: bool) -> Self {
         Self { drop_last, ..self }
     }
 
-    /// Gives every rank as many batches, also where a sampler
-    /// [without padding](DistributedSampler::without_padding) deals them different numbers of samples: a rank that has
-    /// run out gets a batch without samples. Ranks then make the same steps, in which each counts by its samples. With
-    /// [`drop_last`](Self::drop_last) an epoch's last batch is left out if any rank's has fewer samples.
+    /// Gives every rank the same number of batches, even if the sampler
+    /// [does not pad](DistributedSampler::without_padding). A rank that has run out of samples gets an empty batch.
+    /// All ranks then make the same steps, in which each rank counts by its samples. With
+    /// [`drop_last`](Self::drop_last) all ranks leave out an epoch's last batch if it is incomplete on any rank.
     #[must_use]
     pub fn in_step(self, in_step: bool) -> Self {
         Self { in_step, ..self }
     }
 
-    /// How many samples all ranks together have in the next so many batches, when they have had the first `start`; `None`
-    /// if the loader is not [in step](Self::in_step).
+    /// Returns the number of samples that all ranks together have in the next `batches` batches, after the first
+    /// `start` samples. `None` if the loader is not [in step](Self::in_step).
     pub(crate) fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
         let left = self.sampler.len().saturating_sub(start);
         let full = batches.saturating_mul(self.batch_size * self.sampler.num_replicas());
         self.in_step.then_some(left.min(full))
     }
 
-    /// Has `num_workers` threads load batches ahead of time, `prefetch_factor` (at least one) each, for the rank of
-    /// `group`, whose failure ends the wait for them. Without workers, which is the default, the rank loads each
-    /// batch when it is asked for. The order is the same either way. Follows `num_workers` and `prefetch_factor`.
+    /// Loads batches ahead of time on `num_workers` threads, each of which is `prefetch_factor` (at least one) batches
+    /// ahead. A failure in `group` ends the rank's wait for a batch. With 0 workers, the default, the rank loads each
+    /// batch itself. The order is the same either way. Follows `num_workers` and `prefetch_factor`.
     #[must_use]
     pub fn num_workers(
         self,
@@ -149,15 +148,15 @@ impl DataLoader {
         Self { workers: (num_workers > 0).then(|| (workers, group.clone())), ..self }
     }
 
-    /// Sends batches to a GPU through pinned memory, which is allocated here: they are copied while the GPU is still
-    /// at the steps before, and the rank of `group`, whose failure ends the wait for room, is ahead by one batch, or
-    /// by as many as a worker is. Call it after [`num_workers`](Self::num_workers). On the CPU, and for a data set
-    /// that is on the device as a whole, there is nothing to do.
+    /// Copies batches to a GPU through pinned memory, which is allocated here. Copies overlap the previous steps on the
+    /// GPU. The rank is ahead by one batch, or with workers by `prefetch_factor`. A failure in `group` ends the rank's
+    /// wait for a free buffer. Call this after [`num_workers`](Self::num_workers). It does nothing on the CPU, nor for
+    /// a data set that is already on the device (without workers).
     ///
     /// Follows `pin_memory=True` together with `batch.to(device, non_blocking=True)`.
     ///
     /// # Errors
-    /// [`Error::Torch`] when there is no memory; [`Error::Data`] from the sample that tells how much it takes.
+    /// [`Error::Torch`] if there is no memory; [`Error::Data`] if the sample that determines the size cannot be loaded.
     pub fn pin_memory(self, group: &Rc<ProcessGroup>) -> Result<Self> {
         let Device::Cuda(gpu) = self.device else { return Ok(self) };
         if self.workers.is_none() && self.resident.is_some() {
@@ -170,22 +169,22 @@ impl DataLoader {
         Ok(Self { staging: Some(Rc::new(staging)), ..self })
     }
 
-    /// How many samples a batch has, but for the last of an epoch.
+    /// Returns the number of samples per batch. An epoch's last batch may have fewer.
     pub fn batch_size(&self) -> usize {
         self.batch_size
     }
 
-    /// How many samples the data set has, for all ranks.
+    /// Returns the number of samples in the data set, for all ranks together.
     pub fn dataset_len(&self) -> usize {
         self.sampler.len()
     }
 
-    /// How many batches an epoch has, the same on every rank.
+    /// Returns the number of batches in an epoch. The same on every rank, unless the sampler deals unequal shares.
     pub fn num_batches(&self) -> usize {
         self.num_batches_from(0)
     }
 
-    /// How many of them are left when all ranks together have had the first `start` samples.
+    /// Returns the number of batches left after all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
         if self.in_step {
             return batches_of_all(&self.sampler, start, self.batch_size, self.drop_last);
@@ -193,8 +192,8 @@ impl DataLoader {
         num_batches(self.sampler.num_samples_from(start), self.batch_size, self.drop_last)
     }
 
-    /// The samples of `count` batches from the `first` that are left when all ranks together have had the first
-    /// `start` samples of `epoch`, by their numbers in the data.
+    /// Returns the samples of `count` batches, from batch `first` on, by their numbers in the data. Batches are counted
+    /// after the first `start` samples that all ranks together have had in `epoch`.
     pub(crate) fn samples(
         &self,
         epoch: u64,
@@ -207,26 +206,26 @@ impl DataLoader {
         Ok(batches.map(|&index| self.dataset.source_index(index)).collect())
     }
 
-    /// How long this rank has waited for data since the beginning: for workers, or while it gathered samples itself.
+    /// Returns the total time this rank has spent on data: waiting for workers, or gathering samples itself.
     pub fn waited(&self) -> Duration {
         self.waited.get()
     }
 
-    /// A sample, to see what they are like; as a batch of one.
+    /// Returns the first sample as a batch of one, for its shapes and dtypes.
     pub(super) fn sample(&self) -> Result<(Tensor, Tensor)> {
         self.dataset.batch(&[0]).map_err(Error::data(&[0]))
     }
 
-    /// The batches of `epoch`.
+    /// Returns the batches of `epoch`.
     ///
     /// # Errors
-    /// [`Error::Torch`] when there is no room; a batch's are [`Error::Data`] and those of a wait that ends because
-    /// another rank has failed.
+    /// [`Error::Torch`] if there is no room. A batch's errors are [`Error::Data`], and those of a wait that ends
+    /// because another rank failed.
     pub fn epoch(&self, epoch: u64) -> Result<Batches> {
         self.epoch_from(epoch, 0)
     }
 
-    /// The batches of `epoch` that are left when all ranks together have had the first `start` samples: see
+    /// Returns the batches of `epoch` left after all ranks together have had the first `start` samples. See
     /// [`DistributedSampler::indices_from`].
     ///
     /// # Errors
@@ -265,7 +264,7 @@ impl DataLoader {
         })
     }
 
-    /// Inputs and targets of no samples.
+    /// Returns inputs and targets with 0 samples.
     fn empty(&self) -> Result<(Tensor, Tensor)> {
         let (inputs, targets) = match &self.resident {
             Some((inputs, targets)) => (inputs.shallow_clone(), targets.shallow_clone()),
@@ -277,13 +276,13 @@ impl DataLoader {
     }
 }
 
-/// The batches of an epoch, in the sampler's order. From [`DataLoader::epoch`].
+/// The batches of an epoch, in the sampler's order. Returned by [`DataLoader::epoch`].
 #[derive(Debug)]
 pub struct Batches {
     source: Source,
     next: usize,
     num_batches: usize,
-    /// How many of them have samples.
+    /// The number of batches that have samples.
     own: usize,
     empty: Option<(Tensor, Tensor)>,
     batch_size: usize,
@@ -294,11 +293,11 @@ pub struct Batches {
 
 #[derive(Debug)]
 enum Source {
-    /// From what is on the device already.
+    /// From samples that are already on the device.
     Blocks(Blocks),
-    /// One after the other, when they are asked for.
+    /// Loaded by the rank, each batch on request.
     Each { dataset: Arc<dyn Dataset>, indices: Vec<usize> },
-    /// From threads that are ahead.
+    /// Loaded ahead of time by worker threads.
     Workers(super::workers::Loading),
 }
 
@@ -351,8 +350,8 @@ impl Batches {
     }
 }
 
-/// Batches that are gathered many at a time and then cut: cheaper than a gather for each by a libtorch call per
-/// tensor and step, and no second data set.
+/// Gathers several batches at a time and splits them. This saves a libtorch call per tensor and step, without a
+/// second copy of the data set.
 #[derive(Debug)]
 struct Blocks {
     inputs: Tensor,
@@ -360,13 +359,13 @@ struct Blocks {
     indices: Tensor,
     total: i64,
     batch_size: i64,
-    /// How many batches are gathered at a time.
+    /// The number of batches gathered at a time.
     batches: i64,
-    /// The number of the first batch that is gathered, and the samples.
+    /// The number of the first gathered batch, the inputs, and the targets.
     block: Option<(i64, Tensor, Tensor)>,
 }
 
-/// How many bytes of samples are gathered at a time, if that is more than a batch: what stays in a cache.
+/// The number of bytes gathered at a time, at least one batch. Chosen to stay in the CPU's cache.
 const BLOCK_BYTES: usize = 4 << 20;
 
 impl Blocks {

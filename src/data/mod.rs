@@ -1,4 +1,4 @@
-//! The data set, which sample goes to which rank, and the batches of one rank.
+//! Data sets, the sampler that deals samples to ranks, and the loader that makes a rank's batches.
 
 mod dataset;
 mod files;
@@ -22,7 +22,7 @@ pub use subset::Subset;
 use crate::error::{Error, first_line};
 
 impl Error {
-    /// Turns what a data set says into an error that names the samples.
+    /// Converts a data set's error into one that names the samples.
     pub(crate) fn data(indices: &[usize]) -> impl FnOnce(anyhow::Error) -> Error {
         let first: Vec<String> = indices.iter().take(4).map(usize::to_string).collect();
         let more = indices.len().saturating_sub(first.len());

@@ -1,4 +1,4 @@
-//! Which sample goes to which rank, in PyTorch's order bit for bit.
+//! Deals samples to ranks, in exactly PyTorch's order.
 
 use rand_mt::Mt;
 use serde::{Deserialize, Serialize};
@@ -7,11 +7,10 @@ use crate::error::{Error, Result};
 
 /// Deals the samples of a data set to the ranks.
 ///
-/// Follows `torch.utils.data.DistributedSampler`: shuffle all samples with a generator seeded with
-/// `seed + epoch`, the same on every rank; repeat samples from the front until every rank gets as many
-/// (or drop the rest); then rank `r` of `R` takes every `R`-th, starting at `r`. Where PyTorch lets you
-/// forget `set_epoch` and then trains every epoch in the same order, here an order can only be had for
-/// an epoch.
+/// Follows `torch.utils.data.DistributedSampler`. All ranks shuffle all samples with a generator seeded with
+/// `seed + epoch`. Samples are repeated from the front until all ranks get the same number, or the rest is
+/// dropped. Rank `r` of `R` then takes every `R`-th sample, starting at `r`. There is no `set_epoch` to forget:
+/// every method that returns an order takes the epoch.
 ///
 /// ```
 /// # fn main() -> ddp_mp::Result<()> {
@@ -38,12 +37,11 @@ pub struct DistributedSampler {
 }
 
 impl DistributedSampler {
-    /// The share of `rank` in `len` samples dealt to `num_replicas` ranks; shuffled, with seed 0, and
-    /// padded.
+    /// Creates the sampler of `rank` for `len` samples and `num_replicas` ranks. It shuffles, with seed 0, and pads.
     ///
     /// # Errors
-    /// [`Error::Input`] without samples, without ranks, when there is no such rank, or with more samples
-    /// than can be counted.
+    /// [`Error::Input`] if there are no samples, no ranks, or no such rank, or if the padded number of samples
+    /// exceeds `isize::MAX`.
     pub fn new(len: usize, num_replicas: usize, rank: usize) -> Result<Self> {
         if len == 0 {
             return Err(Error::Input("the data set has no samples".into()));
@@ -72,33 +70,33 @@ impl DistributedSampler {
         })
     }
 
-    /// Whether to shuffle.
+    /// Sets whether to shuffle.
     pub fn shuffle(mut self, shuffle: bool) -> Self {
         self.shuffle = shuffle;
         self
     }
 
-    /// The share of `rank` in the same samples.
+    /// Returns the sampler of `rank` for the same samples.
     pub(crate) fn of_rank(&self, rank: usize) -> Self {
         Self { rank, ..self.clone() }
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub(super) fn num_replicas(&self) -> usize {
         self.num_replicas
     }
 
-    /// What the shuffle starts from; the same on every rank. As in PyTorch, its lower 32 bits count.
+    /// Sets the seed of the shuffle, which must be the same on every rank. As in PyTorch, only its lower 32 bits count.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Whether to drop the samples that don't go round, instead of dealing some twice.
+    /// Sets whether to drop the samples that cannot be divided evenly, instead of dealing some twice.
     ///
     /// # Errors
-    /// [`Error::Input`] with fewer samples than ranks: nobody would get any. (PyTorch lets that
-    /// through, and trains on nothing.)
+    /// [`Error::Input`] with fewer samples than ranks: no rank would get any. (PyTorch accepts this and trains on
+    /// nothing.)
     pub fn drop_last(mut self, drop_last: bool) -> Result<Self> {
         if drop_last && self.len < self.num_replicas {
             return Err(Error::Input(format!(
@@ -110,31 +108,31 @@ impl DistributedSampler {
         Ok(self)
     }
 
-    /// Deals every sample once and none twice, in their own order: some ranks get one more than others, or none.
-    /// For validation, where what is repeated would count twice.
+    /// Deals every sample exactly once, unshuffled. Some ranks get one sample more than others, or none. For
+    /// validation, where a repeated sample would count twice.
     #[must_use]
     pub fn uneven(self) -> Self {
         Self { shuffle: false, ..self.without_padding() }
     }
 
-    /// Deals every sample once and none twice: some ranks get one more than others, or none. For training that averages
+    /// Deals every sample exactly once. Some ranks get one sample more than others, or none. For training that averages
     /// over samples: [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted).
     #[must_use]
     pub fn without_padding(self) -> Self {
         Self { uneven: true, drop_last: false, ..self }
     }
 
-    /// How many samples the data set has.
+    /// Returns the number of samples in the data set.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// How many samples each rank gets in an epoch.
+    /// Returns the number of samples that this rank gets in an epoch.
     pub fn num_samples(&self) -> usize {
         self.num_samples_from(0)
     }
 
-    /// How many of them are left when all ranks together have had the first `start` of the epoch.
+    /// Returns the number of this rank's samples left after all ranks together have had the first `start` of an epoch.
     pub fn num_samples_from(&self, start: usize) -> usize {
         let left = self.len.saturating_sub(start);
         if self.uneven {
@@ -143,24 +141,25 @@ impl DistributedSampler {
         if self.drop_last { left / self.num_replicas } else { left.div_ceil(self.num_replicas) }
     }
 
-    /// How many samples all ranks together get in an epoch.
+    /// Returns [`num_samples`](Self::num_samples) times the number of ranks. With equal shares, these are the samples
+    /// that all ranks together get in an epoch.
     pub fn total_size(&self) -> usize {
         self.num_samples() * self.num_replicas
     }
 
-    /// This rank's samples in `epoch`, in order.
+    /// Returns this rank's samples in `epoch`, in order.
     ///
     /// # Errors
-    /// [`Error::Input`] when there is no memory for the order.
+    /// [`Error::Input`] if there is no memory for the order.
     pub fn indices(&self, epoch: u64) -> Result<Vec<usize>> {
         self.indices_from(epoch, 0)
     }
 
-    /// This rank's samples in `epoch`, when all ranks together have had the first `start`.
+    /// Returns this rank's samples in `epoch` after all ranks together have had the first `start`.
     ///
-    /// Samples are dealt in turn, so what any number of ranks has had after any number of steps is the beginning
-    /// of the epoch's order, and any other number of ranks can go on with the rest. With the same number it goes
-    /// on as [`indices`](Self::indices) would have.
+    /// Samples are dealt in turn, so after any number of steps the ranks have had the beginning of the epoch's order.
+    /// A run with another number of ranks can continue with the rest. With the same number of ranks, the samples are
+    /// the remaining ones of [`indices`](Self::indices).
     ///
     /// # Errors
     /// As [`indices`](Self::indices).
@@ -168,16 +167,16 @@ impl DistributedSampler {
         self.deal(self.order(epoch)?.as_deref(), start)
     }
 
-    /// Returns the order in which the samples of `epoch` are dealt, the same for all ranks; `None` for their own.
+    /// Returns the order in which the samples of `epoch` are dealt, the same for all ranks. `None` without shuffling.
     pub(crate) fn order(&self, epoch: u64) -> Result<Option<Vec<usize>>> {
         self.shuffle.then(|| randperm(self.len, self.seed.wrapping_add(epoch))).transpose()
     }
 
-    /// Returns [`indices_from`](Self::indices_from) of an epoch with this order.
+    /// Returns [`indices_from`](Self::indices_from) for an epoch with this order.
     pub(crate) fn deal(&self, order: Option<&[usize]>, start: usize) -> Result<Vec<usize>> {
         let count = self.num_samples_from(start);
         let mut mine = empty(count)?;
-        // PyTorch's padding repeats the whole order from its front, as often as it takes.
+        // PyTorch's padding repeats the whole order from the front.
         let first = start + self.rank;
         let dealt =
             (first..).step_by(self.num_replicas).take(count).map(|position| position % self.len);
@@ -189,9 +188,9 @@ impl DistributedSampler {
     }
 }
 
-/// `torch.randperm(n, generator=g)` on a CPU after `g.manual_seed(seed)`.
+/// Returns what `torch.randperm(n, generator=g)` returns on a CPU after `g.manual_seed(seed)`.
 pub(super) fn randperm(n: usize, seed: u64) -> Result<Vec<usize>> {
-    // From here on PyTorch draws 64 bits for each place, so that every order can come out.
+    // From this size on PyTorch draws 64 bits per position, so that every order is possible.
     const LARGE: usize = u32::MAX as usize / 20;
     // PyTorch's generator takes a 64-bit seed and uses the lower half.
     let mut generator = Mt::new(seed as u32);
@@ -211,7 +210,7 @@ pub(super) fn randperm(n: usize, seed: u64) -> Result<Vec<usize>> {
     Ok(order)
 }
 
-/// Room for `n` indices, if there is any.
+/// Allocates an empty vector with room for `n` indices.
 fn empty(n: usize) -> Result<Vec<usize>> {
     let mut indices = Vec::new();
     indices.try_reserve_exact(n).map_err(|_| {
@@ -277,7 +276,7 @@ mod tests {
         }
     }
 
-    /// Samples, ranks before, ranks now, and whether to drop what does not go round.
+    /// Returns tuples of samples, ranks before, ranks now, and `drop_last`.
     fn cases() -> impl Iterator<Item = (usize, usize, usize, bool)> {
         let ranks = || 1..5;
         (5..24).flat_map(move |len| {

@@ -1,4 +1,4 @@
-//! Batches that rank 0 loads for all ranks: what `DataParallel` trains on.
+//! Scatters batches that rank 0 loads for all ranks, for `DataParallel`.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -12,23 +12,22 @@ use super::{Batch, DataLoader, DistributedSampler};
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, dtype_name, parse_dtype};
 
-/// Scatters each rank's batches from rank 0, which alone has the data.
+/// Scatters each rank's batches from rank 0, the only rank with the data.
 ///
-/// The batches are those that each rank would load for itself, in the same order, so that training on them
-/// can be compared.
+/// Each rank gets the batches that it would load for itself, in the same order. Training is therefore comparable.
 #[derive(Debug)]
 pub struct ScatterLoader {
     group: Rc<ProcessGroup>,
-    /// On rank 0 a loader for each rank, elsewhere none.
+    /// On rank 0 one loader for each rank. Empty on the other ranks.
     loaders: Vec<DataLoader>,
     share: ScatterPlan,
     waited: Rc<Cell<Duration>>,
 }
 
-/// What a rank must know of its batches to receive them. Rank 0 tells it once.
+/// The shapes and counts that a rank needs to receive its batches. Rank 0 broadcasts them once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct ScatterPlan {
-    /// Rank 0's: all ranks get equal shares.
+    /// Rank 0's sampler. All ranks get equal shares.
     sampler: DistributedSampler,
     drop_last: bool,
     batch_size: usize,
@@ -36,7 +35,7 @@ struct ScatterPlan {
     targets: Sample,
 }
 
-/// The shape of one sample, and the name of its kind.
+/// The shape of one sample, and the name of its dtype.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Sample {
     shape: Vec<i64>,
@@ -44,12 +43,12 @@ struct Sample {
 }
 
 impl ScatterLoader {
-    /// Scatters the batches of `loaders` over the ranks of `group`. Rank 0 passes a loader for each rank, the
-    /// others none. A collective.
+    /// Creates a loader that scatters the batches of `loaders` over the ranks of `group`. Rank 0 passes one loader for
+    /// each rank, the others none. A collective.
     ///
     /// # Errors
-    /// [`Error::Input`] with another number of loaders, or where their batches differ in more than the
-    /// samples; those of [`ProcessGroup::broadcast_object_list`].
+    /// [`Error::Input`] for a wrong number of loaders, or if their batches differ in more than the samples; those of
+    /// [`ProcessGroup::broadcast_object_list`].
     pub fn new(loaders: Vec<DataLoader>, group: Rc<ProcessGroup>) -> Result<Self> {
         let expected = if group.rank() == 0 { group.world_size() } else { 0 };
         if loaders.len() != expected {
@@ -75,43 +74,42 @@ impl ScatterLoader {
         Ok(Self { group, loaders, share, waited: Rc::default() })
     }
 
-    /// How many samples a batch has, but for the last of an epoch.
+    /// Returns the number of samples per batch. An epoch's last batch may have fewer.
     pub fn batch_size(&self) -> usize {
         self.share.batch_size
     }
 
-    /// How many samples the data set has, for all ranks.
+    /// Returns the number of samples in the data set, for all ranks together.
     pub fn dataset_len(&self) -> usize {
         self.share.sampler.len()
     }
 
-    /// How many batches an epoch has, the same on every rank.
+    /// Returns the number of batches in an epoch, the same on every rank.
     pub fn num_batches(&self) -> usize {
         self.num_batches_from(0)
     }
 
-    /// How many of them are left when all ranks together have had the first `start` samples.
+    /// Returns the number of batches left after all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
         let ScatterPlan { sampler, batch_size, drop_last, .. } = &self.share;
         num_batches(sampler.num_samples_from(start), *batch_size, *drop_last)
     }
 
-    /// How long this rank has waited for data since the beginning: for rank 0, or while that loaded.
+    /// Returns the total time this rank has waited for data: on rank 0 for loading, on the others for rank 0.
     pub fn waited(&self) -> Duration {
         self.waited.get()
     }
 
-    /// This rank's batches of `epoch`. Each comes with two collectives, so all ranks must go on to the next
-    /// together.
+    /// Returns this rank's batches of `epoch`. Each batch takes two collectives, so all ranks must request it.
     ///
     /// # Errors
-    /// [`Error::Torch`] when rank 0's device has no room for the samples of all ranks; the batches' errors
-    /// are those of [`ProcessGroup::scatter`].
+    /// [`Error::Torch`] if rank 0's device has no room for the samples of all ranks; the batches' errors are those of
+    /// [`ProcessGroup::scatter`].
     pub fn epoch(&self, epoch: u64) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
         self.epoch_from(epoch, 0)
     }
 
-    /// This rank's batches of `epoch` that are left when all ranks together have had the first `start` samples.
+    /// Returns this rank's batches of `epoch` left after all ranks together have had the first `start` samples.
     ///
     /// # Errors
     /// As [`epoch`](Self::epoch).
@@ -156,7 +154,7 @@ impl Sample {
         Self { shape: samples.size()[1..].into(), kind: dtype_name(samples.kind()).into() }
     }
 
-    /// This rank's `len` samples; rank 0 passes those of all ranks.
+    /// Scatters samples and returns this rank's `len`. Rank 0 passes the samples of all ranks.
     fn scatter(&self, len: i64, all: &[Tensor], group: &ProcessGroup) -> Result<Tensor> {
         let shape = [&[len], &self.shape[..]].concat();
         let mut mine = Tensor::f_empty(shape, (parse_dtype(&self.kind)?, group.device()))
@@ -166,12 +164,12 @@ impl Sample {
     }
 }
 
-/// Where a rank's batches come from.
+/// The source of a rank's batches.
 #[derive(Debug)]
 pub enum Loader {
-    /// It loads its own.
+    /// The rank loads its own batches.
     Own(DataLoader),
-    /// Rank 0 loads for all.
+    /// Rank 0 loads the batches of all ranks.
     Scattered(ScatterLoader),
 }
 
@@ -188,7 +186,7 @@ impl From<ScatterLoader> for Loader {
 }
 
 impl Loader {
-    /// How many samples a batch has, but for the last of an epoch.
+    /// Returns the number of samples per batch. An epoch's last batch may have fewer.
     pub fn batch_size(&self) -> usize {
         match self {
             Loader::Own(loader) => loader.batch_size(),
@@ -196,7 +194,7 @@ impl Loader {
         }
     }
 
-    /// How many samples the data set has, for all ranks.
+    /// Returns the number of samples in the data set, for all ranks together.
     pub fn dataset_len(&self) -> usize {
         match self {
             Loader::Own(loader) => loader.dataset_len(),
@@ -204,7 +202,7 @@ impl Loader {
         }
     }
 
-    /// How many batches an epoch has, the same on every rank.
+    /// Returns the number of batches in an epoch, the same on every rank.
     pub fn num_batches(&self) -> usize {
         match self {
             Loader::Own(loader) => loader.num_batches(),
@@ -212,7 +210,7 @@ impl Loader {
         }
     }
 
-    /// How long this rank has waited for data since the beginning.
+    /// Returns the total time this rank has waited for data.
     pub fn waited(&self) -> Duration {
         match self {
             Loader::Own(loader) => loader.waited(),
@@ -220,7 +218,7 @@ impl Loader {
         }
     }
 
-    /// How many of them are left when all ranks together have had the first `start` samples.
+    /// Returns the number of batches left after all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
         match self {
             Loader::Own(loader) => loader.num_batches_from(start),
@@ -228,7 +226,8 @@ impl Loader {
         }
     }
 
-    /// How many samples all ranks together have in the next so many batches; see [`DataLoader`]'s.
+    /// Returns the number of samples that all ranks together have in the next `batches` batches: see
+    /// [`DataLoader::dealt_in`]. `None` if rank 0 scatters them.
     pub(crate) fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
         match self {
             Loader::Own(loader) => loader.dealt_in(start, batches),
@@ -236,10 +235,10 @@ impl Loader {
         }
     }
 
-    /// The samples of this rank's batches; see [`DataLoader`]'s.
+    /// Returns the samples of this rank's batches: see [`DataLoader::samples`].
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where rank 0 loads for others, which do not know.
+    /// [`Error::Unsupported`] if rank 0 scatters the batches: the other ranks do not know their samples.
     pub(crate) fn samples(
         &self,
         epoch: u64,
@@ -255,7 +254,7 @@ impl Loader {
         own.samples(epoch, start, first, count)
     }
 
-    /// This rank's batches of `epoch`.
+    /// Returns this rank's batches of `epoch`.
     ///
     /// # Errors
     /// Those of [`DataLoader::epoch`] and [`ScatterLoader::epoch`].
@@ -263,7 +262,7 @@ impl Loader {
         self.epoch_from(epoch, 0)
     }
 
-    /// This rank's batches of `epoch` that are left when all ranks together have had the first `start` samples.
+    /// Returns this rank's batches of `epoch` left after all ranks together have had the first `start` samples.
     ///
     /// # Errors
     /// As [`epoch`](Self::epoch).

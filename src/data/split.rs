@@ -1,15 +1,16 @@
-//! Training and validation data from one data set, as PyTorch draws them.
+//! Splits a data set into training and validation samples, as PyTorch does.
 
 use super::sampler::randperm;
 use crate::error::{Error, Result};
 
-/// Which of `len` samples go into a first part, and which into a second one with `fraction` of them.
+/// Splits `len` samples at random. Returns the samples of the first part, and of the second, which has `fraction` of
+/// them.
 ///
-/// Follows `torch.utils.data.random_split(range(len), [1 - fraction, fraction], generator)` with a generator after
-/// `manual_seed(seed)`: the same samples in the same order.
+/// Follows `torch.utils.data.random_split(range(len), [1 - fraction, fraction], generator)` with a generator seeded
+/// with `manual_seed(seed)`: the same samples in the same order.
 ///
 /// # Errors
-/// [`Error::Input`] when a part would have none, or when there is no memory for the order.
+/// [`Error::Input`] if a part would have no samples, or if there is no memory for the order.
 pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>, Vec<usize>)> {
     let refuse = |problem: &str| {
         Err(Error::Input(format!("a fraction of {fraction} of {len} samples {problem}")))
@@ -17,7 +18,7 @@ pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>,
     if !(fraction > 0.0 && fraction < 1.0) {
         return refuse("does not make two parts; use a number between 0 and 1");
     }
-    // As PyTorch does: both are rounded down, and what is left goes to the first part, then to the second.
+    // As in PyTorch, both sizes are rounded down. The rest goes to the first part, then to the second.
     let mut first = (len as f64 * (1.0 - fraction)).floor() as usize;
     let second = (len as f64 * fraction).floor() as usize;
     first += len.saturating_sub(first + second).div_ceil(2);

@@ -1,4 +1,4 @@
-//! Batches on their way to a GPU: through pinned memory, so that the rank need not wait for the copy.
+//! Copies batches to a GPU through pinned memory, so that the rank does not wait for the copy.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::ffi::cuda::Event;
 use crate::process_group::ProcessGroup;
 
-/// Pinned buffers, which are filled in turn. Allocated once: to allocate or free such memory waits for the GPU, and
-/// so for the other ranks.
+/// Pinned buffers, filled in turn. They are allocated once, because allocating or freeing pinned memory waits for
+/// the GPU, and therefore for the other ranks.
 #[derive(Debug)]
 pub(super) struct Staging {
     group: Rc<ProcessGroup>,
@@ -19,17 +19,17 @@ pub(super) struct Staging {
     next: Cell<usize>,
 }
 
-/// Room for one batch.
+/// A pinned buffer for one batch.
 #[derive(Debug)]
 struct Buffer {
     inputs: Tensor,
     targets: Tensor,
-    /// The GPU has what was in it last; so does one that was never used.
+    /// Done when the GPU has copied the buffer's last batch. Also done if the buffer was never used.
     copied: Event,
 }
 
 impl Staging {
-    /// `count` buffers for batches of up to `batch_size` samples like `sample`, which is a batch of one.
+    /// Allocates `count` buffers for batches of up to `batch_size` samples like `sample`, a batch of one.
     pub(super) fn new(
         sample: &(Tensor, Tensor),
         batch_size: usize,
@@ -39,7 +39,7 @@ impl Staging {
     ) -> Result<Self> {
         let room = |sample: &Tensor| {
             let shape = [&[batch_size as i64], &sample.size()[1..]].concat();
-            // `pin_memory` without the warning that it should not be told the device, which tch always does.
+            // `pin_memory` warns that the device argument is deprecated, but tch always passes it.
             Tensor::f_empty(shape, (sample.kind(), Device::Cpu))?
                 .f_internal_pin_memory(Device::Cuda(gpu))
         };
@@ -53,8 +53,8 @@ impl Staging {
         Ok(Self { group: group.clone(), gpu, buffers, next: Cell::new(0) })
     }
 
-    /// The batch on the GPU, for whatever this rank launches from now on: the copy is launched only. It waits for a
-    /// buffer, if the GPU is that far behind.
+    /// Launches the copy of a batch to the GPU. Work that this rank launches later may use the result. Waits only if
+    /// all buffers are in use, because the GPU is behind.
     pub(super) fn send(&self, inputs: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
         let number = self.next.get();
         let buffer = &self.buffers[number];
@@ -63,12 +63,12 @@ impl Staging {
         let copy =
             || Ok((self.through(&buffer.inputs, inputs)?, self.through(&buffer.targets, targets)?));
         let copies = copy().map_err(Error::torch("copying a batch to the device"));
-        // Also after an error: one of the two may be on its way.
+        // Recorded after an error too: one of the two copies may be in flight.
         buffer.copied.record(self.gpu)?;
         copies
     }
 
-    /// A copy of `tensor` on the GPU, by way of `pinned`; at once, if it is none of those that fit in there.
+    /// Copies `tensor` to the GPU through `pinned`. If it does not fit there, copies it directly.
     fn through(&self, pinned: &Tensor, tensor: &Tensor) -> Result<Tensor, TchError> {
         let device = Device::Cuda(self.gpu);
         let (room, size) = (pinned.size(), tensor.size());

@@ -1,4 +1,4 @@
-//! Some samples of a data set.
+//! A data set that is a part of another.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use super::Dataset;
 
-/// Some of the samples of another data set, in an order of its own. Follows `torch.utils.data.Subset`.
+/// Some of the samples of another data set, in any order. Follows `torch.utils.data.Subset`.
 #[derive(Debug)]
 pub struct Subset {
     dataset: Arc<dyn Dataset>,
@@ -14,7 +14,7 @@ pub struct Subset {
 }
 
 impl Subset {
-    /// The samples `indices` of `dataset`.
+    /// Creates a data set of the samples `indices` of `dataset`.
     pub fn new(dataset: Arc<dyn Dataset>, indices: Vec<usize>) -> Self {
         Self { dataset, indices }
     }

@@ -1,4 +1,4 @@
-//! Threads that load batches ahead of the rank that trains on them.
+//! Worker threads that load batches ahead of time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use crate::ffi::limits::not_started;
 use crate::process_group::ProcessGroup;
 use crate::runtime::panics;
 
-/// How many threads, and how many batches each is ahead.
+/// The number of worker threads, and the number of batches that each loads ahead.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Workers {
     pub count: usize,
@@ -23,18 +23,18 @@ pub(super) struct Workers {
 
 type Loaded = Result<(Tensor, Tensor)>;
 
-/// What the threads of one epoch are at. Dropping it ends them.
+/// The worker threads of one epoch. Dropping it ends them.
 #[derive(Debug)]
 pub(super) struct Loading {
     group: Rc<ProcessGroup>,
-    /// One a thread: batch `n` comes from number `n % count`, so that the order is what it would be without.
+    /// One channel per thread. Batch `n` comes from thread `n % count`, so the order is the same as without workers.
     arrive: Vec<Receiver<Loaded>>,
     threads: Vec<JoinHandle<()>>,
     next: usize,
 }
 
 impl Workers {
-    /// Starts to load `batches` of `dataset`.
+    /// Starts threads that load `batches` of `dataset`.
     pub(super) fn start(
         self,
         dataset: &Arc<dyn Dataset>,
@@ -65,14 +65,14 @@ fn load<'a>(
     batches: impl Iterator<Item = &'a Vec<usize>>,
     send: &Sender<Loaded>,
 ) {
-    // A rank has its cores for its own kernels.
+    // The cores are for the ranks' own kernels.
     tch::set_num_threads(1);
     panics::watch_this_thread();
     for indices in batches {
         let batch = catch_unwind(AssertUnwindSafe(|| dataset.batch(indices)));
         let batch = batch.unwrap_or_else(|panic| Err(panics::error(panic)));
         let failed = batch.is_err();
-        // When nobody waits for it any more, the epoch has ended early.
+        // The send fails if the epoch ended early.
         if send.send(batch.map_err(Error::data(indices))).is_err() || failed {
             return;
         }
@@ -80,7 +80,7 @@ fn load<'a>(
 }
 
 impl Loading {
-    /// The next batch, when it is there.
+    /// Waits for the next batch and returns it.
     pub(super) fn next(&mut self) -> Loaded {
         let worker = self.next % self.arrive.len();
         self.next += 1;
@@ -94,7 +94,7 @@ impl Loading {
 
 impl Drop for Loading {
     fn drop(&mut self) {
-        self.arrive.clear(); // whoever has a batch to hand over learns that nobody takes it
+        self.arrive.clear(); // a thread that sends a batch then fails and ends
         for thread in self.threads.drain(..) {
             let _ = thread.join(); // its panics have been caught
         }

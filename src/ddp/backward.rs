@@ -1,4 +1,4 @@
-//! Backward passes through one wrapped model or several, and the averaging that goes with them.
+//! Backward passes through one or several wrapped models, with the averaging of their gradients.
 
 use std::panic::Location;
 use std::time::Instant;
@@ -14,14 +14,14 @@ use crate::ffi;
 use crate::operation::Operation;
 use crate::runtime::CallSite;
 
-/// Options of a backward. Follows the arguments of `Tensor.backward`.
+/// Options of a backward pass. Follows the arguments of `Tensor.backward`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct BackwardOptions {
-    /// Keep the graph, so that another backward can go through it. That one averages as well; in PyTorch it does so
-    /// only after another forward, and leaves the ranks with different gradients otherwise.
+    /// Keep the graph for another backward. That one averages too. In PyTorch it averages only after another forward,
+    /// and otherwise leaves the ranks with different gradients.
     pub retain_graph: bool,
-    /// The number of samples that the loss is the mean of on this rank, to average over the samples of all ranks, as
-    /// [`backward_weighted`](DistributedDataParallel::backward_weighted) says; `None` to average over the ranks.
+    /// The number of samples in this rank's loss, to average over the samples of all ranks: see
+    /// [`backward_weighted`](DistributedDataParallel::backward_weighted). `None` averages over the ranks.
     pub samples: Option<f64>,
 }
 
@@ -34,16 +34,16 @@ mod sealed {
     use super::{Reducer, Result};
     use crate::ddp::DistributedDataParallel;
 
-    /// The parts of a wrapped model that a backward needs.
+    /// The parts of a wrapped model that a backward uses.
     pub trait Sealed {
         #[doc(hidden)]
         fn reducer(&self) -> &Reducer;
 
-        /// Whether gradients are averaged: outside of `no_sync`.
+        /// Returns whether gradients are averaged, which they are outside of `no_sync`.
         #[doc(hidden)]
         fn averages(&self) -> bool;
 
-        /// Copies rank 0's buffers to all ranks, if the model's options say so.
+        /// Copies rank 0's buffers to all ranks if the model's options require it.
         #[doc(hidden)]
         fn broadcast_buffers(&self) -> Result<()>;
     }
@@ -64,14 +64,14 @@ mod sealed {
     }
 }
 
-/// Computes the gradients of a `loss` that depends on the parameters of several models, as a generator's loss does
-/// on those of the discriminator, and averages them over all ranks. A collective: every rank must name the same
-/// models, in the same order.
+/// Computes the gradients of a `loss` that depends on several models and averages them over all ranks. For example, a
+/// generator's loss also depends on the discriminator's parameters. A collective: every rank must pass the same models
+/// in the same order.
 ///
-/// In PyTorch `loss.backward()` finds these models by itself. Here they are named, because the ranks reduce their
-/// buckets in this order, whichever gradients are complete first. Communication overlaps with backward most where
-/// the model that backward reaches first is named first. A model within [`no_sync`](DistributedDataParallel::no_sync)
-/// adds up gradients on its rank, the others average.
+/// In PyTorch `loss.backward()` finds these models by itself. Here the caller passes them, because the ranks reduce
+/// their buckets in this order, whichever gradients are complete first. Communication overlaps most with backward if
+/// the models are in the order in which backward reaches them. A model within
+/// [`no_sync`](DistributedDataParallel::no_sync) adds up gradients on its rank, while the others average.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -114,7 +114,7 @@ pub fn backward(
     run(loss, &models, options, Location::caller())
 }
 
-/// As [`backward`], called at `place`.
+/// Runs [`backward`], called at `place`.
 pub(super) fn run(
     loss: &Tensor,
     models: &[&dyn Averaged],
@@ -152,7 +152,7 @@ fn run_all(
     let all = || models.iter().map(|model| model.reducer());
     let averaged = || models.iter().filter(|model| model.averages()).map(|model| model.reducer());
     let mut turns = Turn::order_of(models.len());
-    // Once a model waits for the end of backward, those after it do too: the order is the same on all ranks.
+    // Once a model reduces after backward, all later models do too, so that the order is the same on all ranks.
     let mut overlaps = true;
     for model in models {
         let (reducer, averages) = (model.reducer(), model.averages());
@@ -161,7 +161,7 @@ fn run_all(
         reducer.begin(averages, overlaps, turn, place)?;
     }
     let backward = ffi::run_backward(loss, options.retain_graph);
-    // An error of a hook comes first: it is the cause if backward failed too.
+    // A hook's error takes precedence: it is the cause if backward failed too.
     all().try_for_each(Reducer::end_of_autograd)?;
     backward?;
     all().try_for_each(Reducer::move_grads_into_buckets)?;

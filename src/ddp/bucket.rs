@@ -1,26 +1,26 @@
-//! Which parameter goes into which bucket: pure arithmetic, no tensors.
+//! The assignment of parameters to buckets: pure arithmetic, no tensors.
 
 use tch::Kind;
 
-/// What decides a parameter's place.
+/// The properties of a parameter that determine its bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Size {
     pub kind: Kind,
     pub num_bytes: usize,
 }
 
-/// Puts parameters into buckets, in the order in which they come. A bucket holds one kind and is closed when
-/// it reaches its cap, in bytes. The first bucket of each kind has the first of `caps`, the next one the next;
-/// the last cap is that of all further buckets.
+/// Assigns parameters to buckets in the given order. A bucket holds one dtype and is closed when it reaches its
+/// capacity, in bytes. The buckets of each dtype take their capacities from `caps` in order; the last one applies to
+/// all further buckets.
 ///
-/// Follows `torch::dist::compute_bucket_assignment_by_size`. Returns indices into `sizes`, every index
-/// once, buckets in the order in which they were begun.
+/// Follows `torch::dist::compute_bucket_assignment_by_size`. Returns indices into `sizes`, each exactly once, with the
+/// buckets in the order in which they were opened.
 pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
     struct Open {
         kind: Kind,
         bucket: usize,
         num_bytes: usize,
-        /// How many buckets of its kind were closed before.
+        /// The number of buckets of its dtype that were closed before.
         closed: usize,
     }
     let mut buckets: Vec<Vec<usize>> = Vec::new();
@@ -62,9 +62,9 @@ mod tests {
 
     #[test]
     fn a_bucket_is_closed_when_it_reaches_its_cap() {
-        // The first alone reaches the first cap, two more the second one.
+        // The first parameter reaches the first capacity; the next two reach the second.
         assert_eq!(assign(&floats(&[10, 50, 60, 7]), &[10, 100]), [vec![0], vec![1, 2], vec![3]]);
-        // A parameter larger than the cap has room: buckets close after, not before.
+        // A parameter larger than the capacity fits: a bucket closes after the parameter that reaches its capacity.
         assert_eq!(assign(&floats(&[5, 1000, 5]), &[10, 100]), [vec![0, 1], vec![2]]);
     }
 

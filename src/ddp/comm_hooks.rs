@@ -1,4 +1,4 @@
-//! How a bucket of gradients is averaged: as it is, compressed, or as the user likes.
+//! Communication hooks: average a bucket of gradients uncompressed, compressed, or with the user's function.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,15 +12,15 @@ use crate::process_group::{ProcessGroup, ReduceOp};
 /// A bucket whose gradients are complete on this rank.
 #[derive(Debug)]
 pub struct GradBucket<'a> {
-    /// Its place among the buckets, from 0.
+    /// Index of the bucket, from 0.
     pub index: usize,
-    /// Whether it is the last of this step.
+    /// Whether this is the last bucket of the step.
     pub is_last: bool,
-    /// The gradients of its parameters, one after the other; gaps are zero. Not divided yet.
+    /// The gradients of its parameters in sequence, not divided yet. Gaps between them are zero.
     pub gradients: &'a mut Tensor,
-    /// Which parameters these are.
+    /// The parameters of the bucket.
     pub parameters: &'a [BucketParameter],
-    /// The number of samples behind this rank's gradients, for [`ProcessGroup::all_reduce_weighted`]; `None` if all ranks
+    /// The number of samples in this rank's gradients, for [`ProcessGroup::all_reduce_weighted`]. `None` if all ranks
     /// have equal weight.
     pub weight: Option<f64>,
 }
@@ -28,29 +28,30 @@ pub struct GradBucket<'a> {
 /// A parameter in a bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BucketParameter {
-    /// Its name.
+    /// The parameter's name.
     pub name: String,
-    /// Where its gradient begins in the bucket, in elements.
+    /// Start of its gradient in the bucket, in elements.
     pub start: usize,
-    /// Its shape.
+    /// The parameter's shape.
     pub shape: Vec<i64>,
 }
 
-/// Averages a bucket over the ranks. Follows DDP's communication hooks.
+/// A function that averages a bucket over the ranks. Follows DDP's communication hooks.
 ///
-/// Called for the buckets in the order of their index, the same on every rank, on the rank's own thread. When
-/// it returns, `gradients` must be the same on every rank (on a GPU: when what it has launched is done).
+/// Called on the rank's own thread for the buckets in index order, which is the same on every rank. On return,
+/// `gradients` must be the same on every rank. On a GPU this holds once the launched work is done.
 pub trait CommHook {
-    /// Its name in messages.
+    /// Returns the hook's name for messages.
     fn name(&self) -> &'static str;
 
-    /// Whether it does no more than average each bucket as it is: that may go on beside backward.
+    /// Returns whether the hook only averages each bucket as it is, so that the bucket may be reduced beside backward.
     fn is_plain_all_reduce(&self) -> bool {
         false
     }
 
-    /// Whether the hook supports [`GradBucket::weight`], which
-    /// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) needs. Other hooks never get one.
+    /// Returns whether the hook supports [`GradBucket::weight`], which
+    /// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) requires. Other hooks never receive a
+    /// weight.
     fn weighs(&self) -> bool {
         false
     }
@@ -85,7 +86,7 @@ impl fmt::Debug for dyn CommHook {
     }
 }
 
-/// A hook of one's own, from a function.
+/// Returns a communication hook that calls a function.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -116,7 +117,7 @@ pub fn hook_fn(
     Box::new(FromFn(name, f))
 }
 
-/// Without compression: each gradient is divided by the number of ranks, and they are summed.
+/// The default hook: divides each gradient by the number of ranks and sums, without compression.
 #[derive(Debug)]
 pub(super) struct AllReduce;
 
@@ -138,13 +139,13 @@ impl CommHook for AllReduce {
     }
 }
 
-/// How DDP averages: each gradient is divided before they are summed, as PyTorch does.
+/// Returns DDP's averaging operation: each gradient is divided before the sum, as in PyTorch.
 pub(super) fn average(group: &ProcessGroup) -> ReduceOp {
     ReduceOp::PremulSum(1.0 / group.world_size() as f64)
 }
 
-/// Sends gradients as another kind, half as many bytes. Follows `fp16_compress_hook` and
-/// `bf16_compress_hook`: converted, divided by the number of ranks, summed, converted back.
+/// A hook that sends gradients as a 16-bit dtype. Follows `fp16_compress_hook` and `bf16_compress_hook`: converts,
+/// divides by the number of ranks, sums, and converts back.
 #[derive(Debug)]
 pub struct Compress {
     kind: Kind,
@@ -153,12 +154,12 @@ pub struct Compress {
 }
 
 impl Compress {
-    /// As `fp16_compress_hook`.
+    /// Returns the float16 hook, like `fp16_compress_hook`.
     pub fn fp16() -> Self {
         Self { kind: Kind::Half, room: BTreeMap::new() }
     }
 
-    /// As `bf16_compress_hook`.
+    /// Returns the bfloat16 hook, like `bf16_compress_hook`.
     pub fn bf16() -> Self {
         Self { kind: Kind::BFloat16, room: BTreeMap::new() }
     }

@@ -1,4 +1,4 @@
-//! Data parallelism the old way, to compare: everything goes through rank 0.
+//! The older form of data parallelism, for comparison: everything goes through rank 0.
 
 use std::cell::Cell;
 use std::fmt;
@@ -19,39 +19,38 @@ use crate::optim::{FlatBuffer, GradState, clip_grad_norm};
 use crate::process_group::{ProcessGroup, num_bytes};
 use crate::telemetry::report::Parameter;
 
-/// A model that rank 0 trains, with the other ranks to compute its gradients. Made to be compared with
-/// [`DistributedDataParallel`](super::DistributedDataParallel), and not to be used.
+/// A model that rank 0 trains, while the other ranks help to compute its gradients. It exists to be compared with
+/// [`DistributedDataParallel`](super::DistributedDataParallel), not to be used.
 ///
-/// Follows `torch.nn.DataParallel`. Each step goes, in order:
+/// Follows `torch.nn.DataParallel`. The steps, in order:
 ///
-/// 1. rank 0, which alone has the data, scatters the batch: [`ScatterLoader`](crate::data::ScatterLoader);
+/// 1. rank 0, the only rank with the data, scatters the batch: [`ScatterLoader`](crate::data::ScatterLoader);
 /// 2. [`replicate`](Self::replicate) copies rank 0's parameters and buffers to all ranks;
-/// 3. [`forward`](Self::forward) is the model's own, on all ranks at once;
-/// 4. [`backward`](Self::backward) runs autograd on all ranks, and gathers the gradients on rank 0, which
-///    averages them;
-/// 5. rank 0 makes the optimizer's step. The other ranks wait.
+/// 3. [`forward`](Self::forward) runs the model's own forward pass on all ranks at once;
+/// 4. [`backward`](Self::backward) runs autograd on all ranks and gathers the gradients on rank 0, which averages them;
+/// 5. rank 0 makes the optimizer's step while the other ranks wait.
 ///
-/// Why DDP is better: of N ranks, rank 0 sends and receives N - 1 times what each other one does, so a step
-/// takes longer with every rank that is added; it needs room for all ranks' gradients, for the data and for
-/// the optimizer's state, so it is out of memory first; and the others have nothing to do while it adds up and
-/// steps. DDP's all_reduce shares out the sending and the adding evenly, parameters are never sent again,
-/// because all ranks make the same step, and with `nccl` it happens while backward goes on. The numbers are
-/// the same to the bit with the backend `threaded`, in float32 and float64.
+/// DDP is better because rank 0 is a bottleneck here. With N ranks, rank 0 sends and receives N - 1 times the data of
+/// each other rank, so every added rank makes a step slower. Rank 0 needs memory for all ranks' gradients, the data and
+/// the optimizer's state, and runs out first. The other ranks are idle while it adds up and steps. DDP's all_reduce
+/// distributes sending and adding evenly, and with `nccl` it overlaps with backward. DDP never sends parameters again,
+/// because all ranks make the same step. With the backend `threaded` both give the same bits in float32 and float64.
 ///
-/// (PyTorch gathers the outputs on rank 0 and computes the loss there, unless the loss is made part of the
-/// model, as it is here; and with several batches a step it gathers for each of them.)
+/// PyTorch gathers the outputs on rank 0 and computes the loss there, unless the loss is part of the model, as it is
+/// here. With several batches per step it gathers for each of them.
 pub struct DataParallel<M> {
     module: M,
     group: Rc<ProcessGroup>,
     layout: Layout,
-    /// On rank 0, of each flat buffer: the gradients of all ranks. The first are rank 0's own, in their place.
+    /// On rank 0, for each flat buffer: the gradients of all ranks. The first tensor is rank 0's own gradients, in
+    /// place.
     gathered: Vec<Vec<Tensor>>,
     /// Whether gradients have been gathered since they were zeroed.
     has_gathered: bool,
-    /// On rank 0, of each flat buffer: what had been gathered before gradients that are still to be.
+    /// On rank 0, for each flat buffer: gradients of earlier gathers, which the next gather adds to its mean.
     before: Vec<Tensor>,
     tensors: Vec<NamedTensor>,
-    /// How many [`NoSync`] live.
+    /// The number of live [`NoSync`] guards.
     no_sync: Rc<Cell<u32>>,
     times: BackwardTimings,
 }
@@ -66,11 +65,11 @@ impl<M> fmt::Debug for DataParallel<M> {
 }
 
 impl<M> DataParallel<M> {
-    /// Wraps `module`, whose parameters and buffers are in `vs`, on this rank's device. A collective: every
-    /// rank must call it, with the same model. The values that the parameters have on rank 0 count.
+    /// Wraps `module`, whose parameters and buffers are in `vs`, on this rank's device. A collective: every rank must
+    /// call it, with the same model. Rank 0's parameter values are used.
     ///
     /// # Errors
-    /// As [`DistributedDataParallel::new`](super::DistributedDataParallel::new).
+    /// Those of [`DistributedDataParallel::new`](super::DistributedDataParallel::new).
     pub fn new(module: M, vs: &VarStore, group: Rc<ProcessGroup>) -> Result<Self> {
         let options = DdpOptions::default();
         let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
@@ -93,8 +92,8 @@ impl<M> DataParallel<M> {
         Ok(dp)
     }
 
-    /// Copies rank 0's parameters and buffers to all ranks: before each step, because rank 0 alone has made
-    /// the last one. A collective.
+    /// Copies rank 0's parameters and buffers to all ranks. Required before each step, because only rank 0 made the
+    /// last one. A collective.
     ///
     /// # Errors
     /// Those of [`ProcessGroup::broadcast`].
@@ -106,46 +105,46 @@ impl<M> DataParallel<M> {
         })
     }
 
-    /// Until what it returns is dropped, [`backward`](Self::backward) adds up gradients on each rank and gathers
-    /// nothing: for steps that are made of several batches.
+    /// Returns a guard for gradient accumulation: until it is dropped, [`backward`](Self::backward) adds up gradients
+    /// on each rank and gathers nothing.
     pub fn no_sync(&self) -> NoSync {
         NoSync::new(&self.no_sync)
     }
 
-    /// Where the parameters are: [`Strategy::parameter_places`](super::Strategy::parameter_places).
+    /// Returns the bucket of each parameter: [`Strategy::parameter_places`](super::Strategy::parameter_places).
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         self.layout.parameter_places()
     }
 
-    /// What every [`backward`](Self::backward) that gathered came to so far, on average. A bucket is what goes
-    /// in one piece: all parameters of one kind.
+    /// Returns statistics over every [`backward`](Self::backward) so far that gathered. A bucket here is all parameters
+    /// of one dtype, which are sent in one piece.
     pub fn statistics(&self) -> DdpStatistics {
         let bytes = |flat: &FlatParams| num_bytes(flat.gradients.kind(), flat.gradients.numel());
         DdpStatistics::new(self.times, self.layout.flats.iter().map(bytes).collect())
     }
 
-    /// The wrapped model.
+    /// Returns the wrapped model.
     pub fn module(&self) -> &M {
         &self.module
     }
 
-    /// The ranks that it is trained on.
+    /// Returns the group of ranks that train the model.
     pub fn group(&self) -> &Rc<ProcessGroup> {
         &self.group
     }
 
-    /// How many numbers are trained.
+    /// Returns the number of trained elements over all parameters.
     pub fn num_parameters(&self) -> usize {
         parameters::trained(&self.tensors).map(|t| t.tensor.numel()).sum()
     }
 
-    /// On rank 0, parameters and averaged gradients as flat buffers: what an optimizer steps. On the others
-    /// there is nothing to step.
+    /// Returns parameters and averaged gradients as flat buffers for an optimizer, on rank 0. `None` on the other
+    /// ranks, which make no step.
     pub fn flat_buffers(&self) -> Option<Vec<FlatBuffer>> {
         (self.group.rank() == 0).then(|| self.layout.flats.iter().map(FlatParams::buffer).collect())
     }
 
-    /// Takes this rank's gradients away.
+    /// Removes this rank's gradients.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -155,7 +154,7 @@ impl<M> DataParallel<M> {
         self.layout.zero_grad()
     }
 
-    /// Computes the gradients of `loss`, and leaves the mean of all ranks' on rank 0; each other rank keeps its
+    /// Computes the gradients of `loss` and puts the mean of all ranks' gradients on rank 0. Every other rank keeps its
     /// own. A collective. A parameter that the loss does not depend on contributes zeros. Gradients add up until
     /// [`zero_grad`](Self::zero_grad).
     ///
@@ -182,7 +181,8 @@ impl<M> DataParallel<M> {
         Ok(())
     }
 
-    /// Begins anew with gradients, but for what rank 0 has gathered: that is of all ranks already.
+    /// Zeroes the gradients before they are computed anew. Rank 0 first keeps what it has gathered, which already
+    /// covers all ranks.
     fn set_aside(&mut self) -> Result<()> {
         if self.group.rank() == 0 {
             let copies = self.layout.flats.iter().map(|flat| flat.gradients.f_detach_copy());
@@ -193,13 +193,13 @@ impl<M> DataParallel<M> {
         self.layout.zero_grad()
     }
 
-    /// Gathers the gradients on rank 0, and makes rank 0's their mean.
+    /// Gathers the gradients on rank 0, and replaces rank 0's gradients by the mean.
     fn gather(&mut self) -> Result<()> {
         let share = 1.0 / self.group.world_size() as f64;
         for (index, flat) in self.layout.flats.iter_mut().enumerate() {
             let mut gathered = self.gathered.get_mut(index).map(Vec::as_mut_slice);
             self.group.gather(&flat.gradients, gathered.as_deref_mut(), 0)?;
-            // In the order of the ranks, and each divided first: to the bit what DDP's all_reduce does.
+            // Divides each rank's gradients first and adds in rank order: the same bits as DDP's all_reduce.
             let mut average = || {
                 let Some([mean, others @ ..]) = gathered else { return Ok(()) };
                 let _ = mean.f_mul_scalar_(share)?;
@@ -216,13 +216,13 @@ impl<M> DataParallel<M> {
         Ok(())
     }
 
-    /// How long this rank has gathered gradients, or waited for others to, since the beginning.
+    /// Returns the total time that this rank has spent gathering gradients or waiting for other ranks to.
     pub(crate) fn communication_time(&self) -> std::time::Duration {
         self.times.communication
     }
 
-    /// On rank 0, scales the averaged gradients so that their 2-norm, all together, is `max_norm` or less, and
-    /// returns the norm that they had.
+    /// Scales the averaged gradients on rank 0 so that their total 2-norm is at most `max_norm`. Returns the norm
+    /// before scaling.
     ///
     /// # Errors
     /// [`Error::Input`] on another rank, [`Error::Torch`].
@@ -235,13 +235,13 @@ impl<M> DataParallel<M> {
         clip_grad_norm(&buffers, max_norm)
     }
 
-    /// Parameters and buffers by name, as they are: views, and no copies. Follows `state_dict`, of the module inside.
+    /// Returns parameters and buffers by name, as views and not copies. Follows the `state_dict` of the wrapped module.
     pub fn state_dict(&self) -> Vec<(String, Tensor)> {
         parameters::by_name(&self.tensors)
     }
 
-    /// 64 bits over the names, shapes and values of all parameters and buffers. Those of other ranks than 0 are
-    /// as old as the last [`replicate`](Self::replicate). Waits for the device.
+    /// Returns a 64-bit hash of the names, shapes and values of all parameters and buffers. On ranks other than 0 it
+    /// covers the values of the last [`replicate`](Self::replicate). Waits for the device.
     ///
     /// # Errors
     /// [`Error::Torch`], and those of [`ProcessGroup::synchronize`].
@@ -252,13 +252,13 @@ impl<M> DataParallel<M> {
 }
 
 impl<M: ModuleT> DataParallel<M> {
-    /// The model's own forward pass, in training.
+    /// Runs the model's own forward pass in training mode.
     #[track_caller]
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
         self.forward_t(inputs, true)
     }
 
-    /// The model's own forward pass, in training or in evaluation.
+    /// Runs the model's own forward pass, in training or evaluation mode.
     #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         if train {

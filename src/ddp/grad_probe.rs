@@ -1,23 +1,23 @@
-//! A parameter whose gradient can be seen before it is averaged, and after.
+//! A probe of one parameter's gradient before and after averaging.
 
 use tch::Tensor;
 
 use super::{DistributedDataParallel, parameters};
 use crate::error::{Error, Result};
 
-/// The first parameter of a model.
+/// A probe of the first parameter of a model.
 #[derive(Debug)]
 pub(crate) struct GradProbe {
     pub name: String,
-    /// Itself, and with it the gradient that it has by now.
+    /// The parameter, with its current gradient.
     pub parameter: Tensor,
-    /// The gradient that this rank had computed when the last one was averaged.
+    /// This rank's own gradient before the last averaging.
     pub local: Tensor,
 }
 
 impl<M> DistributedDataParallel<M> {
-    /// Keeps a copy of what this rank computes as the gradient of the first parameter each time before it is averaged,
-    /// until [`stop_probe`](Self::stop_probe). The results are the same.
+    /// Starts to copy this rank's own gradient of the first parameter before each averaging, until
+    /// [`stop_probe`](Self::stop_probe). Training results do not change.
     ///
     /// # Errors
     /// [`Error::Torch`] when the device has no room.
@@ -31,7 +31,7 @@ impl<M> DistributedDataParallel<M> {
         Ok(GradProbe { name, parameter, local })
     }
 
-    /// Keeps none any more.
+    /// Stops copying.
     pub(crate) fn stop_probe(&self) {
         self.reducer.probe_first(None);
     }

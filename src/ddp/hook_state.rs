@@ -74,7 +74,7 @@ impl SavedCommHook {
         Ok(state)
     }
 
-    /// The mean of the tensors of all ranks, added up in their order from `first` on.
+    /// Returns the mean of the tensors of all ranks, added in rank order from `first` on.
     fn mean<'a>(
         &self,
         first: &Tensor,
@@ -152,19 +152,19 @@ impl<M> DistributedDataParallel<M> {
 }
 
 impl Reducer {
-    /// The name of the hook and what it keeps on this rank, if it keeps something.
+    /// Returns the hook's name and its state on this rank; `None` if it has no state.
     fn comm_hook_state(&self) -> Result<Option<(&'static str, CommHookState)>> {
         let state = self.state.borrow();
         let Some(hook) = &state.comm_hook else { return Ok(None) };
         Ok(hook.state()?.map(|kept| (hook.name(), kept)))
     }
 
-    /// Restores the hook from `kept`, which is on the CPU, with buckets of the parameters in `order`.
+    /// Restores the hook from `kept`, which is on the CPU, and orders the buckets' parameters by `order`.
     fn load_comm_hook_state(&self, mut kept: CommHookState, order: &[String]) -> Result<()> {
         let mut state = self.state.borrow_mut();
         let State { communication, group, .. } = &mut *state;
-        // On the hook's own stream. Memory of another stream would be reused there as soon as the hook drops the
-        // tensor, while the hook's stream still reads it.
+        // The copies run on the hook's own stream. Memory of another stream would be reused there when the hook drops
+        // the tensor, while the hook's stream still reads it.
         communication.run(group, |group| {
             for tensor in kept.shared.values_mut().chain(kept.local.values_mut()) {
                 let moved = tensor.f_to_device(group.device());

@@ -1,4 +1,4 @@
-//! Training on uneven inputs: ranks that have run out keep the others company.
+//! Training on uneven inputs: ranks that have run out take part in the other ranks' collectives.
 
 use tch::{Kind, Tensor};
 
@@ -7,36 +7,36 @@ use super::reducer::Reducer;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, ReduceOp};
 
-/// What happens when ranks have run out of inputs. Follows the arguments of `DistributedDataParallel.join`.
+/// Options for ranks that have run out of inputs. Follows the arguments of `DistributedDataParallel.join`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct JoinOptions {
-    /// Go on dividing by the number of all ranks, so that every sample weighs the same; otherwise by the
-    /// number of those that still have inputs.
+    /// Divide by the number of all ranks, so that every sample has the same weight; otherwise by the number of ranks
+    /// with inputs.
     pub divide_by_initial_world_size: bool,
-    /// End with an error on every rank as soon as one has run out.
+    /// Return an error on every rank when one has run out.
     pub throw_on_early_termination: bool,
 }
 
 impl Default for JoinOptions {
-    /// PyTorch's.
+    /// Returns PyTorch's defaults.
     fn default() -> Self {
         Self { divide_by_initial_world_size: true, throw_on_early_termination: false }
     }
 }
 
 impl<M> DistributedDataParallel<M> {
-    /// Runs `train`, in which ranks may call [`backward`](Self::backward) different numbers of times: a rank that
-    /// is through takes part in the others' reductions with zeros until all are. Then the model of one that
-    /// came last goes to all. A collective.
+    /// Runs `train`, in which ranks may call [`backward`](Self::backward) different numbers of times. A rank that is
+    /// done takes part in the others' reductions with zeros until all ranks are done. Then one of the last ranks sends
+    /// its model to all. A collective.
     ///
-    /// Follows `DistributedDataParallel.join`. As there, what optimizers remember (a momentum) stays each rank's
-    /// own, and differs where ranks have made different numbers of steps. Inside, a rank must make no collective
-    /// calls but `backward`, each of which costs one more, of a number. A model whose forward pass makes some of
-    /// its own, as with [`SyncBatchNorm`](crate::SyncBatchNorm), is refused by the first rank that has run out:
-    /// nobody can stand in for it there.
+    /// Follows `DistributedDataParallel.join`. As in PyTorch, optimizer state such as momentum stays local, and differs
+    /// where ranks have made different numbers of steps. Within `train`, a rank must make no collective calls but
+    /// `backward`. Each of those costs one more collective, of one number. A model whose forward pass makes collective
+    /// calls, such as [`SyncBatchNorm`](crate::SyncBatchNorm), gives an error on the first rank that has run out. That
+    /// rank cannot take part in them.
     ///
     /// # Errors
-    /// What `train` returns; those of the collectives; [`Error::Input`] with `throw_on_early_termination`.
+    /// The error of `train`; those of the collectives; [`Error::Input`] with `throw_on_early_termination`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -81,15 +81,15 @@ impl<M> DistributedDataParallel<M> {
         Ok(result)
     }
 
-    /// Copies the parameters and buffers of rank `src` to all.
+    /// Copies the parameters and buffers of rank `src` to all ranks.
     pub(super) fn sync_from(&self, src: usize) -> Result<()> {
         self.reducer.for_each_flat(|flat| self.group.broadcast(&mut flat.parameters, src))?;
-        // Parameters that are not trained as well.
+        // Includes parameters that are not trained.
         let rest = self.tensors.iter().filter(|tensor| !tensor.trainable && !tensor.is_ignored);
         rest.map(|rest| &rest.tensor).try_for_each(|tensor| self.copy_from(src, tensor))
     }
 
-    /// Copies the buffers of rank `src` to all.
+    /// Copies the buffers of rank `src` to all ranks.
     pub(super) fn sync_buffers(&self, src: usize) -> Result<()> {
         let buffers = self.tensors.iter().filter(|tensor| tensor.is_buffer && !tensor.is_ignored);
         buffers.map(|buffer| &buffer.tensor).try_for_each(|tensor| self.copy_from(src, tensor))
@@ -103,15 +103,15 @@ impl<M> DistributedDataParallel<M> {
 /// The state that a rank within `join` sends to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Inputs {
-    /// It has run out.
+    /// The rank has run out of inputs.
     None,
-    /// It has inputs, and calls `backward`.
+    /// The rank has inputs and calls `backward`.
     Plain,
-    /// It has inputs, and calls `backward_weighted`.
+    /// The rank has inputs and calls `backward_weighted`.
     Weighted,
 }
 
-/// The ranks that have inputs.
+/// The number of ranks with inputs, and whether they are weighted by samples.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Active {
     pub count: usize,
@@ -119,19 +119,19 @@ pub(super) struct Active {
 }
 
 impl Active {
-    /// The number of ranks to divide by, if it is not that of all. Weights have seen to it themselves.
+    /// Returns the number of ranks to divide by; `None` for all ranks, or where weights already account for it.
     pub(super) fn to_divide_by(self, join: JoinOptions) -> Option<usize> {
         (!join.divide_by_initial_world_size && !self.weighted).then_some(self.count)
     }
 }
 
-/// Tells the others whether this rank has inputs; returns which ranks have.
+/// Sends whether this rank has inputs to all ranks. Returns how many have.
 pub(super) fn count_active(
     group: &ProcessGroup,
     mine: Inputs,
     options: JoinOptions,
 ) -> Result<Active> {
-    // Two counts in one number.
+    // Packs two counts into one number.
     const WEIGHTED: i64 = 1 << 32;
     let mine = match mine {
         Inputs::None => 0,
@@ -157,7 +157,7 @@ pub(super) fn count_active(
     Ok(Active { count: active, weighted: weighted > 0 })
 }
 
-/// One number, combined over the ranks and read.
+/// All-reduces one number and reads the result.
 fn agree(group: &ProcessGroup, mine: i64, op: ReduceOp) -> Result<i64> {
     let mut number = Tensor::from_slice(&[mine]).to_kind(Kind::Int64).to_device(group.device());
     group.all_reduce(&mut number, op)?;
@@ -174,8 +174,8 @@ impl Reducer {
         self.with_state(|state| state.joining = joining);
     }
 
-    /// Takes part in the others' steps with zeros until nobody has inputs any more. Returns a rank that was
-    /// among the last, the same on all ranks.
+    /// Takes part in the others' steps with zeros until no rank has inputs. Returns one of the last ranks, the same on
+    /// all ranks.
     fn shadow_until_all_joined(&self, options: JoinOptions) -> Result<usize> {
         let group = self.group();
         let mut is_last = true;

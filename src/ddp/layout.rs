@@ -1,4 +1,4 @@
-//! Where parameters and gradients lie: in flat tensors, of which buckets are stretches.
+//! The memory layout of parameters and gradients: flat tensors, of which buckets are ranges.
 
 use std::ffi::c_void;
 use std::rc::Rc;
@@ -15,8 +15,8 @@ use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 use crate::process_group::num_bytes;
 use crate::telemetry::report::Parameter;
 
-/// All parameters of one kind, one after the other, and their gradients: allocated once, and every parameter
-/// and `grad`, once backward has made it, is a view of its part.
+/// All parameters of one dtype and their gradients, in sequence. Allocated once: every parameter is a view of its
+/// range, and so is its `grad` once backward has computed it.
 #[derive(Debug)]
 pub(super) struct FlatParams {
     pub parameters: Tensor,
@@ -25,7 +25,7 @@ pub(super) struct FlatParams {
 }
 
 impl FlatParams {
-    /// As an optimizer sees it: handles to the same memory.
+    /// Returns handles to the same memory, for an optimizer.
     pub(super) fn buffer(&self) -> FlatBuffer {
         FlatBuffer {
             parameters: self.parameters.shallow_clone(),
@@ -35,29 +35,29 @@ impl FlatParams {
     }
 }
 
-/// Parameters that are reduced together: a stretch of a [`Flat`].
+/// Parameters that are reduced together: a range of a [`FlatParams`].
 #[derive(Debug)]
 pub(super) struct Bucket {
     pub gradients: Tensor,
     pub parameters: Vec<BucketParameter>,
-    /// How many of them still lack their gradient in this step.
+    /// The number of parameters that still lack their gradient in this step.
     pub pending: usize,
-    /// Whether none of them has a gradient in this step, on any rank, so that it is not reduced.
+    /// Whether no rank has a gradient for any of them in this step, so that the bucket is not reduced.
     pub is_skipped: bool,
 }
 
-/// A parameter's place.
+/// A parameter with its place in the flat tensors and buckets.
 #[derive(Debug)]
 pub(super) struct ParamSlot {
     pub name: String,
     pub parameter: Tensor,
     flat: usize,
     pub bucket: usize,
-    /// The place of its gradient in the bucket.
+    /// The view of the bucket that holds its gradient.
     grad: Tensor,
-    /// Where that lies.
+    /// The address of that view's data.
     grad_data: *const c_void,
-    /// In a backward without samples beside others of its step: the gradient of the others, which stays.
+    /// The gradient from the other batches of a step, kept during a backward without samples, which must not change it.
     pub before: Option<Tensor>,
     /// Whether its gradient is complete in this step.
     pub ready: bool,
@@ -68,7 +68,7 @@ pub(super) struct ParamSlot {
 }
 
 impl ParamSlot {
-    /// Has the gradient at its place: zeros, if there is none.
+    /// Moves the gradient into the bucket; zeros if there is none.
     pub(super) fn move_grad_into_bucket(&self) -> Result<()> {
         if self.grad.data_ptr().cast_const() != self.grad_data {
             return Err(Error::Input(format!(
@@ -80,19 +80,19 @@ impl ParamSlot {
         move_grad(&self.parameter, &self.grad)
     }
 
-    /// Has no gradient, and zeros at its place, whatever a communication hook has left there.
+    /// Removes the gradient and zeroes its place, whatever a communication hook has left there.
     pub(super) fn clear_grad(&self) -> Result<()> {
         let zeroed = tch::no_grad(|| self.grad.shallow_clone().f_zero_().map(drop));
         zeroed.map_err(Error::torch("zero_"))?;
         set_grad(&self.parameter, &Tensor::new())
     }
 
-    /// A copy of its gradient.
+    /// Returns a copy of the gradient.
     pub(super) fn copy_gradient(&self) -> Result<Tensor> {
         self.grad.f_detach_copy().map_err(Error::torch("copying a gradient"))
     }
 
-    /// Keeps the gradient that it has before backward, which [`Member::complete`] restores.
+    /// Keeps a copy of the gradient before backward, which [`ParamSlot::complete`] restores.
     pub(super) fn keep_gradient(&mut self) -> Result<()> {
         let kept = match self.parameter.f_grad() {
             Ok(grad) if grad.defined() => grad.f_detach_copy(),
@@ -103,14 +103,14 @@ impl ParamSlot {
         Ok(())
     }
 
-    /// Takes over the gradient that backward has computed.
+    /// Moves the gradient that backward has computed into the bucket.
     pub(super) fn complete(&mut self) -> Result<()> {
         self.move_grad_into_bucket()?;
         self.used = true;
         self.before.take().map_or(Ok(()), |before| self.restore_gradient(&before))
     }
 
-    /// Restores a gradient with these values.
+    /// Overwrites the gradient with `values`.
     pub(super) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
         let copied = tch::no_grad(|| self.grad.shallow_clone().f_copy_(values));
         copied.map_err(Error::torch("copying a gradient"))
@@ -124,7 +124,7 @@ pub(super) struct Layout {
     pub buckets: Vec<Bucket>,
     /// The parameters, in the order of their creation.
     pub members: Vec<ParamSlot>,
-    /// If the first one is watched: room for its gradient as this rank has computed it.
+    /// Storage for this rank's own gradient of the first parameter, if a probe watches it.
     pub watched: Option<Tensor>,
 }
 
@@ -153,7 +153,7 @@ impl Layout {
         Ok(layout)
     }
 
-    /// What each parameter is, and where its gradient.
+    /// Returns the name, shape, size in bytes and bucket of each parameter.
     pub(super) fn parameter_places(&self) -> Vec<Parameter> {
         let place = |member: &ParamSlot| Parameter {
             name: member.name.clone(),
@@ -164,8 +164,8 @@ impl Layout {
         self.members.iter().map(place).collect()
     }
 
-    /// Takes all gradients away: the first that backward computes is copied to its place, which is less work
-    /// than to fill that with zeros and add.
+    /// Removes all gradients. The next gradient of each parameter is then copied to its place, which is cheaper than to
+    /// zero the place and add.
     pub(super) fn zero_grad(&mut self) -> Result<()> {
         self.set_gradients(GradState::Old);
         let none = Tensor::new();
@@ -175,8 +175,8 @@ impl Layout {
         })
     }
 
-    /// Puts all gradients at their places after backward, and zeros where there are none. Until they are averaged the
-    /// zeros count as gradients too, because another rank may have one.
+    /// Moves all gradients into their buckets after backward, and zeros where there are none. With `are_averaged` the
+    /// zeros count as gradients until they are averaged, because another rank may have one.
     pub(super) fn move_grads_into_buckets(&self, are_averaged: bool) -> Result<()> {
         self.set_gradients(GradState::Local);
         self.members.iter().try_for_each(|member| {
@@ -188,12 +188,12 @@ impl Layout {
         })
     }
 
-    /// Says what the gradients are.
+    /// Sets the state of all gradients.
     pub(super) fn set_gradients(&self, gradients: GradState) {
         self.flats.iter().for_each(|flat| flat.places.set_gradients(gradients));
     }
 
-    /// Keeps the gradient of the first parameter as it is, if that is watched and in `bucket`, which is to be reduced.
+    /// Copies the first parameter's gradient before it is reduced, if a probe watches it and it is in `bucket`.
     pub(super) fn probe(&mut self, bucket: usize) -> Result<()> {
         let Some(local) = &mut self.watched else { return Ok(()) };
         let first = &self.members[0];
@@ -203,12 +203,12 @@ impl Layout {
         tch::no_grad(|| local.f_copy_(&first.grad)).map_err(Error::torch("copy_"))
     }
 
-    /// Last parameter first: backward computes the gradients roughly in that order.
+    /// Returns the parameters from last to first: backward computes the gradients roughly in that order.
     pub(super) fn default_order(&self) -> Vec<usize> {
         (0..self.members.len()).rev().collect()
     }
 
-    /// Deals the parameters, taken in `order`, into buckets, and moves values and gradients there.
+    /// Assigns the parameters to buckets in `order`, and moves values and gradients there.
     pub(super) fn fill_buckets(&mut self, order: &[usize], options: &DdpOptions) -> Result<()> {
         let size = |&index: &usize| {
             let tensor = &self.members[index].parameter;
@@ -218,7 +218,7 @@ impl Layout {
         let sizes: Vec<Size> = order.iter().map(size).collect();
         let assignment = bucket::assign(&sizes, &options.bucket_caps());
 
-        // Whatever the order, each kind takes the same room.
+        // Each dtype takes the same space in any order.
         let room = |ParamSlot { parameter, .. }: &ParamSlot| {
             parameter.numel().next_multiple_of(elements_per_line(parameter.kind()))
         };
@@ -282,9 +282,9 @@ impl Layout {
         tch::no_grad(|| self.move_to(&starts)).map_err(Error::torch("making the buckets"))
     }
 
-    /// Moves each parameter and its gradient to its place in the flat tensors.
+    /// Moves each parameter and its gradient to its start in the flat tensors.
     fn move_to(&mut self, starts: &[usize]) -> Result<(), TchError> {
-        // Copies first: the new place of one may be the old one of another.
+        // Copies first, because new and old places of different parameters may overlap.
         let copy = |member: &ParamSlot| {
             let grad = member.parameter.grad();
             (member.parameter.copy(), grad.defined().then(|| grad.copy()))
@@ -292,8 +292,7 @@ impl Layout {
         let copies: Vec<_> = self.members.iter().map(copy).collect();
         for flat in &mut self.flats {
             let _ = flat.gradients.f_zero_()?;
-            // Other memory for the parameters, behind the same handles: a graph that has not been run backward
-            // yet still needs the old values.
+            // Gives the same handles new memory: a graph whose backward has not run yet still needs the old values.
             let fresh = flat.parameters.f_zeros_like()?;
             flat.parameters.f_set_data(&fresh)?;
         }
@@ -303,7 +302,8 @@ impl Layout {
             let part = |flat: &Tensor| {
                 flat.f_narrow(0, start as i64, value.numel() as i64)?.f_view(&shape[..])
             };
-            // No view for autograd: the zero_grad of tch's optimizers detaches gradients, which views refuse.
+            // `f_data` hides the view from autograd: `zero_grad` of tch's optimizers detaches gradients, which views
+            // refuse.
             let (mut new_value, mut new_grad) = (part(parameters)?, part(gradients)?.f_data()?);
             new_value.f_copy_(&value)?;
             if let Some(grad) = grad {

@@ -1,4 +1,4 @@
-//! Data parallelism: the same model on every rank, kept the same by averaging gradients.
+//! Data parallelism: every rank holds a replica of the model, and averaged gradients keep the replicas identical.
 
 mod backward;
 mod bucket;
@@ -51,49 +51,49 @@ pub use parameters::{parameters_hash, state_dict};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use strategy::Strategy;
 
-/// How a model is kept the same on all ranks, with PyTorch's names and defaults.
+/// The options of [`DistributedDataParallel`], with PyTorch's names and defaults.
 ///
-/// What PyTorch calls `gradient_as_bucket_view` is always on: a gradient that lives in its bucket need not be
-/// copied there.
+/// PyTorch's `gradient_as_bucket_view` is always on: each gradient is a view of its bucket, so no copy is needed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DdpOptions {
-    /// A bucket is full when it holds this much, in MiB. PyTorch's `bucket_cap_mb`.
+    /// Capacity of a bucket, in MiB. PyTorch's `bucket_cap_mb`.
     pub bucket_cap_mb: f64,
-    /// The first bucket is full when it holds this much, in MiB: its gradients come first out of the
-    /// backward pass, and a small bucket can be on its way early.
+    /// Capacity of the first bucket, in MiB. Its gradients are the first that backward completes, and a small bucket
+    /// can be reduced early.
     pub first_bucket_mb: f64,
-    /// Copy rank 0's parameters and buffers to all ranks at construction. Without it you vouch for them being
-    /// the same.
+    /// Copy rank 0's parameters and buffers to all ranks at construction. If false, the caller guarantees that they are
+    /// identical.
     pub init_sync: bool,
-    /// Copy rank 0's buffers, such as the running statistics of a batch norm, to all ranks with every backward
-    /// that averages. (PyTorch does it before the next forward, which comes to the same, but for the end.) Not
-    /// within [`join`](DistributedDataParallel::join), which copies them at its end.
+    /// Copy rank 0's buffers, such as a batch norm's running statistics, to all ranks with every backward that
+    /// averages. PyTorch does it before the next forward; only the state after the last step differs. Within
+    /// [`join`](DistributedDataParallel::join) the buffers are copied at its end instead.
     pub broadcast_buffers: bool,
-    /// The cap of each bucket in order, in MiB; the last one applies to all further buckets. It replaces
+    /// The capacity of each bucket in order, in MiB; the last value applies to all further buckets. Replaces
     /// `bucket_cap_mb` and `first_bucket_mb` unless it is empty. PyTorch's `bucket_cap_mb_list`.
     pub bucket_cap_mb_list: Vec<f64>,
-    /// Allow that the loss does not depend on some parameters: they contribute zeros. A parameter that no rank has
-    /// used since [`zero_grad`](DistributedDataParallel::zero_grad) has no gradient, and optimizers pass it by. Costs
-    /// a small collective a step. Without it unused parameters are [`Error::UnusedParameters`].
+    /// Allow a loss that does not depend on some parameters; these contribute zeros. A parameter that no rank has used
+    /// since [`zero_grad`](DistributedDataParallel::zero_grad) has no gradient, and optimizers skip it. Costs a small
+    /// collective per step. Without this option unused parameters are [`Error::UnusedParameters`].
     pub find_unused_parameters: bool,
-    /// Do not reduce buckets none of whose parameters is used in a step. Every rank must leave out the same
-    /// parameters in the same steps, otherwise their collectives differ. Takes effect with `find_unused_parameters`
-    /// or `static_graph`; buckets are reduced after backward then. PyTorch's `skip_all_reduce_unused_params`.
+    /// Skip buckets in which a step uses no parameter. Every rank must leave out the same parameters in the same steps,
+    /// otherwise their collectives differ. Requires `find_unused_parameters` or `static_graph`, and makes buckets be
+    /// reduced after backward. PyTorch's `skip_all_reduce_unused_params`.
     pub skip_all_reduce_unused_params: bool,
-    /// The loss depends on the same parameters in every step: those that the first step does not use may be
-    /// unused in all, at no further cost.
+    /// The loss depends on the same parameters in every step. Parameters that the first step does not use may stay
+    /// unused in all steps, at no further cost.
     pub static_graph: bool,
-    /// Reduce buckets while backward goes on; if not said, where that pays (with `nccl`) and all ranks are sure to
-    /// use the same parameters. Apex called the opposite `delay_allreduce`. The same on all ranks.
+    /// Reduce buckets during backward. `None` enables it where it is faster (with `nccl` and between processes) and all
+    /// ranks are sure to use the same parameters. Apex called the opposite `delay_allreduce`. Must be the same on all
+    /// ranks.
     pub overlap: Option<bool>,
-    /// The names of parameters and buffers to ignore: they are not compared, copied or averaged, and are not in
-    /// [`flat_buffers`](DistributedDataParallel::flat_buffers). Each rank keeps its own, and its own gradients. Follows
+    /// Names of parameters and buffers to ignore: they are not compared, copied or averaged, and are not in
+    /// [`flat_buffers`](DistributedDataParallel::flat_buffers). Each rank keeps its own values and gradients. Follows
     /// `_set_params_and_buffers_to_ignore_for_model`.
     pub ignore: Vec<String>,
 }
 
 impl DdpOptions {
-    /// The caps of the buckets in order, in bytes.
+    /// Returns the capacities of the buckets in order, in bytes.
     fn bucket_caps(&self) -> Vec<usize> {
         match &self.bucket_cap_mb_list[..] {
             [] => vec![mib(self.first_bucket_mb), mib(self.bucket_cap_mb)],
@@ -119,19 +119,20 @@ impl Default for DdpOptions {
     }
 }
 
-/// What the backward passes that averaged came to on one rank, on average. Follows `_get_ddp_logging_data`.
+/// Statistics of the backward passes that averaged on one rank; times are means per backward. Follows
+/// `_get_ddp_logging_data`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DdpStatistics {
-    /// How many bytes each bucket holds.
+    /// Size of each bucket, in bytes.
     pub bucket_bytes: Vec<usize>,
-    /// Backward and everything that was reduced, in microseconds; on a GPU, to launch it.
+    /// Duration of backward with its reductions, in microseconds. On a GPU, the time to launch them.
     pub backward_us: f64,
     /// Time that the rank, its communication thread or its GPU spent reducing or waiting for others, in microseconds.
     pub communication_us: f64,
-    /// How much of that had passed when autograd was through, from 0 to 1.
+    /// Fraction of `communication_us` that had passed when autograd ended, from 0 to 1.
     pub overlapped: f64,
-    /// How much of it took no time of the rank's own, because others carried on with it while autograd went on, from 0
-    /// to 1: nothing, where ranks reduce by themselves in the midst of backward.
+    /// Fraction of `communication_us` that ran beside autograd on the communication thread or the GPU, from 0 to 1. It
+    /// is 0 where the rank itself reduces during backward.
     pub hidden: f64,
 }
 
@@ -150,7 +151,7 @@ impl DdpStatistics {
     }
 }
 
-/// Gradients stay on their rank while this lives. From [`DistributedDataParallel::no_sync`].
+/// A guard: gradients stay on their rank until it is dropped. From [`DistributedDataParallel::no_sync`].
 #[derive(Debug)]
 #[must_use = "gradients are averaged again when it is dropped"]
 pub struct NoSync {
@@ -170,7 +171,7 @@ impl Drop for NoSync {
     }
 }
 
-/// A model that all ranks train together. Each rank has a replica; the gradients are averaged.
+/// A model that all ranks train together. Each rank has a replica, and gradients are averaged.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -197,28 +198,29 @@ impl Drop for NoSync {
 ///
 /// Follows `torch.nn.parallel.DistributedDataParallel`. Its steps, in order:
 ///
-/// 1. At construction it compares the models of all ranks, copies rank 0's parameters and buffers to
-///    all, and moves the parameters into flat buffers ("buckets"), each with a twin for its gradients:
-///    every parameter is a view, and so is its `grad`, which moves there as soon as backward has it.
-/// 2. [`forward`](Self::forward) is the model's own.
-/// 3. [`backward`](Self::backward) runs autograd. Hooks report each gradient that is complete. A bucket with all of its
-///    gradients is summed over the ranks and divided by their number. With `nccl` that happens while backward goes on.
-/// 4. Every rank makes the same optimizer step with the same numbers, and stays the same.
+/// 1. At construction it compares the models of all ranks and copies rank 0's parameters and buffers to all. It moves
+///    the parameters into flat buffers ("buckets"), each with a twin for its gradients. Every parameter and its `grad`
+///    are views; backward's gradients are moved there.
+/// 2. [`forward`](Self::forward) runs the model's own forward pass.
+/// 3. [`backward`](Self::backward) runs autograd. Hooks report each complete gradient. A bucket with all of its
+///    gradients is summed over the ranks and divided by their number. With `nccl` this happens during backward.
+/// 4. Every rank makes the same optimizer step with the same numbers, so the replicas stay identical.
 ///
-/// With equal batches and a mean loss that mean is the gradient of the whole batch; when ranks have
-/// batches of different sizes it is not, here as in PyTorch: see [`backward_weighted`](Self::backward_weighted).
+/// With batches of equal size and a mean loss, the average is the gradient of the whole batch. With batches of
+/// different sizes it is not, as in PyTorch: see [`backward_weighted`](Self::backward_weighted).
 ///
-/// Zero gradients with [`zero_grad`](Self::zero_grad). The one of tch's optimizers fills them with zeros
-/// (`set_to_none=False`), which takes longer; their `backward_step` is refused, as it would not average.
+/// Zero gradients with [`zero_grad`](Self::zero_grad). The `zero_grad` of tch's optimizers fills them with zeros
+/// (`set_to_none=False`), which takes longer. The `backward_step` of tch's optimizers is refused, because it would not
+/// average.
 ///
-/// It stays on its rank's thread, as its group does.
+/// The type is `!Send`, like its group: it stays on its rank's thread.
 pub struct DistributedDataParallel<M> {
     module: M,
     group: Rc<ProcessGroup>,
     reducer: Reducer,
     tensors: Vec<NamedTensor>,
     options: DdpOptions,
-    /// How many [`NoSync`] live.
+    /// The number of live [`NoSync`] guards.
     no_sync: Rc<Cell<u32>>,
 }
 
@@ -236,7 +238,7 @@ impl<M> DistributedDataParallel<M> {
     /// Wraps `module`, whose parameters and buffers are in `vs`, on this rank's device. A collective:
     /// every rank must call it, with the same model.
     ///
-    /// The values that the parameters have on rank 0 count; on other ranks they are overwritten.
+    /// Rank 0's values are used; those on other ranks are overwritten.
     ///
     /// # Errors
     /// [`Error::ModelMismatch`] when this rank's model differs from rank 0's; it names the first
@@ -267,30 +269,30 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.set_comm_hook(hook)
     }
 
-    /// Until what it returns is dropped, [`backward`](Self::backward) adds up gradients on this rank and
-    /// averages nothing: for steps that are made of several batches. The last batch's backward must come
-    /// after, and averages them all. Follows `no_sync`.
+    /// Returns a guard for gradient accumulation: until it is dropped, [`backward`](Self::backward) adds up gradients
+    /// on this rank and does not average. The backward of the last batch must run after the drop, and averages the sum.
+    /// Follows `no_sync`.
     pub fn no_sync(&self) -> NoSync {
         NoSync::new(&self.no_sync)
     }
 
-    /// Where the parameters are: [`Strategy::parameter_places`].
+    /// Returns the bucket of each parameter: [`Strategy::parameter_places`].
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         self.reducer.parameter_places()
     }
 
-    /// How long this rank has reduced gradients, or waited for others to, since the beginning.
+    /// Returns the total time that this rank has spent reducing gradients or waiting for other ranks to.
     pub(crate) fn communication_time(&self) -> Duration {
         self.reducer.times().communication
     }
 
-    /// How long the last backward took to complete each bucket, not counting what was reduced meanwhile; on a GPU, to
-    /// launch it. None of one that it has not completed, for want of a gradient.
+    /// Returns the time from the start of the last backward to the completion of each bucket, without reductions; on a
+    /// GPU, the time to launch it. `None` for a bucket that lacked a gradient.
     pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {
         self.reducer.bucket_times()
     }
 
-    /// What every [`backward`](Self::backward) that averaged came to so far, on average.
+    /// Returns statistics over every [`backward`](Self::backward) so far that averaged.
     pub fn statistics(&self) -> DdpStatistics {
         let times = self.reducer.times();
         let statistics = DdpStatistics::new(times, self.reducer.bucket_bytes());
@@ -305,29 +307,29 @@ impl<M> DistributedDataParallel<M> {
         }
     }
 
-    /// The wrapped model.
+    /// Returns the wrapped model.
     pub fn module(&self) -> &M {
         &self.module
     }
 
-    /// The ranks that it is trained on.
+    /// Returns the group of ranks that train the model.
     pub fn group(&self) -> &Rc<ProcessGroup> {
         &self.group
     }
 
-    /// How many numbers are trained.
+    /// Returns the number of trained elements over all parameters.
     pub fn num_parameters(&self) -> usize {
         parameters::trained(&self.tensors).map(|t| t.tensor.numel()).sum()
     }
 
-    /// Parameters and gradients as flat buffers, one for each kind: what an optimizer steps. The buckets are
-    /// stretches of them.
+    /// Returns parameters and gradients as flat buffers for an optimizer, one per dtype. The buckets are ranges of
+    /// these buffers.
     pub fn flat_buffers(&self) -> Vec<FlatBuffer> {
         self.reducer.flat_buffers()
     }
 
-    /// Takes all gradients away, as PyTorch's `zero_grad` does by default (`set_to_none`): until the next
-    /// [`backward`](Self::backward) there are none, and an optimizer's step does nothing.
+    /// Removes all gradients, as PyTorch's `zero_grad` does by default (`set_to_none`). Until the next
+    /// [`backward`](Self::backward) an optimizer's step does nothing.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -337,12 +339,12 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.zero_grad()
     }
 
-    /// Computes the gradients of `loss` and averages them over all ranks. A collective. (tch's own
-    /// [`Tensor::backward`] on such a loss fails: in PyTorch it averages, here it could not tell its errors.) For a
-    /// loss that depends on several wrapped models call [`ddp::backward`](backward()).
+    /// Computes the gradients of `loss` and averages them over all ranks. A collective. tch's own [`Tensor::backward`]
+    /// fails on such a loss, because it has no way to return the errors of the averaging. For a loss that depends on
+    /// several wrapped models call [`ddp::backward`](backward()).
     ///
-    /// Gradients add up until [`zero_grad`](Self::zero_grad), as in PyTorch. After the first one that averages,
-    /// the buckets are put together anew, in the order in which rank 0's gradients became ready.
+    /// Gradients add up until [`zero_grad`](Self::zero_grad), as in PyTorch. The first backward that averages rebuilds
+    /// the buckets in the order in which rank 0's gradients became ready.
     ///
     /// # Errors
     /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been
@@ -353,20 +355,20 @@ impl<M> DistributedDataParallel<M> {
         self.backward_with(loss, BackwardOptions::default())
     }
 
-    /// As [`backward`](Self::backward), with options.
+    /// Runs [`backward`](Self::backward) with options.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`backward`](Self::backward).
     #[track_caller]
     pub fn backward_with(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<()> {
         backward::run(loss, &[self], options, Location::caller())
     }
 
-    /// Scales the averaged gradients so that their 2-norm, all together, is `max_norm` or less, and returns
-    /// the norm that they had. To be called between [`backward`](Self::backward) and the optimizer's step.
+    /// Scales the averaged gradients so that their total 2-norm is at most `max_norm`. Returns the norm before scaling.
+    /// Call it between [`backward`](Self::backward) and the optimizer's step.
     ///
-    /// Follows `torch.nn.utils.clip_grad_norm_`. All ranks have the same gradients then, and so come to the
-    /// same norm without asking each other.
+    /// Follows `torch.nn.utils.clip_grad_norm_`. All ranks have the same averaged gradients, so each computes the same
+    /// norm without communication.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -374,13 +376,13 @@ impl<M> DistributedDataParallel<M> {
         clip_grad_norm(&self.flat_buffers(), max_norm)
     }
 
-    /// Parameters and buffers by name, as they are: views, and no copies. Follows `state_dict`, of the module inside.
+    /// Returns parameters and buffers by name, as views and not copies. Follows the `state_dict` of the wrapped module.
     pub fn state_dict(&self) -> Vec<(String, Tensor)> {
         parameters::by_name(&self.tensors)
     }
 
-    /// 64 bits over the names, shapes and values of all parameters and buffers; equal on two ranks that
-    /// hold the same model. Waits for the device.
+    /// Returns a 64-bit hash of the names, shapes and values of all parameters and buffers. Equal on ranks that hold
+    /// the same model. Waits for the device.
     ///
     /// # Errors
     /// [`Error::Torch`], and those of [`ProcessGroup::synchronize`].
@@ -389,7 +391,7 @@ impl<M> DistributedDataParallel<M> {
         parameters::hash(&self.tensors)
     }
 
-    /// 64 bits over the values of all parameters, which must be there.
+    /// Returns a 64-bit hash of the values of all parameters, which must be defined.
     pub(crate) fn replica_hash(&self) -> Result<u64> {
         self.group.synchronize()?;
         let each = self.tensor_hashes(false)?.into_iter();
@@ -404,14 +406,14 @@ impl<M> DistributedDataParallel<M> {
 }
 
 impl<M: ModuleT> DistributedDataParallel<M> {
-    /// The model's own forward pass, in training.
+    /// Runs the model's own forward pass in training mode.
     #[track_caller]
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
         self.forward_t(inputs, true)
     }
 
-    /// The model's own forward pass, in training or in evaluation: what PyTorch switches with
-    /// `model.train()` and `model.eval()`.
+    /// Runs the model's own forward pass, in training or evaluation mode. PyTorch selects the mode with `model.train()`
+    /// and `model.eval()`.
     #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         if train {
@@ -421,13 +423,13 @@ impl<M: ModuleT> DistributedDataParallel<M> {
     }
 }
 
-/// How many bytes a MiB cap is.
+/// Converts a capacity from MiB to bytes.
 fn mib(cap: f64) -> usize {
     (cap * f64::from(1 << 20)) as usize
 }
 
-/// How many elements of `kind` fill a cache line: where each parameter starts in its bucket, as if it had
-/// been allocated alone, so that kernels take the same vector paths and give the same bits.
+/// Returns the number of elements of `kind` that fill a cache line. Each parameter starts at a multiple of that in its
+/// bucket, as if it were allocated alone. Kernels then take the same vector paths and give the same bits.
 fn elements_per_line(kind: Kind) -> usize {
     64 / kind.elt_size_in_bytes()
 }

@@ -1,4 +1,4 @@
-//! The order of the parameters in the buckets, once the first step has shown in which order gradients are ready.
+//! The order of the parameters in the buckets, which follows the order of ready gradients after the first step.
 
 use tch::{Device, Kind, Tensor};
 
@@ -7,14 +7,14 @@ use super::reducer::State;
 use crate::error::{Error, Result};
 
 impl State {
-    /// After the first iteration: the order of rank 0's gradients becomes that of the buckets, on all ranks.
+    /// Rebuilds the buckets on all ranks after the first iteration, in the order of rank 0's ready gradients.
     pub(super) fn rebuild_buckets(&mut self, options: &DdpOptions) -> Result<()> {
         let Some(mut order) = self.ready_order.take() else { return Ok(()) };
         if options.find_unused_parameters || self.layout.buckets.len() == 1 {
-            return Ok(()); // not all parameters need have been seen; or there is nothing to gain
+            return Ok(()); // some parameters may be missing, or one bucket gains nothing
         }
         if order.len() < self.layout.members.len() {
-            // A rank that has run out of inputs, or parameters that are never used.
+            // This rank has run out of inputs, or some parameters are never used.
             order = self.layout.default_order();
         }
         let mine: Vec<i64> = order.iter().map(|&index| index as i64).collect();
@@ -27,8 +27,8 @@ impl State {
         self.layout.fill_buckets(&order, options)
     }
 
-    /// The names of all parameters in the order in which they lie in the buckets for good; none before the first step,
-    /// after which buckets are put together anew.
+    /// Returns the names of all parameters in bucket order. Empty before the first step, after which the buckets are
+    /// rebuilt.
     pub(super) fn order(&self) -> Vec<String> {
         if self.ready_order.is_some() {
             return Vec::new();
@@ -37,7 +37,7 @@ impl State {
         parameters.map(|it| it.name.clone()).collect()
     }
 
-    /// Puts the parameters into the buckets in the order of `names`, for good.
+    /// Rebuilds the buckets in the order of `names`; later steps keep this order.
     ///
     /// # Errors
     /// [`Error::Input`] when these are not the parameters of the model.

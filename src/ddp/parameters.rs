@@ -1,4 +1,4 @@
-//! A model's tensors by name, and whether two ranks have the same ones.
+//! A model's tensors by name, and the check that all ranks have the same ones.
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -14,21 +14,21 @@ pub(super) struct NamedTensor {
     pub name: String,
     pub tensor: Tensor,
     pub trainable: bool,
-    /// Whether it is no parameter at all, and may change in forward.
+    /// Whether this is a buffer, which forward may change, and not a parameter.
     pub is_buffer: bool,
-    /// Whether each rank keeps its own: `DdpOptions::ignore`.
+    /// Whether each rank keeps its own values: `DdpOptions::ignore`.
     pub is_ignored: bool,
 }
 
-/// Parameters in the order of their creation, then buffers in the order of their names: an order that
-/// is the same on all ranks. (A `VarStore` lists names in no order at all, and parameters without names.)
+/// Returns parameters in creation order, then buffers in name order, which is the same on all ranks. (A `VarStore`
+/// lists names in no defined order, and parameters without names.)
 pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
-    #[allow(clippy::disallowed_methods)] // its order is not used
+    #[allow(clippy::disallowed_methods)] // the order is not used
     let mut named: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
     named.sort_by(|a, b| a.0.cmp(&b.0));
     let mut tensors = Vec::with_capacity(named.len());
     for tensor in vs.trainable_variables() {
-        // The C++ tensors are the same objects: same memory, or both empty and then interchangeable.
+        // Both are the same C++ tensor: they share memory, or both are empty and interchangeable.
         let same = |(_, other): &(String, Tensor)| {
             other.data_ptr() == tensor.data_ptr() && other.size() == tensor.size()
         };
@@ -36,7 +36,7 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
             return Err(Error::Input("the VarStore has a parameter without a name".into()));
         };
         let name = named.remove(at).0;
-        // A frozen one keeps its value, which is rank 0's on all ranks, like a buffer's.
+        // A frozen parameter keeps its value, which is rank 0's on all ranks, like a buffer.
         let trainable = tensor.requires_grad();
         let (is_buffer, is_ignored) = (false, false);
         tensors.push(NamedTensor { name, tensor, trainable, is_buffer, is_ignored });
@@ -63,7 +63,8 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
     Ok(tensors)
 }
 
-/// The tensors in `vs`, found to be those that every rank has, and that something in there is trained. A collective.
+/// Returns the tensors in `vs`, after checking that every rank has the same ones and that at least one is trained. A
+/// collective.
 pub(super) fn same_on_all_ranks(
     vs: &VarStore,
     options: &DdpOptions,
@@ -85,13 +86,13 @@ pub(super) fn same_on_all_ranks(
     Ok(tensors)
 }
 
-/// Those that are trained on all ranks together.
+/// Returns the parameters that all ranks train together.
 pub(super) fn trained(tensors: &[NamedTensor]) -> impl Iterator<Item = &NamedTensor> {
     tensors.iter().filter(|tensor| tensor.trainable && !tensor.is_ignored)
 }
 
 impl NamedTensor {
-    /// "parameter `weight`, float32 [1, 20]".
+    /// Describes the tensor, as in "parameter `weight`, float32 [1, 20]".
     fn describe(&self) -> String {
         let Self { name, tensor, trainable, .. } = self;
         let what = if *trainable { "parameter" } else { "buffer" };
@@ -99,14 +100,14 @@ impl NamedTensor {
     }
 }
 
-/// Checks that this rank has the tensors that rank 0 has: a collective. Follows
-/// `_verify_param_shape_across_processes`, and compares names as well.
+/// Checks that this rank has the same tensors as rank 0. A collective. Follows `_verify_param_shape_across_processes`,
+/// and compares names as well.
 pub(super) fn compare(
     tensors: &[NamedTensor],
     options: &DdpOptions,
     group: &ProcessGroup,
 ) -> Result<()> {
-    // The options as well: they decide which collectives there are.
+    // The options are compared too, because they determine the collectives.
     let options = format!("{options:?}");
     let compared = tensors.iter().filter(|tensor| !tensor.is_ignored);
     let described = compared.map(NamedTensor::describe);
@@ -137,7 +138,7 @@ pub(super) fn compare(
     )))
 }
 
-/// Rank 0's `text`, on every rank.
+/// Returns rank 0's `text` on every rank.
 fn broadcast_text(text: &str, group: &ProcessGroup) -> Result<String> {
     let torch = || Error::torch("exchanging the models' descriptions");
     let mut length = Tensor::f_from_slice(&[text.len() as i64])
@@ -157,11 +158,10 @@ fn broadcast_text(text: &str, group: &ProcessGroup) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// All tensors of `vs` by name, as they are: those of PyTorch's `state_dict`. In an order that is the same on all
-/// ranks.
+/// Returns all tensors of `vs` by name, as views: those of PyTorch's `state_dict`. The order is the same on all ranks.
 ///
 /// # Errors
-/// [`Error::Input`] when a parameter has no name, or two.
+/// [`Error::Input`] when a parameter has no name, or has two.
 pub fn state_dict(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
     Ok(by_name(&named_tensors(vs)?))
 }
@@ -170,8 +170,8 @@ pub(super) fn by_name(tensors: &[NamedTensor]) -> Vec<(String, Tensor)> {
     tensors.iter().map(|it| (it.name.clone(), it.tensor.shallow_clone())).collect()
 }
 
-/// 64 bits over names, shapes and values of all tensors in `vs`. Equal models have equal hashes,
-/// whichever device they are on.
+/// Returns a 64-bit hash of the names, shapes and values of all tensors in `vs`. Equal models have equal hashes on any
+/// device.
 ///
 /// # Errors
 /// [`Error::Torch`] when a tensor cannot be read.
@@ -184,7 +184,7 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
     in_order.sort_by(|a, b| a.name.cmp(&b.name));
     let mut hasher = Xxh3Default::new();
     for NamedTensor { name, tensor, .. } in in_order {
-        // With lengths, so that no two different lists of tensors read as the same bytes.
+        // Lengths are included, so that different lists of tensors never give the same bytes.
         hasher.update(&(name.len() as u64).to_le_bytes());
         hasher.update(name.as_bytes());
         let shape = tensor.size();
@@ -196,19 +196,19 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
     Ok(hasher.digest())
 }
 
-/// Returns the names of all parameters, and of `buffers` if wanted, with 64 bits over the values of each. Those that each
-/// rank has for itself are left out.
+/// Returns the names of all parameters, and of buffers if `buffers`, with a 64-bit hash of the values of each. Skips
+/// ignored tensors.
 pub(super) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
     let wanted = tensors.iter().filter(|it| !it.is_ignored && (buffers || !it.is_buffer));
     wanted.map(|it| Ok((it.name.clone(), xxh3_64(&bytes_of(&it.tensor)?)))).collect()
 }
 
-/// The bytes of `tensor`, whose kind may be any and whose device too.
+/// Returns the bytes of `tensor`, of any dtype and on any device.
 pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let mut bytes = vec![0; num_bytes(tensor.kind(), tensor.numel())];
     let mut read = || {
         let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
-        // As bytes, because tch copies out some kinds only.
+        // Read as bytes, because tch copies only some dtypes to the host.
         let local = if local.kind() == Kind::Bool { local.f_to_kind(Kind::Uint8)? } else { local };
         local.f_copy_data_u8(&mut bytes, tensor.numel())
     };

@@ -1,4 +1,4 @@
-//! PowerSGD: gradients as products of two thin matrices.
+//! PowerSGD: compresses gradients to products of two thin matrices.
 
 use std::collections::BTreeMap;
 
@@ -11,43 +11,43 @@ use crate::error::{Error, Result};
 use crate::ffi::fork_rng;
 use crate::process_group::ProcessGroup;
 
-/// Sends gradients as products of two thin matrices. Follows `powerSGD_hook`: matrices that would shrink by
-/// `min_compression_rate` are approximated by one power iteration, what is lost is added to the next step's
-/// gradient, everything else is averaged as it is. It begins with the numbers that PyTorch draws.
+/// A hook that sends gradients as products of two thin matrices. Follows `powerSGD_hook`. Matrices that would shrink by
+/// `min_compression_rate` are approximated by one power iteration; everything else is averaged as it is. The
+/// approximation error is added to the next step's gradient. The first factors are random, and the same as PyTorch's.
 #[derive(Debug)]
 pub struct PowerSgd {
     options: PowerSgdOptions,
     iteration: u64,
-    /// What seeds are drawn from, in step on all ranks.
+    /// The generator of seeds, in the same state on all ranks.
     seeds: Mt,
-    /// How many numbers were drawn from it.
+    /// The number of draws from `seeds`.
     draws: u64,
     state: BTreeMap<usize, BucketState>,
-    /// The errors and factors of an earlier run, until the buckets of their parameters take them over.
+    /// The errors and factors of an earlier run, until the buckets of their parameters take them.
     loaded: CommHookState,
-    /// Whether that run had begun to approximate.
+    /// Whether that run had already started to compress.
     is_resumed: bool,
 }
 
-/// How gradients are approximated. Follows `PowerSGDState`.
+/// The options of [`PowerSgd`]. Follows `PowerSGDState`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PowerSgdOptions {
-    /// The rank of the approximation; more is closer and larger.
+    /// Rank of the approximation; higher is more accurate and sends more.
     pub matrix_approximation_rank: i64,
-    /// The iterations before that average without compression.
+    /// The number of first iterations that average without compression.
     pub start_iter: u64,
-    /// A matrix is compressed when it becomes smaller by this factor.
+    /// Smallest factor by which a matrix must shrink to be compressed.
     pub min_compression_rate: f64,
-    /// Whether what is lost is added to the next gradient.
+    /// Whether the approximation error is added to the next gradient.
     pub use_error_feedback: bool,
-    /// Whether an iteration starts from the last one's factor.
+    /// Whether an iteration starts from the previous one's factor.
     pub warm_start: bool,
-    /// What the first factors are drawn from, the same on all ranks: the lower 32 bits of it.
+    /// Seed of the first factors, the same on all ranks; only its lower 32 bits are used.
     pub seed: u64,
 }
 
 impl Default for PowerSgdOptions {
-    /// PyTorch's.
+    /// Returns PyTorch's defaults.
     fn default() -> Self {
         Self {
             matrix_approximation_rank: 1,
@@ -60,14 +60,14 @@ impl Default for PowerSgdOptions {
     }
 }
 
-/// What a bucket keeps from one iteration to the next.
+/// The state that a bucket keeps between iterations.
 #[derive(Debug)]
 struct BucketState {
-    /// What the bucket held then: after the first iteration it may hold other parameters.
+    /// The bucket's parameters at that time; after the first iteration they may differ.
     parameters: Vec<BucketParameter>,
-    /// What was lost, in the shape of the bucket.
+    /// The approximation error, in the shape of the bucket.
     error: Tensor,
-    /// The second factor of each compressed matrix, by the place of its parameter.
+    /// The second factor of each compressed matrix, by the start of its parameter in the bucket.
     factors: BTreeMap<usize, Tensor>,
 }
 
@@ -93,7 +93,7 @@ impl CommHook for PowerSgd {
         let counters = [(ITERATION, self.iteration), (DRAWS, self.draws)];
         let counters = counters.into_iter().map(|(name, count)| (name.into(), count)).collect();
         let mut state = CommHookState { counters, ..CommHookState::default() };
-        // What no bucket has taken over is as it was.
+        // The loaded state that no bucket has taken yet is unchanged.
         for (all, loaded) in
             [(&mut state.shared, &self.loaded.shared), (&mut state.local, &self.loaded.local)]
         {
@@ -131,14 +131,14 @@ impl CommHook for PowerSgd {
     }
 }
 
-/// The names of what is kept: two numbers, and for each compressed parameter what was lost and a factor.
+/// The keys of the saved state: two counters, and an error and a factor for each compressed parameter.
 const ITERATION: &str = "iteration";
 const DRAWS: &str = "draws";
 const ERROR: &str = "error/";
 const FACTOR: &str = "factor/";
 
 impl PowerSgd {
-    /// Approximates as `options` say.
+    /// Returns a hook with these options.
     pub fn new(options: PowerSgdOptions) -> Self {
         let seeds = Mt::new(options.seed as u32);
         let (state, loaded) = (BTreeMap::new(), CommHookState::default());
@@ -150,7 +150,7 @@ impl PowerSgd {
         self.seeds.next_u32()
     }
 
-    /// numpy's `RandomState.randint(1_000_000_000)`.
+    /// Draws like numpy's `RandomState.randint(1_000_000_000)`.
     fn draw_seed(&mut self) -> u64 {
         loop {
             let number = self.draw() & 0x3fff_ffff;
@@ -160,7 +160,7 @@ impl PowerSgd {
         }
     }
 
-    /// The shape of a parameter as a matrix, if it is worth compressing.
+    /// Returns a parameter's rows, columns and approximation rank; `None` if it is not worth compressing.
     fn matrix(&self, shape: &[i64]) -> Option<(i64, i64, i64)> {
         let (&rows, rest) = shape.split_first()?;
         let columns: i64 = rest.iter().product();
@@ -170,7 +170,7 @@ impl PowerSgd {
         (!rest.is_empty() && pays).then_some((rows, columns, rank))
     }
 
-    /// The state that a bucket begins with: that of an earlier run, if there was one; nothing lost, otherwise.
+    /// Returns the initial state of a bucket: that of an earlier run, or else an error of zero.
     fn begin(&mut self, bucket: &GradBucket<'_>) -> Result<BucketState> {
         let torch = || Error::torch("PowerSGD");
         let error = bucket.gradients.f_zeros_like().map_err(torch())?;
@@ -187,7 +187,7 @@ impl PowerSgd {
                 factors.insert(*start, factor);
             }
         }
-        // Buckets that are put together anew begin anew.
+        // Drops the state of old buckets that shared a parameter with this one.
         let moved = |it: &BucketParameter| bucket.parameters.iter().any(|new| new.name == it.name);
         self.state.retain(|_, state| !state.parameters.iter().any(moved));
         Ok(BucketState { parameters: bucket.parameters.to_vec(), error, factors })
@@ -211,7 +211,7 @@ impl PowerSgd {
             |state: &BucketState| self.is_resumed && state.factors.len() == matrices.len();
         let begins = is_new && !self.state.get(&bucket.index).is_some_and(goes_on);
         let draws = begins || !self.options.warm_start;
-        // The same on every rank, another for every bucket and, without warm start, iteration.
+        // The seed is the same on every rank. It differs between buckets and, without warm start, between iterations.
         let seed = draws.then(|| self.draw_seed());
         let Some(state) = self.state.get_mut(&bucket.index) else { return Ok(()) };
         if let Some(seed) = seed {
@@ -237,7 +237,7 @@ impl PowerSgd {
             let matrix = view(bucket.gradients, start, n, m).map_err(torch())?;
             ps.push(matrix.f_matmul(&q).map_err(torch())?.f_contiguous().map_err(torch())?);
         }
-        // What is not compressed is averaged as it is; the others' places in between are written below.
+        // Averages the uncompressed parameters as they are. The compressed ones are zero here, and written below.
         let mut rest = bucket.gradients.copy();
         for &(start, n, m, _) in &matrices {
             let _ = view(&rest, start, n, m).and_then(|mut v| v.f_zero_()).map_err(torch())?;
@@ -273,7 +273,7 @@ impl PowerSgd {
     }
 }
 
-/// Refuses a saved tensor that is not of the model's shape.
+/// Returns an error if a saved tensor does not have the model's shape.
 fn check_shape(name: &str, saved: &Tensor, shape: &[i64]) -> Result<()> {
     let found = saved.size();
     if found == shape {
@@ -285,9 +285,9 @@ fn check_shape(name: &str, saved: &Tensor, shape: &[i64]) -> Result<()> {
     )))
 }
 
-/// Columns of length 1 at right angles, that span the same.
+/// Returns an orthonormal basis of the columns.
 fn orthogonalize(matrix: &Tensor) -> Result<Tensor, tch::TchError> {
-    // QR runs in single precision at least.
+    // QR requires at least single precision.
     let kind = matrix.kind();
     let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
     let (q, _) = Tensor::f_linalg_qr(&matrix.f_to_kind(wide)?, "reduced")?;

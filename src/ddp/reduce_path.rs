@@ -1,4 +1,4 @@
-//! Where buckets are reduced: beside backward on a stream of its own, or in its midst.
+//! The path of a bucket's reduction: on a separate stream or thread during backward, or by the rank itself.
 
 use std::time::Instant;
 
@@ -8,13 +8,12 @@ use crate::error::Result;
 use crate::ffi::cuda::{Event, Stream};
 use crate::process_group::{ProcessGroup, Work};
 
-/// How it is done.
+/// The place where reductions run.
 #[derive(Debug)]
 pub(super) enum ReducePath {
-    /// On a GPU with `nccl`: on a stream for the reductions, ordered with the rank's own by events in both
-    /// directions.
+    /// On a GPU with `nccl`: a separate stream, ordered with the rank's own by events in both directions.
     OnGpu(OnGpu),
-    /// Between processes on CPUs: what goes on on the group's communication thread, and since when.
+    /// Between processes on CPUs: the operations on the group's communication thread, and when the first one started.
     OnThread(Vec<Work>, Option<Instant>),
     /// By the rank itself.
     InPlace,
@@ -24,18 +23,18 @@ pub(super) enum ReducePath {
 pub(super) struct OnGpu {
     gpu: usize,
     stream: Stream,
-    /// The gradients are complete up to here.
+    /// Recorded when the gradients are complete.
     computed: Event,
-    /// They have been reduced up to here.
+    /// Recorded when they are reduced.
     reduced: Event,
-    /// Whether something has been launched that nobody has waited for.
+    /// Whether a launched reduction has not been waited for.
     pending: bool,
 }
 
 impl ReducePath {
     pub(super) fn new(group: &ProcessGroup) -> Result<Self> {
         let on_gpu = match group.device() {
-            // Ranks that share a GPU talk through one stream, which orders what they do.
+            // Ranks that share a GPU communicate through one stream, which orders their work.
             Device::Cuda(gpu) if group.backend() == "nccl" => Self::OnGpu(OnGpu {
                 gpu,
                 stream: Stream::new(gpu)?,
@@ -49,18 +48,18 @@ impl ReducePath {
         Ok(on_gpu)
     }
 
-    /// Whether it pays to reduce while backward goes on.
+    /// Returns whether to reduce during backward by default.
     ///
-    /// On a GPU it does: the two run at the same time. Between processes it does too: the network works while the
-    /// rank computes. On CPU ranks of one process the rank itself reduces, so nothing is
-    /// gained, and what was lost has been measured (`ddp-mp bench step`, an MLP of 2.1 million parameters, 2
-    /// ranks on 2 cores): a rank that waits in the midst of backward for one that is late gives up its core,
-    /// while both are at one place when backward is through.
+    /// It pays on a GPU, where both run at the same time, and between processes, where the network works while the rank
+    /// computes. On CPU ranks of one process nothing is gained, because the rank itself reduces. A slowdown was
+    /// measured there (`ddp-mp bench step`, an MLP of 2.1 million parameters, 2 ranks on 2 cores). A rank that waits
+    /// for a late one during backward gives up its core, while after backward both ranks are at the same point.
     pub(super) fn overlaps(&self) -> bool {
         !matches!(self, Self::InPlace)
     }
 
-    /// Where an operation that goes on by itself is to be kept until [`wait`](Self::wait), if that may be.
+    /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait); `None` if this path has
+    /// none.
     pub(super) fn beside(&mut self) -> Option<&mut Vec<Work>> {
         match self {
             Self::OnThread(works, since) => {
@@ -71,7 +70,7 @@ impl ReducePath {
         }
     }
 
-    /// When the first of these operations was started, unless they have been waited for.
+    /// Returns when the first of these operations started; `None` once they have been waited for.
     pub(super) fn since(&self) -> Option<Instant> {
         match self {
             Self::OnThread(_, since) => *since,
@@ -79,7 +78,7 @@ impl ReducePath {
         }
     }
 
-    /// Runs `reduce` once all that this rank has launched so far is done.
+    /// Runs `reduce` after all work that this rank has launched so far.
     pub(super) fn run(
         &mut self,
         group: &ProcessGroup,
@@ -90,7 +89,7 @@ impl ReducePath {
         };
         computed.record(*gpu)?;
         *pending = true;
-        // The rank's own stream runs dry if the host waits for other ranks before it launches.
+        // The rank's own stream becomes idle if the host waits for other ranks before it launches.
         group.record_gpu_wait(|| {
             stream.with(|| {
                 computed.block(*gpu)?;
@@ -100,7 +99,7 @@ impl ReducePath {
         })
     }
 
-    /// Has whatever this rank launches from now on wait for all reductions. None is left, also if one has failed.
+    /// Makes all later work of this rank wait for all reductions. No reduction is pending afterwards, even on an error.
     pub(super) fn wait(&mut self, group: &ProcessGroup) -> Result<()> {
         match self {
             Self::OnGpu(OnGpu { gpu, reduced, pending, .. }) => {

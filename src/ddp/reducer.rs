@@ -1,4 +1,4 @@
-//! Averages gradients over the ranks, bucket by bucket, while backward goes on or after it.
+//! Averages gradients over the ranks, bucket by bucket, during backward or after it.
 
 use std::cell::RefCell;
 use std::ffi::CStr;
@@ -24,25 +24,24 @@ use crate::process_group::{CallContext, ProcessGroup, num_bytes};
 use crate::runtime::CallSite;
 use crate::telemetry::report::Parameter;
 
-/// What a backward does with complete gradients.
+/// The handling of complete gradients in a backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// Gradients stay here: no_sync.
+    /// Gradients stay on this rank: `no_sync`.
     Local,
     /// Buckets are reduced as they become complete.
     Overlap,
-    /// Buckets are reduced when backward is through.
+    /// Buckets are reduced after backward.
     AfterBackward,
 }
 
-/// Why gradients may not be computed behind the engine's back: the ranks would part without a word.
+/// The error for a backward outside of `ddp.backward`, after which the ranks would diverge silently.
 const BACKWARD_BYPASSED: &CStr =
     c"backward reached a parameter of a DistributedDataParallel: outside of ddp.backward its gradient would not be \
       averaged; call ddp.backward instead of Tensor::backward or an optimizer's backward_step, within no_sync() too; \
       for a loss that depends on several wrapped models call ddp::backward with all of them";
 
-/// All buckets of a model, in the order in which they are reduced: their index order, on every rank,
-/// whichever gradient is ready first.
+/// All buckets of a model. Every rank reduces them in index order, whichever gradient is ready first.
 pub struct Reducer {
     pub(super) state: Rc<RefCell<State>>,
     hooks: GradHooks,
@@ -52,38 +51,38 @@ pub struct Reducer {
 pub(super) struct State {
     pub group: Rc<ProcessGroup>,
     pub layout: Layout,
-    /// The weight of this rank in this step, if ranks are weighted by their samples.
+    /// This rank's number of samples in this step, if ranks are weighted by their samples.
     pub weight: Option<Weight>,
-    /// The order in which the gradients became ready in the first iteration; kept until buckets follow it.
+    /// The order in which gradients became ready in the first iteration; `None` once buckets follow it.
     pub ready_order: Option<Vec<usize>>,
     mode: Mode,
-    /// Within `join`: what happens when ranks have run out.
+    /// Options within `join`: what happens when ranks have run out of inputs.
     pub joining: Option<JoinOptions>,
-    /// The number of ranks to divide by in this step, if it is not that of all.
+    /// The number of ranks to divide by in this step; `None` for all ranks.
     active: Option<usize>,
-    /// With `static_graph`: which parameters have no gradient on this rank, in every step.
+    /// With `static_graph`: the parameters that have no gradient on this rank in any step.
     pub always_unused: Option<Vec<usize>>,
-    /// With `static_graph`: whether the ranks have agreed on what is unused everywhere, for all steps.
+    /// With `static_graph`: whether the ranks have agreed on the parameters that are unused everywhere in all steps.
     pub has_agreed: bool,
-    /// Parameters that no rank has had a gradient for since `zero_grad`, as of the last step.
+    /// Parameters without a gradient on any rank since `zero_grad`, as of the last step.
     pub undefined: Vec<usize>,
-    /// The gradients that parameters had before this step that this rank does not use in it.
+    /// Earlier gradients of the parameters that this rank does not use in this step, by index.
     pub kept: Vec<(usize, Tensor)>,
-    /// Which of several models reduces its buckets.
+    /// This model's turn where one backward reduces several models.
     turn: Turn,
-    /// Whether autograd runs, and hooks are called.
+    /// Whether autograd is running, so that hooks may be called.
     pub is_in_autograd: bool,
     /// The next bucket to reduce in this step.
     next: usize,
-    /// When backward began, and what `times` had counted as communication by then.
+    /// The time at which backward began, and `times.communication` at that time.
     began: (Instant, Duration),
-    /// How far backward was when it had completed each bucket, not counting what was reduced meanwhile.
+    /// Time from the start of backward to the completion of each bucket, without reductions. `None` if incomplete.
     complete: Vec<Option<Duration>>,
-    /// Who has called backward.
+    /// The call site of backward.
     place: Option<CallSite>,
-    /// What went wrong in a hook, which cannot return it.
+    /// The error of a hook, which cannot return it.
     error: Option<Error>,
-    /// The user's, if there is one.
+    /// The user's communication hook, if there is one.
     pub comm_hook: Option<Box<dyn CommHook>>,
     pub communication: ReducePath,
     times: BackwardTimings,
@@ -96,7 +95,7 @@ impl fmt::Debug for Reducer {
 }
 
 impl Reducer {
-    /// Moves `parameters` into buckets, makes their `grad`s views, and waits for their gradients.
+    /// Moves `parameters` into buckets, makes their `grad`s views, and registers gradient hooks.
     pub(super) fn new(
         parameters: &[&NamedTensor],
         group: Rc<ProcessGroup>,
@@ -140,7 +139,7 @@ impl Reducer {
         Ok(Self { state, hooks, options })
     }
 
-    /// Runs `f` on the parameters and gradients of each kind.
+    /// Runs `f` on the parameters and gradients of each dtype.
     pub(super) fn for_each_flat(&self, f: impl FnMut(&mut FlatParams) -> Result<()>) -> Result<()> {
         self.state.borrow_mut().layout.flats.iter_mut().try_for_each(f)
     }
@@ -168,7 +167,7 @@ impl Reducer {
         self.state.borrow().layout.parameter_places()
     }
 
-    /// Averages with `hook`; only one can be set.
+    /// Registers `hook` for averaging; only one can be registered.
     pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
         let mut state = self.state.borrow_mut();
         if let Some(known) = &state.comm_hook {
@@ -191,7 +190,8 @@ impl Reducer {
         self.state.borrow().times
     }
 
-    /// How long the last backward took to complete each bucket. None of one that it has not, for want of a gradient.
+    /// Returns the time that the last backward took to complete each bucket; `None` for a bucket that lacked a
+    /// gradient.
     pub(super) fn bucket_times(&self) -> Vec<Option<Duration>> {
         self.state.borrow().complete.clone()
     }
@@ -200,9 +200,9 @@ impl Reducer {
         self.state.borrow().group.clone()
     }
 
-    /// Whether buckets are reduced while backward goes on. Where ranks may use different parameters, the time at which
-    /// a bucket is complete differs between them, and so would the order of its reduction and other collectives in
-    /// backward (SyncBatchNorm's). Buckets that may be skipped are known at the end.
+    /// Returns whether buckets are reduced during backward. Where ranks may use different parameters, a bucket is
+    /// complete at different times on different ranks. The order of its reduction and other collectives in backward
+    /// (SyncBatchNorm's) would differ too. The buckets to skip are known only after backward.
     pub(super) fn overlaps(&self) -> bool {
         let DdpOptions { find_unused_parameters, static_graph, overlap, .. } = self.options;
         let same_everywhere = !find_unused_parameters && !static_graph;
@@ -210,7 +210,7 @@ impl Reducer {
         overlap.unwrap_or_else(pays) && !self.options.skip_all_reduce_unused_params
     }
 
-    /// Waits for gradients from a backward that was called at `place`.
+    /// Prepares for the gradients of a backward that was called at `place`.
     pub(super) fn begin(
         &self,
         averages: bool,
@@ -225,7 +225,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Returns what went wrong in a hook. No gradients are waited for any more.
+    /// Returns the error of a hook, if any. No hook runs after this.
     pub(super) fn end_of_autograd(&self) -> Result<()> {
         self.hooks.resume_panic();
         let mut state = self.state.borrow_mut();
@@ -233,13 +233,13 @@ impl Reducer {
         state.error.take().map_or(Ok(()), Err)
     }
 
-    /// Has all gradients at their places.
+    /// Moves all gradients into their buckets.
     pub(super) fn move_grads_into_buckets(&self) -> Result<()> {
         let state = self.state.borrow();
         state.layout.move_grads_into_buckets(state.mode != Mode::Local)
     }
 
-    /// Reduces what autograd has left.
+    /// Reduces the buckets that were not reduced during autograd.
     pub(super) fn reduce_rest(&self) -> Result<()> {
         let mut state = self.state.borrow_mut();
         let beside = state.communication.since().map_or(Duration::ZERO, |it| it.elapsed());
@@ -252,7 +252,7 @@ impl Reducer {
         result
     }
 
-    /// Waits for the reductions, and does what a step ends with. The backward began at `began`.
+    /// Waits for the reductions and ends the step. The backward began at `began`.
     pub(super) fn finish(&self, began: Instant) -> Result<()> {
         let mut state = self.state.borrow_mut();
         state.finish(&self.options)?;
@@ -261,23 +261,25 @@ impl Reducer {
         Ok(())
     }
 
-    /// Leaves nothing that goes on with the gradients, after a failure.
+    /// Waits for reductions that still use the gradients, after a failure.
     pub(super) fn give_up(&self) {
         let mut state = self.state.borrow_mut();
         state.leave_autograd();
-        // The others take part in what has been started, or the run ends, and so do these. Why it ends is known.
+        // The wait ends: either the other ranks take part in these reductions, or the run ends. The error is already
+        // known.
         let State { communication, group, .. } = &mut *state;
         let _ = communication.wait(group);
     }
 
-    /// Takes part in a step of the others, those that are `active`, with gradients of zero.
+    /// Takes part with zero gradients in a step of the `active` ranks.
     pub(super) fn shadow(&self, active: Active, join: JoinOptions) -> Result<()> {
         self.for_each_flat(|flat| {
             flat.gradients.f_zero_().map(drop).map_err(Error::torch("zero_"))
         })?;
         let state = &mut *self.state.borrow_mut();
         state.reset()?;
-        // Where the ranks agree on what is used, this one uses nothing; and learns nothing from that.
+        // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which
+        // ones are always unused.
         let (known, times) = (state.always_unused.clone(), state.times);
         let agrees = state.syncs_unused(&self.options);
         state.layout.members.iter_mut().for_each(|member| member.used = !agrees);
@@ -287,7 +289,7 @@ impl Reducer {
         state.reduce_rest(&self.options)?;
         state.finish(&self.options)?;
         state.always_unused = known;
-        state.times = times; // which are those of steps of its own
+        state.times = times; // counts this rank's own steps only
         Ok(())
     }
 }
@@ -320,7 +322,7 @@ impl State {
         }
         members.iter_mut().for_each(|member| member.ready = false);
         for &index in self.always_unused.iter().flatten() {
-            // Nobody will tell when to, and its bucket may go out at any time from now on.
+            // No hook will run for this parameter, and its bucket may be reduced at any time from now on.
             members[index].move_grad_into_bucket()?;
             members[index].ready = true;
             buckets[members[index].bucket].pending -= 1;
@@ -331,7 +333,7 @@ impl State {
         Ok(())
     }
 
-    /// Backward has completed the gradient of a parameter.
+    /// Handles a gradient that backward has completed.
     fn on_grad(&mut self, index: usize) {
         if self.error.is_some() {
             return;
@@ -341,8 +343,7 @@ impl State {
         }
     }
 
-    /// Notes that a parameter's gradient is complete, and reduces every bucket that is complete and whose
-    /// turn it is.
+    /// Marks a parameter's gradient as complete. Reduces every complete bucket whose turn it is.
     fn mark_ready(&mut self, index: usize) -> Result<()> {
         let member = &mut self.layout.members[index];
         if member.ready {
@@ -389,7 +390,7 @@ impl State {
             let mut handle = gradients.shallow_clone();
             let mut plain = AllReduce;
             let comm_hook = comm_hook.as_deref_mut().unwrap_or(&mut plain);
-            // A bucket that is alone has nothing to go on beside.
+            // A single bucket cannot overlap with anything.
             let goes_on = self.mode == Mode::Overlap && !(is_last && *next == 0);
             if goes_on
                 && comm_hook.is_plain_all_reduce()
@@ -403,7 +404,7 @@ impl State {
                 GradBucket { index: *next, is_last, gradients: &mut handle, parameters, weight };
             communication.run(group, |group| {
                 comm_hook.reduce(&mut bucket, group)?;
-                // A hook may have put another tensor in its place, as it would return one in Python.
+                // A hook may have replaced the tensor, as a Python hook would return a new one.
                 if bucket.gradients.data_ptr() != gradients.data_ptr() {
                     tch::no_grad(|| gradients.f_copy_(bucket.gradients))
                         .map_err(Error::torch("taking over what a hook has made"))?;
@@ -420,13 +421,13 @@ impl State {
         Ok(())
     }
 
-    /// Reduces everything that has not been reduced.
+    /// Reduces all remaining buckets.
     fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
         self.account_for_unused(options)?;
         self.reduce_complete_buckets()
     }
 
-    /// Waits for the reductions, and does what a step ends with.
+    /// Waits for the reductions and ends the step.
     fn finish(&mut self, options: &DdpOptions) -> Result<()> {
         let began = Instant::now();
         self.communication.wait(&self.group)?;

@@ -1,4 +1,4 @@
-//! What a training loop asks of a model on all ranks, whichever way it is kept one: `--strategy`.
+//! One interface for a training loop, whichever strategy keeps the model the same on all ranks: `--strategy`.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -12,12 +12,12 @@ use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
 use crate::telemetry::report::Parameter;
 
-/// A model on all ranks, trained one way or the other.
+/// A model on all ranks, trained with one of the two strategies.
 #[derive(Debug)]
 pub enum Strategy<M> {
-    /// All ranks average their gradients, and each makes the same step.
+    /// All ranks average their gradients, and each makes the same optimizer step.
     Ddp(DistributedDataParallel<M>),
-    /// The old way: rank 0 gathers the gradients, makes the step, and sends the parameters to all.
+    /// The older form: rank 0 gathers the gradients, makes the step, and sends the parameters to all.
     Dp(DataParallel<M>),
 }
 
@@ -33,7 +33,7 @@ impl<M> From<DataParallel<M>> for Strategy<M> {
     }
 }
 
-/// Where both have a method of the same name.
+/// Calls the method of this name on either strategy.
 macro_rules! either {
     ($strategy:expr, $method:ident($($argument:expr),*)) => {
         match $strategy {
@@ -44,7 +44,8 @@ macro_rules! either {
 }
 
 impl<M> Strategy<M> {
-    /// Gets ready for a step: zeroes the gradients, and with [`DataParallel`] fetches the parameters from rank
+    /// Prepares a step: zeroes the gradients, and with [`DataParallel`] copies the parameters from rank 0. A
+    /// collective.
     /// 0. A collective.
     ///
     /// # Errors
@@ -54,8 +55,8 @@ impl<M> Strategy<M> {
         either!(self, zero_grad())
     }
 
-    /// Has rank 0's parameters on all ranks, if they are not there already: before the model is looked at outside
-    /// of a step. A collective.
+    /// Copies rank 0's parameters to all ranks if they may differ. Required before the model is used outside of a step.
+    /// A collective.
     ///
     /// # Errors
     /// Those of [`DataParallel::replicate`].
@@ -66,7 +67,7 @@ impl<M> Strategy<M> {
         }
     }
 
-    /// Parameters and gradients for this rank's optimizer; none where rank 0 makes the step for all.
+    /// Returns parameters and gradients for this rank's optimizer; `None` where rank 0 makes the step for all.
     pub fn flat_buffers(&self) -> Option<Vec<FlatBuffer>> {
         match self {
             Strategy::Ddp(ddp) => Some(ddp.flat_buffers()),
@@ -74,25 +75,25 @@ impl<M> Strategy<M> {
         }
     }
 
-    /// [`DistributedDataParallel::no_sync`].
+    /// Calls [`DistributedDataParallel::no_sync`] or its counterpart.
     pub fn no_sync(&self) -> NoSync {
         either!(self, no_sync())
     }
 
-    /// [`DistributedDataParallel::backward`]: the gradients of `loss`, and their mean over the ranks wherever a
-    /// step is made.
+    /// Calls [`DistributedDataParallel::backward`] or its counterpart: computes the gradients of `loss`, and their mean
+    /// over the ranks on each rank that makes a step.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`DistributedDataParallel::backward`] and [`DataParallel::backward`].
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         either!(self, backward(loss))
     }
 
-    /// [`DistributedDataParallel::backward_part`].
+    /// Calls [`DistributedDataParallel::backward_part`].
     ///
     /// # Errors
-    /// As there; [`Error::Unsupported`] with [`DataParallel`].
+    /// Those of [`DistributedDataParallel::backward_part`]; [`Error::Unsupported`] with [`DataParallel`].
     #[track_caller]
     pub(crate) fn backward_part(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
         match self {
@@ -105,18 +106,18 @@ impl<M> Strategy<M> {
         }
     }
 
-    /// [`DistributedDataParallel::clip_grad_norm`], for ranks that make a step.
+    /// Calls [`DistributedDataParallel::clip_grad_norm`] or its counterpart, on ranks that make a step.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`DistributedDataParallel::clip_grad_norm`] and [`DataParallel::clip_grad_norm`].
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
         either!(self, clip_grad_norm(max_norm))
     }
 
-    /// [`DistributedDataParallel::comm_hook_state`]; none of [`DataParallel`].
+    /// Calls [`DistributedDataParallel::comm_hook_state`]; returns `None` with [`DataParallel`].
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`DistributedDataParallel::comm_hook_state`].
     pub fn comm_hook_state(&self) -> Result<Option<SavedCommHook>> {
         match self {
             Strategy::Ddp(ddp) => ddp.comm_hook_state(),
@@ -124,10 +125,10 @@ impl<M> Strategy<M> {
         }
     }
 
-    /// [`DistributedDataParallel::load_comm_hook_state`]; nothing happens with [`DataParallel`], which has no hooks.
+    /// Calls [`DistributedDataParallel::load_comm_hook_state`]. Does nothing with [`DataParallel`], which has no hooks.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`DistributedDataParallel::load_comm_hook_state`].
     pub fn load_comm_hook_state(&mut self, saved: Option<&SavedCommHook>) -> Result<()> {
         match self {
             Strategy::Ddp(ddp) => ddp.load_comm_hook_state(saved),
@@ -135,22 +136,22 @@ impl<M> Strategy<M> {
         }
     }
 
-    /// The ranks that the model is trained on.
+    /// Returns the group of ranks that train the model.
     pub fn group(&self) -> &Rc<ProcessGroup> {
         either!(self, group())
     }
 
-    /// How many numbers are trained.
+    /// Returns the number of trained elements over all parameters.
     pub fn num_parameters(&self) -> usize {
         either!(self, num_parameters())
     }
 
-    /// What every [`backward`](Self::backward) that averaged came to so far, on average.
+    /// Returns statistics over every [`backward`](Self::backward) so far that averaged.
     pub fn statistics(&self) -> DdpStatistics {
         either!(self, statistics())
     }
 
-    /// [`DistributedDataParallel::bucket_times`]; none of [`DataParallel`].
+    /// Calls [`DistributedDataParallel::bucket_times`]; returns an empty list with [`DataParallel`].
     pub(crate) fn bucket_times(&self) -> Vec<Option<Duration>> {
         match self {
             Strategy::Ddp(ddp) => ddp.bucket_times(),
@@ -158,7 +159,7 @@ impl<M> Strategy<M> {
         }
     }
 
-    /// Where the parameters and their gradients are, in the order in which hooks number them.
+    /// Returns each parameter with its bucket, in the order in which hooks number them.
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         either!(self, parameter_places())
     }
@@ -167,28 +168,29 @@ impl<M> Strategy<M> {
         either!(self, communication_time())
     }
 
-    /// Parameters and buffers by name, as they are: views, and no copies. Follows `state_dict`, of the module inside.
+    /// Returns parameters and buffers by name, as views and not copies. Follows the `state_dict` of the wrapped module.
     pub fn state_dict(&self) -> Vec<(String, Tensor)> {
         either!(self, state_dict())
     }
 
-    /// [`DistributedDataParallel::parameters_hash`]; what was trained is on rank 0 either way.
+    /// Calls [`DistributedDataParallel::parameters_hash`] or its counterpart. With both, rank 0 holds the trained
+    /// model.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`DistributedDataParallel::parameters_hash`] and [`DataParallel::parameters_hash`].
     pub fn parameters_hash(&self) -> Result<u64> {
         either!(self, parameters_hash())
     }
 }
 
 impl<M: ModuleT> Strategy<M> {
-    /// The model's own forward pass, in training.
+    /// Runs the model's own forward pass in training mode.
     #[track_caller]
     pub fn forward(&self, inputs: &Tensor) -> Tensor {
         either!(self, forward(inputs))
     }
 
-    /// The model's own forward pass, in training or in evaluation.
+    /// Runs the model's own forward pass, in training or evaluation mode.
     #[track_caller]
     pub fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         either!(self, forward_t(inputs, train))

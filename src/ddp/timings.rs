@@ -1,18 +1,18 @@
-//! How long the parts of backward passes took.
+//! Durations of the parts of backward passes.
 
 use std::time::Duration;
 
-/// How long the parts of backward passes took on this rank.
+/// Total durations of the parts of backward passes on this rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct BackwardTimings {
-    /// How many these are.
+    /// The number of backward passes.
     pub count: u32,
-    /// From the beginning of backward to the end of the last bucket.
+    /// Time from the start of backward to the end of the last bucket.
     pub total: Duration,
-    /// In which this rank was busy with reducing, or waited for it.
+    /// Time in which this rank reduced or waited for reductions.
     pub communication: Duration,
-    /// That part of `communication` that passed before backward was through.
+    /// The part of `communication` before autograd ended.
     pub overlapped: Duration,
-    /// How long others carried on with reducing while this rank was still at backward.
+    /// Time in which other threads reduced while this rank was still in autograd.
     pub beside: Duration,
 }

@@ -1,13 +1,13 @@
-//! The order in which models reduce their buckets, where one backward goes through several.
+//! The order in which several models of one backward reduce their buckets.
 
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// One model's place in the order. The turn of a model that is alone has come.
+/// One model's place in the order. With a single model it is always its turn.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Turn {
     place: usize,
-    /// The place whose turn it is, where there are others.
+    /// The place whose turn it is; `None` with a single model.
     current: Option<Rc<Cell<usize>>>,
 }
 
@@ -24,7 +24,7 @@ impl Turn {
         self.clone()
     }
 
-    /// Whether all models before this one have reduced their buckets.
+    /// Returns whether all models before this one have reduced their buckets.
     pub(super) fn has_come(&self) -> bool {
         self.current.as_ref().is_none_or(|current| current.get() == self.place)
     }

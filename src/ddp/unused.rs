@@ -1,4 +1,4 @@
-//! Parameters that a step does not use: on this rank, or on any.
+//! Parameters that a step does not use on this rank, or on any rank.
 
 use tch::{Device, Tensor};
 
@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::process_group::ReduceOp;
 
 impl State {
-    /// Gets ready to reduce what is left when backward is through: parameters without a gradient contribute zeros, or
-    /// the gradient that they have from an earlier backward.
+    /// Prepares the reduction of the remaining buckets after backward. Parameters without a gradient contribute zeros,
+    /// or their gradient from an earlier backward.
     ///
     /// # Errors
     /// [`Error::UnusedParameters`] if every parameter must have had a gradient on this rank, and one had none.
@@ -65,7 +65,7 @@ impl State {
         Ok(())
     }
 
-    /// Every parameter must have had a gradient on this rank.
+    /// Returns an error unless every parameter had a gradient on this rank.
     fn refuse_unused(&self) -> Result<()> {
         let allowed =
             |index: &usize| self.always_unused.iter().flatten().any(|known| known == index);
@@ -78,12 +78,12 @@ impl State {
         Err(Error::UnusedParameters { rank, names: names.join(", ") })
     }
 
-    /// Whether the ranks have to find out together what is unused in this step.
+    /// Returns whether the ranks must agree on the parameters that this step does not use.
     pub(super) fn syncs_unused(&self, options: &DdpOptions) -> bool {
         options.find_unused_parameters || (options.static_graph && !self.has_agreed)
     }
 
-    /// The parameters that had no gradient on this rank.
+    /// Returns the parameters that had no gradient on this rank.
     fn unused(&self) -> impl Iterator<Item = (usize, &ParamSlot)> {
         self.layout.members.iter().enumerate().filter(|(_, member)| !member.used)
     }

@@ -1,4 +1,4 @@
-//! Gradients weighted by the number of samples behind them.
+//! Averaging of gradients weighted by their numbers of samples.
 
 use std::panic::Location;
 
@@ -12,29 +12,29 @@ use crate::error::{Error, Result};
 use crate::optim::GradState;
 use crate::process_group::check_weight;
 
-/// The number of samples behind the gradients of this rank.
+/// The number of samples in the gradients of this rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Weight {
-    /// Those of all batches since the last backward that averaged.
+    /// The samples of all batches since the last backward that averaged.
     pub samples: f64,
-    /// Those of the first of these batches that has any. Its loss is taken as it is, and each other one is multiplied
-    /// by how many samples it has for each of these.
+    /// The samples of the first of these batches that has any. Its loss is not scaled. Each other loss is multiplied by
+    /// the ratio of its samples to this number.
     unit: f64,
-    /// Whether this backward has a weight: without, it must not average those that have.
+    /// Whether this backward has a weight. A backward without one must not average gradients that have weights.
     is_called: bool,
 }
 
 impl Weight {
-    /// Returns what the loss of a batch of so many samples is multiplied by.
+    /// Returns the factor for the loss of a batch of `samples` samples.
     fn factor(&self, samples: f64) -> f64 {
         match self.unit {
-            _ if samples == 0.0 => 0.0, // it counts for nothing, also as the first
+            _ if samples == 0.0 => 0.0, // no weight, even as the first batch
             0.0 => 1.0,
             unit => samples / unit,
         }
     }
 
-    /// Takes a batch of so many samples into account.
+    /// Adds a batch of `samples` samples.
     fn add(&mut self, samples: f64) {
         (self.samples, self.is_called) = (self.samples + samples, true);
         if self.unit == 0.0 {
@@ -42,12 +42,13 @@ impl Weight {
         }
     }
 
-    /// A step of so many samples, whose losses are multiplied already.
+    /// Returns the weight of a whole step of `samples` samples, whose losses are already multiplied.
     fn whole(samples: f64) -> Self {
         Self { samples, unit: samples, is_called: true }
     }
 
-    /// Makes `gradients` of all batches their mean over the samples: zeros without samples, whatever they were.
+    /// Scales the `gradients` of all batches to their mean over the samples. Sets them to zero without samples, even if
+    /// they are not finite.
     pub(super) fn apply(self, gradients: &mut Tensor) -> Result<()> {
         let settle = || match self.unit / self.samples {
             _ if self.samples == 0.0 => gradients.f_zero_().map(drop),
@@ -59,7 +60,7 @@ impl Weight {
 }
 
 impl State {
-    /// Refuses weights that cannot be.
+    /// Returns an error if a backward with this weight is not possible.
     fn check_weight(&self, samples: f64, averages: bool) -> Result<()> {
         let rank = self.group.ranks()[self.group.rank()];
         check_weight(samples, rank)
@@ -83,11 +84,11 @@ impl State {
     }
 }
 
-/// Returns `loss`, the mean over so many samples, as the weights of the `models` need it, and takes these samples into
-/// account.
+/// Returns `loss`, the mean over `samples` samples, scaled for the weights of the `models`. Adds the samples to the
+/// weights.
 ///
 /// # Errors
-/// [`Error::Input`]; no weight has changed then.
+/// [`Error::Input`]; the weights are then unchanged.
 pub(super) fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Result<Tensor> {
     let mut factor = None;
     for model in models {
@@ -108,7 +109,7 @@ pub(super) fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Re
         model.reducer().with_state(|state| {
             let weight = state.weight.get_or_insert_default();
             weight.add(samples);
-            // Without any samples in the step all gradients become zeros in the end.
+            // Without any samples in the step all gradients become zeros in `apply`.
             if samples > 0.0 || (model.averages() && weight.samples == 0.0) {
                 return Ok(());
             }
@@ -122,10 +123,10 @@ pub(super) fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Re
 }
 
 impl State {
-    /// Begins a backward, whose hooks may be called from now on.
+    /// Starts a backward; from now on hooks may be called.
     ///
     /// # Errors
-    /// [`Error::Input`] if it averages gradients of which some have weights and the last ones none.
+    /// [`Error::Input`] if it averages gradients with weights but has no weight itself.
     pub(super) fn enter_autograd(&mut self, averages: bool) -> Result<()> {
         if let Some(Weight { samples, is_called: false, .. }) = self.weight
             && averages
@@ -140,7 +141,7 @@ impl State {
         Ok(())
     }
 
-    /// No hooks are called any more.
+    /// Ends a backward's autograd; from now on no hooks are called.
     pub(super) fn leave_autograd(&mut self) {
         self.group.set_weight(None);
         if let Some(weight) = &mut self.weight {
@@ -152,26 +153,26 @@ impl State {
 }
 
 impl<M> DistributedDataParallel<M> {
-    /// Computes the gradients of `loss`, the mean loss of so many `samples`, and averages them over the samples of all
-    /// ranks, where [`backward`](Self::backward) averages over the ranks. A collective, that all ranks must call.
+    /// Computes the gradients of `loss`, the mean loss of `samples` samples, and averages them over the samples of all
+    /// ranks. [`backward`](Self::backward) averages over the ranks instead. A collective that all ranks must call.
     ///
-    /// With batches of different size the mean of the ranks' means is not the mean over all samples: a sample in a
-    /// small batch counts more than one in a large batch. Here each rank's gradient is weighted by its number of
-    /// samples, so that N ranks give the result of one rank on all samples, up to rounding. With equal numbers of
-    /// samples the gradients are those of `backward`, to the bit. PyTorch has no such method.
+    /// With batches of different sizes the mean of the ranks' means is not the mean over all samples. A sample in a
+    /// small batch would count more than one in a large batch. Here each rank's gradient is weighted by its number of
+    /// samples. N ranks then give the result of one rank on all samples, up to rounding. With equal numbers of samples
+    /// the gradients are those of `backward`, to the bit. PyTorch has no such method.
     ///
-    /// Within [`no_sync`](Self::no_sync) the samples add up over the batches, which also may differ in size; every
-    /// batch's `loss` is its own mean, and is not divided by the number of batches. Gradients that a plain `backward`
-    /// adds within `no_sync` count as if its loss were part of that of the first batch with samples.
+    /// Within [`no_sync`](Self::no_sync) the samples add up over the batches, which may also differ in size. Every
+    /// batch's `loss` is its own mean, not divided by the number of batches. Gradients that a plain `backward` adds
+    /// within `no_sync` count as part of the loss of the first batch with samples.
     ///
-    /// A rank without samples passes 0; the gradients of that batch are ignored, also those that are not finite. Within
+    /// A rank without samples passes 0. The gradients of that batch are ignored, even if they are not finite. Within
     /// [`join`](Self::join) a rank that has run out has 0 samples, whatever
     /// [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
     ///
     /// # Errors
     /// Those of [`backward`](Self::backward). [`Error::Input`] if `samples` is negative or not finite, if all ranks
-    /// together have none, if a communication hook does not [weigh](super::CommHook::weighs), and within `no_sync` if
-    /// the averaged gradients of a step before are still there. [`Error::Mismatch`] if another rank calls `backward`.
+    /// together have none, or if a communication hook does not [weigh](super::CommHook::weighs). Also within `no_sync`
+    /// while the averaged gradients of an earlier step remain. [`Error::Mismatch`] if another rank calls `backward`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -199,8 +200,8 @@ impl<M> DistributedDataParallel<M> {
         backward::run(loss, &[self], options, Location::caller())
     }
 
-    /// As [`backward_weighted`](Self::backward_weighted) of one batch of a step of `samples` samples: `loss` is divided
-    /// by that, and multiplied by how many samples the batch has.
+    /// Runs [`backward_weighted`](Self::backward_weighted) for one batch of a step of `samples` samples. The caller has
+    /// divided `loss` by `samples` and multiplied it by the batch's number of samples.
     #[track_caller]
     pub(crate) fn backward_part(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
         let averages = self.no_sync.get() == 0;

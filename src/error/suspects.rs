@@ -1,15 +1,15 @@
-//! Which rank is wrong where ranks differ: the minority, if there is a majority.
+//! Decides which ranks are wrong when ranks differ: the minority, if there is a majority.
 
 use crate::operation::{OpId, Operation};
 
-/// The reason for a comparison of replicas. Which step parted them is known after a step only.
+/// The reason for a comparison of replicas. Only `AfterStep` identifies the step that made them differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compared {
-    /// `--check-replicas-every`.
+    /// `--check-replicas-every` requested it.
     AfterStep,
-    /// A checkpoint was due: none is saved of replicas that differ.
+    /// A checkpoint was due. Replicas that differ are not saved.
     BeforeSave,
-    /// All steps had been made.
+    /// Training had finished all steps.
     AtEnd,
 }
 
@@ -49,7 +49,7 @@ pub struct Suspects {
 }
 
 impl Suspects {
-    /// Returns the suspects among ranks with these answers.
+    /// Returns the suspects among `answers`, pairs of a rank and its answer.
     pub(crate) fn of<T: PartialEq>(answers: &[(usize, T)]) -> Self {
         let same = |answer: &T| answers.iter().filter(|(_, it)| it == answer).count();
         let majority = answers.iter().find(|(_, it)| 2 * same(it) > answers.len());
@@ -58,7 +58,7 @@ impl Suspects {
         Self { ranks: suspected.map(|(rank, _)| *rank).collect(), has_majority: majority.is_some() }
     }
 
-    /// Returns ranks that differ from each other, and from no others.
+    /// Returns `ranks` as suspects that differ only from each other. There is no majority among them.
     pub(crate) fn tied(mut ranks: Vec<usize>) -> Self {
         ranks.sort_unstable();
         ranks.dedup();
@@ -69,7 +69,7 @@ impl Suspects {
         self.ranks.len() == 1
     }
 
-    /// ``rank 1 has another `weight` than the others``.
+    /// Returns the message's subject and verb: ``rank 1 has another `weight` than the others``.
     pub(super) fn hold_another(&self, parameter: &str) -> String {
         let ranks = list_ranks(&self.ranks);
         match self {
@@ -86,7 +86,7 @@ impl Suspects {
         }
     }
 
-    /// The end of a message about ranks that differ.
+    /// Returns the end of the message, which says so if there is no majority. Empty if there is one.
     pub(super) fn without_majority(&self) -> String {
         match self {
             Self { has_majority: true, .. } => String::new(),
@@ -98,7 +98,7 @@ impl Suspects {
     }
 }
 
-/// `rank 3`, `ranks 0 and 1`, `ranks 0-2, 5`: of ascending ranks.
+/// Formats ascending ranks: `rank 3`, `ranks 0 and 1`, `ranks 0-2, 5`.
 pub(crate) fn list_ranks(ranks: &[usize]) -> String {
     match ranks {
         [rank] => format!("rank {rank}"),
@@ -107,7 +107,7 @@ pub(crate) fn list_ranks(ranks: &[usize]) -> String {
     }
 }
 
-/// `0-2, 5, 7, 8`: of ascending numbers.
+/// Formats ascending numbers as ranges: `0-2, 5, 7, 8`.
 pub(crate) fn runs(numbers: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for &number in numbers {
@@ -129,9 +129,9 @@ pub(crate) fn runs(numbers: &[usize]) -> String {
 pub(crate) struct Blame {
     /// The rank to look at first.
     pub rank: usize,
-    /// All ranks that may be the wrong one, if nothing tells which; else empty.
+    /// All candidates, if there is no majority. Otherwise empty.
     pub tied: Vec<usize>,
-    /// The operation that the rank was in, if it has moved on since.
+    /// The operation that the error refers to, in case the rank has moved on since. `None` if not known.
     pub at: Option<OpId>,
 }
 
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(suspects(&['b', 'a', 'a', 'a', 'c']), (vec![0, 4], true));
         assert_eq!(suspects(&['a', 'b']), (vec![0, 1], false));
         assert_eq!(suspects(&['a', 'b', 'c']), (vec![0, 1, 2], false));
-        // The largest group is no majority.
+        // The largest group is not a majority.
         assert_eq!(suspects(&['a', 'a', 'b', 'c']), (vec![0, 1, 2, 3], false));
     }
 

@@ -1,4 +1,4 @@
-//! Mixed precision: operations that choose the kind they compute in.
+//! Autocast: mixed precision, where each operation chooses its dtype.
 
 use std::marker::PhantomData;
 
@@ -7,16 +7,16 @@ use tch::{Device, Kind};
 use super::shim::{self, AutocastState};
 use crate::error::{Error, Result};
 
-/// While this lives, what this thread computes on devices of one kind is computed in `kind` where that is
-/// precise enough, as products of matrices are, and in float32 where it is not, as losses are. The inputs are
+/// Enables autocast for this thread, on the CPU or on all GPUs, until it is dropped. Operations for which `kind` is
+/// precise enough, such as matrix products, compute in `kind`. Others, such as losses, compute in float32. Inputs are
 /// converted under autograd, so parameters and their gradients stay float32.
 ///
-/// Follows `torch.autocast(device_type, dtype)`. For forward passes and losses; go backward when it has been
-/// dropped. Several at once are dropped in the reverse order.
+/// Follows `torch.autocast(device_type, dtype)`. Use it for forward passes and losses, and drop it before backward.
+/// Drop nested ones in reverse order.
 ///
-/// Converted weights are not kept for the next use (`cache_enabled=False` in PyTorch): libtorch has one cache
-/// for all threads, which each clears when it is through, so that how a rank rounds would depend on when the
-/// others are. A weight that is used twice is converted twice.
+/// Converted weights are not cached (`cache_enabled=False` in PyTorch), so a weight that is used twice is converted
+/// twice. libtorch has one cache for all threads, which each thread clears at its end. With the cache, a rank's
+/// rounding would depend on the timing of other ranks.
 ///
 /// ```
 /// use ddp_mp::ffi::Autocast;
@@ -37,12 +37,12 @@ use crate::error::{Error, Result};
 pub struct Autocast {
     on_cuda: bool,
     before: AutocastState,
-    /// Of this thread, which must be the one that puts it back.
+    /// Makes the type `!Send`: the thread that set the state must restore it.
     of_thread: PhantomData<*const ()>,
 }
 
 impl Autocast {
-    /// From now on, on the CPU or on all GPUs, whichever `device` is. `kind` is [`Kind::BFloat16`] or
+    /// Enables autocast on the CPU, or on all GPUs if `device` is a GPU. `kind` is [`Kind::BFloat16`] or
     /// [`Kind::Half`].
     ///
     /// # Errors
@@ -71,7 +71,7 @@ impl Autocast {
 
 impl Drop for Autocast {
     fn drop(&mut self) {
-        // What was set before can be set again.
+        // Cannot fail: this state was set before.
         let _ = shim::autocast_swap(self.on_cuda, self.before);
     }
 }

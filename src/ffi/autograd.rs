@@ -1,4 +1,4 @@
-//! Functions of this crate inside of libtorch's autograd, and how their errors come out of it.
+//! Runs functions of this crate inside libtorch's autograd, and passes their errors through it.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -13,13 +13,13 @@ use torch_sys::C_tensor;
 use super::shim;
 use crate::error::{Error, Result};
 
-/// A linear function or, if asked for, its transpose, for the thread that made it and for no other: a graph may be sent
-/// to other threads, but what this holds (a rank's group) may not.
+/// A linear function or, if the argument is true, its transpose. Only the thread that made it may call it: a graph may
+/// be sent to other threads, but the rank's group that the function holds may not.
 type LinearMap = SendWrapper<Box<dyn Fn(&Tensor, bool) -> Result<Tensor>>>;
 
 thread_local! {
-    /// Why a function failed inside of autograd: C++ can carry a text only past its frames. Set there, and
-    /// taken by the call into libtorch that failed of it.
+    /// The error of a function inside autograd. C++ can pass only a text through its frames. The function sets it, and
+    /// the call into libtorch that fails because of it takes it.
     static CAUGHT: RefCell<Option<Caught>> = const { RefCell::new(None) };
 }
 
@@ -30,9 +30,8 @@ enum Caught {
 
 /// Computes the gradients of `loss`.
 ///
-/// As [`Tensor::f_backward`], but an error of this crate that happens meanwhile, such as
-/// [`Error::Cancelled`] in [`all_reduce`](crate::process_group::functional::all_reduce), comes out as what
-/// it is, and not as a text.
+/// Like [`Tensor::f_backward`], but returns errors of this crate unchanged, not as a text. An example is
+/// [`Error::Cancelled`] in [`all_reduce`](crate::process_group::functional::all_reduce).
 ///
 /// # Errors
 /// [`Error::Torch`], and those of the functions of this crate that `loss` was computed with.
@@ -40,27 +39,27 @@ pub fn backward(loss: &Tensor) -> Result<()> {
     run_backward(loss, false)
 }
 
-/// As [`backward`]; with `retain_graph` another one can go through the same graph.
+/// Computes gradients like [`backward`]. With `retain_graph`, the graph is kept for another backward.
 pub(crate) fn run_backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
     CAUGHT.take();
     shim::backward(loss, retain_graph).map_err(|error| caught().unwrap_or(error))
 }
 
-/// `f(input, false)` under autograd, for a linear `f`. The gradient goes through its transpose: `f(gradient, true)` gets
-/// a tensor of the shape of the result and returns one of the shape of `input`. Both return new tensors.
+/// Returns `f(input, false)` under autograd, for a linear `f`. Backward calls the transpose, `f(gradient, true)`, which
+/// takes a tensor of the shape of the result and returns one of the shape of `input`. Both return new tensors.
 pub(crate) fn linear(
     input: &Tensor,
     f: impl Fn(&Tensor, bool) -> Result<Tensor> + 'static,
 ) -> Result<Tensor> {
     let map: Box<LinearMap> = Box::new(SendWrapper::new(Box::new(f)));
     CAUGHT.take();
-    // SAFETY: `apply` and `release` take the context for what it is, a `LinearMap` in a box.
+    // SAFETY: the context is a `LinearMap` in a box, as `apply` and `release` require.
     let output =
         unsafe { shim::linear(input, apply, release, Box::into_raw(map).cast::<c_void>()) };
     output.map_err(|error| caught().unwrap_or(error))
 }
 
-/// The error that made libtorch fail; a panic goes on.
+/// Takes the error that made libtorch fail. Resumes a panic.
 fn caught() -> Option<Error> {
     match CAUGHT.take()? {
         Caught::Error(error) => Some(error),
@@ -68,8 +67,8 @@ fn caught() -> Option<Error> {
     }
 }
 
-/// Applies the function to `input`, or its transpose; libtorch calls this, forward and backward. Returns a new C++
-/// tensor, or null.
+/// Applies the function or its transpose to `input`. libtorch calls this in forward and backward. Returns a new C++
+/// tensor, or null after a failure.
 ///
 /// # Safety
 /// `context` is a live [`LinearMap`], `input` a live C++ tensor, and `reason` has room for `capacity` bytes.
@@ -81,7 +80,7 @@ unsafe extern "C" fn apply(
     capacity: usize,
 ) -> *mut C_tensor {
     let run = || {
-        // SAFETY: as the caller promises. Shared between threads at most to ask whose it is.
+        // SAFETY: as the caller promises. Other threads only check to which thread it belongs.
         let map = unsafe { &*context.cast::<LinearMap>() };
         if !map.valid() {
             return Err(Error::Unsupported(
@@ -90,7 +89,7 @@ unsafe extern "C" fn apply(
                     .into(),
             ));
         }
-        // SAFETY: as the caller promises; the new handle is of its own.
+        // SAFETY: as the caller promises; the new handle is independent of the caller's.
         map(&unsafe { Tensor::clone_from_ptr(input) }, transposed)
     };
     let caught = match catch_unwind(AssertUnwindSafe(run)) {
@@ -113,15 +112,15 @@ unsafe extern "C" fn apply(
     std::ptr::null_mut()
 }
 
-/// Drops what `context` holds.
+/// Drops the function in `context`.
 ///
 /// # Safety
-/// `context` is a [`LinearMap`] in a box, which nobody uses afterwards.
+/// `context` is a [`LinearMap`] in a box, which is not used afterwards.
 unsafe extern "C" fn release(context: *mut c_void) {
     // SAFETY: as the caller promises.
     let map = unsafe { Box::from_raw(context.cast::<LinearMap>()) };
     if map.valid() {
-        // What it holds does not panic, but C++ must not find out.
+        // The drop should not panic, but a panic must never reach C++.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(map)));
     } else {
         // The graph was dropped on another thread, where its parts must not be touched.

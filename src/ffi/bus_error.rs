@@ -1,8 +1,8 @@
-//! What is said when a mapped file goes away under the program.
+//! Reports a mapped file that can no longer be read.
 //!
-//! A page that is not there (the file was made shorter, the disk fails, the network file system is gone) ends a
-//! process with SIGBUS, and without a word. Here a handler says which file it was. It is installed when the first
-//! file is mapped, and leaves any other SIGBUS to what was there before.
+//! Accessing a missing page ends a process with SIGBUS, without a message. Pages go missing if the file was truncated,
+//! the disk fails, or the network file system is gone. The handler here prints the file's name. It is installed when
+//! the first file is mapped, and leaves any other SIGBUS to the previous handler.
 
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
@@ -10,22 +10,22 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-/// Memory that is a file. Never freed, because the handler may be looking at it: some bytes a mapped file.
+/// The memory of a mapped file. This entry is never freed, because the handler may be reading it. It is small.
 pub(super) struct Watched {
     start: usize,
-    /// 0 when it is mapped no longer.
+    /// The length in bytes. 0 when the file is no longer mapped.
     len: AtomicUsize,
     message: String,
     next: AtomicPtr<Watched>,
 }
 
-/// The newest; the others are behind it.
+/// The newest entry, the head of a linked list.
 static NEWEST: AtomicPtr<Watched> = AtomicPtr::new(ptr::null_mut());
 
-/// What was done about SIGBUS before.
+/// The previous SIGBUS action.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// From now on a SIGBUS in these `len` bytes names `file`.
+/// Registers `len` bytes: a SIGBUS in them reports `file`.
 pub(super) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watched {
     install();
     let message = format!(
@@ -50,7 +50,7 @@ pub(super) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watche
 }
 
 impl Watched {
-    /// The memory is a file no longer.
+    /// Makes the handler ignore this memory, because the file is no longer mapped.
     pub(super) fn forget(&self) {
         self.len.store(0, Ordering::Release);
     }
@@ -96,7 +96,7 @@ extern "C" fn on_bus_error(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void)
         }
         next = watched.next.load(Ordering::Acquire);
     }
-    // Not ours: on return it happens again, and goes where it would have gone.
+    // Not ours: on return the SIGBUS occurs again, and the previous action handles it.
     if let Some(previous) = PREVIOUS.get() {
         // SAFETY: puts back what sigaction gave.
         unsafe { libc::sigaction(libc::SIGBUS, previous, ptr::null_mut()) };

@@ -1,7 +1,7 @@
-// torch.distributed's TCPStore and ProcessGroupGloo behind a C ABI, one function a line of torch/c10d.rs.
+// torch.distributed's TCPStore and ProcessGroupGloo behind a C ABI. Each function is declared in ffi/c10d.rs.
 //
-// Both are inside libtorch_cpu. The rules are those of shim.cpp. What blocks says so: Rust calls that on threads
-// that nobody needs to wait for.
+// Both are inside libtorch_cpu. The rules of shim.cpp apply. Functions that block are documented as such: Rust calls
+// them on threads that no other thread has to join.
 
 #include <chrono>
 #include <cstdint>
@@ -29,10 +29,10 @@ using Millis = std::chrono::milliseconds;
 using Store = c10::intrusive_ptr<c10d::TCPStore>;
 using c10d::ProcessGroupGloo;
 
-// Takes a copy of the bytes before it returns.
+// Copies the bytes before it returns.
 using Take = void (*)(void* context, const uint8_t* bytes, size_t len);
 
-// Called once, on a thread of libtorch's, when an operation has ended: with null, or with why it failed.
+// Called once when an operation has ended, maybe on another thread. `error` is null, or the reason of the failure.
 using Done = void (*)(void* context, const char* error);
 
 std::vector<uint8_t> bytes_of(const uint8_t* bytes, size_t len) {
@@ -49,8 +49,8 @@ std::vector<at::Tensor> tensors_of(at::Tensor* const* tensors, size_t len) {
   return list;
 }
 
-// What these two log of every failure, with a stack trace, comes back as an error, which Rust reports; so it is
-// logged only if it is asked for, by the variable that PyTorch has for that.
+// Turns off libtorch's logging, unless PyTorch's variable TORCH_CPP_LOG_LEVEL is set. The store and Gloo log every
+// failure with a stack trace, but also return it as an error, which Rust reports.
 void be_quiet() {
   static const bool once = [] {
     if (getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = 3;  // FATAL
@@ -59,7 +59,7 @@ void be_quiet() {
   static_cast<void>(once);
 }
 
-// Of c10d.rs, in this order.
+// The operations of c10d.rs, in the same order.
 enum class Operation : uint8_t {
   AllReduce,
   Reduce,
@@ -80,8 +80,8 @@ extern "C" {
 
 // --- TCPStore -----------------------------------------------------------------------------------
 
-// Serves at `host`, an address, on the bound socket `listen_fd`, which it takes over whatever happens; a client of
-// the one there if that is -1. Blocks until the client is connected.
+// Serves a store at `host`, an address, on the bound socket `listen_fd`, which it always takes over. If `listen_fd` is
+// -1, only connects to the server there. Blocks until the client is connected.
 char* ddp_store_new(const char* host, uint16_t port, int listen_fd, int64_t timeout_ms, Store** store) {
   return guarded([&] {
     be_quiet();
@@ -101,7 +101,7 @@ char* ddp_store_set(Store* store, const char* key, const uint8_t* bytes, size_t 
   return guarded([&] { (*store)->set(key, bytes_of(bytes, len)); });
 }
 
-// Blocks until the server answers, as all of the following do.
+// Blocks until the server responds, like all functions below.
 char* ddp_store_get(Store* store, const char* key, Take take, void* context) {
   return guarded([&] {
     auto value = (*store)->get(key);
@@ -109,13 +109,13 @@ char* ddp_store_get(Store* store, const char* key, Take take, void* context) {
   });
 }
 
-// Whether all keys are there in time.
+// Sets `there` to whether all keys were set in time.
 char* ddp_store_wait(Store* store, const char* const* keys, size_t len, int64_t timeout_ms, bool* there) {
   return guarded([&] {
     try {
       (*store)->wait(strings_of(keys, len), Millis(timeout_ms));
       *there = true;
-    } catch (const c10::DistStoreError&) {  // how it says that they are not
+    } catch (const c10::DistStoreError&) {  // thrown on timeout
       *there = false;
     }
   });
@@ -139,8 +139,8 @@ char* ddp_store_compare_set(Store* store, const char* key, const uint8_t* expect
 
 // --- ProcessGroupGloo ---------------------------------------------------------------------------
 
-// Connects to all other ranks, which find each other under `prefix`; over the network interfaces named, else over
-// the one that has `address`. Blocks until they are there, at most for the timeout.
+// Connects to all other ranks, with a rendezvous under `prefix`. Uses the named network interfaces, or else the
+// interface with `address`. Blocks until all ranks are connected, at most for the timeout.
 char* ddp_gloo_new(Store* store, const char* prefix, int rank, int size, int64_t timeout_ms,
                    const char* const* interfaces, size_t interfaces_len, const char* address,
                    ProcessGroupGloo** group) {
@@ -175,8 +175,8 @@ struct Call {
   size_t splits_len;
 };
 
-// Every start is recorded in libtorch's flight recorder, of which the process has one, and which adds to a map of
-// all groups without a lock: several ranks of one process must not do that at once.
+// Guards libtorch's flight recorder. Each process has one, which records every start, and adds to a map of all groups
+// without a lock. Several ranks of one process must not do that at once.
 static std::mutex recording;
 
 static c10::intrusive_ptr<c10d::Work> start(ProcessGroupGloo& group, const Call& call) {
@@ -236,16 +236,16 @@ static c10::intrusive_ptr<c10d::Work> start(ProcessGroupGloo& group, const Call&
   throw std::logic_error("no such operation");
 }
 
-// Starts an operation. Unless this fails, `done` is called once when it has ended, also by a group that is freed;
-// until then libtorch has handles of its own to the tensors. Calls on one group must follow each other.
+// Starts an operation. Unless this fails, `done` is called once when the operation has ended, even if the group is
+// freed. Until then libtorch has handles of its own to the tensors. Only one thread may call a group at a time.
 char* ddp_gloo_start(ProcessGroupGloo* group, const Call* call, Done done, void* context) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
     auto work = start(*group, *call);
     if (call->operation == Operation::Send || call->operation == Operation::Recv ||
         call->operation == Operation::ReduceScatter) {
-      // These have no future, and no thread of libtorch's waits for them. (reduce_scatter is an all_reduce, of which
-      // whoever waits copies a part.)
+      // These operations have no future, and no thread of libtorch waits for them. (reduce_scatter is an all_reduce
+      // whose wait() copies a part of the result.)
       std::thread([work = std::move(work), done, context]() mutable {
         char* message = guarded([&] { work->wait(); });
         work.reset();
@@ -262,13 +262,13 @@ char* ddp_gloo_start(ProcessGroupGloo* group, const Call* call, Done done, void*
   });
 }
 
-// Has all operations of this group fail at once, here, and with them those of the ranks that wait for this one.
+// Makes all operations of this group fail at once, and those of the ranks that wait for this one.
 //
-// ProcessGroupGloo has no abort. But when one of its operations runs out of time, it closes all connections of the
-// group, with an error for everything that waits on them: so one is started that will.
+// ProcessGroupGloo has no abort. But when one of its operations times out, it closes all connections of the group,
+// which fails every operation that waits on them. So this starts an operation that times out.
 char* ddp_gloo_abort(ProcessGroupGloo* group) {
   return guarded([&] {
-    const int tag = 0x7ffffffe;  // of no other operation
+    const int tag = 0x7ffffffe;  // no other operation uses it
     for (int peer = 0; peer < group->getSize(); peer++) {
       if (peer == group->getRank()) continue;
       std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
@@ -279,7 +279,7 @@ char* ddp_gloo_abort(ProcessGroupGloo* group) {
         }();
         waiting->wait(Millis(1));
       } catch (const std::exception&) {
-        // As it should, or because this connection is broken already: another one may not be.
+        // Either the intended timeout, or a connection that was already broken. Others may still be open.
       }
     }
   });

@@ -1,4 +1,4 @@
-//! The Rust face of `c10d.cpp`. Most of it blocks; `store` and `gloo` see to it that nobody has to wait for that.
+//! Rust bindings for `c10d.cpp`. Most calls block. `store` and `gloo` make them on threads of their own.
 
 use std::convert::Infallible;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -27,7 +27,7 @@ struct RawGroup {
 type Take = unsafe extern "C" fn(*mut c_void, *const u8, usize);
 type Done = unsafe extern "C" fn(*mut c_void, *const c_char);
 
-/// What a group can be asked to do; numbered as in `c10d.cpp`.
+/// The operations of a group, numbered as in `c10d.cpp`.
 #[repr(u8)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operation {
@@ -44,7 +44,7 @@ pub(super) enum Operation {
     Recv,
 }
 
-/// One call of it.
+/// One call of an operation.
 #[repr(C)]
 pub(super) struct Call {
     pub operation: Operation,
@@ -132,26 +132,26 @@ unsafe extern "C" {
     fn ddp_gloo_abort(group: *mut RawGroup) -> *mut c_char;
 }
 
-/// What failed, in one line of libtorch's own words.
+/// A result whose error is one line of libtorch's message.
 pub(super) type Result<T> = std::result::Result<T, String>;
 
-/// One connection to a store, and the server itself where this process has it. Blocks as long as the server
-/// does not answer.
+/// One connection to a store, and the server itself in the process that runs it. Calls block until the server
+/// responds.
 pub(super) struct Connection(*mut RawStore);
 
-// SAFETY: nothing in the C++ object belongs to a thread. Not Sync: whoever calls, has it alone.
+// SAFETY: nothing in the C++ object belongs to a thread. Not Sync: only one thread may call it at a time.
 unsafe impl Send for Connection {}
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // SAFETY: comes from `ddp_store_new`, and nobody else frees it.
+        // SAFETY: comes from `ddp_store_new`, and is freed only here.
         unsafe { ddp_store_free(self.0) }
     }
 }
 
 impl Connection {
-    /// To the server at `host`, an address; with a `listener`, a socket that listens there, which libtorch takes
-    /// over, this process is the server.
+    /// Connects to the server at `host`, an address. With a `listener`, a socket that listens there, this process
+    /// becomes the server. libtorch takes the socket over.
     pub(super) fn new(
         host: &str,
         port: u16,
@@ -169,7 +169,7 @@ impl Connection {
 
     pub(super) fn set(&mut self, key: &str, value: &[u8]) -> Result<()> {
         let key = text(key)?;
-        // SAFETY: `self` is live; reads one string and as many bytes as is said.
+        // SAFETY: `self` is live; reads one string, and bytes with their length.
         take_message(unsafe { ddp_store_set(self.0, key.as_ptr(), value.as_ptr(), value.len()) })
     }
 
@@ -181,11 +181,11 @@ impl Connection {
         Ok(value)
     }
 
-    /// Whether all `keys` are there within `timeout`, which is at least a millisecond.
+    /// Waits for all `keys`. Returns `false` after `timeout`, which is at least a millisecond.
     pub(super) fn wait(&mut self, keys: &[String], timeout: Duration) -> Result<bool> {
         let (keys, mut there) = (Texts::new(keys)?, false);
         let timeout = millis(timeout).max(1);
-        // SAFETY: `self` is live; reads as many strings as is said, writes one bool to a valid place.
+        // SAFETY: `self` is live; reads strings with their number, writes one bool to a valid place.
         take_message(unsafe {
             ddp_store_wait(self.0, keys.as_ptr(), keys.len(), timeout, &mut there)
         })?;
@@ -231,20 +231,20 @@ impl Connection {
     }
 }
 
-/// A `ProcessGroupGloo`. Dropping it waits for its operations.
+/// A `ProcessGroupGloo`. Dropping it waits until its operations have ended.
 pub(super) struct Group(*mut RawGroup);
 
-// SAFETY: nothing in the C++ object belongs to a thread. Not Sync: its calls must follow each other.
+// SAFETY: nothing in the C++ object belongs to a thread. Not Sync: only one thread may call it at a time.
 unsafe impl Send for Group {}
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // SAFETY: comes from `ddp_gloo_new`, and nobody else frees it.
+        // SAFETY: comes from `ddp_gloo_new`, and is freed only here.
         unsafe { ddp_gloo_free(self.0) }
     }
 }
 
-/// What a rank needs to join a group.
+/// The arguments with which a rank joins a group.
 #[derive(Debug, Clone)]
 pub(super) struct Join {
     pub prefix: String,
@@ -256,11 +256,11 @@ pub(super) struct Join {
 }
 
 impl Group {
-    /// Blocks until all ranks are connected, at most for the timeout.
+    /// Joins a group. Blocks until all ranks are connected, at most for the timeout.
     pub(super) fn new(store: &mut Connection, join: &Join) -> Result<Self> {
         let (prefix, address) = (text(&join.prefix)?, text(&join.address)?);
         let (interfaces, mut group) = (Texts::new(&join.interfaces)?, ptr::null_mut());
-        // SAFETY: the store is live, and C++ keeps a handle of its own to it; reads strings, as many as is said,
+        // SAFETY: the store is live, and C++ keeps a handle of its own to it; reads strings with their number,
         // writes one pointer to a valid place.
         take_message(unsafe {
             ddp_gloo_new(
@@ -278,10 +278,10 @@ impl Group {
         Ok(Self(group))
     }
 
-    /// Starts an operation; how it ended is told to `ended`.
+    /// Starts an operation. Its result is sent to `ended`.
     ///
     /// # Safety
-    /// The pointers of `call` are to as many live tensors, and splits, as it says.
+    /// The pointers of `call` point to live tensors and splits, in the numbers that it states.
     pub(super) unsafe fn start(&mut self, call: &Call, ended: Ended) -> Result<()> {
         let context = Box::into_raw(Box::new(ended)).cast();
         // SAFETY: `self` is live; the call is as the caller promises, and libtorch has handles of its own to the
@@ -294,17 +294,17 @@ impl Group {
         started
     }
 
-    /// Has all operations fail at once, here and on the ranks that wait for this one.
+    /// Makes all operations fail at once, here and on the ranks that wait for this one.
     pub(super) fn abort(&mut self) -> Result<()> {
         // SAFETY: `self` is live.
         take_message(unsafe { ddp_gloo_abort(self.0) })
     }
 }
 
-/// Whom to tell that an operation has ended.
+/// The channels on which the end of an operation is reported.
 pub(super) struct Ended {
     pub result: Sender<Result<()>>,
-    /// Closed when all operations of a group have ended.
+    /// A clone of the group's sender. Its channel closes when all operations have ended.
     pub running: Sender<Infallible>,
 }
 
@@ -317,21 +317,21 @@ unsafe extern "C" fn done(context: *mut c_void, error: *const c_char) {
         // SAFETY: a NUL-terminated string that lives as long as this call.
         Err(first_line(&unsafe { CStr::from_ptr(error) }.to_string_lossy()))
     };
-    // Whoever has dropped the handle does not want to know.
+    // The send fails if the caller dropped the handle.
     let _ = ended.result.send(result);
     drop(ended.running);
 }
 
 unsafe extern "C" fn take(context: *mut c_void, bytes: *const u8, len: usize) {
-    // SAFETY: the vector that `get` or `compare_set` has on its stack while it waits for this.
+    // SAFETY: the vector on the stack of `get` or `compare_set`, which waits for this call.
     let value = unsafe { &mut *context.cast::<Vec<u8>>() };
     if len > 0 {
-        // SAFETY: as many bytes as is said, which live as long as this call.
+        // SAFETY: `len` bytes, which live until this call returns.
         value.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes, len) });
     }
 }
 
-/// Strings for C: the pointers are valid as long as this lives.
+/// An array of strings for C. The pointers are valid while this lives.
 struct Texts {
     _strings: Vec<CString>,
     pointers: Vec<*const c_char>,

@@ -1,4 +1,4 @@
-//! Finding CUDA at run time: one binary for machines with and without GPUs.
+//! Finds CUDA at run time, so that one binary works on machines with and without GPUs.
 
 use std::error::Error;
 use std::ffi::c_void;
@@ -11,30 +11,28 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use super::shim_cuda as shim;
 use crate::error::Result;
 
-/// What was found at the start of the process.
+/// The GPUs and the driver found at the start of the process.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cuda {
-    /// The names of the visible GPUs, in the order of their indices here. `CUDA_VISIBLE_DEVICES` has
-    /// been applied by the driver.
+    /// The names of the visible GPUs, by index. The driver has applied `CUDA_VISIBLE_DEVICES`.
     pub gpus: Vec<String>,
     /// The CUDA version that the driver supports, such as `13.0`; `None` without a driver.
     pub driver: Option<String>,
-    /// Why there are GPUs that cannot be used, if so.
+    /// The reason why the GPUs cannot be used. `None` if they can, or if there are none.
     pub problem: Option<String>,
 }
 
 impl Cuda {
-    /// How many GPUs are visible and can be used.
+    /// Returns the number of GPUs that are visible and can be used.
     pub fn usable(&self) -> usize {
         if self.problem.is_none() { self.gpus.len() } else { 0 }
     }
 }
 
-/// Looks for GPUs and, where one is visible, loads libtorch_cuda.
+/// Looks for GPUs and, if one is visible, loads libtorch_cuda.
 ///
-/// Must be called before anything else of libtorch: the first question about CUDA that libtorch is
-/// asked settles for the process's life whether it has any. Without a visible GPU nothing of CUDA is
-/// loaded.
+/// Must be called before any other function of libtorch: libtorch decides at the first query, for the life of the
+/// process, whether it has CUDA. Without a visible GPU, libtorch_cuda is not loaded.
 pub fn load() -> Cuda {
     // SAFETY: tries to load the driver's library, and nothing more.
     if !unsafe { cudarc::driver::sys::is_culib_present() } {
@@ -63,8 +61,8 @@ pub fn load() -> Cuda {
     cuda
 }
 
-/// Loads a library for the life of the process: libtorch keeps pointers into it. An error is `dlerror`'s own text, which
-/// names what is missing.
+/// Loads a library for the life of the process, because libtorch keeps pointers into it. An error is the text of
+/// `dlerror`, which names the missing file.
 fn load_library(name: &str) -> std::result::Result<(), String> {
     // SAFETY: loading libtorch_cuda runs its static initialisers, as linking to it would.
     match unsafe { Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) } {
@@ -89,7 +87,7 @@ fn find_gpus() -> Cuda {
     };
     match names() {
         Ok(gpus) => Cuda { gpus, driver, problem: None },
-        // Also with CUDA_VISIBLE_DEVICES empty or -1: no GPU, and no failure.
+        // CUDA_VISIBLE_DEVICES may be empty or -1. That is not a failure.
         Err(error) if error.0 == CUresult::CUDA_ERROR_NO_DEVICE => {
             Cuda { gpus: Vec::new(), driver, problem: None }
         }
@@ -100,8 +98,8 @@ fn find_gpus() -> Cuda {
     }
 }
 
-/// What no other GPU in the world is called, such as `GPU-8c1f...`, as `nvidia-smi -L` shows it; `None` if the driver
-/// does not say.
+/// Returns the UUID of GPU `index`, such as `GPU-8c1f...`, as `nvidia-smi -L` prints it. `None` if the driver does not
+/// provide it.
 pub(crate) fn uuid(index: usize) -> Option<String> {
     let gpu = driver::device::get(i32::try_from(index).ok()?).ok()?;
     let bytes = driver::device::get_uuid(gpu).ok()?.bytes;
@@ -110,20 +108,20 @@ pub(crate) fn uuid(index: usize) -> Option<String> {
     Some(format!("GPU-{}", parts.join("-")))
 }
 
-/// As `torch.cuda.set_device`, for the calling thread.
+/// Sets the calling thread's current device. Follows `torch.cuda.set_device`.
 ///
 /// # Errors
-/// When libtorch_cuda is not loaded or there is no such device.
+/// If libtorch_cuda is not loaded or there is no such device.
 pub fn set_device(index: usize) -> Result<()> {
     shim::cuda_set_device(index)
 }
 
-/// The `cudaStream_t` that this thread's work on device `index` goes to.
+/// Returns the `cudaStream_t` of this thread's current stream on device `index`.
 pub(crate) fn current_stream(index: usize) -> Result<*mut c_void> {
     shim::cuda_current_stream(index)
 }
 
-/// A stream beside the one that a thread's work goes to otherwise.
+/// An additional CUDA stream.
 #[derive(Debug)]
 pub(crate) struct Stream(*mut shim::Stream);
 
@@ -132,13 +130,13 @@ impl Stream {
         shim::cuda_stream_new(index).map(Self)
     }
 
-    /// Runs `f` with this as the thread's current stream.
+    /// Runs `f` with this stream as the thread's current stream.
     pub(crate) fn with<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
-        /// Swaps back, also when `f` panics.
+        /// Restores the previous stream, even if `f` panics.
         struct Back<'a>(&'a Stream);
         impl Drop for Back<'_> {
             fn drop(&mut self) {
-                // It was the current one before, so it can be again.
+                // Cannot fail: that stream was the current one before.
                 // SAFETY: the pointer lives as long as the stream.
                 let _ = unsafe { shim::cuda_stream_swap(self.0.0) };
             }
@@ -157,11 +155,11 @@ impl Drop for Stream {
     }
 }
 
-/// A mark on a stream that can be asked, without waiting, whether the device has passed it.
+/// A CUDA event: a mark on a stream. Querying whether the device has passed the mark does not wait.
 #[derive(Debug)]
 pub(crate) struct Event(*mut shim::Event);
 
-// SAFETY: an event may be used from any thread, by one at a time.
+// SAFETY: any thread may use an event, one thread at a time.
 unsafe impl Send for Event {}
 
 impl Event {
@@ -169,24 +167,24 @@ impl Event {
         shim::cuda_event_new(false).map(Self)
     }
 
-    /// One that also knows when the device has passed it.
+    /// Creates an event that also records the time at which the device passes it.
     pub(crate) fn timed() -> Result<Self> {
         shim::cuda_event_new(true).map(Self)
     }
 
-    /// Marks this point of the calling thread's stream on device `index`.
+    /// Records the event on the calling thread's current stream on device `index`.
     pub(crate) fn record(&self, index: usize) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
         unsafe { shim::cuda_event_record(self.0, index) }
     }
 
-    /// Has what this thread launches on device `index` from now on wait for the mark.
+    /// Makes the work that this thread launches on device `index` from now on wait for the event.
     pub(crate) fn block(&self, index: usize) -> Result<()> {
         // SAFETY: the pointer lives as long as `self`.
         unsafe { shim::cuda_event_block(self.0, index) }
     }
 
-    /// How long after `earlier` the device has passed this mark. Both have times and are passed.
+    /// Returns the time from `earlier` to this event. Both must record times, and the device must have passed them.
     pub(crate) fn since(&self, earlier: &Event) -> Result<Duration> {
         // SAFETY: the pointers live as long as the events.
         let milliseconds = unsafe { shim::cuda_event_since(self.0, earlier.0) }?;

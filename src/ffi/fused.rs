@@ -1,11 +1,11 @@
-//! Lists of tensors that libtorch steps or measures in one call.
+//! Operations of libtorch on whole lists of tensors: fused optimizer steps, norms, and scaling.
 
 use tch::Tensor;
 
 use super::shim::{self, RawTensorList, check};
 use crate::error::{Error, Result};
 
-/// Tensors that go into one call, listed once: the calls allocate nothing.
+/// A list of tensors for fused calls, built once so that the calls do not allocate.
 #[derive(Debug)]
 pub(crate) struct TensorList {
     list: *mut RawTensorList,
@@ -13,7 +13,7 @@ pub(crate) struct TensorList {
 }
 
 impl TensorList {
-    /// A list of these very tensors, not of copies.
+    /// Creates a list of these tensors, without copies.
     pub(crate) fn new(tensors: &[Tensor]) -> Result<Self> {
         Ok(Self { list: shim::tensor_list_new(tensors)?, len: tensors.len() })
     }
@@ -26,14 +26,14 @@ impl Drop for TensorList {
     }
 }
 
-/// Notes that each of `tensors` has been written to, by other means than an operation on the tensor itself: a graph that
-/// has saved one refuses to run backward then. As `torch.autograd.graph.increment_version`.
+/// Marks each of `tensors` as written to, for writes that bypass the tensor's own operations. A graph that saved one of
+/// them then refuses to run backward. Follows `torch.autograd.graph.increment_version`.
 pub(crate) fn bump_versions(tensors: &TensorList) -> Result<()> {
     // SAFETY: the pointer lives as long as `tensors`.
     check("increment_version", unsafe { shim::ddp_bump_versions(tensors.list) })
 }
 
-/// The numbers of one step of SGD.
+/// The options of one SGD step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SgdStep {
     pub lr: f64,
@@ -41,11 +41,11 @@ pub(crate) struct SgdStep {
     pub momentum: f64,
     pub dampening: f64,
     pub nesterov: bool,
-    /// The momentum buffers begin with this step's gradients.
+    /// Whether to initialise the momentum buffers with this step's gradients.
     pub is_first_step: bool,
 }
 
-/// `torch._fused_sgd_`. `momentum_buffers` is empty without momentum.
+/// Calls `torch._fused_sgd_`. `momentum_buffers` is empty without momentum.
 pub(crate) fn fused_sgd(
     parameters: &TensorList,
     gradients: &TensorList,
@@ -73,7 +73,7 @@ pub(crate) fn fused_sgd(
     })
 }
 
-/// The numbers of one step of AdamW.
+/// The options of one AdamW step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AdamWStep {
     pub lr: f64,
@@ -82,7 +82,7 @@ pub(crate) struct AdamWStep {
     pub eps: f64,
 }
 
-/// `torch._fused_adamw_`. `steps` count this one already.
+/// Calls `torch._fused_adamw_`. `steps` already include this step.
 pub(crate) fn fused_adamw(
     parameters: &TensorList,
     gradients: &TensorList,
@@ -109,14 +109,14 @@ pub(crate) fn fused_adamw(
     })
 }
 
-/// The 2-norm of all `tensors` together: a tensor without dimensions, on their device.
+/// Returns the 2-norm of all `tensors` together, as a tensor without dimensions on their device.
 pub(crate) fn total_norm(tensors: &TensorList) -> Result<Tensor> {
     // SAFETY: the pointer lives as long as `tensors`.
     unsafe { shim::total_norm(tensors.list) }
 }
 
-/// `torch._amp_foreach_non_finite_check_and_unscale_`: multiplies `gradients` by `inv_scale`, and sets
-/// `found_inf` to 1 if one of them is not finite. Both are float32 tensors of one number.
+/// Multiplies `gradients` by `inv_scale`, and sets `found_inf` to 1 if one of them is not finite. Both are float32
+/// tensors of one number. Follows `torch._amp_foreach_non_finite_check_and_unscale_`.
 pub(crate) fn amp_unscale(
     gradients: &TensorList,
     found_inf: &Tensor,

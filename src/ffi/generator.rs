@@ -1,4 +1,4 @@
-//! Random numbers of one rank's own.
+//! [`Generator`]: a random number generator for one rank.
 
 use std::fmt;
 
@@ -8,11 +8,11 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::shim::{self, RawGenerator};
 use crate::error::{Error, Result};
 
-/// Random numbers for one rank, on its device: what other ranks draw, and when, changes nothing. Follows
+/// A random number generator for one rank, on its device. Other ranks do not affect its numbers. Follows
 /// `torch.Generator`.
 ///
-/// libtorch's own generators belong to the process (on the CPU) or to a GPU, so ranks that share one draw from it
-/// in whatever order they come: `Tensor::dropout` gives other numbers in every run there.
+/// libtorch's default generators belong to the process (on the CPU) or to a GPU. Ranks that share one draw from it
+/// in random order, so `Tensor::dropout` gives different numbers in every run.
 pub struct Generator {
     raw: *mut RawGenerator,
     seed: u64,
@@ -26,10 +26,10 @@ impl fmt::Debug for Generator {
 }
 
 impl Generator {
-    /// The generator of `rank` in a run that starts from `seed`: as at the beginning of step 0.
+    /// Creates the generator of `rank` in a run with `seed`, in its state at the beginning of step 0.
     ///
     /// # Errors
-    /// [`Error::Torch`] where there is no such device.
+    /// [`Error::Torch`] if there is no such device.
     pub fn new(device: Device, seed: u64, rank: usize) -> Result<Self> {
         let gpu = match device {
             Device::Cuda(gpu) => Some(gpu),
@@ -40,18 +40,18 @@ impl Generator {
         Ok(generator)
     }
 
-    /// Goes on as at the beginning of step `step`: what a step draws depends on the seed, the rank and the step
-    /// alone, so that a run that was resumed draws what it would have drawn.
+    /// Sets the state for the beginning of step `step`. A step's numbers depend only on the seed, the rank and the
+    /// step, so a resumed run draws the same numbers.
     ///
     /// # Errors
     /// [`Error::Torch`].
     pub fn begin_step(&self, step: u64) -> Result<()> {
-        // Mixed, because generators with neighbouring seeds may be those of another run's ranks.
+        // Hashed, because a plain sum could equal the seed of another rank or of another run.
         let bytes = [self.seed, self.rank, step].map(u64::to_le_bytes).concat();
         self.manual_seed(xxh3_64(&bytes))
     }
 
-    /// Starts over from `seed`. Follows `torch.Generator.manual_seed`.
+    /// Sets the seed. Follows `torch.Generator.manual_seed`.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -78,8 +78,8 @@ impl Generator {
         unsafe { shim::generator_normal(self.raw, tensor) }
     }
 
-    /// `input` with each element zero with probability `p`, and the others scaled so that the mean stays.
-    /// Follows `torch.nn.functional.dropout`, with its numbers for the same seed.
+    /// Returns `input` with each element zeroed with probability `p`, and the others scaled so that the mean stays.
+    /// Follows `torch.nn.functional.dropout`, with the same numbers for the same seed.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -138,7 +138,7 @@ mod tests {
         assert_eq!(mask(&one), mask(&same));
         assert_ne!(mask(&one), mask(&new(3, 1)), "the second draw");
         one.begin_step(7).unwrap();
-        new(3, 0).begin_step(7).unwrap(); // nobody else's concern
+        new(3, 0).begin_step(7).unwrap(); // does not affect the other generator
         let at_seven = mask(&one);
         one.begin_step(7).unwrap();
         assert_eq!(mask(&one), at_seven);

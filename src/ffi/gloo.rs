@@ -1,4 +1,4 @@
-//! Collectives between CPU ranks of several processes: libtorch's `ProcessGroupGloo`, with an end to every wait.
+//! Collectives between CPU ranks of several processes: libtorch's `ProcessGroupGloo`, with a timeout for every wait.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -21,7 +21,7 @@ use super::shim::raw;
 use super::store::TcpStore;
 use crate::error::{Error, Result};
 
-/// How values of several ranks become one. Gloo has no average; on floats no bitwise one.
+/// The reduction. Gloo has no average, and no bitwise reduction of floats.
 #[repr(u8)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reduce {
@@ -35,40 +35,40 @@ pub(crate) enum Reduce {
     Bxor = 7,
 }
 
-/// One rank of a group of processes that are connected to each other.
+/// One rank of a group of connected processes.
 ///
-/// Every rank must make the same calls in the same order, with the same kinds and shapes: Gloo does not check
-/// that. Messages of different lengths end the process on the spot, because Gloo throws on a thread of its own;
-/// so compare what is called before it is called.
+/// Every rank must make the same calls in the same order, with the same dtypes and shapes. Gloo does not check this.
+/// Messages of different lengths abort the process, because Gloo throws on a thread of its own. Compare the calls of
+/// the ranks before making them.
 pub(crate) struct Gloo {
-    /// Locked, because its calls must follow each other; none of them blocks. None while it is dropped.
+    /// Locked, because only one thread may call it at a time. The calls do not block. `None` while `self` is dropped.
     group: Mutex<Option<Group>>,
     rank: usize,
     size: usize,
-    /// Held by every operation that goes on, and closed when there is none. None while this is dropped.
+    /// Every running operation holds a clone. The channel closes when none is left. `None` while `self` is dropped.
     running: Option<Sender<Infallible>>,
     all_ended: Receiver<Infallible>,
 }
 
-/// An operation that was started.
+/// A started operation.
 #[derive(Debug)]
 pub(crate) struct GlooWork {
     doing: &'static str,
     result: Receiver<std::result::Result<(), String>>,
 }
 
-/// How long operations take to end once they have been told to, at most, before they are left alone.
+/// How long to wait for aborted operations to end. After that, the group is leaked.
 const GRACE: Duration = Duration::from_secs(10);
 
 impl Gloo {
-    /// Joins the group of `size` ranks that meet under the prefix of `store`, which must be a new one for each
-    /// group. Waits until all are there, at most for `timeout`, and until the store's requests are cancelled.
+    /// Joins a group of `size` ranks. Its rendezvous is under the prefix of `store`, which must be new for each group.
+    /// Waits until all ranks are connected, at most for `timeout`, or until the store's requests are cancelled.
     ///
-    /// Operations fail after `timeout`. They go over the interfaces that `GLOO_SOCKET_IFNAME` lists, the value of
-    /// which is to be passed, else over the one on the way to the store.
+    /// Operations fail after `timeout`. They use the network interfaces in `interfaces`, the value of
+    /// `GLOO_SOCKET_IFNAME`. Without it, they use the interface on the route to the store.
     ///
     /// # Errors
-    /// What `absent` makes of the ranks that do not come; [`Error::Gloo`] if they cannot be reached.
+    /// The error that `absent` returns for the missing ranks; [`Error::Gloo`] if ranks cannot be reached.
     pub(crate) fn new(
         store: &TcpStore,
         rank: usize,
@@ -84,16 +84,16 @@ impl Gloo {
         };
         meet("here")?;
         let gloo = Self::connect(store, "gloo", rank, size, timeout, interfaces)?;
-        // One that is ready must not leave while others connect to it: they would fail in here.
+        // A rank that is ready must not exit while others connect to it: their connection would fail.
         meet("connected")?;
         Ok(gloo)
     }
 
-    /// As [`Gloo::new`], but meets the others as PyTorch does and in no other way, under the prefix `prefix`: they may
-    /// be PyTorch's. Who does not come is not named, and whoever is connected first must stay until all are.
+    /// Joins a group like [`Gloo::new`], but with only PyTorch's own rendezvous, under `prefix`. The other ranks may be
+    /// PyTorch processes. Missing ranks are not named. A rank that is connected must stay until all ranks are.
     ///
     /// # Errors
-    /// If ranks do not come or cannot be reached.
+    /// If ranks are missing or cannot be reached.
     pub(crate) fn new_plain(
         store: &TcpStore,
         prefix: &str,
@@ -122,11 +122,11 @@ impl Gloo {
             interfaces,
             address: store.local_address().to_string(),
         };
-        // To each other rank one each way, and what it listens and waits with.
+        // Two connections per other rank, and the descriptors to listen and poll with.
         limits::require_files(2 * size + 8, "connecting to the other processes")?;
-        // While it connects, it keeps its connection to the store busy, and afterwards it holds it.
+        // Gloo uses this connection to the store while it connects, and keeps it afterwards.
         let own = store.another_connection()?;
-        // Its threads for the network get the name of the one that makes them.
+        // Gloo's network threads inherit the name of the thread that creates them.
         let connect =
             move |store: &mut _, _: &_| named(c"ddp-mp gloo", || Group::new(store, &join));
         let group = own.ask(("connecting to all ranks under", prefix), timeout, connect)?;
@@ -134,18 +134,18 @@ impl Gloo {
         Ok(Self { group: Mutex::new(Some(group)), rank, size, running: Some(running), all_ended })
     }
 
-    /// This rank's number in the group.
+    /// Returns this rank's number in the group.
     pub(crate) fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub(crate) fn size(&self) -> usize {
         self.size
     }
 
-    /// In place. Every rank gets the same bits, and in every run: each part goes round the ring of ranks in an
-    /// order of its own, so the order in which three or more floats are added depends on where they are.
+    /// Starts an in-place all-reduce. All ranks get the same bits, in every run. Each part goes round the ring from
+    /// another rank, so the order in which three or more floats are added depends on their position.
     pub(crate) fn all_reduce(&self, tensor: &Tensor, reduce: Reduce) -> Result<GlooWork> {
         self.start(
             "all_reduce",
@@ -154,19 +154,19 @@ impl Gloo {
         )
     }
 
-    /// In place on the root; leaves something else on the others.
+    /// Starts an in-place reduce to `root`. The contents of `tensor` are undefined on the other ranks.
     pub(crate) fn reduce(&self, tensor: &Tensor, root: usize, reduce: Reduce) -> Result<GlooWork> {
         let arguments = Arguments { reduce, peer: root, outputs: &[tensor], ..none() };
         self.start("reduce", Operation::Reduce, arguments)
     }
 
-    /// From the root to all, in place.
+    /// Starts an in-place broadcast from `root`.
     pub(crate) fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<GlooWork> {
         let arguments = Arguments { peer: root, outputs: &[tensor], ..none() };
         self.start("broadcast", Operation::Broadcast, arguments)
     }
 
-    /// Fills one of `outputs` from each rank.
+    /// Starts an all-gather: fills one of `outputs` from each rank.
     pub(crate) fn all_gather(&self, outputs: &[&Tensor], input: &Tensor) -> Result<GlooWork> {
         self.start(
             "all_gather",
@@ -175,7 +175,7 @@ impl Gloo {
         )
     }
 
-    /// Fills one of the root's `outputs` from each rank; the others have none.
+    /// Starts a gather: fills one of the root's `outputs` from each rank. The other ranks pass no outputs.
     pub(crate) fn gather(
         &self,
         outputs: &[&Tensor],
@@ -186,7 +186,7 @@ impl Gloo {
         self.start("gather", Operation::Gather, arguments)
     }
 
-    /// Sends one of the root's `inputs` to each rank; the others have none.
+    /// Starts a scatter: sends one of the root's `inputs` to each rank. The other ranks pass no inputs.
     pub(crate) fn scatter(
         &self,
         output: &Tensor,
@@ -197,7 +197,7 @@ impl Gloo {
         self.start("scatter", Operation::Scatter, arguments)
     }
 
-    /// Reduces `input`, of as many equal parts as there are ranks, and gives each rank one.
+    /// Starts a reduce-scatter: reduces `input`, and splits the result into equal parts, one for each rank.
     pub(crate) fn reduce_scatter(
         &self,
         output: &Tensor,
@@ -208,8 +208,8 @@ impl Gloo {
         self.start("reduce_scatter", Operation::ReduceScatter, arguments)
     }
 
-    /// Sends as many rows of `input` to each rank as `input_splits` says, and fills as many of `output` from each
-    /// as `output_splits` says; equal parts, if both are empty.
+    /// Starts an all-to-all: sends `input_splits` rows of `input` to each rank, and fills `output_splits` rows of
+    /// `output` from each. If both are empty, all parts are equal.
     pub(crate) fn all_to_all(
         &self,
         output: &Tensor,
@@ -231,25 +231,26 @@ impl Gloo {
         self.start("all_to_all", Operation::AllToAll, arguments)
     }
 
-    /// Ends when all ranks have called it, and what they started before has ended.
+    /// Starts a barrier. It ends when all ranks have called it and their earlier operations have ended.
     pub(crate) fn barrier(&self) -> Result<GlooWork> {
         self.start("barrier", Operation::Barrier, none())
     }
 
-    /// To one rank. What has one tag arrives in order. Has ended when the system has taken it over.
+    /// Starts a send to one rank. Tensors with the same tag arrive in order. The send ends when the operating system
+    /// has taken the data.
     pub(crate) fn send(&self, tensor: &Tensor, destination: usize, tag: u16) -> Result<GlooWork> {
         let arguments = Arguments { peer: destination, tag, inputs: &[tensor], ..none() };
         self.start("send", Operation::Send, arguments)
     }
 
-    /// From one rank.
+    /// Starts a receive from one rank.
     pub(crate) fn recv(&self, tensor: &Tensor, source: usize, tag: u16) -> Result<GlooWork> {
         let arguments = Arguments { peer: source, tag, outputs: &[tensor], ..none() };
         self.start("recv", Operation::Recv, arguments)
     }
 
-    /// Has all operations fail at once, here and, as soon as they notice, on all other ranks. The group is of no
-    /// use afterwards.
+    /// Makes all operations fail, here at once, and on other ranks as soon as they notice. The group cannot be used
+    /// afterwards.
     pub(crate) fn abort(&self) -> Result<()> {
         let mut group = self.group.lock().unwrap_or_else(PoisonError::into_inner);
         let aborted = group.as_mut().map_or(Ok(()), Group::abort);
@@ -266,7 +267,7 @@ impl Gloo {
         let Arguments { reduce, peer, tag, inputs, outputs, input_splits, output_splits } =
             arguments;
         let mut tensors = inputs.iter().chain(outputs);
-        // Gloo goes by the address and the number of elements.
+        // Gloo uses only the address and the number of elements.
         if tensors.any(|tensor| tensor.device() != Device::Cpu || !tensor.is_contiguous()) {
             return Err(fail("its tensors must be contiguous and on the CPU".into()));
         }
@@ -297,13 +298,13 @@ impl Gloo {
             return Err(fail("the group is gone".into()));
         };
         let (ending, result) = bounded(1);
-        // SAFETY: pointers to live tensors and to splits, as many as is said: both lists of splits are equally long.
+        // SAFETY: pointers to live tensors and splits, with their lengths; both lists of splits are equally long.
         unsafe { group.start(&call, Ended { result: ending, running }) }.map_err(fail)?;
         Ok(GlooWork { doing, result })
     }
 }
 
-/// What there is to say of a call; [`none`] of it, unless it says otherwise.
+/// The arguments of a call. [`none`] has the defaults.
 struct Arguments<'a> {
     reduce: Reduce,
     peer: usize,
@@ -334,13 +335,13 @@ impl fmt::Debug for Gloo {
 }
 
 impl Drop for Gloo {
-    /// Ends what goes on, and then the connections. The destructor of `ProcessGroupGloo` joins threads that may be
-    /// stuck in an operation: if one does not even end when it is told to, the group is left as it is, and goes
-    /// with the process, which leaves with `_exit`.
+    /// Aborts running operations, then closes the connections. The destructor of `ProcessGroupGloo` joins threads that
+    /// may be stuck in an operation. If one does not end after the abort, the group is leaked until the process exits
+    /// with `_exit`.
     fn drop(&mut self) {
         self.running = None;
         if self.all_ended.try_recv() == Err(TryRecvError::Empty) {
-            // What fails here shows in that it goes on.
+            // If the abort fails, the operations do not end, which is checked below.
             let _ = self.abort();
         }
         let all_ended = self.all_ended.recv_timeout(GRACE);
@@ -353,21 +354,21 @@ impl Drop for Gloo {
 }
 
 impl GlooWork {
-    /// On which it arrives, once, how the operation has ended: for `select!`. See [`GlooWork::outcome`].
+    /// Returns a channel that receives the operation's result, once. For `select!`. See [`GlooWork::outcome`].
     ///
-    /// Until then libtorch reads and writes the tensors, also if this is dropped; it has handles of its own, so
-    /// their memory stays.
+    /// Until then libtorch reads and writes the tensors, even if this is dropped. It has handles of its own, so their
+    /// memory stays valid.
     pub(crate) fn ended(&self) -> &Receiver<std::result::Result<(), String>> {
         &self.result
     }
 
-    /// An error of what has arrived.
+    /// Converts a received result.
     pub(crate) fn outcome(&self, result: std::result::Result<(), String>) -> Result<()> {
         result.map_err(|reason| Error::Gloo { doing: self.doing, reason: plain(reason) })
     }
 
-    /// Waits until it has ended, which it does within the group's timeout, or `cancelled` closes: then the group
-    /// must be aborted before the tensors are used again.
+    /// Waits until the operation has ended (at most the group's timeout), or `cancelled` closes. In the latter case,
+    /// abort the group before using the tensors again.
     pub(crate) fn wait(&self, cancelled: &Receiver<Infallible>) -> Result<()> {
         let result = select_biased! {
             recv(self.result) -> result => result.unwrap_or_else(|_| Err("waited for twice".into())),
@@ -377,10 +378,10 @@ impl GlooWork {
     }
 }
 
-/// Refuses what cannot be `GLOO_SOCKET_IFNAME` on this machine, before anybody relies on it.
+/// Checks that `list`, the value of `GLOO_SOCKET_IFNAME`, is valid on this machine.
 ///
 /// # Errors
-/// [`Error::Input`] that names what is no network interface.
+/// [`Error::Input`] that names the first unknown network interface.
 pub(crate) fn check_interfaces(list: &str) -> Result<()> {
     let known = Path::new("/sys/class/net");
     let unknown = |name: &String| known.is_dir() && !known.join(name).exists();
@@ -392,7 +393,7 @@ pub(crate) fn check_interfaces(list: &str) -> Result<()> {
     }
 }
 
-/// The names in `GLOO_SOCKET_IFNAME`.
+/// Returns the names in `GLOO_SOCKET_IFNAME`.
 fn interfaces(list: &str) -> Result<Vec<String>> {
     let names: Vec<String> = list.split(',').map(|name| name.trim().to_owned()).collect();
     if names.iter().any(String::is_empty) {
@@ -403,7 +404,7 @@ fn interfaces(list: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Waits until every rank has come to `place`. Returns those that have not.
+/// Waits until every rank has reached `place`. Returns the missing ranks.
 fn meet(
     store: &TcpStore,
     place: &str,
@@ -425,7 +426,7 @@ fn meet(
     Ok(missing)
 }
 
-/// Without the place in Gloo's source that its messages begin with.
+/// Removes the position in Gloo's source from the beginning of its message.
 fn plain(reason: String) -> String {
     match reason.split_once("] ") {
         Some((place, rest)) if place.starts_with('[') && place.contains(".cc:") => rest.into(),

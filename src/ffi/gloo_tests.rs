@@ -1,4 +1,4 @@
-//! `gloo` on loopback: ranks are threads here, and processes where one is killed.
+//! Tests of `gloo` on loopback. Ranks are threads, or processes in tests that kill one.
 
 use std::convert::Infallible;
 use std::env;
@@ -44,13 +44,13 @@ fn same(tensor: &Tensor, values: &[i64]) {
     assert_eq!(found, values);
 }
 
-/// In `top -H` it is seen who does the work of the network.
+/// Named threads show in `top -H` which of them do the network's work.
 #[test]
 fn threads_of_gloo_bear_its_name() {
     let names = on_ranks(1, |gloo| {
         assert_eq!(gloo.size(), 1);
         let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-        // One that has ended meanwhile has none.
+        // A thread that has just ended has no name.
         let name = |task: std::io::Result<std::fs::DirEntry>| {
             std::fs::read_to_string(task.unwrap().path().join("comm")).unwrap_or_default()
         };
@@ -111,7 +111,7 @@ fn every_collective_does_what_it_says() {
             let output = ints(&all(&|_| 0));
             done(gloo.all_to_all(&output, &ints(&all(&|to| 10 * rank + to)), &[], &[]));
             same(&output, &all(&|from| 10 * from + rank));
-            // Rank r sends r rows to rank 0 and none to others.
+            // Rank r sends r rows to rank 0, and none to the others.
             let to_first = |r: i64| all(&|to| if to == 0 { r } else { 0 });
             let rows = if rank == 0 { n * (n - 1) / 2 } else { 0 };
             let output = Tensor::zeros([rows, 2], (Kind::Int64, Device::Cpu));
@@ -122,7 +122,7 @@ fn every_collective_does_what_it_says() {
                 let expected: Vec<i64> = (0..n).flat_map(|r| vec![r; 2 * r as usize]).collect();
                 same(&output, &expected);
             }
-            // Round the ring, two tags at once, received in the other order.
+            // Sends round the ring with two tags at once, received in the opposite order.
             if size > 1 {
                 let (next, last) = ((gloo.rank() + 1) % size, (gloo.rank() + size - 1) % size);
                 let (first, second) = (ints(&[rank]), ints(&[rank + 100]));
@@ -159,7 +159,7 @@ fn an_aborted_group_fails_at_once_everywhere() {
     on_ranks(2, |gloo| {
         let other = 1 - gloo.rank();
         let (received, reduced) = (ints(&[0]), ints(&[0]));
-        // Neither sends, and one does not reduce: all of it waits.
+        // Neither rank sends, and only rank 0 reduces, so all operations wait.
         let mut works = vec![gloo.recv(&received, other, 0).unwrap()];
         if gloo.rank() == 0 {
             works.push(gloo.all_reduce(&reduced, Reduce::Sum).unwrap());
@@ -236,7 +236,7 @@ fn what_a_call_cannot_take_is_refused() {
     });
 }
 
-/// A ring adds in another order than that of the ranks, but in the same one each time, and for all.
+/// A ring does not add in the order of the ranks, but its order is the same in every run and on every rank.
 #[test]
 fn floats_are_added_in_the_same_order_each_time() {
     let run = || {
@@ -257,7 +257,7 @@ fn floats_are_added_in_the_same_order_each_time() {
 
 const PORT: &str = "DDP_MP_TEST_STORE_PORT";
 
-/// The other process of the next two tests; on its own it has nothing to do.
+/// The second process of the next two tests. Without the variable `PORT` it does nothing.
 #[test]
 fn peer() {
     let Ok(port) = env::var(PORT) else { return };
@@ -265,7 +265,7 @@ fn peer() {
     let tensor = ints(&[2]);
     gloo.all_reduce(&tensor, Reduce::Sum).unwrap().wait(&never()).unwrap();
     same(&tensor, &[3]);
-    // Until it is killed, or told to go on.
+    // Waits until this process is killed, or the other process sends.
     gloo.recv(&tensor, 0, 0).unwrap().wait(&never()).unwrap();
 }
 
@@ -292,7 +292,7 @@ fn a_process_that_is_killed_makes_the_others_fail() {
     peer.wait().unwrap();
 }
 
-/// With the destructors of libtorch: nothing may be left that they pull the ground from.
+/// The process runs libtorch's destructors at its end: nothing may still be using what they destroy.
 #[test]
 fn a_process_ends_as_it_should() {
     let server = serve();

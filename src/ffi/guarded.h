@@ -1,4 +1,4 @@
-// The boundary to Rust: no C++ exception leaves.
+// The boundary to Rust: catches every C++ exception.
 #pragma once
 
 #include <cstring>
@@ -6,7 +6,7 @@
 
 #include <c10/util/Exception.h>
 
-// Null, or why `f` failed: a message to be freed with ddp_free_message.
+// Returns null, or the reason why `f` failed: a message to be freed with ddp_free_message.
 template <typename F>
 char* guarded(F&& f) noexcept {
   try {

@@ -1,4 +1,4 @@
-//! Being told when the gradient of a parameter is complete, while backward goes on.
+//! Hooks that backward calls when the gradient of a parameter is complete.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -13,22 +13,22 @@ use tch::Tensor;
 use super::shim;
 use crate::error::Result;
 
-/// Hooks on the gradients of some parameters, until this is dropped. Follows
-/// `Tensor.register_post_accumulate_grad_hook`; a parameter has one such hook at most here.
+/// Hooks on the gradients of some parameters, removed on drop. Follows
+/// `Tensor.register_post_accumulate_grad_hook`, but a parameter has at most one such hook.
 pub(crate) struct GradHooks {
     parameters: Vec<Tensor>,
-    /// Boxed, so that it stays where the hooks know it to be.
+    /// Boxed, so that its address, which the hooks keep, does not change.
     target: Box<Target>,
 }
 
-/// Why backward must fail, if it must.
+/// The reason why backward must fail. `None` to continue.
 pub(crate) type Complaint = Option<&'static CStr>;
 
 struct Target {
     /// The thread of the tensors, and of `call`.
     thread: ThreadId,
     call: Box<dyn Fn(usize) -> Complaint>,
-    /// What the first call that panicked has said: a panic cannot pass through libtorch.
+    /// The payload of the first panic in a call. A panic cannot unwind through libtorch.
     panic: RefCell<Option<Box<dyn Any + Send>>>,
 }
 
@@ -39,8 +39,8 @@ impl fmt::Debug for GradHooks {
 }
 
 impl GradHooks {
-    /// Has `call(index)` called for each of `parameters` whose gradient backward has completed, on the thread
-    /// that runs backward, which must be this one: on another, backward fails.
+    /// Registers `call`. Backward calls `call(index)` for each of `parameters` when its gradient is complete. Backward
+    /// must run on this thread: on another thread, it fails.
     pub(crate) fn register(
         parameters: Vec<Tensor>,
         call: impl Fn(usize) -> Complaint + 'static,
@@ -51,7 +51,7 @@ impl GradHooks {
         let context: *const Target = &*hooks.target;
         for (index, parameter) in hooks.parameters.iter().enumerate() {
             // SAFETY: the target lives until `drop` has removed the hooks, and is only used on this thread:
-            // backward runs on the thread that asks for it, which is the one of these tensors.
+            // backward runs on the thread that calls it, which is the thread of these tensors.
             unsafe {
                 shim::set_grad_hook(parameter, Some(on_grad), context.cast_mut().cast(), index)
             }?;
@@ -59,7 +59,7 @@ impl GradHooks {
         Ok(hooks)
     }
 
-    /// Goes on with the panic of a hook, if one has. To be called when backward has returned.
+    /// Resumes the panic of a hook, if there was one. Call this after backward has returned.
     pub(crate) fn resume_panic(&self) {
         if let Some(panic) = self.target.panic.take() {
             std::panic::resume_unwind(panic);
@@ -71,7 +71,7 @@ impl Drop for GradHooks {
     fn drop(&mut self) {
         let context: *const Target = &*self.target;
         for parameter in &self.parameters {
-            // It could be set, so it can be removed, if it is still this one.
+            // Removing cannot fail, as setting did not. A hook with another context stays.
             // SAFETY: no hook, so nothing is called.
             let _ = unsafe { shim::set_grad_hook(parameter, None, context.cast_mut().cast(), 0) };
         }
@@ -79,8 +79,8 @@ impl Drop for GradHooks {
 }
 
 extern "C" fn on_grad(context: *mut c_void, index: usize) -> *const c_char {
-    // SAFETY: `register` passed a target that lives as long as the hooks. Shared between threads at most to ask
-    // whose it is.
+    // SAFETY: `register` passed a target that lives as long as the hooks. Other threads only check
+    // to which thread it belongs.
     let target = unsafe { &*context.cast::<Target>() };
     if target.thread != thread::current().id() {
         return c"backward reaches parameters that DistributedDataParallel keeps on another thread; run it \
@@ -88,7 +88,7 @@ extern "C" fn on_grad(context: *mut c_void, index: usize) -> *const c_char {
             .as_ptr();
     }
     if target.panic.borrow().is_some() {
-        return ptr::null(); // after a panic there is nothing more to do
+        return ptr::null(); // do not call again after a panic
     }
     match catch_unwind(AssertUnwindSafe(|| (target.call)(index))) {
         Ok(complaint) => complaint.map_or(ptr::null(), CStr::as_ptr),

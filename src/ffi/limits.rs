@@ -1,5 +1,4 @@
-//! Limits of the system, on open files, threads and disks: making sure that they suffice, and what to say when one is
-//! reached.
+//! Limits of the system on open files, threads and disks: checks them in advance, and explains errors that they cause.
 
 use std::fmt::Display;
 use std::fs::{self, File};
@@ -9,11 +8,11 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::error::{Error, Result};
 
-/// An error of the system that the user can mend.
+/// An error of the system that the user can fix.
 struct Mendable {
-    /// The system's words for it; libtorch repeats them.
+    /// The text of the system's error, which libtorch repeats.
     words: &'static str,
-    /// Returns what the words leave out.
+    /// Returns details that the text lacks. `None` if there are none.
     why: Option<fn() -> String>,
     remedy: &'static str,
 }
@@ -30,7 +29,7 @@ const THREADS: Mendable = Mendable {
     remedy: "raise the limit (ulimit -u), or use fewer ranks or workers",
 };
 
-/// The first whose words are in an error counts.
+/// The errors, in order. The first one whose text is part of an error applies.
 const MENDABLE: [Mendable; 7] = [
     Mendable {
         words: "Too many open files in system",
@@ -61,11 +60,11 @@ const MENDABLE: [Mendable; 7] = [
     },
 ];
 
-/// Returns `error` with the limit and the remedy, if it is one that the user can mend and is not explained yet.
+/// Returns `error`, with the limit and the remedy added if the user can fix it and it does not contain the remedy yet.
 pub(crate) fn explain(error: impl Display) -> String {
     let error = error.to_string();
     let found = MENDABLE.iter().find(|it| error.contains(it.words));
-    // Libraries do not say why they cannot open a file.
+    // Libraries do not report why they cannot open a file.
     let found = found.or_else(|| (error.contains("to open ") && !can_open(1)).then_some(&FILES));
     match found {
         Some(it) if !error.contains(it.remedy) => it.explain(&error),
@@ -80,14 +79,14 @@ impl Mendable {
     }
 }
 
-/// Describes why `what`, a thread or a process, could not be started: the system's reason, how many threads this
-/// process has, the limits, and the remedy.
+/// Describes why `what`, a thread or a process, could not be started. The text has the system's reason, this process's
+/// number of threads, the limits, and the remedy.
 pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
     THREADS.explain(&format!("{what} cannot be started: {error}"))
 }
 
-/// Makes sure that this process can open `count` more files and connections for `purpose`. Raises its soft limit to the
-/// hard one if need be.
+/// Checks that this process can open `count` more files and connections for `purpose`. Raises its soft limit to the
+/// hard limit if necessary.
 ///
 /// # Errors
 /// [`Error::Input`] with the limit and the remedy.
@@ -99,7 +98,7 @@ pub(crate) fn require_files(count: usize, purpose: &str) -> Result<()> {
     Err(Error::Input(FILES.explain(&error)))
 }
 
-/// Whether this process can open so many more files now.
+/// Returns whether this process can open `count` more files now.
 pub(crate) fn can_open(count: usize) -> bool {
     let files: Result<Vec<File>, io::Error> = (0..count).map(|_| File::open("/dev/null")).collect();
     files.is_ok()

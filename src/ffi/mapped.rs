@@ -1,4 +1,4 @@
-//! Files as tensors without reading them first: the kernel brings in what is used, and drops it again.
+//! Memory-mapped files as tensors. The kernel loads pages when they are used, and may drop them again.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -15,9 +15,9 @@ use super::shim;
 use crate::error::{Error, Result};
 use crate::files::open_regular;
 
-/// A file in memory. The tensors that are made of it keep it there.
+/// A memory-mapped file. Tensors made from it keep the mapping alive.
 ///
-/// Do not change the file meanwhile. One that becomes shorter ends the process, which says so.
+/// Do not change the file while it is mapped. If it becomes shorter, the process prints a message and exits.
 #[derive(Clone)]
 pub(crate) struct MappedFile(Arc<Mapping>);
 
@@ -33,7 +33,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Opens a regular file that has something in it. Returns its length in bytes, too.
+/// Opens a regular file that is not empty. Also returns its length in bytes.
 pub(crate) fn open_file(path: &Path) -> Result<(File, u64)> {
     let wrong = |error: io::Error| Error::Input(format!("{}: {error}", path.display()));
     let file = open_regular(path).map_err(wrong)?;
@@ -48,11 +48,11 @@ impl MappedFile {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let (file, _) = open_file(path)?;
-        // Private and without a reserve: who writes to such a tensor changes neither the file nor what others
-        // see in it, and a file may be larger than the memory.
+        // A private mapping: writing to such a tensor does not change the file or other mappings of it. Without a
+        // reserve, so that a file may be larger than memory.
         let mut options = MmapOptions::new();
-        // SAFETY: the memory is ours; that others may change the file is said above, and a page that is gone ends
-        // the process.
+        // SAFETY: the memory is ours; the type's documentation forbids changes to the file, and a missing
+        // page ends the process.
         let map = unsafe { options.no_reserve_swap().map_copy(&file) };
         let map =
             map.map_err(|error| Error::Input(format!("{name}: it can't be mapped: {error}")))?;
@@ -60,12 +60,12 @@ impl MappedFile {
         Ok(Self(Arc::new(Mapping { map, name, watched })))
     }
 
-    /// What the file is called.
+    /// Returns the file's path, for messages.
     pub(crate) fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// These bytes, which must be there, as a tensor.
+    /// Returns a range of bytes, which must exist, as a tensor.
     pub(crate) fn bytes(&self, range: Range<usize>) -> Result<Tensor> {
         unsafe extern "C" fn release(context: *mut c_void) {
             // SAFETY: the context is the `Arc` below, which is given back once.

@@ -1,6 +1,6 @@
-//! libtorch beyond `tch`: the C++ shim, its safe face, and what must happen once per process.
+//! Parts of libtorch that `tch` lacks: the C++ shim, its safe wrappers, and setup of the process.
 //!
-//! The only place beside the NCCL and shared-memory backends where `unsafe` is allowed.
+//! Only this module and the NCCL and shared-memory backends may use `unsafe`.
 
 mod autocast;
 mod autograd;
@@ -52,7 +52,7 @@ pub(crate) use store::TcpStore;
 use crate::error::{Error, first_line};
 
 impl Error {
-    /// Turns a `tch` error into one that says what was being done.
+    /// Converts a `tch` error into one that names the failed action.
     pub(crate) fn torch(doing: &'static str) -> impl FnOnce(tch::TchError) -> Error {
         move |error| Error::Torch { doing, reason: first_line(&error.to_string()) }
     }

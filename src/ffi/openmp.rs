@@ -1,9 +1,9 @@
-//! How long libtorch's OpenMP threads spin while they wait for each other.
+//! Limits how long libtorch's OpenMP threads spin while they wait for each other.
 //!
-//! At the end of each parallel loop libgomp's threads spin about 300,000 times, some 14 ms, before they sleep. Where
-//! other programs want the cores, the thread that is waited for has none, and the one that spins keeps it from running:
-//! a step takes a hundred times as long. 10,000 spins are enough to bridge the gaps between the loops of a step on a
-//! quiet machine. libgomp reads the number once, before `main`, so the program starts itself anew with it.
+//! At the end of each parallel loop libgomp's threads spin about 300,000 times (about 14 ms) before they sleep. If
+//! other programs use the cores, a spinning thread can keep the thread that it waits for from running. A step then
+//! takes a hundred times longer. 10,000 spins bridge the gaps between the loops of a step on an idle machine. libgomp
+//! reads the number once, before `main`, so the program restarts itself with it.
 
 use std::ffi::{c_char, c_int};
 use std::ptr;
@@ -11,18 +11,18 @@ use std::ptr;
 /// A function that the system runs before `main`, with the arguments and the environment of the process.
 pub type BeforeMain = unsafe extern "C" fn(c_int, *const *const c_char, *const *const c_char);
 
-/// What is added to the environment.
+/// The variable that is added to the environment.
 const SPINS: &[u8] = b"GOMP_SPINCOUNT=10000\0";
 
-/// The variables by which users choose for themselves.
+/// The variables with which users choose a wait policy. They take precedence.
 const CHOSEN: [&[u8]; 2] = [b"GOMP_SPINCOUNT=", b"OMP_WAIT_POLICY="];
 
-/// The most variables that are passed on; with more the program stays as it is.
+/// The number of environment variables that are passed on. With more, the program does not restart.
 const MOST: usize = 4096;
 
-/// Starts the program anew with a bound on spinning, unless its environment already says how to wait. To be run before
-/// the constructors of libraries, from `.preinit_array`: libtorch's take a tenth of a second, and this takes a few
-/// milliseconds. Where it cannot, the program goes on as it is.
+/// Restarts the program with a limit on spinning, unless the environment already sets a wait policy. Run it from
+/// `.preinit_array`, before the constructors of libraries: those of libtorch take 0.1 s, the restart a few ms.
+/// If the restart fails, the program continues unchanged.
 ///
 /// # Safety
 /// `argv` and `envp` must be what the system gave the process: arrays of C strings that end with null. No other thread
@@ -32,9 +32,9 @@ pub unsafe extern "C" fn limit_spinning(
     argv: *const *const c_char,
     envp: *const *const c_char,
 ) {
-    // Libraries are loaded, but not initialised: system calls only, and no allocation.
+    // Libraries are loaded but not initialised, so use only system calls, and do not allocate.
     if is_run_by_linker() {
-        return; // the file of this process is the linker's, and `argv` does not name it
+        return; // the executable is the linker, and `argv` does not name it
     }
     let mut variables = [ptr::null(); MOST + 2];
     let mut count = 0;
@@ -55,8 +55,8 @@ pub unsafe extern "C" fn limit_spinning(
     variables[count] = SPINS.as_ptr().cast();
     let mut program = [0u8; libc::PATH_MAX as usize];
     let link = c"/proc/self/exe".as_ptr();
-    // SAFETY: the buffer is as long as is said, but for the null at its end; the arrays end with null. Where the
-    // program's file is gone, `execve` returns.
+    // SAFETY: the length leaves room for the null at the buffer's end; the arrays end with null. If the program's
+    // file is gone, `execve` returns.
     unsafe {
         if libc::readlink(link, program.as_mut_ptr().cast(), program.len() - 1) > 0 {
             libc::execve(program.as_ptr().cast(), argv, variables.as_ptr());
@@ -64,20 +64,20 @@ pub unsafe extern "C" fn limit_spinning(
     }
 }
 
-/// Whether the user has started the dynamic linker with this program as its argument, as in `ld.so ddp-mp`. The process's
-/// own file is the linker then.
+/// Returns whether the user started the dynamic linker with this program as its argument, as in `ld.so ddp-mp`. The
+/// process's executable is then the linker.
 pub(crate) fn is_run_by_linker() -> bool {
-    // A linker that the system has loaded has an address.
+    // The kernel sets AT_BASE to the linker's address only if it loaded the linker for a program.
     // SAFETY: reads a number that the system has left in the process.
     unsafe { libc::getauxval(libc::AT_BASE) == 0 }
 }
 
-/// Whether `text` begins with `name`.
+/// Returns whether `text` begins with `name`.
 ///
 /// # Safety
 /// `text` must be a C string.
 unsafe fn begins_with(text: *const c_char, name: &[u8]) -> bool {
-    // SAFETY: stops at the first difference, which the null at the end is one of.
+    // SAFETY: stops at the first difference, at the latest at the null at the end.
     name.iter().enumerate().all(|(at, byte)| unsafe { *text.add(at) } as u8 == *byte)
 }
 

@@ -1,4 +1,4 @@
-//! What concerns the process as a whole: where libtorch came from, processes that it starts, and how to leave.
+//! Functions for the whole process: libtorch's version and folder, signals, child processes, and the exit.
 
 use std::ffi::CStr;
 use std::io::{self, Write};
@@ -9,39 +9,38 @@ use std::process::{Child, Command};
 
 use super::shim;
 
-/// The version of libtorch that this binary was built for, such as `2.11.0`.
+/// Returns the version of libtorch that this binary was built for, such as `2.11.0`.
 pub fn version() -> String {
     shim::torch_version()
 }
 
-/// The folder that libtorch was loaded from.
+/// Returns the folder that libtorch was loaded from. `None` if not known.
 pub fn library_folder() -> Option<PathBuf> {
     PathBuf::from(shim::library_file()?).parent().map(PathBuf::from)
 }
 
 /// Ends the process at once with `code`, after all output has been flushed.
 ///
-/// Libtorch's static destructors cost a quarter of a short run and have nothing to do: all ranks have
-/// been joined, and what they owned has been freed on their threads. And where a rank is stuck,
-/// running destructors under it would crash.
+/// Skips libtorch's static destructors, which take a quarter of a short run. They are not needed: all ranks have
+/// been joined, and have freed their objects. If a rank is stuck, running destructors under it would crash.
 pub fn exit(code: u8) -> ! {
-    // Nobody is left to tell if this fails.
+    // An error here could not be reported any more.
     let _ = std::io::stdout().flush();
     let _ = std::io::stderr().flush();
     // SAFETY: `_exit` takes any number and does not return.
     unsafe { libc::_exit(i32::from(code)) }
 }
 
-/// Has a write that reaches the limit on file sizes (`ulimit -f`) fail as any other, instead of ending the process with
-/// SIGXFSZ, which leaves half a file behind.
+/// Makes a write beyond the file size limit (`ulimit -f`) return an error. By default SIGXFSZ would end the process,
+/// and leave a partial file.
 pub fn ignore_file_size_signal() {
-    // SAFETY: takes numbers; before other threads there is nobody who sees the change halfway.
+    // SAFETY: takes numbers; no other threads run yet that could see the change halfway.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
-/// Has the system kill the process that `command` starts when this one ends, however that is, and hold back `held`
-/// signals until it calls [`release_signals`]. The thread that starts it must live on as long as this process does: to
-/// the system the end of that thread is the end of its parent.
+/// Makes the kernel kill the process that `command` starts when this process ends for any reason. Also blocks the
+/// signals `held` in it until it calls [`release_signals`]. The thread that starts it must live until this process
+/// ends: the kernel treats the end of that thread as the end of the parent.
 pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
     let parent = std::process::id();
     let prepare = move || {
@@ -51,7 +50,7 @@ pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
         }
         // SAFETY: takes nothing, and cannot fail.
         if unsafe { libc::getppid() } as u32 != parent {
-            // It has ended before it could be tied to.
+            // The parent ended before the call to prctl.
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
         mask(libc::SIG_BLOCK, held)
@@ -60,10 +59,10 @@ pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
     unsafe { command.pre_exec(prepare) };
 }
 
-/// Runs `f` on this thread under another name, of up to 15 bytes, which the threads that it starts inherit: for `top -H`.
+/// Runs `f` on this thread under another name of up to 15 bytes, shown by `top -H`. Threads that `f` starts inherit it.
 pub(super) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
     let mut before = [0u8; 16];
-    // SAFETY: as many bytes as a name has, in both directions; a system that refuses has names as they were.
+    // SAFETY: the buffer has the size of a name. If the system refuses, the names do not change.
     unsafe {
         libc::prctl(libc::PR_GET_NAME, before.as_mut_ptr());
         libc::prctl(libc::PR_SET_NAME, name.as_ptr());
@@ -74,10 +73,10 @@ pub(super) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Lets signals through to this thread that who started the process has held back until it can handle them.
+/// Unblocks signals for this thread. The parent process blocked them until this process can handle them.
 ///
 /// # Errors
-/// When the system refuses.
+/// If the system call fails.
 pub(crate) fn release_signals(signals: &[i32]) -> io::Result<()> {
     mask(libc::SIG_UNBLOCK, signals)
 }
@@ -98,7 +97,7 @@ fn mask(how: i32, signals: &[i32]) -> io::Result<()> {
 /// Sends `signal` to `child`, if it has not ended.
 ///
 /// # Errors
-/// When the system refuses.
+/// If the system call fails.
 pub(crate) fn send_signal(child: &mut Child, signal: i32) -> io::Result<()> {
     if child.try_wait()?.is_some() {
         return Ok(());

@@ -1,5 +1,4 @@
-//! Seeding the process's CPU generator for a moment, so that what is drawn there does not depend on
-//! what other threads draw.
+//! Seeds the process's CPU generator temporarily, so that a thread's numbers do not depend on other threads.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -8,15 +7,15 @@ use tch::Tensor;
 use super::shim;
 use crate::error::Result;
 
-/// Runs `f` with libtorch's CPU generator seeded with `seed`, and then puts the generator back.
+/// Runs `f` with libtorch's CPU generator seeded with `seed`, then restores the generator.
 ///
-/// Follows `torch.random.fork_rng` with a `torch.manual_seed(seed)` inside. All threads share that one
-/// generator, so this takes turns: with `fork_rng` around the making of a model, every rank draws the
-/// same numbers in every run, namely PyTorch's for this seed. Draw nothing on other threads meanwhile
-/// except through `fork_rng`, and wait for no other rank in `f`: it may be waiting for its turn.
+/// Follows `torch.random.fork_rng` with a `torch.manual_seed(seed)` inside. All threads share the generator, so calls
+/// take turns. With `fork_rng` around the creation of a model, every rank draws the same numbers in every run, namely
+/// PyTorch's for this seed. Meanwhile other threads must draw only through `fork_rng`. Do not wait for another rank
+/// in `f`: that rank may be waiting for its turn.
 ///
 /// # Errors
-/// When libtorch refuses; `f`'s own result is handed on inside.
+/// If libtorch fails. The result of `f` is returned inside `Ok`.
 pub fn fork_rng<T>(seed: u64, f: impl FnOnce() -> T) -> Result<T> {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -25,12 +24,12 @@ pub fn fork_rng<T>(seed: u64, f: impl FnOnce() -> T) -> Result<T> {
     Ok(f())
 }
 
-/// Puts the state back, also when `f` panics.
+/// Restores the state, even if `f` panics.
 struct Restore(Tensor);
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        // The state was read from this very generator, so it fits.
+        // Cannot fail: the state was read from this generator.
         let _ = shim::set_cpu_rng_state(&self.0);
     }
 }

@@ -1,19 +1,18 @@
-//! A tensor that several threads may read at once.
+//! [`SharedTensor`]: a tensor that several threads may read at once.
 
 use tch::Tensor;
 
-/// A read-only tensor shared between ranks, such as a data set that exists once.
+/// A read-only tensor shared between ranks, such as a data set.
 ///
-/// `tch::Tensor` is `Send` but not `Sync`, because it can be changed in place through a shared
-/// reference. Here every reader gets its own handle to the same memory, and must only read through it
-/// (which is as far as `tch`'s own handles can be trusted: `shallow_clone` is sent between threads, too).
+/// `tch::Tensor` is `Send` but not `Sync`, because it can be changed in place through a shared reference. Here every
+/// reader gets its own handle to the same memory, and must only read through it. (`tch` relies on the same: a
+/// `shallow_clone` can be sent to another thread, too.)
 #[derive(Debug)]
 pub struct SharedTensor(Tensor);
 
-// SAFETY: the only access through a shared reference is `get`, which makes another handle: the
-// reference count in the C++ tensor is atomic. What is done with a handle is as safe, or not, as with one
-// that `tch` lets a thread send to another. Reading from several threads is safe in libtorch, and a tensor
-// that takes no part in autograd has no state that reading changes.
+// SAFETY: the only access through a shared reference is `get`, which makes another handle. The reference count in the
+// C++ tensor is atomic. A handle is exactly as safe as one that `tch` lets a thread send to another. Reading from
+// several threads is safe in libtorch, and a tensor outside of autograd has no state that reading changes.
 unsafe impl Sync for SharedTensor {}
 
 impl SharedTensor {
@@ -22,7 +21,7 @@ impl SharedTensor {
         Self(tensor.detach())
     }
 
-    /// Another handle to the same memory. Copy it before you change anything in it.
+    /// Returns another handle to the same memory. Copy the tensor before you change it.
     pub fn get(&self) -> Tensor {
         self.0.shallow_clone()
     }

@@ -1,9 +1,8 @@
-// What libtorch offers in C++ and tch 0.24 does not: behind a C ABI, one function a line of torch/shim.rs.
+// Functions of libtorch that tch 0.24 lacks, behind a C ABI. Each is declared in ffi/shim.rs or ffi/shim_cuda.rs.
 //
-// Rules of this file: no CUDA header and no symbol of libtorch_cuda (the binary links libtorch_cpu and
-// libc10 only; CUDA is reached through c10's registry once libtorch_cuda has been loaded), and no C++
-// exception leaves: every function that can fail returns null for success, or a message to be freed
-// with ddp_free_message.
+// Rules of this file: Use no CUDA header and no symbol of libtorch_cuda. The binary links libtorch_cpu and libc10
+// only, and accesses CUDA through c10's registry once libtorch_cuda is loaded. No C++ exception may reach Rust: every
+// function that can fail returns null for success, or a message to be freed with ddp_free_message.
 
 #include <dlfcn.h>
 
@@ -43,8 +42,7 @@ c10::Device cuda_device(int index) {
   return c10::Device(kCUDA, static_cast<c10::DeviceIndex>(index));
 }
 
-// Tells Rust that the gradient of a parameter is complete. What Rust answers, if anything, is why backward
-// must fail.
+// Calls Rust when the gradient of a parameter is complete. Rust returns null, or the reason why backward must fail.
 using OnGrad = const char* (*)(void* context, size_t index);
 struct GradHook final : torch::autograd::PostAccumulateGradHook {
   OnGrad call;
@@ -57,13 +55,13 @@ struct GradHook final : torch::autograd::PostAccumulateGradHook {
   }
 };
 
-// What Rust does to a tensor in place. False if it failed: Rust keeps the error, and says why in `reason`.
-// Returns a new tensor, or null and the reason.
+// Rust's linear function. Returns a new tensor, or null after a failure: Rust keeps the error, and writes its text to
+// `reason`.
 using Apply = at::Tensor* (*)(void* context, at::Tensor* input, bool transposed, char* reason,
                               size_t capacity);
 using Release = void (*)(void* context);
 
-// Owns `context`, and with it whatever Rust needs for as long as a graph may call it.
+// Owns `context`, Rust's data for as long as a graph may call the function.
 struct LinearMap : torch::CustomClassHolder {
   LinearMap(Apply apply, Release release, void* context)
       : apply(apply), release(release), context(context) {}
@@ -74,8 +72,8 @@ struct LinearMap : torch::CustomClassHolder {
   void* const context;
 };
 
-// A linear function or, if `transposed`, its transpose: the gradient of one goes through the other, and so does
-// the gradient of the gradient.
+// A linear function or, if `transposed`, its transpose. The backward of each is the other, also for gradients of
+// gradients.
 struct Linear : torch::autograd::Function<Linear> {
   static at::Tensor forward(torch::autograd::AutogradContext* node, const at::Tensor& input,
                             const c10::intrusive_ptr<LinearMap>& map, bool transposed) {
@@ -106,32 +104,32 @@ void ddp_free_message(char* message) { free(message); }
 
 const char* ddp_torch_version() { return TORCH_VERSION; }
 
-// The file that libtorch_cpu was loaded from, or null.
+// Returns the file that libtorch_cpu was loaded from, or null.
 const char* ddp_library_file() {
   Dl_info info;
   auto* inside = reinterpret_cast<void*>(&at::get_num_threads);
   return dladdr(inside, &info) == 0 ? nullptr : info.dli_fname;
 }
 
-// Backward then runs on the calling thread for every device: its errors, and later its hooks, stay
-// with the rank they belong to. Thread local, as torch.autograd.set_multithreading_enabled.
+// With `false`, backward runs on the calling thread for every device, so that its errors and hooks stay on the thread
+// of their rank. Thread-local, like torch.autograd.set_multithreading_enabled.
 void ddp_set_multithreading_enabled(bool enabled) {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(enabled);
 }
 
-// Has the texts of libtorch's errors say how to get the stack trace, instead of holding it.
+// Replaces the stack trace in libtorch's error texts by a hint on how to get it.
 void ddp_hide_stack_traces() {
   c10::SetStackTraceFetcher([] { return std::string("set RUST_BACKTRACE=1 for its frames"); });
 }
 
-// What torch.autocast sets for the calling thread, all of it.
+// The complete autocast state of a thread.
 struct AutocastState {
   bool enabled;
   c10::ScalarType dtype;
   bool cache_enabled;
 };
 
-// Sets it for operations on a device of that kind, and has `state` say what was set before.
+// Sets the calling thread's state for one type of device. Replaces `state` by the previous state.
 char* ddp_autocast_swap(bool on_cuda, AutocastState* state) {
   return guarded([&] {
     auto device = on_cuda ? kCUDA : c10::DeviceType::CPU;
@@ -145,19 +143,18 @@ char* ddp_autocast_swap(bool on_cuda, AutocastState* state) {
   });
 }
 
-// parameter.grad = grad, without a copy.
+// Sets parameter.grad = grad without a copy.
 char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
   return guarded([&] { parameter->mutable_grad() = *grad; });
 }
 
-// As Tensor.backward(retain_graph=...), which tch does not pass on.
+// Runs Tensor.backward(retain_graph=...). tch does not offer the option.
 char* ddp_backward(at::Tensor* loss, bool retain_graph) {
   return guarded([&] { loss->backward({}, retain_graph); });
 }
 
-// Has backward call `call(context, index)` whenever it has added to parameter.grad, on the thread that it
-// runs on; with a null `call` no more, if that is what it does. As register_post_accumulate_grad_hook, of
-// which there is one here.
+// Makes backward call `call(context, index)` on its thread whenever it has added to parameter.grad. A null `call`
+// removes the hook, if it has this context. Follows register_post_accumulate_grad_hook, with one hook per parameter.
 char* ddp_set_grad_hook(at::Tensor* parameter, OnGrad call, void* context, size_t index) {
   return guarded([&] {
     std::unique_ptr<torch::autograd::PostAccumulateGradHook> hook;
@@ -166,20 +163,20 @@ char* ddp_set_grad_hook(at::Tensor* parameter, OnGrad call, void* context, size_
     } else {
       auto& there = torch::autograd::impl::post_acc_grad_hooks(*parameter);
       auto* ours = dynamic_cast<GradHook*>(there.get());
-      if (ours == nullptr || ours->context != context) return;  // somebody else's by now
+      if (ours == nullptr || ours->context != context) return;  // another hook has replaced it
     }
     torch::autograd::impl::set_post_acc_grad_hooks(*parameter, std::move(hook));
   });
 }
 
-// Whether copying one to the other is over before libtorch has begun to.
+// Returns whether memcpy can copy `from` to `to`. For small tensors it takes less time than libtorch's overhead.
 static bool small_and_alike(const at::Tensor& from, const at::Tensor& to) {
   return from.layout() == at::kStrided && from.is_cpu() && to.is_cpu() && from.nbytes() <= (64 << 10) &&
          from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() &&
          from.is_contiguous() && to.is_contiguous() && !from.is_conj() && !from.is_neg();
 }
 
-// Moves parameter.grad to `place`, if it is not there already; zeros, if there is none.
+// Moves parameter.grad to `place`, if it is not there already. Without a gradient, fills `place` with zeros.
 char* ddp_move_grad(at::Tensor* parameter, at::Tensor* place) {
   return guarded([&] {
     at::Tensor& grad = parameter->mutable_grad();
@@ -190,14 +187,14 @@ char* ddp_move_grad(at::Tensor* parameter, at::Tensor* place) {
     } else if (small_and_alike(grad, *place)) {
       memcpy(place->data_ptr(), grad.const_data_ptr(), grad.nbytes());
     } else {
-      // An embedding's may be sparse, which can be added to a bucket, but not copied there.
+      // An embedding's gradient may be sparse. It can be added to a bucket, but not copied there.
       place->copy_(grad.layout() == at::kStrided ? grad : grad.to_dense());
     }
     grad = *place;
   });
 }
 
-// destination += alpha * source in one pass, outside autograd: what torch.optim.SGD calls.
+// Computes destination += alpha * source in one pass, outside autograd, like torch.optim.SGD.
 char* ddp_add_scaled(at::Tensor* destination, at::Tensor* source, double alpha) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
@@ -209,7 +206,7 @@ char* ddp_add_scaled(at::Tensor* destination, at::Tensor* source, double alpha) 
 
 using TensorList = std::vector<at::Tensor>;
 
-// The same tensors, not copies.
+// Creates a list of the same tensors, without copies.
 char* ddp_tensor_list_new(at::Tensor** tensors, size_t len, TensorList** list) {
   return guarded([&] {
     auto made = std::make_unique<TensorList>();
@@ -220,15 +217,15 @@ char* ddp_tensor_list_new(at::Tensor** tensors, size_t len, TensorList** list) {
 
 void ddp_tensor_list_free(TensorList* list) { delete list; }
 
-// Notes that each of them has been written to: a graph that has saved one refuses to run backward then. As in-place
-// operations do it for their own tensors, of which these are no views.
+// Marks each tensor as written to: a graph that saved one then refuses to run backward. In-place operations do this for
+// their own tensors and views of them, which these are not.
 char* ddp_bump_versions(TensorList* tensors) {
   return guarded([&] {
     for (auto& tensor : *tensors) torch::autograd::impl::bump_version(tensor);
   });
 }
 
-// A step of SGD. Without momentum no momentum buffers are needed: an empty list.
+// Makes a step of SGD. Without momentum the list of momentum buffers is empty.
 char* ddp_fused_sgd(TensorList* parameters, TensorList* gradients, TensorList* momentum_buffers,
                     double lr, double weight_decay, double momentum, double dampening,
                     bool nesterov, bool is_first_step) {
@@ -239,7 +236,7 @@ char* ddp_fused_sgd(TensorList* parameters, TensorList* gradients, TensorList* m
   });
 }
 
-// A step of AdamW; `steps` count it already, as torch.optim has it.
+// Makes a step of AdamW. `steps` already include this step, as in torch.optim.
 char* ddp_fused_adamw(TensorList* parameters, TensorList* gradients, TensorList* exp_avgs,
                       TensorList* exp_avg_sqs, TensorList* steps, double lr, double beta1,
                       double beta2, double weight_decay, double eps) {
@@ -251,8 +248,7 @@ char* ddp_fused_adamw(TensorList* parameters, TensorList* gradients, TensorList*
   });
 }
 
-// The 2-norm of all of them together, as torch.nn.utils.get_total_norm computes it: the norm of
-// each, and the norm of these.
+// Computes the 2-norm of all tensors together like torch.nn.utils.get_total_norm: the norm of their norms.
 char* ddp_total_norm(TensorList* tensors, at::Tensor** norm) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
@@ -268,7 +264,7 @@ char* ddp_amp_unscale(TensorList* gradients, at::Tensor* found_inf, at::Tensor* 
   });
 }
 
-// Multiplies each of them by `factor`.
+// Multiplies each tensor by `factor`.
 char* ddp_scale_all(TensorList* tensors, at::Tensor* factor) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
@@ -276,7 +272,7 @@ char* ddp_scale_all(TensorList* tensors, at::Tensor* factor) {
   });
 }
 
-// What Rust makes of `input`, under autograd. Takes `context` over, also when it fails.
+// Applies Rust's function to `input` under autograd. Takes over `context`, even on failure.
 char* ddp_linear(at::Tensor* input, Apply apply, Release release, void* context,
                  at::Tensor** output) {
   return guarded([&] {
@@ -287,7 +283,8 @@ char* ddp_linear(at::Tensor* input, Apply apply, Release release, void* context,
 
 // --- the process's CPU generator -------------------------------------------------------------
 
-// Bytes of Rust's as a tensor, without a copy. `release` gets `context` when the last tensor over them is gone.
+// Makes a tensor of Rust's bytes without a copy. Calls `release` with `context` when the last tensor over them is
+// freed.
 char* ddp_from_bytes(
     void* bytes, size_t len, Release release, void* context, at::Tensor** tensor) {
   return guarded([&] {
@@ -322,7 +319,8 @@ char* ddp_cpu_rng_seed(uint64_t seed) {
 
 // --- generators of a rank's own ----------------------------------------------------------------
 
-// Of the device's kind: made from the device's own, so that no header of it is needed. -1 is the CPU.
+// Creates a generator for a GPU, or for the CPU if `gpu` is -1. It is cloned from the device's default generator, so
+// that no CUDA header is needed.
 char* ddp_generator_new(int gpu, at::Generator** generator) {
   return guarded([&] {
     auto device = gpu < 0 ? c10::Device(at::kCPU) : cuda_device(gpu);
@@ -357,23 +355,23 @@ char* ddp_generator_normal(at::Generator* generator, at::Tensor* tensor) {
 
 // --- CUDA, once libtorch_cuda is loaded --------------------------------------------------------
 
-// -1 while libtorch_cuda is not loaded.
+// Returns the number of CUDA devices, or -1 while libtorch_cuda is not loaded.
 int ddp_cuda_device_count() {
   auto* impl = c10::impl::device_guard_impl_registry[static_cast<size_t>(kCUDA)].load();
   return impl == nullptr ? -1 : static_cast<int>(impl->deviceCount());
 }
 
-// As torch.cuda.set_device: for the calling thread.
+// Sets the calling thread's device. Follows torch.cuda.set_device.
 char* ddp_cuda_set_device(int index) {
   return guarded([&] { cuda().setDevice(cuda_device(index)); });
 }
 
-// The cudaStream_t that this thread's operations on the device go to.
+// Returns the cudaStream_t of this thread's current stream on the device.
 char* ddp_cuda_current_stream(int index, void** stream) {
   return guarded([&] { *stream = cuda().getStream(cuda_device(index)).native_handle(); });
 }
 
-// With a time, which costs the device a little, or without.
+// Creates an event with or without a time. A time costs the device a little.
 char* ddp_cuda_event_new(bool timed, c10::Event** event) {
   const auto flag = timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
   return guarded([&] { *event = new c10::Event(kCUDA, flag); });
@@ -381,27 +379,27 @@ char* ddp_cuda_event_new(bool timed, c10::Event** event) {
 
 void ddp_cuda_event_free(c10::Event* event) { delete event; }
 
-// Marks this point of the device's current stream.
+// Records the event on the device's current stream.
 char* ddp_cuda_event_record(c10::Event* event, int index) {
   return guarded([&] { event->record(cuda().getStream(cuda_device(index))); });
 }
 
-// Whether the device has passed the mark; does not wait.
+// Sets `done` to whether the device has passed the event. Does not wait.
 char* ddp_cuda_event_query(c10::Event* event, bool* done) {
   return guarded([&] { *done = event->query(); });
 }
 
-// How many milliseconds after `earlier` the device has passed `event`. Both have times and are passed.
+// Computes the milliseconds from `earlier` to `event`. Both must record times, and the device must have passed them.
 char* ddp_cuda_event_since(c10::Event* event, c10::Event* earlier, double* milliseconds) {
   return guarded([&] { *milliseconds = earlier->elapsedTime(*event); });
 }
 
-// Has the device's current stream wait until it has passed the mark; the host does not wait.
+// Makes the device's current stream wait for the event. The host does not wait.
 char* ddp_cuda_event_block(c10::Event* event, int index) {
   return guarded([&] { event->block(cuda().getStream(cuda_device(index))); });
 }
 
-// A stream beside the current one, of high priority, from libtorch's pool.
+// Gets an additional stream of high priority from libtorch's pool.
 char* ddp_cuda_stream_new(int index, c10::Stream** stream) {
   return guarded(
       [&] { *stream = new c10::Stream(cuda().getStreamFromGlobalPool(cuda_device(index), true)); });
@@ -409,7 +407,7 @@ char* ddp_cuda_stream_new(int index, c10::Stream** stream) {
 
 void ddp_cuda_stream_free(c10::Stream* stream) { delete stream; }
 
-// Makes `stream` the current one of this thread, and the one that was, `stream`.
+// Makes `stream` this thread's current stream, and replaces `stream` by the previous one.
 char* ddp_cuda_stream_swap(c10::Stream* stream) {
   return guarded([&] { *stream = cuda().exchangeStream(*stream); });
 }

@@ -1,4 +1,4 @@
-//! The Rust face of `shim.cpp`.
+//! Rust bindings for `shim.cpp`.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Once;
@@ -8,18 +8,19 @@ use torch_sys::C_tensor;
 
 use crate::error::{Error, Result, first_line};
 
-/// What a hook of the shim calls. Returns null, or why backward must fail: a text that stays.
+/// The function that a gradient hook calls. Returns null, or the reason why backward must fail, a static text.
 pub(super) type HookFn = extern "C" fn(context: *mut c_void, index: usize) -> *const c_char;
 
-/// What C++ calls to apply a linear function: the context, the input, whether to apply the transpose, and room for the
-/// reason of a failure. A new C++ tensor, which C++ takes over; null if it failed.
+/// The function that C++ calls to apply a linear function. Its arguments are the context, the input, whether to apply
+/// the transpose, and a buffer for the reason of a failure with its size in bytes. Returns a new C++ tensor, which C++
+/// takes over, or null after a failure.
 pub(super) type Apply =
     unsafe extern "C" fn(*mut c_void, *mut C_tensor, bool, *mut c_char, usize) -> *mut C_tensor;
 
-/// What C++ calls once when it needs a context no longer.
+/// The function that C++ calls once when it no longer needs a context.
 pub(super) type Release = unsafe extern "C" fn(*mut c_void);
 
-/// What `torch.autocast` sets for a thread.
+/// The state that `torch.autocast` sets for a thread.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct AutocastState {
@@ -128,7 +129,7 @@ pub(super) fn check(doing: &'static str, message: *mut c_char) -> Result<()> {
     take_message(message).map_err(|reason| Error::Torch { doing, reason })
 }
 
-/// As [`check`], where the caller says what was being done.
+/// Takes over the message like [`check`], but returns it without the name of the action.
 pub(super) fn take_message(message: *mut c_char) -> Result<(), String> {
     if message.is_null() {
         return Ok(());
@@ -143,8 +144,8 @@ pub(super) fn take_message(message: *mut c_char) -> Result<(), String> {
     Err(first_line(&reason))
 }
 
-/// The C++ tensor behind `tensor`. The shim changes what the handle refers to, never the handle, so a
-/// shared reference is enough, as for tch's own in-place operations on shallow clones.
+/// Returns the C++ tensor of `tensor`. The shim changes the tensor that the handle refers to, never the handle. A
+/// shared reference is therefore enough, as for tch's own in-place operations on shallow clones.
 pub(super) fn raw(tensor: &Tensor) -> *mut C_tensor {
     tensor.as_ptr().cast_mut()
 }
@@ -162,21 +163,21 @@ pub(super) fn library_file() -> Option<String> {
     }
 }
 
-/// As `torch.autograd.set_multithreading_enabled`: with `false`, backward runs on the calling thread
-/// for every device. For the calling thread only.
+/// Sets whether backward may use other threads. With `false`, it runs on the calling thread for every device. For the
+/// calling thread only. Follows `torch.autograd.set_multithreading_enabled`.
 pub(crate) fn set_multithreading_enabled(enabled: bool) {
     // SAFETY: sets a thread-local flag.
     unsafe { ddp_set_multithreading_enabled(enabled) }
 }
 
-/// Keeps C++ stack traces out of the texts of libtorch's errors, in the whole process.
+/// Removes C++ stack traces from libtorch's error texts, in the whole process.
 pub(crate) fn hide_stack_traces() {
     static HIDDEN: Once = Once::new();
     // SAFETY: takes nothing; called once.
     HIDDEN.call_once(|| unsafe { ddp_hide_stack_traces() });
 }
 
-/// Sets what autocast does for the calling thread, on CUDA devices or on the CPU; returns what was set before.
+/// Sets the autocast state of the calling thread, for CUDA devices or for the CPU. Returns the previous state.
 pub(super) fn autocast_swap(on_cuda: bool, mut state: AutocastState) -> Result<AutocastState> {
     // SAFETY: reads and writes one plain struct, whose `dtype` is a kind that libtorch knows: those that
     // `Autocast` names, or the one that was set before.
@@ -184,8 +185,8 @@ pub(super) fn autocast_swap(on_cuda: bool, mut state: AutocastState) -> Result<A
     Ok(state)
 }
 
-/// `parameter.grad = grad`, without a copy: backward then adds into `grad` in place. An undefined tensor takes
-/// the gradient away.
+/// Sets `parameter.grad = grad` without a copy: backward then adds into `grad` in place. An undefined tensor removes
+/// the gradient.
 pub(crate) fn set_grad(parameter: &Tensor, grad: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("set_grad", unsafe { ddp_set_grad(raw(parameter), raw(grad)) })
@@ -197,7 +198,7 @@ pub(super) fn backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
     check("backward", unsafe { ddp_backward(raw(loss), retain_graph) })
 }
 
-/// As `register_post_accumulate_grad_hook`, or its removal.
+/// Registers a hook, or removes it if `call` is `None`. Follows `register_post_accumulate_grad_hook`.
 ///
 /// # Safety
 /// `call` may be called with `context` and `index` by every backward on this parameter, until the hook is
@@ -214,24 +215,24 @@ pub(super) unsafe fn set_grad_hook(
     })
 }
 
-/// Moves `parameter.grad` to `place`, if it is not there already; fills that with zeros if there is none.
+/// Moves `parameter.grad` to `place`, if it is not there already. Without a gradient, fills `place` with zeros.
 pub(crate) fn move_grad(parameter: &Tensor, place: &Tensor) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("moving a gradient", unsafe { ddp_move_grad(raw(parameter), raw(place)) })
 }
 
-/// `to += alpha * from` in one pass and outside autograd, as `torch.optim.SGD` steps a parameter.
+/// Computes `to += alpha * from` in one pass and outside autograd, like a step of `torch.optim.SGD`.
 pub(crate) fn add_scaled(to: &Tensor, from: &Tensor, alpha: f64) -> Result<()> {
     // SAFETY: both point to live tensors.
     check("add_", unsafe { ddp_add_scaled(raw(to), raw(from), alpha) })
 }
 
-/// A C++ list of `tensors`, to be freed with [`ddp_tensor_list_free`].
+/// Creates a C++ list of `tensors`. Free it with [`ddp_tensor_list_free`].
 pub(super) fn tensor_list_new(tensors: &[Tensor]) -> Result<*mut RawTensorList> {
     let handles: Vec<*mut C_tensor> = tensors.iter().map(raw).collect();
     let mut list = std::ptr::null_mut();
-    // SAFETY: as many pointers to live tensors as is said, which the list refers to with handles of its
-    // own; writes one pointer to a valid place.
+    // SAFETY: `handles` are pointers to live tensors, and the list has handles of its own to them; writes one
+    // pointer to a valid place.
     check("listing tensors", unsafe {
         ddp_tensor_list_new(handles.as_ptr(), handles.len(), &mut list)
     })?;
@@ -256,7 +257,7 @@ pub(super) unsafe fn scale_all(tensors: *mut RawTensorList, factor: &Tensor) -> 
     check("scaling gradients", unsafe { ddp_scale_all(tensors, raw(factor)) })
 }
 
-/// What the linear function `apply` makes of `input`, under autograd: the gradient goes through its transpose.
+/// Applies the linear function `apply` to `input` under autograd. Backward applies the transpose to the gradient.
 ///
 /// # Safety
 /// `apply` may be called with `context` until `release` is, once, by whichever thread drops the graph.
@@ -276,7 +277,7 @@ pub(super) unsafe fn linear(
     }
 }
 
-/// `len` bytes from `bytes` on as a tensor, without a copy.
+/// Returns `len` bytes from `bytes` on as a tensor, without a copy.
 ///
 /// # Safety
 /// The bytes can be read and written until `release` is called with `context`, once, by whichever thread drops
@@ -315,7 +316,7 @@ pub(super) fn seed_cpu_rng(seed: u64) -> Result<()> {
     check("the CPU generator", unsafe { ddp_cpu_rng_seed(seed) })
 }
 
-/// A generator for a GPU, or for the CPU; to be freed with [`ddp_generator_free`].
+/// Creates a generator for a GPU, or for the CPU if `gpu` is `None`. Free it with [`ddp_generator_free`].
 pub(super) fn generator_new(gpu: Option<usize>) -> Result<*mut RawGenerator> {
     let mut generator = std::ptr::null_mut();
     let gpu = gpu.map_or(-1, |gpu| gpu as c_int);

@@ -1,4 +1,4 @@
-//! The Rust face of what `shim.cpp` has of CUDA: devices, streams and events.
+//! Rust bindings for the CUDA part of `shim.cpp`: devices, streams and events.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -32,7 +32,7 @@ unsafe extern "C" {
     fn ddp_cuda_stream_swap(stream: *mut Stream) -> *mut c_char;
 }
 
-/// How many CUDA devices libtorch sees; `None` while libtorch_cuda is not loaded.
+/// Returns the number of CUDA devices that libtorch finds. `None` while libtorch_cuda is not loaded.
 pub(super) fn cuda_device_count() -> Option<usize> {
     // SAFETY: reads c10's registry.
     usize::try_from(unsafe { ddp_cuda_device_count() }).ok()
@@ -80,7 +80,7 @@ pub(super) unsafe fn cuda_event_query(event: *mut Event) -> Result<bool> {
     Ok(done)
 }
 
-/// In milliseconds.
+/// Returns the time from `earlier` to `event`, in milliseconds.
 ///
 /// # Safety
 /// Both come from [`cuda_event_new`] and have not been freed.

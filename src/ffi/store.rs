@@ -1,4 +1,4 @@
-//! Where ranks of several processes meet: `torch.distributed.TCPStore`, with an end to every wait.
+//! The rendezvous store of several processes: `torch.distributed.TCPStore`, with a timeout for every wait.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -11,20 +11,20 @@ use super::c10d::Connection;
 use super::store_connection::{GivenUp, Opened, StoreConnection, listen, reach, wait};
 use crate::error::{Error, Result};
 
-/// A client of a key-value store on the network; of keys under one prefix.
+/// A client of a key-value store on the network, for the keys under one prefix.
 ///
-/// libtorch's client blocks until the server answers, whatever happens, so each connection has a thread of its own here,
-/// and the caller waits for that thread until it answers, the run is cancelled, or time is up. A request that was given
-/// up is left to that thread; if the server hangs, it stays there until the process ends.
+/// libtorch's client blocks until the server responds, so each connection has a thread of its own. The caller waits for
+/// that thread until it replies, the run is cancelled, or the timeout expires. An abandoned request stays with the
+/// thread. If the server hangs, the thread stays blocked until the process ends.
 ///
-/// Any number of threads can use one store. Requests that the server answers at once follow each other on one connection,
-/// so that each sees what those before it have set. A `get` or `wait` for a key that is not there yet takes another
-/// connection, so that no other request waits behind it.
+/// Any number of threads can use one store. Requests that the server answers at once run in order on one connection, so
+/// that each sees the keys that earlier ones set. A `get` or `wait` for a key that does not exist yet uses another
+/// connection, so that it does not delay other requests.
 #[derive(Debug, Clone)]
 pub(crate) struct TcpStore {
     client: Arc<Client>,
     prefix: String,
-    /// For how long an answer is waited for.
+    /// How long to wait for the server's response.
     timeout: Duration,
     cancelled: Receiver<Infallible>,
 }
@@ -33,24 +33,24 @@ pub(crate) struct TcpStore {
 #[derive(Debug)]
 struct Client {
     connection: StoreConnection,
-    /// A further one, on which nobody waits now.
+    /// A second connection that no request uses at the moment.
     idle: Mutex<Option<StoreConnection>>,
-    /// As the user gave it, for errors.
+    /// The address as the user gave it, for errors.
     name: String,
 }
 
-/// What libtorch's server accepts; beyond that it closes the connection without a word.
+/// The limits of libtorch's server, in bytes. Beyond them it closes the connection without an error.
 const MAX_KEY: usize = 8 << 10;
 const MAX_VALUE: usize = 8 << 20;
 
 impl TcpStore {
-    /// Serves a store at `host`, and nowhere else: an address of this machine, or a name of one. Port 0 takes a
-    /// free one, see [`TcpStore::port`]. The server lives as long as this and what was cloned from it.
+    /// Serves a store at `host` only: an address of this machine, or a name of one. Port 0 selects a free port, see
+    /// [`TcpStore::port`]. The server lives until this and its clones are dropped.
     ///
-    /// A request waits for the server for `timeout`, and no longer than until `cancelled` closes.
+    /// A request waits for the server for `timeout`, or until `cancelled` closes.
     ///
     /// # Errors
-    /// If it cannot listen there.
+    /// If the server cannot listen there.
     pub(crate) fn serve(
         host: &str,
         port: u16,
@@ -62,11 +62,11 @@ impl TcpStore {
         Self::open(name, "listening", timeout, cancelled, move |_| listen(&host, port, timeout))
     }
 
-    /// Connects to a store, which may not be there yet: tries every address of `host` again and again for
-    /// `timeout`, or until `cancelled` closes. Requests wait as those of [`TcpStore::serve`] do.
+    /// Connects to a store, which may not exist yet. Tries every address of `host` repeatedly for `timeout`, or until
+    /// `cancelled` closes. Requests wait as described for [`TcpStore::serve`].
     ///
     /// # Errors
-    /// If there is no store in time.
+    /// If no store responds in time.
     pub(crate) fn connect(
         host: &str,
         port: u16,
@@ -94,12 +94,12 @@ impl TcpStore {
         Ok(Self { client: Arc::new(client), prefix: String::new(), timeout, cancelled })
     }
 
-    /// A client of its own of the same store, with the same prefix.
+    /// Opens another connection to the same store, with the same prefix.
     pub(crate) fn another_connection(&self) -> Result<Self> {
         self.reconnect(self.cancelled.clone())
     }
 
-    /// A connection of its own to the same store, with the same prefix, whose requests end when `cancelled` closes.
+    /// Opens another connection to the same store, with the same prefix. Its requests end when `cancelled` closes.
     pub(crate) fn reconnect(&self, cancelled: Receiver<Infallible>) -> Result<Self> {
         let server = self.client.connection.server;
         let host = server.ip().to_string();
@@ -107,62 +107,63 @@ impl TcpStore {
         Ok(Self { prefix: self.prefix.clone(), ..other })
     }
 
-    /// The same connection, for requests that wait for the server for `timeout`, and no longer than until `cancelled`
+    /// Returns a client on the same connection, whose requests wait for the server for `timeout`, or until `cancelled`
     /// closes.
     pub(crate) fn with_timeout(&self, timeout: Duration, cancelled: Receiver<Infallible>) -> Self {
         Self { timeout, cancelled, ..self.clone() }
     }
 
-    /// The same store, but with `prefix` and a slash before all keys. Follows `PrefixStore`.
+    /// Returns a client of the same store that adds `prefix` and a slash before all keys. Follows `PrefixStore`.
     pub(crate) fn under(&self, prefix: &str) -> Self {
         Self { prefix: self.key(prefix) + "/", ..self.clone() }
     }
 
-    /// Where the server listens.
+    /// Returns the server's port.
     pub(crate) fn port(&self) -> u16 {
         self.client.connection.server.port()
     }
 
-    /// This machine's address on the way to the server.
+    /// Returns this machine's address on the route to the server.
     pub(crate) fn local_address(&self) -> IpAddr {
         self.client.connection.local
     }
 
-    /// Sets `key`. The server does not confirm it; an error shows at the next request.
+    /// Sets `key`. The server does not confirm it. An error is reported by the next request.
     pub(crate) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let (full, value) = (self.key(key), value.to_vec());
         self.check_size(&full, &[&value])?;
         self.ask(("set", key), Duration::ZERO, move |store, _| store.set(&full, &value))
     }
 
-    /// The value of `key`, waiting up to `timeout` until it is set; `None` if it is not.
+    /// Returns the value of `key`. Waits up to `timeout` until it is set. `None` if it is not.
     pub(crate) fn get(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let full = self.key(key);
         self.check_size(&full, &[])?;
         self.when_set(("get", key), vec![full], timeout, |store, keys| store.get(&keys[0]))
     }
 
-    /// Waits up to `timeout` until all `keys` are set; false if they are not.
+    /// Waits up to `timeout` until all `keys` are set. Returns `false` if they are not.
     pub(crate) fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
         let full = self.keys(keys)?;
         let set = self.when_set(("wait", &told(keys)), full, timeout, |_, _| Ok(()))?;
         Ok(set.is_some())
     }
 
-    /// Whether all `keys` are set.
+    /// Returns whether all `keys` are set.
     pub(crate) fn check(&self, keys: &[String]) -> Result<bool> {
         let full = self.keys(keys)?;
         self.ask(("check", &told(keys)), Duration::ZERO, move |store, _| store.check(&full))
     }
 
-    /// Adds to a counter, which is 0 before the first time; returns the sum.
+    /// Adds to a counter, which starts at 0. Returns the sum.
     pub(crate) fn add(&self, key: &str, amount: i64) -> Result<i64> {
         let full = self.key(key);
         self.check_size(&full, &[])?;
         self.ask(("add", key), Duration::ZERO, move |store, _| store.add(&full, amount))
     }
 
-    /// Sets `key` to `desired` if it is `expected`, or if that is empty and it is not set; returns what it is then.
+    /// Sets `key` to `desired` if its value is `expected`, or if it is not set and `expected` is empty. Returns the
+    /// value of `key` afterwards.
     pub(crate) fn compare_set(
         &self,
         key: &str,
@@ -177,7 +178,7 @@ impl TcpStore {
         })
     }
 
-    /// The key as the server knows it.
+    /// Returns the full key, with the prefix.
     pub(super) fn key(&self, key: &str) -> String {
         format!("{}{key}", self.prefix)
     }
@@ -199,7 +200,7 @@ impl TcpStore {
         if longest > MAX_VALUE { Err(fail("values", longest, MAX_VALUE)) } else { Ok(()) }
     }
 
-    /// Has the connection's thread do `request`, which takes up to `waits` beside the server's answer.
+    /// Runs `request` on the connection's thread. It may take up to `waits` in addition to the response timeout.
     pub(super) fn ask<T: Send + 'static>(
         &self,
         doing: (&str, &str),
@@ -211,7 +212,7 @@ impl TcpStore {
         answer.map_err(|reason| self.failed(doing, reason))
     }
 
-    /// What `read` finds once all `keys` are set; `None` if they are not within `timeout`.
+    /// Returns the result of `read` once all `keys` are set. `None` if they are not set within `timeout`.
     fn when_set<T: Send + 'static>(
         &self,
         doing: (&str, &str),
@@ -246,7 +247,7 @@ impl TcpStore {
 }
 
 impl Client {
-    /// A connection on which a request may wait.
+    /// Returns a connection for a request that may wait.
     fn another(
         &self,
         timeout: Duration,
@@ -261,7 +262,7 @@ impl Client {
         })
     }
 
-    /// Keeps one on which nobody waits any more for the next request that waits, unless there is one already.
+    /// Keeps an unused connection for the next request that waits, unless there already is one.
     fn keep(&self, connection: StoreConnection) {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(connection);
     }
@@ -273,7 +274,7 @@ impl Drop for Client {
     }
 }
 
-/// Keys on one line, of which there may be one for each of many processes.
+/// Lists keys on one line, abbreviated if there are many.
 fn told(keys: &[String]) -> String {
     match keys {
         [first, .., last] if keys.len() > 4 => format!("{first}, ... {last}"),

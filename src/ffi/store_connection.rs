@@ -1,4 +1,4 @@
-//! One connection to a store, with a thread of its own: libtorch's client blocks until the server answers.
+//! One connection to a store, with a thread of its own, because libtorch's client blocks until the server responds.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -15,43 +15,44 @@ use crossbeam::channel::{
 use super::c10d::Connection;
 use super::limits;
 
-/// The thread of a connection, seen from outside. Dropping it lets the thread end after its current request.
+/// A handle to the thread of a connection. After a drop, the thread ends when its current request has ended.
 pub(super) struct StoreConnection {
-    /// None once it is to end.
+    /// `None` once the thread must end.
     requests: Option<Sender<Request>>,
     /// Closes when the thread has ended.
     ended: Receiver<Infallible>,
     pub server: SocketAddr,
-    /// This machine's address on the way to the server.
+    /// This machine's address on the route to the server.
     pub local: IpAddr,
 }
 
 type Request = Box<dyn FnOnce(&mut Connection) + Send>;
 
-/// What the thread of a connection finds out when it opens it.
+/// An opened connection, with the addresses of both ends.
 pub(super) struct Opened {
     connection: Connection,
     server: SocketAddr,
     local: IpAddr,
 }
 
-/// Closed when nobody waits for the answer any more.
+/// A channel that closes when the caller no longer waits for the response.
 pub(super) type GivenUp = Receiver<Infallible>;
 
-/// For how long a wait goes on after nobody is interested any more, at most.
+/// How long a wait continues, at most, after the caller has given up.
 pub(super) const SLICE: Duration = Duration::from_secs(1);
 
-/// How long one address is tried before the next.
+/// How long to try one address before the next.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
-/// How many files a connection opens, and how many a server does before its clients come.
+/// The number of files that a connection opens, and that a server opens before clients connect.
 const FILES_OF_A_CLIENT: usize = 2;
 const FILES_OF_A_SERVER: usize = 8;
 
 pub(super) const GIVEN_UP: &str = "given up, because the run ends";
 
 impl StoreConnection {
-    /// Starts the thread, which first opens its connection with `open`: within `timeout`, and until `cancelled` closes.
+    /// Starts the thread, which first opens its connection with `open`. Waits for `timeout`, or until `cancelled`
+    /// closes.
     pub(super) fn open(
         timeout: Duration,
         cancelled: &Receiver<Infallible>,
@@ -73,14 +74,14 @@ impl StoreConnection {
         };
         let thread = thread::Builder::new().name("ddp-mp store".into());
         thread.spawn(work).map_err(|error| limits::not_started("its thread", &error))?;
-        // It keeps to the timeout itself, unless what it has reached hangs.
+        // `open` respects the timeout itself, unless the server hangs.
         let answer = answer(&opened, cancelled, timeout.saturating_add(SLICE));
         drop(waiting);
         let (server, local) = answer?;
         Ok(Self { requests: Some(requests), ended, server, local })
     }
 
-    /// Has the thread do `request` after those before it, and waits for its answer for `timeout`, and until `cancelled`
+    /// Runs `request` on the thread, after earlier requests. Waits for the result for `timeout`, or until `cancelled`
     /// closes.
     pub(super) fn ask<T: Send + 'static>(
         &self,
@@ -92,12 +93,12 @@ impl StoreConnection {
         let (waiting, given_up) = bounded::<Infallible>(0);
         let request: Request = Box::new(move |store| {
             if !is_closed(&given_up) {
-                // Fails if nobody is interested any more.
+                // The send fails if the caller no longer waits.
                 let _ = replying.send(request(store, &given_up));
             }
         });
         if let Some(requests) = &self.requests {
-            // If the thread has ended, so has `reply`.
+            // If the thread has ended, `reply` is closed as well.
             let _ = requests.send(request);
         }
         let answer = answer(&reply, cancelled, timeout);
@@ -105,7 +106,7 @@ impl StoreConnection {
         answer
     }
 
-    /// Lets the thread end, and waits a moment until it has: a server's port is free again then.
+    /// Ends the thread, and waits up to [`SLICE`] for its end. A server's port is free again then.
     pub(super) fn close(&mut self) {
         drop(self.requests.take());
         let _ = self.ended.recv_timeout(SLICE); // it takes longer if the server hangs
@@ -118,7 +119,7 @@ impl fmt::Debug for StoreConnection {
     }
 }
 
-/// Waits for the thread of a connection.
+/// Waits for the reply of a connection's thread, for `timeout`, or until `cancelled` closes.
 fn answer<T>(
     reply: &Receiver<Result<T, String>>,
     cancelled: &Receiver<Infallible>,
@@ -135,7 +136,7 @@ fn answer<T>(
     }
 }
 
-/// Waits in short pieces, so that the thread is soon free again when nobody waits for it any more.
+/// Waits for `keys` in short intervals, so that the thread is soon free again after the caller has given up.
 pub(super) fn wait(
     store: &mut Connection,
     keys: &[String],
@@ -157,7 +158,8 @@ pub(super) fn wait(
     }
 }
 
-/// libtorch would listen on every interface, and say less if it cannot: so it gets a socket that listens.
+/// Starts a server on a listening socket. libtorch by itself would listen on every interface, and report less on
+/// failure.
 pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened, String> {
     let purpose = "serving a store";
     limits::require_files(FILES_OF_A_SERVER, purpose).map_err(|error| error.to_string())?;
@@ -182,8 +184,8 @@ pub(super) fn listen(host: &str, port: u16, timeout: Duration) -> Result<Opened,
     Ok(Opened { connection, server, local: server.ip() })
 }
 
-/// libtorch's client is good at connecting, but cannot be stopped, nor say what it has found: so it is told an
-/// address that answers.
+/// Connects to a server. libtorch's client cannot be stopped while it connects, and does not report what it found. It
+/// therefore gets an address that already accepts connections.
 pub(super) fn reach(
     host: &str,
     port: u16,
@@ -194,7 +196,7 @@ pub(super) fn reach(
     let mut pause = Duration::from_millis(1);
     loop {
         let left = || timeout.saturating_sub(began.elapsed());
-        // A connection that cannot be opened here would look like a failure of the network.
+        // Reaching the limit on open files would otherwise look like a network failure.
         limits::require_files(FILES_OF_A_CLIENT, "a connection to the store")
             .map_err(|error| error.to_string())?;
         let reason = match find(host, port, left) {
@@ -218,7 +220,7 @@ pub(super) fn reach(
     }
 }
 
-/// An address of `host` where somebody answers, and this machine's on the way there.
+/// Finds an address of `host` that accepts connections. Also returns this machine's address on the route to it.
 fn find(
     host: &str,
     port: u16,
@@ -230,7 +232,7 @@ fn find(
         let limit = left().clamp(Duration::from_millis(1), ATTEMPT);
         let stream = TcpStream::connect_timeout(&server, limit);
         match stream.and_then(|stream| stream.local_addr()) {
-            // A socket that looks for a port of its own machine can find itself.
+            // A socket that connects to a port of its own machine can connect to itself.
             Ok(local) if local == server => reason = format!("{server}: nothing listens there"),
             Ok(local) => return Ok((server, local.ip())),
             Err(error) => reason = format!("{server}: {error}"),
@@ -239,7 +241,7 @@ fn find(
     Err(reason)
 }
 
-/// libtorch's client counts in these while it connects.
+/// Returns more than `timeout`, in whole seconds. libtorch's client counts in seconds while it connects.
 fn whole_seconds(timeout: Duration) -> Duration {
     Duration::from_secs(timeout.as_secs().saturating_add(1))
 }

@@ -1,4 +1,4 @@
-//! `store` on loopback, and what answers in its place.
+//! Tests of `store` on loopback, also with servers that are not a store.
 
 use std::convert::Infallible;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use crossbeam::channel::{Receiver, bounded, never};
 use super::store::TcpStore;
 use crate::error::{Error, Result};
 
-/// No test waits for this long.
+/// A timeout that no test reaches.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(super) fn serve() -> TcpStore {
@@ -71,7 +71,7 @@ fn a_wait_ends_when_the_key_is_set() {
     assert!(waits.unwrap());
 }
 
-/// Each of these keys is set by the client that waits for it, and only once its waits have begun.
+/// The client that waits for these keys also sets them, after all its waits have begun.
 #[test]
 fn no_request_of_a_client_waits_behind_another_that_waits() {
     let server = serve();
@@ -89,7 +89,7 @@ fn no_request_of_a_client_waits_behind_another_that_waits() {
             };
             let threads = keys.each_ref().map(get);
             keys.iter().for_each(|_| begun.recv().unwrap());
-            // The last one first: neither does a wait end behind another.
+            // The last one first: a wait does not delay the end of another.
             for (key, thread) in keys.iter().zip(threads).rev() {
                 client.add("n", 1).unwrap();
                 client.set(key, b"set").unwrap();
@@ -126,7 +126,7 @@ fn a_store_listens_where_it_is_told_only() {
     assert!(failed.contains("192.0.2.1:1 failed in listening: that is not an address"), "{failed}");
 }
 
-/// `localhost` may be ::1 first, where nobody is.
+/// `localhost` may resolve to ::1 first, where nothing listens.
 #[test]
 fn every_address_of_a_name_is_tried() {
     let server = serve();
@@ -137,7 +137,7 @@ fn every_address_of_a_name_is_tried() {
 
 #[test]
 fn a_client_waits_for_a_store_that_comes_later() {
-    // Its port is taken already, but at another address: so nobody else gets it.
+    // The port is already used at another address, so no other process gets it.
     let other = serve();
     let port = other.port();
     let (client, _server) = thread::scope(|scope| {
@@ -151,7 +151,7 @@ fn a_client_waits_for_a_store_that_comes_later() {
 
 #[test]
 fn a_store_that_is_not_there_is_an_error() {
-    // The port is that of a store at another address.
+    // The port of a store at another address.
     let other = serve();
     let port = other.port();
     let limit = Duration::from_millis(50);
@@ -184,7 +184,7 @@ fn a_store_that_goes_away_is_an_error() {
     assert!(failed.contains("failed in add \"n\""), "{failed}");
 }
 
-/// A server that talks to everybody as the real one does, until it is asked for what it answers with `evil`.
+/// Starts a proxy to the real server, and returns its port. For each turn, it answers a request with `evil` instead.
 fn hostile(port: u16, evil: Vec<u8>, turns: Receiver<()>) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let here = listener.local_addr().unwrap().port();
@@ -230,7 +230,7 @@ fn whatever_a_server_answers_is_an_error_at_worst() {
     }
 }
 
-/// Neither garbage in place of a greeting, nor silence.
+/// Tests garbage in place of a greeting, and silence.
 #[test]
 fn a_server_that_is_no_store_is_an_error() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -1,4 +1,4 @@
-//! Rows at the end of a file: each is there as a whole, also after the process was killed.
+//! Appends rows to a file. Each row is written as a whole, even if the process is killed.
 
 use std::fs::{self, File, FileType, OpenOptions};
 use std::io::{self, Error, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -12,28 +12,28 @@ use rustix::fs::fstat;
 
 use super::{open_regular, refuse_special, wait_for};
 
-/// How long the reader of a pipe may accept no data.
+/// How long the reader of a pipe may read nothing before a write fails.
 const MAX_LOCK_WAIT: Duration = Duration::from_secs(60);
 
-/// Collects what is written to it, and hands it to the system in one piece at each flush.
+/// Buffers what is written, and writes it to the file in one piece at each flush.
 #[derive(Debug)]
 pub(crate) struct Appender {
     file: File,
     kind: FileType,
-    /// Whether it is the process's stdout or stderr.
+    /// Whether the file is the process's stdout or stderr.
     is_own_output: bool,
-    /// Whether the last line of the file has no end.
+    /// Whether the last line of the file has no line break.
     is_cut: bool,
-    /// Written but not flushed.
+    /// The bytes that are written but not flushed.
     row: Vec<u8>,
 }
 
-/// The lines of a file that has some, without their line breaks.
+/// Lines of an existing file, without their line breaks.
 #[derive(Debug)]
 pub(crate) struct LinesBefore {
     /// The first line.
     pub first: Vec<u8>,
-    /// The last line that has a line break, if any has; otherwise the only line.
+    /// The last line that has a line break. If none has, the only line.
     pub last: Vec<u8>,
     /// The text after the last line break.
     pub cut: Vec<u8>,
@@ -41,15 +41,15 @@ pub(crate) struct LinesBefore {
     is_cut: bool,
 }
 
-/// The most bytes of a line that are looked at.
+/// The number of bytes of a line that are read.
 const LONGEST: u64 = 1 << 16;
 
 impl Appender {
-    /// Opens the file at `path`, which is made if need be, to write at its end. It may be a pipe that is read, or a
-    /// device such as `/dev/null`; `/dev/stdout` and `/dev/stderr` share their position with the process's own output.
+    /// Opens the file at `path` for appending, and creates it if necessary. It may be a pipe with a reader, or a device
+    /// such as `/dev/null`. `/dev/stdout` and `/dev/stderr` share their position with the process's own output.
     ///
     /// # Errors
-    /// When it cannot be opened; when it is a pipe that nobody reads. Never waits for a reader.
+    /// If the file cannot be opened, or is a pipe without a reader. Never waits for a reader.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
         let opened = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
@@ -64,15 +64,15 @@ impl Appender {
         }
     }
 
-    /// Creates the file at `path`, to write at its end.
+    /// Creates the file at `path` for appending.
     ///
     /// # Errors
-    /// When it cannot be created, or something is there.
+    /// If the file cannot be created, or exists.
     pub(crate) fn create_new(path: &Path) -> io::Result<Self> {
         Self::new(OpenOptions::new().append(true).create_new(true).open(path)?, false)
     }
 
-    /// Has the first row begin with a line break, if the last line of the file has none.
+    /// Makes the first row begin with a line break, if the last line of the file has none.
     pub(crate) fn after(self, before: Option<&LinesBefore>) -> Self {
         Self { is_cut: before.is_some_and(|it| it.is_cut), ..self }
     }
@@ -82,19 +82,20 @@ impl Appender {
         Ok(Self { file, kind, is_own_output, is_cut: false, row: Vec::new() })
     }
 
-    /// Returns how many bytes are written but not flushed.
+    /// Returns the number of bytes that are written but not flushed.
     pub(crate) fn pending(&self) -> usize {
         self.row.len()
     }
 
-    /// Returns the length of the file, if a part of a row may be taken out of it: not of the process's own output, whose
-    /// position would stay behind its end.
+    /// Returns the length of the file, if it may be truncated. `None` for anything but a regular file, and for the
+    /// process's own output, whose position would then be beyond the end.
     fn len(&self) -> io::Result<Option<u64>> {
         let is_ours = self.kind.is_file() && !self.is_own_output;
         is_ours.then(|| Ok(self.file.metadata()?.len())).transpose()
     }
 
-    /// Takes the last `written` bytes out of the file that had `before` bytes before them, unless others have written, too.
+    /// Removes the last `written` bytes from the file, which had `before` bytes before. Does nothing if another process
+    /// has written as well.
     fn take_back(&self, before: Option<u64>, written: usize) -> io::Result<()> {
         match (before, self.len()?) {
             (Some(before), Some(now)) if written > 0 && now == before + written as u64 => {
@@ -104,7 +105,7 @@ impl Appender {
         }
     }
 
-    /// Writes the row. Returns how many bytes were written, and why not all, if so.
+    /// Writes the row. Returns the number of bytes written, and the error if it is not all of them.
     fn write_row(&mut self) -> (usize, io::Result<()>) {
         let mut written = 0;
         while written < self.row.len() {
@@ -140,10 +141,10 @@ impl Write for Appender {
         let (written, result) = self.write_row();
         self.row.clear();
         match result {
-            // As with stdout: the reader has seen enough.
+            // As with stdout: the reader has closed the pipe.
             Err(error) if error.kind() == ErrorKind::BrokenPipe && self.kind.is_fifo() => Ok(()),
             Err(error) => {
-                self.take_back(before, written)?; // no part of a row stays behind
+                self.take_back(before, written)?; // leave no part of a row
                 Err(error)
             }
             Ok(()) => Ok(()),
@@ -151,11 +152,11 @@ impl Write for Appender {
     }
 }
 
-/// Returns the lines of the file at `path`, to which rows are to be added. `None` if there is none, if it is empty, and if
-/// it is no regular file or the output of this process: then it may hold anything.
+/// Returns the lines of the file at `path`, before rows are appended. `None` if the file does not exist or is empty.
+/// Also `None` if it is not a regular file or is the output of this process, which may hold anything.
 ///
 /// # Errors
-/// When it cannot be read.
+/// If the file cannot be read.
 pub(crate) fn lines_before(path: &Path) -> io::Result<Option<LinesBefore>> {
     if !fs::metadata(path).is_ok_and(|it| it.is_file()) {
         return Ok(None);
@@ -181,8 +182,8 @@ pub(crate) fn lines_before(path: &Path) -> io::Result<Option<LinesBefore>> {
     Ok(Some(LinesBefore { first, last, cut, is_cut }))
 }
 
-/// Returns the process's stdout or stderr, if that is what `file` is: another position in the same file would have the
-/// two write over each other.
+/// Returns the process's stdout or stderr, if `file` is one of them. With separate positions in one file, the two
+/// would overwrite each other's output.
 fn own_output(file: &File) -> io::Result<Option<OwnedFd>> {
     let found = fstat(file)?;
     let is_same = |other: &dyn AsFd| {
@@ -247,7 +248,7 @@ mod tests {
         other.write_all(b"of another\n").unwrap();
         rows.take_back(before, written).unwrap();
         assert_eq!(text(), "before\npart of a rowof another\n");
-        // Nor is anything of the process's own output.
+        // The process's own output is not truncated either.
         let mut own = Appender { is_own_output: true, ..rows };
         let (before, written) = write(&mut own);
         own.take_back(before, written).unwrap();

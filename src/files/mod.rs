@@ -1,4 +1,4 @@
-//! Files that a user names: opened without waiting, read up to a limit, written in whole rows.
+//! Files that the user names. They are opened without waiting, read up to a limit, and written in whole rows.
 
 mod append;
 mod place;
@@ -16,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::runtime::deadline;
 
-/// Waits until `file` is ready for `events`. Returns `false` if it is not within `patience`.
+/// Waits until `file` is ready for `events`. Returns `false` after `patience`.
 fn wait_for(file: impl AsFd, events: PollFlags, patience: Duration) -> io::Result<bool> {
     let deadline = deadline(patience);
     loop {

@@ -1,4 +1,4 @@
-//! Identity of paths: two paths may name one file, even one that does not exist yet.
+//! Compares paths: two paths may name the same file, even one that does not exist yet.
 
 use std::ffi::OsString;
 use std::fs;
@@ -9,28 +9,28 @@ use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{FileType, fstat};
 
-/// Links that lead to links, at most: as many as the kernel follows.
+/// The number of links that are followed, at most. The kernel has the same limit.
 const MOST_LINKS: usize = 40;
 
 /// The place that a path leads to.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
-    /// Without links and `..`; empty if only the identity is known.
+    /// The path without links and `..`. Empty if only the identity is known.
     path: PathBuf,
-    /// Device and inode, of what is there.
+    /// The device and inode. `None` if there is no such file.
     identity: Option<(u64, u64)>,
-    /// Whether the path leads through `/proc`, where each process finds what is its own.
+    /// Whether the path leads through `/proc`, whose contents differ between processes.
     through_proc: bool,
 }
 
 impl Place {
-    /// Follows links, also those to what is not there.
+    /// Returns the place that `path` leads to. Follows links, even those whose target does not exist.
     pub(crate) fn of(path: &Path) -> Self {
         let (path, through_proc) = resolve(path);
         Self { identity: identity(&path), path, through_proc }
     }
 
-    /// Whether another process may find something else under the same path, such as `/dev/stdin` and `/dev/fd/3`.
+    /// Returns whether the same path may name another file in another process, such as `/dev/stdin` and `/dev/fd/3`.
     pub(crate) fn is_of_this_process(&self) -> bool {
         self.through_proc
     }
@@ -40,7 +40,8 @@ impl Place {
         self.path
     }
 
-    /// The regular file that `output` writes to: stdout or stderr of the process. `None` if it is not a regular file.
+    /// Returns the regular file that `output`, the process's stdout or stderr, writes to. `None` if it is not a regular
+    /// file.
     pub(crate) fn of_output(output: impl AsFd) -> Option<Self> {
         let found = fstat(output).ok()?;
         let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
@@ -48,18 +49,18 @@ impl Place {
         is_file.then(|| Self { path: PathBuf::new(), identity, through_proc: true })
     }
 
-    /// Whether both are one file or folder: by links, by `..`, or by hard links.
+    /// Returns whether both are the same file or folder, considering links, `..`, and hard links.
     pub(crate) fn is(&self, other: &Self) -> bool {
         (self.identity.is_some() && self.identity == other.identity)
             || (!self.path.as_os_str().is_empty() && self.path == other.path)
     }
 
-    /// Whether it is a device that takes or gives bytes.
+    /// Returns whether the place is a character device.
     pub(crate) fn is_device(&self) -> bool {
         fs::metadata(&self.path).is_ok_and(|it| it.file_type().is_char_device())
     }
 
-    /// The way from `folder` down to this, if that is above it.
+    /// Returns the relative path from `folder` to this place. `None` if it is not inside `folder`.
     pub(crate) fn within(&self, folder: &Self) -> Option<PathBuf> {
         let mut above = self.path.ancestors().skip(1);
         let found = above.find(|it| {
@@ -73,8 +74,8 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     fs::metadata(path).ok().map(|found| (found.dev(), found.ino()))
 }
 
-/// An absolute path without links and `..`, as far as there is something; what is missing is taken as it is written. And
-/// whether it leads through `/proc`.
+/// Returns the absolute path without links and `..`, and whether it leads through `/proc`. Parts that do not exist are
+/// kept as written.
 fn resolve(path: &Path) -> (PathBuf, bool) {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
     let parts = |path: &Path| -> Vec<OsString> {
@@ -103,7 +104,8 @@ fn resolve(path: &Path) -> (PathBuf, bool) {
     (resolved, through_proc)
 }
 
-/// Where a link leads. Those of `/proc` (`/dev/stdout`) name files in a way of their own: the file is followed then.
+/// Returns the target of a link. The text of links in `/proc` (`/dev/stdout`) need not be a path, so these are resolved
+/// by the kernel.
 fn link(path: &Path) -> io::Result<PathBuf> {
     let target = fs::read_link(path)?;
     if path.starts_with("/proc") { fs::canonicalize(path).or(Ok(target)) } else { Ok(target) }

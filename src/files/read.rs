@@ -1,4 +1,4 @@
-//! Reading paths that may be anything: a pipe without a writer, or a device without an end.
+//! Reads paths that may be anything, such as a pipe without a writer, or an endless device.
 
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Error, Read};
@@ -10,13 +10,13 @@ use rustix::event::PollFlags;
 
 use super::wait_for;
 
-/// How long a configuration may take to come through a pipe, from one part to the next.
+/// The timeout for each part of a configuration that is read through a pipe.
 const MAX_READ_WAIT: Duration = Duration::from_secs(10);
 
-/// Opens a regular file. Looks at what was opened, not at what was there before: nothing can take its place in between.
+/// Opens a regular file. The check is on the opened file, so the path cannot be replaced in between.
 ///
 /// # Errors
-/// When it cannot be opened, or is not a regular file. Never waits for the other end of a pipe.
+/// If the file cannot be opened, or is not a regular file. Never waits for the other end of a pipe.
 pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
     let file = open(path)?;
     let kind = file.metadata()?.file_type();
@@ -26,17 +26,17 @@ pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
 /// Returns the contents of a regular file of at most `limit` bytes.
 ///
 /// # Errors
-/// As [`open_regular`]; when there are more bytes.
+/// As [`open_regular`]; also if the file has more bytes.
 pub(crate) fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_regular(path)?.take(limit + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > limit { Err(too_long(limit)) } else { Ok(bytes) }
 }
 
-/// Returns at most `limit` bytes of a regular file, or of what comes through a pipe such as `/dev/stdin`.
+/// Returns the contents, of at most `limit` bytes, of a regular file or of a pipe such as `/dev/stdin`.
 ///
 /// # Errors
-/// As [`read_regular`]; when nothing comes through a pipe for [`MAX_READ_WAIT`].
+/// As [`read_regular`]; also if a pipe sends no data for [`MAX_READ_WAIT`].
 pub(crate) fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut file = open(path)?;
     let kind = file.metadata()?.file_type();
@@ -64,16 +64,16 @@ pub(crate) fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Refuses what is neither a file, nor a pipe, nor a device that takes or gives one byte after the other.
+/// Rejects anything but a regular file, a pipe, or a character device.
 ///
 /// # Errors
-/// Says what it is.
+/// An error that names the type of the file.
 pub(crate) fn refuse_special(kind: FileType) -> io::Result<()> {
     let streams = kind.is_file() || kind.is_fifo() || kind.is_char_device();
     if streams { Ok(()) } else { Err(not_regular(kind)) }
 }
 
-/// Opens without waiting, and without taking over a terminal.
+/// Opens a file without waiting, and without making it the controlling terminal.
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
 }

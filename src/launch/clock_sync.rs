@@ -1,7 +1,7 @@
-//! How far the clocks of the processes of a run are apart, asked over the store.
+//! The clock offsets between the processes of a run, measured through the store.
 //!
-//! As NTP does it: a process asks the first one what its clock shows. The answer was given between the question and its
-//! arrival here, so half of that time is what it may be wrong by. The quickest of a few answers counts.
+//! Follows NTP: a process asks process 0 for its time. Process 0 answers at some moment between the question and
+//! the arrival of the answer. So half of that interval bounds the error. The quickest of several answers counts.
 
 use std::time::{Duration, Instant};
 
@@ -10,14 +10,14 @@ use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::runtime::Clock;
 
-/// How often each process asks.
+/// How many times each process asks.
 const QUESTIONS: usize = 16;
 
-/// What the clock of process 0 shows, for process `mine` of `count`; process 0 answers all others. Each waits for at most
-/// `timeout` at a time.
+/// Returns the offset of this process's clock from that of process 0. This is process `mine` of `count`; process 0
+/// answers all others. Each request waits for at most `timeout`.
 ///
 /// # Errors
-/// [`Error::Store`]; [`Error::Input`] when another process does not answer.
+/// [`Error::Store`] when the store cannot be reached, [`Error::Input`] when another process does not answer.
 pub(super) fn estimate_offset(
     store: &TcpStore,
     mine: usize,
@@ -39,7 +39,7 @@ pub(super) fn estimate_offset(
     }
     let mut best: Option<Clock> = None;
     for number in 0..QUESTIONS {
-        // It answers one process after the other: the first question may wait for its turn.
+        // Process 0 answers one process after another, so the first question may wait for its turn.
         let before = Instant::now();
         store.set(&asked(mine, number), b"")?;
         let key = told(mine, number);

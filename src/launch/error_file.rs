@@ -1,4 +1,4 @@
-//! What torchrun shows of a worker that fails: a file that the worker leaves.
+//! The error file, from which torchrun shows why a worker failed.
 
 use std::fs;
 use std::io;
@@ -9,14 +9,15 @@ use serde_json::json;
 
 use crate::error::escaped;
 
-/// Leaves `report` in the file that torchrun's agent looks into, complete or not at all: half a file would end the
+/// Writes `report` to the file that torchrun's agent reads, complete or not at all: half a file would break the
 /// agent's own report.
 ///
-/// Follows `torch.distributed.elastic.multiprocessing.errors.record`. Of a program that is not Python the agent shows
-/// `py_callstack` alone, if there is one, so all is said there. The time is whole seconds as text: it takes nothing else.
+/// Follows `torch.distributed.elastic.multiprocessing.errors.record`. For a program that is not Python, the agent
+/// shows only `py_callstack`, if it is set, so the whole text goes there. The time is in whole seconds, as text;
+/// the agent accepts no other form.
 ///
 /// # Errors
-/// When it cannot be written.
+/// When the file cannot be written.
 pub fn write_error_file(file: &Path, report: &str) -> io::Result<()> {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let report = &*escaped(report); // the agent prints it

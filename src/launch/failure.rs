@@ -1,4 +1,4 @@
-//! What the user is told when a run fails: the first failure, and not its echoes.
+//! The error that the user sees when a run fails: the first failure, without its consequences on other ranks.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,15 +9,16 @@ use crate::operation::{OpId, Operation};
 /// How one rank failed.
 #[derive(Debug)]
 pub struct RankFailure {
-    /// The rank to blame. When another rank waited for it in vain, that one is only the reporter.
+    /// The rank to blame. If another rank waited for it in vain, that rank is only the reporter.
     pub rank: usize,
-    /// All ranks that may be the wrong one with their devices, `rank` among them, if nothing tells which; else empty.
+    /// All ranks that may be to blame, with their devices and including `rank`, if the evidence does not single one
+    /// out. Otherwise empty.
     pub tied: Vec<(usize, String)>,
     /// Its device, as `CPU:1` or `GPU:0`.
     pub device: String,
-    /// What it was doing.
+    /// What the rank was doing.
     pub at: OpId,
-    /// Why, with all causes on one line.
+    /// The reason, with all causes on one line.
     pub error: String,
 }
 
@@ -38,7 +39,7 @@ impl fmt::Display for RankFailure {
     }
 }
 
-/// `0 (CPU:0) and 1 (CPU:1)`; without the devices of many.
+/// Lists ranks as `0 (CPU:0) and 1 (CPU:1)`; leaves out the devices of more than four.
 fn list(ranks: &[(usize, String)]) -> String {
     const FEW: usize = 4;
     let names: Vec<String> = match ranks {
@@ -58,24 +59,24 @@ pub struct StuckRank {
     pub rank: usize,
     /// Its device, as `CPU:1` or `GPU:0`.
     pub device: String,
-    /// What it was last seen doing.
+    /// What the rank was last seen doing.
     pub last_seen: OpId,
 }
 
-/// Why [`spawn`](super::spawn) returned an error.
+/// The error of [`spawn`](super::spawn).
 #[derive(Debug)]
 pub struct SpawnError {
     /// The earliest failure: the root cause.
     pub failure: RankFailure,
-    /// Ranks that failed later and for reasons of their own, in the order of time.
+    /// Ranks that failed later and for reasons of their own, the earliest first.
     pub also_failed: Vec<RankFailure>,
     /// Ranks that had not come back when the grace period ended. Their threads still run, because a
     /// thread cannot be killed: the process should exit, without running destructors.
     pub stuck: Vec<StuckRank>,
-    /// How long the others were waited for.
+    /// How long the other ranks had to come back.
     pub grace_period: Duration,
-    /// What each rank of this process was doing when the run failed, a line for each, if that was because some waited
-    /// for others.
+    /// What each rank of this process was doing when the run failed, one line for each. `None` unless the failure
+    /// is that ranks waited for others.
     pub table: Option<String>,
 }
 

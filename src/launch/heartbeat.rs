@@ -1,4 +1,4 @@
-//! What a process tells the others again and again: that it lives, and what its ranks do.
+//! The heartbeat message: proof of life, plus what each rank of the process is doing.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,30 +7,30 @@ use crate::error::Result;
 use crate::operation::OpId;
 use crate::runtime::{OpSnapshot, RunContext};
 
-/// So much is told of each rank.
+/// The most operations that a heartbeat carries for each rank.
 const MOST: usize = 8;
 
-/// So many bytes of a place are told: its end.
+/// The most bytes that a heartbeat carries of a call site: its end.
 const LONGEST: usize = 200;
 
-/// That a process lives, and what its ranks do.
+/// Proof that a process is alive, and the status of each of its ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Heartbeat {
-    /// How many there were.
+    /// The number of this heartbeat, from 1.
     pub number: u64,
     pub ranks: Vec<RankStatus>,
 }
 
-/// What a rank does.
+/// What a rank is doing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RankStatus {
     at: u64,
-    /// Of its timeline, the newest last.
+    /// The last operations of its flight recorder, the newest last.
     pub seen: Vec<OpSnapshot>,
 }
 
 impl RankStatus {
-    /// Of `rank`, which is one of this process.
+    /// Returns the status of `rank`, which must be a rank of this process.
     pub(super) fn of(run: &RunContext, rank: usize) -> Self {
         let mut seen = run.flight_recorder.recent_ops(rank, MOST);
         for OpSnapshot { place, .. } in &mut seen {
@@ -45,7 +45,7 @@ impl RankStatus {
         Self { at: at.packed(), seen }
     }
 
-    /// What it does as a whole; code of its own, if that is nothing.
+    /// Returns what the rank is doing as a whole; code of its own, if the message holds no operation.
     pub(super) fn at(&self) -> OpId {
         OpId::unpacked(self.at).unwrap_or_else(|| OpId::named("", 0))
     }
@@ -56,10 +56,10 @@ impl Heartbeat {
         to_json(key, self)
     }
 
-    /// Of a process with so many ranks.
+    /// Reads the heartbeat of a process with `ranks` ranks.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) for what is none.
+    /// [`Error::Input`](crate::Error::Input) if `bytes` are not such a heartbeat.
     pub(super) fn from_bytes(key: &str, bytes: &[u8], ranks: usize) -> Result<Self> {
         let beat: Self = from_json(key, bytes)?;
         if beat.ranks.len() != ranks {
@@ -73,7 +73,7 @@ impl Heartbeat {
             if OpId::unpacked(*at).is_none() {
                 return Err(unreadable(key, &format!("{at:#x} is not an operation")));
             }
-            // It goes to a terminal.
+            // The call site is printed to a terminal.
             let is_wrong =
                 |it: &OpSnapshot| it.place.len() > LONGEST || it.place.contains(char::is_control);
             if seen.len() > MOST || seen.iter().any(is_wrong) {
@@ -128,7 +128,7 @@ mod tests {
         (any::<u64>(), ranks).prop_map(|(number, ranks)| Heartbeat { number, ranks })
     }
 
-    /// None may panic, and what is refused names the key.
+    /// Checks that reading `bytes` does not panic, and that an error names the key.
     fn read(bytes: &[u8], count: usize) {
         match Heartbeat::from_bytes(KEY, bytes, count) {
             Ok(beat) => {

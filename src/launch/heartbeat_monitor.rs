@@ -1,5 +1,5 @@
-//! How the processes of a run watch over each other: a thread in each says through the store that it lives and what its
-//! ranks do, and tells its own ranks when one elsewhere has failed.
+//! The heartbeat monitor: a thread in each process stores what its ranks do, and stops them when a rank elsewhere
+//! fails.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -21,39 +21,39 @@ use crate::ffi::limits::not_started;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{self, Failure, OpSnapshot, PeerStatus, RunContext};
 
-/// How often a process says that it lives.
+/// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Who has said nothing for so long does not answer any more.
+/// A process without a new heartbeat for this long counts as not answering. Also the timeout of short requests.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(2000);
 
-/// Where a failing rank leaves what the others should know.
+/// Key of the first failure.
 const FAILURE: &str = "failure";
 
-/// Who serves the store.
+/// The process that serves the store.
 #[derive(Debug)]
 pub(super) struct Server {
     /// The first rank of that process, if it has any.
     pub rank: Option<usize>,
-    /// For the user.
+    /// The name for error messages.
     pub name: String,
 }
 
-/// This process's side of it.
+/// This process's part in the heartbeats.
 #[derive(Debug)]
 pub(super) struct HeartbeatMonitor {
     shared: Arc<Shared>,
     thread: Mutex<Option<Thread>>,
-    /// Whether a run has begun. What it leaves in the store would mislead another one.
+    /// Whether a run has begun. What one run leaves in the store would mislead a second one.
     has_begun: AtomicBool,
 }
 
-/// What ends the thread, and the thread.
+/// The sender whose drop ends the thread, and the thread.
 type Thread = (Sender<Infallible>, JoinHandle<()>);
 
 #[derive(Debug)]
 struct Shared {
-    /// With the run's own patience.
+    /// Waits as long as the store of the launch does.
     store: TcpStore,
     mine: usize,
     ranks: Vec<Range<usize>>,
@@ -62,8 +62,7 @@ struct Shared {
 }
 
 impl HeartbeatMonitor {
-    /// For process `mine` of those that have these `ranks`.
-    /// `server` is who serves their store.
+    /// Creates the monitor of process `mine`. `ranks` are the ranks of each process; `server` serves the store.
     pub(super) fn new(
         store: &TcpStore,
         server: Server,
@@ -76,12 +75,12 @@ impl HeartbeatMonitor {
         Ok(Self { shared: Arc::new(shared), thread, has_begun })
     }
 
-    /// What [`RunContext`] asks about ranks elsewhere.
+    /// Returns the source from which [`RunContext`] gets the status of ranks elsewhere.
     pub(super) fn elsewhere(&self) -> Arc<dyn PeerStatus> {
         self.shared.clone()
     }
 
-    /// Begins to watch over `run`.
+    /// Starts the heartbeat thread for `run`.
     ///
     /// # Errors
     /// [`Error::Input`] when no thread can be started, and for a second run.
@@ -107,22 +106,23 @@ impl HeartbeatMonitor {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the others that this process ends before its ranks have begun. By a process that has not begun to watch.
+    /// Reports to the other processes that this one ends before its ranks have begun. Only for a process that has
+    /// not started its heartbeat thread.
     pub(super) fn tell_of_start(&self, error: &str) -> Result<()> {
         let Shared { store, mine, ranks, .. } = &*self.shared;
         let at = OpId { operation: Operation::Start, sequence: 0 };
         tell(store, &FailureReport::new(ranks[*mine].start, at, error))
     }
 
-    /// Ends the watch. The process that serves the store passes `stay`, and this returns when the others need the
-    /// store no longer.
+    /// Ends the heartbeat thread. The process that serves the store passes `stay`; this returns when the others no
+    /// longer need the store.
     pub(super) fn leave(&self, stay: Option<Stay<'_>>) {
         if let Some((stop, thread)) = self.thread().take() {
             drop(stop);
             let _ = thread.join();
         }
         let store = self.shared.with_short_timeout(never());
-        // What fails here fails because the others are gone.
+        // If this fails, the other processes are gone.
         let _ = store.add("left", 1);
         if let Some(stay) = stay {
             self.shared.stay(&store, stay);
@@ -132,7 +132,8 @@ impl HeartbeatMonitor {
 
 /// How long the process that serves the store stays after its own ranks have ended.
 pub(super) struct Stay<'a> {
-    /// How long the others may be silent; once the run has failed or `asked_to_end`, how long they get in all.
+    /// How long the other processes may be silent. Once the run has failed or `asked_to_end`, how long they get in
+    /// all.
     pub patience: Duration,
     /// Whether the run has failed.
     pub failed: bool,
@@ -141,12 +142,12 @@ pub(super) struct Stay<'a> {
 }
 
 impl Shared {
-    /// The store for who cannot wait long: one that takes longer is out of reach.
+    /// Returns the store with a short timeout: a store that takes longer counts as unreachable.
     fn with_short_timeout(&self, cancelled: Receiver<Infallible>) -> TcpStore {
         self.store.with_timeout(HEARTBEAT_TIMEOUT, cancelled)
     }
 
-    /// Returns when all other processes have left, or send no heartbeat any more, or when their time is over.
+    /// Waits until all other processes have left, send no heartbeat any more, or have used up their time.
     fn stay(&self, store: &TcpStore, stay: Stay<'_>) {
         let Stay { patience, failed, asked_to_end } = stay;
         let all = self.ranks.len() as i64;
@@ -177,7 +178,7 @@ impl Shared {
         }
     }
 
-    /// Until `stopped` closes.
+    /// Sends heartbeats and checks for failures, until `stopped` closes or the store is gone.
     fn watch(&self, run: &Arc<RunContext>, stopped: &Receiver<Infallible>) {
         let store = self.store.with_timeout(run.timeout, stopped.clone());
         let mut told = false;
@@ -204,7 +205,7 @@ impl Shared {
             }
             select_biased! {
                 recv(stopped) -> _ => {
-                    // A failure of the last moment.
+                    // A rank may have failed since the last check.
                     if run.cancel.cancelled_by().is_some() {
                         self.tell(run);
                     }
@@ -216,18 +217,18 @@ impl Shared {
         }
     }
 
-    /// The store is gone: that is a failure of who serves it. If that is no rank, this process can only say what it
-    /// was doing itself.
+    /// Reports that the store is gone, as a failure of the process that serves it. If that process has no rank,
+    /// this process can only report what it was doing itself.
     fn report_loss(&self, run: &RunContext, error: &Error) {
         let rank = self.server.rank.unwrap_or(self.ranks[self.mine].start);
-        // What it said last is older than what this process has come to with it.
+        // The server's last heartbeat is older than the step that this process has reached.
         let step = self.ranks[self.mine].clone().find_map(|mine| run.flight_recorder.step_of(mine));
         let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
         let at = at.or_else(|| Some(run.activity[rank].now()));
         run.report_at(rank, at, None, format!("{} is gone: {error}", self.server.name));
     }
 
-    /// Says that this process lives, and what its ranks do.
+    /// Stores this process's heartbeat.
     fn beat(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
         let number = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
         let ranks = self.ranks[self.mine].clone().map(|rank| RankStatus::of(run, rank)).collect();
@@ -235,16 +236,16 @@ impl Shared {
         store.set(&key, &Heartbeat { number, ranks }.to_bytes(&key)?)
     }
 
-    /// Tells the others what has failed here first, unless somebody was faster.
+    /// Stores the first failure of this process, unless another process has already stored one.
     fn tell(&self, run: &RunContext) {
         let told = run.failures().first().map(FailureReport::of);
         if let Some(told) = told {
-            // If the store is gone, they notice that.
+            // If the store is gone, the other processes notice that themselves.
             let _ = tell(&self.with_short_timeout(never()), &told);
         }
     }
 
-    /// Has this process's ranks stop, if one elsewhere has failed.
+    /// Stops this process's ranks if a rank elsewhere has failed.
     fn hear(&self, store: &TcpStore, run: &RunContext, known: &mut bool) -> Result<()> {
         if *known {
             return Ok(());
@@ -271,7 +272,8 @@ impl Shared {
         Ok(true)
     }
 
-    /// Keeps what the ranks of the process that serves the store do: when it is gone, nobody can ask any more.
+    /// Records what the ranks of the process that serves the store do. When that process is gone, its heartbeats
+    /// cannot be read any more.
     fn follow_server(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
         let is_server = |ranks: &Range<usize>| self.server.rank == Some(ranks.start);
         let Some(process) = self.ranks.iter().position(is_server) else { return Ok(()) };
@@ -290,7 +292,7 @@ impl Shared {
         }
     }
 
-    /// What a process has said last; none if it has said nothing, or nothing that can be read.
+    /// Returns the last heartbeat of `process`; `None` if there is none that can be read.
     fn beat_of(&self, store: &TcpStore, process: usize) -> Result<Option<Heartbeat>> {
         beat_of(store, process, self.ranks[process].len())
     }
@@ -299,7 +301,8 @@ impl Shared {
         (0..self.ranks.len()).filter(|&process| process != self.mine)
     }
 
-    /// All other processes' beats, noted.
+    /// Reads and records the heartbeats of all other processes. Returns the number of each; `None` without a
+    /// heartbeat.
     fn beats_elsewhere(&self, store: &TcpStore, run: &RunContext) -> Result<Vec<Option<u64>>> {
         let ask = |process| {
             let beat = self.beat_of(store, process)?;
@@ -310,7 +313,7 @@ impl Shared {
     }
 }
 
-/// What a process of so many ranks has said last; none if it has said nothing, or nothing that can be read.
+/// Returns the last heartbeat of `process`, which has `ranks` ranks; `None` if there is none that can be read.
 fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Heartbeat>> {
     let key = alive(process);
     if !store.check(std::slice::from_ref(&key))? {
@@ -320,8 +323,8 @@ fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Hear
     Ok(Heartbeat::from_bytes(&key, &message, ranks).ok())
 }
 
-/// Tells the processes of `store`, of one rank each, that `rank` has ended, unless something is known to have failed.
-/// For who has started them and sees that. Returns what the rank was last seen doing.
+/// Reports to the processes of `store`, of one rank each, that `rank` has ended, unless a failure is known already.
+/// Called by their parent process. Returns what the rank was last seen doing.
 pub(super) fn tell_ended(
     store: &TcpStore,
     rank: usize,
@@ -337,8 +340,9 @@ pub(super) fn tell_ended(
     Ok(at)
 }
 
-/// What `rank` has not come to: in what the first that waits of the `count` processes of `store`, of one rank each, waits
-/// since that one is gone, for the user, and its step. Its own last beat may be older.
+/// Returns the collective that another process waits in since `rank` has ended, as text for the user, and its
+/// training step. `count` processes use `store`, with one rank each. `None` if none of them waits. `rank`'s own
+/// last heartbeat may be older.
 pub(super) fn waited_for(
     store: &TcpStore,
     rank: usize,
@@ -350,7 +354,7 @@ pub(super) fn waited_for(
     };
     let (began, before) = (Instant::now(), beats()?);
     let mut now = beats()?;
-    // What has been said since then is of a time in which it was gone.
+    // Heartbeats sent after `before` was read were sent after `rank` had ended.
     let is_old = |now: &[Option<Heartbeat>]| {
         let numbers = |beats: &[Option<Heartbeat>]| -> Vec<_> {
             beats.iter().map(|beat| beat.as_ref().map(|it| it.number)).collect()
@@ -376,7 +380,7 @@ pub(super) fn waited_for(
     Ok(None)
 }
 
-/// Tells the processes of `store` what has failed first, unless somebody was faster.
+/// Stores the first failure for the processes of `store`, unless another process has already stored one.
 fn tell(store: &TcpStore, told: &FailureReport) -> Result<()> {
     store.compare_set(FAILURE, b"", &told.to_bytes(FAILURE)?).map(drop)
 }
@@ -386,21 +390,21 @@ fn alive(process: usize) -> String {
 }
 
 impl PeerStatus for Shared {
-    /// Asks twice, so that who has said nothing new in between is known to be silent. If the store does not answer,
-    /// that is who serves it.
+    /// Reads the heartbeats twice: a process without a new one in between is silent. If the store does not answer,
+    /// the process that serves it is the silent one.
     fn refresh(&self, run: &RunContext) -> Vec<MissingRank> {
         let cancelled = run.cancel.tripped();
         let store = self.with_short_timeout(cancelled.clone());
         let twice = self.beats_elsewhere(&store, run).and_then(|before| {
-            // Nothing tells that nothing comes but time.
+            // Only time shows that no heartbeat arrives.
             select_biased! {
                 recv(cancelled) -> _ => Ok((before.clone(), Vec::new())),
                 default(HEARTBEAT_TIMEOUT) => Ok((before, self.beats_elsewhere(&store, run)?)),
             }
         });
-        // A process that has timed out first ends its ranks: they are not late.
+        // If another process has timed out first, it has ended its ranks: they are not stragglers.
         if twice.is_ok() && run.cancel.cancelled_by().is_none() {
-            let _ = self.hear_of_failure(&store, run); // a store that is gone is found by the watch
+            let _ = self.hear_of_failure(&store, run); // the heartbeat thread reports a store that is gone
         }
         let silent: Vec<usize> = match twice {
             _ if run.cancel.cancelled_by().is_some() => Vec::new(),
@@ -421,7 +425,7 @@ impl PeerStatus for Shared {
     }
 
     fn poll(&self, run: &RunContext) {
-        // What cannot be had is not there.
+        // A status that cannot be read stays as it was.
         let _ = self.beats_elsewhere(&self.with_short_timeout(never()), run);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::telemetry::Failure;
 
-/// Counts failures in a row at the same place: a run that fails where it failed before has made no progress.
+/// Counts failures in a row at the same place. A run that fails again where it failed before has made no progress.
 #[derive(Debug, Default)]
 pub(super) struct InARow {
     place: Option<String>,
@@ -10,7 +10,8 @@ pub(super) struct InARow {
 }
 
 impl InARow {
-    /// Returns how many failures in a row there have been at the place of `failure`; `None` if it is the first there.
+    /// Counts `failure`. Returns how many failures in a row there have been at its place; `None` if it is the first
+    /// there.
     pub(super) fn count(&mut self, failure: &Failure) -> Option<usize> {
         let place = failure.place();
         self.count = if place.is_some() && place == self.place { self.count + 1 } else { 1 };

@@ -1,4 +1,4 @@
-//! Joining a launch: what has started this process, where its ranks run, and which other processes there are.
+//! Joining a launch: how this process was started, where its ranks run, and the other processes of the run.
 
 use std::convert::Infallible;
 use std::env::var_os;
@@ -24,11 +24,11 @@ pub struct Joining<'a> {
     pub backend: BackendChoice,
     /// How long to wait for the other processes.
     pub timeout: Duration,
-    /// How long the other processes may take to leave after a failure.
+    /// How long the other processes may take to exit after a failure.
     pub grace_period: Duration,
     /// Names and values that must be the same in all processes.
     pub shared_options: Vec<(String, String)>,
-    /// Whether the processes compare their clocks, for traces on one clock. The same in all processes.
+    /// Whether the processes compare their clocks, so that their traces share one clock. The same in all processes.
     pub compare_clocks: bool,
     /// Receives notes for the user while this process waits for others.
     pub note: &'a (dyn Fn(&str) + Sync),
@@ -77,7 +77,7 @@ impl Launch {
     /// Detects from the environment and `options` how this process was started.
     ///
     /// # Errors
-    /// As [`detect`].
+    /// The errors of [`detect`].
     pub fn from_env(options: &LaunchOptions, cuda: &Cuda) -> Result<Self> {
         let variable = |name: &str| Some(var_os(name)?.to_string_lossy().into_owned());
         detect(&variable, options, cuda.usable())
@@ -86,7 +86,8 @@ impl Launch {
     /// Decides where the ranks of this process run.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when what was asked for is not there; it says what to do.
+    /// [`Error::Input`](crate::Error::Input) when the requested devices or backend are not available; the text says
+    /// what to do.
     pub fn place(&self, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let placement = place(self.nproc, backend, cuda, &self.share(cores))?
@@ -97,17 +98,17 @@ impl Launch {
         Ok(placement)
     }
 
-    /// Places the ranks of this process, and meets the other processes, if there are any.
+    /// Places the ranks of this process, and waits for the rendezvous with the other processes, if there are any.
     ///
     /// # Errors
-    /// As [`Launch::place`] and [`ProcessWorld::meet`].
+    /// The errors of [`Launch::place`] and [`ProcessWorld::meet`].
     pub fn join(self, cuda: &Cuda, joining: Joining) -> Result<Launched> {
         let Joining { backend, timeout, grace_period, shared_options, compare_clocks, note } =
             joining;
         let mut placement = self.place(backend, cuda)?;
         let is_restart = self.parent.is_some() && self.restart_count > 0;
         if self.kind == LaunchKind::Spawned || is_restart {
-            placement.note = None; // the process that has started it has told the user
+            placement.note = None; // the parent process, or an earlier start, has printed it
         }
         if let Some(warning) = ProcessWorld::warning(&self) {
             note(&warning);
@@ -152,7 +153,7 @@ impl Launched {
         self.world.as_ref().map_or(1, |world| world.nnodes())
     }
 
-    /// Returns whether this is the process of rank 0, which writes and reads for all.
+    /// Returns whether this is the process of rank 0, which reads and writes files for all.
     pub fn is_first(&self) -> bool {
         self.world.as_ref().is_none_or(|world| world.is_first())
     }
@@ -171,11 +172,11 @@ impl Launched {
         self.placement.note.iter().cloned().chain(of_all).collect()
     }
 
-    /// Runs `work` for this process, before its ranks start. If that fails, the other processes get the reason; those
-    /// of `--spawn=processes` get it from their parent process.
+    /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason;
+    /// the processes of `--spawn=processes` get it from their parent process.
     ///
     /// # Errors
-    /// Those of `work`.
+    /// The errors of `work`.
     pub fn before_ranks<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         match self.world.as_ref().filter(|_| !self.is_spawned()) {
             Some(world) => world.before_ranks(self.grace_period, work),
@@ -183,16 +184,16 @@ impl Launched {
         }
     }
 
-    /// Returns how to start the ranks of this process.
+    /// Returns the ranks of this process, ready to start.
     pub fn spawn(&self) -> Spawn {
         Spawn::at(&self.placement).world(self.world.clone()).grace_period(self.grace_period)
     }
 }
 
-/// Calls `meet`, and notes which processes it waits for if that takes long.
+/// Calls `meet`. If that takes long, notes that this process still waits for the others.
 ///
 /// # Errors
-/// Those of `meet`, and [`Error::Input`] when no thread can be started.
+/// The errors of `meet`, and [`Error::Input`] when no thread can be started.
 fn noting_a_wait<T>(
     launch: &Launch,
     note: &(dyn Fn(&str) + Sync),
@@ -221,5 +222,5 @@ fn noting_a_wait<T>(
     })
 }
 
-/// How long the other processes may take before the user reads that this one waits.
+/// How long to wait for the other processes before the user gets a note.
 const WAIT_NOTICE_AFTER: Duration = Duration::from_secs(5);

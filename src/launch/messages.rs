@@ -1,7 +1,7 @@
-//! What the processes of a run leave for each other in their store: as bytes, and checked when they come back.
+//! The messages that the processes of a run exchange through their store: encoding, and validation of what is read.
 //!
-//! Whoever reaches the store can write there, so nothing that is read is taken to be what a process wrote: no number
-//! is used that does not fit the run, and no message ends a process.
+//! Any program that reaches the store can write to it, so every message is checked as untrusted input. No number is
+//! used that does not fit the run, and no message ends a process.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,10 +13,10 @@ use crate::error::{Error, Result, escaped_line};
 use crate::operation::OpId;
 use crate::runtime::Failure;
 
-/// More ranks than any run has: that many are counted, and each takes some memory.
+/// The most ranks of a run. Some memory is allocated for each rank, so a message must not ask for more.
 pub(super) const MOST_RANKS: usize = 1 << 16;
 
-/// What a process tells the others about itself.
+/// The description of a process, for the others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Process {
     pub version: String,
@@ -25,11 +25,11 @@ pub(super) struct Process {
     pub backend: String,
     /// The number of its first rank among those of its machine.
     pub first_local: usize,
-    /// `CPU:0` for each of its ranks.
+    /// The device of each of its ranks, such as `CPU:0`.
     pub ranks: Vec<String>,
-    /// What no other GPU in the world is called, for each rank; none of ranks on the CPU.
+    /// The unique id of each rank's GPU; empty for ranks on the CPU.
     pub gpus: Vec<String>,
-    /// What must be the same in all processes: names and values, which mean nothing here.
+    /// Names and values that must be the same in all processes; opaque here.
     #[serde(default)]
     pub options: Vec<(String, String)>,
 }
@@ -40,7 +40,7 @@ impl Process {
     }
 
     /// # Errors
-    /// [`Error::Input`] for what is none.
+    /// [`Error::Input`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
         let process: Self = from_json(key, bytes)?;
         match (process.ranks.len(), process.gpus.len()) {
@@ -51,17 +51,18 @@ impl Process {
         }
     }
 
-    /// Rank `place` of it, for the user.
+    /// Returns the device, host and process id of this process's rank number `place`, for the user.
     pub(super) fn label(&self, place: usize) -> String {
         let Process { host, pid, ranks, .. } = self;
         format!("{} on {host}, process {pid}", ranks[place])
     }
 }
 
-/// Whether the processes can train together, each compared with the first, so that all find the same.
+/// Checks that the processes can train together. Each is compared with the first, so that all find the same
+/// difference.
 ///
 /// # Errors
-/// [`Error::Input`] with the first difference: what it is, both values, and who has them.
+/// [`Error::Input`] with the first difference: its name, both values, and the two processes.
 pub(super) fn check_same(processes: &[Process]) -> Result<()> {
     let Some((first, others)) = processes.split_first() else { return Ok(()) };
     let same = "start the same program with the same options everywhere";
@@ -91,8 +92,9 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of the machine of process `mine`, where no launcher tells it: machines count in the order of
-/// their first processes. If several processes of one host each count their ranks from 0, each counts as a machine.
+/// Returns the number of the machine of process `mine`, for launchers that do not set it. Machines are numbered in
+/// the order of their first processes. If several processes of one host each count their ranks from 0, each counts
+/// as a machine.
 pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
     let host = &processes[mine].host;
     let firsts = || processes.iter().enumerate().filter(|(_, process)| process.first_local == 0);
@@ -101,17 +103,17 @@ pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
     firsts().take_while(|(index, _)| *index < first).count()
 }
 
-/// The places of the ranks of each process among all.
+/// Returns the range of ranks of each process.
 ///
 /// # Errors
-/// [`Error::Input`] if all of them together are too many.
+/// [`Error::Input`] if there are more than [`MOST_RANKS`] in all.
 pub(super) fn places(processes: &[Process]) -> Result<Vec<Range<usize>>> {
     let mut next = 0;
     let mut take = |count: usize| {
         next += count;
         next - count..next
     };
-    // Each has been checked, so that the sum is no larger than the memory that they take.
+    // Each process has been checked and its ranks are in memory, so the sum cannot overflow.
     let places: Vec<_> = processes.iter().map(|process| take(process.ranks.len())).collect();
     if next <= MOST_RANKS {
         return Ok(places);
@@ -122,7 +124,7 @@ pub(super) fn places(processes: &[Process]) -> Result<Vec<Range<usize>>> {
     )))
 }
 
-/// The first GPU that two ranks have, if there is one, with both of them for the user.
+/// Returns the first GPU that two ranks share, with the text for the user on both; `None` if no GPU is shared.
 pub(super) fn shared_gpu(processes: &[Process]) -> Option<(&str, [String; 2])> {
     let mut seen: HashMap<&str, (usize, &Process, usize)> = HashMap::new();
     let mut first = 0;
@@ -141,7 +143,7 @@ pub(super) fn shared_gpu(processes: &[Process]) -> Option<(&str, [String; 2])> {
     None
 }
 
-/// Who has not come, and who is there: for the user.
+/// The processes that are missing and those that have arrived, as text for the user.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct MissingPeers {
     pub missing: String,
@@ -154,7 +156,7 @@ impl MissingPeers {
     }
 
     /// # Errors
-    /// [`Error::Input`] for what is none.
+    /// [`Error::Input`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
         let Self { missing, there } = from_json(key, bytes)?;
         let [missing, there] = [missing, there].map(|it| escaped_line(&it).into_owned());
@@ -162,11 +164,11 @@ impl MissingPeers {
     }
 }
 
-/// What a failing rank leaves for the others.
+/// The report of a failing rank, for the other processes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct FailureReport {
     pub rank: usize,
-    /// As [`Failure::tied`].
+    /// See [`Failure::tied`].
     #[serde(default)]
     pub tied: Vec<usize>,
     pub operation: String,
@@ -186,7 +188,7 @@ impl FailureReport {
         Self { tied: tied.clone(), ..Self::new(*rank, *at, error) }
     }
 
-    /// What the rank was doing.
+    /// Returns what the rank was doing.
     pub(super) fn at(&self) -> OpId {
         OpId::named(&self.operation, self.sequence)
     }
@@ -195,13 +197,13 @@ impl FailureReport {
         to_json(key, self)
     }
 
-    /// In a run of so many ranks.
+    /// Reads a report of a run with `world_size` ranks.
     ///
     /// # Errors
-    /// [`Error::Input`] for what is none.
+    /// [`Error::Input`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Self> {
         let told: Self = from_json(key, bytes)?;
-        // Users of the library print it, too.
+        // Users of the library print this text too.
         let error = escaped_line(&told.error).into_owned();
         let rank = told.rank;
         if told.tied.iter().chain([&rank]).all(|&rank| rank < world_size) {
@@ -236,7 +238,7 @@ mod tests {
 
     const KEY: &str = "some/key";
 
-    /// Reads `bytes` as each of the messages: none may panic, and what is refused names the key.
+    /// Reads `bytes` as each kind of message: none may panic, and every error names the key.
     fn read_all(bytes: &[u8], count: usize) {
         let refused = [
             Process::from_bytes(KEY, bytes).err(),
@@ -272,7 +274,7 @@ mod tests {
         })
     }
 
-    /// Each of the messages as it is written, and how many ranks it is about.
+    /// Each kind of message as bytes, with the number of ranks of its run.
     fn written() -> impl Strategy<Value = (Vec<u8>, usize)> {
         let told = (0..9usize, at(), ".*").prop_map(|(rank, at, error)| {
             (FailureReport::new(rank, at, &error).to_bytes(KEY).unwrap(), 9)
@@ -417,9 +419,9 @@ mod tests {
         assert_eq!(nodes(&[of(a, 0), of(a, 1), of(b, 0), of(b, 1)]), [0, 0, 1, 1]);
         // Slurm's `--distribution=cyclic`.
         assert_eq!(nodes(&[of(a, 0), of(b, 0), of(a, 1), of(b, 1)]), [0, 1, 0, 1]);
-        // Two processes of one host that stand for a machine each, and one elsewhere.
+        // Two processes of one host that count as a machine each, and a process elsewhere.
         assert_eq!(nodes(&[of(a, 0), of(b, 0), of(a, 0)]), [0, 1, 2]);
-        // None counts from 0, as no launcher has it.
+        // No process counts from 0; no launcher does this.
         assert_eq!(nodes(&[of(a, 1), of(a, 2)]), [0, 0]);
     }
 }

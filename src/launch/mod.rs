@@ -1,4 +1,5 @@
-//! Starting the ranks: which process of how many this is, which device each gets, the threads they run on, how they meet, how they fail.
+//! Starting the ranks: launcher detection, device placement, the threads or processes of the ranks, their
+//! rendezvous and their failures.
 
 mod clock_sync;
 mod error_file;

@@ -1,4 +1,4 @@
-//! How many ranks there are, and which device each gets.
+//! The number of ranks, and the device of each.
 
 use std::str::FromStr;
 
@@ -9,23 +9,24 @@ use super::Backend;
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 
-/// How many ranks to start on this machine: `--nproc-per-node`, as torchrun has it.
+/// The number of ranks to start on this machine: `--nproc-per-node`, as in torchrun.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nproc {
-    /// One for each visible GPU, or for each CPU core where there is none.
+    /// One for each visible GPU; without a GPU, one for each CPU core.
     Auto,
     /// One for each visible GPU.
     Gpu,
     /// One for each CPU core, on the CPU.
     Cpu,
-    /// So many.
+    /// This number of ranks.
     Count(usize),
 }
 
-/// More threads than any machine runs well. Linux allows a process 65530 mappings, and a thread takes four.
+/// The most ranks of a process: more threads than any machine runs well. Linux allows a process 65530 mappings, and
+/// a thread takes four.
 const MOST_RANKS: usize = 1 << 13;
 
-/// With more ranks than this on each core the user is told what that means.
+/// With more ranks than this on each core, the user gets a note that this is slow.
 const FEW_PER_CORE: usize = 4;
 
 impl FromStr for Nproc {
@@ -46,11 +47,11 @@ impl FromStr for Nproc {
     }
 }
 
-/// What carries the tensors: `--backend`.
+/// The communication backend: `--backend`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BackendChoice {
-    /// `nccl` for ranks on GPUs; for ranks on the CPU `threaded` in one process, `gloo` in several.
+    /// `nccl` for ranks on GPUs. For ranks on the CPU, `threaded` in one process and `gloo` in several.
     Auto,
     /// NCCL: one GPU a rank.
     Nccl,
@@ -60,39 +61,41 @@ pub enum BackendChoice {
     Gloo,
 }
 
-/// Which part of the machine a process has: all of it, unless a launcher has started several there.
+/// The part of the machine that a process has: all of it, unless a launcher has started several processes there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NodeSlice {
     /// The process's number on its machine, from 0.
     pub index: usize,
-    /// How many there are on the machine.
+    /// How many processes there are on the machine.
     pub count: usize,
-    /// How many CPU cores are this process's.
+    /// How many CPU cores this process may use.
     pub cores: usize,
-    /// How many threads libtorch is to use in each rank (`OMP_NUM_THREADS`); otherwise the cores, divided by the ranks.
+    /// How many threads libtorch uses in each rank (`OMP_NUM_THREADS`). If `None`, the number of cores divided by
+    /// the number of ranks.
     pub threads_per_rank: Option<usize>,
 }
 
 impl NodeSlice {
-    /// That of the only process, which may use so many CPU cores.
+    /// Returns the part of a process that is alone on its machine and may use `cores` CPU cores.
     pub fn all(cores: usize) -> Self {
         Self { index: 0, count: 1, cores, threads_per_rank: None }
     }
 
-    /// How many of so many visible GPUs are this process's, if that can be told.
+    /// Returns how many of `gpus` visible GPUs belong to this process; `None` if they cannot be divided equally.
     fn count_gpus(&self, gpus: usize) -> Option<usize> {
         match gpus {
-            // The launcher shows each process its own.
+            // The launcher shows each process only its own GPU.
             1 => Some(1),
             _ if gpus.is_multiple_of(self.count) => Some(gpus / self.count),
             _ => None,
         }
     }
 
-    /// The first of this process's GPUs, of which it takes `count`; none if there are too few.
+    /// Returns the first GPU of this process, which uses `count` of `gpus` visible ones; `None` if there are too
+    /// few.
     ///
-    /// Process `l` takes number `l * count` and those after it. If the launcher shows each process its own
-    /// GPUs only (`torchrun --virtual-local-rank`, `srun --gpus-per-task`), they count from 0 in each.
+    /// Process `l` takes number `l * count` and those after it. If the launcher shows each process only its own
+    /// GPUs (`torchrun --virtual-local-rank`, `srun --gpus-per-task`), their numbers start from 0 in each process.
     fn first_gpu(&self, count: usize, gpus: usize) -> Option<usize> {
         if self.count.checked_mul(count).is_some_and(|all| all <= gpus) {
             return Some(self.index * count);
@@ -104,15 +107,15 @@ impl NodeSlice {
 /// Where the ranks of this process run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Placement {
-    /// What carries the tensors.
+    /// The communication backend.
     pub backend: Backend,
     /// The device of each of its ranks.
     pub devices: Vec<Device>,
-    /// How many GPUs are visible to the ranks; none to ranks on the CPU.
+    /// How many GPUs are visible to the ranks; 0 for ranks on the CPU.
     pub gpu_count: usize,
-    /// How many threads libtorch gets in each rank.
+    /// How many threads libtorch uses in each rank.
     pub threads_per_rank: usize,
-    /// What the user should know about it, if anything.
+    /// A note on the placement for the user, if there is one.
     pub note: Option<String>,
 }
 
@@ -121,7 +124,7 @@ pub struct Placement {
 /// `share` is this process's part of the machine.
 ///
 /// # Errors
-/// [`Error::Input`] when what was asked for is not there; it says what to do.
+/// [`Error::Input`] when the requested devices or backend are not available; the text says what to do.
 pub fn place(
     nproc: Nproc,
     choice: BackendChoice,
@@ -215,7 +218,7 @@ pub fn place(
     Ok(Placement { backend, devices, gpu_count: gpus, threads_per_rank, note })
 }
 
-/// The note that many ranks share few cores.
+/// Returns the note that many ranks share few cores; `None` if they do not.
 fn oversubscribed(ranks: usize, cores: usize) -> Option<String> {
     let cores_are = if cores == 1 { "core is" } else { "cores are" };
     (ranks > FEW_PER_CORE * cores).then(|| {
@@ -228,10 +231,10 @@ fn oversubscribed(ranks: usize, cores: usize) -> Option<String> {
 }
 
 impl Placement {
-    /// The same in a run of several processes, or of one.
+    /// Adapts the placement to a run of `count` processes.
     ///
     /// # Errors
-    /// [`Error::Input`] for a backend that cannot do that.
+    /// [`Error::Input`] for a backend that does not work across processes.
     pub fn in_processes(self, count: usize, choice: BackendChoice) -> Result<Self> {
         let on_cpu = matches!(self.devices[0], Device::Cpu);
         match (count, choice, self.backend) {
@@ -287,7 +290,7 @@ mod tests {
         let placement =
             place(Nproc::Count(3), BackendChoice::Threaded, &gpus(0), &NodeSlice::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.threads_per_rank), (3, 2));
-        // More ranks than cores is fine on a CPU, and leaves each one thread.
+        // More ranks than cores are fine on a CPU; each gets one thread.
         let placement =
             place(Nproc::Count(20), BackendChoice::Auto, &gpus(0), &NodeSlice::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.threads_per_rank), (20, 1));
@@ -327,7 +330,7 @@ mod tests {
         assert_eq!(placement.devices, [Device::Cuda(0); 2]);
     }
 
-    /// Of process `index` of `count` on a machine, with 4 cores each.
+    /// Places the ranks of process `index` of `count` on a machine, with 4 cores each.
     fn shared(index: usize, count: usize, nproc: Nproc, cuda: &Cuda) -> Result<Placement> {
         let share = NodeSlice { index, count, cores: 4, threads_per_rank: None };
         place(nproc, BackendChoice::Auto, cuda, &share)
@@ -347,17 +350,17 @@ mod tests {
         assert_eq!(devices(2, 4, Nproc::Count(1), 4), [2]);
         assert_eq!(devices(1, 2, Nproc::Count(2), 4), [2, 3]);
         assert_eq!(devices(1, 2, Nproc::Gpu, 4), [2, 3]);
-        // Each sees its own only.
+        // Each process sees only its own GPUs.
         assert_eq!(devices(2, 4, Nproc::Count(1), 1), [0]);
         assert_eq!(devices(2, 4, Nproc::Gpu, 1), [0]);
         assert_eq!(devices(1, 2, Nproc::Count(2), 2), [0, 1]);
-        // More than are needed.
+        // There are more GPUs than are needed.
         assert_eq!(devices(1, 2, Nproc::Count(1), 8), [1]);
 
         let refused = |index, count, nproc, visible| {
             shared(index, count, nproc, &gpus(visible)).unwrap_err().to_string()
         };
-        // On every process of the machine alike, so that none waits for the others.
+        // Every process of the machine fails alike, so that none waits for the others.
         for index in 0..4 {
             assert_eq!(
                 refused(index, 4, Nproc::Count(1), 3),

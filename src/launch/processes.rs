@@ -1,5 +1,5 @@
-//! `--spawn=processes`: a process for each rank of this machine, as `torch.multiprocessing.spawn` starts them; and
-//! `--max-restarts`, which starts them again after a failure, or one process with all ranks as threads.
+//! `--spawn=processes`: a process for each rank of this machine, as `torch.multiprocessing.spawn` starts them. Also
+//! `--max-restarts`, which restarts them after a failure, or restarts one process with all ranks as threads.
 
 use std::env;
 use std::io;
@@ -29,42 +29,43 @@ use crate::process_group::rank_label;
 use crate::runtime::{self, StopReason};
 use crate::telemetry::Failure;
 
-/// After the grace period the processes end by themselves; after so long they are asked to, and after as long again
-/// killed.
+/// How long a process may run past the grace period before it gets SIGTERM, and after that before it gets SIGKILL.
+/// Processes normally exit by themselves after the grace period.
 const TERM_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The exit code of a process that refuses its input.
+/// The exit code of a process that rejects its input.
 const WRONG_INPUT: i32 = 2;
 
 fn refuses_input(status: ExitStatus) -> bool {
     status.code() == Some(WRONG_INPUT)
 }
 
-/// What a process says of its failure to the one that has started it, which alone tells the user.
+/// The report of a process's failure to its parent process, which alone prints it.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct Report {
-    /// What the user is told.
+    /// The text for the user.
     pub text: String,
-    /// Whether what was asked for is wrong.
+    /// Whether the input is wrong, rather than the run.
     pub wrong_input: bool,
-    /// The event, if ranks have failed.
+    /// The failure event, if ranks have failed.
     pub failure: Option<Failure>,
 }
 
 impl Report {
-    /// Leaves it, as the report of process `rank` of start number `start`, with the process whose store is at `parent`.
+    /// Stores this as the report of process `rank` of start number `start`, in the parent process's store at
+    /// `parent`.
     ///
     /// # Errors
-    /// [`Error::Store`] when nobody takes it.
+    /// [`Error::Store`] when the parent process does not answer.
     pub(crate) fn leave(&self, parent: &MasterEndpoint, start: usize, rank: usize) -> Result<()> {
         let store = restarts::connect(parent)?.under(&of_start(start));
         store.set(&report_of(rank), &serde_json::to_vec(self).unwrap_or_default())?;
-        // That it has arrived is known from the answer to the next request.
+        // The answer to the next request shows that the report has arrived.
         store.check(&[report_of(rank)]).map(drop)
     }
 }
 
-/// Returns the prefix of the reports of a start.
+/// Returns the key prefix of the reports of a start.
 fn of_start(start: usize) -> String {
     format!("start/{start}")
 }
@@ -73,10 +74,10 @@ fn report_of(rank: usize) -> String {
     format!("report/{rank}")
 }
 
-/// How all the processes have ended.
+/// The outcome of all the processes.
 #[derive(Debug)]
 pub(crate) enum Ended {
-    /// As they were to, or as they were asked to.
+    /// All trained to the end, or stopped because of this reason.
     Well(Option<StopReason>),
     /// The first failure of the last start, and the reason of each restart before.
     Badly(Box<Report>, Vec<String>),
@@ -91,29 +92,30 @@ pub(crate) enum Children<'a> {
     Threads,
 }
 
-/// Starts the processes of one run and waits for them; trains nothing.
+/// Starts the processes of one run and waits for them; trains nothing itself.
 ///
-/// Each runs this very program with the same arguments, and finds out from its environment which rank it is. They meet
-/// in a store that this process serves, so that no port is chosen before it is listened at. Should this process end,
-/// however that is, the system kills them. They are a process group each: Ctrl-C reaches this process alone, which
-/// passes it on.
+/// Each process runs this program with the same arguments, and reads its rank from its environment. The processes
+/// connect to a store that this process serves, so no port is chosen before it is bound. If this process ends, for
+/// whatever reason, the system kills them. Each is in a process group of its own: Ctrl-C reaches only this process,
+/// which forwards it.
 #[derive(Debug)]
 pub(crate) struct SpawnProcesses<'a> {
-    /// What the processes are.
+    /// The processes to start.
     pub children: Children<'a>,
     /// How long a request to the store may take.
     pub timeout: Duration,
-    /// How long the others get to come back after one has failed.
+    /// How long the other processes get to exit after one has failed.
     pub grace_period: Duration,
-    /// Whether they stop at a signal, all after the same step. Otherwise signals end this process, and so them.
+    /// Whether the processes handle signals and all stop after the same step. Otherwise a signal ends this process,
+    /// and therefore them.
     pub stops: bool,
-    /// How often the processes are started again after a failure.
+    /// How many times the processes are restarted after a failure, at most.
     pub max_restarts: usize,
 }
 
 impl SpawnProcesses<'_> {
-    /// Returns when all have ended, and are not started again. Wrong input, and a run that was asked to stop, never are.
-    /// Calls `before_restart` with the number of each restart and the failure before it.
+    /// Runs the processes until all have ended and are not restarted. Wrong input, and a run that was asked to
+    /// stop, are never restarted. Calls `before_restart` with the number of each restart and the failure before it.
     ///
     /// # Errors
     /// [`Error::Store`] when the store cannot be served, [`Error::Input`] when processes cannot be started.
@@ -163,7 +165,7 @@ impl SpawnProcesses<'_> {
         }
     }
 
-    /// Signals from now on.
+    /// Starts a thread that receives signals. Returns the signals from now on, and the handle that ends the thread.
     fn listen(&self) -> io::Result<(Handle, Receiver<i32>)> {
         let mut heeded = vec![SIGCHLD];
         if self.stops {
@@ -179,7 +181,7 @@ impl SpawnProcesses<'_> {
         Ok((handle, events))
     }
 
-    /// How process `rank` has ended.
+    /// Describes how process `rank` has ended.
     fn how(&self, rank: usize, pid: u32, status: ExitStatus) -> String {
         let who = match self.children {
             Children::Ranks(_) => format!("rank {rank} (process {pid})"),
@@ -204,14 +206,14 @@ fn asks_to_stop(signal: i32) -> bool {
     signal != SIGCHLD && signal != SIGUSR2
 }
 
-/// Returns a command that starts this program, without arguments; if another file has taken its place since it was
-/// started, the one that runs.
+/// Returns a command that starts this program, without arguments. If the file has been replaced or removed since,
+/// the command starts the file that this process runs.
 fn this_program() -> io::Result<Command> {
     let file = env::current_exe()?;
     let mut command =
         Command::new(if file.exists() { file } else { PathBuf::from("/proc/self/exe") });
     if ffi::is_run_by_linker() {
-        command.args(env::args_os().take(1)); // the file is the linker's
+        command.args(env::args_os().take(1)); // the executable is the dynamic linker
     }
     Ok(command)
 }
@@ -219,13 +221,13 @@ fn this_program() -> io::Result<Command> {
 /// One start of all processes.
 struct Start<'a> {
     spawn: &'a SpawnProcesses<'a>,
-    /// With the reports of this start.
+    /// Holds the reports of this start.
     store: TcpStore,
     number: usize,
 }
 
 impl Start<'_> {
-    /// Starts the processes, whose store is `store`. If one cannot be started, none is left.
+    /// Starts the processes, whose store is `store`. If one cannot be started, kills the others.
     fn begin(&self, store: &TcpStore) -> Result<Processes> {
         let mut all = Processes { children: Vec::new(), ended: Vec::new() };
         for rank in 0..self.spawn.count() {
@@ -288,7 +290,8 @@ impl Start<'_> {
                 deadline =
                     Some(runtime::deadline(self.spawn.grace_period.saturating_add(TERM_TIMEOUT)));
                 if let Children::Ranks(placement) = self.spawn.children {
-                    // Who is killed tells nobody. What fails here the others find out as they would on several machines.
+                    // A killed process cannot report its own end. If the report fails, the other processes notice
+                    // the end as they would across machines.
                     let how = self.spawn.how(rank, pid, status);
                     let _ = self.tell(placement, store, rank, status, &how);
                 }
@@ -297,7 +300,7 @@ impl Start<'_> {
         stops
     }
 
-    /// Tells the others that `rank` has ended, and this process what it was last seen doing.
+    /// Reports to the other processes that `rank` has ended, and to this one what the rank was last seen doing.
     fn tell(
         &self,
         placement: &Placement,
@@ -309,7 +312,7 @@ impl Start<'_> {
         let store_of_run = store.under(&world::prefix("none", self.number as i64));
         world::tell_absent(&store_of_run, rank)?;
         if refuses_input(status) || self.store.check(&[report_of(rank)])? {
-            // It has told itself, this process or the user.
+            // The rank has reported its failure itself, to this process or to the user.
             return tell_ended(&store_of_run, rank, None, error).map(drop);
         }
         let waits = waited_for(&store_of_run, rank, placement.devices.len())?;
@@ -329,11 +332,12 @@ impl Start<'_> {
         self.store.set(&report_of(rank), &serde_json::to_vec(&report).unwrap_or_default())
     }
 
-    /// Returns the report of the first that has failed; better that of the rank to blame, if it has left one.
+    /// Returns the report of the first process that failed, or of the rank that its report blames, if that rank
+    /// left one. `None` if no process has failed.
     fn failure(&self, all: &Processes) -> Option<Report> {
         let &(rank, pid, status) = all.first_failure()?;
         let read = |rank: usize| -> Option<Report> {
-            // A get without time to wait may find nothing where there is something.
+            // A `get` without a timeout may miss a key that exists.
             self.store.check(&[report_of(rank)]).ok().filter(|is_there| *is_there)?;
             let text = self.store.get(&report_of(rank), TERM_TIMEOUT).ok()??;
             serde_json::from_slice(&text).ok()
@@ -359,11 +363,11 @@ impl Start<'_> {
     }
 }
 
-/// The processes by their ranks.
+/// The processes, by rank.
 struct Processes {
-    /// None of those that have ended.
+    /// `None` for each process that has ended.
     children: Vec<Option<Child>>,
-    /// In the order of time: rank, process and how.
+    /// The rank, process id and exit status of each process that has ended, the earliest first.
     ended: Vec<(usize, u32, ExitStatus)>,
 }
 
@@ -374,27 +378,27 @@ impl Processes {
 
     fn send(&mut self, signal: i32) {
         for child in self.children.iter_mut().flatten() {
-            // Refused only if it has ended.
+            // Fails only if the process has ended.
             let _ = ffi::send_signal(child, signal);
         }
     }
 
-    /// Ends all of them at once.
+    /// Kills all processes.
     fn kill(&mut self) {
         for child in self.children.iter_mut().flatten() {
-            // Refused only if it has ended.
+            // Fails only if the process has ended.
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 
-    /// Why the run has stopped before its last epoch, if it has ended well.
+    /// Returns why the run stopped before its last epoch. `None` if it did not, or if rank 0 failed.
     fn reason_of_rank_0(&self) -> Option<StopReason> {
         let of_rank_0 = self.ended.iter().find(|(rank, ..)| *rank == 0);
         of_rank_0.and_then(|(.., status)| status.code()).and_then(reason_of).flatten()
     }
 
-    /// Looks who has ended.
+    /// Records the processes that have ended.
     fn reap(&mut self) {
         for (rank, place) in self.children.iter_mut().enumerate() {
             if let Some(child) = place
@@ -406,7 +410,7 @@ impl Processes {
         }
     }
 
-    /// The first that has ended neither well nor because it was asked to stop.
+    /// Returns the first process that failed: its exit code means neither success nor a requested stop.
     fn first_failure(&self) -> Option<&(usize, u32, ExitStatus)> {
         self.ended.iter().find(|(.., status)| status.code().and_then(reason_of).is_none())
     }
@@ -434,7 +438,7 @@ mod tests {
         let store = TcpStore::serve("127.0.0.1", 0, time, never).unwrap();
         for (number, code) in [2, 1].into_iter().enumerate() {
             let start = Start { spawn: &spawn, store: store.under(&of_start(number)), number };
-            // As a process ends whose --config is another by now: before it has joined.
+            // A process whose --config has changed meanwhile ends like this, before it has joined.
             let exit = format!("exit {code}");
             let status = Command::new("sh").args(["-c", &exit]).status().unwrap();
             start.tell(&placement, &store, 1, status, "ended").unwrap();

@@ -1,4 +1,4 @@
-//! What a rank function is given: who it is, where it runs, and the way into the process group.
+//! The argument of a rank function: the rank's number, its device, and access to the process group.
 
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
@@ -14,19 +14,19 @@ use crate::operation::Operation;
 use crate::process_group::{Bootstrap, ProcessGroup};
 use crate::runtime::{FaultSite, RunContext};
 
-/// What carries the tensors of a process group.
+/// The communication backend of a process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
     /// NCCL: each rank on a GPU of its own.
     Nccl,
     /// Shared memory: ranks on the CPU, or on one GPU together.
     Threaded,
-    /// Gloo: ranks on the CPU in several processes, which share memory within each.
+    /// Gloo: ranks on the CPU in several processes. Ranks of one process share memory.
     Gloo,
 }
 
 impl Backend {
-    /// Its name on the command line and in reports.
+    /// Returns the backend's name on the command line and in reports.
     pub fn name(self) -> &'static str {
         match self {
             Backend::Nccl => "nccl",
@@ -36,9 +36,9 @@ impl Backend {
     }
 }
 
-/// One rank, as its function sees it: its number, its device, and the way into the process group.
+/// One rank, as its function sees it: its number, its device, and access to the process group.
 ///
-/// [`spawn`](super::spawn) hands it to the function by reference. It stays on the rank's thread.
+/// [`spawn`](super::spawn) passes it to the function by reference. It stays on the rank's thread.
 ///
 /// | torchrun sets | here |
 /// |---|---|
@@ -57,8 +57,8 @@ pub struct Rank {
     world: Option<Arc<ProcessWorld>>,
     /// Taken by the first `init_process_group`.
     rendezvous: RefCell<Option<Rendezvous>>,
-    /// Kept here as well, so that it outlives the rank function: a rank that fails must first tell
-    /// the others and then part from the group.
+    /// Kept here too, so that the group outlives the rank function: a rank that fails must first report the failure
+    /// and then shut the group down.
     group: OnceCell<Rc<ProcessGroup>>,
 }
 
@@ -121,21 +121,21 @@ impl Rank {
         self.device
     }
 
-    /// Returns the backend that suits the ranks: `nccl` where each has a GPU of its own, `gloo` for CPU ranks in several
-    /// processes, and `threaded` for CPU ranks of one process and for ranks that share a GPU.
+    /// Returns the backend that suits the ranks. `nccl` if each has a GPU of its own, `gloo` for CPU ranks in
+    /// several processes. `threaded` for CPU ranks of one process and for ranks that share a GPU.
     pub fn backend(&self) -> Backend {
         self.backend
     }
 
-    /// Meets the other ranks and joins them in a process group. Every rank must call it, once. Use
-    /// [`Rank::backend`] unless you want another one.
+    /// Joins the other ranks in a process group. Every rank must call it, once. Use [`Rank::backend`] unless you
+    /// want another one.
     ///
-    /// Follows `torch.distributed.init_process_group`, without an address: the first rank of a process hands
-    /// the others what they need over a channel; processes, if there are several, have met in a store.
+    /// Follows `torch.distributed.init_process_group`, without an address: the first rank of a process sends the
+    /// others what they need over a channel. Several processes have already connected through a store.
     ///
     /// # Errors
-    /// [`Error::Input`] when called twice, with a backend that the device does not allow, or when NCCL is not there;
-    /// [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when others don't come.
+    /// [`Error::Input`] when called twice, with a backend that the device does not allow, or when NCCL is missing;
+    /// [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when other ranks do not arrive.
     pub fn init_process_group(&self, backend: Backend) -> Result<Rc<ProcessGroup>> {
         let Some(rendezvous) = self.rendezvous.take() else {
             return Err(Error::Input(
@@ -157,7 +157,7 @@ impl Rank {
                         .into(),
                 )),
             };
-            // A store that is given up or gone because the run has failed is no failure of its own.
+            // A store request that was cancelled because the run failed is not a failure of its own.
             invitation.or_else(|error| self.run.check(self.rank).and(Err(error)))
         })?;
         if invitation.backend() != backend.name() {
@@ -176,7 +176,7 @@ impl Rank {
         Ok(self.group.get_or_init(|| Rc::new(group)).clone())
     }
 
-    /// Parts from the other ranks, after everybody has been told how this rank ended.
+    /// Shuts down the process group, after this rank's end has been reported to all.
     pub(super) fn shut_down(&self) {
         if let Some(group) = self.group.get() {
             group.shut_down();

@@ -1,4 +1,4 @@
-//! The thread of one rank, from its first to its last line.
+//! The thread of one rank, from start to end.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::ffi;
 use crate::operation::Operation;
 use crate::runtime::{RunContext, panics};
 
-/// The start of one rank's thread.
+/// Everything that one rank's thread starts with.
 pub(super) struct RankThread<T> {
     pub rank: usize,
     pub local_rank: usize,
@@ -23,17 +23,17 @@ pub(super) struct RankThread<T> {
     pub device: Device,
     /// How many threads libtorch uses in this rank.
     pub threads: usize,
-    /// What suits the ranks: see [`Rank::backend`].
+    /// The backend that suits the ranks: see [`Rank::backend`].
     pub backend: Backend,
     pub rendezvous: Rendezvous,
     pub run: Arc<RunContext>,
     pub ended: Sender<Ended<T>>,
 }
 
-/// The end of a rank's thread, which can be joined then.
+/// The end of a rank's thread; the thread can be joined now.
 pub(super) struct Ended<T> {
     pub rank: usize,
-    /// What its function returned; `None` if it failed.
+    /// The result of the rank's function; `None` if it failed.
     pub value: Option<T>,
 }
 
@@ -50,9 +50,8 @@ impl<T> RankThread<T> {
             f(&context)
         }))
         .unwrap_or_else(|panic| Err(panics::error(panic)));
-        // In this order: tell how it ended, so that nobody waits for this rank; let what it has started end;
-        // then part from the group, for which the others may be needed; then say that the thread can be
-        // joined.
+        // The order matters. Report how this rank ended, so that no rank waits for it. Wait until the work it has
+        // started ends. Shut down the group, which may need the others. Then report that the thread can be joined.
         if let Err(error) = &result {
             let cause = error.chain().find_map(|cause| cause.downcast_ref::<Error>());
             run.report(rank, cause, format!("{error:#}"));
@@ -62,19 +61,19 @@ impl<T> RankThread<T> {
         context.shut_down();
         drop(context);
         run.activity[rank].enter(Operation::Done, 0);
-        // Nobody listens any more if the grace period is over.
+        // The supervisor has stopped receiving if the grace period is over.
         let _ = ended.send(Ended { rank, value: result.ok() });
     }
 }
 
-/// Prepares the thread for its rank's function: its device, its share of the cores, and backward on this very
-/// thread, so that its errors belong to this rank.
+/// Prepares the thread for its rank's function: sets its device and its share of the cores. Backward runs on this
+/// very thread, so that its errors belong to this rank.
 fn prepare(device: Device, threads: usize) -> crate::Result<()> {
     if let Device::Cuda(index) = device {
         ffi::cuda::set_device(index)?;
     }
     tch::set_num_threads(i32::try_from(threads).unwrap_or(i32::MAX));
-    // Asked for once, so that this thread keeps it whatever another one sets.
+    // Reading it once makes this thread keep it, whatever another thread sets.
     tch::get_num_threads();
     ffi::set_multithreading_enabled(false);
     if !panics::wants_backtraces() {

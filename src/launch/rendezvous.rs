@@ -1,7 +1,6 @@
-//! How the ranks of one process find each other: the first sends the others what they need over channels.
+//! The rendezvous of the ranks of one process: the first rank sends the others what they need over channels.
 //!
-//! This is what PyTorch does through a TCP store (`MASTER_ADDR`, `MASTER_PORT`): here no socket, no
-//! file and no port is involved.
+//! PyTorch does this through a TCP store (`MASTER_ADDR`, `MASTER_PORT`). Here no socket, file or port is involved.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,13 +16,13 @@ use crate::runtime::RunContext;
 
 /// One rank's end of the channels.
 pub(super) enum Rendezvous {
-    /// The first rank invites, and notes that it has begun to.
+    /// The first rank's end, which sends, and a flag that it has begun to.
     Host(Vec<Sender<Bootstrap>>, Arc<AtomicBool>),
-    /// The others are invited.
+    /// The end of each other rank, which receives, and the same flag.
     Guest(Receiver<Bootstrap>, Arc<AtomicBool>),
 }
 
-/// The ends for `world_size` ranks, in their order.
+/// Returns the ends for `world_size` ranks, in rank order.
 pub(super) fn channels(world_size: usize) -> Vec<Rendezvous> {
     let (senders, receivers): (Vec<_>, Vec<_>) = (1..world_size).map(|_| bounded(1)).unzip();
     let invites = Arc::new(AtomicBool::new(false));
@@ -33,7 +32,7 @@ pub(super) fn channels(world_size: usize) -> Vec<Rendezvous> {
 }
 
 impl Rendezvous {
-    /// The first rank, `first`, makes the invitation and sends it; the others wait for it.
+    /// Runs the rendezvous: the first rank, `first`, makes the [`Bootstrap`] and sends it; the others wait for it.
     pub(super) fn meet(
         self,
         run: &RunContext,
@@ -46,7 +45,7 @@ impl Rendezvous {
                 invites.store(true, Ordering::Release);
                 let invitation = invite()?;
                 for guest in guests {
-                    // A guest that is gone has failed, and has tripped the token by now or soon.
+                    // A rank that is gone has failed, and has cancelled the run or is about to.
                     let _ = guest.send(invitation.clone());
                 }
                 Ok(invitation)
@@ -74,7 +73,8 @@ fn wait_for(
         recv(run.cancel.tripped()) -> _ => run.check(rank)?,
         default(run.timeout) => {}
     }
-    // A host that meets other processes has deadlines of its own, and names who is missing there.
+    // The first rank may still be connecting to other processes. That has timeouts of its own and names what is
+    // missing.
     if run.elsewhere.is_some() && invites.load(Ordering::Acquire) {
         select! {
             recv(invitations) -> received => if let Ok(invitation) = received {
@@ -83,8 +83,8 @@ fn wait_for(
             recv(run.cancel.tripped()) -> _ => run.check(rank)?,
         }
     }
-    // No invitation: rank 0 is late, or it has left without inviting. If it has failed, it is about to
-    // say so, and if it has ended, to be marked as such; either wakes this thread.
+    // Nothing was received: the first rank is late, or it has returned without sending. If it has failed, it is
+    // about to report that. If it has returned, it is about to be marked as done. Either wakes this thread.
     let (at, waiting) = (run.activity[rank].now(), rank);
     let error = loop {
         let has_ended = run.is_done(first);

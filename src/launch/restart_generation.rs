@@ -1,9 +1,9 @@
-//! Which start of a run this is, where the store outlives it.
+//! The number of this start of a run, for stores that outlive a start.
 //!
-//! torchrun's agents serve one store for as long as they run, and start the processes anew after a failure, or when a
-//! machine has come or gone. How often is no common knowledge: an agent counts failures of its own processes only, and
-//! what looks like one to the first may look like a machine that comes to the second. So process 0 takes the next
-//! number, and tells it to whoever asks.
+//! torchrun's agents serve one store for as long as they run. They restart the processes after a failure, or when a
+//! machine joins or leaves. The agents share no count of the restarts: each counts only the failures of its own
+//! processes. One agent may take for a failure what another takes for a machine that joins. So process 0 takes the
+//! next number, and answers the processes that ask for it.
 
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
@@ -12,18 +12,19 @@ use super::messages::unreadable;
 use crate::error::Result;
 use crate::ffi::TcpStore;
 
-/// How many starts there were, and how many questions.
+/// Keys: the number of starts, and the number of questions.
 const GENERATION_KEY: &str = "starts";
 const QUESTIONS: &str = "questions";
 
-/// How long what is there may take to come.
+/// The timeout for reading a key that is known to exist.
 const SLICE: Duration = Duration::from_secs(1);
 
-/// The number of this start, the same for all `count` processes; `mine` is that of this one, as process 0 counts. `None`
-/// if process 0 has not come within `timeout`. If others have not, process 0 knows the number all the same.
+/// Returns the number of this start, the same for all `count` processes. `mine` is the number of this process.
+/// `None` if process 0 has not arrived within `timeout`. Process 0 gets a number even if others have not arrived.
 ///
 /// # Errors
-/// [`Error::Store`] when the store cannot be reached, [`Error::Input`] for what no process 0 answers.
+/// [`Error::Store`] when the store cannot be reached, [`Error::Input`] when the answer is not one that process 0
+/// gives.
 pub(super) fn number(
     store: &TcpStore,
     mine: usize,
@@ -45,7 +46,7 @@ fn heard(start: i64) -> String {
     format!("heard/{start}")
 }
 
-/// What a process asks with is new each time, so that it takes no older answer for its own.
+/// Asks process 0 for the number of this start. The question is new each time, so that no older answer fits it.
 fn ask(store: &TcpStore, mine: usize, timeout: Duration) -> Result<Option<i64>> {
     let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos();
     let host = gethostname::gethostname();
@@ -63,7 +64,8 @@ fn ask(store: &TcpStore, mine: usize, timeout: Duration) -> Result<Option<i64>> 
     Ok(Some(start))
 }
 
-/// Questions of an earlier start may be left: an answer to them does no harm, because nobody waits for it.
+/// Takes the next number, and answers the questions of the other processes. Questions of an earlier start may
+/// remain; answering them does no harm, because no process waits for the answer.
 fn answer(store: &TcpStore, count: usize, timeout: Duration) -> Result<i64> {
     let began = Instant::now();
     let start = store.add(GENERATION_KEY, 1)?;
@@ -104,7 +106,7 @@ mod tests {
         let (_open, never) = bounded(0);
         let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never).unwrap();
         let mut starts = Vec::new();
-        // What is left of one start must not mislead the next, whoever comes first, and however many.
+        // The keys of one start must not mislead the next, whichever process is first, and however many there are.
         for (count, first) in [(3, 0), (3, 1), (2, 0), (4, 2)] {
             let told = thread::scope(|scope| {
                 let start = |process: usize| {
@@ -119,7 +121,7 @@ mod tests {
             assert!(!starts.contains(&told[0]), "{told:?} after {starts:?}");
             starts.push(told[0]);
         }
-        // Of those who never come, process 0 makes out the rest.
+        // Process 0 takes a new number even if the other process never arrives.
         let soon = Duration::from_millis(50);
         assert_eq!(number(&store, 1, 2, soon).unwrap(), None);
         assert!(!starts.contains(&number(&store, 0, 2, soon).unwrap()));

@@ -17,27 +17,27 @@ const RESTARTS: &str = "restarts";
 /// Set once a start has opened its checkpoint folder.
 const SAVES: &str = "saves";
 
-/// Set once a start has told the user that the ranks have met.
+/// Set once a start has reported to the user that all ranks have connected.
 const STARTED: &str = "started";
 
-/// How long a request to the parent process may take.
-pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+/// Longest wait for the parent process. A machine under load may take seconds; without its parent a process ends.
+pub(super) const PARENT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The starts of a run before this one.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct Restarts {
-    /// Why each restart was needed, the first one first.
+    /// The reason of each restart, the first one first.
     pub reasons: Vec<String>,
     /// The time from the start of the run to the last restart.
     pub elapsed: Duration,
-    /// Whether an earlier start has opened the checkpoint folder: the newest checkpoint there is this run's then.
+    /// Whether an earlier start has opened the checkpoint folder. The newest checkpoint there is then this run's.
     pub saves: bool,
-    /// Whether an earlier start has told the user that the ranks have met.
+    /// Whether an earlier start has reported to the user that all ranks have connected.
     pub started: bool,
 }
 
 impl Restarts {
-    /// Returns the starts before the one that `launch` describes; none if no parent process restarts it.
+    /// Returns the starts before the one that `launch` describes; empty if no parent process restarts this one.
     ///
     /// # Errors
     /// [`Error::Store`](crate::Error::Store) when the parent process does not answer.
@@ -45,7 +45,7 @@ impl Restarts {
         let (Some(parent), 1..) = (&launch.parent, launch.restart_count) else {
             return Ok(Self::default());
         };
-        match connect(parent)?.get(RESTARTS, PATIENCE)? {
+        match connect(parent)?.get(RESTARTS, PARENT_TIMEOUT)? {
             Some(bytes) => from_json(RESTARTS, &bytes),
             None => Ok(Self::default()),
         }
@@ -54,20 +54,21 @@ impl Restarts {
     /// Reports to the parent process, if it restarts this one, that the checkpoint folder now belongs to this run.
     ///
     /// # Errors
-    /// As [`Restarts::before`].
+    /// The errors of [`Restarts::before`].
     pub(crate) fn note_saving(launch: &Launch) -> Result<()> {
         note(launch, SAVES)
     }
 
-    /// Reports to the parent process, if it restarts this one, that the user was told of the start.
+    /// Reports to the parent process, if it restarts this one, that this start was reported to
+    /// the user.
     ///
     /// # Errors
-    /// As [`Restarts::before`].
+    /// The errors of [`Restarts::before`].
     pub(crate) fn note_started(launch: &Launch) -> Result<()> {
         note(launch, STARTED)
     }
 
-    /// Notes the `reason` of the next restart, and leaves all of it in `store` for the next start.
+    /// Adds the `reason` of the next restart, and stores all of this in `store` for the next start.
     pub(super) fn add(
         &mut self,
         reason: String,
@@ -93,5 +94,5 @@ fn note(launch: &Launch, key: &str) -> Result<()> {
 
 /// Opens a connection to the store of the process that started this one.
 pub(super) fn connect(parent: &MasterEndpoint) -> Result<TcpStore> {
-    TcpStore::connect(&parent.addr, parent.port, PATIENCE, never())
+    TcpStore::connect(&parent.addr, parent.port, PARENT_TIMEOUT, never())
 }

@@ -1,4 +1,4 @@
-//! `spawn`: a thread for each rank, and what happens when one of them fails.
+//! `spawn`: a thread for each rank, and the handling of a rank's failure.
 
 mod supervisor;
 
@@ -30,7 +30,7 @@ use crate::telemetry::{LogFormat, Printer};
 /// ```
 ///
 /// # Errors
-/// As [`Spawn::run`].
+/// The errors of [`Spawn::run`].
 pub fn spawn<T, F>(world_size: usize, f: F) -> Result<Vec<T>, Box<SpawnError>>
 where
     T: Send + 'static,
@@ -39,7 +39,7 @@ where
     Spawn::new(world_size).run(f)
 }
 
-/// Runs `f` on `world_size` CPU ranks as [`spawn`] does, and lets `f` and what it returns borrow from the caller.
+/// Runs `f` on `world_size` CPU ranks as [`spawn`] does. `f` and its result may borrow from the caller.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -51,19 +51,18 @@ where
 /// ```
 ///
 /// # The price
-/// The two differ in one case: another rank has failed, and a rank does not come back within the grace period, because it
-/// computes or waits for something that is not of this crate. A thread cannot be killed.
+/// The two functions differ in one case: another rank has failed, and a rank does not come back within the grace
+/// period. That rank computes, or waits for something outside this crate. A thread cannot be killed.
 ///
-/// * [`spawn`] returns the error and leaves the thread behind. That is why what it uses must be `'static`: the thread may
-///   still use it.
-/// * `spawn_scoped` cannot return while a thread may still use what it borrows, and waiting might never end. So
-///   the failure is written to stderr and the process ends with exit code 1, without running destructors. PyTorch kills
+/// * [`spawn`] returns the error and leaves the thread running. What the thread uses must therefore be `'static`.
+/// * `spawn_scoped` cannot return while a thread may still use what it borrows, and waiting might never end. So the
+///   failure is written to stderr and the process ends with exit code 1, without running destructors. PyTorch kills
 ///   the process of such a rank.
 ///
-/// A program that must go on after every failure uses [`spawn`] and shares its data in an `Arc`.
+/// A program that must continue after every failure uses [`spawn`] and shares its data in an `Arc`.
 ///
 /// # Errors
-/// As [`Spawn::run_scoped`].
+/// The errors of [`Spawn::run_scoped`].
 pub fn spawn_scoped<T, F>(world_size: usize, f: F) -> Result<Vec<T>, Box<SpawnError>>
 where
     T: Send,
@@ -72,10 +71,10 @@ where
     Spawn::new(world_size).run_scoped(f)
 }
 
-/// The ranks of this process before they start: how many, on which devices, and how long they wait for each other.
+/// The ranks of this process before they start: their number, their devices, and their timeouts.
 ///
-/// [`Spawn::new`] has ranks on the CPU, [`Spawn::on`] one for each device, and [`Spawn::from_env`] those that the launcher
-/// asks for. [`Spawn::run`] starts them and returns when all have ended.
+/// [`Spawn::new`] has ranks on the CPU, [`Spawn::on`] one for each device, and [`Spawn::from_env`] those that the
+/// launcher asks for. [`Spawn::run`] starts them and returns when all have ended.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -94,17 +93,17 @@ where
 /// # }
 /// ```
 ///
-/// Follows `torch.multiprocessing.spawn`, with threads in the place of processes:
+/// Follows `torch.multiprocessing.spawn`, with threads instead of processes:
 ///
 /// * Nothing is pickled: `f` is shared, and what it captures exists once.
-/// * The first rank that returns an error or panics ends the run. A thread cannot be killed, so the
-///   others are asked to stop: every wait of this crate returns
-///   [`Error::Cancelled`](crate::Error::Cancelled) at once, and they end at their next `?`. A rank that computes goes on until
-///   its next collective. The error names each rank that does not come back within the grace period. The thread of such a
-///   rank is left behind, so exit the process then; or use [`Spawn::run_scoped`], which does.
-/// * What takes the process down (a segmentation fault, `abort`, the out-of-memory killer) takes all
-///   ranks down. In exchange no rank can be orphaned.
-/// * What `f` returns on each rank is handed to the caller, where PyTorch drops it.
+/// * The first rank that returns an error or panics ends the run. A thread cannot be killed, so the others are
+///   asked to stop: every wait of this crate returns [`Error::Cancelled`](crate::Error::Cancelled) at once, and
+///   they end at their next `?`. A rank that computes continues until its next collective. The error names each
+///   rank that does not come back within the grace period. The thread of such a rank keeps running, so exit the
+///   process then; or use [`Spawn::run_scoped`], which does.
+/// * A crash of the process (a segmentation fault, `abort`, the out-of-memory killer) ends all ranks. In exchange,
+///   no rank can be orphaned.
+/// * The caller gets the result of `f` from each rank; PyTorch drops it.
 #[derive(Debug, Clone)]
 pub struct Spawn {
     devices: Vec<Device>,
@@ -121,18 +120,18 @@ pub struct Spawn {
     stop: Option<Arc<Stop>>,
     trace: Option<PathBuf>,
     history: Option<Arc<OnceLock<History>>>,
-    /// Where a failure is left for the launcher.
+    /// The launcher that gets the reason of a failure, if there is one.
     launch: Option<Arc<Launch>>,
 }
 
 impl Spawn {
-    /// `world_size` ranks on the CPU.
+    /// Creates `world_size` ranks on the CPU.
     pub fn new(world_size: usize) -> Self {
         Self::on(vec![Device::Cpu; world_size])
     }
 
-    /// One rank for each of `devices`. Before GPUs can be used, [`cuda::load`](ffi::cuda::load) must
-    /// have been called.
+    /// Creates one rank for each of `devices`. Before GPUs can be used, [`cuda::load`](ffi::cuda::load) must have
+    /// been called.
     pub fn on(devices: Vec<Device>) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
@@ -154,18 +153,19 @@ impl Spawn {
         }
     }
 
-    /// The ranks of `placement`.
+    /// Creates the ranks of `placement`.
     pub fn at(placement: &Placement) -> Self {
         let Placement { devices, backend, threads_per_rank, .. } = placement;
         Self { backend: *backend, ..Self::on(devices.clone()) }.threads_per_rank(*threads_per_rank)
     }
 
-    /// The ranks of this process as its launcher wants them: torchrun, Slurm's srun, mpirun, Kubeflow on Kubernetes, or a
-    /// person who sets torchrun's flags as variables on each machine (`PET_NNODES=2 PET_NODE_RANK=0 MASTER_ADDR=node0`).
-    /// Without a launcher there is a rank for each visible GPU, or one for each CPU core where no GPU is visible.
+    /// Creates the ranks of this process as its launcher asks: torchrun, Slurm's srun, mpirun, or Kubeflow on
+    /// Kubernetes. A person can set torchrun's flags as variables on each machine instead
+    /// (`PET_NNODES=2 PET_NODE_RANK=0 MASTER_ADDR=node0`). Without a launcher there is one rank for each visible
+    /// GPU. If no GPU is visible, there is one for each CPU core.
     ///
-    /// The processes of the launch meet here, for at most [`Spawn::TIMEOUT`]. Notes go to stderr. If a rank fails, torchrun
-    /// shows the reason. Use [`Rank::backend`] for the process group:
+    /// Waits for the other processes of the launch, for at most [`Spawn::TIMEOUT`]. Notes go to stderr. If a rank
+    /// fails, torchrun shows the reason. Use [`Rank::backend`] for the process group:
     ///
     /// ```no_run
     /// use ddp_mp::prelude::*;
@@ -182,13 +182,14 @@ impl Spawn {
     /// }
     /// ```
     ///
-    /// A launch has one run: put all that the ranks do in one function. Call it first in `main`: it looks for GPUs ([`cuda::load`](ffi::cuda::load)), which libtorch does once. For other
-    /// settings use [`Launch::from_env`](super::Launch::from_env) and [`Launch::join`](super::Launch::join).
+    /// A launch has one run: put all the ranks' work in one function. Call this first in `main`: it looks for GPUs
+    /// ([`cuda::load`](ffi::cuda::load)), which libtorch does once. For other settings use
+    /// [`Launch::from_env`](super::Launch::from_env) and [`Launch::join`](super::Launch::join).
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when the variables contradict each other or the processes do not fit each
-    /// other; [`Error::Store`](crate::Error::Store) and [`Error::PeersMissing`](crate::Error::PeersMissing) when the processes do not
-    /// meet.
+    /// [`Error::Input`](crate::Error::Input) when the variables contradict each other or the processes do not fit
+    /// each other; [`Error::Store`](crate::Error::Store) and [`Error::PeersMissing`](crate::Error::PeersMissing)
+    /// when the rendezvous of the processes fails.
     pub fn from_env() -> crate::Result<Self> {
         let cuda = ffi::cuda::load();
         let launch = Arc::new(Launch::from_env(&LaunchOptions::default(), &cuda)?);
@@ -215,36 +216,37 @@ impl Spawn {
         self.world.as_ref().map_or(self.devices.len(), |world| world.world_size())
     }
 
-    /// How long a rank waits for the others, unless told otherwise: PyTorch's 10 minutes for NCCL.
+    /// Default of [`Spawn::timeout`]: PyTorch's 10 minutes for NCCL.
     pub const TIMEOUT: Duration = Duration::from_secs(600);
 
-    /// After how long in a collective who is missing is told, unless told otherwise.
+    /// Default of [`Spawn::stall_warning`]: the time in a collective after which the missing ranks are reported.
     pub const STALL_WARNING: Duration = Duration::from_secs(10);
 
-    /// How long ranks get to come back after a failure, unless told otherwise: PyTorch's 30 seconds.
+    /// Default of [`Spawn::grace_period`]: PyTorch's 30 seconds.
     pub const GRACE_PERIOD: Duration = Duration::from_secs(30);
 
-    /// How many threads libtorch uses in each rank; otherwise the cores, divided by the ranks.
+    /// Sets how many threads libtorch uses in each rank. The default is the number of cores divided by the number
+    /// of ranks.
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = threads;
         self
     }
 
-    /// How long a rank waits in a collective for the others before that is an error; at most a hundred
-    /// years.
+    /// Sets the timeout: how long a rank waits in a collective for the others before that is an error; at most a
+    /// hundred years.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout.min(LONGEST);
         self
     }
 
-    /// How long the others get to come back after one rank has failed; at most a hundred years.
+    /// Sets how long the other ranks get to come back after one has failed; at most a hundred years.
     pub fn grace_period(mut self, grace_period: Duration) -> Self {
         self.grace_period = grace_period.min(LONGEST);
         self
     }
 
-    /// After how long in a collective `tell` hears who is missing there, once, instead of after
-    /// [`Spawn::STALL_WARNING`] stderr. It may have several lines.
+    /// Sets the time in a collective after which `tell` is called, once, with the ranks that are missing there. The
+    /// text may have several lines. By default it goes to stderr after [`Spawn::STALL_WARNING`].
     pub fn stall_warning(
         mut self,
         limit: Duration,
@@ -255,44 +257,45 @@ impl Spawn {
         self
     }
 
-    /// Has whoever is told of stalls hear what each rank does, whenever something arrives in `asks`.
+    /// Reports what each rank does whenever something arrives in `asks`, through the callback of
+    /// [`Spawn::stall_warning`].
     pub fn dump_status_on(mut self, asks: Receiver<()>) -> Self {
         self.asks = asks;
         self
     }
 
-    /// Writes what each rank has done, and when, to the file `path` for Perfetto and chrome://tracing, when all have
-    /// ended, well or not; several processes write a file each. Whoever is told of stalls hears if that fails. Training
-    /// steps are seen that begin with [`ProcessGroup::enter_step`](crate::ProcessGroup::enter_step).
+    /// Writes a trace of the ranks to the file `path`, for Perfetto and chrome://tracing, when all have ended, with
+    /// or without a failure. Each of several processes writes a file of its own. An error in writing is reported
+    /// through the callback of [`Spawn::stall_warning`]. The trace shows training steps that begin with
+    /// [`ProcessGroup::enter_step`](crate::ProcessGroup::enter_step).
     pub fn trace(self, path: impl Into<PathBuf>) -> Self {
         Self { trace: Some(path.into()), ..self }
     }
 
-    /// Keeps more of what the ranks do, and leaves it in `history` when all have ended.
+    /// Keeps a longer history of the ranks, and stores it in `history` when all have ended.
     pub(crate) fn history(self, history: Option<Arc<OnceLock<History>>>) -> Self {
         Self { history, ..self }
     }
 
-    /// Makes the ranks part of a run of several processes, in which they come after those of the processes before.
+    /// Makes the ranks part of a run of several processes. They are numbered after those of the processes before.
     pub fn world(mut self, world: Option<Arc<ProcessWorld>>) -> Self {
         self.world = world;
         self
     }
 
-    /// Lets the signals that ask `stop` also end the time for which this process serves the store to others.
+    /// Lets signals that set `stop` also end the time for which this process serves the store to others.
     pub(crate) fn stop(self, stop: Arc<Stop>) -> Self {
         Self { stop: Some(stop), ..self }
     }
 
-    /// Makes one rank fail, to see what happens.
+    /// Injects a fault into one rank.
     pub fn fault(mut self, fault: Option<Fault>) -> Self {
         self.fault = fault;
         self
     }
 
-    /// Compares what the ranks call at every collective also with `nccl`, where that costs a little: a
-    /// difference is then an error that says who called what, instead of a hang or worse. Other backends
-    /// always do.
+    /// Makes the `nccl` backend also compare what the ranks call at every collective, at a small cost. A difference
+    /// is then an error that names the calls of the ranks, instead of a hang or worse. Other backends always compare.
     pub fn check_collectives(mut self, check: bool) -> Self {
         self.check_collectives = check;
         self
@@ -316,12 +319,12 @@ impl Spawn {
         self.supervise(start, |thread: JoinHandle<()>| drop(thread.join()))
     }
 
-    /// As [`Spawn::run`], but `f` and what it returns may borrow from the caller; see [`spawn_scoped`], also for what
-    /// that costs.
+    /// Does the same as [`Spawn::run`], but `f` and its result may borrow from the caller. See [`spawn_scoped`],
+    /// also for the price.
     ///
     /// # Errors
-    /// The first failure of a rank; see [`Spawn`]. If a rank does not come back within the grace period, it does not
-    /// return: the failure is written to stderr, and the process ends with exit code 1.
+    /// The first failure of a rank; see [`Spawn`]. If a rank does not come back within the grace period, this does
+    /// not return: the failure is written to stderr, and the process ends with exit code 1.
     pub fn run_scoped<T, F>(self, f: F) -> Result<Vec<T>, Box<SpawnError>>
     where
         T: Send,
@@ -337,7 +340,7 @@ impl Spawn {
             if let Err(error) = &result
                 && !error.stuck.is_empty()
             {
-                // To return is to wait for its thread for ever, and to leave that behind is unsound.
+                // Returning would wait for the rank's thread for ever, and leaving that thread behind is unsound.
                 Printer::new(LogFormat::Text).info(&error.to_string());
                 ffi::exit(1);
             }
@@ -346,7 +349,7 @@ impl Spawn {
     }
 }
 
-/// The backend that suits ranks on these devices of one process.
+/// Returns the backend that suits ranks on these devices of one process.
 fn backend_of(devices: &[Device]) -> Backend {
     let mut gpus: Vec<usize> = devices
         .iter()
@@ -358,7 +361,7 @@ fn backend_of(devices: &[Device]) -> Backend {
     if has_own { Backend::Nccl } else { Backend::Threaded }
 }
 
-/// Leaves `error` for the launcher, and says so if that is not possible.
+/// Writes `error` to the launcher's error file, and notes it if that is not possible.
 fn leave_failure(launch: &Launch, error: &str, note: impl Fn(&str)) {
     if let Err(unwritable) = launch.report_failure(error) {
         note(&unwritable);

@@ -1,4 +1,5 @@
-//! Who is missing where: told once while the others wait, and in a table whenever somebody asks.
+//! Stall reports: the ranks missing from a collective while others wait, and a status table of all ranks on
+//! request.
 
 use std::fmt::{self, Write};
 use std::ops::Range;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{Entry, OpSnapshot, RunContext};
 
-/// Who is told.
+/// The callback that receives reports for the user.
 #[derive(Clone)]
 pub(super) struct Notifier(Arc<dyn Fn(&str) + Send + Sync>);
 
@@ -28,14 +29,15 @@ impl fmt::Debug for Notifier {
     }
 }
 
-/// A collective in which ranks of this process wait for others for longer than they should.
+/// A collective in which ranks of this process have waited for others for longer than the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stall {
     group: u32,
     at: OpId,
 }
 
-/// The collective that ranks of this process, `here`, have waited in the longest, if that is longer than `limit`.
+/// Returns the collective that ranks of this process, `here`, have waited in the longest. `None` if no wait is
+/// longer than `limit`.
 pub(super) fn stalled(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<Stall> {
     longest(run, here, limit).map(|(stall, _)| stall)
 }
@@ -43,15 +45,15 @@ pub(super) fn stalled(run: &RunContext, here: Range<usize>, limit: Duration) -> 
 fn longest(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<(Stall, Entry)> {
     let now = run.flight_recorder.now();
     let waits = |it: &Entry| it.finished_at.is_none() && now.saturating_sub(it.started_at) >= limit;
-    // What a phase is in the midst of tells more than the phase.
+    // Leaves out phases, which have no group: the collective within a phase says more.
     let of_group = |it: Entry| it.begin.group.map(|group| (Stall { group, at: it.begin.at }, it));
     let waiting = here.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
     waiting.filter_map(of_group).min_by_key(|(_, it)| it.started_at)
 }
 
 impl Stall {
-    /// Who has come, and who has not, in lines. Asks other processes, if ranks of theirs take part, which takes a
-    /// moment; `None` if it has ended meanwhile.
+    /// Returns which ranks have arrived and which have not, in lines. If ranks of other processes take part, it
+    /// asks them first, which takes a moment. `None` if the collective has ended meanwhile, or the run has failed.
     pub(super) fn text(
         self,
         run: &RunContext,
@@ -65,7 +67,7 @@ impl Stall {
             silent = run.look();
         }
         if run.cancel.cancelled_by().is_some() {
-            return None; // whose failure tells more
+            return None; // the failure says more
         }
         let (_, first) = longest(run, here.clone(), limit).filter(|(stall, _)| *stall == self)?;
         let first = OpSnapshot::new(&first, run.flight_recorder.now());
@@ -78,13 +80,13 @@ impl Stall {
             }
             let same_group = || seen.iter().filter(|it| it.group == Some(group));
             let late = match same_group().find(|it| it.at.sequence == at.sequence) {
-                // Only the first rank of a process exchanges requests to stop, on behalf of the others.
+                // Only the first rank of a process exchanges stop requests, on behalf of the others.
                 Some(it) if it.at == at || at.operation == Operation::Synchronize => {
                     arrived.push(format!("rank {rank} {} ago", seconds(it.began)));
                     continue;
                 }
                 Some(it) => format!("is in {} instead", what(it)),
-                // What lies longer back is not told.
+                // The rank is past this collective, which its records no longer hold.
                 None if same_group().any(|it| it.at.sequence > at.sequence) => {
                     arrived.push(format!("rank {rank}"));
                     continue;
@@ -102,8 +104,8 @@ impl Stall {
     }
 }
 
-/// What each rank of this process, `here`, does, and since when, and those of others that have told of theirs; a line
-/// for each.
+/// Returns what each rank of this process, `here`, does and since when, one line for each. Includes those ranks
+/// elsewhere whose status is known.
 pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
     let mut lines = Vec::new();
     for rank in 0..run.activity.len() {
@@ -121,7 +123,8 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
     lines.join("\n")
 }
 
-/// `launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`, of a rank with a GPU.
+/// Returns the progress of a rank's GPU; `None` for a rank without a GPU:
+/// `launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`.
 fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
     let mut newest = seen.iter().rev().filter(|it| it.group.is_some() && !it.on_comm_thread);
     let done = newest.clone().find(|it| it.on_gpu.is_some())?;
@@ -130,7 +133,7 @@ fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
     Some(format!("launched up to {launched}; its GPU had completed {done} when it last looked"))
 }
 
-/// What is known of `rank`, the newest last.
+/// Returns the known operations of `rank`, the newest last.
 fn seen(run: &RunContext, here: &Range<usize>, rank: usize) -> Vec<OpSnapshot> {
     if here.contains(&rank) {
         run.flight_recorder.seen(rank)
@@ -139,7 +142,7 @@ fn seen(run: &RunContext, here: &Range<usize>, rank: usize) -> Vec<OpSnapshot> {
     }
 }
 
-/// What `rank` does now, or has done last.
+/// Returns what `rank` does now, or did last, as text.
 fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
     let Some(newest) = seen.iter().rev().find(|it| !it.on_comm_thread) else {
         return format!("last seen in {}", run.activity[rank].now());
@@ -150,7 +153,7 @@ fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
     }
 }
 
-/// A collective that a rank waits in, with the phase of a step that calls it:
+/// Returns a collective that a rank waits in, with the phase of the step that calls it:
 /// `all_reduce #118 (bucket 3) of backward #40 at src/main.rs:40`.
 pub(super) fn within(it: &OpSnapshot, seen: &[OpSnapshot]) -> String {
     let phase = seen.iter().rev().find(|phase| it.group.is_some() && phase.is_open_phase());
@@ -158,12 +161,12 @@ pub(super) fn within(it: &OpSnapshot, seen: &[OpSnapshot]) -> String {
     name(it) + &phase + &it.place
 }
 
-/// `all_reduce #118 (bucket 3) at src/main.rs:40`.
+/// Returns an operation with its call site: `all_reduce #118 (bucket 3) at src/main.rs:40`.
 fn what(it: &OpSnapshot) -> String {
     name(it) + &it.place
 }
 
-/// `all_reduce #118 (bucket 3)`.
+/// Returns the name of an operation: `all_reduce #118 (bucket 3)`.
 fn name(it: &OpSnapshot) -> String {
     let bucket = it.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
     format!("{}{bucket}", it.at)

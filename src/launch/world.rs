@@ -1,8 +1,8 @@
-//! The processes of one run: how they meet in a store, and which ranks each of them has.
+//! The processes of one run: their rendezvous in a store, and the ranks of each process.
 //!
-//! One process alone needs none of this, and opens nothing. Several meet in a `TCPStore` of c10d's, the one of
-//! torchrun's agent or one that process 0 serves, and tell each other what they are. The keys are those of this run and
-//! of this start of it: an agent's store outlives a restart, one that process 0 serves is new each time.
+//! A single process opens no store. Several processes connect to a `TCPStore` (c10d's), either that of torchrun's
+//! agent or one that process 0 serves. There they exchange what they are. The keys belong to this run and to this
+//! start of it: an agent's store outlives a restart, while process 0 serves a new one each time.
 
 use std::convert::Infallible;
 use std::io::ErrorKind;
@@ -25,30 +25,31 @@ use crate::ffi::{TcpStore, check_interfaces, cuda};
 use crate::process_group::{Bootstrap, Network, ProcessMap, rank_label};
 use crate::runtime::{Clock, RunContext};
 
-/// All processes of a run, as one of them knows them.
+/// All processes of a run, as seen by one of them.
 #[derive(Debug)]
 pub struct ProcessWorld {
     processes: Vec<Process>,
-    /// The places of their ranks among all.
+    /// The range of ranks of each process.
     ranks: Vec<Range<usize>>,
     mine: usize,
-    /// Under this run's prefix.
+    /// Uses the prefix of this start of the run.
     store: TcpStore,
     serves: bool,
     nnodes: usize,
     node_rank: usize,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
-    /// How this one's clock compares, if that was asked.
+    /// The offset of this process's clock from that of process 0; `None` if clocks were not compared.
     clock: Option<Clock>,
     watch: HeartbeatMonitor,
-    /// Nobody ever closes this: requests of the run's end must not be given up.
+    /// Keeps `store` usable: dropping this would cancel requests that are made as the run ends.
     _open: Sender<Infallible>,
 }
 
 impl ProcessWorld {
-    /// Returns a warning if this process is to serve the store under a name that is a loopback address here, as a line in
-    /// Debian's `/etc/hosts` may have it: no other machine can connect. Not an error, because all may be on this one.
+    /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address
+    /// here. A line in Debian's `/etc/hosts` may cause this. No other machine can connect then. Not an error,
+    /// because all processes may be on this machine.
     pub fn warning(launch: &Launch) -> Option<String> {
         let master = launch.master.as_ref().filter(|it| !it.agent_store)?;
         let others = launch.processes.index == 0 && launch.nnodes.is_some_and(|nnodes| nnodes > 1);
@@ -64,12 +65,12 @@ impl ProcessWorld {
         })
     }
 
-    /// Meets the other processes of `launch`; `None` if this is the only one. Returns when all are there.
-    /// `options` has the names and values of whatever must be the same in all of them.
+    /// Waits for the rendezvous with the other processes of `launch`. Returns when all have arrived; `None` if this
+    /// is the only process. `options` holds the names and values that must be the same in all processes.
     ///
     /// # Errors
     /// [`Error::Input`] when the processes do not fit each other, [`Error::Store`] when the store cannot be reached
-    /// or served, [`Error::PeersMissing`] when others don't come within `timeout`.
+    /// or served, [`Error::PeersMissing`] when others do not arrive within `timeout`.
     pub fn meet(
         launch: &Launch,
         placement: &Placement,
@@ -132,7 +133,7 @@ impl ProcessWorld {
             .and_then(|processes| check(&processes, &me, mine).map(|ranks| (processes, ranks)));
         let (processes, ranks) = match fitting {
             Err(error) => {
-                // Who cannot be told has found out, or will.
+                // A process that does not get this error has found it by itself, or will.
                 let _ = part(&store, &error, serves, count);
                 return Err(error);
             }
@@ -172,8 +173,8 @@ impl ProcessWorld {
         }))
     }
 
-    /// Compares this process's clock with that of the first one, for traces. All processes must call it, and wait for each
-    /// other, at most for `timeout`.
+    /// Compares this process's clock with that of process 0, for traces. All processes must call it; each waits at
+    /// most `timeout` for the others.
     ///
     /// # Errors
     /// [`Error::Store`], [`Error::Input`] when another process does not answer.
@@ -183,7 +184,7 @@ impl ProcessWorld {
         Ok(Self { clock: Some(clock), ..self })
     }
 
-    /// Refuses network interfaces that this machine has not, if Gloo is to use them.
+    /// Checks that this machine has the network interfaces that Gloo is to use.
     ///
     /// # Errors
     /// [`Error::Input`] that names `GLOO_SOCKET_IFNAME`.
@@ -192,22 +193,22 @@ impl ProcessWorld {
         self.interfaces.as_deref().filter(|_| uses).map_or(Ok(()), check_interfaces)
     }
 
-    /// How many ranks all processes have together.
+    /// Returns how many ranks all processes have together.
     pub fn world_size(&self) -> usize {
         self.ranks.last().map_or(0, |last| last.end)
     }
 
-    /// How many processes there are.
+    /// Returns how many processes there are.
     pub fn num_processes(&self) -> usize {
         self.processes.len()
     }
 
-    /// The ranks of this process.
+    /// Returns the ranks of this process.
     pub fn ranks_here(&self) -> Range<usize> {
         self.ranks[self.mine].clone()
     }
 
-    /// How many machines there are.
+    /// Returns how many machines there are.
     pub fn nnodes(&self) -> usize {
         self.nnodes
     }
@@ -217,33 +218,33 @@ impl ProcessWorld {
         self.node_rank
     }
 
-    /// This process's number.
+    /// Returns this process's number, from 0.
     pub fn process(&self) -> usize {
         self.mine
     }
 
-    /// How this process's clock compares to that of process 0, if that was asked.
+    /// Returns the offset of this process's clock from that of process 0; `None` if clocks were not compared.
     pub(super) fn clock(&self) -> Option<Clock> {
         self.clock
     }
 
-    /// The number of this process's first rank among those of its machine.
+    /// Returns the number of this process's first rank among the ranks of its machine.
     pub(super) fn first_local(&self) -> usize {
         self.processes[self.mine].first_local
     }
 
-    /// How many ranks there are on this machine.
+    /// Returns how many ranks there are on this machine.
     pub(super) fn ranks_of_machine(&self) -> usize {
         let host = &self.processes[self.mine].host;
         self.processes.iter().filter(|it| it.host == *host).map(|it| it.ranks.len()).sum()
     }
 
-    /// Whether this is the process of rank 0, which writes and reads for all.
+    /// Returns whether this is the process of rank 0, which reads and writes files for all.
     pub fn is_first(&self) -> bool {
         self.mine == 0
     }
 
-    /// A rank's device, and its process if that is another one: `CPU:0 on b, process 71`.
+    /// Returns a rank's device, with its process if that is another one: `CPU:0 on b, process 71`.
     pub(super) fn label(&self, rank: usize) -> String {
         let all = &self.ranks;
         let Some(process) = all.iter().position(|ranks| ranks.contains(&rank)) else {
@@ -257,10 +258,10 @@ impl ProcessWorld {
         }
     }
 
-    /// What the ranks of this process need to join the group of all.
+    /// Returns what the ranks of this process need to join the world group.
     ///
     /// # Errors
-    /// Those of [`Network::connect`], and [`Error::Input`] for a backend that stays within a process.
+    /// The errors of [`Network::connect`], and [`Error::Input`] for a backend that stays within a process.
     pub(super) fn invitation(&self, run: &Arc<RunContext>, backend: Backend) -> Result<Bootstrap> {
         if backend == Backend::Threaded {
             return Err(Error::Input(
@@ -281,33 +282,34 @@ impl ProcessWorld {
         &self.watch
     }
 
-    /// What is this process's alone to do before its ranks begin. If that fails, the others are told why, as they are
-    /// of a rank that fails; who serves the store stays for that, at most for `timeout`.
+    /// Runs `work`, which this process must do before its ranks start. If `work` fails, the other processes get the
+    /// reason, as for a rank that fails. The process that serves the store stays for that, at most for `timeout`.
     ///
     /// # Errors
-    /// Those of `work`.
+    /// The errors of `work`.
     pub fn before_ranks<T>(
         &self,
         timeout: Duration,
         work: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         work().inspect_err(|error| {
-            // What fails here the others find out as of a process that is killed.
+            // If this write fails, the others notice the failure as they would a killed process.
             let _ = self.watch.tell_of_start(&error.to_string());
             self.leave(Stay { patience: timeout, failed: true, asked_to_end: &|| false });
         })
     }
 
-    /// Ends this process's part. If it serves the store, it stays as long as the others need it, as `stay` says.
+    /// Ends this process's part in the run. If it serves the store, it stays while the others need it, as `stay`
+    /// says.
     pub(super) fn leave(&self, stay: Stay<'_>) {
         self.watch.leave(self.serves.then_some(stay));
     }
 }
 
-/// Whether a store can be served there, at whatever port. A name that leads nowhere is found out later.
+/// Checks that a store can be served at this address, on any port. A name that does not resolve is reported later.
 ///
 /// # Errors
-/// [`Error::Input`] if that is no address of this machine, or every one.
+/// [`Error::Input`] if the address is not one of this machine, or stands for all its interfaces.
 fn check_is_here(master: &MasterEndpoint) -> Result<()> {
     let addr = &master.addr;
     let refuse = |why: &str| Err(Error::Input(format!("--master-addr={addr}: {why}")));
@@ -322,7 +324,7 @@ fn check_is_here(master: &MasterEndpoint) -> Result<()> {
     }
 }
 
-/// What the device's GPU is called, if it is one.
+/// Returns the UUID of the device's GPU; `None` for the CPU.
 fn gpu_of(device: &Device) -> Option<String> {
     match device {
         Device::Cuda(index) => cuda::uuid(*index),
@@ -330,7 +332,7 @@ fn gpu_of(device: &Device) -> Option<String> {
     }
 }
 
-/// Tells the others what this process is, and hears what they are, until `timeout` after it `began`.
+/// Stores what this process is, and reads what the others are. Waits until `timeout` after `began`.
 fn tell(
     store: &TcpStore,
     me: &Process,
@@ -383,10 +385,11 @@ fn tell(
     })
 }
 
-/// Whether `processes`, of which number `mine` is this one, `me`, can train together; the places of their ranks.
+/// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the range of ranks of
+/// each.
 ///
 /// # Errors
-/// [`Error::Input`] that says why not: the same in all of them.
+/// [`Error::Input`] with the reason, the same in all processes.
 fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
     if processes[mine] != *me {
         let text = format!("two processes have the number {mine}; give each its own --node-rank");
@@ -405,19 +408,19 @@ fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<u
     places(processes)
 }
 
-/// What the keys of one start of a run begin with.
+/// Returns the key prefix of one start of a run.
 pub(super) fn prefix(run_id: &str, start: i64) -> String {
     format!("ddp-mp/{run_id}/{start}")
 }
 
-/// Tells those who still wait for `process` that it will not come.
+/// Reports to the processes that still wait for `process` that it will not arrive.
 pub(super) fn tell_absent(store: &TcpStore, process: usize) -> Result<()> {
     let there = "all others, or on their way".into();
     store.set(ABSENT, &MissingPeers { missing: process.to_string(), there }.to_bytes(ABSENT)?)
 }
 
-/// The end for a process that finds that the run cannot begin. Who serves the store stays until the others have found the
-/// same, and tells them who has not come.
+/// Ends the rendezvous of a process that has found that the run cannot begin. The process that serves the store
+/// reports which processes are missing, and stays until the others have found the same.
 fn part(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<()> {
     if !serves {
         return store.add(HEARD, 1).map(drop);
@@ -438,14 +441,15 @@ fn part(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<(
     Ok(())
 }
 
-/// Returns how many files the store opens for so many processes: its own, and the connections of each.
+/// Returns how many files the store opens for this number of processes: its own, and the connections of each.
 pub(super) fn files_of_store(processes: usize) -> usize {
     8 + 8 * processes
 }
 
-/// How long to wait before looking whether it is in vain.
+/// How long to wait for the other processes before checking whether one is reported missing.
 const SLICE: Duration = Duration::from_secs(1);
 
-/// Who is missing, as the process that serves the store has found; and how many have heard of it.
+/// Keys: the missing processes, written by the process that serves the store; and the number of processes that have
+/// seen that the run cannot begin.
 const ABSENT: &str = "absent";
 const HEARD: &str = "heard";

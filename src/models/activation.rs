@@ -1,9 +1,9 @@
-//! What stands between the layers of a model.
+//! Activation functions.
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-/// The function between layers: `--activation`.
+/// The activation function between layers: `--activation`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Activation {
@@ -11,14 +11,14 @@ pub enum Activation {
     Relu,
     /// `torch.nn.Tanh`.
     Tanh,
-    /// `torch.nn.GELU`, exact and not by tanh.
+    /// `torch.nn.GELU`, exact, without the tanh approximation.
     Gelu,
     /// `torch.nn.Sigmoid`.
     Sigmoid,
 }
 
 impl Activation {
-    /// The function of each element.
+    /// Applies the function to each element.
     pub(super) fn forward(self, inputs: &Tensor) -> Tensor {
         match self {
             Activation::Relu => inputs.relu(),
@@ -33,7 +33,7 @@ impl Activation {
 mod tests {
     use super::*;
 
-    /// Against the definitions in torch.nn's documentation.
+    /// Compares with the definitions in torch.nn's documentation.
     #[test]
     fn the_values_are_those_of_the_definitions() {
         let x = Tensor::from_slice(&[-1.0f64, 0.0, 0.5, 2.0]);

@@ -1,31 +1,31 @@
-//! Batch normalization, over the samples of this rank.
+//! Batch normalization over the samples of one rank.
 
 use tch::nn::{BatchNormConfig, ModuleT, Path};
 use tch::{Kind, TchError, Tensor};
 
 use crate::error::{Error, Result};
 
-/// Follows `torch.nn.BatchNorm2d` (and `1d`, `3d`: any input of shape (N, C, ...) will do), with the names
+/// Batch normalization of inputs of shape (N, C, ...). Follows `torch.nn.BatchNorm2d` (and `1d`, `3d`), with the names
 /// of its `state_dict`.
 ///
-/// As tch's `nn::batch_norm2d`, with `num_batches_tracked` beside it.
+/// Like tch's `nn::batch_norm2d`, but also with the buffer `num_batches_tracked`.
 #[derive(Debug)]
 pub struct BatchNorm {
-    /// What the normalized channels are multiplied by, with `affine`.
+    /// The factor of each normalized channel. `None` without `affine`.
     pub weight: Option<Tensor>,
-    /// What is added to them then.
+    /// The offset that is then added to each channel. `None` without `affine`.
     pub bias: Option<Tensor>,
-    /// The mean of each channel, as an average over the last steps: what evaluation uses.
+    /// The running mean of each channel, for evaluation.
     pub running_mean: Tensor,
-    /// The unbiased variance, likewise.
+    /// The running unbiased variance of each channel, for evaluation.
     pub running_var: Tensor,
-    /// How many batches the two come from.
+    /// The number of batches in the running statistics.
     pub num_batches_tracked: Tensor,
     pub(super) config: BatchNormConfig,
 }
 
 impl BatchNorm {
-    /// PyTorch's defaults; those of tch are the same but for the weight, which it draws at random.
+    /// PyTorch's defaults. Those of tch differ only in the initial weight, which tch draws at random.
     pub const DEFAULT: BatchNormConfig = BatchNormConfig {
         cudnn_enabled: true,
         eps: 1e-5,
@@ -35,10 +35,10 @@ impl BatchNorm {
         bs_init: tch::nn::Init::Const(0.),
     };
 
-    /// A layer for `features` channels, whose parameters and buffers are at `path`.
+    /// Creates a layer for `features` channels, with its parameters and buffers at `path`.
     ///
     /// # Errors
-    /// [`Error::Torch`] when libtorch refuses, as it does without the memory.
+    /// [`Error::Torch`] if libtorch fails, for example without enough memory.
     pub fn new(path: &Path, features: i64, config: BatchNormConfig) -> Result<Self> {
         Self::make(path, features, config).map_err(Error::torch("making a batch norm"))
     }
@@ -62,8 +62,8 @@ impl BatchNorm {
         })
     }
 
-    /// Normalizes `inputs`: in training with their own statistics, which go into the running ones, and in
-    /// evaluation with those.
+    /// Normalizes `inputs`. In training it uses and records their own statistics, in evaluation the running
+    /// statistics.
     ///
     /// # Errors
     /// [`Error::Torch`] when the shape doesn't fit.
@@ -92,7 +92,7 @@ impl BatchNorm {
 }
 
 impl ModuleT for BatchNorm {
-    /// As [`BatchNorm::f_forward_t`]; unwinds with its error.
+    /// Calls [`BatchNorm::f_forward_t`]; unwinds with its error.
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         super::or_throw(self.f_forward_t(inputs, train))
     }

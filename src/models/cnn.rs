@@ -9,7 +9,7 @@ use super::layers::{Conv3x3, linear};
 use super::{Activation, BatchNorm, SyncBatchNorm};
 use crate::process_group::ProcessGroup;
 
-/// Stages of convolution, batch norm, activation and pooling, and a linear head.
+/// A network with stages of convolution, batch norm, activation and pooling, and a linear head.
 ///
 /// In PyTorch, for images of `side` x `side` pixels, two stages and ReLU:
 ///
@@ -42,7 +42,7 @@ enum Norm {
 }
 
 impl Cnn {
-    /// For images that [`check`] has found to be right.
+    /// Creates the network, for arguments that passed [`check`].
     pub(super) fn new(
         root: &Path,
         in_features: i64,
@@ -69,7 +69,7 @@ impl Cnn {
         Ok(Self { side, stages, activation, head })
     }
 
-    /// The same, with every batch norm over the ranks of `group`.
+    /// Returns the same network with every batch norm over the ranks of `group`.
     pub(super) fn convert_sync_batchnorm(mut self, group: &Rc<ProcessGroup>) -> Self {
         let convert = |stage: Stage| Stage {
             norm: match stage.norm {
@@ -83,7 +83,7 @@ impl Cnn {
     }
 }
 
-/// Which key of the configuration makes no sense for such a network, and why.
+/// Checks the arguments of the network. An error is the wrong key of the configuration, and the problem.
 pub(super) fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static str, String)> {
     let side = in_features.max(0).isqrt();
     if side < 1 || side * side != in_features {

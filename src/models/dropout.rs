@@ -1,4 +1,4 @@
-//! Dropout from random numbers of the rank's own.
+//! Dropout with the rank's own random number generator.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use tch::nn::ModuleT;
 use super::or_throw;
 use crate::ffi::Generator;
 
-/// Zeros, in training, each number with a probability of its own, and scales the others so that the mean stays.
+/// Zeros each number with probability `p` in training, and scales the others so that the mean stays.
 ///
-/// Follows `torch.nn.Dropout`. What is drawn comes from a [`Generator`] of the rank, and so is the same in every
-/// run; with [`Tensor::dropout`] CPU ranks would draw from one generator in whatever order they come.
+/// Follows `torch.nn.Dropout`. It draws from a [`Generator`] of the rank, so the numbers are the same in every run.
+/// With [`Tensor::dropout`], CPU ranks would draw from one shared generator in random order.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     p: f64,
@@ -19,12 +19,12 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Zeros with probability `p`, from 0 to 1.
+    /// Creates a layer that zeros with probability `p`, from 0 to 1.
     pub fn new(p: f64, generator: &Arc<Generator>) -> Self {
         Self { p, generator: generator.clone() }
     }
 
-    /// With random numbers from another generator.
+    /// Returns the same layer with another generator.
     pub(super) fn with_generator(self, generator: &Arc<Generator>) -> Self {
         Self::new(self.p, generator)
     }

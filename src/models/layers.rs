@@ -1,5 +1,4 @@
-//! Layers as PyTorch initialises them: the same distribution, drawn in the same order. (tch's own defaults
-//! differ.)
+//! Layers with PyTorch's initialisation: the same distributions, drawn in the same order. (tch's defaults differ.)
 
 use tch::nn::{Init, Linear, Path};
 use tch::{TchError, Tensor};
@@ -28,10 +27,11 @@ impl Conv3x3 {
     }
 }
 
-/// A weight whose first dimension is the layer's outputs, and the bias, with PyTorch's `reset_parameters`.
+/// Creates a weight of shape `shape` and a bias, initialised as by PyTorch's `reset_parameters`. The first dimension
+/// is the layer's outputs.
 fn weight_and_bias(path: &Path, shape: &[i64]) -> Result<(Tensor, Tensor), TchError> {
     let fan_in = shape[1..].iter().product::<i64>() as f64;
-    // kaiming_uniform_ with a = sqrt(5), computed in the same steps to get the same last bit.
+    // kaiming_uniform_ with a = sqrt(5), computed in PyTorch's steps for bit-identical results.
     let gain = (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt();
     let weight_bound = 3f64.sqrt() * (gain / fan_in.sqrt());
     let bias_bound = 1.0 / fan_in.sqrt();

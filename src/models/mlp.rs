@@ -1,4 +1,4 @@
-//! Dense layers.
+//! A multilayer perceptron.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::layers::linear;
 use super::{Activation, Dropout};
 use crate::ffi::Generator;
 
-/// Dense layers with an activation, and dropout if wanted, between them; one layer is a linear model.
+/// Dense layers with an activation, and optionally dropout, between them. A single layer is a linear model.
 #[derive(Debug)]
 pub struct Mlp {
     layers: Vec<Linear>,
@@ -18,8 +18,9 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    /// `nn.Sequential(nn.Linear, nn.ReLU, nn.Linear, ...)`, or with another activation, and with an `nn.Dropout`
-    /// after each if there is one; a single `nn.Linear` for two `widths`, from the inputs' to the outputs'.
+    /// Creates the equivalent of `nn.Sequential(nn.Linear, nn.ReLU, nn.Linear, ...)`, with `activation`. With a
+    /// `dropout`, an `nn.Dropout` follows each activation. `widths` go from the inputs to the outputs. Two widths make
+    /// a single `nn.Linear`.
     pub(super) fn new(
         root: &Path,
         widths: &[i64],
@@ -34,7 +35,7 @@ impl Mlp {
         Ok(Self { layers: layers.collect::<Result<_, _>>()?, activation, dropout })
     }
 
-    /// The same, with dropout from another generator.
+    /// Returns the same model, with dropout from another generator.
     pub(super) fn with_generator(self, generator: &Arc<Generator>) -> Self {
         let dropout = self.dropout.map(|dropout| dropout.with_generator(generator));
         Self { dropout, ..self }

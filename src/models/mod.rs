@@ -1,4 +1,4 @@
-//! The models that can be had by name, with PyTorch's default initialisation; batch norm.
+//! The built-in models, with PyTorch's default initialisation, and batch norm.
 
 mod activation;
 mod batch_norm;
@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{Generator, fork_rng};
 use crate::process_group::ProcessGroup;
 
-/// Which model: `--model`.
+/// The sort of model: `--model`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ModelKind {
@@ -35,12 +35,12 @@ pub enum ModelKind {
     Linear,
     /// Dense layers with an [`Activation`] between them.
     Mlp,
-    /// Convolutions of square images.
+    /// A convolutional network for square images.
     Cnn,
 }
 
 impl ModelKind {
-    /// Its name on the command line and in reports.
+    /// Returns the name on the command line and in reports.
     pub fn name(self) -> &'static str {
         match self {
             ModelKind::Linear => "linear",
@@ -50,26 +50,25 @@ impl ModelKind {
     }
 }
 
-/// What a model looks like.
+/// The architecture of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    /// Which model.
+    /// The sort of model.
     pub kind: ModelKind,
-    /// How many numbers go in, a sample; the pixels of a square image for a cnn.
+    /// The number of inputs per sample. For a cnn: the pixels of a square image.
     pub in_features: i64,
-    /// How many come out.
+    /// The number of outputs per sample.
     pub out_features: i64,
-    /// What is between, first to last: the widths of an mlp's hidden layers, or the channels of a cnn's
-    /// convolutions.
+    /// The widths of an mlp's hidden layers, or the channels of a cnn's convolutions, first to last.
     pub hidden: Vec<i64>,
-    /// The function between layers.
+    /// The activation function between layers.
     pub activation: Activation,
-    /// With which probability a number between an mlp's layers is zeroed in training.
+    /// The probability that dropout zeros a number between an mlp's layers in training.
     pub dropout: f64,
 }
 
 impl Default for ModelConfig {
-    /// One dense layer from 20 numbers to one.
+    /// Returns one dense layer from 20 inputs to one output.
     fn default() -> Self {
         Self {
             kind: ModelKind::Linear,
@@ -82,17 +81,17 @@ impl Default for ModelConfig {
     }
 }
 
-/// A model that was built by name.
+/// A model built from a [`ModelConfig`].
 #[derive(Debug)]
 pub enum Model {
-    /// A linear model is one, too.
+    /// Dense layers. A linear model is also of this variant.
     Mlp(Mlp),
-    /// Convolutions.
+    /// A convolutional network.
     Cnn(Cnn),
 }
 
 impl ModelConfig {
-    /// Which key of the configuration makes no sense for this kind of model, and why.
+    /// Checks the configuration. An error is the wrong key for this sort of model, and the problem.
     pub(crate) fn check(&self) -> Result<(), (&'static str, String)> {
         match self.kind {
             ModelKind::Cnn => cnn::check(self.in_features, &self.hidden),
@@ -100,7 +99,7 @@ impl ModelConfig {
         }
     }
 
-    /// Returns how many parameters the model has. A float, because widths may be so large that nothing else holds it.
+    /// Returns the number of parameters. A float, because the product of large widths overflows integers.
     pub(crate) fn num_parameters(&self) -> f64 {
         let (inputs, outputs) = (self.in_features as f64, self.out_features as f64);
         let hidden = self.hidden.iter().map(|&width| width as f64);
@@ -129,16 +128,16 @@ impl ModelConfig {
 
     /// Builds the model in a `VarStore` of its own, on `device`.
     ///
-    /// The parameters are those of PyTorch's `nn.Linear` (or an `nn.Sequential` of them with an
-    /// activation between, or that of [`Cnn`]) after `torch.manual_seed(seed)`, bit for bit; on a GPU as well, because
-    /// they are drawn on the CPU. Their names are `nn.Sequential`'s too: `weight` and `bias` of a single
-    /// layer, or `0.weight`, `0.bias`, `2.weight`, ...
+    /// The parameters are bit for bit those of PyTorch after `torch.manual_seed(seed)`, for an `nn.Linear`, an
+    /// `nn.Sequential` with activations, or that of [`Cnn`]. This holds on a GPU too, because they are drawn on the
+    /// CPU. Their names are those of `nn.Sequential`: `weight` and `bias` for a single layer, or `0.weight`, `0.bias`,
+    /// `2.weight`, ...
     ///
-    /// Dropout draws the same on every rank, until [`Model::with_generator`] gives it the rank's own generator.
+    /// Dropout draws the same numbers on every rank, until [`Model::with_generator`] sets the rank's own generator.
     ///
     /// # Errors
-    /// [`Error::Input`] when a cnn's images are not square or too small, and [`Error::Torch`] when libtorch
-    /// refuses, as it does without the memory.
+    /// [`Error::Input`] if a cnn's images are not square or too small; [`Error::Torch`] if libtorch fails, for
+    /// example without enough memory.
     pub fn build(&self, device: Device, seed: u64) -> Result<(nn::VarStore, Model)> {
         self.check().map_err(|(key, problem)| Error::Input(format!("{key}: {problem}")))?;
         let making = || Error::torch("making the model");
@@ -149,8 +148,8 @@ impl ModelConfig {
             None
         };
         let model = fork_rng(seed, || self.layers(&vs.root(), dropout))?.map_err(making())?;
-        // The tensors stay the same objects, here, in the layers and in the VarStore.
-        #[allow(clippy::disallowed_methods)] // in whatever order
+        // The layers and the VarStore keep the same tensor objects.
+        #[allow(clippy::disallowed_methods)] // the order does not matter
         for mut tensor in vs.variables().into_values() {
             let moved = tch::no_grad(|| tensor.f_to_device(device)).map_err(making())?;
             tensor.f_set_data(&moved).map_err(making())?;
@@ -175,7 +174,7 @@ impl ModelConfig {
 }
 
 impl Model {
-    /// The same model, with the same parameters and buffers, in which every batch norm is a
+    /// Returns the same model, with the same parameters and buffers, but with every batch norm replaced by a
     /// [`SyncBatchNorm`] over the ranks of `group`.
     ///
     /// Follows `torch.nn.SyncBatchNorm.convert_sync_batchnorm`.
@@ -186,7 +185,7 @@ impl Model {
         }
     }
 
-    /// The same model, whose dropout, if it has any, draws from `generator`: the rank's own.
+    /// Returns the same model with dropout, if any, from `generator`, the rank's own.
     pub fn with_generator(self, generator: &Arc<Generator>) -> Self {
         match self {
             Model::Mlp(mlp) => Model::Mlp(mlp.with_generator(generator)),
@@ -204,7 +203,7 @@ impl ModuleT for Model {
     }
 }
 
-/// tch's `forward_t` has no way to return an error: `spawn` catches what is thrown here.
+/// Returns the tensor, or unwinds with the error. tch's `forward_t` cannot return an error. `spawn` catches it.
 fn or_throw(result: Result<Tensor>) -> Tensor {
     result.unwrap_or_else(|error| resume_unwind(Box::new(error)))
 }

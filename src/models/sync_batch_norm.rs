@@ -11,15 +11,15 @@ use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 use crate::process_group::functional::all_reduce;
 
-/// A batch norm whose statistics are those of the samples of all ranks: N ranks with a batch each are one
-/// rank with all of them.
+/// Batch normalization with the statistics of the samples of all ranks. N ranks with a batch each give the same
+/// result as one rank with all samples.
 ///
-/// Follows `torch.nn.SyncBatchNorm`, and works on the CPU as well, where PyTorch's refuses. Forward in
-/// training is a collective, and so is backward: every rank must do both, if one does. Batches may differ
-/// in size, and be empty on some ranks.
+/// Follows `torch.nn.SyncBatchNorm`, and also works on the CPU, where PyTorch's raises an error. In training,
+/// forward and backward are collectives: if one rank runs them, every rank must. Batches may differ in size, and
+/// may be empty on some ranks.
 ///
-/// As a layer it stands where tch's `nn::batch_norm2d` stands. It belongs to the thread of its rank (a
-/// [`ModuleT`] must be `Send`): used or dropped on another one it panics.
+/// Use it as a layer in place of tch's `nn::batch_norm2d`. It belongs to the thread of its rank. It is `Send` only
+/// because a [`ModuleT`] must be: using or dropping it on another thread panics.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -46,12 +46,12 @@ pub struct SyncBatchNorm {
     group: SendWrapper<Rc<ProcessGroup>>,
 }
 
-/// Of the batches of all ranks: float64, one number for each channel, but for the count.
+/// The statistics of the batches of all ranks, in float64: one number per channel, except for the count.
 struct Statistics {
     mean: Tensor,
-    /// Divided by the count.
+    /// The biased variance (divided by the count).
     var: Tensor,
-    /// How many values a channel has.
+    /// The number of values per channel.
     count: Tensor,
 }
 
@@ -59,11 +59,10 @@ impl SyncBatchNorm {
     /// [`BatchNorm::DEFAULT`].
     pub const DEFAULT: BatchNormConfig = BatchNorm::DEFAULT;
 
-    /// A layer for `features` channels, whose parameters and buffers are at `path`, over the ranks of
-    /// `group`.
+    /// Creates a layer for `features` channels over the ranks of `group`, with its parameters and buffers at `path`.
     ///
     /// # Errors
-    /// [`Error::Torch`] when libtorch refuses, as it does without the memory.
+    /// [`Error::Torch`] if libtorch fails, for example without enough memory.
     pub fn new(
         path: &Path,
         features: i64,
@@ -73,18 +72,18 @@ impl SyncBatchNorm {
         Ok(Self::convert(BatchNorm::new(path, features, config)?, group))
     }
 
-    /// `norm`, with the same parameters and buffers, over the ranks of `group`.
+    /// Converts `norm` into a layer over the ranks of `group`, with the same parameters and buffers.
     pub fn convert(norm: BatchNorm, group: &Rc<ProcessGroup>) -> Self {
         Self { norm, group: SendWrapper::new(group.clone()) }
     }
 
-    /// The parameters and buffers.
+    /// Returns the underlying batch norm with the parameters and buffers.
     pub fn batch_norm(&self) -> &BatchNorm {
         &self.norm
     }
 
-    /// Normalizes `inputs`, of shape (N, C, ...): in training with the statistics of all ranks' inputs,
-    /// which go into the running ones, and in evaluation with those. A collective in training.
+    /// Normalizes `inputs` of shape (N, C, ...). In training it uses and records the statistics of all ranks' inputs,
+    /// in evaluation the running statistics. A collective in training.
     ///
     /// # Errors
     /// [`Error::Torch`] when the shape doesn't fit, and those of [`ProcessGroup::all_reduce`].
@@ -104,12 +103,12 @@ impl SyncBatchNorm {
     fn normalize(&self, inputs: &Tensor, statistics: &Statistics) -> Result<Tensor, TchError> {
         let BatchNorm { weight, bias, config, .. } = &self.norm;
         let kind = accumulating(inputs);
-        // One number for each channel, to go with inputs of shape (N, C, ...).
+        // One number per channel, broadcast over inputs of shape (N, C, ...).
         let mut shape = vec![1; inputs.dim()];
         shape[1] = -1;
         let each = |values: &Tensor| values.f_to_kind(kind)?.f_view(&shape[..]);
         let invstd = (statistics.var.f_add_scalar(config.eps))?.f_rsqrt()?;
-        // The mean goes first: with large means little would be left of x * scale + shift.
+        // Subtract the mean first: x * scale + shift loses precision with large means.
         let centered = inputs.f_to_kind(kind)?.f_sub(&each(&statistics.mean)?)?;
         let output = match (weight, bias) {
             (Some(weight), Some(bias)) => {
@@ -120,11 +119,11 @@ impl SyncBatchNorm {
         output.f_to_kind(inputs.kind())
     }
 
-    /// Lets the running statistics follow.
+    /// Updates the running statistics.
     fn track(&self, statistics: &Statistics) -> Result<(), TchError> {
         let Statistics { mean, var, count } = statistics;
         let unbiased = var.f_mul(count)?.f_div(&count.f_sub_scalar(1)?)?;
-        // Not moved by a batch without samples. Not read on the host, which would wait for a GPU.
+        // An empty batch has no effect. Not read on the host, which would wait for a GPU.
         let some = count.f_gt(0)?.f_to_kind(count.kind())?;
         let momentum = some.f_mul_scalar(self.norm.config.momentum)?;
         for (running, now) in [(&self.norm.running_mean, mean), (&self.norm.running_var, &unbiased)]
@@ -139,14 +138,13 @@ impl SyncBatchNorm {
 }
 
 impl ModuleT for SyncBatchNorm {
-    /// As [`SyncBatchNorm::f_forward_t`]; unwinds with its error, which [`spawn`](crate::spawn) reports as
-    /// such.
+    /// Calls [`SyncBatchNorm::f_forward_t`]. Unwinds with its error, which [`spawn`](crate::spawn) reports.
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         super::or_throw(self.f_forward_t(inputs, train))
     }
 }
 
-/// The kind to compute in: half precision is not enough.
+/// Returns the dtype to compute in. Half precision is not enough.
 fn accumulating(inputs: &Tensor) -> Kind {
     match inputs.kind() {
         Kind::Half | Kind::BFloat16 => Kind::Float,
@@ -154,11 +152,11 @@ fn accumulating(inputs: &Tensor) -> Kind {
     }
 }
 
-/// What the ranks add up, in one tensor: for each channel the sum and the sum of squares, and the count;
-/// and how many channels there are.
+/// Returns this rank's part of the sums, and the number of channels. One tensor holds the sums of each channel, the
+/// sums of squares, and the count.
 ///
-/// Taken from the mean and the variance, because the sum of squares as such is mostly the mean where that
-/// is large; and in float64, where as many digits of it can be lost as float32 has.
+/// The sums are computed from the mean and the variance. With large means, a direct sum of squares is mostly the mean
+/// and loses the variance. In float64, even losing as many digits as a float32 has leaves enough.
 fn local_sums(inputs: &Tensor) -> Result<(Tensor, i64), TchError> {
     let shape = inputs.size();
     let [_, channels, ..] = shape[..] else {
@@ -168,7 +166,7 @@ fn local_sums(inputs: &Tensor) -> Result<(Tensor, i64), TchError> {
     let count: i64 = dims.iter().map(|&dim| shape[dim as usize]).product();
     let inputs = inputs.f_to_kind(accumulating(inputs))?;
     let (var, mean) = if count == 0 {
-        // Zeros that depend on the inputs, so that this rank goes backward with the others.
+        // Zeros that depend on the inputs, so that this rank takes part in backward.
         let zeros = inputs.f_sum_dim_intlist(&dims[..], false, None)?;
         (zeros.shallow_clone(), zeros)
     } else {
@@ -181,10 +179,10 @@ fn local_sums(inputs: &Tensor) -> Result<(Tensor, i64), TchError> {
 }
 
 impl Statistics {
-    /// From the sums over all ranks.
+    /// Computes the statistics from the sums over all ranks.
     fn from_sums(sums: &Tensor, channels: i64) -> Result<Self, TchError> {
         let count = sums.f_detach()?.f_select(0, 2 * channels)?;
-        // Without samples on any rank the sums are zeros, and so be the rest.
+        // If no rank has samples, the sums are zeros, and the statistics are too.
         let at_least_one = count.f_clamp_min(1)?;
         let mean = sums.f_narrow(0, 0, channels)?.f_div(&at_least_one)?;
         let squares = sums.f_narrow(0, channels, channels)?.f_div(&at_least_one)?;

@@ -10,13 +10,13 @@ use crate::ffi::{AdamWStep, TensorList, fused_adamw};
 /// The options of [`AdamW`]. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWOptions {
-    /// How much of the running means of the gradient and of its square is kept in a step.
+    /// Decay factors of the running means of the gradient and of its square.
     pub betas: (f64, f64),
-    /// What is added to the denominator, so that it is not zero.
+    /// Term added to the denominator, so that it is not zero.
     pub eps: f64,
-    /// By how much a parameter shrinks in a step, times the learning rate.
+    /// Weight decay: the part by which a parameter shrinks in a step, times the learning rate.
     pub weight_decay: f64,
-    /// Which parameters weight decay is for: all, or [`ParamSpan::is_weight`].
+    /// Selects the parameters with weight decay: all, or [`ParamSpan::is_weight`].
     pub decays: fn(&ParamSpan) -> bool,
 }
 
@@ -35,28 +35,28 @@ impl Default for AdamWOptions {
 pub struct AdamW {
     options: AdamWOptions,
     flat: OptimizerState,
-    /// For each group the number of its steps, on the device, where the kernel reads it.
+    /// The number of steps of each group, on the device where the kernel reads it.
     counts: Vec<Count>,
 }
 
 #[derive(Debug)]
 struct Count {
     steps: Tensor,
-    /// The same tensor as often as the kernel wants it.
+    /// One copy of the handle `steps` per tensor of the group, as the kernel requires.
     list: TensorList,
 }
 
 impl AdamW {
     const STEP: &str = "step";
 
-    /// Steps the parameters in `buffers`, which a
-    /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) gives.
+    /// Returns an optimizer for the parameters in `buffers`, which come from a
+    /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers).
     ///
     /// # Errors
-    /// [`Error::Torch`] when the device has no room.
+    /// [`Error::Torch`] when the device is out of memory.
     pub fn new(buffers: Vec<FlatBuffer>, options: AdamWOptions) -> Result<Self> {
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
-        // Every step counts: it says how much of the means is there by now.
+        // Every step must be counted, because the bias correction of the means depends on the count.
         let flat = OptimizerState::new(buffers, &["exp_avg", "exp_avg_sq"], decays, u64::MAX)?;
         let counts = counts(&flat)?;
         Ok(Self { options, flat, counts })

@@ -1,4 +1,4 @@
-//! Gradients that are not longer than a limit.
+//! Clipping of gradients to a maximum norm.
 
 use tch::{Device, Kind, Tensor};
 
@@ -6,12 +6,12 @@ use super::{FlatBuffer, GradState, ParamSpan};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, scale_all, total_norm};
 
-/// Scales all gradients by the same factor, so that their 2-norm, all together, is `max_norm` or less.
-/// Returns the norm that they had: a tensor without dimensions, on the device.
+/// Scales all gradients by the same factor, so that their total 2-norm is at most `max_norm`. Returns the norm before
+/// scaling, as a tensor without dimensions on the device.
 ///
-/// Follows `torch.nn.utils.clip_grad_norm_`. The norm is that of the parameters' norms in the order of
-/// their creation, so it does not depend on how they lie in buckets, and on a CPU it is PyTorch's to the
-/// bit; 0 where there are no gradients. Nothing waits for the device.
+/// Follows `torch.nn.utils.clip_grad_norm_`. The norm is that of the parameters' norms in creation order, so it does
+/// not depend on the buckets. On a CPU it equals PyTorch's to the bit. It is 0 without gradients. Does not wait for the
+/// device.
 ///
 /// # Errors
 /// [`Error::Torch`].
@@ -32,11 +32,11 @@ pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
     let gradients = TensorList::new(&gradients)?;
     let norm = total_norm(&gradients)?;
     let factor = || {
-        // In Python's order of operations: `max_norm / x` is `x.reciprocal() * max_norm` there.
+        // Uses Python's order of operations: `max_norm / x` is `x.reciprocal() * max_norm` there.
         norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max_norm)?.f_clamp_max_(1.0)
     };
     let factor = factor().map_err(Error::torch("clipping the gradients"))?;
-    // Not the gaps between them: a factor that is not a number would stay there.
+    // Does not scale the gaps between gradients: a NaN factor would stay there.
     scale_all(&gradients, &factor)?;
     Ok(norm)
 }

@@ -1,4 +1,4 @@
-//! What an optimizer keeps for each number of its flat buffers, and which stretches are stepped alike.
+//! The optimizer state for each element of the flat buffers, and the groups of parameters that one kernel call steps.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -9,10 +9,10 @@ use super::{FlatBuffer, GradState, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, bump_versions};
 
-/// Neighbours in a buffer, from one's start to the next one's outside.
+/// A half-open range `start..end` of adjacent parameters in a flat buffer.
 ///
-/// The gaps between parameters are stepped as well: they are zero and stay so. A kernel then ends where
-/// its vectors end, and never in its loop over single numbers, which rounds otherwise.
+/// The gaps between parameters are stepped too: they are zero and stay zero. A kernel then ends at a vector boundary
+/// and never runs its loop over single elements, which rounds differently.
 #[derive(Debug, PartialEq)]
 struct SpanRun {
     buffer: usize,
@@ -20,46 +20,46 @@ struct SpanRun {
     end: usize,
 }
 
-/// What one kernel call steps.
+/// The parameters that one kernel call steps.
 #[derive(Debug)]
 pub(super) struct Group {
-    /// Whether weight decay is for these.
+    /// Whether weight decay applies to them.
     pub decays: bool,
-    /// How many steps they have made.
+    /// The number of steps that they have made.
     pub steps: u64,
     pub parameters: TensorList,
     pub gradients: TensorList,
     /// The optimizer's slots, in their order.
     pub slots: Vec<TensorList>,
-    /// How many tensors each list has.
+    /// The number of tensors in each list.
     pub len: usize,
     pub device: Device,
-    /// Which parameters these are, by their index.
+    /// The indices of the parameters.
     members: Vec<usize>,
-    /// The model's own tensors of these.
+    /// The model's own tensors of the parameters.
     tensors: TensorList,
 }
 
-/// How the parameters lay in a buffer when groups were made of them, and which had no gradient.
+/// A buffer's layout and its parameters without a gradient, at the time at which the groups were made.
 #[derive(Debug)]
 struct LayoutVersion {
     places: Rc<[ParamSpan]>,
     unused: Rc<[usize]>,
 }
 
-/// Flat buffers, with more of the same layout (`slots`) for what an optimizer keeps for each number.
+/// Flat buffers, with further buffers of the same layout (`slots`) for the optimizer's state.
 #[derive(Debug)]
 pub(super) struct OptimizerState {
     pub buffers: Vec<FlatBuffer>,
-    /// What there was of each buffer when `groups` were made.
+    /// The layout of each buffer when `groups` were made.
     seen: Vec<LayoutVersion>,
-    /// Names and, for each buffer, values: zero at first.
+    /// Name and, for each buffer, values of each slot; zero at first.
     slots: Vec<(&'static str, Vec<Tensor>)>,
-    /// Which parameters decay; none, if not said.
+    /// Selects the parameters with weight decay; `None` for no weight decay.
     decays: Option<fn(&ParamSpan) -> bool>,
-    /// How far an optimizer needs to count a parameter's steps.
+    /// The largest step count that the optimizer distinguishes.
     count_to: u64,
-    /// How many steps each parameter had made when `groups` were made, by its index.
+    /// The number of steps of each parameter when `groups` were made, by its index.
     steps: BTreeMap<usize, u64>,
     pub groups: Vec<Group>,
 }
@@ -80,7 +80,8 @@ impl OptimizerState {
         Ok(flat)
     }
 
-    /// Whether there is anything to step by. Local gradients are refused: stepped by them, ranks would part.
+    /// Returns whether there are gradients to step with. Local gradients are an error: with them the ranks would
+    /// diverge.
     pub(super) fn have_gradients(&self) -> Result<bool> {
         let mut any = false;
         for buffer in &self.buffers {
@@ -99,8 +100,8 @@ impl OptimizerState {
         Ok(any)
     }
 
-    /// Follows the parameters when they have moved, or have a gradient now where they had none before, or the
-    /// reverse; whether the groups are new.
+    /// Follows the parameters: updates the groups if any have moved, or have gained or lost their gradient. Returns
+    /// whether the groups are new.
     pub(super) fn refresh(&mut self) -> Result<bool> {
         let (mut have_moved, mut same) = (false, true);
         for (buffer, seen) in self.buffers.iter().zip(&self.seen) {
@@ -117,7 +118,7 @@ impl OptimizerState {
         Ok(is_new)
     }
 
-    /// Moves what is kept to where the parameters are by now.
+    /// Moves the optimizer state to the parameters' current places.
     fn relocate_state(&mut self) -> Result<()> {
         let before: BTreeMap<usize, (usize, &ParamSpan)> =
             self.places().map(|(buffer, place)| (place.index, (buffer, place))).collect();
@@ -173,7 +174,7 @@ impl OptimizerState {
         Ok(())
     }
 
-    /// The parameters that have a gradient, by what they have in common.
+    /// Returns the parameters with a gradient, grouped by key.
     fn runs(&self) -> Vec<(Key, Runs)> {
         let mut groups: Vec<(Key, Runs)> = Vec::new();
         for (buffer, LayoutVersion { places, unused }) in self.seen.iter().enumerate() {
@@ -201,26 +202,26 @@ impl OptimizerState {
         groups
     }
 
-    /// The model's own tensors of the parameters with these indices.
+    /// Returns the model's own tensors of the parameters with these indices.
     fn tensors(&self, indices: &[usize]) -> Result<TensorList> {
         let of = |&index: &usize| self.buffers.iter().find_map(|it| it.places.tensor(index));
         TensorList::new(&indices.iter().filter_map(of).collect::<Vec<_>>())
     }
 
-    /// Counts a step of all that have a gradient.
+    /// Counts a step of all parameters with a gradient.
     pub(super) fn count_step(&mut self) {
         for group in &mut self.groups {
             group.steps = (group.steps + 1).min(self.count_to);
         }
     }
 
-    /// Has autograd know that the parameters with a gradient have been written to, which were reached through the
-    /// buffers.
+    /// Bumps autograd's version counters of the parameters with a gradient, because the kernels wrote to them through
+    /// the buffers.
     pub(super) fn bump_versions(&self) -> Result<()> {
         self.groups.iter().try_for_each(|group| bump_versions(&group.tensors))
     }
 
-    /// How many steps each parameter has made.
+    /// Returns the number of steps of each parameter, by its index.
     fn steps(&self) -> BTreeMap<usize, u64> {
         let mut steps = self.steps.clone();
         for group in &self.groups {
@@ -229,8 +230,8 @@ impl OptimizerState {
         steps
     }
 
-    /// A copy of what the slots hold for each parameter, with the number of its steps, in the order of the
-    /// parameters' creation. Nothing for one that has not been stepped yet.
+    /// Returns a copy of each parameter's slots with its number of steps, in creation order. The slots are empty for a
+    /// parameter that has not been stepped.
     pub(super) fn state(&self) -> Result<Vec<(u64, ParameterState)>> {
         let steps = self.steps();
         let mut states = BTreeMap::new();
@@ -248,8 +249,8 @@ impl OptimizerState {
         Ok(states.into_values().collect())
     }
 
-    /// Fills the slots. `count` reads the number of steps from the state of a parameter that has been stepped,
-    /// from what is named `besides` there. On an error nothing has changed.
+    /// Loads the slots. `count` reads the number of steps from a stepped parameter's state, which also holds the
+    /// tensors named in `besides`. On an error nothing has changed.
     pub(super) fn load(
         &mut self,
         state: &[ParameterState],
@@ -312,14 +313,14 @@ impl OptimizerState {
         self.make_groups()
     }
 
-    /// All parameters' places, with the numbers of their buffers, as they were when `groups` were made.
+    /// Returns all parameters' places with the indices of their buffers, as of when `groups` were made.
     fn places(&self) -> impl Iterator<Item = (usize, &ParamSpan)> {
         let buffers = self.seen.iter().enumerate();
         buffers.flat_map(|(number, seen)| seen.places.iter().map(move |place| (number, place)))
     }
 }
 
-/// What parameters that are stepped by one kernel call have in common.
+/// The properties that all parameters of one kernel call share.
 #[derive(Debug, PartialEq)]
 struct Key {
     decays: bool,
@@ -330,7 +331,7 @@ struct Key {
 #[derive(Debug, Default, PartialEq)]
 struct Runs {
     runs: Vec<SpanRun>,
-    /// The parameters in them, by their index.
+    /// The indices of the parameters in the runs.
     members: Vec<usize>,
 }
 
@@ -345,7 +346,7 @@ fn zeros_like(buffers: &[FlatBuffer]) -> Result<Vec<Tensor>> {
 mod tests {
     use super::*;
 
-    /// One of `len` numbers, with parameters that have `index`, name, start and shape.
+    /// Returns a buffer of `len` elements, with parameters given by index, name, start and shape.
     fn buffer(places: &[(usize, &str, usize, &[i64])], len: i64, kind: Kind) -> FlatBuffer {
         let zeros = || Tensor::zeros([len], (kind, Device::Cpu));
         let place = |&(index, name, start, shape): &(usize, &str, usize, &[i64])| ParamSpan {
@@ -391,7 +392,7 @@ mod tests {
             ]
         };
         assert_eq!(runs(&flat), all(0, 0));
-        // Who has no gradient is passed by, and counts no step.
+        // A parameter without a gradient is skipped, and its step is not counted.
         flat.buffers.iter().for_each(|buffer| buffer.places.set_unused(&[2]));
         assert!(flat.refresh().unwrap() && !flat.refresh().unwrap());
         let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];

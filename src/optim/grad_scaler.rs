@@ -1,4 +1,4 @@
-//! Losses that are scaled up, so that float16 gradients do not vanish.
+//! Loss scaling, so that float16 gradients do not vanish.
 
 use std::rc::Rc;
 
@@ -13,15 +13,16 @@ use crate::process_group::ProcessGroup;
 /// The options of [`GradScaler`]. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GradScalerOptions {
-    /// The first scale.
+    /// The initial scale.
     pub init_scale: f64,
-    /// By what the scale is multiplied after `growth_interval` steps in a row with finite gradients.
+    /// Factor for the scale after `growth_interval` steps in a row with finite gradients.
     pub growth_factor: f64,
-    /// By what it is multiplied after a step with gradients that are not finite.
+    /// Factor for the scale after a step with gradients that are not finite.
     pub backoff_factor: f64,
-    /// How many steps must go well before the scale grows.
+    /// The number of steps in a row with finite gradients before the scale grows.
     pub growth_interval: u64,
-    /// Without it nothing is scaled, checked or skipped, so that one loop does for float16 and all else.
+    /// Whether to scale, check and skip. If false, the scaler does nothing, so that one loop serves float16 and other
+    /// dtypes.
     pub enabled: bool,
 }
 
@@ -37,28 +38,27 @@ impl Default for GradScalerOptions {
     }
 }
 
-/// What a [`GradScaler`] goes on from, with the keys of the `state_dict` of PyTorch's.
+/// The state of a [`GradScaler`], with the keys of PyTorch's `state_dict`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GradScalerState {
-    /// By what losses are multiplied now.
+    /// The current scale.
     pub scale: f64,
-    /// As in [`GradScalerOptions`].
+    /// See [`GradScalerOptions`].
     pub growth_factor: f64,
-    /// As in [`GradScalerOptions`].
+    /// See [`GradScalerOptions`].
     pub backoff_factor: f64,
-    /// As in [`GradScalerOptions`].
+    /// See [`GradScalerOptions`].
     pub growth_interval: u64,
-    /// How many steps in a row went well since the scale has changed.
+    /// The number of steps in a row with finite gradients since the last change of the scale.
     #[serde(rename = "_growth_tracker")]
     pub growth_tracker: u64,
 }
 
-/// Multiplies losses by a large number, so that small gradients are not zero in float16, and divides the
-/// averaged gradients by it again; leaves out a step whose gradients were too large for that, and lowers the
-/// number then.
+/// Multiplies losses by a large scale, so that small gradients are not zero in float16, and divides the averaged
+/// gradients by it. Skips a step whose gradients overflow, and lowers the scale.
 ///
-/// Follows `torch.amp.GradScaler`. All ranks find the same: they look at gradients that have been averaged,
-/// and one that is infinite or not a number on one rank is so in the average, whatever it was sent as.
+/// Follows `torch.amp.GradScaler`. All ranks make the same decision because they check averaged gradients. A gradient
+/// that is infinite or NaN on one rank is so in the average, in any dtype it was sent in.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -98,22 +98,22 @@ pub struct GradScalerState {
 pub struct GradScaler {
     options: GradScalerOptions,
     group: Rc<ProcessGroup>,
-    /// A list for each buffer: the kernel takes one kind.
+    /// One list per buffer, because the kernel takes one dtype.
     gradients: Vec<TensorList>,
-    /// Which say whether there are any.
+    /// The layouts, which hold the state of the gradients.
     places: Vec<ParamLayout>,
-    /// On the host, in the precision of PyTorch's, which keeps it on the device and yet reads `found_inf` on
-    /// the host before each step. Here that read decides all: no optimizer need know of skipped steps, and
-    /// momentum and step counts are right by themselves.
+    /// On the host, in PyTorch's precision. PyTorch keeps it on the device, yet reads `found_inf` on the host before
+    /// each step. Here that read decides whether to step, so optimizers need not handle skipped steps. Momentum and
+    /// step counts stay right.
     scale: f32,
     growth_tracker: u64,
     stage: Stage,
-    /// What the kernel writes, and what it multiplies by; on the device, allocated once.
+    /// The kernel's output `found_inf` and its factor `inv_scale`; on the device, allocated once.
     found_inf: Tensor,
     inv_scale: Tensor,
 }
 
-/// How far the step is since the last update.
+/// The stage of the step since the last update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Stage {
     Scaled,
@@ -122,17 +122,16 @@ enum Stage {
 }
 
 impl GradScaler {
-    /// With a smaller scale a gradient of 1 is zero in float16. It takes 41 skipped steps in a row to get
-    /// there from 65536, through all sizes that float16 has.
+    /// The smallest scale: below it a gradient of 1 is zero in float16. From 65536 it takes 41 skipped steps in a row
+    /// to get there, through all magnitudes that float16 has.
     const MIN_SCALE: f32 = 1.0 / 16_777_216.0;
 
-    /// Scales gradients in `buffers`, which a
-    /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) gives, together with the other
-    /// ranks of `group`.
+    /// Returns a scaler for the gradients in `buffers`, which come from a
+    /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) on the ranks of `group`.
     ///
     /// # Errors
-    /// [`Error::Input`] for factors that don't grow or shrink, and for parameters that are float16 themselves;
-    /// [`Error::Torch`] when the device has no room.
+    /// [`Error::Input`] for a growth factor that does not grow, a backoff factor that does not shrink, and float16
+    /// parameters; [`Error::Torch`] when the device is out of memory.
     pub fn new(
         buffers: Vec<FlatBuffer>,
         group: Rc<ProcessGroup>,
@@ -172,12 +171,12 @@ impl GradScaler {
         })
     }
 
-    /// Whether it does anything.
+    /// Returns whether the scaler is enabled.
     pub fn is_enabled(&self) -> bool {
         self.options.enabled
     }
 
-    /// `loss` times the scale, to go backward from.
+    /// Returns `loss` times the scale, for backward.
     ///
     /// # Errors
     /// [`Error::Torch`].
@@ -188,13 +187,13 @@ impl GradScaler {
         loss.f_mul_scalar(f64::from(self.scale)).map_err(Error::torch("scaling the loss"))
     }
 
-    /// Divides the averaged gradients by the scale, and looks whether they are finite. To be called after the
-    /// last backward of a step and before what looks at gradients, or else [`step`](Self::step) does it.
-    /// Doesn't wait for the device.
+    /// Divides the averaged gradients by the scale and checks whether they are finite. Call it after the last backward
+    /// of a step and before code that reads gradients; otherwise [`step`](Self::step) calls it. Does not wait for the
+    /// device.
     ///
     /// # Errors
-    /// [`Error::Input`] when that has been done since the last [`update`](Self::update), or when gradients have
-    /// been zeroed and there was no backward since; [`Error::Torch`].
+    /// [`Error::Input`] when it has been called since the last [`update`](Self::update), or when there was no backward
+    /// since gradients were zeroed; [`Error::Torch`].
     pub fn unscale_(&mut self) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
@@ -205,7 +204,7 @@ impl GradScaler {
         if self.places.iter().all(|places| places.gradients() == GradState::Old) {
             return out_of_turn("there has been no backward since gradients were zeroed");
         }
-        // In float64, as PyTorch does.
+        // Computed in float64, like PyTorch.
         let inverse = f64::from(self.scale).recip();
         let set = |number: &Tensor, to: f64| number.shallow_clone().f_fill_(to).map(drop);
         set(&self.found_inf, 0.0)
@@ -218,9 +217,9 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Has `optimizer` step with learning rate `lr`, unless a gradient is infinite or not a number: parameters
-    /// and what the optimizer keeps then stay as they are. Whether it stepped; the same on every rank. Waits
-    /// for the device, if the scaler is enabled.
+    /// Calls `optimizer` with learning rate `lr`, unless a gradient is infinite or NaN. Then parameters and optimizer
+    /// state stay unchanged. Returns whether the optimizer has stepped, the same on every rank. Waits for the device if
+    /// the scaler is enabled.
     ///
     /// # Errors
     /// Those of the optimizer, of [`unscale_`](Self::unscale_) and of [`ProcessGroup::synchronize`];
@@ -240,13 +239,12 @@ impl GradScaler {
         Ok(!found_inf)
     }
 
-    /// Lowers the scale if the gradients were not finite, and raises it if they have been for long. To be
-    /// called at the end of each step.
+    /// Lowers the scale if the gradients were not finite. Raises it after `growth_interval` finite steps in a row. Call
+    /// it at the end of each step.
     ///
     /// # Errors
-    /// [`Error::LossScale`] when the scale has become so small that it is not the scale that is wrong. (PyTorch
-    /// goes on, with a scale of 0 in the end, and skips all steps.) [`Error::Input`] when there was nothing
-    /// unscaled since the last one.
+    /// [`Error::LossScale`] when the scale is so small that it cannot be the cause of the overflow. (PyTorch continues
+    /// to a scale of 0, and skips all steps.) [`Error::Input`] when no gradients were unscaled since the last update.
     pub fn update(&mut self) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
@@ -259,7 +257,7 @@ impl GradScaler {
             Stage::Stepped { found_inf } => found_inf,
         };
         self.stage = Stage::Scaled;
-        // As the kernel `_amp_update_scale_` computes it.
+        // Computed like the kernel `_amp_update_scale_`.
         if found_inf {
             self.scale = (f64::from(self.scale) * self.options.backoff_factor) as f32;
             self.growth_tracker = 0;
@@ -276,7 +274,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// What to go on from; `None` if the scaler is not enabled. Follows `state_dict`.
+    /// Returns the scaler's state for a checkpoint; `None` if the scaler is not enabled. Follows `state_dict`.
     pub fn state(&self) -> Option<GradScalerState> {
         let GradScalerOptions { growth_factor, backoff_factor, growth_interval, .. } = self.options;
         let (scale, growth_tracker) = (f64::from(self.scale), self.growth_tracker);
@@ -289,10 +287,10 @@ impl GradScaler {
         })
     }
 
-    /// Goes on from `state`. A scaler that is not enabled does nothing with it. Follows `load_state_dict`.
+    /// Restores `state`; does nothing if the scaler is not enabled. Follows `load_state_dict`.
     ///
     /// # Errors
-    /// [`Error::Input`] when it makes no sense; nothing has changed then.
+    /// [`Error::Input`] when `state` is invalid; the scaler is then unchanged.
     pub fn load_state(&mut self, state: &GradScalerState) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
@@ -318,19 +316,19 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Whether a gradient was not finite; waits for the device.
+    /// Returns whether a gradient is not finite. Waits for the device.
     fn found_inf(&mut self) -> Result<bool> {
         if self.stage == Stage::Scaled {
             self.unscale_()?;
         }
-        self.group.synchronize()?; // a wait that ends, if another rank fails
+        self.group.synchronize()?; // this wait ends if another rank fails
         let found =
             self.found_inf.f_double_value(&[]).map_err(Error::torch("reading found_inf"))?;
         Ok(found != 0.0)
     }
 }
 
-/// What the numbers of a scaler must be; PyTorch's checks, and that the scale is a float32 above 0.
+/// Checks a scaler's numbers like PyTorch, and that the scale is a positive float32.
 fn check(scale: f64, growth: f64, backoff: f64, interval: u64) -> Result<()> {
     let problem = if !(scale as f32 >= GradScaler::MIN_SCALE && (scale as f32).is_finite()) {
         format!("scale {scale} is not from 2^-24 to what float32 holds")

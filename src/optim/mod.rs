@@ -1,4 +1,4 @@
-//! Optimizers that step the flat buffers of a model's buckets, and what goes with them.
+//! Optimizers that step a model's flat buffers, with gradient clipping, loss scaling and schedules.
 
 mod adamw;
 mod clip;
@@ -22,45 +22,45 @@ use tch::Tensor;
 
 use crate::error::Result;
 
-/// Steps parameters by their gradients.
+/// An optimizer, which steps parameters by their gradients.
 pub trait Optimizer: Debug {
-    /// Steps once, with the gradients that are there and learning rate `lr`; where there are none, as before
-    /// the first backward, nothing happens, as in PyTorch. Allocates nothing.
+    /// Makes one step with the current gradients and learning rate `lr`. Does nothing without gradients, as before the
+    /// first backward, like PyTorch. Allocates nothing.
     ///
-    /// Counts as an in-place change of the parameters: backward refuses a graph from before it that needs their values.
+    /// The step is an in-place change of the parameters: backward refuses an older graph that needs their values.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when the gradients are not averaged, because the last backward was
-    /// within `no_sync`; [`Error::Torch`](crate::Error::Torch).
+    /// [`Error::Input`](crate::Error::Input) when the gradients are not averaged because the last backward was within
+    /// `no_sync`; [`Error::Torch`](crate::Error::Torch).
     fn step(&mut self, lr: f64) -> Result<()>;
 
-    /// A copy of all that the next step depends on besides parameters and gradients, parameter by
-    /// parameter in the order of their creation. Allocates; may wait for the device.
+    /// Returns a copy of all state of the next step besides parameters and gradients, per parameter in creation order.
+    /// Allocates; may wait for the device.
     ///
     /// # Errors
     /// [`Error::Torch`](crate::Error::Torch).
     fn state(&self) -> Result<Vec<ParameterState>>;
 
-    /// Goes on from `state`, which an optimizer of the same type and options has given for a model of
-    /// the same parameters, however they lie in their buffers.
+    /// Restores `state`, which an optimizer of the same type and options has returned for a model with the same
+    /// parameters. The layout of the flat buffers may differ.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when it does not fit, and nothing has changed then;
+    /// [`Error::Input`](crate::Error::Input) when it does not fit; the optimizer is then unchanged.
     /// [`Error::Torch`](crate::Error::Torch).
     fn load_state(&mut self, state: &[ParameterState]) -> Result<()>;
 }
 
-/// What an optimizer keeps for one parameter.
+/// The optimizer state of one parameter.
 #[derive(Debug)]
 pub struct ParameterState {
     /// The parameter's name.
     pub name: String,
-    /// Under the names of torch's `state_dict`: `momentum_buffer` of SGD; `exp_avg`, `exp_avg_sq` and
-    /// `step` of AdamW. Empty where nothing is kept, or not yet: as long as the parameter had no gradient.
+    /// The tensors by their names in torch's `state_dict`: `momentum_buffer` of SGD; `exp_avg`, `exp_avg_sq` and `step`
+    /// of AdamW. Empty if the optimizer keeps none, or while the parameter has had no gradient.
     pub tensors: BTreeMap<String, Tensor>,
 }
 
-/// Which optimizer, with its options.
+/// The choice of an optimizer with its options.
 #[derive(Debug, Clone, Copy)]
 pub enum OptimizerConfig {
     /// Stochastic gradient descent.
@@ -70,7 +70,7 @@ pub enum OptimizerConfig {
 }
 
 impl OptimizerConfig {
-    /// The optimizer, for the parameters in `buffers`.
+    /// Returns the optimizer for the parameters in `buffers`.
     ///
     /// # Errors
     /// Those of [`Sgd::new`] and [`AdamW::new`].

@@ -1,4 +1,4 @@
-//! Where parameters and their gradients lie in flat buffers.
+//! The layout of parameters and their gradients in flat buffers.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -7,32 +7,32 @@ use tch::Tensor;
 
 use crate::error::{Error, Result};
 
-/// Parameters and their gradients as an optimizer sees them: two one-dimensional tensors of the same
-/// length and kind, handles to the memory that the model uses.
+/// Parameters and their gradients for an optimizer: two one-dimensional tensors of the same length and dtype, which
+/// share the model's memory.
 #[derive(Debug)]
 pub struct FlatBuffer {
-    /// The parameters' values, one parameter after the other.
+    /// The parameters' values, in sequence.
     pub parameters: Tensor,
-    /// Their gradients, likewise. Gaps between parameters are zero.
+    /// Their gradients, in the same layout. Gaps between parameters are zero.
     pub gradients: Tensor,
-    /// Which parameters these are.
+    /// The layout of these parameters.
     pub places: ParamLayout,
 }
 
-/// Where the parameters of a buffer lie in it, in their order, and which have no gradient: known to all who
-/// have a handle. The first changes once, when buckets are put together anew; the second with the model's use
-/// of its parameters.
+/// The places of a buffer's parameters in order, and the parameters without a gradient; shared by all clones. The
+/// places change once, when the buckets are rebuilt. The parameters without a gradient change with each use of the
+/// model.
 #[derive(Debug, Clone)]
 pub struct ParamLayout(Rc<RefCell<Arrangement>>);
 
-/// What the gradients in a [`FlatBuffer`] are.
+/// The state of the gradients in a [`FlatBuffer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GradState {
-    /// Those of an earlier step: they have been zeroed since, and there has been no backward.
+    /// Gradients of an earlier step: they have been zeroed since, without a backward.
     Old,
-    /// This rank's own: the last backward was within `no_sync`.
+    /// This rank's own gradients: the last backward was within `no_sync`.
     Local,
-    /// The mean over all ranks.
+    /// The mean of all ranks' gradients.
     Averaged,
 }
 
@@ -41,7 +41,8 @@ struct Arrangement {
     places: Rc<[ParamSpan]>,
     unused: Rc<[usize]>,
     gradients: GradState,
-    /// The model's own tensors, each at its [`ParamSpan::index`], which lie in the buffer's memory and are no views of it.
+    /// The model's own tensors, each at its [`ParamSpan::index`]. They share the buffer's memory but are not views of
+    /// it.
     tensors: Rc<[Tensor]>,
 }
 
@@ -64,38 +65,38 @@ impl From<Vec<ParamSpan>> for ParamLayout {
 }
 
 impl ParamLayout {
-    /// As it is now.
+    /// Returns the current places.
     pub fn get(&self) -> Rc<[ParamSpan]> {
         self.0.borrow().places.clone()
     }
 
-    /// The [`index`](ParamSpan::index) of each parameter that no rank has had a gradient for since `zero_grad`: one
-    /// whose `grad` is `None` in PyTorch, where optimizers pass it by. Sorted; those of other buffers too.
+    /// Returns the sorted [`index`](ParamSpan::index) of each parameter without a gradient on any rank since
+    /// `zero_grad`, including those of other buffers. In PyTorch its `grad` is `None`, and optimizers skip it.
     pub fn unused(&self) -> Rc<[usize]> {
         self.0.borrow().unused.clone()
     }
 
-    /// What the gradients in the buffer are.
+    /// Returns the state of the gradients in the buffer.
     pub fn gradients(&self) -> GradState {
         self.0.borrow().gradients
     }
 
-    /// Says what the gradients in the buffer are: for whoever fills it by other means than a backward.
+    /// Sets the state of the gradients in the buffer. For callers that fill it other than by a backward.
     pub fn set_gradients(&self, gradients: GradState) {
         self.0.borrow_mut().gradients = gradients;
     }
 
-    /// Whether these very places are still those of now.
+    /// Returns whether `places` is still the current list, by identity.
     pub(super) fn is(&self, places: &Rc<[ParamSpan]>) -> bool {
         Rc::ptr_eq(&self.0.borrow().places, places)
     }
 
-    /// Whether these very parameters are still those that are unused.
+    /// Returns whether `unused` is still the current list, by identity.
     pub(super) fn are_unused(&self, unused: &Rc<[usize]>) -> bool {
         Rc::ptr_eq(&self.0.borrow().unused, unused)
     }
 
-    /// The model's own tensor of the parameter at `index`, if the buffer is a model's.
+    /// Returns the model's own tensor of the parameter at `index`; `None` if the buffer does not belong to a model.
     pub(super) fn tensor(&self, index: usize) -> Option<Tensor> {
         self.0.borrow().tensors.get(index).map(Tensor::shallow_clone)
     }
@@ -116,33 +117,33 @@ impl ParamLayout {
     }
 }
 
-/// Where a parameter lies in its buffer.
+/// The place of a parameter in its buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParamSpan {
     /// The parameter's name.
     pub name: String,
-    /// Its place among all parameters of the model, in the order of their creation.
+    /// Index among all parameters of the model, in creation order.
     pub index: usize,
-    /// Where it starts in the buffer, in elements.
+    /// Start in the buffer, in elements.
     pub start: usize,
-    /// Its shape.
+    /// The parameter's shape.
     pub shape: Vec<i64>,
 }
 
 impl ParamSpan {
-    /// How many elements the parameter has.
+    /// Returns the number of elements of the parameter.
     pub fn numel(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
     }
 
-    /// Whether this is a weight, and not a bias or a parameter of a norm: those have one dimension, or
-    /// `bias` for a name. What weight decay is usually for.
+    /// Returns whether this is a weight and not a bias or a norm's parameter, which have one dimension or are named
+    /// `bias`. Weight decay usually applies to weights only.
     pub fn is_weight(&self) -> bool {
         let name = self.name.rsplit('.').next();
         self.shape.len() > 1 && name != Some("bias")
     }
 
-    /// The parameter's part of `flat`, in its shape.
+    /// Returns the parameter's part of `flat` in the parameter's shape.
     pub(crate) fn of(&self, flat: &Tensor) -> Result<Tensor> {
         let part = flat.f_narrow(0, self.start as i64, self.numel() as i64);
         part.and_then(|part| part.f_view(&self.shape[..])).map_err(Error::torch("view"))

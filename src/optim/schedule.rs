@@ -1,10 +1,10 @@
-//! Learning rates over a run: pure functions of the epoch and the step.
+//! Learning rate schedules: pure functions of the epoch and the step.
 
 use std::f64::consts::PI;
 
 use serde::{Deserialize, Serialize};
 
-/// What a schedule counts.
+/// The unit that a schedule counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Unit {
@@ -14,7 +14,7 @@ pub enum Unit {
     Step,
 }
 
-/// The learning rate of every step.
+/// A learning rate schedule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Schedule {
     lr: f64,
@@ -32,41 +32,41 @@ enum Shape {
 }
 
 impl Schedule {
-    /// The factor that PyTorch's `LinearLR` begins with.
+    /// The default start factor of PyTorch's `LinearLR`.
     pub const START_FACTOR: f64 = 1.0 / 3.0;
 
-    /// Always `lr`.
+    /// Returns a schedule with a constant learning rate.
     pub fn constant(lr: f64) -> Self {
         let start_factor = Self::START_FACTOR;
         Self { lr, shape: Shape::Constant, unit: Unit::Epoch, warmup_steps: 0, start_factor }
     }
 
-    /// `lr`, and from each milestone on `gamma` times what it was before. Follows `MultiStepLR`.
+    /// Returns a schedule that starts at `lr` and multiplies by `gamma` at each milestone. Follows `MultiStepLR`.
     pub fn multi_step(lr: f64, milestones: Vec<u64>, gamma: f64) -> Self {
         Self { shape: Shape::MultiStep { milestones, gamma }, ..Self::constant(lr) }
     }
 
-    /// Half a wave of a cosine from `lr` to `eta_min`, which it reaches after `t_max`. Follows
+    /// Returns a schedule that falls from `lr` to `eta_min` after `t_max`, along half a cosine wave. Follows
     /// `CosineAnnealingLR`: it rises again afterwards.
     pub fn cosine(lr: f64, t_max: u64, eta_min: f64) -> Self {
         Self { shape: Shape::Cosine { t_max: t_max.max(1), eta_min }, ..Self::constant(lr) }
     }
 
-    /// Counts steps, or epochs as it does by default.
+    /// Sets the unit that the schedule counts; the default is epochs.
     #[must_use]
     pub fn by(self, unit: Unit) -> Self {
         Self { unit, ..self }
     }
 
-    /// Begins with so many steps in which the learning rate rises from `start_factor` times to all of the
-    /// first one, in a line. Follows `LinearLR`, before the others as in `SequentialLR`: a schedule that
-    /// counts steps counts them from the end of the warm-up. One that counts epochs counts all of them.
+    /// Adds a warm-up of `steps` steps, in which the learning rate rises linearly from `start_factor` times its first
+    /// value to that value. Follows `LinearLR`, placed before the schedule as in `SequentialLR`. A schedule that counts
+    /// steps starts at the end of the warm-up; one that counts epochs counts all of them.
     #[must_use]
     pub fn warmup(self, steps: u64, start_factor: f64) -> Self {
         Self { warmup_steps: steps, start_factor, ..self }
     }
 
-    /// The learning rate of a step; both count from 0, steps over the whole run.
+    /// Returns the learning rate of a step. Both arguments count from 0; steps count over the whole run.
     pub fn lr(&self, epoch: u64, step: u64) -> f64 {
         if step < self.warmup_steps {
             let done = step as f64 / self.warmup_steps as f64;
@@ -107,7 +107,7 @@ mod tests {
         let schedule = Schedule::constant(0.8).warmup(4, 0.5);
         let lrs: Vec<f64> = (0..6).map(|step| schedule.lr(0, step)).collect();
         assert_eq!(lrs, [0.4, 0.5, 0.6000000000000001, 0.7000000000000001, 0.8, 0.8]);
-        // A milestone in epochs is where it is; one in steps comes later by the warm-up.
+        // The warm-up delays a milestone in steps, but not one in epochs.
         let schedule = Schedule::multi_step(1.0, vec![1], 0.1).warmup(4, 0.5);
         assert_eq!(schedule.lr(1, 4), 0.1);
         let schedule = schedule.by(Unit::Step);

@@ -1,4 +1,4 @@
-//! What a collective's arguments must be, and how they become a call.
+//! Checks a collective's arguments and turns them into a call.
 
 use std::panic::Location;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::runtime::{CallSite, FaultSite, SpanId};
 
-/// What a collective is told beside its tensors.
+/// A collective's arguments other than its tensors.
 #[derive(Default, Clone, Copy)]
 pub(super) struct Options {
     pub reduce_op: Option<ReduceOp>,
@@ -21,8 +21,8 @@ pub(super) struct Options {
 }
 
 impl ProcessGroup {
-    /// Checks what can be checked without the others, sees to it that every tensor is in one piece, numbers
-    /// the call, and notes what this rank does, for the others to see.
+    /// Runs a collective. Checks what needs no other rank, makes every tensor contiguous, numbers the call, and
+    /// records this rank's activity for the other ranks.
     #[track_caller]
     pub(super) fn collective(
         &self,
@@ -34,7 +34,7 @@ impl ProcessGroup {
     ) -> Result<()> {
         let place = Location::caller();
         let in_place = std::ptr::eq(inputs, outputs);
-        // What is both is looked at once.
+        // In place, the inputs are the outputs: they are checked once.
         let further = if in_place { &[] } else { outputs };
         let kind = self.common_kind(operation, inputs, further)?;
         if let Some(op) = options.reduce_op {
@@ -74,14 +74,14 @@ impl ProcessGroup {
         };
         let results = dense(outputs)?;
         let handles = |d: &[Dense]| d.iter().map(Dense::handle).collect::<Vec<_>>();
-        // What is both must stay so.
+        // In place, the inputs must stay the outputs.
         let inputs = if in_place { handles(&results) } else { handles(&dense(inputs)?) };
         run(&inputs, &handles(&results))?;
         results.iter().zip(outputs).try_for_each(|(dense, output)| dense.write_back(output))
     }
 
-    /// Starts an all_reduce of a tensor in one piece, and leaves what can go on by itself with the mark of its
-    /// record.
+    /// Starts an all_reduce of a contiguous tensor. If the operation continues in the background, returns it with
+    /// the id of its record; `None` if it is done.
     pub(super) fn start_all_reduce(
         &self,
         tensor: &Tensor,
@@ -112,8 +112,8 @@ impl ProcessGroup {
         Ok(left.map(|left| (left, record)))
     }
 
-    /// Numbers the call, notes what this rank does, and has the backend do it. Returns the mark of its record, too,
-    /// which is not ended.
+    /// Numbers the call, records this rank's activity, and runs the call on the backend. Returns the result and the
+    /// id of the call's record, which is still open.
     fn enter<'a, T>(
         &self,
         operation: Operation,
@@ -141,7 +141,8 @@ impl ProcessGroup {
         Ok((result, record))
     }
 
-    /// The kind of all tensors, which must be there and on this rank's device.
+    /// Returns the dtype of all tensors; `Uint8` if there are none. Checks that they are defined and on this rank's
+    /// device.
     pub(super) fn common_kind(
         &self,
         operation: Operation,
@@ -172,14 +173,14 @@ impl ProcessGroup {
         Ok(common.unwrap_or(Kind::Uint8))
     }
 
-    /// A tensor that is written in parts, in one piece of memory.
+    /// Returns a contiguous tensor for an output that is written in parts.
     pub(super) fn dense_output(&self, operation: Operation, output: &Tensor) -> Result<Dense> {
         let dense = Dense::new(operation, output)?;
         self.check_output(operation, output)?;
         Ok(dense)
     }
 
-    /// An output must have memory of its own for each element, or it could not hold the results.
+    /// Checks that each element of an output has its own memory. Otherwise the output could not hold the results.
     pub(super) fn check_output(&self, operation: Operation, output: &Tensor) -> Result<()> {
         if output.is_contiguous() {
             return Ok(());
@@ -204,7 +205,7 @@ impl ProcessGroup {
             return Ok(());
         }
         let last = self.world_size() - 1;
-        // In a sub-group the numbers are its own, which PyTorch's `src` and `dst` are not.
+        // The ranks of a sub-group have its own numbers, unlike PyTorch's `src` and `dst`.
         let members = match self.ranks() {
             ranks if ranks.last() == Some(&last) => String::new(),
             ranks => format!(", which are ranks {ranks:?} of the whole"),
@@ -215,7 +216,7 @@ impl ProcessGroup {
         )
     }
 
-    /// A list must have a tensor for each rank, of this shape if there is one.
+    /// Checks that a list has one tensor for each rank, of this shape if there is one.
     pub(super) fn check_list(
         &self,
         operation: Operation,
@@ -239,7 +240,7 @@ impl ProcessGroup {
         }
     }
 
-    /// The list that the root alone passes; nothing on the other ranks.
+    /// Returns the list that only the root passes; empty on the other ranks.
     pub(super) fn list_at<'a>(
         &self,
         operation: Operation,
@@ -262,7 +263,7 @@ impl ProcessGroup {
         }
     }
 
-    /// How many elements go to or come from each rank when `tensor` is split by rows.
+    /// Returns the number of elements to or from each rank when `tensor` is split by rows.
     pub(super) fn rows(
         &self,
         tensor: &Tensor,
@@ -295,7 +296,7 @@ impl ProcessGroup {
     }
 }
 
-/// An error in the arguments of `operation`.
+/// Returns an error in the arguments of `operation`.
 pub(super) fn refuse<T>(operation: Operation, why: String) -> Result<T> {
     Err(Error::Input(format!("{operation}: {why}")))
 }
@@ -304,11 +305,11 @@ fn undefined<T>(operation: Operation) -> Result<T> {
     refuse(operation, "the tensor is undefined; make one first".into())
 }
 
-/// A tensor in one piece of memory: itself, or a copy.
+/// A contiguous tensor: the original or a copy.
 pub(super) struct Dense(Tensor);
 
-/// Whether a tensor's memory holds its elements one after the other, as they are. (Lazily conjugated and
-/// negated tensors are told apart from their memory by a bit.)
+/// Returns whether a tensor's memory holds its elements one after the other, with their values. (Lazily conjugated
+/// and negated tensors differ from their memory by a flag bit.)
 pub(super) fn is_dense(tensor: &Tensor) -> Result<bool> {
     let torch = || Error::torch("looking at a tensor");
     Ok(tensor.is_contiguous()
@@ -316,7 +317,7 @@ pub(super) fn is_dense(tensor: &Tensor) -> Result<bool> {
         && !tensor.f_is_neg().map_err(torch())?)
 }
 
-/// Whether two elements of a tensor of this shape lie at the same place. Strides are in elements, and not negative.
+/// Returns whether two elements of a tensor of this shape share memory. Strides are in elements, and not negative.
 fn overlaps_itself(shape: &[i64], strides: &[i64]) -> bool {
     if shape.contains(&0) {
         return false;
@@ -327,7 +328,7 @@ fn overlaps_itself(shape: &[i64], strides: &[i64]) -> bool {
     if dimensions.iter().any(|&(stride, _)| stride == 0) {
         return true;
     }
-    // Each dimension steps past all that the smaller ones reach: so almost every tensor that there is.
+    // For almost every tensor, each dimension steps past the reach of the smaller ones.
     let mut last = 0;
     let nested = dimensions.iter().all(|&(stride, size)| {
         let is_beyond = stride > last;
@@ -354,12 +355,12 @@ impl Dense {
         dense().map(Dense).map_err(Error::torch("contiguous"))
     }
 
-    /// Another handle to it.
+    /// Returns another handle to the tensor.
     pub(super) fn handle(&self) -> Tensor {
         self.0.shallow_clone()
     }
 
-    /// Parts of so many elements, one after the other.
+    /// Splits the tensor into consecutive parts of `sizes` elements.
     pub(super) fn parts(
         &self,
         operation: Operation,
@@ -383,7 +384,7 @@ impl Dense {
         sizes.iter().map(part).collect()
     }
 
-    /// Copies back into the tensor that this was made of, if it is a copy.
+    /// Copies the elements back into `original`, if this is a copy of it.
     pub(super) fn write_back(&self, original: &Tensor) -> Result<()> {
         if self.0.data_ptr() == original.data_ptr() && is_dense(original)? {
             return Ok(());
@@ -419,7 +420,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a look at every pair of elements.
+        /// Compares with a check of every element.
         #[test]
         fn exactly_those_with_two_elements_in_one_place(
             dimensions in prop::collection::vec((1..4i64, 0..7i64), 0..4),

@@ -1,4 +1,4 @@
-//! Waiting for all ranks.
+//! Barriers: collectives that wait for all ranks.
 
 use std::time::Duration;
 
@@ -8,24 +8,25 @@ use crate::error::Result;
 use crate::operation::Operation;
 
 impl ProcessGroup {
-    /// Returns once every rank has called it.
+    /// Waits until every rank has called this.
     ///
     /// Follows `torch.distributed.barrier`.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`].
+    /// The errors of [`ProcessGroup::all_reduce`].
     #[track_caller]
     pub fn barrier(&self) -> Result<()> {
         self.collective(Operation::Barrier, Options::default(), &[], &[], &[])
     }
 
-    /// A barrier that waits no longer than `timeout`, and whose error names all ranks that have not come.
+    /// Waits like [`barrier`](Self::barrier), but for at most `timeout`. The error names all ranks that have not
+    /// called it.
     ///
-    /// Follows `torch.distributed.monitored_barrier` with `wait_all_ranks`. (Here every collective names
-    /// the ranks it waited for in vain.)
+    /// Follows `torch.distributed.monitored_barrier` with `wait_all_ranks`. (Here, every collective names the ranks
+    /// that it waited for in vain.)
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`].
+    /// The errors of [`ProcessGroup::all_reduce`].
     #[track_caller]
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         let options = Options { timeout: Some(timeout), ..Options::default() };

@@ -1,4 +1,4 @@
-//! What a rank needs to join a group, made by one of its members for all.
+//! The data that ranks need to join a group. One member makes it for all.
 
 use std::sync::Arc;
 
@@ -11,25 +11,26 @@ use super::{Backend, ProcessGroup};
 use crate::error::{Error, Result};
 use crate::runtime::RunContext;
 
-/// An invitation to a group, for the ranks of this process.
+/// The data to join a group, for the ranks of this process.
 #[derive(Debug, Clone)]
 pub(crate) enum Bootstrap {
-    /// The memory through which the ranks talk.
+    /// The memory that the ranks share.
     Threaded(Arc<Shared>),
-    /// NCCL's id of the communicator to join, and where its ranks in this process meet.
+    /// NCCL's id of the communicator, the memory that the ranks of this process share, and the network between
+    /// processes, if any.
     Nccl(UniqueId, Arc<Shared>, Option<Arc<Network>>),
-    /// The memory of this process, and the way to the others.
+    /// The memory that the ranks of this process share, and the network to the other processes.
     Gloo(Arc<Shared>, Arc<Network>),
 }
 
 impl Bootstrap {
-    /// To the ranks `members` of `run`, talking through shared memory.
+    /// Returns the bootstrap of a `threaded` group of the ranks `members` of `run`.
     pub(crate) fn threaded(run: &Arc<RunContext>, members: Arc<[usize]>) -> Self {
         let here = 0..members.len();
         Bootstrap::Threaded(Arc::new(Shared::new(run.clone(), members, here)))
     }
 
-    /// To the ranks `members` of `run`, all of this process, talking through NCCL.
+    /// Returns the bootstrap of an `nccl` group of the ranks `members` of `run`, all in this process.
     ///
     /// # Errors
     /// [`Error::Input`] without NCCL.
@@ -39,11 +40,12 @@ impl Bootstrap {
         Ok(Bootstrap::Nccl(UniqueId::new()?, shared, None))
     }
 
-    /// To the ranks `members` of `run`, which are in several processes: over `network`, or through NCCL, the id for
-    /// which the first process makes and the others get from the store.
+    /// Returns the bootstrap of a group of the ranks `members` of `run` in several processes. The group uses Gloo
+    /// over `network`, or NCCL with `through_nccl`. The first process makes NCCL's id, and the others get it from
+    /// the store.
     ///
     /// # Errors
-    /// Those of the store, and [`Error::Input`] without NCCL.
+    /// The errors of the store, and [`Error::Input`] without NCCL.
     pub(crate) fn across(
         run: &Arc<RunContext>,
         members: Arc<[usize]>,
@@ -63,7 +65,7 @@ impl Bootstrap {
         Ok(Bootstrap::Nccl(id, shared, Some(network)))
     }
 
-    /// The name of what carries the tensors of those who accept.
+    /// Returns the name of the group's backend.
     pub(crate) fn backend(&self) -> &'static str {
         match self {
             Bootstrap::Threaded(_) => "threaded",
@@ -72,10 +74,10 @@ impl Bootstrap {
         }
     }
 
-    /// Joins the group as its rank `rank`; returns once all members have.
+    /// Joins the group as rank `rank`. Returns once all members have joined.
     ///
     /// # Errors
-    /// [`Error::Input`] for NCCL without a GPU, as the barrier, and NCCL's own.
+    /// [`Error::Input`] if the backend does not support `device`, the errors of the barrier, and NCCL's own.
     pub(crate) fn accept(
         self,
         rank: usize,

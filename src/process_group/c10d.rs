@@ -1,8 +1,8 @@
-//! Groups of which PyTorch's own processes can be members: libtorch's `TCPStore` and `ProcessGroupGloo` as they are.
+//! Groups that PyTorch processes can join: libtorch's own `TCPStore` and `ProcessGroupGloo`.
 //!
-//! [`ProcessGroup`](super::ProcessGroup) compares what ranks call, has several ranks in a process and lets a failure
-//! end all of them; for that its processes exchange more than PyTorch's do. The groups here speak PyTorch's language
-//! and no other: any member can be a process in Python, and any one in Rust.
+//! [`ProcessGroup`](super::ProcessGroup) compares what ranks call, allows several ranks per process, and ends all
+//! ranks when one fails. For that, its processes exchange more than PyTorch's do. The groups here use PyTorch's
+//! protocol only, so each member can be a Python or a Rust process.
 
 use std::env;
 use std::time::Duration;
@@ -17,54 +17,54 @@ use crate::ffi;
 use crate::ffi::{Gloo, GlooWork, Reduce};
 use crate::operation::Operation;
 
-/// A key-value store in which processes meet: one serves it, the others connect to it.
+/// A key-value store for rendezvous: one process serves it, the others connect to it.
 ///
-/// Follows `torch.distributed.TCPStore`, which can connect to this one, and this to it. Clones are the same
-/// connection.
+/// Follows `torch.distributed.TCPStore`; either one can connect to the other. Clones share one connection.
 #[derive(Debug, Clone)]
 pub struct TcpStore(ffi::TcpStore);
 
 impl TcpStore {
-    /// Serves a store at `host`, an address or a name of this machine, as long as this, a clone, or a group made with
-    /// it is there. Port 0 takes a free one, see [`TcpStore::port`]. A request waits for `timeout` at most.
+    /// Serves a store at `host`, an address or a name of this machine. The server runs while this value, a clone,
+    /// or a group made with it exists. Port 0 takes a free port; see [`TcpStore::port`]. A request waits for at
+    /// most `timeout`.
     ///
     /// Follows `TCPStore(host, port, is_master=True, wait_for_workers=False)`.
     ///
     /// # Errors
-    /// [`Error::Store`] if it cannot listen there.
+    /// [`Error::Store`] if the server cannot listen there.
     pub fn serve(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         ffi::TcpStore::serve(host, port, timeout, never()).map(Self)
     }
 
-    /// Connects to the store at `host`, which need not be there yet, for `timeout` at most.
+    /// Connects to the store at `host`. The server may start later: this retries for at most `timeout`.
     ///
     /// Follows `TCPStore(host, port, is_master=False)`.
     ///
     /// # Errors
-    /// [`Error::Store`] if there is none in time.
+    /// [`Error::Store`] if no store answers in time.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         ffi::TcpStore::connect(host, port, timeout, never()).map(Self)
     }
 
-    /// Where the server listens.
+    /// Returns the port that the server listens on.
     pub fn port(&self) -> u16 {
         self.0.port()
     }
 
-    /// Sets `key` to up to 8 MiB. Follows `TCPStore.set`.
+    /// Sets `key` to `value`, of up to 8 MiB. Follows `TCPStore.set`.
     ///
     /// # Errors
-    /// [`Error::Store`] if the connection is gone, which the next request may be the first to find;
-    /// [`Error::Input`] for what is too long.
+    /// [`Error::Store`] if the connection is lost, which may show only at the next request; [`Error::Input`] if the
+    /// key or the value is too long.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.0.set(key, value)
     }
 
-    /// The value of `key`, waiting up to `timeout` until somebody sets it; `None` if nobody does. Follows
+    /// Returns the value of `key`. Waits up to `timeout` for a client to set it; `None` if none does. Follows
     /// `TCPStore.get`. Other threads can use the store meanwhile.
     ///
     /// # Errors
-    /// As [`TcpStore::set`].
+    /// The errors of [`TcpStore::set`].
     pub fn get(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         self.0.get(key, timeout)
     }
@@ -72,18 +72,19 @@ impl TcpStore {
 
 /// One member of a group of CPU ranks, in this process or another, in Rust or in Python.
 ///
-/// Follows `torch.distributed.ProcessGroupGloo`, which `torch.distributed` calls for the backend `gloo`; the methods
-/// are those of `torch.distributed` by name and order of arguments. Each blocks until the operation is done here, and
-/// fails when the group's timeout is over or a rank that it needs is gone. Tensors must be contiguous and on the CPU.
+/// Follows `torch.distributed.ProcessGroupGloo`, which PyTorch uses for the backend `gloo`. The methods have the
+/// names and the argument order of `torch.distributed`. Each blocks until this rank's part of the operation is
+/// done. It fails if the group's timeout expires or a rank that it needs is gone. Tensors must be contiguous and on
+/// the CPU.
 ///
-/// **All ranks must make the same calls in the same order, with the same kinds and shapes.** As in PyTorch nobody
-/// compares that, and Gloo ends the process at a message of another length than expected. [`ProcessGroup`] does
-/// compare; use it where all ranks are in Rust.
+/// **All ranks must make the same calls in the same order, with the same dtypes and shapes.** As in PyTorch,
+/// nothing checks this, and Gloo ends the process if a message has an unexpected length. [`ProcessGroup`] does
+/// check it; use that where all ranks are in Rust.
 ///
-/// A rank that leaves takes its connections with it, and the one that serves the store that as well: end with a
-/// [`ProcessGroupGloo::barrier`]. After an error the group is of no use, and dropping it makes the others fail.
+/// A rank that exits closes its connections, and the rank that serves the store closes the store, too: end with a
+/// [`ProcessGroupGloo::barrier`]. After an error the group is unusable, and dropping it makes the other ranks fail.
 ///
-/// In Python the other half of the example is
+/// In Python, the other rank of the example is
 ///
 /// ```python
 /// store = dist.PrefixStore("world", dist.TCPStore("127.0.0.1", port, is_master=False))
@@ -93,7 +94,7 @@ impl TcpStore {
 /// group.barrier().wait()
 /// ```
 ///
-/// and here the other rank is a thread:
+/// In the Rust example, a thread takes the place of the Python rank:
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -131,15 +132,15 @@ impl TcpStore {
 pub struct ProcessGroupGloo(Gloo);
 
 impl ProcessGroupGloo {
-    /// Joins a group of `size` ranks as its rank `rank`, and returns when this one is connected to all others. They
-    /// meet under `prefix`, which no group before has used in this store.
+    /// Joins a group of `size` ranks as rank `rank`. Returns when this rank is connected to all others. The ranks
+    /// find each other under `prefix`, which no earlier group may have used in this store.
     ///
-    /// Follows `ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)`, of the same version of PyTorch
-    /// ([`ffi::version`]). As there, the connections go over the network interfaces in
-    /// `GLOO_SOCKET_IFNAME`; without it over the one on the way to the store.
+    /// Follows `ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)`, of the same PyTorch version
+    /// ([`ffi::version`]). As there, connections use the network interfaces in `GLOO_SOCKET_IFNAME`. Without that
+    /// variable, they use the interface that reaches the store.
     ///
     /// # Errors
-    /// [`Error::Input`] when there is no such rank; [`Error::Store`] when others do not come within `timeout` or
+    /// [`Error::Input`] if there is no such rank; [`Error::Store`] if other ranks do not join within `timeout` or
     /// cannot be reached.
     pub fn new(
         store: &TcpStore,
@@ -159,36 +160,36 @@ impl ProcessGroupGloo {
         Gloo::new_plain(&store.0, prefix, rank, size, timeout, interfaces.as_deref()).map(Self)
     }
 
-    /// This rank's number in the group, from 0.
+    /// Returns this rank's number in the group, from 0.
     pub fn rank(&self) -> usize {
         self.0.rank()
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.0.size()
     }
 
     /// Combines `tensor` over all ranks and leaves the result in every rank's `tensor`.
     ///
-    /// Follows `torch.distributed.all_reduce`. Every rank gets the same bits; the order in which three or more floats
-    /// are added is Gloo's.
+    /// Follows `torch.distributed.all_reduce`. Every rank gets the same bits. Gloo determines the order in which
+    /// three or more floats are added.
     ///
     /// # Errors
-    /// [`Error::Gloo`] when it fails, here or on the way; [`Error::Input`] and [`Error::Unsupported`] for tensors and
-    /// ops that cannot be: Gloo has no [`ReduceOp::Avg`] and no [`ReduceOp::PremulSum`].
+    /// [`Error::Gloo`] if the operation fails, here or on the network; [`Error::Input`] and [`Error::Unsupported`]
+    /// for tensors and ops that cannot be used: Gloo has no [`ReduceOp::Avg`] and no [`ReduceOp::PremulSum`].
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         let reduce = self.reduction(Operation::AllReduce, op, tensor)?;
         done(self.0.all_reduce(tensor, reduce))
     }
 
-    /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`; what the others have then is
-    /// unspecified.
+    /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`. The content of the other
+    /// ranks' `tensor` is unspecified afterwards.
     ///
     /// Follows `torch.distributed.reduce`.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn reduce(&self, tensor: &mut Tensor, dst: usize, op: ReduceOp) -> Result<()> {
         let reduce = self.reduction(Operation::Reduce, op, tensor)?;
         done(self.0.reduce(tensor, dst, reduce))
@@ -199,7 +200,7 @@ impl ProcessGroupGloo {
     /// Follows `torch.distributed.broadcast`.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn broadcast(&self, tensor: &mut Tensor, src: usize) -> Result<()> {
         check(Operation::Broadcast, &[tensor])?;
         done(self.0.broadcast(tensor, src))
@@ -210,18 +211,18 @@ impl ProcessGroupGloo {
     /// Follows `torch.distributed.all_gather`.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn all_gather(&self, tensor_list: &mut [Tensor], tensor: &Tensor) -> Result<()> {
         let outputs = self.list(Operation::AllGather, Some(tensor_list), self.rank(), tensor)?;
         done(self.0.all_gather(&outputs, tensor))
     }
 
-    /// Copies every rank's `tensor` into `gather_list[rank]` of rank `dst`; the others pass no list.
+    /// Copies every rank's `tensor` into `gather_list[rank]` of rank `dst`; the other ranks pass no list.
     ///
     /// Follows `torch.distributed.gather`.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn gather(
         &self,
         tensor: &Tensor,
@@ -232,12 +233,12 @@ impl ProcessGroupGloo {
         done(self.0.gather(&outputs, tensor, dst))
     }
 
-    /// Copies `scatter_list[rank]` of rank `src` into every rank's `tensor`; the others pass no list.
+    /// Copies `scatter_list[rank]` of rank `src` into every rank's `tensor`; the other ranks pass no list.
     ///
     /// Follows `torch.distributed.scatter`.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn scatter(
         &self,
         tensor: &mut Tensor,
@@ -248,13 +249,13 @@ impl ProcessGroupGloo {
         done(self.0.scatter(tensor, &inputs, src))
     }
 
-    /// Combines `input` over all ranks and leaves part `rank` of the result in `output`: `input` has as many times the
-    /// rows of `output` as there are ranks.
+    /// Combines `input` over all ranks and leaves part `rank` of the result in `output`. `input` has
+    /// [`size`](Self::size) times the rows of `output`.
     ///
     /// Follows `torch.distributed.reduce_scatter_tensor`.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn reduce_scatter_tensor(
         &self,
         output: &mut Tensor,
@@ -281,12 +282,12 @@ impl ProcessGroupGloo {
     }
 
     /// Sends `input_split_sizes[rank]` rows of `input` to each rank, and fills `output_split_sizes[rank]` rows of
-    /// `output` from each; equal parts without the sizes, which are both there or both not.
+    /// `output` from each. Pass both sizes or neither; without them, the parts are equal.
     ///
     /// Follows `torch.distributed.all_to_all_single`.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn all_to_all_single(
         &self,
         output: &mut Tensor,
@@ -303,31 +304,32 @@ impl ProcessGroupGloo {
         done(self.0.all_to_all(output, input, from, to))
     }
 
-    /// Returns when all ranks have called it. Follows `torch.distributed.barrier`.
+    /// Waits until all ranks have called this. Follows `torch.distributed.barrier`.
     ///
     /// # Errors
-    /// [`Error::Gloo`] when others do not come in time, or are gone.
+    /// [`Error::Gloo`] if other ranks do not call it in time, or are gone.
     pub fn barrier(&self) -> Result<()> {
         done(self.0.barrier())
     }
 
-    /// Sends `tensor` to rank `dst`. What has one tag arrives in order.
+    /// Sends `tensor` to rank `dst`. Messages with the same tag arrive in order.
     ///
-    /// Follows `torch.distributed.send`. Returns when the system has taken it over, the other may not have it yet.
+    /// Follows `torch.distributed.send`. Returns when the operating system has the data; the receiver may not have
+    /// it yet.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn send(&self, tensor: &Tensor, dst: usize, tag: u16) -> Result<()> {
         self.check_message(Operation::Send, tensor, dst)?;
         done(self.0.send(tensor, dst, tag))
     }
 
-    /// Receives into `tensor` what rank `src` sends with this tag.
+    /// Receives into `tensor` the message that rank `src` sends with this tag.
     ///
     /// Follows `torch.distributed.recv`.
     ///
     /// # Errors
-    /// As [`ProcessGroupGloo::all_reduce`].
+    /// The errors of [`ProcessGroupGloo::all_reduce`].
     pub fn recv(&self, tensor: &mut Tensor, src: usize, tag: u16) -> Result<()> {
         self.check_message(Operation::Recv, tensor, src)?;
         done(self.0.recv(tensor, src, tag))
@@ -358,7 +360,8 @@ impl ProcessGroupGloo {
         Ok(())
     }
 
-    /// The list that rank `root` alone passes, with a tensor like `tensor` for each rank; nothing on others.
+    /// Returns the list that only rank `root` passes, of tensors like `tensor`, one for each rank; empty on other
+    /// ranks.
     fn list<'a>(
         &self,
         operation: Operation,
@@ -382,7 +385,7 @@ impl ProcessGroupGloo {
     }
 }
 
-/// What libtorch would not say in an error.
+/// Checks the tensors for problems that libtorch would not report as errors.
 fn check(operation: Operation, tensors: &[&Tensor]) -> Result<()> {
     for tensor in tensors {
         if !tensor.defined() {

@@ -1,4 +1,4 @@
-//! What one rank asks for in one collective.
+//! One rank's call of a collective: its arguments and its tensors.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,16 +13,16 @@ use crate::runtime::CallSite;
 /// How a reduction combines the elements of the ranks' tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ReduceOp {
-    /// Their sum. Integers wrap on overflow.
+    /// The sum. Integers wrap on overflow.
     Sum,
-    /// Their sum, divided by the number of ranks. Float kinds only. (NCCL divides each before it adds.) For float16 and
-    /// bfloat16 sum and quotient are float32, and the quotient alone is rounded.
+    /// The sum divided by the number of ranks. Float dtypes only. (NCCL divides each element before it adds.) For
+    /// float16 and bfloat16, the sum and the quotient are float32, and only the quotient is rounded.
     Avg,
-    /// Their product. Integers wrap on overflow.
+    /// The product. Integers wrap on overflow.
     Product,
-    /// The smallest. A NaN wins.
+    /// The minimum. A NaN wins.
     Min,
-    /// The largest. A NaN wins.
+    /// The maximum. A NaN wins.
     Max,
     /// Bitwise and. Integers and bool; not with NCCL.
     Band,
@@ -30,9 +30,10 @@ pub enum ReduceOp {
     Bor,
     /// Bitwise exclusive or. Integers and bool; not with NCCL.
     Bxor,
-    /// The sum of each multiplied by this factor, as `torch.distributed`'s `PREMUL_SUM`. Float kinds
-    /// only, and with NCCL in all_reduce only. With `1 / world_size` this is how DDP averages gradients: dividing *before* the sum keeps
-    /// half-precision gradients in range, and differs from [`ReduceOp::Avg`] in the last bit.
+    /// The sum of the tensors, each multiplied by this factor, as `torch.distributed`'s `PREMUL_SUM`. Float dtypes
+    /// only, and with NCCL in all_reduce only. DDP averages gradients with the factor `1 / world_size`. Dividing
+    /// *before* the sum keeps half-precision gradients in range, and differs from [`ReduceOp::Avg`] in the last
+    /// bit.
     PremulSum(f64),
 }
 
@@ -55,7 +56,7 @@ impl fmt::Display for ReduceOp {
 impl FromStr for ReduceOp {
     type Err = Error;
 
-    /// Reads what it is written as, but for [`ReduceOp::PremulSum`], which has a number of its own.
+    /// Parses the name that `Display` writes. [`ReduceOp::PremulSum`] cannot be parsed: it has a number.
     fn from_str(text: &str) -> Result<Self> {
         use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
         let known = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
@@ -67,7 +68,7 @@ impl FromStr for ReduceOp {
 }
 
 impl ReduceOp {
-    /// Whether tensors of `kind` can be reduced this way by `operation`.
+    /// Checks that `operation` can reduce tensors of `kind` with this op.
     pub(crate) fn check_kind(self, operation: Operation, kind: Kind) -> Result<()> {
         use Kind::{BFloat16, Bool, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};
         let is_bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
@@ -90,34 +91,34 @@ impl ReduceOp {
     }
 }
 
-/// One call of one rank: what it asks for, and its tensors, each in one piece of memory.
+/// One rank's call of a collective: its arguments and its contiguous tensors.
 ///
-/// Which tensors there are is up to the operation. A list has one for each rank, in their order.
+/// The operation determines which tensors there are. A list has one tensor for each rank, in rank order.
 #[derive(Debug)]
 pub(crate) struct Call<'a> {
     pub operation: Operation,
-    /// Its number in the order of this rank's collectives.
+    /// The call's number in the order of this rank's collectives, from 0.
     pub sequence: u64,
-    /// For reductions.
+    /// Set for reductions.
     pub reduce_op: Option<ReduceOp>,
-    /// For operations that have one rank as their source or destination.
+    /// The source or the destination rank, for operations that have one.
     pub root: Option<usize>,
-    /// Of all tensors; bytes if there are none.
+    /// The dtype of all tensors; `Uint8` if there are none.
     pub kind: Kind,
     /// The shape that must be the same on all ranks.
     pub shape: &'a [i64],
     pub inputs: &'a [Tensor],
     pub outputs: &'a [Tensor],
-    /// For sums: how much this rank counts; on all ranks or on none.
+    /// This rank's weight in a sum. All ranks have one, or none has.
     pub weight: Option<f64>,
-    /// How long to wait for the others, if not as long as usual.
+    /// The timeout; `None` for the run's timeout.
     pub timeout: Option<Duration>,
-    /// Which line of the program makes it, for errors.
+    /// The call site in the program, for errors.
     pub place: Option<CallSite>,
 }
 
 impl Call<'_> {
-    /// A call without tensors.
+    /// Returns a call without tensors.
     pub(super) fn bare(operation: Operation) -> Self {
         Self {
             operation,
@@ -134,23 +135,23 @@ impl Call<'_> {
         }
     }
 
-    /// What it is called in errors.
+    /// Returns the operation and the number of the call, for errors.
     pub(super) fn at(&self) -> OpId {
         OpId { operation: self.operation, sequence: self.sequence }
     }
 
-    /// What an operation that always reduces reduces with.
+    /// Returns the reduction of an operation that always reduces.
     pub(super) fn op(&self) -> ReduceOp {
         self.reduce_op.unwrap_or(ReduceOp::Sum)
     }
 
-    /// The rank that an operation with a root has as such.
+    /// Returns the root rank of an operation that has one.
     pub(super) fn root(&self) -> usize {
         self.root.unwrap_or(0)
     }
 }
 
-/// The kinds that can be reduced, by PyTorch's names for them.
+/// The dtypes that can be reduced. [`dtype_name`] returns PyTorch's names for them.
 pub const DTYPES: [Kind; 10] = [
     Kind::Double,
     Kind::Float,
@@ -164,10 +165,10 @@ pub const DTYPES: [Kind; 10] = [
     Kind::Bool,
 ];
 
-/// The kind of [`DTYPES`] with this name of PyTorch's, such as `float32`.
+/// Returns the dtype in [`DTYPES`] with this PyTorch name, such as `float32`.
 ///
 /// # Errors
-/// [`Error::Input`] for other names; it lists them.
+/// [`Error::Input`] for other names; the message lists the valid ones.
 pub fn parse_dtype(name: &str) -> Result<Kind> {
     DTYPES.into_iter().find(|&kind| dtype_name(kind) == name).ok_or_else(|| {
         let names = DTYPES.map(dtype_name).join(", ");
@@ -177,7 +178,7 @@ pub fn parse_dtype(name: &str) -> Result<Kind> {
     })
 }
 
-/// All kinds, with PyTorch's names for them.
+/// All dtypes, with PyTorch's names for them.
 const NAMES: [(Kind, &str); 20] = [
     (Kind::Uint8, "uint8"),
     (Kind::Int8, "int8"),
@@ -207,7 +208,8 @@ pub fn dtype_name(kind: Kind) -> &'static str {
     NAMES.iter().find(|(known, _)| *known == kind).map_or("unknown", |(_, name)| name)
 }
 
-/// Returns the kind with this name of PyTorch's, if a tensor of that kind is its bytes: a quantized one also has a scale.
+/// Returns the dtype with this PyTorch name. `None` for unknown names and for quantized dtypes, whose tensors have
+/// a scale in addition to their bytes.
 pub(super) fn plain_kind(name: &str) -> Option<Kind> {
     let kind = NAMES.iter().find(|(_, known)| *known == name).map(|(kind, _)| *kind);
     kind.filter(|kind| !matches!(kind, Kind::QInt8 | Kind::QUInt8 | Kind::QInt32))

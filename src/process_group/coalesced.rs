@@ -1,7 +1,7 @@
 //! Several tensors in one collective: the ranks synchronize once for all of them instead of once for each.
 //!
-//! The tensors are copied into one and back, which is faster for small tensors. Every element has the same bits as with
-//! one call per tensor.
+//! The tensors are copied into one tensor and back, which is faster for small tensors. Every element has the same
+//! bits as with one call per tensor.
 
 use tch::Tensor;
 
@@ -10,17 +10,17 @@ use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
-/// Between the shapes of several tensors in [`Call::shape`](super::Call::shape).
+/// The separator between the shapes of several tensors in [`Call::shape`](super::Call::shape).
 pub(super) const NEXT_SHAPE: i64 = -1;
 
 impl ProcessGroup {
-    /// As [`ProcessGroup::all_reduce`] of each of `tensors`, in one collective.
+    /// Reduces each of `tensors` like [`ProcessGroup::all_reduce`], in one collective.
     ///
-    /// Follows `torch.distributed.all_reduce_coalesced`. All tensors are of one kind; each has a shape of its own, the
+    /// Follows `torch.distributed.all_reduce_coalesced`. All tensors have one dtype. Each has its own shape, the
     /// same on every rank.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when there are no tensors, or kinds differ.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if there are no tensors, or dtypes differ.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -50,14 +50,14 @@ impl ProcessGroup {
         part(&flat, tensors, 1)
     }
 
-    /// As [`ProcessGroup::all_gather_into_tensor`] of each of `input_tensors` into the one of `output_tensors` at the same
-    /// place, in one collective.
+    /// Gathers each of `input_tensors` into the tensor of `output_tensors` at the same index, like
+    /// [`ProcessGroup::all_gather_into_tensor`], in one collective.
     ///
-    /// Follows c10d's `allgather_into_tensor_coalesced`. All tensors are of one kind.
+    /// Follows c10d's `allgather_into_tensor_coalesced`. All tensors have one dtype.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_gather_into_tensor`]; [`Error::Input`] when there are no tensors, not as many outputs as
-    /// inputs, or kinds differ.
+    /// The errors of [`ProcessGroup::all_gather_into_tensor`]; [`Error::Input`] if there are no tensors, the
+    /// numbers of outputs and inputs differ, or dtypes differ.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -95,14 +95,14 @@ impl ProcessGroup {
         part(&all, output_tensors, count)
     }
 
-    /// As [`ProcessGroup::reduce_scatter_tensor`] of each of `inputs` into the one of `outputs` at the same place, in one
-    /// collective.
+    /// Reduces each of `inputs` into the tensor of `outputs` at the same index, like
+    /// [`ProcessGroup::reduce_scatter_tensor`], in one collective.
     ///
-    /// Follows c10d's `reduce_scatter_tensor_coalesced`. All tensors are of one kind.
+    /// Follows c10d's `reduce_scatter_tensor_coalesced`. All tensors have one dtype.
     ///
     /// # Errors
-    /// As [`ProcessGroup::reduce_scatter_tensor`]; [`Error::Input`] when there are no tensors, not as many outputs as
-    /// inputs, or kinds differ.
+    /// The errors of [`ProcessGroup::reduce_scatter_tensor`]; [`Error::Input`] if there are no tensors, the numbers
+    /// of outputs and inputs differ, or dtypes differ.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -140,8 +140,8 @@ impl ProcessGroup {
         part(&output, outputs, 1)
     }
 
-    /// What can be checked without the other ranks: as many outputs as inputs, all of one kind, and outputs that can be
-    /// written to.
+    /// Checks what can be checked without the other ranks: equal numbers of inputs and outputs, one dtype, and
+    /// outputs that can be written to.
     fn check_several(
         &self,
         operation: Operation,
@@ -160,7 +160,7 @@ impl ProcessGroup {
         outputs.iter().try_for_each(|output| self.check_output(operation, output))
     }
 
-    /// Each tensor of the first list has a part for each rank, as large as the tensor of the second.
+    /// Checks that each tensor of `whole` has `world_size` times the elements of its counterpart in `parts`.
     fn check_sizes(
         &self,
         operation: Operation,
@@ -188,13 +188,13 @@ impl ProcessGroup {
     }
 }
 
-/// The shapes of all, for the ranks to compare.
+/// Returns the shapes of all tensors in one list, for the ranks to compare.
 fn shapes(tensors: &[Tensor]) -> Vec<i64> {
     let shapes: Vec<Vec<i64>> = tensors.iter().map(Tensor::size).collect();
     shapes.join(&NEXT_SHAPE)
 }
 
-/// All of `tensors` one after the other, in one piece of memory: so many rows, each with that part of each tensor.
+/// Joins `tensors` into one contiguous tensor of `rows` rows. Each row has its part of each tensor.
 fn joined(tensors: &[Tensor], rows: i64) -> Result<Tensor> {
     let joined = || {
         let flat = |it: &Tensor| it.f_reshape([rows, it.numel() as i64 / rows]);
@@ -204,7 +204,7 @@ fn joined(tensors: &[Tensor], rows: i64) -> Result<Tensor> {
     tch::no_grad(joined).map_err(Error::torch("joining tensors"))
 }
 
-/// The opposite of [`joined`]: copies each tensor's part of `all` there.
+/// Copies each tensor's part of `all` back: the inverse of [`joined`].
 fn part(all: &Tensor, tensors: &mut [Tensor], rows: i64) -> Result<()> {
     let mut part = || {
         let all = all.f_reshape([rows, all.numel() as i64 / rows])?;

@@ -1,4 +1,4 @@
-//! Every collective, with PyTorch's names and order of arguments.
+//! Every collective, with PyTorch's names and argument order.
 
 use tch::Tensor;
 
@@ -12,23 +12,23 @@ use crate::operation::Operation;
 impl ProcessGroup {
     /// Combines `tensor` over all ranks and leaves the result in every rank's `tensor`.
     ///
-    /// Follows `torch.distributed.all_reduce`. Any shape, also empty; the same on every rank. Kinds:
-    /// float64, float32, float16, bfloat16 (the last two are reduced in float32), int64, int32, int16, int8,
-    /// uint8 and bool, as far as the operation makes sense for them ([`ReduceOp`]). With `threaded` the
-    /// reduction runs in the order of the ranks, so it has the same bits on every rank and in every run.
+    /// Follows `torch.distributed.all_reduce`. Any shape, also empty; the same on every rank. Dtypes: float64,
+    /// float32, float16, bfloat16 (the last two are reduced in float32), int64, int32, int16, int8, uint8 and bool,
+    /// as far as the operation makes sense for them ([`ReduceOp`]). With `threaded`, the reduction runs in rank
+    /// order, so the result has the same bits on every rank and in every run.
     ///
-    /// With `gloo` and one rank a process the bits are those of `threaded`. With several, each process first reduces the
-    /// tensors of its own ranks, and then the processes do the same with these partial results, in their order. Partial
-    /// sums and products of float16 and bfloat16 stay float32 until the end, also on the network, where they take twice
-    /// the bytes. So an average of float16 is finite where the sum is not.
+    /// With `gloo` and one rank per process, the bits are those of `threaded`. With several ranks per process, each
+    /// process first reduces the tensors of its own ranks. The processes then reduce these partial results, in
+    /// process order. Partial sums and products of float16 and bfloat16 stay float32 until the end, also on the
+    /// network, where they take twice the bytes. So an average of float16 is finite even if the sum is not.
     ///
-    /// On a GPU this launches and returns, as every operation there does.
+    /// On a GPU, this launches the operation and returns, like every GPU operation.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when ranks differ, [`Error::Unsupported`] for other kinds,
-    /// [`Error::OverlappingTensors`], [`Error::Input`] for a tensor that is undefined or elsewhere,
-    /// [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when others don't come, and the
-    /// backend's own errors. After an error the content of `tensor` is unspecified.
+    /// [`Error::Mismatch`] if ranks differ, [`Error::Unsupported`] for other dtypes, [`Error::OverlappingTensors`],
+    /// [`Error::Input`] for a tensor that is undefined or on another device, [`Error::Timeout`],
+    /// [`Error::PeerExited`] and [`Error::Cancelled`] if other ranks do not make the call, and the backend's own
+    /// errors. After an error the content of `tensor` is unspecified.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -52,13 +52,13 @@ impl ProcessGroup {
         self.collective(Operation::AllReduce, options, &tensor.size(), tensors, tensors)
     }
 
-    /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`; the others' stay as
-    /// they are.
+    /// Combines `tensor` over all ranks and leaves the result in rank `dst`'s `tensor`. The other ranks' tensors do
+    /// not change.
     ///
-    /// Follows `torch.distributed.reduce`. Shapes and kinds as [`ProcessGroup::all_reduce`].
+    /// Follows `torch.distributed.reduce`. Shapes and dtypes as for [`ProcessGroup::all_reduce`].
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when there is no rank `dst`.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if there is no rank `dst`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -87,10 +87,10 @@ impl ProcessGroup {
 
     /// Copies `tensor` of rank `src` into every other rank's `tensor`.
     ///
-    /// Follows `torch.distributed.broadcast`. Any kind and shape, the same on every rank.
+    /// Follows `torch.distributed.broadcast`. Any dtype and shape, the same on every rank.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when there is no rank `src`.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if there is no rank `src`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -119,11 +119,11 @@ impl ProcessGroup {
 
     /// Copies every rank's `tensor` into `tensor_list[rank]` of every rank.
     ///
-    /// Follows `torch.distributed.all_gather`. Any kind and shape, the same on every rank and in the list,
-    /// which has one tensor for each rank.
+    /// Follows `torch.distributed.all_gather`. Any dtype and shape, the same on every rank and in the list. The
+    /// list has one tensor for each rank.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when the list does not fit.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the list does not fit.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -150,14 +150,14 @@ impl ProcessGroup {
         self.collective(Operation::AllGather, Options::default(), &shape, input, tensor_list)
     }
 
-    /// Copies every rank's `input_tensor` into its part of every rank's `output_tensor`: rank 0's first, one
-    /// after the other.
+    /// Copies every rank's `input_tensor` into its part of every rank's `output_tensor`: one part after the other,
+    /// in rank order.
     ///
-    /// Follows `torch.distributed.all_gather_into_tensor`. `output_tensor` has as many elements as all
-    /// inputs together, in whatever shape.
+    /// Follows `torch.distributed.all_gather_into_tensor`. `output_tensor` has the elements of all inputs together,
+    /// in any shape.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when `output_tensor` has another size.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if `output_tensor` has another size.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -189,13 +189,13 @@ impl ProcessGroup {
         output.write_back(output_tensor)
     }
 
-    /// Copies every rank's `tensor` into `gather_list[rank]` of rank `dst`, which alone passes a list.
+    /// Copies every rank's `tensor` into `gather_list[rank]` of rank `dst`. Only rank `dst` passes a list.
     ///
-    /// Follows `torch.distributed.gather`. Any kind and shape, the same on every rank and in the list.
+    /// Follows `torch.distributed.gather`. Any dtype and shape, the same on every rank and in the list.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when the list does not fit, is missing on `dst`, or
-    /// is there on another rank.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the list does not fit, is missing on `dst`,
+    /// or is passed on another rank.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -231,12 +231,12 @@ impl ProcessGroup {
         self.collective(Operation::Gather, options, &shape, std::slice::from_ref(tensor), outputs)
     }
 
-    /// Copies `scatter_list[rank]` of rank `src`, which alone passes a list, into every rank's `tensor`.
+    /// Copies `scatter_list[rank]` of rank `src` into every rank's `tensor`. Only rank `src` passes a list.
     ///
-    /// Follows `torch.distributed.scatter`. Any kind and shape, the same on every rank and in the list.
+    /// Follows `torch.distributed.scatter`. Any dtype and shape, the same on every rank and in the list.
     ///
     /// # Errors
-    /// As [`ProcessGroup::gather`].
+    /// The errors of [`ProcessGroup::gather`].
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -271,11 +271,11 @@ impl ProcessGroup {
 
     /// Combines `input_list[rank]` of all ranks into rank `rank`'s `output`.
     ///
-    /// Follows `torch.distributed.reduce_scatter`. One shape for all tensors; kinds as
+    /// Follows `torch.distributed.reduce_scatter`. One shape for all tensors; dtypes as for
     /// [`ProcessGroup::all_reduce`].
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when the list does not fit.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the list does not fit.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -307,13 +307,13 @@ impl ProcessGroup {
         self.collective(Operation::ReduceScatter, options, &shape, input_list, output)
     }
 
-    /// Combines all ranks' `input` and gives each rank its part of the result in `output`: rank 0 the first.
+    /// Combines all ranks' `input` and leaves part `rank` of the result in each rank's `output`.
     ///
-    /// Follows `torch.distributed.reduce_scatter_tensor`. `input` has as many elements as all outputs
-    /// together, in whatever shape; kinds as [`ProcessGroup::all_reduce`].
+    /// Follows `torch.distributed.reduce_scatter_tensor`. `input` has the elements of all outputs together, in any
+    /// shape; dtypes as for [`ProcessGroup::all_reduce`].
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when `input` has another size.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if `input` has another size.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -349,10 +349,10 @@ impl ProcessGroup {
     /// Copies `input_tensor_list[j]` of rank `i` into `output_tensor_list[i]` of rank `j`, for all `i` and
     /// `j`.
     ///
-    /// Follows `torch.distributed.all_to_all`. Any kind; every pair of ranks can have a size of its own.
+    /// Follows `torch.distributed.all_to_all`. Any dtype; each pair of ranks can have its own size.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when a list does not have a tensor for each rank.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if a list does not have a tensor for each rank.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -384,14 +384,14 @@ impl ProcessGroup {
         self.collective(Operation::AllToAll, options, &[], input_tensor_list, output_tensor_list)
     }
 
-    /// Splits `input` along its first dimension, sends part `j` to rank `j`, and puts what comes from the
-    /// ranks one after the other into `output`.
+    /// Splits `input` along its first dimension, sends part `j` to rank `j`, and writes the parts from all ranks
+    /// into `output`, in rank order.
     ///
     /// Follows `torch.distributed.all_to_all_single`. The splits count rows, one number for each rank;
     /// without them the parts are equal.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; [`Error::Input`] when the splits don't add up.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the splits don't add up.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {

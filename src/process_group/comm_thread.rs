@@ -1,8 +1,8 @@
-//! The thread that carries on a rank's collectives while the rank does something else.
+//! The communication thread: runs a rank's collectives while the rank does something else.
 //!
-//! It is started by the first asynchronous operation of a group. The rank's side of the group moves there
-//! and comes back when the rank calls something itself, so that the order of its calls is kept and a rank
-//! that never asks for more than synchronous collectives pays nothing.
+//! The first asynchronous operation of a group starts the thread. The rank's side of the group moves to the thread,
+//! and back when the rank itself calls something. This keeps the rank's calls in order, and a rank with synchronous
+//! collectives only pays nothing.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -20,23 +20,24 @@ use crate::ffi::{cuda, set_multithreading_enabled};
 use crate::operation::OpId;
 use crate::runtime::{SpanId, panics};
 
-/// As much as a rank's own thread has: closures of users run here. Only what is used becomes memory.
+/// The stack size, that of a rank's own thread: closures of users run here. Only the used part takes memory.
 const STACK_BYTES: usize = 64 << 20;
 
-/// What it is asked to do. What is left may go on by itself, while the thread does the next.
+/// A queued operation. Returns `Some` if it continues in the background while the thread does the next one.
 pub(super) type Operation =
     Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, SpanId)>> + Send>;
 
 enum Job {
-    /// Go on from here.
+    /// Take over the rank's side of the group.
     Take(SequencedBackend),
-    /// Do this, and tell how it ended.
+    /// Run the operation and send its result.
     Run(Operation, Sender<Result<()>>),
-    /// Send it back.
+    /// Send the rank's side of the group back.
     GiveBack,
 }
 
-/// A rank's end of the channels to its thread. The thread ends when this is dropped and all is done.
+/// The rank's end of the channels to its communication thread. After this is dropped, the thread does all queued
+/// jobs and ends.
 #[derive(Debug)]
 pub(super) struct CommunicationThread {
     jobs: Sender<Job>,
@@ -44,7 +45,7 @@ pub(super) struct CommunicationThread {
 }
 
 impl CommunicationThread {
-    /// Starts a thread for the rank that `group` belongs to, which is the calling one.
+    /// Starts a communication thread for the calling rank, the member `group`.
     pub(super) fn start(group: &ProcessGroup) -> Result<Self> {
         let (jobs, received) = unbounded();
         let (give_back, returned) = bounded(1);
@@ -58,7 +59,7 @@ impl CommunicationThread {
             set_multithreading_enabled(false);
             let mut in_flight: VecDeque<(InFlight, SpanId, Sender<Result<()>>)> = VecDeque::new();
             let tell = |result: Sender<Result<()>>, ended| {
-                let _ = result.send(ended); // need not be waited for
+                let _ = result.send(ended); // fails if the `Work` was dropped
                 run.end_pending(rank);
             };
             let finish = |(work, record, result): (InFlight, SpanId, Sender<Result<()>>)| {
@@ -67,7 +68,7 @@ impl CommunicationThread {
                 tell(result, run_job(&group, Some(at), end));
             };
             loop {
-                // Whatever is there first: a job, or an end.
+                // Whichever comes first: a job, or the end of the oldest operation in flight.
                 if let Some((oldest, ..)) = in_flight.front()
                     && ends_before_a_job(oldest, &received, run.cancel.tripped())
                 {
@@ -80,7 +81,7 @@ impl CommunicationThread {
                     Job::GiveBack => {
                         in_flight.drain(..).for_each(finish);
                         if let Some(side) = group.detach() {
-                            let _ = give_back.send(side); // whoever asked waits for it
+                            let _ = give_back.send(side); // the rank waits for it
                         }
                     }
                     Job::Run(operation, result) => match run_job(&group, None, operation) {
@@ -106,7 +107,7 @@ impl CommunicationThread {
         self.send(Job::Take(side));
     }
 
-    /// Queues `operation`; how it ends will be in the channel.
+    /// Queues `operation`. Returns the channel that will receive its result.
     pub(super) fn run(&self, group: &ProcessGroup, operation: Operation) -> Receiver<Result<()>> {
         let (sender, result) = bounded(1);
         group.run().begin_pending(group.global_rank());
@@ -114,18 +115,19 @@ impl CommunicationThread {
         result
     }
 
-    /// Takes the rank's side of the group back, when all that was queued is over: each of it ends.
+    /// Takes the rank's side of the group back. Waits until all queued operations are over; each of them ends.
     pub(super) fn give_back(&self) -> Option<SequencedBackend> {
         self.send(Job::GiveBack);
         self.returned.recv().ok()
     }
 
     fn send(&self, job: Job) {
-        let _ = self.jobs.send(job); // the thread listens as long as this end lives
+        let _ = self.jobs.send(job); // the thread receives until this sender is dropped
     }
 }
 
-/// Waits for the next job, or until `work` has ended or must.
+/// Waits for the next job, for the end or the deadline of `work`, or for a cancelled run. Returns `false` if a job
+/// came first.
 fn ends_before_a_job(
     work: &InFlight,
     jobs: &Receiver<Job>,
@@ -138,8 +140,8 @@ fn ends_before_a_job(
     select.ready_timeout(work.time_left()) != Ok(job)
 }
 
-/// Does one operation, or at `at` waits for its end. The run learns of a failure here, because its rank may never
-/// ask.
+/// Runs `operation`. `at` names the operation whose end it waits for, if it does only that. Reports a failure to
+/// the run, because the rank may never ask for the result.
 fn run_job<T>(
     group: &ProcessGroup,
     at: Option<OpId>,
@@ -157,7 +159,7 @@ fn run_job<T>(
         let cause = panics::describe(&*panic);
         run.report_at(rank, at(), None, cause.clone());
         run.check(rank)?;
-        Err(Error::Unsupported(cause)) // the report has cancelled the run, so this does not happen
+        Err(Error::Unsupported(cause)) // not reached: the report has cancelled the run
     });
     if let Err(error) = &result {
         run.report_at(rank, at(), Some(error), error.to_string());

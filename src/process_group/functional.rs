@@ -1,15 +1,16 @@
-//! Collectives that gradients flow through: `torch.distributed.nn.functional`.
+//! Differentiable collectives: `torch.distributed.nn.functional`.
 //!
-//! Each returns new tensors, and leaves those that it is given as they are. The ranks' losses count as one loss, their
-//! sum, and the gradient of each tensor is that of this sum. So backward is a collective as well: every rank must go
-//! backward through its results, if one does, and in the same order. A rank whose loss does not depend on a result adds
-//! `0.0 * result.sum(..)` to it. Reductions are sums, because the gradient of a maximum or a product would need more
-//! than the gradient of the result. Any float kind.
+//! Each function returns new tensors and does not change its arguments. The ranks' losses count as one loss, their
+//! sum, and each tensor's gradient is that of this sum. So backward is a collective as well: if one rank goes
+//! backward through its results, every rank must, in the same order. A rank whose loss does not depend on a result
+//! adds `0.0 * result.sum(..)` to its loss. Reductions are sums, because the gradient of a maximum or a product
+//! needs more than the gradient of the result. Any float dtype.
 //!
-//! Errors are those of the method of [`ProcessGroup`] with the same name. Those of backward come out of
+//! The errors are those of the method of [`ProcessGroup`] with the same name.
 //! [`ffi::backward`](crate::ffi::backward) and
-//! [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) as they are; tch's own `f_backward`
-//! makes a text of them. [`Error::Unsupported`] when backward runs on another thread.
+//! [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) return the errors of backward
+//! unchanged; tch's own `f_backward` turns them into text. [`Error::Unsupported`] if backward runs on another
+//! thread.
 
 use std::rc::Rc;
 
@@ -23,15 +24,15 @@ use crate::operation::Operation;
 
 type Group = Rc<ProcessGroup>;
 
-/// The sum of `tensor` over all ranks. A collective.
+/// Returns the sum of `tensor` over all ranks. A collective.
 ///
-/// Follows `torch.distributed.nn.functional.all_reduce` with its default, the sum. The gradient of each rank's `tensor`
-/// is the sum over the ranks of the results' gradients. In a
-/// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) of a model on the same group it is the sum of
-/// the losses by their weights.
+/// Follows `torch.distributed.nn.functional.all_reduce` with its default, the sum. The gradient of each rank's
+/// `tensor` is the sum of the results' gradients over all ranks. In a
+/// [`backward_weighted`](crate::DistributedDataParallel::backward_weighted) of a model on the same group, each
+/// rank's loss counts by its weight.
 ///
 /// # Errors
-/// As [`ProcessGroup::all_reduce`], and those of the [module](self).
+/// The errors of [`ProcessGroup::all_reduce`] and of the [module](self).
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -62,13 +63,13 @@ pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     )
 }
 
-/// Rank `src`'s `tensor`, on every rank. A collective.
+/// Returns rank `src`'s `tensor`, on every rank. A collective.
 ///
-/// Follows `torch.distributed.nn.functional.broadcast`. The gradient of rank `src`'s `tensor` is the sum of all ranks'
-/// gradients; those of the others are zeros.
+/// Follows `torch.distributed.nn.functional.broadcast`. The gradient of rank `src`'s `tensor` is the sum of all
+/// ranks' gradients; the gradients of the other ranks' tensors are zeros.
 ///
 /// # Errors
-/// As [`ProcessGroup::broadcast`], and those of the [module](self).
+/// The errors of [`ProcessGroup::broadcast`] and of the [module](self).
 pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let group = group.clone();
     unweighted(tensor, group.clone(), move |it, transposed| {
@@ -80,13 +81,14 @@ pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Resul
     })
 }
 
-/// The sum of `tensor` over all ranks, on rank `dst`; a copy of their own tensor on the others. A collective.
+/// Returns the sum of `tensor` over all ranks on rank `dst`, and a copy of the rank's own tensor elsewhere. A
+/// collective.
 ///
 /// Follows `torch.distributed.nn.functional.reduce` with its default, the sum. The gradient of each rank's `tensor` is
 /// that of rank `dst`'s result.
 ///
 /// # Errors
-/// As [`ProcessGroup::reduce`], and those of the [module](self).
+/// The errors of [`ProcessGroup::reduce`] and of the [module](self).
 pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let group = group.clone();
     unweighted(tensor, group.clone(), move |it, transposed| {
@@ -94,13 +96,13 @@ pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<T
     })
 }
 
-/// Every rank's `tensor`, in the order of the ranks, on rank `dst`; as many zeros on the others. A collective.
+/// Returns every rank's `tensor`, in rank order, on rank `dst`; zeros of the same shapes elsewhere. A collective.
 ///
 /// Follows `torch.distributed.nn.functional.gather`. The gradient of rank `i`'s `tensor` is that of rank `dst`'s `i`-th
 /// result.
 ///
 /// # Errors
-/// As [`ProcessGroup::gather`], and those of the [module](self).
+/// The errors of [`ProcessGroup::gather`] and of the [module](self).
 pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Vec<Tensor>> {
     let group = group.clone();
     let all = unweighted(tensor, group.clone(), move |it, transposed| {
@@ -109,14 +111,14 @@ pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<V
     rows(&all)
 }
 
-/// The tensor of this rank in rank `src`'s list `tensors`. A collective.
+/// Returns this rank's tensor from rank `src`'s list `tensors`. A collective.
 ///
-/// Follows `torch.distributed.nn.functional.scatter`. Every rank passes a list with a tensor for each rank, all of one
-/// shape and kind; the values of the others' lists do not matter. The gradient of rank `src`'s `i`-th tensor is that of
-/// rank `i`'s result; those of the others' lists are zeros.
+/// Follows `torch.distributed.nn.functional.scatter`. Every rank passes a list with a tensor for each rank, all of
+/// one shape and dtype. Only the values of rank `src`'s list matter. The gradient of rank `src`'s `i`-th tensor is
+/// that of rank `i`'s result; the gradients of the other ranks' lists are zeros.
 ///
 /// # Errors
-/// As [`ProcessGroup::scatter`], and those of the [module](self).
+/// The errors of [`ProcessGroup::scatter`] and of the [module](self).
 pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::Scatter, tensors, group)?;
     let group = group.clone();
@@ -125,13 +127,13 @@ pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Resu
     })
 }
 
-/// Every rank's `tensor`, in the order of the ranks. A collective.
+/// Returns every rank's `tensor`, in rank order. A collective.
 ///
-/// Follows `torch.distributed.nn.functional.all_gather`. The gradient of rank `i`'s `tensor` is the sum over the ranks of
-/// the gradients of their `i`-th result.
+/// Follows `torch.distributed.nn.functional.all_gather`. The gradient of rank `i`'s `tensor` is the sum over the
+/// ranks of the gradients of their `i`-th result.
 ///
 /// # Errors
-/// As [`ProcessGroup::all_gather`], and those of the [module](self).
+/// The errors of [`ProcessGroup::all_gather`] and of the [module](self).
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -156,12 +158,13 @@ pub fn all_gather(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Vec<Tenso
     rows(&gathered_by_all(tensor, group)?)
 }
 
-/// As [`all_gather`], in one tensor: the ranks' tensors one after the other along the first dimension. A collective.
+/// Returns the ranks' tensors in one tensor, joined along the first dimension in rank order. A collective.
 ///
-/// Follows `torch.distributed.nn.functional._all_gather_base`, which has a gradient with NCCL only.
+/// Follows `torch.distributed.nn.functional._all_gather_base`, which has a gradient with NCCL only. See
+/// [`all_gather`].
 ///
 /// # Errors
-/// As [`ProcessGroup::all_gather_into_tensor`], and those of the [module](self).
+/// The errors of [`ProcessGroup::all_gather_into_tensor`] and of the [module](self).
 pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let mut shape = tensor.size();
     match shape.first_mut() {
@@ -171,13 +174,13 @@ pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Resu
     gathered_by_all(tensor, group)?.f_reshape(shape).map_err(Error::torch("reshape"))
 }
 
-/// The sum over the ranks of what each has for this rank in `input_list`. A collective.
+/// Returns the sum over the ranks of their tensors for this rank in `input_list`. A collective.
 ///
-/// Follows `torch.distributed.nn.functional.reduce_scatter` with its default, the sum. The list has a tensor for each
-/// rank, all of one shape and kind. The gradient of each rank's `i`-th tensor is that of rank `i`'s result.
+/// Follows `torch.distributed.nn.functional.reduce_scatter` with its default, the sum. The list has a tensor for
+/// each rank, all of one shape and dtype. The gradient of each rank's `i`-th tensor is that of rank `i`'s result.
 ///
 /// # Errors
-/// As [`ProcessGroup::reduce_scatter`], and those of the [module](self).
+/// The errors of [`ProcessGroup::reduce_scatter`] and of the [module](self).
 pub fn reduce_scatter(input_list: &[Tensor], group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::ReduceScatter, input_list, group)?;
     let group = group.clone();
@@ -186,14 +189,14 @@ pub fn reduce_scatter(input_list: &[Tensor], group: &Rc<ProcessGroup>) -> Result
     })
 }
 
-/// What each rank has for this rank in its `input_list`, in the order of the ranks. A collective.
+/// Returns each rank's tensor for this rank in its `input_list`, in rank order. A collective.
 ///
 /// Follows `torch.distributed.nn.functional.all_to_all`. The list has a tensor for each rank, of any shape;
-/// `output_shapes` are the shapes of those that come. The gradient of rank `i`'s `j`-th tensor is that of rank `j`'s
-/// `i`-th result.
+/// `output_shapes` are the shapes of the tensors that this rank receives. The gradient of rank `i`'s `j`-th tensor
+/// is that of rank `j`'s `i`-th result.
 ///
 /// # Errors
-/// As [`ProcessGroup::all_to_all`], and those of the [module](self).
+/// The errors of [`ProcessGroup::all_to_all`] and of the [module](self).
 pub fn all_to_all(
     output_shapes: &[&[i64]],
     input_list: &[Tensor],
@@ -222,13 +225,13 @@ pub fn all_to_all(
     shaped.collect::<Result<_, _>>().map_err(Error::torch("reshape"))
 }
 
-/// The rows that each rank has for this rank in its `input`, one after the other. A collective.
+/// Returns each rank's rows for this rank in its `input`, one rank after the other. A collective.
 ///
-/// Follows `torch.distributed.nn.functional.all_to_all_single`. The splits count rows, one number for each rank; without
-/// them the parts are equal. The gradient goes back where the values came from.
+/// Follows `torch.distributed.nn.functional.all_to_all_single`. The splits count rows, one number for each rank;
+/// without them, the parts are equal. The gradient goes back to the rank that sent the values.
 ///
 /// # Errors
-/// As [`ProcessGroup::all_to_all_single`], and those of the [module](self).
+/// The errors of [`ProcessGroup::all_to_all_single`] and of the [module](self).
 pub fn all_to_all_single(
     input: &Tensor,
     output_split_sizes: Option<&[i64]>,
@@ -251,7 +254,7 @@ pub fn all_to_all_single(
     })
 }
 
-/// [`all_gather`] with a row for each rank.
+/// Gathers like [`all_gather`] into one tensor with a row for each rank.
 fn gathered_by_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     let group = group.clone();
     unweighted(tensor, group.clone(), move |it, transposed| {
@@ -259,7 +262,7 @@ fn gathered_by_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     })
 }
 
-/// A list with a tensor for each rank as the rows of one tensor, under autograd.
+/// Stacks a list with a tensor for each rank into the rows of one tensor, under autograd.
 fn stacked(operation: Operation, list: &[Tensor], group: &Group) -> Result<Tensor> {
     group.common_kind(operation, list, &[])?;
     let shape = list.first().map(Tensor::size);
@@ -267,7 +270,7 @@ fn stacked(operation: Operation, list: &[Tensor], group: &Group) -> Result<Tenso
     Tensor::f_stack(list, 0).map_err(Error::torch("stack"))
 }
 
-/// The rows of a tensor, under autograd.
+/// Returns the rows of a tensor, under autograd.
 fn rows(all: &Tensor) -> Result<Vec<Tensor>> {
     all.f_unbind(0).map_err(Error::torch("unbind"))
 }
@@ -276,14 +279,14 @@ fn zeros(shape: &[i64], like: &Tensor) -> Result<Tensor> {
     Tensor::f_zeros(shape, (like.kind(), like.device())).map_err(Error::torch("zeros"))
 }
 
-/// A copy in one piece of memory.
+/// Returns a contiguous copy.
 fn copy(tensor: &Tensor) -> Result<Tensor> {
     let mut copy = zeros(&tensor.size(), tensor)?;
     copy.f_copy_(tensor).map_err(Error::torch("copy_"))?;
     Ok(copy)
 }
 
-/// As [`linear`], for a collective through which no weighted gradients go: `backward_weighted` is refused.
+/// Applies [`linear`] for a collective without weighted gradients: `backward_weighted` through it is refused.
 fn unweighted(
     input: &Tensor,
     group: Group,
@@ -297,7 +300,7 @@ fn unweighted(
     })
 }
 
-// The collectives outside of autograd, each on new tensors.
+// The collectives outside of autograd; each returns new tensors.
 
 fn summed_by_weights(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     let mut sum = copy(tensor)?;
@@ -323,7 +326,7 @@ fn reduced(tensor: &Tensor, dst: usize, group: &Group) -> Result<Tensor> {
     Ok(sum)
 }
 
-/// A row for each rank on `dst`, zeros on the others.
+/// Returns a row for each rank on `dst`, zeros on the other ranks.
 fn gathered(tensor: &Tensor, dst: usize, group: &Group) -> Result<Tensor> {
     let all = room_for_all(tensor, group)?;
     let mut list = rows(&all)?;
@@ -331,7 +334,7 @@ fn gathered(tensor: &Tensor, dst: usize, group: &Group) -> Result<Tensor> {
     Ok(all)
 }
 
-/// The row of rank `src` for this rank.
+/// Returns rank `src`'s row for this rank.
 fn scattered(all: &Tensor, src: usize, group: &Group) -> Result<Tensor> {
     let mut mine = zeros(&all.size()[1..], all)?;
     let list = rows(all)?;
@@ -339,14 +342,14 @@ fn scattered(all: &Tensor, src: usize, group: &Group) -> Result<Tensor> {
     Ok(mine)
 }
 
-/// A row for each rank.
+/// Returns a row for each rank.
 fn all_rows(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     let mut all = room_for_all(tensor, group)?;
     group.all_gather_into_tensor(&mut all, tensor)?;
     Ok(all)
 }
 
-/// The sum over the ranks of the rows for this rank.
+/// Returns the sum over all ranks of their rows for this rank.
 fn sum_of_rows(all: &Tensor, group: &Group) -> Result<Tensor> {
     let mut mine = zeros(&all.size()[1..], all)?;
     group.reduce_scatter_tensor(&mut mine, all, ReduceOp::Sum)?;

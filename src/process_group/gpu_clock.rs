@@ -1,7 +1,7 @@
-//! When a rank's GPU has done what the rank has launched: the host's own times end with the launch.
+//! The times at which a rank's GPU has done the launched work. The host's own times end with the launch.
 //!
-//! Events with times lie on the GPU's streams between the phases of a step and around each collective. The rank looks at
-//! those that are passed whenever it records something, and never waits for one.
+//! Timed CUDA events are on the GPU's streams, between the phases of a step and around each collective. Whenever
+//! the rank records something, it checks which events have passed; it never waits for one.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -13,13 +13,14 @@ use crate::operation::Operation;
 use crate::runtime::{RunContext, SpanId};
 use crate::telemetry::PhaseSeconds;
 
-/// So many records may wait for the GPU: many steps.
+/// The maximum number of records that wait for the GPU; enough for many steps.
 const MAX_QUEUED: usize = 4096;
 
-/// Times are single-precision numbers of CUDA's: from an event that lies no longer back they are exact to a microsecond.
+/// The maximum age of the reference event. CUDA's times have single precision; up to this age they are exact to a
+/// microsecond.
 const REBASE: Duration = Duration::from_secs(1);
 
-/// What one rank has launched in one group, and when its GPU has done it.
+/// One rank's launched work in one group, and its times on the GPU.
 #[derive(Debug)]
 pub(super) struct GpuClock {
     gpu: usize,
@@ -27,34 +28,34 @@ pub(super) struct GpuClock {
     rank: usize,
     /// The stream of the rank's own work.
     stream: usize,
-    /// The event from which the others are measured, and when the GPU passed it.
+    /// The reference event for all other events, and when the GPU passed it.
     origin: (Rc<Event>, Duration),
     launched: VecDeque<Launched>,
     spare: Vec<Event>,
     times: GpuSeconds,
-    /// The phase that was done last, and when.
+    /// The phase that was done last, and when it ended.
     phase: Option<(Operation, Duration)>,
-    /// Whether the GPU has failed: what uses it reports that.
+    /// Whether recording has stopped because the GPU has failed. The code that uses the GPU reports the failure.
     stopped: bool,
 }
 
-/// How long a GPU has been at what one rank has launched.
+/// The GPU's times for the work that one rank has launched, in seconds.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct GpuSeconds {
-    /// The phases, and the collectives that they waited for.
+    /// The time of the phases, and of the collectives that they waited for.
     pub phases: PhaseSeconds,
-    /// Time of the collectives on streams other than the rank's own, summed.
+    /// The summed time of the collectives on streams other than the rank's own.
     pub beside: f64,
-    /// For how long the rank's own stream has waited for these.
+    /// The time that the rank's own stream has waited for these collectives.
     pub waited: f64,
 }
 
-/// What is launched between two events.
+/// The work that is launched between two events.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Span {
-    /// What this record is of.
+    /// The work of this record.
     Record(SpanId),
-    /// Nothing: the rank's stream waits for another one.
+    /// No work: the rank's stream waits for another stream.
     Wait,
 }
 
@@ -62,19 +63,19 @@ pub(super) enum Span {
 struct Launched {
     span: Span,
     operation: Operation,
-    /// On another stream than the rank's own.
+    /// Whether the work is on a stream other than the rank's own.
     beside: bool,
     began: Rc<Event>,
     ended: Option<Rc<Event>>,
-    /// When the GPU has begun and ended it.
+    /// The start and the end on the GPU; `None` if they are not known yet.
     times: Option<[Duration; 2]>,
 }
 
 impl GpuClock {
-    /// Begins now. Waits for what is launched on the rank's stream so far.
+    /// Starts the clock. Waits for everything launched on the rank's stream so far.
     ///
     /// # Errors
-    /// As [`RunContext::poll`], and libtorch's own.
+    /// The errors of [`RunContext::poll`] and of libtorch.
     pub(super) fn start(run: &RunContext, rank: usize, gpu: usize) -> Result<Self> {
         let (origin, passed, error) = closest(run, rank, gpu)?;
         run.flight_recorder.note_gpu_clock(rank, error);
@@ -91,8 +92,8 @@ impl GpuClock {
         })
     }
 
-    /// Notes that `ended`, if there is one, is over, and that another one begins, if one does: what is launched from now
-    /// on is part of it.
+    /// Records an event that ends the span `ended` and begins the span `begun`, if they are given. Work launched
+    /// from now on is part of `begun`.
     pub(super) fn mark(
         &mut self,
         ended: Option<Span>,
@@ -120,14 +121,14 @@ impl GpuClock {
         Ok(())
     }
 
-    /// Writes down what the GPU has done meanwhile.
+    /// Stores the times of the work that the GPU has done meanwhile.
     pub(super) fn note_done(&mut self, run: &RunContext) -> Result<()> {
         let (origin, passed) = &self.origin;
         let mut phase_goes_on = false;
         for it in self.launched.iter_mut().filter(|it| it.times.is_none()) {
             let is_phase = !it.operation.may_wait();
             if is_phase && phase_goes_on {
-                continue; // they follow each other on one stream
+                continue; // phases follow each other on one stream
             }
             match &it.ended {
                 Some(ended) if ended.is_done()? => {
@@ -138,7 +139,7 @@ impl GpuClock {
                     }
                     it.times = Some(times);
                 }
-                // A collective of a phase that goes on may be done.
+                // A collective within an unfinished phase may be done.
                 _ if is_phase => phase_goes_on = true,
                 _ => break,
             }
@@ -147,7 +148,7 @@ impl GpuClock {
             let Some(done) = self.launched.pop_front() else { break };
             let Some(times) = done.times else { break };
             self.count(&done, times);
-            // What comes next in the queue has begun later.
+            // Later spans in the queue began later, so this event can be their reference.
             if times[0].saturating_sub(self.origin.1) > REBASE {
                 self.origin = (done.began.clone(), times[0]);
             }
@@ -157,19 +158,19 @@ impl GpuClock {
         Ok(())
     }
 
-    /// Whether the GPU has done all that is over.
+    /// Returns whether the GPU has done all spans that are over.
     pub(super) fn is_idle(&self) -> bool {
         self.launched.iter().all(|it| it.ended.is_none() || it.times.is_some())
     }
 
-    /// Keeps what is known, and records nothing more.
+    /// Stops recording. Keeps the times known so far.
     pub(super) fn stop(&mut self) {
         self.launched.clear();
         self.stopped = true;
     }
 
-    /// Counts the time of a phase, or of what the rank's stream does or waits for within one, which comes after it in the
-    /// queue. Collectives beside cost a phase only the wait for them.
+    /// Counts the time of a phase, or of the rank's own work or wait within one, which follows the phase in the
+    /// queue. A collective on another stream costs a phase only the wait for it.
     fn count(&mut self, done: &Launched, [began, ended]: [Duration; 2]) {
         let time = ended.saturating_sub(began).as_secs_f64();
         let GpuSeconds { phases, beside, waited } = &mut self.times;
@@ -191,23 +192,25 @@ impl GpuClock {
         }
     }
 
-    /// What the GPU has done, as far as it is known.
+    /// Returns the times of all work that is known to be done.
     pub(super) fn times(&self) -> GpuSeconds {
         self.times
     }
 }
 
 impl GpuSeconds {
-    /// Which share of the collectives beside went on while the rank's own stream did something else, from 0 to 1.
+    /// Returns the share of the time of collectives that overlapped with other work of the rank's own stream, from
+    /// 0 to 1.
     pub(crate) fn hidden(&self) -> f64 {
         if self.beside == 0.0 { 0.0 } else { (1.0 - self.waited / self.beside).clamp(0.0, 1.0) }
     }
 }
 
-/// Returns an event that the GPU has passed, its time, and the possible error of that time: the best of `EVENTS` tries.
+/// Returns an event that the GPU has passed, the time of the event, and the possible error of that time. Takes the
+/// most exact of `EVENTS` measurements.
 fn closest(run: &RunContext, rank: usize, gpu: usize) -> Result<(Event, Duration, Duration)> {
     const EVENTS: usize = 8;
-    /// A GPU with nothing to do passes an event sooner.
+    /// The time within which an idle GPU passes an event.
     const AT_ONCE: Duration = Duration::from_millis(1);
     let measure = |_| -> Result<(Event, Duration, Duration)> {
         let event = Event::timed()?;

@@ -1,4 +1,4 @@
-//! Groups of some of the ranks.
+//! Sub-groups: groups of some of the ranks.
 
 use std::sync::Arc;
 
@@ -10,17 +10,16 @@ use crate::operation::Operation;
 use super::arguments::{Options, refuse};
 
 impl ProcessGroup {
-    /// A group of some ranks of this one, with numbers of their own from 0 in the same order; `None` on the
-    /// ranks that are not in it. Every rank of this group must call it, also those that are not meant.
+    /// Creates a group of some ranks of this one, numbered from 0 in the same order. Returns `None` on ranks
+    /// outside the new group. Every rank of this group must call it, member or not.
     ///
-    /// Follows `torch.distributed.new_group`. `ranks` are ranks of this group, in any order. In the new
-    /// group, wherever a rank is asked for or returned (`src`, `dst`, [`ProcessGroup::rank`]), it is the
-    /// number there (unlike PyTorch's `src` and `dst`, which are those of the whole); [`ProcessGroup::ranks`]
-    /// translates. Different groups can be at work at the same time; ranks
-    /// that are in several must call their collectives in one order.
+    /// Follows `torch.distributed.new_group`. `ranks` are ranks of this group, in any order. In the new group,
+    /// every rank number (`src`, `dst`, [`ProcessGroup::rank`]) is the number in that group. PyTorch's `src` and
+    /// `dst` are numbers in the whole world instead. [`ProcessGroup::ranks`] translates. Different groups can run
+    /// operations at the same time. Ranks that are in several groups must call their collectives in one order.
     ///
     /// # Errors
-    /// [`Error::Input`] when `ranks` is empty, names a rank twice or one that is not there; as
+    /// [`Error::Input`] if `ranks` is empty, repeats a rank, or names a rank that does not exist; the errors of
     /// [`ProcessGroup::all_reduce`].
     ///
     /// ```
@@ -64,13 +63,15 @@ impl ProcessGroup {
         Ok(Some(group.record_as_part_of(self, sequence)))
     }
 
-    /// Splits this group into groups of `group_size` ranks each, of neighbours: the first has ranks 0 to `group_size - 1`.
-    /// Returns the one that this rank is in.
+    /// Splits this group into groups of `group_size` consecutive ranks each: the first has the ranks below
+    /// `group_size`. Returns the group that this rank is in.
     ///
-    /// Follows `torch.distributed.new_subgroups`. Every rank must call it. Numbers are as in [`ProcessGroup::new_group`].
+    /// Follows `torch.distributed.new_subgroups`. Every rank must call it. Rank numbers are as in
+    /// [`ProcessGroup::new_group`].
     ///
     /// # Errors
-    /// [`Error::Input`] when the ranks cannot be split into groups of that size; as [`ProcessGroup::all_reduce`].
+    /// [`Error::Input`] if the ranks cannot be split into groups of that size; the errors of
+    /// [`ProcessGroup::all_reduce`].
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -101,13 +102,13 @@ impl ProcessGroup {
         })
     }
 
-    /// A group for each list of ranks. Returns the one that this rank is in; `None` if it is in none.
+    /// Creates a group for each list of ranks. Returns the group that this rank is in; `None` if it is in none.
     ///
-    /// Follows `torch.distributed.new_subgroups_by_enumeration`. Every rank must call it, with the same lists. Numbers
-    /// are as in [`ProcessGroup::new_group`].
+    /// Follows `torch.distributed.new_subgroups_by_enumeration`. Every rank must call it, with the same lists. Rank
+    /// numbers are as in [`ProcessGroup::new_group`].
     ///
     /// # Errors
-    /// As [`ProcessGroup::new_group`]; [`Error::Input`] when a rank is in two lists.
+    /// The errors of [`ProcessGroup::new_group`]; [`Error::Input`] if a rank is in two lists.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -144,7 +145,8 @@ impl ProcessGroup {
         self.make_groups(ranks_per_subgroup_list.iter().copied(), mine)
     }
 
-    /// Makes a group of each list of ranks; returns the one at place `mine`.
+    /// Creates a group for each list of ranks. Returns the group of list number `mine`; `None` if there is no such
+    /// list.
     #[track_caller]
     fn make_groups<'a>(
         &self,
@@ -161,7 +163,7 @@ impl ProcessGroup {
         Ok(found)
     }
 
-    /// The members of this group in their order, by the numbers that they have in the group that
+    /// Returns the members of this group in order, by their numbers in the group that
     /// [`Rank::init_process_group`](crate::launch::Rank::init_process_group) returned. Not a collective.
     ///
     /// Follows `torch.distributed.get_process_group_ranks`.
@@ -169,7 +171,7 @@ impl ProcessGroup {
         self.shared.members()
     }
 
-    /// The members of a new group in ascending order, all of them there and different.
+    /// Returns the members of a new group in ascending order. Checks that all exist and are different.
     fn check_members(&self, ranks: &[usize]) -> Result<Vec<usize>> {
         let operation = Operation::NewGroup;
         let mut ranks = ranks.to_vec();
@@ -186,7 +188,7 @@ impl ProcessGroup {
         Ok(ranks)
     }
 
-    /// An invitation to a group that talks as this one does.
+    /// Returns the bootstrap of a group within this process: `nccl` if this group uses it, `threaded` otherwise.
     fn invitation(&self, members: Arc<[usize]>) -> Result<Bootstrap> {
         if self.is_stream_ordered {
             Bootstrap::nccl(self.run(), members)

@@ -1,4 +1,4 @@
-//! How what a rank does gets into the timeline of its run.
+//! Records what a rank does in the flight recorder of its run.
 
 use std::cell::Cell;
 use std::panic::Location;
@@ -15,16 +15,16 @@ use crate::operation::{OpId, Operation};
 use crate::runtime::{CallSite, FaultKind, FaultSite, OpStart, SpanId};
 use crate::telemetry::PhaseSeconds;
 
-/// What a group knows for its records.
+/// A group's state for its records.
 #[derive(Debug, Default)]
 pub(super) struct PhaseTracker {
-    /// The group's number, the same on all of its ranks.
+    /// The group's number, the same on all of its ranks; 0 for the group of all ranks.
     pub group: u32,
-    /// On a communication thread.
+    /// Whether this group is on a communication thread.
     pub on_comm_thread: bool,
-    /// What DistributedDataParallel says of what it is about to reduce.
+    /// The context of the next collectives, which DistributedDataParallel sets.
     pub context: Cell<CallContext>,
-    /// The phase of a training step that this rank is in.
+    /// The current phase of a training step; `None` if there is none.
     phase: Cell<Option<Phase>>,
     seconds: Cell<PhaseSeconds>,
 }
@@ -34,11 +34,11 @@ struct Phase {
     is: Operation,
     step: u64,
     mark: SpanId,
-    /// How long it has been in collectives.
+    /// The time in collectives within this phase so far.
     collectives: Duration,
 }
 
-/// On whose behalf a collective is called, and with which bucket of gradients.
+/// The call site that a collective is attributed to, and its bucket of gradients.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct CallContext {
     pub place: Option<CallSite>,
@@ -46,7 +46,7 @@ pub(crate) struct CallContext {
 }
 
 impl PhaseTracker {
-    /// The same for the group's communication thread.
+    /// Returns the tracker for the group's communication thread.
     pub(super) fn beside(&self) -> Self {
         Self { group: self.group, on_comm_thread: true, ..Self::default() }
     }
@@ -56,14 +56,14 @@ impl ProcessGroup {
     /// Notes that this rank begins training step `step`, for failure reports. Not a collective.
     ///
     /// # Errors
-    /// [`Error::Fault`], when the run was started with a fault that strikes here.
+    /// [`Error::Fault`], if the run was started with a fault for this rank and step.
     #[track_caller]
     pub fn enter_step(&self, step: u64) -> Result<()> {
         self.enter_phase(Operation::Step, step);
         self.activity().enter(Operation::Step, step);
         self.run().fault_point(self.global_rank(), FaultSite::Step, step)?;
         match &self.network {
-            // NCCL carries no news of a stop.
+            // NCCL transfers no stop requests, so the processes exchange them here.
             Some(network)
                 if self.is_stream_ordered
                     && network.shares_stop()
@@ -83,20 +83,20 @@ impl ProcessGroup {
         }
     }
 
-    /// Notes that this rank saves after `steps` steps, for failure reports: it may wait for the disk. Not a
-    /// collective.
+    /// Records that this rank saves a checkpoint after `steps` steps, for failure reports: it may wait for the
+    /// disk. Not a collective.
     #[track_caller]
     pub(crate) fn enter_save(&self, steps: u64) {
         self.activity().enter(Operation::Save, steps);
         self.enter_phase(Operation::Save, steps);
     }
 
-    /// What follows is called with `note`, until the next one.
+    /// Sets the context of the following collectives, until the next call.
     pub(crate) fn set_context(&self, note: CallContext) {
         self.phase_tracker.context.set(note);
     }
 
-    /// What else than to fail or to be slow this rank is to do in training step `step`: `--inject-fault`.
+    /// Returns the fault that `--inject-fault` plans for this rank in training step `step`, if there is one.
     pub(crate) fn planned_fault(&self, step: u64) -> Option<FaultKind> {
         let fault = self.run().fault?;
         let here =
@@ -104,12 +104,12 @@ impl ProcessGroup {
         here.then_some(fault.kind)
     }
 
-    /// On whose behalf this rank calls at `place`.
+    /// Returns the call site of the current context; `place` if the context has none.
     pub(super) fn place_of(&self, place: CallSite) -> CallSite {
         self.phase_tracker.context.get().place.unwrap_or(place)
     }
 
-    /// Records that this rank comes to `call`; what is returned is for [`ProcessGroup::record_end`].
+    /// Records that this rank begins `call`. The returned id is for [`ProcessGroup::record_end`].
     pub(super) fn record_call(&self, call: &Call) -> SpanId {
         let CallContext { bucket, .. } = self.phase_tracker.context.get();
         let numel = |tensors: &[Tensor]| -> usize { tensors.iter().map(Tensor::numel).sum() };
@@ -124,7 +124,8 @@ impl ProcessGroup {
         })
     }
 
-    /// Records that this rank begins what may wait for others. The returned number is for [`ProcessGroup::record_end`].
+    /// Records the start of an operation that may wait for other ranks. The returned id is for
+    /// [`ProcessGroup::record_end`].
     pub(super) fn record(&self, begin: OpStart) -> SpanId {
         let mark = self.run().flight_recorder.begin(self.global_rank(), begin);
         self.on_gpu(|clock| clock.mark(None, Some((Span::Record(mark), begin.at.operation))));
@@ -132,14 +133,14 @@ impl ProcessGroup {
         mark
     }
 
-    /// Records that it is through with it.
+    /// Records the end of the operation `mark`.
     pub(super) fn record_end(&self, mark: SpanId) {
         self.on_gpu(|clock| clock.mark(Some(Span::Record(mark)), None));
         self.record_wait(self.run().flight_recorder.end(self.global_rank(), mark));
     }
 
-    /// Records that it has failed, and is over if this rank can go on. What it has waited for in vain is not: that shows
-    /// where the run has ended.
+    /// Records that the operation `mark` has failed. Ends its record if this rank can go on. If the operation has
+    /// waited for other ranks in vain, its record stays open: it shows where the run has ended.
     pub(super) fn record_failure(&self, mark: SpanId, error: &Error) {
         use Error::{Cancelled, ConnectionLost, PeerExited, PeersMissing, Timeout};
         let in_vain = matches!(
@@ -155,7 +156,7 @@ impl ProcessGroup {
         }
     }
 
-    /// Counts `time` as spent in collectives.
+    /// Counts `time` as spent in collectives of the current phase.
     pub(crate) fn record_wait(&self, time: Duration) {
         if let Some(phase) = self.phase_tracker.phase.get() {
             let collectives = phase.collectives + time;
@@ -163,20 +164,22 @@ impl ProcessGroup {
         }
     }
 
-    /// How long this rank has been at each phase so far: its GPU, where the rank only launches. Ranks that share a GPU
-    /// also share a stream, in which the work of one is not told from that of another. Not a collective.
+    /// Returns this rank's time in each phase so far, in seconds; the time of its GPU, where the rank only launches
+    /// work. Ranks that share a GPU also share a stream, so their work cannot be told apart. Not a collective.
     pub(crate) fn phase_seconds(&self) -> PhaseSeconds {
         let on_gpu = self.gpu_seconds().filter(|_| self.is_stream_ordered);
         on_gpu.map_or(self.phase_tracker.seconds.get(), |it| it.phases)
     }
 
-    /// How long this rank's GPU has been at what the rank has launched, if it has one. Not a collective.
+    /// Returns the GPU's time for the work that this rank has launched, in seconds; `None` without a GPU. Not a
+    /// collective.
     pub(crate) fn gpu_seconds(&self) -> Option<GpuSeconds> {
         self.note_gpu();
         self.gpu_clock.borrow().as_ref().map(GpuClock::times)
     }
 
-    /// Runs `block`, after which this rank's GPU waits for another of its streams, and counts that as time in collectives.
+    /// Runs `block`, which makes this rank's GPU wait for another of its streams. Counts that wait as time in
+    /// collectives.
     pub(crate) fn record_gpu_wait(&self, block: impl FnOnce() -> Result<()>) -> Result<()> {
         self.on_gpu(|clock| clock.mark(None, Some((Span::Wait, Operation::Synchronize))));
         let blocked = block();
@@ -184,7 +187,7 @@ impl ProcessGroup {
         blocked
     }
 
-    /// Has the GPU's times recorded from now on, if this rank has one.
+    /// Starts to record the GPU's times, if this rank has a GPU.
     pub(super) fn start_gpu_clock(&self) -> Result<()> {
         if let Device::Cuda(gpu) = self.device {
             let clock = GpuClock::start(self.run(), self.global_rank(), gpu)?;
@@ -193,15 +196,16 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Records what this rank's GPU has done meanwhile, if it has one. Not a collective.
+    /// Records what this rank's GPU has finished meanwhile, if it has one. Not a collective.
     pub(super) fn note_gpu(&self) {
         self.on_gpu(|clock| clock.note_done(self.run()));
     }
 
-    /// Waits until this rank's GPU has done all phases and collectives that are over, if it has one. Not a collective.
+    /// Waits until this rank's GPU, if it has one, has finished all phases and collectives that are over. Not a
+    /// collective.
     ///
     /// # Errors
-    /// As [`RunContext::poll`](crate::runtime::RunContext::poll).
+    /// The errors of [`RunContext::poll`](crate::runtime::RunContext::poll).
     pub(crate) fn wait_for_gpu(&self) -> Result<()> {
         self.run().poll(self.global_rank(), || {
             self.note_gpu();
@@ -217,7 +221,7 @@ impl ProcessGroup {
         }
     }
 
-    /// Records that this rank goes on with `phase` of training step `step`. Not a collective.
+    /// Records that this rank begins `phase` of training step `step`. Not a collective.
     #[track_caller]
     pub(crate) fn enter_phase(&self, phase: Operation, step: u64) {
         let at = OpId { operation: phase, sequence: step };
@@ -235,7 +239,7 @@ impl ProcessGroup {
         self.phase_tracker.phase.set(Some(Phase { is: phase, step, mark, collectives }));
     }
 
-    /// The same, of the step that this rank is in; nothing outside of steps.
+    /// Records that this rank begins `phase` of its current step. Does nothing outside of steps.
     #[track_caller]
     pub(crate) fn next_phase(&self, phase: Operation) {
         if let Some(before) = self.phase_tracker.phase.get() {
@@ -243,7 +247,7 @@ impl ProcessGroup {
         }
     }
 
-    /// Records that this rank goes on with the forward pass of `samples` samples, if it is in a step. Not a collective.
+    /// Records that this rank begins the forward pass of `samples`, if it is in a step. Not a collective.
     #[track_caller]
     pub(crate) fn enter_forward(&self, samples: &Tensor) {
         if let Some(before) = self.phase_tracker.phase.get() {
@@ -253,8 +257,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Records that the gradient of the `index`-th parameter, which is in `bucket`, is complete, if somebody wants to see
-    /// everything. Not a collective.
+    /// Records that the gradient of the `index`-th parameter, which is in `bucket`, is complete. Does nothing
+    /// unless the flight recorder keeps all records. Not a collective.
     pub(crate) fn record_gradient(&self, index: usize, bucket: usize, place: Option<CallSite>) {
         let timeline = &self.run().flight_recorder;
         if timeline.keeps_all() {
@@ -267,13 +271,13 @@ impl ProcessGroup {
         }
     }
 
-    /// Records that the phase is over, and none follows.
+    /// Records the end of the current phase, if no other follows.
     pub(crate) fn end_phase(&self) {
         let ended = self.close_phase().map(Span::Record);
         self.on_gpu(|clock| clock.mark(ended, None));
     }
 
-    /// Returns the record that is over now, if there is one.
+    /// Ends the current phase. Returns its record; `None` if there is no phase.
     fn close_phase(&self) -> Option<SpanId> {
         let Phase { is, mark, collectives, .. } = self.phase_tracker.phase.take()?;
         let elapsed = self.run().flight_recorder.end(self.global_rank(), mark);
@@ -286,10 +290,10 @@ impl ProcessGroup {
         Some(mark)
     }
 
-    /// Names this group for the timeline, as its `sequence`-th call of `parent` has made it.
+    /// Names this group for the flight recorder. The `sequence`-th call of `parent` has created it.
     pub(super) fn record_as_part_of(self, parent: &ProcessGroup, sequence: u64) -> Self {
         let name = [u64::from(parent.phase_tracker.group), sequence].map(u64::to_le_bytes).concat();
-        // Not 0, which is the group of all.
+        // 0 is the group of all ranks.
         let group = (xxh3_64(&name) as u32).max(1);
         self.run().register_group(group, &Arc::from(self.ranks()));
         let recorded = PhaseTracker { group, ..PhaseTracker::default() };

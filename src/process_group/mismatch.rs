@@ -1,27 +1,28 @@
-//! Who has called what, and at which line, where ranks differ: the words of [`Error::Mismatch`], and how processes tell
-//! them each other.
+//! The text of [`Error::Mismatch`]: which rank called what, and at which line.
+//!
+//! Processes exchange their ranks' calls as text.
 
 use super::threaded::CollectiveFingerprint;
 use crate::error::{Error, Suspects, list_ranks, runs};
 use crate::operation::Operation;
 use crate::runtime::format_call_site;
 
-/// So many different calls are told of one by one.
+/// The number of different calls that an error lists one by one.
 const MAX_LISTED_CALLS: usize = 8;
 
-/// So many characters of what another process tells are shown.
+/// The number of characters that are shown of each line of text from another process.
 const MAX_CALL_CHARS: usize = 400;
 
-/// Before the sizes of an all_to_all, which each rank may have of its own.
+/// The text before the sizes of an all_to_all, which may differ between ranks.
 pub(super) const SIZES: &str = " sending ";
 
-/// What one rank has called.
+/// One rank's call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RankCall {
     pub rank: usize,
-    /// `all_reduce(sum) of float32 [4]`.
+    /// The call, such as `all_reduce(sum) of float32 [4]`.
     pub call: String,
-    /// ` at src/main.rs:7`, if that is known.
+    /// The call site, such as ` at src/main.rs:7`; empty if it is unknown.
     pub place: String,
 }
 
@@ -30,13 +31,13 @@ impl RankCall {
         Self { rank, call: announced.describe(), place: format_call_site(announced.place) }
     }
 
-    /// What of the call must be the same on all ranks.
+    /// Returns the part of the call that must be the same on all ranks.
     fn agreed(&self) -> &str {
         self.call.split(SIZES).next().unwrap_or_default()
     }
 }
 
-/// Which ranks there are of each `kind` of call, in the order of the first.
+/// Returns the ranks of each `kind` of call, in order of first appearance.
 fn groups<'a>(
     calls: &'a [RankCall],
     kind: impl Fn(&'a RankCall) -> &'a str,
@@ -51,8 +52,9 @@ fn groups<'a>(
     groups
 }
 
-/// Returns the error of ranks that have not all called the same. The rank to look at first is the first of the fewest
-/// that have, of equally many the last. `operation` says what a rank has called.
+/// Returns the error of ranks that have made different calls. The rank to look at first is the first rank of the
+/// smallest group with the same call; of equally small groups, the last one counts. `operation` returns the
+/// operation that a rank has called.
 pub(super) fn mismatch(
     sequence: u64,
     calls: &[RankCall],
@@ -60,7 +62,7 @@ pub(super) fn mismatch(
 ) -> Error {
     let mut groups = groups(calls, RankCall::agreed);
     if groups.len() == 1 {
-        // Then it is the sizes that do not fit.
+        // All calls are the same but for the sizes.
         groups = self::groups(calls, |it| &it.call);
     }
     let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
@@ -72,8 +74,8 @@ pub(super) fn mismatch(
     Error::Mismatch { sequence, calls: list(calls, odd), suspects, odd, called: operation(odd) }
 }
 
-/// Returns the error of an all_to_all in which the ranks `from` send another number of elements to the ranks `to` than these
-/// expect: the numbers `[sent, expected]`. Each side is one rank or those of one process, with the line of its call, if
+/// Returns the error of an all_to_all in which the ranks `from` send another number of elements to the ranks `to`
+/// than these expect: `[sent, expected]`. Each side is one rank or the ranks of one process, with its call site, if
 /// that is known.
 pub(super) fn sizes_differ(
     sequence: u64,
@@ -96,7 +98,7 @@ pub(super) fn sizes_differ(
     Error::Mismatch { sequence, calls, suspects, odd, called: Operation::AllToAll }
 }
 
-/// "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".
+/// Returns the calls as text: "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".
 fn list(calls: &[RankCall], odd: usize) -> String {
     let mut lines: Vec<(&RankCall, Vec<usize>)> = Vec::new();
     for it in calls {
@@ -124,8 +126,8 @@ fn list(calls: &[RankCall], odd: usize) -> String {
     told.join("; ") + &left_out
 }
 
-/// What the ranks of this process have called, which is the same, for other processes to read: a line with the call and
-/// one with each rank's place.
+/// Returns the call of this process's ranks as text for other processes. All ranks have made the same call: one
+/// line has the call, and one line per rank has its call site.
 pub(super) fn to_text<'a>(
     mut calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
 ) -> String {
@@ -134,10 +136,11 @@ pub(super) fn to_text<'a>(
     calls.next().map_or(String::new(), CollectiveFingerprint::describe) + &places
 }
 
-/// What a process with these `ranks` has told; what cannot be read, or was not told in time, is something else.
+/// Returns the calls in the text of a process with these `ranks`. A missing or empty call is shown as "something
+/// else".
 pub(super) fn from_text(told: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
     let told = String::from_utf8_lossy(told.unwrap_or_default());
-    // It goes to a terminal.
+    // The text goes to a terminal, so it must not have control characters.
     let shown = |line: &str| -> String {
         line.chars().filter(|it| !it.is_control()).take(MAX_CALL_CHARS).collect()
     };
@@ -206,7 +209,7 @@ mod tests {
         let calls = [uneven(0, 5), barrier, uneven(2, 6), uneven(3, 7)];
         let (text, odd) = told(&calls);
         assert_eq!((text.matches(" called ").count(), odd), (4, 1), "{text}");
-        // If that is all that differs, as between processes.
+        // Only the sizes differ, as they can between processes.
         assert_eq!(told(&[uneven(0, 5), uneven(1, 6), uneven(2, 5)]).1, 1);
     }
 

@@ -1,7 +1,7 @@
-//! The process group: what the ranks say to each other, whatever carries it.
+//! The process group: communication between ranks, over one of several backends.
 //!
-//! "Process group" is c10d's word; here the members are threads. A rank gets its group from
-//! [`Rank::init_process_group`](crate::launch::Rank::init_process_group).
+//! "Process group" is c10d's term; here the members are threads, of one process or several. A rank gets its group
+//! from [`Rank::init_process_group`](crate::launch::Rank::init_process_group).
 
 mod arguments;
 mod barriers;
@@ -58,59 +58,62 @@ use crate::ffi::cuda;
 use crate::operation::Operation;
 use crate::runtime::{Activity, RunContext, Stop};
 
-/// What carries the tensors from rank to rank.
+/// A communication backend: moves the tensors between ranks.
 ///
-/// One implementation a file: [`threaded`], [`gloo`] and [`nccl`]. Every rank holds its own; the calls of all
-/// ranks at one sequence number belong together.
+/// Each implementation has its own file: [`threaded`], [`gloo`] and [`nccl`]. Every rank has its own instance. The
+/// calls of all ranks with the same sequence number are one collective.
 pub(crate) trait Backend: Send {
-    /// Its name in messages and on the command line.
+    /// Returns the backend's name, as in messages and on the command line.
     fn name(&self) -> &'static str;
 
-    /// Whether a call launches work on a device and returns, instead of doing it.
+    /// Returns whether a call launches work on a device and returns before the work is done.
     fn is_stream_ordered(&self) -> bool;
 
-    /// Does this rank's part of a collective.
+    /// Runs this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;
 
-    /// As [`Backend::run`], but leaves what can go on by itself, if there is such a thing.
+    /// Starts this rank's part of a collective. Returns the operation if it continues in the background; `None` if
+    /// this was a plain [`Backend::run`].
     fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
         self.run(call).map(|()| None)
     }
 
-    /// Does or launches messages that belong together, each in one piece of memory.
+    /// Launches a batch of messages, each with a contiguous tensor. Only `nccl` supports this.
     fn point_to_point(&mut self, ops: &[P2POp]) -> Result<()>;
 
-    /// What crosses between this rank and the others in a collective.
+    /// Returns the bytes that this rank sends and receives in a collective.
     fn traffic(&self, call: &Call) -> Traffic;
 
-    /// The mean weight of all ranks in the last call, which had weights.
+    /// Returns the mean weight of all ranks in the last call, which must have had weights.
     fn mean_weight(&self) -> f64;
 
-    /// Does `meanwhile` again and again until nothing that this rank has launched waits for another rank any more.
+    /// Waits until no operation that this rank has launched waits for another rank. May call `meanwhile` repeatedly
+    /// during the wait.
     fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()>;
 
-    /// Parts from the other ranks: together if all is well, at once if the run was cancelled.
+    /// Closes this rank's side of the backend: together with the other ranks, or at once if the run was cancelled.
     fn shut_down(&mut self);
 }
 
-/// A rank's side of a group: what its calls need one at a time, in their order.
+/// A rank's side of a group: the state that its collectives use one at a time, in call order.
 struct SequencedBackend {
-    /// How many collectives this rank has called.
+    /// The number of collectives that this rank has called.
     sequence: u64,
     backend: Box<dyn Backend>,
 }
 
 /// One rank's membership in a group of ranks.
 ///
-/// Bound to its rank's thread. Every method is a *collective* unless it says otherwise: all ranks of the group
-/// must call it, in the same order, with tensors of the same kind and shape. With the `threaded` backend a
-/// difference is an error on every rank that says who called what.
+/// Bound to its rank's thread. Every method is a *collective* unless it says otherwise: all ranks of the group must
+/// call it, in the same order, with tensors of the same dtype and shape. With the `threaded` backend, a difference
+/// is an error on every rank; the error lists each rank's call.
 ///
-/// Follows `torch.distributed`: its functions are methods here, and there is no default group; you pass the
-/// group on. What PyTorch does with `async_op=True` is [`ProcessGroup::async_op`].
+/// Follows `torch.distributed`: its functions are methods here. There is no default group; pass the group on.
+/// [`ProcessGroup::async_op`] replaces `async_op=True`.
 ///
-/// Begin with [`all_reduce`](Self::all_reduce), [`all_gather_object`](Self::all_gather_object), [`send`](Self::send) and
-/// [`new_group`](Self::new_group). A group stays on its rank's thread, and so does every [`Work`]:
+/// Start with [`all_reduce`](Self::all_reduce), [`all_gather_object`](Self::all_gather_object),
+/// [`send`](Self::send) and [`new_group`](Self::new_group). A group stays on its rank's thread, and so does every
+/// [`Work`]:
 ///
 /// ```compile_fail
 /// fn goes_elsewhere(_: impl Send) {}
@@ -125,21 +128,21 @@ pub struct ProcessGroup {
     backend: &'static str,
     is_stream_ordered: bool,
     shared: Arc<Shared>,
-    /// To the other processes, if there are any.
+    /// The network between the processes. `None` if the group does not use one.
     network: Option<Arc<Network>>,
-    /// Not there while the communication thread has it.
+    /// This rank's side. `None` while the communication thread has it.
     sequenced: RefCell<Option<SequencedBackend>>,
     communication: OnceCell<CommunicationThread>,
-    /// What a communication thread does; what the rank itself does stands in the run.
+    /// The activity of a communication thread. `None` on the rank's own thread: its activity is in the run.
     own_activity: Option<Activity>,
     phase_tracker: PhaseTracker,
     /// `None` if the rank has no GPU.
     gpu_clock: RefCell<Option<GpuClock>>,
-    /// How many messages this rank has sent and received.
+    /// The number of messages that this rank has started to send or receive.
     messages: Cell<u64>,
     traffic: Arc<TrafficCounter>,
-    /// How much this rank counts in the backward that it is in, if ranks count by their samples.
-    /// Shared by all groups of the rank: a loss may go through several.
+    /// This rank's weight in the current backward. `None` if the ranks are not weighted by their samples. Shared by
+    /// all groups of the rank, because one loss may use several groups.
     weight: Rc<Cell<Option<f64>>>,
     stays_here: PhantomData<Rc<()>>,
 }
@@ -184,51 +187,52 @@ impl ProcessGroup {
         }
     }
 
-    /// This rank's number in the group, from 0. Not a collective.
+    /// Returns this rank's number in the group, from 0. Not a collective.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// This rank's number on its machine, from 0. Not a collective.
+    /// Returns this rank's number on its machine, from 0. Not a collective.
     pub fn local_rank(&self) -> usize {
         self.local_rank
     }
 
-    /// How many ranks there are in the group. Not a collective.
+    /// Returns the number of ranks in the group. Not a collective.
     pub fn world_size(&self) -> usize {
         self.shared.members().len()
     }
 
-    /// Where this rank's tensors live. Not a collective.
+    /// Returns the device of this rank's tensors. Not a collective.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// The name of the backend, such as `threaded`. Not a collective.
+    /// Returns the backend's name, such as `threaded`. Not a collective.
     pub fn backend(&self) -> &'static str {
         self.backend
     }
 
-    /// How many bytes this rank has sent and received in this group so far: those of asynchronous operations
-    /// once they are over, those of messages once they are started. Not a collective.
+    /// Returns the number of bytes that this rank has sent and received in this group so far. Not a collective.
+    ///
+    /// Asynchronous operations count when they are over, messages when they are started.
     pub fn traffic(&self) -> Traffic {
         self.traffic.total()
     }
 
-    /// Starts `operation`, any collectives of this group, and goes on without waiting for the other ranks.
+    /// Starts `operation`, any collectives of this group, and returns without waiting for the other ranks.
     ///
-    /// What PyTorch does with `async_op=True`. Operations run one after the other in the order in which the
-    /// rank calls them, whether this way or directly; other ranks need not call them in the same way. With
-    /// `threaded` a thread of its own does it; with `nccl` it is launched here, and runs on the GPU as every
-    /// operation there does.
+    /// Replaces PyTorch's `async_op=True`. Operations run one after the other in the order in which the rank calls
+    /// them, asynchronous or not. Other ranks need not call them in the same way. With `threaded` and `gloo`, a
+    /// separate thread runs the operation. With `nccl`, this call launches it, and it runs on the GPU like every
+    /// operation there.
     ///
-    /// Leave the tensors alone until [`Work::wait`] has returned: they hold the old values or the new ones, or
-    /// some of both. What `operation` uses goes with it to the other thread, so give it handles of its own
+    /// Leave the tensors alone until [`Work::wait`] has returned: they hold old values, new values, or a mix.
+    /// `operation` and everything that it captures move to the other thread, so give it handles of its own
     /// (`shallow_clone`).
     ///
     /// # Errors
-    /// [`Error::Cancelled`] when the run has failed already; what `operation` returns comes from
-    /// [`Work::wait`], or with `nccl` from here.
+    /// [`Error::Cancelled`] if the run has already failed. [`Work::wait`] returns the errors of `operation`; with
+    /// `nccl`, this call returns them.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -263,12 +267,12 @@ impl ProcessGroup {
             return Ok(Work::new(State::Done, self.run().clone(), self.global_rank()));
         }
         self.queue(Box::new(|group| {
-            group.set_context(CallContext::default()); // its own line is what counts
+            group.set_context(CallContext::default()); // errors then show the call site inside `operation`
             operation(group).map(|()| None)
         }))
     }
 
-    /// Has the communication thread do it, after what it has been told before.
+    /// Queues `operation` on the communication thread, behind earlier ones. Starts the thread if there is none.
     fn queue(&self, operation: comm_thread::Operation) -> Result<Work> {
         let thread = match self.communication.get() {
             Some(thread) => thread,
@@ -284,12 +288,11 @@ impl ProcessGroup {
         Ok(Work::new(State::Queued(result), self.run().clone(), self.global_rank()))
     }
 
-    /// Returns once nothing that this rank has launched on its device waits for another rank any more. Not a
-    /// collective.
+    /// Waits until no operation that this rank has launched on its device waits for another rank. Not a collective.
     ///
-    /// With `nccl` everything launched is done then; `threaded` launches nothing that waits. Call it before
-    /// you read a result on the host (`double_value`, a copy to the CPU): libtorch would wait there for ever
-    /// if another rank has failed, while this wait can be cancelled.
+    /// With `nccl`, everything launched is done then; `threaded` launches nothing that waits. Call this before you
+    /// read a result on the host (`double_value`, a copy to the CPU). If another rank has failed, libtorch would
+    /// block there forever, but this wait can be cancelled.
     ///
     /// # Errors
     /// [`Error::Cancelled`], [`Error::Timeout`], and the backend's own errors.
@@ -301,18 +304,18 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Whether there are ranks in other processes. Not a collective.
+    /// Returns whether the group has ranks in other processes. Not a collective.
     pub fn spans_processes(&self) -> bool {
         self.shared.here().len() < self.world_size()
     }
 
-    /// How many of the group's ranks are in this process. Not a collective.
+    /// Returns the number of the group's ranks in this process. Not a collective.
     pub fn local_world_size(&self) -> usize {
         self.shared.here().len()
     }
 
-    /// Has all processes stop after the same step: from now on rank 0's decision goes along with whatever they
-    /// exchange. On all ranks alike.
+    /// Makes all processes stop after the same step: from now on, their exchanges include rank 0's decision to
+    /// stop. All ranks must call this.
     pub(crate) fn share_stop(&self, stop: &Arc<Stop>) {
         if let Some(network) = &self.network {
             network.share_stop(stop);
@@ -325,10 +328,10 @@ impl ProcessGroup {
         }
     }
 
-    /// Waits for what arrives on `channel`; `None` if nobody can send any more.
+    /// Waits for a value on `channel`. `None` if all senders are gone.
     ///
     /// # Errors
-    /// [`Error::Cancelled`] when another rank fails meanwhile.
+    /// [`Error::Cancelled`] if another rank fails during the wait.
     pub(crate) fn receive<T>(&self, channel: &Receiver<T>) -> Result<Option<T>> {
         let run = self.run();
         select_biased! {
@@ -340,7 +343,7 @@ impl ProcessGroup {
         }
     }
 
-    /// Waits until the device has passed `mark`, as [`Error::Cancelled`] and [`Error::Timeout`] end it otherwise.
+    /// Waits until the device has passed `mark`. [`Error::Cancelled`] and [`Error::Timeout`] end the wait early.
     pub(crate) fn wait_for_device(&self, mark: &cuda::Event) -> Result<()> {
         self.run().poll(self.global_rank(), || mark.is_done())
     }
@@ -349,7 +352,7 @@ impl ProcessGroup {
         self.shared.run()
     }
 
-    /// This rank's number in the run.
+    /// Returns this rank's number in the run.
     fn global_rank(&self) -> usize {
         self.shared.members()[self.rank]
     }
@@ -358,12 +361,12 @@ impl ProcessGroup {
         self.own_activity.as_ref().unwrap_or(&self.run().activity[self.global_rank()])
     }
 
-    /// How many collectives this rank has called.
+    /// Returns the number of collectives that this rank has called.
     fn sequence(&self) -> Result<u64> {
         Ok(self.side()?.sequence)
     }
 
-    /// This rank's side of the group; if the communication thread has it, when that is done with it.
+    /// Returns this rank's side of the group. If the communication thread has it, waits until that thread is done.
     fn side(&self) -> Result<RefMut<'_, SequencedBackend>> {
         let mut side = self.sequenced.borrow_mut();
         if side.is_none() {
@@ -382,7 +385,8 @@ impl ProcessGroup {
         self.sequenced.borrow_mut().take()
     }
 
-    /// What makes this membership on another thread, but for its side, which follows.
+    /// Returns a function that recreates this membership on the communication thread. The side is handed over
+    /// later.
     fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
         let Self { rank, local_rank, device, backend, is_stream_ordered: launches, .. } = *self;
         let (shared, traffic) = (self.shared.clone(), self.traffic.clone());
@@ -407,7 +411,7 @@ impl ProcessGroup {
         }
     }
 
-    /// The handle of what has been launched on this rank's stream so far.
+    /// Returns the handle of everything launched on this rank's stream so far.
     fn launched(&self) -> Result<Work> {
         let mark = cuda::Event::new()?;
         if let Device::Cuda(gpu) = self.device {
@@ -417,7 +421,7 @@ impl ProcessGroup {
     }
 }
 
-/// Whether the backend of this name can do `operation` with `op` on tensors of `kind`.
+/// Checks that the backend of this name supports `operation` with `op` on tensors of `kind`.
 pub(crate) fn check_reduction(
     backend: &str,
     operation: Operation,
@@ -428,7 +432,7 @@ pub(crate) fn check_reduction(
     if backend == "nccl" { nccl::reduction(operation, op, kind).map(drop) } else { Ok(()) }
 }
 
-/// A device as this program prints it: `CPU`, `GPU:0`.
+/// Returns a device as this program prints it: `CPU`, `GPU:0`.
 pub(crate) fn device_name(device: Device) -> String {
     match device {
         Device::Cuda(index) => format!("GPU:{index}"),
@@ -437,13 +441,13 @@ pub(crate) fn device_name(device: Device) -> String {
     }
 }
 
-/// A rank's device with the rank's number on its machine, as this program prints it: `CPU:1`, `GPU:0`.
+/// Returns a rank's label: its device type and its number on its machine, such as `CPU:1` or `GPU:0`.
 pub(crate) fn rank_label(device: Device, local_rank: usize) -> String {
     let kind = if matches!(device, Device::Cuda(_)) { "GPU" } else { "CPU" };
     format!("{kind}:{local_rank}")
 }
 
-/// How many bytes `numel` elements of `kind` take.
+/// Returns the size of `numel` elements of `kind`, in bytes.
 pub(crate) fn num_bytes(kind: Kind, numel: usize) -> usize {
     kind.elt_size_in_bytes() * numel
 }

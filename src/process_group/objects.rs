@@ -1,7 +1,8 @@
-//! Collectives on values of Rust instead of tensors: whatever serde can write and read.
+//! Collectives on Rust values instead of tensors: any type that serde can serialize and deserialize.
 //!
-//! They travel as MessagePack in byte tensors, in two collectives: how long, and what. For now and then; a
-//! tensor is faster. (MessagePack has one word for nothing: `Some(())` and `Some(None)` come back as `None`.)
+//! The values are sent as MessagePack in byte tensors, in two collectives: the length, then the bytes. Use them for
+//! occasional values; a tensor is faster. (MessagePack has a single nil: `Some(())` and `Some(None)` come back as
+//! `None`.)
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -11,13 +12,13 @@ use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 
 impl ProcessGroup {
-    /// Puts rank `src`'s list in the place of every rank's.
+    /// Replaces every rank's list with rank `src`'s list.
     ///
-    /// Follows `torch.distributed.broadcast_object_list`; here the others' lists may have any length before.
+    /// Follows `torch.distributed.broadcast_object_list`; here, the other ranks' lists may have any length before.
     ///
     /// # Errors
-    /// As [`ProcessGroup::broadcast`]; [`Error::Input`] when an object cannot be serialised, or is not of the
-    /// type that this rank expects.
+    /// The errors of [`ProcessGroup::broadcast`]; [`Error::Input`] if an object cannot be serialised, or is not of
+    /// the type that this rank expects.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -52,12 +53,12 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Every rank's object, in the order of the ranks, on every rank.
+    /// Returns every rank's object, in rank order, on every rank.
     ///
     /// Follows `torch.distributed.all_gather_object`.
     ///
     /// # Errors
-    /// As [`ProcessGroup::broadcast_object_list`].
+    /// The errors of [`ProcessGroup::broadcast_object_list`].
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -81,12 +82,12 @@ impl ProcessGroup {
         self.objects(NAME, &all)
     }
 
-    /// Every rank's object, in the order of the ranks, on rank `dst`; `None` on the others.
+    /// Returns every rank's object, in rank order, on rank `dst`; `None` on the other ranks.
     ///
     /// Follows `torch.distributed.gather_object`.
     ///
     /// # Errors
-    /// As [`ProcessGroup::broadcast_object_list`].
+    /// The errors of [`ProcessGroup::broadcast_object_list`].
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -118,13 +119,13 @@ impl ProcessGroup {
         self.objects(NAME, &all).map(Some)
     }
 
-    /// The object for this rank in the list of rank `src`, which alone passes one: an object for each rank.
+    /// Returns this rank's object from rank `src`'s list. Only rank `src` passes a list: one object for each rank.
     ///
     /// Follows `torch.distributed.scatter_object_list`.
     ///
     /// # Errors
-    /// As [`ProcessGroup::broadcast_object_list`]; [`Error::Input`] when the list does not have an object for
-    /// each rank, is missing on `src`, or is there on another rank.
+    /// The errors of [`ProcessGroup::broadcast_object_list`]; [`Error::Input`] if the list does not have one object
+    /// for each rank, is missing on `src`, or is passed on another rank.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -162,7 +163,7 @@ impl ProcessGroup {
         let mut len = self.lengths(&[0]);
         let lengths: Vec<Tensor> = list.iter().map(|bytes| self.lengths(&[bytes.len()])).collect();
         self.scatter(&mut len, (self.rank() == src).then_some(&lengths[..]), src)?;
-        // Only rank `src` sends anything in this all_to_all, so that nothing needs to be padded.
+        // Only rank `src` sends data in this all_to_all, so nothing needs padding.
         let len = self.read_lengths(NAME, &len)?[0];
         let none = vec![0; self.world_size()];
         let (mut from, mut to) = (none.clone(), none);
@@ -180,7 +181,7 @@ impl ProcessGroup {
     /// Follows `torch.distributed.send_object_list`.
     ///
     /// # Errors
-    /// As [`ProcessGroup::send`] and [`ProcessGroup::broadcast_object_list`].
+    /// The errors of [`ProcessGroup::send`] and [`ProcessGroup::broadcast_object_list`].
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -211,7 +212,7 @@ impl ProcessGroup {
     /// Follows `torch.distributed.recv_object_list`.
     ///
     /// # Errors
-    /// As [`ProcessGroup::send_object_list`], which has an example.
+    /// The errors of [`ProcessGroup::send_object_list`], which has an example.
     #[track_caller]
     pub fn recv_object_list<T: DeserializeOwned>(&self, src: usize) -> Result<Vec<T>> {
         const NAME: &str = "recv_object_list";
@@ -222,7 +223,7 @@ impl ProcessGroup {
         from_bytes(NAME, &self.bytes_of(&bytes)?)
     }
 
-    /// Rank `src`'s `size` bytes, on every rank.
+    /// Returns rank `src`'s `size` bytes, on every rank.
     #[track_caller]
     pub(crate) fn broadcast_bytes(&self, bytes: &[u8], size: usize, src: usize) -> Result<Vec<u8>> {
         let mine = if self.rank() == src { bytes } else { &[] };
@@ -231,8 +232,8 @@ impl ProcessGroup {
         self.bytes_of(&tensor)
     }
 
-    /// A frame with this rank's bytes: how many they are, in 8 bytes, the bytes, and zeros up to the length of the
-    /// longest frame of all ranks.
+    /// Returns a frame with this rank's bytes: their number in 8 bytes, the bytes, and zeros up to the length of
+    /// the longest frame of all ranks.
     #[track_caller]
     fn framed(&self, name: &str, bytes: &[u8]) -> Result<Tensor> {
         let mut longest = self.lengths(&[bytes.len()]);
@@ -242,19 +243,19 @@ impl ProcessGroup {
         self.tensor_of(&frame, LENGTH + longest)
     }
 
-    /// Room for a frame of each rank, as the rows of one tensor.
+    /// Returns a tensor of zeros with one row for the frame of each rank.
     fn room_for_all(&self, framed: &Tensor) -> Result<Tensor> {
         let shape = [self.world_size() as i64, framed.numel() as i64];
         Tensor::f_zeros(shape, (Kind::Uint8, self.device())).map_err(Error::torch("zeros"))
     }
 
-    /// The objects in the frames of all ranks.
+    /// Returns the objects in the frames of all ranks.
     fn objects<T: DeserializeOwned>(&self, name: &str, all: &Tensor) -> Result<Vec<T>> {
         let bytes = self.bytes_of(&all.reshape([-1]))?;
         bytes.chunks_exact(bytes.len() / self.world_size()).map(|it| unframe(name, it)).collect()
     }
 
-    /// Bytes on this rank's device, with zeros up to `len`, which another rank may have told.
+    /// Copies bytes to this rank's device and pads them with zeros to `len`, which another rank may have announced.
     fn tensor_of(&self, bytes: &[u8], len: usize) -> Result<Tensor> {
         let mut padded = Vec::new();
         padded.try_reserve_exact(len).map_err(|error| {
@@ -272,8 +273,8 @@ impl ProcessGroup {
         Tensor::from_slice(&lengths).to_device(self.device())
     }
 
-    /// On a GPU, before the host reads. Elsewhere a call that has returned is done, and what is queued need not
-    /// be waited for.
+    /// With `nccl`, waits for the launched work before the host reads the result. With other backends, a call that
+    /// has returned is done, and queued operations need no wait.
     fn await_launched(&self) -> Result<()> {
         if self.is_stream_ordered { self.synchronize() } else { Ok(()) }
     }
@@ -291,13 +292,13 @@ impl ProcessGroup {
     }
 }
 
-/// The tag of objects between two ranks, which no tensor's tag should be.
+/// The tag of object messages between two ranks. No tensor's tag should be this one.
 const OBJECTS: u64 = u64::MAX;
 
-/// How many bytes of a frame say how long its object is.
+/// The size of a frame's header in bytes. The header is the length of the object.
 const LENGTH: usize = size_of::<u64>();
 
-/// The object in a frame.
+/// Returns the object in a frame.
 fn unframe<T: DeserializeOwned>(name: &str, frame: &[u8]) -> Result<T> {
     let told = frame.first_chunk().map_or(-1, |it| i64::from_le_bytes(*it));
     let told = length(name, told)?;
@@ -310,7 +311,7 @@ fn unframe<T: DeserializeOwned>(name: &str, frame: &[u8]) -> Result<T> {
     from_bytes(name, object)
 }
 
-/// No object is longer: each rank makes room for as much as another one announces.
+/// The maximum length of an object in bytes: each rank allocates the memory that another rank announces.
 const LONGEST: usize = i32::MAX as usize;
 
 fn length(name: &str, len: i64) -> Result<usize> {
@@ -350,7 +351,7 @@ mod tests {
     type Header = Vec<(PathBuf, String, [usize; 2])>;
     type Map = BTreeMap<String, Vec<Option<f64>>>;
 
-    /// Reads `bytes` as objects of several types: what is none of them is refused in the name of the call.
+    /// Reads `bytes` as objects of several types. Checks that each error names the call.
     fn read_all(bytes: &[u8]) {
         let refused = [
             from_bytes::<Header>("some_call", bytes).err(),
@@ -395,7 +396,7 @@ mod tests {
         assert!(unframe::<String>("some_call", &[1, 0]).is_err());
     }
 
-    /// Lists in lists without an end, and one that claims to be longer than any memory.
+    /// Lists nested without an end, and a list that claims to be longer than any memory.
     #[test]
     fn what_would_take_all_memory_is_refused() {
         read_all(&vec![0x91; 1 << 20]);

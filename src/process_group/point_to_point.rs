@@ -1,4 +1,4 @@
-//! Tensors from one rank to one other.
+//! Point-to-point messages: tensors from one rank to another.
 
 use std::panic::Location;
 
@@ -21,19 +21,19 @@ use crate::runtime::OpStart;
 pub struct P2POp {
     pub(super) side: threaded::Side,
     pub(super) tensor: Tensor,
-    /// `None` to receive from anybody.
+    /// The other rank. `None` to receive from any rank.
     pub(super) peer: Option<usize>,
     pub(super) tag: u64,
 }
 
 impl P2POp {
-    /// As [`ProcessGroup::isend`].
+    /// Describes a message to send, as [`ProcessGroup::isend`] sends it.
     pub fn isend(tensor: &Tensor, dst: usize, tag: u64) -> Self {
         let tensor = tensor.shallow_clone();
         Self { side: threaded::Side::Send, tensor, peer: Some(dst), tag }
     }
 
-    /// As [`ProcessGroup::irecv`].
+    /// Describes a message to receive, as [`ProcessGroup::irecv`] receives it.
     pub fn irecv(tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Self {
         let tensor = tensor.shallow_clone();
         Self { side: threaded::Side::Receive, tensor, peer: src, tag }
@@ -49,22 +49,23 @@ impl P2POp {
 }
 
 impl ProcessGroup {
-    /// Sends `tensor` to rank `dst`, which receives it with [`ProcessGroup::recv`]; returns when it has.
+    /// Sends `tensor` to rank `dst`, which receives it with [`ProcessGroup::recv`]. Returns when `dst` has received
+    /// it.
     ///
-    /// Follows `torch.distributed.send`. Any kind and shape. Only the two ranks take part. Messages between two
-    /// ranks are received in the order in which they were sent, those of each `tag` on their own; `nccl`
-    /// knows no tags.
+    /// Follows `torch.distributed.send`. Any dtype and shape. Only the two ranks take part. Messages between two
+    /// ranks with the same `tag` are received in the order in which they were sent; `nccl` ignores tags.
     ///
-    /// Between ranks of one process the tensor is copied once, by whichever of the two comes second. Between processes
-    /// (`gloo`) it goes over the network, up to 64 KiB at once, and more when the receiver is there. Either way two ranks
-    /// that both send before they receive wait for each other until they time out
-    /// ([`Spawn::timeout`](crate::Spawn::timeout)), and so does one whose message has another tag than the
-    /// other expects: let one receive first, or use [`ProcessGroup::isend`].
+    /// Between ranks of one process, the tensor is copied once, by the rank that calls second. Between processes
+    /// (`gloo`), it goes over the network: up to 64 KiB at once, more only when the receiver is ready. Either way,
+    /// two ranks that both send before they receive wait for each other until they time out
+    /// ([`Spawn::timeout`](crate::Spawn::timeout)). A rank whose message has another tag than the receiver expects
+    /// waits just as long. Let one rank receive first, or use [`ProcessGroup::isend`].
     ///
     /// # Errors
-    /// [`Error::SendMismatch`] when the other expects another kind or shape (not with `nccl`), [`Error::Input`] for a tensor
-    /// that is undefined or elsewhere and for a rank that is not there or this one, [`Error::Timeout`],
-    /// [`Error::PeerExited`], [`Error::ConnectionLost`] and [`Error::Cancelled`] when the other does not come, and the backend's own errors.
+    /// [`Error::SendMismatch`] if the receiver expects another dtype or shape (not with `nccl`), [`Error::Input`]
+    /// for a tensor that is undefined or on another device and for a rank that does not exist or is this one,
+    /// [`Error::Timeout`], [`Error::PeerExited`], [`Error::ConnectionLost`] and [`Error::Cancelled`] if the other
+    /// rank does not take part, and the backend's own errors.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -90,29 +91,30 @@ impl ProcessGroup {
         self.noted(&P2POp::isend(tensor, dst, tag)).map(drop)
     }
 
-    /// Receives into `tensor` what rank `src` sends with [`ProcessGroup::send`], or with `None` any rank
-    /// (not with `nccl`). Returns the rank that sent.
+    /// Receives into `tensor` what rank `src` sends with [`ProcessGroup::send`]; with `None`, what any rank sends
+    /// (not with `nccl`). Returns the rank that sent it.
     ///
-    /// Follows `torch.distributed.recv`. `tensor` has the kind and shape that are sent.
+    /// Follows `torch.distributed.recv`. `tensor` must have the dtype and shape of the sent tensor.
     ///
     /// # Errors
-    /// As [`ProcessGroup::send`], which has an example.
+    /// The errors of [`ProcessGroup::send`], which has an example.
     #[track_caller]
     pub fn recv(&self, tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Result<usize> {
         let source = self.noted(&P2POp::irecv(tensor, src, tag))?;
         Ok(source.or(src).unwrap_or(self.rank))
     }
 
-    /// As [`ProcessGroup::send`], but goes on at once. Don't change `tensor` before [`Work::wait`] has returned.
+    /// Sends like [`ProcessGroup::send`], but returns at once. Don't change `tensor` before [`Work::wait`] has
+    /// returned.
     ///
-    /// Follows `torch.distributed.isend`. With `nccl` the host waits here until the other rank starts its side,
-    /// so ranks that pass on in a ring must use [`ProcessGroup::batch_isend_irecv`].
+    /// Follows `torch.distributed.isend`. With `nccl`, the host waits here until the other rank starts its side, so
+    /// ranks that send around a ring must use [`ProcessGroup::batch_isend_irecv`].
     ///
-    /// The message goes out even if the [`Work`] and the group are dropped. Its timeout begins with [`Work::wait`], or at
-    /// the end of the rank's function.
+    /// The message is sent even if the [`Work`] and the group are dropped. Its timeout starts with [`Work::wait`],
+    /// or at the end of the rank's function.
     ///
     /// # Errors
-    /// As [`ProcessGroup::send`]; those that depend on the other rank come from [`Work::wait`].
+    /// The errors of [`ProcessGroup::send`]; [`Work::wait`] returns those that depend on the other rank.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -139,23 +141,24 @@ impl ProcessGroup {
         self.start(&P2POp::isend(tensor, dst, tag))
     }
 
-    /// As [`ProcessGroup::recv`], but goes on at once. Don't use `tensor` before [`Work::wait`] has returned.
+    /// Receives like [`ProcessGroup::recv`], but returns at once. Don't use `tensor` before [`Work::wait`] has
+    /// returned.
     ///
     /// Follows `torch.distributed.irecv`.
     ///
     /// # Errors
-    /// As [`ProcessGroup::isend`], which has an example.
+    /// The errors of [`ProcessGroup::isend`], which has an example.
     pub fn irecv(&self, tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Result<Work> {
         self.start(&P2POp::irecv(tensor, src, tag))
     }
 
-    /// Starts several messages at once, in whatever order the other ranks start theirs.
+    /// Starts several messages at once. The other ranks may start theirs in any order.
     ///
-    /// Follows `torch.distributed.batch_isend_irecv`. With `nccl` this is how a rank sends and receives in one
-    /// go: there, messages that are started one by one run one after the other.
+    /// Follows `torch.distributed.batch_isend_irecv`. With `nccl`, a rank needs this to send and receive at the
+    /// same time: messages that are started one by one run one after the other.
     ///
     /// # Errors
-    /// As [`ProcessGroup::isend`]. Nothing is started if one of them is wrong in itself.
+    /// The errors of [`ProcessGroup::isend`]. If one message is wrong in itself, none is started.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -182,7 +185,7 @@ impl ProcessGroup {
         self.post(p2p_op_list)
     }
 
-    /// One message from beginning to end, which is what this rank is seen doing.
+    /// Sends or receives one message, waits for it, and records it as this rank's activity.
     #[track_caller]
     fn noted(&self, op: &P2POp) -> Result<Option<usize>> {
         let at = OpId { operation: op.operation(), sequence: self.messages.get() };
@@ -209,7 +212,7 @@ impl ProcessGroup {
         Ok(work.unwrap_or_else(|| Work::new(State::Done, self.run().clone(), self.global_rank())))
     }
 
-    /// What can be checked without the other rank.
+    /// Checks what can be checked without the other rank.
     fn check(&self, op: &P2POp) -> Result<()> {
         let operation = op.operation();
         self.common_kind(operation, std::slice::from_ref(&op.tensor), &[])?;
@@ -251,7 +254,7 @@ impl ProcessGroup {
         let at = OpId { operation: op.operation(), sequence };
         let is_here = |place: usize| self.shared.here().contains(&place);
         let messages = self.network.as_ref().and_then(|network| network.messages());
-        // To another process, or perhaps from one.
+        // The network is needed unless the peer is known to be in this process.
         let messages = messages.filter(|_| !op.peer.is_some_and(is_here));
         let destination = op.peer.filter(|_| op.is_send()).unwrap_or(self.rank);
         let posted = match messages {
@@ -287,7 +290,7 @@ impl ProcessGroup {
         Ok(Work::new(state, self.run().clone(), self.global_rank()))
     }
 
-    /// With NCCL: on the stream, in one piece of memory each.
+    /// Launches the messages on the stream with NCCL, each with a contiguous tensor.
     fn launch(&self, ops: &[P2POp]) -> Result<Vec<Work>> {
         let dense = |op: &P2POp| Dense::new(op.operation(), &op.tensor);
         let dense = ops.iter().map(dense).collect::<Result<Vec<_>>>()?;

@@ -1,4 +1,4 @@
-//! How many bytes a rank sends and receives.
+//! The number of bytes that a rank sends and receives.
 
 use std::ops::AddAssign;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,15 +9,15 @@ use tch::Tensor;
 use super::{Call, num_bytes};
 use crate::operation::Operation;
 
-/// Bytes of tensors that crossed between one rank and the others.
+/// Bytes of tensors that were transferred between one rank and the others.
 ///
-/// With `threaded` exactly what it read from their memory and they from its; with `nccl` what NCCL's ring
-/// algorithm sends, whatever algorithm it chose.
+/// With `threaded`, exactly the bytes that this rank read from the other ranks' memory, and they from its memory.
+/// With `nccl`, the bytes of NCCL's ring algorithm, whichever algorithm NCCL chose.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Traffic {
-    /// From this rank to others.
+    /// Bytes from this rank to others.
     pub sent: u64,
-    /// From others to this rank.
+    /// Bytes from others to this rank.
     pub received: u64,
 }
 
@@ -28,13 +28,13 @@ impl AddAssign for Traffic {
     }
 }
 
-/// How many bytes the first of `tensors` has, if there is one.
+/// Returns the size of the first of `tensors` in bytes; 0 if there is none.
 pub(super) fn first_bytes(call: &Call, tensors: &[Tensor]) -> u64 {
     tensors.first().map_or(0, |tensor| num_bytes(call.kind, tensor.numel()) as u64)
 }
 
-/// What crosses in operations in which every part goes straight to where it is needed, on every backend;
-/// nothing for the others.
+/// Returns the traffic of operations in which each part goes straight to its destination, on every backend; 0 for
+/// other operations.
 pub(super) fn of_parts(call: &Call, rank: usize, world_size: usize) -> Traffic {
     let others = world_size as u64 - 1;
     let first = |tensors| first_bytes(call, tensors);
@@ -55,7 +55,7 @@ pub(super) fn of_parts(call: &Call, rank: usize, world_size: usize) -> Traffic {
     Traffic { sent, received }
 }
 
-/// The sum of what one rank has sent and received. Written by one thread at a time.
+/// The total traffic of one rank. One thread at a time writes it.
 #[derive(Debug, Default)]
 pub(super) struct TrafficCounter {
     sent: AtomicU64,

@@ -8,21 +8,21 @@ use crate::error::{Error, Result};
 use crate::operation::Operation;
 
 impl ProcessGroup {
-    /// Sums `tensor` over all ranks, where each rank counts as much as its `weight` says, and leaves the result in every
-    /// rank's `tensor`: each rank's tensor is multiplied by its weight, divided by the mean of all weights.
+    /// Sums `tensor` over all ranks, weighted by each rank's `weight`, and leaves the result in every rank's
+    /// `tensor`. Each rank's tensor is multiplied by its weight and divided by the mean of all weights.
     ///
-    /// With equal weights this is [`all_reduce`](Self::all_reduce), to the bit. With [`ReduceOp::PremulSum`] of
-    /// `1 / world_size` it is the weighted mean: the weights could be numbers of samples. PyTorch has no such
-    /// function. Without a weight (`None`), on all ranks alike, it is `all_reduce`.
+    /// With equal weights, the result is that of [`all_reduce`](Self::all_reduce), bit for bit. With
+    /// [`ReduceOp::PremulSum`] of `1 / world_size`, it is the weighted mean; the weights could be numbers of
+    /// samples. If `weight` is `None` on all ranks, this is `all_reduce`. PyTorch has no such function.
     ///
-    /// The weights are no call of their own. `threaded` and `gloo` send them with what the ranks compare before each
-    /// collective. With `nccl` the ranks of one process compare as well; between processes the weights cost one
-    /// message to each other process over TCP, which the host waits for.
+    /// The weights need no collective of their own. `threaded` and `gloo` send them with the data that the ranks
+    /// compare before each collective. With `nccl`, the ranks of one process compare as well. Between processes,
+    /// the weights cost one TCP message to each other process, and the host waits for it.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce). [`Error::Input`] for a weight that is negative or not finite, and on all
-    /// ranks if the weights add up to 0. [`Error::Unsupported`] for other operations than `Sum` and `PremulSum`, and for
-    /// kinds that are not float.
+    /// The errors of [`all_reduce`](Self::all_reduce). [`Error::Input`] for a weight that is negative or not
+    /// finite, and on all ranks if the weights add up to 0. [`Error::Unsupported`] for ops other than `Sum` and
+    /// `PremulSum`, and for dtypes that are not float.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -55,8 +55,9 @@ impl ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// What [`async_op`](Self::async_op) does with an [`all_reduce_weighted`](Self::all_reduce_weighted) of a tensor in
-    /// one piece, but where it can go on by itself, the next one starts meanwhile.
+    /// Starts an [`all_reduce_weighted`](Self::all_reduce_weighted) of a contiguous tensor, like
+    /// [`async_op`](Self::async_op). If the backend can continue it in the background, the next operation starts
+    /// meanwhile.
     pub(crate) fn all_reduce_async(
         &self,
         tensor: &Tensor,
@@ -75,20 +76,20 @@ impl ProcessGroup {
         }))
     }
 
-    /// Says how much this rank counts in the backward that it begins; `None` when it is over. Not a collective.
+    /// Sets this rank's weight in the backward that it begins; `None` when the backward is over. Not a collective.
     pub(crate) fn set_weight(&self, weight: Option<f64>) {
         self.weight.set(weight);
     }
 
-    /// Sums `tensor` over all ranks. In a backward whose ranks count by their samples each rank's tensor is a gradient
-    /// of its own loss, which counts by its weight, and the sum will be multiplied by the weight of the rank that has
-    /// it: it is divided by that here.
+    /// Sums the gradient `tensor` over all ranks. In a weighted backward, each rank's tensor is a gradient of its
+    /// own loss, which counts by the rank's weight. The sum will later be multiplied by this rank's weight, so it
+    /// is divided by that here.
     pub(super) fn all_reduce_in_autograd(&self, tensor: &mut Tensor) -> Result<()> {
         let Some(weight) = self.weight.get() else {
             return self.all_reduce(tensor, ReduceOp::Sum);
         };
         if weight == 0.0 {
-            // It counts for nothing, also where it is not finite.
+            // With weight 0, the tensor counts for nothing, even if it is not finite.
             let zeroed = tch::no_grad(|| tensor.f_zero_().map(drop));
             zeroed.map_err(Error::torch("weighting a gradient"))?;
         }
@@ -96,13 +97,13 @@ impl ProcessGroup {
         let mean = self.side()?.backend.mean_weight();
         let divide = || match weight / mean {
             1.0 => Ok(()),
-            0.0 => tensor.f_zero_().map(drop), // there is nothing that depends on it
+            0.0 => tensor.f_zero_().map(drop), // nothing depends on the result
             share => tensor.f_div_scalar_(share).map(drop),
         };
         tch::no_grad(divide).map_err(Error::torch("weighting a gradient"))
     }
 
-    /// Refuses a backward whose ranks count by their samples: only `functional::all_reduce` weights its gradients.
+    /// Refuses a weighted backward: only `functional::all_reduce` weights its gradients.
     pub(super) fn refuse_weights_in_autograd(&self) -> Result<()> {
         if self.weight.get().is_none() {
             return Ok(());
@@ -115,7 +116,7 @@ impl ProcessGroup {
     }
 }
 
-/// Checks what a rank can check by itself. Returns the weight.
+/// Checks what a rank can check alone. Returns the weight.
 pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Result<f64> {
     let weight = check_weight(weight, rank)?;
     let sums = matches!(op, ReduceOp::Sum | ReduceOp::PremulSum(_));
@@ -128,10 +129,10 @@ pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Resul
     )))
 }
 
-/// Returns the weight of `rank`, where -0 is 0.
+/// Returns the weight of `rank`, with 0 for -0.
 ///
 /// # Errors
-/// [`Error::Input`] for what is no weight.
+/// [`Error::Input`] if the weight is negative or not finite.
 pub(crate) fn check_weight(weight: f64, rank: usize) -> Result<f64> {
     if weight >= 0.0 && weight.is_finite() {
         return Ok(weight + 0.0); // -0 is not below 0, but has a sign
@@ -141,8 +142,8 @@ pub(crate) fn check_weight(weight: f64, rank: usize) -> Result<f64> {
     )))
 }
 
-/// Returns the mean weight of ranks that come in `parts`, each with the mean weight and the number of its ranks. If all
-/// weights are equal it is that weight to the bit, so that a weight divided by it is 1.
+/// Returns the mean weight of the ranks in `parts`. Each part is the mean weight and the number of its ranks. If
+/// all weights are equal, the mean is that weight bit for bit, so that a weight divided by the mean is 1.
 pub(super) fn mean(parts: impl Iterator<Item = (f64, usize)> + Clone) -> f64 {
     let first = parts.clone().next().map_or(0.0, |(weight, _)| weight);
     if parts.clone().all(|(weight, _)| weight == first) {
@@ -152,17 +153,17 @@ pub(super) fn mean(parts: impl Iterator<Item = (f64, usize)> + Clone) -> f64 {
     total / parts.map(|(_, ranks)| ranks).sum::<usize>() as f64
 }
 
-/// As [`mean`], of all ranks of the group.
+/// Returns the [`mean`] weight of all ranks of the group.
 ///
 /// # Errors
-/// [`Error::Input`] if nothing can be divided by it, on all ranks alike.
+/// [`Error::Input`] on all ranks if the mean is 0 or not finite: nothing can be divided by it.
 pub(super) fn mean_of_all(parts: impl Iterator<Item = (f64, usize)> + Clone) -> Result<f64> {
     let mean = mean(parts.clone());
     let ranks = || (0..parts.clone().map(|(_, ranks)| ranks).sum()).collect::<Vec<_>>();
     if mean == 0.0 { Err(refuse(mean, &ranks())) } else { check_mean(mean, ranks) }
 }
 
-/// Returns `mean`, the mean weight of `ranks`.
+/// Checks and returns `mean`, the mean weight of `ranks`.
 ///
 /// # Errors
 /// [`Error::Input`] if the sum of the weights is too large for a number.
@@ -180,7 +181,7 @@ fn refuse(mean: f64, ranks: &[usize]) -> Error {
     ))
 }
 
-/// Returns what the operation multiplies by, apart from weights.
+/// Returns the factor of the operation, without weights.
 pub(super) fn factor(op: ReduceOp) -> f64 {
     match op {
         ReduceOp::PremulSum(factor) => factor,
@@ -188,8 +189,8 @@ pub(super) fn factor(op: ReduceOp) -> f64 {
     }
 }
 
-/// Fills `factors` with what `op` multiplies each rank's tensor by; leaves it empty if all weights are `mean`, and the
-/// operation is as without weights.
+/// Fills `factors` with the factor of each rank's tensor. Leaves it empty if all weights are `mean`: the operation
+/// is then as without weights.
 pub(super) fn fill_factors(
     op: ReduceOp,
     mean: f64,
@@ -198,7 +199,7 @@ pub(super) fn fill_factors(
 ) {
     factors.clear();
     if !weights.clone().all(|weight| weight == mean) {
-        // The order keeps a rank with the mean weight at the very factor of the operation.
+        // In this order, a rank with the mean weight gets exactly the operation's factor.
         factors.extend(weights.map(|weight| factor(op) * (weight / mean)));
     }
 }
@@ -225,7 +226,7 @@ mod tests {
     fn factors_are_shares_of_the_total() {
         let weights = [3.0, 0.0, 1.0];
         let mean = mean_of_all(weights.iter().map(|&it| (it, 1))).unwrap();
-        // The same from two processes, of which the first has two ranks.
+        // Two processes, the first with two ranks, give the same mean.
         assert_eq!(mean_of_all([(1.5, 2), (1.0, 1)].into_iter()).unwrap(), mean);
         let mut factors = Vec::new();
         fill_factors(ReduceOp::PremulSum(1.0 / 3.0), mean, weights.into_iter(), &mut factors);

@@ -1,4 +1,4 @@
-//! The handle of an operation that goes on while its rank does something else.
+//! The handle of an asynchronous operation.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -18,38 +18,38 @@ use crate::ffi::cuda;
 use crate::operation::OpId;
 use crate::runtime::{Peers, RunContext};
 
-/// An operation that was started and may not be over. Follows `torch.distributed.Work`.
+/// An operation that was started and may still run. Follows `torch.distributed.Work`.
 ///
-/// Leave its tensors alone until [`Work::wait`] has returned. Dropping it does not stop it, and if it fails
-/// the run ends all the same.
+/// Leave its tensors alone until [`Work::wait`] has returned. Dropping the handle does not stop the operation; if
+/// the operation fails, the run still ends.
 #[must_use = "the operation is over when `wait` has returned"]
 pub struct Work {
     state: State,
     run: Arc<RunContext>,
-    /// The rank in the run.
+    /// The rank's number in the run.
     rank: usize,
-    /// It is waited for on the thread that started it, which is the one that is woken.
+    /// Makes `Work` `!Send`: only the thread that started the operation is woken.
     stays_here: PhantomData<Rc<()>>,
 }
 
 pub(super) enum State {
-    /// A communication thread will send how it ended.
+    /// Queued on a communication thread, which will send the result.
     Queued(Receiver<Result<()>>),
-    /// A message in the letter box of `destination`, or on its way to another process.
+    /// A message in the mailbox of `destination`, or on its way to another process.
     Posted { posted: PostedOp, shared: Arc<Shared>, destination: usize, side: OtherSide, at: OpId },
-    /// Launched on a GPU, up to this mark of the rank's stream.
+    /// Launched on a GPU. Done when the rank's stream has passed this event.
     Launched(cuda::Event),
-    /// It is over, and went well.
+    /// Done without an error.
     Done,
-    /// It has failed, which has been told.
+    /// Failed; the error has already been reported.
     Failed,
 }
 
-/// Who can be the other side of a message.
+/// The possible peers of a message.
 pub(super) struct OtherSide {
-    /// By their numbers in the run.
+    /// Their numbers in the run.
     pub ranks: Vec<usize>,
-    /// The way to those in other processes, if they can be.
+    /// The network to peers in other processes. `None` if no peer can be in another process.
     pub network: Option<Arc<Network>>,
 }
 
@@ -64,38 +64,38 @@ impl Work {
         Self { state, run, rank, stays_here: PhantomData }
     }
 
-    /// Whether the operation is over, well or not. Does not wait.
+    /// Returns whether the operation is over, successfully or not. Does not wait.
     pub fn is_completed(&self) -> bool {
         match &self.state {
             State::Queued(result) => !result.is_empty(),
             State::Posted { posted, .. } => posted.is_completed(),
-            // An error of the device shows in `ProcessGroup::synchronize`.
+            // `ProcessGroup::synchronize` reports a device error.
             State::Launched(mark) => mark.is_done().unwrap_or(true),
             State::Done | State::Failed => true,
         }
     }
 
-    /// Returns when the operation is over and its results can be used.
+    /// Waits until the operation is over and its results can be used.
     ///
-    /// On a GPU with `nccl` that is at once, as in PyTorch: whatever is launched from here on runs after it.
-    /// Before you read a result on the host, call [`ProcessGroup::synchronize`].
+    /// On a GPU with `nccl`, this returns at once, as in PyTorch: everything launched from here on runs after the
+    /// operation. Before you read a result on the host, call [`ProcessGroup::synchronize`].
     ///
     /// # Errors
-    /// What the operation itself would have returned; [`Error::Cancelled`] when another rank failed.
+    /// The error of the operation itself; [`Error::Cancelled`] if another rank failed.
     pub fn wait(self) -> Result<()> {
         self.wait_for_source().map(drop)
     }
 
-    /// Waits no longer than `timeout`; returns whether the operation is over and its results can be used.
+    /// Waits for at most `timeout`. Returns whether the operation is over and its results can be used.
     ///
-    /// Follows c10d's `Work.wait(timeout)`, which raises an error where this returns false. After false nothing has
-    /// changed: the operation goes on, the run has not failed, the tensors must still be left alone, and this or
-    /// [`Work::wait`] can be called again. A collective still ends by the timeout of the run
-    /// ([`Spawn::timeout`](crate::Spawn::timeout)); for a message that timeout begins anew with each call. With `nccl`
-    /// the host waits here for the GPU, as in PyTorch.
+    /// Follows c10d's `Work.wait(timeout)`, which raises an error where this returns `false`. After `false`,
+    /// nothing has changed: the operation goes on, the run has not failed, and the tensors must still be left
+    /// alone. You can call this or [`Work::wait`] again. A collective still ends by the timeout of the run
+    /// ([`Spawn::timeout`](crate::Spawn::timeout)); for a message, that timeout starts again with each call. With
+    /// `nccl`, the host waits here for the GPU, as in PyTorch.
     ///
     /// # Errors
-    /// As [`Work::wait`]; the operation is over then, and to wait again is [`Error::Cancelled`].
+    /// The errors of [`Work::wait`]. The operation is over then, and another wait returns [`Error::Cancelled`].
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -128,13 +128,15 @@ impl Work {
         ended.map(|ended| ended.is_some())
     }
 
-    /// As [`Work::wait`]; for a message returns the rank of the group that sent it.
+    /// Waits like [`Work::wait`]. For a message, returns the rank of the group that sent it; `None` for other
+    /// operations.
     pub(super) fn wait_for_source(self) -> Result<Option<usize>> {
         self.wait_at_most(None).map(Option::flatten)
     }
 
-    /// The rank of the group that sent a message, or none of another operation, once it is over; `None` if it is not
-    /// when `limit` has passed. Without a limit every operation ends.
+    /// Waits for at most `limit`; without a limit, until the operation ends, as every operation does. Returns
+    /// `None` if `limit` has passed first, `Some(None)` if the operation is over, and `Some(Some(rank))` if it was
+    /// a message that `rank` of the group sent.
     fn wait_at_most(&self, limit: Option<Duration>) -> Result<Option<Option<usize>>> {
         match &self.state {
             State::Queued(result) => {
@@ -170,7 +172,7 @@ impl Work {
                         self.run.report(self.rank, Some(&error), error.to_string());
                         Err(error)
                     }
-                    // The two sides did not fit, which has been reported.
+                    // The transfer failed, which has been reported.
                     Some(Outcome::Reported) | None => {
                         self.run.check(self.rank).map(|()| Some(None))
                     }

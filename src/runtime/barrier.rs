@@ -1,4 +1,4 @@
-//! A barrier that can be cancelled and has a deadline, which `std::sync::Barrier` can't.
+//! A barrier with cancellation and a timeout, which `std::sync::Barrier` lacks.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -13,89 +13,89 @@ use super::primitives::{
 use crate::error::{Error, Result};
 use crate::operation::OpId;
 
-/// Where the ranks of a group meet, as far as they are threads of this process.
+/// A barrier for the ranks of a group that are threads of this process.
 ///
-/// A rank is known here by its place in the group; to the run, and so in errors, by its own number.
+/// `rank` here is the place in the group. The run and the errors use the rank's number in the run.
 ///
-/// One word decides every round: either all ranks have arrived and the round is complete for
-/// everybody, or a rank that gave up (cancelled, or past its deadline) has poisoned it and it is
-/// complete for nobody, now and later. So a rank that leaves with an error knows that no other rank
-/// goes on as if it were there: the shared-memory backend relies on that for its pointers.
+/// One word decides every round. Either all ranks have arrived and the round is complete for all of them. Or a rank
+/// that gave up (cancelled, or past its deadline) has poisoned the round, and no rank ever completes it. So after an
+/// error no other rank continues as if this one had arrived. The shared-memory backend relies on that for its pointers.
 #[derive(Debug)]
 pub(crate) struct Barrier {
-    /// Round (upper half), poison bit, and how many ranks have arrived (the lower bits). The last to
-    /// arrive opens the next round in the same stroke, so that a full round is never seen.
+    /// Round (upper half), poison bit, and number of arrived ranks (the lower bits). The last rank to arrive opens the
+    /// next round in the same atomic operation, so a full round is never visible.
     state: CachePadded<AtomicU64>,
     slots: Box<[CachePadded<Slot>]>,
     run: Arc<RunContext>,
-    /// Which rank of the run sits at which place.
+    /// The rank of the run at each place of the group.
     members: Arc<[usize]>,
-    /// How often to look before parking; none where ranks outnumber cores, which give way instead.
+    /// The number of checks before parking; 0 where ranks outnumber cores, which yield instead.
     spins: u32,
 }
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// Twice the number of rounds this rank has entered, and one more while it is about to.
+    /// Twice the number of rounds that this rank has entered, plus one while it is entering one.
     entered: AtomicU64,
-    /// Whether the rank's thread sleeps, or is about to.
+    /// Whether the rank's thread is parked, or about to park.
     parked: AtomicBool,
-    /// How many of the next waits do not spin, and how many the last spin in vain has cost. Of its own
-    /// thread.
+    /// The number of next waits that do not spin, and the value after the last spin without success. Used only by the
+    /// rank's own thread.
     no_spin: AtomicU64,
     spins_lost: AtomicU64,
-    /// The thread that sleeps for this rank: its own, or its communication thread. Looked at only where
-    /// somebody sleeps, so the lock costs nothing that matters.
+    /// The thread that parks for this rank: its own, or its communication thread. Locked only when a thread parks or is
+    /// unparked, so the cost is negligible.
     thread: Mutex<Option<Thread>>,
 }
 
 const ROUND: u64 = 1 << 32;
 const POISON: u64 = 1 << 31;
 
-/// About 50 microseconds of looking: longer than ranks that do equal work are apart, and a good
-/// deal shorter than a rank's time slice. To a model checker one look is as good as many.
+/// About 50 microseconds of checks. Longer than the gap between ranks with equal work, and a good deal shorter than a
+/// time slice. For a model checker one check is enough.
 const SPINS: u32 = if cfg!(loom) { 1 } else { 2000 };
 
-/// How often a rank gives way to others before it sleeps, where ranks outnumber cores.
+/// The number of yields before a rank parks, where ranks outnumber cores.
 const YIELDS: u32 = if cfg!(loom) { 1 } else { 50 };
 
 impl Barrier {
-    /// A barrier for the ranks `members` of `run`.
+    /// Returns a barrier for the ranks `members` of `run`.
     pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
         let cores = available_parallelism().map_or(1, usize::from);
         Self {
             state: CachePadded::new(AtomicU64::new(0)),
             slots: members.iter().map(|_| CachePadded::default()).collect(),
-            // All ranks count, also those of other groups: they may be at work meanwhile.
+            // Ranks of other groups count too: they may be running meanwhile.
             spins: if run.ranks_here <= cores { SPINS } else { 0 },
             run,
             members,
         }
     }
 
-    /// What all that meet here belong to.
+    /// Returns the run of these ranks.
     pub(crate) fn run(&self) -> &Arc<RunContext> {
         &self.run
     }
 
-    /// Which rank of the run sits at which place.
+    /// Returns the rank of the run at each place of the group.
     pub(crate) fn members(&self) -> &Arc<[usize]> {
         &self.members
     }
 
-    /// Waits until every rank has come. `at` is what this rank does, for errors. One thread at a time may
+    /// Waits until every rank has arrived. `at` is this rank's operation, for errors. Only one thread at a time may
     /// call it for one `rank`.
     ///
     /// # Errors
-    /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::PeerExited`], which have been reported to the run
-    /// by the time this returns: whoever gives up first has the cause, whatever its caller makes of it.
+    /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::PeerExited`], which this function reports to the run
+    /// before it returns. So the first rank to give up is recorded as the cause, whatever its caller does with the
+    /// error.
     pub(crate) fn wait(&self, rank: usize, at: OpId) -> Result<()> {
         self.wait_at_most(rank, at, self.run.timeout)
     }
 
-    /// As [`Barrier::wait`], with a timeout of its own.
+    /// Waits like [`Barrier::wait`], with its own timeout.
     pub(crate) fn wait_at_most(&self, rank: usize, at: OpId, timeout: Duration) -> Result<()> {
-        // Without being counted in, now or later: the others cannot complete the round.
+        // This rank is not counted then, so the others cannot complete the round.
         self.run.check(self.members[rank])?;
         match self.arrive(rank)? {
             None => Ok(()),
@@ -103,18 +103,18 @@ impl Barrier {
         }
     }
 
-    /// Waits until every rank has come, however long that takes, whatever happens.
+    /// Waits until every rank has arrived, without a timeout or cancellation.
     ///
-    /// Only for the way out of a section in which no rank can fail or wait: there the others are
-    /// still at work on memory of this rank, and leaving early would pull it from under them.
+    /// Only for the end of a section in which no rank can fail or wait. The others still use memory of this rank there,
+    /// which an early return would free.
     pub(crate) fn wait_to_leave(&self, rank: usize) {
         if let Ok(Some(round)) = self.arrive(rank) {
-            // Cannot be interrupted, so there is nothing to report.
+            // The wait cannot be interrupted, so there is no error to report.
             let _ = self.wait_for(rank, round, None);
         }
     }
 
-    /// Counts this rank in. Returns the round to wait for, or `None` if it completed the round.
+    /// Counts this rank as arrived. Returns the round to wait for; `None` if this rank completed the round.
     fn arrive(&self, rank: usize) -> Result<Option<u64>> {
         let world_size = self.slots.len() as u64;
         let slot = &self.slots[rank];
@@ -125,7 +125,7 @@ impl Barrier {
             let next = if is_last { state.wrapping_add(ROUND) & !(ROUND - 1) } else { state + 1 };
             (state & POISON == 0).then_some(next)
         });
-        // A rank that was not counted stays "about to": those who gave up waiting look for it.
+        // A rank that was not counted keeps its odd `entered`, which ranks that gave up look for.
         let Ok(before) = counted else { return Err(self.wait_for_the_cause(rank)) };
         slot.entered.store(entered + 2, Ordering::Release);
         if before % ROUND + 1 < world_size {
@@ -141,11 +141,11 @@ impl Barrier {
         Ok(None)
     }
 
-    /// Looks again and again for a while; true if the round is complete.
+    /// Spins for a while. Returns true if the round is complete.
     ///
-    /// Not always: where spinning is in vain, somebody else needs the core, or the others are just later than
-    /// that. So each time it was, the next one, two, up to four waits do without. (Not more: two ranks on one
-    /// core that never spin look idle to the system, which then leaves them there.)
+    /// Spinning fails when another thread needs the core, or when the others are simply later. After each failure the
+    /// next one, two, up to four waits do not spin. The limit is low because two ranks on one core that never spin look
+    /// idle to the system, which then leaves them there.
     fn spin(&self, slot: &Slot, round: u64) -> bool {
         if self.spins == 0 {
             return self.give_way(round);
@@ -168,10 +168,10 @@ impl Barrier {
         false
     }
 
-    /// Lets other threads have the core, one of which may be the rank that is missing; true if the round is
-    /// complete. What it is for is measured with `ddp-mp bench step` on 2 cores: 4 ranks take 85 us a step and not
-    /// 200, 16 take 460 and not 590. (Where each rank has a core this is worse than to sleep: two that share one
-    /// hand it to each other, and the system sees no reason to part them.)
+    /// Yields the core to other threads, which may include the missing rank. Returns true if the round is complete.
+    /// Measured with `ddp-mp bench step` on 2 cores: 4 ranks take 85 us per step instead of 200, and 16 ranks take 460
+    /// us instead of 590. Where each rank has a core, parking is better. Two ranks that share a core would hand it to
+    /// each other, and the system would not separate them.
     fn give_way(&self, round: u64) -> bool {
         for _ in 0..YIELDS {
             if self.state.load(Ordering::Acquire) / ROUND != round {
@@ -182,7 +182,7 @@ impl Barrier {
         false
     }
 
-    /// Without a limit this does not give up, whatever happens.
+    /// Waits for `round` to complete. Without a `limit` it never gives up.
     fn wait_for(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
         let slot = &self.slots[rank];
         if self.spin(slot, round) {
@@ -198,8 +198,8 @@ impl Barrier {
     fn sleep_until(&self, rank: usize, round: u64, limit: Option<(OpId, Duration)>) -> Result<()> {
         let began = Instant::now();
         loop {
-            // In this order: a round that is complete is complete, whatever else has happened; and a
-            // rank that has ended may have done so because it failed.
+            // The order matters: a complete round counts, whatever else has happened. And a rank that has ended may
+            // have done so because it failed.
             if self.state.load(Ordering::SeqCst) / ROUND != round {
                 return Ok(());
             }
@@ -226,7 +226,7 @@ impl Barrier {
         }
     }
 
-    /// Leaves the round with an error that the run learns of at once, unless it has been completed.
+    /// Poisons the round, reports the error of `why` to the run and returns it. Does nothing if the round is complete.
     fn give_up(&self, round: u64, waiting: usize, why: impl FnOnce() -> Error) -> Result<()> {
         if !self.poison(round) {
             return Ok(());
@@ -236,14 +236,14 @@ impl Barrier {
         Err(error)
     }
 
-    /// Sees to it that the round will not be completed; false if it has been.
+    /// Prevents the round from completing. Returns false if it is complete.
     fn poison(&self, round: u64) -> bool {
         let poison = |state| (state / ROUND == round).then_some(state | POISON);
         self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, poison).is_ok()
     }
 
-    /// The members that have not come to the round that the one at place `rank` waits in; if all are at
-    /// least about to, then those that are no further.
+    /// Returns the members that have not entered the round in which place `rank` waits. If all are at least entering
+    /// it, returns those that are no further.
     fn missing(&self, rank: usize) -> Vec<usize> {
         let entered = |rank: usize| self.slots[rank].entered.load(Ordering::Acquire);
         let mine = entered(rank);
@@ -255,7 +255,8 @@ impl Barrier {
         if missing.is_empty() { below(mine) } else { missing }
     }
 
-    /// Somebody gave up before this rank came, and is reporting why at this very moment, which wakes all.
+    /// Waits for the cause after another rank gave up before this one arrived. That rank is about to report, which
+    /// wakes all.
     fn wait_for_the_cause(&self, rank: usize) -> Error {
         loop {
             if let Err(cancelled) = self.run.check(self.members[rank]) {
@@ -313,7 +314,7 @@ mod tests {
                 barrier.run.report(2, None, "the cause".into());
             }
             for _ in 0..3 {
-                // The third rank comes late on purpose: nobody may go through with it.
+                // The third rank is late on purpose: no rank may complete the round with it.
                 let result = barrier.wait(rank, AT);
                 assert!(matches!(result, Err(Error::Cancelled { by: 2, .. })), "{result:?}");
             }
@@ -329,7 +330,7 @@ mod tests {
                     Err(Error::Timeout { late, .. }) => assert_eq!(late[0].rank, 1),
                     other => panic!("{other:?}"),
                 }
-                // The run knows already, so that the other one's error is an echo.
+                // The failure is already recorded, so the other rank's error is an echo.
                 assert_eq!(barrier.run.failures()[0].rank, 1);
                 late_sender.send(()).unwrap();
             } else {
@@ -350,8 +351,8 @@ mod tests {
         });
     }
 
-    /// A timeout that strikes while the last rank arrives either fails the round for all or for none, and
-    /// never without a rank to blame.
+    /// A timeout while the last rank arrives fails the round for all ranks or for none, and always with a rank to
+    /// blame.
     #[test]
     fn a_round_is_complete_for_all_or_for_none() {
         for attempt in 0..300 {

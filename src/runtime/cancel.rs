@@ -1,4 +1,4 @@
-//! The token that a failing rank trips, so that the others leave whatever they wait in.
+//! The token that a failing rank trips to end the waits of all other ranks.
 
 use std::convert::Infallible;
 use std::sync::PoisonError;
@@ -9,18 +9,17 @@ use super::primitives::{AtomicUsize, Mutex, Ordering, Thread, current};
 
 const NOBODY: usize = usize::MAX;
 
-/// Tripped once, by the first rank that fails; seen by all.
+/// A token that the first failing rank trips once and all ranks see.
 ///
-/// A thread cannot be killed from outside, so every wait of this crate asks this token:
-/// a thread that parks is registered here and gets unparked, and a thread that waits on a
-/// channel selects on [`CancelToken::tripped`] as well.
+/// A thread cannot be killed from outside, so every wait of this crate checks this token. A thread that parks is
+/// registered here and gets unparked. A thread that waits on a channel also selects on [`CancelToken::tripped`].
 #[derive(Debug)]
 pub(crate) struct CancelToken {
     /// The rank that failed first, or `NOBODY`.
     by: AtomicUsize,
-    /// Who parks: woken when the token trips.
+    /// The threads that may park; unparked when the token trips.
     threads: Mutex<Vec<Thread>>,
-    /// Nothing is ever sent; the channel closes when the token trips.
+    /// A channel without messages that closes when the token trips.
     closes: Receiver<Infallible>,
     keeps_open: Mutex<Option<Sender<Infallible>>>,
 }
@@ -46,7 +45,7 @@ impl CancelToken {
         }
     }
 
-    /// The rank that failed first, if one did.
+    /// Returns the rank that failed first; `None` if no rank has failed.
     pub(crate) fn cancelled_by(&self) -> Option<usize> {
         match self.by.load(Ordering::SeqCst) {
             NOBODY => None,
@@ -54,24 +53,24 @@ impl CancelToken {
         }
     }
 
-    /// A channel on which nothing arrives and which closes when the token trips: for `select!`.
+    /// Returns a channel without messages that closes when the token trips, for `select!`.
     pub(crate) fn tripped(&self) -> &Receiver<Infallible> {
         &self.closes
     }
 
-    /// Registers the calling thread: it will be unparked when the token trips.
+    /// Registers the calling thread, to be unparked when the token trips.
     pub(crate) fn register(&self) {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(current());
     }
 
-    /// Forgets the calling thread, which ends.
+    /// Removes the calling thread, which is about to end.
     pub(crate) fn deregister(&self) {
         let me = current().id();
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         threads.retain(|thread| thread.id() != me);
     }
 
-    /// Lets every registered thread look again at what it waits for.
+    /// Unparks every registered thread, so that it checks its condition again.
     pub(crate) fn wake_all(&self) {
         for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             thread.unpark();

@@ -1,8 +1,8 @@
-//! Ends of waits whose length comes from a user.
+//! Deadlines of waits whose length the user chooses.
 
 use std::time::{Duration, Instant};
 
-/// The longest wait: a hundred years. Nobody sees the end of it, and a longer one may not fit into an [`Instant`].
+/// The longest wait: a hundred years. A longer one may not fit into an [`Instant`].
 pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Returns the end of a wait of `patience`, or of [`LONGEST`] if that is shorter.

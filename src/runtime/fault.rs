@@ -1,4 +1,4 @@
-//! Failures on demand, to see (and to test) what the others do when one rank fails.
+//! Fault injection: makes a rank fail, to see and to test how the others react.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,66 +9,66 @@ use signal_hook::consts::SIGKILL;
 
 use crate::error::{Error, Result};
 
-/// How a rank is made to fail.
+/// The kind of failure of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
-    /// Its function returns an error.
+    /// The rank's function returns an error.
     Error,
-    /// It panics.
+    /// The rank panics.
     Panic,
-    /// It takes so much longer, at this place and from this step on at each.
+    /// The rank sleeps for this long, in this step and in every later one.
     Slow(Duration),
-    /// A number of its first sample is none: the first sample of its batch becomes NaN.
+    /// Overwrites the first sample of the rank's batch with NaN.
     Nan,
-    /// Its first parameter is another one after the step than on all other ranks.
+    /// Changes the rank's first parameter after the step, so that it differs from all other ranks'.
     Desync,
-    /// It calls a collective that the others don't, with another shape than theirs.
+    /// The rank calls an extra collective with a shape of its own.
     WrongShape,
-    /// Its process is killed, as the system does it that is out of memory, and all of its other ranks with it.
+    /// Kills the rank's process with all of its ranks, as the system does when it is out of memory.
     Kill,
-    /// It leaves out the first sample of the step, and takes the next one twice, as a sampler that is wrong does.
+    /// The rank skips the step's first sample and uses the next one twice, like a faulty sampler.
     SkipSample,
-    /// It goes on for ever without doing anything, and does not notice that it should stop.
+    /// The rank hangs for ever and ignores cancellation.
     Stall,
 }
 
 impl FaultKind {
-    /// Whether it is for who trains to do: `ProcessGroup::harm`.
+    /// Returns whether the trainer injects this fault (see `ProcessGroup::planned_fault`), which requires a step.
     fn needs_step(self) -> bool {
         use FaultKind::{Desync, Nan, SkipSample, WrongShape};
         matches!(self, Nan | Desync | WrongShape | SkipSample)
     }
 }
 
-/// Where in a run a rank is made to fail.
+/// The place in a run at which a rank fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultSite {
-    /// Before it gives or gets what the ranks need to meet.
+    /// Before the rendezvous.
     Rendezvous,
-    /// Before it joins the process group.
+    /// Before the rank joins the process group.
     Init,
-    /// On the way into the first broadcast, with which rank 0's model goes to all.
+    /// Before the first broadcast, which copies rank 0's model to all.
     Broadcast,
     /// At the start of a training step.
     Step,
-    /// On the way into the first barrier, at the end of the run.
+    /// Before the first barrier, at the end of the run.
     Barrier,
 }
 
 /// A planned failure, written `KIND:rank=R,at=STAGE[,step=N]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
-    /// How.
+    /// The kind of failure.
     pub kind: FaultKind,
-    /// Who.
+    /// The rank that fails.
     pub rank: usize,
-    /// Where.
+    /// The place.
     pub at: FaultSite,
-    /// For [`FaultSite::Step`]: which step of the run, from 0.
+    /// For [`FaultSite::Step`]: the step of the run, from 0; else 0.
     pub step: u64,
 }
 
-/// Those that are a name alone.
+/// The kinds without a value.
 const FAULT_KINDS: [(&str, FaultKind); 8] = [
     ("error", FaultKind::Error),
     ("panic", FaultKind::Panic),
@@ -80,7 +80,7 @@ const FAULT_KINDS: [(&str, FaultKind); 8] = [
     ("skip-sample", FaultKind::SkipSample),
 ];
 
-/// Those that have a value.
+/// The kinds with a value.
 const FURTHER_KINDS: [&str; 1] = ["slow=50ms"];
 
 const STAGES: [(&str, FaultSite); 5] = [
@@ -111,7 +111,7 @@ fn names<T>(table: &[(&'static str, T)], further: &[&'static str]) -> String {
     names.collect::<Vec<_>>().join(", ")
 }
 
-/// `50ms`.
+/// Parses a time such as `50ms`.
 fn milliseconds(time: &str) -> Result<Duration> {
     let number = time.strip_suffix("ms").and_then(|number| number.parse().ok());
     number.map(Duration::from_millis).ok_or_else(|| {
@@ -178,7 +178,7 @@ impl FromStr for Fault {
 }
 
 impl Fault {
-    /// Fails as planned, if this is the place.
+    /// Triggers the fault if it is planned for this place.
     pub(crate) fn trigger(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
         if (self.rank, self.at) != (rank, at) {
             return Ok(());

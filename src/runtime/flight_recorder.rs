@@ -1,7 +1,7 @@
-//! What each rank does and has done: a ring of records, which anybody may read at any time.
+//! The flight recorder: a ring of records of each rank's operations, which any thread may read at any time.
 //!
-//! Always on, so it costs little: a record is written without a lock and without allocating (but for the first), by the
-//! rank itself or by one of its communication threads, with two looks at the clock.
+//! It is always on, so it must cost little. A record is written without a lock and with two clock reads, and only the
+//! first one allocates. The rank itself or one of its communication threads writes it.
 
 use std::panic::Location;
 use std::sync::OnceLock;
@@ -13,99 +13,98 @@ use crossbeam::utils::CachePadded;
 
 use crate::operation::{OpId, Operation};
 
-/// How many records of each rank are kept, the newest, unless somebody wants to see more: of a training step there are
-/// about ten.
+/// The number of newest records kept per rank, unless a trace of all is wanted. A training step has about ten.
 pub(crate) const RECORDS: usize = if cfg!(loom) { 1 } else { 1024 };
 
-/// The records of all ranks of a run.
+/// The records of all ranks of a run, at most `keeps` per rank.
 #[derive(Debug)]
 pub(crate) struct FlightRecorder {
     began: Instant,
-    /// How many records of each rank are kept.
+    /// The number of newest records kept per rank.
     keeps: usize,
     ranks: Box<[Ring]>,
 }
 
-/// A line of the program, that of whoever has called the library.
+/// The source line that called the library.
 pub(crate) type CallSite = &'static Location<'static>;
 
-/// ` at src/main.rs:40`, for messages.
+/// Formats a call site for messages, as ` at src/main.rs:40`; empty if `None`.
 pub(crate) fn format_call_site(place: Option<CallSite>) -> String {
     place.map_or(String::new(), |it| format!(" at {}:{}", it.file(), it.line()))
 }
 
-/// What is recorded when it begins.
+/// The part of a record that is written when the operation begins.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OpStart {
     pub at: OpId,
-    /// Which group of ranks, for what all of them do together: the same number on all of them.
+    /// The group of ranks, for a collective; the same number on all of them.
     pub group: Option<u32>,
-    /// Which bucket of gradients.
+    /// The bucket of gradients.
     pub bucket: Option<u16>,
-    /// How much of it there is on this rank: bytes of what is moved, samples of a forward pass.
+    /// Size on this rank: bytes that are moved, or samples of a forward pass.
     pub amount: u64,
     pub place: Option<CallSite>,
-    /// Whether a communication thread does it.
+    /// Whether a communication thread runs the operation.
     pub on_comm_thread: bool,
 }
 
 impl OpStart {
-    /// Something that a rank does by itself.
+    /// Returns the start of an operation without a group.
     pub(crate) fn alone(at: OpId, place: CallSite) -> Self {
         Self { at, group: None, bucket: None, amount: 0, place: Some(place), on_comm_thread: false }
     }
 }
 
-/// Where a record is, and when it began: for [`FlightRecorder::end`].
+/// The number and start time of a record, for [`FlightRecorder::end`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct SpanId {
     number: u64,
     started_at: Duration,
 }
 
-/// What one rank did, or does. Times are from the beginning of the run.
+/// One operation of a rank. Times are since the start of the run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Entry {
     pub begin: OpStart,
     pub started_at: Duration,
-    /// None while it goes on, or if it has failed.
+    /// `None` while the operation runs, or if it failed.
     pub finished_at: Option<Duration>,
-    /// When the rank's GPU has come to what was launched in it, and was through with it; none of a CPU, and while that is
-    /// not known.
+    /// Times at which the rank's GPU started and finished the work that the operation launched. `None` on a CPU, and
+    /// until the times are known.
     pub on_gpu: Option<[Duration; 2]>,
 }
 
 #[derive(Debug)]
 struct Ring {
-    /// How many records were begun.
+    /// The number of records begun.
     next: CachePadded<AtomicU64>,
-    /// Made for the first record: a rank of another process has none.
+    /// Allocated with the first record, so the ranks of other processes have none.
     entries: OnceLock<Box<[RingSlot]>>,
-    /// Made for the first of a GPU.
+    /// Allocated with the first GPU time.
     gpu_times: OnceLock<Box<[GpuTimes]>>,
-    /// By how much these may be wrong, in nanoseconds; 0 without a GPU.
+    /// Largest error of the GPU times, in nanoseconds; 0 without a GPU.
     gpu_error: AtomicU64,
-    /// Of each collective and message how often it was begun, and its bytes.
+    /// For each kind of collective and message: the number of calls, and the total bytes.
     totals: [[AtomicU64; 2]; Operation::ALL.len()],
 }
 
-/// One record: a reader who finds the same number before and after has read what belongs together.
+/// One record. It is consistent if a reader finds the same `number` before and after reading it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct RingSlot {
-    /// One more than the number of the record that is here; 0 while there is none, or while it is written.
+    /// The number of the record in this slot, plus one; 0 if the slot is empty or is being written.
     number: AtomicU64,
     at: AtomicU64,
-    /// From its upper end: the group and one more (32 bits), the bucket and one more (17), `beside` (1).
+    /// From the highest bit: the group plus one (32 bits), the bucket plus one (17), `on_comm_thread` (1).
     marks: AtomicU64,
     amount: AtomicU64,
     arrived: AtomicU64,
-    /// 0 while it goes on.
+    /// 0 while the operation runs.
     ended: AtomicU64,
     place: AtomicCell<Option<CallSite>>,
 }
 
-/// When a GPU has done what was launched in a record: as [`Entry`].
+/// The GPU times of a record: see [`Entry`].
 #[derive(Debug, Default)]
 struct GpuTimes {
     number: AtomicU64,
@@ -113,7 +112,7 @@ struct GpuTimes {
 }
 
 impl FlightRecorder {
-    /// For so many ranks, from now on, with so many records of each.
+    /// Returns an empty recorder whose clock starts now, for `ranks` ranks with up to `keeps` records each.
     pub(crate) fn new(ranks: usize, keeps: usize) -> Self {
         let ring = |_| Ring {
             next: CachePadded::new(AtomicU64::new(0)),
@@ -125,22 +124,22 @@ impl FlightRecorder {
         Self { began: Instant::now(), keeps, ranks: (0..ranks).map(ring).collect() }
     }
 
-    /// When it began.
+    /// Returns the time at which the recorder's clock started.
     pub(crate) fn began(&self) -> Instant {
         self.began
     }
 
-    /// Whether so much is kept that somebody wants to see all of it.
+    /// Returns whether more records than usual are kept, for a trace of all of them.
     pub(crate) fn keeps_all(&self) -> bool {
         self.keeps > RECORDS
     }
 
-    /// How much time has passed.
+    /// Returns the time since the recorder's clock started.
     pub(crate) fn now(&self) -> Duration {
         self.began.elapsed()
     }
 
-    /// Notes that `rank` begins something now.
+    /// Records that `rank` begins an operation now.
     pub(crate) fn begin(&self, rank: usize, begin: OpStart) -> SpanId {
         let OpStart { at, group, bucket, amount, place, on_comm_thread: beside } = begin;
         let ring = &self.ranks[rank];
@@ -149,7 +148,7 @@ impl FlightRecorder {
             calls.fetch_add(1, Ordering::Relaxed);
             bytes.fetch_add(amount, Ordering::Relaxed);
         }
-        // Threads of one rank may come here at once: each has a record of its own.
+        // Several threads of one rank may get here at once; each has its own record.
         let number = ring.next.fetch_add(1, Ordering::Relaxed);
         let entry = ring.entry(number, self.keeps);
         let group = group.map_or(0, |group| u64::from(group) + 1);
@@ -167,29 +166,29 @@ impl FlightRecorder {
         SpanId { number, started_at: arrived }
     }
 
-    /// Notes that it is over; returns how long it took.
+    /// Records that the operation has ended. Returns its duration.
     pub(crate) fn end(&self, rank: usize, mark: SpanId) -> Duration {
         let SpanId { number, started_at: arrived } = mark;
         let (entry, now) = (self.ranks[rank].entry(number, self.keeps), self.now());
-        // It has been written over, if it took as long as that.
+        // A newer record may have overwritten this one.
         if entry.number.load(Ordering::Relaxed) == number + 1 {
             entry.ended.store(nanos(now).max(1), Ordering::Release);
         }
         now.saturating_sub(arrived)
     }
 
-    /// Notes by how much the times of the GPU of `rank` may be wrong, in one of its groups.
+    /// Records the error of the GPU times of `rank` in one of its groups.
     pub(crate) fn note_gpu_clock(&self, rank: usize, error: Duration) {
         self.ranks[rank].gpu_error.fetch_max(nanos(error).max(1), Ordering::Relaxed);
     }
 
-    /// The same of all its groups; `None` without a GPU.
+    /// Returns the largest such error over all groups; `None` without a GPU.
     pub(crate) fn gpu_clock_error(&self, rank: usize) -> Option<Duration> {
         let error = self.ranks[rank].gpu_error.load(Ordering::Relaxed);
         (error > 0).then(|| Duration::from_nanos(error))
     }
 
-    /// Notes when the GPU of `rank` has come to what was launched in a record, and was through with it.
+    /// Records when the GPU of `rank` started and finished the work that a record's operation launched.
     pub(crate) fn note_gpu(&self, rank: usize, mark: SpanId, times: [Duration; 2]) {
         let place = || (0..self.keeps).map(|_| GpuTimes::default()).collect();
         let all = self.ranks[rank].gpu_times.get_or_init(place);
@@ -202,20 +201,19 @@ impl FlightRecorder {
         entry.number.store(mark.number + 1, Ordering::Release);
     }
 
-    /// How many records `rank` has begun.
+    /// Returns the number of records that `rank` has begun.
     pub(crate) fn count(&self, rank: usize) -> u64 {
         self.ranks[rank].next.load(Ordering::Acquire)
     }
 
-    /// What is kept of `rank`'s records from number `from` on, the oldest first. What is being written at this moment
-    /// is left out.
+    /// Returns the kept records of `rank` from number `from` on, oldest first. Skips records that are being written.
     pub(crate) fn records(&self, rank: usize, from: u64) -> impl DoubleEndedIterator<Item = Entry> {
         let (ring, count) = (&self.ranks[rank], self.count(rank));
         let first = from.max(count.saturating_sub(self.keeps as u64));
         (first..count).filter_map(|number| ring.read(number, self.keeps))
     }
 
-    /// How often `rank` has begun such a collective or message, and with how many bytes in all.
+    /// Returns how many times `rank` has begun this collective or message, and the total bytes.
     pub(crate) fn total(&self, rank: usize, operation: Operation) -> [u64; 2] {
         self.ranks[rank].totals[operation as usize].each_ref().map(|it| it.load(Ordering::Relaxed))
     }
@@ -273,7 +271,7 @@ impl Ring {
     }
 }
 
-/// Enough for centuries.
+/// Converts to nanoseconds; 64 bits are enough for centuries.
 fn nanos(time: Duration) -> u64 {
     time.as_nanos() as u64
 }
@@ -303,7 +301,7 @@ mod tests {
         assert_eq!(open.begin.at.to_string(), "all_reduce #7");
         assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
         assert_eq!((open.begin.amount, open.begin.on_comm_thread), (21, false));
-        assert!(open.begin.place.unwrap().file().ends_with("timeline.rs"));
+        assert!(open.begin.place.unwrap().file().ends_with("flight_recorder.rs"));
         timeline.end(1, number);
         let over = newest(&timeline).unwrap();
         assert!(over.finished_at.unwrap() >= over.started_at && over.started_at == open.started_at);
@@ -324,7 +322,7 @@ mod tests {
             let number = timeline.begin(0, begin(sequence));
             timeline.end(0, number);
         }
-        timeline.end(0, first); // too late: another one is in its place
+        timeline.end(0, first); // too late: the slot holds a newer record
         let records: Vec<Entry> = timeline.records(0, 0).collect();
         assert_eq!(records.len(), RECORDS);
         let sequences = records.iter().map(|it| it.begin.at.sequence);
@@ -334,7 +332,7 @@ mod tests {
         assert_eq!(timeline.records(0, 2990).count(), 10);
     }
 
-    /// Two threads of a rank write, a third one reads: nothing that it reads is mixed of two records.
+    /// Two threads of a rank write while a third one reads. No record that it reads mixes two writes.
     #[test]
     fn a_reader_never_sees_half_a_record() {
         let timeline = FlightRecorder::new(1, RECORDS);

@@ -1,4 +1,4 @@
-//! What the ranks of a process have done, once they are through: for traces and reports.
+//! The records of a process's ranks at the end of the run, for traces and reports.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,22 +8,22 @@ use std::time::{Duration, Instant};
 use super::{Entry, RunContext};
 use crate::operation::Operation;
 
-/// The records of a process's ranks, as far as they are kept.
+/// The kept records of a process's ranks.
 #[derive(Debug)]
 pub(crate) struct History {
-    /// This process's number among those of the run, and how many there are.
+    /// This process's number, and the number of processes of the run.
     pub process: [usize; 2],
-    /// How the clock of the process of rank 0 compares, where there are several.
+    /// The clock of rank 0's process relative to this one's; `None` with a single process.
     pub clock: Option<Clock>,
-    /// When the clock of the records began.
+    /// The time at which the clock of the records started.
     pub began: Instant,
-    /// When the records were looked at, by that clock.
+    /// The time at which the records were read, by that clock.
     pub taken: Duration,
-    /// How many ranks all processes have.
+    /// The number of ranks of all processes.
     pub world_size: usize,
-    /// In the order of their numbers.
+    /// The ranks of this process, in order of rank.
     pub ranks: Vec<RankHistory>,
-    /// The ranks of each group that has been made; the group of all is not here.
+    /// The ranks of each group that this process has joined, without the group of all ranks.
     pub groups: BTreeMap<u32, Arc<[usize]>>,
 }
 
@@ -32,29 +32,29 @@ pub(crate) struct History {
 pub(crate) struct RankHistory {
     pub rank: usize,
     pub device: String,
-    /// The oldest first.
+    /// The kept records, oldest first.
     pub records: Vec<Entry>,
-    /// How many older ones are not kept any more.
+    /// The number of older records that were discarded.
     pub lost: u64,
-    /// By how much the times on its GPU may be wrong; `None` without one.
+    /// Largest error of the GPU times; `None` without a GPU.
     pub gpu_error: Option<Duration>,
-    /// Of each collective, and of messages, how often it was called and with how many bytes in all.
+    /// For each kind of collective and message: the number of calls, and the total bytes.
     pub totals: Vec<(Operation, [u64; 2])>,
 }
 
-/// What the time was on the clock of the process of rank 0, when it was `at` on this one's.
+/// A point in time on two clocks: this process's, and that of rank 0's process.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock {
-    /// By this process's clock.
+    /// The time by this process's clock.
     pub at: Instant,
-    /// How much time had passed there since that process measured its own.
+    /// The time by the other clock, since rank 0's process started to measure.
     pub there: Duration,
-    /// By how much that may be wrong.
+    /// Largest error of `there`.
     pub error: Duration,
 }
 
 impl History {
-    /// What `run` knows of its ranks `here`, each with its device.
+    /// Returns the records of the ranks `here` of this process; `device` gives each one's device.
     pub(crate) fn of(
         run: &RunContext,
         here: Range<usize>,
@@ -67,7 +67,7 @@ impl History {
             let count = timeline.count(rank);
             let mut records: Vec<Entry> = timeline.records(rank, 0).collect();
             if (records.len() as u64) < count {
-                // From the first step on that is all there.
+                // Starts at the first step of which all records are kept.
                 let is_step = |it: &Entry| it.begin.at.operation == Operation::Step;
                 records.drain(..records.iter().position(is_step).unwrap_or(0));
             }
@@ -92,7 +92,7 @@ impl History {
         }
     }
 
-    /// The ranks of a group; number 0 has all.
+    /// Returns the ranks of a group; `None` if it is unknown. Group 0 has all ranks.
     pub(crate) fn members(&self, group: u32) -> Option<Arc<[usize]>> {
         match group {
             0 => Some((0..self.world_size).collect()),
@@ -100,8 +100,8 @@ impl History {
         }
     }
 
-    /// The point on the clock of the process of rank 0 at which the clock of these records began, in seconds from when
-    /// that process measured its own.
+    /// Returns the start of these records' clock on the clock of rank 0's process, in seconds since that process
+    /// started to measure.
     pub(crate) fn start(&self) -> f64 {
         self.clock.map_or(0.0, |Clock { at, there, .. }| {
             let later = self.began.saturating_duration_since(at).as_secs_f64();

@@ -1,7 +1,7 @@
-//! What the ranks of one run share, and how they wait for each other.
+//! The state that the ranks of one run share, and their waits for each other.
 //!
-//! **Invariant:** every wait here ends: done, cancelled, or past its deadline. The one on the way out of a
-//! shared-memory collective ([`Barrier::wait_to_leave`]) ends because what it waits for is plain work.
+//! **Invariant:** every wait here ends: done, cancelled, or past its deadline. The wait at the end of a shared-memory
+//! collective ([`Barrier::wait_to_leave`]) ends because the other ranks only compute there.
 
 mod barrier;
 mod cancel;

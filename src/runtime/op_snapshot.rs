@@ -1,4 +1,4 @@
-//! What a rank was seen doing, as other processes can be told it too.
+//! Snapshots of a rank's operations, which processes can send to each other.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
@@ -10,26 +10,27 @@ use super::flight_recorder::{Entry, FlightRecorder, format_call_site};
 use super::primitives::{Mutex, MutexGuard};
 use crate::operation::{OpId, Operation};
 
-/// A record, as who looks at it sees it.
+/// A record at the time at which it is read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct OpSnapshot {
     #[serde(with = "packed")]
     pub at: OpId,
     pub group: Option<u32>,
     pub bucket: Option<u16>,
-    /// ` at src/main.rs:40`; empty if that is not known.
+    /// The call site, as ` at src/main.rs:40`; empty if it is unknown.
     pub place: String,
     pub on_comm_thread: bool,
-    /// How long ago it began.
+    /// Time since the operation began.
     pub began: Duration,
-    /// And ended, if it has.
+    /// Time since it ended; `None` while it runs, or if it failed.
     pub ended: Option<Duration>,
-    /// And when the rank's GPU was through with what was launched in it, if it has one, and that is known.
+    /// Time since the rank's GPU finished the work that the operation launched. `None` without a GPU, and if it is
+    /// unknown.
     pub on_gpu: Option<Duration>,
 }
 
 impl OpSnapshot {
-    /// At the time `now` of the run.
+    /// Returns the snapshot of `record` at the time `now` of the run.
     pub(crate) fn new(record: &Entry, now: Duration) -> Self {
         let Entry { begin, started_at: arrived, finished_at: ended, on_gpu } = record;
         let ago = |time: Duration| now.saturating_sub(time);
@@ -45,32 +46,33 @@ impl OpSnapshot {
         }
     }
 
-    /// The same, when some time has passed.
+    /// Returns the snapshot after another `time` has passed.
     fn later(self, time: Duration) -> Self {
         let later = |it: Duration| it.saturating_add(time);
         let (ended, on_gpu) = (self.ended.map(later), self.on_gpu.map(later));
         Self { began: later(self.began), ended, on_gpu, ..self }
     }
 
-    /// Whether a rank that is seen so is in a phase of a step, and in nothing else that is known.
+    /// Returns whether this is an unfinished operation of the rank itself and not a collective, such as a phase of a
+    /// step.
     pub(crate) fn is_open_phase(&self) -> bool {
         self.group.is_none() && self.ended.is_none() && !self.on_comm_thread
     }
 
-    /// The step of training that it is a phase of, if it goes on.
+    /// Returns the number of the training step whose unfinished phase this is; else `None`.
     pub(crate) fn step(&self) -> Option<u64> {
         use Operation::{Backward, Data, Forward, Optimizer, Step};
         let is_phase = matches!(self.at.operation, Step | Data | Forward | Backward | Optimizer);
         (is_phase && self.is_open_phase()).then_some(self.at.sequence)
     }
 
-    /// Whether it waits in a collective.
+    /// Returns whether this is an unfinished collective.
     pub(crate) fn is_open_collective(&self) -> bool {
         self.group.is_some() && self.ended.is_none()
     }
 }
 
-/// `At` as one number.
+/// Serializes an [`OpId`] as one number.
 mod packed {
     use serde::de::{Deserialize, Deserializer, Error, Unexpected};
     use serde::ser::Serializer;
@@ -90,24 +92,25 @@ mod packed {
 }
 
 impl FlightRecorder {
-    /// All that is kept of `rank`, the oldest first.
+    /// Returns snapshots of all kept records of `rank` but those of gradients, oldest first.
     pub(crate) fn seen(&self, rank: usize) -> Vec<OpSnapshot> {
         let now = self.now();
         self.lasting(rank).map(|record| OpSnapshot::new(&record, now)).collect()
     }
 
-    /// What `rank` does and has done, but for moments within.
+    /// Returns the kept records of operations with a duration. A gradient is only a moment.
     fn lasting(&self, rank: usize) -> impl DoubleEndedIterator<Item = Entry> {
         self.records(rank, 0).filter(|it| it.begin.at.operation != Operation::Gradient)
     }
 
-    /// The step of training that `rank` is in, if it is in one.
+    /// Returns the training step that `rank` is in; `None` outside of a step.
     pub(crate) fn step_of(&self, rank: usize) -> Option<u64> {
         self.seen(rank).iter().rev().find_map(OpSnapshot::step)
     }
 
-    /// What of it others should know, at most `most`, the oldest first: the newest that `rank` does itself, what goes on,
-    /// of each group what has ended last, and how far the GPU has come.
+    /// Returns the records that other processes need, at most `most`, oldest first. These are the newest one of the
+    /// rank's own thread, all unfinished ones, the last finished one of each group, and the last collective that the
+    /// GPU has finished.
     pub(crate) fn recent_ops(&self, rank: usize, most: usize) -> Vec<OpSnapshot> {
         let now = self.now();
         let mut kept: Vec<Entry> = Vec::new();
@@ -134,25 +137,26 @@ impl FlightRecorder {
     }
 }
 
-/// What other processes have told of their ranks, and when that came.
+/// The latest snapshots received from other processes, with the time of receipt.
 #[derive(Debug, Default)]
 pub(crate) struct RemoteSnapshots(Mutex<BTreeMap<usize, (Instant, Vec<OpSnapshot>)>>);
 
 impl RemoteSnapshots {
-    /// Notes what `rank` was seen doing, the newest last.
+    /// Stores the snapshots of `rank`, newest last.
     pub(crate) fn note(&self, rank: usize, seen: &[OpSnapshot]) {
         self.all().insert(rank, (Instant::now(), seen.into()));
     }
 
-    /// What `rank` was seen doing; nothing, if nothing has been told.
+    /// Returns the snapshots of `rank`, aged to now; empty if none was received.
     pub(crate) fn of(&self, rank: usize) -> Vec<OpSnapshot> {
         let Some((when, seen)) = self.all().get(&rank).cloned() else { return Vec::new() };
         let since = when.elapsed();
         seen.into_iter().map(|it| it.later(since)).collect()
     }
 
-    /// Whether `rank`, as far as it has told, has not come to the last collective of all ranks in `seen`. (On its way into
-    /// one, [`RunContext::activity`](super::RunContext::activity) has it already.)
+    /// Returns whether `rank` has not yet entered the last collective of all ranks in `seen`, as far as its snapshots
+    /// show. While `rank` is entering a collective, [`RunContext::activity`](super::RunContext::activity) already shows
+    /// it.
     pub(crate) fn is_behind(&self, rank: usize, seen: &[OpSnapshot]) -> bool {
         let of_all = |it: &&OpSnapshot| it.group == Some(0);
         let Some(last) = seen.iter().rev().find(of_all) else { return false };
@@ -206,8 +210,8 @@ mod tests {
         sightings.note(3, &timeline.recent_ops(0, 8));
         let [barrier, _, backward, ..] = &sightings.of(3)[..] else { panic!("five") };
         assert!(barrier.ended.is_some() && barrier.ended <= Some(barrier.began));
-        assert!(backward.is_open_phase() && backward.place.contains("seen.rs:"));
-        // It has come as far as a rank with the same collectives, and not to the one after them.
+        assert!(backward.is_open_phase() && backward.place.contains("op_snapshot.rs:"));
+        // The rank has entered the same collectives as `mine`, but not the next one.
         let mine = FlightRecorder::new(1, RECORDS);
         let begin = |sequence| {
             let at = OpId { operation: Operation::AllReduce, sequence };

@@ -1,4 +1,4 @@
-//! What a panicking rank says: to the failure report, instead of straight to the terminal.
+//! Panics of ranks: their messages go to the failure report, not directly to the terminal.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -8,16 +8,17 @@ use std::sync::Once;
 use crate::error::Error;
 
 thread_local! {
-    /// The message and place of this thread's last panic.
+    /// The message and source location of this thread's last panic.
     static LAST: RefCell<Option<String>> = const { RefCell::new(None) };
-    /// Whether this thread is a rank's, which `spawn` reports on.
+    /// Whether this is a rank's thread, on which `spawn` reports.
     static WATCHED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Makes a panic of a rank part of the failure report, with its place, and keeps it off the terminal.
+/// Installs a panic hook that adds a rank's panic with its location to the failure report and does not print it.
 ///
-/// `spawn` calls it; a program's `main` may call it earlier. It wraps the process's panic hook, which still gets the
-/// panics of all other threads. With `RUST_BACKTRACE` set it gets those of ranks as well, for the backtrace.
+/// `spawn` calls this; a program's `main` may call it earlier. It wraps the process's panic hook, which still receives
+/// the panics of all other threads. With `RUST_BACKTRACE` set, that hook also receives those of ranks, for the
+/// backtrace.
 pub fn install_panic_hook() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
@@ -39,25 +40,25 @@ pub fn install_panic_hook() {
     });
 }
 
-/// Whether the user has asked for backtraces: `RUST_BACKTRACE`.
+/// Returns whether the user has requested backtraces: `RUST_BACKTRACE`.
 pub(crate) fn wants_backtraces() -> bool {
     std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0")
 }
 
-/// Whether a frame is in tch: its functions panic in their own files if libtorch refuses their arguments.
+/// Returns whether a frame is in tch. Its functions panic in their own files if libtorch refuses their arguments.
 fn is_of_tch(function: &str, file: &str) -> bool {
     let functions = ["tch::", "<tch::", "<T as tch::"];
     functions.iter().any(|prefix| function.starts_with(prefix)) || file.contains("/tch-0.")
 }
 
-/// Whether a frame is in the standard library.
+/// Returns whether a frame is in the standard library.
 fn is_of_std(function: &str, file: &str) -> bool {
     let functions = ["core::", "<core::", "std::", "<std::", "alloc::", "<alloc::"];
     functions.iter().any(|prefix| function.starts_with(prefix)) || file.starts_with("/rustc/")
 }
 
-/// Where the program has called tch, whose function panics: file and line where the binary has them, otherwise the
-/// function. Code of this crate counts only where nothing else is found.
+/// Returns where the program called the tch function that panics: file and line if the binary has them, else the
+/// function. A frame of this crate is used only if no other is found.
 fn caller_of_tch() -> Option<String> {
     let (mut is_inside, mut mine, mut user) = (false, None, None);
     backtrace::trace(|frame| {
@@ -78,14 +79,14 @@ fn caller_of_tch() -> Option<String> {
     user.or(mine)
 }
 
-/// Installs the hook, and has it keep what this thread's panics say, for [`error`].
+/// Installs the hook and makes it store this thread's panic messages, for [`error`].
 pub(crate) fn watch_this_thread() {
     install_panic_hook();
     WATCHED.set(true);
 }
 
-/// A caught panic as an error. Where there is no way to return an error of this crate, as in
-/// `ModuleT::forward_t`, it is thrown: then it is that error, and no panic.
+/// Converts a caught panic to an error. Functions that cannot return an error of this crate, such as
+/// `ModuleT::forward_t`, throw it as the payload. Then that error is returned instead.
 pub(crate) fn error(payload: Box<dyn Any + Send>) -> anyhow::Error {
     match payload.downcast::<Error>() {
         Ok(error) => anyhow::Error::new(*error),
@@ -93,12 +94,12 @@ pub(crate) fn error(payload: Box<dyn Any + Send>) -> anyhow::Error {
     }
 }
 
-/// What a caught panic said.
+/// Returns the message of a caught panic.
 pub(crate) fn describe(payload: &(dyn Any + Send)) -> String {
     LAST.take().unwrap_or_else(|| format!("panicked: {}", message(payload)))
 }
 
-/// What the payload of a panic says.
+/// Returns the text in the payload of a panic.
 fn message(payload: &(dyn Any + Send)) -> String {
     let text = payload
         .downcast_ref::<&str>()
@@ -108,8 +109,8 @@ fn message(payload: &(dyn Any + Send)) -> String {
     readable(text)
 }
 
-/// The first line of what was said. tch panics with `unwrap` on its error, whose debug form holds libtorch's message with
-/// its line breaks spelled out: that message, without its C++ stack trace.
+/// Returns the first line of `text`. tch panics with `unwrap` on its error, whose debug form is libtorch's message with
+/// escaped line breaks. Of that, only the message without its C++ stack trace is returned.
 fn readable(text: &str) -> String {
     let unwrapped = text.split_once("on an `Err` value: Torch(\"").map(|(_, message)| message);
     let first = unwrapped.unwrap_or(text).split("\\n").next().unwrap_or(text);

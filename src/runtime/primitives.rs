@@ -1,5 +1,5 @@
-//! Where the atomics, locks and threads of the ranks' meetings come from: the standard library, or the
-//! model checker loom, which tries every order in which threads can take turns (tests/model).
+//! The atomics, locks and threads for waits between ranks: from the standard library, or from the model checker loom.
+//! loom tries every order in which threads can run (tests/loom).
 
 #[cfg(not(loom))]
 pub(crate) use std::{
@@ -8,7 +8,7 @@ pub(crate) use std::{
     thread::{Thread, available_parallelism, current, park, park_timeout, yield_now},
 };
 
-/// `std::cell::UnsafeCell` with the face that loom needs to see who reads and writes when.
+/// `std::cell::UnsafeCell` with loom's interface, which lets loom see each read and write.
 #[cfg(not(loom))]
 #[derive(Debug, Default)]
 pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);

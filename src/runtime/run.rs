@@ -1,4 +1,4 @@
-//! What the ranks of one run know of each other: who does what, who failed first, and whether to go on.
+//! The shared state of one run: what each rank does, which rank failed first, and whether to continue.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,28 +16,29 @@ use super::{CancelToken, Fault, FaultSite, FlightRecorder, RemoteSnapshots};
 use crate::error::{Blame, Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
 
-/// What one rank does now, written by that rank alone and readable by all without a lock.
+/// The current operation of one rank, read by all ranks without a lock. Only that rank writes it; for a remote rank,
+/// the code that receives its state does.
 #[derive(Debug, Default)]
 pub(crate) struct Activity(AtomicU64);
 
 impl Activity {
-    /// Notes that this rank now does `operation`, the `sequence`-th of its sort; returns what it
-    /// did before, for [`Activity::restore`].
+    /// Records that this rank now does `operation`, the `sequence`-th of its kind. Returns the previous operation, for
+    /// [`Activity::restore`].
     pub(crate) fn enter(&self, operation: Operation, sequence: u64) -> OpId {
         let before = self.now();
         self.restore(OpId { operation, sequence });
         before
     }
 
-    /// Goes back to what [`Activity::enter`] returned. Not called when the operation failed, so
-    /// that the failure is reported with the operation it happened in.
+    /// Restores the operation that [`Activity::enter`] returned. Not called after a failure, so that the failure is
+    /// reported with the operation in which it happened.
     pub(crate) fn restore(&self, at: OpId) {
         self.0.store(at.packed(), Ordering::Release);
     }
 
-    /// What the rank does, as far as it has said.
+    /// Returns the operation that the rank recorded last.
     pub(crate) fn now(&self) -> OpId {
-        // What was packed can be unpacked.
+        // A packed value can always be unpacked.
         OpId::unpacked(self.0.load(Ordering::Acquire))
             .unwrap_or(OpId { operation: Operation::UserCode, sequence: 0 })
     }
@@ -46,25 +47,25 @@ impl Activity {
 /// A failure of a rank, as it was reported.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// The rank to blame: the one that reported, or one that it waited for in vain.
+    /// The rank to blame: the reporter, or a rank that the reporter waited for in vain.
     pub rank: usize,
-    /// All ranks that may be the wrong one, if nothing tells which; else empty.
+    /// All ranks that may be at fault if it is unknown which one is; else empty.
     pub tied: Vec<usize>,
-    /// What that rank was doing.
+    /// The operation of the rank to blame.
     pub at: OpId,
-    /// Why.
+    /// The error's text.
     pub error: String,
-    /// Whether it was reported by a rank that waited in vain, or met another one in another call.
+    /// Whether the reporter timed out while waiting, or found another rank in a different call.
     pub waited: bool,
 }
 
-/// What can be known of ranks in other processes.
+/// The source of the state of ranks in other processes.
 pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
-    /// Asks what each such rank does: [`RunContext::activity`] and [`RunContext::remote_snapshots`] have it then, as far as it can be known.
-    /// Returns those that do not answer any more. Takes a moment, unless the run is cancelled.
+    /// Updates [`RunContext::activity`] and [`RunContext::remote_snapshots`] for the ranks of other processes, as far
+    /// as possible. Returns the ranks that no longer answer. Blocks for a moment, unless the run is cancelled.
     fn refresh(&self, run: &RunContext) -> Vec<MissingRank>;
 
-    /// Asks once, and does not mind whether the run is cancelled.
+    /// Updates the same state once, even if the run is cancelled.
     fn poll(&self, run: &RunContext);
 }
 
@@ -72,49 +73,49 @@ pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peers<'a> {
     pub ranks: &'a [usize],
-    /// Whether some of them are in other processes: what they have done before they ended may still be on its way.
+    /// Whether some are in other processes. The results of an ended rank may then still be in transit.
     pub are_elsewhere: bool,
-    /// For how long at most, if not until the run's timeout.
+    /// The longest wait; `None` for the run's timeout.
     pub limit: Option<Duration>,
 }
 
-/// Shared by all ranks of one run.
+/// The state that all ranks of one run share.
 #[derive(Debug)]
 pub(crate) struct RunContext {
-    /// Tripped with the first failure, and never without one.
+    /// Tripped by the first failure, and only by a failure.
     pub cancel: CancelToken,
     /// One entry per rank.
     pub activity: Box<[CachePadded<Activity>]>,
-    /// What the ranks of this process do and have done.
+    /// The operations of this process's ranks.
     pub flight_recorder: FlightRecorder,
-    /// What those of other processes do, as far as they were asked: [`RunContext::look`].
+    /// The operations of other processes' ranks, as of the last [`RunContext::look`].
     pub remote_snapshots: RemoteSnapshots,
-    /// Which ranks each group has, by its number in the timeline.
+    /// The ranks of each group, by its number in the flight recorder.
     groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
-    /// How many of the ranks are on this machine.
+    /// The number of ranks on this machine.
     pub ranks_here: usize,
-    /// What is known of the ranks of other processes, if there are any.
+    /// The source of the state of other processes' ranks; `None` without other processes.
     pub elsewhere: Option<Arc<dyn PeerStatus>>,
-    /// How long a rank waits for the others before it gives up.
+    /// The timeout of a rank's wait for other ranks.
     pub timeout: Duration,
-    /// A rank that is to fail.
+    /// The planned fault, if any.
     pub fault: Option<Fault>,
-    /// Whether backends that need not compare what the ranks call do so all the same.
+    /// Whether to compare the ranks' calls even with backends that do not require it.
     pub check_collectives: bool,
-    /// In the order of time.
+    /// All failures, oldest first.
     failures: Mutex<Vec<Failure>>,
-    /// The ranks that were told to stop: whatever they report from then on follows from that.
+    /// Whether each rank was cancelled or has reported a failure. Its later reports are consequences.
     told: Box<[AtomicBool]>,
-    /// For each rank how many operations it has handed to its communication threads and that are not over.
+    /// For each rank the number of unfinished operations on its communication threads.
     pending: Box<[AtomicUsize]>,
-    /// When each rank has begun to wait for all of that, at the end of its function.
+    /// The time at which each rank began to wait for those operations, at the end of its function.
     ending: Box<[OnceLock<Instant>]>,
     /// Each rank's own thread.
     threads: Box<[Mutex<Option<Thread>>]>,
 }
 
 impl RunContext {
-    /// A run of `world_size` ranks, none of which does anything yet.
+    /// Returns a run of `world_size` ranks, all of them still idle.
     pub(crate) fn new(world_size: usize, timeout: Duration, fault: Option<Fault>) -> Self {
         Self {
             cancel: CancelToken::default(),
@@ -135,13 +136,13 @@ impl RunContext {
         }
     }
 
-    /// Notes which ranks the group of this number has.
+    /// Records the ranks of the group with this number.
     pub(crate) fn register_group(&self, group: u32, members: &Arc<[usize]>) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups.entry(group).or_insert_with(|| members.clone());
     }
 
-    /// The ranks of the group of this number, as far as this process has joined it; number 0 has all.
+    /// Returns the ranks of a group; `None` if this process has not joined it. Group 0 has all ranks.
     pub(crate) fn members(&self, group: u32) -> Option<Arc<[usize]>> {
         if group == 0 {
             return Some((0..self.activity.len()).collect());
@@ -150,23 +151,23 @@ impl RunContext {
         groups.get(&group).cloned()
     }
 
-    /// The ranks of all groups that this process has joined, but for the group of all.
+    /// Returns the ranks of all groups that this process has joined, without group 0.
     pub(crate) fn known_groups(&self) -> BTreeMap<u32, Arc<[usize]>> {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Notes that the calling thread is that of `rank`.
+    /// Records that the calling thread is that of `rank`.
     pub(crate) fn start(&self, rank: usize) {
         *self.threads[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(current());
         self.cancel.register();
     }
 
-    /// Fails here if `rank` is to fail at this place.
+    /// Triggers the planned fault if it is for `rank` at this place.
     pub(crate) fn fault_point(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
         self.fault.map_or(Ok(()), |fault| fault.trigger(rank, at, step))
     }
 
-    /// Tells `rank` to stop, if another rank has failed.
+    /// Returns an error if a rank has failed, so that `rank` stops.
     ///
     /// # Errors
     /// [`Error::Cancelled`] with the rank that failed first.
@@ -177,14 +178,14 @@ impl RunContext {
         Err(Error::Cancelled { by, cause })
     }
 
-    /// Notes that `reporter` failed, unless that is an echo of another failure, and has everybody stop.
+    /// Records that `reporter` failed, unless its error follows from another failure, and cancels the run.
     ///
-    /// `cause` is this crate's error behind it, if it is one; `text` is what to show.
+    /// `cause` is this crate's error, if it is one; `text` is the message to show.
     pub(crate) fn report(&self, reporter: usize, cause: Option<&Error>, text: String) {
         self.report_at(reporter, None, cause, text);
     }
 
-    /// As [`RunContext::report`], for a failure in something else than what the rank itself does now.
+    /// Reports like [`RunContext::report`], for a failure in the operation `at` instead of the rank's current one.
     pub(crate) fn report_at(
         &self,
         reporter: usize,
@@ -205,7 +206,7 @@ impl RunContext {
         self.note_failure(reporter, failure, echo, blames);
     }
 
-    /// Notes a failure of another process that its process has told, and has everybody stop.
+    /// Records a failure that another process has sent, and cancels the run.
     pub(crate) fn report_told(&self, failure: Failure) {
         let echo = self.told[failure.rank].load(Ordering::Relaxed);
         self.note_failure(failure.rank, failure, echo, false);
@@ -214,31 +215,31 @@ impl RunContext {
     fn note_failure(&self, reporter: usize, failure: Failure, echo: bool, blames: bool) {
         let mut failures = self.failures();
         if !echo || failures.is_empty() {
-            // Ranks that wait in vain for the same one tell the same story, each in its words.
+            // Several ranks that wait in vain for the same one report the same failure in different words.
             let known =
                 |it: &Failure| it.error == failure.error || (blames && it.rank == failure.rank);
             if !failures.iter().any(known) {
                 failures.push(failure);
             }
         }
-        // What the reporter says next, this same error in other words for one, follows from this.
+        // Later reports of this rank, such as the same error in other words, follow from this one.
         self.told[reporter].store(true, Ordering::Relaxed);
         let by = failures[0].rank;
         drop(failures);
         self.cancel.cancel(by);
     }
 
-    /// All failures so far, the earliest first.
+    /// Returns all failures so far, oldest first.
     pub(crate) fn failures(&self) -> MutexGuard<'_, Vec<Failure>> {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that `rank` has handed an operation to a communication thread.
+    /// Records that `rank` has passed an operation to a communication thread.
     pub(crate) fn begin_pending(&self, rank: usize) {
         self.pending[rank].fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Notes that such an operation is over.
+    /// Records that such an operation has ended.
     pub(crate) fn end_pending(&self, rank: usize) {
         if self.pending[rank].fetch_sub(1, Ordering::AcqRel) == 1
             && let Some(thread) =
@@ -248,37 +249,37 @@ impl RunContext {
         }
     }
 
-    /// Waits until all that `rank` has handed to its communication threads is over. On its own thread, which
-    /// they unpark.
+    /// Waits until all operations on the communication threads of `rank` have ended. Must be called on the rank's own
+    /// thread, which they unpark.
     pub(crate) fn wait_until_idle(&self, rank: usize) {
         self.ending[rank].get_or_init(Instant::now);
-        // Each of it ends: done, cancelled, or past its deadline.
+        // Each operation ends: done, cancelled, or past its deadline.
         while self.pending[rank].load(Ordering::Acquire) > 0 {
             park();
         }
     }
 
-    /// Whether `rank` has waited in [`RunContext::wait_until_idle`] for longer than the timeout.
+    /// Returns whether `rank` has been in [`RunContext::wait_until_idle`] for longer than the timeout.
     pub(crate) fn is_overdue(&self, rank: usize) -> bool {
         self.ending[rank].get().is_some_and(|since| since.elapsed() >= self.timeout)
     }
 
-    /// Notes that `rank` has ended its function, and lets those who wait for it see that.
+    /// Records that `rank` has ended its function, and wakes all waiting threads.
     pub(crate) fn finish(&self, rank: usize) {
         self.activity[rank].enter(Operation::ShutDown, 0);
         self.cancel.wake_all();
     }
 
-    /// Whether `rank` has ended its function.
+    /// Returns whether `rank` has ended its function.
     pub(crate) fn is_done(&self, rank: usize) -> bool {
         matches!(self.activity[rank].now().operation, Operation::ShutDown | Operation::Done)
     }
 
-    /// Waits until another rank has done what `is_done` looks for, and has then unparked this thread.
+    /// Waits until `is_done` returns true. The rank that makes it true must then unpark this thread.
     ///
-    /// `peers` are those that can do it. `waiting` is the rank that waits, `at` what it does. Before this
-    /// gives up, `cancel` sees to it that they no longer can; it says false if they have. Returns false if
-    /// `peers.limit` has passed, and nothing else has happened.
+    /// `peers` are the ranks that can make it true. `waiting` is the rank that waits, `at` its operation. Before an
+    /// error, `withdraw` prevents `peers` from completing; it returns false if they already have. Returns false if
+    /// `peers.limit` has passed first.
     ///
     /// # Errors
     /// [`Error::Cancelled`]; [`Error::Timeout`] and [`Error::PeerExited`], which have been reported.
@@ -293,7 +294,7 @@ impl RunContext {
         let began = Instant::now();
         let Peers { ranks, are_elsewhere, limit } = peers;
         let error = loop {
-            // In this order: a rank that has ended may have done it just before.
+            // The order matters: a rank that has ended may have completed it just before.
             let left = !are_elsewhere && ranks.iter().all(|&peer| self.is_done(peer));
             let cancelled = self.cancel.cancelled_by().is_some();
             if is_done() {
@@ -308,7 +309,7 @@ impl RunContext {
             let Some(time_left) = self.timeout.checked_sub(began.elapsed()) else {
                 let mut late = if are_elsewhere { self.look() } else { Vec::new() };
                 if self.cancel.cancelled_by().is_some() {
-                    continue; // the failure of another process, which tells more
+                    continue; // the other process's failure says more than this timeout
                 }
                 late.retain(|late| ranks.contains(&late.rank));
                 if late.is_empty() {
@@ -329,8 +330,8 @@ impl RunContext {
         Err(error)
     }
 
-    /// Returns the timeout of rank `waiting`, which has waited for `missing`, ranks of other processes that it alone
-    /// has to meet. Asks first what these do.
+    /// Returns the timeout error of rank `waiting`, which alone waited for `missing`, ranks of other processes.
+    /// Refreshes the state of these ranks first.
     pub(crate) fn not_come(&self, waiting: usize, missing: Vec<usize>) -> Error {
         let silent = self.look();
         let is_silent = |rank: usize| silent.iter().any(|it| it.rank == rank);
@@ -344,8 +345,8 @@ impl RunContext {
         Error::Timeout { at, waiting, waited: self.timeout, late }
     }
 
-    /// Names the ranks of other processes that are not where `waiting` is, those first that wait for nobody. Asks what
-    /// they do, which takes a moment.
+    /// Returns the ranks of other processes that have not reached the operation of `waiting`, those that wait for no
+    /// rank first. Refreshes their state, which takes a moment.
     fn late_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
         let silent = self.look();
         if !silent.is_empty() {
@@ -370,27 +371,27 @@ impl RunContext {
         late
     }
 
-    /// Asks `is_done` until it is, the run is cancelled, or the timeout has passed. `waiting` is the rank that waits
-    /// for NCCL or its device.
+    /// Polls `is_done` until it returns true, the run is cancelled, or the timeout has passed. `waiting` is the rank
+    /// that waits for NCCL or its device.
     ///
-    /// Neither NCCL nor CUDA offers an event that a cancel could also wake, so this asks again and
-    /// again: at once for the first while, then after short parks, which a cancel does cut short.
+    /// Neither NCCL nor CUDA offers an event that a cancel could also wake. So this polls without a pause at first,
+    /// then after short parks, which a cancel cuts short.
     ///
     /// # Errors
-    /// [`Error::Cancelled`]; [`Error::Timeout`], which names the ranks of other processes that are late. NCCL does not
-    /// tell, but they do. All ranks of this process have met before the launch: if no other is late, the device is slow,
-    /// or hangs, and nobody is blamed.
+    /// [`Error::Cancelled`]; [`Error::Timeout`], which names the late ranks of other processes. Those processes report
+    /// it, since NCCL does not. All ranks of this process entered the call before the launch. If no other rank is late,
+    /// the device is slow or hangs, and no rank is blamed.
     pub(crate) fn poll(&self, waiting: usize, is_done: impl Fn() -> Result<bool>) -> Result<()> {
         if self.poll_at_most(waiting, self.timeout, is_done)? {
             return Ok(());
         }
         let late = self.late_elsewhere(waiting);
-        self.check(waiting)?; // another process may have told why meanwhile
+        self.check(waiting)?; // another process may have reported the cause
         let at = self.activity[waiting].now();
         Err(Error::Timeout { at, waiting, waited: self.timeout, late })
     }
 
-    /// The same for no longer than `limit`; false if it has passed.
+    /// Polls like [`RunContext::poll`] for at most `limit`. Returns false if it has passed.
     pub(crate) fn poll_at_most(
         &self,
         waiting: usize,
@@ -413,22 +414,21 @@ impl RunContext {
         }
     }
 
-    /// Asks what ranks of other processes do, as [`PeerStatus::refresh`].
+    /// Refreshes the state of other processes' ranks: [`PeerStatus::refresh`].
     pub(crate) fn look(&self) -> Vec<MissingRank> {
         self.elsewhere.as_ref().map_or(Vec::new(), |elsewhere| elsewhere.refresh(self))
     }
 
-    /// Asks the same once, also when the run has failed.
+    /// Refreshes that state once, even if the run has failed.
     pub(crate) fn ask(&self) {
         if let Some(elsewhere) = &self.elsewhere {
             elsewhere.poll(self);
         }
     }
 
-    /// Names `missing`, the ranks that are waited for, with what they were last seen doing.
+    /// Returns `missing`, the ranks that are waited for, with their last known operations.
     ///
-    /// If all of them are in collectives or messages themselves, somebody else keeps them: those who are in
-    /// code of their own come first then.
+    /// If all of them wait in collectives or messages, another rank delays them. Computing ranks then come first.
     pub(crate) fn late(&self, missing: Vec<usize>) -> Vec<MissingRank> {
         let mut late = self.last_seen(missing);
         if late.iter().all(|late| late.last_seen.operation.may_wait()) {
@@ -439,7 +439,7 @@ impl RunContext {
         late
     }
 
-    /// Returns `ranks` with what they were last seen doing.
+    /// Returns `ranks` with their last known operations.
     pub(crate) fn last_seen(&self, ranks: impl IntoIterator<Item = usize>) -> Vec<MissingRank> {
         let seen = |rank| MissingRank { rank, last_seen: self.activity[rank].now(), silent: false };
         ranks.into_iter().map(seen).collect()

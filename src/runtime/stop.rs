@@ -1,4 +1,4 @@
-//! Stopping a run before its end: who asks, and after which step all ranks stop.
+//! Stopping a run early: the sources of a request, and the step after which all ranks stop.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,21 +7,21 @@ use std::time::{Duration, Instant};
 
 use super::deadline;
 
-/// Why a run ends before all epochs are done.
+/// Reason for which a run ends before all epochs are done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(usize)]
 pub enum StopReason {
-    /// Ctrl-C.
+    /// SIGINT, from Ctrl-C.
     Interrupt = 1,
-    /// Somebody wants the process to end, as Slurm, Kubernetes and `kill` say it.
+    /// SIGTERM, from Slurm, Kubernetes or `kill`.
     Terminate,
-    /// What a scheduler can be told to send before the time is over: `sbatch --signal=USR1@120`.
+    /// SIGUSR1, which a scheduler can send before the time limit: `sbatch --signal=USR1@120`.
     User1,
-    /// The time that it was given is over.
+    /// The time limit has passed.
     Time,
-    /// It has made as many steps as it was to.
+    /// The maximum number of steps is reached.
     Steps,
-    /// The validation loss has not become smaller for as long as it was to wait.
+    /// The validation loss has not improved within the patience.
     NoProgress,
 }
 
@@ -39,12 +39,12 @@ impl StopReason {
         Self::ALL.into_iter().find(|it| *it as usize == number)
     }
 
-    /// Its number; 0 for none.
+    /// Returns the reason's number; 0 for `None`.
     fn number(reason: Option<Self>) -> usize {
         reason.map_or(0, |reason| reason as usize)
     }
 
-    /// Its name in reports.
+    /// Returns the reason's name in reports.
     pub fn name(self) -> &'static str {
         match self {
             StopReason::Interrupt => "SIGINT",
@@ -57,22 +57,22 @@ impl StopReason {
     }
 }
 
-/// How a run is asked to stop, from any thread or signal handler, and how its ranks agree on the step to stop
-/// after. One for each run, shared by its ranks.
+/// A request to stop a run, from any thread or signal handler, and the agreement of its ranks on the last step. One per
+/// run, shared by its ranks.
 ///
-/// Whoever asks, each rank would see it at another step. So rank 0 alone looks, before each of its steps, and if
-/// it is asked, publishes the number of that very step as the last one. Every rank compares after each step.
-/// That needs no collective of its own, because a step has one: nobody's step `n` ends before rank 0 has taken
-/// part in its all_reduce (with `DataParallel`, has sent out the parameters), which comes after publishing. So
-/// whoever is through with step `n` sees that it was the last, and whoever is through with an earlier one finds
-/// a number that is larger, or none: all stop after step `n`.
+/// Each rank would see a request at a different step, so only rank 0 looks for one, before each of its steps. On a
+/// request it publishes that step's number as the last one, and every rank compares after each step. No extra
+/// collective is needed: no rank ends step `n` before rank 0 has taken part in the step's all_reduce. (With
+/// `DataParallel`, before rank 0 has sent the parameters.) Rank 0 publishes before that. A rank that ends step `n`
+/// therefore sees that it was the last; a rank that ends an earlier step sees a larger number, or none. All ranks stop
+/// after step `n`.
 pub struct Stop {
-    /// A [`StopReason`]'s number; 0 if nobody asks.
+    /// Number of the requested [`StopReason`]; 0 without a request.
     asked: Arc<AtomicUsize>,
-    /// Whether SIGTERM has come to this very process.
+    /// Whether this process itself has received SIGTERM.
     terminated: Arc<AtomicBool>,
     deadline: Option<Instant>,
-    /// What rank 0 has published: the last step, and why.
+    /// The last step, published by rank 0. `reason` is published with it.
     last_step: AtomicU64,
     reason: AtomicUsize,
     tell: Option<Box<dyn Fn(StopReason) + Send + Sync>>,
@@ -84,21 +84,21 @@ impl fmt::Debug for Stop {
     }
 }
 
-/// No step.
+/// The value of `last_step` while no step is the last.
 const NEVER: u64 = u64::MAX;
 
-/// What processes tell each other about a stop.
+/// The message about a stop that processes send to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StopMessage {
-    /// What rank 0 has decided, if it has.
+    /// The last step that rank 0 has published; `NEVER` if it has not.
     last_step: u64,
     reason: Option<StopReason>,
-    /// Who asks in the process that tells.
+    /// The reason of a request in the sending process.
     asked: Option<StopReason>,
 }
 
 impl StopMessage {
-    /// There is none.
+    /// No stop and no request.
     pub(crate) const NONE: Self = Self { last_step: NEVER, reason: None, asked: None };
 
     pub(crate) fn to_numbers(self) -> [u64; 3] {
@@ -106,14 +106,14 @@ impl StopMessage {
         [self.last_step, reason, asked]
     }
 
-    /// `None` for numbers that no process tells.
+    /// Returns `None` for numbers that no process sends.
     pub(crate) fn from_numbers([last_step, reason, asked]: [u64; 3]) -> Option<Self> {
         let read = |number: u64| match usize::try_from(number).ok()? {
             0 => Some(None),
             number => StopReason::of(number).map(Some),
         };
         let (reason, asked) = (read(reason)?, read(asked)?);
-        // A last step has a reason; a reason may be seen before its step.
+        // A last step has a reason. The reason may be seen before its step.
         (last_step == NEVER || reason.is_some()).then_some(Self { last_step, reason, asked })
     }
 }
@@ -132,38 +132,38 @@ impl Default for Stop {
 }
 
 impl Stop {
-    /// Nobody asks yet; with `time`, it asks by itself when that is over.
+    /// Returns a `Stop` without a request. If `time` is `Some`, the run stops when that has passed.
     pub fn new(time: Option<Duration>) -> Self {
         Self { deadline: time.map(deadline), ..Self::default() }
     }
 
-    /// Has `tell` called once, on the thread of rank 0, when the run is going to stop.
+    /// Calls `tell` once, on the thread of rank 0, when the run is going to stop.
     #[must_use]
     pub fn on_stop(self, tell: impl Fn(StopReason) + Send + Sync + 'static) -> Self {
         Self { tell: Some(Box::new(tell)), ..self }
     }
 
-    /// Asks the run to stop, at its next step. The last one to ask is the reason.
+    /// Requests the run to stop at its next step. The last request gives the reason.
     pub fn ask(&self, reason: StopReason) {
         self.asked.store(reason as usize, Ordering::Relaxed);
     }
 
-    /// Where a signal handler writes the number of its reason.
+    /// Returns the number that a signal handler sets to its reason.
     pub(crate) fn asked(&self) -> &Arc<AtomicUsize> {
         &self.asked
     }
 
-    /// Where a signal handler notes SIGTERM; other processes' is not noted here.
+    /// Returns the flag that a signal handler sets on SIGTERM. SIGTERM of other processes does not set it.
     pub(crate) fn terminated(&self) -> &Arc<AtomicBool> {
         &self.terminated
     }
 
-    /// Why the run has been asked to stop, if it has.
+    /// Returns the reason of the request to stop, if there is one.
     pub(crate) fn asked_for(&self) -> Option<StopReason> {
         StopReason::of(self.asked.load(Ordering::Relaxed))
     }
 
-    /// On rank 0, before it begins `step`.
+    /// Publishes `step` as the last one if a stop is requested. Called on rank 0 before it begins `step`.
     pub(crate) fn decide(&self, step: u64) {
         if self.last_step.load(Ordering::Relaxed) != NEVER {
             return;
@@ -182,15 +182,15 @@ impl Stop {
         }
     }
 
-    /// What this process tells the others.
+    /// Returns the message of this process for the others.
     pub(crate) fn news(&self) -> StopMessage {
         let last_step = self.last_step.load(Ordering::Acquire);
         let reason = |it: &AtomicUsize| StopReason::of(it.load(Ordering::Relaxed));
         StopMessage { last_step, reason: reason(&self.reason), asked: reason(&self.asked) }
     }
 
-    /// What another process has told; `decides` says whether that is the one of rank 0. It told so within its part of a
-    /// step, so nobody is through with the step that is the last.
+    /// Merges the message of another process; `decides` is true for the process of rank 0. That process sent it before
+    /// its part of the last step, so no rank has ended that step yet.
     pub(crate) fn merge(&self, decides: bool, news: StopMessage) {
         let StopMessage { last_step, reason, asked } = news;
         if decides && last_step != NEVER {
@@ -202,7 +202,7 @@ impl Stop {
         }
     }
 
-    /// On every rank: why the run ends after `steps` steps, if it does.
+    /// Returns the reason if the run ends after `steps` steps. Called on every rank.
     pub(crate) fn after(&self, steps: u64) -> Option<StopReason> {
         if steps <= self.last_step.load(Ordering::Acquire) {
             return None;

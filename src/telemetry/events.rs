@@ -1,4 +1,4 @@
-//! What a run reports: the fields are the contract of `--log-format json`.
+//! Events that a run reports: the fields are the contract of `--log-format json`.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,11 +10,11 @@ use crate::operation::{OpId, Operation};
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
-    /// The ranks have met.
+    /// The ranks have connected.
     Start(Start),
-    /// One rank is through with one epoch.
+    /// One rank has finished one epoch.
     Epoch(Epoch),
-    /// The model has been tried on data that it is not trained on.
+    /// The model was validated on data that it is not trained on.
     Validation(ValidationMetrics),
     /// The run is done.
     End(Box<End>),
@@ -22,25 +22,25 @@ pub enum Event {
     Failure(Failure),
 }
 
-/// The ranks have met and hold the same model.
+/// The ranks have connected and hold the same model.
 #[derive(Debug, Clone, Serialize)]
 pub struct Start {
-    /// How many ranks there are.
+    /// Number of ranks.
     pub world_size: usize,
-    /// On how many machines.
+    /// Number of machines.
     pub nnodes: usize,
-    /// What carries the tensors.
+    /// The communication backend.
     pub backend: &'static str,
     /// `GPU` or `CPU`.
     pub device: &'static str,
     /// The model's name.
     pub model: &'static str,
-    /// How many numbers are trained.
+    /// Number of trained values.
     pub parameters: usize,
-    /// How often the ranks were started before this start, by `--max-restarts` or by torchrun, if they were.
+    /// Number of restarts before this start, by `--max-restarts` or by torchrun; omitted if 0.
     #[serde(skip_serializing_if = "is_first")]
     pub restart: usize,
-    /// How many usable GPUs are visible; in text only.
+    /// Number of usable GPUs that are visible; in text only.
     #[serde(skip)]
     pub gpu_count: usize,
 }
@@ -49,7 +49,7 @@ fn is_first(restart: &usize) -> bool {
     *restart == 0
 }
 
-/// One rank is through with one epoch.
+/// One rank has finished one epoch.
 #[derive(Debug, Clone, Serialize)]
 pub struct Epoch {
     /// The rank.
@@ -60,15 +60,15 @@ pub struct Epoch {
     pub device: String,
     /// The epoch, from 0.
     pub epoch: u64,
-    /// How many samples a step takes on each rank.
+    /// Samples per step on each rank.
     pub batch_size: usize,
-    /// How many steps this rank made.
+    /// Steps that this rank made.
     pub steps: u64,
     /// The mean loss over the samples of all ranks.
     pub loss: f64,
-    /// How many samples this rank took a second.
+    /// Samples that this rank processed per second.
     pub samples_per_second: f64,
-    /// How the model did after it on data that it is not trained on: an event of its own.
+    /// The validation after the epoch, which is an event of its own.
     #[serde(skip)]
     pub validation: Option<ValidationMetrics>,
 }
@@ -76,9 +76,9 @@ pub struct Epoch {
 /// The run is done.
 #[derive(Debug, Clone, Serialize)]
 pub struct End {
-    /// How long the training took.
+    /// Duration of the training.
     pub seconds: f64,
-    /// How many steps each rank made, in the whole run if it was resumed.
+    /// Steps that each rank made, in the whole run if it was resumed.
     pub steps: u64,
     /// The mean loss of the last epoch.
     pub loss: f64,
@@ -86,48 +86,48 @@ pub struct End {
     pub us_per_step: f64,
     /// 64 bits in hex over names, shapes and bytes of the parameters.
     pub parameters_hash: String,
-    /// Whether all ranks hold the same parameters; with DataParallel rank 0 alone has them.
+    /// `true` if all ranks hold the same parameters; `None` with DataParallel, where rank 0 alone has them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas_equal: Option<bool>,
-    /// How many bytes of gradients each bucket holds.
+    /// Bytes of gradients in each bucket.
     pub bucket_bytes: Vec<usize>,
-    /// Of a step, on rank 0: backward and everything that was reduced, in microseconds.
+    /// Duration of a step's backward and of all its reductions on rank 0, in microseconds.
     pub backward_us: f64,
-    /// That part of it in which rank 0 reduced, or waited for the others to.
+    /// Time of a step that rank 0 spent reducing, or waiting for the others to reduce, in microseconds.
     pub communication_us: f64,
-    /// How much of that had passed when autograd was through, from 0 to 1.
+    /// Fraction of `communication_us` that had passed when autograd ended, from 0 to 1.
     pub overlapped: f64,
-    /// How many bytes each rank has sent in the whole run, rank 0 first.
+    /// Bytes sent by each rank in the whole run, rank 0 first.
     pub bytes_sent_by_rank: Vec<u64>,
-    /// How many each has received.
+    /// Bytes received by each rank.
     pub bytes_received_by_rank: Vec<u64>,
-    /// How long each rank has waited for data: for workers, or while it gathered samples itself.
+    /// Seconds that each rank waited for data: for workers, or while it gathered samples itself.
     pub data_wait_seconds_by_rank: Vec<f64>,
-    /// How long each rank was in collectives within its steps, in its own part of them and waiting for others.
+    /// Seconds that each rank spent in collectives within its steps, including waiting for others.
     pub collective_seconds_by_rank: Vec<f64>,
-    /// On CPUs: the rank that the others waited for, if it was for long.
+    /// The rank that the others waited for, on CPUs only; `None` if they did not wait long.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub straggler: Option<Straggler>,
-    /// The most memory that the process took, of all ranks together; not known on every system.
+    /// Peak memory of the process, with all its ranks; `None` where the system does not report it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory_bytes: Option<u64>,
-    /// With a gradient scaler or `--skip-nonfinite`: how many steps were skipped.
+    /// Number of skipped steps; `None` without a gradient scaler and without `--skip-nonfinite`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
-    /// By what it scales the loss in the end.
+    /// The final loss scale; `None` without a gradient scaler.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
-    /// The validation with the smallest loss, if there was one.
+    /// The validation with the smallest loss; `None` without validation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<ValidationMetrics>,
-    /// Why the run has ended before its last epoch, if it has: `SIGINT`, `SIGTERM`, `SIGUSR1`, `max-seconds`,
-    /// `max-steps`, `patience`.
+    /// Why the run ended before its last epoch: `SIGINT`, `SIGTERM`, `SIGUSR1`, `max-seconds`, `max-steps`, `patience`.
+    /// `None` if it did not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped: Option<&'static str>,
-    /// Why each restart of `--max-restarts` was needed, the first one first.
+    /// Reasons for the restarts by `--max-restarts`, the first one first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub restarts: Vec<String>,
-    /// How many steps were made now; in text only.
+    /// Steps made since this start; in text only.
     #[serde(skip)]
     pub steps_now: u64,
     /// The mean loss of the first epoch; in text only.
@@ -138,31 +138,31 @@ pub struct End {
 /// The run failed.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Failure {
-    /// The rank that failed first; `None` where ranks differ and nothing tells which is wrong, and where the process of
-    /// all ranks was killed.
+    /// The rank that failed first. `None` where ranks differ and the wrong one is unknown, and where the process of all
+    /// ranks was killed.
     pub rank: Option<usize>,
-    /// These ranks then; else empty.
+    /// The ranks concerned if `rank` is `None`; else empty.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<usize>,
-    /// Its device; those of all such ranks. `None` where the process of all ranks was killed.
+    /// The device of that rank, or the devices of those ranks. `None` where the process of all ranks was killed.
     pub device: Option<String>,
-    /// What it was doing. `None` where its process was killed and left nothing that tells.
+    /// The operation that the rank was in. `None` where its process was killed and left no record.
     pub operation: Option<String>,
     /// The number of that operation, from 0.
     pub sequence: Option<u64>,
-    /// Why.
+    /// The reason.
     pub error: String,
-    /// With `--max-restarts`: how many failures in a row were in the same training step, if more than one.
+    /// Number of failures in a row in the same training step, with `--max-restarts`; `None` if there was only one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub repeated: Option<usize>,
-    /// Why each restart of `--max-restarts` before was needed, the first one first.
+    /// Reasons for the earlier restarts by `--max-restarts`, the first one first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub restarts: Vec<String>,
 }
 
 impl Failure {
-    /// Returns where the run was, if that is the same place in each start that comes to it: `step #12` for all phases of
-    /// a step. Collectives have numbers that each start counts from 0.
+    /// Returns where the run was, if each start reaches the same place: `step #12` for all phases of a step. `None` for
+    /// collectives, because each start numbers them from 0.
     pub(crate) fn place(&self) -> Option<String> {
         use Operation::{Backward, Data, Forward, Init, Optimizer, Rendezvous, Start, Step};
         let at = OpId::named(self.operation.as_deref()?, self.sequence?);
@@ -177,7 +177,7 @@ impl Failure {
         }
     }
 
-    /// Returns `rank 1 failed again in step #12`, if the failure before was there as well.
+    /// Returns `rank 1 failed again in step #12` if the failure before was there as well; else `None`.
     pub(crate) fn again(&self) -> Option<String> {
         self.repeated?;
         let ranks = self.rank.map_or_else(|| self.ranks.clone(), |rank| vec![rank]);

@@ -1,16 +1,17 @@
-//! How much memory the process has taken, and how much there is.
+//! Memory that the process has used, and memory that it may use.
 
 use std::fs;
 
-/// The most that was resident at once, in bytes; `None` where the system does not tell as Linux does.
+/// Returns the peak resident memory, in bytes; `None` where the system does not report it like Linux.
 pub fn peak_memory() -> Option<u64> {
     kib(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
 }
 
-/// Returns how much memory this process may take, in bytes: the machine's, swap included, or what its container allows.
-/// `None` where the system does not tell as Linux does.
+/// Returns the memory that this process may use, in bytes: the machine's with swap, or its container's limit. `None`
+/// where the system does not report it like Linux.
 pub fn total_memory() -> Option<u64> {
-    // Without a namespace of its own a process does not see its limit here; then the machine's counts.
+    // Unless it has a cgroup namespace of its own, a process does not find its limit here. The machine's memory then
+    // counts.
     const LIMITS: [&str; 2] =
         ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
     let text = fs::read_to_string("/proc/meminfo").ok()?;

@@ -1,4 +1,4 @@
-//! The file of `--metrics`: JSON lines, after those of the starts before.
+//! The file of `--metrics`: JSON lines, appended to those of earlier starts.
 
 use std::fs;
 use std::io::{self, Error as IoError, Write};
@@ -10,11 +10,11 @@ use crate::error::{Error, Result};
 use crate::ffi::limits::explain;
 use crate::files::{Appender, LinesBefore, lines_before};
 
-/// The file, and what tells its rows from those of other starts.
+/// The file, and the number that distinguishes its rows from those of other starts.
 #[derive(Debug)]
 pub(super) struct MetricsFile {
     out: Appender,
-    /// For messages.
+    /// The option and path, for messages.
     name: String,
     /// The number of this start among those that wrote to the file, from 1.
     run: u64,
@@ -28,7 +28,7 @@ struct Row<'a, M> {
     metrics: &'a M,
 }
 
-/// The rows of the file: its field `event`.
+/// The kinds of rows: the field `event`.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Event {
@@ -49,23 +49,23 @@ struct Known {
     _epoch: u64,
 }
 
-/// How every row begins.
+/// The first bytes of every row.
 const BEGINS: &[u8] = b"{\"event\":\"";
 
 impl MetricsFile {
     /// Refuses a file at `path` that this program did not write. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::Input`] when its first or last line is not a row of metrics, or it cannot be read.
+    /// [`Error::Input`] when its first or last line is not a row of metrics, or when the file cannot be read.
     pub(super) fn check(path: &Path) -> Result<()> {
         let check = || lines_before(path)?.map_or(Ok(0), |it| last_run(&it));
         check().map(drop).map_err(|error| refused(path, &error))
     }
 
-    /// Opens the file at `path`, to write at its end. Its folder is made if need be.
+    /// Opens the file at `path` for appending. Creates its folder if needed.
     ///
     /// # Errors
-    /// As [`check`](Self::check), and when it cannot be opened.
+    /// The errors of [`check`](Self::check), and when the file cannot be opened.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let open = || {
             let before = lines_before(path)?;
@@ -76,7 +76,7 @@ impl MetricsFile {
         open().map_err(|error: IoError| refused(path, &error))
     }
 
-    /// Adds a row, for the next [`flush`](Self::flush).
+    /// Adds a row, which the next [`flush`](Self::flush) writes.
     ///
     /// # Errors
     /// [`Error::Write`].
@@ -86,7 +86,7 @@ impl MetricsFile {
         written.map_err(|error| self.unwritable(&error))
     }
 
-    /// Writes the rows since the last time.
+    /// Writes the rows added since the last flush.
     ///
     /// # Errors
     /// [`Error::Write`].
@@ -163,7 +163,7 @@ mod tests {
             assert!(error.contains("did not write that file"), "{error}");
             assert_eq!(fs::read_to_string(&path).unwrap(), foreign);
         }
-        // Rows of older versions, whatever their length, and a row that was cut off, which stays as it is.
+        // Rows of older versions, however long, and a row that was cut off, which stays unchanged.
         let old = "{\"event\":\"validation\",\"step\":1,\"epoch\":0,\"loss\":null}\n".repeat(9000);
         for (before, run) in [("", 1), (two, 3), (&two[..two.len() - 1], 3), (&old, 1)] {
             fs::write(&path, before).unwrap();

@@ -1,4 +1,4 @@
-//! What becomes of a run's numbers: a bar on the terminal, TensorBoard's files, lines of JSON.
+//! Writes a run's metrics: to a progress bar, TensorBoard's files, lines of JSON and the report.
 
 use std::io;
 use std::path::Path;
@@ -14,10 +14,10 @@ use super::{Printer, TensorBoard};
 use crate::error::{Error, Result};
 use crate::ffi::limits::explain;
 
-/// How training goes, over the last few steps; of all ranks together.
+/// Training metrics over the last few steps, of all ranks together.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainMetrics {
-    /// How many steps have been made.
+    /// Steps made so far.
     pub step: u64,
     /// The epoch, from 0.
     pub epoch: u64,
@@ -25,51 +25,51 @@ pub struct TrainMetrics {
     pub loss: f64,
     /// The last step's learning rate.
     pub lr: f64,
-    /// How long the gradients were, all together, before they were clipped, if they were.
+    /// The norm of all gradients before they were clipped; `None` if they were not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub grad_norm: Option<f64>,
-    /// Of the whole run, how many steps changed nothing because something was not finite; if they may.
+    /// Steps of the whole run that were skipped because a value was not finite; `None` if steps may not be skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
-    /// How long a step took, in microseconds.
+    /// Mean duration of a step, in microseconds.
     pub step_us: f64,
-    /// How many samples all ranks took a second.
+    /// Samples that all ranks together processed per second.
     pub samples_per_second: f64,
 }
 
-/// How well the model does on data that it is not trained on.
+/// Metrics of the model on data that it is not trained on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ValidationMetrics {
-    /// After how many steps.
+    /// Steps made before it ran.
     pub step: u64,
-    /// After which epoch, from 0.
+    /// The epoch after which it ran, from 0.
     pub epoch: u64,
     /// The mean loss over all samples.
     pub loss: f64,
-    /// Which share of the samples is put into the right class, from 0 to 1; for classes only.
+    /// Fraction of samples whose class is predicted correctly, from 0 to 1; `None` unless the model classifies.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
-    /// Whether no validation of the run before had a loss as small.
+    /// `true` if the loss is smaller than that of every earlier validation of the run.
     pub best: bool,
 }
 
-/// Writes numbers wherever they are wanted. On rank 0 alone.
+/// A writer of metrics to the configured outputs. Used on rank 0 alone.
 #[derive(Debug)]
 pub struct MetricsLogger {
     printer: Arc<Printer>,
     tensorboard: Option<TensorBoard>,
     metrics: Option<MetricsFile>,
-    /// What a report is to show.
+    /// The curves of the report.
     curves: Option<Arc<Mutex<Curves>>>,
 }
 
 impl MetricsLogger {
-    /// Writes to a new event file in the folder `tensorboard`, and at the end of the file `metrics`, if they are
-    /// given; and what is of use to somebody who waits to the terminal.
+    /// Creates a logger with a new event file in the folder `tensorboard`, and appends to the file `metrics`, if they
+    /// are given. Shows progress on a terminal.
     ///
     /// # Errors
-    /// [`Error::Input`] when they cannot be opened, and when `metrics` is a file that this program did not write; names
-    /// which.
+    /// [`Error::Input`] when one of them cannot be opened, or when `metrics` is a file that this program did not write.
+    /// The message names it.
     pub fn new(
         printer: &Arc<Printer>,
         tensorboard: Option<&Path>,
@@ -96,17 +96,17 @@ impl MetricsLogger {
     /// Refuses a file for `metrics` that this program did not write. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::Input`] that names it.
+    /// [`Error::Input`], which names the file.
     pub(crate) fn check(metrics: Option<&Path>) -> Result<()> {
         metrics.map_or(Ok(()), MetricsFile::check)
     }
 
-    /// Leaves the numbers in `curves` too, if somebody wants them there.
+    /// Adds the metrics to `curves` too, for the report; `None` if there is no report.
     pub(crate) fn curves(self, curves: Option<Arc<Mutex<Curves>>>) -> Self {
         Self { curves, ..self }
     }
 
-    /// Whether there is anybody to tell.
+    /// Returns whether any output is configured.
     pub fn is_wanted(&self) -> bool {
         self.tensorboard.is_some()
             || self.metrics.is_some()
@@ -114,20 +114,20 @@ impl MetricsLogger {
             || self.printer.shows_progress()
     }
 
-    /// Whether there is anybody to look at samples.
+    /// Returns whether an output shows samples: TensorBoard does.
     pub fn shows_samples(&self) -> bool {
         self.tensorboard.is_some()
     }
 
-    /// Training begins, of so many steps, `done` of which have been made.
+    /// Starts the progress bar of a run of `steps` steps, of which `done` have been made.
     pub fn begin(&self, steps: u64, done: u64) {
         self.printer.start_progress(steps, done);
     }
 
-    /// Tells how training goes.
+    /// Writes training metrics.
     ///
     /// # Errors
-    /// [`Error::Write`], as all below.
+    /// [`Error::Write`], like the functions below.
     pub fn train(&mut self, metrics: &TrainMetrics) -> Result<()> {
         let TrainMetrics { step, loss, lr, grad_norm, step_us, samples_per_second, .. } = *metrics;
         let skipped_steps = metrics.skipped_steps.map(|steps| steps as f64);
@@ -144,11 +144,10 @@ impl MetricsLogger {
         self.scalars(step, &scalars)?;
         self.draw(|curves| curves.train(metrics));
         self.row(Event::Train, metrics)?;
-        self.flush() // a run that is killed keeps all that it has told
+        self.flush() // a run that is killed keeps every row written so far
     }
 
-    /// Tells how well the model does, also on `samples` of which there is a picture, and what the numbers in it are like
-    /// by now.
+    /// Writes validation metrics. TensorBoard also receives a picture of `samples` and histograms of `state_dict`.
     ///
     /// # Errors
     /// [`Error::Write`]; [`Error::Torch`] when the numbers cannot be read.
@@ -162,7 +161,8 @@ impl MetricsLogger {
         self.scalars(step, &[("validation/loss", Some(loss)), ("validation/accuracy", accuracy)])?;
         if let Some(tensorboard) = &mut self.tensorboard {
             if let Some(it) = picture(samples) {
-                // The same for all, so that TensorBoard shows how it changes; as what is written under each sample.
+                // One tag for all validations, so that TensorBoard shows the change. It has the form of each sample's
+                // caption.
                 let tag = "validation/class>prediction";
                 tensorboard.image(tag, step, it.width, it.height, &it.pixels).map_err(board)?;
             }
@@ -178,7 +178,7 @@ impl MetricsLogger {
         self.flush()
     }
 
-    /// Training is over: everything that was told is in its file.
+    /// Ends logging: removes the progress bar and writes all metrics to their files.
     ///
     /// # Errors
     /// [`Error::Write`].

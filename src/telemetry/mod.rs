@@ -1,6 +1,6 @@
-//! Everything the program prints, and the only place that prints.
+//! Everything the program prints, and the only module that prints.
 //!
-//! stdout carries results: text for people, or one JSON object a line. stderr carries the rest.
+//! stdout carries results: text for people, or one JSON object per line. stderr carries the rest.
 
 mod events;
 mod explain;

@@ -1,6 +1,6 @@
-//! A file that is written as a whole, or not at all, and over nothing but an older one of its kind.
+//! A file that is written completely or not at all, and replaces nothing but an older file of its kind.
 //!
-//! Its last bytes are a fingerprint of all others: a file that has changed since is not overwritten.
+//! Its last bytes are a fingerprint of all others: a file that was changed since is not overwritten.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, BufWriter, Error, Read, Seek, SeekFrom, Write};
@@ -16,7 +16,7 @@ use crate::files::{Place, open_regular};
 pub(crate) struct Marks {
     /// Their first bytes.
     pub begins: &'static str,
-    /// What comes before the fingerprint, and is part of what it is made of.
+    /// The bytes before the fingerprint, which it covers too.
     pub before: &'static str,
     /// Their last bytes, after the fingerprint.
     pub after: &'static str,
@@ -25,7 +25,7 @@ pub(crate) struct Marks {
 /// The hexadecimal digits of a fingerprint: the xxh3 of all bytes before it.
 const DIGITS: usize = 16;
 
-/// Makes the fingerprint of what is written to `out`.
+/// A writer that computes the fingerprint of everything written to `out`.
 struct Fingerprinted<W> {
     out: W,
     hash: Xxh3,
@@ -53,7 +53,7 @@ impl<W: Write> Write for Fingerprinted<W> {
     }
 }
 
-/// A file to write in the end.
+/// A file to be written later.
 #[derive(Debug, Clone)]
 pub(crate) struct Output {
     path: PathBuf,
@@ -61,10 +61,10 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// To be written at `path`; the folder is made if need be.
+    /// Checks that a file can be written at `path`, and creates its folder if needed.
     ///
     /// # Errors
-    /// When it cannot be, or something else is there.
+    /// When no file can be created there, or `path` is a file of another kind.
     pub(crate) fn new(path: &Path, marks: Marks) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
         if path.file_name().is_none() || path.ends_with("..") {
@@ -72,11 +72,11 @@ impl Output {
         }
         let output = Self { path, marks };
         output.check()?;
-        output.beside().map(drop)?; // which removes it
+        output.beside().map(drop)?; // dropping the temporary file removes it
         Ok(output)
     }
 
-    /// Where it will be.
+    /// Returns the file's absolute path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -84,14 +84,14 @@ impl Output {
     /// Writes the file with `write`, then appends its fingerprint.
     ///
     /// # Errors
-    /// When it cannot be written; then what was there still is.
+    /// When it cannot be written; an older file then stays unchanged.
     pub(crate) fn write(
         &self,
         write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
         self.check()?;
         let beside = self.beside()?;
-        // Before anything is in it that not everybody may read.
+        // Set before the file has contents that not every user may read.
         if let Ok(replaced) = fs::metadata(self.place()) {
             let mode = replaced.permissions().mode() & 0o777;
             beside.as_file().set_permissions(Permissions::from_mode(mode))?;
@@ -106,7 +106,7 @@ impl Output {
         beside.persist(self.place()).map(drop).map_err(|error| error.error)
     }
 
-    /// What is there now must be of the same kind, or empty.
+    /// Checks that a file at the path is of the same kind, or empty.
     fn check(&self) -> io::Result<()> {
         let found = match fs::metadata(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -126,7 +126,7 @@ impl Output {
         }
     }
 
-    /// Whether `file` is as this program left it.
+    /// Returns whether `file` is unchanged since this program wrote it.
     fn is_ours(&self, file: &mut File) -> io::Result<bool> {
         let Marks { begins, before, after } = self.marks;
         let (end, len) = (DIGITS + after.len(), file.metadata()?.len() as usize);
@@ -150,17 +150,17 @@ impl Output {
         Ok(last[before.len()..].starts_with(all.fingerprint().as_bytes()))
     }
 
-    /// Returns where it really is: through links, which stay, also if they lead to nothing yet.
+    /// Returns the location behind symbolic links. The links stay, even if their target does not exist yet.
     fn place(&self) -> PathBuf {
         Place::of(&self.path).into_path()
     }
 
-    /// A new file in the same folder, where it can take that one's place at once.
+    /// Creates a temporary file in the same folder, so that a rename can replace the old file atomically.
     fn beside(&self) -> io::Result<tempfile::NamedTempFile> {
         let place = self.place();
         let folder = place.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(folder)?;
-        let everybody = Permissions::from_mode(0o666); // but for the umask
+        let everybody = Permissions::from_mode(0o666); // reduced by the umask
         tempfile::Builder::new().prefix(".ddp-mp-").permissions(everybody).tempfile_in(folder)
     }
 }

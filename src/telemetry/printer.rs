@@ -1,4 +1,4 @@
-//! The one writer that all ranks share.
+//! The writer that all ranks share.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, StderrLock, StdoutLock, Write};
@@ -11,34 +11,34 @@ use super::{Epoch, Event, Straggler, ValidationMetrics};
 use crate::error::escaped;
 use crate::ffi::limits::explain;
 
-/// How results are written: `--log-format`.
+/// The format of results: `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
-    /// For people.
+    /// Text for people.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// Writes results to stdout and everything else to stderr, a whole line at a time.
+/// A writer of results to stdout and of everything else to stderr, a whole line at a time.
 ///
-/// Ranks end an epoch in any order; their lines come out in the order of the ranks, when all are there.
+/// Ranks finish an epoch in any order. Their lines are printed in the order of the ranks, once all have finished.
 #[derive(Debug)]
 pub struct Printer {
     format: LogFormat,
-    /// Lines of epochs that not all ranks have ended.
+    /// Reports of epochs that not all ranks have finished, by epoch.
     waiting: Mutex<BTreeMap<u64, Vec<Epoch>>>,
     progress: Mutex<Option<Progress>>,
 }
 
 impl Printer {
-    /// A printer for the process's stdout and stderr.
+    /// Creates a printer for the process's stdout and stderr.
     pub fn new(format: LogFormat) -> Self {
         Self { format, waiting: Mutex::default(), progress: Mutex::default() }
     }
 
-    /// How this printer writes.
+    /// Returns the format of results.
     pub fn format(&self) -> LogFormat {
         self.format
     }
@@ -46,7 +46,7 @@ impl Printer {
     /// Prints an event.
     ///
     /// # Errors
-    /// When stdout cannot be written, unless its reader has just left.
+    /// When stdout cannot be written, unless its reader has closed the pipe.
     pub fn event(&self, event: &Event) -> io::Result<()> {
         if let Event::End(end) = event
             && let Some(skipped @ 1..) = end.skipped_steps
@@ -87,7 +87,7 @@ impl Printer {
                     _ => format!(", {:.0} us each", end.us_per_step),
                 };
                 if end.replicas_equal == Some(false) {
-                    // The run fails: its last line says so, and no other line that it went well.
+                    // The run fails: its last line reports that, and no other line may report success.
                     self.info(
                         "the ranks do not hold the same parameters; --check-replicas-every 1 finds the step, the rank and \
                          the parameter",
@@ -112,12 +112,12 @@ impl Printer {
                 ));
                 Ok(())
             }
-            // The text of a failure is for stderr, with all that is known.
+            // The text of a failure goes to stderr, with all that is known.
             (LogFormat::Text, Event::Failure(_)) => Ok(()),
         }
     }
 
-    /// Takes one rank's report of an epoch; prints those of all `world_size` ranks once the last is in.
+    /// Adds one rank's report of an epoch. Prints the reports of all `world_size` ranks once the last has arrived.
     ///
     /// # Errors
     /// As [`Printer::event`].
@@ -132,7 +132,7 @@ impl Printer {
         let mut reports = waiting.remove(&number).unwrap_or_default();
         reports.sort_by_key(|report| report.rank);
         // Still locked: the lines of two epochs must not mix.
-        // Which is the same on all ranks, and told once, where rank 0 is.
+        // Loss and validation are the same on all ranks. They are printed once, in the process of rank 0.
         let first = reports.first_mut().filter(|report| report.rank == 0);
         let loss = first.as_ref().map(|report| report.loss);
         let validation = first.and_then(|report| report.validation.take());
@@ -143,7 +143,7 @@ impl Printer {
         validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
     }
 
-    /// Prints what ranks reported of epochs that not all ranks came to the end of.
+    /// Prints the reports of epochs that not all ranks finished.
     ///
     /// # Errors
     /// As [`Printer::event`].
@@ -179,44 +179,44 @@ impl Printer {
     fn write(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
         let mut out = Escaping { out: io::BufWriter::new(stdout()), line: Vec::new() };
         match write(&mut out).and_then(|()| out.flush()) {
-            // Who reads us has seen enough (`| head`): that is no failure.
+            // The reader has closed the pipe (`| head`), which is no failure.
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {
-                let _ = out.out.into_parts(); // drops what could not be written
+                let _ = out.out.into_parts(); // drops the output that could not be written
                 Ok(())
             }
             result => result.map_err(|error| io::Error::new(error.kind(), explain(&error))),
         }
     }
 
-    /// Prints a remark on stderr. An error that says that a limit of the system is reached is explained.
+    /// Prints a note on stderr. If a system limit caused an error in it, the limit is explained.
     pub fn info(&self, note: &str) {
-        // In one piece: stderr has no buffer, and the lines of several processes must not mix.
+        // One write: stderr has no buffer, and the lines of several processes must not mix.
         let line = format!("ddp-mp: {}\n", escaped(&explain(note)));
-        // With stderr gone there is nobody to tell.
+        // Errors are ignored: without stderr they cannot be reported.
         self.beside_progress(|| drop(stderr().write_all(line.as_bytes())));
     }
 
-    /// Whether somebody sees a progress bar: stderr is a terminal, and results are for people.
+    /// Returns whether a progress bar is shown: stderr is a terminal, and results are text for people.
     pub fn shows_progress(&self) -> bool {
         self.format == LogFormat::Text && io::stderr().is_terminal()
     }
 
-    /// On a terminal, shows how far a run of so many steps is, `done` of which have been made, until
-    /// [`end_progress`](Self::end_progress).
+    /// Shows a progress bar if stderr is a terminal, until [`end_progress`](Self::end_progress). The run has `steps`
+    /// steps, of which `done` have been made.
     pub fn start_progress(&self, steps: u64, done: u64) {
         if self.shows_progress() {
             *self.bar() = Some(Progress::new(steps, done));
         }
     }
 
-    /// Shows that `step` steps have been made, and how it goes.
+    /// Shows that `step` steps have been made, followed by `message`.
     pub fn progress(&self, step: u64, message: &str) {
         if let Some(progress) = &*self.bar() {
             progress.set(step, message);
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the progress bar.
     pub fn end_progress(&self) {
         *self.bar() = None;
     }
@@ -225,7 +225,7 @@ impl Printer {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Prints where the bar is not.
+    /// Prints while the progress bar is hidden.
     fn beside_progress<T>(&self, print: impl FnOnce() -> T) -> T {
         match &*self.bar() {
             Some(progress) => progress.suspend(print),
@@ -238,10 +238,10 @@ impl Printer {
     }
 }
 
-/// Writes whole lines, escaped: names of hosts, files and variables are other people's text.
+/// A writer of whole lines, escaped: names of hosts, files and variables are untrusted text.
 struct Escaping<W> {
     out: W,
-    /// What has come since the last line break.
+    /// The bytes since the last line break.
     line: Vec<u8>,
 }
 

@@ -1,17 +1,17 @@
-//! A picture of a few samples, each with its class and with what the model takes it for.
+//! Draws a few samples as one picture, each with its class and the model's prediction.
 
 /// A square picture that a model was validated on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// How bright it is, row by row from the top; on whatever scale.
+    /// Brightness, row by row from the top, on any scale.
     pub pixels: Vec<f32>,
-    /// What it is.
+    /// The true class.
     pub class: i64,
-    /// What the model takes it for.
+    /// The predicted class.
     pub prediction: i64,
 }
 
-/// Red, green and blue, row by row from the top.
+/// A picture in red, green and blue, row by row from the top.
 #[derive(Debug)]
 pub(super) struct Picture {
     pub width: u32,
@@ -24,14 +24,14 @@ const BACKGROUND: Color = [30, 30, 30];
 const RIGHT: Color = [60, 190, 90];
 const WRONG: Color = [240, 70, 60];
 
-/// How many stand side by side.
+/// Number of samples in a row.
 const COLUMNS: usize = 4;
-/// How large a sample is at least, in pixels.
+/// Minimum size of a sample, in pixels.
 const SIDE: usize = 96;
 const FRAME: usize = 4;
 const GAP: usize = 8;
 
-/// Three pixels wide and five high, from the top left.
+/// Glyphs, three pixels wide and five high, from the top left.
 const GLYPHS: [(char, u16); 11] = [
     ('0', 0b111_101_101_101_111),
     ('1', 0b010_110_010_010_111),
@@ -45,14 +45,14 @@ const GLYPHS: [(char, u16); 11] = [
     ('9', 0b111_101_111_001_111),
     ('>', 0b100_010_001_010_100),
 ];
-/// A glyph, and what is between it and the next.
+/// Width of a glyph and of the gap before the next.
 const ADVANCE: usize = 4;
 const GLYPH_HEIGHT: usize = 5;
-/// How large a glyph's pixel is at most.
+/// Maximum size of a glyph's pixel.
 const GLYPH_ZOOM: usize = 4;
 
-/// Each sample enlarged, in a frame that is green where the prediction is right and red where it is not; `3>5` under
-/// a 3 that is taken for a 5. None if there is no sample, or if they are not square or not of one size.
+/// Draws each sample enlarged, in a green frame if the prediction is right, in a red one if it is wrong. The caption
+/// `3>5` is a 3 that the model predicts as a 5. `None` without samples, or if they are not square or not of one size.
 pub(super) fn picture(samples: &[Sample]) -> Option<Picture> {
     let num_pixels = samples.first()?.pixels.len();
     let side = num_pixels.isqrt();
@@ -82,7 +82,7 @@ pub(super) fn picture(samples: &[Sample]) -> Option<Picture> {
     Some(Picture { width: width as u32, height: height as u32, pixels })
 }
 
-/// From the darkest to the brightest pixel of all samples.
+/// The range from the darkest to the brightest pixel of all samples.
 struct Shades {
     darkest: f32,
     brightest: f32,
@@ -97,9 +97,9 @@ impl Shades {
         Self { darkest, brightest }
     }
 
-    /// Black for what is not a number, and where all are the same.
+    /// Returns the grey level of a pixel. Black for NaN, and where all pixels are the same.
     fn shade(&self, pixel: f32) -> u8 {
-        // Halves, because the whole range of float32 would be infinite.
+        // Halved first: the whole range of float32 would be infinite.
         let share = (pixel / 2. - self.darkest / 2.) / (self.brightest / 2. - self.darkest / 2.);
         (share * 255.).round() as u8
     }
@@ -124,7 +124,7 @@ impl Canvas {
         }
     }
 
-    /// In the middle of `width` pixels, as large as fits there. A text that is too long even so is cut.
+    /// Draws `text` in the middle of `width` pixels, as large as it fits. A text that is too long is cut off.
     fn write(&mut self, text: &str, x: usize, y: usize, width: usize, color: Color) {
         let zoom = (width / (text.len() * ADVANCE)).clamp(1, GLYPH_ZOOM);
         let fitting = text.len().min(width / ADVANCE);
@@ -159,7 +159,7 @@ mod tests {
     fn a_sample_is_framed_and_enlarged() {
         let two = [sample(vec![0., 1., 2., 3.], 3, 3), sample(vec![3., 3., 3., 0.], 3, 5)];
         let picture = picture(&two).unwrap();
-        // Of 2 x 2 pixels each becomes 48 x 48.
+        // Each of the 2 x 2 pixels becomes 48 x 48.
         assert_eq!((picture.width, picture.height), (2 * (8 + 104) + 8, 8 + 104 + 24 + 20));
         assert_eq!(picture.pixels.len() as u32, 3 * picture.width * picture.height);
         let colors = |x: usize| {

@@ -1,4 +1,4 @@
-//! What a timeline shows: each record with the step it belongs to, and how long a rank only waited in it.
+//! Slices of a timeline: each record with the step it belongs to, and the time that a rank waited in it.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -6,23 +6,23 @@ use std::time::Duration;
 use crate::operation::Operation;
 use crate::runtime::{Entry, History, OpStart, RankHistory};
 
-/// A record, and what follows from the others.
+/// A record, with values derived from the other records.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Slice {
     pub begin: OpStart,
     pub started_at: Duration,
-    /// Of what had not ended: the end of what it is in the midst of, or of all.
+    /// End of the operation. For one that never finished: the end of its enclosing phase, or of the run.
     pub finished_at: Duration,
     pub unfinished: bool,
-    /// 0 is the rank's own; of what communication threads do at the same time each has another.
+    /// 0 is the rank's own track. Simultaneous operations of communication threads have different tracks.
     pub track: usize,
-    /// The training step, of what lies in one.
+    /// The training step; `None` outside of steps.
     pub step: Option<u64>,
-    /// For how long the rank waited for the last one to come, and for whom.
+    /// Time that the rank waited for the last rank to arrive, and that rank. `None` if it did not wait.
     pub waited: Option<(Duration, usize)>,
 }
 
-/// When each rank has come to a collective: the group's number and that of the call.
+/// The arrivals of ranks at collectives, by the group's number and the call's sequence number.
 type Arrivals = HashMap<(u32, u64), Arrival>;
 
 #[derive(Debug)]
@@ -31,7 +31,7 @@ struct Arrival {
     last: (Duration, usize),
 }
 
-/// The slices of each rank of `history`, in the order in which they began.
+/// Returns the slices of each rank of `history`, in the order in which they began.
 pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
     let mut arrivals = Arrivals::new();
     for RankHistory { rank, records, .. } in &history.ranks {
@@ -43,7 +43,7 @@ pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
             arrival.last = arrival.last.max(mine);
         }
     }
-    // Of a collective that also has ranks elsewhere nobody here knows who came last.
+    // Drops collectives that span processes: this process cannot tell which rank arrived last.
     let mut members: HashMap<u32, usize> = HashMap::new();
     arrivals.retain(|(group, _), arrival| {
         let of_group = || history.members(*group).map_or(0, |members| members.len());
@@ -52,10 +52,10 @@ pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
     history.ranks.iter().map(|rank| of_rank(rank, &arrivals, history)).collect()
 }
 
-/// What the GPU of each rank of `history` has done of what the rank has launched, in the order in which it began: nothing
-/// where there is none, or where its times are not known. All are in the lane of this number.
+/// Returns the slices of the GPU work that each rank of `history` launched, in the order in which they began, all on
+/// track `lane`. Empty for a rank without a GPU, or whose GPU times are not known.
 ///
-/// A rank waits on its GPU: for the last whose GPU comes to a collective. They are on the clock of the host.
+/// A rank waits on its GPU, for the rank whose GPU arrives last at a collective. Times are on the clock of the host.
 pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
     let on_gpu = |rank: &RankHistory| {
         let done = |it: &Entry| {
@@ -77,7 +77,7 @@ pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
     slices
 }
 
-/// A rank of this process that has not come to that meeting.
+/// Returns a rank of this process that has not arrived at that collective; `None` if there is none.
 fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
     let members = history.members(group)?;
     let here = history.ranks.iter().filter(|it| members.contains(&it.rank));
@@ -90,7 +90,7 @@ fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
 fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
     let (mut step, mut phase_ends) = (None, None);
     let mut slices = Vec::with_capacity(rank.records.len());
-    let mut lanes: Vec<Duration> = Vec::new(); // when the last of each ends
+    let mut lanes: Vec<Duration> = Vec::new(); // the end of the last slice of each
     for Entry { begin, started_at: arrived, finished_at: ended, .. } in &rank.records {
         let at = begin.at;
         match at.operation {
@@ -100,7 +100,7 @@ fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Sl
             | Operation::Backward
             | Operation::Optimizer => (step, phase_ends) = (Some(at.sequence), *ended),
             Operation::Validation | Operation::Save => (step, phase_ends) = (None, *ended),
-            // After a step's last phase nothing is part of it.
+            // An operation after a step's last phase is not part of the step.
             _ if !begin.on_comm_thread && phase_ends.is_some_and(|end| end < *arrived) => {
                 step = None
             }
@@ -131,10 +131,10 @@ fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Sl
     slices
 }
 
-/// So many lanes a rank has beside its own, at most.
+/// Maximum number of tracks of a rank besides its own.
 pub(super) const MAX_TRACKS: usize = 62;
 
-/// The first lane in which nothing goes on at `from`, which is taken until `to` then.
+/// Returns the first track that is free at `from`, the last one if none is, and occupies it until `to`.
 fn free(lanes: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
     let lane = lanes.iter().position(|end| *end <= from).unwrap_or(lanes.len()).min(MAX_TRACKS - 1);
     lanes.resize(lanes.len().max(lane + 1), to);
@@ -142,7 +142,8 @@ fn free(lanes: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
     lane
 }
 
-/// Which meeting of ranks it is, if it is one.
+/// Returns the group and sequence number of a collective; `None` for an operation in which ranks do not wait for
+/// others.
 fn meeting(begin: &OpStart) -> Option<(u32, u64)> {
     let meets = begin.at.operation != Operation::Synchronize;
     begin.group.filter(|_| meets).map(|group| (group, begin.at.sequence))

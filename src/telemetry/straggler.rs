@@ -1,14 +1,14 @@
-//! Which rank the others have waited for, and why.
+//! Finds the straggler: the rank that the others waited for, and the phase that made it slow.
 
 use serde::{Deserialize, Serialize};
 
 use crate::operation::Operation;
 
-/// How long a rank has been at each phase of its training steps, not counting collectives, and how long in these: in
-/// its own work with the others, and waiting for them. In seconds.
+/// Time that a rank spent in each phase of its training steps without collectives, and in collectives. The latter
+/// include the rank's own work and its waiting for others. In seconds.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PhaseSeconds {
-    /// Before it asks for its data.
+    /// The part of a step before it requests data.
     pub step: f64,
     /// Getting a batch.
     pub data: f64,
@@ -25,7 +25,7 @@ pub struct PhaseSeconds {
 }
 
 impl PhaseSeconds {
-    /// The time of this phase; `None` for what is counted nowhere.
+    /// Returns the time of `phase`; `None` for operations that are not counted.
     pub(crate) fn of_phase(&mut self, phase: Operation) -> Option<&mut f64> {
         match phase {
             Operation::Step => Some(&mut self.step),
@@ -39,22 +39,22 @@ impl PhaseSeconds {
     }
 }
 
-/// The rank that held the others back.
+/// The rank that delayed the others.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Straggler {
     /// The rank.
     pub rank: usize,
-    /// How much longer than it the others were in collectives, on average: for so long they waited for it.
+    /// Seconds that the others waited for it: their collectives took this much longer than its own, on average.
     pub seconds: f64,
-    /// The phase in which it took longer than the others: `data`, `forward`, `backward`, `optimizer` or `save`; `step` for
-    /// the part of a step before these, and `outside` for all other work outside of its steps.
+    /// The phase in which it was slower than the others: `data`, `forward`, `backward`, `optimizer` or `save`. `step`
+    /// is the part of a step before these, and `outside` all other work outside of its steps.
     pub phase: &'static str,
-    /// How much longer than the others it took there, on average.
+    /// Seconds by which it was slower than the others in that phase, on average.
     pub phase_seconds: f64,
 }
 
 impl Straggler {
-    /// Returns where it was slower, as the end of a sentence.
+    /// Returns the phase in which it was slower, as the end of a sentence.
     pub(crate) fn place(&self) -> String {
         match self.phase {
             OUTSIDE_PHASES => "outside of its steps".into(),
@@ -63,20 +63,20 @@ impl Straggler {
     }
 }
 
-/// The phase of all time that no phase of [`PhaseSeconds`] has.
+/// The phase of all time outside of the phases of [`PhaseSeconds`].
 const OUTSIDE_PHASES: &str = "outside";
 
-/// What is less of the run than this, or less in seconds, is noise.
+/// A delay below this fraction of the run, or below this many seconds, is noise.
 const SHARE: f64 = 0.1;
 const SECONDS: f64 = 1.0;
 
-/// Looks at what all ranks, in their order, have told; `None` where they did about equally well in a run of `elapsed`
-/// seconds.
+/// Returns the straggler among `ranks`, which are in rank order. `None` if all ranks were about equally fast in a run
+/// of `elapsed` seconds.
 pub fn find_straggler(ranks: &[PhaseSeconds], elapsed: f64) -> Option<Straggler> {
     find_straggler_over(ranks, elapsed, SECONDS)
 }
 
-/// The same, if it was for more than `least` seconds.
+/// Like [`find_straggler`], for delays of more than `least` seconds.
 pub(crate) fn find_straggler_over(
     ranks: &[PhaseSeconds],
     elapsed: f64,
@@ -98,8 +98,8 @@ pub(crate) fn find_straggler_over(
         ("optimizer", more(|it| it.optimizer)),
         ("save", more(|it| it.save)),
     ];
-    // All ranks took the same time, so the rest of the difference lies outside of the phases. These seven add up to
-    // `seconds`: the largest is a good part of it, and never rounds to nothing beside it.
+    // All ranks took the same time, so the rest of the difference lies outside of the phases. These seven values add up
+    // to `seconds`: the largest is a good part of it, and never rounds to zero beside it.
     let rest = seconds - phases.iter().map(|(_, more)| more).sum::<f64>();
     let phases = phases.into_iter().chain([(OUTSIDE_PHASES, rest)]);
     let (phase, phase_seconds) = phases.max_by(|(_, a), (_, b)| a.total_cmp(b))?;
@@ -124,7 +124,7 @@ mod tests {
         let noise = PhaseSeconds { data: 1.0, collectives: 2.1, ..quick };
         assert_eq!(find_straggler(&[quick, noise], 1.0), None);
         assert_eq!(find_straggler(&[slow], 1.0), None);
-        // Rank 0 saves, or is busy with something that no phase has; either explains why the others waited for it.
+        // Rank 0 saves, or is busy outside of all phases; either explains why the others waited for it.
         let saves = PhaseSeconds { save: 2.4, collectives: 0.5, ..quick };
         let found = find_straggler(&[saves, quick], 5.0).unwrap();
         assert_eq!((found.rank, found.phase), (0, "save"));

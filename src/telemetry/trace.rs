@@ -1,7 +1,7 @@
 //! `--trace`: the timeline of a run, for Perfetto and chrome://tracing.
 //!
-//! The format is the "Trace Event Format" of Chromium's: a JSON object whose `traceEvents` are slices (`X`), names of lanes
-//! (`M`), arrows (`s`, `f`) and counters (`C`), with times in microseconds.
+//! The format is Chromium's "Trace Event Format": a JSON object whose `traceEvents` are slices (`X`), names of tracks
+//! (`M`), arrows (`s`, `f`) and counters (`C`). Times are in microseconds.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use super::{Marks, Output};
 use crate::operation::Operation;
 use crate::runtime::History;
 
-/// How many records of each rank a trace has at most, the newest: about three thousand steps of a small model.
+/// Maximum number of records per rank in a trace. The newest are kept: about three thousand steps of a small model.
 pub(crate) const TRACED: usize = 1 << 15;
 
-/// The path of the file of `process`, of so many: `trace.json` of one alone, `trace.0.json` and so on of several.
+/// Returns the path of a process's file: `trace.json` of a single process, `trace.0.json` and so on of several.
 pub(crate) fn trace_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
     if count == 1 || path.file_name().is_none() {
         return path.into();
@@ -28,7 +28,7 @@ pub(crate) fn trace_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
     path.with_file_name(format!("{stem}.{process}{extension}"))
 }
 
-/// The file of `process`, of so many.
+/// Returns the file of a process. `process` is its number and the number of processes.
 ///
 /// # Errors
 /// When it cannot be written.
@@ -55,14 +55,14 @@ struct Event<'a> {
     cat: &'a str,
     pid: usize,
     tid: usize,
-    /// In microseconds.
+    /// Start, in microseconds.
     ts: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     dur: Option<f64>,
-    /// Of an arrow.
+    /// The number of an arrow; `None` for other events.
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
-    /// Where an arrow ends: at the slice around it.
+    /// The binding point of an arrow's end: `e` is the slice around it.
     #[serde(skip_serializing_if = "Option::is_none")]
     bp: Option<&'a str>,
     #[serde(skip_serializing_if = "Map::is_empty")]
@@ -71,11 +71,11 @@ struct Event<'a> {
 
 struct Trace<'a> {
     history: &'a History,
-    /// When the history's clock began, on that of process 0.
+    /// Start of the history's clock, in microseconds on the clock of process 0.
     start: f64,
     out: &'a mut dyn Write,
     first: bool,
-    /// How many there are.
+    /// Number of arrows written.
     arrows: u64,
 }
 
@@ -128,22 +128,22 @@ impl Trace<'_> {
             "gpu_clock_error_us": gpu_errors,
             "records_not_kept": lost,
         });
-        // Closed by the fingerprint.
+        // `Output` closes the object, with the fingerprint.
         write!(self.out, "\n],\"displayTimeUnit\":\"ns\",\"otherData\":{other}")
     }
 
-    /// One rank's slices, and what connects them.
+    /// Writes one rank's slices, and the arrows between them.
     fn rank(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
         self.steps(rank, slices)?;
-        // What goes on to where the next arrow ends: gradients to their buckets, buckets to the optimizer.
+        // Slices from which the next arrows start: gradients to their buckets, buckets to the optimizer.
         let (mut gradients, mut buckets): (Vec<&Slice>, Vec<&Slice>) = (Vec::new(), Vec::new());
         for slice in slices {
             let operation = slice.begin.at.operation;
             if operation == Operation::Step {
-                // What a step before has not used is used no more.
+                // Slices that an earlier step left over get no arrow.
                 gradients.clear();
                 buckets.clear();
-                continue; // it is the beginning of the step's own slice
+                continue; // `steps` writes the slice of the whole step
             }
             self.slice(rank, slice)?;
             match (operation, slice.begin.bucket) {
@@ -170,7 +170,7 @@ impl Trace<'_> {
         Ok(())
     }
 
-    /// How long it waited in a slice, if it did.
+    /// Writes the time that the rank waited in a slice, if it did.
     fn waiting(&mut self, rank: usize, slice: &Slice) -> io::Result<()> {
         let Some((waited, by)) = slice.waited else { return Ok(()) };
         self.event(Event {
@@ -184,7 +184,7 @@ impl Trace<'_> {
         })
     }
 
-    /// A slice around each training step, and what it has moved and trained on.
+    /// Writes a slice around each training step, and counters of its samples and bytes.
     fn steps(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
         let mut rest = slices;
         while let Some((at, step)) =
@@ -273,10 +273,10 @@ impl Trace<'_> {
         self.event(event)
     }
 
-    /// From the end of one slice to the beginning of another.
+    /// Writes an arrow from one slice to another.
     fn arrow(&mut self, rank: usize, name: &str, from: &Slice, to: &Slice) -> io::Result<()> {
         self.arrows += 1;
-        // Of several processes none has the number of another's.
+        // Unique among the processes of a run.
         let id = Some(((self.history.process[0] as u64) << 40) + self.arrows);
         let ts = self.time(inside(from));
         let begin = Event {
@@ -289,7 +289,7 @@ impl Trace<'_> {
             ..Event::default()
         };
         self.event(begin)?;
-        // Drawn forwards also where the optimizer has begun while a bucket was still on its way.
+        // Drawn forwards even if the optimizer began while a bucket was still in flight.
         let ts = self.time(inside(to).max(inside(from)));
         let (tid, bp) = (lane(rank, to.track), Some("e"));
         self.event(Event { name, cat: "gradients", ph: "f", ts, id, tid, bp, ..Event::default() })
@@ -319,7 +319,7 @@ impl Trace<'_> {
         serde_json::to_writer(&mut *self.out, &event).map_err(io::Error::from)
     }
 
-    /// In microseconds, on the clock of process 0.
+    /// Converts `time` to microseconds on the clock of process 0.
     fn time(&self, time: Duration) -> f64 {
         self.start + micros(time)
     }
@@ -329,10 +329,10 @@ fn to_args<const N: usize>(args: [(&str, Value); N]) -> Map<String, Value> {
     args.into_iter().map(|(key, value)| (key.into(), value)).collect()
 }
 
-/// From its beginning a rank waits only after this: where an arrow binds to the slice in which it waits.
+/// Delay of the slice of waiting after its collective began. In between, an arrow can bind to the collective.
 const BEFORE_WAITING: Duration = Duration::from_nanos(2);
 
-/// A time at which no other slice lies within this one: an arrow binds to the innermost that has begun.
+/// Returns a time in `slice` before any slice within it begins: an arrow binds to the innermost slice.
 fn inside(slice: &Slice) -> Duration {
     let whole = slice.finished_at.saturating_sub(slice.started_at);
     let free = if slice.waited.is_some() { BEFORE_WAITING } else { whole };
@@ -343,10 +343,10 @@ fn micros(time: Duration) -> f64 {
     time.as_nanos() as f64 / 1e3
 }
 
-/// The number of the lane of a rank's GPU.
+/// The number of the track of a rank's GPU.
 const GPU: usize = MAX_TRACKS + 1;
 
-/// The lane of a rank of this number: 0 is its own.
+/// Returns the `tid` of a rank's track `number`; 0 is the rank's own.
 fn lane(rank: usize, number: usize) -> usize {
     rank * (MAX_TRACKS + 2) + number
 }

@@ -1,11 +1,11 @@
-//! What a forward pass in training changes besides gradients: the running statistics of batch norms.
+//! Snapshots of buffers: a forward pass in training changes the running statistics of batch norms.
 
 use tch::Tensor;
 
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 
-/// A model's buffers, each with a copy of what it was.
+/// A model's buffers: pairs of a copy of the former value and the buffer itself.
 #[derive(Debug)]
 pub(super) struct BufferSnapshot(Vec<(Tensor, Tensor)>);
 

@@ -1,4 +1,4 @@
-//! How a trainer saves, stops and goes on.
+//! Saving, stopping and resuming a trainer.
 
 use std::sync::Arc;
 
@@ -10,34 +10,35 @@ use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Write
 use crate::error::{Error, Result};
 use crate::runtime::{Stop, StopReason};
 
-/// When to save, besides at the end.
+/// Intervals between checkpoints. The end of training is always saved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SaveEvery {
-    /// After each so many steps.
+    /// Number of steps between saves; `None` for no saves by steps.
     pub steps: Option<u64>,
-    /// After each so many epochs.
+    /// Number of epochs between saves; `None` for no saves by epochs.
     pub epochs: Option<u64>,
 }
 
-/// What a trainer needs to save.
+/// The state of saving.
 #[derive(Debug)]
 pub(super) struct Checkpointing {
     every: SaveEvery,
     options: Map<String, Value>,
-    /// On rank 0.
+    /// `Some` on rank 0 only.
     writer: Option<Writer>,
-    /// After how many steps it was saved last.
+    /// The step of the last save; `None` before the first.
     saved_at: Option<u64>,
 }
 
 impl<M: ModuleT> Trainer<M> {
-    /// Saves into `dir` from time to time, and when training ends or stops. On all ranks alike, but rank 0 alone,
-    /// which writes, needs `dir`. Each time the parameters of all ranks are compared first, and training ends with
-    /// [`Error::ReplicasDiverged`] if they differ: the newest checkpoint is of equal replicas.
+    /// Saves into `dir` at the intervals of `every`, after the best validation so far, and when training ends or stops.
+    /// Call on all ranks alike; rank 0 alone, which writes, needs `dir`. Before each save the parameters of all ranks
+    /// are compared. Training ends with [`Error::ReplicasDiverged`] if they differ, so the newest checkpoint holds
+    /// equal replicas.
     ///
-    /// `options` is kept beside, as [`TrainerState::options`]: whoever goes on compares it with its own, as the program
-    /// does. [`resume`](Self::resume) itself looks only at what it knows: parameters, optimizer, number of samples,
-    /// batch size.
+    /// `options` is stored as [`TrainerState::options`]. A program that resumes can compare it with its own options, as
+    /// `ddp-mp` does. [`resume`](Self::resume) itself compares only parameters, optimizer, number of samples and batch
+    /// size.
     #[must_use]
     pub fn checkpoints(
         self,
@@ -49,32 +50,31 @@ impl<M: ModuleT> Trainer<M> {
         Self { saving: Some(Checkpointing { every, options, writer, saved_at: None }), ..self }
     }
 
-    /// Stops when it is asked to. The same on all ranks.
+    /// Stops training after the same step on all ranks when `stop` is requested. Call on all ranks alike.
     #[must_use]
     pub fn stop(self, stop: Arc<Stop>) -> Self {
         self.ddp.group().share_stop(&stop);
         Self { stop: Some(stop), ..self }
     }
 
-    /// Stops after so many steps of the whole run.
+    /// Stops after `max_steps` steps of the whole run; `None` for no limit.
     #[must_use]
     pub fn max_steps(self, max_steps: Option<u64>) -> Self {
         Self { max_steps, ..self }
     }
 
-    /// Goes on from `checkpoint`, with the sample after the last one that was seen. On all ranks, whose models
-    /// have been made from [`Checkpoint::load_model`]; after [`amp`](Self::amp) and
-    /// [`checkpoints`](Self::checkpoints). A collective.
+    /// Resumes from `checkpoint`, at the sample after the last one seen. Call on all ranks, with models from
+    /// [`Checkpoint::load_model`], after [`amp`](Self::amp) and [`checkpoints`](Self::checkpoints). A collective.
     ///
-    /// With as many ranks as before, all that follows is as if the run had never ended. With another number the
-    /// rest of the epoch's samples is dealt among these.
+    /// The run continues as if it had never ended if the number of ranks is the same. Otherwise the rest of the epoch's
+    /// samples is divided among the present ranks.
     ///
-    /// Where this run saves, checkpoints that are newer than `checkpoint` are [set
-    /// aside](CheckpointDir::set_aside_after), as they are no longer its own.
+    /// Checkpoints in this run's folder that are newer than `checkpoint` are [set
+    /// aside](CheckpointDir::set_aside_after), as they no longer belong to it.
     ///
     /// # Errors
-    /// [`Error::Input`] when it is of another model, optimizer or scaler, of a run on another number of samples or
-    /// with another batch size, or when there are other checkpoints where this run is to save.
+    /// [`Error::Input`] when the checkpoint is of another model, optimizer or scaler, or of a run with another number
+    /// of samples or another batch size. Also when the folder of this run holds other checkpoints.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.check_data_of(checkpoint)?;
         let is_saved_here = self.make_room_after(checkpoint)?;
@@ -101,7 +101,7 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// Whether `checkpoint` lies where this run saves; then those that are newer are out of the way. A collective.
+    /// Returns whether `checkpoint` is in the folder of this run. If so, sets newer ones aside. A collective.
     fn make_room_after(&self, checkpoint: &Checkpoint) -> Result<bool> {
         let (Some(saving), group) = (&self.saving, self.ddp.group()) else { return Ok(false) };
         let mut is_saved_here = Vec::new();
@@ -125,7 +125,7 @@ impl<M: ModuleT> Trainer<M> {
         Ok(is_saved_here == [true])
     }
 
-    /// Whether the place in the epoch means the same here.
+    /// Checks that a position in the epoch means the same in `checkpoint` and in this run.
     fn check_data_of(&self, checkpoint: &Checkpoint) -> Result<()> {
         let saved = checkpoint.state();
         let (samples, batch_size) = (self.loader.dataset_len(), self.loader.batch_size());
@@ -143,12 +143,12 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// Where the run is.
+    /// Returns the progress of the run, as a checkpoint stores it.
     pub fn state(&self) -> &TrainerState {
         &self.state
     }
 
-    /// Why the run ends here, before its last epoch; the same on all ranks that have made the same steps.
+    /// Returns why the run stops before its last epoch; `None` if it goes on. Equal on all ranks after the same step.
     pub(super) fn stopped(&self) -> Option<StopReason> {
         let steps = self.state.step;
         if self.max_steps.is_some_and(|max| steps >= max) {
@@ -160,7 +160,7 @@ impl<M: ModuleT> Trainer<M> {
         self.stop.as_ref()?.after(steps)
     }
 
-    /// Saves, if it is time to. A collective, like all that follow.
+    /// Saves a checkpoint if one is due. A collective, like the functions below.
     pub(super) fn save_if_due(&mut self, epoch_has_ended: bool) -> Result<()> {
         let is_best = epoch_has_ended && self.is_best();
         let Some(Checkpointing { every, writer, .. }) = &mut self.saving else { return Ok(()) };
@@ -170,7 +170,7 @@ impl<M: ModuleT> Trainer<M> {
         if of_epochs || is_best || due(every.steps, self.state.step) { self.save() } else { Ok(()) }
     }
 
-    /// Saves what there is, if it is good for something, and waits until it is written.
+    /// Saves the final state if its parameters are finite, and waits until it is written.
     pub(super) fn save_at_end(&mut self) -> Result<()> {
         self.check_parameters()?;
         self.save()?;
@@ -182,13 +182,13 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// Copies what there is; rank 0 writes it while training goes on.
+    /// Copies the state. Rank 0 writes the copy while training continues.
     fn save(&mut self) -> Result<()> {
         let step = self.state.step;
         if self.saving.as_ref().is_none_or(|saving| saving.saved_at == Some(step)) {
             return Ok(());
         }
-        // Before it takes the place of an older one that is good for something.
+        // Checked before this checkpoint replaces an older, usable one.
         let group = self.ddp.group();
         let loss_sum = self.loss_sum.sum(group)?;
         self.check_loss_sum(loss_sum)?;

@@ -1,4 +1,4 @@
-//! The first steps of a run as all ranks have them: what `--explain` tells.
+//! `--explain`: collects the numbers of a run's first steps from all ranks.
 
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Tensor};
@@ -10,32 +10,32 @@ use crate::ddp::{GradProbe, Strategy};
 use crate::error::{Error, Result};
 use crate::telemetry::{Narrator, RankStep, Step};
 
-/// What is looked at while the first steps are made.
+/// The state of `--explain` during the first steps.
 #[derive(Debug)]
 pub(super) struct Explainer {
-    /// On rank 0, which tells for all.
+    /// The narrator for all ranks; `Some` on rank 0 only.
     narrator: Option<Narrator>,
-    /// 64 bits over what this rank had for parameters before they were rank 0's.
+    /// The 64-bit hash of this rank's parameters before they were replaced by rank 0's.
     built: u64,
-    /// How many steps have been told.
+    /// Number of steps explained so far.
     told: u32,
-    /// As long as there are steps to tell.
+    /// The probed parameter and its gradients; `None` before training and after the last explained step.
     watched: Option<GradProbe>,
-    /// The number of it that is told: the one with the largest gradient in the first step.
+    /// Index of the explained value in that parameter: the one with the largest gradient in the first step.
     place: Option<usize>,
-    /// What this rank has had of the step so far.
+    /// This rank's numbers of the current step.
     seen: Option<RankStep>,
 }
 
-/// So many steps are told.
+/// Number of steps that are explained.
 const STEPS: u32 = 2;
-/// So many samples of each.
+/// Maximum number of samples listed per rank and step.
 const SAMPLES: usize = 10;
 
 impl<M: ModuleT> Trainer<M> {
-    /// Has `narrator` tell how the ranks come to train one model, with the numbers of the first two steps. `built` is
-    /// the [`parameters_hash`](crate::parameters_hash) of the model before it was wrapped. On all ranks alike; rank 0
-    /// alone needs a narrator. The results are the same.
+    /// Makes `narrator` explain how the ranks train one model, with the numbers of the first two steps. `built` is the
+    /// [`parameters_hash`](crate::parameters_hash) of the model before it was wrapped. Call on all ranks alike; rank 0
+    /// alone needs a narrator. The results of training are the same.
     ///
     /// # Errors
     /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), which trains in another way.
@@ -50,7 +50,7 @@ impl<M: ModuleT> Trainer<M> {
         Ok(Self { explaining: Some(explaining), ..self })
     }
 
-    /// Training begins. A collective, if it is explained.
+    /// Explains the start of training. A collective if `--explain` is on.
     pub(super) fn begin_explaining(&mut self) -> Result<()> {
         let (Some(explaining), Strategy::Ddp(ddp)) = (&mut self.explaining, &self.ddp) else {
             return Ok(());
@@ -65,7 +65,7 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// The gradients of a step are averaged, and nothing has been made of them yet.
+    /// Records this rank's numbers of a step, after gradients are averaged and before they are clipped or used.
     pub(super) fn capture_gradients(&mut self, losses: &[Tensor], batches: &[Batch]) -> Result<()> {
         let Some(Explainer { watched: Some(watched), .. }) = &self.explaining else {
             return Ok(());
@@ -74,9 +74,9 @@ impl<M: ModuleT> Trainer<M> {
         let samples = self.samples(0, self.accumulate)?;
         let [local, averaged] = [&watched.local, &watched.parameter.grad()].map(numbers);
         let (local, averaged, before) = (local?, averaged?, numbers(&watched.parameter)?);
-        // The mean over all samples, of which the last batch of an epoch may have fewer.
+        // Weighted by samples: the last batch of an epoch may have fewer.
         let of_batch = |(loss, batch): (&Tensor, &Batch)| match batch.len() {
-            0 => Ok(0.0), // whose mean is no number
+            0 => Ok(0.0), // an empty batch adds nothing
             count => Ok(numbers(loss)?[0] * count as f64),
         };
         let sums = losses.iter().zip(batches).map(of_batch).collect::<Result<Vec<_>>>()?;
@@ -96,7 +96,7 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// The step has been made. A collective, if it is to be told.
+    /// Explains the step that was just made, if it is one of the first two. A collective in that case.
     pub(super) fn explain_step(&mut self) -> Result<()> {
         let (Some(explaining), Strategy::Ddp(ddp)) = (&mut self.explaining, &self.ddp) else {
             return Ok(());
@@ -128,7 +128,7 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// Training is over. A collective, if it is explained.
+    /// Explains the end of training. A collective if `--explain` is on.
     pub(super) fn end_explaining(&self) -> Result<()> {
         let Some(explaining) = &self.explaining else { return Ok(()) };
         let hashes = self.ddp.group().gather_object(&self.ddp.parameters_hash()?, 0)?;
@@ -139,7 +139,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 }
 
-/// All numbers of a tensor, one after the other.
+/// Returns all values of a tensor, flattened.
 fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
     let read = || {
         let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
@@ -148,7 +148,7 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
     read().map_err(Error::torch("reading what is explained"))
 }
 
-/// Where the number is that is furthest from zero; the first of several.
+/// Returns the index of the value with the largest magnitude; the first if several are equal.
 fn largest(numbers: &[f64]) -> usize {
     let mut place = 0;
     for (at, number) in numbers.iter().enumerate() {
@@ -159,7 +159,7 @@ fn largest(numbers: &[f64]) -> usize {
     place
 }
 
-/// `[1][3]`: where in a tensor of this shape its so manieth number is.
+/// Formats the flat index `place` of a tensor of this shape as indices, such as `[1][3]`.
 fn indices(mut place: usize, shape: &[i64]) -> String {
     let mut text = String::new();
     for size in shape.iter().rev().map(|size| *size as usize) {

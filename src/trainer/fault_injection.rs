@@ -1,4 +1,4 @@
-//! Mistakes made on purpose in the midst of a step: `--inject-fault`.
+//! `--inject-fault`: faults injected on purpose into a training step.
 
 use tch::Tensor;
 use tch::nn::ModuleT;
@@ -10,7 +10,7 @@ use crate::process_group::ReduceOp;
 use crate::runtime::FaultKind;
 
 impl<M: ModuleT> Trainer<M> {
-    /// What strikes this rank before it computes this step.
+    /// Injects the fault planned for this rank before it computes the step, if any.
     pub(super) fn inject_before_step(&self, batches: &mut [Batch]) -> Result<()> {
         let group = self.ddp.group();
         match group.planned_fault(self.state.step) {
@@ -18,7 +18,7 @@ impl<M: ModuleT> Trainer<M> {
                 let Some(batch) = batches.iter_mut().find(|it| !it.is_empty()) else {
                     return Ok(());
                 };
-                // The data itself stays as it is.
+                // A copy: the data set itself stays unchanged.
                 let torch = || Error::torch("making a sample NaN");
                 batch.inputs = batch.inputs.f_detach_copy().map_err(torch())?;
                 let mut first = batch.inputs.f_narrow(0, 0, 1).map_err(torch())?;
@@ -34,7 +34,7 @@ impl<M: ModuleT> Trainer<M> {
         }
     }
 
-    /// What strikes it after the optimizer.
+    /// Injects the fault planned for this rank after the optimizer, if any.
     pub(super) fn inject_after_step(&self) -> Result<()> {
         if self.ddp.group().planned_fault(self.state.step) != Some(FaultKind::Desync) {
             return Ok(());
@@ -46,7 +46,7 @@ impl<M: ModuleT> Trainer<M> {
     }
 }
 
-/// Puts the step's second sample into the place of its first, so that there are as many as before.
+/// Replaces the step's first sample by its second, so that the number of samples stays the same.
 fn skip_sample(batches: &mut [Batch], step: u64) -> Result<()> {
     let torch = || Error::torch("taking a sample twice");
     let take = |batch: &Batch, row: i64| -> Result<[Tensor; 2], tch::TchError> {
@@ -65,7 +65,7 @@ fn skip_sample(batches: &mut [Batch], step: u64) -> Result<()> {
     let [inputs, targets] = next.map_err(torch())?;
     let first = &mut batches[0];
     let put = |to: &mut Tensor, from: &Tensor| -> Result<(), tch::TchError> {
-        // The data itself stays as it is.
+        // A copy: the data set itself stays unchanged.
         *to = to.f_detach_copy()?;
         to.f_narrow(0, 0, 1)?.f_copy_(from).map(drop)
     };

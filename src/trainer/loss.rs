@@ -1,4 +1,4 @@
-//! The loss of a batch: one number that training makes small.
+//! The loss of a batch: the number that training minimizes.
 
 use serde::{Deserialize, Serialize};
 use tch::{Reduction, Tensor};
@@ -16,7 +16,7 @@ pub enum Loss {
 }
 
 impl Loss {
-    /// The mean loss over the samples of a batch, 0 of a batch without samples: a tensor without dimensions.
+    /// Returns the mean loss over the samples of a batch as a tensor without dimensions; 0 for an empty batch.
     ///
     /// # Errors
     /// [`Error::Torch`] when the shapes don't fit.
@@ -31,7 +31,7 @@ impl Loss {
         .map_err(Error::torch("the loss"))
     }
 
-    /// The loss of each sample of a batch.
+    /// Returns the loss of each sample of a batch, without reduction.
     pub(super) fn of_each(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
         match self {
             Loss::Mse => output.f_mse_loss(targets, Reduction::None),

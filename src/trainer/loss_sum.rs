@@ -1,4 +1,4 @@
-//! The loss of an epoch, while it is going on.
+//! The loss of an epoch in progress.
 
 use tch::{Device, Kind, Tensor};
 
@@ -6,13 +6,13 @@ use crate::error::{Error, Result};
 use crate::ffi::add_scaled;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
-/// The sum of the losses of an epoch's samples, kept on the device: reading it there at every step would
-/// make the host wait for the GPU.
+/// The sum of the losses of an epoch's samples, kept on the device: reading it at every step would make the host wait
+/// for the GPU.
 #[derive(Debug)]
 pub(super) struct LossSum {
     /// The sum and the number of samples; allocated once.
     totals: Tensor,
-    /// Views of the two.
+    /// Views of `totals`: the sum and the number of samples.
     sum: Tensor,
     count: Tensor,
     one: Tensor,
@@ -33,24 +33,24 @@ impl LossSum {
         add_scaled(&self.sum, mean, samples as f64)
     }
 
-    /// What this rank has added up; waits for the device.
+    /// Returns this rank's sum; waits for the device.
     pub(super) fn sum(&self, group: &ProcessGroup) -> Result<f64> {
         group.synchronize()?;
         self.sum.f_double_value(&[0]).map_err(Error::torch("reading the loss"))
     }
 
-    /// Goes on from what [`sum`](Self::sum) said.
+    /// Continues from a `sum` that [`sum`](Self::sum) returned.
     pub(super) fn set_sum(&mut self, sum: f64) -> Result<()> {
         let _ = self.totals.f_zero_().map_err(Error::torch("zero_"))?;
         add_scaled(&self.sum, &self.one, sum)
     }
 
-    /// Notes that `samples` samples were added, on this rank or on all, if only one rank says so.
+    /// Counts `samples` samples: this rank's, or those of all ranks if only one rank counts.
     pub(super) fn count(&mut self, samples: usize) -> Result<()> {
         add_scaled(&self.count, &self.one, samples as f64)
     }
 
-    /// The mean over the samples of all ranks; starts over.
+    /// Returns the mean loss over the samples of all ranks, and resets the totals.
     pub(super) fn take_mean(&mut self, group: &ProcessGroup) -> Result<f64> {
         group.all_reduce(&mut self.totals, ReduceOp::Sum)?;
         group.synchronize()?;

@@ -1,4 +1,4 @@
-//! How training goes, told from time to time while it does.
+//! Training metrics, reported every few steps.
 
 use std::time::Instant;
 
@@ -11,26 +11,26 @@ use crate::error::{Error, Result};
 use crate::process_group::ReduceOp;
 use crate::telemetry::{MetricsLogger, TrainMetrics};
 
-/// What has been done since it was told last.
+/// The totals since the last report.
 #[derive(Debug)]
 pub(super) struct MetricsWindow {
     every: u64,
-    /// On rank 0, which tells for all.
+    /// The writer of all ranks' metrics; `Some` on rank 0 only.
     recorder: Option<MetricsLogger>,
     since: Instant,
     steps: u64,
     samples: usize,
-    /// How many of them count for the loss.
+    /// Samples that count for the loss: all except those of skipped steps.
     counted: usize,
-    /// What the loss of the epoch had added up to.
+    /// This rank's sum of the epoch's losses at the last report.
     loss_sum: f64,
-    /// How long the gradients of the last step were, if they were measured.
+    /// The norm of the last step's gradients; `None` if it was not measured.
     pub grad_norm: Option<Tensor>,
 }
 
 impl<M: ModuleT> Trainer<M> {
-    /// Tells `recorder` how training goes, after each `every` steps of an epoch, at least one, and at its end. On all
-    /// ranks alike, which reduce their numbers before they are told; rank 0 alone needs a recorder.
+    /// Writes metrics to `recorder` after every `every` steps of an epoch (at least 1), and at its end. Call on all
+    /// ranks alike, because they reduce their numbers first. Rank 0 alone needs a recorder.
     #[must_use]
     pub fn record(self, every: u64, recorder: Option<MetricsLogger>) -> Self {
         let recording = MetricsWindow {
@@ -46,7 +46,7 @@ impl<M: ModuleT> Trainer<M> {
         Self { recording: Some(recording), ..self }
     }
 
-    /// Training begins, and goes on until `max_epochs` are done.
+    /// Starts the metrics of a run that trains until `max_epochs` are done.
     pub(super) fn begin_recording(&mut self, max_epochs: u64) -> Result<()> {
         let steps_per_epoch = self.loader.num_batches().div_ceil(self.accumulate) as u64;
         let steps = max_epochs.saturating_mul(steps_per_epoch);
@@ -60,8 +60,8 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// A step has been made, with `samples` samples on this rank, `counted` of which count for the loss. A collective,
-    /// when it is time to tell.
+    /// Adds a step with `samples` samples on this rank, `counted` of which count for the loss. Writes metrics if due; a
+    /// collective in that case.
     pub(super) fn record_step(
         &mut self,
         samples: usize,
@@ -106,21 +106,21 @@ impl<M: ModuleT> Trainer<M> {
         recording.recorder.as_mut().map_or(Ok(()), |recorder| recorder.train(&metrics))
     }
 
-    /// Whether samples that the model is validated on are to be seen.
+    /// Returns whether samples of the validation are shown.
     pub(super) fn shows_samples(&self) -> bool {
         let recorder = self.recording.as_ref().and_then(|recording| recording.recorder.as_ref());
         recorder.is_some_and(MetricsLogger::shows_samples)
     }
 
-    /// The model has been validated.
+    /// Writes the metrics of a validation.
     pub(super) fn record_validation(&mut self, validated: &Validated) -> Result<()> {
         let Some(recording) = &mut self.recording else { return Ok(()) };
-        recording.since = Instant::now(); // validation is no part of a step
+        recording.since = Instant::now(); // time spent on validation is not part of a step
         let Some(recorder) = &mut recording.recorder else { return Ok(()) };
         recorder.validation(&validated.metrics, &validated.samples, &self.ddp.state_dict())
     }
 
-    /// Training is over.
+    /// Ends the metrics of a run.
     pub(super) fn end_recording(&mut self) -> Result<()> {
         let recorder = self.recording.as_mut().and_then(|recording| recording.recorder.as_mut());
         recorder.map_or(Ok(()), MetricsLogger::end)

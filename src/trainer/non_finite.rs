@@ -1,4 +1,4 @@
-//! Losses and gradients that are infinite or not a number: which rank's, in which step, from which samples.
+//! Losses and gradients that are infinite or NaN: finds the rank, the step and the samples.
 
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Tensor};
@@ -10,15 +10,15 @@ use crate::error::{Error, Result};
 use crate::optim::{FlatBuffer, GradState};
 
 impl<M: ModuleT> Trainer<M> {
-    /// Looks at the gradients before each step, and leaves out up to so many steps of the whole run whose losses or
-    /// gradients are not finite; the next such step ends it. Without it (`None`) only losses are looked at, and the
-    /// first that is not finite ends the run. A [`GradScaler`](crate::GradScaler) skips steps by its own rule, and none
-    /// is looked at here.
+    /// Checks the gradients before each step, and skips up to `steps` steps of the whole run whose losses or gradients
+    /// are not finite. The next such step ends the run. With `None` only losses are checked, and the first that is not
+    /// finite ends the run. With a [`GradScaler`](crate::GradScaler) nothing is checked here: it skips steps by its own
+    /// rule.
     ///
-    /// The averaged gradients are the same on all ranks, so that all decide alike without asking each other.
+    /// The averaged gradients are the same on all ranks, so all ranks decide alike without communication.
     ///
     /// # Errors
-    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has them.
+    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the gradients.
     pub fn skip_nonfinite(self, steps: Option<u64>) -> Result<Self> {
         if steps.is_some() && matches!(self.ddp, Strategy::Dp(_)) {
             return Err(Error::Input(
@@ -30,18 +30,18 @@ impl<M: ModuleT> Trainer<M> {
         Ok(Self { skip_nonfinite: steps, ..self })
     }
 
-    /// Whether gradients are looked at before each step.
+    /// Returns whether gradients are checked before each step.
     pub(super) fn checks_gradients(&self) -> bool {
         self.skip_nonfinite.is_some() && !self.scaler.is_enabled()
     }
 
-    /// Whether there may be steps that are left out.
+    /// Returns whether steps may be skipped.
     pub(crate) fn counts_skipped_steps(&self) -> bool {
         self.skip_nonfinite.is_some() || self.scaler.is_enabled()
     }
 
-    /// Refuses the loss of the `number`-th of the step's batches, if it is seen here that it is not finite. On a GPU
-    /// it is seen when the losses are summed up, because to look at each would be to wait for each.
+    /// Refuses the loss of the step's batch `number` if it is not finite. Checks on the CPU only: on a GPU each check
+    /// would wait for the device, so the sum of the losses is checked instead.
     pub(super) fn check_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<()> {
         let seen = loss.device() == Device::Cpu;
         if !seen || self.checks_gradients() || self.scaler.is_enabled() || is_finite(loss)? {
@@ -50,14 +50,14 @@ impl<M: ModuleT> Trainer<M> {
         Err(self.nonfinite_loss(loss, number, batch)?)
     }
 
-    /// What to go backward from where gradients are looked at: `loss`, but if it is not finite, neither is any gradient.
-    /// By themselves they may be (the square of a number may be too large where twice the number is not), and then
-    /// one rank alone would know.
+    /// Returns the loss from which to run backward. If gradients are checked and `loss` is not finite, the gradients
+    /// are not finite either. Without this they might be finite: the square of a number may overflow where its double
+    /// does not. Then one rank alone would detect the loss.
     pub(super) fn poison_if_nonfinite(&self, loss: &Tensor) -> Result<Tensor> {
         if !self.checks_gradients() {
             return Ok(loss.shallow_clone());
         }
-        // Times 1, or times what is not a number. Nothing is read, so nobody waits for a GPU.
+        // Multiplies by 1, or by NaN. Reads nothing, so the host does not wait for a GPU.
         let pass_on = || {
             let value = loss.f_detach()?;
             loss.f_mul(&value.f_sub(&value)?.f_add_scalar(1.0)?)
@@ -75,9 +75,9 @@ impl<M: ModuleT> Trainer<M> {
         Err(self.not_finite_since(what))
     }
 
-    /// Refuses parameters that are not finite after the steps that were made: nobody could go on from them.
+    /// Refuses parameters that are not finite after the steps so far: no run could continue from them.
     pub(super) fn check_parameters(&self) -> Result<()> {
-        // All ranks have the same; one is enough to end the run.
+        // All ranks hold the same parameters; an error on rank 0 is enough to end the run.
         if self.ddp.group().rank() > 0 {
             return Ok(());
         }
@@ -96,16 +96,16 @@ impl<M: ModuleT> Trainer<M> {
         Ok(())
     }
 
-    /// Whether this step is to be left out, after backward; the same on all ranks.
+    /// Returns whether to skip this step, after backward; the same on all ranks.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] when that is one too many.
+    /// [`Error::NonFinite`] when the allowed number of steps was skipped already.
     pub(super) fn should_skip_step(&mut self, batches: &[Batch]) -> Result<bool> {
         if !self.checks_gradients() {
             return Ok(false);
         }
         let buffers = self.ddp.flat_buffers().unwrap_or_default();
-        self.ddp.group().synchronize()?; // a wait that ends, if another rank fails; as all below
+        self.ddp.group().synchronize()?; // this wait ends if another rank fails; so do those below
         if are_finite(&buffers)? {
             return Ok(false);
         }
@@ -117,8 +117,8 @@ impl<M: ModuleT> Trainer<M> {
         Ok(true)
     }
 
-    /// Which rank's loss or gradients spoiled the mean: each goes through its part of the step once more, without
-    /// the others. A collective; who finds the cause in itself returns first.
+    /// Finds the rank whose loss or gradients made the mean non-finite. Each rank repeats its part of the step without
+    /// the others. A collective: the rank that finds the cause in its own part returns first.
     fn find_cause(&mut self, batches: &[Batch], buffers: &[FlatBuffer]) -> Result<Error> {
         self.ddp.begin_step()?;
         if let Some(generator) = &self.generator {
@@ -141,12 +141,12 @@ impl<M: ModuleT> Trainer<M> {
                 Some((0, batches.len())),
             ));
         }
-        // Another rank's, then, which says so; if it is nobody's, all come here.
+        // Another rank has the cause and reports it. If no rank has, all ranks reach this barrier.
         self.ddp.group().barrier()?;
         Ok(self.not_finite("the mean of all ranks' gradients is not finite".into(), None))
     }
 
-    /// What is wrong with a batch's loss: of which samples it is not finite, if that can be told.
+    /// Returns the error for a batch's loss that is not finite, with the samples that cause it if they are known.
     fn nonfinite_loss(&self, loss: &Tensor, number: usize, batch: &Batch) -> Result<Error> {
         let what = format!("the loss is {}", value(loss)?);
         if let Some(why) = self.wrong_parameter()? {
@@ -155,13 +155,13 @@ impl<M: ModuleT> Trainer<M> {
         let Ok(samples) = self.samples(number, 1) else { return Ok(self.not_finite(what, None)) };
         let NonFiniteRows { rows, why } = self.nonfinite_samples(batch)?;
         let wrong: Vec<usize> = rows.iter().filter_map(|&i| samples.get(i).copied()).collect();
-        // Together they may overflow where none does alone.
+        // The losses of all samples may overflow together where no single one does.
         let named = list(if wrong.is_empty() { &samples } else { &wrong });
         Ok(self.not_finite_of(what, &(named + why)))
     }
 
-    /// Why the validation on the batches of `loader` came to a `loss` that is not finite. Each rank goes through its own
-    /// samples once more. A collective; who finds the cause in itself returns first.
+    /// Returns the error for a validation `loss` on the batches of `loader` that is not finite. Each rank evaluates its
+    /// own samples once more. A collective: the rank that finds the cause in its own samples returns first.
     pub(super) fn wrong_validation(&self, loader: &DataLoader, loss: f64) -> Result<Error> {
         let (rank, step) = (self.ddp.group().rank(), self.state.step.saturating_sub(1));
         let error = |why: &str, samples: String| {
@@ -183,12 +183,12 @@ impl<M: ModuleT> Trainer<M> {
             wrong.sort_unstable();
             return Ok(error("", list(&wrong) + if in_data { IN_DATA } else { "" }));
         }
-        // Another rank's, then, which says so; if it is nobody's, all come here.
+        // Another rank has the cause and reports it. If no rank has, all ranks reach this barrier.
         self.ddp.group().barrier()?;
         Ok(error(", though no sample's is: they are too large together", String::new()))
     }
 
-    /// That a parameter is the reason, if one is not finite.
+    /// Returns, as the end of a sentence, the parameter that is the cause; `None` if all parameters are finite.
     fn wrong_parameter(&self) -> Result<Option<String>> {
         let wrong =
             first_nonfinite(&self.ddp.flat_buffers().unwrap_or_default(), |it| &it.parameters)?;
@@ -197,13 +197,13 @@ impl<M: ModuleT> Trainer<M> {
         Ok(wrong.map(why))
     }
 
-    /// Which samples of `batch` are not finite, or else have losses that are not.
+    /// Returns the samples of `batch` whose data are not finite; if there are none, those whose losses are not.
     fn nonfinite_samples(&self, batch: &Batch) -> Result<NonFiniteRows> {
         let mut rows = not_finite_rows(&batch.inputs)?;
         rows.extend(not_finite_rows(&batch.targets)?);
         let why = if rows.is_empty() { "" } else { IN_DATA };
         if rows.is_empty() {
-            // Not in training: batch norms would mix the samples, and those of other ranks.
+            // Evaluation mode: in training, batch norms would mix the samples, and those of other ranks.
             let losses = tch::no_grad(|| {
                 let _autocast = self.amp.autocast(self.ddp.group().device())?;
                 self.loss.of_each(&self.ddp.forward_t(&batch.inputs, false), &batch.targets)
@@ -215,13 +215,14 @@ impl<M: ModuleT> Trainer<M> {
         Ok(NonFiniteRows { rows, why })
     }
 
-    /// `what` is not finite; it comes from `batches` (the first, and how many) of this step.
+    /// Returns the error that `what` is not finite in this step. `batches` has the first of its batches and their
+    /// number.
     fn not_finite(&self, what: String, batches: Option<(usize, usize)>) -> Error {
         let samples = batches.and_then(|(first, count)| self.samples(first, count).ok());
         self.not_finite_of(what, &samples.map_or(String::new(), |samples| list(&samples)))
     }
 
-    /// `what` was found not to be finite when the last step was over.
+    /// Returns the error that `what` was found not to be finite after the last step.
     fn not_finite_since(&self, what: String) -> Error {
         let (rank, step) = (self.ddp.group().rank(), self.state.step.saturating_sub(1));
         Error::NonFinite { what, in_training: true, rank, step, samples: String::new() }
@@ -232,23 +233,23 @@ impl<M: ModuleT> Trainer<M> {
         Error::NonFinite { what, in_training: true, rank, step, samples: samples.into() }
     }
 
-    /// The samples of this rank in so many batches of this step, by their numbers in the data.
+    /// Returns this rank's samples in `count` batches of this step from batch `first`, by their indices in the data.
     pub(super) fn samples(&self, first: usize, count: usize) -> Result<Vec<usize>> {
         self.loader.samples(self.state.epoch, self.state.samples_seen, first, count)
     }
 }
 
-/// The samples of a batch of which something is not finite.
+/// The samples of a batch that are not finite, in their data or their losses.
 struct NonFiniteRows {
-    /// Their places in the batch, in order.
+    /// Their indices in the batch, in order.
     rows: Vec<usize>,
-    /// [`IN_DATA`], or nothing.
+    /// [`IN_DATA`], or empty.
     why: &'static str,
 }
 
 const IN_DATA: &str = ", in whose data there is something that is not finite";
 
-/// The places in the first dimension of `tensor` where something is not finite.
+/// Returns the indices in the first dimension of `tensor` where a value is not finite.
 fn not_finite_rows(tensor: &Tensor) -> Result<Vec<usize>> {
     let rows = || {
         let len = tensor.size().first().copied().unwrap_or(1);
@@ -260,7 +261,7 @@ fn not_finite_rows(tensor: &Tensor) -> Result<Vec<usize>> {
     Ok(rows.into_iter().map(|row| row as usize).collect())
 }
 
-/// The first few of them.
+/// Lists the first few of `samples`, as the end of a sentence.
 fn list(samples: &[usize]) -> String {
     const MAX_LISTED_ROWS: usize = 8;
     let shown: Vec<String> = samples.iter().take(MAX_LISTED_ROWS).map(usize::to_string).collect();
@@ -274,22 +275,22 @@ fn value(loss: &Tensor) -> Result<f64> {
     loss.f_double_value(&[]).map_err(Error::torch("reading the loss"))
 }
 
-/// Whether all of `tensor` is finite. Reads one number.
+/// Returns whether all of `tensor` is finite. Reads one number from the device.
 fn is_finite(tensor: &Tensor) -> Result<bool> {
-    // A sum of what is finite may still overflow, but hardly in float64.
+    // A sum of finite values may still overflow, but hardly in float64.
     let sum = || tensor.f_sum(Kind::Double)?.f_double_value(&[]);
     sum().map(f64::is_finite).map_err(Error::torch("looking for what is not finite"))
 }
 
-/// Whether all of a large `tensor` is finite.
+/// Returns whether all of a large `tensor` is finite.
 fn all_finite(tensor: &Tensor) -> Result<bool> {
-    // One pass over all, in the kernel that sums float32 fastest; only what looks wrong is looked at again.
+    // One pass with the kernel that sums float32 fastest. Only a sum that is not finite is checked again, in float64.
     let sum = || tensor.f_sum(tensor.kind())?.f_double_value(&[]);
     let sum = sum().map_err(Error::torch("looking for what is not finite"))?;
     Ok(sum.is_finite() || is_finite(tensor)?)
 }
 
-/// Whether the gradients of all parameters are finite.
+/// Returns whether the gradients of all parameters are finite.
 fn are_finite(buffers: &[FlatBuffer]) -> Result<bool> {
     for buffer in buffers.iter().filter(|it| it.places.gradients() != GradState::Old) {
         if !all_finite(&buffer.gradients)? {
@@ -299,7 +300,8 @@ fn are_finite(buffers: &[FlatBuffer]) -> Result<bool> {
     Ok(true)
 }
 
-/// The first parameter that is not finite in the one or other of a buffer's tensors.
+/// Returns the first parameter with a value that is not finite in the chosen tensor of its buffer; `None` if there is
+/// none.
 fn first_nonfinite(
     buffers: &[FlatBuffer],
     tensor: impl Fn(&FlatBuffer) -> &Tensor,

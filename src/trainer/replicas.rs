@@ -1,4 +1,4 @@
-//! Whether all ranks still hold the same parameters.
+//! Checks whether all ranks still hold the same parameters.
 
 use tch::nn::ModuleT;
 use tch::{Device, Kind, Tensor};
@@ -8,8 +8,8 @@ use crate::ddp::{DistributedDataParallel, Strategy};
 use crate::error::{Compared, Error, Result, Suspects};
 
 impl<M: ModuleT> Trainer<M> {
-    /// Compares after every so many steps, at least one, what each rank has for each parameter, by 64 bits over its
-    /// values. All ranks must ask for the same.
+    /// Compares the ranks' parameters after every `every` steps (at least 1), by a 64-bit hash of each parameter's
+    /// values. `None` never compares. All ranks must pass the same value.
     ///
     /// # Errors
     /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the parameters.
@@ -24,7 +24,7 @@ impl<M: ModuleT> Trainer<M> {
         Ok(Self { check_replicas: every.map(|it| it.max(1)), ..self })
     }
 
-    /// Compares, if it is time to after the step that has just ended. A collective then.
+    /// Compares the parameters if a check is due after the step that has just ended. A collective in that case.
     ///
     /// # Errors
     /// [`Error::ReplicasDiverged`], on all ranks alike.
@@ -39,7 +39,7 @@ impl<M: ModuleT> Trainer<M> {
         self.compare_replicas(ddp, false, Compared::AfterStep)
     }
 
-    /// Compares before a checkpoint is saved: the newest one is then of replicas that were equal. A collective.
+    /// Compares the parameters before a checkpoint is saved, so that the newest one holds equal replicas. A collective.
     ///
     /// # Errors
     /// [`Error::ReplicasDiverged`], on all ranks alike.
@@ -48,11 +48,11 @@ impl<M: ModuleT> Trainer<M> {
             Strategy::Ddp(ddp) if ddp.group().world_size() > 1 => {
                 self.compare_replicas(ddp, false, Compared::BeforeSave)
             }
-            _ => Ok(()), // one rank has the parameters
+            _ => Ok(()), // only one rank has the parameters
         }
     }
 
-    /// Compares what each rank has for each parameter, and with `buffers` for each buffer. A collective.
+    /// Compares the parameters of all ranks, and with `buffers` their buffers too. A collective.
     ///
     /// # Errors
     /// [`Error::ReplicasDiverged`], on all ranks alike.
@@ -88,8 +88,8 @@ impl<M: ModuleT> Trainer<M> {
     }
 }
 
-/// Returns the first of `names` whose hashes differ between `ranks`, how many others do, and whose may be wrong; `None`
-/// if all are equal. `all` has the hashes of one rank after those of the other.
+/// Returns the first of `names` whose hashes differ between `ranks`, the number of others that differ, and the suspect
+/// ranks. `None` if all are equal. `all` holds the hashes of one rank after those of another.
 fn difference<'a>(
     all: &[i64],
     names: &'a [String],

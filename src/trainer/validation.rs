@@ -1,4 +1,4 @@
-//! How well a model does on samples that it is not trained on.
+//! Validation: loss and accuracy on samples that the model is not trained on.
 
 use tch::nn::ModuleT;
 use tch::{Kind, Tensor};
@@ -10,57 +10,58 @@ use crate::operation::Operation;
 use crate::process_group::ReduceOp;
 use crate::telemetry::{Sample, ValidationMetrics};
 
-/// What a trainer validates on, and when.
+/// The validation data of a trainer, and how often it is used.
 #[derive(Debug)]
 pub(super) struct Validation {
     loader: DataLoader,
-    /// After each so many epochs.
+    /// Epochs between validations.
     every: u64,
 }
 
-/// What a validation came to.
+/// The result of a validation.
 #[derive(Debug)]
 pub(super) struct Validated {
     pub metrics: ValidationMetrics,
-    /// A few of this rank's samples, each time the same, if they are pictures that somebody wants to see.
+    /// Some of this rank's samples, the same each time. Empty unless they are pictures and the logger shows samples.
     pub samples: Vec<Sample>,
 }
 
-/// How many samples are shown at most.
+/// Maximum number of samples shown.
 const MAX_SAMPLES: i64 = 8;
 
-/// Smaller squares are rather the columns of a table than pictures.
+/// Minimum side of a picture, in pixels. Smaller squares are more likely the columns of a table.
 const MIN_SIDE: i64 = 8;
 
 impl<M: ModuleT> Trainer<M> {
-    /// Validates on the batches of `loader` after each `every` epochs, at least one, and after the last. For no sample to be counted
-    /// twice its sampler is [`uneven`](crate::DistributedSampler::uneven).
+    /// Validates on the batches of `loader` after every `every` epochs (at least 1), and after the last. Its sampler
+    /// should be [`uneven`](crate::DistributedSampler::uneven), so that no sample is counted twice.
     #[must_use]
     pub fn validation(self, loader: DataLoader, every: u64) -> Self {
         Self { validation: Some(Validation { loader, every: every.max(1) }), ..self }
     }
 
-    /// Stops when so many validations in a row, at least one, had no smaller loss than the best before them. Follows
-    /// `EarlyStopping` of PyTorch Lightning.
+    /// Stops training after `patience` validations in a row (at least 1) without a smaller loss than the best before
+    /// them. `None` never stops. Follows `EarlyStopping` of PyTorch Lightning.
     #[must_use]
     pub fn patience(self, patience: Option<u64>) -> Self {
         Self { patience: patience.map(|it| it.max(1)), ..self }
     }
 
-    /// Validates, if it is time to after the epoch that has just ended, of `max_epochs`. A collective.
+    /// Validates if due after the epoch that has just ended, or if that is the last of `max_epochs`. A collective.
+    /// Returns `None` if not due.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] when the loss is not finite; the rank that has the samples names them.
+    /// [`Error::NonFinite`] when the loss is not finite. The rank that has the samples names them.
     pub(super) fn validate_if_due(&mut self, max_epochs: u64) -> Result<Option<Validated>> {
         let Some(Validation { loader, every }) = &self.validation else { return Ok(None) };
         if !self.state.epoch.is_multiple_of(*every) && self.state.epoch < max_epochs {
             return Ok(None);
         }
-        let epoch = self.state.epoch - 1; // which has just ended
+        let epoch = self.state.epoch - 1; // the epoch that has just ended
         self.ddp.group().enter_phase(Operation::Validation, epoch);
         self.ddp.replicate()?;
         let device = self.ddp.group().device();
-        // The sum of the losses, how many are right, and how many there are.
+        // The sum of the losses, the number of correct predictions, and the number of samples.
         let mut totals = Tensor::f_zeros([3], (Kind::Double, device)).map_err(wrong())?;
         let mut samples = Vec::new();
         for batch in loader.epoch(0)? {
@@ -114,13 +115,13 @@ impl<M: ModuleT> Trainer<M> {
         Ok(Some(Validated { metrics, samples }))
     }
 
-    /// Whether the validation after the last step was the best so far.
+    /// Returns whether the validation after the last step was the best so far.
     pub(super) fn is_best(&self) -> bool {
         self.state.best.as_ref().is_some_and(|best| best.step == self.state.step)
     }
 }
 
-/// The first samples of `batch`, at most `max`, if they are square pictures of one class each.
+/// Returns the first samples of `batch`, at most `max`, if they are square pictures of one class each; otherwise none.
 fn pictures(batch: &Batch, output: &Tensor, max: i64) -> Result<Vec<Sample>, tch::TchError> {
     let inputs = batch.inputs.f_flatten(1, -1)?;
     let features = inputs.size()[1];

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 
 use crate::harness::{as_torchrun, free_port, join, run_command};
-use crate::machine::{in_parallel, is_running, on_gpus};
+use crate::machine::{in_parallel, in_parallel_by, is_running, on_gpus};
 use crate::shared::faults::{self, RANKS, RUN, STAGES};
 
 /// A fault of `rank` at a stage.
@@ -104,14 +104,14 @@ fn with_threads(kind: &'static str) {
 }
 
 fn with_processes(kind: &'static str) {
-    in_parallel(&cases(kind, false), |case| case.is_reported("--spawn=processes"));
+    in_parallel_by(2, &cases(kind, false), |case| case.is_reported("--spawn=processes"));
 }
 
 fn with_torchrun(kind: &'static str) {
     let mut cases = cases(kind, false);
     // Without an agent rank 0's process serves the store: if it is killed before they have met, nobody can name it.
     cases.retain(|it| (it.kind, it.stage, it.rank) != ("kill", "rendezvous", 0));
-    in_parallel(&cases, Case::is_reported_under_torchrun);
+    in_parallel_by(2, &cases, Case::is_reported_under_torchrun);
 }
 
 #[test]

@@ -92,16 +92,20 @@ pub(crate) fn end(events: &[Value]) -> &Value {
     end
 }
 
-/// Runs `check` on every case, several at a time: most of them wait. Panics with the first that fails.
+/// Runs `check` on every case, four at a time, because most of them wait. Panics with the first that fails.
 pub(crate) fn in_parallel<T: Sync>(cases: &[T], check: impl Fn(&T) + Sync) {
-    const AT_ONCE: usize = 4;
+    in_parallel_by(4, cases, check);
+}
+
+/// Runs `check` on every case, `at_once` at a time.
+pub(crate) fn in_parallel_by<T: Sync>(at_once: usize, cases: &[T], check: impl Fn(&T) + Sync) {
     let next = AtomicUsize::new(0);
     let work = || {
         while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
             check(case);
         }
     };
-    thread::scope(|scope| (0..AT_ONCE).for_each(|_| drop(scope.spawn(work))));
+    thread::scope(|scope| (0..at_once).for_each(|_| drop(scope.spawn(work))));
 }
 
 /// Returns whether a process has `DDP_MP_TEST=token` in its environment.

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use crate::harness::run_command;
-use crate::machine::{in_parallel, is_running, on_gpus};
+use crate::machine::{in_parallel_by, is_running, on_gpus};
 use crate::shared::faults;
 
 const RANKS: usize = 3;
@@ -48,7 +48,7 @@ fn cases(kind: &'static str) -> Vec<Case> {
 
 #[track_caller]
 fn is_named(kind: &'static str, words: &str) {
-    in_parallel(&cases(kind), |case| {
+    in_parallel_by(2, &cases(kind), |case| {
         let (failure, stderr) = case.run("--timeout=1h");
         let error = failure["error"].as_str().unwrap();
         assert!(error.contains(words), "{case:?}: {stderr}");

@@ -38,7 +38,7 @@ WORDS = ["0", "-1", "1e999", "nan", "18446744073709551616", "9223372036854775807
          "\0", "\xff", "'", '"', "\n", "=", ",", ":", "/", "..", "-", "--", "é", "\u202e", "a" * 5000, "%s", "$HOME", "*"]
 FLAGS = ["max-epochs", "batch-size", "model", "hidden", "activation", "dropout", "channels", "loss", "amp", "lr",
          "optimizer", "momentum", "weight-decay", "beta1", "eps", "schedule", "schedule-by", "milestones", "gamma",
-         "warmup-steps", "max-grad-norm", "skip-nonfinite", "check-replicas", "dataset", "num-samples", "in-features",
+         "warmup-steps", "max-grad-norm", "skip-nonfinite", "check-replicas-every", "dataset", "num-samples", "in-features",
          "out-features", "log-every", "val-fraction", "val-every", "num-workers", "prefetch-factor", "seed",
          "save-every", "save-every-epochs", "keep-last", "resume", "init-from", "max-steps", "patience",
          "nproc-per-node", "bucket-cap-mb", "grad-accum-steps", "comm-hook", "powersgd-start-iter", "timeout",

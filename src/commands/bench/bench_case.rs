@@ -1,4 +1,4 @@
-//! What is measured: one operation on tensors of one size, and whether its results are right.
+//! One operation on tensors of one size, to measure it and to check its results.
 
 use tch::{Kind, Tensor};
 
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::process_group::{P2POp, ProcessGroup, ReduceOp, num_bytes};
 
-/// The operations that can be measured. Root is rank 0.
+/// The operations that can be measured. The root is rank 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)] // the names are the documentation
 pub enum BenchOp {
@@ -23,7 +23,7 @@ pub enum BenchOp {
 }
 
 impl BenchOp {
-    /// All of them.
+    /// All operations.
     pub const ALL: [BenchOp; 9] = [
         BenchOp::AllReduce,
         BenchOp::Reduce,
@@ -36,7 +36,7 @@ impl BenchOp {
         BenchOp::SendRecv,
     ];
 
-    /// Its name: `all_reduce`.
+    /// Returns its name, such as `all_reduce`.
     pub fn name(self) -> &'static str {
         match self {
             BenchOp::AllReduce => "all_reduce",
@@ -51,7 +51,7 @@ impl BenchOp {
         }
     }
 
-    /// Whether it combines elements.
+    /// Returns whether the operation combines elements.
     pub fn reduces(self) -> bool {
         matches!(self, BenchOp::AllReduce | BenchOp::Reduce | BenchOp::ReduceScatter)
     }
@@ -64,7 +64,7 @@ impl BenchOp {
         }
     }
 
-    /// Whether one side of it is made of a part for each rank.
+    /// Returns whether one side of the operation has a part for each rank.
     fn has_parts(self) -> bool {
         !matches!(
             self,
@@ -72,13 +72,13 @@ impl BenchOp {
         )
     }
 
-    /// The count that nccl-tests shows, for a size of so many elements: one at least.
+    /// Returns the count that nccl-tests shows for a size of `elements` elements; at least 1.
     pub(super) fn count(self, elements: u64, world_size: usize) -> u64 {
         let parts = if self.has_parts() { world_size as u64 } else { 1 };
         (elements / parts).max(1)
     }
 
-    /// nccl-tests' factor from the bandwidth of the algorithm to that of the busiest link.
+    /// Returns nccl-tests' factor from the algorithm's bandwidth to that of the busiest link.
     pub(super) fn bus_factor(self, world_size: usize) -> f64 {
         let n = world_size as f64;
         match self {
@@ -88,7 +88,8 @@ impl BenchOp {
         }
     }
 
-    /// How many inputs and outputs of how many bytes `rank` has to read and write if all ranks share the work.
+    /// Returns the number of inputs and of outputs that `rank` must read and write, and the bytes of each. All `n`
+    /// ranks share the work on `bytes` bytes.
     pub(super) fn share(self, rank: usize, n: usize, bytes: usize) -> (usize, usize, usize) {
         let is_root = rank == 0;
         let part = bytes.div_ceil(n);
@@ -110,7 +111,7 @@ pub(super) struct BenchCase {
     reduce_op: ReduceOp,
     rank: usize,
     world_size: usize,
-    /// What a part has, or the whole where there are no parts.
+    /// The elements of a part, or of the whole tensor where there are no parts.
     count: i64,
     input: Tensor,
     output: Tensor,
@@ -119,11 +120,10 @@ pub(super) struct BenchCase {
     outputs: Vec<Tensor>,
 }
 
-/// Numbers whose sum over the ranks, or whatever is asked for, every kind holds exactly: they repeat after
-/// three elements.
+/// Numbers that repeat after three elements. Every dtype holds their sum, or other reduction, over the ranks exactly.
 type Pattern = [f64; 3];
 
-/// A multiple of three.
+/// The elements of a chunk, a multiple of three.
 const CHUNK: i64 = 3 << 15;
 
 impl BenchCase {
@@ -140,7 +140,7 @@ impl BenchCase {
         let torch = || Error::torch("allocating the tensors to measure with");
         let tensor = |has_parts| {
             let len = if has_parts { whole } else { count };
-            // Written to, so that the memory is really there.
+            // Ones, so that the memory is really allocated.
             Tensor::f_ones([len], (request.dtype, group.device())).map_err(torch())
         };
         let parts = |tensor: &Tensor, has_parts| -> Result<Vec<Tensor>> {
@@ -163,7 +163,7 @@ impl BenchCase {
         })
     }
 
-    /// The size as nccl-tests counts it: that of the larger side.
+    /// Returns the size in bytes, as nccl-tests counts it: that of the larger side.
     pub(super) fn bytes(&self) -> u64 {
         let numel = self.input.numel().max(self.output.numel());
         num_bytes(self.input.kind(), numel) as u64
@@ -202,7 +202,7 @@ impl BenchCase {
         (rank + self.world_size - 1) % self.world_size
     }
 
-    /// Runs the operation once more, on known numbers, and counts the wrong elements of this rank's result.
+    /// Runs the operation once more, on known numbers. Returns the number of wrong elements in this rank's result.
     pub(super) fn check(&mut self, group: &ProcessGroup) -> Result<i64> {
         let (me, count) = (self.rank, self.count);
         let pattern = |rank: usize, start: i64| self.pattern(rank, start);
@@ -234,10 +234,10 @@ impl BenchCase {
         }
     }
 
-    /// What `rank` has from its element `start` on.
+    /// Returns the pattern of `rank` from its element `start` on.
     fn pattern(&self, rank: usize, start: i64) -> Pattern {
         let least = f64::from(u8::from(self.input.kind() != Kind::Bool));
-        // An average of multiples is a whole number.
+        // With multiples of the world size, the average is a whole number.
         let factor = if self.averages() { self.world_size as f64 } else { 1. };
         let number = |i: i64| {
             let higher = (rank as i64 + start + i) % 3 == 0;
@@ -250,7 +250,7 @@ impl BenchCase {
         self.op.reduces() && self.reduce_op == ReduceOp::Avg
     }
 
-    /// All ranks' patterns from element `start` on, combined.
+    /// Returns the patterns of all ranks from element `start` on, reduced.
     fn reduced(&self, start: i64) -> Pattern {
         let column = |i: usize| (0..self.world_size).map(move |rank| self.pattern(rank, start)[i]);
         let bits = |f: fn(i64, i64) -> i64| move |a: f64, b: f64| f(a as i64, b as i64) as f64;
@@ -278,19 +278,19 @@ impl BenchCase {
     }
 }
 
-/// The pattern as far as a chunk goes, in the kind of `like`.
+/// Returns the pattern, repeated to the length of a chunk, in the dtype of `like`.
 fn chunk(pattern: Pattern, like: &Tensor) -> Result<Tensor> {
     let len = CHUNK.min(like.numel() as i64 + 2) / 3 + 1;
     let make = || {
         let chunk = Tensor::from_slice(&pattern).f_repeat([len])?;
-        // By way of whole numbers, so that what is too large for the kind wraps as it does in a reduction.
+        // Converted through int64, so that a value too large for the dtype wraps as in a reduction.
         let chunk = if like.is_floating_point() { chunk } else { chunk.f_to_kind(Kind::Int64)? };
         chunk.f_to_kind(like.f_kind()?)?.f_to_device(like.device())
     };
     make().map_err(Error::torch("making numbers to check with"))
 }
 
-/// Goes through a tensor in chunks.
+/// Calls `f` with each chunk of a tensor and its length.
 fn in_chunks(
     tensor: &Tensor,
     mut f: impl FnMut(Tensor, i64) -> Result<(), tch::TchError>,
@@ -310,7 +310,7 @@ fn fill(tensor: &Tensor, pattern: Pattern) -> Result<()> {
     in_chunks(tensor, |mut part, len| part.f_copy_(&chunk.f_narrow(0, 0, len)?).map(drop))
 }
 
-/// How many elements are not those of the pattern.
+/// Returns the number of elements that differ from the pattern.
 fn wrong(tensor: &Tensor, pattern: Pattern) -> Result<i64> {
     let chunk = chunk(pattern, tensor)?;
     let mut wrong = 0;

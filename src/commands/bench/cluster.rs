@@ -1,29 +1,29 @@
-//! The cluster of `--simulate-cluster`: what was said of it, and what is taken for granted.
+//! The cluster of `--simulate-cluster`: the given values and the defaults.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
 
-/// How one rank reaches another.
+/// The link from one rank to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Link {
-    /// Of a message, in seconds.
+    /// The latency of a message, in seconds.
     pub latency: f64,
-    /// In bytes a second, in each direction.
+    /// The bandwidth in each direction, in bytes per second.
     pub bandwidth: f64,
 }
 
-/// Which library's collectives are modelled.
+/// The library whose collectives are modelled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Library {
-    /// NCCL's.
+    /// NCCL.
     Nccl,
-    /// The backend `gloo`: a process on each node, whose ranks share memory.
+    /// The backend `gloo`: one process per node, whose ranks share memory.
     Gloo,
 }
 
-/// How an all_reduce goes.
+/// The algorithm of an all-reduce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Algorithm {
     /// From rank to rank, in slices, and once more around with the sums.
@@ -34,18 +34,18 @@ pub(super) enum Algorithm {
     Hierarchical,
 }
 
-/// A cluster to imagine: `nodes=64,gpus=8,bandwidth=25GB/s`. What is not said has a default.
+/// A simulated cluster: `nodes=64,gpus=8,bandwidth=25GB/s`. Keys that are not given have defaults.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimulatedCluster {
     pub(super) nodes: usize,
-    /// Ranks on each.
+    /// Ranks per node.
     pub(super) gpus: usize,
     pub(super) library: Library,
-    /// None: the one that is fastest.
+    /// `None` for the fastest one.
     pub(super) algorithm: Option<Algorithm>,
-    /// From node to node. The bandwidth is that of all ranks of a node together.
+    /// The link from node to node. The bandwidth is that of all ranks of a node together.
     pub(super) between: Link,
-    /// From rank to rank within a node. The bandwidth is that of each rank.
+    /// The link from rank to rank within a node. The bandwidth is that of each rank.
     pub(super) within: Link,
     said: Vec<&'static str>,
 }
@@ -73,7 +73,7 @@ const RATES: [(&str, f64); 7] = [
     ("kbit/s", 1e3 / 8.0),
 ];
 
-/// More ranks than any cluster has.
+/// The most ranks, more than any cluster has.
 const MOST: usize = 1 << 24;
 
 impl FromStr for SimulatedCluster {
@@ -112,7 +112,7 @@ impl FromStr for SimulatedCluster {
                 "backend=gloo chooses the algorithm by the number of processes; leave it out";
             return Err(wrong("algorithm", chosen.name(), only));
         }
-        // What is usual where it is used: NVLink and a network card of 200 Gbit/s or more; cores and 10 Gbit/s.
+        // Typical values. NCCL: NVLink, and a network card of 200 Gbit/s or more. Gloo: cores and 10 Gbit/s.
         let [latency, bandwidth, node_latency, node_bandwidth] = match library {
             Library::Nccl => [5e-6, 25e9, 3e-6, 300e9],
             Library::Gloo => [50e-6, 1.25e9, 5e-6, 5e9],
@@ -144,7 +144,7 @@ impl FromStr for SimulatedCluster {
 }
 
 impl SimulatedCluster {
-    /// Everything there is to say, as it could be said, with what it means, and whether it is a default.
+    /// Returns all settings: as `key=value`, what each means, and whether it is a default.
     pub(super) fn settings(&self) -> Vec<(String, &'static str, bool)> {
         let is_nccl = self.library == Library::Nccl;
         let meaning = |key| match key {
@@ -207,7 +207,7 @@ fn parse_rate(key: &str, text: &str) -> Result<f64> {
     with_unit(text, &RATES).filter(|rate| *rate > 0.0).ok_or_else(|| wrong(key, text, remedy))
 }
 
-/// A number with one of these units right behind it.
+/// Returns the value of a number followed by one of `units`. `None` if `text` is not such a number.
 fn with_unit(text: &str, units: &[(&str, f64)]) -> Option<f64> {
     let begin = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let (number, name) = text.split_at(begin);
@@ -215,7 +215,7 @@ fn with_unit(text: &str, units: &[(&str, f64)]) -> Option<f64> {
     Some(number.parse::<f64>().ok()? * unit).filter(|it| it.is_finite())
 }
 
-/// In the unit that leaves the fewest digits before the point, but one at least.
+/// Returns `value` in the unit that leaves the fewest digits before the point, but at least one.
 fn show(value: f64, units: &[(&str, f64)]) -> String {
     let fitting = units.iter().filter(|(_, unit)| value >= *unit * 0.9999);
     let (name, unit) = fitting

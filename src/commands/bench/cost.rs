@@ -1,28 +1,28 @@
-//! What an all_reduce costs on a cluster, and a step with it: pure arithmetic, in seconds and bytes.
+//! The cost of an all-reduce on a cluster, and of a step with it: pure arithmetic, in seconds and bytes.
 //!
-//! A message of n bytes takes `latency + n / bandwidth`. The latencies add up along the way of a slice, and the bytes on
-//! the link that has the most to carry; NCCL weighs its own algorithms in the same way.
+//! A message of n bytes takes `latency + n / bandwidth`. Latencies add up along the path of a slice. Bytes add up on
+//! the busiest link. NCCL weighs its own algorithms in the same way.
 
 use super::cluster::{Algorithm, Library, Link, SimulatedCluster};
 
-/// Ranks that take part: how many nodes, with so many each.
+/// The ranks that take part: `gpus` ranks on each of `nodes` nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
     pub nodes: usize,
     pub gpus: usize,
 }
 
-/// A note of the backend `gloo`, which goes ahead of every collective.
+/// The bytes of a note of the backend `gloo`, which precedes every collective.
 const NOTE: f64 = 256.0;
-/// What has room in it.
+/// The most bytes of data that fit into a note.
 const INLINE: f64 = 208.0;
-/// Up to so many bytes for all processes together, `gloo` sends an all_reduce whole.
+/// Up to this many bytes for all processes together, `gloo` sends the tensors of an all-reduce whole.
 const WHOLE: f64 = 65536.0;
-/// The largest piece in which Gloo's ring sends, two of which are on their way at a time.
+/// The largest segment of Gloo's ring, in bytes. Two segments are in flight at a time.
 const SEGMENT: f64 = 1048576.0;
 
 impl SimulatedCluster {
-    /// 1, 2, 4, ... ranks of one node, and then 2, 4, ... nodes, up to all.
+    /// Returns the shapes to show: 1, 2, 4, ... ranks of one node, then 2, 4, ... nodes, up to the whole cluster.
     pub(super) fn shapes(&self) -> Vec<Shape> {
         let doubled = |most: usize| {
             let powers = std::iter::successors(Some(1), |count| Some(count * 2));
@@ -35,7 +35,7 @@ impl SimulatedCluster {
         shapes
     }
 
-    /// An all_reduce of so many bytes: how long it takes, and how it goes.
+    /// Returns the time of an all-reduce of `bytes` bytes, in seconds, and the name of its algorithm.
     pub(super) fn all_reduce(&self, shape: Shape, bytes: f64) -> (f64, &'static str) {
         let time = |algorithm| (self.by(algorithm, shape, bytes), algorithm.name());
         match (self.library, self.algorithm) {
@@ -56,7 +56,7 @@ impl SimulatedCluster {
     fn by(&self, algorithm: Algorithm, shape: Shape, bytes: f64) -> f64 {
         let Self { between, within, .. } = *self;
         let Shape { nodes, gpus } = shape;
-        // What goes through a node also goes through its ranks.
+        // Bytes that pass through a node also pass through its ranks.
         let narrowest = match (nodes, gpus) {
             (1, _) => within.bandwidth,
             (_, 1) => between.bandwidth,
@@ -64,7 +64,7 @@ impl SimulatedCluster {
         };
         match algorithm {
             Algorithm::Ring => {
-                // Around twice, less one step each; of a round's steps so many cross from node to node.
+                // Two rounds of `ranks - 1` steps. `across` steps of a round go from node to node.
                 let (ranks, across) = ((nodes * gpus) as f64, (nodes - 1) as f64);
                 let inside = ranks - 1.0 - across;
                 let latency = 2.0 * (across * between.latency + inside * within.latency);
@@ -81,13 +81,14 @@ impl SimulatedCluster {
         }
     }
 
-    /// The backend `gloo` between processes: into memory that is shared, between the first ranks, and out again.
+    /// Returns the time of an all-reduce of the backend `gloo` between processes. The data goes into shared memory,
+    /// between the first ranks, and out again.
     fn gloo(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> f64 {
         let Link { latency, bandwidth } = self.between;
         let others = (nodes - 1) as f64;
-        // Nothing is sent before the receiver has asked for it.
+        // The sender waits until the receiver has asked for the data.
         let message = 2.0 * latency;
-        // Two ranks send from where their tensors lie.
+        // Two processes of one rank each send from their tensors, without a copy.
         let passes = if self.goes_on(Shape { nodes, gpus }, bytes) { 1.0 } else { 2.0 };
         let local =
             2.0 * (gpus - 1) as f64 * self.within.latency + passes * bytes / self.within.bandwidth;
@@ -97,36 +98,37 @@ impl SimulatedCluster {
         } else if nodes == 2 {
             gloo_ring_of_two(bytes, self.between)
         } else {
-            // Slices to those who add them up, and the sums to all.
+            // Each process gets its slices, adds them up, and sends the sum to all.
             2.0 * (message + others / nodes as f64 * bytes / bandwidth)
         };
         local + note + network
     }
 
-    /// Whether an all_reduce goes on by itself while the next one begins.
+    /// Returns whether an all-reduce continues by itself while the next one begins.
     fn goes_on(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> bool {
         self.library == Library::Gloo && (nodes, gpus) == (2, 1) && 2.0 * bytes > WHOLE
     }
 
-    /// The notes that go ahead.
+    /// Returns the time of the notes that precede a collective, in seconds.
     fn note(&self, nodes: usize) -> f64 {
         let Link { latency, bandwidth } = self.between;
         2.0 * latency + (nodes - 1) as f64 * NOTE / bandwidth
     }
 }
 
-/// An all_reduce in slices around a ring of equals.
+/// Returns the time of an all-reduce in slices around a ring of `count` members with equal links.
 fn ring(count: usize, link: Link, bytes: f64) -> f64 {
     let others = (count - 1) as f64;
     2.0 * others * link.latency + 2.0 * others / count as f64 * bytes / link.bandwidth
 }
 
-/// Gloo's own all_reduce of two processes: each sends the other its half, and then the sums, in an even number of equal
-/// segments of 1 MiB at most. The third waits for the first to come in, and so on; and each for the receiver to ask for it.
+/// Returns the time of Gloo's own all-reduce of two processes. Each sends the other its half, and then the sums, in
+/// an even number of equal segments of at most 1 MiB. The third segment waits until the first has arrived, and so on.
+/// Each segment also waits until the receiver asks for it.
 fn gloo_ring_of_two(bytes: f64, link: Link) -> f64 {
     let half = ((bytes / SEGMENT).ceil().max(4.0) / 2.0).ceil();
     let segment = bytes / (2.0 * half) / link.bandwidth;
-    // When the line is free, and when the last two segments have come in.
+    // The time when the line is free, and the times when the last two segments arrive.
     let (mut free, mut come) = (0.0f64, [0.0; 2]);
     for _ in 0..half as u64 {
         free = free.max(come[0] + link.latency) + segment;
@@ -135,39 +137,39 @@ fn gloo_ring_of_two(bytes: f64, link: Link) -> f64 {
     2.0 * come[1]
 }
 
-/// What was measured of a step on one rank.
+/// The measured times of a step on one rank, in seconds.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Measured {
     pub forward: f64,
     /// Autograd alone.
     pub backward: f64,
     pub optimizer: f64,
-    /// The bytes of each bucket, and how far backward is when it is complete.
+    /// The bytes of each bucket, and the time in backward when it is complete.
     pub buckets: Vec<(f64, f64)>,
-    /// Whether buckets are reduced beside backward.
+    /// Whether buckets are reduced during backward.
     pub overlaps: bool,
 }
 
-/// What a step comes to with so many ranks.
+/// The forecast of a step on the ranks of `shape`. Times are in seconds.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Forecast {
     pub shape: Shape,
-    /// How buckets are reduced; two ways, if not all go the same.
+    /// The algorithms that reduce the buckets, joined by `+` if they differ.
     pub algorithm: String,
     pub step: f64,
-    /// The step of one rank by this one.
+    /// The time of a step on one rank divided by that of this step.
     pub efficiency: f64,
-    /// In which anything is reduced.
+    /// The time of all reductions.
     pub communication: f64,
-    /// That part of it which backward does not cover.
+    /// The part of `communication` that backward does not cover.
     pub exposed: f64,
 }
 
 impl Measured {
-    /// This step on `shape` of `cluster`: buckets go one after the other, in their order, each when it is complete; where
-    /// two can be on their way they share the line.
+    /// Returns the forecast of this step on `shape` of `cluster`. Buckets are reduced one after the other, each when
+    /// it is complete. Where two can be in flight, they share the line.
     pub(super) fn on(&self, cluster: &SimulatedCluster, shape: Shape) -> Forecast {
-        // Ranks that share memory reduce by themselves, when backward is through.
+        // Ranks that share memory reduce by themselves, after backward.
         let beside = self.overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
         let (mut free, mut end, mut communication) = (0.0f64, 0.0f64, 0.0);
         let mut names: Vec<&str> = Vec::new();
@@ -205,7 +207,7 @@ mod tests {
 
     const NETWORK: &str = "latency=10us,bandwidth=1GB/s,node-latency=1us,node-bandwidth=100GB/s";
 
-    /// In microseconds.
+    /// Returns the time of an all-reduce, in microseconds.
     fn time(text: &str, nodes: usize, gpus: usize, bytes: f64) -> f64 {
         let cluster = cluster(&format!("{NETWORK},{text}"));
         cluster.all_reduce(Shape { nodes, gpus }, bytes).0 * 1e6
@@ -217,12 +219,12 @@ mod tests {
 
     #[test]
     fn rings_and_trees_by_hand() {
-        // Two nodes of one rank: half goes there, half comes back, and so it does with the sums.
+        // Two nodes of one rank: each sends half of the bytes, and then half of the sums.
         near(time("algorithm=ring", 2, 1, 1e6), 2. * 10. + 1e3);
         near(time("algorithm=ring", 8, 1, 1e6), 14. * 10. + 2. * 7. / 8. * 1e3);
         // Within a node: a hundred times the bandwidth.
         near(time("algorithm=ring", 1, 8, 1e6), 14. * 1. + 2. * 7. / 8. * 10.);
-        // Of 2 * 31 steps 2 * 3 cross.
+        // 2 * 3 of the 2 * 31 steps go from node to node.
         near(time("algorithm=ring", 4, 8, 1e6), 6. * 10. + 56. * 1. + 2. * 31. / 32. * 1e3);
         near(time("algorithm=tree", 8, 1, 1e6), 2. * 3. * 10. + 2e3);
         near(time("algorithm=tree", 5, 4, 1e6), 2. * (3. + 3. * 10.) + 2e3);
@@ -230,7 +232,7 @@ mod tests {
             time("algorithm=hierarchical", 4, 8, 1e6),
             14. * 1. + 2. * 7. / 8. * 10. + 6. * 10. + 2. * 3. / 4. * 1e3,
         );
-        // A node's connection is of no use to a ring that is slower within the node.
+        // A fast connection of a node does not help a ring that is slower within the node.
         let narrow = cluster("latency=0us,bandwidth=1TB/s,node-latency=0us,node-bandwidth=1GB/s");
         near(narrow.all_reduce(Shape { nodes: 2, gpus: 2 }, 1e6).0 * 1e6, 1.5e3);
     }
@@ -251,7 +253,7 @@ mod tests {
         near(time("backend=gloo", 2, 1, 100.), note + copies(100.));
         near(time("backend=gloo", 2, 1, 1e4), note + 20. + 10. + copies(1e4));
         near(time("backend=gloo", 4, 1, 1e4), 20. + 3. * 0.256 + 20. + 30. + copies(1e4));
-        // Gloo's ring: half of it twice.
+        // Gloo's ring: half of the bytes, twice.
         near(time("backend=gloo", 2, 1, 1e6), note + 2. * (20. + 500.) + copies(1e6) / 2.);
         near(time("backend=gloo", 2, 4, 1e6), 6. + note + 2. * (20. + 500.) + copies(1e6));
         // Slices to all, and sums to all.
@@ -268,10 +270,10 @@ mod tests {
         // Two segments there, two back.
         near(ring(4.0, 0.0), 4.0);
         near(ring(4.0, 10.0), 2.0 * (20.0 + 2.0));
-        // Three: the last goes when the first has come in, after 21 s, and the other is told so.
+        // Three: the last one goes when the first has arrived, after 21 s, and the sender has been asked for it.
         near(ring(6.0, 0.0), 6.0);
         near(ring(6.0, 10.0), 2.0 * (21.0 + 21.0));
-        // Segments are smaller if they would not be as many in both halves.
+        // Segments are smaller where the two halves would have different numbers of them.
         near(ring(5.0, 0.0), 5.0);
         near(ring(5.0, 10.0), 2.0 * 2.0 * (5.0 / 6.0 + 20.0));
     }
@@ -295,11 +297,11 @@ mod tests {
         // 10 ms from 1 ms on, 20 ms after that.
         let slow = "latency=0us,bandwidth=100MB/s,algorithm=ring";
         near(measured(true).on(&cluster(slow), two).exposed, 28e-3);
-        // Two processes: 10 ms each way, and 1 ms for a megabyte, of which the second goes while the first does.
+        // Two processes: 10 ms each way, and 1 ms per megabyte. The second bucket goes while the first one does.
         let far = "backend=gloo,latency=10ms,bandwidth=1GB/s,node-bandwidth=1000000TB/s";
         let note = 20f64 + 256e-6;
         let second = (3. + note + 2. * (20. + 1.)).max(1. + note + 2. * (20. + 0.5) + 2.);
-        // It begins when the first one's note has come.
+        // The second bucket begins when the first one's note has arrived.
         let second = second.max(1. + 2. * note + 2. * (20. + 1.));
         near(measured(true).on(&cluster(far), two).exposed * 1e3, second - 3.);
         // Threads reduce after backward.
@@ -338,7 +340,7 @@ mod tests {
                         let better = NETWORK.replacen(worse, better, 1);
                         assert!(time(&better, bytes) <= plain, "{way} {shape:?} {bytes} {better}");
                     }
-                    // Up to 64 KiB for all, gloo sends more bytes to save an exchange.
+                    // Up to 64 KiB for all processes, gloo sends more bytes to save a round of messages.
                     let more = plain > last || way == "backend=gloo";
                     assert!(more, "{way} {shape:?}: {bytes} bytes");
                     last = plain;

@@ -1,4 +1,4 @@
-//! What `--simulate-cluster` prints: the step that was measured, on more and more ranks of the cluster.
+//! The output of `--simulate-cluster`: the measured step, on more and more ranks of the cluster.
 
 use std::io::{self, Write};
 
@@ -19,17 +19,17 @@ struct Row<'a> {
     all_reduce: String,
     us_per_step: f64,
     samples_per_second: f64,
-    /// The step of one rank by this one.
+    /// The time of a step on one rank divided by that of this step.
     efficiency: f64,
-    /// In which buckets are reduced.
+    /// The time of all reductions of buckets.
     communication_us: f64,
-    /// That part of it which makes the step longer.
+    /// The part of `communication_us` that makes the step longer.
     exposed_us: f64,
-    /// The share of it that does not. None where there is no communication.
+    /// The share of `communication_us` that does not. `None` without communication.
     hidden: Option<f64>,
 }
 
-/// Prints what the step would come to on `cluster`. `spread`: the median of the steps that were measured by the fastest.
+/// Prints the forecast of the step on `cluster`. `spread` is the median of the measured steps divided by the fastest.
 pub(super) fn print(
     model: &'static str,
     batch_size: usize,

@@ -1,8 +1,8 @@
-//! `ddp-mp bench OP`: how long a collective takes at each size, beside the limit of the machine's memory; and
-//! `ddp-mp bench step`, how long a training step takes, here and on a cluster that is imagined; `ddp-mp bench scaling`,
-//! what more ranks on this machine give.
+//! `ddp-mp bench OP`: the time of a collective at each size, beside the limit of the machine's memory. `ddp-mp bench
+//! step`: the time of a training step, here and on a simulated cluster. `ddp-mp bench scaling`: the gain from more
+//! ranks on this machine.
 //!
-//! The columns are those of NVIDIA's nccl-tests, so that the tools and habits for those fit.
+//! The columns are those of NVIDIA's nccl-tests, so that tools for those work here, too.
 
 mod bench_case;
 mod cluster;
@@ -32,30 +32,30 @@ use roofline::MemoryRoofline;
 pub use scaling::{bench_scaling, check_scaling_flags};
 pub use step::{bench_step, check_step_flags};
 
-/// What to measure, and how.
+/// The measurement to make.
 #[derive(Debug, Clone)]
 pub struct BenchRequest {
     /// The operation.
     pub op: BenchOp,
-    /// The kind of the tensors.
+    /// The dtype of the tensors.
     pub dtype: Kind,
-    /// For operations that reduce.
+    /// The reduction, for operations that reduce.
     pub reduce_op: ReduceOp,
-    /// The smallest size, in bytes, as nccl-tests counts it: of the larger side of the operation.
+    /// The smallest size in bytes, as nccl-tests counts it: of the larger side of the operation.
     pub min_bytes: u64,
-    /// The largest size.
+    /// The largest size in bytes.
     pub max_bytes: u64,
-    /// By what a size is multiplied to get the next.
+    /// The factor from one size to the next.
     pub step_factor: u64,
-    /// How often each size is measured; as often as fits in a quarter of a second if not said.
+    /// Iterations of each size. `None` for as many as fit in a quarter of a second.
     pub iters: Option<u64>,
-    /// How often before that.
+    /// Warm-up iterations of each size.
     pub warmup: u64,
-    /// How many ranks.
+    /// The number of ranks.
     pub nproc_per_node: Nproc,
-    /// What carries the tensors.
+    /// The communication backend.
     pub backend: BackendChoice,
-    /// How long a rank waits for the others.
+    /// The longest time that a rank waits for the others.
     pub timeout: Duration,
 }
 
@@ -64,32 +64,32 @@ pub struct BenchRequest {
 struct Row {
     op: &'static str,
     bytes: u64,
-    /// Elements, as nccl-tests counts them: those of one rank's part where the size is of all parts.
+    /// Elements as nccl-tests counts them: of one rank's part where the size is that of all parts.
     count: u64,
     dtype: &'static str,
     reduce_op: Option<String>,
     /// The median over rounds of the slowest rank's time for one call.
     time_us: f64,
-    /// Size by time, in 10^9 bytes a second.
+    /// Size divided by time, in 10^9 bytes per second.
     algbw: f64,
-    /// What the busiest link of a ring would carry, by nccl-tests' factors.
+    /// The bandwidth on the busiest link of a ring, by nccl-tests' factors, in 10^9 bytes per second.
     busbw: f64,
-    /// What as many threads need to read and write the same bytes, and do nothing else. CPU ranks only.
+    /// The time in which as many threads only read and write the same bytes. `None` for ranks on GPUs.
     limit_us: Option<f64>,
-    /// How many elements were wrong, over all ranks.
+    /// The number of wrong elements, over all ranks.
     wrong: i64,
 }
 
-/// How often ours and the limit take turns at one size. The median of an odd number is one of them.
+/// Rounds in which the operation and the limit take turns, at one size. Odd, so that the median is one of the times.
 const ROUNDS: u64 = 5;
-/// How long one size is measured if nobody says how often.
+/// The time to measure one size for, if `iters` is not given.
 const MIN_MEASURED: Duration = Duration::from_millis(250);
 
-/// Measures and prints the table.
+/// Measures all sizes and prints the table.
 ///
 /// # Errors
-/// [`Error::Input`] when that can't be done here, [`SpawnError`](crate::SpawnError) when a rank failed, and
-/// wrong results.
+/// [`Error::Input`] when the request can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
+/// error for wrong results.
 pub fn bench(request: BenchRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
     let world_size = placement.devices.len();
@@ -137,8 +137,8 @@ impl BenchRequest {
         Ok(())
     }
 
-    /// Refuses sizes for which `total` bytes of memory are not enough: each rank has one side of the operation at
-    /// least, and as much again is there for the limit.
+    /// Refuses sizes that do not fit into `total` bytes of memory. Each rank has at least one side of the operation,
+    /// and the limit takes as much again.
     fn check_memory(&self, world_size: usize, total: Option<u64>) -> Result<()> {
         let needs = 2.0 * self.max_bytes as f64 * world_size as f64;
         match total.map(|total| total as f64).filter(|total| needs > *total) {
@@ -153,7 +153,7 @@ impl BenchRequest {
         }
     }
 
-    /// The sizes that differ when they are made of whole elements.
+    /// Returns the sizes as counts of whole elements, without repetitions.
     fn sizes(&self, world_size: usize) -> Vec<u64> {
         let sizes = std::iter::successors(Some(self.min_bytes), |size| {
             size.checked_mul(self.step_factor).filter(|&next| next <= self.max_bytes)
@@ -166,7 +166,7 @@ impl BenchRequest {
     }
 }
 
-/// What one rank does.
+/// Measures and checks all sizes on one rank. Rank 0 prints.
 fn bench_on(
     rank: &Rank,
     backend: Backend,
@@ -225,21 +225,21 @@ fn bench_on(
     Ok(())
 }
 
-/// What the rounds of one size came to.
+/// The result of the rounds at one size.
 struct Measurement {
-    /// Of one call: the median.
+    /// The median time of one call.
     time: Duration,
-    /// Of the limit: the median.
+    /// The median time of the limit. `None` except on rank 0 on the CPU.
     limit: Option<Duration>,
-    /// The slowest round by the fastest.
+    /// The time of the slowest round divided by that of the fastest.
     spread: f64,
 }
 
-/// The largest ratio of slow to fast measurements of the same work on a machine that does nothing else.
+/// The largest ratio of slow to fast measurements of the same work on an otherwise idle machine.
 const NOISY_RATIO: f64 = 1.5;
 
-/// Warns that other programs disturb a measurement, whose slow times are `spread` times the fast ones. `what` is the
-/// beginning of a sentence that ends with that number.
+/// Warns that other programs disturb a measurement whose slow times are `spread` times the fast ones. `what` begins
+/// the sentence, before that number.
 fn note_if_busy(what: &str, spread: f64, printer: &Printer) {
     if let Some(note) = busy(what, spread) {
         printer.info(&note);
@@ -252,7 +252,7 @@ fn busy(what: &str, spread: f64) -> Option<String> {
     })
 }
 
-/// Measures the operation and the limit, in rounds in which they take turns.
+/// Measures the operation and the limit in turns, for several rounds.
 fn measure(
     request: &BenchRequest,
     exercise: &mut BenchCase,
@@ -272,12 +272,12 @@ fn measure(
     let (mut times, mut limits) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
         times.push(round(group, exercise, iters)?);
-        // The other ranks sleep in the next barrier meanwhile.
+        // Meanwhile the other ranks sleep in the next barrier.
         limits.extend(limit.as_mut().map(|limit| limit.measure(iters)).transpose()?);
         group.barrier()?;
     }
     let time = median(&mut times).unwrap_or(warm_up);
-    // Sorted now.
+    // `median` has sorted the times.
     let spread = match (times.first(), times.last()) {
         (Some(fastest), Some(slowest)) => slowest.as_secs_f64() / fastest.as_secs_f64().max(1e-9),
         _ => 1.0,
@@ -285,8 +285,7 @@ fn measure(
     Ok(Measurement { time, limit: median(&mut limits), spread })
 }
 
-/// Calls the operation `iters` times on all ranks, and returns the time of one call on the slowest, the same
-/// on all ranks.
+/// Calls the operation `iters` times on all ranks. Returns the time of one call on the slowest rank, on all ranks.
 fn round(group: &ProcessGroup, exercise: &mut BenchCase, iters: u64) -> Result<Duration> {
     group.barrier()?;
     let began = Instant::now();

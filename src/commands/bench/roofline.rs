@@ -1,5 +1,5 @@
-//! The limit of the machine: how fast as many threads can move the bytes of a collective, if they never
-//! have to wait for each other and have nothing to compute.
+//! The limit of the machine: how fast as many threads as ranks can move the bytes of a collective. They never wait
+//! for each other and compute nothing.
 
 use std::sync::Barrier;
 use std::thread;
@@ -11,18 +11,18 @@ use super::BenchOp;
 use crate::error::{Error, Result};
 use crate::ffi::limits::not_started;
 
-/// What one thread reads and writes: every input once, every output once.
+/// The buffers of one thread, which reads every input once and writes every output once.
 struct Share {
     inputs: Vec<Vec<u8>>,
     outputs: Vec<Vec<u8>>,
-    /// Whether the outputs are the inputs.
+    /// Whether the inputs are also the outputs.
     in_place: bool,
 }
 
-/// The memory of all threads, as much as the ranks of the collective have.
+/// The memory of all threads: as much as the ranks of the collective have.
 pub(super) struct MemoryRoofline(Vec<Share>);
 
-/// Stays in the first-level cache.
+/// The bytes of a piece, which stays in the first-level cache.
 const PIECE: usize = 4096;
 
 impl MemoryRoofline {
@@ -37,14 +37,14 @@ impl MemoryRoofline {
         Self((0..world_size).map(share).collect())
     }
 
-    /// How long the slowest thread takes for one pass, on average over `iters`.
+    /// Returns the time of one pass on the slowest thread, on average over `iters` passes.
     ///
     /// # Errors
     /// [`Error::Input`] when a thread cannot be started.
     pub(super) fn measure(&mut self, iters: u64) -> Result<Duration> {
         let count = self.0.len();
         let start = Barrier::new(count);
-        // Threads that wait for one that is never started would wait for ever.
+        // The gate opens when all threads have started. At the barrier they would wait forever for a missing one.
         let (all_are_there, gate) = bounded(count);
         let passes = |share: &mut Share| {
             if gate.recv().is_err() {
@@ -77,10 +77,10 @@ impl MemoryRoofline {
 }
 
 impl Share {
-    /// Reads everything and writes everything. What is read passes through the nearest cache only.
+    /// Reads every input and writes every output. Data that is read passes through the nearest cache only.
     fn pass(&mut self) {
         let Share { inputs, outputs, in_place } = self;
-        // Nothing to combine: straight from memory to memory.
+        // With one input and one output, copies straight from memory to memory.
         if let ([input], [output]) = (&inputs[..], &mut outputs[..]) {
             output.copy_from_slice(input);
             std::hint::black_box(output);

@@ -1,5 +1,5 @@
-//! `ddp-mp bench scaling`: what more ranks on this machine give, measured against one rank with as many threads as each
-//! of them (efficiency), and against one rank with all cores (speed-up).
+//! `ddp-mp bench scaling`: the gain from more ranks on this machine. Efficiency compares them with one rank of as
+//! many threads as each has; speed-up compares them with one rank of all cores.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ const NOT_OF_SCALING: [&str; 8] = [
     "master_port",
 ];
 
-/// What stays the same when there are more ranks.
+/// The work that stays the same when there are more ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Scaling {
@@ -47,20 +47,21 @@ enum Scaling {
 struct Row {
     model: &'static str,
     scaling: Scaling,
-    /// How many CPU cores this process may use.
+    /// The number of CPU cores that this process may use.
     cores: usize,
     world_size: usize,
     threads_per_rank: usize,
-    /// On each rank.
+    /// Samples per batch on each rank.
     batch_size: usize,
     us_per_step: f64,
-    /// Of all ranks together.
+    /// The samples of all ranks together.
     samples_per_second: f64,
-    /// Those of one rank with `threads_per_rank` threads.
+    /// The samples per second of one rank with `threads_per_rank` threads.
     samples_per_second_of_one: f64,
-    /// `samples_per_second` by `world_size` times those of that one: 1 if N ranks are N times as fast as one.
+    /// `samples_per_second` divided by `world_size` times `samples_per_second_of_one`: 1 if N ranks are N times
+    /// faster.
     efficiency: f64,
-    /// `samples_per_second` by those of one rank that has the threads of all cores.
+    /// `samples_per_second` divided by that of one rank with the threads of all cores.
     speedup: f64,
 }
 
@@ -69,15 +70,15 @@ struct Row {
 struct Case {
     scaling: Scaling,
     ranks: usize,
-    /// On each rank.
+    /// Samples per batch on each rank.
     batch_size: usize,
-    /// Where they run.
+    /// The devices and threads of the ranks.
     placement: Placement,
 }
 
 impl Case {
-    /// Returns one rank with the threads of each of these ranks, and with the work of one of them (weak scaling) or of all
-    /// (strong scaling). On GPUs threads do not matter.
+    /// Returns the case of one rank with as many threads as each of these ranks. Its work is that of one of them
+    /// (weak scaling) or of all (strong scaling). On GPUs threads do not matter.
     fn base(&self, one: &Self) -> Self {
         let mut base = one.clone();
         if base.placement.devices[0] == Device::Cpu {
@@ -86,17 +87,17 @@ impl Case {
         base
     }
 
-    /// Whether both take the same time.
+    /// Returns whether both cases take the same time.
     fn is_same(&self, other: &Self) -> bool {
         let of = |it: &Self| (it.ranks, it.batch_size, it.placement.threads_per_rank);
         of(self) == of(other)
     }
 }
 
-/// The times of a case, in microseconds, of each repetition.
+/// The times of a case over its repetitions, in microseconds.
 #[derive(Debug, Default, Clone)]
 struct Times {
-    /// The median steps.
+    /// The median step of each repetition.
     medians: Vec<f64>,
     /// The largest ratio of a median step to the fastest one of its repetition.
     spread: f64,
@@ -109,32 +110,32 @@ impl Times {
         medians[medians.len() / 2]
     }
 
-    /// The slowest repetition by the fastest.
+    /// Returns the time of the slowest repetition divided by that of the fastest.
     fn spread_of_repetitions(&self) -> f64 {
         let ends = |more: fn(f64, f64) -> f64| self.medians.iter().copied().reduce(more);
         ends(f64::max).zip(ends(f64::min)).map_or(1.0, |(slowest, fastest)| slowest / fastest)
     }
 }
 
-/// Refuses a flag that [`bench_scaling`] would do nothing with.
+/// Refuses a flag that has no effect on [`bench_scaling`].
 ///
 /// # Errors
-/// [`Error::Input`] that names it.
+/// [`Error::Input`] that names the flag.
 pub fn check_scaling_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
     reject_flags(keys, &NOT_OF_SCALING, "bench scaling measures single steps in one process")
 }
 
-/// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`, and prints samples per
+/// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`. Prints samples per
 /// second, efficiency and speed-up: once with the batch of `config` on each rank, and once with the same samples
-/// shared out among the ranks. The numbers of ranks take turns `repetitions` times, of `steps` steps each, so that
-/// what else the machine does touches all of them; the medians count.
+/// shared out among the ranks. The numbers of ranks take turns `repetitions` times, for `steps` steps each, so that
+/// other load on the machine affects all of them. The medians count.
 ///
-/// One rank has the threads of all cores, two have half of them each. So ranks are measured against two kinds of one rank:
-/// efficiency is the share that is left of N times a rank with the same threads, and the speed-up is what a user gains who
-/// could run one rank with all cores.
+/// One rank has the threads of all cores, two ranks have half of them each. There are therefore two kinds of one rank
+/// to compare with. Efficiency is the share that is left of N times a rank with the same threads. Speed-up is the
+/// gain over one rank with all cores.
 ///
 /// # Errors
-/// [`Error::Input`] when that can't be done here, and [`SpawnError`](crate::SpawnError) when a rank failed.
+/// [`Error::Input`] when `config` can't be measured here, and [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn bench_scaling(
     config: Config,
     steps: usize,
@@ -224,7 +225,7 @@ pub fn bench_scaling(
     }
     .context("writing to stdout")?;
     let slowest = times.iter().map(Times::spread_of_repetitions).fold(1.0, f64::max);
-    // Ranks that take turns on a core are slow by themselves.
+    // Ranks that share a core have slow steps even on an idle machine.
     let has_cores = |case: &Case| case.ranks <= cores();
     let with_cores = measured.iter().zip(&times).filter(|(case, _)| has_cores(case));
     let median = with_cores.map(|(_, times)| times.spread).fold(1.0, f64::max);
@@ -235,7 +236,7 @@ pub fn bench_scaling(
     Ok(())
 }
 
-/// `1 thread`, `2 threads`.
+/// Returns `1 thread`, `2 threads` and so on.
 fn threads(count: usize) -> String {
     format!("{count} thread{}", if count == 1 { "" } else { "s" })
 }
@@ -249,7 +250,7 @@ fn numbers_of_ranks(most: usize) -> Vec<usize> {
     numbers
 }
 
-/// Returns the median step of rank 0 and the fastest, in microseconds.
+/// Returns the median step and the fastest step of rank 0, in microseconds.
 fn measure(
     case: &Case,
     config: &Config,

@@ -1,4 +1,4 @@
-//! `ddp-mp bench step`: how long a training step takes, and its parts.
+//! `ddp-mp bench step`: the time of a training step, and of its parts.
 
 use std::io;
 use std::sync::Arc;
@@ -25,49 +25,49 @@ use crate::operation::Operation;
 use crate::telemetry::{LogFormat, PhaseSeconds, Printer};
 use crate::trainer::Amp;
 
-/// The times of rank 0, in microseconds: medians over the steps. Those of the parts are its GPU's, if it has one: then all
-/// collectives that it waits for are communication, and what the host takes beyond that is in no part.
+/// The times of rank 0, in microseconds: medians over the steps. With a GPU, the times of the parts are the GPU's.
+/// Then all collectives that the GPU waits for are communication, and the extra time of the host is in no part.
 #[derive(Debug, Serialize)]
 pub(super) struct StepTimes {
     model: &'static str,
     strategy: StrategyKind,
     amp: Amp,
-    /// On each rank.
+    /// Samples per batch on each rank.
     batch_size: usize,
     world_size: usize,
     pub(super) us_per_step: f64,
     pub(super) us_min: f64,
     us_max: f64,
-    /// Zeroing the gradients, the model and the loss; with `--strategy dp` also getting the batch and the
-    /// parameters from rank 0.
+    /// Zeroing the gradients, the model and the loss. With `--strategy dp`, also getting the batch and the parameters
+    /// from rank 0.
     forward_us: f64,
     /// Autograd alone.
     backward_us: f64,
     /// Averaging the gradients, or waiting for the other ranks.
     communication_us: f64,
     optimizer_us: f64,
-    /// Of each bucket of gradients; none with `--strategy dp`.
+    /// The bytes of each bucket of gradients; empty with `--strategy dp`.
     bucket_bytes: Vec<usize>,
-    /// How far backward is when it has completed each.
+    /// The time in backward when each bucket is complete.
     bucket_complete_us: Vec<f64>,
 }
 
-/// Steps that are made first and do not count.
+/// The number of warm-up steps, which are not measured.
 const WARM_UP: usize = 20;
 
-/// Refuses a flag that [`bench_step`] would do nothing with.
+/// Refuses a flag that has no effect on [`bench_step`].
 ///
 /// # Errors
-/// [`Error::Input`] that names it.
+/// [`Error::Input`] that names the flag.
 pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
     reject_flags(keys, &["inject_fault"], "bench step measures single steps")
 }
 
-/// Trains as `config` says for `steps` steps, and prints what one takes; and what it would take on `cluster`, for which
-/// one rank is measured if `config` does not say how many.
+/// Trains as `config` says for `steps` steps, and prints the time of one. Also prints its forecast on `cluster`, if
+/// given. One rank is then measured, unless `config` has a number of ranks.
 ///
 /// # Errors
-/// As [`train`](super::super::train), and [`Error::Input`] for what is not modelled.
+/// As [`train`](super::super::train), and [`Error::Input`] for options that the cluster does not model.
 pub fn bench_step(
     config: Config,
     steps: usize,
@@ -126,7 +126,7 @@ pub fn bench_step(
     run_launched(&config, cuda, printer, false, work).map(drop)
 }
 
-/// Refuses what [`SimulatedCluster`] knows nothing of.
+/// Refuses options that [`SimulatedCluster`] does not model.
 fn check_modelled(config: &Config) -> Result<()> {
     let refuse = |what: &str| {
         let why = "--simulate-cluster has no model of it; leave out one of the two";
@@ -138,7 +138,7 @@ fn check_modelled(config: &Config) -> Result<()> {
     if config.comm_hook != CommHookKind::None { refuse("--comm-hook") } else { Ok(()) }
 }
 
-/// The times, on rank 0.
+/// Measures `steps` steps on one rank. Returns the times on rank 0, `None` on the others.
 pub(super) fn step_on(
     rank: &Rank,
     backend: Backend,
@@ -151,8 +151,8 @@ pub(super) fn step_on(
         Training::new(rank, &group, config, dataset, &StartPoint::default())?;
     let mut scaler = config.amp.grad_scaler(&ddp)?;
     let mut times: Vec<[f64; 5]> = Vec::with_capacity(steps);
-    let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // of each bucket, as a share of backward
-    // A batch from rank 0 is part of the step; one's own is two views of what is there.
+    let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // when each bucket is complete, as a share of backward
+    // A batch from rank 0 is part of the step. A rank's own batch is only two views of existing tensors.
     let is_scattered = matches!(loader, Loader::Scattered(_));
     let mut epoch = 0;
     while times.len() < WARM_UP + steps {
@@ -241,8 +241,8 @@ pub(super) fn step_on(
     }))
 }
 
-/// The parts of a step that took `total` seconds, as the rank's GPU has done them between the times `earlier` and `later`
-/// of all steps.
+/// Returns the parts of a step of `total` seconds on the rank's GPU: the increase of the phase times from `earlier`
+/// to `later`, in seconds.
 fn parts_on_gpu(total: f64, earlier: &PhaseSeconds, later: &PhaseSeconds) -> [f64; 5] {
     let part = |of: fn(&PhaseSeconds) -> f64| of(later) - of(earlier);
     [
@@ -276,7 +276,7 @@ fn print(
     }
 }
 
-/// What the step comes to on `cluster`.
+/// Prints the forecast of the step on `cluster`.
 fn print_on(
     cluster: &SimulatedCluster,
     times: &StepTimes,

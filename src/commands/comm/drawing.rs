@@ -1,10 +1,10 @@
-//! Who sends what to whom, in letters: A is rank 0's tensor, B rank 1's; A1 the part of A for rank 1.
+//! Drawings of the operations in letters: A is rank 0's tensor, B is rank 1's, and A1 is the part of A for rank 1.
 
 use super::operations::CommOp;
 use super::shorten::{GAP, join, ranks};
 use crate::process_group::ReduceOp;
 
-/// What the letters mean.
+/// Returns the meaning of the letters.
 pub(super) fn legend(world_size: usize) -> &'static str {
     match world_size {
         1 => "A is rank 0's tensor; A0 is the part of A that is for rank 0.",
@@ -12,7 +12,7 @@ pub(super) fn legend(world_size: usize) -> &'static str {
     }
 }
 
-/// What one rank has before and after, and whether it gives something to get there.
+/// The tensors of one rank before and after, and whether it gives and gets some.
 struct Side {
     before: String,
     gives: bool,
@@ -20,7 +20,7 @@ struct Side {
     after: String,
 }
 
-/// The drawing of `op`: a line for each rank, as far as there is room.
+/// Returns the drawing of `op`: a line for each rank, as far as there is room.
 pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<String> {
     if let CommOp::SendRecv | CommOp::IsendIrecv = op {
         return vec![passed_on(world_size, op == CommOp::IsendIrecv)];
@@ -76,7 +76,7 @@ fn side(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> Side
     Side { before, gives, gets, after }
 }
 
-/// `rank 0 -A-> rank 1 -B-> rank 2`, for a ring on to rank 0.
+/// Returns `rank 0 -A-> rank 1 -B-> rank 2`. A ring ends with rank 0 again.
 fn passed_on(world_size: usize, ring: bool) -> String {
     let most = if world_size <= 5 { 5 } else { 4 };
     let name = |rank: usize| format!("rank {rank}");
@@ -94,7 +94,7 @@ fn passed_on(world_size: usize, ring: bool) -> String {
     line
 }
 
-/// The formula of a reduction.
+/// Returns the formula of a reduction.
 fn reduced(op: ReduceOp, world_size: usize, item: &dyn Fn(usize) -> String) -> String {
     let most = if world_size <= 4 { 4 } else { 3 };
     let terms = |separator| join(world_size, most, separator, item);
@@ -109,7 +109,7 @@ fn reduced(op: ReduceOp, world_size: usize, item: &dyn Fn(usize) -> String) -> S
     }
 }
 
-/// A for rank 0, B for rank 1; AA after Z, as the columns of a spreadsheet.
+/// Returns A for rank 0 and B for rank 1. AA follows Z, like the columns of a spreadsheet.
 fn letters(rank: usize) -> String {
     let last = char::from(b'A' + (rank % 26) as u8);
     match rank / 26 {

@@ -1,4 +1,4 @@
-//! `ddp-mp comm`: what each collective does, shown on tensors that are small enough to read.
+//! `ddp-mp comm`: shows each collective on tensors that are small enough to read.
 
 mod drawing;
 mod operations;
@@ -25,37 +25,37 @@ use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 pub use operations::CommOp;
 use values::{Data, Plain, Value};
 
-/// What to show, and on what data.
+/// The operations to show, and their data.
 #[derive(Debug, Clone)]
 pub struct CommRequest {
-    /// The operation; all, one after the other, if none.
+    /// The operation. `None` for all, one after the other.
     pub op: Option<CommOp>,
-    /// How many elements each tensor has.
+    /// The number of elements of each tensor.
     pub numel: i64,
-    /// Their kind.
+    /// The dtype of the tensors.
     pub dtype: Kind,
-    /// What reductions reduce with.
+    /// The reduction, for operations that reduce.
     pub reduce_op: ReduceOp,
-    /// How many ranks.
+    /// The number of ranks.
     pub nproc_per_node: Nproc,
-    /// What carries the tensors.
+    /// The communication backend.
     pub backend: BackendChoice,
-    /// How long a rank waits for the others.
+    /// The longest time that a rank waits for the others.
     pub timeout: Duration,
 }
 
 impl CommRequest {
-    /// The most elements of a tensor: it is there to be read.
+    /// The most elements of a tensor, which people are to read.
     pub const MOST_NUMEL: u64 = 1_000_000;
 }
 
-/// What all ranks share.
+/// The state that all ranks share.
 struct Job {
     request: CommRequest,
     ops: Vec<CommOp>,
     backend: Backend,
     printer: Arc<Printer>,
-    /// Which ranks have come to the barrier.
+    /// The ranks that have arrived at the barrier.
     arrived: Vec<AtomicBool>,
 }
 
@@ -79,10 +79,10 @@ struct Line<'a> {
     received: u64,
 }
 
-/// Runs the operations, and prints what each did.
+/// Runs the operations, and prints the result of each.
 ///
 /// # Errors
-/// [`Error::Input`] when that can't be done here, and [`SpawnError`](crate::SpawnError) when a rank failed.
+/// [`Error::Input`] when the request can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
     let ops = request.op.map_or_else(|| CommOp::ALL.to_vec(), |op| vec![op]);
@@ -106,7 +106,7 @@ pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow
     Ok(())
 }
 
-/// Refuses what an operation would refuse, before anything is printed.
+/// Refuses arguments that an operation would refuse, before anything is printed.
 fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: usize) -> Result<()> {
     let CommRequest { numel, dtype: kind, reduce_op, .. } = *request;
     if numel.checked_mul(world_size as i64).is_none() {
@@ -122,10 +122,10 @@ fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: us
     Ok(())
 }
 
-/// The bytes that a tensor takes besides its elements, as lists of tensors on each of 1000 ranks have shown.
+/// The bytes that a tensor takes besides its elements, measured with lists of tensors on each of 1000 ranks.
 const BYTES_OF_A_TENSOR: f64 = 600.0;
 
-/// Refuses tensors for which `total` bytes are not enough.
+/// Refuses tensors that do not fit into `total` bytes.
 ///
 /// # Errors
 /// [`Error::Input`] that names how many ranks would fit.
@@ -155,7 +155,7 @@ fn check_memory(
     )))
 }
 
-/// What one rank does: every operation, then its row for rank 0, which prints.
+/// Runs every operation on one rank, and sends its row to rank 0, which prints.
 fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.backend)?;
     let CommRequest { numel, dtype: kind, reduce_op, .. } = job.request;

@@ -1,4 +1,4 @@
-//! The operations: what each is for, how it is called, and the call itself.
+//! The operations: the purpose of each, its calls in PyTorch and in Rust, and the call itself.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::operation::Operation;
 use crate::process_group::{P2POp, ReduceOp};
 
-/// What `ddp-mp comm` can show.
+/// The operations that `ddp-mp comm` can show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)] // the names are the documentation
 pub enum CommOp {
@@ -27,7 +27,7 @@ pub enum CommOp {
 }
 
 impl CommOp {
-    /// All of them: first what is simple, and what others are made of.
+    /// All operations: first the simple ones, which others are made of.
     pub const ALL: [CommOp; 11] = [
         CommOp::SendRecv,
         CommOp::IsendIrecv,
@@ -42,7 +42,7 @@ impl CommOp {
         CommOp::Barrier,
     ];
 
-    /// PyTorch's name for it.
+    /// Returns PyTorch's name for the operation.
     pub fn name(self) -> &'static str {
         match self {
             CommOp::SendRecv => "send_recv",
@@ -59,7 +59,7 @@ impl CommOp {
         }
     }
 
-    /// What it is among the group's operations, if it takes a reduce op.
+    /// Returns the process group's operation. `None` if it takes no reduce op.
     pub(super) fn reduction(self) -> Option<Operation> {
         match self {
             CommOp::Reduce => Some(Operation::Reduce),
@@ -69,7 +69,7 @@ impl CommOp {
         }
     }
 
-    /// Returns how many tensors all ranks together hold in it, at the same time.
+    /// Returns how many tensors all ranks together hold at the same time.
     pub(super) fn tensors(self, world_size: usize) -> f64 {
         let ranks = world_size as f64;
         match self {
@@ -81,7 +81,7 @@ impl CommOp {
         }
     }
 
-    /// What it does, and what for.
+    /// Returns two lines: what the operation does, and its use.
     pub(super) fn about(self, world_size: usize, op: ReduceOp) -> Vec<String> {
         let alone = "There is only one rank here, so it has no other to send to.";
         let (does, more) = match self {
@@ -141,7 +141,7 @@ impl CommOp {
         vec![does.replace("RESULT", noun(op)), more.into()]
     }
 
-    /// How it is called in PyTorch, and here.
+    /// Returns the call in PyTorch, and the call here.
     pub(super) fn calls(self) -> [&'static str; 2] {
         match self {
             CommOp::SendRecv => [
@@ -185,7 +185,7 @@ impl CommOp {
         }
     }
 
-    /// Does it on this rank, and notes its tensors before and after.
+    /// Runs the operation on this rank. Returns the rank's tensors before and after.
     pub(super) fn run(
         self,
         data: &Data,
@@ -264,7 +264,7 @@ impl CommOp {
                 Ok([before, data.read_list(Some(&outputs))?])
             }
             CommOp::Barrier => {
-                // Who comes when is up to the machine. That all have come is not.
+                // The order of arrival varies, but all ranks have arrived after the barrier.
                 arrived[rank].store(true, Ordering::Release);
                 group.barrier()?;
                 let has_come = |rank: &usize| arrived[*rank].load(Ordering::Acquire);
@@ -275,7 +275,7 @@ impl CommOp {
     }
 }
 
-/// What a reduction results in.
+/// Returns the result of a reduction as a noun.
 fn noun(op: ReduceOp) -> &'static str {
     match op {
         ReduceOp::Sum | ReduceOp::PremulSum(_) => "the sum",

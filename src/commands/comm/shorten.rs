@@ -1,9 +1,10 @@
-//! What is too long to show, with `...` in the middle.
+//! Shortens what is too long to show, with `...` in the middle.
 
-/// What stands for all that is left out.
+/// The text for everything that is left out.
 pub(super) const GAP: &str = "...";
 
-/// The numbers below `count`; if there are more than `most`, only the first and the last, and `None` between.
+/// Returns the numbers below `count`. If there are more than `most`, only the first and the last, with `None`
+/// between.
 pub(super) fn shorten(count: usize, most: usize) -> Vec<Option<usize>> {
     if count <= most {
         return (0..count).map(Some).collect();
@@ -12,12 +13,12 @@ pub(super) fn shorten(count: usize, most: usize) -> Vec<Option<usize>> {
     (0..first).map(Some).chain([None]).chain((count - last..count).map(Some)).collect()
 }
 
-/// `item` of each of [`shorten`]'s numbers.
+/// Returns `item` of each of [`shorten`]'s numbers, and [`GAP`] for `None`.
 pub(super) fn items(count: usize, most: usize, item: impl Fn(usize) -> String) -> Vec<String> {
     shorten(count, most).into_iter().map(|i| i.map_or(GAP.into(), &item)).collect()
 }
 
-/// [`items`] in one line.
+/// Returns [`items`] in one line, with `separator` between.
 pub(super) fn join(
     count: usize,
     most: usize,
@@ -27,7 +28,7 @@ pub(super) fn join(
     items(count, most, item).join(separator)
 }
 
-/// The ranks that are shown.
+/// Returns the ranks to show, with `None` for those left out.
 pub(super) fn ranks(world_size: usize) -> Vec<Option<usize>> {
     shorten(world_size, if world_size <= 8 { 8 } else { 6 })
 }

@@ -1,20 +1,20 @@
-//! The ranks' tensors before and after, in columns.
+//! The table of the ranks' tensors before and after an operation.
 
 use super::Row;
 use super::shorten::{GAP, items, join, ranks};
 use super::values::{Numbers, Value};
 
-/// How wide a table may be: a terminal, less the space that it is set in by.
+/// The largest width of a table: that of a terminal, less the indentation.
 const WIDTH: usize = 78;
 
-/// How much is shown of a value: so many tensors of a list, so many numbers of a tensor.
+/// How much of a value is shown: the most tensors of a list, and the most numbers of a tensor.
 #[derive(Clone, Copy)]
 struct Most {
     tensors: usize,
     numbers: usize,
 }
 
-/// The lines of a table with a line for each rank, as much of each as there is room for.
+/// Returns the lines of a table with a line for each rank, and as much of each tensor as there is room for.
 pub(super) fn table(rows: &[Row]) -> Vec<String> {
     let lists =
         rows.iter().flat_map(|row| [&row.before, &row.after]).flatten().map(|value| match value {
@@ -25,7 +25,7 @@ pub(super) fn table(rows: &[Row]) -> Vec<String> {
     let most = |longest: Option<usize>| longest.unwrap_or(0).clamp(2, WIDTH / 2);
     let tensors = most(lists.clone().map(<[_]>::len).max());
     let numbers = most(lists.flatten().map(Numbers::len).max());
-    // Rather fewer numbers than fewer tensors; but the first and the last, if that can be.
+    // Leaves out numbers before tensors, but keeps the first and the last number of a tensor if possible.
     let mut all = (1..=tensors)
         .rev()
         .flat_map(|tensors| (2..=numbers).rev().map(move |numbers| Most { tensors, numbers }));
@@ -61,7 +61,7 @@ fn lines(rows: &[Row], most: Most) -> Vec<String> {
     cells.iter().map(aligned).collect()
 }
 
-/// The tensors of a value, each as `[1 2 3]`; `-` for nothing.
+/// Returns the tensors of a value, each as `[1 2 3]`; `-` for no value.
 fn tensors(value: Option<&Value>, most: Most) -> Vec<String> {
     let tensor = |numbers: &Numbers| {
         format!("[{}]", join(numbers.len(), most.numbers, " ", |i| numbers.text(i)))
@@ -73,7 +73,7 @@ fn tensors(value: Option<&Value>, most: Most) -> Vec<String> {
     }
 }
 
-/// The lines of texts that stand below each other.
+/// Returns a line for each list of texts, with the texts aligned in columns.
 fn in_columns(lines: &[Vec<String>]) -> Vec<String> {
     let width = |i: usize| lines.iter().filter_map(|line| line.get(i)).map(String::len).max();
     let padded = |(i, text): (usize, &String)| format!("{text:w$}", w = width(i).unwrap_or(0));

@@ -1,4 +1,4 @@
-//! The data that a rank begins with, and tensors as numbers to print.
+//! The initial data of a rank, and tensors as numbers to print.
 
 use std::fmt::{Display, LowerExp};
 
@@ -8,7 +8,7 @@ use tch::{Device, Kind, TchError, Tensor};
 use crate::error::{Error, Result};
 use crate::process_group::ProcessGroup;
 
-/// What one rank's tensors are made of.
+/// The process group, length and dtype of one rank's tensors.
 pub(super) struct Data<'a> {
     pub group: &'a ProcessGroup,
     pub numel: i64,
@@ -16,12 +16,12 @@ pub(super) struct Data<'a> {
 }
 
 impl Data<'_> {
-    /// The tensor of rank r: (r + 1) * (i + 1) at index i.
+    /// Returns the tensor of rank r: (r + 1) * (i + 1) at index i.
     pub(super) fn tensor(&self) -> Result<Tensor> {
         self.first(self.numel).map_err(Error::torch("making a tensor"))
     }
 
-    /// The same for all ranks together, cut into a part for each rank.
+    /// Returns a longer tensor of the same numbers, cut into a part for each rank.
     pub(super) fn parts(&self) -> Result<Vec<Tensor>> {
         let parts = || -> Result<Vec<Tensor>, TchError> {
             let ranks = self.group.world_size() as i64;
@@ -31,24 +31,24 @@ impl Data<'_> {
         parts().map_err(Error::torch("making tensors"))
     }
 
-    /// A tensor to write to.
+    /// Returns a tensor to write to.
     pub(super) fn empty(&self) -> Result<Tensor> {
         Tensor::f_zeros([self.numel], (self.kind, self.group.device()))
             .map_err(Error::torch("making a tensor"))
     }
 
-    /// A tensor to write to for each rank.
+    /// Returns a tensor to write to for each rank.
     pub(super) fn empties(&self) -> Result<Vec<Tensor>> {
         (0..self.group.world_size()).map(|_| self.empty()).collect()
     }
 
-    /// A tensor's numbers.
+    /// Returns the numbers of a tensor.
     pub(super) fn read(&self, tensor: &Tensor) -> Result<Option<Value>> {
         self.group.synchronize()?;
         Ok(Some(Value::Tensor(Numbers::of(tensor)?)))
     }
 
-    /// The numbers of a list of tensors, if there is one.
+    /// Returns the numbers of a list of tensors. `None` without a list.
     pub(super) fn read_list(&self, list: Option<&[Tensor]>) -> Result<Option<Value>> {
         self.group.synchronize()?;
         let numbers = |list: &[Tensor]| list.iter().map(Numbers::of).collect();
@@ -56,28 +56,28 @@ impl Data<'_> {
     }
 
     fn first(&self, len: i64) -> Result<Tensor, TchError> {
-        // Not `f_arange`: tch panics where a function that is given scalars fails, here for lack of memory.
+        // Not `f_arange`: tch panics when a function with scalar arguments fails, here for lack of memory.
         let ones = Tensor::f_ones([len], (Kind::Int64, Device::Cpu))?;
         let multiples = ones.f_cumsum(0, None)?.f_mul_scalar_(self.group.rank() as i64 + 1)?;
         multiples.f_to_kind(self.kind)?.f_to_device(self.group.device())
     }
 }
 
-/// What a rank has before or after an operation. It travels to rank 0 in this form.
+/// The tensors of a rank before or after an operation, in the form that rank 0 receives.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Value {
     /// The numbers of one tensor.
     Tensor(Numbers),
-    /// Those of one for each rank.
+    /// The numbers of one tensor per rank.
     List(Vec<Numbers>),
 }
 
-/// The numbers of a tensor of any kind that can be reduced.
+/// The numbers of a tensor of any dtype that can be reduced.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Numbers {
     Bool(Vec<bool>),
     Integer(Vec<i64>),
-    /// Also of kinds with less precision.
+    /// Includes dtypes with less precision.
     Single(Vec<f32>),
     Double(Vec<f64>),
 }
@@ -107,7 +107,7 @@ impl Numbers {
         }
     }
 
-    /// The number at `index`, for people.
+    /// Returns the number at `index` as text.
     pub(super) fn text(&self, index: usize) -> String {
         match self {
             Numbers::Bool(values) => values[index].to_string(),
@@ -118,13 +118,13 @@ impl Numbers {
     }
 }
 
-/// With an exponent if it would have more digits than anybody can count.
+/// Returns `value` as text, with an exponent if it would have too many digits.
 fn float<T: Copy + Into<f64> + Display + LowerExp>(value: T) -> String {
     let size = value.into().abs();
     if size.is_finite() && size >= 1e16 { format!("{value:e}") } else { value.to_string() }
 }
 
-/// Numbers as JSON has them, without the names of their kinds.
+/// Numbers as plain JSON, without the names of the enum variants.
 pub(super) struct Plain<'a, T>(pub &'a T);
 
 impl Serialize for Plain<'_, Numbers> {

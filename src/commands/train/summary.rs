@@ -1,4 +1,4 @@
-//! The end of a run: what each rank has to tell, and what rank 0 makes of it.
+//! The end of a run: the summary of each rank, and the result that rank 0 derives from them.
 
 use serde::{Deserialize, Serialize};
 use tch::Device;
@@ -18,20 +18,20 @@ use crate::telemetry::report::{
 use crate::telemetry::{End, PhaseSeconds, find_straggler, find_straggler_over, peak_memory};
 use crate::trainer::{Summary, Trainer};
 
-/// What rank 0 hears of each.
+/// The summary that each rank sends to rank 0.
 #[derive(Debug, Serialize, Deserialize)]
 struct RankSummary {
     sent: u64,
     received: u64,
-    /// For data, in seconds.
+    /// The time spent waiting for data, in seconds.
     waited: f64,
     phases: PhaseSeconds,
-    /// 64 bits over what all ranks should have alike.
+    /// A 64-bit hash of what must be equal on all ranks. `None` if rank 0 alone has the model.
     parameters: Option<u64>,
 }
 
-/// Gathers what all ranks have to tell. Returns what the run came to on rank 0, and on all ranks whether the replicas
-/// are equal. A collective.
+/// Gathers the summaries of all ranks. Returns the result of the run on rank 0 (`None` on other ranks), and on all
+/// ranks whether the replicas are equal. A collective.
 pub(super) fn end(
     trainer: &Trainer<Model>,
     summary: &Summary,
@@ -52,10 +52,10 @@ pub(super) fn end(
         phases: group.phase_seconds(),
         parameters,
     };
-    // Rank 0 alone gets what all have to tell: on every rank it would take memory for each pair of ranks.
+    // Only rank 0 gets the summaries: on every rank they would take memory for each pair of ranks.
     let of_ranks = group.gather_object(&mine, 0)?;
     let replicas = of_ranks.as_ref().and_then(|it| replicas(it, job.config.check_replicas_every));
-    // All ranks must know: each ends with an error if the replicas differ.
+    // Each rank ends with an error if the replicas differ.
     let mut equal = vec![replicas.as_ref().is_none_or(|it| it.equal)];
     group.broadcast_object_list(&mut equal, 0)?;
     let equal = equal == [true];
@@ -91,7 +91,7 @@ pub(super) fn end(
         first_loss: summary.first_loss,
     };
     job.seen.update(|draft| {
-        // They have been put together anew since the beginning.
+        // The buckets have been rebuilt since the start.
         draft.model.buckets.clone_from(&end.bucket_bytes);
         draft.model.parameters = trainer.ddp().parameter_places();
         draft.moved = Moved {
@@ -128,7 +128,7 @@ fn replicas(of_ranks: &[RankSummary], checked_every: Option<u64>) -> Option<Repl
     })
 }
 
-/// How long the others must have waited for a rank, in seconds, to say so on a page.
+/// The least time, in seconds, that other ranks waited for a straggler to name it in the report.
 const MIN_STRAGGLER_SECONDS: f64 = 0.05;
 
 fn verdict(

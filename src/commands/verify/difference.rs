@@ -1,4 +1,4 @@
-//! How far two trainings differ, how far rounding can have taken them apart, and the table of it.
+//! The difference between two trainings, the bound on what rounding explains, and the table of both.
 
 use std::io::{self, Write};
 
@@ -10,31 +10,31 @@ use crate::config::{Config, StrategyKind};
 use crate::error::{Error, Result};
 use crate::launch::Placement;
 
-/// So few tensors are told of one by one.
+/// Up to this many tensors are always listed one by one.
 const FEW: usize = 4;
 
-/// How far rounding can have taken two runs apart.
+/// The largest difference between two runs that rounding explains.
 ///
-/// A step rounds each number of size `largest` once, and the way that a step takes it is a sum of `samples` numbers,
-/// each made of sums of `width`, in which every addition rounds. That is 2^-24 of the size at most, in each of two runs.
+/// A step rounds each number of size `largest` once. Its update is a sum of `samples` numbers, each made of sums of
+/// `width` numbers, and every addition rounds. A rounding is at most 2^-24 of the size, in each of the two runs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bound {
     pub steps: u64,
-    /// In the batch of a step, over all ranks.
+    /// Samples in the batch of a step, over all ranks.
     pub samples: usize,
-    /// The most numbers that go into one that a layer computes.
+    /// The most inputs of one number that a layer computes.
     pub width: usize,
-    /// The largest number of the model.
+    /// The largest absolute value in the model after training.
     pub largest: f32,
-    /// How far the run has taken the number that it took farthest.
+    /// The largest change of a number over the run.
     pub way: f32,
 }
 
 impl Bound {
-    /// For runs beside this one.
+    /// Returns the bound for runs that are compared with `reference`.
     ///
     /// # Errors
-    /// [`Error::Input`] where it has not come to numbers.
+    /// [`Error::Input`] if a value of `reference` is not finite.
     pub(super) fn of(reference: &RunResult, steps: u64, samples: usize) -> Result<Self> {
         let RunResult { before, after, .. } = reference;
         let all = |tensors: &[ParamValues]| -> Vec<f32> {
@@ -57,7 +57,7 @@ impl Bound {
         })
     }
 
-    /// The number itself.
+    /// Returns the bound as a number.
     fn value(&self) -> f64 {
         let Self { steps, samples, width, largest, way } = *self;
         let terms = (samples + width) as f64;
@@ -65,7 +65,7 @@ impl Bound {
     }
 }
 
-/// One tensor of both.
+/// The difference of one tensor between the two runs.
 #[derive(Debug, Clone, Serialize)]
 struct Difference {
     name: String,
@@ -73,7 +73,7 @@ struct Difference {
     equal_bits: bool,
 }
 
-/// One way against the reference: a row of the table.
+/// One way compared with the reference: a row of the table.
 #[derive(Debug, Serialize)]
 pub(super) struct Comparison {
     strategy: StrategyKind,
@@ -81,23 +81,23 @@ pub(super) struct Comparison {
     device: &'static str,
     world_size: usize,
     batch_size: usize,
-    accumulate: usize,
+    grad_accum_steps: usize,
     steps: u64,
-    /// The largest of all, and where.
+    /// The largest difference of all tensors. `parameter` is the tensor that has it.
     difference: f64,
     parameter: String,
     bound: f64,
     equal_bits: bool,
-    /// Whether all ranks had the same bits in the end.
+    /// Whether all ranks had the same bits at the end.
     pub replicas_equal: bool,
     pub ok: bool,
-    /// If not: the first step, from 0, after which it is not.
+    /// The first step, from 0, after which the comparison fails. `None` if it is ok.
     pub first_step: Option<u64>,
     parameters: Vec<Difference>,
 }
 
 impl Comparison {
-    /// What `way` came to on `placement`, against the one rank.
+    /// Compares the result of `way` on `placement` with the reference.
     pub(super) fn new(
         placement: &Placement,
         way: Variant,
@@ -107,7 +107,7 @@ impl Comparison {
     ) -> Self {
         let pairs = reference.after.iter().zip(&trained.after);
         let parameters: Vec<Difference> = pairs.map(|(a, b)| difference(a, b)).collect();
-        // `total_cmp` has what is no number above all others.
+        // `total_cmp` orders NaN above all other numbers.
         let largest = parameters.iter().max_by(|a, b| a.difference.total_cmp(&b.difference));
         let (parameter, largest) =
             largest.map_or_else(Default::default, |it| (it.name.clone(), it.difference));
@@ -118,7 +118,7 @@ impl Comparison {
             device: if placement.devices[0] == Device::Cpu { "CPU" } else { "GPU" },
             world_size: way.ranks,
             batch_size: way.batch_size,
-            accumulate: way.accumulate,
+            grad_accum_steps: way.grad_accum_steps,
             steps: bound.steps,
             difference: largest,
             parameter,
@@ -131,21 +131,24 @@ impl Comparison {
         }
     }
 
-    /// "ddp, threaded, CPU: 2 x 16 x 2".
+    /// Returns the name of the row, such as "ddp, threaded, CPU: 2 x 16 x 2 batches".
     fn name(&self) -> String {
-        let Self { backend, device, world_size, batch_size, accumulate, .. } = self;
+        let Self { backend, device, world_size, batch_size, grad_accum_steps, .. } = self;
         let what = match self.strategy {
             _ if *world_size == 1 => format!("1 rank, {device}"),
             StrategyKind::Ddp => format!("ddp, {backend}, {device}"),
             StrategyKind::Dp => format!("dp, {backend}, {device}"),
         };
-        let batches =
-            if *accumulate == 1 { String::new() } else { format!(" x {accumulate} batches") };
+        let batches = if *grad_accum_steps == 1 {
+            String::new()
+        } else {
+            format!(" x {grad_accum_steps} batches")
+        };
         format!("{what}: {world_size} x {batch_size}{batches}")
     }
 
-    /// The row of the table, and one for each tensor if there are few or `per_parameter`, else for those beyond the
-    /// bound.
+    /// Writes the row of the table. Adds one for each tensor if there are few or `per_parameter`, otherwise for
+    /// tensors beyond the bound.
     pub(super) fn write(&self, per_parameter: bool, out: &mut dyn Write) -> io::Result<()> {
         let bits = |equal| if equal { "equal" } else { "differ" };
         let verdict = match self {
@@ -161,7 +164,7 @@ impl Comparison {
             " {name:<40}{difference:>9.1e}  {bits_of_all:<8}{parameter:<17}{verdict}{since}"
         )?;
         let all = per_parameter || self.parameters.len() <= FEW;
-        // What is no number is beyond it, too.
+        // NaN is beyond the bound, too.
         let is_shown =
             |it: &&Difference| all || it.difference.is_nan() || it.difference > self.bound;
         self.parameters.iter().filter(is_shown).try_for_each(|it| {
@@ -171,7 +174,7 @@ impl Comparison {
     }
 }
 
-/// How far the values of a tensor are apart; not a number, where one of them is none.
+/// Returns how far the values of a tensor are apart; NaN where a value is NaN.
 fn difference(a: &ParamValues, b: &ParamValues) -> Difference {
     let pairs = || a.values.iter().zip(&b.values);
     let apart = pairs().map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
@@ -182,7 +185,7 @@ fn difference(a: &ParamValues, b: &ParamValues) -> Difference {
     }
 }
 
-/// What is compared with what, and the bound in numbers.
+/// Writes what is compared with what, and the bound in numbers.
 pub(super) fn write_head(
     config: &Config,
     ranks: usize,
@@ -193,9 +196,9 @@ pub(super) fn write_head(
     let (model, batch) = (config.model.name(), config.batch_size);
     writeln!(
         out,
-        "# {model}, {steps} steps: {ranks} ranks with batch {batch} against 1 rank with batch {samples}\n\
-         # bound: {:.1e} = 2^-23 ({steps} steps x {largest:.2}, the largest number of the model,\n\
-         #   + ({samples} samples + {width} inputs of a layer) x {way:.4}, the longest way of one)\n\
+        "# {model}, {steps} steps: {ranks} ranks with batch {batch} compared with 1 rank with batch {samples}\n\
+         # bound: {:.1e} = 2^-23 ({steps} steps x {largest:.2}, the largest parameter,\n\
+         #   + ({samples} samples + {width} inputs of a layer) x {way:.4}, the largest change of a parameter)\n\
          #{:<40}{:>10}  {:<8}largest in",
         bound.value(),
         "ranks x batch",
@@ -228,7 +231,8 @@ mod tests {
             threads_per_rank: 1,
             note: None,
         };
-        let way = Variant { strategy: StrategyKind::Ddp, ranks: 2, batch_size: 3, accumulate: 1 };
+        let way =
+            Variant { strategy: StrategyKind::Ddp, ranks: 2, batch_size: 3, grad_accum_steps: 1 };
         Comparison::new(&placement, way, &reference, trained, bound)
     }
 

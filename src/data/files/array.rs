@@ -1,46 +1,46 @@
-//! The numbers of a file, in the kind that they have there.
+//! The numbers of a file, in the file's dtype.
 
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi::MappedFile;
 
-/// What a file holds; converted batch by batch.
+/// The contents of a file. Batches of it are converted later.
 pub(super) struct Array {
     pub tensor: Tensor,
-    /// Whether its numbers are divided by 255 if they are inputs.
+    /// Whether the numbers are divided by 255 when used as inputs.
     pub is_pixels: bool,
 }
 
-/// How numbers lie in a file.
+/// The layout of numbers in a file.
 #[derive(Clone, Copy)]
 pub(super) struct Layout {
-    /// Where they begin, in bytes.
+    /// The offset of the first number, in bytes.
     pub start: usize,
     pub kind: Kind,
-    /// Whether the bytes of each come in the other order than this machine has them.
+    /// Whether the byte order is the opposite of this machine's.
     pub is_swapped: bool,
 }
 
 impl Layout {
-    /// Numbers from byte `start` on, as this machine has them.
+    /// Returns the layout of numbers from byte `start` on, in this machine's byte order.
     pub(super) fn native(start: usize, kind: Kind) -> Self {
         Self { start, kind, is_swapped: false }
     }
 }
 
 impl Array {
-    /// Numbers that are taken as they are.
+    /// Wraps numbers that are used unchanged.
     pub(super) fn plain(tensor: Tensor) -> Self {
         Self { tensor, is_pixels: false }
     }
 
-    /// Unsigned bytes: pixels, if they are inputs.
+    /// Wraps unsigned bytes, which are pixels if they are inputs.
     pub(super) fn bytes(tensor: Tensor) -> Self {
         Self { tensor, is_pixels: true }
     }
 
-    /// The numbers of `file` at `layout`: a view of it, or a copy if they do not lie as they must.
+    /// Returns the numbers of `file` at `layout`: a view of the file, or a copy if they are not aligned or are swapped.
     pub(super) fn mapped(file: &MappedFile, layout: Layout, shape: &[u64]) -> Result<Self> {
         let Layout { start, kind, is_swapped } = layout;
         let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
@@ -53,14 +53,14 @@ impl Array {
             )));
         }
         let range = start..start + num_bytes;
-        let is_aligned = start.is_multiple_of(kind.elt_size_in_bytes()); // a map starts with a page
+        let is_aligned = start.is_multiple_of(kind.elt_size_in_bytes()); // a map starts at a page boundary
         let size = kind.elt_size_in_bytes();
         let bytes = match (is_swapped && size > 1, is_aligned) {
             (true, _) => Tensor::f_from_slice(&swapped(&file[range], size).map_err(wrong)?),
             (false, true) => Ok(file.bytes(range)?),
             (false, false) => Tensor::f_from_slice(&file[range]),
         };
-        // A bool that is neither 0 nor 1 must not become a bool of libtorch's.
+        // A byte that is neither 0 nor 1 is not a valid bool for libtorch.
         let stored = if kind == Kind::Bool { Kind::Uint8 } else { kind };
         let view = bytes.and_then(|bytes| bytes.f_view_dtype(stored)?.f_view(&shape[..]));
         let tensor = view.map_err(Error::torch("making a tensor of a data file"))?;
@@ -68,7 +68,7 @@ impl Array {
     }
 }
 
-/// The bytes with those of each number, `size` bytes long, in the other order.
+/// Returns a copy of `bytes` with the byte order of each number reversed. Numbers are `size` bytes long.
 fn swapped(bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
     let mut swapped = Vec::new();
     let no_memory = |_| format!("there is not enough memory for {} bytes", bytes.len());
@@ -78,7 +78,8 @@ fn swapped(bytes: &[u8], size: usize) -> Result<Vec<u8>, String> {
     Ok(swapped)
 }
 
-/// A shape as libtorch takes it, and how many bytes so many numbers take; an error for none and for too many.
+/// Returns the shape for libtorch and the total size in bytes. `element` is the size of one number. An error if there
+/// are no numbers, or too many.
 pub(super) fn sizes(shape: &[u64], element: usize) -> Result<(Vec<i64>, usize), String> {
     let numel = shape.iter().try_fold(1u64, |numel, &size| numel.checked_mul(size));
     let num_bytes = numel.and_then(|numel| numel.checked_mul(element as u64));
@@ -86,7 +87,7 @@ pub(super) fn sizes(shape: &[u64], element: usize) -> Result<(Vec<i64>, usize), 
         _ if shape.contains(&0) => Err(format!(
             "an array of the shape {shape:?} has no numbers; write at least one sample"
         )),
-        // Each factor is smaller than the product.
+        // Each factor is at most the product, so it fits as well.
         Some(num_bytes) if num_bytes <= isize::MAX as u64 => {
             Ok((shape.iter().map(|&size| size as i64).collect(), num_bytes as usize))
         }

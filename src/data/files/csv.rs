@@ -1,4 +1,4 @@
-//! Tables of numbers as text.
+//! CSV files of numbers.
 
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
@@ -12,13 +12,13 @@ use super::array::Array;
 use crate::error::{Error, Result};
 use crate::ffi::open_file;
 
-/// Reads the file into memory, and unpacks it if gzip has packed it.
+/// Reads the file into memory, and decompresses it if it is a gzip file.
 pub(super) fn read(path: &Path, kind: TargetKind) -> Result<(Array, Array)> {
     let (file, _) = open_file(path)?;
     let name = path.display().to_string();
     let mut file = BufReader::new(file);
     let begin = file.fill_buf().map_err(|error| Error::Input(format!("{name}: {error}")))?;
-    // By what is in it: a file that was unpacked, or packed, may have kept its name.
+    // Checks the contents: a file may keep its name when it is compressed or decompressed.
     if begin.starts_with(&GZIP) {
         return parse(&format!("{name} (gzip)"), MultiGzDecoder::new(file), kind);
     }
@@ -28,7 +28,7 @@ pub(super) fn read(path: &Path, kind: TargetKind) -> Result<(Array, Array)> {
 /// The first bytes of a gzip file.
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 
-/// Passes on what is text. A file of zeros, which may be larger than any disk, would be one line without an end.
+/// Rejects zero bytes, which are not text. A file of zeros, maybe larger than any disk, would be one endless line.
 struct Text<R>(R);
 
 impl<R: Read> Read for Text<R> {
@@ -41,18 +41,18 @@ impl<R: Read> Read for Text<R> {
     }
 }
 
-/// How the columns are to be read: the first line decides.
+/// The columns of the table, as the first line defines them.
 struct Columns {
-    /// As a header calls them; none without one.
+    /// The names in the header. Empty without a header.
     names: Vec<String>,
     count: usize,
     target: usize,
 }
 
-/// A sample a line, with its target in the column `target` or `label`, or in the last.
+/// Parses one sample per line. The target is in the column `target` or `label`, or else in the last column.
 pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Array, Array)> {
     let wrong = |problem: String| Error::Input(format!("{name}: {problem}"));
-    // A carriage return is white space then, and trimmed. The last line ends too, so that each ends with its feed.
+    // With the terminator `\n`, a carriage return is white space and is trimmed. The added `\n` ends the last line.
     let text = Text(text).chain(&b"\n"[..]);
     let mut builder = ReaderBuilder::new();
     builder.has_headers(false).flexible(true).trim(Trim::All).terminator(Terminator::Any(b'\n'));
@@ -62,7 +62,7 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
     let mut samples = 0i64;
     let mut line = ByteRecord::new();
     while lines.read_byte_record(&mut line).map_err(|error| wrong(error.to_string()))? {
-        // That of the line itself begins before the empty lines ahead of it.
+        // A record's own position begins before the empty lines ahead of it.
         let number = lines.position().line() - 1;
         if line.iter().all(<[u8]>::is_empty) && line.len() == 1 {
             continue;
@@ -91,7 +91,7 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
                 wrong(format!("line {number}, column {}{title}: {field} {problem}", column + 1))
             };
             let value = parsed(field).ok_or_else(|| wrong("is no number"))?;
-            // A missing value may be there as nan: training names its sample.
+            // A missing value may be written as nan. Training then names its sample.
             if !(value as f32).is_finite() && field.iter().any(u8::is_ascii_digit) {
                 return Err(wrong("is not a finite number that float32 can hold"));
             }
@@ -128,7 +128,7 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
 const MOST_CLASSES: f64 = i32::MAX as f64;
 
 impl Columns {
-    /// From the first line that is not empty, which is `number` in the file.
+    /// Reads the columns from the first line that is not empty, line `number` of the file.
     fn of(first: &ByteRecord, number: u64) -> Result<Self, String> {
         let count = first.len();
         if count < 2 {
@@ -168,7 +168,7 @@ fn parsed(field: &[u8]) -> Option<f64> {
     str::from_utf8(field).ok()?.parse().ok()
 }
 
-/// The beginning of a field, for a message.
+/// Returns the first 40 characters of a field, quoted, for a message.
 fn shown(field: &[u8]) -> String {
     let field: String = String::from_utf8_lossy(field).chars().take(40).collect();
     format!("{field:?}")

@@ -1,4 +1,4 @@
-//! Handwritten digits that are part of the program: see assets/README.md.
+//! The handwritten digits that are built into the program: see assets/README.md.
 
 use flate2::read::GzDecoder;
 
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.csv.gz");
 
-/// 1797 images of 8 x 8 pixels in 17 shades, and which digit each is.
+/// Returns 1797 images of 8 x 8 pixels in 17 shades, and the digit of each.
 pub(super) fn read(kind: TargetKind) -> Result<(Array, Array)> {
     let (inputs, targets) = csv::parse("digits", GzDecoder::new(DIGITS), kind)?;
     let shades = inputs.tensor.f_div_scalar(16.0).map_err(Error::torch("reading the digits"))?;

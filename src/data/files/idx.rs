@@ -1,4 +1,4 @@
-//! The files of MNIST and of the data sets that are made like it.
+//! Files in the IDX format, which MNIST and similar data sets use.
 
 use std::fs;
 use std::io::{BufReader, Read};
@@ -11,7 +11,7 @@ use super::array::{Array, Layout, sizes};
 use crate::error::{Error, Result};
 use crate::ffi::{MappedFile, open_file};
 
-/// Images and labels of the `part` "train" or "t10k".
+/// Reads the images and labels of `part`, "train" or "t10k".
 pub(super) fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
     let read = |name: &str, what| {
         let name = format!("{part}-{name}");
@@ -24,7 +24,7 @@ pub(super) fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
     Ok((read("images-idx3-ubyte", Holds::Images)?, read("labels-idx1-ubyte", Holds::Labels)?))
 }
 
-/// Whether there is such a part.
+/// Returns whether `folder` has the images of `part`.
 pub(super) fn has(folder: &Path, part: &str) -> bool {
     find(folder, &format!("{part}-images-idx3-ubyte")).is_some()
 }
@@ -40,7 +40,7 @@ enum Holds {
     Labels,
 }
 
-/// As a view of the file, or unpacked into memory.
+/// Returns a view of the file, or its decompressed copy in memory.
 fn array(path: &Path, holds: Holds) -> Result<Array> {
     let wrong = |problem: String| Error::Input(format!("{}: {problem}", path.display()));
     if path.extension().is_some_and(|extension| extension == "gz") {
@@ -61,7 +61,7 @@ fn array(path: &Path, holds: Holds) -> Result<Array> {
     }
 }
 
-/// Where the bytes begin, and their shape.
+/// Returns the offset of the data, in bytes, and its shape.
 fn header(file: &mut impl Read, holds: Holds) -> Result<(usize, Vec<u64>), String> {
     let mut word = || {
         let mut word = [0; 4];
@@ -93,9 +93,9 @@ fn header(file: &mut impl Read, holds: Holds) -> Result<(usize, Vec<u64>), Strin
     Ok((4 + 4 * shape.len(), shape))
 }
 
-/// What follows the header: `num_bytes` in a packed file of `packed` bytes.
+/// Decompresses the data after the header: `num_bytes` bytes, from a compressed file of `packed` bytes.
 fn unpack(mut file: impl Read, packed: u64, num_bytes: usize) -> Result<Vec<u8>, String> {
-    // Nothing is packed more tightly than that by deflate.
+    // Deflate compresses by a factor of 1032 at most.
     if num_bytes as u64 / 1032 > packed {
         return Err(format!(
             "the header announces {num_bytes} bytes, more than a packed file of {packed} can hold; copy it again"

@@ -1,4 +1,4 @@
-//! Data sets in files: what they have in common, whatever the format.
+//! [`FileDataset`]: data sets in files of any supported format.
 
 mod array;
 mod csv;
@@ -20,22 +20,22 @@ use crate::error::{Error, Result};
 use crate::ffi::SharedTensor;
 use array::Array;
 
-/// What the targets of a file are taken for.
+/// The meaning of a file's targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TargetKind {
-    /// Numbers, as for the mean squared error.
+    /// Numbers, for example for the mean squared error.
     Values,
-    /// Numbers of classes, as for cross-entropy.
+    /// Class numbers, for example for cross-entropy.
     Classes,
 }
 
-/// The samples of a file: mapped into memory if the format allows that, and converted batch by batch.
+/// The samples of a file, mapped into memory if the format allows it, and converted batch by batch.
 ///
-/// A sample's inputs become one row of float32, whatever their shape; unsigned bytes are pixels, and divided by
+/// A sample's inputs become one row of float32, whatever their shape. Unsigned bytes are pixels and are divided by
 /// 255. Targets become rows of float32, or int64 classes.
 ///
-/// A mapped file must not change. If it becomes shorter, the process ends with a message (a handler for SIGBUS,
-/// installed when the first file is mapped) and exit code 1.
+/// A mapped file must not change. If it becomes shorter, the process prints a message and exits with code 1. A SIGBUS
+/// handler, installed when the first file is mapped, does this.
 ///
 /// ```
 /// use ddp_mp::{Dataset, DatasetSpec, FileDataset, TargetKind, Targets};
@@ -52,23 +52,22 @@ pub enum TargetKind {
 #[derive(Debug, Clone)]
 pub struct FileDataset {
     name: String,
-    /// A row a sample, in the file's kind.
+    /// One row per sample, in the file's dtype.
     inputs: Arc<SharedTensor>,
-    /// Whether those are divided by 255.
+    /// Whether the inputs are divided by 255.
     is_pixels: bool,
-    /// A row a sample, or a class.
+    /// One row or one class per sample.
     targets: Arc<SharedTensor>,
     predicts: Targets,
-    /// Which samples of the file these are, in their order; all if there is no list.
+    /// The samples of the file that belong to this data set, in order. `None` for all.
     picked: Option<Arc<[usize]>>,
 }
 
 impl FileDataset {
-    /// Opens what `spec` names.
+    /// Opens the data set that `spec` names.
     ///
     /// # Errors
-    /// [`Error::Input`], naming the file, what is wrong with it, and the remedy; and for random data, which is in
-    /// no file.
+    /// [`Error::Input`] that names the file, the problem, and the remedy. Also for random data, which has no file.
     pub fn open(spec: &DatasetSpec, kind: TargetKind) -> Result<Self> {
         let (inputs, targets) = match spec {
             DatasetSpec::Random => {
@@ -85,7 +84,7 @@ impl FileDataset {
         Self::new(spec.to_string(), inputs, targets, kind)
     }
 
-    /// The samples that `spec` names for validation, if it does: MNIST's `t10k` files.
+    /// Opens the validation samples of `spec`, MNIST's `t10k` files. `None` if `spec` has no such files.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -133,15 +132,15 @@ impl FileDataset {
         Ok(Self { name, inputs, is_pixels, targets, predicts, picked: None })
     }
 
-    /// What it was opened as.
+    /// Returns the name under which the data set was opened.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Only the first samples, as many as that.
+    /// Returns the first `samples` samples.
     ///
     /// # Errors
-    /// [`Error::Input`] for none, and for more than there are.
+    /// [`Error::Input`] for 0, and for more samples than there are.
     pub fn first(self, samples: usize) -> Result<Self> {
         let there = self.len();
         if samples == 0 || samples > there {
@@ -165,14 +164,13 @@ impl FileDataset {
         Ok(Self { inputs, targets, ..self })
     }
 
-    /// Two parts with no sample in common, the second with that fraction of them, drawn by chance. Nothing is
-    /// copied.
+    /// Splits the samples at random into two parts. The second has `fraction` of them. No data is copied.
     ///
-    /// The same parts as `torch.utils.data.random_split(data, [1 - fraction, fraction], generator)` with a generator
-    /// after `manual_seed(seed)`.
+    /// Follows `torch.utils.data.random_split(data, [1 - fraction, fraction], generator)` with a generator seeded with
+    /// `manual_seed(seed)`: the parts are the same.
     ///
     /// # Errors
-    /// [`Error::Input`] when a part would have no samples.
+    /// [`Error::Input`] if a part would have no samples.
     pub fn split(&self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
         let (first, second) = random_split(self.len(), fraction, seed)?;
         let part = |picked: Vec<usize>| {
@@ -185,12 +183,12 @@ impl FileDataset {
         Ok((part(first), part(second)))
     }
 
-    /// How many numbers a sample has.
+    /// Returns the number of inputs per sample.
     pub fn in_features(&self) -> i64 {
         self.inputs.get().size()[1]
     }
 
-    /// How many numbers a target has, or how many classes there are in the file: the highest number and one.
+    /// Returns the number of values per target, or the number of classes in the file (the highest class plus one).
     pub fn targets(&self) -> Targets {
         self.predicts
     }
@@ -198,7 +196,7 @@ impl FileDataset {
     /// Checks that all classes are below `classes`.
     ///
     /// # Errors
-    /// [`Error::Input`], naming the first sample with another one.
+    /// [`Error::Input`] that names the first sample with a higher class.
     pub fn check_classes(&self, classes: i64) -> Result<()> {
         let too_high = |class: &Tensor| class.f_ge(classes);
         match find(&self.targets.get(), too_high).map_err(Error::torch("looking at classes"))? {
@@ -212,10 +210,10 @@ impl FileDataset {
         }
     }
 
-    /// Checks that there are not more classes than samples, as a slip in one of them makes.
+    /// Checks that there are not more classes than samples. One wrong class number in the file can cause this.
     ///
     /// # Errors
-    /// [`Error::Input`], naming the first sample with such a class.
+    /// [`Error::Input`] that names the first sample with such a class.
     pub fn check_number_of_classes(&self) -> Result<()> {
         let samples = self.len() as i64;
         let too_high = |class: &Tensor| class.f_ge(samples);
@@ -235,7 +233,7 @@ impl FileDataset {
         }
     }
 
-    /// The whole file as it is, if there is nothing to convert or to pick.
+    /// Returns views of the whole file. `None` if samples must be converted or picked.
     fn views(&self) -> Option<(Tensor, Tensor)> {
         let (inputs, targets) = (self.inputs.get(), self.targets.get());
         let is_ready = self.picked.is_none()
@@ -251,11 +249,11 @@ impl FileDataset {
         }
     }
 
-    /// The same for loaders, in the form that is fastest: what is small and needs no conversion is copied to a GPU
-    /// once, anything else batch by batch.
+    /// Converts this into the fastest form for loaders. A small data set (inputs of up to 1 GiB) that needs no
+    /// conversion is copied to a GPU once, any other batch by batch.
     ///
     /// # Errors
-    /// [`Error::Torch`] when there is no memory.
+    /// [`Error::Torch`] if there is no memory.
     pub fn into_dataset(self) -> Result<Arc<dyn Dataset>> {
         const SMALL: usize = 1 << 30;
         match self.views() {
@@ -307,10 +305,10 @@ impl Dataset for FileDataset {
     }
 }
 
-/// The number of classes, if all targets are numbers of classes.
+/// Returns the number of classes. An error if a target is not a class number.
 fn count_classes(name: &str, targets: &Tensor) -> Result<i64> {
     let highest = f64::from(i32::MAX);
-    // NaN is not its own floor either.
+    // NaN differs from its floor, so this finds it as well.
     let is_none = |class: &Tensor| {
         let outside = class.f_lt(0.0)?.f_logical_or(&class.f_gt(highest)?)?;
         class.f_ne_tensor(&class.f_floor()?)?.f_logical_or(&outside)
@@ -326,12 +324,12 @@ fn count_classes(name: &str, targets: &Tensor) -> Result<i64> {
     Ok(most as i64 + 1)
 }
 
-/// The first target that is like that, and its number.
+/// Returns the number and the value of the first target for which `is_like` is true. `None` if there is none.
 fn find(
     targets: &Tensor,
     is_like: impl Fn(&Tensor) -> Result<Tensor, tch::TchError>,
 ) -> Result<Option<(i64, f64)>, tch::TchError> {
-    /// Not all at once, which would take several times the memory.
+    /// The number of targets checked at a time. All at once would take several times the memory.
     const PART: i64 = 1 << 20;
     let len = targets.size()[0];
     for start in (0..len).step_by(PART as usize) {

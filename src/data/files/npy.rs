@@ -1,4 +1,4 @@
-//! `.npy` files, as `numpy.save` writes them, in C's and in Fortran's order, of either byte order.
+//! `.npy` files, as `numpy.save` writes them: C or Fortran order, either byte order.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use super::array::{Array, Layout};
 use crate::error::{Error, Result};
 use crate::ffi::MappedFile;
 
-/// Maps the file. Numbers in Fortran's order or of the other byte order are copied into memory.
+/// Maps the file. Numbers in Fortran order or in the other byte order are copied into memory.
 pub(super) fn read(path: &Path) -> Result<Array> {
     let file = MappedFile::open(path)?;
     let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
@@ -20,7 +20,7 @@ pub(super) fn read(path: &Path) -> Result<Array> {
     if !header.fortran_order {
         return Array::mapped(&file, layout, &header.shape);
     }
-    // The same bytes are, in C's order, the array with its dimensions reversed.
+    // In C order, the same bytes are the array with its dimensions reversed.
     let reversed: Vec<u64> = header.shape.iter().rev().copied().collect();
     let array = Array::mapped(&file, layout, &reversed)?;
     let dims: Vec<i64> = (0..reversed.len() as i64).rev().collect();
@@ -29,10 +29,10 @@ pub(super) fn read(path: &Path) -> Result<Array> {
     Ok(Array { tensor, ..array })
 }
 
-/// How the kind of numbers begins that have the most significant byte first, where the machine has it last.
+/// The first character of a dtype in the byte order that is not this machine's.
 const OTHER_BYTE_ORDER: char = if cfg!(target_endian = "little") { '>' } else { '<' };
 
-/// A literal of a Python dict in the file.
+/// The file's header, a literal of a Python dict.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Header {
@@ -41,10 +41,10 @@ struct Header {
     shape: Vec<u64>,
 }
 
-/// numpy reads no longer ones either, unless it is told to.
+/// The longest header that is read, in bytes. By default numpy has the same limit.
 const LONGEST_HEADER: usize = 10_000;
 
-/// The header, and where the numbers begin.
+/// Returns the header, and the offset of the numbers in bytes.
 fn header(file: &[u8]) -> Result<(Header, usize), String> {
     let (len, start) = match file {
         [0x93, b'N', b'U', b'M', b'P', b'Y', 1, _, a, b, ..] => {

@@ -9,7 +9,7 @@ use super::array::{Array, Layout};
 use crate::error::{Error, Result};
 use crate::ffi::MappedFile;
 
-/// Maps the file; its tensors `inputs` and `targets`.
+/// Maps the file. Returns its tensors `inputs` and `targets`.
 pub(super) fn read(path: &Path) -> Result<(Array, Array)> {
     let file = MappedFile::open(path)?;
     let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));

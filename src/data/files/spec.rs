@@ -1,4 +1,4 @@
-//! What `--dataset` says.
+//! [`DatasetSpec`]: the value of `--dataset`.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::Error;
 
-/// Where the samples come from: `--dataset`.
+/// The source of the samples: `--dataset`.
 ///
 /// ```
 /// use ddp_mp::DatasetSpec;
@@ -23,7 +23,7 @@ use crate::error::Error;
 pub enum DatasetSpec {
     /// Random numbers: [`TensorDataset::random`](crate::TensorDataset::random).
     Random,
-    /// 1797 handwritten digits of 8 x 8 pixels, which the program brings along.
+    /// 1797 handwritten digits of 8 x 8 pixels, built into the program.
     Digits,
     /// A `.safetensors` file with the tensors `inputs` and `targets`.
     Safetensors(PathBuf),
@@ -34,14 +34,14 @@ pub enum DatasetSpec {
         /// The file with the targets.
         targets: PathBuf,
     },
-    /// A folder with files in the format of MNIST.
+    /// A folder with files in MNIST's format.
     Idx(PathBuf),
-    /// A table as text.
+    /// A CSV file.
     Csv(PathBuf),
 }
 
 impl DatasetSpec {
-    /// Whether its targets are known to be classes.
+    /// Returns whether the targets are known to be classes.
     pub(crate) fn has_classes(&self) -> bool {
         matches!(self, Self::Digits | Self::Idx(_))
     }
@@ -80,7 +80,7 @@ impl FromStr for DatasetSpec {
     }
 }
 
-/// Returns the data set that a name without a format, or with another one's, stands for: by what the file is called.
+/// Returns the spec that the user probably meant by a name without a known format, derived from the file's name.
 fn meant(text: &str) -> Option<String> {
     let (format, name) = text.split_once(':').unwrap_or(("", text));
     let ends = |ending: &str| name.to_lowercase().ends_with(ending) && name.len() > ending.len();

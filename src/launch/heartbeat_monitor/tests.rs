@@ -1,6 +1,6 @@
-//! A process whose cable to the store is cut, or whose store goes.
+//! Tests of a process that loses its connection to the store, or whose store exits.
 
-#![allow(clippy::disallowed_methods)] // threads that carry bytes are no ranks, and may hang with what they test
+#![allow(clippy::disallowed_methods)] // threads that forward bytes are not ranks, and may hang
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,15 +8,15 @@ use std::sync::atomic::AtomicBool;
 
 use super::*;
 
-/// No test takes so long.
+/// Longer than any test takes.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The timeout of a run whose end no test would see.
+/// A timeout that no test reaches.
 const LONG: Duration = Duration::from_secs(24 * 60 * 60);
 
 const RANKS: [Range<usize>; 3] = [0..2, 2..3, 3..4];
 
-/// Process 2 of these, and its way to the store, which process 0 serves.
+/// Process 2 of [`RANKS`], with its connection to the store, which process 0 serves.
 struct Scene {
     server: TcpStore,
     cut: Arc<AtomicBool>,
@@ -40,8 +40,8 @@ fn all_reduce() -> OpId {
     OpId { operation: Operation::AllReduce, sequence: 7 }
 }
 
-/// A way to `port`, for as many connections as a scene opens: each looks whether there is one first. After it is cut,
-/// nothing arrives, and nobody hears of that.
+/// Forwards a local port to `port`, for the four connections that a scene opens. Each direction checks the flag
+/// before it forwards bytes. Once the flag is set, bytes are dropped without an error.
 fn cable(port: u16) -> (u16, Arc<AtomicBool>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let here = listener.local_addr().unwrap().port();
@@ -71,7 +71,7 @@ fn cable(port: u16) -> (u16, Arc<AtomicBool>) {
     (here, cut)
 }
 
-/// What `work` returns; it does not hang.
+/// Returns the result of `work`; fails if it hangs.
 fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = bounded(1);
     thread::spawn(move || done.send(work()));
@@ -139,7 +139,8 @@ fn when_the_store_goes_the_rank_that_served_it_is_named_with_what_it_did_last() 
     watch.leave(None);
 }
 
-/// The other process has timed out first: its rank shuts down because of that, and must not be taken for the late one.
+/// The other process has timed out first. Its rank shuts down because of that, and must not be taken for a
+/// straggler.
 #[test]
 fn a_look_reports_the_failure_that_another_process_has_found() {
     let Scene { server, watch, run, .. } = scene();

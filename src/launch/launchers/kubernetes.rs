@@ -1,7 +1,7 @@
-//! What Kubeflow sets in each pod of a `PyTorchJob` or a `TrainJob`: a process has the whole pod.
+//! The variables that Kubeflow sets in each pod of a `PyTorchJob` or a `TrainJob`: one process has the whole pod.
 //!
-//! `WORLD_SIZE` counts pods with the older operator, and pods times `nprocPerNode` with the newer one, which
-//! sets `PET_NNODES` as well; so that is asked first. (`PET_` names are flags of torchrun.)
+//! `WORLD_SIZE` is the number of pods with the older operator, and pods times `nprocPerNode` with the newer one.
+//! The newer one also sets `PET_NNODES`, so that is read first. (`PET_` variables are flags of torchrun.)
 
 use super::variables::{Launcher, Variables, check_below};
 use super::{
@@ -47,7 +47,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
     })
 }
 
-/// How many pods there are, and who says so.
+/// Returns the number of pods, and the variable that holds it.
 fn nnodes(variables: &Variables) -> Result<(&'static str, usize)> {
     let name = "PET_NNODES";
     let Some(text) = variables.text(name) else {
@@ -69,7 +69,7 @@ fn nnodes(variables: &Variables) -> Result<(&'static str, usize)> {
     }
 }
 
-/// This pod's number, and who says so.
+/// Returns this pod's number, and the variable that holds it.
 fn node_rank(variables: &Variables, nnodes: usize) -> Result<(&'static str, usize)> {
     match (variables.number("PET_NODE_RANK")?, variables.number("RANK")?) {
         (Some(node), Some(rank)) if node != rank => Err(Error::Input(format!(

@@ -5,7 +5,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// Goes by the flags alone. `why` says why no launcher counts.
+/// Reads the launch from the flags alone. `why` is the reason that no launcher's variables are used.
 pub(super) fn read(options: &LaunchOptions, why: &str) -> Result<Launch> {
     let LaunchOptions { nnodes, node_rank, master_addr, master_port, .. } = options;
     let flags = [

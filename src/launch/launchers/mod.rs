@@ -1,27 +1,28 @@
-//! Which launcher started this process, and which process of how many it is: torchrun, Slurm, MPI,
-//! Kubernetes, several machines by hand, or none.
+//! Launcher detection: which launcher started this process, and the process's number among all. Launchers are
+//! torchrun, Slurm, MPI, Kubernetes, several machines by hand, or none.
 //!
-//! Launchers tell a process its place in environment variables, each in its own. [`detect`] reads them, checks
-//! them against each other and against the flags, and says what decided. It is a pure function: nobody
-//! else in this crate looks at these variables.
+//! Launchers pass a process its number in environment variables, each launcher in its own. [`detect`] reads them,
+//! checks them against each other and against the flags, and returns what decided. It is a pure function: nothing
+//! else in this crate reads these variables.
 //!
-//! | looked for, in this order | by | what a process is |
+//! | looked for, in this order | by | a process is |
 //! |---|---|---|
 //! | `--spawn=processes` of this program | `DDP_MP_SPAWNED` | one rank |
 //! | `--max-restarts` of this program | `DDP_MP_SPAWNED=threads` | a thread per GPU |
-//! | torchrun, or whoever sets what it sets | `RANK` and `LOCAL_RANK` | one rank |
+//! | torchrun, or a launcher with its variables | `RANK` and `LOCAL_RANK` | one rank |
 //! | mpirun | `OMPI_COMM_WORLD_RANK`, `MPI_LOCALRANKID` (MPICH, Intel), `PALS_RANKID` (Cray) | one rank |
 //! | srun | `SLURM_PROCID` and `SLURM_STEP_ID` | one rank; with one task a node a thread per GPU |
 //! | Kubeflow | `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and no `LOCAL_RANK`, or `PET_NNODES` | a thread per GPU |
 //! | flags | `--nnodes`, `--node-rank`, `--master-addr` | a thread per GPU |
 //! | none | | a thread per GPU |
 //!
-//! mpirun comes before srun, because in a Slurm job mpirun starts its processes through srun, which leaves its
-//! own variables there.
+//! mpirun comes before srun: in a Slurm job, mpirun starts its processes through srun, which leaves its own
+//! variables there.
 //!
-//! `--nproc-per-node` always means threads of this very process. Where a process is one rank and the flag is
-//! not given, a process that is alone on its machine and sees several GPUs still starts a thread for each:
-//! `torchrun --nproc-per-node=1` is how to have that. `--nproc-per-node=1` says one rank.
+//! `--nproc-per-node` always means threads of this very process. Without the flag, a process that its launcher
+//! counts as one rank has one. But if it is alone on its machine and sees several GPUs, it starts a thread for
+//! each: use `torchrun --nproc-per-node=1` to get that. `--nproc-per-node=1` as a flag of this program means one
+//! rank.
 
 mod kubernetes;
 mod local;
@@ -44,29 +45,29 @@ use super::{NodeSlice, Nproc};
 use crate::error::{Error, Result};
 use variables::Variables;
 
-/// Which launcher's variables to go by: `--launch`.
+/// The launcher whose variables are used: `--launch`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LaunchChoice {
-    /// Those that are there.
+    /// The launcher whose variables are set.
     #[default]
     Auto,
-    /// None: only the flags count.
+    /// No launcher: only the flags count.
     Local,
-    /// torchrun's, or `torch.distributed.launch`'s, or Ray Train's.
+    /// torchrun, `torch.distributed.launch` or Ray Train.
     Torchrun,
-    /// srun's.
+    /// srun, of Slurm.
     Slurm,
-    /// mpirun's: Open MPI, MPICH, Intel MPI, Cray PALS.
+    /// mpirun: Open MPI, MPICH, Intel MPI, Cray PALS.
     Mpi,
-    /// Kubeflow's, for a `PyTorchJob` or a `TrainJob`.
+    /// Kubeflow, for a `PyTorchJob` or a `TrainJob`.
     Kubernetes,
 }
 
-/// What was said about the launch on the command line.
+/// The launch options of the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchOptions {
-    /// Which launcher's variables to go by.
+    /// The launcher whose variables are used.
     pub launch: LaunchChoice,
     /// How many machines there are.
     pub nnodes: Option<usize>,
@@ -74,7 +75,7 @@ pub struct LaunchOptions {
     pub node_rank: Option<usize>,
     /// The name or address of machine 0.
     pub master_addr: Option<String>,
-    /// The port where the processes meet.
+    /// The port of the store through which the processes connect.
     pub master_port: Option<u16>,
     /// How many ranks this process is to start.
     pub nproc: Nproc,
@@ -95,27 +96,27 @@ impl Default for LaunchOptions {
 
 pub(super) use spawned::{variables as variables_of_spawned, variables_of_threads};
 
-/// What the ranks of one machine are: `--spawn`.
+/// Whether the ranks of a machine are threads or processes: `--spawn`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SpawnChoice {
     /// Threads of one process.
     #[default]
     Threads,
-    /// Processes with one rank each, that this one starts.
+    /// Processes with one rank each, started by this one.
     Processes,
 }
 
-/// Who started this process.
+/// The launcher of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LaunchKind {
-    /// Nobody who starts more than one.
+    /// No launcher: the only process.
     Local,
     /// A person, on each of several machines.
     ByHand,
     /// Another process of this program, with `--spawn=processes`.
     Spawned,
-    /// torchrun, or whoever sets its variables.
+    /// torchrun, or a launcher that sets its variables.
     Torchrun,
     /// srun.
     Slurm,
@@ -126,7 +127,7 @@ pub enum LaunchKind {
 }
 
 impl LaunchKind {
-    /// Its name in reports.
+    /// Returns the launcher's name in reports.
     pub fn name(self) -> &'static str {
         match self {
             LaunchKind::Local => "local",
@@ -140,7 +141,7 @@ impl LaunchKind {
     }
 }
 
-/// Which process this is.
+/// This process's number, and the number of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Processes {
     /// This process's number among all, from 0. Process 0 has rank 0.
@@ -149,19 +150,19 @@ pub struct Processes {
     pub count: usize,
     /// This process's number on its machine, from 0; always 0 with torchrun's `--virtual-local-rank`.
     pub local_index: usize,
-    /// How many there are on this machine.
+    /// How many processes there are on this machine.
     pub local_count: usize,
 }
 
-/// Where the processes meet.
+/// The address of the store through which the processes connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MasterEndpoint {
     /// A host name or an address.
     pub addr: String,
     /// The TCP port.
     pub port: u16,
-    /// Whether a torchrun agent listens there already with a `TCPStore`, so that every process is a client.
-    /// Otherwise process 0 listens.
+    /// Whether a torchrun agent already serves a `TCPStore` there, so that every process is a client. Otherwise
+    /// process 0 serves it.
     pub agent_store: bool,
 }
 
@@ -172,56 +173,56 @@ impl fmt::Display for MasterEndpoint {
     }
 }
 
-/// How this process was started, and where it finds the others.
+/// The launch of this process: how it was started, and how it connects to the others.
 ///
-/// How many ranks there are in all is known when the processes have met and told each other how many each
-/// has: the ranks of process 0 come first, then those of process 1, and so on.
+/// The total number of ranks is known only when the processes have connected and exchanged how many each has. The
+/// ranks of process 0 come first, then those of process 1, and so on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
-    /// Who started it.
+    /// The launcher that started it.
     pub kind: LaunchKind,
-    /// What decided, for people: the variables and flags, and how many ranks follow from them.
+    /// The reason for this result, for the user: the variables and flags, and the number of ranks that follows.
     pub reason: String,
-    /// Which process this is.
+    /// This process's number, and the number of processes.
     pub processes: Processes,
-    /// How many machines there are, where that is told.
+    /// How many machines there are; `None` if the launcher does not set it.
     pub nnodes: Option<usize>,
-    /// This machine's number, from 0, where that is told.
+    /// This machine's number, from 0; `None` if the launcher does not set it.
     pub node_rank: Option<usize>,
     /// How many ranks this process starts.
     pub nproc: Nproc,
-    /// Where the processes meet; none if this is the only one.
+    /// The address of the store; `None` if this is the only process.
     pub master: Option<MasterEndpoint>,
-    /// How many CPU cores the launcher gave to this process, if it said so.
+    /// How many CPU cores the launcher gave to this process, if it set that.
     pub cores: Option<usize>,
-    /// How many threads libtorch is to use in each rank, if the user or the launcher said so: `OMP_NUM_THREADS`.
+    /// How many threads libtorch uses in each rank, if the user or the launcher set it: `OMP_NUM_THREADS`.
     pub threads_per_rank: Option<usize>,
-    /// What all processes of this run share and those of no other, part of every key in the store. `none` if nobody
-    /// gave it.
+    /// The id of the run, the same in all its processes and part of every key in the store. `none` if it was not
+    /// set.
     pub run_id: String,
-    /// Whether an agent of torchrun's watches over this process, and ends it when machines come or go.
+    /// Whether a torchrun agent supervises this process, and ends it when machines join or leave.
     pub has_agent: bool,
-    /// How often torchrun, or `--max-restarts`, has started the processes of this machine anew after a failure; other
-    /// machines may count otherwise.
+    /// How many times torchrun or `--max-restarts` has restarted the processes of this machine after a failure.
+    /// Other machines may have another count.
     pub restart_count: usize,
-    /// How often it would.
+    /// How many times torchrun or `--max-restarts` restarts them at most.
     pub max_restarts: usize,
-    /// Where torchrun looks for the reason of a failure.
+    /// The file from which torchrun reads the reason of a failure.
     pub error_file: Option<PathBuf>,
-    /// The store of the process that has started this one, with `--spawn=processes` or `--max-restarts`: it reads the
-    /// reason of a failure there.
+    /// The store of the parent process, with `--spawn=processes` or `--max-restarts`: the parent reads the reason
+    /// of a failure there.
     pub parent: Option<MasterEndpoint>,
 }
 
-/// torchrun's `--master-port`, where nobody says another.
+/// torchrun's default for `--master-port`.
 const DEFAULT_PORT: u16 = 29500;
 
-/// Finds out how this process was started.
+/// Detects how this process was started.
 ///
-/// `variables` looks up an environment variable; `gpus` is how many GPUs this process sees and can use.
+/// `variables` looks up an environment variable; `gpus` is the number of GPUs that this process sees and can use.
 ///
 /// # Errors
-/// [`Error::Input`] that names the variables or flags that are missing, wrong, or contradict each other.
+/// [`Error::Input`], which names the variables or flags that are missing, wrong, or contradict each other.
 pub fn detect(
     variables: &dyn Fn(&str) -> Option<String>,
     options: &LaunchOptions,
@@ -233,7 +234,7 @@ pub fn detect(
 }
 
 fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Result<Launch> {
-    // Whatever the flags say: they are those of who has started it.
+    // Comes before the flags, which are those of the parent process.
     if spawned::is_here(variables) {
         return spawned::read(variables, options);
     }
@@ -268,7 +269,7 @@ fn detect_any(variables: &Variables, options: &LaunchOptions, gpus: usize) -> Re
     local::read(options, &outside_of_srun.unwrap_or("no launcher's variables are set".into()))
 }
 
-/// How many ranks a process starts that its launcher takes for one rank, and why.
+/// Returns how many ranks a process starts that its launcher counts as one rank, and why.
 fn ranks_of_one(nproc: Nproc, processes: Processes, gpus: usize) -> (Nproc, String) {
     let many = processes.local_count > 1;
     match nproc {
@@ -284,7 +285,7 @@ fn ranks_of_one(nproc: Nproc, processes: Processes, gpus: usize) -> (Nproc, Stri
     }
 }
 
-/// Refuses flags that say other than the launcher does; `told` has what that is, if it is known.
+/// Checks that a flag agrees with the launcher. `told` is the launcher's value, if it is known.
 fn check_flag<T: PartialEq + std::fmt::Display>(
     flag: &str,
     given: Option<&T>,
@@ -303,7 +304,7 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
     }
 }
 
-/// A host name or address, as far as that can be seen without looking it up.
+/// Checks that `addr` looks like a host name or address; does not resolve it.
 fn check_addr(name: &str, addr: &str) -> Result<()> {
     let refuse = |why: &str| Err(Error::Input(format!("{name}={addr:?} {why}")));
     if addr.is_empty() || addr.contains(|c: char| c.is_whitespace() || c.is_control() || c == '/') {
@@ -315,7 +316,8 @@ fn check_addr(name: &str, addr: &str) -> Result<()> {
     Ok(())
 }
 
-/// Where to meet, for launchers that leave that to the user: the flags, else the variables, else as given.
+/// Returns the address of the store, for launchers that leave it to the user: from the flags, else from the
+/// variables, else from `addr` and `port`.
 fn master(
     variables: &Variables,
     options: &LaunchOptions,
@@ -341,7 +343,7 @@ fn master(
 }
 
 impl Launch {
-    /// A launch without all that only some launchers tell.
+    /// Creates a launch without the values that only some launchers set.
     fn new(kind: LaunchKind, processes: Processes, nproc: Nproc, reason: String) -> Self {
         Self {
             kind,
@@ -362,7 +364,7 @@ impl Launch {
         }
     }
 
-    /// This process's part of a machine where it may use so many CPU cores.
+    /// Returns this process's part of a machine on which it may use `cores` CPU cores.
     pub fn share(&self, cores: usize) -> NodeSlice {
         let Processes { local_index, local_count, .. } = self.processes;
         NodeSlice {

@@ -1,4 +1,4 @@
-//! What mpirun sets: Open MPI, MPICH and Intel MPI (Hydra), Cray PALS.
+//! The variables that mpirun sets: Open MPI, MPICH and Intel MPI (Hydra), Cray PALS.
 
 use super::variables::{Launcher, Variables, check_below};
 use super::{
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 const MPIRUN: Launcher = Launcher { choice: "mpi", program: "mpirun" };
 
-/// What mpirun sets and no other launcher does. (srun may set `PMI_RANK`.)
+/// Returns whether a variable is set that only mpirun sets. (srun may set `PMI_RANK`.)
 pub(super) fn is_here(variables: &Variables) -> bool {
     let own = ["OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID", "PALS_RANKID"];
     variables.first_of(&own).is_some()
@@ -42,7 +42,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
             names[3], names[1]
         )));
     }
-    // Nobody says how many machines there are, unless all processes are on one.
+    // No variable holds the number of machines; it is known only if all processes are on one.
     let nnodes = (local_count == count).then_some(1);
     check_flag("--nnodes", options.nnodes.as_ref(), "mpirun", nnodes.as_ref())?;
     let node_rank = nnodes.map(|_| 0);
@@ -74,7 +74,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         nnodes,
         node_rank,
         master,
-        // Open MPI's name of the job.
+        // Open MPI's id of the job.
         run_id: variables.text("PMIX_NAMESPACE").unwrap_or("none".into()),
         ..Launch::new(LaunchKind::Mpi, processes, nproc, format!("{told}; {ranks}"))
     })

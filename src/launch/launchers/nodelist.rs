@@ -1,23 +1,23 @@
-//! Slurm's lists: of hosts, `node[01-03,07],login1`, and of tasks on each node, `2(x3),1`.
+//! Slurm's list formats: hosts (`node[01-03,07],login1`) and tasks on each node (`2(x3),1`).
 
 use crate::error::{Error, Result};
 
 use super::variables::shortened;
 
-/// What is needed of a list of hosts; it may stand for more than could be written down.
+/// Summary of a list of hosts, which may stand for more hosts than memory could hold.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Hosts {
-    /// The first one's name.
+    /// The name of the first host.
     pub first: String,
-    /// How many there are.
+    /// The number of hosts.
     pub count: u64,
 }
 
-/// Reads a list of hosts, as `scontrol show hostnames` does: names with commas, and in a name any number
+/// Reads a list of hosts, as `scontrol show hostnames` does: names separated by commas. A name may hold any number
 /// of brackets with numbers and ranges. Numbers keep their leading zeros.
 ///
 /// # Errors
-/// [`Error::Input`] that names the variable it is from.
+/// [`Error::Input`] if the list is wrong; the text names the variable.
 pub(super) fn hosts(variable: &str, list: &str) -> Result<Hosts> {
     let wrong = || {
         Error::Input(format!(
@@ -42,7 +42,7 @@ pub(super) fn hosts(variable: &str, list: &str) -> Result<Hosts> {
     }
 }
 
-/// The first entry of a list, and what comes after it: nothing, or a comma and more.
+/// Returns the first entry of a list and the rest: empty, or a comma and more. `None` if it is malformed.
 fn one_entry(list: &str) -> Option<(Hosts, &str)> {
     let mut entry = Hosts { first: String::new(), count: 1 };
     let mut rest = list;
@@ -65,7 +65,7 @@ fn one_entry(list: &str) -> Option<(Hosts, &str)> {
     (ends && !entry.first.is_empty()).then_some((entry, rest))
 }
 
-/// The first of the numbers in a bracket, as it is written, and how many there are.
+/// Returns the first number in a bracket, as it is written, and how many there are. `None` if it is malformed.
 fn numbers(inside: &str) -> Option<(&str, u64)> {
     let mut count = 0u64;
     let mut first = None;
@@ -78,15 +78,15 @@ fn numbers(inside: &str) -> Option<(&str, u64)> {
     Some((first?, count))
 }
 
-/// Digits and nothing else; `parse` would take a sign.
+/// Parses digits alone; `parse` would accept a sign.
 fn number(text: &str) -> Option<u64> {
     if text.bytes().all(|byte| byte.is_ascii_digit()) { text.parse().ok() } else { None }
 }
 
-/// How many tasks there are on node `node`, and in all, from a list such as `2(x3),1`.
+/// Returns how many tasks there are on node `node`, and in all, from a list such as `2(x3),1`.
 ///
 /// # Errors
-/// [`Error::Input`] that names the variable it is from.
+/// [`Error::Input`] if the list is wrong; the text names the variable.
 pub(super) fn tasks_on(variable: &str, list: &str, node: usize) -> Result<(usize, usize)> {
     let wrong = |why: &str| {
         let list = shortened(list);
@@ -192,7 +192,7 @@ mod tests {
         }
     }
 
-    /// A list with its hosts written out.
+    /// Generates a list, and the hosts that it stands for.
     fn written_out() -> impl Strategy<Value = (String, Vec<String>)> {
         let bracket = proptest::collection::vec((0u32..1000, 0u32..12, 1usize..5), 1..4);
         let entry = ("[a-z]{1,4}", proptest::option::of((bracket, "[a-z.-]{0,3}")));

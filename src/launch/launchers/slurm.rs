@@ -1,4 +1,4 @@
-//! What srun sets for each task of a job step.
+//! The variables that srun sets for each task of a job step.
 
 use super::nodelist;
 use super::variables::{Launcher, Variables, check_below};
@@ -7,37 +7,37 @@ use crate::error::{Error, Result};
 
 const SRUN: Launcher = Launcher { choice: "slurm", program: "srun" };
 
-/// Steps that srun did not start have numbers from here on: batch scripts, shells of salloc.
+/// The first number of steps that srun did not start, such as batch scripts and shells of salloc.
 const FIRST_OWN_STEP: usize = 0xffff_fff0;
 
-/// The job.
+/// Variables with the number of the job.
 const JOB: [&str; 2] = ["SLURM_JOB_ID", "SLURM_JOBID"];
 
-/// What srun tells a task of itself.
+/// Variables with the numbers of a task.
 const OF_A_TASK: [&str; 3] = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"];
 
 /// Names of jobs whose processes are shells, by convention.
 const INTERACTIVE: [&str; 2] = ["interactive", "bash"];
 
-/// Who says how many tasks there are, the one that knows best first.
+/// Variables with the number of tasks, the most reliable first.
 const TASKS: [&str; 3] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
 
-/// Whether srun has started this process.
+/// Whether srun has started this process as a task.
 pub(super) enum Step {
-    /// As one of its tasks.
+    /// srun has started it as a task.
     Task,
-    /// No; why that is worth a word, if it is.
+    /// srun has not; with the reason for the user, if Slurm is involved.
     Outside(Option<String>),
 }
 
 /// # Errors
-/// [`Error::Input`] where it cannot be told.
+/// [`Error::Input`] when the variables do not decide it.
 pub(super) fn step(variables: &Variables) -> Result<Step> {
     let job = variables.first_of(&JOB).and_then(|name| variables.text(name));
     let is_step = step_id(variables)?.is_some();
     let Some(job) = job else {
         let set = is_step || variables.first_of(&OF_A_TASK).is_some();
-        return Ok(if set { Step::Task } else { Step::Outside(None) }); // `read` says what is missing
+        return Ok(if set { Step::Task } else { Step::Outside(None) }); // `read` reports what is missing
     };
     // A batch script has SLURM_PROCID=0 as well, but no step.
     if !is_step && variables.number("SLURM_PROCID")?.is_none_or(|task| task == 0) {
@@ -59,7 +59,7 @@ pub(super) fn step(variables: &Variables) -> Result<Step> {
     Ok(Step::Outside(Some(format!("Slurm job {job} is a shell: SLURM_JOB_NAME={name}"))))
 }
 
-/// The number of the step, if it is one of srun's.
+/// Returns the number of the step; `None` if it is unset or not one of srun's.
 fn step_id(variables: &Variables) -> Result<Option<usize>> {
     match variables.first_of(&["SLURM_STEP_ID", "SLURM_STEPID"]) {
         Some(name) => Ok(variables.number(name)?.filter(|&id| id < FIRST_OWN_STEP)),
@@ -84,7 +84,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     }
     let [index, local_index, node, count, nnodes] = variables.all(SRUN, names)?;
     if step_id(variables)?.is_none() {
-        // A batch script has all of the others.
+        // A batch script has all the other variables.
         return Err(SRUN.lacks(&["SLURM_STEP_ID"], &names));
     }
     if variables.first_of(&JOB).is_none() {
@@ -127,7 +127,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         None
     };
     let told = variables.told();
-    // One task a node is how to ask for a process that has all of its node.
+    // One task a node means a process that uses the whole node.
     let (nproc, ranks) = if count == nnodes {
         (options.nproc, "one task a node: its ranks are threads".to_string())
     } else {
@@ -145,7 +145,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     })
 }
 
-/// The host of task 0.
+/// Returns the host of task 0.
 fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
     let names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     let Some((name, list)) =
@@ -169,7 +169,7 @@ fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
     Ok(hosts.first)
 }
 
-/// A port that all tasks of a job come to, and those of another job on the same host hardly ever.
+/// Returns a port that is the same for all tasks of a job and usually differs between jobs on one host.
 fn port(variables: &Variables) -> Result<u16> {
     let job = variables.first_of(&JOB);
     let id = job.and_then(|name| variables.text(name)).unwrap_or_default();

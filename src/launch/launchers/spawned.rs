@@ -1,22 +1,24 @@
-//! What this program sets for the processes that it starts, with `--spawn=processes` or `--max-restarts`: what torchrun
-//! sets, and a mark.
+//! The variables that this program sets for the processes that it starts, with `--spawn=processes` or
+//! `--max-restarts`: those of torchrun, and a mark.
 
 use super::variables::{Variables, and};
 use super::{Launch, LaunchKind, LaunchOptions, local, torchrun};
 use crate::error::{Error, Result};
 use crate::launch::Nproc;
 
-/// Says that the others are this program's own.
+/// Marks the other variables as set by this program.
 const MARK: &str = "DDP_MP_SPAWNED";
 
-/// The value of the mark for a process with all ranks as threads, which `--max-restarts` starts again.
+/// The mark's value for a process with all ranks as threads, which `--max-restarts` restarts.
 const THREADS: &str = "threads";
 
 pub(super) fn is_here(variables: &Variables) -> bool {
     variables.is_set(MARK)
 }
 
-/// One rank, whatever the flags say about all of them; but `--nproc-per-node=cpu` also says where.
+/// Reads the launch of a process that this program started: one rank, because the flags are for all ranks.
+/// `--nproc-per-node=cpu` still places it on the CPU. If the mark is [`THREADS`], the process has all ranks and the
+/// flags count.
 pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Launch> {
     let names =
         ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
@@ -57,11 +59,11 @@ fn lacks(missing: &[&str]) -> Error {
     ))
 }
 
-/// Variables to set, or to unset if there is no value.
+/// Variables to set; those with `None` are to be unset.
 type Environment = Vec<(&'static str, Option<String>)>;
 
-/// Returns where the environment of rank `rank` of `count`, with `threads` threads, differs from this process's.
-/// `restarts` is how often the ranks were started again, and how often they would be.
+/// Returns the changes to this process's environment for rank `rank` of `count`, with `threads` threads. `restarts`
+/// holds how many times the ranks were restarted, and how many times they are at most.
 pub(in crate::launch) fn variables(
     [rank, count, threads]: [usize; 3],
     port: u16,
@@ -80,7 +82,7 @@ pub(in crate::launch) fn variables(
     all
 }
 
-/// As [`variables`], for one process with all ranks as threads.
+/// Returns the same as [`variables`] for one process with all ranks as threads.
 pub(in crate::launch) fn variables_of_threads(port: u16, restarts: [usize; 2]) -> Environment {
     common(THREADS, port, restarts)
 }
@@ -93,7 +95,7 @@ fn common(mark: &str, port: u16, [restart_count, max_restarts]: [usize; 2]) -> E
         ("TORCHELASTIC_RESTART_COUNT", Some(restart_count.to_string())),
         ("TORCHELASTIC_MAX_RESTARTS", Some(max_restarts.to_string())),
     ];
-    // What an outer torchrun may have set that `--launch=local` ignores.
+    // An outer torchrun may have set these, and `--launch=local` ignores them.
     let unset =
         ["GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"];
     all.extend(unset.map(|name| (name, None)));

@@ -1,4 +1,5 @@
-//! What torchrun sets for each of its workers; so do `torch.distributed.launch --use-env` and Ray Train.
+//! The variables that torchrun sets for each of its workers, as do `torch.distributed.launch --use-env` and Ray
+//! Train.
 
 use super::variables::{Launcher, Variables, check_below};
 use super::{
@@ -9,12 +10,12 @@ use crate::error::{Error, Result};
 
 const TORCHRUN: Launcher = Launcher { choice: "torchrun", program: "torchrun --no-python" };
 
-/// `LOCAL_RANK` beside one of the others: what Kubeflow does not set.
+/// Returns whether `LOCAL_RANK` is set, which Kubeflow does not set, with `RANK` or `WORLD_SIZE`.
 pub(super) fn is_here(variables: &Variables) -> bool {
     variables.is_set("LOCAL_RANK") && (variables.is_set("RANK") || variables.is_set("WORLD_SIZE"))
 }
 
-/// Refuses what is left of these variables where nobody else was found who uses them: alone, every process
+/// Returns an error if only some of these variables are set and no launcher was detected. Otherwise every process
 /// would train on its own.
 pub(super) fn refuse_remains(variables: &Variables) -> Result<()> {
     let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
@@ -73,7 +74,7 @@ pub(super) fn master(variables: &Variables) -> Result<MasterEndpoint> {
         return Err(TORCHRUN.lacks(&missing, &set));
     };
     check_addr("MASTER_ADDR", &addr)?;
-    // As Python writes it, and PyTorch compares it.
+    // Python writes `True`, and PyTorch compares with that.
     let agent_store = variables.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True");
     Ok(MasterEndpoint { addr, port, agent_store })
 }

@@ -1,16 +1,16 @@
-//! Environment variables as text, numbers and ports, with one way to complain about them.
+//! Environment variables as text, numbers and ports, with uniform errors.
 
 use std::cell::RefCell;
 
 use crate::error::{Error, Result, escaped_line};
 
-/// Reads variables, and remembers which were there: they are what decided.
+/// Reads variables, and records which of them were set: these decided the result.
 pub(super) struct Variables<'a> {
     look_up: &'a dyn Fn(&str) -> Option<String>,
     read: RefCell<Vec<String>>,
 }
 
-/// More than this of a value is left out where it is told.
+/// The most characters of a value that a message quotes.
 const MAX_QUOTED_CHARS: usize = 80;
 
 impl<'a> Variables<'a> {
@@ -21,7 +21,7 @@ impl<'a> Variables<'a> {
     fn get(&self, name: &str) -> Option<String> {
         let value = (self.look_up)(name)?;
         let value = value.trim();
-        // Scripts and manifests often set to nothing what they do not know.
+        // Scripts and manifests often set a variable to an empty value if they have none.
         (!value.is_empty()).then(|| value.to_string())
     }
 
@@ -29,7 +29,7 @@ impl<'a> Variables<'a> {
         self.get(name).is_some()
     }
 
-    /// Its value, if it is set to something.
+    /// Returns the variable's value; `None` if it is unset or empty.
     pub(super) fn text(&self, name: &str) -> Option<String> {
         let value = self.get(name)?;
         let told = format!("{name}={}", shortened(&value));
@@ -40,7 +40,7 @@ impl<'a> Variables<'a> {
         Some(value)
     }
 
-    /// A number from 0, if it is set.
+    /// Returns a number from 0; `None` if the variable is unset.
     pub(super) fn number(&self, name: &str) -> Result<Option<usize>> {
         let Some(text) = self.text(name) else { return Ok(None) };
         match text.parse::<u32>() {
@@ -52,7 +52,7 @@ impl<'a> Variables<'a> {
         }
     }
 
-    /// A number from 1, if it is set.
+    /// Returns a number from 1; `None` if the variable is unset.
     pub(super) fn count(&self, name: &str) -> Result<Option<usize>> {
         let count = self.number(name)?;
         if count == Some(0) {
@@ -61,12 +61,12 @@ impl<'a> Variables<'a> {
         Ok(count)
     }
 
-    /// The first of these variables that is set.
+    /// Returns the first of these variables that is set.
     pub(super) fn first_of(&self, names: &[&'static str]) -> Option<&'static str> {
         names.iter().copied().find(|name| self.is_set(name))
     }
 
-    /// A TCP port, if it is set.
+    /// Returns a TCP port; `None` if the variable is unset.
     pub(super) fn port(&self, name: &str) -> Result<Option<u16>> {
         let Some(text) = self.text(name) else { return Ok(None) };
         match text.parse::<u16>() {
@@ -78,7 +78,7 @@ impl<'a> Variables<'a> {
         }
     }
 
-    /// Numbers that `launcher` sets all of.
+    /// Returns the numbers of variables that `launcher` always sets together.
     pub(super) fn all<const N: usize>(
         &self,
         launcher: Launcher,
@@ -98,8 +98,8 @@ impl<'a> Variables<'a> {
         if missing.is_empty() { Ok(numbers) } else { Err(launcher.lacks(&missing, &set)) }
     }
 
-    /// `OMP_NUM_THREADS`, a user's or torchrun's, which sets it where it starts several; the first number, if it is a list
-    /// for levels of nesting.
+    /// Returns `OMP_NUM_THREADS`, set by the user, or by torchrun when it starts several processes. If it is a list
+    /// for levels of nesting, returns the first number. `None` if it is unset.
     pub(super) fn threads(&self) -> Result<Option<usize>> {
         let name = "OMP_NUM_THREADS";
         let Some(text) = self.text(name) else { return Ok(None) };
@@ -113,18 +113,18 @@ impl<'a> Variables<'a> {
         }
     }
 
-    /// What was read, as `NAME=value`s.
+    /// Returns the variables that were read, as `NAME=value`s.
     pub(super) fn told(&self) -> String {
         self.read.borrow().join(" ")
     }
 }
 
-/// Who sets variables, for what is said about them.
+/// The launcher that sets variables, for error messages.
 #[derive(Clone, Copy)]
 pub(super) struct Launcher {
-    /// What `--launch` calls it.
+    /// Its value of `--launch`.
     pub choice: &'static str,
-    /// The program, as the user knows it.
+    /// The program's name, for the user.
     pub program: &'static str,
 }
 
@@ -148,7 +148,7 @@ impl Launcher {
     }
 }
 
-/// Two numbers, the first of which must be below the second.
+/// Checks that `number` is below `count`.
 pub(super) fn check_below(name: &str, number: usize, of: &str, count: usize) -> Result<()> {
     if number < count {
         return Ok(());
@@ -159,7 +159,7 @@ pub(super) fn check_below(name: &str, number: usize, of: &str, count: usize) -> 
     )))
 }
 
-/// `a`, `a and b`, `a, b and c`.
+/// Joins names as `a`, `a and b`, `a, b and c`.
 pub(super) fn and(names: &[&str]) -> String {
     match names {
         [] => String::new(),
@@ -168,7 +168,7 @@ pub(super) fn and(names: &[&str]) -> String {
     }
 }
 
-/// A value that fits on a line.
+/// Shortens a value to fit on a line.
 pub(super) fn shortened(value: &str) -> String {
     let value = escaped_line(value);
     let mut short: String = value.chars().take(MAX_QUOTED_CHARS).collect();

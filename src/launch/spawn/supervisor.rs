@@ -1,4 +1,4 @@
-//! The supervisor of the ranks: it starts, watches and joins their threads, and keeps the first failure.
+//! The supervisor of the ranks: starts, watches and joins their threads, and keeps the first failure.
 
 use std::io;
 use std::mem;
@@ -20,13 +20,13 @@ use crate::process_group::rank_label;
 use crate::runtime::{Failure, FlightRecorder, History, RunContext, deadline};
 use crate::telemetry::{TRACED, trace_output, write_trace};
 
-/// NCCL's initialisation and the freeing of deep autograd graphs need more than Rust's 2 MiB. Only what
-/// is used becomes memory.
+/// The stack size of a rank's thread. NCCL's initialisation and the freeing of deep autograd graphs need more than
+/// Rust's 2 MiB. Only the used part takes memory.
 const STACK_BYTES: usize = 64 << 20;
 
 impl Spawn {
-    /// Starts a thread for each rank with `start`, and returns when all have ended and have been joined with `join`, or
-    /// when the grace period after a failure is over: what the ranks have returned, in their order.
+    /// Starts a thread for each rank with `start`. Returns when all have ended and have been joined with `join`, or
+    /// when the grace period after a failure is over. Returns the results of the ranks, in rank order.
     pub(super) fn supervise<T, J>(
         &self,
         mut start: impl FnMut(thread::Builder, RankThread<T>) -> io::Result<J>,
@@ -98,7 +98,7 @@ impl Spawn {
         result
     }
 
-    /// What the ranks have done goes to whoever wants it.
+    /// Writes the trace and stores the history of the ranks, if either was requested.
     fn leave_history(&self, run: &RunContext) {
         if self.trace.is_none() && self.history.is_none() {
             return;
@@ -117,11 +117,11 @@ impl Spawn {
             }
         }
         if let Some(slot) = &self.history {
-            let _ = slot.set(history); // a second run of the same keeps the first one's
+            let _ = slot.set(history); // a second run keeps the first one's history
         }
     }
 
-    /// What is said of a rank's device.
+    /// Returns the name of a rank's device, for the user.
     fn device(&self, rank: usize) -> String {
         match &self.world {
             Some(world) => world.label(rank),
@@ -129,12 +129,12 @@ impl Spawn {
         }
     }
 
-    /// The first rank of this process.
+    /// Returns the first rank of this process.
     fn first(&self) -> usize {
         self.world.as_ref().map_or(0, |world| world.ranks_here().start)
     }
 
-    /// What the ranks have returned, or the first failure, with all that is known about it.
+    /// Returns the results of the ranks, or the first failure with everything known about it.
     fn result<T, J>(
         &self,
         run: &RunContext,
@@ -153,7 +153,7 @@ impl Spawn {
                 error,
             });
         let Some(failure) = failures.next() else {
-            // Without a failure every rank has started and ended, and has returned something.
+            // Without a failure, every rank has started, ended and returned a value.
             return Ok(threads.into_iter().filter_map(Thread::value).collect());
         };
         let still_running = threads.iter().zip(first..).filter(|(thread, _)| thread.runs());
@@ -173,8 +173,8 @@ impl Spawn {
         }))
     }
 
-    /// Joins the threads as they end; gives up on the rest when the grace period is over. Threads that still run
-    /// did not come back. Returns what each rank was doing when the run failed, if it has.
+    /// Joins the threads as they end, and gives up on the rest when the grace period is over. A thread that still
+    /// runs then did not come back. Returns the status table of the ranks at the failure; `None` without a failure.
     fn wait<T, J>(
         &self,
         run: &RunContext,
@@ -187,7 +187,7 @@ impl Spawn {
             if let Thread::Runs(thread) =
                 mem::replace(&mut threads[rank - first], Thread::Ended(value))
             {
-                join_thread(thread); // it is past everything else, and cannot have panicked
+                join_thread(thread); // this is its last act, and it cannot have panicked
             }
         };
         let here = first..first + running;
@@ -236,11 +236,11 @@ impl Spawn {
 const STALL_POLL_INTERVALS: (Duration, Duration) =
     (Duration::from_millis(10), Duration::from_secs(1));
 
-/// A rank's thread, as the one that has started it sees it.
+/// A rank's thread, as seen by the supervisor.
 enum Thread<T, J> {
-    /// It runs, or has not been joined yet.
+    /// Runs, or has not been joined yet.
     Runs(J),
-    /// It is gone; with what its function returned, unless that failed.
+    /// Has ended, with the result of its function; `None` if that failed.
     Ended(Option<T>),
 }
 

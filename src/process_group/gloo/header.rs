@@ -1,26 +1,26 @@
-//! What a process tells each other one ahead of an exchange: a note of a fixed size.
+//! The header of a fixed size that processes send each other ahead of an exchange.
 
 use crate::error::{Error, Result};
 use crate::runtime::StopMessage;
 
-/// How many bytes a note has.
+/// Size of a header in bytes.
 pub(super) const HEADER_BYTES: usize = 256;
 
-/// How many of them are numbers: 7, of 8 bytes each.
+/// Bytes of the numbers in a header: 7 numbers of 8 bytes.
 pub(super) const HEADER_INT_BYTES: usize = 56;
 
-/// Parts up to this size travel in it.
+/// Size in bytes of the largest part that travels inside a header.
 pub(super) const MAX_INLINE: usize = HEADER_BYTES - HEADER_INT_BYTES;
 
-/// The numbers of a note.
+/// The numbers of a header.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct ExchangeHeader {
-    /// Which call this is, and what.
+    /// Sequence number of the call, and a hash of what must be equal in all processes.
     pub sequence: u64,
     pub fingerprint: u64,
-    /// How many bytes follow.
+    /// Size in bytes of the part that follows.
     pub size: u64,
-    /// The mean weight of the process's ranks, from 0; 0 for calls without weights.
+    /// Mean weight of the process's ranks, from 0; 0 for calls without weights.
     pub weight: f64,
     pub news: StopMessage,
 }
@@ -45,10 +45,10 @@ impl ExchangeHeader {
         bytes
     }
 
-    /// What `process` has sent. Whether it fits the call is for the caller to see.
+    /// Parses the header that `process` has sent. The caller checks whether it fits the call.
     ///
     /// # Errors
-    /// [`Error::Input`] for what no process sends.
+    /// [`Error::Input`] for bytes that no process of the run sends.
     pub(super) fn from_bytes(process: usize, bytes: &[u8; HEADER_INT_BYTES]) -> Result<Self> {
         let mut numbers = [0; HEADER_INT_BYTES / 8];
         let (places, _) = bytes.as_chunks::<8>();
@@ -84,7 +84,7 @@ mod tests {
         #[test]
         fn no_bytes_are_more_than_an_error(bytes: [u8; HEADER_INT_BYTES], small: [u8; 3]) {
             let mut near = bytes;
-            // Reasons that may be some.
+            // Reasons that may be valid.
             near[24..].fill(0);
             [near[32], near[40], near[48]] = small.map(|byte| byte % 9);
             for bytes in [bytes, near] {

@@ -1,4 +1,4 @@
-//! What goes on by itself, from when the processes have agreed on it until Gloo is through.
+//! Gloo's operations in the background, from when the processes have agreed on the call until Gloo has finished.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,24 +10,24 @@ use crate::error::Result;
 use crate::ffi::GlooWork;
 use crate::operation::OpId;
 
-/// An operation of Gloo's that was started, for a call.
+/// A Gloo operation that was started for a call.
 pub(super) struct Started {
     pub work: GlooWork,
     pub at: OpId,
-    /// The rank of the run that waits for it.
+    /// Global rank that waits for it.
     pub waiting: usize,
     pub began: Instant,
     pub timeout: Duration,
 }
 
 impl Started {
-    /// Until its deadline.
+    /// Returns the time left until the deadline.
     pub(super) fn time_left(&self) -> Duration {
         self.timeout.saturating_sub(self.began.elapsed())
     }
 }
 
-/// One that its rank does not wait for now. Nobody may touch its tensors until [`InFlight::wait`] has returned.
+/// An operation in the background. Its tensors must not be touched until [`InFlight::wait`] has returned.
 pub(crate) struct InFlight {
     network: Arc<Network>,
     started: Started,
@@ -38,26 +38,26 @@ impl InFlight {
         Self { network, started }
     }
 
-    /// What it is.
+    /// Returns the call.
     pub(crate) fn at(&self) -> OpId {
         self.started.at
     }
 
-    /// Ready to receive from when it has ended; what is there is for [`InFlight::wait`].
+    /// Returns a channel that is ready once the operation has ended. Only [`InFlight::wait`] may receive from it.
     pub(crate) fn ended(&self) -> &Receiver<std::result::Result<(), String>> {
         self.started.work.ended()
     }
 
-    /// Until its deadline.
+    /// Returns the time left until the deadline.
     pub(crate) fn time_left(&self) -> Duration {
         self.started.time_left()
     }
 
-    /// Waits until it is over.
+    /// Waits until the operation has ended.
     ///
     /// # Errors
     /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Cancelled`](crate::Error::Cancelled),
-    /// [`Error::ConnectionLost`](crate::Error::Peer).
+    /// [`Error::ConnectionLost`](crate::Error::ConnectionLost).
     pub(crate) fn wait(self) -> Result<()> {
         self.network.finish(&self.started)
     }

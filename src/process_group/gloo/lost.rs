@@ -1,4 +1,4 @@
-//! Errors of a rank that waits in vain for ranks of other processes: finds the rank at fault, as far as possible.
+//! Errors of a rank that waits in vain for ranks of other processes. They name the rank at fault where possible.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use crate::error::{Error, MissingRank, Result};
 use crate::operation::{OpId, Operation};
 use crate::runtime::{OpSnapshot, RunContext};
 
-/// How long to wait for the reason of a failure, which another process may be about to tell.
+/// Longest wait for the cause of a failure, which another process may be about to report.
 pub(super) const FAILURE_CAUSE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Returns the error of `waiting`, a rank of `run`, that has `waited` too long at `at` for `ranks` of other processes.
+/// Returns the timeout error of `waiting`, a rank of `run` that has `waited` in `at` for `ranks` of other processes.
 pub(super) fn timed_out(
     run: &RunContext,
     at: OpId,
@@ -23,8 +23,8 @@ pub(super) fn timed_out(
         Ok(silent) => silent,
         Err(cancelled) => return cancelled,
     };
-    // Only an open record says that a rank has entered the call: `RunContext::activity` has the call already on the way into it.
-    // To synchronize is no call, and has no record.
+    // Only an open record proves that a rank has entered the call: `RunContext::activity` names the call before the
+    // rank enters it. `synchronize` is no call, and has no record.
     let is_open = |it: &OpSnapshot| it.at == at && it.ended.is_none();
     let has_entered = |rank: &usize| match at.operation {
         Operation::Synchronize => run.activity[*rank].now() == at,
@@ -39,8 +39,8 @@ pub(super) fn timed_out(
     Error::Timeout { at, waiting, waited, late }
 }
 
-/// Returns the error of `waiting`, a rank of `run`, that waits at `at` for `ranks` of other processes, to which the
-/// connection is lost for this `reason`.
+/// Returns the error of `waiting`, a rank of `run`, when the connection to `ranks` of another process is lost in `at`
+/// for this `reason`.
 pub(crate) fn connection_lost(
     run: &RunContext,
     at: OpId,
@@ -48,11 +48,11 @@ pub(crate) fn connection_lost(
     ranks: Vec<usize>,
     reason: String,
 ) -> Error {
-    // Another process may have failed first, and be telling so.
+    // Another process may have failed first, and be about to report it.
     await_reason(run);
     match silent(run, waiting, &ranks, false) {
         Ok(silent) => {
-            // A rank at the other end, whatever keeps it: nobody else has closed the connection.
+            // Blames the ranks at the other end, even if they respond: no other process can have closed the connection.
             let lost = if silent.is_empty() { run.last_seen(ranks) } else { silent };
             Error::ConnectionLost { at, step: run.flight_recorder.step_of(waiting), lost, reason }
         }
@@ -60,7 +60,7 @@ pub(crate) fn connection_lost(
     }
 }
 
-/// Asks for heartbeats, which takes a moment. Returns those of `ranks` whose process does not answer.
+/// Requests heartbeats, which takes a moment. Returns those of `ranks` whose process does not respond.
 ///
 /// # Errors
 /// [`Error::Cancelled`] if the run has failed for another reason meanwhile.
@@ -72,7 +72,7 @@ fn silent(
 ) -> Result<Vec<MissingRank>> {
     run.check(waiting)?;
     let mut silent = run.look();
-    // A process that has given up waiting at the same time may be telling why.
+    // A process that has timed out at the same time may be about to report why.
     if has_waited && ranks.iter().any(|rank| run.is_done(*rank)) {
         await_reason(run);
     }
@@ -81,7 +81,7 @@ fn silent(
     Ok(silent)
 }
 
-/// Waits until another process has told why it has failed, for [`FAILURE_CAUSE_TIMEOUT`] at most.
+/// Waits for another process to report its failure, for at most [`FAILURE_CAUSE_TIMEOUT`].
 fn await_reason(run: &RunContext) {
     select_biased! {
         recv(run.cancel.tripped()) -> _ => {}

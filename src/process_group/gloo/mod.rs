@@ -1,17 +1,16 @@
 //! The `gloo` backend: CPU ranks of several processes, on one machine or more.
 //!
-//! The ranks of one process share its memory, as with `threaded`, and one copy goes over the network for all of them:
+//! The ranks of one process share its memory, as with `threaded`. One copy crosses the network for all of them:
 //!
-//! 1. meet: the ranks of the process compare what they call;
-//! 2. pack: each adds up its slice of their tensors, or copies its own, to where they lie for each process;
+//! 1. announce: the ranks of the process compare their calls;
+//! 2. pack: each rank reduces its slice of their tensors, or copies its own, into the send buffer;
 //! 3. exchange: the first rank of each process sends and receives ([`Network`]), while the others wait;
-//! 4. unpack: each rank takes what is for it.
+//! 4. unpack: each rank takes its results.
 //!
-//! A large all_reduce goes out in slices: each process adds up one slice of all, and then all exchange the sums.
-//! What comes from several processes is added in their order, so that the same run has the same bits each time; with one
-//! rank a process these are the bits of `threaded`. With more, each process first reduces what its own ranks have.
-//! Sums and products of float16 and bfloat16 travel between the processes in float32 then, and are narrowed once, when
-//! all of them are there.
+//! A large all_reduce goes out in slices: each process reduces one slice of all, and then all exchange the results.
+//! Parts of several processes are added in process order, so the same run gives the same bits each time. With one rank
+//! per process these are the bits of `threaded`. With more, each process first reduces the tensors of its own ranks.
+//! Sums and products of float16 and bfloat16 then travel in float32, and are narrowed once, at the end.
 
 mod header;
 mod in_flight;
@@ -41,7 +40,7 @@ pub(crate) use split_sizes::ProcessMap;
 use split_sizes::SplitSizes;
 use work::{Work, sources};
 
-/// An all_reduce goes out whole up to this many bytes for all processes together: one exchange instead of two.
+/// An all_reduce of up to this many bytes for all processes together is sent whole: one exchange instead of two.
 const DIRECT_MAX_BYTES: usize = 64 << 10;
 
 /// One rank's side of the backend.
@@ -50,12 +49,12 @@ pub(super) struct Hierarchical {
     memory: Memory,
     run: Arc<RunContext>,
     work: Work,
-    /// What the last call has moved.
+    /// Bytes that the last call sent and received.
     traffic: Traffic,
 }
 
 impl Hierarchical {
-    /// Joins the group as its rank `rank`; returns once all ranks of this process have.
+    /// Joins the group as group rank `rank`. Returns once all ranks of this process have joined.
     pub(super) fn join(shared: &Shared, network: Arc<Network>, rank: usize) -> Result<Self> {
         let seat = shared.seat(rank);
         let at = OpId { operation: Operation::Init, sequence: 0 };
@@ -65,53 +64,53 @@ impl Hierarchical {
         Ok(Self { seat, memory, run, work, traffic })
     }
 
-    /// Whether this rank goes to the network for those of its process.
+    /// Returns whether this rank uses the network for all ranks of its process.
     fn is_first(&self) -> bool {
         self.seat.rank() == 0
     }
 
-    /// This rank's number in the run.
+    /// Returns this rank's number in the run.
     fn global_rank(&self) -> usize {
         self.seat.barrier().members()[self.seat.rank()]
     }
 
-    /// Meets the ranks of this process, which then know that all call the same, with memory of their own.
+    /// Runs the exchange of this process's ranks. It checks that their calls agree and their tensors do not overlap.
     fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let first = self.work.network.layout().here().start;
         threaded::exchange(&mut self.seat, first, call, true, Some(&mut self.memory))
     }
 
-    /// Has what goes to other processes say how much these ranks count, which have met for this call.
+    /// Sets the mean weight of this process's ranks, which goes to other processes. Call it after the local exchange.
     fn set_weight(&self, call: &Call) {
         if call.weight.is_some() && self.is_first() {
             self.work.network.set_weight(work::mean_here(&self.seat));
         }
     }
 
-    /// What they call, for other processes to read.
+    /// Returns the calls of this process's ranks as text that other processes can read.
     fn describe(&self) -> String {
         mismatch::to_text(self.seat.published())
     }
 
-    /// On the process's first rank `work`; then all ranks of the process go on.
+    /// Runs `work` on the process's first rank. All ranks of the process return once it is done.
     fn on_leader(&self, call: &Call, work: impl FnOnce(&Network) -> Result<()>) -> Result<()> {
         if self.is_first() {
             self.report_failure(work(&self.work.network))?;
         }
-        // It has a deadline itself.
+        // No timeout: the first rank's work has one.
         self.seat.barrier().wait_at_most(self.seat.rank(), call.at(), Duration::MAX)
     }
 
-    /// Has the others of this process know of an error, who wait for this rank without a deadline.
+    /// Reports an error to the other ranks of this process, which wait for this rank without a timeout.
     fn report_failure<T>(&self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
-            self.run.check(self.global_rank())?; // what follows from another failure is none
+            self.run.check(self.global_rank())?; // not if another failure caused it
             self.run.report(self.global_rank(), Some(error), error.to_string());
         }
         result
     }
 
-    /// Every rank of the process its part of the work, which waits for nobody.
+    /// Runs this rank's part of `work`, which waits for no other rank. Returns when all ranks have finished theirs.
     fn on_local_ranks(
         &mut self,
         work: impl FnOnce(&mut Work, &ExchangeSlot<CollectiveFingerprint>),
@@ -120,21 +119,22 @@ impl Hierarchical {
         seat.and_leave_together(|| work(mine, seat));
     }
 
-    /// Whether Gloo adds up what two processes have as fast as it can be, and in the order of the ranks.
+    /// Returns whether Gloo's own all_reduce can do the sum: with two processes it is the fastest, and adds in rank
+    /// order.
     fn supports_direct(&self, call: &Call) -> bool {
         let sums = matches!(call.op(), ReduceOp::Sum | ReduceOp::PremulSum(_));
         let kind = matches!(call.kind, Kind::Float | Kind::Double);
         sums && kind && self.work.network.layout().len() == 2
     }
 
-    /// Whether the call is an all_reduce of so much that it does not go out whole.
+    /// Returns whether the call is an all_reduce above [`DIRECT_MAX_BYTES`], which goes out in slices.
     fn is_sliced(&self, call: &Call, numel: usize) -> bool {
         let processes = self.work.network.layout().len();
         call.operation == Operation::AllReduce
             && num_bytes(call.kind, numel) * processes > DIRECT_MAX_BYTES
     }
 
-    /// A large all_reduce of two processes.
+    /// Runs a large all_reduce between two processes with Gloo's own all_reduce.
     fn all_reduce_direct(&mut self, call: &Call, numel: usize) -> Result<()> {
         let network = self.work.network.clone();
         let layout = network.layout();
@@ -149,11 +149,11 @@ impl Hierarchical {
         }
         self.exchange_local(call)?;
         self.set_weight(call);
-        // One part, for nobody in particular.
+        // A single part, addressed to no process in particular.
         let alone = ProcessMap { processes: vec![layout.here()], mine: 0 };
         let whole = SplitSizes { to: vec![size], from: vec![size], largest: None };
         self.on_local_ranks(|work, seat| {
-            // SAFETY: they have met, and leave together; there is room.
+            // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { work.pack(seat, &alone, call, &whole, true) }
         });
         self.on_leader(call, |network| {
@@ -162,7 +162,7 @@ impl Hierarchical {
         })?;
         let sum = self.work.network.places().0;
         self.on_local_ranks(|work, seat| {
-            // SAFETY: the sum is there, and nobody writes there until all have left.
+            // SAFETY: the sum has arrived, and no rank writes there until all have left.
             unsafe { work.unpack(seat, &alone, call, &[sum], true) }
         });
         let traffic = if self.is_first() { size as u64 } else { 0 };
@@ -170,15 +170,15 @@ impl Hierarchical {
         Ok(())
     }
 
-    /// The same of two ranks, each in a process of its own: what there is to send is the rank's tensor itself, and
-    /// nobody has to wait for the sum.
+    /// Starts a large all_reduce between two processes of one rank each. Gloo reduces the rank's tensor in place, and
+    /// the caller need not wait for the result.
     fn add_up_in_place(&mut self, call: &Call) -> Result<InFlight> {
         self.run.check(self.global_rank())?;
         self.exchange_local(call)?;
         let tensor = &call.outputs[0];
         self.set_weight(call);
         if let ReduceOp::PremulSum(_) = call.op() {
-            // SAFETY: an all_reduce has one tensor for input and output, which this rank alone touches.
+            // SAFETY: an all_reduce has one tensor for input and output, which only this rank touches.
             self.on_local_ranks(|work, _| unsafe { work.multiply(call, tensor) });
         }
         let network = &self.work.network;
@@ -189,7 +189,7 @@ impl Hierarchical {
         Ok(in_flight)
     }
 
-    /// The parts of an all_to_all, in which all ranks of a process may send and expect what they like.
+    /// Returns the sizes of an all_to_all, in which every rank may choose how much it sends and expects.
     fn parts_of_all_to_all(&self, call: &Call) -> SplitSizes {
         let layout = self.work.network.layout();
         let size = |places: &[threaded::Place], range: &Range<usize>| -> usize {
@@ -231,7 +231,7 @@ impl Backend for Hierarchical {
         let end = |sizes: &[usize]| SplitSizes::places(sizes, layout.mine).1;
         let room = |network: &Network, parts: &SplitSizes| {
             let (sent, received) = (end(&parts.to), end(&parts.from));
-            // The sums of slices go out from behind the slices, which others may still read.
+            // The results go out from behind the slices, because other ranks may still read the slices.
             network.reserve(sent + received, sent.max(received))
         };
         if self.is_first() && call.operation != Operation::AllToAll {
@@ -245,7 +245,7 @@ impl Backend for Hierarchical {
             self.on_leader(call, |network| room(network, &parts))?;
         }
         self.on_local_ranks(|work, seat| {
-            // SAFETY: they have met, and leave together; there is room.
+            // SAFETY: the ranks have exchanged this call and leave together; there is room.
             unsafe { work.pack(seat, layout, call, &parts, sliced) }
         });
         self.on_leader(call, |network| network.exchange(call, &parts, 0, || self.describe()))?;
@@ -269,11 +269,11 @@ impl Backend for Hierarchical {
             sources = self::sources(&self.work.network, &sums, begin);
         }
         self.on_local_ranks(|work, seat| {
-            // SAFETY: all is there, and nobody writes there until all have left.
+            // SAFETY: all parts have arrived, and no rank writes there until all have left.
             unsafe { work.unpack(seat, layout, call, &sources, sliced) }
         });
         if !self.is_first() {
-            self.traffic = Traffic::default(); // the first has moved it for all
+            self.traffic = Traffic::default(); // counted on the first rank only
         }
         Ok(())
     }
@@ -291,7 +291,7 @@ impl Backend for Hierarchical {
         Err(Error::Unsupported("backend gloo launches no messages".into()))
     }
 
-    /// What crosses between the processes.
+    /// Returns the bytes that crossed between the processes.
     fn traffic(&self, _: &Call) -> Traffic {
         self.traffic
     }

@@ -1,8 +1,7 @@
-//! The way between the processes of a group: one exchange at a time, made by the first rank of each.
+//! The connection between the processes of a group. The first rank of each process makes one exchange at a time.
 //!
-//! Before anything else the processes exchange notes of a fixed size: which call this is, and how much each has for
-//! whom. Gloo itself compares nothing, and a message of another length than expected would end the process. What is
-//! small travels in the note.
+//! Each exchange begins with headers of a fixed size: the call, and the size of each part. Gloo itself compares
+//! nothing, and a message of unexpected length would end the process. Small parts travel inside the header.
 
 use std::fmt;
 use std::ops::Range;
@@ -27,10 +26,10 @@ use crate::ffi::{Gloo, GlooWork, Reduce, TcpStore};
 use crate::operation::{OpId, Operation};
 use crate::runtime::{RunContext, Stop, StopMessage, deadline, format_call_site};
 
-/// What the ranks of one process share of a group of several processes.
+/// The state of a group of several processes that the ranks of one process share.
 pub(crate) struct Network {
     gloo: Gloo,
-    /// With a prefix of its own.
+    /// Under a prefix of the group's own.
     store: TcpStore,
     run: Arc<RunContext>,
     members: Arc<[usize]>,
@@ -38,13 +37,13 @@ pub(crate) struct Network {
     timeout: Duration,
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
-    /// Rank 0's decision to stop goes along with every note.
+    /// Rank 0's decision to stop, which every header carries.
     stop: OnceLock<Arc<Stop>>,
-    /// The mean weight of each process's ranks in the present call, as bits. Written by this process's first rank, and
-    /// read by the others when they have met it again.
+    /// Mean weight of each process's ranks in the current call, as bits. This process's first rank writes them. Its
+    /// other ranks read them after the next barrier.
     weights: Box<[AtomicU64]>,
     room: StagingBuffers,
-    /// Where other processes connect for messages, until that is the messages' own.
+    /// The listener to which other processes connect for messages. `None` once `messages` has it, or without messages.
     door: Option<Door>,
     messages: Option<Messages>,
 }
@@ -56,11 +55,11 @@ impl fmt::Debug for Network {
 }
 
 impl Network {
-    /// Connects the processes of `layout`, whose ranks are `members` of `run`. All of them call this, with a prefix
-    /// of `store` that nobody has used; it returns when all are connected.
+    /// Connects the processes of `layout`, whose ranks are `members` of `run`. All of them must call this, with an
+    /// unused prefix of `store`. Returns when all are connected.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with the first ranks of the processes that do not come, and those of [`Gloo::new`].
+    /// [`Error::Timeout`] that names the first ranks of the missing processes, and the errors of [`Gloo::new`].
     pub(crate) fn connect(
         store: TcpStore,
         run: Arc<RunContext>,
@@ -69,7 +68,7 @@ impl Network {
         interfaces: Option<&str>,
     ) -> Result<Self> {
         let timeout = run.timeout;
-        // Before they meet, so that nobody has to wait for it afterwards.
+        // Before the rendezvous, so that no process has to wait for it afterwards.
         let door = Some(Door::open(&store, layout.mine, interfaces)?);
         let first = |process: &usize| members[layout.processes[*process].start];
         let absent = |missing: Vec<usize>| {
@@ -97,10 +96,10 @@ impl Network {
         })
     }
 
-    /// The same, with messages from other processes, which go to `mail`.
+    /// Returns this network with messages from other processes, which go to `mail`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if it has them already.
+    /// [`Error::Unsupported`] if it already has messages.
     pub(crate) fn with_messages_to(mut self, mail: &Arc<Mailboxes>) -> Result<Self> {
         let taken = || Error::Unsupported("a network has messages once".into());
         let door = self.door.take().ok_or_else(taken)?;
@@ -110,17 +109,17 @@ impl Network {
         Ok(self)
     }
 
-    /// The same, where something else carries the messages: nobody can connect for them.
+    /// Returns this network without messages, if something else carries them. No process can connect for messages.
     pub(crate) fn without_messages(self) -> Self {
         Self { door: None, ..self }
     }
 
-    /// The messages between the processes, unless something else carries them.
+    /// Returns the messages between the processes. `None` if something else carries them.
     pub(crate) fn messages(&self) -> Option<&Messages> {
         self.messages.as_ref()
     }
 
-    /// Connects the processes that have any of `ranks`, places in this group in their order, as a group of its own.
+    /// Connects the processes that have any of `ranks` as a sub-group. `ranks` are ascending group ranks.
     pub(crate) fn part(&self, ranks: &[usize], name: &str, members: Arc<[usize]>) -> Result<Self> {
         let of_process = |places: &Range<usize>| {
             ranks.partition_point(|&rank| rank < places.start)
@@ -140,12 +139,12 @@ impl Network {
         &self.layout
     }
 
-    /// The store that the processes share, under the group's prefix.
+    /// Returns the store that the processes share, under the group's prefix.
     pub(crate) fn store(&self) -> &TcpStore {
         &self.store
     }
 
-    /// Has `stop` agree with that of the first process from now on.
+    /// Synchronizes `stop` with that of the first process in every exchange from now on.
     pub(crate) fn share_stop(&self, stop: &Arc<Stop>) {
         self.stop.get_or_init(|| stop.clone());
     }
@@ -155,15 +154,15 @@ impl Network {
         self.stop.get().is_some()
     }
 
-    /// Tells the other processes the news of [`Stop`], and hears theirs, where no collective of this backend does. By
-    /// the process's first rank; all processes must call it, with the same number.
+    /// Exchanges the state of [`Stop`] between processes when no collective of this backend does. The process's first
+    /// rank calls this; all processes must call it, with the same number.
     pub(crate) fn exchange_stop(&self, sequence: u64) -> Result<()> {
         let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
         let parts = SplitSizes::of(&call, 0, &self.layout, false);
         self.exchange(&call, &parts, 0, || call.operation.to_string())
     }
 
-    /// Says what the mean weight of this process's ranks is in the call that comes. By the process's first rank.
+    /// Sets the mean weight of this process's ranks in the next call. Called by the process's first rank.
     pub(super) fn set_weight(&self, weight: f64) {
         self.weights[self.layout.mine].store(weight.to_bits(), Ordering::Relaxed);
     }
@@ -172,17 +171,17 @@ impl Network {
         f64::from_bits(self.weights[self.layout.mine].load(Ordering::Relaxed))
     }
 
-    /// The mean weight of each process's ranks in this call, with the number of its ranks: after the notes.
+    /// Returns the mean weight and the number of each process's ranks in this call. Valid after the headers.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
         let weights = self.weights.iter().map(|it| f64::from_bits(it.load(Ordering::Relaxed)));
         weights.zip(self.layout.processes.iter().map(ExactSizeIterator::len))
     }
 
-    /// Compares what the processes call where no collective of this backend does, and exchanges the mean weights of
-    /// their ranks, if they have any. By the process's first rank.
+    /// Compares the processes' calls when no collective of this backend does. Also exchanges the mean weights of their
+    /// ranks, if they have any. Called by the process's first rank.
     ///
     /// # Errors
-    /// As [`Network::exchange`].
+    /// The errors of [`Network::exchange`].
     pub(crate) fn compare(
         &self,
         call: &Call,
@@ -196,24 +195,24 @@ impl Network {
         self.exchange(call, &none, 0, describe)
     }
 
-    /// Makes room for so many bytes in each direction. By the process's first rank, before the others meet it.
+    /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
     pub(super) fn reserve(&self, send: usize, receive: usize) -> Result<()> {
         self.room.make(send, receive)
     }
 
-    /// Where what goes out begins, and where what comes in.
+    /// Returns the start of the send buffer and that of the receive buffer.
     pub(super) fn places(&self) -> (*mut u8, *mut u8) {
         let [send, receive] = self.room.parts();
         (send.data_ptr().cast(), receive.data_ptr().cast())
     }
 
-    /// Exchanges what lies in the room from `begin` on, in the order of [`Parts::places`]; returns when what comes in
-    /// is there. By the process's first rank. `describe` tells what it has called, should another one have called
-    /// something else.
+    /// Exchanges the parts in the send buffer from byte `begin` on, in the layout of [`SplitSizes::places`]. Returns
+    /// when all parts have arrived. Called by the process's first rank. `describe` returns its call as text, for a
+    /// mismatch.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`]; [`Error::Input`] for weights that
-    /// have no mean.
+    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`]; [`Error::Input`] for
+    /// weights without a mean.
     pub(super) fn exchange(
         &self,
         call: &Call,
@@ -222,7 +221,7 @@ impl Network {
         describe: impl Fn() -> String,
     ) -> Result<()> {
         if call.weight.is_some() {
-            // Other processes would take it for a stranger's.
+            // Other processes would take an invalid mean for another program's bytes.
             weights::check_mean(self.mean_here(), || self.members[self.layout.here()].to_vec())?;
         }
         let inline = parts.largest.is_some_and(|largest| largest <= MAX_INLINE);
@@ -235,15 +234,15 @@ impl Network {
         if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
     }
 
-    /// What goes out first, `size` bytes of it, as a tensor. By the process's first rank.
+    /// Returns the first `size` bytes of the send buffer as a tensor. Called by the process's first rank.
     pub(super) fn staging_tensor(&self, kind: Kind, size: usize) -> Result<Tensor> {
         let [send, _] = self.room.parts();
         let whole = send.f_narrow(0, 0, size as i64).and_then(|it| it.f_view_dtype(kind));
         whole.map_err(Error::torch("a view of the room"))
     }
 
-    /// Exchanges notes, and then starts to add up `tensor` over all processes, in place: for two processes Gloo's own
-    /// all_reduce, which adds up as we do and is faster. By the process's first rank.
+    /// Exchanges headers, then starts to sum `tensor` over all processes, in place. With two processes Gloo's own
+    /// all_reduce adds in the same order and is faster. Called by the process's first rank.
     pub(super) fn add_up(
         &self,
         call: &Call,
@@ -262,7 +261,7 @@ impl Network {
         self.started(call.at(), call.timeout, self.gloo.all_reduce(tensor, Reduce::Sum))
     }
 
-    /// The second exchange of a call whose notes are read already.
+    /// Exchanges the parts of a call whose headers have been read.
     pub(super) fn send_parts(&self, call: &Call, parts: &SplitSizes, begin: usize) -> Result<()> {
         let splits = |sizes: &[usize]| -> Vec<i64> {
             let of_other = |(process, &size): (usize, &usize)| {
@@ -297,8 +296,8 @@ impl Network {
             let size = parts.to[process];
             let note = ExchangeHeader { sequence, fingerprint, size: size as u64, weight, news }
                 .to_bytes();
-            // SAFETY: the tensor has a note for each process, which nobody else touches now; and a part that is no
-            // larger than its room in the note lies where it was packed.
+            // SAFETY: the tensor has a header for each process, which no other rank touches now. A part that fits into
+            // the header lies where it was packed.
             unsafe {
                 let place = notes.add(process * HEADER_BYTES);
                 place.cast::<[u8; HEADER_INT_BYTES]>().write(note);
@@ -319,10 +318,10 @@ impl Network {
     ) -> Result<()> {
         let notes: *mut u8 = self.room.notes()[1].data_ptr().cast();
         let fingerprint = fingerprint(call);
-        // The first process with something else for this one than it expects, and the processes with another call.
+        // The first process whose part has an unexpected size, and the processes with another call.
         let (mut uneven, mut different) = (None, Vec::new());
         for process in self.others() {
-            // SAFETY: the tensor has a note for each process, and Gloo is through with it.
+            // SAFETY: the tensor has a header for each process, and Gloo has finished with it.
             let (place, note) = unsafe {
                 let place = notes.add(process * HEADER_BYTES);
                 (place, place.cast::<[u8; HEADER_INT_BYTES]>().read())
@@ -339,7 +338,7 @@ impl Network {
                 stop.merge(process == 0, note.news);
             }
             if let Some(places) = inline.filter(|_| fits) {
-                // SAFETY: its size is the one that was expected, for which there is room; nobody else is there now.
+                // SAFETY: the part has the expected size, for which there is room; no other rank uses the room now.
                 unsafe {
                     let part = self.places().1.add(places[process]);
                     part.copy_from_nonoverlapping(place.add(HEADER_INT_BYTES), parts.from[process]);
@@ -354,7 +353,7 @@ impl Network {
         }
     }
 
-    /// Has the process's first rank wait until Gloo has done it, the run is cancelled or time is up.
+    /// Waits on the process's first rank until Gloo has finished, the run is cancelled or the timeout has passed.
     fn wait(&self, at: OpId, timeout: Option<Duration>, work: Result<GlooWork>) -> Result<()> {
         self.finish(&self.started(at, timeout, work)?)
     }
@@ -370,7 +369,7 @@ impl Network {
         Ok(Started { work: work?, at, waiting, began: Instant::now(), timeout })
     }
 
-    /// As [`Network::wait`], for what was started before.
+    /// Waits like [`Network::wait`], for an operation that was started before.
     pub(super) fn finish(&self, started: &Started) -> Result<()> {
         let &Started { ref work, at, waiting, began, timeout } = started;
         let result = select_biased! {
@@ -385,7 +384,7 @@ impl Network {
             Err(Error::Gloo { reason, .. }) => reason,
             Err(other) => other.to_string(),
         };
-        // Nobody touches the room any more, and the other processes notice.
+        // After the abort nothing uses the buffers any more, and the other processes notice it.
         let _ = self.gloo.abort();
         let elsewhere = self.others().flat_map(|it| self.layout.processes[it].clone());
         let ranks = elsewhere.map(|place| self.members[place]).collect();
@@ -395,8 +394,8 @@ impl Network {
         })
     }
 
-    /// Returns the error of an all_to_all in which `process` sends `sent` bytes, and this process expects another number.
-    /// Each of the two calls is right by itself, so the other process knows nothing of it.
+    /// Returns the error of an all_to_all in which `process` sends `sent` bytes and this process expects another
+    /// number. Each call is valid by itself, so the other process does not see the error.
     fn sizes_differ(&self, call: &Call, process: usize, sent: usize, parts: &SplitSizes) -> Error {
         let numel = |bytes| bytes / num_bytes(call.kind, 1);
         let ranks = |process: usize| &self.members[self.layout.processes[process].clone()];
@@ -411,8 +410,8 @@ impl Network {
         )
     }
 
-    /// Returns the error of processes of which those in `different` make another call than this one. Each tells the others
-    /// its own, because each has met another call.
+    /// Returns the error when the processes `different` make another call than this one. Every process writes its call
+    /// to the store, because every process has seen a different one.
     fn mismatch(&self, call: &Call, mine: &str, different: &[usize]) -> Result<Error> {
         let key = |process| format!("call/{}/{process}", call.sequence);
         self.store.set(&key(self.layout.mine), mine.as_bytes())?;
@@ -436,7 +435,7 @@ impl Network {
     }
 }
 
-/// What must be the same in all processes.
+/// Returns a hash of what must be equal in all processes.
 fn fingerprint(call: &Call) -> u64 {
     let Call { operation, reduce_op, root, weight, kind, shape, .. } = call;
     let weighted = if weight.is_some() { " weighted" } else { "" };

@@ -1,4 +1,4 @@
-//! Which part of a collective goes from which process to which: sizes and places, without any memory.
+//! Sizes and offsets of the parts that processes exchange in a collective: arithmetic only, no memory.
 
 use std::ops::Range;
 
@@ -8,10 +8,10 @@ use super::super::threaded::my_slice;
 use super::super::{Call, ReduceOp, Traffic, num_bytes};
 use crate::operation::Operation;
 
-/// Parts begin at cache lines, so that any kind of number is aligned.
+/// Parts begin at cache lines, so that every dtype is aligned.
 const LINE: usize = 64;
 
-/// The processes that a group is spread over: the places of each one's ranks in the group, and which is this one.
+/// The processes of a group: the group ranks of each, and the index of this process.
 #[derive(Debug, Clone)]
 pub(crate) struct ProcessMap {
     pub processes: Vec<Range<usize>>,
@@ -19,29 +19,29 @@ pub(crate) struct ProcessMap {
 }
 
 impl ProcessMap {
-    /// How many processes there are.
+    /// Returns the number of processes.
     pub(super) fn len(&self) -> usize {
         self.processes.len()
     }
 
-    /// The places of this process's ranks.
+    /// Returns the group ranks of this process.
     pub(crate) fn here(&self) -> Range<usize> {
         self.processes[self.mine].clone()
     }
 
-    /// The process of the rank at this place.
+    /// Returns the index of the process that has the group rank `place`.
     pub(super) fn process_of(&self, place: usize) -> usize {
         self.processes.iter().position(|places| places.contains(&place)).unwrap_or(0)
     }
 
-    /// Whether every process has one rank: then what it sends is what the rank has, and the receiver does all of the
-    /// arithmetic, as with `threaded`.
+    /// Returns whether every process has one rank. Each then sends its rank's tensor as it is, and the receiver does
+    /// all of the arithmetic, as with `threaded`.
     pub(super) fn is_one_rank_each(&self) -> bool {
         self.processes.iter().all(|places| places.len() == 1)
     }
 
-    /// The kind in which a process sends its ranks' tensors, reduced, to the others: float32 for sums and products of
-    /// half-precision numbers, which are narrowed once, in the end.
+    /// Returns the dtype in which a process sends its ranks' reduced tensors. If processes have several ranks, it is
+    /// float32 for sums and products of half-precision numbers, which are narrowed once, at the end.
     pub(super) fn partial_kind(&self, call: &Call) -> Kind {
         let is_half = matches!(call.kind, Kind::Half | Kind::BFloat16);
         let rounds = !matches!(call.reduce_op, None | Some(ReduceOp::Min | ReduceOp::Max));
@@ -49,18 +49,19 @@ impl ProcessMap {
     }
 }
 
-/// How many bytes this process has for each one, itself included, and gets from each.
+/// Bytes that this process sends to each process, itself included, and receives from each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SplitSizes {
     pub to: Vec<usize>,
     pub from: Vec<usize>,
-    /// The largest part that any process has for another, where all know that.
+    /// Size of the largest part that any process sends to another. `None` if not all processes know it.
     pub largest: Option<usize>,
 }
 
 impl SplitSizes {
-    /// Of `call` on a rank of this process, whose `numel` elements each tensor has; of an all_reduce in slices the
-    /// first exchange. Nothing for an all_to_all, whose parts depend on all ranks of the process.
+    /// Returns the sizes of `call` in this process, whose tensors have `numel` elements each. For an all_reduce in
+    /// slices they are those of the first exchange. An all_to_all gets zeros, because its parts depend on all ranks of
+    /// the process.
     pub(super) fn of(call: &Call, numel: usize, layout: &ProcessMap, sliced: bool) -> Self {
         let (count, mine, whole) = (layout.len(), layout.mine, num_bytes(call.kind, numel));
         let partial_kind = layout.partial_kind(call);
@@ -111,20 +112,20 @@ impl SplitSizes {
         Self { to, from, largest: Some(largest) }
     }
 
-    /// Of the second exchange of an all_reduce in slices: everybody's result to everybody.
+    /// Returns the sizes of the second exchange of an all_reduce in slices: every process sends its result to all.
     pub(super) fn results(call: &Call, numel: usize, layout: &ProcessMap) -> Self {
         let slices = slices(call.kind, numel, layout.len());
         let (mine, largest) = (slices[layout.mine], slices[0]);
         Self { to: vec![mine; slices.len()], from: slices, largest: Some(largest) }
     }
 
-    /// What crosses to and from other processes.
+    /// Returns the bytes that cross to and from other processes.
     pub(super) fn traffic(&self, layout: &ProcessMap) -> Traffic {
         let foreign = |sizes: &[usize]| (sizes.iter().sum::<usize>() - sizes[layout.mine]) as u64;
         Traffic { sent: foreign(&self.to), received: foreign(&self.from) }
     }
 
-    /// Where the part for each process begins, this process's own last, and where all ends.
+    /// Returns the offset of each process's part, and the end of all parts. This process's own part is the last.
     pub(super) fn places(sizes: &[usize], mine: usize) -> (Vec<usize>, usize) {
         let mut places = vec![0; sizes.len()];
         let mut end = 0;
@@ -137,12 +138,12 @@ impl SplitSizes {
     }
 }
 
-/// The bytes of the slice that each of `count` processes reduces of `numel` elements of an all_reduce.
+/// Returns the sizes in bytes of the slices that `count` processes reduce, of `numel` elements of an all_reduce.
 fn slices(kind: Kind, numel: usize, count: usize) -> Vec<usize> {
     (0..count).map(|process| num_bytes(kind, my_slice(numel, process, count).len())).collect()
 }
 
-/// How much room a part takes.
+/// Returns the room that a part takes, in bytes.
 pub(super) fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(LINE)
 }

@@ -1,4 +1,4 @@
-//! The memory between a process's ranks and the network, kept from call to call.
+//! The staging buffers between a process's ranks and the network, reused by all calls.
 
 use std::cell::UnsafeCell;
 
@@ -7,35 +7,35 @@ use tch::{Device, Kind, Tensor};
 use super::header::HEADER_BYTES;
 use crate::error::{Error, Result};
 
-/// What goes out and what comes in: a note for each process, and room for as much as calls have needed.
+/// Send and receive buffers: a header for each process, and room for the largest call so far.
 pub(super) struct StagingBuffers {
     notes: [Tensor; 2],
     parts: UnsafeCell<[Tensor; 2]>,
 }
 
-// SAFETY: notes and parts are written, and made larger, by the first rank of the process only (`Room::make`,
-// `Network::exchange`), which is one thread at a time; the others ask where the parts are between a meeting of the
-// process's ranks that follows and the one by which the collective ends, and what they write and read there
-// `super::Hierarchical` keeps apart.
+// SAFETY: only the process's first rank, one thread at a time, writes headers, exchanges parts and enlarges the buffers
+// (`StagingBuffers::make`, `Network::exchange`). The other ranks get the addresses of the parts only between a later
+// barrier of the process and the one that ends the collective. `super::Hierarchical` keeps apart what the ranks write
+// and read there.
 unsafe impl Sync for StagingBuffers {}
 // SAFETY: tensors may be dropped on any thread.
 unsafe impl Send for StagingBuffers {}
 
 impl StagingBuffers {
-    /// For notes of so many processes, and for nothing else yet.
+    /// Creates headers for this many processes, and no room for parts yet.
     pub(super) fn new(processes: usize) -> Result<Self> {
         let notes = [bytes(HEADER_BYTES * processes)?, bytes(HEADER_BYTES * processes)?];
         Ok(Self { notes, parts: UnsafeCell::new([bytes(0)?, bytes(0)?]) })
     }
 
-    /// The notes that go out, and those that come in.
+    /// Returns the headers that go out, and those that come in.
     pub(super) fn notes(&self) -> &[Tensor; 2] {
         &self.notes
     }
 
-    /// Makes room for so many bytes in each direction. By the process's first rank, before the others meet it.
+    /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
     pub(super) fn make(&self, send: usize, receive: usize) -> Result<()> {
-        // SAFETY: as said where `Sync` is.
+        // SAFETY: see the implementation of `Sync`.
         let parts = unsafe { &mut *self.parts.get() };
         for (tensor, size) in parts.iter_mut().zip([send, receive]) {
             if tensor.numel() < size {
@@ -45,9 +45,9 @@ impl StagingBuffers {
         Ok(())
     }
 
-    /// What goes out, and what comes in. By the process's first rank.
+    /// Returns the send buffer and the receive buffer.
     pub(super) fn parts(&self) -> &[Tensor; 2] {
-        // SAFETY: as said where `Sync` is.
+        // SAFETY: see the implementation of `Sync`.
         unsafe { &*self.parts.get() }
     }
 }

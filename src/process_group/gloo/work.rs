@@ -1,4 +1,4 @@
-//! What each rank does for an exchange: packing what goes out, and taking what has come.
+//! Each rank's work in an exchange: packing what goes out, and unpacking what has arrived.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,16 +13,16 @@ use super::split_sizes::SplitSizes;
 use super::{Network, ProcessMap};
 use crate::operation::Operation;
 
-/// What a rank packs and unpacks with.
+/// The pointer lists with which a rank packs and unpacks.
 pub(super) struct Work {
     pub network: Arc<Network>,
-    /// Filled again in every reduction, without allocating.
+    /// Reused by every reduction, to avoid allocating.
     inputs: Vec<*mut u8>,
     outputs: Vec<*mut u8>,
     factors: Vec<f64>,
 }
 
-// SAFETY: nothing that one call leaves in these lists is used by the next.
+// SAFETY: no call uses the pointers that an earlier one has left in these lists.
 unsafe impl Send for Work {}
 
 impl Work {
@@ -30,10 +30,10 @@ impl Work {
         Self { network, inputs: Vec::new(), outputs: Vec::new(), factors: Vec::new() }
     }
 
-    /// Step 2. Every rank writes to places of its own.
+    /// Packs the send buffer (step 2). Every rank writes to its own part of it.
     ///
     /// # Safety
-    /// The ranks of this process have met for this call, and leave together; there is room from `begin` on.
+    /// The ranks of this process have exchanged this call and leave together. The send buffer has room for `parts`.
     pub(super) unsafe fn pack(
         &mut self,
         seat: &ExchangeSlot<CollectiveFingerprint>,
@@ -51,18 +51,18 @@ impl Work {
         let partial = layout.partial_kind(call);
         let local = match call.op() {
             ReduceOp::Avg => ReduceOp::Sum,
-            // The tensor as it is: the receiver multiplies, without rounding in between.
+            // Unscaled: the receiver multiplies, without rounding in between.
             ReduceOp::PremulSum(_) if layout.is_one_rank_each() => ReduceOp::Sum,
             op => op,
         };
         let Self { inputs, outputs, factors, .. } = self;
         factors.clear();
         if call.weight.is_some() {
-            // Beside the mean of these ranks alone: that of all is known after the exchange.
+            // Relative to the mean of these ranks: the mean of all ranks is known after the exchange.
             let weights = seat.published().map(|it| it.weight.unwrap_or(0.0));
             weights::fill_factors(local, mean_here(seat), weights, factors);
         }
-        // Adds up the elements `range` of the ranks' tensors `input`; each rank its slice of them.
+        // Reduces the elements `range` of tensor number `input` of the ranks. Each rank reduces its slice of them.
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
             let slice = my_slice(range.len(), index, ranks);
             let from = num_bytes(call.kind, range.start + slice.start);
@@ -75,16 +75,16 @@ impl Work {
             if slice.is_empty() || outputs.is_empty() {
                 return;
             }
-            // SAFETY: the tensors stay, and have so many elements; the parts are as large, and this rank alone
-            // writes to this slice of them. A factor for each tensor, if there are any.
+            // SAFETY: the tensors stay valid and have these elements. The parts are as large, and only this rank writes
+            // to this slice of them. There are no factors, or one per tensor.
             unsafe {
                 let (len, op) = (slice.len(), local);
                 reduce_elements(Reduction { kinds, inputs, outputs, len, op, factors });
             }
         };
-        // Copies the tensor to a place that is this rank's alone.
+        // Copies the tensor to a place that only this rank writes.
         let copy = |tensor: &Tensor, to: *mut u8| {
-            // SAFETY: there is room for it there, and nobody else writes there.
+            // SAFETY: there is room for the tensor, and no other rank writes there.
             unsafe { tensor.data_ptr().cast::<u8>().copy_to_nonoverlapping(to, whole(tensor)) };
         };
         let is_root = place == call.root();
@@ -148,10 +148,10 @@ impl Work {
         }
     }
 
-    /// Adds up what has come from all processes, `len` elements at `offset` of each part, for `to`.
+    /// Reduces the parts of all processes into `to`: `len` elements, from byte `offset` of each part on.
     ///
     /// # Safety
-    /// There are so many elements, nobody writes to them, and nobody else touches those of `to`.
+    /// Each part has these elements, and no thread writes to them. No other thread touches those of `to`.
     pub(super) unsafe fn add_up(
         &mut self,
         call: &Call,
@@ -164,7 +164,7 @@ impl Work {
         let world_size = layout.processes.iter().map(ExactSizeIterator::len).sum::<usize>();
         let op = match call.op() {
             op if layout.is_one_rank_each() => op,
-            // What the processes have multiplied and added up.
+            // The processes have multiplied and added already.
             ReduceOp::PremulSum(_) => ReduceOp::Sum,
             ReduceOp::Avg => ReduceOp::PremulSum(1.0 / world_size as f64),
             op => op,
@@ -184,20 +184,20 @@ impl Work {
             return;
         }
         let Self { inputs, outputs, factors, .. } = self;
-        // SAFETY: as the caller promises; a factor for each source, if there are any.
+        // SAFETY: as the caller promises; no factors, or one per source.
         unsafe { reduce_elements(Reduction { kinds, inputs, outputs, len, op, factors }) };
     }
 
-    /// Multiplies the numbers of `tensor` in place, as [`ReduceOp::PremulSum`] says.
+    /// Multiplies the elements of `tensor` in place by the factor of [`ReduceOp::PremulSum`].
     ///
     /// # Safety
-    /// Nobody else touches it.
+    /// No other thread touches `tensor`.
     pub(super) unsafe fn multiply(&mut self, call: &Call, tensor: &Tensor) {
         self.inputs.clear();
         self.inputs.push(tensor.data_ptr().cast());
         self.outputs.clear();
         self.outputs.push(tensor.data_ptr().cast());
-        // SAFETY: as the caller promises; what is written to an element comes from itself.
+        // SAFETY: as the caller promises; each element is computed from itself alone.
         unsafe {
             reduce_elements(Reduction {
                 kinds: Kinds::same(call.kind),
@@ -210,10 +210,10 @@ impl Work {
         }
     }
 
-    /// Step 4.
+    /// Unpacks this rank's results (step 4).
     ///
     /// # Safety
-    /// Everything has come that `sources` has; nobody writes there, and the ranks of this process leave together.
+    /// All parts of `sources` have arrived, no thread writes to them, and the ranks of this process leave together.
     pub(super) unsafe fn unpack(
         &mut self,
         seat: &ExchangeSlot<CollectiveFingerprint>,
@@ -226,7 +226,7 @@ impl Work {
         let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
         let data = |tensor: &Tensor| tensor.data_ptr().cast::<u8>();
         let copy = |from: *mut u8, to: *mut u8, size: usize| {
-            // SAFETY: there are so many bytes, and `to` is this rank's.
+            // SAFETY: both places have `size` bytes, and `to` belongs to this rank.
             unsafe { from.copy_to_nonoverlapping(to, size) };
         };
         match call.operation {
@@ -243,7 +243,7 @@ impl Work {
                 let scattered = call.operation == Operation::ReduceScatter;
                 let part = num_bytes(self.network.layout().partial_kind(call), output.numel());
                 let offset = if scattered { index * part } else { 0 };
-                // SAFETY: the parts have so many elements there, and the output is this rank's.
+                // SAFETY: the parts have these elements there, and the output belongs to this rank.
                 unsafe {
                     self.add_up(call, sources, offset, output.numel(), [data(output)].into_iter())
                 };
@@ -284,13 +284,13 @@ impl Work {
     }
 }
 
-/// The mean weight of this process's ranks in the call that they have met for.
+/// Returns the mean weight of this process's ranks in the call that they have exchanged.
 pub(super) fn mean_here(seat: &ExchangeSlot<CollectiveFingerprint>) -> f64 {
     weights::mean(seat.published().map(|it| (it.weight.unwrap_or(0.0), 1)))
 }
 
-/// Where the part of each process lies: what has come, and of this process what it packed for itself, `begin` bytes
-/// into what goes out.
+/// Returns the address of each process's part. It is in the receive buffer, but for this process itself in the send
+/// buffer, in the parts that begin at byte `begin`.
 pub(super) fn sources(network: &Network, parts: &SplitSizes, begin: usize) -> Vec<*mut u8> {
     let mine = network.layout().mine;
     let (send, receive) = network.places();

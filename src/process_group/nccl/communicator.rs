@@ -1,8 +1,8 @@
-//! One rank's NCCL communicator: joined without blocking, and ended in order.
+//! One rank's NCCL communicator: it is joined without blocking, and ended in order.
 //!
-//! `ncclCommFinalize` lets what was launched end, its last messages to other machines included; `ncclCommAbort` cuts them
-//! off. A communicator is aborted only where its run has failed. Otherwise [`Communicator::leave`] finalizes it, and does
-//! not wait: another member may still need this rank before it leaves, too. [`end_all`] waits, at the rank's end.
+//! `ncclCommFinalize` lets launched work finish, its last messages to other machines included. `ncclCommAbort` cuts it
+//! off. A communicator is aborted only if its run has failed. Otherwise [`Communicator::leave`] finalizes it without
+//! waiting: another member may still need this rank before it leaves, too. [`end_all`] waits, at the rank's end.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_int};
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::runtime::RunContext;
 
 thread_local! {
-    /// Those that the ranks of this thread have left, and that NCCL may not be through with.
+    /// Communicators that the ranks of this thread have left, and that NCCL may not have finalized yet.
     static ENDING: RefCell<Vec<Communicator>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -29,12 +29,12 @@ pub(super) struct Communicator {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Returns one that has not joined anything.
+    /// Creates a communicator that has not joined anything.
     pub(super) fn new(run: Arc<RunContext>) -> Self {
         Self { comm: std::ptr::null_mut(), run }
     }
 
-    /// Begins to join the communicator `id` of `size` ranks as number `place`, with the thread's current device. Follows
+    /// Starts to join the communicator `id` of `size` ranks as rank `place`, with the thread's current device. Follows
     /// `ncclCommInitRankConfig`.
     pub(super) fn join(
         &mut self,
@@ -50,12 +50,12 @@ impl Communicator {
         unsafe { sys::ncclCommInitRankConfig(&mut self.comm, size, id, place, &mut config) }
     }
 
-    /// What NCCL's functions take.
+    /// Returns the handle for NCCL's functions.
     pub(super) fn raw(&self) -> sys::ncclComm_t {
         self.comm
     }
 
-    /// NCCL's own view of it: fine, in progress, or failed on the way.
+    /// Returns NCCL's own state of the communicator: success, in progress, or a failure.
     pub(super) fn state(&self) -> ncclResult_t {
         let mut state = ncclResult_t::ncclSuccess;
         // SAFETY: `comm` is live, and `state` a valid place.
@@ -65,26 +65,26 @@ impl Communicator {
         }
     }
 
-    /// Parts from the other ranks: all that was launched still ends, unless the run has failed. Waits for nobody.
+    /// Leaves the communicator, without waiting. All launched work still finishes, unless the run has failed.
     pub(super) fn leave(self) {
         if self.comm.is_null() || self.run.cancel.cancelled_by().is_some() {
             return; // aborts
         }
-        // SAFETY: `comm` is live, and nothing is launched in it any more.
+        // SAFETY: `comm` is live, and nothing more is launched in it.
         if is_failure(&unsafe { sys::ncclCommFinalize(self.comm) }) {
             return;
         }
-        // Where the thread is about to end, nobody would wait for it.
+        // If the thread is about to end, this drops and so aborts it, because nothing would wait for it.
         let _ = ENDING.try_with(|ending| ending.borrow_mut().push(self));
     }
 
-    /// Destroys it if NCCL has finalized it; returns whether it is gone.
+    /// Destroys the communicator if NCCL has finalized it. Returns whether it has ended.
     fn try_end(&mut self) -> bool {
         match self.state() {
             ncclResult_t::ncclInProgress => return false,
             ncclResult_t::ncclSuccess => {
                 let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
-                // SAFETY: `comm` is live and this is its last use. Errors have nobody left to be told to.
+                // SAFETY: `comm` is live and this is its last use. No caller is left for an error.
                 unsafe { sys::ncclCommDestroy(comm) };
             }
             _ => {}
@@ -94,7 +94,7 @@ impl Communicator {
 }
 
 impl Drop for Communicator {
-    /// Ends it without the other ranks, which may be gone: only abort is sure to return then.
+    /// Aborts it: the other ranks may be gone, and only abort is sure to return then.
     fn drop(&mut self) {
         if !self.comm.is_null() {
             // SAFETY: `comm` is live and this is its last use.
@@ -103,11 +103,11 @@ impl Drop for Communicator {
     }
 }
 
-/// Waits until NCCL is through with all that `rank` has left, or the run is cancelled, or its timeout has passed; what
-/// is left then is aborted. All ranks come here, so that finalizing can end.
+/// Waits until NCCL has finalized all that `rank` has left, the run is cancelled, or its timeout has passed. Then
+/// aborts the rest. All ranks call this, so that finalizing can end.
 pub(super) fn end_all(run: &RunContext, rank: usize) {
     let left = RefCell::new(ENDING.take());
-    // The rank's function is over; nobody is left to be told how this ends.
+    // The rank's function is over, so no caller is left for an error.
     let _ = run.poll(rank, || {
         left.borrow_mut().retain_mut(|it| !it.try_end());
         Ok(left.borrow().is_empty())
@@ -118,13 +118,13 @@ pub(super) fn is_failure(result: &ncclResult_t) -> bool {
     !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
 }
 
-/// Turns NCCL's result into an error with NCCL's own words. "In progress" is no error.
+/// Turns NCCL's result into an error with NCCL's own message. "In progress" is no error.
 pub(super) fn check(call: &'static str, result: ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
     if !is_failure(&result) {
         return Ok(());
     }
-    // SAFETY: both return strings of NCCL's that live as long as the library; a null communicator is
-    // allowed, and asks for the last error of this thread.
+    // SAFETY: both functions return NCCL's strings, which live as long as the library. A null communicator is allowed,
+    // and selects the last error of this thread.
     let (what, last) = unsafe {
         let text = |string| CStr::from_ptr(string).to_string_lossy().into_owned();
         let last = sys::ncclGetLastError(comm);

@@ -1,4 +1,4 @@
-//! Which NCCL calls make up each collective.
+//! The NCCL calls that make up each collective.
 
 use std::ffi::{c_int, c_void};
 use std::time::Duration;
@@ -16,11 +16,11 @@ use crate::ffi::cuda;
 use crate::operation::Operation;
 
 impl Nccl {
-    /// Launches this rank's part of a collective between two meetings.
+    /// Launches this rank's part of a collective between two barriers.
     pub(super) fn launch(&mut self, call: &Call) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
         let (comm, root) = (self.communicator.raw(), call.root() as c_int);
-        // Any kind can travel as bytes.
+        // Any dtype can travel as bytes.
         let byte = ncclDataType_t::ncclUint8;
         let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
         let data = |tensor: &Tensor| -> *mut c_void { tensor.data_ptr() };
@@ -29,14 +29,15 @@ impl Nccl {
         let each = |f: &mut dyn FnMut(c_int, usize) -> ncclResult_t| {
             (0..inputs.len().max(outputs.len())).map(|peer| f(peer as c_int, peer)).find(is_failure)
         };
-        // SAFETY, for all calls below: the pointers are to as many elements of that kind as is said, on this
-        // rank's GPU. They are read and written in the order of the stream on which their tensors were made
-        // and on which they will be freed.
+        // SAFETY, for all calls below: each pointer is to the stated number of elements of that dtype, on this rank's
+        // GPU. They are read and written in the order of the stream on which their tensors were made and on which they
+        // will be freed.
         match call.operation {
             Operation::AllReduce => {
                 let (kind, op) = reduction()?;
                 let tensor = &inputs[0];
-                // With a weight also by 1: the kernel is loaded then, which it must not be between the meetings.
+                // A weighted call also multiplies by 1: this loads the kernel, which must not happen between the
+                // barriers.
                 let premultiplies = matches!(call.op(), ReduceOp::PremulSum(_));
                 if premultiplies || call.weight.is_some() {
                     multiply(tensor, weights::factor(call.op()))?;
@@ -63,8 +64,8 @@ impl Nccl {
                     unsafe { sys::ncclBroadcast(place, place, size, byte, root, comm, stream) }
                 })
             }
-            // A list that is not one piece of memory is copied: all ranks must make the same NCCL calls, and where
-            // tensors lie is each rank's own.
+            // A list that is not one piece of memory is copied. All ranks must make the same NCCL calls, but the memory
+            // layout of the tensors is each rank's own.
             Operation::AllGather => {
                 let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
                 let copy = room_for(outputs)?;
@@ -85,7 +86,7 @@ impl Nccl {
                     unsafe { sys::ncclReduceScatter(from, to, numel, kind, op, comm, stream) }
                 })
             }
-            // All local ranks meet, and then all ranks' devices.
+            // The local ranks synchronize first, then the devices of all ranks.
             Operation::Barrier => {
                 let token = data(&self.token);
                 let (kind, op) = (ncclDataType_t::ncclFloat32, ncclRedOp_t::ncclSum);
@@ -137,10 +138,11 @@ impl Nccl {
         }
     }
 
-    /// Meets the ranks of this process before a call. With `--check-collectives`, weights and new groups they compare
-    /// what they call, also with the ranks of other processes: that costs a message to each other process over TCP.
+    /// Synchronizes the ranks of this process before a call. With `--check-collectives`, weights or a new group, the
+    /// ranks compare their calls, also with those of other processes. This costs one message to each other process,
+    /// over TCP.
     ///
-    /// An all_reduce is always announced, because one rank may have a weight and another none: all must meet alike.
+    /// An all_reduce is always announced. One rank may have a weight and another none, and both must synchronize alike.
     pub(super) fn exchange_local(&mut self, call: &Call) -> Result<()> {
         let compares = self.check || call.weight.is_some() || call.operation == Operation::NewGroup;
         if !compares && call.operation != Operation::AllReduce {
@@ -154,15 +156,15 @@ impl Nccl {
                 let mean = call.weight.map(|_| weights::mean(self.weights_here()));
                 self.tell(network.compare(call, mean, describe))?;
             }
-            // The first rank has a deadline itself.
+            // No timeout: the first rank's work has one.
             let barrier = self.slot.barrier();
             barrier.wait_at_most(self.slot.rank(), call.at(), Duration::MAX)?;
         }
         self.weigh(call)
     }
 
-    /// Multiplies the tensor of a sum with weights by this rank's weight beside the mean of all. All have announced
-    /// their weights.
+    /// Multiplies the tensor of a weighted sum by this rank's weight divided by the mean of all. All ranks have
+    /// announced their weights.
     fn weigh(&self, call: &Call) -> Result<()> {
         let Some(weight) = call.weight else { return Ok(()) };
         match self.elsewhere() {
@@ -181,7 +183,7 @@ impl Nccl {
         self.slot.published().map(|it| (it.weight.unwrap_or(0.0), 1))
     }
 
-    /// The mean weight of all ranks in the last call, which had weights.
+    /// Returns the mean weight of all ranks in the last call, which must have had weights.
     pub(super) fn mean(&self) -> f64 {
         match self.elsewhere() {
             Some(network) => weights::mean(network.weights()),
@@ -189,8 +191,8 @@ impl Nccl {
         }
     }
 
-    /// Reports a failure as soon as it is found, whatever the caller makes of it: a rank that went on as if
-    /// nothing had happened would meet the others in the wrong places. And aborting takes its time.
+    /// Reports a failure as soon as it is found, even if the caller ignores it. Otherwise this rank could continue, and
+    /// take part in the wrong exchanges. Aborting also takes time.
     pub(super) fn tell(&self, result: Result<()>) -> Result<()> {
         if let Err(error) = &result {
             let (run, rank) = (self.shared.run(), self.global_rank());
@@ -207,7 +209,7 @@ impl Nccl {
         let peer = 1 - self.rank as c_int;
         let Some(first) = messages.first() else { return Ok(()) };
         let call = Call::bare(first.operation());
-        // What the two sides call differs, and is as it should be.
+        // The calls of the two sides differ, as they should.
         self.check = false;
         self.grouped(&call, "ncclSend and ncclRecv", || {
             let launch = |op: &&P2POp| {
@@ -228,7 +230,8 @@ impl Nccl {
     }
 }
 
-/// Room for what will be copied to `tensors`, contiguous ones of one size, unless they lie one after the other.
+/// Returns a buffer for copies of `tensors`, which are contiguous and of one size. `None` if they lie one after the
+/// other.
 fn room_for(tensors: &[Tensor]) -> Result<Option<Tensor>> {
     let first = &tensors[0];
     if is_one_piece(tensors) {
@@ -239,7 +242,8 @@ fn room_for(tensors: &[Tensor]) -> Result<Option<Tensor>> {
     room.map(Some).map_err(Error::torch("empty"))
 }
 
-/// Copies of `tensors`, contiguous ones of one size, one after the other, unless they lie so.
+/// Returns copies of `tensors`, contiguous and of one size, in one buffer. `None` if they already lie one after the
+/// other.
 fn joined(tensors: &[Tensor]) -> Result<Option<Tensor>> {
     if is_one_piece(tensors) {
         return Ok(None);
@@ -251,7 +255,7 @@ fn joined(tensors: &[Tensor]) -> Result<Option<Tensor>> {
     tch::no_grad(flat).map(Some).map_err(Error::torch("cat"))
 }
 
-/// Copies to each of `tensors`, contiguous ones of one size, its part of `flat`.
+/// Copies its part of `flat` to each of `tensors`, which are contiguous and of one size.
 fn copy_parts(flat: &Tensor, tensors: &[Tensor]) -> Result<()> {
     let copy = || {
         let parts = flat.f_chunk(tensors.len() as i64, 0)?;
@@ -263,7 +267,7 @@ fn copy_parts(flat: &Tensor, tensors: &[Tensor]) -> Result<()> {
     tch::no_grad(copy).map_err(Error::torch("copy_"))
 }
 
-/// Whether `tensors`, contiguous ones of one size, lie one after the other.
+/// Returns whether `tensors`, contiguous and of one size, lie one after the other.
 fn is_one_piece(tensors: &[Tensor]) -> bool {
     let size = num_bytes(tensors[0].kind(), tensors[0].numel());
     let start = tensors[0].data_ptr() as usize;
@@ -275,13 +279,13 @@ fn multiply(tensor: &Tensor, factor: f64) -> Result<()> {
     tch::no_grad(multiply).map_err(Error::torch("mul_"))
 }
 
-/// What one rank sends and receives in NCCL's ring algorithm.
+/// Returns the bytes that one rank sends and receives in NCCL's ring algorithm.
 pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     let others = world_size as u64 - 1;
     let first = |tensors| first_bytes(call, tensors);
     let (inputs, outputs) = (call.inputs, call.outputs);
     let is_root = rank == call.root();
-    // How far the rank is from the root, along the ring.
+    // The rank's distance from the root, along the ring.
     let distance = (rank + world_size - call.root()) % world_size;
     let (sent, received) = match call.operation {
         Operation::AllReduce => {
@@ -303,7 +307,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     Traffic { sent, received }
 }
 
-/// NCCL's names for a reduction, if it has it.
+/// Returns NCCL's dtype and operation for a reduction, if NCCL has both.
 pub(crate) fn reduction(
     operation: Operation,
     op: ReduceOp,
@@ -319,7 +323,7 @@ fn nccl_op(operation: Operation, op: ReduceOp) -> Result<ncclRedOp_t> {
         ReduceOp::Product => ncclRedOp_t::ncclProd,
         ReduceOp::Min => ncclRedOp_t::ncclMin,
         ReduceOp::Max => ncclRedOp_t::ncclMax,
-        // Multiplied in place before.
+        // The tensor was multiplied in place before.
         ReduceOp::PremulSum(_) if operation == Operation::AllReduce => ncclRedOp_t::ncclSum,
         op @ (ReduceOp::PremulSum(_) | ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor) => {
             return Err(Error::Unsupported(format!(

@@ -1,20 +1,20 @@
-//! The `nccl` backend: one GPU a rank, NCCL between them, reached at run time through `cudarc`.
+//! The `nccl` backend: one GPU per rank, NCCL between them, loaded at run time through `cudarc`.
 //!
-//! NCCL with one thread per GPU in one process needs more care than with one process per GPU, and these
-//! rules follow from it:
+//! NCCL with one thread per GPU in one process needs more care than with one process per GPU. These rules follow from
+//! it:
 //!
-//! * Every launch stands between two meetings of the local ranks. Otherwise one rank may already wait
-//!   in its kernel while another sits in a driver call that waits for all GPUs to become idle.
-//! * The communicator is non-blocking: every call may return "in progress", and is then polled, so that
-//!   it can be cancelled and has a deadline.
-//! * Each rank ends its own communicator ([`communicator`]); NCCL frees them when the last one has.
-//! * The host waits for the GPU only by polling an event ([`Backend::synchronize`]): a kernel whose peer
-//!   has failed never ends by itself.
+//! * Every launch stands between two barriers of the local ranks. Otherwise one rank's kernel may already wait while
+//!   another rank is in a driver call that waits for all GPUs to become idle.
+//! * The communicator is non-blocking: every call may return "in progress" and is then polled, which makes it
+//!   cancellable and gives it a deadline.
+//! * Each rank ends its own communicator ([`communicator`]). NCCL frees them when the last rank has.
+//! * The host waits for the GPU only by polling an event ([`Backend::synchronize`]): a kernel whose peer has failed
+//!   never ends by itself.
 //!
-//! The members of a sub-group, and the two ranks of a message, meet among themselves: the first rule holds for
-//! them only. While they talk, no other rank of the process may allocate or free GPU memory.
+//! The members of a sub-group, and the two ranks of a message, have barriers of their own, so the first rule holds for
+//! them only. During their calls no other rank of the process may allocate or free GPU memory.
 //!
-//! Collectives go to the stream that the rank's own operations go to, so nothing else orders them.
+//! Collectives go to the same stream as the rank's own operations, so nothing else orders them.
 
 mod communicator;
 mod launch;
@@ -36,7 +36,7 @@ use communicator::{Communicator, check, end_all, is_failure};
 pub(super) use launch::reduction;
 pub(crate) use unique_id::UniqueId;
 
-/// NCCL's version, such as `2.28.9`; `None` where there is no NCCL.
+/// Returns NCCL's version, such as `2.28.9`. `None` if NCCL is not installed.
 pub(crate) fn version() -> Option<String> {
     require_library().ok()?;
     let mut version = 0;
@@ -46,9 +46,9 @@ pub(crate) fn version() -> Option<String> {
     Some(format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100))
 }
 
-/// Refuses to go on where NCCL is not there: cudarc panics at the first call then.
+/// Returns an error if NCCL is not installed: cudarc would panic at the first call.
 pub(crate) fn require_library() -> Result<()> {
-    // SAFETY: tries to load the library, and nothing more.
+    // SAFETY: only tries to load the library.
     if unsafe { sys::is_culib_present() } {
         return Ok(());
     }
@@ -59,32 +59,32 @@ pub(crate) fn require_library() -> Result<()> {
     ))
 }
 
-/// One rank's communicator.
+/// One rank's side of the backend.
 pub(super) struct Nccl {
     communicator: Communicator,
     rank: usize,
     gpu: usize,
     shared: Arc<Shared>,
-    /// To other processes, if there are any.
+    /// The connection to other processes, if there are any.
     network: Option<Arc<Network>>,
-    /// Where the ranks of this process meet around every launch.
+    /// The slot in the exchange of this process's ranks around every launch.
     slot: ExchangeSlot<CollectiveFingerprint>,
-    /// Whether they compare what they call: `--check-collectives`.
+    /// `true` if the ranks compare their calls (`--check-collectives`).
     check: bool,
     done: cuda::Event,
-    /// What `barrier` reduces. Allocated once: allocating may stop all GPUs.
+    /// The tensor that `barrier` reduces. Allocated once: allocating may stop all GPUs.
     token: Tensor,
-    /// Communicators of two, for messages: a launch in the group's own needs all its ranks.
+    /// Communicators of two ranks, for messages: a launch in the group's communicator needs all its ranks.
     pairs: BTreeMap<usize, Nccl>,
 }
 
-/// The key that a rank sets when it joins.
+/// Returns the store key that a rank sets when it joins.
 fn joins(place: usize) -> String {
     format!("nccl/joins/{place}")
 }
 
 impl Nccl {
-    /// Joins the communicator `id` as its rank `rank`; returns once all ranks have.
+    /// Joins the communicator `id` as group rank `rank`. Returns once all ranks have joined.
     ///
     /// The calling thread's current device must be `gpu`.
     pub(super) fn join(
@@ -118,12 +118,12 @@ impl Nccl {
         Ok(nccl)
     }
 
-    /// This rank's number in the run.
+    /// Returns this rank's number in the run.
     fn global_rank(&self) -> usize {
         self.shared.members()[self.rank]
     }
 
-    /// Meets the local ranks, makes one NCCL call and sees it through, meets them again.
+    /// Runs one NCCL call between two barriers of the local ranks, and polls until the call is done.
     fn with_launch_barrier(
         &mut self,
         call: &Call,
@@ -137,7 +137,7 @@ impl Nccl {
         self.slot.barrier().wait(self.slot.rank(), call.at())
     }
 
-    /// As [`Nccl::with_launch_barrier`], for several calls. `launch` returns the first result that is a failure.
+    /// Runs several NCCL calls like [`Nccl::with_launch_barrier`]. `launch` returns the first result that is a failure.
     fn grouped(
         &mut self,
         call: &Call,
@@ -157,14 +157,14 @@ impl Nccl {
         })
     }
 
-    /// Parts from the other ranks, those of messages first.
+    /// Leaves the communicators, those for messages first.
     fn leave(&mut self) {
         self.pairs.clear();
         let none = Communicator::new(self.shared.run().clone());
         std::mem::replace(&mut self.communicator, none).leave();
     }
 
-    /// The communicator for messages with `peer`. The two make it together, the first time.
+    /// Returns the communicator for messages with `peer`. The two ranks make it together, at the first message.
     fn pair(&mut self, peer: usize) -> Result<&mut Nccl> {
         if !self.pairs.contains_key(&peer) {
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
@@ -215,8 +215,8 @@ impl Nccl {
         })
     }
 
-    /// Returns the ranks of other processes that have not come to join this group: the others wait for them in NCCL,
-    /// which does not tell.
+    /// Returns the ranks of other processes that have not joined this group. The other ranks wait for them inside NCCL,
+    /// which does not name them.
     fn not_joined(&self) -> Vec<usize> {
         let Some(network) = &self.network else { return Vec::new() };
         let has_come = |place: &usize| network.store().check(&[joins(*place)]).unwrap_or(true);
@@ -240,8 +240,7 @@ impl Backend for Nccl {
     }
 
     fn point_to_point(&mut self, ops: &[P2POp]) -> Result<()> {
-        // Peer by peer in the order of their numbers. All ranks do so, so no ring of ranks can form in which
-        // each waits for the next.
+        // Peer by peer, in rank order. All ranks do so, so no ring of ranks can form in which each waits for the next.
         let mut peers: Vec<usize> = ops.iter().filter_map(|op| op.peer).collect();
         peers.sort_unstable();
         peers.dedup();

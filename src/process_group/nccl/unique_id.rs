@@ -1,4 +1,4 @@
-//! The id by which the ranks of a communicator find each other.
+//! The id with which the ranks of a communicator find each other.
 
 use std::ffi::c_char;
 use std::time::Duration;
@@ -9,12 +9,12 @@ use super::{check, require_library};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 
-/// What rank 0 makes and all ranks need to find each other.
+/// The id that one rank creates and all ranks need to join a communicator.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct UniqueId(pub(super) sys::ncclUniqueId);
 
 impl UniqueId {
-    /// Follows `ncclGetUniqueId`.
+    /// Creates a new id. Follows `ncclGetUniqueId`.
     pub(crate) fn new() -> Result<Self> {
         require_library()?;
         let mut id = sys::ncclUniqueId { internal: [0; 128] };
@@ -24,7 +24,8 @@ impl UniqueId {
         Ok(Self(id))
     }
 
-    /// The one that all processes of a group get under `key` of their store; one of them makes it, or is `late`.
+    /// Returns the id that all processes of a group share under `key` of their store. The process with `makes_it`
+    /// creates it. The others wait for it up to `timeout`, and then fail with `late`.
     pub(in crate::process_group) fn through(
         store: &TcpStore,
         key: &str,

@@ -1,5 +1,5 @@
-//! Whether the tensors that all ranks of a process have announced fit each other: no memory that one rank writes and
-//! another touches, and in an all_to_all the sizes that each pair of ranks has announced.
+//! Conflicts between the tensors that the ranks of a process have announced: memory that one rank writes and another
+//! touches, and in an all_to_all the sizes on which two ranks disagree.
 
 use super::super::mismatch::sizes_differ;
 use super::fingerprint::CollectiveFingerprint;
@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::operation::Operation;
 use crate::runtime::format_call_site;
 
-/// Memory that a call reads or writes: addresses from `start` to before `end`.
+/// Memory that a call reads or writes: the addresses `start..end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Span {
     pub start: usize,
@@ -16,7 +16,7 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// Adds this to `spans`, unless it is empty; the last one becomes longer if this begins at its end.
+    /// Appends this span to `spans`, unless it is empty. Extends the last span if this one continues it.
     pub(super) fn join(self, spans: &mut Vec<Span>) {
         match spans.last_mut() {
             _ if self.end == self.start => {}
@@ -28,18 +28,18 @@ impl Span {
     }
 }
 
-/// Two ranks of the process whose tensors do not fit, by their places in it.
+/// Two ranks whose tensors do not fit, by their positions in the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Conflict {
-    /// One writes memory that the other touches; the first is not above the second.
+    /// One rank writes memory that the other touches. The first is not above the second.
     Memory(usize, usize),
-    /// One sends another number of elements than the other expects.
+    /// `from` sends another number of elements than `to` expects.
     Sizes { from: usize, to: usize },
 }
 
 impl Conflict {
-    /// The error that says so; `members` are the numbers by which the user knows the ranks of the process, and
-    /// `first_place` is the place of the first in the group.
+    /// Returns the error for this conflict. `members` are the global ranks of the process. `first_place` is the group
+    /// rank of its first rank.
     pub(super) fn error<'a>(
         self,
         calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
@@ -66,8 +66,8 @@ impl Conflict {
     }
 }
 
-/// The first pair of ranks in an all_to_all of which one sends what the other does not expect. Of other operations
-/// none: what they have agreed on decides their sizes.
+/// Returns the first pair of ranks in an all_to_all that disagree on a size. `None` for other operations: what their
+/// ranks have agreed on determines the sizes.
 pub(super) fn sizes<'a>(
     calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
     first_place: usize,
@@ -85,17 +85,17 @@ pub(super) fn sizes<'a>(
     calls.clone().enumerate().find_map(differs)
 }
 
-/// With more spans than these the first rank of the process alone looks for conflicts, and tells the others: each
-/// rank of a large group that has a tensor for each other would look at as many spans as there are pairs of ranks.
+/// Above this number of spans, only the first rank of the process looks for conflicts, and it publishes its verdict.
+/// Otherwise, in an all_to_all of a large group, each rank would look at as many spans as there are pairs of ranks.
 pub(super) const MAX_COMPARED_SPANS: usize = 4096;
 
-/// All memory that a collective reads and writes: start, end, rank, and whether it is written. Kept to be filled
-/// again without allocating.
+/// All memory that a collective reads and writes: start, end, rank, and whether it is written. Reused, to avoid
+/// allocating.
 #[derive(Debug, Default)]
 pub(in super::super) struct Memory(Vec<(usize, usize, usize, bool)>);
 
 impl Memory {
-    /// The first conflict. All ranks that look see the same calls, so all come to the same answer.
+    /// Returns the first conflict. All ranks see the same calls, so they find the same one.
     pub(super) fn conflict<'a>(
         &mut self,
         calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
@@ -104,7 +104,7 @@ impl Memory {
         sizes(calls.clone(), first_place).or_else(|| self.overlap(calls))
     }
 
-    /// Two ranks of which one writes where the other reads or writes.
+    /// Returns two ranks of which one writes where the other reads or writes.
     fn overlap<'a>(
         &mut self,
         calls: impl Iterator<Item = &'a CollectiveFingerprint>,
@@ -114,7 +114,7 @@ impl Memory {
             self.0.extend(call.spans.iter().map(|it| (it.start, it.end, rank, it.written)));
         }
         self.0.sort_unstable();
-        // The memory that reaches furthest so far, of all and of what is written.
+        // The furthest end so far and its rank, of all memory and of written memory.
         let mut furthest: Option<(usize, usize)> = None;
         let mut furthest_written: Option<(usize, usize)> = None;
         let mut found = None;
@@ -131,7 +131,7 @@ impl Memory {
             }
         }
         if self.0.len() > MAX_COMPARED_SPANS {
-            self.0 = Vec::new(); // as large as it will be needed once in a while only
+            self.0 = Vec::new(); // a list of this size is rarely needed
         }
         found
     }

@@ -1,11 +1,11 @@
-//! Arithmetic on the elements of tensors: reductions in the order of the ranks, for every kind.
+//! Arithmetic on the elements of tensors: reductions in rank order, for every dtype.
 
 use half::{bf16, f16};
 use tch::Kind;
 
 use super::super::ReduceOp;
 
-/// One element of a tensor, and the type that it is reduced in.
+/// One element of a tensor, and the type in which it is reduced.
 trait Element: Copy + 'static {
     type Wide: Copy;
     const ZERO: Self::Wide;
@@ -21,7 +21,7 @@ trait Element: Copy + 'static {
     fn scale(a: Self::Wide, factor: f64) -> Self::Wide;
     fn divide(a: Self::Wide, by: usize) -> Self::Wide;
 
-    /// What has been reduced as elements again: where it is, if the type is the same, or in `room`.
+    /// Returns the reduced values as elements: `wide` itself if the type is the same, otherwise narrowed into `room`.
     #[inline(always)]
     fn results<'a>(wide: &'a [Self::Wide], room: &'a mut [Self]) -> &'a [Self] {
         for (result, &w) in room.iter_mut().zip(wide) {
@@ -31,12 +31,12 @@ trait Element: Copy + 'static {
     }
 }
 
-/// `ReduceOp::check_kind` has refused what would come here.
+/// Panics. `ReduceOp::check_kind` has refused the operation for this dtype before.
 fn refused<T>() -> T {
     unreachable!("a reduce op that this kind does not have")
 }
 
-/// For an element that is reduced in its own type.
+/// Implements `results` for an element that is reduced in its own type.
 macro_rules! as_they_are {
     ($element:ty) => {
         #[inline(always)]
@@ -67,7 +67,7 @@ macro_rules! float_element {
             fn multiply(a: $wide, b: $wide) -> $wide {
                 a * b
             }
-            // As torch.minimum and torch.maximum: a NaN wins.
+            // Like torch.minimum and torch.maximum: NaN propagates.
             #[inline(always)]
             fn min(a: $wide, b: $wide) -> $wide {
                 if a < b || a.is_nan() { a } else { b }
@@ -162,8 +162,8 @@ macro_rules! integer_element {
 
 integer_element!(i64 i32 i16 i8 u8);
 
-/// The kinds of the elements that a reduction reads and writes: the same, or one of float16 and bfloat16 with float32,
-/// in which these are reduced.
+/// The dtypes that a reduction reads and writes. They are equal, or one is float16 or bfloat16 and the other is
+/// float32, in which these are reduced.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct Kinds {
     pub from: Kind,
@@ -171,59 +171,59 @@ pub(in super::super) struct Kinds {
 }
 
 impl Kinds {
-    /// Results of the kind of the elements.
+    /// Returns the pair for results of the inputs' dtype.
     pub(in super::super) fn same(kind: Kind) -> Self {
         Self { from: kind, to: kind }
     }
 }
 
-/// A reduction of elements of all inputs, in their order, into all outputs.
+/// A reduction of the elements of all inputs, in order, into all outputs.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Reduction<'a> {
     pub kinds: Kinds,
-    /// The first element of each input, and of each output.
+    /// Addresses of the first element of each input, and of each output.
     pub inputs: &'a [*mut u8],
     pub outputs: &'a [*mut u8],
-    /// How many elements each of them has.
+    /// Number of elements in each of them.
     pub len: usize,
     pub op: ReduceOp,
-    /// For each input what it is multiplied by before the sum, which takes the place of `op`; empty for `op`. With equal
-    /// factors the same bits as [`ReduceOp::PremulSum`]. For float kinds.
+    /// Factor of each input in a sum that replaces `op`; empty to use `op`. Equal factors give the same bits as
+    /// [`ReduceOp::PremulSum`]. Only for float dtypes.
     pub factors: &'a [f64],
 }
 
-/// Reduces with the widest vector instructions that this processor has. They change no bit: every element is computed on
-/// its own, by the same operations.
+/// Reduces with AVX2 and F16C instructions if the processor has them. They change no bit, because every element is
+/// computed separately, by the same operations.
 ///
 /// # Safety
-/// There is an input, every input points to at least `len` elements of `kinds.from`, and every output to as many of
-/// `kinds.to`. There are no factors, or as many as inputs. No output overlaps another output, or an input except that it
-/// may be the very same place, of the same kind. Until this returns nobody writes to these elements of the inputs, and
-/// nobody else touches those of the outputs.
+/// There is an input. Every input points to at least `len` elements of `kinds.from`, and every output to at least `len`
+/// of `kinds.to`. There are no factors, or one per input. No output overlaps another output. An output overlaps an
+/// input only if both are the same place, of the same dtype. Until this returns, no other thread writes to these
+/// elements of the inputs, or touches those of the outputs.
 pub(in super::super) unsafe fn reduce(reduction: Reduction<'_>) {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
-        // SAFETY: the processor has them; the rest is handed on to the caller.
+        // SAFETY: the processor has these instructions; the caller promises the rest.
         return unsafe { reduce_with_avx2(reduction) };
     }
-    // SAFETY: handed on to the caller.
+    // SAFETY: as the caller promises.
     unsafe { reduce_kind(reduction) }
 }
 
 /// # Safety
-/// As [`reduce`], on a processor that has these instructions.
+/// The requirements of [`reduce`], and a processor that has these instructions.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn reduce_with_avx2(reduction: Reduction<'_>) {
-    // SAFETY: handed on to the caller.
+    // SAFETY: as the caller promises.
     unsafe { reduce_kind(reduction) }
 }
 
 /// # Safety
-/// As [`reduce`].
-#[inline(always)] // to be compiled for the instructions of the function that it is in
+/// The requirements of [`reduce`].
+#[inline(always)] // compiled with the instructions of its caller
 unsafe fn reduce_kind(it: Reduction<'_>) {
-    // SAFETY: handed on to the caller of `reduce`, with the types that belong to `kinds`.
+    // SAFETY: as the caller of `reduce` promises, with the types that belong to `kinds`.
     unsafe {
         match (it.kinds.from, it.kinds.to) {
             (Kind::Half, Kind::Float) => reduce_as::<f16, f32>(it),
@@ -239,18 +239,18 @@ unsafe fn reduce_kind(it: Reduction<'_>) {
             (Kind::Int, _) => reduce_as::<i32, i32>(it),
             (Kind::Int16, _) => reduce_as::<i16, i16>(it),
             (Kind::Int8, _) => reduce_as::<i8, i8>(it),
-            // A bool is a byte of 0 or 1, and stays one under the operations that it has.
+            // A bool is a byte of 0 or 1, and its operations keep it so.
             (Kind::Uint8 | Kind::Bool, _) => reduce_as::<u8, u8>(it),
             _ => refused(),
         }
     }
 }
 
-/// Small enough for the first-level cache, large enough to hide the loop around it.
+/// Elements per piece: small enough for the first-level cache, large enough to hide the loop around it.
 const PIECE: usize = 1024;
 
 /// # Safety
-/// As [`reduce`], for inputs of type `T` and outputs of type `R`.
+/// The requirements of [`reduce`], for inputs of type `T` and outputs of type `R`.
 #[inline(always)]
 unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction<'_>) {
     let Reduction { inputs, outputs, len, op, factors, .. } = reduction;
@@ -260,12 +260,12 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction
         let len = PIECE.min(len - start);
         // SAFETY: `start + len` stays within the elements that the caller vouches for.
         let piece = |input: *mut u8| unsafe { input.cast::<T>().add(start) };
-        // SAFETY: nobody writes to these elements while the slice lives: the writes below come after.
+        // SAFETY: no thread writes to these elements while the slice lives: the writes below come after.
         let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
 
         let wide = &mut room[..len];
-        // The first two at once: one pass less over the cache. A loop for each operation, so that the choice
-        // is made outside of it.
+        // The first two inputs at once save a pass over the cache. Each operation has a loop of its own, so that the
+        // choice is made outside of it.
         macro_rules! fold {
             ($load:expr, $combine:expr) => {{
                 let further = match *inputs {

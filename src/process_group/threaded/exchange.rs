@@ -1,4 +1,4 @@
-//! Where ranks announce something and then know what all have announced.
+//! An exchange in shared memory: each rank announces a value, then reads those of all ranks.
 
 use std::time::Duration;
 
@@ -9,32 +9,32 @@ use crate::operation::OpId;
 use crate::runtime::Barrier;
 use crate::runtime::primitives::{Arc, AtomicBool, Ordering, UnsafeCell};
 
-/// What the ranks of one group share to meet.
+/// The barrier and the slots that the ranks of one group share.
 #[derive(Debug)]
 pub(crate) struct Exchange<T> {
     barrier: Barrier,
     slots: Box<[CachePadded<Slot<T>>]>,
 }
 
-/// A rank's announcements, at every other meeting.
+/// A rank's announcements in alternating exchanges.
 ///
-/// Two, because a rank that is through with one meeting may announce the next while a slow rank still
-/// reads the last; it cannot come to the one after that before the slow rank has moved on.
+/// Two cells, because a fast rank may announce for the next exchange while a slow rank still reads the last one. The
+/// fast rank cannot reach the exchange after that before the slow rank has moved on.
 #[derive(Debug)]
 struct Slot<T> {
     cells: [UnsafeCell<T>; 2],
-    /// Whether the rank has come for its [`ExchangeSlot`].
+    /// `true` once the rank has taken its [`ExchangeSlot`].
     taken: AtomicBool,
 }
 
-// SAFETY: a slot is written by its own rank only (there is one `ExchangeSlot` for it), before that rank enters the barrier of the meeting, and
-// read by others only after they have passed that barrier and before they enter the next one; the
-// alternation of the two cells keeps the next write away from those reads (`ExchangeSlot::published`). `T` moves
-// between threads only as far as references to it do, and the whole meeting may be dropped on any.
+// SAFETY: only its own rank writes a slot (each has one `ExchangeSlot`), before that rank enters the barrier of the
+// exchange. Others read it only after they have passed that barrier and before they enter the next one. The alternation
+// of the two cells keeps the next write away from those reads (`ExchangeSlot::published`). Other threads access `T` by
+// reference (`Sync`), and any thread may drop the exchange (`Send`).
 unsafe impl<T: Send + Sync> Sync for Slot<T> {}
 
 impl<T> Exchange<T> {
-    /// For all members of `barrier`.
+    /// Creates the exchange for all members of `barrier`.
     pub(crate) fn new(barrier: Barrier, nothing: impl Fn() -> T) -> Self {
         let slot = |_: &usize| {
             let cells = [nothing(), nothing()].map(UnsafeCell::new);
@@ -44,17 +44,17 @@ impl<T> Exchange<T> {
     }
 }
 
-/// One rank's place in a meeting. There is one for each rank.
+/// One rank's handle to an exchange. Each rank has exactly one.
 #[derive(Debug)]
 pub(crate) struct ExchangeSlot<T> {
     rank: usize,
     exchange: Arc<Exchange<T>>,
-    /// Which of the two cells is next. Turns with every meeting, so that it is the same on all ranks.
+    /// Index of the cell to write next. It flips with every exchange, so it is the same on all ranks.
     parity: usize,
 }
 
 impl<T: Send + Sync> ExchangeSlot<T> {
-    /// Takes the place of `rank`, which can be done once.
+    /// Takes the slot of `rank`. Panics if it is already taken.
     pub(crate) fn take(rank: usize, meeting: Arc<Exchange<T>>) -> Self {
         let taken = meeting.slots[rank].taken.swap(true, Ordering::Relaxed);
         assert!(!taken, "the place of rank {rank} is taken");
@@ -69,10 +69,10 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         &self.exchange.barrier
     }
 
-    /// Announces and waits until all have. `at` is what the rank does, for errors.
+    /// Announces, and waits until all ranks have announced. `at` is the rank's operation, for errors.
     ///
     /// # Errors
-    /// That of `announce`, and as [`Barrier::wait`].
+    /// The error of `announce`, and those of [`Barrier::wait`].
     pub(crate) fn exchange(
         &mut self,
         at: OpId,
@@ -87,23 +87,23 @@ impl<T: Send + Sync> ExchangeSlot<T> {
         Ok(())
     }
 
-    /// What all ranks announced at the last meeting, in their order.
+    /// Returns the announcements of all ranks in the last exchange, in rank order.
     pub(crate) fn published(&self) -> impl ExactSizeIterator<Item = &T> + Clone {
         let parity = 1 - self.parity;
         let slots = self.exchange.slots.iter();
-        // SAFETY: nobody writes to these cells before this rank has entered the next meeting (see `Slot`),
-        // for which the borrow of `self` must have ended.
+        // SAFETY: no rank writes these cells before this rank has entered the next exchange (see `Slot`), for which the
+        // borrow of `self` must have ended.
         slots.map(move |slot| slot.cells[parity].with(|place| unsafe { &*place }))
     }
 
-    /// Does `work`, and returns when all ranks have done theirs, also if it panics.
+    /// Runs `work`, then waits until all ranks have finished theirs. Also waits if `work` panics.
     pub(crate) fn and_leave_together<R>(&self, work: impl FnOnce() -> R) -> R {
         let _way_out = WayOut { barrier: &self.exchange.barrier, rank: self.rank };
         work()
     }
 }
 
-/// Meets all ranks again when it is dropped.
+/// Waits for all ranks when dropped.
 struct WayOut<'a> {
     barrier: &'a Barrier,
     rank: usize,

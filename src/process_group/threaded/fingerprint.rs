@@ -1,4 +1,4 @@
-//! What a rank announces before a collective, and whether the ranks' announcements agree.
+//! A rank's announcement before a collective, and the comparison of all announcements.
 
 use std::sync::OnceLock;
 
@@ -13,38 +13,38 @@ use crate::ffi::cuda;
 use crate::operation::Operation;
 use crate::runtime;
 
-/// A tensor's memory: where it begins, and how many elements it has.
+/// A tensor's memory: its address and its number of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) struct Place {
     pub data: *mut u8,
     pub numel: usize,
 }
 
-// SAFETY: the address is a number until somebody follows it, and `part` says who may do that and when.
+// SAFETY: the address is only a number. The functions that dereference it state who may do so, and when.
 unsafe impl Send for Place {}
 // SAFETY: as above.
 unsafe impl Sync for Place {}
 
-/// One rank's call: everything that must be equal on all ranks, and where its tensors lie.
+/// One rank's call: everything that must be equal on all ranks, and the memory of its tensors.
 #[derive(Debug)]
 pub(crate) struct CollectiveFingerprint {
     pub(super) operation: Operation,
     reduce_op: Option<ReduceOp>,
     root: Option<usize>,
-    /// Each rank has its own, but all have one or none has.
+    /// The value is each rank's own, but either all ranks have a weight or none has.
     pub(in super::super) weight: Option<f64>,
     pub kind: Kind,
     pub device: Device,
-    /// The CUDA stream that the rank's work goes to; 0 on a CPU. Equal, so the work is in order.
+    /// CUDA stream of the rank's work; 0 on a CPU. Equal on all ranks, so the work is in order.
     stream: usize,
     shape: Vec<i64>,
-    /// Which line of the program calls it.
+    /// Line of the program that makes the call.
     pub place: Option<runtime::CallSite>,
     pub(in super::super) inputs: Vec<Place>,
     pub(in super::super) outputs: Vec<Place>,
-    /// The memory of both, neighbours joined: what other ranks compare with theirs.
+    /// Memory of inputs and outputs, with adjacent spans joined. The ranks compare these spans.
     pub(super) spans: Vec<Span>,
-    /// What the first rank of the process has found in the announcements of all, where it alone looks.
+    /// Conflict found by the first rank of the process, if it alone looks for conflicts.
     pub(super) verdict: OnceLock<Option<Conflict>>,
 }
 
@@ -67,8 +67,8 @@ impl CollectiveFingerprint {
         }
     }
 
-    /// Takes over what `call` says, of the rank at this place in the group; where its tensors are only if that must be
-    /// the same on all ranks.
+    /// Records `call` of the group rank `at_place`. Records its device only with `on_one_device`, that is, if all ranks
+    /// must use the same one.
     pub(super) fn publish(
         &mut self,
         call: &Call,
@@ -159,8 +159,8 @@ impl CollectiveFingerprint {
         format!("{operation}{options} of {kind} {what}{place}")
     }
 
-    /// The places that this rank may both read and write in one call, because nobody else does: those of
-    /// what it keeps for itself. Indices into `inputs` and `outputs`.
+    /// Returns the indices of the input and the output that may be the same memory: those of the part that this rank
+    /// keeps. `None` if there is no such part.
     fn kept(&self, rank: usize) -> Option<(usize, usize)> {
         let (input, output) = match self.operation {
             Operation::AllReduce | Operation::Reduce => (0, 0),
@@ -173,12 +173,11 @@ impl CollectiveFingerprint {
     }
 }
 
-/// Compares what the ranks of this process call, in their order; `members` are the numbers by which the user knows
-/// them.
+/// Compares the calls of this process's ranks, in rank order. `members` are their global ranks.
 ///
 /// # Errors
-/// [`Error::Mismatch`](crate::Error::Mismatch) where they differ. All ranks see the same calls, so all come to the
-/// same answer.
+/// [`Error::Mismatch`](crate::Error::Mismatch) if they differ. All ranks see the same calls, so all get the same
+/// result.
 pub(super) fn compare<'a>(
     calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
     members: &[usize],

@@ -1,4 +1,4 @@
-//! What each rank does in a collective, once all have met.
+//! Each rank's work in a collective, after the exchange.
 
 use std::ops::Range;
 
@@ -11,23 +11,23 @@ use super::fingerprint::{CollectiveFingerprint, Place};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
-/// Lists that are filled again in every reduction, without allocating.
+/// Pointer lists that every reduction reuses, to avoid allocating.
 #[derive(Debug, Default)]
 pub(super) struct SpanScratch {
     inputs: Vec<*mut u8>,
     outputs: Vec<*mut u8>,
-    /// What each input is multiplied by; empty without weights that differ.
+    /// Factor of each input. Empty without weights, or if all weights are equal.
     factors: Vec<f64>,
 }
 
-// SAFETY: nothing that one call leaves in these lists is used by the next.
+// SAFETY: no call uses the pointers that an earlier one has left in these lists.
 unsafe impl Send for SpanScratch {}
 
-/// Does the part of `rank` in what all ranks have announced.
+/// Runs the part of `rank` in the collective that all ranks have announced.
 ///
 /// # Safety
-/// All ranks have met for this call, their announcements agree, nobody writes where another reads or
-/// writes, and all tensors stay where they are until all ranks have left.
+/// All ranks have exchanged this call, and their announcements agree. No rank writes where another reads or writes. All
+/// tensors stay valid until all ranks have left.
 pub(super) unsafe fn run<'a>(
     call: &Call,
     rank: usize,
@@ -83,8 +83,8 @@ pub(super) unsafe fn run<'a>(
     }
 }
 
-/// What crosses between `rank` and the others in [`run`]: what it reads from them and they write to it, and
-/// the other way round.
+/// Returns the bytes that cross between `rank` and the others in [`run`]. Received: what it reads from their tensors
+/// and they write to its own. Sent: the reverse.
 pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     let others = world_size as u64 - 1;
     let first = |tensors| first_bytes(call, tensors);
@@ -95,7 +95,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
             let all = first(inputs);
             let slice = my_slice(inputs[0].numel(), rank, world_size).len();
             let slice = num_bytes(call.kind, slice) as u64;
-            // The rest of its tensor is reduced by others; and its slice has results for others.
+            // Other ranks reduce the rest of its tensor, and its slice has results for them.
             let results_for = match call.operation {
                 Operation::AllReduce => others,
                 _ => u64::from(!is_root),
@@ -111,7 +111,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     Traffic { sent, received }
 }
 
-/// The elements that a rank reduces for all: equal parts, in whole cache lines.
+/// Returns the elements that a rank reduces for all: equal parts, in whole cache lines.
 pub(in super::super) fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<usize> {
     let part = numel.div_ceil(world_size).next_multiple_of(64);
     let start = (part * rank).min(numel);
@@ -119,8 +119,8 @@ pub(in super::super) fn my_slice(numel: usize, rank: usize, world_size: usize) -
 }
 
 /// # Safety
-/// The inputs and outputs of `places` have at least `slice.end` elements of `mine.kind`, on `mine.device`,
-/// and nobody else touches the elements `slice` of the outputs, or writes to those of the inputs.
+/// The inputs and outputs of `places` have at least `slice.end` elements of `mine.kind`, on `mine.device`. No other
+/// rank touches the elements `slice` of the outputs, or writes to those of the inputs.
 unsafe fn reduce(
     mine: &CollectiveFingerprint,
     places: &mut SpanScratch,
@@ -131,7 +131,7 @@ unsafe fn reduce(
         return Ok(());
     }
     if places.inputs.len() == 1 && places.inputs == places.outputs && keeps(op) {
-        return Ok(()); // a rank alone has its result already
+        return Ok(()); // a single rank already has its result
     }
     let offset = num_bytes(mine.kind, slice.start);
     for place in places.inputs.iter_mut().chain(&mut places.outputs) {
@@ -141,7 +141,7 @@ unsafe fn reduce(
     let (kinds, len) = (Kinds::same(mine.kind), slice.len());
     let reduction = Reduction { kinds, inputs, outputs, len, op, factors };
     if mine.device == Device::Cpu {
-        // SAFETY: as the caller promises, with the pointers moved to the beginning of the slice; a factor an input.
+        // SAFETY: as the caller promises, with pointers moved to the start of the slice; no factors, or one per input.
         unsafe { element::reduce(reduction) };
         return Ok(());
     }
@@ -149,16 +149,16 @@ unsafe fn reduce(
     unsafe { reduce_by_kernels(reduction, mine.device) }.map_err(Error::torch("a reduction"))
 }
 
-/// Whether the result for one rank is what it put in.
+/// Returns whether a single rank's result equals its input.
 fn keeps(op: ReduceOp) -> bool {
     !matches!(op, ReduceOp::PremulSum(factor) if factor != 1.0)
 }
 
-/// [`element::reduce`] with libtorch's kernels, for GPUs. All ranks launch into one stream, so everything
-/// that was launched before a barrier is done before anything that is launched after it.
+/// Reduces like [`element::reduce`], but with libtorch's kernels, for GPUs. All ranks launch into one stream, so work
+/// launched before a barrier is done before work launched after it.
 ///
 /// # Safety
-/// As [`element::reduce`], on `device`.
+/// The requirements of [`element::reduce`], on `device`.
 unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<(), tch::TchError> {
     let Reduction { kinds: Kinds { from: kind, .. }, inputs, outputs, len, op, factors } =
         reduction;
@@ -197,8 +197,8 @@ unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<
 }
 
 /// # Safety
-/// Both places are memory of `kind` on `device` and of one size; they do not overlap, unless they are the
-/// same; nobody writes to `from` and nobody else touches `to`.
+/// Both places are memory of `kind` on `device`, of equal size. They are the same, or do not overlap. No rank writes to
+/// `from`, and no other rank touches `to`.
 unsafe fn copy(kind: Kind, device: Device, from: Place, to: Place) -> Result<()> {
     if from.data == to.data || to.numel == 0 {
         return Ok(());
@@ -219,8 +219,7 @@ unsafe fn copy(kind: Kind, device: Device, from: Place, to: Place) -> Result<()>
 mod tests {
     use super::*;
 
-    /// The kernels that GPUs use give the same bits on CPU tensors as the loops that CPUs use: the same
-    /// order, in the same precision.
+    /// On CPU tensors, the GPU kernels and the CPU loops give the same bits: the same order, in the same precision.
     #[test]
     fn both_ways_to_reduce_agree() {
         use Kind::{BFloat16, Bool, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};

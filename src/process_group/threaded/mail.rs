@@ -1,11 +1,11 @@
-//! Tensors from one rank to another: whoever comes second copies.
+//! Messages between ranks: the side that comes second copies the tensor.
 //!
-//! A send or receive that finds its counterpart copies at once, from the sender's memory into the
-//! receiver's, on its own thread; otherwise it is left in the receiver's letter box and its rank goes on.
-//! So nothing is copied twice, and an `isend` needs no thread of its own.
+//! A send or receive that finds its counterpart copies at once, on its own thread, from the sender's memory into the
+//! receiver's. Otherwise it stays in the receiver's mailbox, and its rank continues. Nothing is copied twice, and an
+//! `isend` needs no thread of its own.
 //!
-//! A message from another process is left there as well, by the thread that reads from that process; the other side of
-//! it then says what becomes of it ([`Incoming`]).
+//! The thread that reads from another process posts its messages here too. Their [`Incoming`] then delivers or refuses
+//! the tensor.
 
 use std::fmt;
 use std::ops::Range;
@@ -18,7 +18,7 @@ use super::super::dtype_name;
 use crate::error::Error;
 use crate::runtime::RunContext;
 
-/// The letter boxes of a group's ranks.
+/// The mailboxes of a group's ranks.
 #[derive(Debug)]
 pub(crate) struct Mailboxes {
     boxes: Box<[Mutex<Mailbox>]>,
@@ -26,8 +26,7 @@ pub(crate) struct Mailboxes {
     members: Arc<[usize]>,
 }
 
-/// What has been sent to one rank and not received, and what that rank expects and has not been sent.
-/// Never both with the same source and tag.
+/// Unmatched sends to one rank, and unmatched receives of that rank. Never both with the same source and tag.
 #[derive(Debug, Default)]
 struct Mailbox {
     sent: Vec<Waiting>,
@@ -37,19 +36,19 @@ struct Mailbox {
 /// One side of a message.
 #[derive(Debug)]
 pub(crate) struct P2pRequest {
-    /// Which side.
+    /// Send or receive.
     pub side: Side,
-    /// To be read from, or to be written to.
+    /// The tensor to read from or to write to.
     pub contents: Contents,
-    /// For a send the rank that sends; for a receive the rank that must have sent, if not any.
+    /// Group rank of the sender. For a receive, `None` accepts any sender.
     pub source: Option<usize>,
-    /// Sends and receives of the same tag belong together.
+    /// Sends match receives of the same tag.
     pub tag: u64,
-    /// The kind of the tensor.
+    /// Dtype of the tensor.
     pub kind: Kind,
-    /// Its shape.
+    /// Shape of the tensor.
     pub shape: Vec<i64>,
-    /// The CUDA stream of the rank; 0 on a CPU.
+    /// The rank's CUDA stream; 0 on a CPU.
     pub stream: usize,
 }
 
@@ -58,22 +57,22 @@ pub(crate) struct P2pRequest {
 pub(crate) enum Contents {
     /// In the memory of this process.
     Here(Tensor),
-    /// In that of another process, which sends it.
+    /// In the memory of another process, which sends it.
     Elsewhere(Box<dyn Incoming>),
 }
 
-/// A message of a rank of another process.
+/// A message from a rank of another process.
 pub(crate) trait Incoming: fmt::Debug + Send {
-    /// Fills `into`, now or when the bytes have come, and completes `delivery` then.
+    /// Fills `into`, now or when the bytes arrive, and then completes `delivery`.
     fn accept(self: Box<Self>, into: Tensor, delivery: Arc<Completion>);
 
     /// Reports to the sender that the receiver expects `expected` instead.
     fn refuse(self: Box<Self>, expected: &str);
 }
 
-/// The way on which messages come from another process, or go there.
+/// The connection that carries messages to and from another process.
 pub(crate) trait Carrier: fmt::Debug + Send + Sync {
-    /// Ends it, so that everything on it is completed at once.
+    /// Ends the connection, which completes everything on it at once.
     fn cut(&self);
 }
 
@@ -108,33 +107,33 @@ struct Waiting {
     delivery: Arc<Completion>,
 }
 
-/// A tensor as errors name it.
+/// Returns a tensor's dtype and shape as errors show them.
 pub(in super::super) fn describe(kind: Kind, shape: &[i64]) -> String {
     format!("{} {shape:?}", dtype_name(kind))
 }
 
-/// What becomes of one side of a message.
+/// The outcome of one side of a message, once it is known.
 #[derive(Debug)]
 pub(crate) struct Completion {
     outcome: OnceLock<Outcome>,
-    /// The thread that may wait for it.
+    /// Thread that may wait for the outcome.
     waiter: Thread,
-    /// The way to the other side, if that is in another process.
+    /// Connection to the other side, if that is in another process.
     carrier: OnceLock<Arc<dyn Carrier>>,
 }
 
-/// What has become of it.
+/// The result of one side of a message.
 #[derive(Debug, Clone)]
 pub(crate) enum Outcome {
-    /// It was handed over; the rank that sent.
+    /// The tensor was handed over. The field is the sender's group rank.
     From(usize),
-    /// It failed, and the run knows why.
+    /// It failed, and the failure has been reported to the run.
     Reported,
     /// The connection to the other side is lost.
     Lost {
-        /// The ranks of the process at its other end, by their numbers in the run.
+        /// Global ranks of the process at the other end.
         ranks: Vec<usize>,
-        /// Why.
+        /// Reason for the loss.
         reason: String,
     },
 }
@@ -145,44 +144,44 @@ impl Completion {
         Arc::new(Self { outcome, waiter, carrier: OnceLock::new() })
     }
 
-    /// Notes what has become of it, once, and wakes whoever waits for that.
+    /// Records the outcome, unless there is one already, and wakes the waiting thread.
     pub(crate) fn complete(&self, outcome: Outcome) {
-        let _ = self.outcome.set(outcome); // the first counts
+        let _ = self.outcome.set(outcome); // the first outcome counts
         self.waiter.unpark();
     }
 
-    /// Notes on which way it goes on. Whoever gives up waiting can cut that.
+    /// Records the connection that carries the message. A rank that gives up waiting can cut it.
     pub(crate) fn carried_by(&self, carrier: Arc<dyn Carrier>) {
-        let _ = self.carrier.set(carrier); // there is one
+        let _ = self.carrier.set(carrier); // there is only one
         self.waiter.unpark();
     }
 }
 
-/// One side of a message that has been handed over, or left to be.
+/// One side of a message: posted, and perhaps not completed yet.
 #[derive(Debug)]
 pub(crate) struct PostedOp(Arc<Completion>);
 
 impl PostedOp {
-    /// For the calling thread; and to be completed.
+    /// Creates one for the calling thread, and the [`Completion`] that ends it.
     pub(crate) fn new() -> (Self, Arc<Completion>) {
         let delivery = Completion::new();
         (Self(delivery.clone()), delivery)
     }
 
-    /// Whether it is over, well or not.
+    /// Returns whether it has ended, successfully or not.
     pub(crate) fn is_completed(&self) -> bool {
         self.0.outcome.get().is_some()
     }
 
-    /// What has become of it, once it is over.
+    /// Returns the outcome. `None` until it has ended.
     pub(crate) fn outcome(&self) -> Option<&Outcome> {
         self.0.outcome.get()
     }
 }
 
 impl Mailboxes {
-    /// Takes one's own side back out of the box of `destination`; false if the other side has come, and then
-    /// only after the tensor has been handed over. So nobody touches the tensor afterwards.
+    /// Withdraws this rank's own side from the mailbox of `destination`. Returns `true` if it was withdrawn or its
+    /// connection is lost, `false` if the other side came first. No other thread uses the tensor afterwards.
     pub(crate) fn cancel(&self, posted: &PostedOp, destination: usize) -> bool {
         let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, &posted.0);
         {
@@ -194,8 +193,8 @@ impl Mailboxes {
                 return true;
             }
         }
-        // A copy is plain work, so this ends; whoever copies unparks this thread. What is on its way from or to another
-        // process may never end by itself.
+        // A copy between threads always ends, and its thread unparks this one. A transfer from or to another process
+        // may never end by itself.
         while !posted.is_completed() {
             if let Some(carrier) = posted.0.carrier.get() {
                 carrier.cut();
@@ -207,7 +206,7 @@ impl Mailboxes {
         matches!(posted.outcome(), Some(Outcome::Lost { .. }))
     }
 
-    /// Ends all receives that wait for one of the ranks at the places `sources`: these are lost, for this reason.
+    /// Ends all receives that wait for a rank of `sources` (group ranks). They are lost, for this `reason`.
     pub(crate) fn fail(&self, sources: Range<usize>, reason: &str) {
         let is_lost = |waiting: &mut Waiting| {
             waiting.parcel.source.is_some_and(|source| sources.contains(&source))
@@ -225,8 +224,8 @@ impl Mailboxes {
         Self { boxes: members.iter().map(|_| Mutex::default()).collect(), run, members }
     }
 
-    /// Hands a tensor over to `destination`, or from somebody to it, or leaves it there until the other side
-    /// comes. The calling thread is unparked when that has happened.
+    /// Posts one side of a message to `destination`. If the other side is already there, hands the tensor over.
+    /// Otherwise leaves this side in the mailbox. The calling thread is unparked on completion.
     pub(crate) fn post(&self, parcel: P2pRequest, destination: usize) -> PostedOp {
         let (posted, delivery) = PostedOp::new();
         let mine = Waiting { parcel, delivery };
@@ -247,11 +246,11 @@ impl Mailboxes {
         posted
     }
 
-    /// Copies, and has both sides learn that.
+    /// Copies the tensor, and completes both sides.
     fn hand_over(&self, sent: Waiting, expected: Waiting, destination: usize) {
         let Waiting { parcel: sent, delivery: sender } = sent;
         let Waiting { parcel: expected, delivery: receiver } = expected;
-        // A send says where it comes from.
+        // A send always has a source.
         let source = sent.source.unwrap_or(destination);
         let copied = if sent.fits(&expected) {
             match (sent.contents, expected.contents) {
@@ -271,7 +270,7 @@ impl Mailboxes {
             let [source_rank, destination] = [source, destination].map(|it| self.members[it]);
             Err(Error::SendMismatch { source_rank, destination, sent: text, expected })
         };
-        // The run learns of an error here, because neither side may be waiting.
+        // The error is reported to the run here, because neither side may be waiting.
         if let Err(error) = &copied {
             self.run.report(self.members[destination], Some(error), error.to_string());
         }

@@ -1,17 +1,15 @@
 //! The `threaded` backend: ranks that are threads read and write each other's tensors directly.
 //!
-//! For CPU tensors, and for CUDA tensors of ranks that share one GPU. Every collective has the same
-//! shape:
+//! It serves CPU tensors, and CUDA tensors of ranks that share one GPU. Every collective has the same steps:
 //!
-//! 1. announce: each rank writes what it calls, and where its tensors lie, into its own slot;
-//! 2. meet: from here on every rank knows every call, so all find the same differences, or none;
-//! 3. work: each rank writes what it is to have, reading from the others; in `all_reduce` each rank
-//!    reduces one slice and writes it to all, so every element is read once and written once per rank, and
-//!    reduced by one rank in the order of the ranks;
-//! 4. meet again: nobody leaves while another still works on its memory.
+//! 1. announce: each rank writes its call and the addresses of its tensors into its own slot;
+//! 2. exchange: after a barrier every rank can read every call, so all ranks find the same mismatches, or none;
+//! 3. work: each rank writes its own results and reads from the others. In `all_reduce` each rank reduces one slice, in
+//!    rank order, and writes it to all ranks. Every element is read once and written once per rank;
+//! 4. leave together: a second barrier holds every rank until no other rank uses its memory.
 //!
-//! Where each of many ranks has a list of tensors, the first compares for all, and they meet once more to learn what it
-//! has found. Only meetings before the work can be cancelled or time out; from then on no rank waits for anything.
+//! With very many tensors, the first rank alone looks for conflicts, and one more barrier publishes its verdict. Only
+//! the barriers before the work can be cancelled or time out. During the work no rank waits for another.
 
 mod conflict;
 mod element;
@@ -38,14 +36,14 @@ pub(super) use shared::{Shared, SubgroupKey};
 /// One rank's side of the backend.
 pub(super) struct Threaded {
     slot: ExchangeSlot<CollectiveFingerprint>,
-    /// The memory of all ranks' tensors in this collective; kept to be filled again without allocating.
+    /// Memory of all ranks' tensors in this collective. Reused, to avoid allocating.
     memory: Memory,
-    /// Lists of places for the work, likewise.
+    /// Pointer lists for the work, reused likewise.
     places: kernels::SpanScratch,
 }
 
 impl Threaded {
-    /// Joins the group; returns once all ranks have.
+    /// Joins the group. Returns once all ranks have joined.
     pub(super) fn join(seat: ExchangeSlot<CollectiveFingerprint>) -> Result<Self> {
         let at = OpId { operation: Operation::Init, sequence: 0 };
         seat.barrier().wait(seat.rank(), at)?;
@@ -53,11 +51,11 @@ impl Threaded {
     }
 }
 
-/// Steps 1 and 2: announces this rank's call, waits for the others' and compares.
+/// Runs steps 1 and 2: announces this rank's call, waits for the others' and compares them.
 ///
-/// On success all ranks call the same, with tensors that fit each other, and with `memory` nobody writes where another
-/// reads or writes. `on_one_device` asks as well that all tensors be in one place. `first_place` is the place in the
-/// group of the first rank of this process.
+/// On success all ranks make the same call, with tensors of matching sizes. With `memory`, no rank writes where another
+/// reads or writes. With `on_one_device`, all tensors are also on one device. `first_place` is the group rank of the
+/// first rank of this process.
 pub(super) fn exchange(
     seat: &mut ExchangeSlot<CollectiveFingerprint>,
     first_place: usize,
@@ -102,12 +100,11 @@ impl Backend for Threaded {
         let Self { slot: seat, memory, places } = self;
         exchange(seat, 0, call, true, Some(memory))?;
         if matches!(call.operation, Operation::Barrier | Operation::NewGroup) {
-            return Ok(()); // all have come
+            return Ok(()); // the exchange is the barrier
         }
-        // The tensors of all ranks stay where they are: their owners are in this collective, hold them, and
-        // leave it together.
+        // All tensors stay valid: their owners are in this collective, hold them, and leave it together.
         seat.and_leave_together(|| {
-            // SAFETY: as said, all that it asks for.
+            // SAFETY: the exchange and the common exit establish all that `kernels::run` requires.
             unsafe { kernels::run(call, seat.rank(), seat.published(), places) }
         })
     }
@@ -122,13 +119,13 @@ impl Backend for Threaded {
     }
 
     fn synchronize(&mut self, _: &dyn Fn()) -> Result<()> {
-        // CPU work is done when it returns, and no CUDA work of this backend waits for another rank.
+        // CPU work is complete on return, and no CUDA work of this backend waits for another rank.
         let barrier = self.slot.barrier();
         barrier.run().check(barrier.members()[self.slot.rank()])
     }
 
     fn point_to_point(&mut self, _: &[P2POp]) -> Result<()> {
-        // They go by `Mail`, which does not wait for the rank's collectives.
+        // Messages go through `Mailboxes`, which does not wait for the rank's collectives.
         Err(Error::Unsupported("backend threaded launches no messages".into()))
     }
 

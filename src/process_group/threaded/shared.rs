@@ -1,4 +1,4 @@
-//! What the ranks of one process share of a group: where they meet, their mail, invitations to sub-groups.
+//! The state of a group that the ranks of one process share: exchange, mailboxes, sub-group bootstraps.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,7 +11,7 @@ use super::mail::Mailboxes;
 use crate::error::Result;
 use crate::runtime::{Barrier, RunContext};
 
-/// Made by one rank and handed to the others.
+/// The state of a group in one process. One rank creates it and hands it to the others.
 #[derive(Debug)]
 pub(crate) struct Shared {
     meeting: Arc<Exchange<CollectiveFingerprint>>,
@@ -19,21 +19,21 @@ pub(crate) struct Shared {
     run: Arc<RunContext>,
     members: Arc<[usize]>,
     here: Range<usize>,
-    /// Those that not everybody has taken, and how many still have to.
+    /// Bootstraps that not every rank has fetched, with the number of ranks still to fetch each.
     invitations: Mutex<HashMap<SubgroupKey, (Bootstrap, usize)>>,
 }
 
-/// What an invitation is for.
+/// The purpose of a bootstrap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum SubgroupKey {
-    /// The `new_group` with this number in the order of the group's calls.
+    /// The `new_group` with this sequence number in the group.
     NewGroup(u64),
     /// The first message between these two ranks, the lower one first.
     Pair(usize, usize),
 }
 
 impl Shared {
-    /// For the ranks `members` of `run`, of which this process has those at the places `here`.
+    /// Creates the state for the ranks `members` of `run`. This process has those with the group ranks `here`.
     pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>, here: Range<usize>) -> Self {
         let barrier = Barrier::new(run.clone(), members[here.clone()].into());
         Self {
@@ -46,32 +46,32 @@ impl Shared {
         }
     }
 
-    /// Everybody that is in the process's run.
+    /// Returns the run that the ranks belong to.
     pub(crate) fn run(&self) -> &Arc<RunContext> {
         &self.run
     }
 
-    /// The members of the group by their numbers in the run, in their order in the group.
+    /// Returns the global ranks of the group's members, in group order.
     pub(crate) fn members(&self) -> &Arc<[usize]> {
         &self.members
     }
 
-    /// The places in the group of the ranks that are in this process.
+    /// Returns the group ranks of this process.
     pub(crate) fn here(&self) -> Range<usize> {
         self.here.clone()
     }
 
-    /// Where sent tensors wait to be received.
+    /// Returns the mailboxes, where sent tensors wait to be received.
     pub(crate) fn mail(&self) -> &Arc<Mailboxes> {
         &self.mail
     }
 
-    /// The place of `rank`, which is in this process, where those of this process meet; can be taken once.
+    /// Takes the exchange slot of group rank `rank`, which must be in this process. Each slot can be taken once.
     pub(crate) fn seat(&self, rank: usize) -> ExchangeSlot<CollectiveFingerprint> {
         ExchangeSlot::take(rank - self.here.start, self.meeting.clone())
     }
 
-    /// The same invitation for each of `guests` ranks: the first to come makes it.
+    /// Returns the same bootstrap to each of `guests` ranks. The first rank to call it makes it.
     pub(crate) fn invitation(
         &self,
         occasion: SubgroupKey,

@@ -1,4 +1,4 @@
-//! What a run tells of its ranks, and who is late.
+//! Tests of what a run reports about its ranks, and of the ranks it names as late.
 
 use super::*;
 
@@ -57,7 +57,7 @@ fn a_rank_is_overdue_from_its_end_on() {
     );
 }
 
-/// Ranks 1 and 2 are in another process, of which this is known.
+/// A process with ranks 1 and 2, whose operations are given.
 #[derive(Debug)]
 struct Other([Operation; 2]);
 
@@ -79,7 +79,7 @@ fn who_waits_for_nccl_names_the_ranks_of_other_processes_that_have_not_come() {
     use Operation::{AllReduce, Broadcast, Init, Step};
     for (others, named) in [
         ([AllReduce, Step], &[2][..]),
-        ([Broadcast, Step], &[2, 1]), // one that works keeps one that waits
+        ([Broadcast, Step], &[2, 1]), // the computing rank delays the waiting one
         ([Init, Init], &[1, 2]),
         ([AllReduce, AllReduce], &[]),
     ] {

@@ -1,4 +1,4 @@
-//! What is told, in Chinese.
+//! The explanation in Chinese.
 
 use super::texts::{Catalog, Section};
 use super::{RunInfo, Step};

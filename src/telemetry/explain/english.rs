@@ -1,4 +1,4 @@
-//! What is told, in English.
+//! The explanation in English.
 
 use super::texts::{Catalog, Section};
 use super::{RunInfo, Step};

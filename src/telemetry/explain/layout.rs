@@ -1,14 +1,14 @@
-//! Paragraphs, tables and numbers for a terminal of 80 columns, on which a Chinese character takes two.
+//! Paragraphs, tables and numbers for a terminal of 80 columns. A Chinese character takes two columns.
 
 use std::borrow::Cow;
 
 use textwrap::core::{Word, display_width};
 use textwrap::{Options, WordSeparator, WordSplitter, wrap};
 
-/// As wide as a terminal is at least.
+/// The minimum width of a terminal, in columns.
 const WIDTH: usize = 80;
 
-/// The lines of a paragraph; none of an empty one.
+/// Returns the lines of a paragraph; none if it is empty.
 pub(super) fn paragraph(text: &str) -> Vec<String> {
     let options = Options::new(WIDTH).initial_indent("  ").subsequent_indent("  ");
     let options = options.word_separator(WordSeparator::Custom(words));
@@ -16,8 +16,8 @@ pub(super) fn paragraph(text: &str) -> Vec<String> {
     lines.into_iter().map(Cow::into_owned).filter(|line| !line.trim().is_empty()).collect()
 }
 
-/// Where a line may end: after a space but before a number, and beside a Chinese character; but no line begins with `，`
-/// or ends with `（`.
+/// Splits `text` where a line may end: after a space unless a number follows, and beside a Chinese character. No line
+/// begins with `，` or ends with `（`.
 fn words(text: &str) -> Box<dyn Iterator<Item = Word<'_>> + '_> {
     let is_wide = |c: char| display_width(c.encode_utf8(&mut [0; 4])) > 1;
     let ends = text.char_indices().zip(text.chars().skip(1)).filter(move |&((_, one), next)| {
@@ -31,7 +31,7 @@ fn words(text: &str) -> Box<dyn Iterator<Item = Word<'_>> + '_> {
     Box::new(words)
 }
 
-/// The lines of a table: rank and samples on the left of their columns, numbers on the right.
+/// Returns the lines of a table. The first two columns are aligned left, those of numbers right.
 pub(super) fn table(rows: &[Vec<String>]) -> Vec<String> {
     let columns = rows.iter().map(Vec::len).max().unwrap_or_default();
     let cell = |row: &Vec<String>, column: usize| row.get(column).cloned().unwrap_or_default();
@@ -48,7 +48,7 @@ pub(super) fn table(rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// The ranks that are shown, `None` for a gap: all of a few, otherwise the first and the last.
+/// Returns the ranks to show, `None` for a gap: all if they are few, otherwise the first ones and the last.
 pub(super) fn shown(ranks: usize) -> Vec<Option<usize>> {
     if ranks <= 8 {
         return (0..ranks).map(Some).collect();
@@ -56,7 +56,7 @@ pub(super) fn shown(ranks: usize) -> Vec<Option<usize>> {
     (0..6).map(Some).chain([None, Some(ranks - 1)]).collect()
 }
 
-/// As many of the first samples as there is room for.
+/// Lists the first samples that there is room for. `count` is the number of all samples.
 pub(super) fn samples(first: &[usize], count: usize) -> String {
     const ROOM: usize = 20;
     let mut text = String::new();
@@ -72,7 +72,7 @@ pub(super) fn samples(first: &[usize], count: usize) -> String {
     if is_all { text } else { text + " ..." }
 }
 
-/// All with as many decimals as give the largest so many digits.
+/// Formats all values with the same decimals, such that the largest has `digits` digits.
 pub(super) fn numbers(values: &[f64], digits: i32) -> Vec<String> {
     let largest = values.iter().fold(0.0f64, |most, it| most.max(it.abs()));
     let magnitude = if largest == 0.0 { -1 } else { largest.log10().floor() as i32 };
@@ -80,13 +80,13 @@ pub(super) fn numbers(values: &[f64], digits: i32) -> Vec<String> {
     values.iter().map(|it| format!("{it:.decimals$}")).collect()
 }
 
-/// One number, as it is if that is short.
+/// Formats one number, exactly if that is short.
 pub(super) fn number(value: f64) -> String {
     let exact = value.to_string();
     if exact.len() <= 10 { exact } else { numbers(&[value], 6).remove(0) }
 }
 
-/// What follows a first number in a sum.
+/// Formats a term that follows the first one in a sum.
 pub(super) fn signed(number: &str) -> String {
     match number.strip_prefix('-') {
         Some(rest) => format!(" - {rest}"),

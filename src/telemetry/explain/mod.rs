@@ -1,4 +1,4 @@
-//! The demo tells what it does, with the numbers of this very run: `--explain`.
+//! `--explain`: explains how a run trains, with the numbers of this run.
 
 mod chinese;
 mod english;
@@ -13,7 +13,7 @@ use super::Printer;
 use layout::{number, numbers, paragraph, samples, shown, signed, table};
 use texts::{Catalog, Section};
 
-/// In which language it is told: `--language`.
+/// The language of the explanation: `--language`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Language {
@@ -32,59 +32,59 @@ impl Language {
     }
 }
 
-/// What a run is, before it begins.
+/// The facts of a run, known before it begins.
 #[derive(Debug, Clone)]
 pub struct RunInfo {
-    /// How many ranks there are.
+    /// Number of ranks.
     pub world_size: usize,
-    /// In how many processes.
+    /// Number of processes.
     pub processes: usize,
-    /// What carries the tensors.
+    /// The communication backend.
     pub backend: &'static str,
     /// The model's name.
     pub model: &'static str,
-    /// How many numbers are trained.
+    /// Number of trained values.
     pub parameters: usize,
-    /// What all randomness starts from.
+    /// The random seed.
     pub seed: u64,
-    /// Whether rank 0 has its first parameters from a file.
+    /// `true` if rank 0 loads its first parameters from a file.
     pub starts_from_file: bool,
-    /// How many samples there are to train on.
+    /// Number of training samples.
     pub samples: usize,
-    /// Whether they are shuffled.
+    /// `true` if the samples are shuffled.
     pub shuffles: bool,
-    /// Whether those that don't go round are dropped, and not dealt twice.
+    /// `true` if samples that cannot be divided evenly among the ranks are dropped. Otherwise some are used twice.
     pub drops_last: bool,
-    /// Of how many batches a step is made.
+    /// Batches per step.
     pub accumulate: u64,
-    /// Whether each rank counts by its number of samples.
+    /// `true` if each rank's gradient is weighted by its number of samples.
     pub exact_mean: bool,
-    /// How many steps an epoch has.
+    /// Steps per epoch.
     pub steps_per_epoch: u64,
-    /// As what gradients are sent, and from which step on, if not as they are.
+    /// The compressed form of gradients and the first step that uses it; `None` without compression.
     pub compression: Option<(&'static str, u64)>,
-    /// What steps the parameters.
+    /// The optimizer's name.
     pub optimizer: &'static str,
-    /// Whether that is `weight - lr * gradient` and nothing else.
+    /// `true` if the update is `weight - lr * gradient` and nothing else.
     pub is_plain: bool,
-    /// How long the gradient may be.
+    /// Maximum norm of the gradients; `None` without clipping.
     pub max_grad_norm: Option<f64>,
 }
 
-/// What one rank had of a step, at one weight of the model.
+/// One rank's numbers of a step, at one weight of the model.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RankStep {
-    /// The first of its samples, by their numbers in the data.
+    /// The first of the rank's samples, by their indices in the data.
     pub samples: Vec<usize>,
-    /// How many there were.
+    /// Number of the rank's samples.
     pub num_samples: usize,
-    /// Their mean loss.
+    /// The mean loss of the rank's samples.
     pub loss: f64,
-    /// The gradient that the rank has computed.
+    /// The gradient that the rank computed.
     pub local: f64,
-    /// What the all-reduce has put in its place.
+    /// The gradient after the all-reduce.
     pub averaged: f64,
-    /// What the optimizer has stepped by.
+    /// The gradient that the optimizer used.
     pub stepped_by: f64,
     /// The weight before the step.
     pub before: f64,
@@ -95,26 +95,26 @@ pub struct RankStep {
 /// A step of all ranks.
 #[derive(Debug, Clone)]
 pub struct Step {
-    /// Its number in the whole run, from 0.
+    /// The number of the step in the whole run, from 0.
     pub step: u64,
     /// The learning rate.
     pub lr: f64,
-    /// The weight that is looked at, such as `weight[0][7]`.
+    /// The explained weight, such as `weight[0][7]`.
     pub weight: String,
-    /// In how many buckets the gradients are.
+    /// Number of gradient buckets.
     pub buckets: usize,
-    /// What each rank had.
+    /// The numbers of each rank.
     pub ranks: Vec<RankStep>,
 }
 
 impl Step {
-    /// Returns how many samples all ranks had, if each rank counts by its own.
+    /// Returns the number of all ranks' samples if ranks are weighted by their samples; else `None`.
     fn weighed(&self, facts: &RunInfo) -> Option<usize> {
         let all = self.ranks.iter().map(|it| it.num_samples).sum();
         (facts.exact_mean && self.ranks.len() > 1).then_some(all)
     }
 
-    /// Returns the share of each rank, as `17/33, 16/33`, if each counts by its samples; the first ones of many.
+    /// Returns the weights of the first few ranks, such as `17/33, 16/33`; `None` if ranks are not weighted.
     fn shares(&self, facts: &RunInfo) -> Option<String> {
         let all = self.weighed(facts)?;
         let share = |it: &RankStep| format!("{}/{all}", it.num_samples);
@@ -126,7 +126,7 @@ impl Step {
     }
 }
 
-/// Tells a run on stderr, where rank 0 is.
+/// A narrator that explains a run on stderr, in the process of rank 0.
 #[derive(Debug)]
 pub struct Narrator {
     language: Language,
@@ -135,14 +135,14 @@ pub struct Narrator {
 }
 
 impl Narrator {
-    /// A narrator of the run that `facts` are of.
+    /// Creates a narrator of the run that `facts` describes.
     pub fn new(language: Language, facts: RunInfo, printer: Arc<Printer>) -> Self {
         Self { language, facts, printer }
     }
 
-    /// How the ranks have met, and that they begin with the same parameters: of each rank 64 bits over those that it
-    /// had by itself, and over those that it begins with. `epoch` is the first, `resumed` the step from which a
-    /// checkpoint lets the run go on.
+    /// Explains how the ranks connected, and that they begin with the same parameters. `hashes` has two 64-bit hashes
+    /// per rank: of the parameters that it built, and of those that it begins with. `epoch` is the first epoch.
+    /// `resumed` is the step of the checkpoint, `None` without one.
     pub fn begin(&self, hashes: &[(u64, u64)], epoch: u64, resumed: Option<u64>) {
         let (texts, facts) = (self.language.texts(), &self.facts);
         self.tell(&texts.meeting(facts), &[]);
@@ -154,7 +154,7 @@ impl Narrator {
         self.tell(&texts.data(facts, epoch), &[]);
     }
 
-    /// The first step that is told: how gradients become one, and what follows.
+    /// Explains the first step: how gradients are averaged, and the update.
     pub fn first_step(&self, step: &Step) {
         let (texts, facts) = (self.language.texts(), &self.facts);
         let section = texts.gradients(facts, step, self.compression(step.step));
@@ -177,7 +177,7 @@ impl Narrator {
         self.tell(&section, &self.updates(step));
     }
 
-    /// The second, in short.
+    /// Explains the second step, in short.
     pub fn second_step(&self, step: &Step) {
         let texts = self.language.texts();
         let mut section = texts.next_step(step.step);
@@ -190,7 +190,7 @@ impl Narrator {
         self.tell(&section, &lines);
     }
 
-    /// The end, after so many steps of the whole run: of each rank 64 bits over its parameters.
+    /// Explains the end, after `steps` steps of the whole run. `hashes` has a 64-bit hash of each rank's parameters.
     pub fn end(&self, steps: u64, hashes: &[u64]) {
         let texts = self.language.texts();
         let rows: Vec<_> = each_rank(hashes, |hash| vec![hex(*hash)]).collect();
@@ -205,7 +205,7 @@ impl Narrator {
         (step >= from).then_some(name)
     }
 
-    /// A row for each rank: its samples, its loss, its gradient and the mean; and the weight after the step.
+    /// Returns a table with a row per rank: samples, loss, gradient, mean, and the new weight if `with_weight`.
     fn gradients(&self, step: &Step, with_weight: bool) -> Vec<String> {
         let ranks = &step.ranks;
         let all = |value: fn(&RankStep) -> f64| ranks.iter().map(value).collect::<Vec<_>>();
@@ -237,7 +237,7 @@ impl Narrator {
         table(&rows)
     }
 
-    /// What each rank's optimizer has done.
+    /// Returns a table of each rank's update.
     fn updates(&self, step: &Step) -> Vec<String> {
         let weights = step.ranks.iter().flat_map(|it| [it.before, it.after]);
         let weights = numbers(&weights.collect::<Vec<_>>(), 8);
@@ -269,7 +269,7 @@ impl Narrator {
     }
 }
 
-/// `(a + b) / 2 = c`, of the gradients that the ranks have computed; not all of them if they are many.
+/// Formats the mean of the ranks' gradients as `(a + b) / 2 = c`; shortened for many ranks.
 fn mean(ranks: &[RankStep]) -> String {
     let mut values: Vec<f64> = ranks.iter().map(|it| it.local).collect();
     values.push(values.iter().sum::<f64>() / ranks.len() as f64);
@@ -286,7 +286,8 @@ fn mean(ranks: &[RankStep]) -> String {
     format!("{sum} / {} = {mean}", ranks.len())
 }
 
-/// `(17 * 0.5 + 16 * (-0.25)) / 33 = c`: each rank's gradient counts by its samples, of which all ranks have `all`.
+/// Formats the weighted mean as `(17 * 0.5 + 16 * (-0.25)) / 33 = c`: each rank's gradient counts by its samples. `all`
+/// is the number of all ranks' samples.
 fn weighted_mean(ranks: &[RankStep], all: usize) -> String {
     let mut values: Vec<f64> = ranks.iter().map(|it| it.local).collect();
     let sum: f64 = ranks.iter().map(|it| it.num_samples as f64 * it.local).sum();
@@ -307,17 +308,17 @@ fn weighted_mean(ranks: &[RankStep], all: usize) -> String {
     format!("({}) / {all} = {}", terms.join(" + "), texts[ranks.len()])
 }
 
-/// The cells of a rank that has no samples.
+/// The cell of a rank without samples.
 const NONE: &str = "-";
 
-/// Of so many ranks all gradients fit into a line.
+/// Maximum number of ranks whose gradients fit into a line.
 const FEW: usize = 4;
 
 fn hex(hash: u64) -> String {
     format!("{hash:016x}")
 }
 
-/// `rank 0` and its cells, and so on; not all of them if they are many.
+/// Returns the rows `rank 0` and so on, each with its cells; shortened for many ranks.
 fn each_rank<T>(
     ranks: &[T],
     cells: impl Fn(&T) -> Vec<String>,

@@ -1,4 +1,4 @@
-//! What is told, whatever the language: one that lacks a text does not compile.
+//! The texts of the explanation, for every language: one that lacks a text does not compile.
 
 use super::{RunInfo, Step};
 
@@ -16,50 +16,50 @@ impl Section {
 
 /// All texts in one language.
 pub(super) trait Catalog {
-    /// How the ranks find each other.
+    /// Explains how the ranks find each other.
     fn meeting(&self, facts: &RunInfo) -> Section;
 
-    /// Why rank 0's parameters go to all; whether those of the ranks `were_same` before, and at which step a
-    /// checkpoint was made.
+    /// Explains why rank 0's parameters are sent to all ranks. `were_same` is whether all ranks built the same
+    /// parameters. `resumed` is the step of the checkpoint, `None` without one.
     fn start(&self, facts: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section;
 
-    /// What the columns are called with the parameters as a rank has made them, and as it begins with them.
+    /// Returns the headings of the parameters that a rank built, and of those that it begins with.
     fn built_and_now(&self) -> [&'static str; 2];
 
-    /// Which samples each rank takes.
+    /// Explains which samples each rank takes.
     fn data(&self, facts: &RunInfo, epoch: u64) -> Section;
 
-    /// How the gradients of all ranks become one; as what they travel, if not as they are.
+    /// Explains how gradients are averaged. `compressed` is the form in which they are sent, `None` if unchanged.
     fn gradients(&self, facts: &RunInfo, step: &Step, compressed: Option<&str>) -> Section;
 
-    /// That gradients travel as something else.
+    /// Explains that gradients are sent in a compressed form.
     fn compressed(&self, name: &str) -> String;
 
-    /// What the columns are called: so many samples (`None` if the ranks have different numbers), loss, gradient, mean,
-    /// weight.
+    /// Returns the headings of samples, loss, gradient, mean and weight. `num_samples` is `None` if the ranks have
+    /// different numbers of samples.
     fn columns(&self, num_samples: Option<usize>) -> [String; 5];
 
-    /// What comes before the mean that can be checked.
+    /// Returns the label of the mean that a reader can check.
     fn by_hand(&self) -> &'static str;
 
-    /// Why the update is the same on all ranks.
+    /// Explains why the update is the same on all ranks.
     fn update(&self, facts: &RunInfo, step: u64, lr: &str) -> Section;
 
-    /// What the column is called with the update; whether it is plain.
+    /// Returns the heading of the update; `is_plain` if it is `weight - lr * gradient`.
     fn rule(&self, is_plain: bool) -> &'static str;
 
-    /// That the gradient was shortened first.
+    /// Explains that the gradient was clipped first.
     fn clipped(&self, max_norm: &str, from: &str, to: &str) -> String;
 
-    /// The next step.
+    /// Introduces the next step.
     fn next_step(&self, step: u64) -> Section;
 
-    /// That the rest goes on like that.
+    /// Explains that training continues in the same way.
     fn goes_on(&self, steps_per_epoch: u64) -> String;
 
-    /// What happens at the end, after so many steps.
+    /// Explains what happens at the end, after `steps` steps.
     fn end(&self, facts: &RunInfo, steps: u64) -> Section;
 
-    /// What the parameters of all ranks show.
+    /// Explains what the parameters of all ranks show.
     fn verdict(&self, facts: &RunInfo, are_same: bool) -> String;
 }

@@ -1,11 +1,11 @@
-//! What to make of a run's times, and what to try next.
+//! Advice: conclusions from a run's times, and what to try next.
 
 use crate::telemetry::{PhaseSeconds, Straggler};
 
-/// What is known of a run.
+/// Measurements of a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Measured<'a> {
-    /// Of each rank.
+    /// Phase times of each rank.
     pub phases: &'a [PhaseSeconds],
     pub straggler: Option<&'a Straggler>,
     pub overlapped: Option<f64>,
@@ -14,34 +14,34 @@ pub(crate) struct Measured<'a> {
     pub batch_size: usize,
     pub num_workers: usize,
     pub backend: &'a str,
-    /// How long the run took.
+    /// Duration of the run.
     pub seconds: f64,
-    /// `None` if the ranks are on GPUs.
+    /// The cores that ranks use; `None` if the ranks are on GPUs.
     pub cores: Option<Cores>,
-    /// The mean loss of the first quarter of the run, and of the last, if it was recorded often enough.
+    /// The mean loss of the first quarter of the run, and of the last; `None` if it was recorded too rarely.
     pub losses: Option<[f64; 2]>,
     pub lr: f64,
-    /// A configuration of this repository that fits the data set, if there is one.
+    /// A configuration of this repository that fits the data set; `None` if there is none.
     pub fitting_config: Option<&'static str>,
 }
 
-/// What the ranks of this machine have of its processor.
+/// The cores that the ranks of this machine use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Cores {
-    /// How many cores this process may use.
+    /// Number of cores that this process may use.
     pub count: usize,
-    /// How many of the ranks are in this process.
+    /// Number of ranks in this process.
     pub local_ranks: usize,
     pub threads_per_rank: usize,
 }
 
 impl Cores {
-    /// Whether the ranks, with all threads of libtorch, have a core each and more to spare.
+    /// Returns whether cores remain unused when every libtorch thread of every rank has one.
     fn to_spare(self) -> bool {
         self.local_ranks * self.threads_per_rank < self.count
     }
 
-    /// Returns whether more ranks may pay, as a sentence.
+    /// Returns a sentence on whether more ranks may pay off.
     fn advice(self) -> String {
         let Self { count, local_ranks, .. } = self;
         let s = if count == 1 { "" } else { "s" };
@@ -60,34 +60,34 @@ impl Cores {
 }
 
 impl PhaseSeconds {
-    /// What the rank does by itself.
+    /// Returns the time of the rank's own work in its steps.
     fn own(&self) -> f64 {
         self.step + self.data + self.forward + self.backward + self.optimizer
     }
 }
 
-/// Returns the share of the steps' time that the ranks spend outside collectives, neither communicating nor waiting
-/// there, from 0 to 1. `None` where there are no steps. It does not say how fast one rank alone would be: ranks that
-/// share cores slow each other down outside collectives too.
+/// Returns the fraction of the steps' time that the ranks spend outside collectives, neither communicating nor waiting
+/// there, from 0 to 1. `None` without steps. This does not show how fast a single rank would be: ranks that share cores
+/// slow each other down outside collectives too.
 pub(crate) fn outside_collectives(phases: &[PhaseSeconds]) -> Option<f64> {
     let own: f64 = phases.iter().map(PhaseSeconds::own).sum();
     let collectives: f64 = phases.iter().map(|it| it.collectives).sum();
     (own + collectives > 0.0).then(|| own / (own + collectives))
 }
 
-/// What takes less of the time than this is not worth a word.
+/// A smaller fraction of the time than this is not mentioned.
 const SHARE: f64 = 0.2;
 
 /// A step that is shorter than this, in microseconds, is mostly overhead.
 const SHORT_STEP: f64 = 1000.0;
 
-/// A loss that keeps more than this share hardly moves.
+/// A loss that keeps more than this fraction of its first value has hardly moved.
 const STILL: f64 = 0.95;
 
-/// So many bytes of gradients take longer to move than to begin with.
+/// Above this size an all-reduce is bound by bandwidth, not latency.
 const BANDWIDTH_BOUND_BYTES: usize = 1 << 20;
 
-/// What to try next, the most important first; each a sentence.
+/// Returns what to try next, each a sentence, the most important first.
 pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
     let mut advice = Vec::new();
     let Some(outside) = outside_collectives(run.phases) else { return advice };
@@ -152,7 +152,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
                  fewer of them{smaller}."
             ));
         }
-        // Ranks in threads reduce in the same cores that compute.
+        // Ranks in threads reduce on the same cores that compute.
         let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && run.backend != "threaded";
         if may_hide && run.bucket_bytes.len() == 1 {
             say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
@@ -276,7 +276,7 @@ mod tests {
                 "{ranks} ranks, {count} cores: {told}"
             );
         }
-        // On GPUs it is not cores that ranks need.
+        // More ranks on GPUs do not need more cores.
         assert_eq!(
             advice(Measured { cores: None, ..run(&[well; 2]) }),
             ["Nothing stands out: the ranks spent 100 % of their steps outside collectives."]

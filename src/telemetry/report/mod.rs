@@ -1,4 +1,4 @@
-//! `--report`: one page that shows what a run did, made of the same records as the trace.
+//! `--report`: one HTML page that shows a run, made of the same records as the trace.
 
 mod advice;
 mod tracks;
@@ -12,11 +12,11 @@ use super::{Marks, Output, PhaseSeconds, Straggler, TrainMetrics, ValidationMetr
 pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
 pub(crate) use tracks::Tracks;
 
-/// The page, and what goes into it.
+/// The page, and the parts that are inserted into it.
 const PAGE: &str = include_str!("page.html");
 const PARTS: [(&str, &str); 2] =
     [("__REPORT_CSS__", include_str!("page.css")), ("__REPORT_JS__", SCRIPT)];
-/// Its script, in the order in which it is to be read.
+/// The page's script, in reading order.
 const SCRIPT: &str = concat!(
     include_str!("helpers.js"),
     include_str!("verdict.js"),
@@ -27,14 +27,14 @@ const SCRIPT: &str = concat!(
 );
 const DATA: &str = "__REPORT_DATA__";
 
-/// Everything that a page shows. What a run has not come to is not there.
+/// The contents of a page; `None` for what the run did not reach.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     pub version: u32,
     pub program: String,
-    /// As it was typed.
+    /// The command line as typed.
     pub command: String,
-    /// When, in UTC.
+    /// Start of the run, in UTC.
     pub began: String,
     pub libtorch: String,
     pub outcome: Outcome,
@@ -43,7 +43,7 @@ pub(crate) struct Report {
     pub us_per_step: Option<f64>,
     pub loss: Option<f64>,
     pub parameters_hash: Option<String>,
-    /// Those that are not the defaults come first.
+    /// All options; those that differ from the defaults come first.
     pub options: Vec<(String, String)>,
     pub world: Ranks,
     pub model: Parameters,
@@ -56,7 +56,7 @@ pub(crate) struct Report {
     pub verdict: Verdict,
 }
 
-/// How the run ended.
+/// The outcome of a run.
 #[derive(Debug, Serialize)]
 pub(crate) struct Outcome {
     /// `done`, `stopped` or `failed`.
@@ -69,7 +69,7 @@ pub(crate) struct Ranks {
     pub size: usize,
     pub nnodes: usize,
     pub backend: &'static str,
-    /// Of the ranks of this process.
+    /// Devices of the ranks of this process.
     pub devices: Vec<String>,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Ranks {
 pub(crate) struct Parameters {
     pub name: String,
     pub parameters: Vec<Parameter>,
-    /// How many bytes each bucket holds.
+    /// Bytes of each bucket.
     pub buckets: Vec<usize>,
 }
 
@@ -90,14 +90,14 @@ pub(crate) struct Parameter {
     pub bucket: Option<usize>,
 }
 
-/// How training went.
+/// Training and validation metrics over the run.
 #[derive(Debug, Default, Clone, Serialize)]
 pub(crate) struct Curves {
     pub train: Vec<TrainMetrics>,
     pub validation: Vec<ValidationMetrics>,
 }
 
-/// Of so many points a curve is drawn at most; every other one goes when there are more.
+/// Maximum number of points of a curve. At this number, every other point is dropped.
 const MAX_CURVE_POINTS: usize = 4000;
 
 impl Curves {
@@ -122,13 +122,13 @@ impl Curves {
     }
 }
 
-/// Which sample each rank had.
+/// The samples of each rank.
 #[derive(Debug, Serialize)]
 pub(crate) struct Samples {
-    /// How many there are.
+    /// Number of samples in the data set.
     pub dataset: usize,
     pub batch_size: usize,
-    /// Whether all that were seen are here.
+    /// `true` if all samples that ranks used are listed.
     pub complete: bool,
     pub epochs: Vec<OfEpoch>,
 }
@@ -136,17 +136,17 @@ pub(crate) struct Samples {
 #[derive(Debug, Serialize)]
 pub(crate) struct OfEpoch {
     pub epoch: u64,
-    /// Of each rank the samples in their order.
+    /// The samples of each rank, in order.
     pub ranks: Vec<Vec<usize>>,
 }
 
-/// How many bytes went where.
+/// Bytes transferred.
 #[derive(Debug, Default, Clone, Serialize)]
 pub(crate) struct Moved {
-    /// By each rank.
+    /// Bytes sent by each rank.
     pub sent: Vec<u64>,
     pub received: Vec<u64>,
-    /// By the ranks of this process.
+    /// Collectives that the ranks of this process called.
     pub collectives: Vec<Called>,
 }
 
@@ -157,7 +157,7 @@ pub(crate) struct Called {
     pub bytes: Vec<u64>,
 }
 
-/// What each rank has in the end.
+/// The hash of each rank's parameters at the end.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Replicas {
     pub hashes: Vec<String>,
@@ -165,10 +165,10 @@ pub(crate) struct Replicas {
     pub checked_every: Option<u64>,
 }
 
-/// What to make of it.
+/// Conclusions from the run's times.
 #[derive(Debug, Default, Clone, Serialize)]
 pub(crate) struct Verdict {
-    /// The share of its steps that a rank spends outside collectives, on average, from 0 to 1.
+    /// Fraction of its steps that a rank spends outside collectives, on average, from 0 to 1.
     pub outside_collectives: Option<f64>,
     pub overlapped: Option<f64>,
     pub phases: Vec<PhaseSeconds>,
@@ -177,7 +177,7 @@ pub(crate) struct Verdict {
 }
 
 impl Report {
-    /// The file of a page at `path`.
+    /// Returns the file of a page at `path`.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -191,11 +191,11 @@ impl Report {
     /// # Errors
     /// When it cannot be written.
     pub(crate) fn write(&self, out: &mut dyn Write) -> io::Result<()> {
-        // No end of the script, whatever is in the texts.
+        // Escaped: no text in the data can end the script.
         let data = serde_json::to_string(self)?.replace('<', "\\u003c");
         let page =
             PARTS.iter().fold(PAGE.to_owned(), |page, (place, part)| page.replace(place, part));
-        // Last, so that nothing in it is taken for a place.
+        // Inserted last, so that its text is not taken for a placeholder.
         out.write_all(page.replacen(DATA, &data, 1).as_bytes())
     }
 }

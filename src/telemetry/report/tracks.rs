@@ -1,4 +1,4 @@
-//! The timeline of a report: the records of the trace, as short as they can be.
+//! The timeline of a report: the records of the trace in a compact form.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,18 +9,18 @@ use crate::operation::Operation;
 use crate::runtime::{CallSite, History, RankHistory};
 use crate::telemetry::slices::{Slice, gpu_slices, slices};
 
-/// So many records a page has at most: what a phone can still draw.
+/// Maximum number of records on a page: a phone can still draw it.
 const MAX_RECORDS: usize = 120_000;
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Tracks {
-    /// When the ranks had ended, in microseconds: so long goes on what has not.
+    /// End of the timeline, in microseconds. Records that have not ended extend to it.
     end: f64,
-    /// How many records of a rank are not here, at most.
+    /// Number of records left out of a rank, the maximum over all ranks.
     lost: u64,
-    /// What the numbers of operations in records mean.
+    /// Names of operations, by their number in records.
     operations: Vec<String>,
-    /// The lines of source.
+    /// Call sites, by their number in records.
     places: Vec<String>,
     ranks: Vec<Track>,
 }
@@ -29,13 +29,13 @@ pub(crate) struct Tracks {
 struct Track {
     rank: usize,
     device: String,
-    /// Whether lane 1 is the rank's GPU; the lanes of communication threads then begin at 2.
+    /// `true` if track 1 is the rank's GPU. The tracks of communication threads then begin at 2.
     on_gpu: bool,
     records: Vec<Short>,
 }
 
-/// A record as a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, lane (0 is the rank's own), how
-/// long it waited, for whom, place. Times are in microseconds; -1 is none.
+/// A record as a list: operation, begin, duration (null if it had not ended), sequence, step, bucket, bytes, track (0
+/// is the rank's own), time waited, rank waited for, call site. Times are in microseconds; -1 means none.
 #[derive(Debug)]
 struct Short {
     operation: usize,
@@ -56,7 +56,7 @@ impl Serialize for Short {
 }
 
 impl Tracks {
-    /// The newest records of each rank of `history`.
+    /// Collects the newest records of each rank of `history`.
     pub(crate) fn new(history: &History) -> Self {
         let most = MAX_RECORDS / history.ranks.len().max(1);
         let mut places = Places::default();
@@ -113,7 +113,7 @@ fn micros(time: Duration) -> f64 {
     time.as_nanos() as f64 / 1e3
 }
 
-/// Each line of source once.
+/// Call sites, each listed once.
 #[derive(Debug, Default)]
 struct Places {
     names: Vec<String>,

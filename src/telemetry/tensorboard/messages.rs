@@ -1,4 +1,4 @@
-//! The parts of TensorFlow's protocol buffers that TensorBoard's files are made of: event.proto and summary.proto.
+//! The messages of TensorFlow's protocol buffers that TensorBoard's files consist of: event.proto and summary.proto.
 
 use prost::{Message, Oneof};
 
@@ -16,7 +16,7 @@ pub(super) struct Event {
 
 #[derive(Clone, PartialEq, Oneof)]
 pub(super) enum What {
-    /// The first record's: which format follows.
+    /// The version of the format, in the first record.
     #[prost(string, tag = "3")]
     FileVersion(String),
     #[prost(message, tag = "5")]
@@ -73,7 +73,7 @@ pub(super) struct Histogram {
     pub sum: f64,
     #[prost(double, tag = "5")]
     pub sum_squares: f64,
-    /// Where each bucket ends; it begins where the one before does.
+    /// The upper end of each bucket, where the next one begins.
     #[prost(double, repeated, tag = "6")]
     pub bucket_limit: Vec<f64>,
     #[prost(double, repeated, tag = "7")]

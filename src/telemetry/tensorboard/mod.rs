@@ -12,7 +12,7 @@ use prost::Message;
 use crate::files::Appender;
 use messages::{Event, Histogram, Image, Kind, Summary, Value, What};
 
-/// Writes one event file, in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
+/// A writer of one event file in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
 ///
 /// ```
 /// # fn main() -> std::io::Result<()> {
@@ -34,17 +34,17 @@ pub struct TensorBoard {
     path: PathBuf,
 }
 
-/// After so many bytes records are written to the file.
+/// Bytes of pending records after which they are written to the file.
 const MOST_PENDING: usize = 1 << 16;
 
-/// Into how many buckets of the same width values are sorted.
+/// Number of buckets of a histogram, all of the same width.
 const BUCKETS: usize = 64;
 
 impl TensorBoard {
-    /// A new file in `folder`, which is made if need be. Files of earlier runs stay as they are.
+    /// Creates a new file in `folder`, and the folder if needed. Files of earlier runs stay unchanged.
     ///
     /// # Errors
-    /// When the folder or the file cannot be made.
+    /// When the folder or the file cannot be created.
     pub fn create(folder: &Path) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         let now = seconds() as u64;
@@ -64,20 +64,20 @@ impl TensorBoard {
         Ok(created)
     }
 
-    /// Where it writes.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A number at `step`.
+    /// Writes a number at `step`.
     ///
     /// # Errors
-    /// When it cannot be written, as all below.
+    /// When it cannot be written, like the functions below.
     pub fn scalar(&mut self, tag: &str, step: u64, value: f64) -> io::Result<()> {
         self.value(tag, step, Kind::SimpleValue(value as f32))
     }
 
-    /// How many of `values` are how large. Those that are infinite or not a number are left out.
+    /// Writes a histogram of `values`. Infinite values and NaN are left out.
     ///
     /// # Errors
     /// As [`scalar`](Self::scalar).
@@ -85,11 +85,11 @@ impl TensorBoard {
         self.value(tag, step, Kind::Histogram(histogram(values)))
     }
 
-    /// A picture, `width` x `height` pixels, row by row from the top: of one byte each it is grey, of three red, green
-    /// and blue; 0 is black.
+    /// Writes a picture of `width` x `height` pixels, row by row from the top. One byte per pixel is grey; three are
+    /// red, green and blue. 0 is black.
     ///
     /// # Errors
-    /// As [`scalar`](Self::scalar), and when there are not as many pixels as that.
+    /// The errors of [`scalar`](Self::scalar), and when `pixels` has a wrong length.
     pub fn image(
         &mut self,
         tag: &str,
@@ -110,7 +110,7 @@ impl TensorBoard {
         self.value(tag, step, Kind::Image(image))
     }
 
-    /// Has everything in the file that was written so far. Happens by itself after each 64 KiB, and on drop.
+    /// Writes all pending records to the file. This also happens after each 64 KiB, and on drop.
     ///
     /// # Errors
     /// As [`scalar`](Self::scalar).
@@ -123,7 +123,7 @@ impl TensorBoard {
         self.write(step, What::Summary(Summary { value: vec![value] }))
     }
 
-    /// A record: its length and contents, each with a checksum.
+    /// Writes a record: its length and contents, each with a checksum.
     fn write(&mut self, step: u64, what: What) -> io::Result<()> {
         let event = Event { wall_time: seconds(), step: step as i64, what: Some(what) };
         let contents = event.encode_to_vec();
@@ -138,7 +138,7 @@ impl TensorBoard {
 
 impl Drop for TensorBoard {
     fn drop(&mut self) {
-        let _ = self.flush(); // nobody is there to be told
+        let _ = self.flush(); // `drop` cannot return the error
     }
 }
 
@@ -146,7 +146,7 @@ fn seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// The checksum of TFRecord files: a CRC that is turned, so that the CRC of a record that holds one is not special.
+/// Returns the checksum of TFRecord files: a rotated CRC, so that the CRC of a record that contains one is not special.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -161,7 +161,7 @@ fn histogram(values: &[f32]) -> Histogram {
     let width = (max - min) / BUCKETS as f64;
     let mut bucket = vec![0.0; BUCKETS];
     for x in finite() {
-        // All in the first, if all are the same; the largest is within the last.
+        // All values are in the first bucket if they are equal. The largest value is in the last bucket.
         let place = if width > 0.0 { ((x - min) / width) as usize } else { 0 };
         bucket[place.min(BUCKETS - 1)] += 1.0;
     }
@@ -182,7 +182,7 @@ fn histogram(values: &[f32]) -> Histogram {
 mod tests {
     use super::*;
 
-    /// The records of a file, whose checksums must be right.
+    /// Returns the records of a file, and checks their checksums.
     fn read(path: &Path) -> Vec<Event> {
         let mut rest = &fs::read(path).unwrap()[..];
         let mut events = Vec::new();
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn what_is_written_can_be_read() {
-        // The check value of CRC-32C, masked.
+        // The check value of CRC-32C.
         assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
         let folder = tempfile::tempdir().unwrap();
         let mut board = TensorBoard::create(&folder.path().join("run")).unwrap();
@@ -241,7 +241,7 @@ mod tests {
         decoder.read_info().unwrap().next_frame(&mut pixels).unwrap();
         assert_eq!((pixels, image.colorspace), ([0, 0, 255, 0, 128, 255], 3));
 
-        // Another one beside it, not over it.
+        // A second file is created beside the first, and does not overwrite it.
         let other = TensorBoard::create(&folder.path().join("run")).unwrap();
         assert_ne!(other.path(), board.path());
     }

@@ -1,9 +1,8 @@
-// What libtorch's ProcessGroupGloo.hpp needs to know of Gloo, which is inside libtorch_cpu but whose headers the
-// wheels do not ship: names only, and no layout of anything. That is enough, because the class holds what is
-// Gloo's by shared_ptr and unique_ptr alone, so its own layout does not depend on it, and because everything that
-// looks inside has been compiled into libtorch_cpu. Where the header itself calls a function or overrides a
-// virtual one, that one is declared. Tied to the version of libtorch that Cargo.toml pins; the tests of gloo.rs
-// run every call.
+// Declarations of Gloo for libtorch's ProcessGroupGloo.hpp. Gloo is inside libtorch_cpu, but the wheels do not ship its
+// headers. These are names only, without layouts. That is enough: the class holds Gloo's objects only by shared_ptr and
+// unique_ptr, so its layout does not depend on theirs. All code that uses their layouts is compiled into libtorch_cpu.
+// Functions that the header calls, or overrides, are declared. Tied to the version of libtorch that Cargo.toml pins.
+// The tests of gloo.rs run every call.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-//! Each launcher's variables as it sets them.
+//! The variables of each launcher, as it sets them.
 
 mod wrong;
 
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::*;
 
-/// What two workers of `torchrun --no-python --nproc-per-node=2` see; this is the second. (torch 2.11)
+/// The second of two workers of `torchrun --no-python --nproc-per-node=2`. (torch 2.11)
 const TORCHRUN: &str = "GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 \
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 OMP_NUM_THREADS=1 RANK=1 ROLE_NAME=default ROLE_RANK=1 \
     ROLE_WORLD_SIZE=2 TORCHELASTIC_ERROR_FILE=/tmp/torchelastic_o__zuay2/none_8_gdohn2/attempt_0/1/error.json \
@@ -15,8 +15,8 @@ const TORCHRUN: &str = "GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD
     TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT TORCHELASTIC_USE_AGENT_STORE=True \
     TORCH_NCCL_ASYNC_ERROR_HANDLING=1 WORLD_SIZE=2";
 
-/// The first of two with `--virtual-local-rank --rdzv-backend=c10d --rdzv-id=job7 --max-restarts=3`, and
-/// `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: its second worker has `LOCAL_RANK=0`, too.
+/// The second of two workers with `--virtual-local-rank --rdzv-backend=c10d --rdzv-id=job7 --max-restarts=3` and
+/// `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`. It has `LOCAL_RANK=0`, like the first.
 const VIRTUAL: &str = "CUDA_VISIBLE_DEVICES=1 GROUP_RANK=0 GROUP_WORLD_SIZE=1 LOCAL_RANK=0 \
     LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=34803 OMP_NUM_THREADS=1 RANK=1 WORLD_SIZE=2 \
     TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_RUN_ID=job7 \
@@ -26,13 +26,13 @@ const VIRTUAL: &str = "CUDA_VISIBLE_DEVICES=1 GROUP_RANK=0 GROUP_WORLD_SIZE=1 LO
 const ALONE: &str = "GROUP_RANK=1 GROUP_WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=node1 \
     MASTER_PORT=29500 RANK=1 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True";
 
-/// The sixth of `srun` with seven tasks on four nodes, two on each of the first three.
+/// The sixth task of `srun` with seven tasks on four nodes, two on each of the first three.
 const SRUN: &str = "SLURM_JOB_ID=4103 SLURM_JOB_NAME=train SLURM_STEP_ID=0 SLURM_STEPID=0 SLURM_PROCID=5 \
     SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_NTASKS=7 SLURM_NPROCS=7 SLURM_NNODES=4 SLURM_STEP_NUM_TASKS=7 \
     SLURM_STEP_NUM_NODES=4 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_TASKS_PER_NODE=2(x3),1 \
     SLURM_JOB_NODELIST=node[03-05,07] SLURM_STEP_NODELIST=node[03-05,07] SLURM_CPUS_PER_TASK=6";
 
-/// The second of `srun --nodes=2 --ntasks-per-node=1`.
+/// The second task of `srun --nodes=2 --ntasks-per-node=1`.
 const SRUN_NODES: &str = "SLURM_JOB_ID=90012 SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1 \
     SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) \
     SLURM_STEP_NODELIST=a[1-2]b[3] SLURM_JOB_NODELIST=a[1-2]b[3]";
@@ -41,24 +41,24 @@ const SRUN_NODES: &str = "SLURM_JOB_ID=90012 SLURM_STEP_ID=3 SLURM_PROCID=1 SLUR
 const SBATCH: &str = "SLURM_JOB_ID=4103 SLURM_JOB_NAME=train SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 \
     SLURM_NTASKS=8 SLURM_NNODES=2 SLURM_JOB_NODELIST=node[03-04] SLURM_TASKS_PER_NODE=4(x2)";
 
-/// A shell that `salloc` has put on a node, by a step of its own.
+/// A shell that `salloc` has started on a node, as a step of its own.
 const SALLOC: &str = "SLURM_JOB_ID=4103 SLURM_JOB_NAME=interactive SLURM_STEP_ID=4294967290 SLURM_PROCID=0 \
     SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=8 SLURM_NNODES=1";
 
-/// A shell that `srun --pty bash` has put on a node.
+/// A shell that `srun --pty bash` has started on a node.
 const PTY: &str = "SLURM_JOB_ID=4103 SLURM_JOB_NAME=bash SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 \
     SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=1 SLURM_NNODES=1 SLURM_STEP_TASKS_PER_NODE=1";
 
-/// The second of two with Open MPI 5.0's mpirun, without what says nothing of the launch.
+/// The second of two processes of Open MPI 5.0's mpirun; variables unrelated to the launch are left out.
 const OPEN_MPI: &str = "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 \
     OMPI_COMM_WORLD_NODE_RANK=1 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 \
     PMIX_NAMESPACE=prterun-vm-14666@1 PMIX_RANK=1";
 
-/// The second of two with MPICH 5.0's mpiexec.hydra.
+/// The second of two processes of MPICH 5.0's mpiexec.hydra.
 const HYDRA: &str =
     "MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=11 PMI_HOSTNAME=vm PMI_RANK=1 PMI_SIZE=2";
 
-/// Cray's mpiexec, with two on each of two nodes.
+/// The last process of Cray's mpiexec, with two on each of two nodes.
 const PALS: &str = "PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PMI_RANK=3 PMI_SIZE=4 \
     PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 MASTER_ADDR=x1000c0s0b0n0 MASTER_PORT=6000";
 
@@ -66,11 +66,11 @@ const PALS: &str = "PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PMI_RANK
 const PYTORCHJOB: &str = "MASTER_ADDR=job-master-0 MASTER_PORT=23456 WORLD_SIZE=3 RANK=1 \
     PYTHONUNBUFFERED=0 KUBERNETES_PORT=tcp://10.0.0.1:443";
 
-/// The same by the newer one, with `nprocPerNode: 4`.
+/// The first worker by the newer operator, with `nprocPerNode: 4`.
 const PYTORCHJOB_4: &str = "MASTER_ADDR=job-master-0 MASTER_PORT=23456 WORLD_SIZE=12 RANK=1 PET_NNODES=3 \
     PET_NODE_RANK=1 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=job-master-0 PET_MASTER_PORT=23456";
 
-/// A `TrainJob`.
+/// The second pod of a `TrainJob`.
 const TRAINJOB: &str = "PET_NNODES=2 PET_NPROC_PER_NODE=auto PET_NODE_RANK=1 \
     PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400";
 
@@ -88,7 +88,7 @@ fn choose(launch: LaunchChoice) -> LaunchOptions {
     LaunchOptions { launch, ..LaunchOptions::default() }
 }
 
-/// With these variables, of which later ones win; `NAME=` unsets one.
+/// Detects the launch from these variables; later ones win, and `NAME=` unsets one.
 fn with(variables: &[&str], options: &LaunchOptions, gpus: usize) -> Result<Launch> {
     let all = variables.iter().flat_map(|list| list.split_whitespace());
     let map: HashMap<&str, &str> = all.map(|pair| pair.split_once('=').unwrap()).collect();
@@ -199,15 +199,15 @@ fn how_many_ranks_a_process_has() {
     };
     let (auto, one, two) = (Nproc::Auto, Nproc::Count(1), Nproc::Count(2));
     for (variables, nproc, gpus, expected, reason) in [
-        // One process a rank is what torchrun, mpirun and srun are asked for.
+        // torchrun, mpirun and srun were asked for one process per rank.
         (TORCHRUN, auto, 4, one, "one rank in each process"),
         (VIRTUAL, auto, 1, one, "one rank in each process"),
         (OPEN_MPI, auto, 2, one, "one rank in each process"),
         (SRUN, auto, 2, one, "one rank in each process"),
-        // Threads in each of several processes, when that is said.
+        // Several threads in each of several processes, if the flag asks for that.
         (TORCHRUN, two, 4, two, "as --nproc-per-node says"),
         (SRUN, Nproc::Gpu, 2, Nproc::Gpu, "as --nproc-per-node says"),
-        // One process a machine leaves the GPUs to it.
+        // With one process on the machine, all GPUs are for that process.
         (ALONE, auto, 4, auto, "a rank for each of 4 visible GPUs (--nproc-per-node=1: only one)"),
         (ALONE, one, 4, one, "as --nproc-per-node says"),
         (ALONE, auto, 1, one, "one rank in each process"),
@@ -228,7 +228,7 @@ fn how_many_ranks_a_process_has() {
 #[test]
 fn the_more_particular_launcher_wins() {
     let kind = |variables: &[&str]| with(variables, &LaunchOptions::default(), 0).unwrap().kind;
-    // srun torchrun, torchrun in a pod, mpirun in a pod.
+    // Nested launchers: srun torchrun, torchrun in a pod, mpirun in a pod.
     assert_eq!(kind(&[SRUN_NODES, TORCHRUN]), LaunchKind::Torchrun);
     assert_eq!(kind(&[PYTORCHJOB_4, TORCHRUN]), LaunchKind::Torchrun);
     assert_eq!(kind(&["KUBERNETES_PORT=tcp://10.0.0.1:443", OPEN_MPI]), LaunchKind::Mpi);
@@ -237,12 +237,12 @@ fn the_more_particular_launcher_wins() {
     assert_eq!(kind(&[SRUN_NODES, HYDRA]), LaunchKind::Mpi);
     // srun --mpi=pmi2.
     assert_eq!(kind(&[SRUN, "PMI_RANK=5 PMI_SIZE=7"]), LaunchKind::Slurm);
-    // What scripts like to export beside srun.
+    // Variables that scripts often export beside srun.
     let exported = "RANK=5 WORLD_SIZE=7 MASTER_ADDR=node03 MASTER_PORT=4000";
     let launch = with(&[SRUN, exported], &LaunchOptions::default(), 0).unwrap();
     assert_eq!((launch.kind, launch.processes.local_index), (LaunchKind::Slurm, 1));
     assert_eq!(launch.master.unwrap().to_string(), "node03:4000");
-    // A batch script or a shell is no task.
+    // A batch script or a shell is not a task.
     assert_eq!(found(SBATCH).reason, "srun has not started this process of Slurm job 4103");
     assert_eq!(found(PTY).reason, "Slurm job 4103 is a shell: SLURM_JOB_NAME=bash");
     assert_eq!(with(&[PTY], &choose(LaunchChoice::Slurm), 0).unwrap().kind, LaunchKind::Slurm);
@@ -271,13 +271,13 @@ fn several_machines_by_hand() {
 
 #[test]
 fn flags_beside_a_launcher() {
-    // What it says anyway.
+    // Flags that agree with the launcher.
     let agreeing =
         LaunchOptions { nnodes: Some(2), node_rank: Some(1), ..LaunchOptions::default() };
     for variables in [ALONE, SRUN_NODES, TRAINJOB] {
         assert_eq!(with(&[variables], &agreeing, 0).unwrap().processes.count, 2);
     }
-    // What it leaves open.
+    // Flags for what the launcher does not set.
     let master = LaunchOptions { nnodes: None, node_rank: None, ..by_hand() };
     for variables in [SRUN, OPEN_MPI, PALS] {
         let launch = with(&[variables], &master, 0).unwrap();
@@ -292,13 +292,13 @@ fn a_process_s_part_of_the_machine() {
         share(TORCHRUN, 8),
         NodeSlice { index: 1, count: 2, cores: 4, threads_per_rank: Some(1) }
     );
-    // Without a launcher, too.
+    // `OMP_NUM_THREADS` also counts without a launcher.
     assert_eq!(share("OMP_NUM_THREADS=3,2", 6).threads_per_rank, Some(3));
     assert_eq!(
         share(OPEN_MPI, 1),
         NodeSlice { index: 1, count: 2, cores: 1, threads_per_rank: None }
     );
-    // srun binds a task to its cores, so that they are all it sees.
+    // srun binds a task to its cores, so it sees only those.
     assert_eq!(share(SRUN, 6), NodeSlice { index: 1, count: 2, cores: 6, threads_per_rank: None });
     assert_eq!(share("", 8), NodeSlice::all(8));
 }

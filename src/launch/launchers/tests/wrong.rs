@@ -1,4 +1,4 @@
-//! Each way in which variables and flags can be wrong, and any environment whatever.
+//! Tests of wrong variables and flags, and of arbitrary environments.
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;
@@ -178,7 +178,7 @@ fn flags_that_say_other_than_the_launcher_are_refused() {
     }
 }
 
-/// Every variable that anything here looks at.
+/// Every variable that the launchers read.
 const NAMES: &str = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR \
     MASTER_PORT OMP_NUM_THREADS TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS \
     TORCHELASTIC_ERROR_FILE TORCHELASTIC_USE_AGENT_STORE SLURM_JOB_ID SLURM_JOBID SLURM_JOB_NAME SLURM_STEP_ID \

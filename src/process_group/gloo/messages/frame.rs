@@ -1,7 +1,7 @@
-//! The frames that two processes exchange on a connection for messages: a length, a header in MessagePack, and after
-//! some of them the bytes of a tensor.
+//! The frames that two processes exchange on a connection for messages: a length and a header in MessagePack. After
+//! some of them follow the bytes of a tensor.
 //!
-//! Whatever reaches the port can write there, so a header is checked before anything is done with it.
+//! Any program that reaches the port can write to it, so a header is checked before use.
 
 use std::io::{self, Read, Write};
 
@@ -11,52 +11,52 @@ use tch::Kind;
 use super::super::super::{num_bytes, plain_kind};
 use super::super::ProcessMap;
 
-/// Tensors up to this many bytes travel with the offer; larger ones when the receiver is ready for them.
+/// Tensors of up to this many bytes travel with the offer. Larger ones follow when the receiver is ready for them.
 pub(super) const MAX_INLINE: usize = 64 << 10;
 
-/// No header has more bytes.
+/// Size in bytes of the largest header.
 const LONGEST: usize = 64 << 10;
 
 /// A header.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Frame {
-    /// The first one of the process that connects; `token` is the one that the other process has left in the store.
+    /// The first frame of the process that connects. `token` is the one that the other process left in the store.
     Hello { token: u64, process: usize },
-    /// The answer to it: this connection is the one that both use.
+    /// The answer to `Hello`: both processes use this connection.
     Welcome,
-    /// The answer to it: use the other connection, which was opened at the same time.
+    /// The answer to `Hello`: use the other connection, which was opened at the same time.
     Busy,
-    /// A rank sends a tensor. Its bytes follow, if they are few.
+    /// A rank sends a tensor. Its bytes follow if there are at most [`MAX_INLINE`].
     Offer(Offer),
-    /// The receiver of this offer waits for its bytes.
+    /// The receiver of this offer is ready for its bytes.
     Ready { id: u64 },
     /// The bytes of this offer follow.
     Data { id: u64 },
-    /// The receiver has the bytes of this offer, which came with it.
+    /// The receiver has taken the bytes that came with this offer.
     Taken { id: u64 },
-    /// The receiver expects another kind or shape.
+    /// The receiver expects another dtype or shape.
     Refused { id: u64, expected: String },
 }
 
 /// A tensor that a rank of one process sends to a rank of the other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Offer {
-    /// Its number in the order in which its process offers tensors to the other.
+    /// Sequence number among the offers of its process to the other.
     pub id: u64,
-    /// The places of the two ranks in the group.
+    /// Group ranks of the sender and the receiver.
     pub source: usize,
     pub destination: usize,
     pub tag: u64,
-    /// PyTorch's name of it.
+    /// PyTorch's name of the dtype.
     pub kind: String,
     pub shape: Vec<i64>,
 }
 
 impl Offer {
-    /// The kind of the tensor, and how many bytes it has.
+    /// Returns the dtype of the tensor, and its size in bytes.
     ///
     /// # Errors
-    /// What is wrong, if this is no offer of process `from` to this one.
+    /// A text on the error, if process `from` cannot have made this offer to this process.
     pub(super) fn check(&self, layout: &ProcessMap, from: usize) -> Result<(Kind, usize), String> {
         let Self { source, destination, kind, shape, .. } = self;
         if !layout.processes[from].contains(source) || !layout.here().contains(destination) {
@@ -85,11 +85,11 @@ impl Frame {
         let len = u32::try_from(header.len()).ok().filter(|len| *len as usize <= LONGEST);
         let too_long = || format!("a message header of {} bytes is too long to send", header.len());
         let len = len.ok_or_else(|| io::Error::other(too_long()))?;
-        // At once, because each write may become a packet.
+        // In one write, because each write may become a packet.
         to.write_all(&[&len.to_le_bytes()[..], &header].concat())
     }
 
-    /// Reads the next header; `None` at the end.
+    /// Reads the next header. Returns `None` at the end of the stream.
     pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut len = [0; 4];
         if from.read(&mut len[..1])? == 0 {

@@ -1,4 +1,4 @@
-//! An end to the threads that carry messages: a panic in one is a failure of the rank that it served.
+//! Panic handling for the threads that carry messages: a panic is a failure of the rank that the thread served.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,10 +6,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::operation::OpId;
 use crate::runtime::{RunContext, panics};
 
-/// The rank in the run that a thread serves now, and in what.
+/// The global rank that a thread serves now, and in which operation, if known.
 pub(super) type Serving = Cell<(usize, Option<OpId>)>;
 
-/// Runs `work` on this thread, which serves `rank` until it says otherwise.
+/// Runs `work` on this thread, which serves `rank` until `work` sets another rank.
 pub(super) fn run(run: &RunContext, rank: usize, work: impl FnOnce(&Serving)) {
     panics::watch_this_thread();
     let serving = Cell::new((rank, None));

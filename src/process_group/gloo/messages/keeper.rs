@@ -1,5 +1,5 @@
-//! The thread that watches the connections of a group, whatever the threads that serve them do: it ends them with the run,
-//! and the run if a rank cannot end.
+//! The thread that watches a group's connections, whatever the threads that serve them do. It ends the connections with
+//! the run, and fails the run if a rank cannot end.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::Post;
 use super::link::Link;
 use super::reader::TICK;
 
-/// Watches `links` until `ended` closes or the run fails. Then no link holds a message any more.
+/// Watches `links` until `ended` closes or the run fails. If the run fails, ends every link and all of its messages.
 pub(super) fn run(post: &Post, links: &[Arc<Link>], ended: &Receiver<Infallible>) {
     loop {
         select_biased! {

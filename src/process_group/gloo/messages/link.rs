@@ -1,9 +1,9 @@
-//! The connection between this process and one other, for messages: opened by the first of the two that needs it.
+//! The connection to one other process, for messages. The first of the two processes that needs it opens it.
 //!
-//! A sender makes an offer: kind, shape, tag and the two ranks, with the bytes if they are few. The receiving process
-//! posts it in the mailbox of the destination, where a receive finds it, now or later. Then the receiver takes the bytes,
-//! or asks for them. So every rank, every tag and receiving from any rank work as they do between threads, and nothing
-//! large waits anywhere but in the sender's tensor.
+//! A sender makes an offer: dtype, shape, tag and the two ranks, with the bytes if they are few. The receiving process
+//! posts the offer in the destination's mailbox, where a receive finds it, now or later. Then the receiver takes the
+//! bytes, or asks for them. Ranks, tags and receives from any rank thus work as they do between threads. Large data
+//! waits only in the sender's tensor.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -34,14 +34,14 @@ pub(super) struct Link {
 
 struct State {
     stage: Stage,
-    /// To the thread that writes. None once the connection is to end.
+    /// To the thread that writes. `None` once the connection is to end.
     outbox: Option<Sender<Outgoing>>,
-    /// For that thread, once there is a connection.
+    /// The other end of `outbox`, until the thread that writes takes it.
     queued: Option<Receiver<Outgoing>>,
     next_id: u64,
-    /// Sent, and not taken by the receiver so far.
+    /// Messages sent and not yet taken by the receiver.
     sends: HashMap<u64, Sent>,
-    /// Offers that the receiver waits for the bytes of.
+    /// Offers whose bytes the receiver has asked for.
     receives: HashMap<u64, Expected>,
 }
 
@@ -50,32 +50,32 @@ enum Stage {
     /// This process has begun to connect.
     Connecting,
     Open(Arc<TcpStream>),
-    /// Why.
+    /// With the reason.
     Closed(String),
 }
 
-/// What becomes of a new connection to the other process.
+/// The decision about a new connection to the other process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Adoption {
     /// Both processes use it.
     Chosen,
-    /// They use another one, which was opened at the same time.
+    /// They use another one.
     Busy,
-    /// None: the link has ended for this process.
+    /// Neither process uses it: the link has ended for this process.
     Closed,
 }
 
 /// A tensor on its way to the other process.
 pub(super) struct Sent {
     pub tensor: Tensor,
-    /// The places of the two ranks in the group.
+    /// Group ranks of the sender and the receiver.
     pub source: usize,
     pub destination: usize,
-    /// The rank in the run, and what it does.
+    /// Global rank of the sender, and its operation.
     pub rank: usize,
     pub at: OpId,
     pub delivery: Arc<Completion>,
-    /// Until the bytes have gone.
+    /// Kept until the bytes are written.
     pub pending: Option<Pending>,
 }
 
@@ -83,7 +83,7 @@ pub(super) struct Sent {
 pub(super) struct Expected {
     pub into: Tensor,
     pub source: usize,
-    /// The receiver, by its number in the run.
+    /// Global rank of the receiver.
     pub rank: usize,
     pub delivery: Arc<Completion>,
 }
@@ -106,10 +106,10 @@ impl Link {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to connect, unless that has begun.
+    /// Starts to connect, unless this process has done so or is connected.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when no thread can be started.
+    /// [`Error::Unsupported`] if no thread can be started.
     pub(super) fn start(self: &Arc<Self>) -> Result<(), Error> {
         {
             let mut state = self.state();
@@ -126,13 +126,13 @@ impl Link {
                     reader::run(&link, &stream, serving);
                 }
             }
-            Ok(None) => {} // the other process's connection is the one
+            Ok(None) => {} // both use the other one's connection
             Err(reason) => link.fail_to_connect(reason),
         })
     }
 
-    /// Makes `stream` the connection, if it is the one that both processes choose: of two that were opened at the same
-    /// time that of the lower process.
+    /// Makes `stream` the connection if both processes choose it. Of two connections opened at the same time, both
+    /// choose that of the process with the lower number.
     pub(super) fn adopt(&self, stream: &Arc<TcpStream>, is_mine: bool) -> Adoption {
         let mut state = self.state();
         match state.stage {
@@ -146,12 +146,12 @@ impl Link {
         }
     }
 
-    /// Whether the connection has ended, so that nobody needs to wait for the other process.
+    /// Returns whether the connection has ended, so that no rank needs to wait for the other process.
     pub(super) fn is_closed(&self) -> bool {
         matches!(self.state().stage, Stage::Closed(_))
     }
 
-    /// What there is to write, for the thread that does; once.
+    /// Returns the queue for the thread that writes. `None` from the second call on.
     pub(super) fn take_queue(&self) -> Option<Receiver<Outgoing>> {
         self.state().queued.take()
     }
@@ -183,12 +183,13 @@ impl Link {
         self.state().put(Outgoing { frame, bytes: None });
     }
 
-    /// The bytes of `id` have been written.
+    /// Notes that the bytes of `id` have been written.
     pub(super) fn written(&self, id: u64) {
         let mut state = self.state();
         let Some(sent) = state.sends.get_mut(&id) else { return };
         drop(sent.pending.take());
-        // What was asked for has been received; what went along with an offer the receiver has to take.
+        // The receiver has asked for bytes that travel alone, so writing them completes the send. The receiver must
+        // still take inline bytes.
         if transfer::size(&sent.tensor) > MAX_INLINE
             && let Some(sent) = state.sends.remove(&id)
         {
@@ -196,7 +197,7 @@ impl Link {
         }
     }
 
-    /// A rank of the other process sends a tensor, and these are its bytes if there are few.
+    /// Posts an offer of the other process in the destination's mailbox. `inline` has its bytes, if they came with it.
     pub(super) fn offered(self: &Arc<Self>, offer: Offer, kind: Kind, inline: Option<Tensor>) {
         let Offer { id, source, destination, tag, shape, .. } = offer;
         let link = self.clone();
@@ -210,13 +211,13 @@ impl Link {
             shape,
             stream: 0,
         };
-        // Without a mailbox the group is gone, and nobody receives any more.
+        // Without a mailbox the group is gone, and no rank receives any more.
         if let Some(mail) = self.post.mail.upgrade() {
             mail.post(parcel, destination);
         }
     }
 
-    /// The receiver of `id` waits for its bytes.
+    /// Queues the bytes of `id`, which the receiver has asked for.
     pub(super) fn ready(&self, id: u64) -> Result<(), String> {
         let state = self.state();
         let sent = state.sends.get(&id).ok_or_else(|| format!("nothing was sent as {id}"))?;
@@ -225,14 +226,14 @@ impl Link {
         Ok(())
     }
 
-    /// The receiver of `id` has its bytes.
+    /// Completes the send of `id`, whose bytes the receiver has taken.
     pub(super) fn taken(&self, id: u64) -> Result<(), String> {
         let sent = self.take_sent(id)?;
         sent.delivery.complete(Outcome::From(sent.source));
         Ok(())
     }
 
-    /// The receiver of `id` expects something else.
+    /// Fails the send of `id`, because the receiver expects another dtype or shape.
     pub(super) fn refused(&self, id: u64, expected: String) -> Result<(), String> {
         let sent = self.take_sent(id)?;
         let error = Error::SendMismatch {
@@ -251,13 +252,13 @@ impl Link {
         sent.ok_or_else(|| format!("nothing was sent as {id}"))
     }
 
-    /// The tensor that the bytes of `id` are for.
+    /// Returns the tensor that the bytes of `id` are for.
     pub(super) fn take_expected(&self, id: u64) -> Result<Expected, String> {
         self.state().receives.remove(&id).ok_or_else(|| format!("nobody has asked for {id}"))
     }
 
-    /// Has the run fail if a rank that is to end cannot, because nobody has received for too long what it has sent and
-    /// does not wait for.
+    /// Fails the run if a rank has waited at its end for longer than the timeout, because a message that it sent has
+    /// not gone. The rank itself does not wait for such a message.
     pub(super) fn look_at_deadlines(&self) {
         let run = &self.post.run;
         let is_late = |sent: &&Sent| sent.pending.is_some() && run.is_overdue(sent.rank);
@@ -268,24 +269,25 @@ impl Link {
         }
     }
 
-    /// The ranks, by their numbers in the run, that have sent what has not gone yet.
+    /// Returns the global ranks whose messages have not gone yet.
     pub(super) fn senders(&self) -> Vec<usize> {
         let state = self.state();
         state.sends.values().filter(|it| it.pending.is_some()).map(|it| it.rank).collect()
     }
 
-    /// The ranks of the other process, by their numbers in the run.
+    /// Returns the global ranks of the other process.
     pub(super) fn ranks(&self) -> Vec<usize> {
         let places = self.post.layout.processes[self.process].clone();
         places.map(|place| self.post.members[place]).collect()
     }
 
-    /// Returns the outcome of a message that waits for the other process when the connection has ended for this `reason`.
+    /// Returns the outcome of messages with the other process when the connection has ended for this `reason`.
     pub(super) fn lost(&self, reason: &str) -> Outcome {
         Outcome::Lost { ranks: self.ranks(), reason: reason.into() }
     }
 
-    /// The other process cannot be reached. If it has connected itself meanwhile, that does not matter.
+    /// Ends the link, because the other process cannot be reached. Does nothing if that process has connected
+    /// meanwhile.
     fn fail_to_connect(&self, reason: String) {
         let is_open = matches!(self.state().stage, Stage::Open(_));
         if !is_open {
@@ -293,8 +295,8 @@ impl Link {
         }
     }
 
-    /// The connection has ended, for this reason. Ranks that wait for the other process learn that, and a rank that is to
-    /// end, but has sent what has not arrived, fails.
+    /// Ends the connection, for this `reason`. Messages that wait for the other process are lost. Fails each rank that
+    /// has sent a message which has not gone, unless the connections are closing.
     pub(super) fn lose(&self, reason: &str) {
         let sends = self.end(reason);
         let run = &self.post.run;
@@ -307,12 +309,12 @@ impl Link {
         }
     }
 
-    /// Ends the connection of a run that has failed, or is about to.
+    /// Ends the connection of a run that has failed or is about to, without reporting a failure.
     pub(super) fn close(&self, reason: &str) {
         drop(self.end(reason));
     }
 
-    /// Ends all that goes on. Returns what has not arrived.
+    /// Ends the connection, and completes all its messages as lost. Returns the sends among them.
     fn end(&self, reason: &str) -> HashMap<u64, Sent> {
         let (sends, receives) = {
             let mut state = self.state();
@@ -333,7 +335,7 @@ impl Link {
         sends
     }
 
-    /// Ends all receives that wait for the other process, if it is gone.
+    /// Ends all receives that wait for the other process, if the connection has ended.
     pub(super) fn fail_receives(&self) {
         let reason = match &self.state().stage {
             Stage::Closed(reason) => reason.clone(),
@@ -344,7 +346,7 @@ impl Link {
         }
     }
 
-    /// Lets the thread that writes end when it has written what there is.
+    /// Lets the thread that writes end once its queue is empty.
     pub(super) fn finish(&self) {
         let mut state = self.state();
         state.outbox = None;
@@ -357,7 +359,7 @@ impl Link {
 impl State {
     fn put(&self, outgoing: Outgoing) {
         if let Some(outbox) = &self.outbox {
-            let _ = outbox.send(outgoing); // if nobody writes any more, the connection is closed
+            let _ = outbox.send(outgoing); // fails once the connection is closed
         }
     }
 }

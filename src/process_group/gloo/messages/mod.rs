@@ -1,7 +1,7 @@
-//! Tensors from a rank of this process to one of another, and from there.
+//! Messages between processes: tensors from a rank of this process to a rank of another, and back.
 //!
-//! They have connections of their own beside Gloo's, which can tell only a few senders and tags apart, ends the process
-//! at a tensor of another length, and receives from nobody in particular. Read [`link`] next.
+//! They have connections of their own beside Gloo's. Gloo's distinguish only few senders and tags, end the process at a
+//! tensor of unexpected length, and cannot receive from any source. Read [`link`] next.
 
 mod frame;
 mod guard;
@@ -37,27 +37,27 @@ use link::{Link, Sent};
 pub(super) use open::Door;
 use pending::Pending;
 
-/// How long it may take until what was said has gone out, in the end.
+/// Longest wait, when connections end, for queued data to be written and for the other process to read it.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// The messages of a group between this process and others. Dropping it ends the connections once all messages have gone,
-/// or at once if the run has failed. It does not wait for the ranks that receive them.
+/// The messages of a group between this process and others. Dropping it ends the connections once all messages have
+/// gone, or at once if the run has failed. It does not wait for the receiving ranks.
 pub(crate) struct Messages(Arc<Connections>);
 
-/// What lasts until the last message has gone. Dropping it ends the connections, after what was said has gone out, or at
-/// once if the run has failed.
+/// The state that lives until the last message has gone. Dropping it ends the connections after all queued data is
+/// written, or at once if the run has failed.
 struct Connections {
     post: Arc<Post>,
-    /// To each process; the one to this process is never used.
+    /// One per process; the one to this process is never used.
     links: Vec<Arc<Link>>,
-    /// None once a thread lets others in.
+    /// `None` once a thread accepts connections.
     listener: Mutex<Option<TcpListener>>,
     address: SocketAddr,
     /// Closes when all messages have gone, and no more can be sent.
     sent: Receiver<Infallible>,
-    /// Closes when all that was said has gone out.
+    /// Closes when all queued data has been written.
     written: Receiver<Infallible>,
-    /// Nothing is ever sent; it closes with these connections.
+    /// Carries no value; it closes with these connections.
     ended: Receiver<Infallible>,
     _open: Sender<Infallible>,
 }
@@ -65,26 +65,26 @@ struct Connections {
 /// A message to a rank of another process.
 pub(crate) struct Letter<'a> {
     pub tensor: &'a Tensor,
-    /// The places of the two ranks in the group.
+    /// Group ranks of the sender and the receiver.
     pub source: usize,
     pub destination: usize,
     pub tag: u64,
     pub at: OpId,
 }
 
-/// What the threads of all connections share.
+/// The state that the threads of all connections share.
 pub(super) struct Post {
     run: Arc<RunContext>,
     store: TcpStore,
     members: Arc<[usize]>,
     layout: ProcessMap,
     token: u64,
-    /// Where the ranks of this process receive. It ends with their group.
+    /// The mailboxes in which the ranks of this process receive. They end with the group.
     mail: Weak<Mailboxes>,
     closing: AtomicBool,
-    /// Held by every message that has not gone. None once no more can be sent.
+    /// Held by every message that has not gone. `None` once no more can be sent.
     sending: Mutex<Option<Sender<Infallible>>>,
-    /// Held by every thread that writes. None in the end.
+    /// Held by every thread that writes. `None` once the connections end.
     writing: Mutex<Option<Sender<Infallible>>>,
 }
 
@@ -101,13 +101,13 @@ impl Post {
         self.writing.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Something that `rank` has sent.
+    /// Returns a guard for a message that `rank` has sent.
     fn pending(&self, rank: usize) -> Pending {
         let sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner).clone();
         Pending::new(&self.run, rank, sending)
     }
 
-    /// Starts a thread, by the name of which it is seen in `top -H`. If it panics, the rank that it served then fails.
+    /// Starts a thread, which `top -H` shows by name. If it panics, the rank that it serves then fails.
     fn thread(self: &Arc<Self>, work: impl FnOnce(&Serving) + Send + 'static) -> Result<()> {
         let post = self.clone();
         let work = move || guard::run(&post.run, post.first_rank(), work);
@@ -119,8 +119,8 @@ impl Post {
 }
 
 impl Messages {
-    /// For the ranks of `layout`, which are `members` of `run`. Those of this process receive from `mail`; others come
-    /// through `door`, and leave in `store` where theirs is.
+    /// Creates the messages for the ranks of `layout`, which are `members` of `run`. Ranks of this process receive from
+    /// `mail`. Other processes connect through `door`, and publish their own address in `store`.
     pub(super) fn new(
         (run, store): (Arc<RunContext>, TcpStore),
         members: Arc<[usize]>,
@@ -142,10 +142,11 @@ impl Messages {
         Self(Arc::new(connections))
     }
 
-    /// Begins to send. The tensor has been received when that is [completed](Posted::is_completed).
+    /// Starts a send. Once it is [completed](PostedOp::is_completed), the receiver has accepted the tensor.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a kind that is more than its bytes, and when no thread can be started.
+    /// [`Error::Unsupported`] for a dtype that is more than its bytes (a quantized one), and if no thread can be
+    /// started.
     pub(crate) fn send(&self, letter: &Letter) -> Result<PostedOp> {
         let &Letter { tensor, source, destination, tag, at } = letter;
         let Connections { post, links, .. } = &*self.0;
@@ -163,17 +164,17 @@ impl Messages {
         let tensor = Dense::new(at.operation, tensor)?.handle();
         let rank = post.members[source];
         link.send(Sent { tensor, source, destination, rank, at, delivery, pending: None }, tag);
-        // If the link cannot start, nobody else would end what has just been sent.
+        // If the link cannot start, nothing else would end this send.
         let started = self.0.listen().and_then(|()| link.start());
         started.inspect_err(|error| link.close(&error.to_string()))?;
         Ok(posted)
     }
 
-    /// Lets messages in for a receive that is posted: from the rank at this place in the group, or from any. If its process
-    /// has gone without having sent it, the receive ends.
+    /// Accepts messages for a posted receive: from the group rank `source`, or from any rank if `None`. If the process
+    /// of `source` has gone without sending, the receive ends.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when no thread can be started.
+    /// [`Error::Unsupported`] if no thread can be started.
     pub(crate) fn expect(&self, source: Option<usize>) -> Result<()> {
         let Connections { post, links, .. } = &*self.0;
         self.0.listen()?;
@@ -216,8 +217,8 @@ impl Drop for Messages {
         if senders.is_empty() || post.run.cancel.cancelled_by().is_some() {
             return;
         }
-        // The receiver may first need this rank for something else, so a thread of its own waits for it. The ranks that
-        // have sent end after it, because the process may end with them.
+        // The receiver may first need this rank for something else, so a separate thread waits for it. The senders end
+        // after that thread, because the process may end with them.
         let pending: Vec<Pending> =
             senders.into_iter().map(|rank| Pending::new(&post.run, rank, None)).collect();
         let (connections, cancelled) = (self.0.clone(), post.run.cancel.tripped().clone());

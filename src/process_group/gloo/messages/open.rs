@@ -1,5 +1,5 @@
-//! Setup of the one connection between two processes for messages: each listens, and writes its address and a token to
-//! the store.
+//! Setup of the one connection between two processes for messages. Each process listens, and writes its address and a
+//! token to the store.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -17,24 +17,25 @@ use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::ffi::limits::require_files;
 
-/// How long a new connection may take to send its greeting.
+/// Longest wait for the greeting of a new connection.
 const GREETING: Duration = Duration::from_secs(10);
 
-/// Where the other processes connect to this one.
+/// The listener to which other processes connect, and its address.
 #[derive(Debug)]
 pub(in super::super) struct Door {
     pub listener: TcpListener,
     pub address: SocketAddr,
-    /// The token that they present. Not a secret, because anyone who reaches the store can read it; it only prevents
+    /// The token that they present. It is no secret, because anyone who reaches the store can read it. It only prevents
     /// accidental connections.
     pub token: u64,
 }
 
 impl Door {
-    /// Listens for the other processes of `store`, on the first interface of `interfaces` or on the way to the store.
+    /// Listens for the other processes of `store`: on the first of `interfaces`, or else on the one that leads to the
+    /// store.
     ///
     /// # Errors
-    /// [`Error::Input`] if that is not possible, and those of the store.
+    /// [`Error::Input`] if it cannot listen, and the errors of the store.
     pub(in super::super) fn open(
         store: &TcpStore,
         mine: usize,
@@ -59,7 +60,7 @@ fn key(process: usize) -> String {
     format!("messages/{process}")
 }
 
-/// This machine's address on the first network interface of a list.
+/// Returns this machine's address on the first network interface of a list.
 fn address_of(names: &str) -> io::Result<IpAddr> {
     let first = names.split(',').next().unwrap_or_default().trim();
     let mut addresses: Vec<IpAddr> = (if_addrs::get_if_addrs()?.into_iter())
@@ -72,7 +73,7 @@ fn address_of(names: &str) -> io::Result<IpAddr> {
     })
 }
 
-/// Connects to the process of `link`; `None` if the connection that it has opened at the same time is the one.
+/// Connects to the process of `link`. Returns `None` if both processes use the connection that the other one opened.
 pub(super) fn connect(link: &Link) -> Result<Option<TcpStream>, String> {
     let post = &link.post;
     let key = key(link.process);
@@ -102,7 +103,7 @@ pub(super) fn connect(link: &Link) -> Result<Option<TcpStream>, String> {
         .map(|is_it| is_it.then_some(stream))
 }
 
-/// Whether the other process takes this connection. It answers when one of its ranks sends or receives.
+/// Returns whether the other process accepts this connection. It answers when one of its ranks sends or receives.
 fn greet(link: &Link, stream: &TcpStream, token: u64) -> io::Result<bool> {
     stream.set_read_timeout(Some(TICK))?;
     Frame::Hello { token, process: link.post.layout.mine }.write(&mut &*stream)?;
@@ -114,7 +115,7 @@ fn greet(link: &Link, stream: &TcpStream, token: u64) -> io::Result<bool> {
     }
 }
 
-/// Lets in whoever connects, until the messages of this process end.
+/// Accepts connections until the messages of this process end.
 pub(super) fn accept(post: &Arc<Post>, links: &[Arc<Link>], listener: &TcpListener) {
     for stream in listener.incoming() {
         if post.is_closing() {
@@ -129,7 +130,7 @@ pub(super) fn accept(post: &Arc<Post>, links: &[Arc<Link>], listener: &TcpListen
             // The other process has given up.
             Err(error) if error.kind() == ErrorKind::ConnectionAborted => continue,
             Err(_) => {
-                // The network or the memory may be back later, and nothing tells when.
+                // The network or the memory may recover later, and no event announces it.
                 match post.run.cancel.tripped().recv_timeout(TICK) {
                     Err(RecvTimeoutError::Disconnected) => return,
                     _ => continue,
@@ -139,7 +140,7 @@ pub(super) fn accept(post: &Arc<Post>, links: &[Arc<Link>], listener: &TcpListen
         let links = links.to_vec();
         let admitted = post.clone();
         let begun = post.thread(move |serving| {
-            // A stranger is let go without a word.
+            // A stranger is disconnected without an answer.
             if let Ok(Some(link)) = admit(&admitted, &links, &stream) {
                 reader::run(&link, &stream, serving);
             }
@@ -150,7 +151,7 @@ pub(super) fn accept(post: &Arc<Post>, links: &[Arc<Link>], listener: &TcpListen
     }
 }
 
-/// Whether `error` says that no more files can be open.
+/// Returns whether `error` means that no more files can be open.
 fn is_limit(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
@@ -179,7 +180,7 @@ fn admit(
     let Some(link) = link else { return Ok(None) };
     match link.adopt(stream, false) {
         Adoption::Chosen => {
-            // Nobody else serves the link from now on.
+            // From now on, only this thread serves the link.
             let welcomed = Frame::Welcome.write(&mut &**stream);
             welcomed.inspect_err(|error| link.lose(&error.to_string()))?;
             Ok(Some(link.clone()))
@@ -189,9 +190,9 @@ fn admit(
     }
 }
 
-/// Wakes the thread that lets others in, so that it sees that it is to end.
+/// Wakes the thread that accepts connections, so that it checks whether to end.
 pub(super) fn knock(address: SocketAddr) {
-    let _ = TcpStream::connect_timeout(&address, TICK); // if nobody listens, nobody need be woken
+    let _ = TcpStream::connect_timeout(&address, TICK); // fails if no thread listens
 }
 
 #[cfg(test)]

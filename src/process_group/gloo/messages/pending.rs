@@ -1,4 +1,4 @@
-//! A guard for a message that has been sent and not written: the rank does not end meanwhile, and the connection stays.
+//! A guard for a message that is sent but not written: it keeps the rank from ending, and the connection open.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -7,16 +7,16 @@ use crossbeam::channel::Sender;
 
 use crate::runtime::RunContext;
 
-/// Something that a rank must not end before. It is over when this is dropped.
+/// An open operation: its rank must not end before this is dropped.
 pub(super) struct Pending {
     run: Arc<RunContext>,
     rank: usize,
-    /// Closes with the last message of a group.
+    /// The channel closes with the last message of a group.
     _sending: Option<Sender<Infallible>>,
 }
 
 impl Pending {
-    /// Of `rank`, by its number in the run.
+    /// Registers an open operation of the global rank `rank`.
     pub(super) fn new(
         run: &Arc<RunContext>,
         rank: usize,

@@ -1,4 +1,4 @@
-//! The thread that reads what another process writes, and has it done.
+//! The thread that reads the frames of another process, and acts on them.
 
 use std::io::{self, ErrorKind, Read};
 use std::net::TcpStream;
@@ -15,7 +15,7 @@ use super::link::{Expected, Link};
 use super::{GRACE, transfer};
 use crate::error::{Error, first_line};
 
-/// How often a thread that waits for the other process looks whether to go on.
+/// Interval at which a thread that waits for the other process checks whether to stop.
 pub(super) const TICK: Duration = Duration::from_millis(500);
 
 /// Reads and writes `stream`, the connection of `link`, until it ends.
@@ -80,7 +80,7 @@ fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<
     Ok(())
 }
 
-/// The bytes of a tensor that a receiver has asked for.
+/// Receives the bytes of a tensor that a rank of this process has asked for.
 fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<()> {
     let Expected { mut into, source, rank, delivery } = expected;
     let mut read = || -> Result<io::Result<()>, Error> {
@@ -113,18 +113,18 @@ fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<
     }
 }
 
-/// A connection whose thread looks, while nothing comes, whether anything still can.
+/// A stream that checks, while no data arrives, whether data still can.
 pub(super) struct Patient<'a> {
     stream: &'a TcpStream,
     link: &'a Link,
-    /// How long it goes on when this process has nothing more to say: the other one may not have read all.
+    /// Time to continue after this process starts closing: the other process may not have read everything.
     grace: Duration,
-    /// Since when.
+    /// Time at which this reader first saw that this process is closing.
     closing: Option<Instant>,
 }
 
 impl<'a> Patient<'a> {
-    /// One that gives up when this process has nothing more to say.
+    /// Returns one that stops as soon as this process is closing.
     pub(super) fn until_closing(stream: &'a TcpStream, link: &'a Link) -> Self {
         Self { stream, link, grace: Duration::ZERO, closing: None }
     }

@@ -1,4 +1,4 @@
-//! The bytes of tensors on a connection, without a copy.
+//! Reads and writes of tensors' bytes on a connection, without a copy.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -12,18 +12,18 @@ use super::super::super::num_bytes;
 use super::frame::Frame;
 use super::link::Link;
 
-/// A frame to write, and the bytes of the tensor of this number that follow it.
+/// A frame to write. `bytes` has the id of an offer and the tensor whose bytes follow.
 pub(super) struct Outgoing {
     pub frame: Frame,
     pub bytes: Option<(u64, Tensor)>,
 }
 
-/// How many bytes a tensor has.
+/// Returns the size of a tensor in bytes.
 pub(super) fn size(tensor: &Tensor) -> usize {
     num_bytes(tensor.kind(), tensor.numel())
 }
 
-/// Writes what is queued, in that order, until nothing more can come.
+/// Writes the queued frames in order, until no more can come.
 pub(super) fn write(link: &Link, stream: &TcpStream, queue: &Receiver<Outgoing>) {
     for Outgoing { frame, bytes } in queue {
         let write = || {
@@ -35,27 +35,27 @@ pub(super) fn write(link: &Link, stream: &TcpStream, queue: &Receiver<Outgoing>)
             Err(error) => return link.lose(&error.to_string()),
         }
     }
-    let _ = stream.shutdown(Shutdown::Write); // if it is gone, that is so already
+    let _ = stream.shutdown(Shutdown::Write); // fails if the peer is gone already
 }
 
 fn write_tensor(to: &mut impl Write, tensor: &Tensor) -> io::Result<()> {
     let (start, len) = memory(tensor)?;
-    // SAFETY: these bytes are the tensor's; the handle keeps them, and the rank leaves them alone until the message has been
-    // received.
+    // SAFETY: these bytes are the tensor's. The handle keeps them alive, and the rank does not touch them until the
+    // message has been received.
     to.write_all(unsafe { std::slice::from_raw_parts(start, len) })
 }
 
-/// Fills `tensor`, which is in one piece on the CPU and used by nobody else.
+/// Fills `tensor`, which must be dense, on the CPU and used nowhere else.
 pub(super) fn read_tensor(from: &mut impl Read, tensor: &mut Tensor) -> io::Result<()> {
     let (start, len) = memory(tensor)?;
     // SAFETY: as in `write_tensor`.
     from.read_exact(unsafe { std::slice::from_raw_parts_mut(start, len) })
 }
 
-/// Returns where the bytes of a tensor are, and how many.
+/// Returns the address of a tensor's bytes, and their number.
 ///
 /// # Errors
-/// When it is not in one piece on the CPU.
+/// If the tensor is not dense, or not on the CPU.
 fn memory(tensor: &Tensor) -> io::Result<(*mut u8, usize)> {
     if tensor.device() != Device::Cpu || !is_dense(tensor).map_err(io::Error::other)? {
         return Err(io::Error::other(
@@ -63,7 +63,7 @@ fn memory(tensor: &Tensor) -> io::Result<(*mut u8, usize)> {
         ));
     }
     Ok(match size(tensor) {
-        0 => (NonNull::dangling().as_ptr(), 0), // libtorch has no address for these
+        0 => (NonNull::dangling().as_ptr(), 0), // libtorch gives an empty tensor no address
         len => (tensor.data_ptr().cast(), len),
     })
 }

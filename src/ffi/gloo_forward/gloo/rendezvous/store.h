@@ -1,5 +1,5 @@
-// See context.h. The base of ProcessGroupGloo::GlooStore, which overrides these two pairs; objects of it are made
-// and used inside libtorch_cpu only.
+// See context.h. The base class of ProcessGroupGloo::GlooStore, which overrides these functions. Its objects are
+// created and used inside libtorch_cpu only.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-//! Connections with processes that keep to the rules, and with programs that don't.
+//! Connections with processes that follow the protocol, and with programs that do not.
 
 #![allow(clippy::disallowed_methods)] // threads that wait for one rank are no ranks
 
@@ -18,7 +18,7 @@ use crate::runtime::RunContext;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// One of two processes of a rank each.
+/// One of two processes with one rank each.
 struct Process {
     run: Arc<RunContext>,
     shared: Shared,
@@ -29,7 +29,7 @@ fn process(store: &TcpStore, mine: usize) -> Process {
     one_of(2, store, mine, TIMEOUT)
 }
 
-/// One of `count` processes of a rank each.
+/// Creates one of `count` processes with one rank each.
 fn one_of(count: usize, store: &TcpStore, mine: usize, timeout: Duration) -> Process {
     let layout = ProcessMap { processes: (0..count).map(|it| it..it + 1).collect(), mine };
     let (run, members) = (Arc::new(RunContext::new(count, timeout, None)), (0..count).collect());
@@ -95,7 +95,7 @@ impl Process {
         let sent = self.messages.send(&letter).unwrap();
         for posted in [&sent, &received] {
             while !posted.is_completed() {
-                std::thread::park(); // whoever completes it unparks this thread
+                std::thread::park(); // completion unparks this thread
             }
             assert!(matches!(posted.outcome(), Some(Outcome::From(rank)) if *rank == source));
         }
@@ -103,7 +103,7 @@ impl Process {
     }
 }
 
-/// A process that has answered that it connects, and does not; and a connection that no thread serves any more.
+/// The peer promises a connection and opens none, or no thread serves the connection any more.
 #[test]
 fn a_rank_ends_also_when_nobody_serves_its_connection() {
     let fail = |it: &Process| it.run.report(1, None, "the cause".into());
@@ -143,20 +143,20 @@ fn a_link_that_has_ended_takes_no_connection() {
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
     let mine = process(&store, 1);
     let Connections { post, links, .. } = &*mine.messages.0;
-    // The answer cannot be written.
+    // Makes the answer fail.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (token, stream) = (post.token, Arc::new(listener.accept().unwrap().0));
     Frame::Hello { token, process: 0 }.write(&mut other).unwrap();
     stream.shutdown(Shutdown::Write).unwrap();
     assert!(admit(post, links, &stream).is_err() && links[0].is_closed());
-    // Nothing is said, or the other process would wait for a connection of this one.
+    // The link sends no answer. Otherwise the other process would wait for a connection of this one.
     mine.messages.expect(None).unwrap();
     let mut other = mine.connect_as(0, &store);
     assert_eq!(Frame::read(&mut other).unwrap(), None);
 }
 
-/// The rank of the process that has begun to send, and nobody who is busy with something else.
+/// The error names the rank of the process that began to send, and not a rank that is busy elsewhere.
 #[test]
 fn a_receive_from_anybody_that_is_lost_blames_the_other_end() {
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
@@ -182,7 +182,7 @@ fn a_receive_from_anybody_that_is_lost_blames_the_other_end() {
     assert_eq!(lost.iter().map(|it| it.rank).collect::<Vec<_>>(), [2], "{error}");
 }
 
-/// Whoever does not show the token is let go, whatever comes.
+/// A peer without a valid greeting is disconnected, whatever it sends.
 #[test]
 fn strangers_are_let_go() {
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
@@ -205,7 +205,7 @@ fn strangers_are_let_go() {
     ] {
         let mut stranger = TcpStream::connect(address).unwrap();
         stranger.write_all(&said).unwrap();
-        // It ends, with a reset if not all was read.
+        // The connection ends, with a reset if not all was read.
         assert!(matches!(stranger.read(&mut [0]), Ok(0) | Err(_)), "{said:?}");
     }
     one.send_to(&other, 5);
@@ -213,7 +213,7 @@ fn strangers_are_let_go() {
     assert!(one.run.failures().is_empty() && other.run.failures().is_empty());
 }
 
-/// One that has the token, and then says what no process says, ends the connection, and with it what waits.
+/// A peer that has the token but breaks the protocol ends the connection, and every wait for it.
 #[test]
 fn what_no_process_says_ends_the_wait_for_it() {
     let offer = |source, destination, shape: &[i64]| {
