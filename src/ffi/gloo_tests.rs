@@ -271,7 +271,7 @@ fn peer() {
 
 fn start_peer(port: u16) -> Child {
     Command::new(env::current_exe().unwrap())
-        .args(["--exact", "torch::gloo_tests::peer"])
+        .args(["--exact", "ffi::gloo_tests::peer"])
         .env(PORT, port.to_string())
         .stdout(Stdio::null())
         .spawn()
