@@ -227,7 +227,10 @@ fn the_sampler_prints_an_object_for_each_rank() {
 fn the_sampler_prints_a_line_for_each_sample_with_its_rank() {
     let args = ["sampler", "--len=5", "--world-size=2", "--no-shuffle"];
     let stdout = |more: &[&str]| run(&[&args, more].concat()).1;
-    assert_eq!(stdout(&[]), "rank  sample\n   0  0\n   0  2\n   0  4\n   1  1\n   1  3\n   1  0  (padding)\n");
+    assert_eq!(
+        stdout(&[]),
+        "rank  sample\n   0  0\n   0  2\n   0  4\n   1  1\n   1  3\n   1  0  (padding)\n"
+    );
     assert_eq!(stdout(&["--rank=1"]), "1\n3\n0\n");
     assert_eq!(stdout(&["--rank=1", "--exact-mean"]), "1\n3\n");
     assert_eq!(stdout(&["--rank=0", "--exact-mean", "--drop-last"]), "0\n2\n");

@@ -30,7 +30,6 @@ use crate::runtime::{self, StopReason};
 use crate::telemetry::Failure;
 
 /// How long a process may run past the grace period before it gets SIGTERM, and after that before it gets SIGKILL.
-/// Processes normally exit by themselves after the grace period.
 const TERM_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The exit code of a process that rejects its input.

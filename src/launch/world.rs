@@ -47,9 +47,8 @@ pub struct ProcessWorld {
 }
 
 impl ProcessWorld {
-    /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address
-    /// here. A line in Debian's `/etc/hosts` may cause this. No other machine can connect then. Not an error,
-    /// because all processes may be on this machine.
+    /// Returns a warning if this process is to serve the store under a name that resolves to a loopback address, as a
+    /// line in Debian's `/etc/hosts` may cause: no other machine can connect. All processes may be on this one.
     pub fn warning(launch: &Launch) -> Option<String> {
         let master = launch.master.as_ref().filter(|it| !it.agent_store)?;
         let others = launch.processes.index == 0 && launch.nnodes.is_some_and(|nnodes| nnodes > 1);
@@ -173,8 +172,7 @@ impl ProcessWorld {
         }))
     }
 
-    /// Compares this process's clock with that of process 0, for traces. All processes must call it; each waits at
-    /// most `timeout` for the others.
+    /// Compares this process's clock with that of process 0, for traces. All must call it; each waits at most `timeout`.
     ///
     /// # Errors
     /// [`Error::Store`], [`Error::Input`] when another process does not answer.
@@ -299,8 +297,7 @@ impl ProcessWorld {
         })
     }
 
-    /// Ends this process's part in the run. If it serves the store, it stays while the others need it, as `stay`
-    /// says.
+    /// Ends this process's part in the run. A process that serves the store stays while others need it (see `stay`).
     pub(super) fn leave(&self, stay: Stay<'_>) {
         self.watch.leave(self.serves.then_some(stay));
     }
@@ -385,8 +382,7 @@ fn tell(
     })
 }
 
-/// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the range of ranks of
-/// each.
+/// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the ranks of each.
 ///
 /// # Errors
 /// [`Error::Input`] with the reason, the same in all processes.
@@ -449,7 +445,6 @@ pub(super) fn files_of_store(processes: usize) -> usize {
 /// How long to wait for the other processes before checking whether one is reported missing.
 const SLICE: Duration = Duration::from_secs(1);
 
-/// Keys: the missing processes, written by the process that serves the store; and the number of processes that have
-/// seen that the run cannot begin.
+/// Keys: the missing processes, by the one that serves the store; how many have seen that the run cannot begin.
 const ABSENT: &str = "absent";
 const HEARD: &str = "heard";

@@ -72,8 +72,7 @@ pub(crate) trait Backend: Send {
     /// Runs this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;
 
-    /// Starts this rank's part of a collective. Returns the operation if it continues in the background; `None` if
-    /// this was a plain [`Backend::run`].
+    /// Starts this rank's part of a collective. Returns the operation if it continues in the background.
     fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
         self.run(call).map(|()| None)
     }
@@ -87,8 +86,7 @@ pub(crate) trait Backend: Send {
     /// Returns the mean weight of all ranks in the last call, which must have had weights.
     fn mean_weight(&self) -> f64;
 
-    /// Waits until no operation that this rank has launched waits for another rank. May call `meanwhile` repeatedly
-    /// during the wait.
+    /// Waits until no operation that this rank has launched waits for another rank. Calls `meanwhile` repeatedly.
     fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()>;
 
     /// Closes this rank's side of the backend: together with the other ranks, or at once if the run was cancelled.
@@ -385,8 +383,7 @@ impl ProcessGroup {
         self.sequenced.borrow_mut().take()
     }
 
-    /// Returns a function that recreates this membership on the communication thread. The side is handed over
-    /// later.
+    /// Returns a function that recreates this membership on the communication thread, without its side.
     fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
         let Self { rank, local_rank, device, backend, is_stream_ordered: launches, .. } = *self;
         let (shared, traffic) = (self.shared.clone(), self.traffic.clone());
