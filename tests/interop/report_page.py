@@ -739,6 +739,11 @@ class Report:
                 )
         equal(seen, wanted, "how many controls the Tab key reaches")
 
+    def sees(self, view, what):
+        """The timeline shows this range, as far as float64 is exact."""
+        for found, wanted in zip(self.view(), view):
+            close(found, wanted, what, by=1e-12)
+
     def paper(self):
         """On paper all is light, at its whole range and without controls; the screen is as before after that."""
         browser, view = self.browser, None
@@ -758,14 +763,14 @@ class Report:
             "the ground of paper",
         )
         if view:
-            equal(self.view(), view, "the timeline on paper")
+            self.sees(view, "the timeline on paper")
         browser.js(dispatch, "afterprint")
         browser.light(False)
         browser.drawn()
         made = browser.paper()
         check(made.startswith(b"%PDF"), "nothing was printed")
         if view:
-            equal(self.view(), zoomed, "the timeline after printing")
+            self.sees(zoomed, "the timeline after printing")
             browser.press("#zoom-all")
         return made
 
