@@ -37,7 +37,7 @@ type Group = Rc<ProcessGroup>;
 /// ```
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::process_group::functional::all_reduce;
-/// use ddp_mp::{Backend, spawn, torch};
+/// use ddp_mp::{Backend, ffi, spawn};
 /// use tch::{Kind, Tensor};
 ///
 /// spawn(3, |rank| {
@@ -46,7 +46,7 @@ type Group = Rc<ProcessGroup>;
 ///     let sum = all_reduce(&mine, &group)?;
 ///     assert_eq!(sum.double_value(&[0]), 0.0 + 1.0 + 2.0);
 ///     // This rank's loss is sum^2: all three depend on `mine`, each with the gradient 2 * sum.
-///     torch::backward(&sum.square().sum(Kind::Float))?;
+///     ffi::backward(&sum.square().sum(Kind::Float))?;
 ///     assert_eq!(mine.grad().double_value(&[0]), 3.0 * (2.0 * 3.0));
 ///     Ok(())
 /// })?;
@@ -138,7 +138,7 @@ pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Resu
 /// ```
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::process_group::functional::all_gather;
-/// use ddp_mp::{Backend, spawn, torch};
+/// use ddp_mp::{Backend, ffi, spawn};
 /// use tch::{Kind, Tensor};
 ///
 /// spawn(2, |rank| {
@@ -146,7 +146,7 @@ pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Resu
 ///     let mine = Tensor::from_slice(&[rank.rank() as f32 + 1.0]).set_requires_grad(true);
 ///     let all = all_gather(&mine, &group)?;
 ///     // This rank's loss is the product of both numbers: 1 * 2.
-///     torch::backward(&(&all[0] * &all[1]).sum(Kind::Float))?;
+///     ffi::backward(&(&all[0] * &all[1]).sum(Kind::Float))?;
 ///     // Each of two losses has the other number as its gradient.
 ///     assert_eq!(mine.grad().double_value(&[0]), [2.0 * 2.0, 2.0 * 1.0][rank.rank()]);
 ///     Ok(())
