@@ -44,6 +44,7 @@ class Machine:
 
         self.scratch, self.simulated, self.torch = scratch, simulated, torch
         self.steps = 20 if simulated else 1000  # of an epoch
+        self.rows = []  # of the speed, once it is measured
         self.longest = 10 * LARGEST_PART if simulated else LARGEST_PART
         with tarfile.open(HERE / "programs.tar.xz") as tar:
             tar.extractall(scratch, filter="data")
@@ -199,6 +200,8 @@ def speed(machine):
 def memory_after_warm_up(machine):
     """A step calls no function that allocates or frees memory of the GPU, or pins the host's: all GPUs may wait for that.
     A run may call a few more or less than another, as a whole."""
+    if not machine.rows:
+        raise RuntimeError("the speed was not measured")
     calls = {f"{row['model']} {row['dtype']}": row["ddp-mp calls per step"]["allocator calls"] for row in machine.rows}
     if any(abs(count) >= 0.01 for count in calls.values()):
         raise RuntimeError(f"calls of the allocator per step: {calls}")
