@@ -81,6 +81,7 @@
 //! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads, NCCL or Gloo |
 //! | [`telemetry`] | the only place that prints |
 //! | [`ffi`] | what `tch` lacks |
+//! | [`os`] | signals, limits and the exit of the process |
 //! | `files` | what a user names is opened without waiting, and written whole |
 //! | `runtime` | who does what, who failed first, and the cancellable barrier |
 //!
@@ -105,6 +106,7 @@ pub mod launch;
 pub mod models;
 mod operation;
 pub mod optim;
+pub mod os;
 pub mod prelude;
 pub mod process_group;
 mod runtime;

@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use ddp_mp::commands;
 use ddp_mp::config::Config;
-use ddp_mp::ffi::{self, cuda};
+use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{exit_code, install_panic_hook};
+use ddp_mp::os;
 use ddp_mp::telemetry::{LogFormat, Printer};
 
 use cli::{BenchCommand, BenchFlags, Command, ScalingFlags, StepFlags, TrainFlags, VerifyFlags};
@@ -16,7 +17,7 @@ use cli::{BenchCommand, BenchFlags, Command, ScalingFlags, StepFlags, TrainFlags
 /// Limits spinning. Runs before `main` and before libtorch's constructors.
 #[used]
 #[unsafe(link_section = ".preinit_array")]
-static LIMIT_SPINNING: ffi::BeforeMain = ffi::limit_spinning;
+static LIMIT_SPINNING: os::BeforeMain = os::limit_spinning;
 
 /// Exit code of a run that failed.
 const FAILED: u8 = 1;
@@ -25,16 +26,16 @@ const WRONG_INPUT: u8 = 2;
 
 fn main() {
     install_panic_hook();
-    ffi::ignore_file_size_signal();
+    os::ignore_file_size_signal();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(message) => {
             // Errors go to stderr, requested help to stdout.
             let printed = message.print();
             if message.use_stderr() {
-                ffi::exit(WRONG_INPUT)
+                os::exit(WRONG_INPUT)
             }
-            ffi::exit(if is_written(printed) { 0 } else { FAILED })
+            os::exit(if is_written(printed) { 0 } else { FAILED })
         }
     };
     let result = match cli.command {
@@ -52,7 +53,7 @@ fn main() {
             if wrong_input { WRONG_INPUT } else { FAILED }
         }
     };
-    ffi::exit(code)
+    os::exit(code)
 }
 
 /// Returns whether the output was written to stdout. Reports an error, unless the reader closed the pipe.

@@ -16,8 +16,8 @@ use super::contents::{
 use super::state::{FileMark, Manifest};
 use super::{BEST, COMM_HOOK, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
 use crate::error::{Error, Result};
-use crate::ffi::limits::explain;
 use crate::files::{Place, read_regular};
+use crate::os::limits::explain;
 
 /// The prefix of a folder's name that is not yet, or no longer, a checkpoint.
 pub(super) const UNFINISHED: &str = ".unfinished-";

@@ -9,8 +9,8 @@ use super::tensors::Copied;
 use super::{CheckpointDir, TrainerState};
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result};
-use crate::ffi::limits::not_started;
 use crate::optim::ParameterState;
+use crate::os::limits::not_started;
 
 /// A copy of the contents of a checkpoint.
 #[derive(Debug)]

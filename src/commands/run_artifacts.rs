@@ -14,10 +14,11 @@ use crate::config::{Config, Data};
 use crate::data::{DistributedSampler, batches_of_all};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
-use crate::ffi::{self, limits::explain};
+use crate::ffi;
 use crate::launch::Launched;
 use crate::models::Model;
 use crate::operation::Operation;
+use crate::os::limits::explain;
 use crate::runtime::{Entry, History, RankHistory};
 use crate::telemetry::report::{
     Called, Curves, Moved, OfEpoch, Outcome, Parameters, Ranks, Replicas, Report, Samples, Tracks,

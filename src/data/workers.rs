@@ -10,7 +10,7 @@ use tch::Tensor;
 
 use super::Dataset;
 use crate::error::{Error, Result};
-use crate::ffi::limits::not_started;
+use crate::os::limits::not_started;
 use crate::process_group::ProcessGroup;
 use crate::runtime::panics;
 

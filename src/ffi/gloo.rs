@@ -15,11 +15,11 @@ use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 use super::c10d::{Call, Ended, Group, Join, Operation};
-use super::limits;
-use super::process::named;
 use super::shim::raw;
 use super::store::TcpStore;
 use crate::error::{Error, Result};
+use crate::os::limits;
+use crate::os::named;
 
 /// The reduction. Gloo has no average, and no bitwise reduction of floats.
 #[repr(u8)]

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use memmap2::{MmapMut, MmapOptions};
 use tch::Tensor;
 
-use super::bus_error::{Watched, watch};
 use super::shim;
 use crate::error::{Error, Result};
 use crate::files::open_regular;
+use crate::os::{Watched, watch};
 
 /// A memory-mapped file. Tensors made from it keep the mapping alive.
 ///

@@ -1,10 +1,9 @@
-//! Parts of libtorch that `tch` lacks: the C++ shim, its safe wrappers, and setup of the process.
+//! Parts of libtorch that `tch` lacks: the C++ shim and its safe wrappers.
 //!
 //! Only this module and the NCCL and shared-memory backends may use `unsafe`.
 
 mod autocast;
 mod autograd;
-mod bus_error;
 mod c10d;
 pub mod cuda;
 mod fused;
@@ -13,10 +12,8 @@ pub(crate) mod gloo;
 #[cfg(test)]
 mod gloo_tests;
 mod hooks;
-pub(crate) mod limits;
+mod library;
 mod mapped;
-mod openmp;
-mod process;
 mod rng;
 mod shared;
 mod shim;
@@ -29,9 +26,7 @@ mod store_tests;
 pub use autocast::Autocast;
 pub use autograd::backward;
 pub use generator::Generator;
-pub(crate) use openmp::is_run_by_linker;
-pub use openmp::{BeforeMain, limit_spinning};
-pub use process::{exit, ignore_file_size_signal, library_folder, version};
+pub use library::{library_folder, version};
 pub use rng::fork_rng;
 pub use shared::SharedTensor;
 
@@ -43,7 +38,6 @@ pub(crate) use fused::{
 pub(crate) use gloo::{Gloo, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
-pub(crate) use process::{release_signals, send_signal, tie_to_this_process};
 pub(crate) use shim::{
     add_scaled, hide_stack_traces, move_grad, set_grad, set_multithreading_enabled,
 };

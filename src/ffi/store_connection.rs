@@ -13,7 +13,7 @@ use crossbeam::channel::{
 };
 
 use super::c10d::Connection;
-use super::limits;
+use crate::os::limits;
 
 /// A handle to the thread of a connection. After a drop, the thread ends when its current request has ended.
 pub(super) struct StoreConnection {

@@ -17,8 +17,8 @@ use super::messages::FailureReport;
 use super::stall;
 use crate::error::{Error, MissingRank, Result};
 use crate::ffi::TcpStore;
-use crate::ffi::limits::not_started;
 use crate::operation::{OpId, Operation};
+use crate::os::limits::not_started;
 use crate::runtime::{self, Failure, OpSnapshot, PeerStatus, RunContext};
 
 /// The interval between heartbeats.

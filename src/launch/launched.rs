@@ -15,7 +15,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::ffi::limits::not_started;
+use crate::os::limits::not_started;
 use crate::process_group::require_nccl;
 
 /// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.

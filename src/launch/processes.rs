@@ -23,8 +23,11 @@ use super::signals::{SIGNALS, end_at_second_interrupt, reason_of};
 use super::world::files_of_store;
 use super::{MasterEndpoint, Placement, world};
 use crate::error::{Error, Result};
-use crate::ffi::limits::{not_started, require_files};
-use crate::ffi::{self, TcpStore};
+use crate::ffi::TcpStore;
+use crate::os::{
+    self,
+    limits::{not_started, require_files},
+};
 use crate::process_group::rank_label;
 use crate::runtime::{self, StopReason};
 use crate::telemetry::Failure;
@@ -211,7 +214,7 @@ fn this_program() -> io::Result<Command> {
     let file = env::current_exe()?;
     let mut command =
         Command::new(if file.exists() { file } else { PathBuf::from("/proc/self/exe") });
-    if ffi::is_run_by_linker() {
+    if os::is_run_by_linker() {
         command.args(env::args_os().take(1)); // the executable is the dynamic linker
     }
     Ok(command)
@@ -258,7 +261,7 @@ impl Start<'_> {
             };
         }
         let held: &[i32] = if self.spawn.stops { &SIGNALS } else { &[] };
-        ffi::tie_to_this_process(&mut command, held);
+        os::tie_to_this_process(&mut command, held);
         command.spawn()
     }
 
@@ -378,7 +381,7 @@ impl Processes {
     fn send(&mut self, signal: i32) {
         for child in self.children.iter_mut().flatten() {
             // Fails only if the process has ended.
-            let _ = ffi::send_signal(child, signal);
+            let _ = os::send_signal(child, signal);
         }
     }
 

@@ -11,7 +11,7 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
-use crate::ffi::{self, limits};
+use crate::os::{self, limits};
 use crate::runtime::{Stop, StopReason};
 
 /// The signals that ask a run to stop.
@@ -44,7 +44,7 @@ pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
     }
     flag::register(SIGTERM, stop.terminated().clone())?;
     // `--spawn=processes` has blocked these signals until their handlers are in place.
-    ffi::release_signals(&STOP_SIGNALS)
+    os::release_signals(&STOP_SIGNALS)
 }
 
 /// Returns a channel that receives a message at each SIGUSR2 from now on: for
@@ -63,7 +63,7 @@ pub fn status_signal() -> io::Result<Receiver<()>> {
     };
     let thread = thread::Builder::new().name("signals".into());
     thread.spawn(listen).map_err(|error| not_started("the thread for signals", &error))?;
-    ffi::release_signals(&[SIGUSR2])?;
+    os::release_signals(&[SIGUSR2])?;
     Ok(asks)
 }
 

@@ -16,6 +16,7 @@ use super::{
     Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
 };
 use crate::ffi;
+use crate::os;
 use crate::runtime::{Fault, History, LONGEST, Stop};
 use crate::telemetry::{LogFormat, Printer};
 
@@ -342,7 +343,7 @@ impl Spawn {
             {
                 // Returning would wait for the rank's thread for ever, and leaving that thread behind is unsound.
                 Printer::new(LogFormat::Text).info(&error.to_string());
-                ffi::exit(1);
+                os::exit(1);
             }
             result
         })

@@ -20,8 +20,8 @@ use super::messages::{MOST_RANKS, MissingPeers, Process, check_same, node_of, pl
 use super::{Backend, Launch, LaunchKind, MasterEndpoint, Placement};
 use super::{clock_sync, restart_generation};
 use crate::error::{Error, Result};
-use crate::ffi::limits::require_files;
 use crate::ffi::{TcpStore, check_interfaces, cuda};
+use crate::os::limits::require_files;
 use crate::process_group::{Bootstrap, Network, ProcessMap, rank_label};
 use crate::runtime::{Clock, RunContext};
 

@@ -15,9 +15,9 @@ use tch::Device;
 use super::gloo::InFlight;
 use super::{ProcessGroup, SequencedBackend};
 use crate::error::{Error, Result};
-use crate::ffi::limits::not_started;
 use crate::ffi::{cuda, set_multithreading_enabled};
 use crate::operation::OpId;
+use crate::os::limits::not_started;
 use crate::runtime::{SpanId, panics};
 
 /// The stack size, that of a rank's own thread: closures of users run here. Only the used part takes memory.

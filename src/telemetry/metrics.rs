@@ -7,8 +7,8 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::ffi::limits::explain;
 use crate::files::{Appender, LinesBefore, lines_before};
+use crate::os::limits::explain;
 
 /// The file, and the number that distinguishes its rows from those of other starts.
 #[derive(Debug)]

@@ -12,7 +12,7 @@ use super::report::Curves;
 use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result};
-use crate::ffi::limits::explain;
+use crate::os::limits::explain;
 
 /// Training metrics over the last few steps, of all ranks together.
 #[derive(Debug, Clone, PartialEq, Serialize)]

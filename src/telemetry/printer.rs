@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::progress::Progress;
 use super::{Epoch, Event, Straggler, ValidationMetrics};
 use crate::error::escaped;
-use crate::ffi::limits::explain;
+use crate::os::limits::explain;
 
 /// The format of results: `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

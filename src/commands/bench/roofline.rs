@@ -9,7 +9,7 @@ use crossbeam::channel::bounded;
 
 use super::BenchOp;
 use crate::error::{Error, Result};
-use crate::ffi::limits::not_started;
+use crate::os::limits::not_started;
 
 /// The buffers of one thread, which reads every input once and writes every output once.
 struct Share {

@@ -10,12 +10,12 @@ use crossbeam::channel::{Receiver, unbounded};
 use crossbeam::select;
 
 use super::{Spawn, leave_failure};
-use crate::ffi::limits::not_started;
 use crate::launch::heartbeat_monitor::Stay;
 use crate::launch::rank_thread::{Ended, RankThread};
 use crate::launch::stall::{stalled, status_table};
 use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
 use crate::operation::Operation;
+use crate::os::limits::not_started;
 use crate::process_group::rank_label;
 use crate::runtime::{Failure, FlightRecorder, History, RunContext, deadline};
 use crate::telemetry::{TRACED, trace_output, write_trace};

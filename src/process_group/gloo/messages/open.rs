@@ -15,7 +15,7 @@ use super::link::{Adoption, Link};
 use super::reader::{self, Patient, TICK};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
-use crate::ffi::limits::require_files;
+use crate::os::limits::require_files;
 
 /// Longest wait for the greeting of a new connection.
 const GREETING: Duration = Duration::from_secs(10);

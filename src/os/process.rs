@@ -1,23 +1,10 @@
-//! Functions for the whole process: libtorch's version and folder, signals, child processes, and the exit.
+//! Functions for the whole process: signals, child processes, names of threads, and the exit.
 
 use std::ffi::CStr;
 use std::io::{self, Write};
 use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
 use std::process::{Child, Command};
-
-use super::shim;
-
-/// Returns the version of libtorch that this binary was built for, such as `2.11.0`.
-pub fn version() -> String {
-    shim::torch_version()
-}
-
-/// Returns the folder that libtorch was loaded from. `None` if not known.
-pub fn library_folder() -> Option<PathBuf> {
-    PathBuf::from(shim::library_file()?).parent().map(PathBuf::from)
-}
 
 /// Ends the process at once with `code`, after all output has been flushed.
 ///
@@ -60,7 +47,7 @@ pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
 }
 
 /// Runs `f` on this thread under another name of up to 15 bytes, shown by `top -H`. Threads that `f` starts inherit it.
-pub(super) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
+pub(crate) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
     let mut before = [0u8; 16];
     // SAFETY: the buffer has the size of a name. If the system refuses, the names do not change.
     unsafe {

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 /// The memory of a mapped file. This entry is never freed, because the handler may be reading it. It is small.
-pub(super) struct Watched {
+pub(crate) struct Watched {
     start: usize,
     /// The length in bytes. 0 when the file is no longer mapped.
     len: AtomicUsize,
@@ -26,7 +26,7 @@ static NEWEST: AtomicPtr<Watched> = AtomicPtr::new(ptr::null_mut());
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Registers `len` bytes: a SIGBUS in them reports `file`.
-pub(super) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watched {
+pub(crate) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watched {
     install();
     let message = format!(
         "ddp-mp: a data file that is mapped has become shorter or cannot be read: {file}\n"
@@ -51,7 +51,7 @@ pub(super) fn watch(start: *const u8, len: usize, file: &str) -> &'static Watche
 
 impl Watched {
     /// Makes the handler ignore this memory, because the file is no longer mapped.
-    pub(super) fn forget(&self) {
+    pub(crate) fn forget(&self) {
         self.len.store(0, Ordering::Release);
     }
 

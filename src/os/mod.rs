@@ -1,0 +1,12 @@
+//! Operating-system calls that the standard library lacks: signals, limits, faults of mapped memory, and the exit.
+
+mod bus_error;
+pub(crate) mod limits;
+mod openmp;
+mod process;
+
+pub(crate) use bus_error::{Watched, watch};
+pub(crate) use openmp::is_run_by_linker;
+pub use openmp::{BeforeMain, limit_spinning};
+pub use process::{exit, ignore_file_size_signal};
+pub(crate) use process::{named, release_signals, send_signal, tie_to_this_process};
