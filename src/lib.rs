@@ -63,34 +63,39 @@
 //!
 //! # Reading order
 //!
-//! To learn how data parallelism works, follow one run from the top to the bottom; a file uses those
-//! below it in this list, and not those above.
+//! To learn how data parallelism works, follow one run from the top to the bottom. A module uses the modules below it
+//! in this table, and none above it. `tests/tidy.rs` reads the table and checks it.
 //!
 //! | module | what happens there |
 //! |---|---|
 //! | `main` | parse, resolve, load CUDA, run, exit code |
+//! | `cli` | the command line, its help and its mistakes |
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sampler`, `env` |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
 //! | [`trainer`] | the loop: epochs, batches, steps |
+//! | [`telemetry`] | the only place that prints: text, JSON, metrics, traces, reports |
 //! | [`checkpoint`] | saved completely, resumed exactly |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |
 //! | [`optim`] | steps the flat buffers; learning rates; clipping; loss scales |
 //! | [`data`] | which sample goes to which rank; data files |
 //! | [`models`] | models by name |
 //! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads, NCCL or Gloo |
-//! | [`telemetry`] | the only place that prints |
 //! | [`ffi`] | what `tch` lacks |
 //! | [`os`] | signals, limits and the exit of the process |
 //! | `files` | what a user names is opened without waiting, and written whole |
 //! | `runtime` | who does what, who failed first, and the cancellable barrier |
+//! | [`records`] | plain data that a run measures |
+//! | `error` | the errors, and which rank to suspect |
+//! | `operation` | the operations that errors and traces name |
 //!
 //! # Invariants
 //!
 //! * Every blocking wait ends: done, cancelled, or past its deadline.
 //! * The earliest failure is the root cause, and what the user sees.
 //! * Buckets are reduced in the order of their index on every rank, never in the order of readiness.
-//! * Sums run in the order of the ranks, so the same flags give the same bits, on all ranks.
+//! * `threaded` adds in the order of the ranks. `gloo` adds within each process first, then in the order of the processes.
+//!   So the same flags and layout give the same bits, on all ranks. NCCL adds in an order of its own.
 //! * Every NCCL launch stands between two meetings of the ranks of the process.
 //! * No global state: the group, the configuration and the printer are passed on.
 
@@ -109,6 +114,7 @@ pub mod optim;
 pub mod os;
 pub mod prelude;
 pub mod process_group;
+pub mod records;
 mod runtime;
 pub mod telemetry;
 pub mod trainer;

@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::ddp::CommHookRecord;
 use crate::optim::GradScalerState;
-use crate::telemetry::ValidationMetrics;
+use crate::records::ValidationMetrics;
 
 /// The progress of a run, without its tensors. All counts are for the whole run, however often it was resumed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

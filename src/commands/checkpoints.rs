@@ -10,7 +10,8 @@ use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile, TrainerState};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::launch::{Restarts, StopReason};
-use crate::telemetry::{Printer, ValidationMetrics};
+use crate::records::ValidationMetrics;
+use crate::telemetry::Printer;
 
 /// The starting point of a run, shared by its ranks.
 #[derive(Debug, Default)]

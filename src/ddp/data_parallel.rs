@@ -17,7 +17,7 @@ use crate::ffi::backward;
 use crate::operation::Operation;
 use crate::optim::{FlatBuffer, GradState, clip_grad_norm};
 use crate::process_group::{ProcessGroup, num_bytes};
-use crate::telemetry::report::Parameter;
+use crate::records::Parameter;
 
 /// A model that rank 0 trains, while the other ranks help to compute its gradients. It exists to be compared with
 /// [`DistributedDataParallel`](super::DistributedDataParallel), not to be used.

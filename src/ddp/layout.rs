@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{move_grad, set_grad};
 use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 use crate::process_group::num_bytes;
-use crate::telemetry::report::Parameter;
+use crate::records::Parameter;
 
 /// All parameters of one dtype and their gradients, in sequence. Allocated once: every parameter is a view of its
 /// range, and so is its `grad` once backward has computed it.

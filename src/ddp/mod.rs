@@ -35,7 +35,7 @@ use crate::error::Result;
 use crate::ffi::set_grad;
 use crate::optim::{FlatBuffer, clip_grad_norm};
 use crate::process_group::ProcessGroup;
-use crate::telemetry::report::Parameter;
+use crate::records::Parameter;
 use parameters::NamedTensor;
 use reducer::Reducer;
 use timings::BackwardTimings;

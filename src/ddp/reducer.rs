@@ -21,8 +21,8 @@ use crate::error::{Error, Result};
 use crate::ffi::GradHooks;
 use crate::optim::{FlatBuffer, GradState};
 use crate::process_group::{CallContext, ProcessGroup, num_bytes};
+use crate::records::Parameter;
 use crate::runtime::CallSite;
-use crate::telemetry::report::Parameter;
 
 /// The handling of complete gradients in a backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use super::{DataParallel, DdpStatistics, DistributedDataParallel, NoSync, SavedC
 use crate::error::{Error, Result};
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
-use crate::telemetry::report::Parameter;
+use crate::records::Parameter;
 
 /// A model on all ranks, trained with one of the two strategies.
 #[derive(Debug)]

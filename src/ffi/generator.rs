@@ -5,8 +5,9 @@ use std::fmt;
 use tch::{Device, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::TorchResult;
 use super::shim::{self, RawGenerator};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// A random number generator for one rank, on its device. Other ranks do not affect its numbers. Follows
 /// `torch.Generator`.
@@ -29,7 +30,7 @@ impl Generator {
     /// Creates the generator of `rank` in a run with `seed`, in its state at the beginning of step 0.
     ///
     /// # Errors
-    /// [`Error::Torch`] if there is no such device.
+    /// [`Error::Torch`](crate::Error::Torch) if there is no such device.
     pub fn new(device: Device, seed: u64, rank: usize) -> Result<Self> {
         let gpu = match device {
             Device::Cuda(gpu) => Some(gpu),
@@ -44,7 +45,7 @@ impl Generator {
     /// step, so a resumed run draws the same numbers.
     ///
     /// # Errors
-    /// [`Error::Torch`].
+    /// [`Error::Torch`](crate::Error::Torch).
     pub fn begin_step(&self, step: u64) -> Result<()> {
         // Hashed, because a plain sum could equal the seed of another rank or of another run.
         let bytes = [self.seed, self.rank, step].map(u64::to_le_bytes).concat();
@@ -54,7 +55,7 @@ impl Generator {
     /// Sets the seed. Follows `torch.Generator.manual_seed`.
     ///
     /// # Errors
-    /// [`Error::Torch`].
+    /// [`Error::Torch`](crate::Error::Torch).
     pub fn manual_seed(&self, seed: u64) -> Result<()> {
         // SAFETY: ours, and not freed before `drop`.
         unsafe { shim::generator_seed(self.raw, seed) }
@@ -63,7 +64,7 @@ impl Generator {
     /// Fills `tensor` with ones, each with probability `p`, and zeros. Follows `Tensor.bernoulli_`.
     ///
     /// # Errors
-    /// [`Error::Torch`].
+    /// [`Error::Torch`](crate::Error::Torch).
     pub fn bernoulli_(&self, tensor: &mut Tensor, p: f64) -> Result<()> {
         // SAFETY: ours, and not freed before `drop`.
         unsafe { shim::generator_bernoulli(self.raw, tensor, p) }
@@ -72,7 +73,7 @@ impl Generator {
     /// Fills `tensor` with numbers of the standard normal distribution. Follows `Tensor.normal_`.
     ///
     /// # Errors
-    /// [`Error::Torch`].
+    /// [`Error::Torch`](crate::Error::Torch).
     pub fn normal_(&self, tensor: &mut Tensor) -> Result<()> {
         // SAFETY: ours, and not freed before `drop`.
         unsafe { shim::generator_normal(self.raw, tensor) }
@@ -82,9 +83,9 @@ impl Generator {
     /// Follows `torch.nn.functional.dropout`, with the same numbers for the same seed.
     ///
     /// # Errors
-    /// [`Error::Torch`].
+    /// [`Error::Torch`](crate::Error::Torch).
     pub fn dropout(&self, input: &Tensor, p: f64) -> Result<Tensor> {
-        let mut mask = input.detach().f_empty_like().map_err(Error::torch("dropout"))?;
+        let mut mask = input.detach().f_empty_like().doing("dropout")?;
         self.bernoulli_(&mut mask, 1.0 - p)?;
         // With p = 1 nothing is left to scale.
         let mut scaled = || {
@@ -93,7 +94,7 @@ impl Generator {
             }
             input.f_mul(&mask)
         };
-        scaled().map_err(Error::torch("dropout"))
+        scaled().doing("dropout")
     }
 }
 

@@ -9,8 +9,6 @@ pub mod cuda;
 mod fused;
 mod generator;
 pub(crate) mod gloo;
-#[cfg(test)]
-mod gloo_tests;
 mod hooks;
 mod library;
 mod mapped;
@@ -19,9 +17,6 @@ mod shared;
 mod shim;
 mod shim_cuda;
 pub(crate) mod store;
-mod store_connection;
-#[cfg(test)]
-mod store_tests;
 
 pub use autocast::Autocast;
 pub use autograd::backward;
@@ -43,11 +38,25 @@ pub(crate) use shim::{
 };
 pub(crate) use store::TcpStore;
 
-use crate::error::{Error, first_line};
+use tch::TchError;
+
+use crate::error::{Error, Result, first_line};
+
+/// A result of libtorch. Its error does not name the action that failed.
+pub(crate) trait TorchResult<T> {
+    /// Converts the error into [`Error::Torch`], which names `action`.
+    fn doing(self, action: &'static str) -> Result<T>;
+}
+
+impl<T> TorchResult<T> for Result<T, TchError> {
+    fn doing(self, action: &'static str) -> Result<T> {
+        self.map_err(|error| Error::Torch { doing: action, reason: first_line(&error.to_string()) })
+    }
+}
 
 impl Error {
     /// Converts a `tch` error into one that names the failed action.
-    pub(crate) fn torch(doing: &'static str) -> impl FnOnce(tch::TchError) -> Error {
+    pub(crate) fn torch(doing: &'static str) -> impl FnOnce(TchError) -> Error {
         move |error| Error::Torch { doing, reason: first_line(&error.to_string()) }
     }
 }

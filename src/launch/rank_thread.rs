@@ -8,7 +8,7 @@ use tch::Device;
 
 use super::rendezvous::Rendezvous;
 use super::{Backend, ProcessWorld, Rank};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::ffi;
 use crate::operation::Operation;
 use crate::runtime::{RunContext, panics};
@@ -68,7 +68,7 @@ impl<T> RankThread<T> {
 
 /// Prepares the thread for its rank's function: sets its device and its share of the cores. Backward runs on this
 /// very thread, so that its errors belong to this rank.
-fn prepare(device: Device, threads: usize) -> crate::Result<()> {
+fn prepare(device: Device, threads: usize) -> Result<()> {
     if let Device::Cuda(index) = device {
         ffi::cuda::set_device(index)?;
     }

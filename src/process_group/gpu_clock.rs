@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 use crate::ffi::cuda::{self, Event};
 use crate::operation::Operation;
+use crate::records::PhaseSeconds;
 use crate::runtime::{RunContext, SpanId};
-use crate::telemetry::PhaseSeconds;
 
 /// The maximum number of records that wait for the GPU; enough for many steps.
 const MAX_QUEUED: usize = 4096;

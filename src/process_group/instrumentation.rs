@@ -12,8 +12,8 @@ use super::gpu_clock::{GpuClock, GpuSeconds, Span};
 use super::{Call, ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
+use crate::records::PhaseSeconds;
 use crate::runtime::{CallSite, FaultKind, FaultSite, OpStart, SpanId};
-use crate::telemetry::PhaseSeconds;
 
 /// A group's state for its records.
 #[derive(Debug, Default)]

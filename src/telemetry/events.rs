@@ -2,9 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Straggler, ValidationMetrics};
+use super::Straggler;
 use crate::error::list_ranks;
 use crate::operation::{OpId, Operation};
+use crate::records::ValidationMetrics;
 
 /// One line of `--log-format json`; its `event` field comes first.
 #[derive(Debug, Clone, Serialize)]

@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::metrics::{Event, MetricsFile};
@@ -12,7 +12,9 @@ use super::report::Curves;
 use super::samples::{Sample, picture};
 use super::{Printer, TensorBoard};
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::os::limits::explain;
+use crate::records::ValidationMetrics;
 
 /// Training metrics over the last few steps, of all ranks together.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -35,22 +37,6 @@ pub struct TrainMetrics {
     pub step_us: f64,
     /// Samples that all ranks together processed per second.
     pub samples_per_second: f64,
-}
-
-/// Metrics of the model on data that it is not trained on.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct ValidationMetrics {
-    /// Steps made before it ran.
-    pub step: u64,
-    /// The epoch after which it ran, from 0.
-    pub epoch: u64,
-    /// The mean loss over all samples.
-    pub loss: f64,
-    /// Fraction of samples whose class is predicted correctly, from 0 to 1; `None` unless the model classifies.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub accuracy: Option<f64>,
-    /// `true` if the loss is smaller than that of every earlier validation of the run.
-    pub best: bool,
 }
 
 /// A writer of metrics to the configured outputs. Used on rank 0 alone.
@@ -168,8 +154,7 @@ impl MetricsLogger {
             }
             for (name, tensor) in state_dict {
                 let values = tensor.f_to_kind(Kind::Float).and_then(|it| it.f_flatten(0, -1));
-                let values =
-                    values.and_then(Vec::<f32>::try_from).map_err(Error::torch("flatten"))?;
+                let values = values.and_then(Vec::<f32>::try_from).doing("flatten")?;
                 tensorboard.histogram(&format!("model/{name}"), step, &values).map_err(board)?;
             }
         }

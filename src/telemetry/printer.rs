@@ -7,9 +7,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use serde::{Deserialize, Serialize};
 
 use super::progress::Progress;
-use super::{Epoch, Event, Straggler, ValidationMetrics};
+use super::{Epoch, Event, Straggler};
 use crate::error::escaped;
 use crate::os::limits::explain;
+use crate::records::ValidationMetrics;
 
 /// The format of results: `--log-format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

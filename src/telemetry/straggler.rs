@@ -1,43 +1,8 @@
 //! Finds the straggler: the rank that the others waited for, and the phase that made it slow.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use crate::operation::Operation;
-
-/// Time that a rank spent in each phase of its training steps without collectives, and in collectives. The latter
-/// include the rank's own work and its waiting for others. In seconds.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct PhaseSeconds {
-    /// The part of a step before it requests data.
-    pub step: f64,
-    /// Getting a batch.
-    pub data: f64,
-    /// The model and the loss.
-    pub forward: f64,
-    /// Autograd.
-    pub backward: f64,
-    /// The optimizer.
-    pub optimizer: f64,
-    /// Copying and writing a checkpoint, between steps.
-    pub save: f64,
-    /// Collectives of all phases.
-    pub collectives: f64,
-}
-
-impl PhaseSeconds {
-    /// Returns the time of `phase`; `None` for operations that are not counted.
-    pub(crate) fn of_phase(&mut self, phase: Operation) -> Option<&mut f64> {
-        match phase {
-            Operation::Step => Some(&mut self.step),
-            Operation::Data => Some(&mut self.data),
-            Operation::Forward => Some(&mut self.forward),
-            Operation::Backward => Some(&mut self.backward),
-            Operation::Optimizer => Some(&mut self.optimizer),
-            Operation::Save => Some(&mut self.save),
-            _ => None,
-        }
-    }
-}
+use crate::records::PhaseSeconds;
 
 /// The rank that delayed the others.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -8,7 +8,8 @@ use crate::data::{Batch, DataLoader};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::process_group::ReduceOp;
-use crate::telemetry::{Sample, ValidationMetrics};
+use crate::records::ValidationMetrics;
+use crate::telemetry::Sample;
 
 /// The validation data of a trainer, and how often it is used.
 #[derive(Debug)]

@@ -22,7 +22,8 @@ use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Backend, Nproc, Rank};
 use crate::operation::Operation;
-use crate::telemetry::{LogFormat, PhaseSeconds, Printer};
+use crate::records::PhaseSeconds;
+use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::Amp;
 
 /// The times of rank 0, in microseconds: medians over the steps. With a GPU, the times of the parts are the GPU's.

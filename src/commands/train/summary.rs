@@ -11,11 +11,12 @@ use crate::ddp::Strategy;
 use crate::error::{Compared, Result};
 use crate::models::Model;
 use crate::process_group::{ProcessGroup, Traffic};
+use crate::records::PhaseSeconds;
 use crate::runtime::StopReason;
 use crate::telemetry::report::{
     Cores, Measured, Moved, Replicas, Verdict, advice, outside_collectives,
 };
-use crate::telemetry::{End, PhaseSeconds, find_straggler, find_straggler_over, peak_memory};
+use crate::telemetry::{End, find_straggler, find_straggler_over, peak_memory};
 use crate::trainer::{Summary, Trainer};
 
 /// The summary that each rank sends to rank 0.

@@ -1,6 +1,7 @@
 //! Advice: conclusions from a run's times, and what to try next.
 
-use crate::telemetry::{PhaseSeconds, Straggler};
+use crate::records::PhaseSeconds;
+use crate::telemetry::Straggler;
 
 /// Measurements of a run.
 #[derive(Debug, Clone, Copy)]

@@ -8,7 +8,8 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::{Marks, Output, PhaseSeconds, Straggler, TrainMetrics, ValidationMetrics};
+use super::{Marks, Output, Straggler, TrainMetrics};
+use crate::records::{Parameter, PhaseSeconds, ValidationMetrics};
 pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
 pub(crate) use tracks::Tracks;
 
@@ -79,15 +80,6 @@ pub(crate) struct Parameters {
     pub parameters: Vec<Parameter>,
     /// Bytes of each bucket.
     pub buckets: Vec<usize>,
-}
-
-/// A parameter, and the bucket that its gradient is in.
-#[derive(Debug, Clone, Serialize)]
-pub(crate) struct Parameter {
-    pub name: String,
-    pub shape: Vec<i64>,
-    pub bytes: usize,
-    pub bucket: Option<usize>,
 }
 
 /// Training and validation metrics over the run.

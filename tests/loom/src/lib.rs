@@ -8,7 +8,7 @@
 // What element.rs takes from tch.
 extern crate self as tch;
 
-#[path = "../../../src/error.rs"]
+#[path = "../../../src/error/mod.rs"]
 mod error;
 #[path = "../../../src/operation.rs"]
 mod operation;

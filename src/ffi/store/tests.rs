@@ -8,21 +8,21 @@ use std::time::Duration;
 
 use crossbeam::channel::{Receiver, bounded, never};
 
-use super::store::TcpStore;
+use super::TcpStore;
 use crate::error::{Error, Result};
 
 /// A timeout that no test reaches.
-pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
+pub(in crate::ffi) const TIMEOUT: Duration = Duration::from_secs(60);
 
-pub(super) fn serve() -> TcpStore {
+pub(in crate::ffi) fn serve() -> TcpStore {
     TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap()
 }
 
-pub(super) fn connect(port: u16) -> TcpStore {
+pub(in crate::ffi) fn connect(port: u16) -> TcpStore {
     TcpStore::connect("127.0.0.1", port, TIMEOUT, never()).unwrap()
 }
 
-pub(super) fn reason<T>(result: Result<T>) -> String {
+pub(in crate::ffi) fn reason<T>(result: Result<T>) -> String {
     result.err().expect("it fails").to_string()
 }
 

@@ -14,10 +14,10 @@ use crossbeam::channel::{
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-use super::c10d::{Call, Ended, Group, Join, Operation};
-use super::shim::raw;
-use super::store::TcpStore;
 use crate::error::{Error, Result};
+use crate::ffi::c10d::{Call, Ended, Group, Join, Operation};
+use crate::ffi::shim::raw;
+use crate::ffi::store::TcpStore;
 use crate::os::limits;
 use crate::os::named;
 
@@ -433,3 +433,6 @@ fn plain(reason: String) -> String {
         _ => reason,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,5 +1,7 @@
 //! The rendezvous store of several processes: `torch.distributed.TCPStore`, with a timeout for every wait.
 
+mod connection;
+
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::Receiver;
 
-use super::c10d::Connection;
-use super::store_connection::{GivenUp, Opened, StoreConnection, listen, reach, wait};
 use crate::error::{Error, Result};
+use crate::ffi::c10d::Connection;
+use connection::{GivenUp, Opened, StoreConnection, listen, reach, wait};
 
 /// A client of a key-value store on the network, for the keys under one prefix.
 ///
@@ -285,3 +287,6 @@ fn told(keys: &[String]) -> String {
 fn name(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
+
+#[cfg(test)]
+pub(super) mod tests;

@@ -10,10 +10,10 @@ use std::time::Duration;
 use crossbeam::channel::{bounded, never};
 use tch::{Device, Kind, Tensor};
 
-use super::gloo::{Gloo, GlooWork, Reduce};
-use super::store::TcpStore;
-use super::store_tests::{TIMEOUT, connect, reason, serve};
+use super::{Gloo, GlooWork, Reduce};
 use crate::error::{Error, Result};
+use crate::ffi::store::TcpStore;
+use crate::ffi::store::tests::{TIMEOUT, connect, reason, serve};
 
 fn join(store: &TcpStore, rank: usize, size: usize) -> Gloo {
     Gloo::new(store, rank, size, TIMEOUT, None, absent).unwrap()
@@ -271,7 +271,7 @@ fn peer() {
 
 fn start_peer(port: u16) -> Child {
     Command::new(env::current_exe().unwrap())
-        .args(["--exact", "ffi::gloo_tests::peer"])
+        .args(["--exact", "ffi::gloo::tests::peer"])
         .env(PORT, port.to_string())
         .stdout(Stdio::null())
         .spawn()

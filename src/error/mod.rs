@@ -1,6 +1,5 @@
 //! The library's errors. Each message names the rank, the operation, and the remedy.
 
-#[path = "error/suspects.rs"] // tests/loom has this file, too
 mod suspects;
 
 use std::borrow::Cow;

@@ -12,7 +12,7 @@ use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select_biased, unbounded,
 };
 
-use super::c10d::Connection;
+use crate::ffi::c10d::Connection;
 use crate::os::limits;
 
 /// A handle to the thread of a connection. After a drop, the thread ends when its current request has ended.

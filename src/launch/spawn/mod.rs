@@ -15,6 +15,7 @@ use super::stall::Notifier;
 use super::{
     Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
 };
+use crate::error::Result;
 use crate::ffi;
 use crate::os;
 use crate::runtime::{Fault, History, LONGEST, Stop};
@@ -191,7 +192,7 @@ impl Spawn {
     /// [`Error::Input`](crate::Error::Input) when the variables contradict each other or the processes do not fit
     /// each other; [`Error::Store`](crate::Error::Store) and [`Error::PeersMissing`](crate::Error::PeersMissing)
     /// when the rendezvous of the processes fails.
-    pub fn from_env() -> crate::Result<Self> {
+    pub fn from_env() -> Result<Self> {
         let cuda = ffi::cuda::load();
         let launch = Arc::new(Launch::from_env(&LaunchOptions::default(), &cuda)?);
         let printer = Printer::new(LogFormat::Text);

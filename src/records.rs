@@ -1,0 +1,65 @@
+//! Plain records of a run: measured by one room of the crate, printed or saved by another.
+
+use serde::{Deserialize, Serialize};
+
+use crate::operation::Operation;
+
+/// Time that a rank spent in each phase of its training steps without collectives, and in collectives. The latter
+/// include the rank's own work and its waiting for others. In seconds.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PhaseSeconds {
+    /// The part of a step before it requests data.
+    pub step: f64,
+    /// Getting a batch.
+    pub data: f64,
+    /// The model and the loss.
+    pub forward: f64,
+    /// Autograd.
+    pub backward: f64,
+    /// The optimizer.
+    pub optimizer: f64,
+    /// Copying and writing a checkpoint, between steps.
+    pub save: f64,
+    /// Collectives of all phases.
+    pub collectives: f64,
+}
+
+impl PhaseSeconds {
+    /// Returns the time of `phase`; `None` for operations that are not counted.
+    pub(crate) fn of_phase(&mut self, phase: Operation) -> Option<&mut f64> {
+        match phase {
+            Operation::Step => Some(&mut self.step),
+            Operation::Data => Some(&mut self.data),
+            Operation::Forward => Some(&mut self.forward),
+            Operation::Backward => Some(&mut self.backward),
+            Operation::Optimizer => Some(&mut self.optimizer),
+            Operation::Save => Some(&mut self.save),
+            _ => None,
+        }
+    }
+}
+
+/// Metrics of the model on data that it is not trained on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ValidationMetrics {
+    /// Steps made before it ran.
+    pub step: u64,
+    /// The epoch after which it ran, from 0.
+    pub epoch: u64,
+    /// The mean loss over all samples.
+    pub loss: f64,
+    /// Fraction of samples whose class is predicted correctly, from 0 to 1; `None` unless the model classifies.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accuracy: Option<f64>,
+    /// `true` if the loss is smaller than that of every earlier validation of the run.
+    pub best: bool,
+}
+
+/// A parameter, and the bucket that its gradient is in.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Parameter {
+    pub name: String,
+    pub shape: Vec<i64>,
+    pub bytes: usize,
+    pub bucket: Option<usize>,
+}
