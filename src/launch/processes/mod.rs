@@ -1,6 +1,9 @@
 //! `--spawn=processes`: a process for each rank of this machine, as `torch.multiprocessing.spawn` starts them. Also
 //! `--max-restarts`, which restarts them after a failure, or restarts one process with all ranks as threads.
 
+mod report;
+mod running;
+
 use std::env;
 use std::io;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -10,7 +13,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, bounded, unbounded};
-use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGCHLD, SIGKILL, SIGTERM, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::signal_name;
@@ -18,10 +20,10 @@ use signal_hook::low_level::signal_name;
 use super::heartbeat_monitor::{tell_ended, waited_for};
 use super::in_a_row::InARow;
 use super::launchers::{variables_of_spawned, variables_of_threads};
-use super::restarts::{self, Restarts};
-use super::signals::{SIGNALS, end_at_second_interrupt, reason_of};
+use super::restarts::Restarts;
+use super::signals::{SIGNALS, end_at_second_interrupt};
 use super::world::files_of_store;
-use super::{MasterEndpoint, Placement, world};
+use super::{Placement, world};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::os::{
@@ -31,6 +33,9 @@ use crate::os::{
 use crate::process_group::rank_label;
 use crate::runtime::{self, StopReason};
 use crate::telemetry::Failure;
+pub(crate) use report::Report;
+use report::store_prefix;
+use running::RunningProcesses;
 
 /// How long a process may run past the grace period before it gets SIGTERM, and after that before it gets SIGKILL.
 const TERM_TIMEOUT: Duration = Duration::from_secs(5);
@@ -40,40 +45,6 @@ const WRONG_INPUT: i32 = 2;
 
 fn refuses_input(status: ExitStatus) -> bool {
     status.code() == Some(WRONG_INPUT)
-}
-
-/// The report of a process's failure to its parent process, which alone prints it.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(crate) struct Report {
-    /// The text for the user.
-    pub text: String,
-    /// Whether the input is wrong, rather than the run.
-    pub wrong_input: bool,
-    /// The failure event, if ranks have failed.
-    pub failure: Option<Failure>,
-}
-
-impl Report {
-    /// Stores this as the report of process `rank` of start number `start`, in the parent process's store at
-    /// `parent`.
-    ///
-    /// # Errors
-    /// [`Error::Store`] when the parent process does not answer.
-    pub(crate) fn leave(&self, parent: &MasterEndpoint, start: usize, rank: usize) -> Result<()> {
-        let store = restarts::connect(parent)?.under(&of_start(start));
-        store.set(&report_of(rank), &serde_json::to_vec(self).unwrap_or_default())?;
-        // The answer to the next request shows that the report has arrived.
-        store.check(&[report_of(rank)]).map(drop)
-    }
-}
-
-/// Returns the key prefix of the reports of a start.
-fn of_start(start: usize) -> String {
-    format!("start/{start}")
-}
-
-fn report_of(rank: usize) -> String {
-    format!("report/{rank}")
 }
 
 /// The outcome of all the processes.
@@ -141,7 +112,7 @@ impl SpawnProcesses<'_> {
         let mut in_a_row = InARow::default();
         loop {
             let number = restarts.reasons.len();
-            let start = Start { spawn: self, store: store.under(&of_start(number)), number };
+            let start = Start { spawn: self, store: store.under(&store_prefix(number)), number };
             let mut all = start.begin(store)?;
             let mut stops = start.wait(&mut all, store, signals);
             let Some(mut report) = start.failure(&all) else {
@@ -169,12 +140,12 @@ impl SpawnProcesses<'_> {
 
     /// Starts a thread that receives signals. Returns the signals from now on, and the handle that ends the thread.
     fn listen(&self) -> io::Result<(Handle, Receiver<i32>)> {
-        let mut heeded = vec![SIGCHLD];
+        let mut handled = vec![SIGCHLD];
         if self.stops {
             end_at_second_interrupt()?;
-            heeded.extend(SIGNALS);
+            handled.extend(SIGNALS);
         }
-        let mut signals = Signals::new(heeded)?;
+        let mut signals = Signals::new(handled)?;
         let (happened, events) = unbounded();
         let handle = signals.handle();
         let listen = move || signals.forever().try_for_each(|signal| happened.send(signal));
@@ -230,8 +201,8 @@ struct Start<'a> {
 
 impl Start<'_> {
     /// Starts the processes, whose store is `store`. If one cannot be started, kills the others.
-    fn begin(&self, store: &TcpStore) -> Result<Processes> {
-        let mut all = Processes { children: Vec::new(), ended: Vec::new() };
+    fn begin(&self, store: &TcpStore) -> Result<RunningProcesses> {
+        let mut all = RunningProcesses { children: Vec::new(), ended: Vec::new() };
         for rank in 0..self.spawn.count() {
             match self.start(rank, store.port()) {
                 Ok(child) => all.children.push(Some(child)),
@@ -267,9 +238,9 @@ impl Start<'_> {
 
     /// Waits until all processes have ended. Forwards signals, and kills processes that do not exit after a failure.
     /// Returns whether a signal has asked the run to stop.
-    fn wait(&self, all: &mut Processes, store: &TcpStore, signals: &Receiver<i32>) -> bool {
+    fn wait(&self, all: &mut RunningProcesses, store: &TcpStore, signals: &Receiver<i32>) -> bool {
         let mut stops = false;
-        let mut last_words = [SIGTERM, SIGKILL].into_iter();
+        let mut final_signals = [SIGTERM, SIGKILL].into_iter();
         let mut deadline: Option<Instant> = None;
         while all.are_there() {
             let signal = match deadline {
@@ -283,7 +254,7 @@ impl Start<'_> {
                     all.send(signal);
                 }
                 Err(_) => {
-                    all.send(last_words.next().unwrap_or(SIGKILL));
+                    all.send(final_signals.next().unwrap_or(SIGKILL));
                     deadline = Some(runtime::deadline(TERM_TIMEOUT));
                 }
             }
@@ -313,7 +284,7 @@ impl Start<'_> {
     ) -> Result<()> {
         let store_of_run = store.under(&world::prefix("none", self.number as i64));
         world::tell_absent(&store_of_run, rank)?;
-        if refuses_input(status) || self.store.check(&[report_of(rank)])? {
+        if refuses_input(status) || Report::is_in(&self.store, rank)? {
             // The rank has reported its failure itself, to this process or to the user.
             return tell_ended(&store_of_run, rank, None, error).map(drop);
         }
@@ -331,19 +302,14 @@ impl Start<'_> {
             ..Failure::default()
         });
         let report = Report { text: error.clone(), wrong_input: false, failure };
-        self.store.set(&report_of(rank), &serde_json::to_vec(&report).unwrap_or_default())
+        report.store(&self.store, rank)
     }
 
     /// Returns the report of the first process that failed, or of the rank that its report blames, if that rank
     /// left one. `None` if no process has failed.
-    fn failure(&self, all: &Processes) -> Option<Report> {
+    fn failure(&self, all: &RunningProcesses) -> Option<Report> {
         let &(rank, pid, status) = all.first_failure()?;
-        let read = |rank: usize| -> Option<Report> {
-            // A `get` without a timeout may miss a key that exists.
-            self.store.check(&[report_of(rank)]).ok().filter(|is_there| *is_there)?;
-            let text = self.store.get(&report_of(rank), TERM_TIMEOUT).ok()??;
-            serde_json::from_slice(&text).ok()
-        };
+        let read = |rank| Report::read(&self.store, rank, TERM_TIMEOUT);
         let blamed = |report: &Report| report.failure.as_ref().and_then(|failure| failure.rank);
         let first = read(rank).unwrap_or_else(|| self.unreported(rank, pid, status));
         let of_blamed = blamed(&first).filter(|it| *it != rank).and_then(read);
@@ -362,59 +328,6 @@ impl Start<'_> {
         let wrong_input = refuses_input(status);
         let failure = Failure { rank, device, error: text.clone(), ..Failure::default() };
         Report { text, wrong_input, failure: (!wrong_input).then_some(failure) }
-    }
-}
-
-/// The processes, by rank.
-struct Processes {
-    /// `None` for each process that has ended.
-    children: Vec<Option<Child>>,
-    /// The rank, process id and exit status of each process that has ended, the earliest first.
-    ended: Vec<(usize, u32, ExitStatus)>,
-}
-
-impl Processes {
-    fn are_there(&self) -> bool {
-        self.children.iter().any(Option::is_some)
-    }
-
-    fn send(&mut self, signal: i32) {
-        for child in self.children.iter_mut().flatten() {
-            // Fails only if the process has ended.
-            let _ = os::send_signal(child, signal);
-        }
-    }
-
-    /// Kills all processes.
-    fn kill(&mut self) {
-        for child in self.children.iter_mut().flatten() {
-            // Fails only if the process has ended.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-
-    /// Returns why the run stopped before its last epoch. `None` if it did not, or if rank 0 failed.
-    fn reason_of_rank_0(&self) -> Option<StopReason> {
-        let of_rank_0 = self.ended.iter().find(|(rank, ..)| *rank == 0);
-        of_rank_0.and_then(|(.., status)| status.code()).and_then(reason_of).flatten()
-    }
-
-    /// Records the processes that have ended.
-    fn reap(&mut self) {
-        for (rank, place) in self.children.iter_mut().enumerate() {
-            if let Some(child) = place
-                && let Ok(Some(status)) = child.try_wait()
-            {
-                self.ended.push((rank, child.id(), status));
-                *place = None;
-            }
-        }
-    }
-
-    /// Returns the first process that failed: its exit code means neither success nor a requested stop.
-    fn first_failure(&self) -> Option<&(usize, u32, ExitStatus)> {
-        self.ended.iter().find(|(.., status)| status.code().and_then(reason_of).is_none())
     }
 }
 
@@ -439,12 +352,12 @@ mod tests {
         let (_open, never) = bounded(0);
         let store = TcpStore::serve("127.0.0.1", 0, time, never).unwrap();
         for (number, code) in [2, 1].into_iter().enumerate() {
-            let start = Start { spawn: &spawn, store: store.under(&of_start(number)), number };
+            let start = Start { spawn: &spawn, store: store.under(&store_prefix(number)), number };
             // A process whose --config has changed meanwhile ends like this, before it has joined.
             let exit = format!("exit {code}");
             let status = Command::new("sh").args(["-c", &exit]).status().unwrap();
             start.tell(&placement, &store, 1, status, "ended").unwrap();
-            let all = Processes { children: Vec::new(), ended: vec![(1, 7, status)] };
+            let all = RunningProcesses { children: Vec::new(), ended: vec![(1, 7, status)] };
             let report = start.failure(&all).unwrap();
             assert_eq!(report.wrong_input, code == 2, "{report:?}");
             assert_eq!(report.failure.is_none(), code == 2, "{report:?}");

@@ -1,0 +1,60 @@
+//! The processes of one start, until all of them have ended.
+
+use std::process::{Child, ExitStatus};
+
+use crate::launch::signals::reason_of;
+use crate::os;
+use crate::runtime::StopReason;
+
+/// The processes, by rank.
+pub(super) struct RunningProcesses {
+    /// `None` for each process that has ended.
+    pub children: Vec<Option<Child>>,
+    /// The rank, process id and exit status of each process that has ended, the earliest first.
+    pub ended: Vec<(usize, u32, ExitStatus)>,
+}
+
+impl RunningProcesses {
+    pub(super) fn are_there(&self) -> bool {
+        self.children.iter().any(Option::is_some)
+    }
+
+    pub(super) fn send(&mut self, signal: i32) {
+        for child in self.children.iter_mut().flatten() {
+            // Fails only if the process has ended.
+            let _ = os::send_signal(child, signal);
+        }
+    }
+
+    /// Kills all processes.
+    pub(super) fn kill(&mut self) {
+        for child in self.children.iter_mut().flatten() {
+            // Fails only if the process has ended.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    /// Returns why the run stopped before its last epoch. `None` if it did not, or if rank 0 failed.
+    pub(super) fn reason_of_rank_0(&self) -> Option<StopReason> {
+        let of_rank_0 = self.ended.iter().find(|(rank, ..)| *rank == 0);
+        of_rank_0.and_then(|(.., status)| status.code()).and_then(reason_of).flatten()
+    }
+
+    /// Records the processes that have ended.
+    pub(super) fn reap(&mut self) {
+        for (rank, place) in self.children.iter_mut().enumerate() {
+            if let Some(child) = place
+                && let Ok(Some(status)) = child.try_wait()
+            {
+                self.ended.push((rank, child.id(), status));
+                *place = None;
+            }
+        }
+    }
+
+    /// Returns the first process that failed: its exit code means neither success nor a requested stop.
+    pub(super) fn first_failure(&self) -> Option<&(usize, u32, ExitStatus)> {
+        self.ended.iter().find(|(.., status)| status.code().and_then(reason_of).is_none())
+    }
+}
