@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 
 use crate::harness::{as_torchrun, free_port, join, run_command};
-use crate::machine::{in_parallel, in_parallel_by, is_running, on_gpus};
+use crate::machine::{in_parallel, in_parallel_by, on_gpus, run_without_survivors};
 use crate::shared::faults::{self, RANKS, RUN, STAGES};
 
 /// A fault of `rank` at a stage.
@@ -60,16 +60,13 @@ impl Case {
 
     /// Runs it in one process, or in one that starts the others, and checks its report.
     fn is_reported(&self, spawn: &str) {
-        let mut command = self.program(self.kind == "stall", &[spawn]);
-        let token = format!("{} {spawn} {}", std::process::id(), self.fault());
-        command.env("DDP_MP_TEST", &token);
-        let output = run_command(command);
+        let command = self.program(self.kind == "stall", &[spawn]);
+        let output = run_without_survivors(command, &format!("{self:?} {spawn}"));
         let failure: Value = faults::failure(&self.fault(), &output, self.rank, "GPU");
         if self.kind != "kill" {
             assert_eq!(failure["operation"], self.operation, "{self:?}: {}", output.2);
         }
         self.check_cause(failure["error"].as_str().unwrap(), &output.2);
-        assert!(!is_running(&token), "{self:?} leaves a process behind");
     }
 
     /// Runs it in processes as torchrun starts them, and checks what each of the others says.

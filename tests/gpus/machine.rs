@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::{env, fs, thread};
+use std::{env, fs, process, thread};
 
 use serde_json::Value;
 
@@ -108,8 +108,22 @@ pub(crate) fn in_parallel_by<T: Sync>(at_once: usize, cases: &[T], check: impl F
     thread::scope(|scope| (0..at_once).for_each(|_| drop(scope.spawn(work))));
 }
 
+/// Runs `command` for the test case `case`, and returns its exit code, stdout and stderr. Panics if a process that it
+/// started outlives it.
+#[track_caller]
+pub(crate) fn run_without_survivors(
+    mut command: Command,
+    case: &str,
+) -> (Option<i32>, String, String) {
+    let token = format!("{} {case}", process::id());
+    command.env("DDP_MP_TEST", &token);
+    let output = run_command(command);
+    assert!(!is_running(&token), "{case} leaves a process behind");
+    output
+}
+
 /// Returns whether a process has `DDP_MP_TEST=token` in its environment.
-pub(crate) fn is_running(token: &str) -> bool {
+fn is_running(token: &str) -> bool {
     let variable = format!("DDP_MP_TEST={token}");
     let mut processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
     processes.any(|process| {

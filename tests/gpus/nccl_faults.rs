@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use crate::harness::run_command;
-use crate::machine::{in_parallel_by, is_running, on_gpus};
+use crate::machine::{in_parallel_by, on_gpus, run_without_survivors};
 use crate::shared::faults;
 
 const RANKS: usize = 3;
@@ -22,16 +22,14 @@ struct Case {
 const LAUNCHES: [usize; 3] = [1, 4, 9];
 
 impl Case {
-    /// Returns what the program says of it, after it has run.
-    fn run(&self, timeout: &str) -> (Value, String) {
+    /// Runs the program with the fault, and returns its failure event and stderr.
+    fn run(&self) -> (Value, String) {
         let Self { kind, rank, launch, spawn } = self;
-        let args = [&RUN[..], &[timeout, "--grace-period=2s", spawn]].concat();
+        let args = [&RUN[..], &["--timeout=1h", "--grace-period=2s", spawn]].concat();
         let mut command = on_gpus(RANKS, &args);
         let fault = format!("{kind}:rank={rank},call={launch}");
-        let token = format!("{} {fault} {spawn}", std::process::id());
-        command.env("SIM_NCCL_FAULT", &fault).env("DDP_MP_TEST", &token);
-        let output = run_command(command);
-        assert!(!is_running(&token), "{self:?} leaves a process behind");
+        command.env("SIM_NCCL_FAULT", &fault);
+        let output = run_without_survivors(command, &format!("{self:?}"));
         (faults::failure(&fault, &output, *rank, "GPU"), output.2)
     }
 }
@@ -49,7 +47,7 @@ fn cases(kind: &'static str) -> Vec<Case> {
 #[track_caller]
 fn is_named(kind: &'static str, words: &str) {
     in_parallel_by(2, &cases(kind), |case| {
-        let (failure, stderr) = case.run("--timeout=1h");
+        let (failure, stderr) = case.run();
         let error = failure["error"].as_str().unwrap();
         assert!(error.contains(words), "{case:?}: {stderr}");
     });
