@@ -18,7 +18,6 @@ import tempfile
 from faults import faults
 from hosts import two_hosts
 from runs import (
-    ENDLESS,
     FLAGS,
     Run,
     check,
