@@ -41,7 +41,7 @@ def main():
         for name, file in programs.items():
             subprocess.run(["strip", "-o", stripped, file], check=True)
             tar.add(stripped, name)
-    for name in ["run.sh", "measure.py", "pytorch_ddp.py", "../interop/compare.py", "../interop/ddp_step.py"]:
+    for name in ["run.sh", "measure.py", "pytorch_ddp.py", "../../benches/compare.py", "../../benches/pytorch_step.py"]:
         shutil.copy(HERE / name, folder)
     wrapper = folder / "cuda_calls.so"
     flags = ["-O2", "-Wall", "-Werror", "-shared", "-fPIC"]

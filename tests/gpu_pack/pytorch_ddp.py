@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from ddp_step import build
+from pytorch_step import build
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH = 32

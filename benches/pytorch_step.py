@@ -1,6 +1,6 @@
 """A training step in PyTorch: mp.spawn, Gloo, DistributedDataParallel, SGD. Prints the median as JSON.
 
-ddp_step.py linear|mlp|cnn RANKS STEPS
+pytorch_step.py linear|mlp|cnn RANKS STEPS
 """
 
 import json

@@ -23,8 +23,9 @@ import threading
 import time
 
 FOLDER = pathlib.Path(__file__).parent
-sys.path.insert(0, str(FOLDER.parent / "launchers"))
-from launchers import Hosts, free_port  # noqa: E402
+sys.path.insert(0, str(FOLDER.parent / "tests/launchers"))
+from hosts import Hosts  # noqa: E402
+from runs import free_port  # noqa: E402
 
 FLAGS = ["--model=mlp", "--hidden=1024,1024,1024", "--log-format=json"]
 STEPS = 20

@@ -41,7 +41,7 @@ def demo(command):
 
 
 def compare_demo(program, pairs):
-    pair = lambda: (demo([sys.executable, FOLDER / "ddp_mp.py"]), demo([program]))
+    pair = lambda: (demo([sys.executable, FOLDER / "pytorch_demo.py"]), demo([program]))
     theirs, ours = (statistics.median(times) for times in zip(*(pair() for _ in range(pairs))))
     print(f"\n{'the whole demo, 2 ranks, 2 epochs':35}{'PyTorch':>12}{'ddp-mp':>12}{'ratio':>9}")
     print(f"{'':35}{theirs:10.2f} s{ours:10.3f} s{theirs / ours:9.1f}", flush=True)
@@ -62,7 +62,7 @@ def compare_step(program, pairs, kind, ranks):
     theirs, ours = [], {spawn: [] for spawn in spawns}
     steps = str(STEPS[kind])
     for _ in range(pairs):
-        _, out = run([sys.executable, FOLDER / "ddp_step.py", kind, str(ranks), steps])
+        _, out = run([sys.executable, FOLDER / "pytorch_step.py", kind, str(ranks), steps])
         theirs.append(json.loads(out)["us_per_step"])
         flags = [f"--nproc-per-node={ranks}", f"--steps={steps}", "--log-format=json", *FLAGS[kind]]
         for spawn in spawns:
@@ -80,7 +80,7 @@ def compare_memory(program):
     process of its own there."""
     work = lambda ranks: [f"--nproc-per-node={ranks}", "--steps=30"]
     ours = [memory([program, "bench", "step", *work(ranks), *FLAGS["mlp"]]) for ranks in [1, 4]]
-    theirs = memory([sys.executable, FOLDER / "ddp_step.py", "mlp", "2", "30"])
+    theirs = memory([sys.executable, FOLDER / "pytorch_step.py", "mlp", "2", "30"])
     print(f"\n{'memory, mlp':35}{'PyTorch':>12}{'ddp-mp':>12}")
     print(f"{'one rank':>35}{theirs:9.0f} MB{ours[0]:9.0f} MB")
     print(f"{'each further rank':>35}{theirs:9.0f} MB{(ours[1] - ours[0]) / 3:9.0f} MB", flush=True)
@@ -88,7 +88,7 @@ def compare_memory(program):
 
 def compare_rendezvous():
     """Two processes that have started meet, and form a group."""
-    _, out = run([sys.executable, FOLDER / "rendezvous.py", "9"])
+    _, out = run([sys.executable, FOLDER / "pytorch_rendezvous.py", "9"])
     theirs = json.loads(out)["median_ms"]
     _, out = run(["cargo", "bench", "--quiet", "--bench", "rendezvous"])
     ours = float(out.split()[0])
@@ -96,7 +96,7 @@ def compare_rendezvous():
 
 
 def gloo(ranks):
-    _, out = run([sys.executable, FOLDER / "gloo_all_reduce.py", str(ranks), *map(str, SIZES)])
+    _, out = run([sys.executable, FOLDER / "pytorch_all_reduce.py", str(ranks), *map(str, SIZES)])
     return {row["bytes"]: row for row in map(json.loads, out.splitlines())}
 
 

@@ -1,6 +1,6 @@
 """How long two processes take to form a group with PyTorch, once both have started. Prints ms as JSON.
 
-rendezvous.py ROUNDS
+pytorch_rendezvous.py ROUNDS
 """
 
 import json

@@ -1,6 +1,6 @@
 """All-reduce over Gloo: mp.spawn, float32, sum. Prints a JSON object for each size.
 
-gloo_all_reduce.py RANKS BYTES...
+pytorch_all_reduce.py RANKS BYTES...
 """
 
 import json
