@@ -21,7 +21,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-gpus loom check install parity safetensors tensorboard report page trace mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+.PHONY: help run test test-fast test-gpus loom check install parity safetensors tensorboard report page trace mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -31,6 +31,13 @@ run: cargo libtorch ## build and run the demo; its flags: make run ARGS="--help"
 
 test: cargo libtorch ## build and run the tests
 	cargo test --release
+
+# The modules of tests/ whose ranks are threads of the test program.
+FAST_TESTS = c10d coalesced collectives data engine functional gradients groups messages mutated optim outputs parity properties tidy
+
+test-fast: cargo libtorch ## run the unit tests, and the tests that do not start the program: under a minute once built
+	cargo test --release --lib
+	cargo test --release --test tests -- $(addsuffix ::,$(FAST_TESTS))
 
 test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
 	cargo build --release --examples
@@ -94,7 +101,7 @@ trace: cargo python ## have Perfetto's trace processor, in Chromium, read the tr
 
 mutated: cargo libtorch ## run the program on inputs that were changed at random; more: make mutated COUNT=20000 SEED=2
 	cargo build --release
-	python3 tests/interop/mutated_inputs.py $(PROGRAM) $(or $(COUNT),200) $(or $(SEED),1)
+	python3 tests/fuzz/mutated_inputs.py $(PROGRAM) $(or $(COUNT),200) $(or $(SEED),1)
 
 mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 	cargo build --release --example mixed_rank
@@ -103,12 +110,12 @@ mixed: cargo python ## have ranks in Rust and ranks of PyTorch in one group
 compare: cargo libtorch ## measure beside PyTorch, which it fetches into .pytorch/, and what DDP costs on one rank
 	@.cargo/fetch-libtorch.sh $(TORCH) pytorch
 	cargo build --release
-	.pytorch/bin/python tests/interop/compare.py $(PROGRAM)
+	.pytorch/bin/python benches/compare.py $(PROGRAM)
 	cargo bench --quiet --bench ddp_cost
 
 simulated-cluster: cargo libtorch ## measure two hosts, as network namespaces, beside what bench step --simulate-cluster says
 	cargo build --release
-	python3 tests/interop/simulated_cluster.py $(PROGRAM)
+	python3 benches/simulated_cluster.py $(PROGRAM)
 
 simulated-gpus: libtorch ## build the simulated GPUs (tests/simulated_gpus) into target/simulated_gpus, and check them
 	tests/simulated_gpus/build.sh "$(LIBTORCH_FOLDER)" $(SIMULATED_GPUS)

@@ -143,6 +143,34 @@ fn a_thread_that_cannot_be_started_is_no_panic() {
     }
 }
 
+/// `make test-fast` runs the modules that the Makefile names in `FAST_TESTS`.
+#[test]
+fn fast_modules_do_not_start_the_program() {
+    let makefile = fs::read_to_string(repository("Makefile")).unwrap();
+    let modules = makefile.lines().find_map(|line| line.strip_prefix("FAST_TESTS = ")).unwrap();
+    for module in modules.split_whitespace() {
+        let text = fs::read_to_string(repository(&format!("tests/{module}.rs"))).unwrap();
+        let imports = text.split("\nuse crate::harness::").skip(1);
+        let imports: String = imports.map(|it| it.split(';').next().unwrap()).collect();
+        let mut names = imports.split(|c: char| !c.is_alphanumeric() && c != '_');
+        let starts = names.find(|it| it.starts_with("run") || it.starts_with("program"));
+        assert_eq!(starts, None, "{module} is in FAST_TESTS and starts the program");
+    }
+}
+
+#[test]
+fn tests_readme_names_every_module() {
+    let readme = fs::read_to_string(repository("tests/README.md")).unwrap();
+    let program = fs::read_to_string(repository("tests/tests.rs")).unwrap();
+    let modules = program.lines().filter_map(|line| line.strip_prefix("mod ")?.split_once("; // "));
+    let modules: Vec<&str> = modules.map(|(module, _)| module).collect();
+    assert!(modules.len() > 30, "{modules:?}");
+    for module in modules {
+        let is_named = ["`", "::"].iter().any(|end| readme.contains(&format!("`{module}{end}")));
+        assert!(is_named, "tests/README.md does not say what {module} proves");
+    }
+}
+
 #[test]
 fn every_example_is_short_and_in_the_readme() {
     let readme = fs::read_to_string(repository("README.md")).unwrap();
