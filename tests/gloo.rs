@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use ddp_mp::ddp::{BucketParameter, CommHook, Compress, GradBucket, hook_fn};
+use ddp_mp::ddp::{CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::ffi::cuda::Cuda;
 use ddp_mp::launch::{
     BackendChoice, Joining, Launch, LaunchOptions, NodeSlice, Nproc, ProcessWorld, detect, place,
 };
+use ddp_mp::optim::ParamSpan;
 use ddp_mp::process_group::DTYPES;
 use ddp_mp::{Backend, ProcessGroup, Rank, ReduceOp, Spawn, SpawnError};
 use proptest::prelude::*;
@@ -142,7 +143,7 @@ fn averages(rank: &Rank, group: &ProcessGroup) -> anyhow::Result<Vec<(String, Ve
         let mut gradients = halves(rank.rank(), 50_000, Kind::BFloat16, ReduceOp::Avg);
         gradients = gradients.to_kind(Kind::Float) * 300.;
         let name = "weight".into();
-        let parameters = [BucketParameter { name, start: 0, shape: vec![50_000] }];
+        let parameters = [ParamSpan { name, index: 0, start: 0, shape: vec![50_000] }];
         let mut bucket = GradBucket {
             index: 0,
             is_last: true,

@@ -8,8 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ddp_mp::ddp::{
-    BucketParameter, CommHook, Compress, GradBucket, JoinOptions, PowerSgd, PowerSgdOptions,
-    hook_fn,
+    CommHook, Compress, GradBucket, JoinOptions, PowerSgd, PowerSgdOptions, hook_fn,
 };
 use ddp_mp::ffi::{Autocast, backward, fork_rng};
 use ddp_mp::models::{ModelConfig, ModelKind};
@@ -130,7 +129,7 @@ fn as_gloo(kind: Kind, order: impl Fn(usize, usize) -> Vec<usize> + 'static) -> 
         let order = order(step, bucket.parameters.len());
         step += 1;
         let part = |&place: &usize| {
-            let BucketParameter { start, shape, .. } = &bucket.parameters[place];
+            let ParamSpan { start, shape, .. } = &bucket.parameters[place];
             bucket.gradients.narrow(0, *start as i64, shape.iter().product())
         };
         let parts: Vec<Tensor> = order.iter().map(part).collect();

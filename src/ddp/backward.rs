@@ -5,10 +5,8 @@ use std::time::Instant;
 
 use tch::Tensor;
 
-use super::DistributedDataParallel;
 use super::reducer::Reducer;
 use super::turn::Turn;
-use super::weight::weigh;
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::operation::Operation;
@@ -21,20 +19,18 @@ pub struct BackwardOptions {
     /// and otherwise leaves the ranks with different gradients.
     pub retain_graph: bool,
     /// The number of samples in this rank's loss, to average over the samples of all ranks: see
-    /// [`backward_weighted`](DistributedDataParallel::backward_weighted). `None` averages over the ranks.
+    /// [`backward_weighted`](super::DistributedDataParallel::backward_weighted). `None` averages over the ranks.
     pub samples: Option<f64>,
 }
 
-/// A model whose gradients [`backward`] averages: a [`DistributedDataParallel`] of any module.
+/// A model whose gradients [`backward`] averages: a [`DistributedDataParallel`](super::DistributedDataParallel) of any
+/// module.
 pub trait Averaged: sealed::Sealed {}
 
-impl<M> Averaged for DistributedDataParallel<M> {}
-
-mod sealed {
+/// The parts of a wrapped model that a backward uses. Only this crate implements it.
+pub(super) mod sealed {
     use super::{Reducer, Result};
-    use crate::ddp::DistributedDataParallel;
 
-    /// The parts of a wrapped model that a backward uses.
     pub trait Sealed {
         #[doc(hidden)]
         fn reducer(&self) -> &Reducer;
@@ -47,21 +43,6 @@ mod sealed {
         #[doc(hidden)]
         fn broadcast_buffers(&self) -> Result<()>;
     }
-
-    impl<M> Sealed for DistributedDataParallel<M> {
-        fn reducer(&self) -> &Reducer {
-            &self.reducer
-        }
-
-        fn averages(&self) -> bool {
-            self.no_sync.get() == 0
-        }
-
-        fn broadcast_buffers(&self) -> Result<()> {
-            let is_due = self.options.broadcast_buffers && !self.reducer.is_joining();
-            if is_due { self.sync_buffers(0) } else { Ok(()) }
-        }
-    }
 }
 
 /// Computes the gradients of a `loss` that depends on several models and averages them over all ranks. For example, a
@@ -71,7 +52,7 @@ mod sealed {
 /// In PyTorch `loss.backward()` finds these models by itself. Here the caller passes them, because the ranks reduce
 /// their buckets in this order, whichever gradients are complete first. Communication overlaps most with backward if
 /// the models are in the order in which backward reaches them. A model within
-/// [`no_sync`](DistributedDataParallel::no_sync) adds up gradients on its rank, while the others average.
+/// [`no_sync`](super::DistributedDataParallel::no_sync) adds up gradients on its rank, while the others average.
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -99,10 +80,11 @@ mod sealed {
 /// ```
 ///
 /// # Errors
-/// Those of [`DistributedDataParallel::backward`]; [`Error::Input`] if there is no model;
-/// [`Error::Unsupported`] if there are several models and one is within [`join`](DistributedDataParallel::join). With
-/// [`samples`](BackwardOptions::samples) those of
-/// [`backward_weighted`](DistributedDataParallel::backward_weighted), and [`Error::Input`] if the models have added up
+/// The errors of [`DistributedDataParallel::backward`](super::DistributedDataParallel::backward); [`Error::Input`] if
+/// there is no model;
+/// [`Error::Unsupported`] if there are several models and one is within
+/// [`join`](super::DistributedDataParallel::join). With [`samples`](BackwardOptions::samples) the errors of
+/// [`backward_weighted`](super::DistributedDataParallel::backward_weighted), and [`Error::Input`] if the models have added up
 /// batches of different samples within `no_sync`.
 #[track_caller]
 pub fn backward(
@@ -114,12 +96,12 @@ pub fn backward(
     run(loss, &models, options, Location::caller())
 }
 
-/// Runs [`backward`], called at `place`.
+/// Runs [`backward`], called at `call_site`.
 pub(super) fn run(
     loss: &Tensor,
     models: &[&dyn Averaged],
     options: BackwardOptions,
-    place: CallSite,
+    call_site: CallSite,
 ) -> Result<()> {
     let Some(first) = models.first() else {
         return Err(Error::Input("backward has no model to average; name at least one".into()));
@@ -134,7 +116,7 @@ pub(super) fn run(
     let weighted = options.samples.map(|samples| weigh(loss, models, samples)).transpose()?;
     let loss = weighted.as_ref().unwrap_or(loss);
     first.reducer().group().next_phase(Operation::Backward);
-    let result = run_all(loss, models, options, place);
+    let result = run_all(loss, models, options, call_site);
     if result.is_err() {
         models.iter().for_each(|model| model.reducer().give_up());
     }
@@ -146,7 +128,7 @@ fn run_all(
     loss: &Tensor,
     models: &[&dyn Averaged],
     options: BackwardOptions,
-    place: CallSite,
+    call_site: CallSite,
 ) -> Result<()> {
     let began = Instant::now();
     let all = || models.iter().map(|model| model.reducer());
@@ -158,7 +140,7 @@ fn run_all(
         let (reducer, averages) = (model.reducer(), model.averages());
         overlaps &= !averages || reducer.overlaps();
         let turn = if averages { turns.following() } else { Turn::default() };
-        reducer.begin(averages, overlaps, turn, place)?;
+        reducer.begin(averages, overlaps, turn, call_site)?;
     }
     let backward = ffi::run_backward(loss, options.retain_graph);
     // A hook's error takes precedence: it is the cause if backward failed too.
@@ -167,4 +149,29 @@ fn run_all(
     all().try_for_each(Reducer::move_grads_into_buckets)?;
     averaged().try_for_each(Reducer::reduce_rest)?;
     averaged().try_for_each(|reducer| reducer.finish(began))
+}
+
+/// Returns `loss`, the mean over `samples` samples, scaled for the weights of the `models`. Adds the samples to the
+/// weights.
+///
+/// # Errors
+/// [`Error::Input`]; the weights are then unchanged.
+fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Result<Tensor> {
+    let factors = models.iter().map(|model| model.reducer().loss_factor(samples, model.averages()));
+    let mut factors = factors.collect::<Result<Vec<f64>>>()?;
+    factors.dedup();
+    if factors.len() > 1 {
+        return Err(Error::Input(
+            "backward: one loss cannot have a weight for models that have added up different batches within \
+             no_sync; call backward for each model alone, or with all of them in every batch"
+                .into(),
+        ));
+    }
+    models.iter().try_for_each(|model| model.reducer().add_samples(samples, model.averages()))?;
+    match factors[..] {
+        [factor] if factor != 1.0 => {
+            loss.f_mul_scalar(factor).map_err(Error::torch("weighting the loss"))
+        }
+        _ => Ok(loss.shallow_clone()),
+    }
 }

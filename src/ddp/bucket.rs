@@ -5,7 +5,7 @@ use tch::Kind;
 /// The properties of a parameter that determine its bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Size {
-    pub kind: Kind,
+    pub dtype: Kind,
     pub num_bytes: usize,
 }
 
@@ -17,7 +17,7 @@ pub(super) struct Size {
 /// buckets in the order in which they were opened.
 pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
     struct Open {
-        kind: Kind,
+        dtype: Kind,
         bucket: usize,
         num_bytes: usize,
         /// The number of buckets of its dtype that were closed before.
@@ -26,12 +26,12 @@ pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
     let mut buckets: Vec<Vec<usize>> = Vec::new();
     let mut open: Vec<Open> = Vec::new();
     for (index, size) in sizes.iter().enumerate() {
-        let at = open.iter().position(|o| o.kind == size.kind).unwrap_or_else(|| {
-            let (kind, bucket) = (size.kind, usize::MAX);
-            open.push(Open { kind, bucket, num_bytes: 0, closed: 0 });
+        let place = open.iter().position(|o| o.dtype == size.dtype).unwrap_or_else(|| {
+            let (dtype, bucket) = (size.dtype, usize::MAX);
+            open.push(Open { dtype, bucket, num_bytes: 0, closed: 0 });
             open.len() - 1
         });
-        let current = &mut open[at];
+        let current = &mut open[place];
         if current.bucket == usize::MAX {
             current.bucket = buckets.len();
             buckets.push(Vec::new());
@@ -41,7 +41,7 @@ pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
         let cap = caps.get(current.closed).or(caps.last());
         if cap.is_some_and(|&cap| current.num_bytes >= cap) {
             let closed = current.closed + 1;
-            *current = Open { kind: size.kind, bucket: usize::MAX, num_bytes: 0, closed };
+            *current = Open { dtype: size.dtype, bucket: usize::MAX, num_bytes: 0, closed };
         }
     }
     buckets
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     fn floats(sizes: &[usize]) -> Vec<Size> {
-        sizes.iter().map(|&num_bytes| Size { kind: Kind::Float, num_bytes }).collect()
+        sizes.iter().map(|&num_bytes| Size { dtype: Kind::Float, num_bytes }).collect()
     }
 
     #[test]
@@ -77,9 +77,9 @@ mod tests {
     }
 
     #[test]
-    fn kinds_do_not_mix() {
+    fn dtypes_do_not_mix() {
         let mut sizes = floats(&[4, 4, 4]);
-        sizes[1].kind = Kind::Double;
+        sizes[1].dtype = Kind::Double;
         assert_eq!(assign(&sizes, &[100, 100]), [vec![0, 2], vec![1]]);
     }
 

@@ -5,8 +5,8 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use super::hook_state::CommHookState;
 use crate::error::{Error, Result};
+use crate::optim::ParamSpan;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
 /// A bucket whose gradients are complete on this rank.
@@ -18,22 +18,11 @@ pub struct GradBucket<'a> {
     pub is_last: bool,
     /// The gradients of its parameters in sequence, not divided yet. Gaps between them are zero.
     pub gradients: &'a mut Tensor,
-    /// The parameters of the bucket.
-    pub parameters: &'a [BucketParameter],
+    /// The parameters of the bucket. Each [`ParamSpan::start`] counts from the start of the bucket.
+    pub parameters: &'a [ParamSpan],
     /// The number of samples in this rank's gradients, for [`ProcessGroup::all_reduce_weighted`]. `None` if all ranks
     /// have equal weight.
     pub weight: Option<f64>,
-}
-
-/// A parameter in a bucket.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BucketParameter {
-    /// The parameter's name.
-    pub name: String,
-    /// Start of its gradient in the bucket, in elements.
-    pub start: usize,
-    /// The parameter's shape.
-    pub shape: Vec<i64>,
 }
 
 /// A function that averages a bucket over the ranks. Follows DDP's communication hooks.
@@ -59,7 +48,7 @@ pub trait CommHook {
     /// Averages `bucket` over the ranks of `group`, or with a [weight](GradBucket::weight) over their samples.
     ///
     /// # Errors
-    /// Those of the collectives; they end the run.
+    /// The errors of the collectives; they end the run.
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()>;
 
     /// Returns the hook's state for a checkpoint; `None` if it has none.
@@ -80,6 +69,18 @@ pub trait CommHook {
     }
 }
 
+/// The state of a communication hook on one rank, kept from one step to the next. Follows the `state_dict` of PyTorch's
+/// hook states.
+#[derive(Debug, Default)]
+pub struct CommHookState {
+    /// Numbers by name, the same on all ranks.
+    pub counters: BTreeMap<String, u64>,
+    /// Tensors by name that are the same on all ranks.
+    pub shared: BTreeMap<String, Tensor>,
+    /// Tensors by name that each rank has for itself. All ranks have the same names and shapes.
+    pub local: BTreeMap<String, Tensor>,
+}
+
 impl fmt::Debug for dyn CommHook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -93,7 +94,7 @@ impl fmt::Debug for dyn CommHook {
 /// use ddp_mp::ddp::hook_fn;
 /// use ddp_mp::{ProcessGroup, ReduceOp};
 ///
-/// // What DDP does by itself.
+/// // The same as DDP's default hook.
 /// let hook = hook_fn("mine", |bucket, group: &ProcessGroup| {
 ///     group.all_reduce(bucket.gradients, ReduceOp::PremulSum(1.0 / group.world_size() as f64))
 /// });
@@ -148,26 +149,26 @@ pub(super) fn average(group: &ProcessGroup) -> ReduceOp {
 /// divides by the number of ranks, sums, and converts back.
 #[derive(Debug)]
 pub struct Compress {
-    kind: Kind,
+    dtype: Kind,
     /// The converted gradients of each bucket; allocated once.
-    room: BTreeMap<usize, Tensor>,
+    converted: BTreeMap<usize, Tensor>,
 }
 
 impl Compress {
     /// Returns the float16 hook, like `fp16_compress_hook`.
     pub fn fp16() -> Self {
-        Self { kind: Kind::Half, room: BTreeMap::new() }
+        Self { dtype: Kind::Half, converted: BTreeMap::new() }
     }
 
     /// Returns the bfloat16 hook, like `bf16_compress_hook`.
     pub fn bf16() -> Self {
-        Self { kind: Kind::BFloat16, room: BTreeMap::new() }
+        Self { dtype: Kind::BFloat16, converted: BTreeMap::new() }
     }
 }
 
 impl CommHook for Compress {
     fn name(&self) -> &'static str {
-        if self.kind == Kind::Half { "fp16_compress" } else { "bf16_compress" }
+        if self.dtype == Kind::Half { "fp16_compress" } else { "bf16_compress" }
     }
 
     fn weighs(&self) -> bool {
@@ -176,12 +177,12 @@ impl CommHook for Compress {
 
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
         let torch = || Error::torch("compressing gradients");
-        let room = self.room.remove(&bucket.index).filter(|t| t.size() == bucket.gradients.size());
-        let mut small = match room {
-            Some(room) => room,
+        let known = self.converted.remove(&bucket.index);
+        let mut small = match known.filter(|t| t.size() == bucket.gradients.size()) {
+            Some(known) => known,
             None => {
                 let (shape, device) = (bucket.gradients.size(), bucket.gradients.device());
-                Tensor::f_empty(&shape[..], (self.kind, device)).map_err(torch())?
+                Tensor::f_empty(&shape[..], (self.dtype, device)).map_err(torch())?
             }
         };
         let convert = || {
@@ -191,7 +192,7 @@ impl CommHook for Compress {
         tch::no_grad(convert).map_err(torch())?;
         group.all_reduce_weighted(&mut small, ReduceOp::Sum, bucket.weight)?;
         tch::no_grad(|| bucket.gradients.f_copy_(&small)).map_err(torch())?;
-        self.room.insert(bucket.index, small);
+        self.converted.insert(bucket.index, small);
         Ok(())
     }
 }

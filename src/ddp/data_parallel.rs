@@ -8,10 +8,12 @@ use std::time::Instant;
 use tch::Tensor;
 use tch::nn::{ModuleT, VarStore};
 
-use super::layout::{FlatParams, Layout};
+use super::broadcast::sync_module_states;
+use super::layout::Layout;
+use super::no_sync::NoSync;
+use super::options::DdpOptions;
 use super::parameters::{self, NamedTensor};
-use super::timings::BackwardTimings;
-use super::{DdpOptions, DdpStatistics, NoSync};
+use super::statistics::{BackwardTimings, DdpStatistics};
 use crate::error::{Error, Result};
 use crate::ffi::backward;
 use crate::operation::Operation;
@@ -76,11 +78,12 @@ impl<M> DataParallel<M> {
         let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
         let layout = Layout::new(&parameters, &options)?;
         let gathered = if group.rank() == 0 {
-            let of_all = |flat: &FlatParams| {
-                let own = std::iter::once(Ok(flat.gradients.shallow_clone()));
-                own.chain((1..group.world_size()).map(|_| flat.gradients.f_zeros_like())).collect()
+            let of_all_ranks = |buffer: &FlatBuffer| {
+                let own = std::iter::once(Ok(buffer.gradients.shallow_clone()));
+                own.chain((1..group.world_size()).map(|_| buffer.gradients.f_zeros_like()))
+                    .collect()
             };
-            let gathered = layout.flats.iter().map(of_all).collect::<Result<_, _>>();
+            let gathered = layout.buffers.iter().map(of_all_ranks).collect::<Result<_, _>>();
             gathered.map_err(Error::torch("making room for all ranks' gradients"))?
         } else {
             Vec::new()
@@ -98,11 +101,7 @@ impl<M> DataParallel<M> {
     /// # Errors
     /// Those of [`ProcessGroup::broadcast`].
     pub fn replicate(&self) -> Result<()> {
-        let rest = self.tensors.iter().filter(|t| !t.trainable).map(|t| &t.tensor);
-        let all = self.layout.flats.iter().map(|flat| &flat.parameters).chain(rest);
-        tch::no_grad(|| {
-            all.map(Tensor::shallow_clone).try_for_each(|mut t| self.group.broadcast(&mut t, 0))
-        })
+        sync_module_states(&self.layout.buffers, &self.tensors, &self.group, 0)
     }
 
     /// Returns a guard for gradient accumulation: until it is dropped, [`backward`](Self::backward) adds up gradients
@@ -119,8 +118,9 @@ impl<M> DataParallel<M> {
     /// Returns statistics over every [`backward`](Self::backward) so far that gathered. A bucket here is all parameters
     /// of one dtype, which are sent in one piece.
     pub fn statistics(&self) -> DdpStatistics {
-        let bytes = |flat: &FlatParams| num_bytes(flat.gradients.kind(), flat.gradients.numel());
-        DdpStatistics::new(self.times, self.layout.flats.iter().map(bytes).collect())
+        let bytes =
+            |buffer: &FlatBuffer| num_bytes(buffer.gradients.kind(), buffer.gradients.numel());
+        DdpStatistics::new(self.times, self.layout.buffers.iter().map(bytes).collect())
     }
 
     /// Returns the wrapped model.
@@ -141,7 +141,7 @@ impl<M> DataParallel<M> {
     /// Returns parameters and averaged gradients as flat buffers for an optimizer, on rank 0. `None` on the other
     /// ranks, which make no step.
     pub fn flat_buffers(&self) -> Option<Vec<FlatBuffer>> {
-        (self.group.rank() == 0).then(|| self.layout.flats.iter().map(FlatParams::buffer).collect())
+        (self.group.rank() == 0).then(|| self.layout.flat_buffers())
     }
 
     /// Removes this rank's gradients.
@@ -185,7 +185,7 @@ impl<M> DataParallel<M> {
     /// covers all ranks.
     fn set_aside(&mut self) -> Result<()> {
         if self.group.rank() == 0 {
-            let copies = self.layout.flats.iter().map(|flat| flat.gradients.f_detach_copy());
+            let copies = self.layout.buffers.iter().map(|buffer| buffer.gradients.f_detach_copy());
             let copies = copies.collect::<Result<_, _>>();
             self.before = copies.map_err(Error::torch("keeping the gradients"))?;
         }
@@ -196,9 +196,9 @@ impl<M> DataParallel<M> {
     /// Gathers the gradients on rank 0, and replaces rank 0's gradients by the mean.
     fn gather(&mut self) -> Result<()> {
         let share = 1.0 / self.group.world_size() as f64;
-        for (index, flat) in self.layout.flats.iter_mut().enumerate() {
+        for (index, buffer) in self.layout.buffers.iter_mut().enumerate() {
             let mut gathered = self.gathered.get_mut(index).map(Vec::as_mut_slice);
-            self.group.gather(&flat.gradients, gathered.as_deref_mut(), 0)?;
+            self.group.gather(&buffer.gradients, gathered.as_deref_mut(), 0)?;
             // Divides each rank's gradients first and adds in rank order: the same bits as DDP's all_reduce.
             let mut average = || {
                 let Some([mean, others @ ..]) = gathered else { return Ok(()) };

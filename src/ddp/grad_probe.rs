@@ -2,7 +2,8 @@
 
 use tch::Tensor;
 
-use super::{DistributedDataParallel, parameters};
+use super::parameters;
+use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
 
 /// A probe of the first parameter of a model.
@@ -24,15 +25,15 @@ impl<M> DistributedDataParallel<M> {
     pub(crate) fn start_probe(&self) -> Result<GradProbe> {
         let first = parameters::trained(&self.tensors).next();
         let first = first.ok_or_else(|| Error::Input("the model has no parameters".into()))?;
-        let local = first.tensor.f_detach().and_then(|it| it.f_zeros_like());
+        let local = first.tensor.f_detach().and_then(|tensor| tensor.f_zeros_like());
         let local = local.map_err(Error::torch("zeros_like"))?;
-        self.reducer.probe_first(Some(local.shallow_clone()));
+        self.reducer.set_probe(Some(local.shallow_clone()));
         let (name, parameter) = (first.name.clone(), first.tensor.shallow_clone());
         Ok(GradProbe { name, parameter, local })
     }
 
     /// Stops copying.
     pub(crate) fn stop_probe(&self) {
-        self.reducer.probe_first(None);
+        self.reducer.set_probe(None);
     }
 }

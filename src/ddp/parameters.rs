@@ -4,7 +4,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
-use super::DdpOptions;
+use super::options::DdpOptions;
 use crate::error::{Error, Result};
 use crate::process_group::{ProcessGroup, dtype_name, num_bytes};
 
@@ -22,7 +22,7 @@ pub(super) struct NamedTensor {
 
 /// Returns parameters in creation order, then buffers in name order, which is the same on all ranks. (A `VarStore`
 /// lists names in no defined order, and parameters without names.)
-pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
+fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
     #[allow(clippy::disallowed_methods)] // the order is not used
     let mut named: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
     named.sort_by(|a, b| a.0.cmp(&b.0));
@@ -52,14 +52,14 @@ pub(super) fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
             )));
         }
     }
-    let buffers = named.into_iter().map(|(name, tensor)| NamedTensor {
+    let (trainable, is_buffer, is_ignored) = (false, true, false);
+    tensors.extend(named.into_iter().map(|(name, tensor)| NamedTensor {
         name,
         tensor,
-        trainable: false,
-        is_buffer: true,
-        is_ignored: false,
-    });
-    tensors.extend(buffers);
+        trainable,
+        is_buffer,
+        is_ignored,
+    }));
     Ok(tensors)
 }
 
@@ -102,11 +102,7 @@ impl NamedTensor {
 
 /// Checks that this rank has the same tensors as rank 0. A collective. Follows `_verify_param_shape_across_processes`,
 /// and compares names as well.
-pub(super) fn compare(
-    tensors: &[NamedTensor],
-    options: &DdpOptions,
-    group: &ProcessGroup,
-) -> Result<()> {
+fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) -> Result<()> {
     // The options are compared too, because they determine the collectives.
     let options = format!("{options:?}");
     let compared = tensors.iter().filter(|tensor| !tensor.is_ignored);
@@ -125,7 +121,8 @@ pub(super) fn compare(
             group.rank()
         )));
     }
-    let side = |it: Option<&str>| it.map_or("nothing".into(), |it| format!("({it})"));
+    let side =
+        |tensor: Option<&str>| tensor.map_or("nothing".into(), |tensor| format!("({tensor})"));
     Err(Error::ModelMismatch(format!(
         "at tensor {} (of {} on rank 0, {} on rank {}) rank 0 has {}, rank {} has {}",
         at - 1,
@@ -167,7 +164,7 @@ pub fn state_dict(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
 }
 
 pub(super) fn by_name(tensors: &[NamedTensor]) -> Vec<(String, Tensor)> {
-    tensors.iter().map(|it| (it.name.clone(), it.tensor.shallow_clone())).collect()
+    tensors.iter().map(|named| (named.name.clone(), named.tensor.shallow_clone())).collect()
 }
 
 /// Returns a 64-bit hash of the names, shapes and values of all tensors in `vs`. Equal models have equal hashes on any
@@ -199,8 +196,8 @@ pub(super) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
 /// Returns the names of all parameters, and of buffers if `buffers`, with a 64-bit hash of the values of each. Skips
 /// ignored tensors.
 pub(super) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
-    let wanted = tensors.iter().filter(|it| !it.is_ignored && (buffers || !it.is_buffer));
-    wanted.map(|it| Ok((it.name.clone(), xxh3_64(&bytes_of(&it.tensor)?)))).collect()
+    let wanted = tensors.iter().filter(|named| !named.is_ignored && (buffers || !named.is_buffer));
+    wanted.map(|named| Ok((named.name.clone(), xxh3_64(&bytes_of(&named.tensor)?)))).collect()
 }
 
 /// Returns the bytes of `tensor`, of any dtype and on any device.

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use rand_mt::Mt;
 use tch::{Device, Kind, Tensor};
 
-use super::comm_hooks::{BucketParameter, CommHook, GradBucket, average};
-use super::hook_state::CommHookState;
+use super::comm_hooks::{CommHook, CommHookState, GradBucket, average};
 use crate::error::{Error, Result};
 use crate::ffi::fork_rng;
+use crate::optim::ParamSpan;
 use crate::process_group::ProcessGroup;
 
 /// A hook that sends gradients as products of two thin matrices. Follows `powerSGD_hook`. Matrices that would shrink by
@@ -64,7 +64,7 @@ impl Default for PowerSgdOptions {
 #[derive(Debug)]
 struct BucketState {
     /// The bucket's parameters at that time; after the first iteration they may differ.
-    parameters: Vec<BucketParameter>,
+    parameters: Vec<ParamSpan>,
     /// The approximation error, in the shape of the bucket.
     error: Tensor,
     /// The second factor of each compressed matrix, by the start of its parameter in the bucket.
@@ -100,7 +100,7 @@ impl CommHook for PowerSgd {
             all.extend(loaded.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())));
         }
         for BucketState { parameters, error, factors } in self.state.values() {
-            for BucketParameter { name, start, shape } in parameters {
+            for ParamSpan { name, start, shape, .. } in parameters {
                 let Some(factor) = factors.get(start) else { continue };
                 state.shared.insert(format!("{FACTOR}{name}"), factor.shallow_clone());
                 if self.options.use_error_feedback {
@@ -175,7 +175,7 @@ impl PowerSgd {
         let torch = || Error::torch("PowerSGD");
         let error = bucket.gradients.f_zeros_like().map_err(torch())?;
         let mut factors = BTreeMap::new();
-        for BucketParameter { name, start, shape } in bucket.parameters {
+        for ParamSpan { name, start, shape, .. } in bucket.parameters {
             let Some((rows, columns, rank)) = self.matrix(shape) else { continue };
             if let Some(lost) = self.loaded.local.remove(&format!("{ERROR}{name}")) {
                 check_shape(name, &lost, &[rows * columns])?;
@@ -188,7 +188,7 @@ impl PowerSgd {
             }
         }
         // Drops the state of old buckets that shared a parameter with this one.
-        let moved = |it: &BucketParameter| bucket.parameters.iter().any(|new| new.name == it.name);
+        let moved = |old: &ParamSpan| bucket.parameters.iter().any(|new| new.name == old.name);
         self.state.retain(|_, state| !state.parameters.iter().any(moved));
         Ok(BucketState { parameters: bucket.parameters.to_vec(), error, factors })
     }
@@ -201,7 +201,7 @@ impl PowerSgd {
         let matrices: Vec<(usize, i64, i64, i64)> = bucket
             .parameters
             .iter()
-            .filter_map(|it| self.matrix(&it.shape).map(|(n, m, r)| (it.start, n, m, r)))
+            .filter_map(|span| self.matrix(&span.shape).map(|(n, m, r)| (span.start, n, m, r)))
             .collect();
         if is_new {
             let state = self.begin(bucket)?;

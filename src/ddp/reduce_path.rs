@@ -11,7 +11,7 @@ use crate::process_group::{ProcessGroup, Work};
 /// The place where reductions run.
 #[derive(Debug)]
 pub(super) enum ReducePath {
-    /// On a GPU with `nccl`: a separate stream, ordered with the rank's own by events in both directions.
+    /// On a GPU, with a backend that runs on streams (`nccl`): a separate stream, ordered with the rank's own by events in both directions.
     OnGpu(OnGpu),
     /// Between processes on CPUs: the operations on the group's communication thread, and when the first one started.
     OnThread(Vec<Work>, Option<Instant>),
@@ -33,9 +33,9 @@ pub(super) struct OnGpu {
 
 impl ReducePath {
     pub(super) fn new(group: &ProcessGroup) -> Result<Self> {
-        let on_gpu = match group.device() {
+        let path = match group.device() {
             // Ranks that share a GPU communicate through one stream, which orders their work.
-            Device::Cuda(gpu) if group.backend() == "nccl" => Self::OnGpu(OnGpu {
+            Device::Cuda(gpu) if group.is_stream_ordered() => Self::OnGpu(OnGpu {
                 gpu,
                 stream: Stream::new(gpu)?,
                 computed: Event::new()?,
@@ -45,7 +45,7 @@ impl ReducePath {
             _ if group.spans_processes() => Self::OnThread(Vec::new(), None),
             _ => Self::InPlace,
         };
-        Ok(on_gpu)
+        Ok(path)
     }
 
     /// Returns whether to reduce during backward by default.
@@ -60,20 +60,20 @@ impl ReducePath {
 
     /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait); `None` if this path has
     /// none.
-    pub(super) fn beside(&mut self) -> Option<&mut Vec<Work>> {
+    pub(super) fn async_works(&mut self) -> Option<&mut Vec<Work>> {
         match self {
-            Self::OnThread(works, since) => {
-                since.get_or_insert_with(Instant::now);
+            Self::OnThread(works, started) => {
+                started.get_or_insert_with(Instant::now);
                 Some(works)
             }
             _ => None,
         }
     }
 
-    /// Returns when the first of these operations started; `None` once they have been waited for.
-    pub(super) fn since(&self) -> Option<Instant> {
+    /// Returns when the first of these operations was started; `None` once they have been waited for.
+    pub(super) fn async_started(&self) -> Option<Instant> {
         match self {
-            Self::OnThread(_, since) => *since,
+            Self::OnThread(_, started) => *started,
             _ => None,
         }
     }
@@ -109,8 +109,8 @@ impl ReducePath {
                     Ok(())
                 }
             }
-            Self::OnThread(works, since) => {
-                *since = None;
+            Self::OnThread(works, started) => {
+                *started = None;
                 let began = Instant::now();
                 let result = works.drain(..).map(Work::wait).fold(Ok(()), Result::and);
                 group.record_wait(began.elapsed());

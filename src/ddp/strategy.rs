@@ -6,7 +6,11 @@ use std::time::Duration;
 use tch::Tensor;
 use tch::nn::ModuleT;
 
-use super::{DataParallel, DdpStatistics, DistributedDataParallel, NoSync, SavedCommHook};
+use super::comm_hook_state::SavedCommHook;
+use super::data_parallel::DataParallel;
+use super::no_sync::NoSync;
+use super::statistics::DdpStatistics;
+use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
@@ -46,7 +50,6 @@ macro_rules! either {
 impl<M> Strategy<M> {
     /// Prepares a step: zeroes the gradients, and with [`DataParallel`] copies the parameters from rank 0. A
     /// collective.
-    /// 0. A collective.
     ///
     /// # Errors
     /// Those of [`DistributedDataParallel::zero_grad`] and [`DataParallel::replicate`].

@@ -2,101 +2,125 @@
 
 use tch::{Device, Tensor};
 
-use super::DdpOptions;
-use super::layout::ParamSlot;
-use super::reducer::State;
+use super::layout::{Layout, ParamSlot};
+use super::options::DdpOptions;
 use crate::error::{Error, Result};
-use crate::process_group::ReduceOp;
+use crate::process_group::{ProcessGroup, ReduceOp};
 
-impl State {
+/// The parameters without a gradient in a step.
+#[derive(Debug, Default)]
+pub(super) struct UnusedParams {
+    /// With `static_graph`: the parameters that have no gradient on this rank in any step.
+    pub always: Option<Vec<usize>>,
+    /// With `static_graph`: whether the ranks have agreed on the parameters that are unused everywhere in all steps.
+    have_agreed: bool,
+    /// Parameters without a gradient on any rank since `zero_grad`, as of the last step.
+    undefined: Vec<usize>,
+    /// Earlier gradients of the parameters that this rank does not use in this step, by index.
+    kept: Vec<(usize, Tensor)>,
+}
+
+impl UnusedParams {
+    /// Returns whether the ranks must agree on the parameters that this step does not use.
+    pub(super) fn must_agree(&self, options: &DdpOptions) -> bool {
+        options.find_unused_parameters || (options.static_graph && !self.have_agreed)
+    }
+
     /// Prepares the reduction of the remaining buckets after backward. Parameters without a gradient contribute zeros,
     /// or their gradient from an earlier backward.
     ///
     /// # Errors
     /// [`Error::UnusedParameters`] if every parameter must have had a gradient on this rank, and one had none.
-    pub(super) fn account_for_unused(&mut self, options: &DdpOptions) -> Result<()> {
-        let agrees = self.syncs_unused(options);
-        if options.static_graph && self.always_unused.is_none() {
-            self.always_unused = Some(self.unused().map(|(index, _)| index).collect());
-        } else if !agrees {
-            self.refuse_unused()?;
+    pub(super) fn account(
+        &mut self,
+        layout: &mut Layout,
+        options: &DdpOptions,
+        group: &ProcessGroup,
+    ) -> Result<()> {
+        let must_agree = self.must_agree(options);
+        if options.static_graph && self.always.is_none() {
+            self.always = Some(unused(layout).map(|(index, _)| index).collect());
+        } else if !must_agree {
+            self.refuse(layout, group)?;
         }
-        if agrees {
-            let kept = self.unused().filter(|(_, member)| member.has_gradient);
-            let kept = kept.map(|(index, member)| Ok((index, member.copy_gradient()?)));
+        if must_agree {
+            let kept = unused(layout).filter(|(_, slot)| slot.has_gradient);
+            let kept = kept.map(|(index, slot)| Ok((index, slot.copy_gradient()?)));
             self.kept = kept.collect::<Result<_>>()?;
         }
         let allows_unused = options.find_unused_parameters || options.static_graph;
         let skips = options.skip_all_reduce_unused_params && allows_unused;
-        for (number, bucket) in self.layout.buckets.iter_mut().enumerate() {
+        for (number, bucket) in layout.buckets.iter_mut().enumerate() {
             bucket.pending = 0;
-            let mut members = self.layout.members.iter().filter(|it| it.bucket == number);
-            bucket.is_skipped = skips && members.all(|member| !member.used);
+            let mut slots = layout.slots.iter().filter(|slot| slot.bucket == number);
+            bucket.is_skipped = skips && slots.all(|slot| !slot.used);
         }
         Ok(())
     }
 
-    /// Restores the gradient of an earlier backward for each parameter that no rank has used in this one; removes the
-    /// gradient if no rank has used the parameter since `zero_grad`. Runs after the buckets, which some ranks may have
-    /// reduced already.
-    pub(super) fn settle_unused(&mut self, options: &DdpOptions) -> Result<()> {
-        let agrees = self.syncs_unused(options);
-        if agrees {
-            let unused = self.all_reduce_used_mask()?;
+    /// Restores the gradient of an earlier backward for each parameter that no rank has used in this one; finds the
+    /// parameters that no rank has used since `zero_grad`. Runs after the buckets, which some ranks may have reduced
+    /// already.
+    pub(super) fn settle(
+        &mut self,
+        layout: &mut Layout,
+        options: &DdpOptions,
+        group: &ProcessGroup,
+    ) -> Result<()> {
+        if self.must_agree(options) {
+            let unused = unused_on_all_ranks(layout, group)?;
             for (index, gradient) in self.kept.drain(..) {
                 if unused[index] {
-                    self.layout.members[index].restore_gradient(&gradient)?;
+                    layout.slots[index].restore_gradient(&gradient)?;
                 }
             }
-            let members = self.layout.members.iter().enumerate();
-            let without = members.filter(|&(index, it)| unused[index] && !it.has_gradient);
+            let slots = layout.slots.iter().enumerate();
+            let without = slots.filter(|&(index, slot)| unused[index] && !slot.has_gradient);
             self.undefined = without.map(|(index, _)| index).collect();
-            for flat in &self.layout.flats {
-                flat.places.set_unused(&self.undefined);
+            for buffer in &layout.buffers {
+                buffer.places.set_unused(&self.undefined);
             }
-            self.has_agreed = options.static_graph;
+            self.have_agreed = options.static_graph;
         }
-        for member in &mut self.layout.members {
-            (member.used, member.has_gradient) = (false, true);
+        for slot in &mut layout.slots {
+            (slot.used, slot.has_gradient) = (false, true);
         }
         for &index in &self.undefined {
-            self.layout.members[index].has_gradient = false;
+            layout.slots[index].has_gradient = false;
         }
         Ok(())
+    }
+
+    /// Removes the gradients of the parameters that no rank has used since `zero_grad`.
+    pub(super) fn clear_gradients(&self, layout: &Layout) -> Result<()> {
+        self.undefined.iter().try_for_each(|&index| layout.slots[index].clear_grad())
     }
 
     /// Returns an error unless every parameter had a gradient on this rank.
-    fn refuse_unused(&self) -> Result<()> {
-        let allowed =
-            |index: &usize| self.always_unused.iter().flatten().any(|known| known == index);
-        let missing = self.unused().filter(|(index, _)| !allowed(index));
-        let names: Vec<&str> = missing.map(|(_, member)| member.name.as_str()).collect();
+    fn refuse(&self, layout: &Layout, group: &ProcessGroup) -> Result<()> {
+        let is_allowed = |index: &usize| self.always.iter().flatten().any(|known| known == index);
+        let missing = unused(layout).filter(|(index, _)| !is_allowed(index));
+        let names: Vec<&str> = missing.map(|(_, slot)| slot.name.as_str()).collect();
         if names.is_empty() {
             return Ok(());
         }
-        let rank = self.group.ranks()[self.group.rank()];
+        let rank = group.ranks()[group.rank()];
         Err(Error::UnusedParameters { rank, names: names.join(", ") })
     }
+}
 
-    /// Returns whether the ranks must agree on the parameters that this step does not use.
-    pub(super) fn syncs_unused(&self, options: &DdpOptions) -> bool {
-        options.find_unused_parameters || (options.static_graph && !self.has_agreed)
-    }
+/// Returns the parameters that had no gradient on this rank.
+fn unused(layout: &Layout) -> impl Iterator<Item = (usize, &ParamSlot)> {
+    layout.slots.iter().enumerate().filter(|(_, slot)| !slot.used)
+}
 
-    /// Returns the parameters that had no gradient on this rank.
-    fn unused(&self) -> impl Iterator<Item = (usize, &ParamSlot)> {
-        self.layout.members.iter().enumerate().filter(|(_, member)| !member.used)
-    }
-
-    /// Returns for each parameter whether no rank had a gradient for it.
-    fn all_reduce_used_mask(&self) -> Result<Vec<bool>> {
-        let used = self.layout.members.iter().map(|member| i32::from(member.used));
-        let used: Vec<i32> = used.collect();
-        let mut used = Tensor::from_slice(&used).to_device(self.group.device());
-        self.group.all_reduce(&mut used, ReduceOp::Max)?;
-        self.group.synchronize()?;
-        let used = Vec::<i32>::try_from(used.to_device(Device::Cpu));
-        let used = used.map_err(Error::torch("reading which parameters are used"))?;
-        Ok(used.into_iter().map(|used| used == 0).collect())
-    }
+/// Returns for each parameter whether no rank had a gradient for it. A collective.
+fn unused_on_all_ranks(layout: &Layout, group: &ProcessGroup) -> Result<Vec<bool>> {
+    let used: Vec<i32> = layout.slots.iter().map(|slot| i32::from(slot.used)).collect();
+    let mut used = Tensor::from_slice(&used).to_device(group.device());
+    group.all_reduce(&mut used, ReduceOp::Max)?;
+    group.synchronize()?;
+    let used = Vec::<i32>::try_from(used.to_device(Device::Cpu));
+    let used = used.map_err(Error::torch("reading which parameters are used"))?;
+    Ok(used.into_iter().map(|used| used == 0).collect())
 }

@@ -16,7 +16,7 @@ use crate::ffi::{TensorList, scale_all, total_norm};
 /// # Errors
 /// [`Error::Torch`].
 pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
-    if buffers.iter().all(|buffer| buffer.places.gradients() == GradState::Old) {
+    if buffers.iter().all(|buffer| buffer.places.gradients() == GradState::Cleared) {
         let device = buffers.first().map_or(Device::Cpu, |buffer| buffer.gradients.device());
         return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).map_err(Error::torch("zeros"));
     }

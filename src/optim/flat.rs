@@ -86,7 +86,7 @@ impl OptimizerState {
         let mut any = false;
         for buffer in &self.buffers {
             match buffer.places.gradients() {
-                GradState::Old => {}
+                GradState::Cleared => {}
                 GradState::Averaged => any = true,
                 GradState::Local => {
                     return Err(Error::Input(

@@ -201,7 +201,7 @@ impl GradScaler {
         if self.stage != Stage::Scaled {
             return out_of_turn("unscale_ has been called since the last update");
         }
-        if self.places.iter().all(|places| places.gradients() == GradState::Old) {
+        if self.places.iter().all(|places| places.gradients() == GradState::Cleared) {
             return out_of_turn("there has been no backward since gradients were zeroed");
         }
         // Computed in float64, like PyTorch.

@@ -19,6 +19,17 @@ pub struct FlatBuffer {
     pub places: ParamLayout,
 }
 
+impl FlatBuffer {
+    /// Returns handles to the same memory.
+    pub fn shallow_clone(&self) -> Self {
+        Self {
+            parameters: self.parameters.shallow_clone(),
+            gradients: self.gradients.shallow_clone(),
+            places: self.places.clone(),
+        }
+    }
+}
+
 /// The places of a buffer's parameters in order, and the parameters without a gradient; shared by all clones. The
 /// places change once, when the buckets are rebuilt. The parameters without a gradient change with each use of the
 /// model.
@@ -28,8 +39,8 @@ pub struct ParamLayout(Rc<RefCell<Arrangement>>);
 /// The state of the gradients in a [`FlatBuffer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GradState {
-    /// Gradients of an earlier step: they have been zeroed since, without a backward.
-    Old,
+    /// The gradients have been zeroed since the last backward.
+    Cleared,
     /// This rank's own gradients: the last backward was within `no_sync`.
     Local,
     /// The mean of all ranks' gradients.
@@ -124,7 +135,7 @@ pub struct ParamSpan {
     pub name: String,
     /// Index among all parameters of the model, in creation order.
     pub index: usize,
-    /// Start in the buffer, in elements.
+    /// Start in the buffer, or in the bucket of a [`GradBucket`](crate::GradBucket), in elements.
     pub start: usize,
     /// The parameter's shape.
     pub shape: Vec<i64>,

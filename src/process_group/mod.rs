@@ -210,6 +210,11 @@ impl ProcessGroup {
         self.backend
     }
 
+    /// Returns whether collectives run on a GPU stream, in its order, and not while the rank waits.
+    pub(crate) fn is_stream_ordered(&self) -> bool {
+        self.is_stream_ordered
+    }
+
     /// Returns the number of bytes that this rank has sent and received in this group so far. Not a collective.
     ///
     /// Asynchronous operations count when they are over, messages when they are started.

@@ -292,7 +292,7 @@ fn all_finite(tensor: &Tensor) -> Result<bool> {
 
 /// Returns whether the gradients of all parameters are finite.
 fn are_finite(buffers: &[FlatBuffer]) -> Result<bool> {
-    for buffer in buffers.iter().filter(|it| it.places.gradients() != GradState::Old) {
+    for buffer in buffers.iter().filter(|it| it.places.gradients() != GradState::Cleared) {
         if !all_finite(&buffer.gradients)? {
             return Ok(false);
         }

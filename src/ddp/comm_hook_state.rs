@@ -1,25 +1,15 @@
-//! The state of communication hooks, from one step to the next and from one run to the next.
+//! The state of communication hooks in a checkpoint.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
-use super::DistributedDataParallel;
-use super::reducer::{Reducer, State};
+use super::comm_hooks::CommHookState;
+use super::reducer::Reducer;
+use super::reducer_state::ReducerState;
+use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
-
-/// The state of a communication hook on one rank, kept from one step to the next. Follows the `state_dict` of PyTorch's
-/// hook states.
-#[derive(Debug, Default)]
-pub struct CommHookState {
-    /// Numbers by name, the same on all ranks.
-    pub counters: BTreeMap<String, u64>,
-    /// Tensors by name that are the same on all ranks.
-    pub shared: BTreeMap<String, Tensor>,
-    /// Tensors by name that each rank has for itself. All ranks have the same names and shapes.
-    pub local: BTreeMap<String, Tensor>,
-}
 
 /// The contents of [`SavedCommHook`] other than tensors.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -48,14 +38,14 @@ const SHARED: &str = "shared/";
 impl SavedCommHook {
     /// Returns the state for a rank of a run of `world_size` ranks. If the number of ranks has changed, each rank gets
     /// the mean of the per-rank tensors, so that their mean does not change.
-    fn of(&self, rank: usize, world_size: usize) -> Result<CommHookState> {
+    fn state_of(&self, rank: usize, world_size: usize) -> Result<CommHookState> {
         let mut state =
             CommHookState { counters: self.record.counters.clone(), ..CommHookState::default() };
         for (key, tensor) in &self.tensors {
             if let Some(name) = key.strip_prefix(SHARED) {
                 state.shared.insert(name.into(), tensor.shallow_clone());
             } else if let Some(name) = key.strip_prefix("rank0/") {
-                let of_rank = |rank: usize| {
+                let tensor_of = |rank: usize| {
                     self.tensors.get(&format!("rank{rank}/{name}")).ok_or_else(|| {
                         let hook = &self.record.name;
                         Error::Input(format!(
@@ -64,9 +54,9 @@ impl SavedCommHook {
                     })
                 };
                 let mine = if world_size == self.record.world_size {
-                    of_rank(rank)?.shallow_clone()
+                    tensor_of(rank)?.shallow_clone()
                 } else {
-                    self.mean(tensor, of_rank)?
+                    self.mean(tensor, tensor_of)?
                 };
                 state.local.insert(name.into(), mine);
             }
@@ -78,13 +68,13 @@ impl SavedCommHook {
     fn mean<'a>(
         &self,
         first: &Tensor,
-        of_rank: impl Fn(usize) -> Result<&'a Tensor>,
+        tensor_of: impl Fn(usize) -> Result<&'a Tensor>,
     ) -> Result<Tensor> {
         let ranks = self.record.world_size;
         let torch = || Error::torch("the mean over the ranks");
         let mut sum = first.f_detach_copy().map_err(torch())?;
         for rank in 1..ranks {
-            sum = sum.f_add(of_rank(rank)?).map_err(torch())?;
+            sum = sum.f_add(tensor_of(rank)?).map_err(torch())?;
         }
         sum.f_div_scalar(ranks as f64).map_err(torch())
     }
@@ -95,7 +85,7 @@ impl<M> DistributedDataParallel<M> {
     /// other ranks, and if the hook has no state. A collective.
     ///
     /// # Errors
-    /// [`Error::Torch`], and those of [`ProcessGroup::gather`](crate::ProcessGroup::gather).
+    /// [`Error::Torch`], and the errors of [`ProcessGroup::gather`](crate::ProcessGroup::gather).
     pub fn comm_hook_state(&self) -> Result<Option<SavedCommHook>> {
         let Some((name, state)) = self.reducer.comm_hook_state()? else { return Ok(None) };
         let (group, torch) = (&self.group, || Error::torch("copying the state of a hook"));
@@ -103,8 +93,8 @@ impl<M> DistributedDataParallel<M> {
         let mut tensors = BTreeMap::new();
         for (key, tensor) in &state.local {
             let zeros = |_| tensor.f_zeros_like();
-            let of_ranks = if group.rank() == 0 { 0..group.world_size() } else { 0..0 };
-            let mut all = of_ranks.map(zeros).collect::<Result<Vec<_>, _>>().map_err(torch())?;
+            let ranks = if group.rank() == 0 { 0..group.world_size() } else { 0..0 };
+            let mut all = ranks.map(zeros).collect::<Result<Vec<_>, _>>().map_err(torch())?;
             let list = (group.rank() == 0).then_some(&mut all[..]);
             group.gather(tensor, list, 0)?;
             group.synchronize()?;
@@ -146,7 +136,7 @@ impl<M> DistributedDataParallel<M> {
                 text(mine)
             )));
         };
-        let state = saved.of(self.group.rank(), self.group.world_size())?;
+        let state = saved.state_of(self.group.rank(), self.group.world_size())?;
         self.reducer.load_comm_hook_state(state, &saved.record.order)
     }
 }
@@ -162,24 +152,28 @@ impl Reducer {
     /// Restores the hook from `kept`, which is on the CPU, and orders the buckets' parameters by `order`.
     fn load_comm_hook_state(&self, mut kept: CommHookState, order: &[String]) -> Result<()> {
         let mut state = self.state.borrow_mut();
-        let State { communication, group, .. } = &mut *state;
+        let ReducerState { reduce_path, group, .. } = &mut *state;
         // The copies run on the hook's own stream. Memory of another stream would be reused there when the hook drops
         // the tensor, while the hook's stream still reads it.
-        communication.run(group, |group| {
+        reduce_path.run(group, |group| {
             for tensor in kept.shared.values_mut().chain(kept.local.values_mut()) {
                 let moved = tensor.f_to_device(group.device());
                 *tensor = moved.map_err(Error::torch("moving the state of a hook"))?;
             }
             Ok(())
         })?;
-        communication.wait(group)?;
+        reduce_path.wait(group)?;
         if !order.is_empty() {
-            state.set_order(order, &self.options)?;
+            let ReducerState { order: bucket_order, layout, .. } = &mut *state;
+            bucket_order.set(order, layout, &self.options)?;
         }
         state.comm_hook.as_mut().map_or(Ok(()), |hook| hook.load_state(kept))
     }
 
+    /// Returns the names of all parameters in bucket order. Empty before the first step, after which the buckets are
+    /// rebuilt.
     fn order(&self) -> Vec<String> {
-        self.state.borrow().order()
+        let state = self.state.borrow();
+        state.order.names(&state.layout)
     }
 }

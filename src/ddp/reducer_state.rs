@@ -1,0 +1,337 @@
+//! The reduction of a model's buckets in one step: counts the gradients that are ready, and reduces complete buckets.
+
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use super::active_ranks::{Active, Inputs, JoinOptions, count_active};
+use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
+use super::layout::{Bucket, Layout};
+use super::options::DdpOptions;
+use super::order::BucketOrder;
+use super::reduce_path::ReducePath;
+use super::statistics::BackwardTimings;
+use super::turn::Turn;
+use super::unused::UnusedParams;
+use super::weight::Weight;
+use crate::error::{Error, Result};
+use crate::optim::GradState;
+use crate::process_group::{CallContext, ProcessGroup, check_weight};
+use crate::runtime::CallSite;
+
+/// The handling of complete gradients in a backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// Gradients stay on this rank: `no_sync`.
+    Local,
+    /// Buckets are reduced as they become complete.
+    Overlap,
+    /// Buckets are reduced after backward.
+    AfterBackward,
+}
+
+/// The state of a [`Reducer`](super::reducer::Reducer), which the gradient hooks share.
+pub(super) struct ReducerState {
+    pub group: Rc<ProcessGroup>,
+    pub layout: Layout,
+    /// This rank's number of samples in this step, if ranks are weighted by their samples.
+    pub weight: Option<Weight>,
+    pub order: BucketOrder,
+    unused: UnusedParams,
+    mode: Mode,
+    /// Options within `join`: what happens when ranks have run out of inputs.
+    pub joining: Option<JoinOptions>,
+    /// The number of ranks to divide by in this step; `None` for all ranks.
+    active: Option<usize>,
+    /// This model's turn where one backward reduces several models.
+    turn: Turn,
+    /// Whether autograd is running, so that hooks may be called.
+    pub is_in_autograd: bool,
+    /// The next bucket to reduce in this step.
+    next: usize,
+    /// The time at which backward began, and `times.communication` at that time.
+    began: (Instant, Duration),
+    /// Time from the start of backward to the completion of each bucket, without reductions. `None` if incomplete.
+    pub bucket_times: Vec<Option<Duration>>,
+    /// The call site of backward.
+    call_site: Option<CallSite>,
+    /// The error of a hook, which cannot return it.
+    pub error: Option<Error>,
+    /// The user's communication hook, if there is one.
+    pub comm_hook: Option<Box<dyn CommHook>>,
+    pub reduce_path: ReducePath,
+    pub times: BackwardTimings,
+}
+
+impl ReducerState {
+    pub(super) fn new(layout: Layout, group: Rc<ProcessGroup>) -> Result<Self> {
+        Ok(Self {
+            reduce_path: ReducePath::new(&group)?,
+            order: BucketOrder::new(layout.slots.len()),
+            group,
+            layout,
+            weight: None,
+            unused: UnusedParams::default(),
+            mode: Mode::AfterBackward,
+            joining: None,
+            active: None,
+            turn: Turn::default(),
+            is_in_autograd: false,
+            next: 0,
+            began: (Instant::now(), Duration::ZERO),
+            bucket_times: Vec::new(),
+            call_site: None,
+            error: None,
+            comm_hook: None,
+            times: BackwardTimings::default(),
+        })
+    }
+
+    /// Returns an error if a backward with the weight `samples` is not possible.
+    pub(super) fn check_weight(&self, samples: f64, averages: bool) -> Result<()> {
+        let rank = self.group.ranks()[self.group.rank()];
+        check_weight(samples, rank)
+            .map_err(|error| Error::Input(format!("backward_weighted: {error}")))?;
+        if let Some(hook) = self.comm_hook.as_ref().filter(|hook| !hook.weighs()) {
+            return Err(Error::Input(format!(
+                "backward_weighted: the communication hook `{}` does not support weights; use GradBucket::weight and \
+                 implement CommHook::weighs in it, or use backward",
+                hook.name()
+            )));
+        }
+        let mut states = self.layout.buffers.iter().map(|buffer| buffer.places.gradients());
+        let have_averages = states.any(|state| state == GradState::Averaged);
+        if !averages && self.weight.is_none() && have_averages {
+            return Err(Error::Input(
+                "backward_weighted: within no_sync it cannot add to gradients that an earlier step has averaged; \
+                 call zero_grad before the first batch of a step"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Adds the samples of a batch to the weight. Without samples, keeps the gradients of the step's other batches.
+    pub(super) fn add_samples(&mut self, samples: f64, averages: bool) -> Result<()> {
+        let weight = self.weight.get_or_insert_default();
+        weight.add(samples);
+        // Without any samples in the step all gradients become zeros in `Weight::apply`.
+        if samples > 0.0 || (averages && weight.samples == 0.0) {
+            return Ok(());
+        }
+        self.layout.slots.iter_mut().try_for_each(|slot| slot.keep_gradient())
+    }
+
+    /// Prepares for the gradients of a backward that was called at `call_site`. From now on hooks may be called.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if the backward averages gradients with weights but has no weight itself.
+    pub(super) fn begin(
+        &mut self,
+        averages: bool,
+        overlaps: bool,
+        turn: Turn,
+        call_site: CallSite,
+    ) -> Result<()> {
+        self.reset()?;
+        let joining = self.joining.filter(|_| averages);
+        let mine = if self.weight.is_some() { Inputs::Weighted } else { Inputs::Plain };
+        let active = joining.map(|join| count_active(&self.group, mine, join)).transpose()?;
+        self.active = active.zip(joining).and_then(|(active, join)| active.to_divide_by(join));
+        if let Some(Weight { samples, is_called: false, .. }) = self.weight
+            && averages
+        {
+            return Err(Error::Input(format!(
+                "backward: this step has {samples} samples from backward_weighted; call backward_weighted for its \
+                 last batch too"
+            )));
+        }
+        self.group.set_weight(self.weight.map(|weight| weight.unit));
+        self.mode = match averages {
+            false => Mode::Local,
+            true if overlaps => Mode::Overlap,
+            true => Mode::AfterBackward,
+        };
+        (self.turn, self.call_site, self.is_in_autograd) = (turn, Some(call_site), true);
+        Ok(())
+    }
+
+    /// Ends a backward's autograd; from now on no hooks are called.
+    pub(super) fn leave_autograd(&mut self) {
+        self.group.set_weight(None);
+        if let Some(weight) = &mut self.weight {
+            weight.is_called = false;
+        }
+        self.layout.slots.iter_mut().for_each(|slot| slot.kept_grad = None);
+        self.is_in_autograd = false;
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        self.next = 0;
+        self.error = None;
+        self.began = (Instant::now(), self.times.communication);
+        let Layout { buckets, slots, .. } = &mut self.layout;
+        self.bucket_times.clear();
+        self.bucket_times.resize(buckets.len(), None);
+        for bucket in buckets.iter_mut() {
+            (bucket.pending, bucket.is_skipped) = (bucket.parameters.len(), false);
+        }
+        slots.iter_mut().for_each(|slot| slot.ready = false);
+        for &index in self.unused.always.iter().flatten() {
+            // No hook will run for this parameter, and its bucket may be reduced at any time from now on.
+            slots[index].move_grad_into_bucket()?;
+            slots[index].ready = true;
+            buckets[slots[index].bucket].pending -= 1;
+        }
+        self.order.begin();
+        Ok(())
+    }
+
+    /// Handles a gradient that backward has completed.
+    pub(super) fn on_grad(&mut self, index: usize) {
+        if self.error.is_none() {
+            self.error = self.mark_ready(index).err();
+        }
+    }
+
+    /// Marks a parameter's gradient as complete. Reduces every complete bucket whose turn it is.
+    fn mark_ready(&mut self, index: usize) -> Result<()> {
+        let slot = &mut self.layout.slots[index];
+        if slot.ready {
+            return Err(Error::Input(format!(
+                "static_graph: `{}` had no gradient in the first step and has one now; set \
+                 find_unused_parameters instead",
+                slot.name
+            )));
+        }
+        slot.complete()?;
+        if self.mode == Mode::Local {
+            return Ok(());
+        }
+        slot.ready = true;
+        let bucket = slot.bucket;
+        self.group.record_gradient(index, bucket, self.call_site);
+        self.layout.buckets[bucket].pending -= 1;
+        if self.layout.buckets[bucket].pending == 0 {
+            let (began, before) = self.began;
+            let reduced = self.times.communication - before;
+            self.bucket_times[bucket] = Some(began.elapsed().saturating_sub(reduced));
+        }
+        self.order.push(index);
+        let is_due = self.mode == Mode::Overlap && self.turn.has_come();
+        if is_due { self.reduce_complete_buckets() } else { Ok(()) }
+    }
+
+    /// Reduces buckets in index order, up to the first that is not complete.
+    fn reduce_complete_buckets(&mut self) -> Result<()> {
+        while self.layout.buckets.get(self.next).is_some_and(|bucket| bucket.pending == 0) {
+            if !self.layout.buckets[self.next].is_skipped {
+                self.reduce_next_bucket()?;
+            }
+            self.next += 1;
+        }
+        if self.next == self.layout.buckets.len() {
+            self.turn.pass_on();
+        }
+        self.group.set_context(CallContext::default());
+        Ok(())
+    }
+
+    fn reduce_next_bucket(&mut self) -> Result<()> {
+        let began = Instant::now();
+        let Self { layout, group, comm_hook, reduce_path, weight, .. } = self;
+        let (index, group) = (self.next, &**group);
+        group.set_context(CallContext { place: self.call_site, bucket: u16::try_from(index).ok() });
+        weight.map_or(Ok(()), |weight| weight.apply(&mut layout.buckets[index].gradients))?;
+        let weight = weight.map(|weight| weight.samples);
+        layout.copy_to_probe(index)?;
+        let is_last = layout.buckets[index + 1..].iter().all(|bucket| bucket.is_skipped);
+        let Bucket { gradients, parameters, .. } = &mut layout.buckets[index];
+        let mut handle = gradients.shallow_clone();
+        let mut plain = AllReduce;
+        let comm_hook = comm_hook.as_deref_mut().unwrap_or(&mut plain);
+        // A single bucket cannot overlap with anything.
+        let is_async = self.mode == Mode::Overlap && !(is_last && index == 0);
+        if is_async
+            && comm_hook.is_plain_all_reduce()
+            && let Some(works) = reduce_path.async_works()
+        {
+            works.push(group.all_reduce_async(&handle, average(group), weight)?);
+            return Ok(());
+        }
+        let mut bucket = GradBucket { index, is_last, gradients: &mut handle, parameters, weight };
+        reduce_path.run(group, |group| {
+            comm_hook.reduce(&mut bucket, group)?;
+            // A hook may have replaced the tensor, as a Python hook would return a new one.
+            if bucket.gradients.data_ptr() != gradients.data_ptr() {
+                tch::no_grad(|| gradients.f_copy_(bucket.gradients))
+                    .map_err(Error::torch("taking over what a hook has made"))?;
+            }
+            Ok(())
+        })?;
+        self.times.communication += began.elapsed();
+        Ok(())
+    }
+
+    /// Reduces all remaining buckets.
+    pub(super) fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
+        self.unused.account(&mut self.layout, options, &self.group)?;
+        self.reduce_complete_buckets()
+    }
+
+    /// Waits for the reductions and ends the step.
+    pub(super) fn finish(&mut self, options: &DdpOptions) -> Result<()> {
+        let Self { group, layout, unused, .. } = self;
+        let began = Instant::now();
+        self.reduce_path.wait(group)?;
+        self.times.communication += began.elapsed();
+        if let Some(active) = self.active.take() {
+            let factor = group.world_size() as f64 / active as f64;
+            for buffer in &mut layout.buffers {
+                let _ = buffer.gradients.f_mul_scalar_(factor).map_err(Error::torch("mul_"))?;
+            }
+        }
+        self.weight = None;
+        unused.settle(layout, options, group)?;
+        self.order.rebuild_buckets(layout, options, group)?;
+        layout.set_gradients(GradState::Averaged);
+        unused.clear_gradients(layout)
+    }
+
+    /// Takes part with zero gradients in a step of the `active` ranks.
+    pub(super) fn shadow(
+        &mut self,
+        active: Active,
+        join: JoinOptions,
+        options: &DdpOptions,
+    ) -> Result<()> {
+        for buffer in &mut self.layout.buffers {
+            let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
+        }
+        self.reset()?;
+        // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which
+        // ones are always unused.
+        let (always_unused, times) = (self.unused.always.clone(), self.times);
+        let uses_all = !self.unused.must_agree(options);
+        self.layout.slots.iter_mut().for_each(|slot| slot.used = uses_all);
+        self.weight = active.weighted.then(Weight::default);
+        self.active = active.to_divide_by(join);
+        (self.mode, self.turn) = (Mode::AfterBackward, Turn::default());
+        self.reduce_rest(options)?;
+        self.finish(options)?;
+        self.unused.always = always_unused;
+        self.times = times; // counts this rank's own steps only
+        Ok(())
+    }
+
+    /// Moves all gradients into their buckets.
+    pub(super) fn move_grads_into_buckets(&self) -> Result<()> {
+        self.layout.move_grads_into_buckets(self.mode != Mode::Local)
+    }
+
+    /// Accounts for the reductions before the end of autograd.
+    pub(super) fn record_overlap(&mut self) {
+        let started = self.reduce_path.async_started();
+        self.times.hidden += started.map_or(Duration::ZERO, |started| started.elapsed());
+        self.times.overlapped += self.times.communication - self.began.1;
+    }
+}
