@@ -110,7 +110,7 @@ impl<M> DataParallel<M> {
         NoSync::new(&self.no_sync)
     }
 
-    /// Returns the bucket of each parameter: [`Strategy::parameter_places`](super::Strategy::parameter_places).
+    /// Returns each parameter with its flat buffer as its bucket, in creation order.
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         self.layout.parameter_places()
     }

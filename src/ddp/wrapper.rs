@@ -20,8 +20,6 @@ use super::parameters::{self, NamedTensor};
 use super::reducer::Reducer;
 use super::statistics::DdpStatistics;
 #[cfg(doc)]
-use super::strategy::Strategy;
-#[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 use crate::ffi::set_grad;
@@ -139,7 +137,7 @@ impl<M> DistributedDataParallel<M> {
         NoSync::new(&self.no_sync)
     }
 
-    /// Returns the bucket of each parameter: [`Strategy::parameter_places`].
+    /// Returns each parameter with its bucket, in the order in which hooks number them.
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         self.reducer.parameter_places()
     }
