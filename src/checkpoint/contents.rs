@@ -6,23 +6,13 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::folder::{LOCK, PROBE, UNFINISHED, name_of, step_of};
-use super::read::manifest;
-use super::{BEST, COMM_HOOK, LATEST, MODEL, OPTIMIZER, TRAINER};
+use super::layout::{
+    FILES, LOCK, MAX_POINTER_BYTES, NEW, PROBE, TRAINER, UNFINISHED, begins_folder_name, folder_of,
+    is_pointer_name, name_of, paths_in, step_of,
+};
+use super::state::Manifest;
 use crate::error::{Error, Result};
 use crate::files::open_regular;
-
-/// The files of a checkpoint: name, number of leading bytes to skip, and the bytes with which this program continues.
-/// The first 8 bytes of a safetensors file are the length of its header, which may be any.
-pub(super) const FILES: [(&str, usize, &[u8]); 4] = [
-    (MODEL, 8, br#"{"__metadata__":{"format":"pt"}"#),
-    (OPTIMIZER, 8, br#"{"__metadata__":{"format":"pt"}"#),
-    (COMM_HOOK, 8, br#"{"__metadata__":{"format":"pt"}"#),
-    (TRAINER, 0, b"{\n  \"format\": "),
-];
-
-/// The suffix of a file that is later renamed to a pointer.
-pub(super) const NEW: &str = ".new";
 
 /// The parts of a run's folder that this program wrote.
 #[derive(Debug, Default)]
@@ -72,7 +62,7 @@ impl Contents {
                 path,
                 "is a file of a checkpoint, so this folder is that checkpoint",
             ));
-        } else if [LATEST, BEST].contains(&pointer) {
+        } else if is_pointer_name(pointer) {
             is_pointer(path)?;
             if name != pointer {
                 self.leftovers.push(path.into());
@@ -85,7 +75,7 @@ impl Contents {
                 return Err(Foreign::is(path, NOT_OURS));
             }
             // A damaged checkpoint does not contain its step.
-            match manifest(path) {
+            match Manifest::read(path) {
                 Ok(found) if found.state.step != step => {
                     let holds = found.state.step;
                     let name = folder_of(holds);
@@ -120,23 +110,6 @@ impl Contents {
         };
         self.leftovers.iter().try_for_each(remove)
     }
-}
-
-/// Returns the paths in the folder of a run. Empty if there is no folder.
-///
-/// # Errors
-/// [`Error::Input`] if the folder cannot be read.
-pub(super) fn paths_in(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = match fs::read_dir(folder) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.and_then(|it| it.map(|entry| Ok(entry?.path())).collect()),
-    };
-    entries.map_err(|error| {
-        Error::Input(format!(
-            "{} cannot hold checkpoints: {error}; use another folder for --checkpoint-dir",
-            folder.display()
-        ))
-    })
 }
 
 /// The reason why a name cannot be used.
@@ -184,11 +157,6 @@ pub(super) fn may_point(path: &Path) -> bool {
     }
 }
 
-/// Returns the name of the folder for the checkpoint after `step` steps.
-pub(super) fn folder_of(step: u64) -> String {
-    format!("step-{step:08}")
-}
-
 /// Checks that `path` is a lock file of this program: empty, and without a second hard link.
 fn is_lock(path: &Path) -> Result<(), Foreign> {
     let found = fs::symlink_metadata(path)?;
@@ -204,19 +172,13 @@ fn is_pointer(path: &Path) -> Result<(), Foreign> {
     if !found.is_file() {
         return foreign();
     }
-    let text = beginning(path, LONGEST_POINTER)?;
+    let text = beginning(path, MAX_POINTER_BYTES)?;
     let text = str::from_utf8(&text).unwrap_or_default();
     let line = text.strip_suffix('\n').unwrap_or(text);
     let is_whole = step_of(Path::new(line)).is_some_and(|step| line == folder_of(step));
-    let is_begun = name_of(path).ends_with(NEW)
-        && line == text
-        && (line.strip_prefix("step-"))
-            .map_or("step-".starts_with(line), |step| step.bytes().all(|it| it.is_ascii_digit()));
-    if found.len() < LONGEST_POINTER && (is_whole || is_begun) { Ok(()) } else { foreign() }
+    let is_begun = name_of(path).ends_with(NEW) && line == text && begins_folder_name(line);
+    if found.len() < MAX_POINTER_BYTES && (is_whole || is_begun) { Ok(()) } else { foreign() }
 }
-
-/// The size limit for a pointer, in bytes. Every pointer is shorter.
-pub(super) const LONGEST_POINTER: u64 = 64;
 
 /// Returns the files in the folder of a checkpoint. An error if this program did not write one of them.
 fn files_of_checkpoint(folder: &Path) -> Result<Vec<PathBuf>, Foreign> {

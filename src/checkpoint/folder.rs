@@ -1,6 +1,5 @@
 //! The folder of a run's checkpoints.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -9,24 +8,16 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::contents::{
-    Contents, FILES, LONGEST_POINTER, NEW, folder_of, is_checkpoint, may_point, paths_in,
-    remove_checkpoint,
+use super::contents::{Contents, is_checkpoint, may_point, remove_checkpoint};
+use super::layout::{
+    self, ASIDE, BEST, COMM_HOOK, LATEST, LOCK, MODEL, NEW, OPTIMIZER, PROBE, TRAINER, UNFINISHED,
+    folder_of, is_pointer_name, name_of, pointed, step_of, steps_in,
 };
 use super::state::{FileMark, Manifest};
-use super::{BEST, COMM_HOOK, Checkpoint, LATEST, MODEL, OPTIMIZER, Snapshot, TRAINER, tensors};
+use super::{Checkpoint, Snapshot, tensors};
 use crate::error::{Error, Result};
-use crate::files::{Place, read_regular};
+use crate::files::Place;
 use crate::os::limits::explain;
-
-/// The prefix of a folder's name that is not yet, or no longer, a checkpoint.
-pub(super) const UNFINISHED: &str = ".unfinished-";
-
-/// The rest of the name of a folder that is created only as a test.
-pub(super) const PROBE: &str = "probe";
-
-/// The file that a run locks while it saves here.
-pub(super) const LOCK: &str = ".lock";
 
 /// The folder of a run's checkpoints. It keeps the newest few and the best. While it is open, no other run can open it,
 /// neither in this process nor in another.
@@ -135,7 +126,7 @@ impl CheckpointDir {
     /// # Errors
     /// [`Error::Input`] if the folder cannot be read.
     pub fn newest(&self) -> Result<Option<PathBuf>> {
-        newest_in(&self.path)
+        layout::newest_in(&self.path)
     }
 
     /// Returns the newest checkpoint in the folder `path`. `None` if there is none.
@@ -143,7 +134,7 @@ impl CheckpointDir {
     /// # Errors
     /// [`Error::Input`] if the folder cannot be read.
     pub fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
-        newest_in(path)
+        layout::newest_in(path)
     }
 
     /// Writes a checkpoint, then removes old ones. Returns the folder of the new checkpoint.
@@ -244,7 +235,7 @@ impl CheckpointDir {
         let newer = steps.into_iter().filter(|(newer, _)| *newer > state.step);
         let set_aside = |(_, folder): (u64, PathBuf)| {
             let aside = (1..)
-                .map(|n| self.path.join(format!("aside-{n}-{}", name_of(&folder))))
+                .map(|n| self.path.join(format!("{ASIDE}{n}-{}", name_of(&folder))))
                 .find(|aside| fs::symlink_metadata(aside).is_err())
                 .unwrap_or_default();
             fs::rename(&folder, &aside).map_err(saving(&aside))?;
@@ -256,29 +247,18 @@ impl CheckpointDir {
     /// Returns the run's folder that contains `path`. `None` if the name is not that of a checkpoint or a pointer.
     pub(crate) fn around(path: &Path) -> Option<PathBuf> {
         let path = Place::of(path).into_path();
-        let is_pointer = [LATEST, BEST].contains(&&*name_of(&path));
-        path.parent().filter(|_| is_pointer || step_of(&path).is_some()).map(PathBuf::from)
+        let is_known = is_pointer_name(&name_of(&path)) || step_of(&path).is_some();
+        path.parent().filter(|_| is_known).map(PathBuf::from)
     }
 
     /// Returns whether a run uses `name` in its folder, or in a checkpoint.
     pub(crate) fn uses(name: &OsStr) -> bool {
-        let name = &*name.to_string_lossy();
-        let pointer = name.strip_suffix(NEW).unwrap_or(name);
-        name == LOCK
-            || FILES.iter().any(|(file, _, _)| *file == name)
-            || [LATEST, BEST].contains(&pointer)
-            || [UNFINISHED, "aside-"].iter().any(|begins| name.starts_with(begins))
-            || step_of(Path::new(name)).is_some()
+        layout::is_used(&name.to_string_lossy())
     }
 
     fn unfinished(&self, name: &str) -> PathBuf {
         self.path.join(format!("{UNFINISHED}{name}"))
     }
-}
-
-/// Returns the newest checkpoint in the folder `path`. `None` if there is none.
-pub(super) fn newest_in(path: &Path) -> Result<Option<PathBuf>> {
-    Ok(steps_in(path)?.pop_last().map(|(_, folder)| folder))
 }
 
 fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
@@ -290,36 +270,6 @@ fn refuse_any_in(path: &Path, contents: &Contents) -> Result<()> {
             name_of(newest)
         )))
     })
-}
-
-/// Returns the checkpoints in the folder `path` by step. Empty if there is no folder.
-pub(super) fn steps_in(path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
-    let step = |path: PathBuf| step_of(&path).map(|step| (step, path));
-    Ok(paths_in(path)?.into_iter().filter_map(step).collect())
-}
-
-/// Returns `path`, with links resolved if it is a link. A pointer names a folder beside the link's target.
-pub(super) fn followed(path: &Path) -> Cow<'_, Path> {
-    if path.is_symlink() { Place::of(path).into_path().into() } else { path.into() }
-}
-
-/// Returns the checkpoint that the file `latest` or `best` at `pointer` names. `None` if it is not such a file.
-pub(super) fn pointed(pointer: &Path) -> Option<PathBuf> {
-    let name = String::from_utf8(read_regular(pointer, LONGEST_POINTER).ok()?).ok()?;
-    let folder = followed(pointer).with_file_name(name.trim_end());
-    step_of(&folder).map(|_| folder)
-}
-
-/// Returns the step in a checkpoint folder's name. `None` if it is not such a name.
-pub(super) fn step_of(path: &Path) -> Option<u64> {
-    let name = name_of(path);
-    let step = name.strip_prefix("step-")?;
-    // `parse` also accepts a leading plus sign.
-    step.parse().ok().filter(|_| step.bytes().all(|it| it.is_ascii_digit()))
-}
-
-pub(super) fn name_of(path: &Path) -> String {
-    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// Writes a new file and syncs it to the disk.

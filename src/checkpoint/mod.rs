@@ -50,20 +50,16 @@
 
 mod contents;
 mod folder;
+mod layout;
 mod read;
+mod snapshot;
 mod state;
 mod tensors;
 mod writer;
 
 pub use folder::CheckpointDir;
 pub use read::Checkpoint;
+pub use snapshot::Snapshot;
 pub use state::TrainerState;
 pub use tensors::TensorFile;
-pub use writer::{Snapshot, Writer};
-
-const MODEL: &str = "model.safetensors";
-const OPTIMIZER: &str = "optimizer.safetensors";
-const COMM_HOOK: &str = "comm_hook.safetensors";
-const TRAINER: &str = "trainer.json";
-const LATEST: &str = "latest";
-const BEST: &str = "best";
+pub use writer::Writer;

@@ -4,16 +4,18 @@ use std::collections::BTreeMap;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use super::folder::{followed, name_of, newest_in, pointed, step_of, steps_in};
-use super::state::{FORMAT, FileMark, Manifest};
-use super::{BEST, COMM_HOOK, LATEST, MODEL, OPTIMIZER, TRAINER, TensorFile, TrainerState};
+use super::layout::{
+    BEST, COMM_HOOK, MODEL, OPTIMIZER, TRAINER, followed, is_pointer_name, name_of, newest_in,
+    pointed, step_of, steps_in,
+};
+use super::state::{FileMark, Manifest};
+use super::{TensorFile, TrainerState};
 use crate::ddp::SavedCommHook;
 use crate::error::{Error, Result};
-use crate::files::{open_regular, read_regular};
+use crate::files::open_regular;
 use crate::optim::Optimizer;
 use crate::process_group::ProcessGroup;
 
@@ -49,7 +51,7 @@ impl Checkpoint {
     }
 
     fn read_one(path: &Path) -> Result<Self, String> {
-        let Manifest { state, files, .. } = manifest(path)?;
+        let Manifest { state, files, .. } = Manifest::read(path)?;
         let tensors = |name: &str| {
             let file = path.join(name);
             let known = files.get(name).ok_or_else(|| format!("{TRAINER} does not list {name}"))?;
@@ -79,9 +81,9 @@ impl Checkpoint {
             let bytes = group.broadcast_bytes(mine.map_or(&[], TensorFile::bytes), size, 0)?;
             TensorFile::new(path.join(name), bytes)
         };
-        let model = file(mine.map(|it| &it.model), MODEL, sizes.0)?;
-        let optimizer = file(mine.map(|it| &it.optimizer), OPTIMIZER, sizes.1)?;
-        let comm_hook = |size| file(mine.and_then(|it| it.comm_hook.as_ref()), COMM_HOOK, size);
+        let model = file(mine.map(|mine| &mine.model), MODEL, sizes.0)?;
+        let optimizer = file(mine.map(|mine| &mine.optimizer), OPTIMIZER, sizes.1)?;
+        let comm_hook = |size| file(mine.and_then(|mine| mine.comm_hook.as_ref()), COMM_HOOK, size);
         let comm_hook = sizes.2.map(comm_hook).transpose()?;
         let state = serde_json::from_str(&state).map_err(|error| {
             Error::Input(format!(
@@ -124,7 +126,7 @@ impl Checkpoint {
     /// Loads the saved state into `optimizer`. For every rank that steps.
     ///
     /// # Errors
-    /// Those of [`Optimizer::load_state`].
+    /// The errors of [`Optimizer::load_state`].
     pub fn load_optimizer(&self, optimizer: &mut dyn Optimizer) -> Result<()> {
         let mut saved: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();
         for (key, tensor) in self.optimizer.tensors()? {
@@ -155,9 +157,9 @@ fn find(path: &Path) -> Result<PathBuf> {
     let path = &*followed(path);
     let wrong =
         |problem: &str| Err(Error::Input(format!("checkpoint {}: {problem}", path.display())));
-    let is_pointer = [LATEST, BEST].contains(&&*name_of(path));
+    let is_pointer = is_pointer_name(&name_of(path));
     // `Path::new("best").parent()` is empty.
-    let beside = path.parent().filter(|it| *it != Path::new("")).unwrap_or(Path::new("."));
+    let beside = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
     if path.is_dir() {
         let is_checkpoint = path.join(TRAINER).exists() || step_of(path).is_some();
         return match newest_in(path)? {
@@ -216,28 +218,6 @@ fn older(path: &Path) -> Option<PathBuf> {
     older.find(|(_, path)| Checkpoint::read_one(path).is_ok()).map(|(_, path)| path)
 }
 
-/// Reads a checkpoint's `trainer.json`, and verifies that it is unchanged.
-pub(super) fn manifest(folder: &Path) -> Result<Manifest, String> {
-    let text = read_regular(&folder.join(TRAINER), LONGEST_MANIFEST)
-        .map_err(|error| format!("{TRAINER} cannot be read: {error}"))?;
-    let damaged = |error: serde_json::Error| format!("{TRAINER} is damaged: {error}");
-    let value: Value = serde_json::from_slice(&text).map_err(damaged)?;
-    if value["format"] != FORMAT {
-        return Err(format!(
-            "{TRAINER} has format {}, but this version of ddp-mp reads format {FORMAT}",
-            value["format"]
-        ));
-    }
-    let manifest: Manifest = serde_json::from_value(value).map_err(damaged)?;
-    if !manifest.is_intact() {
-        return Err(format!("{TRAINER} is damaged: it was changed after it was written"));
-    }
-    Ok(manifest)
-}
-
-/// The size limit for `trainer.json`, in bytes. It holds the options, and a number for each rank.
-const LONGEST_MANIFEST: u64 = 16 << 20;
-
 /// Reads a file and verifies that it is unchanged. A file of another length is not read at all.
 fn read_known(file: &Path, known: &FileMark) -> Result<Vec<u8>, String> {
     let name = name_of(file);
@@ -263,6 +243,7 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
+    use super::super::layout::LATEST;
     use super::*;
     use crate::checkpoint::{CheckpointDir, Snapshot};
 

@@ -1,12 +1,15 @@
 //! `trainer.json`: the progress of a run, and the lengths and hashes of a checkpoint's files.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::layout::TRAINER;
 use crate::ddp::CommHookRecord;
+use crate::files::read_regular;
 use crate::optim::GradScalerState;
 use crate::records::ValidationMetrics;
 
@@ -63,7 +66,7 @@ fn is_zero(number: &usize) -> bool {
 /// The contents of `trainer.json`.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Manifest {
-    pub format: u64,
+    format: u64,
     #[serde(flatten)]
     pub state: TrainerState,
     pub files: BTreeMap<String, FileMark>,
@@ -81,8 +84,30 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// Reads the `trainer.json` of the checkpoint in `folder`, and verifies that it is unchanged.
+    ///
+    /// # Errors
+    /// The problem as text that begins with the file's name.
+    pub(super) fn read(folder: &Path) -> Result<Self, String> {
+        let text = read_regular(&folder.join(TRAINER), MAX_MANIFEST_BYTES)
+            .map_err(|error| format!("{TRAINER} cannot be read: {error}"))?;
+        let damaged = |error: serde_json::Error| format!("{TRAINER} is damaged: {error}");
+        let value: Value = serde_json::from_slice(&text).map_err(damaged)?;
+        if value["format"] != FORMAT {
+            return Err(format!(
+                "{TRAINER} has format {}, but this version of ddp-mp reads format {FORMAT}",
+                value["format"]
+            ));
+        }
+        let manifest: Self = serde_json::from_value(value).map_err(damaged)?;
+        if !manifest.is_intact() {
+            return Err(format!("{TRAINER} is damaged: it was changed after it was written"));
+        }
+        Ok(manifest)
+    }
+
     /// Returns whether the file is unchanged since it was written.
-    pub(super) fn is_intact(&self) -> bool {
+    fn is_intact(&self) -> bool {
         self.digest().is_ok_and(|digest| digest == self.xxh3)
     }
 
@@ -92,7 +117,10 @@ impl Manifest {
 }
 
 /// The format number that this version writes and reads.
-pub(super) const FORMAT: u64 = 1;
+const FORMAT: u64 = 1;
+
+/// The size limit for `trainer.json`, in bytes. It holds the options, and a number for each rank.
+const MAX_MANIFEST_BYTES: u64 = 16 << 20;
 
 /// The length and hash of a file, to detect changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

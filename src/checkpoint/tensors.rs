@@ -8,14 +8,13 @@ use safetensors::{Dtype, SafeTensors, View};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
-use super::MODEL;
-use super::folder::{newest_in, pointed};
+use super::layout::{MODEL, newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result};
 use crate::ffi::MappedFile;
 
 /// The dtypes of libtorch and those of safetensors, as PyTorch's safetensors maps them.
-const KINDS: [(Kind, Dtype); 10] = [
+const DTYPES: [(Kind, Dtype); 10] = [
     (Kind::Float, Dtype::F32),
     (Kind::Double, Dtype::F64),
     (Kind::Half, Dtype::F16),
@@ -38,7 +37,7 @@ pub(super) struct Copied {
 
 impl Copied {
     pub(super) fn of(name: &str, tensor: &Tensor) -> Result<Self> {
-        let Some((_, dtype)) = KINDS.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
+        let Some((_, dtype)) = DTYPES.into_iter().find(|(kind, _)| *kind == tensor.kind()) else {
             return Err(Error::Unsupported(format!(
                 "`{name}` is {:?}, a kind that safetensors files cannot hold",
                 tensor.kind()
@@ -123,7 +122,7 @@ impl TensorFile {
         let wrong = |problem: String| Error::Input(format!("{}: {problem}", self.path.display()));
         let parsed = SafeTensors::deserialize(&self.bytes).map_err(|e| wrong(e.to_string()))?;
         let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
-            let known = KINDS.into_iter().find(|(_, dtype)| *dtype == view.dtype());
+            let known = DTYPES.into_iter().find(|(_, dtype)| *dtype == view.dtype());
             let (kind, _) = known.ok_or_else(|| {
                 wrong(format!("`{name}` is {:?}, a kind that cannot be read here", view.dtype()))
             })?;

@@ -1,68 +1,10 @@
-//! Saves checkpoints during training: copies the tensors at once, and writes the files on a thread of their own.
+//! Writes the files of checkpoints on a thread of their own, while training continues.
 
-use std::collections::BTreeMap;
 use std::thread::{self, JoinHandle};
 
-use tch::Tensor;
-
-use super::tensors::Copied;
-use super::{CheckpointDir, TrainerState};
-use crate::ddp::SavedCommHook;
+use super::{CheckpointDir, Snapshot};
 use crate::error::{Error, Result};
-use crate::optim::ParameterState;
 use crate::os::limits::not_started;
-
-/// A copy of the contents of a checkpoint.
-#[derive(Debug)]
-pub struct Snapshot {
-    pub(super) state: TrainerState,
-    pub(super) model: BTreeMap<String, Copied>,
-    pub(super) optimizer: BTreeMap<String, Copied>,
-    pub(super) comm_hook: Option<BTreeMap<String, Copied>>,
-}
-
-impl Snapshot {
-    /// Copies `model`, a [`state_dict`](crate::DistributedDataParallel::state_dict), and `optimizer`, the result of
-    /// [`Optimizer::state`](crate::Optimizer::state). The device must have finished computing them.
-    ///
-    /// # Errors
-    /// [`Error::Torch`], and [`Error::Unsupported`] for dtypes that cannot be saved.
-    pub fn take(
-        state: TrainerState,
-        model: &[(String, Tensor)],
-        optimizer: &[ParameterState],
-    ) -> Result<Self> {
-        let slots = optimizer.iter().flat_map(|parameter| {
-            let of = &parameter.name;
-            parameter.tensors.iter().map(move |(slot, tensor)| (format!("{of}/{slot}"), tensor))
-        });
-        Ok(Self {
-            state,
-            model: model.iter().map(|(name, it)| copy(name.clone(), it)).collect::<Result<_>>()?,
-            optimizer: slots.map(|(name, it)| copy(name, it)).collect::<Result<_>>()?,
-            comm_hook: None,
-        })
-    }
-
-    /// Adds a copy of `saved`, the result of
-    /// [`comm_hook_state`](crate::DistributedDataParallel::comm_hook_state).
-    ///
-    /// # Errors
-    /// As [`take`](Self::take).
-    pub fn with_comm_hook(mut self, saved: Option<&SavedCommHook>) -> Result<Self> {
-        self.state.comm_hook = saved.map(|saved| saved.record.clone());
-        let copied = saved.map(|saved| {
-            saved.tensors.iter().map(|(name, it)| copy(name.clone(), it)).collect::<Result<_>>()
-        });
-        self.comm_hook = copied.transpose()?;
-        Ok(self)
-    }
-}
-
-fn copy(name: String, tensor: &Tensor) -> Result<(String, Copied)> {
-    let copied = Copied::of(&name, tensor)?;
-    Ok((name, copied))
-}
 
 /// Writes checkpoints one after the other, while training continues. For rank 0.
 #[derive(Debug)]
