@@ -71,6 +71,7 @@
 //! | `main` | parse, resolve, load CUDA, run, exit code |
 //! | `cli` | the command line, its help and its mistakes |
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sampler`, `env` |
+//! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
 //! | [`trainer`] | the loop: epochs, batches, steps |
@@ -116,6 +117,7 @@ pub mod prelude;
 pub mod process_group;
 pub mod records;
 mod runtime;
+mod session;
 pub mod telemetry;
 pub mod trainer;
 

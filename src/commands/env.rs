@@ -4,13 +4,12 @@ use std::io::Write;
 
 use serde::Serialize;
 
-use super::train::with_data;
-use super::{cores, plan};
 use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Launch, LaunchKind, SpawnChoice};
 use crate::process_group::{nccl_version, rank_label};
+use crate::session::{cores, open_data, place_all};
 use crate::telemetry::{LogFormat, Printer};
 
 #[derive(Serialize)]
@@ -63,7 +62,7 @@ impl Samples {
         Self {
             dataset: config.dataset.to_string(),
             training: data.training.len(),
-            validation: data.validation.as_ref().map(|it| it.len()),
+            validation: data.validation.as_ref().map(|samples| samples.len()),
             in_features: config.in_features,
             out_features: config.out_features,
         }
@@ -84,8 +83,8 @@ struct Plan {
 /// When stdout can't be written. A configuration that can't be run here is part of the report.
 pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()> {
     let launch = Launch::from_env(&config.launch_options(), cuda);
-    let (data, plan) = match with_data(config.clone()) {
-        Ok((config, data)) => (Some(Samples::of(&config, &data)), plan(&config, cuda)),
+    let (data, plan) = match open_data(config.clone()) {
+        Ok((config, data)) => (Some(Samples::of(&config, &data)), place_all(&config, cuda)),
         Err(error) => (None, Err(error)),
     };
     let report = Report {
@@ -175,8 +174,8 @@ fn write_text(
             row("launcher", format!("local (ranks are {are})"))?;
         }
         Ok(launch) => {
-            let (of, name) = (launch.processes, launch.kind.name());
-            row("launcher", format!("{name}, process {} of {}", of.index, of.count))?;
+            let (processes, name) = (launch.processes, launch.kind.name());
+            row("launcher", format!("{name}, process {} of {}", processes.index, processes.count))?;
         }
         // The error is printed below, as what would fail.
         Err(_) => row("launcher", "unknown".into())?,
@@ -192,8 +191,8 @@ fn write_text(
     {
         row("data", dataset.clone())?;
         row("  training", format!("{training} samples"))?;
-        row("  validation", validation.map_or_else(none, |it| format!("{it} samples")))?;
-        let [from, to] = [in_features, out_features].map(|it| it.unwrap_or_default());
+        row("  validation", validation.map_or_else(none, |count| format!("{count} samples")))?;
+        let [from, to] = [in_features, out_features].map(|count| count.unwrap_or_default());
         row("  model", format!("{from} numbers -> {to}"))?;
     }
     match (&report.plan, &report.plan_problem) {

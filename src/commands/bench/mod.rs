@@ -19,11 +19,11 @@ use anyhow::Context;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::place_ranks;
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
 use crate::process_group::{ProcessGroup, ReduceOp, dtype_name};
+use crate::session::place_ranks;
 use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 use bench_case::BenchCase;
 pub use bench_case::BenchOp;

@@ -8,9 +8,6 @@ use anyhow::Context;
 use serde::Serialize;
 use tch::Device;
 
-use super::super::train::with_data;
-use super::super::unsupported_flags::reject_flags;
-use super::super::{cores, place_ranks};
 use super::note_if_busy;
 use super::step::step_on;
 use crate::config::Config;
@@ -18,10 +15,11 @@ use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
+use crate::session::{cores, open_data, place_ranks, reject_flags};
 use crate::telemetry::{LogFormat, Printer};
 
 /// The flags that only runs of several processes have, and those that the measurement sets itself.
-const NOT_OF_SCALING: [&str; 8] = [
+const SCALING_UNSUPPORTED: [&str; 8] = [
     "inject_fault",
     "grad_accum_steps",
     "spawn",
@@ -122,7 +120,7 @@ impl Times {
 /// # Errors
 /// [`Error::Input`] that names the flag.
 pub fn check_scaling_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    reject_flags(keys, &NOT_OF_SCALING, "bench scaling measures single steps in one process")
+    reject_flags(keys, &SCALING_UNSUPPORTED, "bench scaling measures single steps in one process")
 }
 
 /// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`. Prints samples per
@@ -152,7 +150,7 @@ pub fn bench_scaling(
     // Steps of fewer samples would not be the same work.
     let config =
         Config { val_fraction: Some(0.0), patience: None, drop_last_batch: true, ..config };
-    let (config, data) = with_data(config)?;
+    let (config, data) = open_data(config)?;
     let (batch_size, samples) = (config.batch_size, data.training.len());
     let of_all = batch_size.saturating_mul(ranks);
     if of_all > samples {

@@ -8,10 +8,6 @@ use anyhow::Context;
 use serde::Serialize;
 use tch::Device;
 
-use super::super::checkpoints::StartPoint;
-use super::super::session::{self, run_launched};
-use super::super::train::{Training, with_data};
-use super::super::unsupported_flags::reject_flags;
 use super::cluster::SimulatedCluster;
 use super::cost::Measured;
 use super::forecast;
@@ -20,9 +16,12 @@ use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::{Backend, Nproc, Rank};
+use crate::launch::{Backend, Launch, Nproc, Rank};
 use crate::operation::Operation;
 use crate::records::PhaseSeconds;
+use crate::session::{
+    self, ChildProcesses, StartPoint, Training, leave_error, open_data, reject_flags,
+};
 use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::Amp;
 
@@ -87,44 +86,47 @@ pub fn bench_step(
             config.nproc_per_node = Nproc::Count(1);
         }
     }
-    let cluster = Arc::new(cluster);
-    let work = |launch| {
-        let (config, data) = with_data(config.clone())?;
-        let dataset = data.training;
-        let command = format!("bench step --steps={steps}");
-        let launched = session::join(&config, &command, launch, cuda, printer)?;
-        let world_size = launched.world_size();
-        launched.before_ranks(|| config.validate_for(world_size))?;
-        if let Some(note) = launched.placement.note.as_ref().filter(|_| launched.is_first()) {
-            printer.info(note);
+    let launch = Launch::from_env(&config.launch_options(), cuda)?;
+    if let Some(children) = ChildProcesses::wanted(&config, &launch, false)? {
+        return children.run(&config, &launch, cuda, printer).map(drop);
+    }
+    let result = measure_here(config, steps, cluster, launch.clone(), cuda, printer);
+    leave_error(&launch, result, printer)
+}
+
+/// Measures on the ranks of this process. Rank 0 prints.
+fn measure_here(
+    config: Config,
+    steps: usize,
+    cluster: Option<SimulatedCluster>,
+    launch: Launch,
+    cuda: &Cuda,
+    printer: &Arc<Printer>,
+) -> anyhow::Result<()> {
+    let (config, data) = open_data(config)?;
+    let command = format!("bench step --steps={steps}");
+    let launched = session::join(&config, &command, launch, cuda, printer)?;
+    launched.before_ranks(|| config.validate_for(launched.world_size()))?;
+    if launched.is_first() {
+        let idle_hook = config.idle_hook_warning((WARM_UP + steps) as u64);
+        let notes = launched.placement.note.clone().into_iter().chain(idle_hook);
+        notes.for_each(|note| printer.info(&note));
+    }
+    let spawn = session::spawn(&launched, &config, printer);
+    let (backend, printer) = (launched.placement.backend, printer.clone());
+    spawn.run(move |rank| {
+        let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
+        let Some(times) = times else { return Ok(()) };
+        let on_gpu = rank.device() != Device::Cpu;
+        print(&times, &config, steps, on_gpu, &printer).context("writing to stdout")?;
+        note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
+        match &cluster {
+            Some(cluster) => print_on(cluster, &times, &config, rank, &printer),
+            None => Ok(()),
         }
-        let in_all = (WARM_UP + steps) as u64;
-        if let Some(note) = config.idle_hook_warning(in_all).filter(|_| launched.is_first()) {
-            printer.info(&note);
-        }
-        let (backend, printer) = (launched.placement.backend, printer.clone());
-        let (spawn, cluster) = (session::spawn(&launched, &config, &printer), cluster.clone());
-        spawn.run(move |rank| {
-            let times = step_on(rank, backend, &config, &dataset, steps.max(1))?;
-            let Some(times) = times else { return Ok(()) };
-            let on_gpu = rank.device() != Device::Cpu;
-            print(&times, &config, steps, on_gpu, &printer)
-                .inspect(|()| {
-                    note_if_busy(
-                        "the median step took",
-                        times.us_per_step / times.us_min,
-                        &printer,
-                    );
-                })
-                .and_then(|()| match &*cluster {
-                    Some(cluster) => print_on(cluster, &times, &config, rank, &printer),
-                    None => Ok(()),
-                })
-                .context("writing to stdout")
-        })?;
-        Ok(None)
-    };
-    run_launched(&config, cuda, printer, false, work).map(drop)
+        .context("writing to stdout")
+    })?;
+    Ok(())
 }
 
 /// Refuses options that [`SimulatedCluster`] does not model.

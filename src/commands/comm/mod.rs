@@ -15,11 +15,11 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use super::place_ranks;
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
 use crate::process_group::{ReduceOp, check_reduction, dtype_name, num_bytes};
+use crate::session::place_ranks;
 use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 
 pub use operations::CommOp;

@@ -6,16 +6,16 @@ use std::sync::Arc;
 use tch::Device;
 use tch::nn::VarStore;
 
-use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile, TrainerState};
+use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::launch::{Restarts, StopReason};
-use crate::records::ValidationMetrics;
+use crate::launch::Restarts;
+use crate::process_group::ProcessGroup;
 use crate::telemetry::Printer;
 
 /// The starting point of a run, shared by its ranks.
 #[derive(Debug, Default)]
-pub(super) struct StartPoint {
+pub(crate) struct StartPoint {
     pub checkpoint: Option<Arc<Checkpoint>>,
     /// The weights of `--init-from`. `None` without it, and if there is a checkpoint.
     weights: Option<TensorFile>,
@@ -24,7 +24,7 @@ pub(super) struct StartPoint {
 
 impl StartPoint {
     /// Returns the starting point that `config` names. Reports its errors here, before a rank would.
-    pub(super) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
+    pub(crate) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
         let checkpoint_dir = config.checkpoint_dir.as_deref();
         // Checked first: another program's files must not be taken for a damaged checkpoint.
         checkpoint_dir.map_or(Ok(()), CheckpointDir::check)?;
@@ -43,14 +43,15 @@ impl StartPoint {
             Some(file) if checkpoint.is_none() => Some(TensorFile::read(file).map_err(init_from)?),
             _ => None,
         };
-        let mut origin = Self { checkpoint: None, weights, checkpoint_dir: None };
-        origin.checkpoint = checkpoint.map(Arc::new);
-        if origin.checkpoint.is_some() || origin.weights.is_some() {
+        let mut start_point = Self { checkpoint: None, weights, checkpoint_dir: None };
+        start_point.checkpoint = checkpoint.map(Arc::new);
+        if start_point.checkpoint.is_some() || start_point.weights.is_some() {
             let (vs, _) = config.model_config().build(Device::Cpu, config.seed)?;
-            origin.load_model(&vs)?;
+            start_point.load_model(&vs)?;
         }
-        origin.checkpoint_dir = checkpoint_dir.map(|dir| origin.open(dir, config)).transpose()?;
-        Ok(origin)
+        let open = |dir| start_point.open(dir, config);
+        start_point.checkpoint_dir = checkpoint_dir.map(open).transpose()?;
+        Ok(start_point)
     }
 
     /// Opens the folder to save in. Other files in it must not be lost.
@@ -79,7 +80,7 @@ impl StartPoint {
 
     /// Renames checkpoints that are newer than the one that the run resumes from. Called when nothing can be refused
     /// any more.
-    pub(super) fn make_room(&self, printer: &Printer) -> Result<()> {
+    pub(crate) fn make_room(&self, printer: &Printer) -> Result<()> {
         let (Some(dir), Some(checkpoint)) = (&self.checkpoint_dir, &self.checkpoint) else {
             return Ok(());
         };
@@ -95,8 +96,22 @@ impl StartPoint {
         Ok(())
     }
 
+    /// Returns the checkpoint on every rank. With several processes, rank 0 broadcasts it: a collective.
+    pub(crate) fn agreed_checkpoint(
+        &self,
+        group: &ProcessGroup,
+    ) -> Result<Option<Arc<Checkpoint>>> {
+        let mine = self.checkpoint.clone();
+        if !group.spans_processes() {
+            return Ok(mine);
+        }
+        let received = Checkpoint::broadcast(mine.as_deref(), group)?;
+        // Ranks in rank 0's process share its copy.
+        Ok(mine.or(received.map(Arc::new)))
+    }
+
     /// Loads the model of rank 0, from which the other ranks get theirs.
-    pub(super) fn load_model(&self, vs: &VarStore) -> Result<()> {
+    pub(crate) fn load_model(&self, vs: &VarStore) -> Result<()> {
         match (&self.checkpoint, &self.weights) {
             (Some(checkpoint), _) => checkpoint.load_model(vs),
             (None, Some(weights)) => weights.load_into(vs).map_err(init_from),
@@ -110,7 +125,7 @@ impl StartPoint {
 ///
 /// # Errors
 /// [`Error::Input`] when the folder cannot be read.
-pub(super) fn after_restart(
+pub(crate) fn after_restart(
     config: Config,
     restarts: &Restarts,
     printer: &Printer,
@@ -178,50 +193,10 @@ fn compare(
     Ok(())
 }
 
-/// Returns a line about the best validation of a run, and where it is saved.
-pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
-    let ValidationMetrics { epoch, loss, accuracy, .. } = best;
-    let accuracy =
-        accuracy.map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
-    let pointer = dir.map(|dir| dir.path().join("best")).filter(|it| it.exists());
-    let place = pointer.map_or(String::new(), |it| format!(" ({})", it.display()));
-    format!("best: epoch {epoch}, loss {loss:.6}{accuracy}{place}")
-}
-
-/// Returns a line about a run that has stopped.
-pub(super) fn stopped(
-    reason: StopReason,
-    state: &TrainerState,
-    dir: Option<&CheckpointDir>,
-) -> String {
-    let (name, steps) = (reason.name(), state.step);
-    match (dir, &state.best) {
-        (_, Some(best)) if reason == StopReason::NoProgress => format!(
-            "stopped by {name} after {steps} steps: the validation loss was smallest after epoch {} ({} steps)",
-            best.epoch, best.step
-        ),
-        (Some(dir), _) => {
-            let unless = if reason == StopReason::Steps {
-                ", and with more --max-steps or none"
-            } else {
-                ""
-            };
-            format!(
-                "stopped by {name} after {steps} steps, which are saved in {}; to go on, run the same command with \
-                 --resume auto{unless}",
-                dir.path().display()
-            )
-        }
-        (None, _) => format!(
-            "stopped by {name} after {steps} steps; nothing is saved, because there is no --checkpoint-dir"
-        ),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::Snapshot;
+    use crate::checkpoint::{Snapshot, TrainerState};
     use crate::telemetry::LogFormat;
 
     #[test]
@@ -235,16 +210,17 @@ mod tests {
         };
         let printer = Printer::new(LogFormat::Text);
         let checkpoint = Some(Checkpoint::read(&save(1)).unwrap());
-        let origin = StartPoint { checkpoint: checkpoint.map(Arc::new), ..StartPoint::default() };
+        let start_point =
+            StartPoint { checkpoint: checkpoint.map(Arc::new), ..StartPoint::default() };
         let config = Config { resume: Some("auto".into()), ..Config::default() };
-        drop(origin.open(path, &config).unwrap());
+        drop(start_point.open(path, &config).unwrap());
         let newer = save(2);
-        let error = origin.open(path, &config).unwrap_err().to_string();
+        let error = start_point.open(path, &config).unwrap_err().to_string();
         assert!(error.contains("another run has just saved "), "{error}");
         // A user who names the older checkpoint gets it.
         let config = Config { resume: Some("step-00000001".into()), ..Config::default() };
-        let checkpoint_dir = Some(origin.open(path, &config).unwrap());
-        StartPoint { checkpoint_dir, ..origin }.make_room(&printer).unwrap();
+        let checkpoint_dir = Some(start_point.open(path, &config).unwrap());
+        StartPoint { checkpoint_dir, ..start_point }.make_room(&printer).unwrap();
         assert!(!newer.exists());
     }
 }

@@ -8,10 +8,6 @@ use std::sync::Arc;
 use anyhow::Context;
 use tch::{Device, Kind, Tensor};
 
-use super::checkpoints::StartPoint;
-use super::place_ranks;
-use super::train::{Training, with_data};
-use super::unsupported_flags::reject_flags;
 use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Subset};
 use crate::error::{Error, Result};
@@ -20,6 +16,7 @@ use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
 use crate::models::ModelKind;
 use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
+use crate::session::{StartPoint, Training, open_data, place_ranks, reject_flags};
 use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
@@ -96,7 +93,7 @@ pub fn verify(
         return Err(Error::Input(problem.into()).into());
     }
     let config = Config { val_fraction: Some(0.0), patience: None, grad_accum_steps: 1, ..config };
-    let (mut config, data) = with_data(config)?;
+    let (mut config, data) = open_data(config)?;
     let of_step = ranks.saturating_mul(config.batch_size);
     let (dataset, note) = match config.exact_mean {
         true => unequal_batches(data.training, ranks, config.batch_size)?,

@@ -33,13 +33,14 @@ const TRAIN_ONLY: [&str; 22] = [
 ///
 /// # Errors
 /// [`Error::Input`] that names the flag.
-pub(super) fn reject_flags<'a>(
+pub(crate) fn reject_flags<'a>(
     keys: impl IntoIterator<Item = &'a String>,
     others: &[&str],
     what_it_does: &str,
 ) -> Result<()> {
-    let no_use = |key: &&String| TRAIN_ONLY.iter().chain(others).any(|it| *it == key.as_str());
-    match keys.into_iter().find(no_use) {
+    let is_refused =
+        |key: &&String| TRAIN_ONLY.iter().chain(others).any(|refused| *refused == key.as_str());
+    match keys.into_iter().find(is_refused) {
         Some(key) => Err(Error::Input(format!(
             "--{}: {what_it_does}; leave this out",
             key.replace('_', "-")

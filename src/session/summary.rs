@@ -1,10 +1,13 @@
 //! The end of a run: the summary of each rank, and the result that rank 0 derives from them.
 
+use std::io;
+
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
-use super::super::cores;
-use super::Job;
+use super::Session;
+use super::outcome::{best, stopped, through_rank_0};
+use super::placement::cores;
 use crate::config::StrategyKind;
 use crate::data::DatasetSpec;
 use crate::ddp::Strategy;
@@ -16,7 +19,7 @@ use crate::runtime::StopReason;
 use crate::telemetry::report::{
     Cores, Measured, Moved, Replicas, Verdict, advice, outside_collectives,
 };
-use crate::telemetry::{End, find_straggler, find_straggler_over, peak_memory};
+use crate::telemetry::{End, Event, LogFormat, find_straggler, find_straggler_over, peak_memory};
 use crate::trainer::{Summary, Trainer};
 
 /// The summary that each rank sends to rank 0.
@@ -33,17 +36,17 @@ struct RankSummary {
 
 /// Gathers the summaries of all ranks. Returns the result of the run on rank 0 (`None` on other ranks), and on all
 /// ranks whether the replicas are equal. A collective.
-pub(super) fn end(
+pub(crate) fn gather_summary(
     trainer: &Trainer<Model>,
     summary: &Summary,
-    job: &Job,
+    session: &Session,
     group: &ProcessGroup,
 ) -> Result<(Option<End>, bool)> {
     let Traffic { sent, received } = group.traffic();
-    let of_model = trainer.ddp().parameters_hash()?;
+    let model_hash = trainer.ddp().parameters_hash()?;
     let parameters = match trainer.ddp() {
-        Strategy::Ddp(ddp) if job.config.no_broadcast_buffers => Some(ddp.replica_hash()?),
-        Strategy::Ddp(_) => Some(of_model),
+        Strategy::Ddp(ddp) if session.config.no_broadcast_buffers => Some(ddp.replica_hash()?),
+        Strategy::Ddp(_) => Some(model_hash),
         Strategy::Dp(_) => None, // rank 0 alone has the model
     };
     let mine = RankSummary {
@@ -54,44 +57,46 @@ pub(super) fn end(
         parameters,
     };
     // Only rank 0 gets the summaries: on every rank they would take memory for each pair of ranks.
-    let of_ranks = group.gather_object(&mine, 0)?;
-    let replicas = of_ranks.as_ref().and_then(|it| replicas(it, job.config.check_replicas_every));
+    let summaries = group.gather_object(&mine, 0)?;
+    let replicas = summaries
+        .as_ref()
+        .and_then(|summaries| replicas(summaries, session.config.check_replicas_every));
     // Each rank ends with an error if the replicas differ.
-    let mut equal = vec![replicas.as_ref().is_none_or(|it| it.equal)];
+    let mut equal = vec![replicas.as_ref().is_none_or(|replicas| replicas.equal)];
     group.broadcast_object_list(&mut equal, 0)?;
     let equal = equal == [true];
-    let Some(of_ranks) = of_ranks else { return Ok((None, equal)) };
+    let Some(summaries) = summaries else { return Ok((None, equal)) };
     let seconds = summary.elapsed.as_secs_f64();
     let statistics = trainer.ddp().statistics();
     let hidden = statistics.hidden;
-    let by_rank = |of: fn(&RankSummary) -> f64| of_ranks.iter().map(of).collect::<Vec<_>>();
-    let phases: Vec<PhaseSeconds> = of_ranks.iter().map(|it| it.phases).collect();
+    let by_rank = |value: fn(&RankSummary) -> f64| summaries.iter().map(value).collect::<Vec<_>>();
+    let phases: Vec<PhaseSeconds> = summaries.iter().map(|rank| rank.phases).collect();
     let end = End {
         seconds,
         steps: summary.steps,
         loss: summary.last_loss,
         us_per_step: seconds * 1e6 / summary.steps_now.max(1) as f64,
-        parameters_hash: format!("{of_model:016x}"),
-        replicas_equal: replicas.as_ref().map(|it| it.equal),
+        parameters_hash: format!("{model_hash:016x}"),
+        replicas_equal: replicas.as_ref().map(|replicas| replicas.equal),
         bucket_bytes: statistics.bucket_bytes,
         backward_us: statistics.backward_us,
         communication_us: statistics.communication_us,
         overlapped: statistics.overlapped,
-        bytes_sent_by_rank: of_ranks.iter().map(|it| it.sent).collect(),
-        bytes_received_by_rank: of_ranks.iter().map(|it| it.received).collect(),
-        data_wait_seconds_by_rank: by_rank(|it| it.waited),
-        collective_seconds_by_rank: by_rank(|it| it.phases.collectives),
+        bytes_sent_by_rank: summaries.iter().map(|rank| rank.sent).collect(),
+        bytes_received_by_rank: summaries.iter().map(|rank| rank.received).collect(),
+        data_wait_seconds_by_rank: by_rank(|rank| rank.waited),
+        collective_seconds_by_rank: by_rank(|rank| rank.phases.collectives),
         straggler: find_straggler(&phases, seconds),
         peak_memory_bytes: peak_memory(),
         skipped_steps: trainer.counts_skipped_steps().then_some(summary.skipped_steps),
         scale: trainer.scaler().state().map(|scaler| scaler.scale),
         stopped: summary.stopped.map(StopReason::name),
-        restarts: job.restarts.reasons.clone(),
+        restarts: session.restarts.reasons.clone(),
         best: trainer.state().best.clone(),
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
     };
-    job.seen.update(|draft| {
+    session.artifacts.update(|draft| {
         // The buckets have been rebuilt since the start.
         draft.model.buckets.clone_from(&end.bucket_bytes);
         draft.model.parameters = trainer.ddp().parameter_places();
@@ -101,27 +106,58 @@ pub(super) fn end(
             collectives: Vec::new(),
         };
         draft.replicas = replicas;
-        draft.verdict = verdict(&end, phases, hidden, job, group);
+        draft.verdict = verdict(&end, phases, hidden, session, group);
         draft.end = Some(end.clone());
     });
     Ok((Some(end), equal))
+}
+
+/// Prints the result of a run on rank 0. Of a run that fails, prints only its numbers.
+pub(crate) fn print_end(
+    end: End,
+    replicas_equal: bool,
+    trainer: &Trainer<Model>,
+    reason: Option<StopReason>,
+    session: &Session,
+) -> io::Result<()> {
+    let Session { config, printer, start_point, .. } = session;
+    let with_text = printer.format() == LogFormat::Text && replicas_equal;
+    if config.strategy == StrategyKind::Dp
+        && with_text
+        && let Some(note) = through_rank_0(&end)
+    {
+        printer.info(&note);
+    }
+    printer.event(&Event::End(Box::new(end)))?;
+    let dir = start_point.checkpoint_dir.as_ref();
+    if let Some(metrics) = &trainer.state().best
+        && with_text
+    {
+        printer.info(&best(metrics, dir));
+    }
+    if let Some(reason) = reason
+        && replicas_equal
+    {
+        printer.info(&stopped(reason, trainer.state(), dir));
+    }
+    Ok(())
 }
 
 /// Ends a run whose replicas differ.
 ///
 /// # Errors
 /// [`Error::ReplicasDiverged`], on all ranks alike.
-pub(super) fn refuse_different_replicas(trainer: &Trainer<Model>, job: &Job) -> Result<()> {
+pub(crate) fn refuse_different_replicas(trainer: &Trainer<Model>, session: &Session) -> Result<()> {
     match trainer.ddp() {
         Strategy::Ddp(ddp) => {
-            trainer.compare_replicas(ddp, !job.config.no_broadcast_buffers, Compared::AtEnd)
+            trainer.compare_replicas(ddp, !session.config.no_broadcast_buffers, Compared::AtEnd)
         }
         Strategy::Dp(_) => Ok(()),
     }
 }
 
-fn replicas(of_ranks: &[RankSummary], checked_every: Option<u64>) -> Option<Replicas> {
-    let hashes: Vec<u64> = of_ranks.iter().map(|it| it.parameters).collect::<Option<_>>()?;
+fn replicas(summaries: &[RankSummary], checked_every: Option<u64>) -> Option<Replicas> {
+    let hashes: Vec<u64> = summaries.iter().map(|rank| rank.parameters).collect::<Option<_>>()?;
     Some(Replicas {
         equal: hashes.iter().all(|hash| *hash == hashes[0]),
         hashes: hashes.iter().map(|hash| format!("{hash:016x}")).collect(),
@@ -136,10 +172,10 @@ fn verdict(
     end: &End,
     phases: Vec<PhaseSeconds>,
     hidden: f64,
-    job: &Job,
+    session: &Session,
     group: &ProcessGroup,
 ) -> Verdict {
-    let config = &job.config;
+    let config = &session.config;
     let on_cpu = group.device() == Device::Cpu;
     let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
     let overlapped = overlaps.then_some(hidden);
@@ -156,10 +192,10 @@ fn verdict(
         seconds: end.seconds,
         cores: on_cpu.then(|| Cores {
             count: cores(),
-            local_ranks: job.launched.placement.devices.len(),
-            threads_per_rank: job.launched.placement.threads_per_rank,
+            local_ranks: session.launched.placement.devices.len(),
+            threads_per_rank: session.launched.placement.threads_per_rank,
         }),
-        losses: job.seen.losses(),
+        losses: session.artifacts.losses(),
         lr: config.lr_for(group.world_size()).0,
         fitting_config: (config.dataset == DatasetSpec::Digits).then_some("configs/digits.toml"),
     };

@@ -1,0 +1,201 @@
+//! The files that a run writes for people to look at: `--trace` and `--report`.
+
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::SystemTime;
+
+use super::dealt_samples::dealt_samples;
+use super::report_facts::{collectives, command, date, options, steps_of};
+use crate::checkpoint::TrainerState;
+use crate::config::{Config, Data};
+use crate::ddp::Strategy;
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::launch::Launched;
+use crate::models::Model;
+use crate::os::limits::explain;
+use crate::runtime::History;
+use crate::telemetry::report::{
+    Curves, Moved, Outcome, Parameters, Ranks, Replicas, Report, Tracks, Verdict,
+};
+use crate::telemetry::{End, Output, Printer, trace_output, write_trace};
+
+/// The trace and the report of this process, and the data for them.
+#[derive(Debug)]
+pub(crate) struct RunArtifacts {
+    /// The trace file of this process. `None` without `--trace`.
+    trace: Option<Output>,
+    /// The report file. `None` without `--report`, and in processes without rank 0.
+    report: Option<Output>,
+    history: Arc<OnceLock<History>>,
+    draft: Mutex<ReportData>,
+    curves: Arc<Mutex<Curves>>,
+    began: SystemTime,
+}
+
+/// The data that rank 0 collects for the report.
+#[derive(Debug, Default)]
+pub(crate) struct ReportData {
+    pub model: Parameters,
+    /// The state of training at the start.
+    pub first: TrainerState,
+    pub moved: Moved,
+    pub replicas: Option<Replicas>,
+    pub verdict: Verdict,
+    pub end: Option<End>,
+}
+
+impl RunArtifacts {
+    /// Prepares the files that `config` names, for this process of `launched`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if a file cannot be written.
+    pub(crate) fn new(config: &Config, launched: &Launched) -> Result<Self> {
+        let process = launched.process();
+        config.validate_files(process[1])?;
+        let input = |flag: &str, path: &Path, error: io::Error| {
+            Error::Input(format!("{flag} {}: {}", path.display(), explain(&error)))
+        };
+        let trace = config
+            .trace
+            .as_deref()
+            .map(|path| trace_output(path, process).map_err(|error| input("--trace", path, error)));
+        let report = config
+            .report
+            .as_deref()
+            .filter(|_| launched.is_first())
+            .map(|path| Report::output(path).map_err(|error| input("--report", path, error)));
+        let (trace, report) = (trace.transpose()?, report.transpose()?);
+        Ok(Self {
+            trace,
+            report,
+            history: Arc::default(),
+            draft: Mutex::default(),
+            curves: Arc::default(),
+            began: SystemTime::now(),
+        })
+    }
+
+    /// Returns where to leave the ranks' history. `None` without a trace or a report.
+    pub(crate) fn history(&self) -> Option<Arc<OnceLock<History>>> {
+        (self.trace.is_some() || self.report.is_some()).then(|| self.history.clone())
+    }
+
+    /// Returns where to leave the curves of training. `None` without a report.
+    pub(crate) fn curves(&self) -> Option<Arc<Mutex<Curves>>> {
+        self.report.is_some().then(|| self.curves.clone())
+    }
+
+    /// Returns the mean loss of the first quarter of the run, and of the last. `None` without a report.
+    pub(crate) fn losses(&self) -> Option<[f64; 2]> {
+        self.curves.lock().unwrap_or_else(PoisonError::into_inner).losses()
+    }
+
+    /// Updates the data of the report, if there is one.
+    pub(crate) fn update(&self, write: impl FnOnce(&mut ReportData)) {
+        if self.report.is_some() {
+            write(&mut self.draft.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    /// Records the model that rank 0 begins to train.
+    pub(crate) fn model(&self, config: &Config, ddp: &Strategy<Model>, first: &TrainerState) {
+        self.update(|draft| {
+            draft.first = first.clone();
+            draft.model = Parameters {
+                name: config.model.name().into(),
+                parameters: ddp.parameter_places(),
+                buckets: ddp.statistics().bucket_bytes,
+            };
+        });
+    }
+
+    /// Writes the files after the ranks have ended.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub(crate) fn write(
+        &self,
+        config: &Config,
+        launched: &Launched,
+        data: &Data,
+        outcome: Outcome,
+        printer: &Printer,
+    ) -> Result<()> {
+        let Some(history) = self.history.get() else { return Ok(()) };
+        let unwritable = |flag: &str, output: &Output, error: io::Error| Error::Write {
+            what: format!("{flag} {}", output.path().display()),
+            reason: explain(&error),
+        };
+        // If one file cannot be written, the other one still is.
+        let trace = self.trace.as_ref().map_or(Ok(()), |output| {
+            output
+                .write(|file| write_trace(history, file))
+                .map_err(|error| unwritable("--trace", output, error))?;
+            if let (true, Some(path)) = (launched.is_first(), &config.trace) {
+                let path = path.display();
+                printer.info(&match history.process {
+                    [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
+                    [_, count] => format!(
+                        "the traces of {count} processes are beside {path}, each with its number in its name: open them \
+                         in ui.perfetto.dev"
+                    ),
+                });
+            }
+            Ok(())
+        });
+        let report = self.report.as_ref().map_or(Ok(()), |output| {
+            let report = self.page(config, launched, data, outcome, history)?;
+            output
+                .write(|file| report.write(file))
+                .map_err(|error| unwritable("--report", output, error))?;
+            let path = config.report.as_deref().unwrap_or(output.path()).display();
+            printer.info(&format!("the report is in {path}: open it in a browser"));
+            Ok(())
+        });
+        trace.and(report)
+    }
+
+    fn page(
+        &self,
+        config: &Config,
+        launched: &Launched,
+        data: &Data,
+        outcome: Outcome,
+        history: &History,
+    ) -> Result<Report> {
+        let draft = std::mem::take(&mut *self.draft.lock().unwrap_or_else(PoisonError::into_inner));
+        let curves = self.curves.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let steps = steps_of(history).saturating_sub(draft.first.step);
+        let ReportData { first, model, moved, replicas, verdict, end, .. } = draft;
+        let (end, world_size) = (end.as_ref(), launched.world_size());
+        Ok(Report {
+            version: 1,
+            program: format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
+            command: command(),
+            began: date(self.began),
+            libtorch: ffi::version(),
+            outcome,
+            seconds: end.map(|end| end.seconds),
+            steps: end.map(|end| end.steps_now),
+            us_per_step: end.map(|end| end.us_per_step),
+            loss: end.map(|end| end.loss),
+            parameters_hash: end.map(|end| end.parameters_hash.clone()),
+            options: options(config),
+            world: Ranks {
+                size: world_size,
+                nnodes: launched.nnodes(),
+                backend: launched.placement.backend.name(),
+                devices: history.ranks.iter().map(|rank| rank.device.clone()).collect(),
+            },
+            model,
+            curves,
+            samples: dealt_samples(config, data.training.len(), world_size, &first, steps)?,
+            timeline: Tracks::new(history),
+            traffic: Moved { collectives: collectives(history), ..moved },
+            replicas,
+            verdict,
+        })
+    }
+}

@@ -1,0 +1,112 @@
+//! The samples that the sampler dealt to the ranks of a run, for its report.
+
+use crate::checkpoint::TrainerState;
+use crate::config::Config;
+use crate::data::{DistributedSampler, batches_of_all};
+use crate::error::Result;
+use crate::telemetry::report::{OfEpoch, Samples};
+
+/// The most samples that a report lists.
+const MAX_LISTED_SAMPLES: usize = 200_000;
+
+/// Returns the samples that the sampler dealt to each rank in `steps` steps, from the state `first` on.
+pub(super) fn dealt_samples(
+    config: &Config,
+    dataset: usize,
+    world_size: usize,
+    first: &TrainerState,
+    mut steps: u64,
+) -> Result<Samples> {
+    let batch = config.batch_size;
+    let sampler = |rank| config.sampler(dataset, world_size, rank);
+    let samplers = (0..world_size).map(sampler).collect::<Result<Vec<DistributedSampler>>>()?;
+    let mut listed = Samples { dataset, batch_size: batch, complete: true, epochs: Vec::new() };
+    let (mut epoch, mut seen, mut room) =
+        (first.epoch, first.samples_seen, MAX_LISTED_SAMPLES / world_size);
+    while steps > 0 && listed.complete {
+        let batches = batches_of_all(&samplers[0], seen, batch, config.drop_last_batch);
+        let now = (batches as u64).div_ceil(config.grad_accum_steps).min(steps);
+        if now == 0 && seen == 0 {
+            break; // an epoch without steps
+        }
+        let most = (now * config.grad_accum_steps).min(batches as u64) as usize * batch;
+        let rank_samples = |sampler: &DistributedSampler| -> Result<Vec<usize>> {
+            let mut indices = sampler.indices_from(epoch, seen)?;
+            indices.truncate(most.min(room));
+            Ok(indices)
+        };
+        if now > 0 {
+            let ranks = samplers.iter().map(rank_samples).collect::<Result<Vec<_>>>()?;
+            let longest = most.min(samplers[0].num_samples_from(seen));
+            listed.complete = longest <= room;
+            room -= longest.min(room);
+            listed.epochs.push(OfEpoch { epoch, ranks });
+        }
+        steps -= now;
+        (epoch, seen) = (epoch + 1, 0);
+    }
+    Ok(listed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tch::Device;
+
+    use super::*;
+    use crate::data::{DataLoader, Targets, TensorDataset};
+
+    /// Returns the samples of all steps, by epoch and rank, as the loaders of a run deal them.
+    fn trained(config: &Config, samples: usize, ranks: usize) -> Vec<Vec<Vec<usize>>> {
+        let data =
+            Arc::new(TensorDataset::random(samples as i64, 1, Targets::Values(1), 0).unwrap());
+        let rank_samples = |rank, epoch| {
+            let sampler = config.sampler(samples, ranks, rank).unwrap();
+            let loader = DataLoader::new(data.clone(), sampler, config.batch_size, Device::Cpu);
+            let loader = loader.unwrap().drop_last(config.drop_last_batch);
+            let loader = loader.in_step(config.exact_mean);
+            let batches = loader.num_batches();
+            let steps = batches.div_ceil(config.grad_accum_steps as usize) as u64;
+            assert_eq!(steps, config.steps_per_epoch(ranks), "{samples} on {ranks}: {config}");
+            loader.samples(epoch, 0, 0, batches).unwrap()
+        };
+        let epoch_samples = |epoch| (0..ranks).map(|rank| rank_samples(rank, epoch)).collect();
+        (0..config.max_epochs).map(epoch_samples).collect()
+    }
+
+    #[test]
+    fn the_samples_that_are_listed_are_those_that_were_trained_on() {
+        const FLAGS: [[bool; 3]; 6] = [
+            [false, false, false],
+            [true, false, false],
+            [false, true, false],
+            [false, false, true],
+            [true, false, true],
+            [false, true, true],
+        ];
+        for [drop_last, exact_mean, drop_last_batch] in FLAGS {
+            for (samples, ranks, accumulate) in
+                [(31, 2, 1), (32, 2, 1), (33, 2, 3), (31, 3, 2), (50, 3, 1), (16, 1, 1)]
+            {
+                let config = Config {
+                    max_epochs: 2,
+                    batch_size: 8,
+                    num_samples: Some(samples as i64),
+                    grad_accum_steps: accumulate,
+                    drop_last,
+                    exact_mean,
+                    drop_last_batch,
+                    ..Config::default()
+                };
+                let expected = trained(&config, samples, ranks);
+                let steps = config.steps(ranks);
+                let start = TrainerState::default();
+                let listed = dealt_samples(&config, samples, ranks, &start, steps).unwrap();
+                let listed: Vec<Vec<Vec<usize>>> =
+                    listed.epochs.into_iter().map(|epoch| epoch.ranks).collect();
+                assert_eq!(listed, expected, "{samples} on {ranks} ranks: {config}");
+            }
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! What commands share: joining the launch, the data, where a run starts, its artifacts, and its summary.
+//!
+//! [`Session`] is a run of training in one process, from joining the launch to the files that it leaves.
+
+mod artifacts;
+mod data;
+mod dealt_samples;
+mod join;
+mod outcome;
+mod placement;
+mod processes;
+mod report_facts;
+mod start_point;
+mod summary;
+mod training;
+mod unsupported_flags;
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use anyhow::Context;
+use crossbeam::channel::Receiver;
+use tch::Device;
+
+use crate::config::{Config, Data};
+use crate::error::Result;
+use crate::ffi::cuda::Cuda;
+use crate::launch::{
+    Launch, LaunchKind, Launched, Rank, Restarts, Spawn, SpawnError, Stop, StopReason,
+    await_termination, end_at_signals_in, status_signal, stop_on_signals,
+};
+use crate::process_group::ProcessGroup;
+use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
+use artifacts::RunArtifacts;
+use outcome::{failure, outcome};
+
+pub(crate) use data::open_data;
+pub(crate) use join::{join, spawn};
+pub(crate) use placement::{cores, place_all, place_ranks};
+pub use processes::AlreadyReported;
+pub(crate) use processes::{ChildProcesses, leave_error};
+pub(crate) use start_point::{StartPoint, after_restart};
+pub(crate) use summary::{gather_summary, print_end, refuse_different_replicas};
+pub(crate) use training::Training;
+pub(crate) use unsupported_flags::reject_flags;
+
+/// How long to wait for torchrun's agent to stop us after a membership change. If we exit first, the agent counts it
+/// as a failure and uses up a restart. Agents poll as rarely as every 5 s.
+const AGENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Returns what stops a run of `config`: signals, and the end of its time, which its earlier starts have used, too.
+pub(crate) fn stop_at_signals(
+    config: &Config,
+    restarts: &Restarts,
+    printer: &Arc<Printer>,
+) -> anyhow::Result<Arc<Stop>> {
+    let printer = printer.clone();
+    let time = config.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
+    let stop = Stop::new(time).on_stop(move |reason| {
+        if reason == StopReason::Interrupt {
+            printer.info("stopping after this step; Ctrl-C again ends the process at once");
+        }
+    });
+    let stop = Arc::new(stop);
+    stop_on_signals(&stop).context("watching for signals")?;
+    Ok(stop)
+}
+
+/// A run of training in this process: the state that its ranks share.
+pub(crate) struct Session {
+    pub config: Config,
+    pub launched: Launched,
+    pub data: Data,
+    /// Where the run starts. Empty in a process without rank 0.
+    pub start_point: StartPoint,
+    pub artifacts: RunArtifacts,
+    pub stop: Arc<Stop>,
+    /// The earlier starts of this run.
+    pub restarts: Restarts,
+    pub printer: Arc<Printer>,
+    /// The metrics logger, which rank 0 takes. `None` in a process without rank 0.
+    metrics_logger: Mutex<Option<MetricsLogger>>,
+    /// Whether the metrics logger has something to write. False in a process without rank 0.
+    logs_metrics: bool,
+    /// The requests to print what the ranks are doing.
+    status_requests: Receiver<()>,
+    /// The reason why the run ended before its last epoch, if it did.
+    stopped: OnceLock<StopReason>,
+}
+
+impl Session {
+    /// Opens the data, joins the launch, and prepares what the ranks need. `None` if a signal has ended the wait for
+    /// the other processes.
+    ///
+    /// # Errors
+    /// [`Error::Input`](crate::Error::Input) when `config` can't run here.
+    pub(crate) fn join(
+        config: Config,
+        launch: Launch,
+        restarts: Restarts,
+        stop: Arc<Stop>,
+        cuda: &Cuda,
+        printer: &Arc<Printer>,
+    ) -> anyhow::Result<Option<Self>> {
+        let status_requests = status_signal().context("watching for signals")?;
+        let (config, data) = open_data(config)?;
+        // The processes of `--spawn=processes` start together, so none waits long for another.
+        let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
+        let join = || join(&config, "train", launch, cuda, printer);
+        let launched =
+            if may_wait { end_at_signals_in(&stop, join)?.transpose()? } else { Some(join()?) };
+        let Some(launched) = launched else { return Ok(None) };
+        launched.before_ranks(|| config.validate_for(launched.world_size()))?;
+        let artifacts = launched.before_ranks(|| RunArtifacts::new(&config, &launched))?;
+        let mut session = Self {
+            config,
+            launched,
+            data,
+            start_point: StartPoint::default(),
+            artifacts,
+            stop,
+            restarts,
+            printer: printer.clone(),
+            metrics_logger: Mutex::default(),
+            logs_metrics: false,
+            status_requests,
+            stopped: OnceLock::new(),
+        };
+        if session.launched.is_first() {
+            session.print_notes();
+            let prepared = session.launched.before_ranks(|| session.prepare_rank_0())?;
+            let (metrics_logger, start_point) = prepared;
+            session.logs_metrics = metrics_logger.is_wanted();
+            session.metrics_logger = Mutex::new(Some(metrics_logger));
+            session.start_point = start_point;
+        }
+        Ok(Some(session))
+    }
+
+    fn print_notes(&self) {
+        let Self { config, launched, data, printer, .. } = self;
+        let world_size = launched.world_size();
+        let (_, lr_note) = config.lr_for(world_size);
+        let notes = launched.notes().into_iter().chain(data.notes.iter().cloned());
+        let more = lr_note.into_iter().chain(config.no_effect_warning(config.steps(world_size)));
+        notes.chain(more).for_each(|note| printer.info(&note));
+    }
+
+    /// Opens the files of rank 0: metrics, and checkpoints to start from and to save.
+    fn prepare_rank_0(&self) -> Result<(MetricsLogger, StartPoint)> {
+        let Self { config, launched, printer, .. } = self;
+        let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
+        MetricsLogger::check(metrics)?; // before any file is created
+        let start_point = StartPoint::of(config, launched.world_size(), printer)?;
+        let logger = MetricsLogger::new(printer, tensorboard, metrics)?;
+        if start_point.checkpoint_dir.is_some() {
+            Restarts::note_saving(&launched.launch)?;
+        }
+        start_point.make_room(printer)?;
+        Ok((logger.curves(self.artifacts.curves()), start_point))
+    }
+
+    /// Returns how to start the ranks of this process.
+    pub(crate) fn spawn(&self) -> Spawn {
+        spawn(&self.launched, &self.config, &self.printer)
+            .dump_status_on(self.status_requests.clone())
+            .history(self.artifacts.history())
+            .stop(self.stop.clone())
+    }
+
+    /// Returns on every rank whether the run logs metrics, which all ranks reduce. With several processes, rank 0
+    /// broadcasts it: a collective.
+    pub(crate) fn logs_metrics(&self, group: &ProcessGroup) -> Result<bool> {
+        if !group.spans_processes() {
+            return Ok(self.logs_metrics);
+        }
+        let mut logs_metrics = vec![self.logs_metrics];
+        group.broadcast_object_list(&mut logs_metrics, 0)?;
+        Ok(logs_metrics == [true])
+    }
+
+    /// Takes the metrics logger. `None` except on rank 0.
+    pub(crate) fn take_metrics_logger(&self, rank: &Rank) -> Option<MetricsLogger> {
+        let mut logger = self.metrics_logger.lock().unwrap_or_else(PoisonError::into_inner);
+        if rank.rank() == 0 { logger.take() } else { None }
+    }
+
+    /// Prints that the run has started: as text once, as JSON also after each restart.
+    pub(crate) fn print_start(&self, parameters: usize) -> anyhow::Result<()> {
+        if self.printer.format() != LogFormat::Json && self.restarts.started {
+            return Ok(());
+        }
+        let Launched { placement, launch, .. } = &self.launched;
+        let on_gpus = matches!(placement.devices[0], Device::Cuda(_));
+        let start = Start {
+            world_size: self.launched.world_size(),
+            nnodes: self.launched.nnodes(),
+            backend: placement.backend.name(),
+            device: if on_gpus { "GPU" } else { "CPU" },
+            model: self.config.model.name(),
+            parameters,
+            restart: launch.restart_count,
+            gpu_count: placement.gpu_count,
+        };
+        self.printer.event(&Event::Start(start)).context("writing to stdout")?;
+        Ok(Restarts::note_started(launch)?)
+    }
+
+    /// Keeps the reason why training stopped early, if it did. All ranks have the same.
+    pub(crate) fn note_stop(&self, reason: Option<StopReason>) {
+        if let Some(reason) = reason {
+            self.stopped.get_or_init(|| reason);
+        }
+    }
+
+    /// Reports how the ranks ended, and writes the trace and the report. Returns `Some(reason)` if training stopped
+    /// early.
+    ///
+    /// # Errors
+    /// The error of the ranks, and an error for a file that cannot be written.
+    pub(crate) fn end<T>(
+        &self,
+        result: Result<T, Box<SpawnError>>,
+    ) -> anyhow::Result<Option<StopReason>> {
+        let Self { config, launched, data, printer, .. } = self;
+        printer.end_progress();
+        if let Err(error) = &result {
+            let printed = printer.flush_epochs().and_then(|()| match launched.launch.parent {
+                Some(_) => Ok(()), // the parent process prints it
+                None => printer.event(&Event::Failure(failure(error))),
+            });
+            if let Err(unwritable) = printed {
+                printer.info(&format!("writing to stdout: {unwritable}"));
+            }
+        }
+        let stopped = self.stopped.get().copied();
+        let outcome = outcome(&result, stopped, &self.restarts.reasons);
+        let written = self.artifacts.write(config, launched, data, outcome, printer);
+        if let (Err(unwritable), true) = (&written, result.is_err()) {
+            printer.info(&unwritable.to_string());
+        }
+        result?;
+        written?;
+        if stopped == Some(StopReason::Terminate) && launched.launch.has_agent {
+            let grace_period = config.grace_period.min(AGENT_POLL_INTERVAL);
+            await_termination(&self.stop, grace_period).context("watching for signals")?;
+        }
+        Ok(stopped)
+    }
+}

@@ -1,0 +1,95 @@
+//! How a run ended: for the report, the failure event, and the lines that rank 0 prints.
+
+use crate::checkpoint::{CheckpointDir, TrainerState};
+use crate::launch::{SpawnError, StopReason};
+use crate::records::ValidationMetrics;
+use crate::telemetry::report::Outcome;
+use crate::telemetry::{End, Failure};
+
+/// Returns how the run ended, for its report.
+pub(super) fn outcome<T>(
+    result: &Result<T, Box<SpawnError>>,
+    stopped: Option<StopReason>,
+    restarts: &[String],
+) -> Outcome {
+    let (kind, mut text) = match (result, stopped) {
+        (Err(error), _) => ("failed", error.to_string()),
+        (Ok(_), Some(reason)) => ("stopped", format!("stopped by {}", reason.name())),
+        (Ok(_), None) => ("done", "done".into()),
+    };
+    for (number, reason) in (1..).zip(restarts) {
+        text += &format!("; restart {number} was needed: {reason}");
+    }
+    Outcome { kind, text }
+}
+
+/// Returns the event of a run that failed.
+pub(super) fn failure(error: &SpawnError) -> Failure {
+    let failure = &error.failure;
+    Failure {
+        rank: failure.tied.is_empty().then_some(failure.rank),
+        ranks: failure.tied.iter().map(|(rank, _)| *rank).collect(),
+        device: Some(match &failure.tied[..] {
+            [] => failure.device.clone(),
+            tied => tied.iter().map(|(_, device)| &device[..]).collect::<Vec<_>>().join(", "),
+        }),
+        operation: Some(failure.at.operation.to_string()),
+        sequence: Some(failure.at.sequence),
+        error: failure.error.clone(),
+        ..Failure::default()
+    }
+}
+
+/// Returns a note on the bytes that went through rank 0 with `--strategy dp`. `None` if there are no other ranks.
+pub(super) fn through_rank_0(end: &End) -> Option<String> {
+    let [sent, others_sent @ ..] = &end.bytes_sent_by_rank[..] else { return None };
+    let [received, others_received @ ..] = &end.bytes_received_by_rank[..] else { return None };
+    let kb = |bytes: &u64| (bytes + 500) / 1000;
+    Some(format!(
+        "all went through rank 0, which sent {} kB and received {} kB; any other rank {} and {}",
+        kb(sent),
+        kb(received),
+        others_sent.iter().max().map(kb)?,
+        others_received.iter().max().map(kb)?
+    ))
+}
+
+/// Returns a line about the best validation of a run, and where it is saved.
+pub(super) fn best(best: &ValidationMetrics, dir: Option<&CheckpointDir>) -> String {
+    let ValidationMetrics { epoch, loss, accuracy, .. } = best;
+    let accuracy =
+        accuracy.map_or(String::new(), |share| format!(", accuracy {:.2} %", 100.0 * share));
+    let pointer = dir.map(|dir| dir.path().join("best")).filter(|pointer| pointer.exists());
+    let place = pointer.map_or(String::new(), |path| format!(" ({})", path.display()));
+    format!("best: epoch {epoch}, loss {loss:.6}{accuracy}{place}")
+}
+
+/// Returns a line about a run that has stopped.
+pub(super) fn stopped(
+    reason: StopReason,
+    state: &TrainerState,
+    dir: Option<&CheckpointDir>,
+) -> String {
+    let (name, steps) = (reason.name(), state.step);
+    match (dir, &state.best) {
+        (_, Some(best)) if reason == StopReason::NoProgress => format!(
+            "stopped by {name} after {steps} steps: the validation loss was smallest after epoch {} ({} steps)",
+            best.epoch, best.step
+        ),
+        (Some(dir), _) => {
+            let unless = if reason == StopReason::Steps {
+                ", and with more --max-steps or none"
+            } else {
+                ""
+            };
+            format!(
+                "stopped by {name} after {steps} steps, which are saved in {}; to go on, run the same command with \
+                 --resume auto{unless}",
+                dir.path().display()
+            )
+        }
+        (None, _) => format!(
+            "stopped by {name} after {steps} steps; nothing is saved, because there is no --checkpoint-dir"
+        ),
+    }
+}

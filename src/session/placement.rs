@@ -1,0 +1,78 @@
+//! Where the ranks of a command run on this machine.
+
+use std::thread;
+
+use tch::Device;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
+use crate::launch::{
+    BackendChoice, Launch, LaunchKind, LaunchOptions, Nproc, Placement, SpawnChoice, place,
+};
+
+/// Returns the number of CPU cores that this process may use.
+pub(crate) fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Returns whether this process starts a process for each rank.
+pub(crate) fn starts_processes(config: &Config, launch: &Launch) -> bool {
+    config.spawn == SpawnChoice::Processes && launch.kind != LaunchKind::Spawned
+}
+
+/// Returns where the ranks of `config` run on this machine, after checking that `config` can run there.
+pub(crate) fn place_all(config: &Config, cuda: &Cuda) -> Result<Placement> {
+    let launch = Launch::from_env(&config.launch_options(), cuda)?;
+    let placement = if starts_processes(config, &launch) {
+        place_processes(config, &launch, cuda)?
+    } else {
+        place_threads(config, &launch, cuda)?
+    };
+    // The ranks of other processes are not known before the rendezvous.
+    config.validate_for(placement.devices.len())?;
+    Ok(placement)
+}
+
+/// Returns where the ranks of this process of a launch run.
+pub(crate) fn place_threads(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
+    let placement = launch.place(config.backend, cuda)?;
+    if placement.devices[0] == Device::Cpu {
+        config.check_memory_for(placement.devices.len(), 1)?;
+    }
+    Ok(placement)
+}
+
+/// Returns where the ranks run when each is a process.
+pub(crate) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
+    if launch.kind != LaunchKind::Local {
+        return Err(Error::Input(format!(
+            "--spawn=processes is for one machine without a launcher, and this is {}; leave it out",
+            this_process(launch)
+        )));
+    }
+    let placement = place(launch.nproc, config.backend, cuda, &launch.share(cores()))?;
+    let count = placement.devices.len();
+    if placement.devices[0] == Device::Cpu {
+        config.check_memory_for(count, count)?;
+    }
+    placement.in_processes(count, config.backend)
+}
+
+/// Returns where the ranks of `nproc` run, for a command of one process.
+pub(crate) fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
+    let launch = Launch::from_env(&LaunchOptions { nproc, ..LaunchOptions::default() }, cuda)?;
+    if launch.processes.count > 1 {
+        return Err(Error::Input(format!(
+            "this command runs in one process, and this is {}; start only one, or unset the launcher's variables",
+            this_process(&launch)
+        )));
+    }
+    launch.place(backend, cuda)
+}
+
+/// Returns which process of a launcher this is, for a message.
+pub(crate) fn this_process(launch: &Launch) -> String {
+    let Launch { processes, kind, reason, .. } = launch;
+    format!("process {} of {} ({}: {reason})", processes.index, processes.count, kind.name())
+}

@@ -1,0 +1,152 @@
+//! `--spawn=processes` and `--max-restarts`: the parent process that starts the ranks, and the errors that its child
+//! processes leave for it.
+
+use std::fmt::{self, Write};
+
+use anyhow::Context;
+
+use super::outcome::failure;
+use super::placement::{place_processes, starts_processes, this_process};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::ffi::cuda::Cuda;
+use crate::launch::{
+    Children, Ended, Launch, LaunchKind, Report, SpawnChoice, SpawnError, SpawnProcesses,
+    StopReason,
+};
+use crate::telemetry::{Event, Failure, LogFormat, Printer};
+
+/// The child processes that run a command in the place of this process: one for each rank, or one for all ranks.
+#[derive(Debug)]
+pub(crate) struct ChildProcesses {
+    max_restarts: usize,
+    stops: bool,
+}
+
+impl ChildProcesses {
+    /// Returns the child processes that `config` asks for. `None` if this process runs the command itself. `stops`:
+    /// whether the command stops at a signal and saves.
+    ///
+    /// # Errors
+    /// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
+    pub(crate) fn wanted(config: &Config, launch: &Launch, stops: bool) -> Result<Option<Self>> {
+        // For other commands, a file may have `max_restarts` for training.
+        let max_restarts = if stops { max_restarts(config, launch)? } else { 0 };
+        let wanted = max_restarts > 0 || starts_processes(config, launch);
+        Ok(wanted.then_some(Self { max_restarts, stops }))
+    }
+
+    /// Runs this command in the child processes, and restarts them after a failure. Returns why the run has stopped
+    /// early, if it has.
+    pub(crate) fn run(
+        self,
+        config: &Config,
+        launch: &Launch,
+        cuda: &Cuda,
+        printer: &Printer,
+    ) -> anyhow::Result<Option<StopReason>> {
+        let Self { max_restarts, stops } = self;
+        let placement = match config.spawn {
+            SpawnChoice::Processes => Some(place_processes(config, launch, cuda)?),
+            SpawnChoice::Threads => None, // the child process places its threads
+        };
+        if let Some(note) = placement.as_ref().and_then(|placement| placement.note.as_ref()) {
+            printer.info(note);
+        }
+        let Config { timeout, grace_period, .. } = *config;
+        let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
+        let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts };
+        let from = match &config.checkpoint_dir {
+            Some(dir) => format!("from the newest checkpoint in {}", dir.display()),
+            None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
+        };
+        let ended = spawn.run(|number, Report { text, failure, .. }| {
+            printer.info(text);
+            let again = failure.as_ref().and_then(Failure::again).map_or(String::new(), |again| {
+                format!("; {again}: without a change this start will probably fail there, too")
+            });
+            printer.info(&format!("restart {number} of {max_restarts}, {from}{again}"));
+        });
+        let (Report { mut text, wrong_input, failure }, restarts) = match ended? {
+            Ended::Well(reason) => return Ok(reason),
+            Ended::Badly(report, restarts) => (*report, restarts),
+        };
+        if let Some(failure) = &failure
+            && let (Some(again), Some(count)) = (failure.again(), failure.repeated)
+        {
+            let _ = write!(
+                text,
+                "\n  {again}: {count} failures in a row, with no progress between them"
+            );
+        }
+        for (number, reason) in (1..).zip(&restarts) {
+            let _ = write!(text, "\n  restart {number} was needed: {reason}");
+        }
+        if let Some(failure) = failure
+            && stops
+            && printer.format() == LogFormat::Json
+        {
+            let failure = Failure { restarts, ..failure };
+            printer.event(&Event::Failure(failure)).context("writing to stdout")?;
+        }
+        Err(if wrong_input { Error::Input(text).into() } else { anyhow::Error::msg(text) })
+    }
+}
+
+/// Returns how often to restart the run of `config` after a failure. 0 in a process that another one has started.
+///
+/// # Errors
+/// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
+fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
+    if launch.parent.is_some() || config.max_restarts == 0 {
+        return Ok(0);
+    }
+    if launch.kind == LaunchKind::Local {
+        return Ok(config.max_restarts);
+    }
+    Err(Error::Input(format!(
+        "--max-restarts={restarts} is for one machine without a launcher, and this is {}; leave it out, and let the \
+         launcher restart the run: torchrun --max-restarts={restarts}",
+        this_process(launch),
+        restarts = config.max_restarts,
+    )))
+}
+
+/// Marks an error that the user has seen, or that another process reports.
+#[derive(Debug)]
+pub struct AlreadyReported;
+
+impl fmt::Display for AlreadyReported {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("told by the process that has started this one")
+    }
+}
+
+/// Leaves the error of a command, if it failed, where the launcher and the parent process look for it. Returns
+/// `result`; an error that the parent process reports is marked as [`AlreadyReported`].
+pub(crate) fn leave_error<T>(
+    launch: &Launch,
+    result: anyhow::Result<T>,
+    printer: &Printer,
+) -> anyhow::Result<T> {
+    result.map_err(|error| {
+        if let Err(unwritable) = launch.report_failure(&format!("{error:#}")) {
+            printer.info(&unwritable);
+        }
+        leave_with_parent(launch, error)
+    })
+}
+
+fn leave_with_parent(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
+    let Some(parent) = &launch.parent else { return error };
+    let failed = error.downcast_ref::<Box<SpawnError>>();
+    let report = Report {
+        text: format!("{error:#}"),
+        wrong_input: matches!(error.downcast_ref(), Some(Error::Input(_))),
+        failure: failed.map(|error| failure(error)),
+    };
+    match report.leave(parent, launch.restart_count, launch.processes.index) {
+        Ok(()) => error.context(AlreadyReported),
+        Err(_) => error,
+    }
+}

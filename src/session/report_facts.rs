@@ -1,0 +1,92 @@
+//! The facts about a run that its report shows: options, command line, date, and the ranks' collectives.
+
+use std::borrow::Cow;
+use std::ffi::OsString;
+use std::time::{Duration, SystemTime};
+
+use serde_json::Value;
+
+use crate::config::Config;
+use crate::operation::Operation;
+use crate::runtime::{Entry, History, RankHistory};
+use crate::telemetry::report::Called;
+
+/// Returns `time` as a date, at the nearest end of the years 1970 to 9999 if a wrong clock is outside them.
+pub(super) fn date(time: SystemTime) -> String {
+    let latest = SystemTime::UNIX_EPOCH + Duration::from_secs(253_402_300_799);
+    humantime::format_rfc3339_seconds(time.clamp(SystemTime::UNIX_EPOCH, latest)).to_string()
+}
+
+/// Returns the command line, quoted so that a shell reads the same arguments.
+pub(super) fn command() -> String {
+    let quoted = |text: &str| shlex::try_quote(text).map_or_else(|_| text.into(), Cow::into_owned);
+    let shown = |arg: OsString| {
+        let arg = arg.to_string_lossy();
+        match arg.split_once('=') {
+            Some((flag, value)) if flag.starts_with("--") => format!("{flag}={}", quoted(value)),
+            _ => quoted(&arg),
+        }
+    };
+    let args = std::env::args_os().skip(1).map(shown);
+    ["ddp-mp".to_owned()].into_iter().chain(args).collect::<Vec<_>>().join(" ")
+}
+
+/// Returns all options as text. Those that differ from their default come first.
+pub(super) fn options(config: &Config) -> Vec<(String, String)> {
+    let values = |config: &Config| match serde_json::to_value(config) {
+        Ok(Value::Object(values)) => values,
+        _ => serde_json::Map::new(),
+    };
+    let default = values(&Config::default());
+    let (given, rest): (Vec<_>, Vec<_>) =
+        values(config).into_iter().partition(|(key, value)| default.get(key) != Some(value));
+    let text = |(key, value): (String, Value)| match value {
+        Value::String(text) => (key, text),
+        value => (key, value.to_string()),
+    };
+    given.into_iter().chain(rest).map(text).collect()
+}
+
+/// Returns the number of steps of the whole run that rank 0 has finished.
+pub(super) fn steps_of(history: &History) -> u64 {
+    let records = history.ranks.first().into_iter().flat_map(|rank| &rank.records);
+    let stepped = |entry: &&Entry| {
+        entry.begin.at.operation == Operation::Optimizer && entry.finished_at.is_some()
+    };
+    records.filter(stepped).map(|entry| entry.begin.at.sequence + 1).max().unwrap_or(0)
+}
+
+/// Returns the collectives that the ranks of this process have called.
+pub(super) fn collectives(history: &History) -> Vec<Called> {
+    let called = |operation: Operation| {
+        let rank_totals = |rank: &RankHistory| {
+            let found = rank.totals.iter().find(|(called, _)| *called == operation);
+            found.map_or([0, 0], |(_, totals)| *totals)
+        };
+        let totals: Vec<[u64; 2]> = history.ranks.iter().map(rank_totals).collect();
+        Called {
+            operation: operation.to_string(),
+            calls: totals.iter().map(|[calls, _]| *calls).collect(),
+            bytes: totals.iter().map(|[_, bytes]| *bytes).collect(),
+        }
+    };
+    let all = Operation::ALL.into_iter().map(called);
+    all.filter(|called| called.calls.iter().any(|calls| *calls > 0)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_is_wrong_has_a_date_too() {
+        let day = Duration::from_secs(86400);
+        for (time, text) in [
+            (SystemTime::UNIX_EPOCH - day * 400, "1970-01-01T00:00:00Z"),
+            (SystemTime::UNIX_EPOCH + day, "1970-01-02T00:00:00Z"),
+            (SystemTime::UNIX_EPOCH + day * 366 * 9000, "9999-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(date(time), text);
+        }
+    }
+}

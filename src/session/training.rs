@@ -1,0 +1,80 @@
+//! The objects that one rank trains with, built as a configuration says.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::start_point::StartPoint;
+use crate::config::{Config, StrategyKind};
+use crate::data::{DataLoader, Dataset, Loader, ScatterLoader};
+use crate::ddp::{DataParallel, DistributedDataParallel, Strategy, parameters_hash};
+use crate::error::Result;
+use crate::ffi::Generator;
+use crate::launch::Rank;
+use crate::models::Model;
+use crate::optim::{Optimizer, Schedule};
+use crate::process_group::ProcessGroup;
+
+/// The objects that one rank trains with.
+pub(crate) struct Training {
+    pub ddp: Strategy<Model>,
+    /// `None` on a rank that makes no step.
+    pub optimizer: Option<Box<dyn Optimizer>>,
+    pub schedule: Schedule,
+    /// The random generator of the model.
+    pub generator: Arc<Generator>,
+    pub loader: Loader,
+    /// A 64-bit hash of this rank's parameters before it got rank 0's. `None` without `--explain`.
+    pub built: Option<u64>,
+}
+
+impl Training {
+    /// Builds these objects on this rank, as `config` says. A collective.
+    pub(crate) fn new(
+        rank: &Rank,
+        group: &Rc<ProcessGroup>,
+        config: &Config,
+        dataset: &Arc<dyn Dataset>,
+        start_point: &StartPoint,
+    ) -> anyhow::Result<Self> {
+        let loader = |rank_number| -> Result<DataLoader> {
+            let sampler = config.sampler(dataset.len(), rank.world_size(), rank_number)?;
+            let loader =
+                DataLoader::new(dataset.clone(), sampler, config.batch_size, rank.device())?;
+            loader
+                .drop_last(config.drop_last_batch)
+                .in_step(config.exact_mean)
+                .num_workers(config.num_workers, config.prefetch_factor, group)
+                .pin_memory(group)
+        };
+        let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
+        if rank.rank() == 0 {
+            start_point.load_model(&vs)?;
+        }
+        let built = config.explain.then(|| parameters_hash(&vs)).transpose()?;
+        let generator = Arc::new(Generator::new(rank.device(), config.seed, rank.rank())?);
+        model = model.with_generator(&generator);
+        if config.sync_batch_norm {
+            model = model.convert_sync_batchnorm(group);
+        }
+        let (ddp, loader): (Strategy<Model>, Loader) = match config.strategy {
+            StrategyKind::Ddp => {
+                let options = config.ddp_options();
+                let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
+                if let Some(hook) = config.comm_hook() {
+                    ddp.register_comm_hook(hook)?;
+                }
+                (ddp.into(), loader(rank.rank())?.into())
+            }
+            StrategyKind::Dp => {
+                let dp = DataParallel::new(model, &vs, group.clone())?;
+                let ranks = if rank.rank() == 0 { 0..rank.world_size() } else { 0..0 };
+                let loaders = ranks.map(loader).collect::<Result<_>>()?;
+                (dp.into(), ScatterLoader::new(loaders, group.clone())?.into())
+            }
+        };
+        let build = |buffers| config.optimizer_config().build(buffers);
+        let optimizer = ddp.flat_buffers().map(build).transpose()?;
+        let schedule = config.schedule_for(rank.world_size());
+        Ok(Self { ddp, optimizer, schedule, generator, loader, built })
+    }
+}
