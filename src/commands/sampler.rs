@@ -82,7 +82,10 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
     };
     let order = sampler.order(request.epoch)?;
     for rank in ranks {
-        let indices = sampler.of_rank(rank).deal(order.as_deref(), 0)?;
+        let sampler = sampler.of_rank(rank);
+        let indices = sampler.deal(order.as_deref(), 0)?;
+        // Samples from this number on repeat the first ones.
+        let padding = sampler.without_padding().num_samples();
         match printer.format() {
             LogFormat::Json => printer.object(&Shard { rank, epoch: request.epoch, indices })?,
             LogFormat::Text => printer.lines(|out| {
@@ -91,10 +94,7 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
                 }
                 indices.iter().enumerate().try_for_each(|(number, index)| match request.rank {
                     Some(_) => writeln!(out, "{index}"),
-                    // The sampler deals the ranks a sample each in turn, and repeats the first ones at the end.
-                    None if number * world_size + rank >= request.len => {
-                        writeln!(out, "{rank:>4}  {index}  (padding)")
-                    }
+                    None if number >= padding => writeln!(out, "{rank:>4}  {index}  (padding)"),
                     None => writeln!(out, "{rank:>4}  {index}"),
                 })
             })?,

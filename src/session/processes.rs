@@ -118,7 +118,7 @@ pub struct AlreadyReported;
 
 impl fmt::Display for AlreadyReported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("told by the process that has started this one")
+        f.write_str("reported by the parent process")
     }
 }
 

@@ -7,6 +7,7 @@ use serde::Serialize;
 use super::NOISY_RATIO;
 use super::cluster::SimulatedCluster;
 use super::cost::{Forecast, Measured};
+use super::table::{self, Column, numbers, text};
 use crate::telemetry::{LogFormat, Printer};
 
 /// A row of the table. Times are in microseconds.
@@ -39,12 +40,12 @@ pub(super) fn print(
     spread: f64,
     printer: &Printer,
 ) -> io::Result<()> {
-    let text = cluster.to_string();
+    let settings = cluster.to_string();
     let row = |Forecast { shape, algorithm, step, efficiency, communication, exposed }| {
         let world_size = shape.nodes * shape.gpus;
         Row {
             model,
-            cluster: &text,
+            cluster: &settings,
             nodes: shape.nodes,
             world_size,
             all_reduce: algorithm,
@@ -82,7 +83,7 @@ fn write_head(
     }
     let (rest, last) = (&buckets[shown..], buckets.last());
     if let (false, Some((_, complete))) = (rest.is_empty(), last) {
-        let (count, bytes) = (rest.len(), rest.iter().map(|it| it.0).sum::<f64>());
+        let (count, bytes) = (rest.len(), rest.iter().map(|(bytes, _)| bytes).sum::<f64>());
         let (bytes, complete) = (bytes / 1e6, complete * 1e6);
         writeln!(out, "#   {bytes:>9.3} MB {complete:>12.1} us for the last of {count} more")?;
     }
@@ -97,45 +98,35 @@ fn write_head(
          # efficiency: a rank's samples per second beside those of one alone. reduction: how long\n\
          # the all_reduces take. exposed: the part that makes the step longer. hidden: the rest."
     )?;
-    writeln!(
-        out,
-        "\n#{:>5}{:>7}  {:<13}{:>11}{:>11}{:>11}{:>11}{:>10}{:>7}\n\
-         #{:>5}{:>7}  {:<13}{:>11}{:>11}{:>11}{:>11}{:>10}{:>7}",
-        "nodes",
-        "ranks",
-        "all_reduce",
-        "step",
-        "samples",
-        "efficiency",
-        "reduction",
-        "exposed",
-        "hidden",
-        "",
-        "",
-        "",
-        "(us)",
-        "(1/s)",
-        "(%)",
-        "(us)",
-        "(us)",
-        "(%)"
-    )
+    writeln!(out, "\n{}", table::head(&COLUMNS))
 }
+
+const COLUMNS: [Column; 9] = [
+    numbers("nodes", "", 6),
+    numbers("ranks", "", 7),
+    text("all_reduce", 13),
+    numbers("step", "(us)", 11),
+    numbers("samples", "(1/s)", 11),
+    numbers("efficiency", "(%)", 11),
+    numbers("reduction", "(us)", 11),
+    numbers("exposed", "(us)", 10),
+    numbers("hidden", "(%)", 7),
+];
 
 fn write_row(row: &Row, out: &mut dyn Write) -> io::Result<()> {
     let hidden = row.hidden.map_or("-".into(), |share| format!("{:.1}", share * 100.0));
-    writeln!(
-        out,
-        "{:>6}{:>7}  {:<13}{:>11.1}{:>11.0}{:>11.1}{:>11.1}{:>10.1}{hidden:>7}",
-        row.nodes,
-        row.world_size,
-        row.all_reduce,
-        row.us_per_step,
-        row.samples_per_second,
-        row.efficiency * 100.0,
-        row.communication_us,
-        row.exposed_us,
-    )
+    let cells = [
+        row.nodes.to_string(),
+        row.world_size.to_string(),
+        row.all_reduce.clone(),
+        format!("{:.1}", row.us_per_step),
+        format!("{:.0}", row.samples_per_second),
+        format!("{:.1}", row.efficiency * 100.0),
+        format!("{:.1}", row.communication_us),
+        format!("{:.1}", row.exposed_us),
+        hidden,
+    ];
+    writeln!(out, "{}", table::row(&COLUMNS, cells))
 }
 
 fn write_foot(on_cpu: bool, spread: f64, out: &mut dyn Write) -> io::Result<()> {

@@ -10,7 +10,9 @@ mod cost;
 mod forecast;
 mod roofline;
 mod scaling;
+mod sorted;
 mod step;
+mod table;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,7 +32,9 @@ pub use bench_case::BenchOp;
 pub use cluster::SimulatedCluster;
 use roofline::MemoryRoofline;
 pub use scaling::{bench_scaling, check_scaling_flags};
+use sorted::Sorted;
 pub use step::{bench_step, check_step_flags};
+use table::{Column, numbers};
 
 /// The measurement to make.
 #[derive(Debug, Clone)]
@@ -181,29 +185,29 @@ fn bench_on(
         printer.lines(|out| write_head(out, request, &group)).context("writing to stdout")?;
     }
     for count in request.sizes(rank.world_size()) {
-        let mut exercise = BenchCase::new(request, count, &group)?;
-        let Measurement { time, limit, spread } = measure(request, &mut exercise, &group)?;
+        let mut case = BenchCase::new(request, count, &group)?;
+        let Measurement { time, limit, spread } = measure(request, &mut case, &group)?;
         spreads.push(spread);
-        let wrong = sum_over_ranks(&group, exercise.check(&group)?)?;
-        let bytes = exercise.bytes();
-        let algbw = bytes as f64 / time.as_secs_f64() / 1e9;
+        let wrong = sum_over_ranks(&group, case.check(&group)?)?;
+        let bytes = case.bytes();
+        let algbw = bytes as f64 / time / 1e9;
         let row = Row {
             op: request.op.name(),
             bytes,
             count,
             dtype: dtype_name(request.dtype),
             reduce_op: request.op.reduces().then(|| request.reduce_op.to_string()),
-            time_us: time.as_secs_f64() * 1e6,
+            time_us: time * 1e6,
             algbw,
             busbw: algbw * request.op.bus_factor(rank.world_size()),
-            limit_us: limit.map(|limit| limit.as_secs_f64() * 1e6),
+            limit_us: limit.map(|limit| limit * 1e6),
             wrong,
         };
         total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
         if leads {
             match printer.format() {
                 LogFormat::Json => printer.object(&row),
-                LogFormat::Text => printer.line(&text(&row)),
+                LogFormat::Text => printer.line(&row.text()),
             }
             .context("writing to stdout")?;
         }
@@ -217,20 +221,19 @@ fn bench_on(
             .context("writing to stdout")?;
     }
     if leads {
-        spreads.sort_unstable_by(f64::total_cmp);
-        let spread = spreads.get(spreads.len() / 2).copied().unwrap_or(1.0);
+        let spread = Sorted::new(spreads).median();
         note_if_busy("at half of the sizes the slowest round took over", spread, printer);
     }
     anyhow::ensure!(wrong == 0, "{wrong} elements of the results were wrong");
     Ok(())
 }
 
-/// The result of the rounds at one size.
+/// The result of the rounds at one size. Times are in seconds.
 struct Measurement {
     /// The median time of one call.
-    time: Duration,
+    time: f64,
     /// The median time of the limit. `None` except on rank 0 on the CPU.
-    limit: Option<Duration>,
+    limit: Option<f64>,
     /// The time of the slowest round divided by that of the fastest.
     spread: f64,
 }
@@ -255,54 +258,43 @@ fn busy(what: &str, spread: f64) -> Option<String> {
 /// Measures the operation and the limit in turns, for several rounds.
 fn measure(
     request: &BenchRequest,
-    exercise: &mut BenchCase,
+    case: &mut BenchCase,
     group: &ProcessGroup,
 ) -> Result<Measurement> {
-    let warm_up = round(group, exercise, request.warmup.max(1))?;
-    let enough = || {
-        (MIN_MEASURED.as_nanos() / warm_up.as_nanos().max(1))
-            .clamp(1, u128::from(BenchRequest::MOST_ITERS)) as u64
-    };
-    let iters = request.iters.unwrap_or_else(enough);
+    let warm_up = round(group, case, request.warmup.max(1))?;
+    let enough = MIN_MEASURED.as_secs_f64() / warm_up.max(1e-9);
+    let iters = request.iters.unwrap_or((enough as u64).clamp(1, BenchRequest::MOST_ITERS));
     let rounds = ROUNDS.min(iters);
     let iters = iters.div_ceil(rounds);
     let leads = group.rank() == 0;
     let mut limit = (leads && group.device() == Device::Cpu)
-        .then(|| MemoryRoofline::new(request.op, group.world_size(), exercise.bytes()));
+        .then(|| MemoryRoofline::new(request.op, group.world_size(), case.bytes()));
     let (mut times, mut limits) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
-        times.push(round(group, exercise, iters)?);
+        times.push(round(group, case, iters)?);
         // Meanwhile the other ranks sleep in the next barrier.
         limits.extend(limit.as_mut().map(|limit| limit.measure(iters)).transpose()?);
         group.barrier()?;
     }
-    let time = median(&mut times).unwrap_or(warm_up);
-    // `median` has sorted the times.
-    let spread = match (times.first(), times.last()) {
-        (Some(fastest), Some(slowest)) => slowest.as_secs_f64() / fastest.as_secs_f64().max(1e-9),
-        _ => 1.0,
-    };
-    Ok(Measurement { time, limit: median(&mut limits), spread })
+    let times = Sorted::new(times);
+    let limit = limit.map(|_| Sorted::new(limits).median());
+    Ok(Measurement { time: times.median(), limit, spread: times.spread() })
 }
 
-/// Calls the operation `iters` times on all ranks. Returns the time of one call on the slowest rank, on all ranks.
-fn round(group: &ProcessGroup, exercise: &mut BenchCase, iters: u64) -> Result<Duration> {
+/// Calls the operation `iters` times on all ranks. Returns the time of one call on the slowest rank, in seconds, on all
+/// ranks.
+fn round(group: &ProcessGroup, case: &mut BenchCase, iters: u64) -> Result<f64> {
     group.barrier()?;
     let began = Instant::now();
     for _ in 0..iters {
-        exercise.run(group)?;
+        case.run(group)?;
     }
     group.synchronize()?;
     let mut seconds = Tensor::from(began.elapsed().as_secs_f64() / iters as f64);
     seconds = seconds.to_kind(Kind::Double).to_device(group.device());
     group.all_reduce(&mut seconds, ReduceOp::Max)?;
     group.synchronize()?;
-    Ok(Duration::from_secs_f64(seconds.double_value(&[])))
-}
-
-fn median(times: &mut [Duration]) -> Option<Duration> {
-    times.sort_unstable();
-    times.get(times.len() / 2).copied()
+    Ok(seconds.double_value(&[]))
 }
 
 fn sum_over_ranks(group: &ProcessGroup, value: i64) -> Result<i64> {
@@ -328,48 +320,41 @@ fn write_head(
              # ratio: limit / time; about 1 is as fast as the memory"
         )?;
     }
-    writeln!(
-        out,
-        "#\n#{:>9}{:>9}{:>9}{:>8}{:>9}{:>7}{:>7}{:>6}{:>9}{:>6}\n\
-         #{:>9}{:>9}{:>9}{:>8}{:>9}{:>7}{:>7}{:>6}{:>9}{:>6}",
-        "size",
-        "count",
-        "type",
-        "redop",
-        "time",
-        "algbw",
-        "busbw",
-        "wrong",
-        "limit",
-        "ratio",
-        "(B)",
-        "(elem.)",
-        "",
-        "",
-        "(us)",
-        "GB/s",
-        "GB/s",
-        "",
-        "(us)",
-        ""
-    )
+    writeln!(out, "#\n{}", table::head(&COLUMNS))
 }
 
-fn text(row: &Row) -> String {
-    let none = || "-".to_string();
-    let limit = row.limit_us.map_or_else(none, |limit| format!("{limit:.2}"));
-    let ratio = row.limit_us.map_or_else(none, |limit| format!("{:.2}", limit / row.time_us));
-    format!(
-        "{:>10}{:>9}{:>9}{:>8}{:>9.2}{:>7.2}{:>7.2}{:>6}{limit:>9}{ratio:>6}",
-        row.bytes,
-        row.count,
-        row.dtype,
-        row.reduce_op.as_deref().unwrap_or("none"),
-        row.time_us,
-        row.algbw,
-        row.busbw,
-        row.wrong,
-    )
+const COLUMNS: [Column; 10] = [
+    numbers("size", "(B)", 10),
+    numbers("count", "(elem.)", 9),
+    numbers("type", "", 9),
+    numbers("redop", "", 8),
+    numbers("time", "(us)", 9),
+    numbers("algbw", "GB/s", 7),
+    numbers("busbw", "GB/s", 7),
+    numbers("wrong", "", 6),
+    numbers("limit", "(us)", 9),
+    numbers("ratio", "", 6),
+];
+
+impl Row {
+    fn text(&self) -> String {
+        let with_limit = |cell: fn(&Self, f64) -> f64| {
+            self.limit_us.map_or("-".into(), |limit| format!("{:.2}", cell(self, limit)))
+        };
+        let cells = [
+            self.bytes.to_string(),
+            self.count.to_string(),
+            self.dtype.into(),
+            self.reduce_op.clone().unwrap_or("none".into()),
+            format!("{:.2}", self.time_us),
+            format!("{:.2}", self.algbw),
+            format!("{:.2}", self.busbw),
+            self.wrong.to_string(),
+            with_limit(|_, limit| limit),
+            with_limit(|row, limit| limit / row.time_us),
+        ];
+        table::row(&COLUMNS, cells)
+    }
 }
 
 #[cfg(test)]

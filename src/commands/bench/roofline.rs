@@ -37,11 +37,11 @@ impl MemoryRoofline {
         Self((0..world_size).map(share).collect())
     }
 
-    /// Returns the time of one pass on the slowest thread, on average over `iters` passes.
+    /// Returns the time of one pass on the slowest thread, in seconds, on average over `iters` passes.
     ///
     /// # Errors
     /// [`Error::Input`] when a thread cannot be started.
-    pub(super) fn measure(&mut self, iters: u64) -> Result<Duration> {
+    pub(super) fn measure(&mut self, iters: u64) -> Result<f64> {
         let count = self.0.len();
         let start = Barrier::new(count);
         // The gate opens when all threads have started. At the barrier they would wait forever for a missing one.
@@ -72,7 +72,7 @@ impl MemoryRoofline {
             // A thread that only copies does not panic.
             Ok(threads?.into_iter().filter_map(|thread| thread.join().ok()).max())
         });
-        Ok(slowest?.unwrap_or_default().div_f64(iters as f64))
+        Ok(slowest?.unwrap_or_default().as_secs_f64() / iters as f64)
     }
 }
 

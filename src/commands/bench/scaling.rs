@@ -9,7 +9,9 @@ use serde::Serialize;
 use tch::Device;
 
 use super::note_if_busy;
+use super::sorted::Sorted;
 use super::step::step_on;
+use super::table::{self, Column, numbers};
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
@@ -87,8 +89,8 @@ impl Case {
 
     /// Returns whether both cases take the same time.
     fn is_same(&self, other: &Self) -> bool {
-        let of = |it: &Self| (it.ranks, it.batch_size, it.placement.threads_per_rank);
-        of(self) == of(other)
+        let work = |case: &Self| (case.ranks, case.batch_size, case.placement.threads_per_rank);
+        work(self) == work(other)
     }
 }
 
@@ -102,16 +104,8 @@ struct Times {
 }
 
 impl Times {
-    fn median(&self) -> f64 {
-        let mut medians = self.medians.clone();
-        medians.sort_unstable_by(f64::total_cmp);
-        medians[medians.len() / 2]
-    }
-
-    /// Returns the time of the slowest repetition divided by that of the fastest.
-    fn spread_of_repetitions(&self) -> f64 {
-        let ends = |more: fn(f64, f64) -> f64| self.medians.iter().copied().reduce(more);
-        ends(f64::max).zip(ends(f64::min)).map_or(1.0, |(slowest, fastest)| slowest / fastest)
+    fn sorted(&self) -> Sorted {
+        Sorted::new(self.medians.iter().copied())
     }
 }
 
@@ -152,8 +146,8 @@ pub fn bench_scaling(
         Config { val_fraction: Some(0.0), patience: None, drop_last_batch: true, ..config };
     let (config, data) = open_data(config)?;
     let (batch_size, samples) = (config.batch_size, data.training.len());
-    let of_all = batch_size.saturating_mul(ranks);
-    if of_all > samples {
+    let batch_of_all = batch_size.saturating_mul(ranks);
+    if batch_of_all > samples {
         return Err(Error::Input(format!(
             "--batch-size: {ranks} ranks with {batch_size} samples each need more than the {samples} samples of the \
              data; use a smaller batch, fewer ranks or more samples"
@@ -165,19 +159,20 @@ pub fn bench_scaling(
         for ranks in numbers_of_ranks(ranks) {
             let batch_size = match scaling {
                 Scaling::Weak => batch_size,
-                Scaling::Strong => of_all.div_ceil(ranks),
+                Scaling::Strong => batch_of_all.div_ceil(ranks),
             };
             let placement = place_ranks(Nproc::Count(ranks), config.backend, cuda)?;
             cases.push(Case { scaling, ranks, batch_size, placement });
         }
     }
-    let one_of = |case: &Case| cases.iter().find(|it| (it.scaling, it.ranks) == (case.scaling, 1));
+    let one_of =
+        |case: &Case| cases.iter().find(|one| (one.scaling, one.ranks) == (case.scaling, 1));
     let bases: Vec<Case> =
         cases.iter().map(|case| case.base(one_of(case).unwrap_or(case))).collect();
     // Equal cases are measured once.
     let mut measured: Vec<Case> = Vec::new();
     for case in cases.iter().chain(&bases) {
-        if !measured.iter().any(|it| it.is_same(case)) {
+        if !measured.iter().any(|other| other.is_same(case)) {
             measured.push(case.clone());
         }
     }
@@ -189,16 +184,17 @@ pub fn bench_scaling(
             times.spread = times.spread.max(median / fastest);
         }
     }
-    let of = |case: &Case| {
+    let step_us = |case: &Case| {
         measured
             .iter()
             .zip(&times)
-            .find(|(it, _)| it.is_same(case))
-            .map_or(f64::NAN, |it| it.1.median())
+            .find(|(other, _)| other.is_same(case))
+            .map_or(f64::NAN, |(_, times)| times.sorted().median())
     };
-    let samples_per_second = |case: &Case| (case.batch_size * case.ranks) as f64 / of(case) * 1e6;
+    let samples_per_second =
+        |case: &Case| (case.batch_size * case.ranks) as f64 / step_us(case) * 1e6;
     let row = |(case, base): (&Case, &Case)| {
-        let (of_all, of_one) = (samples_per_second(case), samples_per_second(base));
+        let (all, one) = (samples_per_second(case), samples_per_second(base));
         Row {
             model: config.model.name(),
             scaling: case.scaling,
@@ -206,11 +202,11 @@ pub fn bench_scaling(
             world_size: case.ranks,
             threads_per_rank: case.placement.threads_per_rank,
             batch_size: case.batch_size,
-            us_per_step: of(case),
-            samples_per_second: of_all,
-            samples_per_second_of_one: of_one,
-            efficiency: of_all / (of_one * case.ranks as f64),
-            speedup: of_all / samples_per_second(one_of(case).unwrap_or(case)),
+            us_per_step: step_us(case),
+            samples_per_second: all,
+            samples_per_second_of_one: one,
+            efficiency: all / (one * case.ranks as f64),
+            speedup: all / samples_per_second(one_of(case).unwrap_or(case)),
         }
     };
     let rows: Vec<Row> = cases.iter().zip(&bases).map(row).collect();
@@ -222,7 +218,7 @@ pub fn bench_scaling(
         }
     }
     .context("writing to stdout")?;
-    let slowest = times.iter().map(Times::spread_of_repetitions).fold(1.0, f64::max);
+    let slowest = times.iter().map(|times| times.sorted().spread()).fold(1.0, f64::max);
     // Ranks that share a core have slow steps even on an idle machine.
     let has_cores = |case: &Case| case.ranks <= cores();
     let with_cores = measured.iter().zip(&times).filter(|(case, _)| has_cores(case));
@@ -269,6 +265,17 @@ fn measure(
     Ok((times.us_per_step, times.us_min))
 }
 
+const COLUMNS: [Column; 8] = [
+    numbers("scaling", "", 8),
+    numbers("ranks", "", 7),
+    numbers("threads", "a rank", 9),
+    numbers("batch", "a rank", 8),
+    numbers("step", "(us)", 12),
+    numbers("samples", "(1/s)", 12),
+    numbers("efficiency", "(%)", 12),
+    numbers("speed-up", "(times)", 10),
+];
+
 fn write_text(
     rows: &[Row],
     on_gpu: bool,
@@ -293,39 +300,24 @@ fn write_text(
          # weak: every rank takes {batch_size} samples a step; strong: all ranks together take {}\n\
          # efficiency: samples per second, by those of {one_alike} times the number of ranks\n\
          # speed-up: samples per second, by those of {one}\n\
-         #\n#{:>7}{:>7}{:>9}{:>8}{:>12}{:>12}{:>12}{:>10}\n#{:>7}{:>7}{:>9}{:>8}{:>12}{:>12}{:>12}{:>10}",
+         #\n{}",
         last.model,
         batch_size * ranks,
-        "scaling",
-        "ranks",
-        "threads",
-        "batch",
-        "step",
-        "samples",
-        "efficiency",
-        "speed-up",
-        "",
-        "",
-        "a rank",
-        "a rank",
-        "(us)",
-        "(1/s)",
-        "(%)",
-        "(times)"
+        table::head(&COLUMNS)
     )?;
     for row in rows {
         let scaling = if row.scaling == Scaling::Weak { "weak" } else { "strong" };
-        writeln!(
-            out,
-            "{scaling:>8}{:>7}{:>9}{:>8}{:>12.1}{:>12.0}{:>12.1}{:>10.2}",
-            row.world_size,
-            row.threads_per_rank,
-            row.batch_size,
-            row.us_per_step,
-            row.samples_per_second,
-            100.0 * row.efficiency,
-            row.speedup
-        )?;
+        let cells = [
+            scaling.into(),
+            row.world_size.to_string(),
+            row.threads_per_rank.to_string(),
+            row.batch_size.to_string(),
+            format!("{:.1}", row.us_per_step),
+            format!("{:.0}", row.samples_per_second),
+            format!("{:.1}", 100.0 * row.efficiency),
+            format!("{:.2}", row.speedup),
+        ];
+        writeln!(out, "{}", table::row(&COLUMNS, cells))?;
     }
     if ranks > cores && !on_gpu {
         writeln!(

@@ -12,6 +12,7 @@ use super::cluster::SimulatedCluster;
 use super::cost::Measured;
 use super::forecast;
 use super::note_if_busy;
+use super::sorted::Sorted;
 use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
@@ -187,7 +188,8 @@ pub(super) fn step_on(
             let communication = ddp.communication_time() - before;
             let autograd = backward.saturating_sub(communication);
             let whole = autograd.as_secs_f64();
-            let share = |time: Option<Duration>| time.map_or(1.0, |it| it.as_secs_f64() / whole);
+            let share =
+                |time: Option<Duration>| time.map_or(1.0, |time| time.as_secs_f64() / whole);
             complete.push(ddp.bucket_times().into_iter().map(share).collect());
             group.next_phase(Operation::Optimizer);
             if let Some(optimizer) = &mut optimizer {
@@ -202,10 +204,10 @@ pub(super) fn step_on(
             group.synchronize()?;
             group.wait_for_gpu()?;
             let total = began.elapsed();
-            let on_host =
-                [total, forward, autograd, communication, total - forward - backward].map(seconds);
+            let on_host = [total, forward, autograd, communication, total - forward - backward]
+                .map(|time| time.as_secs_f64());
             let on_gpu = earlier.zip(group.gpu_seconds()).map(|(earlier, later)| {
-                parts_on_gpu(seconds(total), &earlier.phases, &later.phases)
+                parts_on_gpu(total.as_secs_f64(), &earlier.phases, &later.phases)
             });
             times.push(on_gpu.unwrap_or(on_host));
         }
@@ -216,54 +218,40 @@ pub(super) fn step_on(
         return Ok(None);
     }
     let (times, complete) = (&times[WARM_UP..], &complete[WARM_UP..]);
-    let of_part =
-        |part: usize| sorted(times.iter().map(|step| step[part] * 1e6).collect::<Vec<f64>>());
-    let median = |column: Vec<f64>| column[column.len() / 2];
-    let totals = of_part(0);
-    let backward_us = median(of_part(2));
-    let bucket_bytes = ddp.statistics().bucket_bytes;
-    let shares = |bucket: usize| sorted(complete.iter().map(|step| step[bucket]).collect());
-    let buckets = 0..complete[0].len();
+    let part_us = |part: usize| Sorted::new(times.iter().map(|step| step[part] * 1e6));
+    let totals = part_us(0);
+    let backward_us = part_us(2).median();
+    let shares = |bucket: usize| Sorted::new(complete.iter().map(|step| step[bucket]));
+    let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
     Ok(Some(StepTimes {
         model: config.model.name(),
         strategy: config.strategy,
         amp: config.amp,
         batch_size: config.batch_size,
         world_size: rank.world_size(),
-        us_min: totals[0],
-        us_max: totals[totals.len() - 1],
-        us_per_step: median(totals),
-        forward_us: median(of_part(1)),
+        us_min: totals.smallest(),
+        us_max: totals.largest(),
+        us_per_step: totals.median(),
+        forward_us: part_us(1).median(),
         backward_us,
-        communication_us: median(of_part(3)),
-        optimizer_us: median(of_part(4)),
-        bucket_bytes,
-        bucket_complete_us: buckets
-            .map(|bucket| median(shares(bucket)).min(1.0) * backward_us)
-            .collect(),
+        communication_us: part_us(3).median(),
+        optimizer_us: part_us(4).median(),
+        bucket_bytes: ddp.statistics().bucket_bytes,
+        bucket_complete_us: (0..complete[0].len()).map(bucket_complete_us).collect(),
     }))
 }
 
 /// Returns the parts of a step of `total` seconds on the rank's GPU: the increase of the phase times from `earlier`
 /// to `later`, in seconds.
 fn parts_on_gpu(total: f64, earlier: &PhaseSeconds, later: &PhaseSeconds) -> [f64; 5] {
-    let part = |of: fn(&PhaseSeconds) -> f64| of(later) - of(earlier);
+    let part = |seconds: fn(&PhaseSeconds) -> f64| seconds(later) - seconds(earlier);
     [
         total,
-        part(|it| it.step + it.data + it.forward),
-        part(|it| it.backward),
-        part(|it| it.collectives),
-        part(|it| it.optimizer),
+        part(|phases| phases.step + phases.data + phases.forward),
+        part(|phases| phases.backward),
+        part(|phases| phases.collectives),
+        part(|phases| phases.optimizer),
     ]
-}
-
-fn seconds(time: Duration) -> f64 {
-    time.as_secs_f64()
-}
-
-fn sorted(mut column: Vec<f64>) -> Vec<f64> {
-    column.sort_unstable_by(f64::total_cmp);
-    column
 }
 
 fn print(

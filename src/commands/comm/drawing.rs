@@ -13,7 +13,7 @@ pub(super) fn legend(world_size: usize) -> &'static str {
 }
 
 /// The tensors of one rank before and after, and whether it gives and gets some.
-struct Side {
+struct RankRow {
     before: String,
     gives: bool,
     gets: bool,
@@ -25,19 +25,19 @@ pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<St
     if let CommOp::SendRecv | CommOp::IsendIrecv = op {
         return vec![passed_on(world_size, op == CommOp::IsendIrecv)];
     }
-    let sides = ranks(world_size)
+    let rows = ranks(world_size)
         .into_iter()
-        .map(|rank| rank.map(|rank| (rank, side(op, rank, world_size, reduce_op))));
-    let sides: Vec<_> = sides.collect();
+        .map(|rank| rank.map(|rank| (rank, row(op, rank, world_size, reduce_op))));
+    let rows: Vec<_> = rows.collect();
     let name = |rank: usize| format!("rank {rank}");
-    let of_all = |text: fn(&Side) -> &str| {
-        sides.iter().flatten().map(|(_, side)| text(side).len()).max().unwrap_or(0)
+    let width = |text: fn(&RankRow) -> &str| {
+        rows.iter().flatten().map(|(_, row)| text(row).len()).max().unwrap_or(0)
     };
     let names = name(world_size - 1).len();
-    let befores = of_all(|side| &side.before);
-    let line = |side: &Option<(usize, Side)>| match side {
+    let befores = width(|row| &row.before);
+    let line = |row: &Option<(usize, RankRow)>| match row {
         None => format!("{GAP:names$}   {:befores$}     :      {GAP}", ""),
-        Some((rank, Side { before, gives, gets, after })) => {
+        Some((rank, RankRow { before, gives, gets, after })) => {
             let name = name(*rank);
             let from = if *gives { "---" } else { "   " };
             let to = if *gets { "--->" } else { "    " };
@@ -47,12 +47,12 @@ pub(super) fn draw(op: CommOp, world_size: usize, reduce_op: ReduceOp) -> Vec<St
             )
         }
     };
-    sides.iter().map(line).collect()
+    rows.iter().map(line).collect()
 }
 
-fn side(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> Side {
+fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> RankRow {
     let mine = letters(rank);
-    let part = |of: usize, to: usize| format!("{}{to}", letters(of));
+    let part = |from: usize, to: usize| format!("{}{to}", letters(from));
     let most = if world_size <= 8 { 8 } else { 3 };
     let list = |item: &dyn Fn(usize) -> String| join(world_size, most, " ", item);
     let parts = list(&|to| part(rank, to));
@@ -67,13 +67,13 @@ fn side(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> Side
         CommOp::Reduce if is_root => (mine, true, true, reduced(&letters)),
         CommOp::Reduce => (mine.clone(), true, false, mine),
         CommOp::AllReduce => (mine, true, true, reduced(&letters)),
-        CommOp::ReduceScatter => (parts, true, true, reduced(&|of| part(of, rank))),
-        CommOp::AllToAll => (parts, true, true, list(&|of| part(of, rank))),
+        CommOp::ReduceScatter => (parts, true, true, reduced(&|from| part(from, rank))),
+        CommOp::AllToAll => (parts, true, true, list(&|from| part(from, rank))),
         CommOp::Barrier | CommOp::SendRecv | CommOp::IsendIrecv => {
             (String::new(), true, true, String::new())
         }
     };
-    Side { before, gives, gets, after }
+    RankRow { before, gives, gets, after }
 }
 
 /// Returns `rank 0 -A-> rank 1 -B-> rank 2`. A ring ends with rank 0 again.

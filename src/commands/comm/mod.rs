@@ -108,22 +108,22 @@ pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow
 
 /// Refuses arguments that an operation would refuse, before anything is printed.
 fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: usize) -> Result<()> {
-    let CommRequest { numel, dtype: kind, reduce_op, .. } = *request;
+    let CommRequest { numel, dtype, reduce_op, .. } = *request;
     if numel.checked_mul(world_size as i64).is_none() {
         return Err(Error::Input(format!(
             "--numel {numel}: {world_size} tensors of so many elements are too large; use fewer"
         )));
     }
     for operation in ops.iter().filter_map(|op| op.reduction()) {
-        check_reduction(backend.name(), operation, reduce_op, kind).map_err(|error| {
-            Error::Input(format!("--reduce-op {reduce_op} --dtype {}: {error}", dtype_name(kind)))
+        check_reduction(backend.name(), operation, reduce_op, dtype).map_err(|error| {
+            Error::Input(format!("--reduce-op {reduce_op} --dtype {}: {error}", dtype_name(dtype)))
         })?;
     }
     Ok(())
 }
 
 /// The bytes that a tensor takes besides its elements, measured with lists of tensors on each of 1000 ranks.
-const BYTES_OF_A_TENSOR: f64 = 600.0;
+const TENSOR_OVERHEAD_BYTES: f64 = 600.0;
 
 /// Refuses tensors that do not fit into `total` bytes.
 ///
@@ -136,14 +136,17 @@ fn check_memory(
     total: Option<u64>,
 ) -> Result<()> {
     let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
-    let of_tensor = BYTES_OF_A_TENSOR + num_bytes(request.dtype, request.numel as usize) as f64;
-    let most_of = |ranks| ops.iter().map(move |op| (op.tensors(ranks) * of_tensor, op.name()));
-    let needs = |ranks| most_of(ranks).max_by(|a, b| a.0.total_cmp(&b.0));
-    let Some((bytes, op)) = needs(world_size).filter(|it| it.0 > total) else { return Ok(()) };
+    let tensor_bytes =
+        TENSOR_OVERHEAD_BYTES + num_bytes(request.dtype, request.numel as usize) as f64;
+    let op_bytes = |ranks| ops.iter().map(move |op| (op.tensors(ranks) * tensor_bytes, op.name()));
+    let needs = |ranks| op_bytes(ranks).max_by(|a, b| a.0.total_cmp(&b.0));
+    let Some((bytes, op)) = needs(world_size).filter(|(bytes, _)| *bytes > total) else {
+        return Ok(());
+    };
     let (mut most, mut too_many) = (1, world_size);
     while too_many - most > 1 {
         let ranks = most.midpoint(too_many);
-        let fits = needs(ranks).is_none_or(|it| it.0 <= total);
+        let fits = needs(ranks).is_none_or(|(bytes, _)| bytes <= total);
         *(if fits { &mut most } else { &mut too_many }) = ranks;
     }
     Err(Error::Input(format!(
@@ -158,13 +161,13 @@ fn check_memory(
 /// Runs every operation on one rank, and sends its row to rank 0, which prints.
 fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.backend)?;
-    let CommRequest { numel, dtype: kind, reduce_op, .. } = job.request;
-    let data = Data { group: &group, numel, kind };
+    let CommRequest { numel, dtype, reduce_op, .. } = job.request;
+    let data = Data { group: &group, numel, dtype };
     for &op in &job.ops {
-        let so_far = group.traffic();
+        let earlier = group.traffic();
         let [before, after] = op.run(&data, reduce_op, &job.arrived)?;
-        let now = group.traffic();
-        let (sent, received) = (now.sent - so_far.sent, now.received - so_far.received);
+        let later = group.traffic();
+        let (sent, received) = (later.sent - earlier.sent, later.received - earlier.received);
         let row = Row { before, after, sent, received };
         if let Some(rows) = group.gather_object(&row, 0)? {
             job.print(op, &rows).context("writing to stdout")?;

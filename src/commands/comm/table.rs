@@ -9,7 +9,7 @@ const WIDTH: usize = 78;
 
 /// How much of a value is shown: the most tensors of a list, and the most numbers of a tensor.
 #[derive(Clone, Copy)]
-struct Most {
+struct Limits {
     tensors: usize,
     numbers: usize,
 }
@@ -28,17 +28,17 @@ pub(super) fn table(rows: &[Row]) -> Vec<String> {
     // Leaves out numbers before tensors, but keeps the first and the last number of a tensor if possible.
     let mut all = (1..=tensors)
         .rev()
-        .flat_map(|tensors| (2..=numbers).rev().map(move |numbers| Most { tensors, numbers }));
+        .flat_map(|tensors| (2..=numbers).rev().map(move |numbers| Limits { tensors, numbers }));
     let fits = |lines: &Vec<String>| lines.iter().all(|line| line.len() <= WIDTH);
-    all.find_map(|most| Some(lines(rows, most)).filter(fits))
-        .unwrap_or_else(|| lines(rows, Most { tensors: 1, numbers: 1 }))
+    all.find_map(|limits| Some(lines(rows, limits)).filter(fits))
+        .unwrap_or_else(|| lines(rows, Limits { tensors: 1, numbers: 1 }))
 }
 
-fn lines(rows: &[Row], most: Most) -> Vec<String> {
+fn lines(rows: &[Row], limits: Limits) -> Vec<String> {
     let shown = ranks(rows.len());
     let column = |value: fn(&Row) -> &Option<Value>| {
         let tensors = shown.iter().map(|rank| match rank {
-            Some(rank) => tensors(value(&rows[*rank]).as_ref(), most),
+            Some(rank) => tensors(value(&rows[*rank]).as_ref(), limits),
             None => vec![],
         });
         in_columns(&tensors.collect::<Vec<_>>())
@@ -62,14 +62,14 @@ fn lines(rows: &[Row], most: Most) -> Vec<String> {
 }
 
 /// Returns the tensors of a value, each as `[1 2 3]`; `-` for no value.
-fn tensors(value: Option<&Value>, most: Most) -> Vec<String> {
+fn tensors(value: Option<&Value>, limits: Limits) -> Vec<String> {
     let tensor = |numbers: &Numbers| {
-        format!("[{}]", join(numbers.len(), most.numbers, " ", |i| numbers.text(i)))
+        format!("[{}]", join(numbers.len(), limits.numbers, " ", |i| numbers.text(i)))
     };
     match value {
         None => vec!["-".into()],
         Some(Value::Tensor(numbers)) => vec![tensor(numbers)],
-        Some(Value::List(list)) => items(list.len(), most.tensors, |i| tensor(&list[i])),
+        Some(Value::List(list)) => items(list.len(), limits.tensors, |i| tensor(&list[i])),
     }
 }
 

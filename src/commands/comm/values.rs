@@ -12,7 +12,7 @@ use crate::process_group::ProcessGroup;
 pub(super) struct Data<'a> {
     pub group: &'a ProcessGroup,
     pub numel: i64,
-    pub kind: Kind,
+    pub dtype: Kind,
 }
 
 impl Data<'_> {
@@ -33,7 +33,7 @@ impl Data<'_> {
 
     /// Returns a tensor to write to.
     pub(super) fn empty(&self) -> Result<Tensor> {
-        Tensor::f_zeros([self.numel], (self.kind, self.group.device()))
+        Tensor::f_zeros([self.numel], (self.dtype, self.group.device()))
             .map_err(Error::torch("making a tensor"))
     }
 
@@ -59,7 +59,7 @@ impl Data<'_> {
         // Not `f_arange`: tch panics when a function with scalar arguments fails, here for lack of memory.
         let ones = Tensor::f_ones([len], (Kind::Int64, Device::Cpu))?;
         let multiples = ones.f_cumsum(0, None)?.f_mul_scalar_(self.group.rank() as i64 + 1)?;
-        multiples.f_to_kind(self.kind)?.f_to_device(self.group.device())
+        multiples.f_to_kind(self.dtype)?.f_to_device(self.group.device())
     }
 }
 

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::launch::Placement;
 
 /// Up to this many tensors are always listed one by one.
-const FEW: usize = 4;
+const MAX_ALWAYS_LISTED: usize = 4;
 
 /// The largest difference between two runs that rounding explains.
 ///
@@ -27,7 +27,7 @@ pub(super) struct Bound {
     /// The largest absolute value in the model after training.
     pub largest: f32,
     /// The largest change of a number over the run.
-    pub way: f32,
+    pub max_update: f32,
 }
 
 impl Bound {
@@ -47,21 +47,22 @@ impl Bound {
                  a smaller --lr or --max-grad-norm"
             )));
         }
-        let ways = values.iter().zip(before).map(|(after, before)| (after - before).abs());
+        let updates = values.iter().zip(before).map(|(after, before)| (after - before).abs());
         Ok(Self {
             steps,
             samples,
             width: after.iter().map(|tensor| tensor.width).max().unwrap_or(1),
             largest: values.iter().map(|value| value.abs()).fold(0.0, f32::max),
-            way: ways.fold(0.0, f32::max),
+            max_update: updates.fold(0.0, f32::max),
         })
     }
 
     /// Returns the bound as a number.
     fn value(&self) -> f64 {
-        let Self { steps, samples, width, largest, way } = *self;
+        let Self { steps, samples, width, largest, max_update } = *self;
         let terms = (samples + width) as f64;
-        f64::from(f32::EPSILON) * (steps as f64 * f64::from(largest) + terms * f64::from(way))
+        f64::from(f32::EPSILON)
+            * (steps as f64 * f64::from(largest) + terms * f64::from(max_update))
     }
 }
 
@@ -97,10 +98,10 @@ pub(super) struct Comparison {
 }
 
 impl Comparison {
-    /// Compares the result of `way` on `placement` with the reference.
+    /// Compares the result of `variant` on `placement` with the reference.
     pub(super) fn new(
         placement: &Placement,
-        way: Variant,
+        variant: Variant,
         reference: &RunResult,
         trained: &RunResult,
         bound: Bound,
@@ -109,21 +110,21 @@ impl Comparison {
         let parameters: Vec<Difference> = pairs.map(|(a, b)| difference(a, b)).collect();
         // `total_cmp` orders NaN above all other numbers.
         let largest = parameters.iter().max_by(|a, b| a.difference.total_cmp(&b.difference));
-        let (parameter, largest) =
-            largest.map_or_else(Default::default, |it| (it.name.clone(), it.difference));
+        let (parameter, largest) = largest
+            .map_or_else(Default::default, |tensor| (tensor.name.clone(), tensor.difference));
         let replicas_equal = trained.replicas_equal;
         Self {
-            strategy: way.strategy,
+            strategy: variant.strategy,
             backend: placement.backend.name(),
             device: if placement.devices[0] == Device::Cpu { "CPU" } else { "GPU" },
-            world_size: way.ranks,
-            batch_size: way.batch_size,
-            grad_accum_steps: way.grad_accum_steps,
+            world_size: variant.ranks,
+            batch_size: variant.batch_size,
+            grad_accum_steps: variant.grad_accum_steps,
             steps: bound.steps,
             difference: largest,
             parameter,
             bound: bound.value(),
-            equal_bits: parameters.iter().all(|it| it.equal_bits),
+            equal_bits: parameters.iter().all(|tensor| tensor.equal_bits),
             replicas_equal,
             ok: largest <= bound.value() && replicas_equal,
             first_step: None,
@@ -163,12 +164,13 @@ impl Comparison {
             out,
             " {name:<40}{difference:>9.1e}  {bits_of_all:<8}{parameter:<17}{verdict}{since}"
         )?;
-        let all = per_parameter || self.parameters.len() <= FEW;
+        let all = per_parameter || self.parameters.len() <= MAX_ALWAYS_LISTED;
         // NaN is beyond the bound, too.
-        let is_shown =
-            |it: &&Difference| all || it.difference.is_nan() || it.difference > self.bound;
-        self.parameters.iter().filter(is_shown).try_for_each(|it| {
-            let Difference { name, difference, equal_bits } = it;
+        let is_shown = |tensor: &&Difference| {
+            all || tensor.difference.is_nan() || tensor.difference > self.bound
+        };
+        self.parameters.iter().filter(is_shown).try_for_each(|tensor| {
+            let Difference { name, difference, equal_bits } = tensor;
             writeln!(out, "   {name:<38}{difference:>9.1e}  {}", bits(*equal_bits))
         })
     }
@@ -192,13 +194,13 @@ pub(super) fn write_head(
     bound: &Bound,
     out: &mut dyn Write,
 ) -> io::Result<()> {
-    let Bound { steps, samples, width, largest, way } = bound;
+    let Bound { steps, samples, width, largest, max_update } = bound;
     let (model, batch) = (config.model.name(), config.batch_size);
     writeln!(
         out,
         "# {model}, {steps} steps: {ranks} ranks with batch {batch} compared with 1 rank with batch {samples}\n\
          # bound: {:.1e} = 2^-23 ({steps} steps x {largest:.2}, the largest parameter,\n\
-         #   + ({samples} samples + {width} inputs of a layer) x {way:.4}, the largest change of a parameter)\n\
+         #   + ({samples} samples + {width} inputs of a layer) x {max_update:.4}, the largest change of a parameter)\n\
          #{:<40}{:>10}  {:<8}largest in",
         bound.value(),
         "ranks x batch",
@@ -231,9 +233,9 @@ mod tests {
             threads_per_rank: 1,
             note: None,
         };
-        let way =
+        let variant =
             Variant { strategy: StrategyKind::Ddp, ranks: 2, batch_size: 3, grad_accum_steps: 1 };
-        Comparison::new(&placement, way, &reference, trained, bound)
+        Comparison::new(&placement, variant, &reference, trained, bound)
     }
 
     #[test]

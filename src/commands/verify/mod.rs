@@ -94,7 +94,7 @@ pub fn verify(
     }
     let config = Config { val_fraction: Some(0.0), patience: None, grad_accum_steps: 1, ..config };
     let (mut config, data) = open_data(config)?;
-    let of_step = ranks.saturating_mul(config.batch_size);
+    let step_samples = ranks.saturating_mul(config.batch_size);
     let (dataset, note) = match config.exact_mean {
         true => unequal_batches(data.training, ranks, config.batch_size)?,
         false => whole_steps(data.training, ranks, config.batch_size)?,
@@ -102,16 +102,16 @@ pub fn verify(
     // One rank uses the same learning rate as N ranks.
     (config.lr, config.scale_lr) = (config.lr_for(ranks).0, false);
     config.num_samples = Some(dataset.len() as i64);
-    let of_epoch = config.steps_per_epoch(ranks);
-    if config.exact_mean && steps < of_epoch {
+    let epoch_steps = config.steps_per_epoch(ranks);
+    if config.exact_mean && steps < epoch_steps {
         return Err(Error::Input(format!(
             "--steps: {steps} are too few for --exact-mean: the ranks have batches of different size in the last step of \
-             an epoch, which is step {}; use {of_epoch} or more",
-            of_epoch - 1
+             an epoch, which is step {}; use {epoch_steps} or more",
+            epoch_steps - 1
         ))
         .into());
     }
-    config.max_epochs = steps.div_ceil(of_epoch);
+    config.max_epochs = steps.div_ceil(epoch_steps);
     config.validate_for(ranks)?;
     check_fault(&config, steps)?;
     let config = Arc::new(config);
@@ -119,26 +119,27 @@ pub fn verify(
     let notes = note
         .into_iter()
         .chain(left_out)
-        .chain(not_of_batch_norm(&config))
-        .chain(not_of_exact_mean(&config))
+        .chain(batch_norm_note(&config))
+        .chain(exact_mean_note(&config))
         .chain(config.idle_hook_warning(steps));
     notes.for_each(|note| printer.info(&note));
 
-    let train =
-        |placement: &Placement, way, steps| trained(placement, way, &config, &dataset, steps);
-    let (mut bound, mut device, mut all, mut broken) = (None, None, 0, Vec::new());
+    let train = |placement: &Placement, variant, steps| {
+        trained(placement, variant, &config, &dataset, steps)
+    };
+    let (mut bound, mut device, mut compared, mut broken) = (None, None, 0, Vec::new());
     for placement in &placements {
         let whole = Variant {
             strategy: StrategyKind::Ddp,
             ranks: 1,
-            batch_size: of_step,
+            batch_size: step_samples,
             grad_accum_steps: 1,
         };
         let reference = train(placement, whole, steps)?;
         let bound = *match &mut bound {
             Some(bound) => bound,
             none => {
-                let bound = none.insert(Bound::of(&reference, steps, of_step)?);
+                let bound = none.insert(Bound::of(&reference, steps, step_samples)?);
                 if printer.format() == LogFormat::Text {
                     printer
                         .lines(|out| write_head(&config, ranks, bound, out))
@@ -149,16 +150,16 @@ pub fn verify(
         };
         // One rank that accumulates does not communicate: it is compared once per device.
         let alone = device.replace(placement.devices[0]) != Some(placement.devices[0]);
-        for way in variants(&config, ranks, alone) {
-            let trained = train(placement, way, steps)?;
-            let mut comparison = Comparison::new(placement, way, &reference, &trained, bound);
-            all += 1;
+        for variant in variants(&config, ranks, alone) {
+            let trained = train(placement, variant, steps)?;
+            let mut comparison = Comparison::new(placement, variant, &reference, &trained, bound);
+            compared += 1;
             if !comparison.ok {
                 let step = bisect_divergence(steps, |steps| {
                     let reference = train(placement, whole, steps)?;
-                    let trained = train(placement, way, steps)?;
-                    let bound = Bound::of(&reference, steps, of_step)?;
-                    Ok(Comparison::new(placement, way, &reference, &trained, bound).ok)
+                    let trained = train(placement, variant, steps)?;
+                    let bound = Bound::of(&reference, steps, step_samples)?;
+                    Ok(Comparison::new(placement, variant, &reference, &trained, bound).ok)
                 })?;
                 comparison.first_step = Some(step);
                 broken.push((step, comparison.replicas_equal));
@@ -181,7 +182,7 @@ pub fn verify(
             None => "the ranks have different parameters: train with --check-replicas-every 1, which names the rank".into(),
         };
         anyhow::bail!(
-            "{count} of {all} comparisons are beyond what rounding explains, from step {step} on; {why}"
+            "{count} of {compared} comparisons are beyond what rounding explains, from step {step} on; {why}"
         );
     }
     if printer.format() == LogFormat::Text {
@@ -196,13 +197,13 @@ fn bisect_divergence(
     steps: u64,
     is_ok: impl Fn(u64) -> anyhow::Result<bool>,
 ) -> anyhow::Result<u64> {
-    // The ways agree after `together` steps, and differ after `apart` steps.
-    let (mut together, mut apart) = (0, steps);
-    while apart - together > 1 {
-        let middle = together + (apart - together) / 2;
-        *(if is_ok(middle)? { &mut together } else { &mut apart }) = middle;
+    // The ways agree after `lo` steps, and differ after `hi` steps.
+    let (mut lo, mut hi) = (0, steps);
+    while hi - lo > 1 {
+        let middle = lo + (hi - lo) / 2;
+        *(if is_ok(middle)? { &mut lo } else { &mut hi }) = middle;
     }
-    Ok(apart - 1)
+    Ok(hi - 1)
 }
 
 /// Refuses an injected fault that verify does not inject or reach.
@@ -259,8 +260,8 @@ fn whole_steps(
     ranks: usize,
     batch_size: usize,
 ) -> Result<(Arc<dyn Dataset>, Option<String>)> {
-    let (len, of_step) = (dataset.len(), ranks.saturating_mul(batch_size));
-    match len - len % of_step {
+    let (len, step_samples) = (dataset.len(), ranks.saturating_mul(batch_size));
+    match len - len % step_samples {
         0 => Err(Error::Input(format!(
             "{len} samples are less than a step of {ranks} ranks with batch {batch_size}; use more samples, or a \
              smaller --batch-size"
@@ -280,8 +281,8 @@ fn unequal_batches(
     ranks: usize,
     batch_size: usize,
 ) -> Result<(Arc<dyn Dataset>, Option<String>)> {
-    let (len, of_step) = (dataset.len(), ranks.saturating_mul(batch_size));
-    let most = len.min(of_step.saturating_mul(2).saturating_add(of_step / 2));
+    let (len, step_samples) = (dataset.len(), ranks.saturating_mul(batch_size));
+    let most = len.min(step_samples.saturating_mul(2).saturating_add(step_samples / 2));
     let count = if most.is_multiple_of(ranks) { most - 1 } else { most };
     if count < ranks {
         return Err(Error::Input(format!(
@@ -323,7 +324,7 @@ fn placements(
 }
 
 /// Returns a note on the ways that cannot be compared with batch norm. `None` without batch norm.
-fn not_of_batch_norm(config: &Config) -> Option<String> {
+fn batch_norm_note(config: &Config) -> Option<String> {
     config.sync_batch_norm.then(|| {
         "without dp, which has no --sync-batch-norm, and accumulation, where each smaller batch is normalized by \
          itself"
@@ -331,8 +332,8 @@ fn not_of_batch_norm(config: &Config) -> Option<String> {
     })
 }
 
-/// Returns a note on why `dp` is not compared. `None` if it is, or if [`not_of_batch_norm`] says so.
-fn not_of_exact_mean(config: &Config) -> Option<String> {
+/// Returns a note on why `dp` is not compared. `None` if it is, or if [`batch_norm_note`] says so.
+fn exact_mean_note(config: &Config) -> Option<String> {
     let why = "without dp, whose ranks have batches of the same size";
     (config.exact_mean && !config.sync_batch_norm).then(|| why.into())
 }
@@ -340,47 +341,47 @@ fn not_of_exact_mean(config: &Config) -> Option<String> {
 /// Returns the ways that must give the same result. `alone`: also one rank that accumulates `ranks` batches.
 fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
     let batch_size = config.batch_size;
-    let way = |strategy, ranks, batch_size, grad_accum_steps| Variant {
+    let variant = |strategy, ranks, batch_size, grad_accum_steps| Variant {
         strategy,
         ranks,
         batch_size,
         grad_accum_steps,
     };
     let (ddp, dp) = (StrategyKind::Ddp, StrategyKind::Dp);
-    let mut ways = vec![way(ddp, ranks, batch_size, 1)];
+    let mut variants = vec![variant(ddp, ranks, batch_size, 1)];
     if !config.sync_batch_norm {
         if alone {
-            ways.insert(0, way(ddp, 1, batch_size, ranks));
+            variants.insert(0, variant(ddp, 1, batch_size, ranks));
         }
-        ways.push(way(dp, ranks, batch_size, 1));
+        variants.push(variant(dp, ranks, batch_size, 1));
         if batch_size.is_multiple_of(2) {
-            ways.push(way(ddp, ranks, batch_size / 2, 2));
-            ways.push(way(dp, ranks, batch_size / 2, 2));
+            variants.push(variant(ddp, ranks, batch_size / 2, 2));
+            variants.push(variant(dp, ranks, batch_size / 2, 2));
         }
     }
-    ways.retain(|it| it.strategy == ddp || !config.exact_mean);
-    ways
+    variants.retain(|variant| variant.strategy == ddp || !config.exact_mean);
+    variants
 }
 
 /// Trains in one way. Returns the result of rank 0.
 fn trained(
     placement: &Placement,
-    way: Variant,
+    variant: Variant,
     config: &Arc<Config>,
     dataset: &Arc<dyn Dataset>,
     steps: u64,
 ) -> anyhow::Result<RunResult> {
     let mut placement = placement.clone();
-    placement.devices.truncate(way.ranks);
+    placement.devices.truncate(variant.ranks);
     let backend = placement.backend;
-    let Variant { strategy, batch_size, grad_accum_steps, .. } = way;
+    let Variant { strategy, batch_size, grad_accum_steps, .. } = variant;
     let mut config = Config {
         strategy,
         batch_size,
         grad_accum_steps: grad_accum_steps as u64,
         ..Config::clone(config)
     };
-    if way.ranks == 1 || strategy == StrategyKind::Dp {
+    if variant.ranks == 1 || strategy == StrategyKind::Dp {
         config.comm_hook = CommHookKind::None; // only ranks that average gradients with `ddp` compress
     }
     let spawn = Spawn::at(&placement)
@@ -388,7 +389,7 @@ fn trained(
         .grace_period(config.grace_period)
         .check_collectives(config.check_collectives)
         // One rank with the whole batch is the reference.
-        .fault(config.inject_fault.filter(|_| way.ranks > 1));
+        .fault(config.inject_fault.filter(|_| variant.ranks > 1));
     let dataset = dataset.clone();
     let results = spawn.run(move |rank| {
         train_on(rank, &rank.init_process_group(backend)?, &config, &dataset, steps)
@@ -430,6 +431,6 @@ fn values(tensors: &[(String, Tensor)]) -> Result<Vec<ParamValues>> {
         let width = if shape.len() > 1 { shape[1..].iter().product::<i64>() as usize } else { 1 };
         Ok(ParamValues { name: name.clone(), values: Vec::<f32>::try_from(flat)?, width })
     };
-    let of_numbers = tensors.iter().filter(|(_, tensor)| tensor.kind() == Kind::Float);
-    of_numbers.map(copy).collect::<Result<_, _>>().map_err(Error::torch("reading the parameters"))
+    let floats = tensors.iter().filter(|(_, tensor)| tensor.kind() == Kind::Float);
+    floats.map(copy).collect::<Result<_, _>>().map_err(Error::torch("reading the parameters"))
 }
