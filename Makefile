@@ -12,6 +12,9 @@ SIMULATED_GPUS = $(or $(CARGO_TARGET_DIR),target)/simulated_gpus
 # The crate of `make loom`, which needs no libtorch.
 LOOM = --locked --manifest-path tests/loom/Cargo.toml --target-dir $(or $(CARGO_TARGET_DIR),target)/loom
 
+# What builds the book. It is built into .tools/, once.
+MDBOOK = 0.5.4
+
 # An empty LIBTORCH is none.
 ifeq ($(LIBTORCH),)
 unexport LIBTORCH
@@ -21,7 +24,7 @@ endif
 LIBTORCH_OF_PYTHON = import os, torch; print(os.path.dirname(torch.__file__))
 LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 -c '$(LIBTORCH_OF_PYTHON)'),.libtorch/torch))
 
-.PHONY: help run test test-fast test-gpus loom check install parity safetensors tensorboard report page trace mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
+.PHONY: help run test test-fast test-gpus loom check docs install parity safetensors tensorboard report page trace mutated mixed compare simulated-cluster simulated-gpus gpu-pack test-gpu-pack test-launchers python libtorch cargo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
@@ -68,6 +71,12 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps
 
+docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
+	@.tools/bin/mdbook --version 2>/dev/null | grep -qx "mdbook v$(MDBOOK)" || \
+	    cargo install mdbook --locked --version $(MDBOOK) --root .tools --no-default-features --features search
+	.tools/bin/mdbook build docs
+	python3 tests/interop/links.py docs/book
+
 install: cargo libtorch ## install the program with cargo
 	cargo install --locked --path .
 
@@ -90,8 +99,9 @@ report: cargo python ## open the report of a run in Chromium, and try all of it;
 	cargo build --release
 	.python/bin/python tests/interop/report_page.py $(PROGRAM) $(PICTURES)
 
-page: cargo libtorch ## make the page of assets/ and its picture anew, with Chromium
+page: cargo libtorch ## make the pictures of assets/ anew: the terminal, and with Chromium the page of a run
 	cargo build --release
+	python3 docs/record.py $(PROGRAM) assets/demo.svg
 	cd assets && CUDA_VISIBLE_DEVICES= $(abspath $(PROGRAM)) --max-epochs=2 --batch-size=32 --nproc-per-node=2 --report=report.html
 	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1860 --screenshot=assets/report.png assets/report.html
 

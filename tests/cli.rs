@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::symlink;
 use std::process::Stdio;
 
 use crate::harness::{program, repository, run, run_command};
@@ -13,68 +12,6 @@ fn snapshots() {
     let cases = trycmd::TestCases::new();
     cases.env("CUDA_VISIBLE_DEVICES", "").env("RUST_BACKTRACE", "0");
     cases.case("tests/cmd/*.trycmd");
-}
-
-/// What depends on the machine and the moment is left out of a line of the README.
-fn lasting(line: &str) -> String {
-    let kept = match line {
-        _ if line.starts_with("ddp-mp: loss ") => "ddp-mp: loss ",
-        _ if line.starts_with("ddp-mp: epoch ") => line.split_once(" loss").unwrap().0,
-        _ if line.starts_with("ddp-mp: validation ") => line.split_once(": loss").unwrap().0,
-        _ if line.starts_with("ddp-mp: best: ") => line.split_once(", loss").unwrap().0,
-        _ if line.contains(" last seen in ") && line.ends_with(" s ago") => {
-            line.split_once(".rs:").unwrap().0
-        }
-        _ if line.contains("on the CPU, ") => line.split_once("on the CPU, ").unwrap().0,
-        _ => line,
-    };
-    // Either of the ranks that wait may be the first to say so.
-    kept.replace("rank 1 waited", "rank 0 waited")
-}
-
-/// Lines that are not empty.
-fn filled(text: &str) -> impl Iterator<Item = &str> {
-    text.lines().filter(|line| !line.is_empty())
-}
-
-/// Every command in the README that shows its output.
-#[test]
-fn the_readme_s_commands_do_what_it_says() {
-    let readme = fs::read_to_string(repository("README.md")).unwrap();
-    let mut count = 0;
-    let folder = tempfile::tempdir().unwrap(); // for what they save
-    symlink(repository("configs"), folder.path().join("configs")).unwrap();
-    for block in readme.split("```console\n").skip(1) {
-        let block = block.split("```").next().unwrap();
-        for case in block.split("$ ddp-mp").skip(1) {
-            // A run that fails is followed by the command that shows its exit code.
-            let (case, code) = case.split_once("$ echo $?\n").unwrap_or((case, "0"));
-            let expected: i32 = code.trim().parse().unwrap();
-            let mut lines = filled(case);
-            let args: Vec<&str> = lines.next().unwrap().split_whitespace().collect();
-            let (code_now, stdout, stderr) = {
-                let mut command = program(&args);
-                command.current_dir(&folder);
-                run_command(command)
-            };
-            assert_eq!(code_now, Some(expected), "{args:?}: {stderr}");
-            let mut is_error = false;
-            let (errors, results): (Vec<&str>, Vec<&str>) = lines.partition(|line| {
-                let continued = is_error && line.starts_with("  ");
-                is_error = line.starts_with("ddp-mp: ") || continued;
-                is_error
-            });
-            assert_eq!(filled(&stdout).collect::<Vec<_>>(), results, "{args:?}");
-            // A rank may really have been slow, on a machine that does other things as well.
-            let said = |lines: &[&str]| {
-                let lines = lines.iter().filter(|line| !line.contains(" held the others back: "));
-                lines.map(|line| lasting(line)).collect::<Vec<_>>()
-            };
-            assert_eq!(said(&stderr.lines().collect::<Vec<_>>()), said(&errors), "{args:?}");
-            count += 1;
-        }
-    }
-    assert_eq!(count, 12, "commands with output in the README");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use ddp_mp::DistributedSampler;
 use serde_json::Value;
 use textwrap::core::display_width;
 
-use crate::harness::{program, repository, run, run_command};
+use crate::harness::{program, run, run_command};
 
 const TWO: [&str; 2] = ["--nproc-per-node=2", "--explain"];
 
@@ -303,19 +303,5 @@ fn what_does_not_go_together_is_refused() {
         let (code, _, stderr) = run(args);
         assert_eq!(code, Some(2), "{args:?}: {stderr}");
         assert!(stderr.trim_start_matches("ddp-mp: ").starts_with(complaint), "{stderr}");
-    }
-}
-
-#[test]
-fn what_the_readme_shows_of_it_is_what_it_tells() {
-    let readme = std::fs::read_to_string(repository("README.md")).unwrap();
-    let shown = readme.split("    $ ddp-mp --nproc-per-node=2 --explain\n").nth(1).unwrap();
-    let shown: Vec<&str> = shown.lines().map_while(|line| line.strip_prefix("    ")).collect();
-    let text = told(&TWO);
-    // Which parts follow each other is no matter; that each line is there is.
-    let told: Vec<&str> = text.lines().chain(["..."]).collect();
-    assert!(shown.len() > 15, "{shown:?}");
-    for line in shown {
-        assert!(told.contains(&line), "{line:?} is not told:\n{text}");
     }
 }

@@ -9,7 +9,7 @@ mod amp; // mixed precision: autocast on several threads, skipped steps
 mod bench; // ddp-mp bench: right results, right columns, wrong input
 mod c10d; // groups in which PyTorch could be
 mod checkpoint; // stopped, killed, damaged, and going on as if nothing had happened
-mod cli; // the program as a user meets it: help, mistakes, the README's commands
+mod cli; // the program as a user meets it: help and mistakes
 mod coalesced; // several tensors in one collective
 mod collectives; // every operation, kind, world size and awkward length; mismatches
 mod comm; // what the program shows of the collectives
@@ -17,6 +17,7 @@ mod cuda; // with a GPU; skips and says so without
 mod data; // loaders, with workers and without
 mod data_parallel; // DataParallel: DDP's results the old way
 mod ddp; // N ranks against one, replicas bit-identical, models that differ
+mod docs; // the README and the book: their commands, and the chapter on options
 mod engine; // overlap, accumulation, unused parameters, communication hooks
 mod explain; // what --explain tells: short, right, and changing nothing
 mod failures; // every kind of failure at every stage on every rank

@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 
+from documented import documented
 from faults import faults
 from hosts import two_hosts
 from runs import (
@@ -170,6 +171,7 @@ def main(program, simulated_gpus):
             elastic(program, folder)
             joined(program, folder)
             mpirun(program)
+            documented(program, folder, TORCHRUN)
             slurm(program, pathlib.Path(folder))
             two_hosts(program, on_gpus)
         finally:
