@@ -172,8 +172,8 @@ fn tests_readme_names_every_module() {
 }
 
 #[test]
-fn every_example_is_short_and_in_the_readme() {
-    let readme = fs::read_to_string(repository("README.md")).unwrap();
+fn every_example_is_short_and_a_lesson_of_the_book() {
+    let lessons_page = fs::read_to_string(repository("docs/src/tutorial/lessons.md")).unwrap();
     let mut lessons = Vec::new();
     for entry in fs::read_dir(repository("examples")).unwrap() {
         let file = entry.unwrap().path();
@@ -189,7 +189,8 @@ fn every_example_is_short_and_in_the_readme() {
             text.contains(&format!("//!     {command}\n")),
             "{name} does not say how to run it"
         );
-        assert!(readme.contains(&format!("`{command}`")), "the README does not name {name}");
+        let shown = lessons_page.contains(&format!("```sh\n{command}\n```\n"));
+        assert!(shown, "the lessons of the book do not show {name}");
         if let Some((number, _)) = name.split_once('-') {
             // Whatever the prelude has is not named on its own.
             let prelude = fs::read_to_string(repository("src/prelude.rs")).unwrap();
@@ -260,9 +261,22 @@ fn anchors(blocks: &[Block]) -> Vec<String> {
     headings.map(|block| anchor(&block.text)).collect()
 }
 
-/// What a translation keeps of a block: a block of code as it is; of a row each cell in its place; of
-/// others, in any order, the mark that they begin with, inline code, where links lead, and numbers.
+/// The numbers in a text, in any order.
+fn numbers(text: &str) -> Vec<String> {
+    let numbers = text.split(|c: char| !c.is_ascii_digit() && c != '.' && c != ',');
+    let numbers = numbers.map(|number| number.trim_matches(['.', ',']));
+    let mut numbers: Vec<String> =
+        numbers.filter(|number| !number.is_empty()).map(str::to_string).collect();
+    numbers.sort();
+    numbers
+}
+
+/// What a translation keeps of a block: a block of code as it is (of what `--explain` prints the numbers); of a row each
+/// cell in its place; of others, in any order, the mark that they begin with, inline code, where links lead, and numbers.
 fn kept(block: &str, anchors: &[String]) -> Vec<String> {
+    if block.starts_with("```console\n") && block.contains(" --explain") {
+        return numbers(&block.replace(" --language=zh", ""));
+    }
     if block.starts_with("```") || block.starts_with("    ") {
         return vec![block.to_string()];
     }
@@ -298,25 +312,24 @@ fn kept(block: &str, anchors: &[String]) -> Vec<String> {
             let section = section.unwrap_or_else(|| panic!("{link} leads to no heading"));
             kept.push(format!("a link to heading {section}"));
         } else {
-            kept.push(format!("a link to {link}"));
+            // The pages of the tutorial are there in both languages.
+            kept.push(format!("a link to {}", link.replace("src/zh/", "src/tutorial/")));
         }
     }
-    let numbers = prose.split(|c: char| !c.is_ascii_digit() && c != '.' && c != ',');
-    let numbers = numbers.map(|number| number.trim_matches(['.', ',']));
-    kept.extend(numbers.filter(|number| !number.is_empty()).map(str::to_string));
+    kept.extend(numbers(&prose));
     kept.sort();
     kept
 }
 
-#[test]
-fn the_chinese_readme_is_in_step_with_the_english_one() {
-    let read = |file: &str, start: &str| {
+/// Asserts that two pages say the same, block by block. `starts` are the lines that differ between them.
+fn assert_in_step(files: [&str; 2], starts: [&str; 2]) {
+    let read = |index: usize| {
+        let (file, start) = (files[index], starts[index]);
         let text = fs::read_to_string(repository(file)).unwrap();
         assert!(text.starts_with(start), "{file} does not begin with\n{start}");
-        blocks(&text.replacen(start, "# ddp-mp\n\n\n", 1)) // the languages differ, the lines stay
+        blocks(&text.replacen(start, &"\n".repeat(start.lines().count()), 1))
     };
-    let english = read("README.md", "# ddp-mp\n\nEnglish | [简体中文](README.zh.md)\n");
-    let chinese = read("README.zh.md", "# ddp-mp\n\n[English](README.md) | 简体中文\n");
+    let [english, chinese] = [read(0), read(1)];
     let (english_anchors, chinese_anchors) = (anchors(&english), anchors(&chinese));
     let mut section = String::new();
     for (en, zh) in english.iter().zip(&chinese) {
@@ -326,12 +339,37 @@ fn the_chinese_readme_is_in_step_with_the_english_one() {
         assert_eq!(
             kept(&en.text, &english_anchors),
             kept(&zh.text, &chinese_anchors),
-            "in section {section}\nREADME.md:{}: {}\nREADME.zh.md:{}: {}\n",
+            "in section {section}\n{}:{}: {}\n{}:{}: {}\n",
+            files[0],
             en.line,
             en.text,
+            files[1],
             zh.line,
             zh.text
         );
     }
     assert_eq!(english.len(), chinese.len(), "one goes on after `{section}`, the other does not");
+}
+
+#[test]
+fn the_chinese_readme_is_in_step_with_the_english_one() {
+    let english = "# ddp-mp\n\nEnglish | [简体中文](README.zh.md)\n";
+    let chinese = "# ddp-mp\n\n[English](README.md) | 简体中文\n";
+    assert_in_step(["README.md", "README.zh.md"], [english, chinese]);
+}
+
+#[test]
+fn the_chinese_tutorial_is_in_step_with_the_english_one() {
+    for page in ["demo.md", "lessons.md"] {
+        let files = [format!("docs/src/tutorial/{page}"), format!("docs/src/zh/{page}")];
+        assert_in_step([&files[0], &files[1]], ["# ", "# "]);
+    }
+}
+
+#[test]
+fn the_readmes_are_short() {
+    for file in ["README.md", "README.zh.md"] {
+        let lines = fs::read_to_string(repository(file)).unwrap().lines().count();
+        assert!(lines <= 150, "{file} has {lines} lines: what is longer belongs into the book");
+    }
 }
