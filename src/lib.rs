@@ -33,6 +33,15 @@
 //! }
 //! ```
 //!
+//! [`spawn`] starts two ranks and returns what each of them returns, in rank order. `init_process_group` joins the
+//! ranks into a [`ProcessGroup`]. [`DistributedDataParallel`] gives all ranks rank 0's parameters, and averages the
+//! gradients in `backward`. [`DistributedSampler`] gives each rank its own samples. The data set exists once, for all
+//! ranks.
+//!
+//! The example runs on CPUs. With `Spawn::from_env()?.run(..)` in place of `spawn(2, ..)` it uses all visible GPUs,
+//! and runs under torchrun, Slurm, MPI and Kubernetes. (The GPU path is tested on simulated GPUs; it has not run on a
+//! real one yet.)
+//!
 //! # Where to begin
 //!
 //! | to | see |
@@ -43,10 +52,30 @@
 //! | find out which rank this is, and join the others | [`Rank`] |
 //! | call collectives | [`ProcessGroup`], and [`process_group::functional`] for those that gradients flow through |
 //! | train a model on all ranks | [`DistributedDataParallel`] |
+//! | step its parameters | [`Sgd`], [`AdamW`]; [`Schedule`] for the learning rate |
+//! | train on your own data | [`Dataset`], [`DataLoader`]; [`FileDataset`] for files |
+//! | train in mixed precision | [`Autocast`], [`GradScaler`] |
 //! | have the loop, checkpoints and validation as well | [`trainer::Trainer`] |
+//! | find out why a run failed | [`SpawnError`], [`RankFailure`] |
 //!
-//! [`prelude`] has the names that a program needs. A rank's function returns an `anyhow::Result`, so that `?` takes every
-//! error; this crate's own are [`Error`].
+//! [`prelude`] has the names that a program needs. A rank's function returns an `anyhow::Result`, so that `?` takes
+//! every error; this crate's own are [`Error`].
+//!
+//! The folder `examples/` has eleven lessons, each with fewer than 100 lines: lesson 7 is a model and a data set of
+//! your own. The book in `docs/` has a tutorial, the names of PyTorch beside those here, and the `Cargo.toml` of a
+//! project of your own.
+//!
+//! # Rules for a rank's function
+//!
+//! * Every rank makes the same collective calls in the same order, whatever its data. A difference is an error that
+//!   names both calls.
+//! * Gradients come from `ddp.backward(&loss)`. tch's own `backward` would not average them, and is refused.
+//! * Only the optimizer changes parameters. [`DistributedDataParallel::parameters_hash`] shows whether the replicas
+//!   are equal.
+//! * Random numbers come from the rank: [`fork_rng`] for the model, a [`Generator`] for [`Dropout`]. All threads
+//!   share libtorch's default generator.
+//! * A number that a rank computes, such as a loss, is of its own samples, until an `all_reduce` adds up those of all
+//!   ranks.
 //!
 //! # Threads
 //!
