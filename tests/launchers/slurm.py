@@ -137,7 +137,7 @@ def steps(program):
 
 
 def batch(program, folder):
-    """As the README has it."""
+    """As the chapter on several machines has it."""
     script, output = folder / "batch.sh", folder / "batch.out"
     flags = " ".join(FLAGS)
     step = f"srun --cpus-per-task=1 --kill-on-bad-exit=1 {program} {flags}"
