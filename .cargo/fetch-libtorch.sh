@@ -50,7 +50,7 @@ pytorch)
 python)
     has_python=(-c 'import ensurepip, venv') python_package=python3-venv
     need g++ "${compiler[@]}" --version
-    wanted=$(echo "torch==$version" && cat tests/interop/requirements.txt)
+    wanted=$(echo "torch==$version" && cat tests/requirements.txt)
     is_complete() { [ "$(cat .python/complete 2>/dev/null)" = "$wanted" ]; }
     ;;
 cpu | cuda | '')
@@ -120,7 +120,7 @@ if [ "$set" = python ]; then
     run "$python" -m venv --clear .python || die "could not make a virtual environment in .python"
     python=.python/bin/python
     # Before torch, whose CUDA libraries pip would miss.
-    run "$python" -m pip install --quiet -r tests/interop/requirements.txt || die "$failed"
+    run "$python" -m pip install --quiet -r tests/requirements.txt || die "$failed"
     read -r packages suffix < <("$python" -c 'from sysconfig import *
 print(get_path("purelib"), get_config_var("EXT_SUFFIX"))')
     if [ -e ".libtorch/torch/_C$suffix" ] && [[ $(cat .libtorch/complete) == "torch $version "* ]]; then
