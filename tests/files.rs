@@ -74,7 +74,7 @@ fn what_numpy_and_safetensors_write_is_read() {
     let idx = format!("idx:{}", repository("tests/data/idx").display()).parse().unwrap();
     let validation = FileDataset::open_validation(&idx, TargetKind::Classes).unwrap().unwrap();
     assert_eq!(whole(&validation).0, pixels[..12]);
-    let none = FileDataset::open_validation(&DatasetSpec::Digits, TargetKind::Classes);
+    let none = FileDataset::open_validation(&DatasetSpec::DIGITS, TargetKind::Classes);
     assert!(none.unwrap().is_none());
 }
 
@@ -88,7 +88,7 @@ fn each_order_of_numbers_and_bytes_is_read_as_numpy_means_it() {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
         let [kind, shape, ..] = name.split('.').collect::<Vec<_>>()[..] else { panic!("{name}") };
         let samples: usize = shape.split('x').next().unwrap().parse().unwrap();
-        let spec = DatasetSpec::Npy { inputs: path.clone(), targets: path.clone() };
+        let spec = format!("npy:{0},{0}", path.display()).parse().unwrap();
         let data = FileDataset::open(&spec, TargetKind::Values).unwrap();
         assert_eq!((data.len(), data.in_features()), (samples, 24 / samples as i64), "{name}");
         let (inputs, targets) = data.batch(&(0..samples).collect::<Vec<_>>()).unwrap();
@@ -147,7 +147,7 @@ fn digits_are_learned_the_same_in_every_run() {
 /// With the values of configs/digits.toml, on two ranks.
 #[test]
 fn digits_that_were_held_back_are_named_right() {
-    let digits = FileDataset::open(&DatasetSpec::Digits, TargetKind::Classes).unwrap();
+    let digits = FileDataset::open(&DatasetSpec::DIGITS, TargetKind::Classes).unwrap();
     let (training, validation) = digits.split(0.2, 0).unwrap();
     let training = training.into_dataset().unwrap();
     let right = ranks(2, move |rank, group| {
@@ -379,7 +379,8 @@ fn a_csv_file_may_be_packed_by_gzip_whatever_its_name() {
     let read = |bytes: &[u8], name: &str| {
         let file = folder.path().join(name);
         fs::write(&file, bytes).unwrap();
-        let data = FileDataset::open(&DatasetSpec::Csv(file), TargetKind::Values)?;
+        let spec = format!("csv:{}", file.display()).parse().unwrap();
+        let data = FileDataset::open(&spec, TargetKind::Values)?;
         let all: Vec<usize> = (0..data.len()).collect();
         data.batch(&all).map_err(|error| Error::Input(error.to_string()))
     };

@@ -41,7 +41,7 @@ impl Config {
 
     /// Clears the default sizes that were not given, where a file determines them.
     pub(super) fn leave_sizes_to_the_file(&mut self, given: [bool; 3]) {
-        if self.dataset == DatasetSpec::Random {
+        if self.dataset == DatasetSpec::RANDOM {
             return;
         }
         let sizes = [&mut self.num_samples, &mut self.in_features, &mut self.out_features];
@@ -57,7 +57,7 @@ impl Config {
     /// [`Error::Input`] when a data file is invalid, or when given sizes differ from those of the file.
     pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
         let named = |error| Error::Input(format!("--val-fraction: {error}"));
-        if self.dataset == DatasetSpec::Random {
+        if self.dataset == DatasetSpec::RANDOM {
             let [samples, inputs, outputs] = self.sizes_of_random()?;
             let targets = match self.loss {
                 Loss::Mse => Targets::Values(outputs),
@@ -112,7 +112,7 @@ impl Config {
 
     /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.
     pub(super) fn may_validate(&self) -> bool {
-        let beside = matches!(self.dataset, DatasetSpec::Idx(_)) && self.val_fraction.is_none();
+        let beside = self.dataset.may_have_validation() && self.val_fraction.is_none();
         beside || self.held_back().is_some()
     }
 

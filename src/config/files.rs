@@ -1,11 +1,10 @@
 //! The files of a run. No output may be an input or another output.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::{Config, Invalid, flag_name};
 use crate::checkpoint::CheckpointDir;
-use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 use crate::files::Place;
 use crate::launch::SpawnChoice;
@@ -176,24 +175,6 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
 /// Returns whether `path` is, or is below, a name that checkpoints use in `folder`.
 fn is_of_checkpoint(path: &Place, folder: &Place) -> bool {
     path.within(folder).is_some_and(|it| it.iter().next().is_some_and(CheckpointDir::uses))
-}
-
-impl DatasetSpec {
-    /// Returns the files that may be read.
-    fn files(&self) -> Vec<PathBuf> {
-        match self {
-            Self::Random | Self::Digits => Vec::new(),
-            Self::Safetensors(file) | Self::Csv(file) => vec![file.clone()],
-            Self::Npy { inputs, targets } => vec![inputs.clone(), targets.clone()],
-            Self::Idx(folder) => ["train", "t10k"]
-                .into_iter()
-                .flat_map(|part| {
-                    ["images-idx3-ubyte", "labels-idx1-ubyte"].map(|it| format!("{part}-{it}"))
-                })
-                .flat_map(|name| [folder.join(&name), folder.join(format!("{name}.gz"))])
-                .collect(),
-        }
-    }
 }
 
 #[cfg(test)]

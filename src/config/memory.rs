@@ -106,7 +106,7 @@ impl Config {
     /// Returns the bytes of the random data; `None` if the data is not random.
     fn random_bytes(&self) -> Option<f64> {
         let [samples, inputs, outputs] = [self.num_samples, self.in_features, self.out_features];
-        let is_random = self.dataset == DatasetSpec::Random;
+        let is_random = self.dataset == DatasetSpec::RANDOM;
         let (samples, inputs, outputs) = (samples.filter(|_| is_random)?, inputs?, outputs?);
         let target = match self.loss {
             Loss::Mse => outputs as f64 * FLOAT,
@@ -214,7 +214,7 @@ mod tests {
         let through_rank_0 = Config { strategy: StrategyKind::Dp, ..config.clone() };
         assert!(through_rank_0.check_memory_of(gb(1), 20, 1).is_ok());
         // Only random data is counted.
-        let of_file = Config { dataset: DatasetSpec::Digits, ..config };
+        let of_file = Config { dataset: DatasetSpec::DIGITS, ..config };
         assert!(of_file.check_memory_of(gb(1), 4, 4).is_ok());
     }
 }

@@ -309,7 +309,7 @@ impl Default for Config {
             max_grad_norm: None,
             skip_nonfinite: None,
             check_replicas_every: None,
-            dataset: DatasetSpec::Random,
+            dataset: DatasetSpec::RANDOM,
             num_samples: Some(4096),
             in_features: Some(20),
             out_features: Some(1),

@@ -197,7 +197,7 @@ fn verdict(
         }),
         losses: session.artifacts.losses(),
         lr: config.lr_for(group.world_size()).0,
-        fitting_config: (config.dataset == DatasetSpec::Digits).then_some("configs/digits.toml"),
+        fitting_config: (config.dataset == DatasetSpec::DIGITS).then_some("configs/digits.toml"),
     };
     Verdict {
         outside_collectives: outside_collectives(&phases),

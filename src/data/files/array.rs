@@ -17,15 +17,15 @@ pub(super) struct Array {
 pub(super) struct Layout {
     /// The offset of the first number, in bytes.
     pub start: usize,
-    pub kind: Kind,
+    pub dtype: Kind,
     /// Whether the byte order is the opposite of this machine's.
     pub is_swapped: bool,
 }
 
 impl Layout {
     /// Returns the layout of numbers from byte `start` on, in this machine's byte order.
-    pub(super) fn native(start: usize, kind: Kind) -> Self {
-        Self { start, kind, is_swapped: false }
+    pub(super) fn native(start: usize, dtype: Kind) -> Self {
+        Self { start, dtype, is_swapped: false }
     }
 }
 
@@ -42,29 +42,29 @@ impl Array {
 
     /// Returns the numbers of `file` at `layout`: a view of the file, or a copy if they are not aligned or are swapped.
     pub(super) fn mapped(file: &MappedFile, layout: Layout, shape: &[u64]) -> Result<Self> {
-        let Layout { start, kind, is_swapped } = layout;
+        let Layout { start, dtype, is_swapped } = layout;
+        let size = dtype.elt_size_in_bytes();
         let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
-        let (shape, num_bytes) = sizes(shape, kind.elt_size_in_bytes()).map_err(wrong)?;
-        let there = file.len().saturating_sub(start);
-        if num_bytes > there {
+        let (shape, num_bytes) = sizes(shape, size).map_err(wrong)?;
+        let available = file.len().saturating_sub(start);
+        if num_bytes > available {
             return Err(wrong(format!(
-                "the file is cut off: numbers of the shape {shape:?} take {num_bytes} bytes, and {there} are there; \
+                "the file is cut off: numbers of the shape {shape:?} take {num_bytes} bytes, and {available} are there; \
                  write or copy it again"
             )));
         }
         let range = start..start + num_bytes;
-        let is_aligned = start.is_multiple_of(kind.elt_size_in_bytes()); // a map starts at a page boundary
-        let size = kind.elt_size_in_bytes();
+        let is_aligned = start.is_multiple_of(size); // a map starts at a page boundary
         let bytes = match (is_swapped && size > 1, is_aligned) {
             (true, _) => Tensor::f_from_slice(&swapped(&file[range], size).map_err(wrong)?),
             (false, true) => Ok(file.bytes(range)?),
             (false, false) => Tensor::f_from_slice(&file[range]),
         };
         // A byte that is neither 0 nor 1 is not a valid bool for libtorch.
-        let stored = if kind == Kind::Bool { Kind::Uint8 } else { kind };
+        let stored = if dtype == Kind::Bool { Kind::Uint8 } else { dtype };
         let view = bytes.and_then(|bytes| bytes.f_view_dtype(stored)?.f_view(&shape[..]));
         let tensor = view.map_err(Error::torch("making a tensor of a data file"))?;
-        Ok(if kind == Kind::Uint8 { Self::bytes(tensor) } else { Self::plain(tensor) })
+        Ok(if dtype == Kind::Uint8 { Self::bytes(tensor) } else { Self::plain(tensor) })
     }
 }
 

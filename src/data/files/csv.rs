@@ -1,7 +1,6 @@
 //! CSV files of numbers.
 
 use std::io::{self, BufRead, BufReader, Read};
-use std::path::Path;
 
 use csv::{ByteRecord, ReaderBuilder, Terminator, Trim};
 use flate2::bufread::MultiGzDecoder;
@@ -9,20 +8,35 @@ use tch::Tensor;
 
 use super::TargetKind;
 use super::array::Array;
+use super::format::Format;
 use crate::error::{Error, Result};
 use crate::ffi::open_file;
 
-/// Reads the file into memory, and decompresses it if it is a gzip file.
-pub(super) fn read(path: &Path, kind: TargetKind) -> Result<(Array, Array)> {
-    let (file, _) = open_file(path)?;
-    let name = path.display().to_string();
-    let mut file = BufReader::new(file);
-    let begin = file.fill_buf().map_err(|error| Error::Input(format!("{name}: {error}")))?;
-    // Checks the contents: a file may keep its name when it is compressed or decompressed.
-    if begin.starts_with(&GZIP) {
-        return parse(&format!("{name} (gzip)"), MultiGzDecoder::new(file), kind);
+/// A CSV file of numbers, with a sample in each line.
+#[derive(Debug)]
+pub(super) struct Csv;
+
+impl Format for Csv {
+    fn usage(&self) -> &'static str {
+        "csv:FILE"
     }
-    parse(&name, file, kind)
+
+    fn endings(&self) -> &'static [&'static str] {
+        &[".csv", ".csv.gz"]
+    }
+
+    /// Reads the file into memory, and decompresses it if it is a gzip file.
+    fn read(&self, location: &str, kind: TargetKind) -> Result<(Array, Array)> {
+        let (file, _) = open_file(location.as_ref())?;
+        let mut file = BufReader::new(file);
+        let begin = file.fill_buf();
+        let begin = begin.map_err(|error| Error::Input(format!("{location}: {error}")))?;
+        // Checks the contents: a file may keep its name when it is compressed or decompressed.
+        if begin.starts_with(&GZIP) {
+            return parse(&format!("{location} (gzip)"), MultiGzDecoder::new(file), kind);
+        }
+        parse(location, file, kind)
+    }
 }
 
 /// The first bytes of a gzip file.
@@ -70,7 +84,7 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
         let Columns { names, count, target } = match &columns {
             Some(columns) => columns,
             None => {
-                let found = columns.insert(Columns::of(&line, number).map_err(wrong)?);
+                let found = columns.insert(Columns::read(&line, number).map_err(wrong)?);
                 if !found.names.is_empty() {
                     continue;
                 }
@@ -99,7 +113,7 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
                 _ if column != *target => inputs.push(value as f32),
                 TargetKind::Values => values.push(value as f32),
                 TargetKind::Classes
-                    if (0.0..=MOST_CLASSES).contains(&value) && value.fract() == 0.0 =>
+                    if (0.0..=HIGHEST_CLASS).contains(&value) && value.fract() == 0.0 =>
                 {
                     classes.push(value as i64);
                 }
@@ -125,11 +139,12 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
     Ok((Array::plain(inputs), Array::plain(targets)))
 }
 
-const MOST_CLASSES: f64 = i32::MAX as f64;
+/// The highest class number.
+const HIGHEST_CLASS: f64 = i32::MAX as f64;
 
 impl Columns {
     /// Reads the columns from the first line that is not empty, line `number` of the file.
-    fn of(first: &ByteRecord, number: u64) -> Result<Self, String> {
+    fn read(first: &ByteRecord, number: u64) -> Result<Self, String> {
         let count = first.len();
         if count < 2 {
             return Err("the first line has one column, but a sample needs at least two, separated by commas: its \

@@ -3,14 +3,29 @@
 use flate2::read::GzDecoder;
 
 use super::array::Array;
+use super::format::Format;
 use super::{TargetKind, csv};
 use crate::error::{Error, Result};
 
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.csv.gz");
 
-/// Returns 1797 images of 8 x 8 pixels in 17 shades, and the digit of each.
-pub(super) fn read(kind: TargetKind) -> Result<(Array, Array)> {
-    let (inputs, targets) = csv::parse("digits", GzDecoder::new(DIGITS), kind)?;
-    let shades = inputs.tensor.f_div_scalar(16.0).map_err(Error::torch("reading the digits"))?;
-    Ok((Array::plain(shades), targets))
+/// 1797 handwritten digits of 8 x 8 pixels, in 17 shades.
+#[derive(Debug)]
+pub(super) struct Digits;
+
+impl Format for Digits {
+    fn usage(&self) -> &'static str {
+        "digits"
+    }
+
+    fn has_classes(&self) -> bool {
+        true
+    }
+
+    fn read(&self, _location: &str, kind: TargetKind) -> Result<(Array, Array)> {
+        let (inputs, targets) = csv::parse("digits", GzDecoder::new(DIGITS), kind)?;
+        let shades = inputs.tensor.f_div_scalar(16.0);
+        let shades = shades.map_err(Error::torch("reading the digits"))?;
+        Ok((Array::plain(shades), targets))
+    }
 }

@@ -7,37 +7,92 @@ use std::path::{Path, PathBuf};
 use flate2::read::MultiGzDecoder;
 use tch::{Kind, Tensor};
 
+use super::TargetKind;
 use super::array::{Array, Layout, sizes};
+use super::format::Format;
 use crate::error::{Error, Result};
 use crate::ffi::{MappedFile, open_file};
 
-/// Reads the images and labels of `part`, "train" or "t10k".
-pub(super) fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
-    let read = |name: &str, what| {
-        let name = format!("{part}-{name}");
+/// A folder with files in MNIST's format.
+#[derive(Debug)]
+pub(super) struct Idx;
+
+/// The beginnings of the names of MNIST's files, for training and for validation.
+const TRAINING: &str = "train";
+const VALIDATION: &str = "t10k";
+
+impl Format for Idx {
+    fn usage(&self) -> &'static str {
+        "idx:FOLDER"
+    }
+
+    fn guess(&self, prefix: &str, path: &str) -> Option<String> {
+        let is_mnist = prefix.eq_ignore_ascii_case("mnist");
+        let is_folder = prefix.is_empty() && Path::new(path).is_dir();
+        (!path.is_empty() && (is_mnist || is_folder)).then(|| path.into())
+    }
+
+    fn files(&self, location: &str) -> Vec<PathBuf> {
+        let parts = [TRAINING, VALIDATION].into_iter();
+        let both = |part| [Holds::Images, Holds::Labels].map(|holds| holds.file_name(part));
+        parts.flat_map(both).flat_map(|name| candidates(location.as_ref(), &name)).collect()
+    }
+
+    fn has_classes(&self) -> bool {
+        true
+    }
+
+    fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
+        read(location.as_ref(), TRAINING)
+    }
+
+    fn validation_name(&self) -> Option<&'static str> {
+        Some(VALIDATION)
+    }
+
+    fn read_validation(&self, location: &str) -> Result<Option<(Array, Array)>> {
+        let folder = location.as_ref();
+        let images = find(folder, &Holds::Images.file_name(VALIDATION));
+        images.map(|_| read(folder, VALIDATION)).transpose()
+    }
+}
+
+/// Reads the images and labels of `part`.
+fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
+    let read = |holds: Holds| {
+        let name = holds.file_name(part);
         let file = find(folder, &name).ok_or_else(|| {
             let problem = format!("there is no {name} here, nor {name}.gz");
             Error::Input(format!("{}: {problem}", folder.display()))
         })?;
-        array(&file, what)
+        array(&file, holds)
     };
-    Ok((read("images-idx3-ubyte", Holds::Images)?, read("labels-idx1-ubyte", Holds::Labels)?))
+    Ok((read(Holds::Images)?, read(Holds::Labels)?))
 }
 
-/// Returns whether `folder` has the images of `part`.
-pub(super) fn has(folder: &Path, part: &str) -> bool {
-    find(folder, &format!("{part}-images-idx3-ubyte")).is_some()
+/// Returns the paths that the file `name` may have: as it is, and compressed.
+fn candidates(folder: &Path, name: &str) -> [PathBuf; 2] {
+    [folder.join(name), folder.join(format!("{name}.gz"))]
 }
 
 fn find(folder: &Path, name: &str) -> Option<PathBuf> {
-    let files = [folder.join(name), folder.join(format!("{name}.gz"))];
-    files.into_iter().find(|file| fs::exists(file).unwrap_or(false))
+    candidates(folder, name).into_iter().find(|file| fs::exists(file).unwrap_or(false))
 }
 
+/// The contents of a file.
 #[derive(Clone, Copy, PartialEq)]
 enum Holds {
     Images,
     Labels,
+}
+
+impl Holds {
+    fn file_name(self, part: &str) -> String {
+        match self {
+            Holds::Images => format!("{part}-images-idx3-ubyte"),
+            Holds::Labels => format!("{part}-labels-idx1-ubyte"),
+        }
+    }
 }
 
 /// Returns a view of the file, or its decompressed copy in memory.

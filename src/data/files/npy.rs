@@ -1,22 +1,59 @@
 //! `.npy` files, as `numpy.save` writes them: C or Fortran order, either byte order.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use tch::Kind;
 
+use super::TargetKind;
 use super::array::{Array, Layout};
+use super::format::Format;
 use crate::error::{Error, Result};
 use crate::ffi::MappedFile;
 
+/// Two `.npy` files: the inputs and the targets.
+#[derive(Debug)]
+pub(super) struct Npy;
+
+impl Format for Npy {
+    fn usage(&self) -> &'static str {
+        "npy:INPUTS,TARGETS"
+    }
+
+    fn check(&self, location: &str) -> Result<()> {
+        match location.split(',').collect::<Vec<_>>()[..] {
+            [inputs, targets] if !inputs.is_empty() && !targets.is_empty() => Ok(()),
+            _ => Err(Error::Input(format!(
+                "npy takes two files, one with the inputs and one with the targets, and got {location:?}; use for \
+                 example npy:x.npy,y.npy"
+            ))),
+        }
+    }
+
+    fn guess(&self, _prefix: &str, path: &str) -> Option<String> {
+        let is_npy = path.len() > 4 && path.to_lowercase().ends_with(".npy");
+        let both = if path.contains(',') { path.into() } else { format!("{path},TARGETS.npy") };
+        is_npy.then_some(both)
+    }
+
+    fn files(&self, location: &str) -> Vec<PathBuf> {
+        location.split(',').map(PathBuf::from).collect()
+    }
+
+    fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
+        let (inputs, targets) = location.split_once(',').unwrap_or((location, location));
+        Ok((read(inputs.as_ref())?, read(targets.as_ref())?))
+    }
+}
+
 /// Maps the file. Numbers in Fortran order or in the other byte order are copied into memory.
-pub(super) fn read(path: &Path) -> Result<Array> {
+fn read(path: &Path) -> Result<Array> {
     let file = MappedFile::open(path)?;
     let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
     let (header, start) = header(&file).map_err(wrong)?;
-    let kind = kind(&header).map_err(wrong)?;
+    let dtype = dtype(&header).map_err(wrong)?;
     let is_swapped = header.descr.starts_with(OTHER_BYTE_ORDER);
-    let layout = Layout { start, kind, is_swapped };
+    let layout = Layout { start, dtype, is_swapped };
     if !header.fortran_order {
         return Array::mapped(&file, layout, &header.shape);
     }
@@ -24,7 +61,7 @@ pub(super) fn read(path: &Path) -> Result<Array> {
     let reversed: Vec<u64> = header.shape.iter().rev().copied().collect();
     let array = Array::mapped(&file, layout, &reversed)?;
     let dims: Vec<i64> = (0..reversed.len() as i64).rev().collect();
-    let tensor = array.tensor.f_permute(&dims[..]).and_then(|it| it.f_contiguous());
+    let tensor = array.tensor.f_permute(&dims[..]).and_then(|tensor| tensor.f_contiguous());
     let tensor = tensor.map_err(Error::torch("making a tensor of a data file"))?;
     Ok(Array { tensor, ..array })
 }
@@ -89,7 +126,8 @@ fn header(file: &[u8]) -> Result<(Header, usize), String> {
 
 const CUT_OFF: &str = "the file is cut off in its header; write or copy it again";
 
-fn kind(header: &Header) -> Result<Kind, String> {
+/// Returns the dtype of the numbers.
+fn dtype(header: &Header) -> Result<Kind, String> {
     let descr = &header.descr[..];
     match descr.strip_prefix(['<', '>', '|', '=']) {
         Some("f4") => Ok(Kind::Float),

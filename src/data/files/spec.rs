@@ -1,13 +1,19 @@
 //! [`DatasetSpec`]: the value of `--dataset`.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::error::Error;
+use super::FORMATS;
+use super::TargetKind;
+use super::array::Array;
+use super::digits::Digits;
+use super::format::Format;
+use super::random::Random;
+use crate::error::{Error, Result};
 
 /// The source of the samples: `--dataset`.
 ///
@@ -15,35 +21,48 @@ use crate::error::Error;
 /// use ddp_mp::DatasetSpec;
 ///
 /// let spec: DatasetSpec = "npy:x.npy,y.npy".parse()?;
-/// assert_eq!(spec, DatasetSpec::Npy { inputs: "x.npy".into(), targets: "y.npy".into() });
 /// assert_eq!(spec.to_string(), "npy:x.npy,y.npy");
+/// assert_eq!("digits".parse::<DatasetSpec>()?, DatasetSpec::DIGITS);
 /// # Ok::<(), ddp_mp::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DatasetSpec {
-    /// Random numbers: [`TensorDataset::random`](crate::TensorDataset::random).
-    Random,
-    /// 1797 handwritten digits of 8 x 8 pixels, built into the program.
-    Digits,
-    /// A `.safetensors` file with the tensors `inputs` and `targets`.
-    Safetensors(PathBuf),
-    /// Two `.npy` files.
-    Npy {
-        /// The file with the inputs.
-        inputs: PathBuf,
-        /// The file with the targets.
-        targets: PathBuf,
-    },
-    /// A folder with files in MNIST's format.
-    Idx(PathBuf),
-    /// A CSV file.
-    Csv(PathBuf),
+pub struct DatasetSpec {
+    format: &'static dyn Format,
+    /// The text after the colon.
+    location: String,
 }
 
 impl DatasetSpec {
+    /// Random numbers: [`TensorDataset::random`](crate::TensorDataset::random).
+    pub const RANDOM: Self = Self { format: &Random, location: String::new() };
+
+    /// 1797 handwritten digits of 8 x 8 pixels, built into the program.
+    pub const DIGITS: Self = Self { format: &Digits, location: String::new() };
+
     /// Returns whether the targets are known to be classes.
     pub(crate) fn has_classes(&self) -> bool {
-        matches!(self, Self::Digits | Self::Idx(_))
+        self.format.has_classes()
+    }
+
+    /// Returns the files that may be read.
+    pub(crate) fn files(&self) -> Vec<PathBuf> {
+        self.format.files(&self.location)
+    }
+
+    /// Returns whether there may be validation samples in files of their own.
+    pub(crate) fn may_have_validation(&self) -> bool {
+        self.format.validation_name().is_some()
+    }
+
+    /// Reads the inputs and targets.
+    pub(super) fn read(&self, kind: TargetKind) -> Result<(Array, Array)> {
+        self.format.read(&self.location, kind)
+    }
+
+    /// Reads the validation samples in files of their own, and returns their name; `None` if there are none.
+    pub(super) fn read_validation(&self) -> Result<Option<(&'static str, (Array, Array))>> {
+        let Some(name) = self.format.validation_name() else { return Ok(None) };
+        Ok(self.format.read_validation(&self.location)?.map(|arrays| (name, arrays)))
     }
 }
 
@@ -51,64 +70,38 @@ impl FromStr for DatasetSpec {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let wrong = || {
-            let meant =
-                meant(text).map_or(String::new(), |meant| format!("; did you mean {meant}?"));
-            Error::Input(format!(
-                "{text:?} is not a data set; use random, digits, safetensors:FILE, npy:INPUTS,TARGETS, idx:FOLDER or \
-                 csv:FILE{meant}"
-            ))
+        let (name, location) = text.split_once(':').unwrap_or((text, ""));
+        let is_this = |format: &&&dyn Format| {
+            format.name() == name
+                && format.has_files() != location.is_empty()
+                && format.has_files() == text.contains(':')
         };
-        match text.split_once(':') {
-            None if text == "random" => Ok(Self::Random),
-            None if text == "digits" => Ok(Self::Digits),
-            None | Some((_, "")) => Err(wrong()),
-            Some(("safetensors", file)) => Ok(Self::Safetensors(file.into())),
-            Some(("idx", folder)) => Ok(Self::Idx(folder.into())),
-            Some(("csv", file)) => Ok(Self::Csv(file.into())),
-            Some(("npy", files)) => match files.split(',').collect::<Vec<_>>()[..] {
-                [inputs, targets] if !inputs.is_empty() && !targets.is_empty() => {
-                    Ok(Self::Npy { inputs: inputs.into(), targets: targets.into() })
-                }
-                _ => Err(Error::Input(format!(
-                    "npy takes two files, one with the inputs and one with the targets, and got {files:?}; \
-                     use for example npy:x.npy,y.npy"
-                ))),
-            },
-            Some(_) => Err(wrong()),
-        }
+        let Some(&format) = FORMATS.iter().find(is_this) else { return Err(unknown(text)) };
+        format.check(location)?;
+        Ok(Self { format, location: location.into() })
     }
 }
 
-/// Returns the spec that the user probably meant by a name without a known format, derived from the file's name.
-fn meant(text: &str) -> Option<String> {
-    let (format, name) = text.split_once(':').unwrap_or(("", text));
-    let ends = |ending: &str| name.to_lowercase().ends_with(ending) && name.len() > ending.len();
-    match format.to_lowercase().as_str() {
-        "mnist" if !name.is_empty() => Some(format!("idx:{name}")),
-        _ if ends(".csv") || ends(".csv.gz") => Some(format!("csv:{name}")),
-        _ if ends(".safetensors") => Some(format!("safetensors:{name}")),
-        _ if ends(".npy") => Some(match name.split_once(',') {
-            Some(_) => format!("npy:{name}"),
-            None => format!("npy:{name},TARGETS.npy"),
-        }),
-        "" if !name.is_empty() && Path::new(name).is_dir() => Some(format!("idx:{name}")),
-        _ => None,
-    }
+/// Returns the error for a text that is no data set, with the data set that the user probably meant.
+fn unknown(text: &str) -> Error {
+    let (prefix, path) = text.split_once(':').unwrap_or(("", text));
+    let meant = FORMATS.iter().find_map(|format| {
+        let location = format.guess(prefix, path)?;
+        Some(format!("; did you mean {}:{location}?", format.name()))
+    });
+    let [others @ .., last] = &FORMATS.map(Format::usage);
+    Error::Input(format!(
+        "{text:?} is not a data set; use {} or {last}{}",
+        others.join(", "),
+        meant.unwrap_or_default()
+    ))
 }
 
 impl fmt::Display for DatasetSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Random => f.write_str("random"),
-            Self::Digits => f.write_str("digits"),
-            Self::Safetensors(file) => write!(f, "safetensors:{}", file.display()),
-            Self::Npy { inputs, targets } => {
-                write!(f, "npy:{},{}", inputs.display(), targets.display())
-            }
-            Self::Idx(folder) => write!(f, "idx:{}", folder.display()),
-            Self::Csv(file) => write!(f, "csv:{}", file.display()),
-        }
+        let Self { format, location } = self;
+        f.write_str(format.name())?;
+        if format.has_files() { write!(f, ":{location}") } else { Ok(()) }
     }
 }
 
@@ -129,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_without_its_format_is_told_with_it() {
+    fn a_file_without_its_format_gets_a_hint() {
         for (text, meant) in [
             ("pets.csv", Some("csv:pets.csv")),
             ("CSV:pets.csv", Some("csv:pets.csv")),

@@ -1,0 +1,275 @@
+//! [`FileDataset`]: a data set in files of any supported format.
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use tch::{Device, Kind, Tensor};
+
+use super::array::Array;
+use super::classes::{count_classes, find};
+use super::{DatasetSpec, TargetKind};
+use crate::data::{Dataset, Targets, TensorDataset, random_split};
+use crate::error::{Error, Result};
+use crate::ffi::SharedTensor;
+
+/// The samples of a file, mapped into memory if the format allows it, and converted batch by batch.
+///
+/// A sample's inputs become one row of float32, whatever their shape. Unsigned bytes are pixels and are divided by
+/// 255. Targets become rows of float32, or int64 classes.
+///
+/// A mapped file must not change. If it becomes shorter, the process prints a message and exits with code 1. A SIGBUS
+/// handler, installed when the first file is mapped, does this.
+///
+/// ```
+/// use ddp_mp::{Dataset, DatasetSpec, FileDataset, TargetKind, Targets};
+///
+/// let digits = FileDataset::open(&DatasetSpec::DIGITS, TargetKind::Classes)?;
+/// assert_eq!((digits.len(), digits.in_features()), (1797, 64));
+/// assert_eq!(digits.targets(), Targets::Classes(10));
+/// let (training, validation) = digits.split(0.2, 0)?;
+/// assert_eq!((training.len(), validation.len()), (1438, 359));
+/// let (inputs, targets) = validation.batch(&[0, 1, 2])?;
+/// assert_eq!((inputs.size(), targets.size()), (vec![3, 64], vec![3]));
+/// # anyhow::Ok(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct FileDataset {
+    name: String,
+    /// One row per sample, in the file's dtype.
+    inputs: Arc<SharedTensor>,
+    /// Whether the inputs are divided by 255.
+    is_pixels: bool,
+    /// One row or one class per sample.
+    targets: Arc<SharedTensor>,
+    predicts: Targets,
+    /// The samples of the file that belong to this data set, in order. `None` for all.
+    picked: Option<Arc<[usize]>>,
+}
+
+impl FileDataset {
+    /// Opens the data set that `spec` names.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names the file, the problem, and the remedy. Also for random data, which has no file.
+    pub fn open(spec: &DatasetSpec, kind: TargetKind) -> Result<Self> {
+        let (inputs, targets) = spec.read(kind)?;
+        Self::new(spec.to_string(), inputs, targets, kind)
+    }
+
+    /// Opens the validation samples of `spec` in files of their own, such as MNIST's `t10k` files. `None` if there are
+    /// none.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_validation(spec: &DatasetSpec, kind: TargetKind) -> Result<Option<Self>> {
+        let Some((name, (inputs, targets))) = spec.read_validation()? else { return Ok(None) };
+        Self::new(format!("{spec} ({name})"), inputs, targets, kind).map(Some)
+    }
+
+    fn new(name: String, inputs: Array, targets: Array, kind: TargetKind) -> Result<Self> {
+        let wrong = |problem: String| Err(Error::Input(format!("{name}: {problem}")));
+        let Array { tensor: inputs, is_pixels } = inputs;
+        let targets = targets.tensor;
+        let count = |tensor: &Tensor| tensor.size().first().copied().unwrap_or(0);
+        let (samples, labels) = (count(&inputs), count(&targets));
+        if samples == 0 || samples != labels {
+            return wrong(format!(
+                "there are {samples} inputs and {labels} targets; the first dimension counts the samples, and each \
+                 needs both"
+            ));
+        }
+        if kind == TargetKind::Classes && targets.numel() != samples as usize {
+            return wrong(format!(
+                "targets of the shape {:?} are not one class for each of {samples} samples; use --loss mse for \
+                 numbers",
+                targets.size()
+            ));
+        }
+        let reading = || Error::torch("reading a data file");
+        let row = |tensor: Tensor| tensor.f_view([samples, -1]).map_err(reading());
+        let (inputs, mut targets) = (row(inputs)?, row(targets)?);
+        let predicts = match kind {
+            TargetKind::Values => Targets::Values(targets.size()[1]),
+            TargetKind::Classes => {
+                targets = targets.f_view(samples).map_err(reading())?;
+                Targets::Classes(count_classes(&name, &targets)?)
+            }
+        };
+        let share = |tensor| Arc::new(SharedTensor::new(tensor));
+        let (inputs, targets) = (share(inputs), share(targets));
+        Ok(Self { name, inputs, is_pixels, targets, predicts, picked: None })
+    }
+
+    /// Returns the name under which the data set was opened.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the first `samples` samples.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for 0, and for more samples than there are.
+    pub fn first(self, samples: usize) -> Result<Self> {
+        let there = self.len();
+        if samples == 0 || samples > there {
+            return Err(Error::Input(format!(
+                "{} has {there} samples, and {samples} are asked for; use a number from 1 to {there}",
+                self.name
+            )));
+        }
+        if samples == there {
+            return Ok(self);
+        }
+        if let Some(picked) = &self.picked {
+            let picked = Some(picked[..samples].into());
+            return Ok(Self { picked, ..self });
+        }
+        let cut = |tensor: &SharedTensor| {
+            let first = tensor.get().f_narrow(0, 0, samples as i64);
+            first.map(|first| Arc::new(SharedTensor::new(first))).map_err(Error::torch("narrow"))
+        };
+        let (inputs, targets) = (cut(&self.inputs)?, cut(&self.targets)?);
+        Ok(Self { inputs, targets, ..self })
+    }
+
+    /// Splits the samples at random into two parts. The second has `fraction` of them. No data is copied.
+    ///
+    /// Follows `torch.utils.data.random_split(data, [1 - fraction, fraction], generator)` with a generator seeded with
+    /// `manual_seed(seed)`: the parts are the same.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if a part would have no samples.
+    pub fn split(&self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
+        let (first, second) = random_split(self.len(), fraction, seed)?;
+        let part = |picked: Vec<usize>| {
+            let picked = match &self.picked {
+                Some(before) => picked.into_iter().map(|index| before[index]).collect(),
+                None => picked.into(),
+            };
+            Self { picked: Some(picked), ..self.clone() }
+        };
+        Ok((part(first), part(second)))
+    }
+
+    /// Returns the number of inputs per sample.
+    pub fn in_features(&self) -> i64 {
+        self.inputs.get().size()[1]
+    }
+
+    /// Returns the number of values per target, or the number of classes in the file (the highest class plus one).
+    pub fn targets(&self) -> Targets {
+        self.predicts
+    }
+
+    /// Checks that all classes are below `classes`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names the first sample with a higher class.
+    pub fn check_classes(&self, classes: i64) -> Result<()> {
+        let too_high = |class: &Tensor| class.f_ge(classes);
+        match find(&self.targets.get(), too_high).map_err(Error::torch("looking at classes"))? {
+            Some((sample, class)) => Err(Error::Input(format!(
+                "{}: sample {sample} has class {class}, and {classes} classes count from 0 to {}; use {} or more",
+                self.name,
+                classes - 1,
+                class + 1.0
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that there are not more classes than samples. One wrong class number in the file can cause this.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names the first sample with such a class.
+    pub fn check_number_of_classes(&self) -> Result<()> {
+        let samples = self.len() as i64;
+        let too_high = |class: &Tensor| class.f_ge(samples);
+        match self.predicts {
+            Targets::Classes(classes) if classes > samples => {
+                let found = find(&self.targets.get(), too_high);
+                let found = found.map_err(Error::torch("looking at classes"))?;
+                let (sample, class) = found.unwrap_or_default();
+                Err(Error::Input(format!(
+                    "{}: sample {sample} has class {class}, which makes {} classes, and there are {samples} samples; \
+                     correct it, or give the number of classes with --out-features",
+                    self.name,
+                    class + 1.0
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns views of the whole file. `None` if samples must be converted or picked.
+    fn views(&self) -> Option<(Tensor, Tensor)> {
+        let (inputs, targets) = (self.inputs.get(), self.targets.get());
+        let is_ready = self.picked.is_none()
+            && !self.is_pixels
+            && (inputs.kind(), targets.kind()) == (Kind::Float, self.target_kind());
+        is_ready.then_some((inputs, targets))
+    }
+
+    fn target_kind(&self) -> Kind {
+        match self.predicts {
+            Targets::Values(_) => Kind::Float,
+            Targets::Classes(_) => Kind::Int64,
+        }
+    }
+
+    /// Converts this into the fastest form for loaders. A small data set (inputs of up to 1 GiB) that needs no
+    /// conversion is copied to a GPU once, any other batch by batch.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] if there is no memory.
+    pub fn into_dataset(self) -> Result<Arc<dyn Dataset>> {
+        const SMALL: usize = 1 << 30;
+        match self.views() {
+            Some((inputs, targets)) if inputs.numel() * 4 <= SMALL => {
+                Ok(Arc::new(TensorDataset::new(inputs, targets)?))
+            }
+            _ => Ok(Arc::new(self)),
+        }
+    }
+}
+
+impl Dataset for FileDataset {
+    fn len(&self) -> usize {
+        match &self.picked {
+            Some(picked) => picked.len(),
+            None => self.inputs.get().size()[0] as usize,
+        }
+    }
+
+    fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
+        let (inputs, targets) = self.batch(&[index])?;
+        Ok((inputs.f_get(0)?, targets.f_get(0)?))
+    }
+
+    fn source_index(&self, index: usize) -> usize {
+        self.picked.as_ref().and_then(|picked| picked.get(index).copied()).unwrap_or(index)
+    }
+
+    fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
+        let in_file = |&index: &usize| {
+            let picked =
+                self.picked.as_ref().map_or(Some(index), |picked| picked.get(index).copied());
+            let picked = picked.filter(|_| index < self.len());
+            picked
+                .map(|index| index as i64)
+                .with_context(|| format!("{} has no sample {index}", self.name))
+        };
+        let indices: Vec<i64> = indices.iter().map(in_file).collect::<anyhow::Result<_>>()?;
+        let indices = Tensor::f_from_slice(&indices)?;
+        let mut inputs = self.inputs.get().f_index_select(0, &indices)?.f_to_kind(Kind::Float)?;
+        if self.is_pixels {
+            inputs = inputs.f_div_scalar_(255.0)?;
+        }
+        let targets = self.targets.get().f_index_select(0, &indices)?;
+        Ok((inputs, targets.f_to_kind(self.target_kind())?))
+    }
+
+    fn resident(&self, device: Device) -> Result<Option<(Tensor, Tensor)>> {
+        Ok(self.views().filter(|_| device == Device::Cpu))
+    }
+}
