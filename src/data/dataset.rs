@@ -67,7 +67,7 @@ pub trait Dataset: fmt::Debug + Send + Sync {
     /// Returns the inputs and targets of several samples. The default stacks the results of [`get`](Self::get).
     ///
     /// # Errors
-    /// Those of `get`, and an error if the samples' shapes differ.
+    /// The errors of `get`, and an error if the samples' shapes differ.
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
         let mut samples = (Vec::with_capacity(indices.len()), Vec::with_capacity(indices.len()));
         for &index in indices {

@@ -219,7 +219,7 @@ impl DataLoader {
     /// Returns the batches of `epoch`.
     ///
     /// # Errors
-    /// [`Error::Torch`] if there is no room. A batch's errors are [`Error::Data`], and those of a wait that ends
+    /// [`Error::Torch`] if there is no room. A batch's errors are [`Error::Data`], and the error of a wait that ends
     /// because another rank failed.
     pub fn epoch(&self, epoch: u64) -> Result<Batches> {
         self.epoch_from(epoch, 0)
@@ -374,10 +374,10 @@ impl Blocks {
         let total = indices.len() as i64;
         let on_device = || Tensor::f_from_slice(&indices)?.f_to_device(inputs.device());
         let indices = on_device().map_err(Error::torch("the epoch's indices"))?;
-        let of_sample = |tensor: &Tensor| {
+        let sample_bytes = |tensor: &Tensor| {
             num_bytes(tensor.kind(), tensor.numel()) / tensor.size()[0].max(1) as usize
         };
-        let bytes = (of_sample(&inputs) + of_sample(&targets)).max(1) * batch_size;
+        let bytes = (sample_bytes(&inputs) + sample_bytes(&targets)).max(1) * batch_size;
         let batches = (BLOCK_BYTES / bytes).max(1) as i64;
         let batch_size = batch_size as i64;
         Ok(Self { inputs, targets, indices, total, batch_size, batches, block: None })

@@ -1,5 +1,6 @@
 //! Data sets, the sampler that deals samples to ranks, and the loader that makes a rank's batches.
 
+mod batch_source;
 mod dataset;
 mod files;
 mod loader;
@@ -10,12 +11,13 @@ mod staging;
 mod subset;
 mod workers;
 
+pub use batch_source::Loader;
 pub use dataset::{Dataset, Targets, TensorDataset};
 pub use files::{DatasetSpec, FileDataset, TargetKind};
 pub(crate) use loader::batches_of_all;
 pub use loader::{Batch, Batches, DataLoader};
 pub use sampler::DistributedSampler;
-pub use scatter::{Loader, ScatterLoader};
+pub use scatter::ScatterLoader;
 pub use split::random_split;
 pub use subset::Subset;
 

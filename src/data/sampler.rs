@@ -247,14 +247,14 @@ mod tests {
     }
 
     #[test]
-    fn whoever_goes_on_gets_what_is_left_and_all_of_it() {
+    fn a_resumed_run_gets_the_rest_and_all_of_it() {
         for (len, before, now, drop_last) in cases() {
             let deal = |ranks, start| -> Vec<Vec<usize>> {
-                let of = |rank| {
+                let samples_of = |rank| {
                     let sampler = DistributedSampler::new(len, ranks, rank)?;
                     sampler.drop_last(drop_last)?.indices_from(1, start)
                 };
-                (0..ranks).map(|rank| of(rank).unwrap()).collect()
+                (0..ranks).map(|rank| samples_of(rank).unwrap()).collect()
             };
             let whole = deal(before, 0);
             for had in 0..whole[0].len() {
@@ -265,7 +265,8 @@ mod tests {
                     assert_eq!(left, rest.collect::<Vec<_>>());
                 }
                 let seen = whole.iter().flat_map(|share| &share[..had]);
-                let dealt = (0..left[0].len()).flat_map(|i| left.iter().map(move |of| &of[i]));
+                let dealt =
+                    (0..left[0].len()).flat_map(|i| left.iter().map(move |share| &share[i]));
                 let mut all: Vec<usize> = seen.chain(dealt.take(len - start)).copied().collect();
                 let missing = if drop_last { (len - start) % now } else { 0 };
                 assert_eq!(all.len(), len - missing);

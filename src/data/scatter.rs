@@ -19,8 +19,8 @@ use crate::process_group::{ProcessGroup, dtype_name, parse_dtype};
 pub struct ScatterLoader {
     group: Rc<ProcessGroup>,
     /// On rank 0 one loader for each rank. Empty on the other ranks.
-    loaders: Vec<DataLoader>,
-    share: ScatterPlan,
+    pub(super) loaders: Vec<DataLoader>,
+    plan: ScatterPlan,
     waited: Rc<Cell<Duration>>,
 }
 
@@ -39,7 +39,7 @@ struct ScatterPlan {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Sample {
     shape: Vec<i64>,
-    kind: String,
+    dtype: String,
 }
 
 impl ScatterLoader {
@@ -47,8 +47,8 @@ impl ScatterLoader {
     /// each rank, the others none. A collective.
     ///
     /// # Errors
-    /// [`Error::Input`] for a wrong number of loaders, or if their batches differ in more than the samples; those of
-    /// [`ProcessGroup::broadcast_object_list`].
+    /// [`Error::Input`] for a wrong number of loaders, or if their batches differ in more than the samples; the
+    /// errors of [`ProcessGroup::broadcast_object_list`].
     pub fn new(loaders: Vec<DataLoader>, group: Rc<ProcessGroup>) -> Result<Self> {
         let expected = if group.rank() == 0 { group.world_size() } else { 0 };
         if loaders.len() != expected {
@@ -60,28 +60,27 @@ impl ScatterLoader {
                 loaders.len()
             )));
         }
-        let mut shares = loaders.iter().map(ScatterPlan::of).collect::<Result<Vec<_>>>()?;
-        shares.dedup();
-        if shares.len() > 1 {
+        let mut plans = loaders.iter().map(ScatterPlan::new).collect::<Result<Vec<_>>>()?;
+        plans.dedup();
+        if plans.len() > 1 {
             return Err(Error::Input(
-                "the ranks' loaders differ: all need the same number of batches, of the same size and kind"
+                "the ranks' loaders differ: all need the same number of batches, of the same size and dtype"
                     .into(),
             ));
         }
-        group.broadcast_object_list(&mut shares, 0)?;
-        let share =
-            shares.pop().ok_or_else(|| Error::Input("there is nothing to scatter".into()))?;
-        Ok(Self { group, loaders, share, waited: Rc::default() })
+        group.broadcast_object_list(&mut plans, 0)?;
+        let plan = plans.pop().ok_or_else(|| Error::Input("there is nothing to scatter".into()))?;
+        Ok(Self { group, loaders, plan, waited: Rc::default() })
     }
 
     /// Returns the number of samples per batch. An epoch's last batch may have fewer.
     pub fn batch_size(&self) -> usize {
-        self.share.batch_size
+        self.plan.batch_size
     }
 
     /// Returns the number of samples in the data set, for all ranks together.
     pub fn dataset_len(&self) -> usize {
-        self.share.sampler.len()
+        self.plan.sampler.len()
     }
 
     /// Returns the number of batches in an epoch, the same on every rank.
@@ -91,7 +90,7 @@ impl ScatterLoader {
 
     /// Returns the number of batches left after all ranks together have had the first `start` samples.
     pub fn num_batches_from(&self, start: usize) -> usize {
-        let ScatterPlan { sampler, batch_size, drop_last, .. } = &self.share;
+        let ScatterPlan { sampler, batch_size, drop_last, .. } = &self.plan;
         num_batches(sampler.num_samples_from(start), *batch_size, *drop_last)
     }
 
@@ -103,8 +102,8 @@ impl ScatterLoader {
     /// Returns this rank's batches of `epoch`. Each batch takes two collectives, so all ranks must request it.
     ///
     /// # Errors
-    /// [`Error::Torch`] if rank 0's device has no room for the samples of all ranks; the batches' errors are those of
-    /// [`ProcessGroup::scatter`].
+    /// [`Error::Torch`] if rank 0's device has no room for the samples of all ranks. A batch's errors are those of
+    /// loading it and of [`ProcessGroup::scatter`].
     pub fn epoch(&self, epoch: u64) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
         self.epoch_from(epoch, 0)
     }
@@ -120,16 +119,16 @@ impl ScatterLoader {
     ) -> Result<impl Iterator<Item = Result<Batch>> + use<>> {
         let epochs = self.loaders.iter().map(|loader| loader.epoch_from(epoch, start));
         let mut epochs = epochs.collect::<Result<Vec<_>>>()?;
-        let (group, share, waited) = (self.group.clone(), self.share.clone(), self.waited.clone());
-        let num_samples = share.sampler.num_samples_from(start);
+        let (group, plan, waited) = (self.group.clone(), self.plan.clone(), self.waited.clone());
+        let num_samples = plan.sampler.num_samples_from(start);
         Ok((0..self.num_batches_from(start)).map(move |number| {
             let began = Instant::now();
             let batches = epochs.iter_mut().filter_map(Iterator::next);
             let batches = batches.map(|batch| batch.map(|batch| (batch.inputs, batch.targets)));
             let (inputs, targets): (Vec<_>, Vec<_>) = batches.collect::<Result<_>>()?;
-            let len = share.batch_size.min(num_samples - number * share.batch_size) as i64;
-            let inputs = share.inputs.scatter(len, &inputs, &group)?;
-            let targets = share.targets.scatter(len, &targets, &group)?;
+            let len = plan.batch_size.min(num_samples - number * plan.batch_size) as i64;
+            let inputs = plan.inputs.scatter(len, &inputs, &group)?;
+            let targets = plan.targets.scatter(len, &targets, &group)?;
             waited.set(waited.get() + began.elapsed());
             Ok(Batch { inputs, targets, len })
         }))
@@ -137,143 +136,29 @@ impl ScatterLoader {
 }
 
 impl ScatterPlan {
-    fn of(loader: &DataLoader) -> Result<Self> {
+    fn new(loader: &DataLoader) -> Result<Self> {
         let (inputs, targets) = loader.sample()?;
         Ok(Self {
             sampler: loader.sampler.of_rank(0),
             drop_last: loader.drop_last,
             batch_size: loader.batch_size(),
-            inputs: Sample::of(&inputs),
-            targets: Sample::of(&targets),
+            inputs: Sample::like(&inputs),
+            targets: Sample::like(&targets),
         })
     }
 }
 
 impl Sample {
-    fn of(samples: &Tensor) -> Self {
-        Self { shape: samples.size()[1..].into(), kind: dtype_name(samples.kind()).into() }
+    fn like(samples: &Tensor) -> Self {
+        Self { shape: samples.size()[1..].into(), dtype: dtype_name(samples.kind()).into() }
     }
 
     /// Scatters samples and returns this rank's `len`. Rank 0 passes the samples of all ranks.
     fn scatter(&self, len: i64, all: &[Tensor], group: &ProcessGroup) -> Result<Tensor> {
         let shape = [&[len], &self.shape[..]].concat();
-        let mut mine = Tensor::f_empty(shape, (parse_dtype(&self.kind)?, group.device()))
+        let mut mine = Tensor::f_empty(shape, (parse_dtype(&self.dtype)?, group.device()))
             .map_err(Error::torch("making room for a batch"))?;
         group.scatter(&mut mine, (group.rank() == 0).then_some(all), 0)?;
         Ok(mine)
-    }
-}
-
-/// The source of a rank's batches.
-#[derive(Debug)]
-pub enum Loader {
-    /// The rank loads its own batches.
-    Own(DataLoader),
-    /// Rank 0 loads the batches of all ranks.
-    Scattered(ScatterLoader),
-}
-
-impl From<DataLoader> for Loader {
-    fn from(loader: DataLoader) -> Self {
-        Loader::Own(loader)
-    }
-}
-
-impl From<ScatterLoader> for Loader {
-    fn from(loader: ScatterLoader) -> Self {
-        Loader::Scattered(loader)
-    }
-}
-
-impl Loader {
-    /// Returns the number of samples per batch. An epoch's last batch may have fewer.
-    pub fn batch_size(&self) -> usize {
-        match self {
-            Loader::Own(loader) => loader.batch_size(),
-            Loader::Scattered(loader) => loader.batch_size(),
-        }
-    }
-
-    /// Returns the number of samples in the data set, for all ranks together.
-    pub fn dataset_len(&self) -> usize {
-        match self {
-            Loader::Own(loader) => loader.dataset_len(),
-            Loader::Scattered(loader) => loader.dataset_len(),
-        }
-    }
-
-    /// Returns the number of batches in an epoch, the same on every rank.
-    pub fn num_batches(&self) -> usize {
-        match self {
-            Loader::Own(loader) => loader.num_batches(),
-            Loader::Scattered(loader) => loader.num_batches(),
-        }
-    }
-
-    /// Returns the total time this rank has waited for data.
-    pub fn waited(&self) -> Duration {
-        match self {
-            Loader::Own(loader) => loader.waited(),
-            Loader::Scattered(loader) => loader.waited(),
-        }
-    }
-
-    /// Returns the number of batches left after all ranks together have had the first `start` samples.
-    pub fn num_batches_from(&self, start: usize) -> usize {
-        match self {
-            Loader::Own(loader) => loader.num_batches_from(start),
-            Loader::Scattered(loader) => loader.num_batches_from(start),
-        }
-    }
-
-    /// Returns the number of samples that all ranks together have in the next `batches` batches: see
-    /// [`DataLoader::dealt_in`]. `None` if rank 0 scatters them.
-    pub(crate) fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
-        match self {
-            Loader::Own(loader) => loader.dealt_in(start, batches),
-            Loader::Scattered(_) => None,
-        }
-    }
-
-    /// Returns the samples of this rank's batches: see [`DataLoader::samples`].
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if rank 0 scatters the batches: the other ranks do not know their samples.
-    pub(crate) fn samples(
-        &self,
-        epoch: u64,
-        start: usize,
-        first: usize,
-        count: usize,
-    ) -> Result<Vec<usize>> {
-        let own = match self {
-            Loader::Own(loader) => Some(loader),
-            Loader::Scattered(loader) => loader.loaders.first(),
-        };
-        let own = own.ok_or_else(|| Error::Unsupported("rank 0 knows the samples".into()))?;
-        own.samples(epoch, start, first, count)
-    }
-
-    /// Returns this rank's batches of `epoch`.
-    ///
-    /// # Errors
-    /// Those of [`DataLoader::epoch`] and [`ScatterLoader::epoch`].
-    pub fn epoch(&self, epoch: u64) -> Result<Box<dyn Iterator<Item = Result<Batch>>>> {
-        self.epoch_from(epoch, 0)
-    }
-
-    /// Returns this rank's batches of `epoch` left after all ranks together have had the first `start` samples.
-    ///
-    /// # Errors
-    /// As [`epoch`](Self::epoch).
-    pub fn epoch_from(
-        &self,
-        epoch: u64,
-        start: usize,
-    ) -> Result<Box<dyn Iterator<Item = Result<Batch>>>> {
-        Ok(match self {
-            Loader::Own(loader) => Box::new(loader.epoch_from(epoch, start)?),
-            Loader::Scattered(loader) => Box::new(loader.epoch_from(epoch, start)?),
-        })
     }
 }

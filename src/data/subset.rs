@@ -19,10 +19,11 @@ impl Subset {
         Self { dataset, indices }
     }
 
-    fn of_whole(&self, index: usize) -> anyhow::Result<usize> {
+    /// Returns the index in the whole data set.
+    fn whole_index(&self, index: usize) -> anyhow::Result<usize> {
         let len = self.indices.len();
-        let of_whole = self.indices.get(index).copied();
-        of_whole.ok_or_else(|| anyhow::anyhow!("there is no sample {index}: this subset has {len}"))
+        let whole = self.indices.get(index).copied();
+        whole.ok_or_else(|| anyhow::anyhow!("there is no sample {index}: this subset has {len}"))
     }
 }
 
@@ -32,15 +33,15 @@ impl Dataset for Subset {
     }
 
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
-        self.dataset.get(self.of_whole(index)?)
+        self.dataset.get(self.whole_index(index)?)
     }
 
     fn source_index(&self, index: usize) -> usize {
-        self.of_whole(index).map_or(index, |index| self.dataset.source_index(index))
+        self.whole_index(index).map_or(index, |index| self.dataset.source_index(index))
     }
 
     fn batch(&self, indices: &[usize]) -> anyhow::Result<(Tensor, Tensor)> {
-        let indices = indices.iter().map(|&index| self.of_whole(index));
+        let indices = indices.iter().map(|&index| self.whole_index(index));
         self.dataset.batch(&indices.collect::<anyhow::Result<Vec<_>>>()?)
     }
 }

@@ -81,11 +81,10 @@ pub(super) mod sealed {
 ///
 /// # Errors
 /// The errors of [`DistributedDataParallel::backward`](super::DistributedDataParallel::backward); [`Error::Input`] if
-/// there is no model;
-/// [`Error::Unsupported`] if there are several models and one is within
+/// there is no model; [`Error::Unsupported`] if there are several models and one is within
 /// [`join`](super::DistributedDataParallel::join). With [`samples`](BackwardOptions::samples) the errors of
-/// [`backward_weighted`](super::DistributedDataParallel::backward_weighted), and [`Error::Input`] if the models have added up
-/// batches of different samples within `no_sync`.
+/// [`backward_weighted`](super::DistributedDataParallel::backward_weighted), and [`Error::Input`] if the models have
+/// added up batches of different samples within `no_sync`.
 #[track_caller]
 pub fn backward(
     loss: &Tensor,

@@ -8,8 +8,8 @@ use crate::error::Result;
 use crate::optim::FlatBuffer;
 use crate::process_group::ProcessGroup;
 
-/// Copies the parameters, which are in `flat_buffers`, and the buffers of rank `src` to all ranks. A collective. Follows
-/// `_sync_module_states`.
+/// Copies the parameters, which are in `flat_buffers`, and the buffers of rank `src` to all ranks. A collective.
+/// Follows `_sync_module_states`.
 pub(super) fn sync_module_states(
     flat_buffers: &[FlatBuffer],
     tensors: &[NamedTensor],

@@ -71,7 +71,7 @@ impl<M> DataParallel<M> {
     /// call it, with the same model. Rank 0's parameter values are used.
     ///
     /// # Errors
-    /// Those of [`DistributedDataParallel::new`](super::DistributedDataParallel::new).
+    /// The errors of [`DistributedDataParallel::new`](super::DistributedDataParallel::new).
     pub fn new(module: M, vs: &VarStore, group: Rc<ProcessGroup>) -> Result<Self> {
         let options = DdpOptions::default();
         let tensors = parameters::same_on_all_ranks(vs, &options, &group)?;
@@ -99,7 +99,7 @@ impl<M> DataParallel<M> {
     /// last one. A collective.
     ///
     /// # Errors
-    /// Those of [`ProcessGroup::broadcast`].
+    /// The errors of [`ProcessGroup::broadcast`].
     pub fn replicate(&self) -> Result<()> {
         sync_module_states(&self.layout.buffers, &self.tensors, &self.group, 0)
     }
@@ -110,7 +110,7 @@ impl<M> DataParallel<M> {
         NoSync::new(&self.no_sync)
     }
 
-    /// Returns each parameter with its flat buffer as its bucket, in creation order.
+    /// Returns each parameter with its bucket, in creation order.
     pub(crate) fn parameter_places(&self) -> Vec<Parameter> {
         self.layout.parameter_places()
     }
@@ -159,7 +159,7 @@ impl<M> DataParallel<M> {
     /// [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
-    /// [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been replaced, and those of
+    /// [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been replaced, and the errors of
     /// [`ProcessGroup::gather`].
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -244,7 +244,7 @@ impl<M> DataParallel<M> {
     /// covers the values of the last [`replicate`](Self::replicate). Waits for the device.
     ///
     /// # Errors
-    /// [`Error::Torch`], and those of [`ProcessGroup::synchronize`].
+    /// [`Error::Torch`], and the errors of [`ProcessGroup::synchronize`].
     pub fn parameters_hash(&self) -> Result<u64> {
         self.group.synchronize()?;
         parameters::hash(&self.tensors)

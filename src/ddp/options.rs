@@ -21,8 +21,9 @@ pub struct DdpOptions {
     /// `bucket_cap_mb` and `first_bucket_mb` unless it is empty. PyTorch's `bucket_cap_mb_list`.
     pub bucket_cap_mb_list: Vec<f64>,
     /// Allow a loss that does not depend on some parameters; these contribute zeros. A parameter that no rank has used
-    /// since [`zero_grad`](super::DistributedDataParallel::zero_grad) has no gradient, and optimizers skip it. Costs a small
-    /// collective per step. Without this option unused parameters are [`Error::UnusedParameters`](crate::Error::UnusedParameters).
+    /// since [`zero_grad`](super::DistributedDataParallel::zero_grad) has no gradient, and optimizers skip it. Costs a
+    /// small collective per step. Without this option unused parameters are
+    /// [`Error::UnusedParameters`](crate::Error::UnusedParameters).
     pub find_unused_parameters: bool,
     /// Skip buckets in which a step uses no parameter. Every rank must leave out the same parameters in the same steps,
     /// otherwise their collectives differ. Requires `find_unused_parameters` or `static_graph`, and makes buckets be
@@ -36,8 +37,8 @@ pub struct DdpOptions {
     /// ranks.
     pub overlap: Option<bool>,
     /// Names of parameters and buffers to ignore: they are not compared, copied or averaged, and are not in
-    /// [`flat_buffers`](super::DistributedDataParallel::flat_buffers). Each rank keeps its own values and gradients. Follows
-    /// `_set_params_and_buffers_to_ignore_for_model`.
+    /// [`flat_buffers`](super::DistributedDataParallel::flat_buffers). Each rank keeps its own values and gradients.
+    /// Follows `_set_params_and_buffers_to_ignore_for_model`.
     pub ignore: Vec<String>,
 }
 

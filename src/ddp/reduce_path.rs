@@ -11,7 +11,8 @@ use crate::process_group::{ProcessGroup, Work};
 /// The place where reductions run.
 #[derive(Debug)]
 pub(super) enum ReducePath {
-    /// On a GPU, with a backend that runs on streams (`nccl`): a separate stream, ordered with the rank's own by events in both directions.
+    /// On a GPU, with a backend that runs on streams (`nccl`): a separate stream, ordered with the rank's own by events
+    /// in both directions.
     OnGpu(OnGpu),
     /// Between processes on CPUs: the operations on the group's communication thread, and when the first one started.
     OnThread(Vec<Work>, Option<Instant>),

@@ -52,7 +52,7 @@ impl<M> Strategy<M> {
     /// collective.
     ///
     /// # Errors
-    /// Those of [`DistributedDataParallel::zero_grad`] and [`DataParallel::replicate`].
+    /// The errors of [`DistributedDataParallel::zero_grad`] and [`DataParallel::replicate`].
     pub fn begin_step(&mut self) -> Result<()> {
         self.replicate()?;
         either!(self, zero_grad())
@@ -62,7 +62,7 @@ impl<M> Strategy<M> {
     /// A collective.
     ///
     /// # Errors
-    /// Those of [`DataParallel::replicate`].
+    /// The errors of [`DataParallel::replicate`].
     pub fn replicate(&self) -> Result<()> {
         match self {
             Strategy::Ddp(_) => Ok(()),
@@ -87,7 +87,7 @@ impl<M> Strategy<M> {
     /// over the ranks on each rank that makes a step.
     ///
     /// # Errors
-    /// Those of [`DistributedDataParallel::backward`] and [`DataParallel::backward`].
+    /// The errors of [`DistributedDataParallel::backward`] and [`DataParallel::backward`].
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         either!(self, backward(loss))
@@ -96,7 +96,7 @@ impl<M> Strategy<M> {
     /// Calls [`DistributedDataParallel::backward_part`].
     ///
     /// # Errors
-    /// Those of [`DistributedDataParallel::backward_part`]; [`Error::Unsupported`] with [`DataParallel`].
+    /// The errors of [`DistributedDataParallel::backward_part`]; [`Error::Unsupported`] with [`DataParallel`].
     #[track_caller]
     pub(crate) fn backward_part(&mut self, loss: &Tensor, samples: f64) -> Result<()> {
         match self {
@@ -112,7 +112,7 @@ impl<M> Strategy<M> {
     /// Calls [`DistributedDataParallel::clip_grad_norm`] or its counterpart, on ranks that make a step.
     ///
     /// # Errors
-    /// Those of [`DistributedDataParallel::clip_grad_norm`] and [`DataParallel::clip_grad_norm`].
+    /// The errors of [`DistributedDataParallel::clip_grad_norm`] and [`DataParallel::clip_grad_norm`].
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
         either!(self, clip_grad_norm(max_norm))
     }
@@ -120,7 +120,7 @@ impl<M> Strategy<M> {
     /// Calls [`DistributedDataParallel::comm_hook_state`]; returns `None` with [`DataParallel`].
     ///
     /// # Errors
-    /// Those of [`DistributedDataParallel::comm_hook_state`].
+    /// The errors of [`DistributedDataParallel::comm_hook_state`].
     pub fn comm_hook_state(&self) -> Result<Option<SavedCommHook>> {
         match self {
             Strategy::Ddp(ddp) => ddp.comm_hook_state(),
@@ -131,7 +131,7 @@ impl<M> Strategy<M> {
     /// Calls [`DistributedDataParallel::load_comm_hook_state`]. Does nothing with [`DataParallel`], which has no hooks.
     ///
     /// # Errors
-    /// Those of [`DistributedDataParallel::load_comm_hook_state`].
+    /// The errors of [`DistributedDataParallel::load_comm_hook_state`].
     pub fn load_comm_hook_state(&mut self, saved: Option<&SavedCommHook>) -> Result<()> {
         match self {
             Strategy::Ddp(ddp) => ddp.load_comm_hook_state(saved),
@@ -180,7 +180,7 @@ impl<M> Strategy<M> {
     /// model.
     ///
     /// # Errors
-    /// Those of [`DistributedDataParallel::parameters_hash`] and [`DataParallel::parameters_hash`].
+    /// The errors of [`DistributedDataParallel::parameters_hash`] and [`DataParallel::parameters_hash`].
     pub fn parameters_hash(&self) -> Result<u64> {
         either!(self, parameters_hash())
     }

@@ -99,7 +99,7 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// [`Error::ModelMismatch`] when this rank's model differs from rank 0's; it names the first
     /// difference. [`Error::Input`] when the model has nothing to train or is on another device. And
-    /// those of [`ProcessGroup::broadcast`].
+    /// the errors of [`ProcessGroup::broadcast`].
     pub fn new(
         module: M,
         vs: &VarStore,
@@ -211,7 +211,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been
-    /// replaced, and those of [`ProcessGroup::all_reduce`], which may happen in the model's own
+    /// replaced, and the errors of [`ProcessGroup::all_reduce`], which may happen in the model's own
     /// backward pass as well.
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -221,7 +221,7 @@ impl<M> DistributedDataParallel<M> {
     /// Runs [`backward`](Self::backward) with options.
     ///
     /// # Errors
-    /// Those of [`backward`](Self::backward).
+    /// The errors of [`backward`](Self::backward).
     #[track_caller]
     pub fn backward_with(&mut self, loss: &Tensor, options: BackwardOptions) -> Result<()> {
         backward::run(loss, &[self], options, Location::caller())
@@ -244,9 +244,10 @@ impl<M> DistributedDataParallel<M> {
     /// [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
     ///
     /// # Errors
-    /// Those of [`backward`](Self::backward). [`Error::Input`] if `samples` is negative or not finite, if all ranks
-    /// together have none, or if a communication hook does not [weigh](super::CommHook::weighs). Also within `no_sync`
-    /// while the averaged gradients of an earlier step remain. [`Error::Mismatch`] if another rank calls `backward`.
+    /// The errors of [`backward`](Self::backward). [`Error::Input`] if `samples` is negative or not finite, if all
+    /// ranks together have none, or if a communication hook does not [weigh](super::CommHook::weighs). Also within
+    /// `no_sync` while the averaged gradients of an earlier step remain. [`Error::Mismatch`] if another rank calls
+    /// `backward`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -302,7 +303,7 @@ impl<M> DistributedDataParallel<M> {
     /// the same model. Waits for the device.
     ///
     /// # Errors
-    /// [`Error::Torch`], and those of [`ProcessGroup::synchronize`].
+    /// [`Error::Torch`], and the errors of [`ProcessGroup::synchronize`].
     pub fn parameters_hash(&self) -> Result<u64> {
         self.group.synchronize()?;
         parameters::hash(&self.tensors)

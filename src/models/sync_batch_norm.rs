@@ -86,7 +86,7 @@ impl SyncBatchNorm {
     /// in evaluation the running statistics. A collective in training.
     ///
     /// # Errors
-    /// [`Error::Torch`] when the shape doesn't fit, and those of [`ProcessGroup::all_reduce`].
+    /// [`Error::Torch`] when the shape doesn't fit, and the errors of [`ProcessGroup::all_reduce`].
     pub fn f_forward_t(&self, inputs: &Tensor, train: bool) -> Result<Tensor> {
         if !train || self.group.world_size() == 1 {
             return self.norm.f_forward_t(inputs, train);

@@ -222,7 +222,7 @@ impl GradScaler {
     /// the scaler is enabled.
     ///
     /// # Errors
-    /// Those of the optimizer, of [`unscale_`](Self::unscale_) and of [`ProcessGroup::synchronize`];
+    /// The errors of the optimizer, of [`unscale_`](Self::unscale_) and of [`ProcessGroup::synchronize`];
     /// [`Error::Input`] when it has been called since the last [`update`](Self::update).
     pub fn step(&mut self, optimizer: &mut dyn Optimizer, lr: f64) -> Result<bool> {
         if !self.options.enabled {

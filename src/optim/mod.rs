@@ -73,7 +73,7 @@ impl OptimizerConfig {
     /// Returns the optimizer for the parameters in `buffers`.
     ///
     /// # Errors
-    /// Those of [`Sgd::new`] and [`AdamW::new`].
+    /// The errors of [`Sgd::new`] and [`AdamW::new`].
     pub fn build(self, buffers: Vec<FlatBuffer>) -> Result<Box<dyn Optimizer>> {
         Ok(match self {
             OptimizerConfig::Sgd(options) => Box::new(Sgd::new(buffers, options)?),
