@@ -1,4 +1,4 @@
-//! 01. One rank: the training loop that data parallelism must come to the same as. tch alone, but for the data.
+//! 01. One rank: the training loop whose result data parallelism must reproduce. Only the data comes from `ddp_mp`.
 //!
 //!     cargo run --release --example 01-one-rank
 
@@ -11,14 +11,14 @@ use ddp_mp::prelude::*;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
 
 fn main() -> anyhow::Result<()> {
-    // What is to be learned: the sine, from 1024 points.
+    // The model learns the sine from 1024 points.
     let x = Tensor::linspace(-1.0, 1.0, 1024, tch::kind::FLOAT_CPU).unsqueeze(1);
     let dataset = Arc::new(TensorDataset::new(x.shallow_clone(), (x * 3.0).sin())?);
-    // In another order in each epoch, which follows from its number. "Distributed" over one rank, as yet.
+    // Shuffles the samples. The order follows from the seed and the epoch. There is only one rank so far.
     let sampler = DistributedSampler::new(dataset.len(), 1, 0)?;
     let loader = DataLoader::new(dataset.clone(), sampler, 64, Device::Cpu)?;
 
-    // The model begins with random numbers: these, in every run. (In a program without threads tch::manual_seed does.)
+    // Initializes the model with the same random numbers in every run. (Without threads, use tch::manual_seed.)
     let vs = VarStore::new(Device::Cpu);
     let model = fork_rng(7, || {
         nn::seq()
@@ -26,7 +26,7 @@ fn main() -> anyhow::Result<()> {
             .add_fn(|x| x.tanh())
             .add(nn::linear(vs.root() / "out", 64, 1, Default::default()))
     })?;
-    let loss_of = |x: &Tensor, y: &Tensor| model.forward(x).mse_loss(y, Reduction::Mean);
+    let compute_loss = |x: &Tensor, y: &Tensor| model.forward(x).mse_loss(y, Reduction::Mean);
     let mut optimizer = nn::Sgd::default().build(&vs, 0.03)?;
 
     let mut mean = f64::INFINITY;
@@ -34,38 +34,38 @@ fn main() -> anyhow::Result<()> {
         let mut sum = 0.0;
         for batch in loader.epoch(epoch)? {
             let batch = batch?;
-            optimizer.zero_grad(); // or they would add up from step to step
-            let loss = loss_of(&batch.inputs, &batch.targets);
-            loss.f_backward()?; // the gradients: how the loss changes with each parameter
-            optimizer.step(); // every parameter goes a little way against its gradient
+            optimizer.zero_grad(); // otherwise gradients add up from step to step
+            let loss = compute_loss(&batch.inputs, &batch.targets);
+            loss.f_backward()?; // computes the gradient of the loss for each parameter
+            optimizer.step(); // moves each parameter a small step against its gradient
             sum += loss.double_value(&[]);
         }
         mean = sum / loader.num_batches() as f64;
         println!("epoch {epoch}: {} steps of 64 samples, loss {mean:.6}", loader.num_batches());
     }
-    ensure!(mean < 0.05, "it should know the sine a little by now");
+    ensure!(mean < 0.05, "the model has not learned the sine");
 
-    // Why this can be shared: a mean over 64 samples is the mean of the means over 32 and 32, and so is its gradient.
-    // Two ranks, each with half of the samples and the same parameters, need only average what they find.
+    // Why ranks can share a batch: the mean over 64 samples is the mean of two means over 32 samples each. The same
+    // holds for the gradient. Two ranks with the same parameters and half of the samples average their gradients.
     let (x, y) = dataset.batch(&(0..64).collect::<Vec<_>>())?;
     let gradients = |start, count| {
-        let loss = loss_of(&x.narrow(0, start, count), &y.narrow(0, start, count));
+        let loss = compute_loss(&x.narrow(0, start, count), &y.narrow(0, start, count));
         Tensor::f_run_backward(&[loss], &vs.trainable_variables(), false, false)
     };
     let (whole, first, second) = (gradients(0, 64)?, gradients(0, 32)?, gradients(32, 32)?);
     println!("the first number of each gradient, from 64 samples, and from 32 and 32 of them:");
     for (index, name) in ["in.weight", "in.bias", "out.weight", "out.bias"].iter().enumerate() {
-        let [whole, first, second] = [&whole, &first, &second].map(|it| it[index].flatten(0, -1));
-        let number = |of: &Tensor| of.double_value(&[0]);
+        let [whole, first, second] = [&whole, &first, &second].map(|all| all[index].flatten(0, -1));
+        let number = |gradient: &Tensor| gradient.double_value(&[0]);
         println!(
             "{name:10} {:9.6} = ({:9.6} + {:9.6}) / 2",
             number(&whole),
             number(&first),
             number(&second)
         );
-        // Not to the last bit: a sum of rounded numbers depends a little on its order.
+        // The bits may differ, because a sum of rounded numbers depends on its order.
         let difference = (whole - (first + second) / 2.0).abs().max().double_value(&[]);
-        ensure!(difference < 1e-5, "{name}: they differ by {difference}");
+        ensure!(difference < 1e-5, "{name}: the gradients differ by {difference}");
     }
     Ok(())
 }

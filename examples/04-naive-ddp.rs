@@ -1,9 +1,9 @@
-//! 04. Naive DDP: lesson 1's loop on several ranks, each with a part of the batch. The losses are the same.
+//! 04. Naive DDP: the loop of lesson 1 on several ranks, each with a part of the batch. The losses are the same.
 //!
 //!     cargo run --release --example 04-naive-ddp
 //!
-//! Two things make it so: the same parameters in the beginning (broadcast), and the same gradients in each step
-//! (all_reduce). This is what people write before they find `DistributedDataParallel`, and it is right.
+//! Two things are needed: the same initial parameters (broadcast), and the same gradients in each step (all_reduce).
+//! `DistributedDataParallel` does both, and faster.
 
 #![allow(clippy::print_stdout)]
 
@@ -13,21 +13,21 @@ use anyhow::ensure;
 use ddp_mp::prelude::*;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
 
-/// What all ranks take in a step, together.
+/// The number of samples per step, over all ranks.
 const BATCH: usize = 64;
 
-/// Returns the loss of each epoch, and for each rank 64 bits over its parameters.
+/// Returns the loss of each epoch, and the hash of each rank's parameters.
 fn train(ranks: usize) -> anyhow::Result<(Vec<f64>, Vec<u64>)> {
     let x = Tensor::linspace(-1.0, 1.0, 1024, tch::kind::FLOAT_CPU).unsqueeze(1);
     let dataset = Arc::new(TensorDataset::new(x.shallow_clone(), (x * 3.0).sin())?);
     let trained = spawn(ranks, move |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
-        // Of the samples in their order of this epoch, rank r of n takes number r, r + n, r + 2n, ...: in each step all
-        // ranks together have the samples that one rank would have.
+        // Of an epoch's shuffled samples, rank r of n takes number r, r + n, r + 2n, ... In each step all ranks
+        // together have the samples that one rank would have.
         let sampler = DistributedSampler::new(dataset.len(), ranks, rank.rank())?;
         let loader = DataLoader::new(dataset.clone(), sampler, BATCH / ranks, rank.device())?;
 
-        // Another beginning on each rank, to see that it does not matter. Rank 0 has that of lesson 1.
+        // Each rank draws other initial parameters, which the broadcast below replaces. Rank 0 draws those of lesson 1.
         let vs = VarStore::new(rank.device());
         let model = fork_rng(7 + rank.rank() as u64, || {
             nn::seq()
@@ -36,7 +36,7 @@ fn train(ranks: usize) -> anyhow::Result<(Vec<f64>, Vec<u64>)> {
                 .add(nn::linear(vs.root() / "out", 64, 1, Default::default()))
         })?;
         let mut optimizer = nn::Sgd::default().build(&vs, 0.03)?;
-        // In the order in which they were made, so that all ranks mean the same one. (`variables` has no order.)
+        // In creation order, which is the same on all ranks. (`variables` has no defined order.)
         let mut parameters = vs.trainable_variables();
         for parameter in &mut parameters {
             group.broadcast(parameter, 0)?;
@@ -53,7 +53,7 @@ fn train(ranks: usize) -> anyhow::Result<(Vec<f64>, Vec<u64>)> {
                 for parameter in &parameters {
                     group.all_reduce(&mut parameter.grad(), ReduceOp::Avg)?;
                 }
-                optimizer.step(); // the same step everywhere, so nobody need send parameters again
+                optimizer.step(); // the same step on every rank, so parameters stay equal
                 sum += loss.double_value(&[]);
             }
             group.all_reduce(&mut sum, ReduceOp::Avg)?;
@@ -66,15 +66,15 @@ fn train(ranks: usize) -> anyhow::Result<(Vec<f64>, Vec<u64>)> {
 }
 
 fn main() -> anyhow::Result<()> {
-    let (one, hash_of_one) = train(1)?;
+    let (one, one_hash) = train(1)?;
     let (four, hashes) = train(4)?;
     println!("          1 rank x 64    4 ranks x 16   difference");
     for (epoch, (one, four)) in one.iter().zip(&four).enumerate() {
         println!("epoch {epoch}   {one:.9}    {four:.9}    {:8.1e}", four - one);
-        ensure!((one - four).abs() < 1e-5, "they must differ by no more than rounding");
+        ensure!((one - four).abs() < 1e-5, "the losses may differ by rounding only");
     }
-    // One rank adds up 64 gradients in one go, four ranks 16 each and then four sums: rounded in other places.
-    println!("parameters of the one rank   {:016x}", hash_of_one[0]);
+    // One rank sums the gradients of 64 samples; four ranks sum 16 each, and then four sums. The rounding differs.
+    println!("parameters of the one rank   {:016x}", one_hash[0]);
     for (rank, hash) in hashes.iter().enumerate() {
         println!("parameters of rank {rank} of 4   {hash:016x}");
     }

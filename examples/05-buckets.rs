@@ -1,10 +1,10 @@
-//! 05. Buckets: one all-reduce for many gradients, which need not even be copied for it.
+//! 05. Buckets: one all-reduce for many gradients, without copying them.
 //!
 //!     cargo run --release --example 05-buckets
 //!
-//! Every all-reduce costs a meeting of all ranks, however little it carries, and models have many small parameters. So
-//! the gradients live in flat buffers ("buckets"), in which each is a view, and the buckets are reduced. In PyTorch that
-//! is `gradient_as_bucket_view=True`, here it is always so.
+//! Every all-reduce has a latency, because all ranks must synchronize, and models have many small parameters. So each
+//! gradient is a view of a flat buffer ("bucket"), and whole buckets are reduced. In PyTorch this is
+//! `gradient_as_bucket_view=True`; here it is always on.
 
 #![allow(clippy::print_stdout)]
 
@@ -14,27 +14,27 @@ use anyhow::ensure;
 use ddp_mp::prelude::*;
 use tch::nn::{self, Module, VarStore};
 
-/// How many parameters share a bucket. (The library counts bytes: 1 MiB for the first one, then 25 MiB.)
-const MEMBERS: usize = 20;
+/// The number of parameters in a bucket. (The library counts bytes: 1 MiB for the first bucket, then 25 MiB.)
+const PARAMETERS_PER_BUCKET: usize = 20;
 
 /// Makes each parameter's gradient a view of a bucket. The last parameters come first, as in a backward pass.
 fn into_buckets(parameters: &[Tensor]) -> Vec<Tensor> {
     let last_first: Vec<&Tensor> = parameters.iter().rev().collect();
-    let bucket_of = |members: &[&Tensor]| {
-        let sizes: Vec<i64> = members.iter().map(|member| member.numel() as i64).collect();
+    let into_bucket = |parameters: &[&Tensor]| {
+        let sizes: Vec<i64> = parameters.iter().map(|parameter| parameter.numel() as i64).collect();
         let bucket = Tensor::zeros([sizes.iter().sum::<i64>()], tch::kind::FLOAT_CPU);
-        for (part, member) in bucket.split_with_sizes(&sizes, 0).iter().zip(members) {
-            // Backward adds to a gradient that is there: from now on, that is to the bucket.
-            member.grad().set_data(&part.view_as(member));
+        for (view, parameter) in bucket.split_with_sizes(&sizes, 0).iter().zip(parameters) {
+            // Backward adds to an existing gradient: from now on it adds to the bucket.
+            parameter.grad().set_data(&view.view_as(parameter));
         }
         bucket
     };
-    last_first.chunks(MEMBERS).map(bucket_of).collect()
+    last_first.chunks(PARAMETERS_PER_BUCKET).map(into_bucket).collect()
 }
 
-/// Steps in which `tensors`, which are or hold the gradients, are averaged. How many bytes this rank sends in one of them,
-/// and how long that takes at best (whatever else the machine does only adds to it).
-fn steps(
+/// Runs steps that average `tensors`: the gradients, or buckets of them. Returns the bytes that this rank sends per
+/// step, and the shortest time of the all-reduces, which other load on the machine affects least.
+fn measure(
     group: &ProcessGroup,
     tensors: &mut [Tensor],
     backward: impl Fn() -> anyhow::Result<()>,
@@ -43,7 +43,7 @@ fn steps(
     for _ in 0..200 {
         tensors.iter_mut().for_each(|tensor| drop(tensor.zero_())); // zero_grad
         backward()?;
-        group.barrier()?; // so that nobody's time is that of waiting for a late one
+        group.barrier()?; // so that the time does not include waiting for a straggler
         let (began, before) = (Instant::now(), group.traffic().sent);
         for tensor in &mut *tensors {
             group.all_reduce(tensor, ReduceOp::Avg)?;
@@ -67,19 +67,19 @@ fn main() -> anyhow::Result<()> {
         let inputs = fork_rng(rank.rank() as u64, || Tensor::rand([8, 32], tch::kind::FLOAT_CPU))?;
         let backward = || Ok(model.forward(&inputs).square().mean(Kind::Float).f_backward()?);
         let parameters = vs.trainable_variables();
-        backward()?; // from here on every parameter has a gradient, in memory of its own
+        backward()?; // from here on every parameter has a gradient, in its own memory
 
         let mut tensors: Vec<Tensor> = parameters.iter().map(Tensor::grad).collect();
         let mut results = Vec::new();
-        for way in ["one by one", "in buckets"] {
-            if way == "in buckets" {
+        for method in ["one by one", "in buckets"] {
+            if method == "in buckets" {
                 tensors = into_buckets(&parameters);
             }
-            let (bytes, time) = steps(&group, &mut tensors, backward)?;
+            let (bytes, time) = measure(&group, &mut tensors, backward)?;
             let (count, us) = (tensors.len(), time.as_secs_f64() * 1e6);
             if rank.rank() == 0 {
                 println!(
-                    "{way}: {count:2} all_reduces a step, {bytes} bytes sent, {us:5.1} us at best"
+                    "{method}: {count:2} all_reduces a step, {bytes} bytes sent, {us:5.1} us at best"
                 );
             }
             let flat = parameters.iter().map(|parameter| parameter.grad().flatten(0, -1));
@@ -90,8 +90,8 @@ fn main() -> anyhow::Result<()> {
             println!("one by one takes {:.1} times as long", one_by_one.2 / in_buckets.2);
         }
         ensure!((one_by_one.0, in_buckets.0) == (40, 2), "20 weights, 20 biases, in 2 buckets");
-        ensure!(one_by_one.1 == in_buckets.1, "the same numbers go from rank to rank");
-        ensure!(one_by_one.3 == in_buckets.3, "each number is averaged on its own: same bits");
+        ensure!(one_by_one.1 == in_buckets.1, "both methods must send the same bytes");
+        ensure!(one_by_one.3 == in_buckets.3, "the averages must have the same bits");
         Ok(())
     })?;
     Ok(())

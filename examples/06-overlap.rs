@@ -1,12 +1,12 @@
-//! 06. Overlap: a bucket is on its way while backward still computes the gradients of other layers.
+//! 06. Overlap: a bucket is reduced while backward still computes the gradients of other layers.
 //!
 //!     cargo run --release --example 06-overlap
 //!
-//! Backward goes from the last layer to the first: the last one's gradients are complete when most of the work is yet to
-//! come. So `DistributedDataParallel` has hooks on the gradients: with the last one of a bucket, the bucket goes out.
-//! With NCCL, and between processes, something else than the rank carries it, and backward goes on meanwhile: that is
-//! where time is won. Ranks that are threads on the CPU carry it themselves and win nothing, so that there it is off
-//! unless asked for; as here, to be watched.
+//! Backward runs from the last layer to the first. The gradients of the last layer are ready first, while most of the
+//! work is still ahead. `DistributedDataParallel` has a hook on each gradient. When the last gradient of a bucket is
+//! ready, the bucket is reduced. With NCCL a GPU stream does this, and between processes a thread, so backward
+//! continues meanwhile. Ranks that are threads on the CPU reduce the bucket themselves and save no time. For them
+//! overlap is off by default; this lesson turns it on to show the order.
 
 #![allow(clippy::print_stdout)]
 
@@ -20,16 +20,16 @@ use tch::nn::{self, VarStore};
 
 const LAYERS: usize = 6;
 
-/// What was seen of a run.
-struct Seen {
-    /// For each bucket of the last step, how many of the parameters had a gradient when it went out.
+/// The measurements of a run.
+struct Measured {
+    /// For each bucket of the last step, the number of gradients that were ready when it was reduced.
     gradients: Vec<usize>,
     statistics: DdpStatistics,
-    /// 64 bits over the parameters in the end.
+    /// The hash of the final parameters.
     hash: u64,
 }
 
-fn train(rank: &Rank, group: &Rc<ddp_mp::ProcessGroup>, overlap: bool) -> anyhow::Result<Seen> {
+fn train(rank: &Rank, group: &Rc<ddp_mp::ProcessGroup>, overlap: bool) -> anyhow::Result<Measured> {
     let vs = VarStore::new(rank.device());
     let model = fork_rng(7, || {
         (0..LAYERS).fold(nn::seq(), |model, layer| {
@@ -37,29 +37,31 @@ fn train(rank: &Rank, group: &Rc<ddp_mp::ProcessGroup>, overlap: bool) -> anyhow
             model.add(linear).add_fn(|x| x.tanh())
         })
     })?;
-    // A layer is 1 MiB and a little, so a bucket is full with one.
+    // A layer is slightly larger than 1 MiB, so each bucket holds one layer.
     let options = DdpOptions { overlap: Some(overlap), bucket_cap_mb: 1.0, ..Default::default() };
     let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
     let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
 
-    // A communication hook is what averages a bucket. This one does what DDP's own does, and looks about.
-    let (seen, parameters) = (Rc::new(RefCell::new(Vec::new())), vs.trainable_variables());
-    let notes = seen.clone();
+    // A communication hook averages a bucket. This one does the same as DDP's default, and counts the ready gradients.
+    let (ready, parameters) = (Rc::new(RefCell::new(Vec::new())), vs.trainable_variables());
+    let counts = ready.clone();
     ddp.register_comm_hook(hook_fn("watching", move |bucket, group| {
-        notes.borrow_mut().push(parameters.iter().filter(|it| it.grad().defined()).count());
+        counts
+            .borrow_mut()
+            .push(parameters.iter().filter(|parameter| parameter.grad().defined()).count());
         group.all_reduce(bucket.gradients, ReduceOp::PremulSum(1.0 / group.world_size() as f64))
     }))?;
 
     let inputs = fork_rng(rank.rank() as u64, || Tensor::rand([64, 512], tch::kind::FLOAT_CPU))?;
     for _ in 0..20 {
-        seen.borrow_mut().clear();
-        ddp.zero_grad()?; // there are no gradients until backward has made them
+        ready.borrow_mut().clear();
+        ddp.zero_grad()?; // removes all gradients until backward computes them
         let loss = ddp.forward(&inputs).square().mean(Kind::Float);
         ddp.backward(&loss)?;
         optimizer.step(0.1)?;
     }
     let (statistics, hash) = (ddp.statistics(), ddp.parameters_hash()?);
-    Ok(Seen { gradients: seen.take(), statistics, hash })
+    Ok(Measured { gradients: ready.take(), statistics, hash })
 }
 
 fn main() -> anyhow::Result<()> {
@@ -74,20 +76,23 @@ fn main() -> anyhow::Result<()> {
             println!(
                 "                when a bucket goes out     backward   communication  it was through"
             );
-            for (way, seen) in [("after backward", &after), ("overlapped", &during)] {
+            for (mode, run) in [("after backward", &after), ("overlapped", &during)] {
                 let DdpStatistics { backward_us, communication_us, overlapped, .. } =
-                    seen.statistics;
+                    run.statistics;
                 let percent = 100.0 * overlapped;
                 println!(
-                    "{way:14}  {:2?}   {backward_us:5.0} us   {communication_us:10.0} us   {percent:13.0} %",
-                    seen.gradients
+                    "{mode:14}  {:2?}   {backward_us:5.0} us   {communication_us:10.0} us   {percent:13.0} %",
+                    run.gradients
                 );
             }
             println!("parameters in the end: {:016x} either way", after.hash);
         }
-        ensure!(after.gradients == [12; LAYERS], "all are there when backward is through");
-        ensure!(during.gradients == [2, 4, 6, 8, 10, 12], "a layer's go out when they are there");
-        ensure!(after.hash == during.hash, "and that does not change a bit of what is learned");
+        ensure!(after.gradients == [12; LAYERS], "after backward all gradients are ready");
+        ensure!(
+            during.gradients == [2, 4, 6, 8, 10, 12],
+            "each layer's bucket must be reduced as soon as it is ready"
+        );
+        ensure!(after.hash == during.hash, "overlap must not change the result");
         Ok(())
     })?;
     Ok(())

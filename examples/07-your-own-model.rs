@@ -1,4 +1,4 @@
-//! 07. Your own model: a model and a data set of your own, trained on all ranks: which of two spirals is a point on?
+//! 07. Your own model: a model and a data set of your own, trained on all ranks. It classifies points on two spirals.
 //!
 //!     cargo run --release --example 07-your-own-model
 
@@ -10,7 +10,7 @@ use anyhow::ensure;
 use ddp_mp::prelude::*;
 use tch::nn::{self, Module, VarStore};
 
-/// Two arms of points in the plane, and the arm that each point is on.
+/// Returns points in the plane on two spiral arms. The target of a point is the number of its arm.
 fn spirals(points_per_arm: i64) -> anyhow::Result<TensorDataset> {
     let along = Tensor::linspace(0.3, 2.5, points_per_arm, tch::kind::FLOAT_CPU);
     let arm = |turn: f64| {
@@ -23,7 +23,7 @@ fn spirals(points_per_arm: i64) -> anyhow::Result<TensorDataset> {
     Ok(TensorDataset::new(inputs, targets)?)
 }
 
-/// Any `Module` over a `VarStore` will do.
+/// Returns the model. Any `Module` with its parameters in a `VarStore` works.
 fn model(vs: &VarStore) -> impl Module + use<> {
     let root = vs.root();
     nn::seq()
@@ -35,12 +35,12 @@ fn model(vs: &VarStore) -> impl Module + use<> {
 }
 
 fn main() -> anyhow::Result<()> {
-    // In memory once, for all ranks.
+    // All ranks share one copy in memory.
     let dataset = Arc::new(spirals(1000)?);
     spawn(2, move |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
 
-        // All threads share libtorch's random numbers: fork_rng makes what is drawn here reproducible.
+        // All threads share libtorch's random number generator. fork_rng makes these draws reproducible.
         let vs = VarStore::new(rank.device());
         let model = fork_rng(7, || model(&vs))?;
         // From here on all ranks have rank 0's parameters, and keep them equal.
@@ -63,14 +63,14 @@ fn main() -> anyhow::Result<()> {
                 let hits = output.argmax(1, false).eq_tensor(&batch.targets).sum(Kind::Double);
                 correct += Tensor::stack(&[hits, Tensor::from(batch.len() as f64)], 0);
             }
-            // Every rank has seen its own half: add up.
+            // Every rank has counted its own half of the points.
             group.all_reduce(&mut correct, ReduceOp::Sum)?;
             accuracy = correct.double_value(&[0]) / correct.double_value(&[1]);
             if rank.rank() == 0 && (epoch + 1).is_power_of_two() {
                 println!("epoch {epoch}: {:.1} % of the points right", 100. * accuracy);
             }
         }
-        ensure!(accuracy > 0.95, "it should have learned the spirals by now");
+        ensure!(accuracy > 0.95, "the model has not learned the spirals");
         Ok(())
     })?;
     Ok(())

@@ -1,13 +1,13 @@
-//! 08. Several machines: the same ranks in several processes, which find each other through a launcher's variables.
+//! 08. Several machines: the same ranks in several processes, which a launcher's environment variables connect.
 //!
 //!     cargo run --release --example 08-several-machines
 //!
-//! Without a launcher it plays one: it starts itself twice, as on two machines. With one, on each machine,
+//! Without a launcher, it launches itself twice, as on two machines. With torchrun, run this on each machine:
 //!
 //!     torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 \
 //!         --no-python target/release/examples/08-several-machines
 //!
-//! or by hand, with torchrun's flags as variables, and PET_NODE_RANK=1 on the second:
+//! By hand, pass torchrun's flags as variables, with PET_NODE_RANK=1 on the second machine:
 //!
 //!     PET_NNODES=2 PET_NODE_RANK=0 MASTER_ADDR=node0 target/release/examples/08-several-machines
 
@@ -21,7 +21,7 @@ use anyhow::ensure;
 use ddp_mp::prelude::*;
 use ddp_mp::process_group::c10d::TcpStore;
 
-/// Trains on one rank, wherever it is. Returns its number, and 64 bits over its parameters in the end.
+/// Trains on one rank. Returns a line with its rank number and the hash of its final parameters.
 fn train(rank: &Rank) -> anyhow::Result<String> {
     let group = rank.init_process_group(rank.backend())?; // nccl, gloo or threaded
     let (vs, model) = ModelConfig::default().build(rank.device(), 0)?; // one layer, 20 -> 1
@@ -39,7 +39,7 @@ fn train(rank: &Rank) -> anyhow::Result<String> {
 }
 
 fn main() -> anyhow::Result<()> {
-    let launched = Spawn::from_env()?; // first of all, because it looks for GPUs
+    let launched = Spawn::from_env()?; // must be first, because it looks for GPUs
     if launched.launcher().is_some() {
         launched.run(train)?.iter().for_each(|line| println!("{line}"));
         return Ok(());
@@ -47,22 +47,22 @@ fn main() -> anyhow::Result<()> {
     let lines = spawn(2, train)?;
     println!("two ranks in one process:\n    {}\n    {}", lines[0], lines[1]);
 
-    // What torchrun's agents are for: a store to meet in, and variables that tell each process its rank.
+    // torchrun's agents provide the same: a store for the rendezvous, and variables with the rank of each process.
     let store = TcpStore::serve("127.0.0.1", 0, Duration::from_secs(60))?;
     let start = |node| {
         let mut command = Command::new(env::current_exe()?);
         command.envs([("RANK", node), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")]);
         command.envs([("LOCAL_WORLD_SIZE", "1"), ("TORCHELASTIC_USE_AGENT_STORE", "True")]);
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", store.port().to_string());
-        command.env("CUDA_VISIBLE_DEVICES", ""); // a machine with one GPU has none for a second process
+        command.env("CUDA_VISIBLE_DEVICES", ""); // a machine with one GPU has no second one for the other process
         command.stdout(Stdio::piped()).spawn()
     };
     println!("two processes with one rank each, as on two machines:");
     for (process, expected) in [start("0")?, start("1")?].into_iter().zip(&lines) {
-        let output = process.wait_with_output()?; // if one fails, so does the other
-        let said = String::from_utf8_lossy(&output.stdout);
-        print!("    {said}");
-        ensure!(said.trim() == *expected, "{}; expected {expected}", output.status);
+        let output = process.wait_with_output()?; // if one process fails, the other fails too
+        let printed = String::from_utf8_lossy(&output.stdout);
+        print!("    {printed}");
+        ensure!(printed.trim() == *expected, "{}; expected {expected}", output.status);
     }
     Ok(())
 }

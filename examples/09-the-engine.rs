@@ -1,9 +1,9 @@
-//! 09. The engine: what `DistributedDataParallel` has beside averaging, in one loop.
+//! 09. A full training loop: the features around `DistributedDataParallel`.
 //!
 //!     cargo run --release --example 09-the-engine
 //!
-//! Steps of several batches, mixed precision, clipping, a communication hook, dropout from each rank's own random numbers,
-//! evaluation.
+//! Gradient accumulation, mixed precision, gradient clipping, a communication hook, dropout with each rank's own random
+//! number generator, and evaluation.
 
 #![allow(clippy::print_stdout)]
 
@@ -15,7 +15,7 @@ use tch::nn::{self, ModuleT, VarStore};
 
 const EPOCHS: u64 = 50;
 
-/// 1024 points of the sine.
+/// Returns 1024 points of the sine.
 fn sine() -> anyhow::Result<TensorDataset> {
     let x = Tensor::linspace(-1.0, 1.0, 1024, tch::kind::FLOAT_CPU).unsqueeze(1);
     Ok(TensorDataset::new(x.shallow_clone(), (x * 3.0).sin())?)
@@ -38,7 +38,7 @@ fn main() -> anyhow::Result<()> {
         let model = fork_rng(7, || model(&vs, &generator))?;
         let mut ddp =
             DistributedDataParallel::new(model, &vs, group.clone(), DdpOptions::default())?;
-        // What DDP does by itself, and could be anything that leaves the same on all ranks.
+        // The same as DDP's default. A hook may do anything that gives all ranks the same gradients.
         ddp.register_comm_hook(hook_fn("mine", |bucket, group| {
             group.all_reduce(bucket.gradients, ReduceOp::PremulSum(1.0 / group.world_size() as f64))
         }))?;
@@ -55,16 +55,17 @@ fn main() -> anyhow::Result<()> {
         for epoch in 0..EPOCHS {
             let mut batches = loader.epoch(epoch)?.peekable();
             while batches.peek().is_some() {
-                let of_step = batches.by_ref().take(2).collect::<Result<Vec<_>, _>>()?;
+                let step_batches = batches.by_ref().take(2).collect::<Result<Vec<_>, _>>()?;
                 ddp.zero_grad()?;
-                for (number, batch) in of_step.iter().enumerate() {
-                    // The last batch's backward averages, what all have added up.
-                    let is_last = number + 1 == of_step.len();
+                for (number, batch) in step_batches.iter().enumerate() {
+                    // The backward of the last batch averages the sum of all batches.
+                    let is_last = number + 1 == step_batches.len();
                     let _no_sync = (!is_last).then(|| ddp.no_sync());
                     let loss = {
                         let _autocast = Autocast::new(rank.device(), Kind::Half)?;
                         let output = ddp.forward(&batch.inputs);
-                        output.f_mse_loss(&batch.targets, Reduction::Mean)? / of_step.len() as f64
+                        output.f_mse_loss(&batch.targets, Reduction::Mean)?
+                            / step_batches.len() as f64
                     };
                     ddp.backward(&scaler.scale(&loss)?)?;
                 }
@@ -74,7 +75,7 @@ fn main() -> anyhow::Result<()> {
                 scaler.update()?;
                 step += 1;
             }
-            // As `model.eval()` in `torch.no_grad()`.
+            // Follows `model.eval()` within `torch.no_grad()`.
             let output = tch::no_grad(|| ddp.forward_t(&whole_x, false));
             error = output.f_mse_loss(&whole_y, Reduction::Mean)?.double_value(&[]);
             if rank.rank() == 0 && epoch % 10 == 9 {
@@ -87,7 +88,7 @@ fn main() -> anyhow::Result<()> {
 
         let hashes = group.all_gather_object(&ddp.parameters_hash()?)?;
         ensure!(hashes[0] == hashes[1], "the replicas must hold the same bits");
-        ensure!(error < 0.01, "it should have learned the sine by now");
+        ensure!(error < 0.01, "the model has not learned the sine");
         Ok(())
     })?;
     Ok(())

@@ -1,9 +1,10 @@
-//! 10. Data and validation: data of your own, loaded by workers while the ranks train, some of it held back.
+//! 10. Data and validation: a data set of your own, loaded by worker threads, with a part held back for validation.
 //!
 //!     cargo run --release --example 10-data-and-validation
 //!
 //! In Python: `__len__` and `__getitem__`, `random_split`, `DataLoader(num_workers=2, sampler=DistributedSampler(..))`,
-//! and `dist.all_reduce` of how many were right, where some samples count twice; with `uneven` each counts once.
+//! and `dist.all_reduce` of the number of correct samples. There padding makes some samples count twice; with `uneven`
+//! each counts once.
 
 #![allow(clippy::print_stdout)]
 
@@ -15,7 +16,7 @@ use ddp_mp::prelude::*;
 
 const LEN: usize = 64;
 
-/// Short recordings of a sine, a square wave or a saw tooth, at some pitch and from some moment on.
+/// Short signals: a sine, a square wave or a sawtooth wave, of different frequencies and phases.
 #[derive(Debug)]
 struct Waves;
 
@@ -24,16 +25,16 @@ impl Dataset for Waves {
         3005
     }
 
-    /// Made (or read, or unpacked) when asked for, on a worker's thread. An error ends the run, and names the sample.
+    /// Computes (or reads, or decodes) a sample on a worker thread. An error ends the run and names the sample.
     fn get(&self, index: usize) -> anyhow::Result<(Tensor, Tensor)> {
         let class = index % 3;
-        let (pitch, start) = (2.0 + (index % 11) as f32 / 3.0, (index % 101) as f32 / 101.0);
+        let (frequency, phase) = (2.0 + (index % 11) as f32 / 3.0, (index % 101) as f32 / 101.0);
         let wave = |i: usize| {
-            let phase = (pitch * i as f32 / LEN as f32 + start).fract();
+            let t = (frequency * i as f32 / LEN as f32 + phase).fract();
             match class {
-                0 => (TAU * phase).sin(),
-                1 => (TAU * phase).sin().signum(),
-                _ => 2.0 * phase - 1.0,
+                0 => (TAU * t).sin(),
+                1 => (TAU * t).sin().signum(),
+                _ => 2.0 * t - 1.0,
             }
         };
         let wave: Vec<f32> = (0..LEN).map(wave).collect();
@@ -57,7 +58,7 @@ fn main() -> anyhow::Result<()> {
 
         let loader = |data: &Arc<Subset>, sampler| -> ddp_mp::Result<_> {
             let loader = DataLoader::new(data.clone(), sampler, 32, rank.device())?;
-            // Two threads for each rank, two batches ahead each; on a GPU through pinned memory.
+            // Two threads per rank, each two batches ahead; to a GPU through pinned memory.
             loader.num_workers(2, 2, &group).pin_memory(&group)
         };
         let sampler = |len| DistributedSampler::new(len, rank.world_size(), rank.rank());
@@ -72,22 +73,22 @@ fn main() -> anyhow::Result<()> {
                 ddp.backward(&loss)?;
                 optimizer.step(0.003)?;
             }
-            let mut right = Tensor::zeros([2], (Kind::Double, rank.device()));
+            let mut correct = Tensor::zeros([2], (Kind::Double, rank.device()));
             for batch in validation.epoch(0)? {
                 let batch = batch?;
                 let output = tch::no_grad(|| ddp.forward_t(&batch.inputs, false));
                 let hits = output.argmax(1, false).eq_tensor(&batch.targets).sum(Kind::Double);
-                right += Tensor::stack(&[hits, Tensor::from(batch.len() as f64)], 0);
+                correct += Tensor::stack(&[hits, Tensor::from(batch.len() as f64)], 0);
             }
-            group.all_reduce(&mut right, ReduceOp::Sum)?; // each rank has seen its own
-            let [hits, count] = [0, 1].map(|index| right.double_value(&[index]));
-            ensure!(count as usize == held_back.len(), "each sample once");
+            group.all_reduce(&mut correct, ReduceOp::Sum)?; // each rank has counted its own samples
+            let [hits, count] = [0, 1].map(|index| correct.double_value(&[index]));
+            ensure!(count as usize == held_back.len(), "each sample must count once");
             accuracy = hits / count;
             if rank.rank() == 0 {
                 println!("epoch {epoch}: {:.1} % of {count} that were held back", 100.0 * accuracy);
             }
         }
-        ensure!(accuracy > 0.95, "it should know the waves by now");
+        ensure!(accuracy > 0.95, "the model has not learned the waves");
         Ok(())
     })?;
     Ok(())

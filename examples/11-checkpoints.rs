@@ -1,10 +1,10 @@
-//! 11. Checkpoints: a run that is stopped in the midst of an epoch, and goes on as if it had not been.
+//! 11. Checkpoints: a run that is stopped within an epoch, and resumed with the same result.
 //!
 //!     cargo run --release --example 11-checkpoints
 //!
-//! In Python `torch.save` of `model.state_dict()`, `optimizer.state_dict()` and whatever else one thinks of, on rank
-//! 0, and `sampler.set_epoch`; the place in the epoch is lost there. Here `Trainer` saves and finds all of it, and
-//! `model.safetensors` fits PyTorch's `load_state_dict`.
+//! In Python: `torch.save` of `model.state_dict()`, `optimizer.state_dict()` and more on rank 0, and
+//! `sampler.set_epoch`; the position within the epoch is lost. Here `Trainer` saves and restores all of it. PyTorch's
+//! `load_state_dict` accepts the tensors of `model.safetensors`.
 
 #![allow(clippy::print_stdout)]
 
@@ -14,12 +14,12 @@ use std::sync::Arc;
 use anyhow::ensure;
 use ddp_mp::prelude::*;
 
-/// Trains for three epochs, or until step `max_steps`, and returns the hash of the parameters. Where there is a
-/// checkpoint in `folder`, it goes on from the newest. (It could from an older one, or from the file `best`: those that
-/// are newer are renamed then, to `aside-...`.)
+/// Trains for three epochs, or until step `max_steps`. Returns the hash of the parameters. Resumes from the newest
+/// checkpoint in `folder`, if there is one. (A run that resumes from an older one, or from `best`, renames the newer
+/// ones to `aside-...`.)
 fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
     let dataset = Arc::new(TensorDataset::random(1024, 20, Targets::Values(1), 1)?);
-    // Before the ranks start: what is wrong with the folder or the checkpoint is said at once.
+    // Before the ranks start, so that a wrong folder or checkpoint is reported at once.
     let newest = CheckpointDir::newest_in(folder)?;
     let (dir, checkpoint) = match &newest {
         Some(newest) => (CheckpointDir::open(folder, 2)?, Some(Checkpoint::read(newest)?)),
@@ -47,7 +47,7 @@ fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
                 .checkpoints(dir.clone(), every, Default::default())
                 .max_steps(max_steps);
         if let Some(checkpoint) = &checkpoint {
-            trainer.resume(checkpoint)?; // optimizer, step, and the place in the epoch
+            trainer.resume(checkpoint)?; // optimizer, step, and position in the epoch
         }
         let summary = trainer.train(3, |_| Ok(()))?;
         let hash = trainer.ddp().parameters_hash()?;
@@ -75,7 +75,7 @@ fn main() -> anyhow::Result<()> {
         println!("    {}", newest.file_name().unwrap_or_default().display());
     }
     let resumed = train(&stopped, None)?;
-    ensure!(resumed == whole, "a run that goes on ends with the same bits");
+    ensure!(resumed == whole, "a resumed run must end with the same bits");
     println!("the same bits");
     Ok(())
 }

@@ -3,9 +3,9 @@
 //!     make python
 //!     cargo run --release --example mixed_world
 //!
-//! The other rank is `mixed_world.py`, which this starts with the Python in `.python`, or with that in the variable
-//! `PYTHON`; it takes PyTorch of the version of this libtorch. On two machines either of them would serve the store
-//! at its address, and the other connect to it.
+//! This program starts the other rank, `mixed_world.py`, with the Python in `.python` or in the variable `PYTHON`. Its
+//! PyTorch must have the version of this libtorch. On two machines, one rank would serve the store at its address, and
+//! the other would connect to it.
 
 #![allow(clippy::print_stdout)]
 
@@ -19,15 +19,15 @@ use ddp_mp::ReduceOp;
 use ddp_mp::process_group::c10d::{ProcessGroupGloo, TcpStore};
 use tch::Tensor;
 
-/// For how long the ranks wait for each other.
+/// How long the ranks wait for each other.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The other rank, which does not stay behind if this one fails.
+/// The process of the other rank, which is killed if this one fails.
 struct Other(Child);
 
 impl Drop for Other {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // it has ended, if all is well
+        let _ = self.0.kill(); // it has already ended if all went well
         let _ = self.0.wait();
     }
 }
@@ -45,7 +45,7 @@ fn main() -> anyhow::Result<()> {
         return Ok(());
     }
 
-    // Whoever serves the store is there first. Here it has a free port, which the other is told.
+    // The rank that serves the store starts first. It takes a free port and passes the port to the other rank.
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT)?;
     let mut other = Command::new(&python);
     other.arg(folder.join("examples/mixed_world.py")).arg(store.port().to_string());
@@ -53,7 +53,7 @@ fn main() -> anyhow::Result<()> {
         Other(other.spawn().with_context(|| format!("{} does not start", python.display()))?);
 
     let group = ProcessGroupGloo::new(&store, "world", 0, 2, TIMEOUT)?;
-    // From here on both must make the same calls, with the same kinds and shapes: nobody compares them.
+    // From here on both ranks must make the same calls with the same dtypes and shapes. Nothing checks that they do.
     let mut tensor = Tensor::from_slice(&[1f32, 10.0]);
     group.all_reduce(&mut tensor, ReduceOp::Sum)?;
     println!("Rust    rank 0: all_reduce of [1, 10] gives {:?}", Vec::<f32>::try_from(&tensor)?);
@@ -63,7 +63,7 @@ fn main() -> anyhow::Result<()> {
         group.broadcast(&mut tensor, root)?;
         println!("Rust    rank 0: broadcast from {root} gives {}", tensor.int64_value(&[0]));
     }
-    // Who serves the store leaves last.
+    // The rank that serves the store must exit last.
     group.barrier()?;
     drop(group);
     let status = other.0.wait()?;
