@@ -90,10 +90,8 @@ fn main() -> anyhow::Result<()> {
             // Rounded sums depend on the order, and the ring starts each chunk at another rank.
             ensure!(others == 0 || name == "ring", "{name} adds in the order of the ranks");
             // Sums of small whole numbers are exact, so their order does not matter.
-            ensure!(
-                sum(algorithm, &whole)? == sum(all_reduce, &whole)?,
-                "{name}: whole numbers differ"
-            );
+            let is_exact = sum(algorithm, &whole)? == sum(all_reduce, &whole)?;
+            ensure!(is_exact, "{name}: whole numbers differ");
         }
         Ok(())
     })?;
