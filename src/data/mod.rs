@@ -1,6 +1,7 @@
 //! Data sets, the sampler that deals samples to ranks, and the loader that makes a rank's batches.
 
 mod batch_source;
+mod blocks;
 mod dataset;
 mod files;
 mod loader;

@@ -18,6 +18,10 @@ impl Format for Digits {
         "digits"
     }
 
+    fn remark(&self) -> &'static str {
+        "handwritten, part of this program"
+    }
+
     fn has_classes(&self) -> bool {
         true
     }

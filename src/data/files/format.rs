@@ -19,6 +19,11 @@ pub(super) trait Format: fmt::Debug + Sync {
         self.usage().split_once(':').map_or(self.usage(), |(name, _)| name)
     }
 
+    /// Returns a few words about the format for the help; empty for none.
+    fn remark(&self) -> &'static str {
+        ""
+    }
+
     /// Returns whether there are files, so that a location follows the name.
     fn has_files(&self) -> bool {
         self.usage().contains(':')

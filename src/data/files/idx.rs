@@ -26,6 +26,10 @@ impl Format for Idx {
         "idx:FOLDER"
     }
 
+    fn remark(&self) -> &'static str {
+        "as MNIST"
+    }
+
     fn guess(&self, prefix: &str, path: &str) -> Option<String> {
         let is_mnist = prefix.eq_ignore_ascii_case("mnist");
         let is_folder = prefix.is_empty() && Path::new(path).is_dir();

@@ -39,6 +39,19 @@ impl DatasetSpec {
     /// 1797 handwritten digits of 8 x 8 pixels, built into the program.
     pub const DIGITS: Self = Self { format: &Digits, location: String::new() };
 
+    /// Returns the forms of all specs, for the help.
+    pub fn forms() -> String {
+        let form = |format: &&dyn Format| match format.remark() {
+            "" => format.usage().into(),
+            remark => format!("{} ({remark})", format.usage()),
+        };
+        let forms = |have_files: bool, separator: &str| {
+            let formats = FORMATS.iter().filter(|format| format.has_files() == have_files);
+            formats.map(form).collect::<Vec<String>>().join(separator)
+        };
+        format!("{}; or a file of your own: {}", forms(false, "; "), forms(true, ", "))
+    }
+
     /// Returns whether the targets are known to be classes.
     pub(crate) fn has_classes(&self) -> bool {
         self.format.has_classes()
