@@ -3,7 +3,6 @@
 mod bench;
 mod comm;
 mod env;
-mod explain;
 mod sampler;
 mod train;
 mod verify;

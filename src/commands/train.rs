@@ -4,14 +4,13 @@ use std::sync::Arc;
 
 use anyhow::Context;
 
-use super::explain::narrator;
 use crate::config::Config;
 use crate::data::{DataLoader, DistributedSampler};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Rank, Restarts, StopReason};
 use crate::session::{
-    ChildProcesses, Session, Training, after_restart, gather_summary, leave_error, print_end,
-    refuse_different_replicas, stop_at_signals,
+    ChildProcesses, Session, Training, after_restart, gather_summary, leave_error, narrator,
+    print_end, refuse_different_replicas, stop_at_signals,
 };
 use crate::telemetry::Printer;
 use crate::trainer::Trainer;
@@ -81,7 +80,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     }
     if let Some(built) = built {
         let parameters = trainer.ddp().num_parameters();
-        let narrator = || narrator(config, launched, data.training.len(), parameters, printer);
+        let narrator = || narrator(session, parameters);
         trainer = trainer.explain(built, (rank.rank() == 0).then(narrator))?;
     }
     if let Some(validation) = &data.validation {
@@ -98,7 +97,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         trainer.resume(checkpoint)?;
     }
     if rank.rank() == 0 {
-        session.artifacts.model(config, trainer.ddp(), trainer.state());
+        session.artifacts.record_model(config, trainer.ddp(), trainer.state());
     }
     let summary = trainer.train(config.max_epochs, |epoch| {
         printer.epoch(epoch, group.local_world_size()).context("writing to stdout")

@@ -100,7 +100,12 @@ impl RunArtifacts {
     }
 
     /// Records the model that rank 0 begins to train.
-    pub(crate) fn model(&self, config: &Config, ddp: &Strategy<Model>, first: &TrainerState) {
+    pub(crate) fn record_model(
+        &self,
+        config: &Config,
+        ddp: &Strategy<Model>,
+        first: &TrainerState,
+    ) {
         self.update(|draft| {
             draft.first = first.clone();
             draft.model = Parameters {

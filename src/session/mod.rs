@@ -6,6 +6,7 @@ mod artifacts;
 mod data;
 mod dealt_samples;
 mod join;
+mod narrator;
 mod outcome;
 mod placement;
 mod processes;
@@ -36,6 +37,7 @@ use outcome::{failure, outcome};
 
 pub(crate) use data::open_data;
 pub(crate) use join::{join, spawn};
+pub(crate) use narrator::narrator;
 pub(crate) use placement::{cores, place_all, place_ranks};
 pub use processes::AlreadyReported;
 pub(crate) use processes::{ChildProcesses, leave_error};

@@ -47,7 +47,8 @@ pub struct SimulatedCluster {
     pub(super) between: Link,
     /// The link from rank to rank within a node. The bandwidth is that of each rank.
     pub(super) within: Link,
-    said: Vec<&'static str>,
+    /// The keys that the user has given.
+    given: Vec<&'static str>,
 }
 
 const KEYS: [&str; 8] = [
@@ -74,25 +75,26 @@ const RATES: [(&str, f64); 7] = [
 ];
 
 /// The most ranks, more than any cluster has.
-const MOST: usize = 1 << 24;
+const MAX_RANKS: usize = 1 << 24;
 
 impl FromStr for SimulatedCluster {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let mut said: Vec<(&'static str, &str)> = Vec::new();
+        let mut given: Vec<(&'static str, &str)> = Vec::new();
         for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
             let Some(known) = KEYS.into_iter().find(|known| *known == key.replace('_', "-")) else {
                 let keys = KEYS.join(", ");
                 return Err(Error::Input(format!("there is no key `{key}`; use {keys}")));
             };
-            if said.iter().any(|(other, _)| *other == known) {
+            if given.iter().any(|(other, _)| *other == known) {
                 return Err(Error::Input(format!("`{known}` is given twice; give it once")));
             }
-            said.push((known, value));
+            given.push((known, value));
         }
-        let value = |key: &str| said.iter().find(|(known, _)| *known == key).map(|(_, it)| *it);
+        let value =
+            |key: &str| given.iter().find(|(known, _)| *known == key).map(|(_, value)| *value);
         let library = match value("backend") {
             None | Some("nccl") => Library::Nccl,
             Some("gloo") => Library::Gloo,
@@ -121,8 +123,9 @@ impl FromStr for SimulatedCluster {
         let rate = |key, default| value(key).map_or(Ok(default), |text| parse_rate(key, text));
         let count = |key, default| value(key).map_or(Ok(default), |text| parse_count(key, text));
         let (nodes, gpus) = (count("nodes", 2)?, count("gpus", 8)?);
-        if nodes.saturating_mul(gpus) > MOST {
-            let ranks = format!("that would be more than {MOST} ranks; use fewer nodes or gpus");
+        if nodes.saturating_mul(gpus) > MAX_RANKS {
+            let ranks =
+                format!("that would be more than {MAX_RANKS} ranks; use fewer nodes or gpus");
             return Err(wrong("nodes", &nodes.to_string(), &ranks));
         }
         Ok(Self {
@@ -138,7 +141,7 @@ impl FromStr for SimulatedCluster {
                 latency: time("node-latency", node_latency)?,
                 bandwidth: rate("node-bandwidth", node_bandwidth)?,
             },
-            said: said.into_iter().map(|(key, _)| key).collect(),
+            given: given.into_iter().map(|(key, _)| key).collect(),
         })
     }
 }
@@ -173,7 +176,7 @@ impl SimulatedCluster {
             _ => show(self.within.bandwidth, &RATES[..4]),
         };
         let setting =
-            |key| (format!("{key}={}", value(key)), meaning(key), !self.said.contains(&key));
+            |key| (format!("{key}={}", value(key)), meaning(key), !self.given.contains(&key));
         KEYS.map(setting).to_vec()
     }
 }
@@ -212,7 +215,7 @@ fn with_unit(text: &str, units: &[(&str, f64)]) -> Option<f64> {
     let begin = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
     let (number, name) = text.split_at(begin);
     let (_, unit) = units.iter().find(|(unit, _)| *unit == name.trim_start())?;
-    Some(number.parse::<f64>().ok()? * unit).filter(|it| it.is_finite())
+    Some(number.parse::<f64>().ok()? * unit).filter(|value| value.is_finite())
 }
 
 /// Returns `value` in the unit that leaves the fewest digits before the point, but at least one.

@@ -1,21 +1,13 @@
 //! The facts about a run that `--explain` needs before it begins.
 
-use std::sync::Arc;
-
-use crate::config::{CommHookKind, Config};
-use crate::launch::Launched;
+use super::Session;
+use crate::config::CommHookKind;
 use crate::optim::OptimizerConfig;
-use crate::telemetry::{Narrator, Printer, RunInfo};
+use crate::telemetry::{Narrator, RunInfo};
 
-/// Returns the narrator of the run of `config`, with `samples` training samples and a model of `parameters`
-/// parameters.
-pub(super) fn narrator(
-    config: &Config,
-    launched: &Launched,
-    samples: usize,
-    parameters: usize,
-    printer: &Arc<Printer>,
-) -> Narrator {
+/// Returns the narrator of a run whose model has `parameters` parameters.
+pub(crate) fn narrator(session: &Session, parameters: usize) -> Narrator {
+    let Session { config, launched, data, printer, .. } = session;
     let (optimizer, is_plain) = match config.optimizer_config() {
         OptimizerConfig::Sgd(sgd) => ("sgd", sgd.momentum == 0.0 && sgd.weight_decay == 0.0),
         OptimizerConfig::AdamW(_) => ("adamw", false),
@@ -28,7 +20,7 @@ pub(super) fn narrator(
         parameters,
         seed: config.seed,
         starts_from_file: config.init_from.is_some(),
-        samples,
+        samples: data.training.len(),
         shuffles: !config.no_shuffle,
         drops_last: config.drop_last,
         accumulate: config.grad_accum_steps,
