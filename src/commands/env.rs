@@ -10,7 +10,7 @@ use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Launch, LaunchKind, SpawnChoice};
 use crate::process_group::{nccl_version, rank_label};
 use crate::session::{cores, open_data, place_all};
-use crate::telemetry::{LogFormat, Printer};
+use crate::telemetry::Printer;
 
 #[derive(Serialize)]
 struct Report {
@@ -114,11 +114,7 @@ pub fn env(config: &Config, cuda: &Cuda, printer: &Printer) -> anyhow::Result<()
             threads_per_rank: placement.threads_per_rank,
         }),
     };
-    match printer.format() {
-        LogFormat::Json => printer.object(&report)?,
-        LogFormat::Text => printer.lines(|out| write_text(&report, &launch, config, out))?,
-    }
-    Ok(())
+    Ok(printer.result(&report, |out| write_text(&report, &launch, config, out))?)
 }
 
 impl Launched {

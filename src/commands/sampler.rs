@@ -1,10 +1,12 @@
 //! `ddp-mp sampler`: the samples of each rank.
 
+use std::io::Write;
+
 use serde::Serialize;
 
 use crate::data::DistributedSampler;
 use crate::error::Error;
-use crate::telemetry::{LogFormat, Printer, total_memory};
+use crate::telemetry::{Printer, total_memory};
 
 /// The samples to show.
 #[derive(Debug, Clone)]
@@ -33,10 +35,10 @@ impl SamplerRequest {
 }
 
 #[derive(Serialize)]
-struct Shard {
+struct Shard<'a> {
     rank: usize,
     epoch: u64,
-    indices: Vec<usize>,
+    indices: &'a [usize],
 }
 
 /// Prints the samples of the requested ranks: one line per sample, or one JSON object per rank. A line includes the
@@ -86,19 +88,17 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
         let indices = sampler.deal(order.as_deref(), 0)?;
         // Samples from this number on repeat the first ones.
         let padding = sampler.without_padding().num_samples();
-        match printer.format() {
-            LogFormat::Json => printer.object(&Shard { rank, epoch: request.epoch, indices })?,
-            LogFormat::Text => printer.lines(|out| {
-                if rank == 0 && request.rank.is_none() {
-                    writeln!(out, "rank  sample")?;
-                }
-                indices.iter().enumerate().try_for_each(|(number, index)| match request.rank {
-                    Some(_) => writeln!(out, "{index}"),
-                    None if number >= padding => writeln!(out, "{rank:>4}  {index}  (padding)"),
-                    None => writeln!(out, "{rank:>4}  {index}"),
-                })
-            })?,
-        }
+        let write = |out: &mut dyn Write| {
+            if rank == 0 && request.rank.is_none() {
+                writeln!(out, "rank  sample")?;
+            }
+            indices.iter().enumerate().try_for_each(|(number, index)| match request.rank {
+                Some(_) => writeln!(out, "{index}"),
+                None if number >= padding => writeln!(out, "{rank:>4}  {index}  (padding)"),
+                None => writeln!(out, "{rank:>4}  {index}"),
+            })
+        };
+        printer.result(&Shard { rank, epoch: request.epoch, indices: &indices }, write)?;
     }
     Ok(())
 }

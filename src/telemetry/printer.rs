@@ -153,6 +153,21 @@ impl Printer {
         reports.into_values().flatten().try_for_each(|r| self.event(&Event::Epoch(r)))
     }
 
+    /// Prints a result: `object` as a line of JSON, or the text that `write` writes.
+    ///
+    /// # Errors
+    /// As [`Printer::event`].
+    pub fn result(
+        &self,
+        object: &impl Serialize,
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> io::Result<()> {
+        match self.format {
+            LogFormat::Json => self.object(object),
+            LogFormat::Text => self.lines(write),
+        }
+    }
+
     /// Prints one object as a line of JSON.
     ///
     /// # Errors

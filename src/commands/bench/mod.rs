@@ -205,11 +205,9 @@ fn bench_on(
         };
         total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
         if leads {
-            match printer.format() {
-                LogFormat::Json => printer.object(&row),
-                LogFormat::Text => printer.line(&row.text()),
-            }
-            .context("writing to stdout")?;
+            printer
+                .result(&row, |out| writeln!(out, "{}", row.text()))
+                .context("writing to stdout")?;
         }
     }
     let (rows, busbw, wrong) = total;

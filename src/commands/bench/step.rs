@@ -23,7 +23,7 @@ use crate::records::PhaseSeconds;
 use crate::session::{
     self, ChildProcesses, StartPoint, Training, leave_error, open_data, reject_flags,
 };
-use crate::telemetry::{LogFormat, Printer};
+use crate::telemetry::Printer;
 use crate::trainer::Amp;
 
 /// The times of rank 0, in microseconds: medians over the steps. With a GPU, the times of the parts are the GPU's.
@@ -119,7 +119,8 @@ fn measure_here(
         let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
         let Some(times) = times else { return Ok(()) };
         let on_gpu = rank.device() != Device::Cpu;
-        print(&times, &config, steps, on_gpu, &printer).context("writing to stdout")?;
+        let write = |out: &mut dyn io::Write| write_text(&times, &config, steps, on_gpu, out);
+        printer.result(&times, write).context("writing to stdout")?;
         note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
         match &cluster {
             Some(cluster) => print_on(cluster, &times, &config, rank, &printer),
@@ -252,19 +253,6 @@ fn parts_on_gpu(total: f64, earlier: &PhaseSeconds, later: &PhaseSeconds) -> [f6
         part(|phases| phases.collectives),
         part(|phases| phases.optimizer),
     ]
-}
-
-fn print(
-    times: &StepTimes,
-    config: &Config,
-    steps: usize,
-    on_gpu: bool,
-    printer: &Printer,
-) -> io::Result<()> {
-    match printer.format() {
-        LogFormat::Json => printer.object(times),
-        LogFormat::Text => printer.lines(|out| write_text(times, config, steps, on_gpu, out)),
-    }
 }
 
 /// Prints the forecast of the step on `cluster`.

@@ -164,11 +164,9 @@ pub fn verify(
                 comparison.first_step = Some(step);
                 broken.push((step, comparison.replicas_equal));
             }
-            match printer.format() {
-                LogFormat::Json => printer.object(&comparison),
-                LogFormat::Text => printer.lines(|out| comparison.write(per_parameter, out)),
-            }
-            .context("writing to stdout")?;
+            printer
+                .result(&comparison, |out| comparison.write(per_parameter, out))
+                .context("writing to stdout")?;
         }
     }
     if let Some((step, _)) = broken.iter().min() {
