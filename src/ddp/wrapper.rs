@@ -157,9 +157,9 @@ impl<M> DistributedDataParallel<M> {
     pub fn statistics(&self) -> DdpStatistics {
         let times = self.reducer.times();
         let statistics = DdpStatistics::new(times, self.reducer.bucket_bytes());
-        match self.group().gpu_seconds().filter(|gpu| gpu.beside > 0.0) {
+        match self.group().gpu_seconds().filter(|gpu| gpu.side_streams > 0.0) {
             Some(gpu) => DdpStatistics {
-                communication_us: gpu.beside * 1e6 / f64::from(times.count.max(1)),
+                communication_us: gpu.side_streams * 1e6 / f64::from(times.count.max(1)),
                 overlapped: gpu.hidden(),
                 hidden: gpu.hidden(),
                 ..statistics

@@ -150,12 +150,11 @@ impl Rank {
             let members = (0..self.world_size()).collect();
             let invitation = match (&self.world, backend) {
                 (Some(world), _) => world.invitation(&self.run, backend),
-                (None, Backend::Threaded) => Ok(Bootstrap::threaded(&self.run, members)),
-                (None, Backend::Nccl) => Bootstrap::nccl(&self.run, members),
                 (None, Backend::Gloo) => Err(Error::Input(
                     "backend gloo is for several processes; use threaded for the ranks of one"
                         .into(),
                 )),
+                (None, _) => Bootstrap::new(backend.name(), &self.run, members, None),
             };
             // A store request that was cancelled because the run failed is not a failure of its own.
             invitation.or_else(|error| self.run.check(self.rank).and(Err(error)))

@@ -273,7 +273,7 @@ impl ProcessWorld {
         let interfaces = self.interfaces.as_deref();
         let network =
             Network::connect(store, run.clone(), Arc::clone(&members), layout, interfaces)?;
-        Bootstrap::across(run, members, network, backend == Backend::Nccl)
+        Bootstrap::new(backend.name(), run, members, Some(network))
     }
 
     pub(super) fn watch(&self) -> &HeartbeatMonitor {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::ProcessGroup;
-use super::arguments::Options;
+use super::call::Options;
 use crate::error::Result;
 use crate::operation::Operation;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crossbeam::channel::never;
 use tch::{Device, Tensor};
 
-use super::arguments::refuse;
+use super::refuse::refuse;
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -155,7 +155,8 @@ impl ProcessGroupGloo {
                 format!("there is no rank {rank} in a group of {size}; ranks count from 0"),
             );
         }
-        let interfaces = env::var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into());
+        let interfaces =
+            env::var_os("GLOO_SOCKET_IFNAME").map(|names| names.to_string_lossy().into());
         let interfaces: Option<String> = interfaces;
         Gloo::new_plain(&store.0, prefix, rank, size, timeout, interfaces.as_deref()).map(Self)
     }

@@ -5,13 +5,11 @@
 
 use tch::Tensor;
 
-use super::arguments::{Options, refuse};
+use super::call::{NEXT_SHAPE, Options};
+use super::refuse::refuse;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-
-/// The separator between the shapes of several tensors in [`Call::shape`](super::Call::shape).
-pub(super) const NEXT_SHAPE: i64 = -1;
 
 impl ProcessGroup {
     /// Reduces each of `tensors` like [`ProcessGroup::all_reduce`], in one collective.
@@ -197,7 +195,7 @@ fn shapes(tensors: &[Tensor]) -> Vec<i64> {
 /// Joins `tensors` into one contiguous tensor of `rows` rows. Each row has its part of each tensor.
 fn joined(tensors: &[Tensor], rows: i64) -> Result<Tensor> {
     let joined = || {
-        let flat = |it: &Tensor| it.f_reshape([rows, it.numel() as i64 / rows]);
+        let flat = |tensor: &Tensor| tensor.f_reshape([rows, tensor.numel() as i64 / rows]);
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
         Tensor::f_cat(&flat, 1)
     };

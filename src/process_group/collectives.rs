@@ -2,7 +2,8 @@
 
 use tch::Tensor;
 
-use super::arguments::{Dense, Options};
+use super::call::Options;
+use super::dense::Dense;
 use super::{ProcessGroup, ReduceOp};
 #[cfg(doc)]
 use crate::error::Error;

@@ -12,8 +12,8 @@ use std::thread;
 use crossbeam::channel::{Receiver, Select, Sender, bounded, unbounded};
 use tch::Device;
 
-use super::gloo::InFlight;
-use super::{ProcessGroup, SequencedBackend};
+use super::ProcessGroup;
+use super::backend::{InFlight, SequencedBackend};
 use crate::error::{Error, Result};
 use crate::ffi::{cuda, set_multithreading_enabled};
 use crate::operation::OpId;
@@ -25,11 +25,14 @@ const STACK_BYTES: usize = 64 << 20;
 
 /// A queued operation. Returns `Some` if it continues in the background while the thread does the next one.
 pub(super) type Operation =
-    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(InFlight, SpanId)>> + Send>;
+    Box<dyn FnOnce(&ProcessGroup) -> Result<Option<(Box<dyn InFlight>, SpanId)>> + Send>;
+
+/// An operation in the background, the id of its record, and the channel for its result.
+type InBackground = (Box<dyn InFlight>, SpanId, Sender<Result<()>>);
 
 enum Job {
     /// Take over the rank's side of the group.
-    Take(SequencedBackend),
+    Attach(SequencedBackend),
     /// Run the operation and send its result.
     Run(Operation, Sender<Result<()>>),
     /// Send the rank's side of the group back.
@@ -57,12 +60,12 @@ impl CommunicationThread {
             run.cancel.register();
             panics::watch_this_thread();
             set_multithreading_enabled(false);
-            let mut in_flight: VecDeque<(InFlight, SpanId, Sender<Result<()>>)> = VecDeque::new();
+            let mut in_flight: VecDeque<InBackground> = VecDeque::new();
             let tell = |result: Sender<Result<()>>, ended| {
                 let _ = result.send(ended); // fails if the `Work` was dropped
                 run.end_pending(rank);
             };
-            let finish = |(work, record, result): (InFlight, SpanId, Sender<Result<()>>)| {
+            let finish = |(work, record, result): InBackground| {
                 let at = work.at();
                 let end = |group: &ProcessGroup| work.wait().map(|()| group.record_end(record));
                 tell(result, run_job(&group, Some(at), end));
@@ -70,14 +73,14 @@ impl CommunicationThread {
             loop {
                 // Whichever comes first: a job, or the end of the oldest operation in flight.
                 if let Some((oldest, ..)) = in_flight.front()
-                    && ends_before_a_job(oldest, &received, run.cancel.tripped())
+                    && ends_before_a_job(&**oldest, &received, run.cancel.tripped())
                 {
                     in_flight.pop_front().into_iter().for_each(finish);
                     continue;
                 }
                 let Ok(job) = received.recv() else { break };
                 match job {
-                    Job::Take(side) => group.take(side),
+                    Job::Attach(side) => group.attach(side),
                     Job::GiveBack => {
                         in_flight.drain(..).for_each(finish);
                         if let Some(side) = group.detach() {
@@ -103,8 +106,8 @@ impl CommunicationThread {
     }
 
     /// Hands over the rank's side of the group.
-    pub(super) fn take(&self, side: SequencedBackend) {
-        self.send(Job::Take(side));
+    pub(super) fn attach(&self, side: SequencedBackend) {
+        self.send(Job::Attach(side));
     }
 
     /// Queues `operation`. Returns the channel that will receive its result.
@@ -129,7 +132,7 @@ impl CommunicationThread {
 /// Waits for the next job, for the end or the deadline of `work`, or for a cancelled run. Returns `false` if a job
 /// came first.
 fn ends_before_a_job(
-    work: &InFlight,
+    work: &dyn InFlight,
     jobs: &Receiver<Job>,
     cancelled: &Receiver<Infallible>,
 ) -> bool {

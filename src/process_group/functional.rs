@@ -16,7 +16,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::arguments::refuse;
+use super::refuse::refuse;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
 use crate::ffi::linear;
@@ -55,12 +55,9 @@ type Group = Rc<ProcessGroup>;
 /// ```
 pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let group = group.clone();
-    linear(
-        tensor,
-        move |it, transposed| {
-            if transposed { summed_by_weights(it, &group) } else { summed(it, &group) }
-        },
-    )
+    linear(tensor, move |tensor, transposed| {
+        if transposed { summed_by_weights(tensor, &group) } else { summed(tensor, &group) }
+    })
 }
 
 /// Returns rank `src`'s `tensor`, on every rank. A collective.
@@ -72,11 +69,11 @@ pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
 /// The errors of [`ProcessGroup::broadcast`] and of the [module](self).
 pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let group = group.clone();
-    unweighted(tensor, group.clone(), move |it, transposed| {
+    unweighted(tensor, group.clone(), move |tensor, transposed| {
         if !transposed {
-            return broadcasted(it, src, &group);
+            return broadcasted(tensor, src, &group);
         }
-        let sum = reduced(it, src, &group)?;
+        let sum = reduced(tensor, src, &group)?;
         if group.rank() == src { Ok(sum) } else { zeros(&sum.size(), &sum) }
     })
 }
@@ -91,8 +88,8 @@ pub fn broadcast(tensor: &Tensor, src: usize, group: &Rc<ProcessGroup>) -> Resul
 /// The errors of [`ProcessGroup::reduce`] and of the [module](self).
 pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let group = group.clone();
-    unweighted(tensor, group.clone(), move |it, transposed| {
-        if transposed { broadcasted(it, dst, &group) } else { reduced(it, dst, &group) }
+    unweighted(tensor, group.clone(), move |tensor, transposed| {
+        if transposed { broadcasted(tensor, dst, &group) } else { reduced(tensor, dst, &group) }
     })
 }
 
@@ -105,8 +102,8 @@ pub fn reduce(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<T
 /// The errors of [`ProcessGroup::gather`] and of the [module](self).
 pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<Vec<Tensor>> {
     let group = group.clone();
-    let all = unweighted(tensor, group.clone(), move |it, transposed| {
-        if transposed { scattered(it, dst, &group) } else { gathered(it, dst, &group) }
+    let all = unweighted(tensor, group.clone(), move |tensor, transposed| {
+        if transposed { scattered(tensor, dst, &group) } else { gathered(tensor, dst, &group) }
     })?;
     rows(&all)
 }
@@ -122,8 +119,8 @@ pub fn gather(tensor: &Tensor, dst: usize, group: &Rc<ProcessGroup>) -> Result<V
 pub fn scatter(tensors: &[Tensor], src: usize, group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::Scatter, tensors, group)?;
     let group = group.clone();
-    unweighted(&all, group.clone(), move |it, transposed| {
-        if transposed { gathered(it, src, &group) } else { scattered(it, src, &group) }
+    unweighted(&all, group.clone(), move |tensor, transposed| {
+        if transposed { gathered(tensor, src, &group) } else { scattered(tensor, src, &group) }
     })
 }
 
@@ -184,8 +181,8 @@ pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Resu
 pub fn reduce_scatter(input_list: &[Tensor], group: &Rc<ProcessGroup>) -> Result<Tensor> {
     let all = stacked(Operation::ReduceScatter, input_list, group)?;
     let group = group.clone();
-    unweighted(&all, group.clone(), move |it, transposed| {
-        if transposed { all_rows(it, &group) } else { sum_of_rows(it, &group) }
+    unweighted(&all, group.clone(), move |tensor, transposed| {
+        if transposed { all_rows(tensor, &group) } else { sum_of_rows(tensor, &group) }
     })
 }
 
@@ -214,9 +211,9 @@ pub fn all_to_all(
         );
     }
     let torch = || Error::torch("joining tensors");
-    let flat = input_list.iter().map(|it| it.f_reshape([-1]));
+    let flat = input_list.iter().map(|tensor| tensor.f_reshape([-1]));
     let flat = flat.collect::<Result<Vec<_>, _>>().map_err(torch())?;
-    let sent: Vec<i64> = input_list.iter().map(|it| it.numel() as i64).collect();
+    let sent: Vec<i64> = input_list.iter().map(|tensor| tensor.numel() as i64).collect();
     let received: Vec<i64> = output_shapes.iter().map(|shape| shape.iter().product()).collect();
     let input = Tensor::f_cat(&flat, 0).map_err(torch())?;
     let output = all_to_all_single(&input, Some(&received), Some(&sent), group)?;
@@ -239,17 +236,17 @@ pub fn all_to_all_single(
     group: &Rc<ProcessGroup>,
 ) -> Result<Tensor> {
     let group = group.clone();
-    let splits = [output_split_sizes, input_split_sizes].map(|it| it.map(<[i64]>::to_vec));
+    let splits = [output_split_sizes, input_split_sizes].map(|splits| splits.map(<[i64]>::to_vec));
     let shape = input.size();
-    unweighted(input, group.clone(), move |it, transposed| {
+    unweighted(input, group.clone(), move |tensor, transposed| {
         let [output, input] = &splits;
         let [to, from] = if transposed { [input, output] } else { [output, input] };
         let mut shape = shape.clone();
         if let (Some(rows), Some(splits)) = (shape.first_mut(), to) {
             *rows = splits.iter().sum();
         }
-        let mut output = zeros(&shape, it)?;
-        group.all_to_all_single(&mut output, it, to.as_deref(), from.as_deref())?;
+        let mut output = zeros(&shape, tensor)?;
+        group.all_to_all_single(&mut output, tensor, to.as_deref(), from.as_deref())?;
         Ok(output)
     })
 }
@@ -257,8 +254,8 @@ pub fn all_to_all_single(
 /// Gathers like [`all_gather`] into one tensor with a row for each rank.
 fn gathered_by_all(tensor: &Tensor, group: &Group) -> Result<Tensor> {
     let group = group.clone();
-    unweighted(tensor, group.clone(), move |it, transposed| {
-        if transposed { sum_of_rows(it, &group) } else { all_rows(it, &group) }
+    unweighted(tensor, group.clone(), move |tensor, transposed| {
+        if transposed { sum_of_rows(tensor, &group) } else { all_rows(tensor, &group) }
     })
 }
 
@@ -292,11 +289,11 @@ fn unweighted(
     group: Group,
     f: impl Fn(&Tensor, bool) -> Result<Tensor> + 'static,
 ) -> Result<Tensor> {
-    linear(input, move |it, transposed| {
+    linear(input, move |tensor, transposed| {
         if transposed {
             group.refuse_weights_in_autograd()?;
         }
-        f(it, transposed)
+        f(tensor, transposed)
     })
 }
 

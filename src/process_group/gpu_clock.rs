@@ -45,7 +45,7 @@ pub(crate) struct GpuSeconds {
     /// The time of the phases, and of the collectives that they waited for.
     pub phases: PhaseSeconds,
     /// The summed time of the collectives on streams other than the rank's own.
-    pub beside: f64,
+    pub side_streams: f64,
     /// The time that the rank's own stream has waited for these collectives.
     pub waited: f64,
 }
@@ -64,7 +64,7 @@ struct Launched {
     span: Span,
     operation: Operation,
     /// Whether the work is on a stream other than the rank's own.
-    beside: bool,
+    on_side_stream: bool,
     began: Rc<Event>,
     ended: Option<Rc<Event>>,
     /// The start and the end on the GPU; `None` if they are not known yet.
@@ -99,7 +99,7 @@ impl GpuClock {
         ended: Option<Span>,
         begun: Option<(Span, Operation)>,
     ) -> Result<()> {
-        let is_open = |it: &&mut Launched| it.ended.is_none() && Some(it.span) == ended;
+        let is_open = |work: &&mut Launched| work.ended.is_none() && Some(work.span) == ended;
         let open = self.launched.iter_mut().rev().find(is_open);
         if self.stopped || (open.is_none() && begun.is_none()) {
             return Ok(());
@@ -114,9 +114,16 @@ impl GpuClock {
             if self.launched.len() == MAX_QUEUED {
                 self.launched.pop_front();
             }
-            let beside = cuda::current_stream(self.gpu)? as usize != self.stream;
+            let on_side_stream = cuda::current_stream(self.gpu)? as usize != self.stream;
             let (began, ended, times) = (event, None, None);
-            self.launched.push_back(Launched { span, operation, beside, began, ended, times });
+            self.launched.push_back(Launched {
+                span,
+                operation,
+                on_side_stream,
+                began,
+                ended,
+                times,
+            });
         }
         Ok(())
     }
@@ -125,26 +132,26 @@ impl GpuClock {
     pub(super) fn note_done(&mut self, run: &RunContext) -> Result<()> {
         let (origin, passed) = &self.origin;
         let mut phase_goes_on = false;
-        for it in self.launched.iter_mut().filter(|it| it.times.is_none()) {
-            let is_phase = !it.operation.may_wait();
+        for work in self.launched.iter_mut().filter(|work| work.times.is_none()) {
+            let is_phase = !work.operation.may_wait();
             if is_phase && phase_goes_on {
                 continue; // phases follow each other on one stream
             }
-            match &it.ended {
+            match &work.ended {
                 Some(ended) if ended.is_done()? => {
-                    let since = [it.began.since(origin)?, ended.since(origin)?];
+                    let since = [work.began.since(origin)?, ended.since(origin)?];
                     let times = since.map(|since| passed.saturating_add(since));
-                    if let Span::Record(mark) = it.span {
+                    if let Span::Record(mark) = work.span {
                         run.flight_recorder.note_gpu(self.rank, mark, times);
                     }
-                    it.times = Some(times);
+                    work.times = Some(times);
                 }
                 // A collective within an unfinished phase may be done.
                 _ if is_phase => phase_goes_on = true,
                 _ => break,
             }
         }
-        while self.launched.front().is_some_and(|it| it.times.is_some()) {
+        while self.launched.front().is_some_and(|work| work.times.is_some()) {
             let Some(done) = self.launched.pop_front() else { break };
             let Some(times) = done.times else { break };
             self.count(&done, times);
@@ -160,7 +167,7 @@ impl GpuClock {
 
     /// Returns whether the GPU has done all spans that are over.
     pub(super) fn is_idle(&self) -> bool {
-        self.launched.iter().all(|it| it.ended.is_none() || it.times.is_some())
+        self.launched.iter().all(|work| work.ended.is_none() || work.times.is_some())
     }
 
     /// Stops recording. Keeps the times known so far.
@@ -173,9 +180,9 @@ impl GpuClock {
     /// queue. A collective on another stream costs a phase only the wait for it.
     fn count(&mut self, done: &Launched, [began, ended]: [Duration; 2]) {
         let time = ended.saturating_sub(began).as_secs_f64();
-        let GpuSeconds { phases, beside, waited } = &mut self.times;
-        if done.beside {
-            *beside += time;
+        let GpuSeconds { phases, side_streams, waited } = &mut self.times;
+        if done.on_side_stream {
+            *side_streams += time;
         } else if let Some(seconds) = phases.of_phase(done.operation) {
             *seconds += time;
             self.phase = Some((done.operation, ended));
@@ -202,7 +209,10 @@ impl GpuSeconds {
     /// Returns the share of the time of collectives that overlapped with other work of the rank's own stream, from
     /// 0 to 1.
     pub(crate) fn hidden(&self) -> f64 {
-        if self.beside == 0.0 { 0.0 } else { (1.0 - self.waited / self.beside).clamp(0.0, 1.0) }
+        if self.side_streams == 0.0 {
+            return 0.0;
+        }
+        (1.0 - self.waited / self.side_streams).clamp(0.0, 1.0)
     }
 }
 

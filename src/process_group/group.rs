@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use super::threaded::SubgroupKey;
+use super::call::Options;
+use super::refuse::refuse;
 use super::{Bootstrap, ProcessGroup};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
-
-use super::arguments::{Options, refuse};
 
 impl ProcessGroup {
     /// Creates a group of some ranks of this one, numbered from 0 in the same order. Returns `None` on ranks
@@ -46,20 +45,22 @@ impl ProcessGroup {
         let ranks = self.check_members(ranks)?;
         let shape: Vec<i64> = ranks.iter().map(|&rank| rank as i64).collect();
         let sequence = self.sequence()?;
-        let occasion = SubgroupKey::NewGroup(sequence);
         self.collective(operation, Options::default(), &shape, &[], &[])?;
 
         let Ok(place) = ranks.binary_search(&self.rank) else { return Ok(None) };
         let members: Arc<[usize]> = ranks.iter().map(|&rank| self.shared.members()[rank]).collect();
         let here = ranks.iter().filter(|rank| self.shared.here().contains(rank)).count();
-        let invitation = self.shared.invitation(occasion, here, || match &self.network {
-            Some(network) if here < ranks.len() => {
-                let part = network.part(&ranks, &format!("group/{occasion:?}"), members.clone())?;
-                Bootstrap::across(self.run(), members, part, self.is_stream_ordered)
-            }
-            _ => self.invitation(members),
+        let bootstrap = self.sub_groups.fetch(sequence, here, || {
+            let network = match &self.network {
+                Some(network) if here < ranks.len() => {
+                    let name = format!("group/{sequence}");
+                    Some(network.part(&ranks, &name, members.clone())?)
+                }
+                _ => None,
+            };
+            Bootstrap::new(self.backend(), self.run(), members, network)
         })?;
-        let group = invitation.accept(place, self.local_rank, self.device)?;
+        let group = bootstrap.accept(place, self.local_rank, self.device)?;
         Ok(Some(group.record_as_part_of(self, sequence)))
     }
 
@@ -186,14 +187,5 @@ impl ProcessGroup {
             );
         }
         Ok(ranks)
-    }
-
-    /// Returns the bootstrap of a group within this process: `nccl` if this group uses it, `threaded` otherwise.
-    fn invitation(&self, members: Arc<[usize]>) -> Result<Bootstrap> {
-        if self.is_stream_ordered {
-            Bootstrap::nccl(self.run(), members)
-        } else {
-            Ok(Bootstrap::threaded(self.run(), members))
-        }
     }
 }

@@ -8,8 +8,9 @@ use std::time::Duration;
 use tch::{Device, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::call::Call;
 use super::gpu_clock::{GpuClock, GpuSeconds, Span};
-use super::{Call, ProcessGroup, num_bytes};
+use super::{ProcessGroup, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use crate::records::PhaseSeconds;
@@ -47,7 +48,7 @@ pub(crate) struct CallContext {
 
 impl PhaseTracker {
     /// Returns the tracker for the group's communication thread.
-    pub(super) fn beside(&self) -> Self {
+    pub(super) fn for_comm_thread(&self) -> Self {
         Self { group: self.group, on_comm_thread: true, ..Self::default() }
     }
 }
@@ -65,7 +66,7 @@ impl ProcessGroup {
         match &self.network {
             // NCCL transfers no stop requests, so the processes exchange them here.
             Some(network)
-                if self.is_stream_ordered
+                if self.is_stream_ordered()
                     && network.shares_stop()
                     && self.rank == self.shared.here().start =>
             {
@@ -92,8 +93,8 @@ impl ProcessGroup {
     }
 
     /// Sets the context of the following collectives, until the next call.
-    pub(crate) fn set_context(&self, note: CallContext) {
-        self.phase_tracker.context.set(note);
+    pub(crate) fn set_context(&self, context: CallContext) {
+        self.phase_tracker.context.set(context);
     }
 
     /// Returns the fault that `--inject-fault` plans for this rank in training step `step`, if there is one.
@@ -167,8 +168,8 @@ impl ProcessGroup {
     /// Returns this rank's time in each phase so far, in seconds; the time of its GPU, where the rank only launches
     /// work. Ranks that share a GPU also share a stream, so their work cannot be told apart. Not a collective.
     pub(crate) fn phase_seconds(&self) -> PhaseSeconds {
-        let on_gpu = self.gpu_seconds().filter(|_| self.is_stream_ordered);
-        on_gpu.map_or(self.phase_tracker.seconds.get(), |it| it.phases)
+        let on_gpu = self.gpu_seconds().filter(|_| self.is_stream_ordered());
+        on_gpu.map_or(self.phase_tracker.seconds.get(), |gpu| gpu.phases)
     }
 
     /// Returns the GPU's time for the work that this rank has launched, in seconds; `None` without a GPU. Not a
@@ -260,14 +261,14 @@ impl ProcessGroup {
     /// Records that the gradient of the `index`-th parameter, which is in `bucket`, is complete. Does nothing
     /// unless the flight recorder keeps all records. Not a collective.
     pub(crate) fn record_gradient(&self, index: usize, bucket: usize, place: Option<CallSite>) {
-        let timeline = &self.run().flight_recorder;
-        if timeline.keeps_all() {
+        let recorder = &self.run().flight_recorder;
+        if recorder.keeps_all() {
             let at = OpId { operation: Operation::Gradient, sequence: index as u64 };
             let bucket = u16::try_from(bucket).ok();
-            let (group, amount, beside) = (None, 0, false);
-            let begin = OpStart { at, group, bucket, amount, place, on_comm_thread: beside };
-            let mark = timeline.begin(self.global_rank(), begin);
-            timeline.end(self.global_rank(), mark);
+            let (group, amount, on_comm_thread) = (None, 0, false);
+            let begin = OpStart { at, group, bucket, amount, place, on_comm_thread };
+            let mark = recorder.begin(self.global_rank(), begin);
+            recorder.end(self.global_rank(), mark);
         }
     }
 
@@ -282,8 +283,8 @@ impl ProcessGroup {
         let Phase { is, mark, collectives, .. } = self.phase_tracker.phase.take()?;
         let elapsed = self.run().flight_recorder.end(self.global_rank(), mark);
         let mut seconds = self.phase_tracker.seconds.get();
-        if let Some(of_phase) = seconds.of_phase(is) {
-            *of_phase += elapsed.saturating_sub(collectives).as_secs_f64();
+        if let Some(phase_seconds) = seconds.of_phase(is) {
+            *phase_seconds += elapsed.saturating_sub(collectives).as_secs_f64();
             seconds.collectives += collectives.as_secs_f64();
             self.phase_tracker.seconds.set(seconds);
         }
@@ -296,7 +297,7 @@ impl ProcessGroup {
         // 0 is the group of all ranks.
         let group = (xxh3_64(&name) as u32).max(1);
         self.run().register_group(group, &Arc::from(self.ranks()));
-        let recorded = PhaseTracker { group, ..PhaseTracker::default() };
-        Self { phase_tracker: recorded, weight: parent.weight.clone(), ..self }
+        let phase_tracker = PhaseTracker { group, ..PhaseTracker::default() };
+        Self { phase_tracker, weight: parent.weight.clone(), ..self }
     }
 }

@@ -4,6 +4,9 @@
 //! from [`Rank::init_process_group`](crate::launch::Rank::init_process_group).
 
 mod arguments;
+mod asynchronous;
+mod backend;
+mod backends;
 mod barriers;
 mod bootstrap;
 pub mod c10d;
@@ -11,17 +14,26 @@ mod call;
 mod coalesced;
 mod collectives;
 mod comm_thread;
+mod dense;
+mod device_name;
+mod dispatch;
+mod dtype;
 pub mod functional;
 mod gloo;
 mod gpu_clock;
 mod group;
 mod instrumentation;
-mod mismatch;
+mod local;
 mod nccl;
+mod network;
 mod objects;
+mod p2p_op;
 mod point_to_point;
+mod reduce_op;
+mod refuse;
 mod threaded;
 mod traffic;
+mod weighted;
 mod weights;
 mod work;
 
@@ -32,73 +44,32 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, select_biased};
-use tch::{Device, Kind};
+use tch::Device;
 
+use backend::{BackendType, SequencedBackend};
+pub(crate) use backends::check_reduction;
 pub(crate) use bootstrap::Bootstrap;
-pub(crate) use call::Call;
-use call::plain_kind;
-pub use call::{DTYPES, ReduceOp, dtype_name, parse_dtype};
 use comm_thread::CommunicationThread;
-use gloo::InFlight;
-pub(crate) use gloo::{Network, ProcessMap};
+pub(crate) use device_name::{device_name, rank_label};
+pub(crate) use dtype::num_bytes;
+pub use dtype::{DTYPES, dtype_name, parse_dtype};
 use gpu_clock::GpuClock;
 pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
+use local::{OncePerProcess, Shared};
 pub(crate) use nccl::{require_library as require_nccl, version as nccl_version};
-pub use point_to_point::P2POp;
-use threaded::Shared;
+pub(crate) use network::{Network, ProcessMap};
+pub use p2p_op::P2POp;
+pub use reduce_op::ReduceOp;
 pub use traffic::Traffic;
 use traffic::TrafficCounter;
 pub(crate) use weights::check_weight;
-use work::State;
 pub use work::Work;
 
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
 use crate::operation::Operation;
 use crate::runtime::{Activity, RunContext, Stop};
-
-/// A communication backend: moves the tensors between ranks.
-///
-/// Each implementation has its own file: [`threaded`], [`gloo`] and [`nccl`]. Every rank has its own instance. The
-/// calls of all ranks with the same sequence number are one collective.
-pub(crate) trait Backend: Send {
-    /// Returns the backend's name, as in messages and on the command line.
-    fn name(&self) -> &'static str;
-
-    /// Returns whether a call launches work on a device and returns before the work is done.
-    fn is_stream_ordered(&self) -> bool;
-
-    /// Runs this rank's part of a collective.
-    fn run(&mut self, call: &Call) -> Result<()>;
-
-    /// Starts this rank's part of a collective. Returns the operation if it continues in the background.
-    fn start(&mut self, call: &Call) -> Result<Option<InFlight>> {
-        self.run(call).map(|()| None)
-    }
-
-    /// Launches a batch of messages, each with a contiguous tensor. Only `nccl` supports this.
-    fn point_to_point(&mut self, ops: &[P2POp]) -> Result<()>;
-
-    /// Returns the bytes that this rank sends and receives in a collective.
-    fn traffic(&self, call: &Call) -> Traffic;
-
-    /// Returns the mean weight of all ranks in the last call, which must have had weights.
-    fn mean_weight(&self) -> f64;
-
-    /// Waits until no operation that this rank has launched waits for another rank. Calls `meanwhile` repeatedly.
-    fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()>;
-
-    /// Closes this rank's side of the backend: together with the other ranks, or at once if the run was cancelled.
-    fn shut_down(&mut self);
-}
-
-/// A rank's side of a group: the state that its collectives use one at a time, in call order.
-struct SequencedBackend {
-    /// The number of collectives that this rank has called.
-    sequence: u64,
-    backend: Box<dyn Backend>,
-}
 
 /// One rank's membership in a group of ranks.
 ///
@@ -123,11 +94,12 @@ pub struct ProcessGroup {
     rank: usize,
     local_rank: usize,
     device: Device,
-    backend: &'static str,
-    is_stream_ordered: bool,
+    backend: &'static BackendType,
     shared: Arc<Shared>,
     /// The network between the processes. `None` if the group does not use one.
     network: Option<Arc<Network>>,
+    /// The bootstraps of this group's sub-groups, by the sequence numbers of their `new_group`.
+    sub_groups: Arc<OncePerProcess<u64, Bootstrap>>,
     /// This rank's side. `None` while the communication thread has it.
     sequenced: RefCell<Option<SequencedBackend>>,
     communication: OnceCell<CommunicationThread>,
@@ -151,29 +123,24 @@ impl fmt::Debug for ProcessGroup {
             .field("rank", &self.rank)
             .field("ranks", &self.ranks())
             .field("device", &self.device)
-            .field("backend", &self.backend)
+            .field("backend", &self.backend.name)
             .finish_non_exhaustive()
     }
 }
 
 impl ProcessGroup {
-    fn new(
-        rank: usize,
-        local_rank: usize,
-        device: Device,
-        shared: Arc<Shared>,
-        network: Option<Arc<Network>>,
-        backend: Box<dyn Backend>,
-    ) -> Self {
+    /// Creates the membership, without the rank's side of the backend.
+    fn new(rank: usize, local_rank: usize, device: Device, bootstrap: Bootstrap) -> Self {
+        let Bootstrap { backend, shared, network, sub_groups, .. } = bootstrap;
         Self {
             rank,
             local_rank,
             device,
-            backend: backend.name(),
-            is_stream_ordered: backend.is_stream_ordered(),
+            backend,
             shared,
             network,
-            sequenced: RefCell::new(Some(SequencedBackend { sequence: 0, backend })),
+            sub_groups,
+            sequenced: RefCell::new(None),
             communication: OnceCell::new(),
             own_activity: None,
             phase_tracker: PhaseTracker::default(),
@@ -207,12 +174,12 @@ impl ProcessGroup {
 
     /// Returns the backend's name, such as `threaded`. Not a collective.
     pub fn backend(&self) -> &'static str {
-        self.backend
+        self.backend.name
     }
 
     /// Returns whether collectives run on a GPU stream, in its order, and not while the rank waits.
     pub(crate) fn is_stream_ordered(&self) -> bool {
-        self.is_stream_ordered
+        self.backend.is_stream_ordered
     }
 
     /// Returns the number of bytes that this rank has sent and received in this group so far. Not a collective.
@@ -220,75 +187,6 @@ impl ProcessGroup {
     /// Asynchronous operations count when they are over, messages when they are started.
     pub fn traffic(&self) -> Traffic {
         self.traffic.total()
-    }
-
-    /// Starts `operation`, any collectives of this group, and returns without waiting for the other ranks.
-    ///
-    /// Replaces PyTorch's `async_op=True`. Operations run one after the other in the order in which the rank calls
-    /// them, asynchronous or not. Other ranks need not call them in the same way. With `threaded` and `gloo`, a
-    /// separate thread runs the operation. With `nccl`, this call launches it, and it runs on the GPU like every
-    /// operation there.
-    ///
-    /// Leave the tensors alone until [`Work::wait`] has returned: they hold old values, new values, or a mix.
-    /// `operation` and everything that it captures move to the other thread, so give it handles of its own
-    /// (`shallow_clone`).
-    ///
-    /// # Errors
-    /// [`Error::Cancelled`] if the run has already failed. [`Work::wait`] returns the errors of `operation`; with
-    /// `nccl`, this call returns them.
-    ///
-    /// ```
-    /// # fn main() -> anyhow::Result<()> {
-    /// use ddp_mp::{Backend, ReduceOp, spawn};
-    /// use tch::Tensor;
-    ///
-    /// spawn(2, |rank| {
-    ///     let group = rank.init_process_group(Backend::Threaded)?;
-    ///     let tensor = Tensor::from_slice(&[rank.rank() as f32 + 1.0]);
-    ///     let mut same = tensor.shallow_clone(); // another handle to the same memory
-    ///     let work = group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum))?;
-    ///     // ... something else ...
-    ///     work.wait()?;
-    ///     assert_eq!(tensor.double_value(&[0]), 3.0);
-    ///     Ok(())
-    /// })?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn async_op(
-        &self,
-        operation: impl FnOnce(&ProcessGroup) -> Result<()> + Send + 'static,
-    ) -> Result<Work> {
-        self.run().check(self.global_rank())?;
-        if self.is_stream_ordered {
-            operation(self)?;
-            return self.launched();
-        }
-        if self.own_activity.is_some() {
-            // This is the communication thread.
-            operation(self)?;
-            return Ok(Work::new(State::Done, self.run().clone(), self.global_rank()));
-        }
-        self.queue(Box::new(|group| {
-            group.set_context(CallContext::default()); // errors then show the call site inside `operation`
-            operation(group).map(|()| None)
-        }))
-    }
-
-    /// Queues `operation` on the communication thread, behind earlier ones. Starts the thread if there is none.
-    fn queue(&self, operation: comm_thread::Operation) -> Result<Work> {
-        let thread = match self.communication.get() {
-            Some(thread) => thread,
-            None => {
-                let thread = CommunicationThread::start(self)?;
-                self.communication.get_or_init(|| thread)
-            }
-        };
-        if let Some(side) = self.detach() {
-            thread.take(side);
-        }
-        let result = thread.run(self, operation);
-        Ok(Work::new(State::Queued(result), self.run().clone(), self.global_rank()))
     }
 
     /// Waits until no operation that this rank has launched on its device waits for another rank. Not a collective.
@@ -380,76 +278,11 @@ impl ProcessGroup {
         })
     }
 
-    fn take(&self, side: SequencedBackend) {
+    fn attach(&self, side: SequencedBackend) {
         *self.sequenced.borrow_mut() = Some(side);
     }
 
     fn detach(&self) -> Option<SequencedBackend> {
         self.sequenced.borrow_mut().take()
     }
-
-    /// Returns a function that recreates this membership on the communication thread, without its side.
-    fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
-        let Self { rank, local_rank, device, backend, is_stream_ordered: launches, .. } = *self;
-        let (shared, traffic) = (self.shared.clone(), self.traffic.clone());
-        let (network, recorded) = (self.network.clone(), self.phase_tracker.beside());
-        move || ProcessGroup {
-            rank,
-            local_rank,
-            device,
-            backend,
-            is_stream_ordered: launches,
-            shared,
-            network,
-            sequenced: RefCell::new(None),
-            communication: OnceCell::new(),
-            own_activity: Some(Activity::default()),
-            phase_tracker: recorded,
-            gpu_clock: RefCell::default(),
-            messages: Cell::new(0),
-            traffic,
-            weight: Rc::default(),
-            stays_here: PhantomData,
-        }
-    }
-
-    /// Returns the handle of everything launched on this rank's stream so far.
-    fn launched(&self) -> Result<Work> {
-        let mark = cuda::Event::new()?;
-        if let Device::Cuda(gpu) = self.device {
-            mark.record(gpu)?;
-        }
-        Ok(Work::new(State::Launched(mark), self.run().clone(), self.global_rank()))
-    }
-}
-
-/// Checks that the backend of this name supports `operation` with `op` on tensors of `kind`.
-pub(crate) fn check_reduction(
-    backend: &str,
-    operation: Operation,
-    op: ReduceOp,
-    kind: Kind,
-) -> Result<()> {
-    op.check_kind(operation, kind)?;
-    if backend == "nccl" { nccl::reduction(operation, op, kind).map(drop) } else { Ok(()) }
-}
-
-/// Returns a device as this program prints it: `CPU`, `GPU:0`.
-pub(crate) fn device_name(device: Device) -> String {
-    match device {
-        Device::Cuda(index) => format!("GPU:{index}"),
-        Device::Cpu => "CPU".into(),
-        other => format!("{other:?}"),
-    }
-}
-
-/// Returns a rank's label: its device type and its number on its machine, such as `CPU:1` or `GPU:0`.
-pub(crate) fn rank_label(device: Device, local_rank: usize) -> String {
-    let kind = if matches!(device, Device::Cuda(_)) { "GPU" } else { "CPU" };
-    format!("{kind}:{local_rank}")
-}
-
-/// Returns the size of `numel` elements of `kind`, in bytes.
-pub(crate) fn num_bytes(kind: Kind, numel: usize) -> usize {
-    kind.elt_size_in_bytes() * numel
 }

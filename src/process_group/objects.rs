@@ -252,7 +252,10 @@ impl ProcessGroup {
     /// Returns the objects in the frames of all ranks.
     fn objects<T: DeserializeOwned>(&self, name: &str, all: &Tensor) -> Result<Vec<T>> {
         let bytes = self.bytes_of(&all.reshape([-1]))?;
-        bytes.chunks_exact(bytes.len() / self.world_size()).map(|it| unframe(name, it)).collect()
+        bytes
+            .chunks_exact(bytes.len() / self.world_size())
+            .map(|frame| unframe(name, frame))
+            .collect()
     }
 
     /// Copies bytes to this rank's device and pads them with zeros to `len`, which another rank may have announced.
@@ -276,7 +279,7 @@ impl ProcessGroup {
     /// With `nccl`, waits for the launched work before the host reads the result. With other backends, a call that
     /// has returned is done, and queued operations need no wait.
     fn await_launched(&self) -> Result<()> {
-        if self.is_stream_ordered { self.synchronize() } else { Ok(()) }
+        if self.is_stream_ordered() { self.synchronize() } else { Ok(()) }
     }
 
     fn read_lengths(&self, name: &str, lengths: &Tensor) -> Result<Vec<usize>> {
@@ -300,11 +303,11 @@ const LENGTH: usize = size_of::<u64>();
 
 /// Returns the object in a frame.
 fn unframe<T: DeserializeOwned>(name: &str, frame: &[u8]) -> Result<T> {
-    let told = frame.first_chunk().map_or(-1, |it| i64::from_le_bytes(*it));
-    let told = length(name, told)?;
-    let object = frame.get(LENGTH..LENGTH + told).ok_or_else(|| {
+    let len = frame.first_chunk().map_or(-1, |bytes| i64::from_le_bytes(*bytes));
+    let len = length(name, len)?;
+    let object = frame.get(LENGTH..LENGTH + len).ok_or_else(|| {
         Error::Input(format!(
-            "{name}: an object of {told} bytes is announced in a frame of {} bytes",
+            "{name}: an object of {len} bytes is announced in a frame of {} bytes",
             frame.len()
         ))
     })?;

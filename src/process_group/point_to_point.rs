@@ -4,49 +4,18 @@ use std::panic::Location;
 
 use tch::{Device, Tensor};
 
-use super::arguments::{Dense, refuse};
-use super::gloo::Letter;
-use super::threaded::{self, Contents, P2pRequest};
+use super::dense::Dense;
+use super::local::{Contents, P2pRequest};
+use super::network::OutgoingMessage;
+use super::refuse::refuse;
 use super::work::{OtherSide, State};
-use super::{ProcessGroup, Traffic, Work, num_bytes};
+use super::{P2POp, ProcessGroup, Traffic, Work, num_bytes};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 use crate::ffi::cuda;
-use crate::operation::{OpId, Operation};
+use crate::operation::OpId;
 use crate::runtime::OpStart;
-
-/// One message of [`ProcessGroup::batch_isend_irecv`]. Follows `torch.distributed.P2POp`.
-#[derive(Debug)]
-pub struct P2POp {
-    pub(super) side: threaded::Side,
-    pub(super) tensor: Tensor,
-    /// The other rank. `None` to receive from any rank.
-    pub(super) peer: Option<usize>,
-    pub(super) tag: u64,
-}
-
-impl P2POp {
-    /// Describes a message to send, as [`ProcessGroup::isend`] sends it.
-    pub fn isend(tensor: &Tensor, dst: usize, tag: u64) -> Self {
-        let tensor = tensor.shallow_clone();
-        Self { side: threaded::Side::Send, tensor, peer: Some(dst), tag }
-    }
-
-    /// Describes a message to receive, as [`ProcessGroup::irecv`] receives it.
-    pub fn irecv(tensor: &mut Tensor, src: Option<usize>, tag: u64) -> Self {
-        let tensor = tensor.shallow_clone();
-        Self { side: threaded::Side::Receive, tensor, peer: src, tag }
-    }
-
-    pub(super) fn is_send(&self) -> bool {
-        self.side == threaded::Side::Send
-    }
-
-    pub(super) fn operation(&self) -> Operation {
-        if self.is_send() { Operation::Send } else { Operation::Recv }
-    }
-}
 
 impl ProcessGroup {
     /// Sends `tensor` to rank `dst`, which receives it with [`ProcessGroup::recv`]. Returns when `dst` has received
@@ -220,8 +189,11 @@ impl ProcessGroup {
             self.check_output(operation, &op.tensor)?;
         }
         let Some(peer) = op.peer else {
-            return match self.is_stream_ordered {
-                true => refuse(operation, "backend nccl receives from a named rank only".into()),
+            return match self.is_stream_ordered() {
+                true => {
+                    let backend = self.backend();
+                    refuse(operation, format!("backend {backend} receives from a named rank only"))
+                }
                 false if self.world_size() == 1 => {
                     refuse(operation, "there is nobody else in the group".into())
                 }
@@ -242,7 +214,7 @@ impl ProcessGroup {
             let sent = if op.is_send() { bytes } else { 0 };
             self.traffic.add(Traffic { sent, received: bytes - sent });
         }
-        if self.is_stream_ordered {
+        if self.is_stream_ordered() {
             self.launch(ops)
         } else {
             ops.iter().map(|op| self.mail(op)).collect()
@@ -260,10 +232,10 @@ impl ProcessGroup {
         let posted = match messages {
             Some(messages) if op.is_send() => {
                 let (tensor, source, tag) = (&op.tensor, self.rank, op.tag);
-                messages.send(&Letter { tensor, source, destination, tag, at })?
+                messages.send(&OutgoingMessage { tensor, source, destination, tag, at })?
             }
             _ => {
-                let parcel = P2pRequest {
+                let request = P2pRequest {
                     side: op.side,
                     contents: Contents::Here(op.tensor.shallow_clone()),
                     source: if op.is_send() { Some(self.rank) } else { op.peer },
@@ -275,7 +247,7 @@ impl ProcessGroup {
                         _ => 0,
                     },
                 };
-                let posted = self.shared.mail().post(parcel, destination);
+                let posted = self.shared.mail().post(request, destination);
                 messages.map_or(Ok(()), |messages| messages.expect(op.peer))?;
                 posted
             }

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::Serialize;
 use tch::Tensor;
 
-use super::{Call, num_bytes};
+use super::call::Call;
+use super::dtype::num_bytes;
 use crate::operation::Operation;
 
 /// Bytes of tensors that were transferred between one rank and the others.

@@ -8,11 +8,10 @@ use std::time::Duration;
 
 use crossbeam::channel::{Receiver, RecvTimeoutError};
 
-use super::Network;
 #[cfg(doc)]
 use super::ProcessGroup;
-use super::gloo::connection_lost;
-use super::threaded::{Outcome, PostedOp, Shared};
+use super::local::{Outcome, PostedOp, Shared};
+use super::network::{Network, connection_lost};
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
 use crate::operation::OpId;

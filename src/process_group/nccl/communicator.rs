@@ -5,13 +5,13 @@
 //! waiting: another member may still need this rank before it leaves, too. [`end_all`] waits, at the rank's end.
 
 use std::cell::RefCell;
-use std::ffi::{CStr, c_int};
+use std::ffi::c_int;
 use std::sync::Arc;
 
 use cudarc::nccl::sys::{self, ncclResult_t};
 
-use super::UniqueId;
-use crate::error::{Error, Result};
+use super::status::is_failure;
+use super::unique_id::UniqueId;
 use crate::runtime::RunContext;
 
 thread_local! {
@@ -42,7 +42,7 @@ impl Communicator {
         size: usize,
         place: usize,
     ) -> ncclResult_t {
-        ENDING.with_borrow_mut(|ending| ending.retain_mut(|it| !it.try_end()));
+        ENDING.with_borrow_mut(|ending| ending.retain_mut(|left| !left.try_end()));
         let (size, place) = (size as c_int, place as c_int);
         let mut config = non_blocking();
         // SAFETY: all pointers are to valid places; NCCL copies the configuration. From here on `comm` is set, and
@@ -109,32 +109,9 @@ pub(super) fn end_all(run: &RunContext, rank: usize) {
     let left = RefCell::new(ENDING.take());
     // The rank's function is over, so no caller is left for an error.
     let _ = run.poll(rank, || {
-        left.borrow_mut().retain_mut(|it| !it.try_end());
+        left.borrow_mut().retain_mut(|left| !left.try_end());
         Ok(left.borrow().is_empty())
     });
-}
-
-pub(super) fn is_failure(result: &ncclResult_t) -> bool {
-    !matches!(result, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
-}
-
-/// Turns NCCL's result into an error with NCCL's own message. "In progress" is no error.
-pub(super) fn check(call: &'static str, result: ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
-    if !is_failure(&result) {
-        return Ok(());
-    }
-    // SAFETY: both functions return NCCL's strings, which live as long as the library. A null communicator is allowed,
-    // and selects the last error of this thread.
-    let (what, last) = unsafe {
-        let text = |string| CStr::from_ptr(string).to_string_lossy().into_owned();
-        let last = sys::ncclGetLastError(comm);
-        (
-            text(sys::ncclGetErrorString(result)),
-            if last.is_null() { String::new() } else { text(last) },
-        )
-    };
-    let reason = if last.is_empty() { what } else { format!("{what} ({})", last.trim()) };
-    Err(Error::Nccl { call, reason })
 }
 
 /// `NCCL_CONFIG_INITIALIZER` with `blocking = 0`: cudarc doesn't have the macro.

@@ -6,11 +6,14 @@ use std::time::Duration;
 use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t, ncclResult_t};
 use tch::{Kind, Tensor};
 
+use super::super::backend::Backend;
+use super::super::call::Call;
+use super::super::local::{exchange_calls, to_text};
+use super::super::network::Network;
 use super::super::traffic::{Traffic, first_bytes, of_parts};
-use super::super::{
-    Backend, Call, P2POp, ReduceOp, dtype_name, mismatch, num_bytes, threaded, weights,
-};
-use super::{Nccl, Network, is_failure};
+use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
+use super::Nccl;
+use super::status::is_failure;
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
 use crate::operation::Operation;
@@ -149,12 +152,12 @@ impl Nccl {
             let timeout = call.timeout.unwrap_or(self.shared.run().timeout);
             return self.slot.barrier().wait_at_most(self.slot.rank(), call.at(), timeout);
         }
-        threaded::exchange(&mut self.slot, self.shared.here().start, call, false, None)?;
+        exchange_calls(&mut self.slot, self.shared.here().start, call, false, None)?;
         if let Some(network) = self.elsewhere().filter(|_| compares) {
             if self.slot.rank() == 0 {
-                let describe = || mismatch::to_text(self.slot.published());
+                let describe = || to_text(self.slot.published());
                 let mean = call.weight.map(|_| weights::mean(self.weights_here()));
-                self.tell(network.compare(call, mean, describe))?;
+                self.report_failure(network.compare(call, mean, describe))?;
             }
             // No timeout: the first rank's work has one.
             let barrier = self.slot.barrier();
@@ -176,11 +179,11 @@ impl Nccl {
     }
 
     fn elsewhere(&self) -> Option<&Network> {
-        self.network.as_deref().filter(|it| it.layout().processes.len() > 1)
+        self.network.as_deref().filter(|network| network.layout().processes.len() > 1)
     }
 
     fn weights_here(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
-        self.slot.published().map(|it| (it.weight.unwrap_or(0.0), 1))
+        self.slot.published().map(|call| (call.weight.unwrap_or(0.0), 1))
     }
 
     /// Returns the mean weight of all ranks in the last call, which must have had weights.
@@ -193,7 +196,7 @@ impl Nccl {
 
     /// Reports a failure as soon as it is found, even if the caller ignores it. Otherwise this rank could continue, and
     /// take part in the wrong exchanges. Aborting also takes time.
-    pub(super) fn tell(&self, result: Result<()>) -> Result<()> {
+    pub(super) fn report_failure(&self, result: Result<()>) -> Result<()> {
         if let Err(error) = &result {
             let (run, rank) = (self.shared.run(), self.global_rank());
             run.check(rank)?; // a peer that has gone is not this rank's failure
@@ -238,8 +241,8 @@ fn room_for(tensors: &[Tensor]) -> Result<Option<Tensor>> {
         return Ok(None);
     }
     let numel = (tensors.len() * first.numel()) as i64;
-    let room = Tensor::f_empty([numel], (first.kind(), first.device()));
-    room.map(Some).map_err(Error::torch("empty"))
+    let buffer = Tensor::f_empty([numel], (first.kind(), first.device()));
+    buffer.map(Some).map_err(Error::torch("empty"))
 }
 
 /// Returns copies of `tensors`, contiguous and of one size, in one buffer. `None` if they already lie one after the
@@ -249,7 +252,8 @@ fn joined(tensors: &[Tensor]) -> Result<Option<Tensor>> {
         return Ok(None);
     }
     let flat = || {
-        let flat: Result<Vec<Tensor>, _> = tensors.iter().map(|it| it.f_view([-1])).collect();
+        let flat: Result<Vec<Tensor>, _> =
+            tensors.iter().map(|tensor| tensor.f_view([-1])).collect();
         Tensor::f_cat(&flat?, 0)
     };
     tch::no_grad(flat).map(Some).map_err(Error::torch("cat"))
@@ -271,7 +275,7 @@ fn copy_parts(flat: &Tensor, tensors: &[Tensor]) -> Result<()> {
 fn is_one_piece(tensors: &[Tensor]) -> bool {
     let size = num_bytes(tensors[0].kind(), tensors[0].numel());
     let start = tensors[0].data_ptr() as usize;
-    tensors.iter().enumerate().all(|(i, it)| it.data_ptr() as usize == start + i * size)
+    tensors.iter().enumerate().all(|(i, tensor)| tensor.data_ptr() as usize == start + i * size)
 }
 
 fn multiply(tensor: &Tensor, factor: f64) -> Result<()> {
@@ -308,7 +312,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
 }
 
 /// Returns NCCL's dtype and operation for a reduction, if NCCL has both.
-pub(crate) fn reduction(
+pub(super) fn reduction(
     operation: Operation,
     op: ReduceOp,
     kind: Kind,

@@ -18,6 +18,8 @@
 
 mod communicator;
 mod launch;
+mod library;
+mod status;
 mod unique_id;
 
 use std::collections::BTreeMap;
@@ -26,41 +28,56 @@ use std::sync::Arc;
 use cudarc::nccl::sys::{self, ncclResult_t};
 use tch::{Device, Kind, Tensor};
 
-use super::gloo::Network;
-use super::threaded::{CollectiveFingerprint, ExchangeSlot, Shared, SubgroupKey};
-use super::{Backend, Bootstrap, Call, P2POp, Traffic};
+use super::backend::{Backend, BackendType, Join};
+use super::call::Call;
+use super::local::{CallSlot, OncePerProcess, Shared};
+use super::network::Network;
+use super::{P2POp, Traffic};
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
 use crate::operation::Operation;
-use communicator::{Communicator, check, end_all, is_failure};
-pub(super) use launch::reduction;
-pub(crate) use unique_id::UniqueId;
+use communicator::{Communicator, end_all};
+pub(crate) use library::{require_library, version};
+use status::{check, is_failure};
+use unique_id::UniqueId;
 
-/// Returns NCCL's version, such as `2.28.9`. `None` if NCCL is not installed.
-pub(crate) fn version() -> Option<String> {
-    require_library().ok()?;
-    let mut version = 0;
-    // SAFETY: the library is there, and writes one number to a valid place.
-    let result = unsafe { sys::ncclGetVersion(&mut version) };
-    check("ncclGetVersion", result, std::ptr::null_mut()).ok()?;
-    Some(format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100))
-}
+pub(super) const BACKEND: BackendType = BackendType {
+    name: "nccl",
+    is_stream_ordered: true,
+    needs_network: false,
+    check_reduction: |operation, op, kind| launch::reduction(operation, op, kind).map(drop),
+    prepare,
+};
 
-/// Returns an error if NCCL is not installed: cudarc would panic at the first call.
-pub(crate) fn require_library() -> Result<()> {
-    // SAFETY: only tries to load the library.
-    if unsafe { sys::is_culib_present() } {
-        return Ok(());
-    }
-    Err(Error::Input(
-        "backend nccl: libnccl was not found; `make libtorch` fetches it on a machine with an NVIDIA \
-         driver, or use --backend threaded"
-            .into(),
-    ))
+/// The ids of communicators of two ranks of this process, by their group ranks, with the state that the two share.
+type Pairs = OncePerProcess<(usize, usize), (UniqueId, Arc<Shared>)>;
+
+/// Makes the id of the group's communicator. With several processes, the first makes it, and the others get it from the
+/// store.
+fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join> {
+    let id = match network {
+        Some(network) => {
+            let (run, members) = (shared.run(), shared.members());
+            let makes_it = network.layout().mine == 0;
+            let late = || run.not_come(members[shared.here().start], vec![members[0]]);
+            UniqueId::through(network.store(), "nccl", makes_it, run.timeout, late)?
+        }
+        None => UniqueId::new()?,
+    };
+    let (shared, network, pairs) = (shared.clone(), network.cloned(), Arc::<Pairs>::default());
+    Ok(Arc::new(move |rank, device| match device {
+        Device::Cuda(gpu) => {
+            let (shared, network, pairs) = (shared.clone(), network.clone(), pairs.clone());
+            Ok(Box::new(Nccl::join(shared, network, pairs, rank, gpu, id)?))
+        }
+        _ => Err(Error::Input(
+            "backend nccl needs a GPU for each rank; use threaded for ranks on the CPU".into(),
+        )),
+    }))
 }
 
 /// One rank's side of the backend.
-pub(super) struct Nccl {
+struct Nccl {
     communicator: Communicator,
     rank: usize,
     gpu: usize,
@@ -68,7 +85,7 @@ pub(super) struct Nccl {
     /// The connection to other processes, if there are any.
     network: Option<Arc<Network>>,
     /// The slot in the exchange of this process's ranks around every launch.
-    slot: ExchangeSlot<CollectiveFingerprint>,
+    slot: CallSlot,
     /// `true` if the ranks compare their calls (`--check-collectives`).
     check: bool,
     done: cuda::Event,
@@ -76,6 +93,8 @@ pub(super) struct Nccl {
     token: Tensor,
     /// Communicators of two ranks, for messages: a launch in the group's communicator needs all its ranks.
     pairs: BTreeMap<usize, Nccl>,
+    /// Those of them whose two ranks are in this process.
+    local_pairs: Arc<Pairs>,
 }
 
 /// Returns the store key that a rank sets when it joins.
@@ -87,9 +106,10 @@ impl Nccl {
     /// Joins the communicator `id` as group rank `rank`. Returns once all ranks have joined.
     ///
     /// The calling thread's current device must be `gpu`.
-    pub(super) fn join(
+    fn join(
         shared: Arc<Shared>,
         network: Option<Arc<Network>>,
+        local_pairs: Arc<Pairs>,
         rank: usize,
         gpu: usize,
         id: UniqueId,
@@ -100,20 +120,21 @@ impl Nccl {
             communicator: Communicator::new(shared.run().clone()),
             rank,
             gpu,
-            slot: shared.seat(rank),
+            slot: shared.slot(rank),
             check: shared.run().check_collectives,
             shared,
             network,
             done: cuda::Event::new()?,
             token,
             pairs: BTreeMap::new(),
+            local_pairs,
         };
         if let Some(network) = &nccl.network {
             network.store().set(&joins(rank), b"")?;
         }
         let size = nccl.shared.members().len();
-        nccl.with_launch_barrier(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |it| {
-            it.join(id, size, rank)
+        nccl.with_launch_barrier(&Call::bare(Operation::Init), "ncclCommInitRankConfig", |comm| {
+            comm.join(id, size, rank)
         })?;
         Ok(nccl)
     }
@@ -133,7 +154,7 @@ impl Nccl {
         self.exchange_local(call)?;
         let result = launch(&mut self.communicator);
         let launched = self.poll_until_ready(name, result);
-        self.tell(launched)?;
+        self.report_failure(launched)?;
         self.slot.barrier().wait(self.slot.rank(), call.at())
     }
 
@@ -168,29 +189,24 @@ impl Nccl {
     fn pair(&mut self, peer: usize) -> Result<&mut Nccl> {
         if !self.pairs.contains_key(&peer) {
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
-            if let Some(network) =
-                self.network.as_ref().filter(|_| !self.shared.here().contains(&peer))
-            {
-                let (run, key) = (self.shared.run(), format!("nccl/{low}-{high}"));
-                let makes_it = self.rank == low;
-                let members = [low, high].map(|rank| self.shared.members()[rank]);
-                let late = || run.not_come(members[1], vec![members[0]]);
-                let id = UniqueId::through(network.store(), &key, makes_it, run.timeout, late)?;
-                let place = usize::from(!makes_it);
-                let shared = Shared::new(run.clone(), Arc::new(members), place..place + 1);
-                self.pairs.insert(peer, Nccl::join(Arc::new(shared), None, place, self.gpu, id)?);
-            }
-        }
-        if !self.pairs.contains_key(&peer) {
-            let (low, high) = (self.rank.min(peer), self.rank.max(peer));
-            let invitation = self.shared.invitation(SubgroupKey::Pair(low, high), 2, || {
-                let members = [low, high].map(|rank| self.shared.members()[rank]);
-                Bootstrap::nccl(self.shared.run(), Arc::new(members))
-            })?;
-            if let Bootstrap::Nccl(id, shared, _) = invitation {
-                let place = usize::from(self.rank == high);
-                self.pairs.insert(peer, Nccl::join(shared, None, place, self.gpu, id)?);
-            }
+            let (place, run) = (usize::from(self.rank == high), self.shared.run());
+            let members = [low, high].map(|rank| self.shared.members()[rank]);
+            let share = |here| Arc::new(Shared::new(run.clone(), Arc::new(members), here));
+            let elsewhere = self.network.as_ref().filter(|_| !self.shared.here().contains(&peer));
+            let (id, shared) = match elsewhere {
+                Some(network) => {
+                    let key = format!("nccl/{low}-{high}");
+                    let late = || run.not_come(members[1], vec![members[0]]);
+                    let (store, makes_it) = (network.store(), place == 0);
+                    let id = UniqueId::through(store, &key, makes_it, run.timeout, late)?;
+                    (id, share(place..place + 1))
+                }
+                None => self
+                    .local_pairs
+                    .fetch((low, high), 2, || Ok((UniqueId::new()?, share(0..2))))?,
+            };
+            let pair = Nccl::join(shared, None, Arc::default(), place, self.gpu, id)?;
+            self.pairs.insert(peer, pair);
         }
         self.pairs.get_mut(&peer).ok_or_else(|| {
             Error::Unsupported(format!("ranks {} and {peer} have no communicator", self.rank))
@@ -227,14 +243,6 @@ impl Nccl {
 }
 
 impl Backend for Nccl {
-    fn name(&self) -> &'static str {
-        "nccl"
-    }
-
-    fn is_stream_ordered(&self) -> bool {
-        true
-    }
-
     fn run(&mut self, call: &Call) -> Result<()> {
         self.launch(call)
     }
@@ -270,7 +278,7 @@ impl Backend for Nccl {
                 self.done.is_done()
             })
         });
-        self.tell(waited)
+        self.report_failure(waited)
     }
 
     fn shut_down(&mut self) {

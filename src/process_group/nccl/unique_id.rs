@@ -5,17 +5,18 @@ use std::time::Duration;
 
 use cudarc::nccl::sys;
 
-use super::{check, require_library};
+use super::library::require_library;
+use super::status::check;
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 
 /// The id that one rank creates and all ranks need to join a communicator.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct UniqueId(pub(super) sys::ncclUniqueId);
+pub(super) struct UniqueId(pub(super) sys::ncclUniqueId);
 
 impl UniqueId {
     /// Creates a new id. Follows `ncclGetUniqueId`.
-    pub(crate) fn new() -> Result<Self> {
+    pub(super) fn new() -> Result<Self> {
         require_library()?;
         let mut id = sys::ncclUniqueId { internal: [0; 128] };
         // SAFETY: the library is there, and fills the id it is given.
@@ -26,7 +27,7 @@ impl UniqueId {
 
     /// Returns the id that all processes of a group share under `key` of their store. The process with `makes_it`
     /// creates it. The others wait for it up to `timeout`, and then fail with `late`.
-    pub(in crate::process_group) fn through(
+    pub(super) fn through(
         store: &TcpStore,
         key: &str,
         makes_it: bool,

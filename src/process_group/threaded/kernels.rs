@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+use super::super::call::Call;
+use super::super::local::{self, CollectiveFingerprint, Kinds, Place, Reduction, my_slice};
 use super::super::traffic::{Traffic, first_bytes, of_parts};
-use super::super::{Call, ReduceOp, num_bytes, weights};
-use super::element::{self, Kinds, Reduction};
-use super::fingerprint::{CollectiveFingerprint, Place};
+use super::super::{ReduceOp, num_bytes, weights};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 
@@ -111,13 +111,6 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     Traffic { sent, received }
 }
 
-/// Returns the elements that a rank reduces for all: equal parts, in whole cache lines.
-pub(in super::super) fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<usize> {
-    let part = numel.div_ceil(world_size).next_multiple_of(64);
-    let start = (part * rank).min(numel);
-    start..(start + part).min(numel)
-}
-
 /// # Safety
 /// The inputs and outputs of `places` have at least `slice.end` elements of `mine.kind`, on `mine.device`. No other
 /// rank touches the elements `slice` of the outputs, or writes to those of the inputs.
@@ -142,7 +135,7 @@ unsafe fn reduce(
     let reduction = Reduction { kinds, inputs, outputs, len, op, factors };
     if mine.device == Device::Cpu {
         // SAFETY: as the caller promises, with pointers moved to the start of the slice; no factors, or one per input.
-        unsafe { element::reduce(reduction) };
+        unsafe { local::reduce(reduction) };
         return Ok(());
     }
     // SAFETY: likewise.
@@ -154,11 +147,11 @@ fn keeps(op: ReduceOp) -> bool {
     !matches!(op, ReduceOp::PremulSum(factor) if factor != 1.0)
 }
 
-/// Reduces like [`element::reduce`], but with libtorch's kernels, for GPUs. All ranks launch into one stream, so work
+/// Reduces like [`local::reduce`], but with libtorch's kernels, for GPUs. All ranks launch into one stream, so work
 /// launched before a barrier is done before work launched after it.
 ///
 /// # Safety
-/// The requirements of [`element::reduce`], on `device`.
+/// The requirements of [`local::reduce`], on `device`.
 unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<(), tch::TchError> {
     let Reduction { kinds: Kinds { from: kind, .. }, inputs, outputs, len, op, factors } =
         reduction;
@@ -256,7 +249,7 @@ mod tests {
                     // SAFETY: tensors of `len` elements of `kind` that do not overlap, of this thread.
                     unsafe {
                         let one = reduction(op, &[]);
-                        element::reduce(one);
+                        local::reduce(one);
                         reduce_by_kernels(into_kernels(one), Device::Cpu).unwrap();
                     }
                     assert!(by_loops.equal(&by_kernels), "{kind:?} {op} {len}");
@@ -264,10 +257,10 @@ mod tests {
                         let (equal, unequal) = ([factor; 3], [0.5, 0.1, 0.4]);
                         // SAFETY: as above.
                         unsafe {
-                            element::reduce(into_kernels(reduction(Sum, &equal)));
+                            local::reduce(into_kernels(reduction(Sum, &equal)));
                             assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
                             let one = reduction(Sum, &unequal);
-                            element::reduce(one);
+                            local::reduce(one);
                             reduce_by_kernels(into_kernels(one), Device::Cpu).unwrap();
                         }
                         assert!(by_loops.equal(&by_kernels), "weighted {kind:?} {len}");
@@ -277,20 +270,5 @@ mod tests {
             }
         }
         assert_eq!(pairs, 6 * (4 * 6 + 5 * 7 + 5));
-    }
-
-    #[test]
-    fn slices_cover_everything_once() {
-        for numel in [0, 1, 63, 64, 65, 1000, 4096] {
-            for world_size in 1..6 {
-                let mut next = 0;
-                for rank in 0..world_size {
-                    let slice = my_slice(numel, rank, world_size);
-                    assert_eq!(slice.start, next);
-                    next = slice.end;
-                }
-                assert_eq!(next, numel);
-            }
-        }
     }
 }

@@ -1,7 +1,7 @@
 //! The part of ddp-mp in which ranks share memory, file by file as it is, but without libtorch.
 //!
 //! With the feature `loom` the ranks take turns in every possible order (`orders`); without it they are
-//! threads, for the thread sanitizer to watch (`process_group::threaded::races`).
+//! threads, for the thread sanitizer to watch (`process_group::local::races`).
 
 #![allow(dead_code, unused_imports)] // these files have more, for the rest of ddp-mp
 

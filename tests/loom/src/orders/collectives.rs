@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{AT, TIMEOUT, Watched, barrier_of, in_every_order};
 use crate::error::Result;
-use crate::process_group::threaded::{Exchange, ExchangeSlot};
+use crate::process_group::local::{Exchange, ExchangeSlot};
 use crate::runtime::Barrier;
 use crate::runtime::primitives::Arc;
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::collectives::{CollectiveFingerprint, Rank, meeting};
 use super::{TIMEOUT, in_every_order};
 use crate::error::{Error, Result};
-use crate::process_group::threaded::Exchange;
+use crate::process_group::local::Exchange;
 use crate::runtime::primitives::Arc;
 use crate::runtime::{Barrier, RunContext};
 

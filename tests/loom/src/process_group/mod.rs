@@ -1,8 +1,8 @@
 //! Where `element.rs` looks for what it reduces by.
 
-pub(crate) mod threaded;
+pub(crate) mod local;
 
-/// As in `src/process_group/call.rs`, which needs libtorch.
+/// As in `src/process_group/reduce_op.rs`, which needs libtorch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum ReduceOp {
     Sum,

@@ -1,0 +1,144 @@
+//! Asynchronous operations: they run on the communication thread, or on the GPU's stream.
+
+use std::cell::{Cell, OnceCell, RefCell};
+use std::marker::PhantomData;
+use std::rc::Rc;
+
+use tch::{Device, Tensor};
+
+use super::comm_thread::{self, CommunicationThread};
+use super::instrumentation::CallContext;
+use super::work::State;
+use super::{ProcessGroup, ReduceOp, Work};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::ffi::cuda;
+use crate::runtime::Activity;
+
+impl ProcessGroup {
+    /// Starts `operation`, any collectives of this group, and returns without waiting for the other ranks.
+    ///
+    /// Replaces PyTorch's `async_op=True`. Operations run one after the other in the order in which the rank calls
+    /// them, asynchronous or not. Other ranks need not call them in the same way. With `threaded` and `gloo`, a
+    /// separate thread runs the operation. With `nccl`, this call launches it, and it runs on the GPU like every
+    /// operation there.
+    ///
+    /// Leave the tensors alone until [`Work::wait`] has returned: they hold old values, new values, or a mix.
+    /// `operation` and everything that it captures move to the other thread, so give it handles of its own
+    /// (`shallow_clone`).
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] if the run has already failed. [`Work::wait`] returns the errors of `operation`; with
+    /// `nccl`, this call returns them.
+    ///
+    /// ```
+    /// # fn main() -> anyhow::Result<()> {
+    /// use ddp_mp::{Backend, ReduceOp, spawn};
+    /// use tch::Tensor;
+    ///
+    /// spawn(2, |rank| {
+    ///     let group = rank.init_process_group(Backend::Threaded)?;
+    ///     let tensor = Tensor::from_slice(&[rank.rank() as f32 + 1.0]);
+    ///     let mut same = tensor.shallow_clone(); // another handle to the same memory
+    ///     let work = group.async_op(move |group| group.all_reduce(&mut same, ReduceOp::Sum))?;
+    ///     // ... something else ...
+    ///     work.wait()?;
+    ///     assert_eq!(tensor.double_value(&[0]), 3.0);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn async_op(
+        &self,
+        operation: impl FnOnce(&ProcessGroup) -> Result<()> + Send + 'static,
+    ) -> Result<Work> {
+        self.run().check(self.global_rank())?;
+        if self.is_stream_ordered() {
+            operation(self)?;
+            return self.launched();
+        }
+        if self.own_activity.is_some() {
+            // This is the communication thread.
+            operation(self)?;
+            return Ok(Work::new(State::Done, self.run().clone(), self.global_rank()));
+        }
+        self.queue(Box::new(|group| {
+            group.set_context(CallContext::default()); // errors then show the call site inside `operation`
+            operation(group).map(|()| None)
+        }))
+    }
+
+    /// Starts an [`all_reduce_weighted`](Self::all_reduce_weighted) of a contiguous tensor, like
+    /// [`async_op`](Self::async_op). If the backend can continue it in the background, the next operation starts
+    /// meanwhile.
+    pub(crate) fn all_reduce_async(
+        &self,
+        tensor: &Tensor,
+        op: ReduceOp,
+        weight: Option<f64>,
+    ) -> Result<Work> {
+        let mut tensor = tensor.shallow_clone();
+        if self.is_stream_ordered() || self.own_activity.is_some() {
+            return self.async_op(move |group| group.all_reduce_weighted(&mut tensor, op, weight));
+        }
+        self.run().check(self.global_rank())?;
+        let context = self.phase_tracker.context.get();
+        self.queue(Box::new(move |group| {
+            group.set_context(context);
+            group.start_all_reduce(&tensor, op, weight)
+        }))
+    }
+
+    /// Queues `operation` on the communication thread, behind earlier ones. Starts the thread if there is none.
+    fn queue(&self, operation: comm_thread::Operation) -> Result<Work> {
+        let thread = match self.communication.get() {
+            Some(thread) => thread,
+            None => {
+                let thread = CommunicationThread::start(self)?;
+                self.communication.get_or_init(|| thread)
+            }
+        };
+        if let Some(side) = self.detach() {
+            thread.attach(side);
+        }
+        let result = thread.run(self, operation);
+        Ok(Work::new(State::Queued(result), self.run().clone(), self.global_rank()))
+    }
+
+    /// Returns a function that recreates this membership on the communication thread, without its side.
+    pub(super) fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
+        let Self { rank, local_rank, device, backend, .. } = *self;
+        let (shared, network) = (self.shared.clone(), self.network.clone());
+        let (sub_groups, traffic) = (self.sub_groups.clone(), self.traffic.clone());
+        let phase_tracker = self.phase_tracker.for_comm_thread();
+        move || ProcessGroup {
+            rank,
+            local_rank,
+            device,
+            backend,
+            shared,
+            network,
+            sub_groups,
+            sequenced: RefCell::new(None),
+            communication: OnceCell::new(),
+            own_activity: Some(Activity::default()),
+            phase_tracker,
+            gpu_clock: RefCell::default(),
+            messages: Cell::new(0),
+            traffic,
+            weight: Rc::default(),
+            stays_here: PhantomData,
+        }
+    }
+
+    /// Returns the handle of everything launched on this rank's stream so far.
+    pub(super) fn launched(&self) -> Result<Work> {
+        let mark = cuda::Event::new()?;
+        if let Device::Cuda(gpu) = self.device {
+            mark.record(gpu)?;
+        }
+        Ok(Work::new(State::Launched(mark), self.run().clone(), self.global_rank()))
+    }
+}

@@ -1,0 +1,91 @@
+//! What a backend is: how a rank joins it, what it can do, and how a collective continues in the background.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam::channel::Receiver;
+use tch::{Device, Kind};
+
+use super::call::Call;
+use super::local::Shared;
+use super::network::Network;
+use super::p2p_op::P2POp;
+use super::reduce_op::ReduceOp;
+use super::traffic::Traffic;
+use crate::error::{Error, Result};
+use crate::operation::{OpId, Operation};
+
+/// One kind of backend. Each has a folder, which defines its `BACKEND`, and a line in `backends.rs`.
+pub(super) struct BackendType {
+    /// The name, as in messages and on the command line.
+    pub name: &'static str,
+    /// Whether a call launches work on a device and returns before the work is done. Such a backend launches messages,
+    /// too.
+    pub is_stream_ordered: bool,
+    /// Whether it only connects processes. A group within one process then uses `threaded`.
+    pub needs_network: bool,
+    /// Checks that the backend can reduce tensors of this dtype in this way.
+    pub check_reduction: fn(Operation, ReduceOp, Kind) -> Result<()>,
+    /// Prepares a group for the ranks of this process. The network is `None` for a group within one process.
+    pub prepare: fn(&Arc<Shared>, Option<&Arc<Network>>) -> Result<Join>,
+}
+
+/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::Input`] if the backend
+/// does not support the device.
+pub(super) type Join = Arc<dyn Fn(usize, Device) -> Result<Box<dyn Backend>> + Send + Sync>;
+
+/// A communication backend: moves the tensors between ranks.
+///
+/// Each implementation has a folder: `threaded`, `gloo` and `nccl`. Every rank has its own instance. The calls of all ranks with the same sequence number are one collective.
+pub(super) trait Backend: Send {
+    /// Runs this rank's part of a collective.
+    fn run(&mut self, call: &Call) -> Result<()>;
+
+    /// Starts this rank's part of a collective. Returns the operation if it continues in the background.
+    fn start(&mut self, call: &Call) -> Result<Option<Box<dyn InFlight>>> {
+        self.run(call).map(|()| None)
+    }
+
+    /// Launches a batch of messages, each with a contiguous tensor. Only a stream-ordered backend supports this; with
+    /// others, messages go through the mailboxes, which do not wait for the rank's collectives.
+    fn point_to_point(&mut self, _: &[P2POp]) -> Result<()> {
+        Err(Error::Unsupported("this backend launches no messages".into()))
+    }
+
+    /// Returns the bytes that this rank sends and receives in a collective.
+    fn traffic(&self, call: &Call) -> Traffic;
+
+    /// Returns the mean weight of all ranks in the last call, which must have had weights.
+    fn mean_weight(&self) -> f64;
+
+    /// Waits until no operation that this rank has launched waits for another rank. Calls `meanwhile` repeatedly.
+    fn synchronize(&mut self, meanwhile: &dyn Fn()) -> Result<()>;
+
+    /// Closes this rank's side of the backend: together with the other ranks, or at once if the run was cancelled.
+    fn shut_down(&mut self) {}
+}
+
+/// A collective in the background. Its tensors must not be touched until [`InFlight::wait`] has returned.
+pub(super) trait InFlight: Send {
+    /// Returns the call.
+    fn at(&self) -> OpId;
+
+    /// Returns a channel that is ready once the operation has ended. Only [`InFlight::wait`] may receive from it.
+    fn ended(&self) -> &Receiver<std::result::Result<(), String>>;
+
+    /// Returns the time left until the deadline.
+    fn time_left(&self) -> Duration;
+
+    /// Waits until the operation has ended.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
+    fn wait(self: Box<Self>) -> Result<()>;
+}
+
+/// A rank's side of a group: the state that its collectives use one at a time, in call order.
+pub(super) struct SequencedBackend {
+    /// The number of collectives that this rank has called.
+    pub sequence: u64,
+    pub backend: Box<dyn Backend>,
+}

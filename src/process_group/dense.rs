@@ -1,0 +1,146 @@
+//! Contiguous tensors, which backends can read and write as plain memory.
+
+use tch::Tensor;
+
+use super::refuse::undefined;
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+
+/// A contiguous tensor: the original or a copy.
+pub(super) struct Dense(Tensor);
+
+impl Dense {
+    /// Returns `tensor` itself if it is contiguous, otherwise a contiguous copy.
+    pub(super) fn new(operation: Operation, tensor: &Tensor) -> Result<Self> {
+        if !tensor.defined() {
+            return undefined(operation);
+        }
+        let dense = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
+        dense().map(Dense).map_err(Error::torch("contiguous"))
+    }
+
+    /// Returns another handle to the tensor.
+    pub(super) fn handle(&self) -> Tensor {
+        self.0.shallow_clone()
+    }
+
+    /// Splits the tensor into consecutive parts of `sizes` elements.
+    pub(super) fn parts(
+        &self,
+        operation: Operation,
+        name: &str,
+        sizes: &[i64],
+    ) -> Result<Vec<Tensor>> {
+        let (total, needed) = (self.0.numel() as i64, sizes.iter().sum::<i64>());
+        if total != needed {
+            return Err(Error::Input(format!(
+                "{operation}: {name} has {total} elements, but {needed} are needed"
+            )));
+        }
+        let torch = || Error::torch("cutting a tensor into parts");
+        let flat = tch::no_grad(|| self.0.f_view([-1])).map_err(torch())?;
+        let mut start = 0;
+        let part = |&size: &i64| {
+            let part = tch::no_grad(|| flat.f_narrow(0, start, size)).map_err(torch());
+            start += size;
+            part
+        };
+        sizes.iter().map(part).collect()
+    }
+
+    /// Copies the elements back into `original`, if this is a copy of it.
+    pub(super) fn write_back(&self, original: &Tensor) -> Result<()> {
+        if self.0.data_ptr() == original.data_ptr() && is_dense(original)? {
+            return Ok(());
+        }
+        tch::no_grad(|| original.shallow_clone().f_copy_(&self.0)).map_err(Error::torch("copy_"))
+    }
+}
+
+/// Returns whether a tensor's memory holds its elements one after the other, with their values. (Lazily conjugated
+/// and negated tensors differ from their memory by a flag bit.)
+pub(super) fn is_dense(tensor: &Tensor) -> Result<bool> {
+    let torch = || Error::torch("looking at a tensor");
+    Ok(tensor.is_contiguous()
+        && !tensor.f_is_conj().map_err(torch())?
+        && !tensor.f_is_neg().map_err(torch())?)
+}
+
+/// Returns whether two elements of a tensor of this shape share memory. Strides are in elements, and not negative.
+pub(super) fn overlaps_itself(shape: &[i64], strides: &[i64]) -> bool {
+    if shape.contains(&0) {
+        return false;
+    }
+    let dimensions = shape.iter().zip(strides).filter(|(size, _)| **size > 1);
+    let mut dimensions: Vec<(i64, i64)> = dimensions.map(|(&size, &by)| (by, size)).collect();
+    dimensions.sort_unstable();
+    if dimensions.iter().any(|&(stride, _)| stride == 0) {
+        return true;
+    }
+    // For almost every tensor, each dimension steps past the reach of the smaller ones.
+    let mut last = 0;
+    let nested = dimensions.iter().all(|&(stride, size)| {
+        let is_beyond = stride > last;
+        last += stride * (size - 1);
+        is_beyond
+    });
+    if nested {
+        return false;
+    }
+    let mut places = vec![0];
+    for (stride, size) in dimensions {
+        places =
+            (0..size).flat_map(|i| places.iter().map(move |place| place + i * stride)).collect();
+    }
+    places.sort_unstable();
+    places.windows(2).any(|pair| pair[0] == pair[1])
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::overlaps_itself;
+
+    #[test]
+    fn tensors_that_overlap_themselves() {
+        for (shape, strides) in
+            [(&[3][..], &[0][..]), (&[2, 3], &[0, 1]), (&[2, 2], &[1, 1]), (&[4, 2], &[1, 3])]
+        {
+            assert!(overlaps_itself(shape, strides), "{shape:?} {strides:?}");
+        }
+        for (shape, strides) in [
+            (&[][..], &[][..]),
+            (&[1, 1], &[0, 0]),
+            (&[0, 3], &[0, 0]),
+            (&[2, 3], &[3, 1]),
+            (&[2, 3], &[1, 2]),
+            (&[2, 3], &[100, 7]),
+            (&[3, 2], &[2, 3]), // 0 3 2 5 4 7: interleaved, but each has its own place
+        ] {
+            assert!(!overlaps_itself(shape, strides), "{shape:?} {strides:?}");
+        }
+    }
+
+    proptest! {
+        /// Compares with a check of every element.
+        #[test]
+        fn exactly_those_with_two_elements_in_one_place(
+            dimensions in prop::collection::vec((1..4i64, 0..7i64), 0..4),
+        ) {
+            let (shape, strides): (Vec<i64>, Vec<i64>) = dimensions.into_iter().unzip();
+            let numel: i64 = shape.iter().product();
+            let mut seen = std::collections::BTreeSet::new();
+            let mut overlaps = false;
+            for element in 0..numel {
+                let (mut rest, mut place) = (element, 0);
+                for (size, stride) in shape.iter().zip(&strides) {
+                    place += rest % size * stride;
+                    rest /= size;
+                }
+                overlaps |= !seen.insert(place);
+            }
+            prop_assert_eq!(overlaps_itself(&shape, &strides), overlaps);
+        }
+    }
+}

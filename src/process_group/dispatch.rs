@@ -1,0 +1,134 @@
+//! The dispatch: the one path of every collective from its caller to the backend.
+//!
+//! 1. [`collective`](ProcessGroup::collective) checks what needs no other rank, and makes every tensor contiguous.
+//! 2. [`dispatch`](ProcessGroup::dispatch) numbers the call, injects a planned fault, and notes the rank's activity for
+//!    the other ranks.
+//! 3. It opens the call's record in the flight recorder.
+//! 4. It runs the call on the [`Backend`], which compares the ranks' calls and moves the data.
+//! 5. It counts the traffic. The record ends with the call.
+//!
+//! [`start_all_reduce`](ProcessGroup::start_all_reduce) takes the same path. Its record may end later, because the
+//! backend may continue in the background.
+
+use std::panic::Location;
+
+use tch::Tensor;
+
+use super::backend::{Backend, InFlight};
+use super::call::{Call, Options};
+use super::dense::{Dense, is_dense};
+use super::{ProcessGroup, ReduceOp, weights};
+use crate::error::Result;
+use crate::operation::Operation;
+use crate::runtime::{CallSite, FaultSite, SpanId};
+
+impl ProcessGroup {
+    /// Runs a collective on tensors that need not be contiguous. `shape` must be the same on all ranks.
+    #[track_caller]
+    pub(super) fn collective(
+        &self,
+        operation: Operation,
+        options: Options,
+        shape: &[i64],
+        inputs: &[Tensor],
+        outputs: &[Tensor],
+    ) -> Result<()> {
+        let place = Location::caller();
+        let call = self.check_call(operation, options, shape, inputs, outputs)?;
+        if are_dense(call.inputs)? && are_dense(call.further_outputs())? {
+            return self.run_call(call, place);
+        }
+        outputs.iter().try_for_each(|output| self.check_output(operation, output))?;
+        let dense = |tensors: &[Tensor]| {
+            tensors.iter().map(|tensor| Dense::new(operation, tensor)).collect::<Result<Vec<_>>>()
+        };
+        let handles = |dense: &[Dense]| dense.iter().map(Dense::handle).collect::<Vec<_>>();
+        let results = dense(outputs)?;
+        let dense_outputs = handles(&results);
+        // In place, the inputs must stay the outputs.
+        let dense_inputs =
+            if call.is_in_place() { handles(&results) } else { handles(&dense(inputs)?) };
+        self.run_call(Call { inputs: &dense_inputs, outputs: &dense_outputs, ..call }, place)?;
+        results.iter().zip(outputs).try_for_each(|(dense, output)| dense.write_back(output))
+    }
+
+    /// Starts an all_reduce of a contiguous tensor. If the operation continues in the background, returns it with
+    /// the id of its record; `None` if it is done.
+    pub(super) fn start_all_reduce(
+        &self,
+        tensor: &Tensor,
+        op: ReduceOp,
+        weight: Option<f64>,
+    ) -> Result<Option<(Box<dyn InFlight>, SpanId)>> {
+        let (tensors, shape) = (std::slice::from_ref(tensor), tensor.size());
+        let options = Options { reduce_op: Some(op), weight, ..Options::default() };
+        let call = self.check_call(Operation::AllReduce, options, &shape, tensors, tensors)?;
+        let start = |backend: &mut dyn Backend, call: &Call| backend.start(call);
+        let (in_flight, record) = self.dispatch(call, Location::caller(), start)?;
+        if in_flight.is_none() {
+            self.record_end(record);
+        }
+        Ok(in_flight.map(|in_flight| (in_flight, record)))
+    }
+
+    /// Checks what needs no other rank. Returns the call, which has no number yet.
+    fn check_call<'a>(
+        &self,
+        operation: Operation,
+        options: Options,
+        shape: &'a [i64],
+        inputs: &'a [Tensor],
+        outputs: &'a [Tensor],
+    ) -> Result<Call<'a>> {
+        let Options { reduce_op, root, weight, timeout } = options;
+        let call = Call { shape, inputs, outputs, ..Call::bare(operation) };
+        let kind = self.common_kind(operation, inputs, call.further_outputs())?;
+        if let Some(op) = reduce_op {
+            op.check_kind(operation, kind)?;
+        }
+        let weight = match (reduce_op, weight) {
+            (Some(op), Some(weight)) => Some(weights::check(op, kind, weight, self.global_rank())?),
+            (_, weight) => weight,
+        };
+        Ok(Call { reduce_op, root, kind, weight, timeout, ..call })
+    }
+
+    /// Runs a call with contiguous tensors, from the start of its record to the end.
+    fn run_call(&self, call: Call, place: CallSite) -> Result<()> {
+        let ((), record) = self.dispatch(call, place, |backend, call| backend.run(call))?;
+        self.record_end(record);
+        Ok(())
+    }
+
+    /// Numbers the call, records it, and passes it to `run` with the backend. Returns the result, and the id of the
+    /// call's record, which is still open.
+    fn dispatch<T>(
+        &self,
+        call: Call,
+        place: CallSite,
+        run: impl FnOnce(&mut dyn Backend, &Call) -> Result<T>,
+    ) -> Result<(T, SpanId)> {
+        let mut side = self.side()?;
+        let before = self.activity().enter(call.operation, side.sequence);
+        let site = match call.operation {
+            Operation::Broadcast => Some(FaultSite::Broadcast),
+            Operation::Barrier => Some(FaultSite::Barrier),
+            _ => None,
+        };
+        if let Some(site) = site {
+            self.run().fault_point(self.global_rank(), site, 0)?;
+        }
+        let call = Call { sequence: side.sequence, place: Some(self.place_of(place)), ..call };
+        side.sequence += 1;
+        let record = self.record_call(&call);
+        let result = run(&mut *side.backend, &call)
+            .inspect_err(|error| self.record_failure(record, error))?;
+        self.traffic.add(side.backend.traffic(&call));
+        self.activity().restore(before);
+        Ok((result, record))
+    }
+}
+
+fn are_dense(tensors: &[Tensor]) -> Result<bool> {
+    tensors.iter().try_fold(true, |all, tensor| Ok(all && is_dense(tensor)?))
+}

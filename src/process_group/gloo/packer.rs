@@ -1,0 +1,306 @@
+//! Each rank's work in an exchange: packing what goes out, and unpacking what has arrived.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use super::super::call::Call;
+use super::super::local::{CallSlot, Kinds, Reduction, my_slice, reduce};
+use super::super::network::{Network, ProcessMap, SplitSizes};
+use super::super::{ReduceOp, num_bytes, weights};
+use crate::operation::Operation;
+
+/// The pointer lists with which a rank packs and unpacks.
+pub(super) struct Packer {
+    pub network: Arc<Network>,
+    /// Reused by every reduction, to avoid allocating.
+    inputs: Vec<*mut u8>,
+    outputs: Vec<*mut u8>,
+    factors: Vec<f64>,
+}
+
+// SAFETY: no call uses the pointers that an earlier one has left in these lists.
+unsafe impl Send for Packer {}
+
+impl Packer {
+    pub(super) fn new(network: Arc<Network>) -> Self {
+        Self { network, inputs: Vec::new(), outputs: Vec::new(), factors: Vec::new() }
+    }
+
+    /// Packs the send buffer (step 2). Every rank writes to its own part of it.
+    ///
+    /// # Safety
+    /// The ranks of this process have exchanged this call and leave together. The send buffer has room for `parts`.
+    pub(super) unsafe fn pack(
+        &mut self,
+        slot: &CallSlot,
+        layout: &ProcessMap,
+        call: &Call,
+        parts: &SplitSizes,
+        sliced: bool,
+    ) {
+        let (begins, _) = SplitSizes::places(&parts.to, layout.mine);
+        let send_buffer = self.network.places().0;
+        let part =
+            |process: usize, offset: usize| send_buffer.wrapping_add(begins[process] + offset);
+        let (index, ranks) = (slot.rank(), layout.here().len());
+        let place = layout.here().start + index;
+        let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
+        let partial = layout.partial_kind(call);
+        let local = match call.op() {
+            ReduceOp::Avg => ReduceOp::Sum,
+            // Unscaled: the receiver multiplies, without rounding in between.
+            ReduceOp::PremulSum(_) if layout.is_one_rank_each() => ReduceOp::Sum,
+            op => op,
+        };
+        let Self { inputs, outputs, factors, .. } = self;
+        factors.clear();
+        if call.weight.is_some() {
+            // Relative to the mean of these ranks: the mean of all ranks is known after the exchange.
+            let weights = slot.published().map(|call| call.weight.unwrap_or(0.0));
+            weights::fill_factors(local, mean_here(slot), weights, factors);
+        }
+        // Reduces the elements `range` of tensor number `input` of the ranks. Each rank reduces its slice of them.
+        let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
+            let slice = my_slice(range.len(), index, ranks);
+            let from = num_bytes(call.kind, range.start + slice.start);
+            let offset = num_bytes(partial, slice.start);
+            inputs.clear();
+            inputs.extend(slot.published().map(|call| call.inputs[input].data.wrapping_add(from)));
+            outputs.clear();
+            outputs.extend(to.map(|place| place.wrapping_add(offset)));
+            let kinds = Kinds { from: call.kind, to: partial };
+            if slice.is_empty() || outputs.is_empty() {
+                return;
+            }
+            // SAFETY: the tensors stay valid and have these elements. The parts are as large, and only this rank writes
+            // to this slice of them. There are no factors, or one per tensor.
+            unsafe {
+                let (len, op) = (slice.len(), local);
+                reduce(Reduction { kinds, inputs, outputs, len, op, factors });
+            }
+        };
+        // Copies the tensor to a place that only this rank writes.
+        let copy = |tensor: &Tensor, to: *mut u8| {
+            // SAFETY: there is room for the tensor, and no other rank writes there.
+            unsafe { tensor.data_ptr().cast::<u8>().copy_to_nonoverlapping(to, whole(tensor)) };
+        };
+        let is_root = place == call.root();
+        match call.operation {
+            Operation::AllReduce if sliced => {
+                for process in 0..layout.len() {
+                    let slice = my_slice(call.inputs[0].numel(), process, layout.len());
+                    add(0, slice, &mut [part(process, 0)].into_iter());
+                }
+            }
+            Operation::AllReduce => {
+                let all = &mut (0..layout.len()).map(|process| part(process, 0));
+                add(0, 0..call.inputs[0].numel(), all);
+            }
+            Operation::Reduce => {
+                let root = layout.process_of(call.root());
+                add(0, 0..call.inputs[0].numel(), &mut [part(root, 0)].into_iter());
+            }
+            Operation::ReduceScatter => {
+                let numel = call.outputs[0].numel();
+                for (process, places) in layout.processes.iter().enumerate() {
+                    for (offset, place) in places.clone().enumerate() {
+                        let offset = offset * num_bytes(partial, numel);
+                        add(place, 0..numel, &mut [part(process, offset)].into_iter());
+                    }
+                }
+            }
+            Operation::Broadcast if is_root => {
+                (0..layout.len()).for_each(|process| copy(&call.inputs[0], part(process, 0)));
+            }
+            Operation::AllGather => {
+                let offset = index * whole(&call.inputs[0]);
+                (0..layout.len()).for_each(|process| copy(&call.inputs[0], part(process, offset)));
+            }
+            Operation::Gather => {
+                let root = layout.process_of(call.root());
+                copy(&call.inputs[0], part(root, index * whole(&call.inputs[0])));
+            }
+            Operation::Scatter if is_root => {
+                for (process, places) in layout.processes.iter().enumerate() {
+                    for (offset, place) in places.clone().enumerate() {
+                        let input = &call.inputs[place];
+                        copy(input, part(process, offset * whole(input)));
+                    }
+                }
+            }
+            Operation::AllToAll => {
+                for (process, places) in layout.processes.iter().enumerate() {
+                    let earlier = slot.published().take(index);
+                    let mut offset: usize = earlier
+                        .flat_map(|call| &call.inputs[places.clone()])
+                        .map(|place| num_bytes(call.kind, place.numel))
+                        .sum();
+                    for input in &call.inputs[places.clone()] {
+                        copy(input, part(process, offset));
+                        offset += whole(input);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Reduces the parts of all processes into `to`: `len` elements, from byte `offset` of each part on.
+    ///
+    /// # Safety
+    /// Each part has these elements, and no thread writes to them. No other thread touches those of `to`.
+    pub(super) unsafe fn add_up(
+        &mut self,
+        call: &Call,
+        sources: &[*mut u8],
+        offset: usize,
+        len: usize,
+        to: impl Iterator<Item = *mut u8>,
+    ) {
+        let layout = self.network.layout();
+        let world_size = layout.processes.iter().map(ExactSizeIterator::len).sum::<usize>();
+        let op = match call.op() {
+            op if layout.is_one_rank_each() => op,
+            // The processes have multiplied and added already.
+            ReduceOp::PremulSum(_) => ReduceOp::Sum,
+            ReduceOp::Avg => ReduceOp::PremulSum(1.0 / world_size as f64),
+            op => op,
+        };
+        let kinds = Kinds { from: layout.partial_kind(call), to: call.kind };
+        self.inputs.clear();
+        self.inputs.extend(sources.iter().map(|source| source.wrapping_add(offset)));
+        self.outputs.clear();
+        self.outputs.extend(to);
+        self.factors.clear();
+        if call.weight.is_some() {
+            let mean = weights::mean(self.network.weights());
+            let weights = self.network.weights().map(|(weight, _)| weight);
+            weights::fill_factors(op, mean, weights, &mut self.factors);
+        }
+        if len == 0 || self.outputs.is_empty() {
+            return;
+        }
+        let Self { inputs, outputs, factors, .. } = self;
+        // SAFETY: as the caller promises; no factors, or one per source.
+        unsafe { reduce(Reduction { kinds, inputs, outputs, len, op, factors }) };
+    }
+
+    /// Multiplies the elements of `tensor` in place by the factor of [`ReduceOp::PremulSum`].
+    ///
+    /// # Safety
+    /// No other thread touches `tensor`.
+    pub(super) unsafe fn multiply(&mut self, call: &Call, tensor: &Tensor) {
+        self.inputs.clear();
+        self.inputs.push(tensor.data_ptr().cast());
+        self.outputs.clear();
+        self.outputs.push(tensor.data_ptr().cast());
+        // SAFETY: as the caller promises; each element is computed from itself alone.
+        unsafe {
+            reduce(Reduction {
+                kinds: Kinds::same(call.kind),
+                inputs: &self.inputs,
+                outputs: &self.outputs,
+                len: tensor.numel(),
+                op: call.op(),
+                factors: &[],
+            });
+        }
+    }
+
+    /// Unpacks this rank's results (step 4).
+    ///
+    /// # Safety
+    /// All parts of `sources` have arrived, no thread writes to them, and the ranks of this process leave together.
+    pub(super) unsafe fn unpack(
+        &mut self,
+        slot: &CallSlot,
+        layout: &ProcessMap,
+        call: &Call,
+        sources: &[*mut u8],
+        sliced: bool,
+    ) {
+        let (index, place) = (slot.rank(), layout.here().start + slot.rank());
+        let whole = |tensor: &Tensor| num_bytes(call.kind, tensor.numel());
+        let data = |tensor: &Tensor| tensor.data_ptr().cast::<u8>();
+        let copy = |from: *mut u8, to: *mut u8, size: usize| {
+            // SAFETY: both places have `size` bytes, and `to` belongs to this rank.
+            unsafe { from.copy_to_nonoverlapping(to, size) };
+        };
+        match call.operation {
+            Operation::AllReduce if sliced => {
+                let output = data(&call.outputs[0]);
+                for (process, source) in sources.iter().enumerate() {
+                    let slice = my_slice(call.outputs[0].numel(), process, layout.len());
+                    let offset = num_bytes(call.kind, slice.start);
+                    copy(*source, output.wrapping_add(offset), num_bytes(call.kind, slice.len()));
+                }
+            }
+            Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => {
+                let Some(output) = call.outputs.first() else { return };
+                let scattered = call.operation == Operation::ReduceScatter;
+                let part = num_bytes(self.network.layout().partial_kind(call), output.numel());
+                let offset = if scattered { index * part } else { 0 };
+                // SAFETY: the parts have these elements there, and the output belongs to this rank.
+                unsafe {
+                    self.add_up(call, sources, offset, output.numel(), [data(output)].into_iter())
+                };
+            }
+            Operation::Broadcast | Operation::Scatter => {
+                let Some(output) = call.outputs.first() else { return };
+                let scattered = call.operation == Operation::Scatter;
+                let offset = if scattered { index * whole(output) } else { 0 };
+                let root = sources[layout.process_of(call.root())];
+                copy(root.wrapping_add(offset), data(output), whole(output));
+            }
+            Operation::AllGather | Operation::Gather => {
+                for (source, places) in sources.iter().zip(&layout.processes) {
+                    for (offset, output) in
+                        call.outputs.iter().skip(places.start).take(places.len()).enumerate()
+                    {
+                        let size = whole(output);
+                        copy(source.wrapping_add(offset * size), data(output), size);
+                    }
+                }
+            }
+            Operation::AllToAll => {
+                for (source, places) in sources.iter().zip(&layout.processes) {
+                    let mut offset = 0;
+                    for from in places.clone() {
+                        for (other, announced) in slot.published().enumerate() {
+                            let size = num_bytes(call.kind, announced.outputs[from].numel);
+                            if layout.here().start + other == place {
+                                copy(source.wrapping_add(offset), data(&call.outputs[from]), size);
+                            }
+                            offset += size;
+                        }
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Returns the mean weight of this process's ranks in the call that they have exchanged.
+pub(super) fn mean_here(slot: &CallSlot) -> f64 {
+    weights::mean(slot.published().map(|call| (call.weight.unwrap_or(0.0), 1)))
+}
+
+/// Returns the address of each process's part. It is in the receive buffer, but for this process itself in the send
+/// buffer, in the parts that begin at byte `begin`.
+pub(super) fn sources(network: &Network, parts: &SplitSizes, begin: usize) -> Vec<*mut u8> {
+    let mine = network.layout().mine;
+    let (send, receive) = network.places();
+    let (to, _) = SplitSizes::places(&parts.to, mine);
+    let (from, _) = SplitSizes::places(&parts.from, mine);
+    let source = |(process, place): (usize, usize)| {
+        if process == mine {
+            send.wrapping_add(begin + to[mine])
+        } else {
+            receive.wrapping_add(place)
+        }
+    };
+    from.into_iter().enumerate().map(source).collect()
+}

@@ -1,0 +1,68 @@
+//! The exchange before each collective: every rank of the process announces its call, and all compare.
+
+use super::conflict::{self, Memory};
+use super::fingerprint::CollectiveFingerprint;
+use super::mismatch::{RankCall, mismatch};
+use super::shared::CallSlot;
+use crate::error::Result;
+use crate::operation::Operation;
+use crate::process_group::call::Call;
+
+/// Announces this rank's call, waits for the others' and compares them.
+///
+/// On success all ranks make the same call, with tensors of matching sizes. With `memory`, no rank writes where another
+/// reads or writes. With `on_one_device`, all tensors are also on one device. `first_place` is the group rank of the
+/// first rank of this process.
+pub(crate) fn exchange_calls(
+    slot: &mut CallSlot,
+    first_place: usize,
+    call: &Call,
+    on_one_device: bool,
+    memory: Option<&mut Memory>,
+) -> Result<()> {
+    let timeout = call.timeout.unwrap_or(slot.barrier().run().timeout);
+    let place = first_place + slot.rank();
+    slot.exchange(call.at(), timeout, |announced| announced.publish(call, place, on_one_device))?;
+    let members = slot.barrier().members();
+    compare(slot.published(), members, call.sequence)?;
+    let spans = slot.published().map(|call| call.spans.len()).sum::<usize>();
+    let conflict = match memory {
+        None => conflict::sizes(slot.published(), first_place),
+        Some(memory) if spans <= conflict::MAX_COMPARED_SPANS => {
+            memory.conflict(slot.published(), first_place)
+        }
+        Some(memory) => {
+            let Some(first) = slot.published().next() else { return Ok(()) };
+            if slot.rank() == 0 {
+                first.verdict.get_or_init(|| memory.conflict(slot.published(), first_place));
+            }
+            slot.barrier().wait_at_most(slot.rank(), call.at(), timeout)?;
+            first.verdict.get().copied().flatten()
+        }
+    };
+    let Some(conflict) = conflict else { return Ok(()) };
+    Err(conflict.error(slot.published(), members, first_place, call.sequence))
+}
+
+/// Compares the calls of this process's ranks, in rank order. `members` are their global ranks.
+///
+/// # Errors
+/// [`Error::Mismatch`](crate::Error::Mismatch) if they differ. All ranks see the same calls, so all get the same
+/// result.
+fn compare<'a>(
+    calls: impl ExactSizeIterator<Item = &'a CollectiveFingerprint> + Clone,
+    members: &[usize],
+    sequence: u64,
+) -> Result<()> {
+    let Some(first) = calls.clone().next() else { return Ok(()) };
+    if calls.clone().skip(1).all(|other| other.agrees_with(first)) {
+        return Ok(());
+    }
+    let called = members.iter().zip(calls.clone()).map(|(&rank, call)| RankCall::new(rank, call));
+    let operation = |odd: usize| {
+        let place = members.iter().position(|&rank| rank == odd);
+        let call = place.and_then(|place| calls.clone().nth(place));
+        call.map_or(Operation::UserCode, |call| call.operation)
+    };
+    Err(mismatch(sequence, &called.collect::<Vec<_>>(), operation))
+}

@@ -1,0 +1,110 @@
+//! Conflicts between the tensors that the ranks of a process have announced: memory that one rank writes and another
+//! touches, and in an all_to_all the sizes on which two ranks disagree.
+
+use super::fingerprint::CollectiveFingerprint;
+use super::mismatch::sizes_differ;
+use super::span::Conflict;
+use crate::error::Error;
+use crate::operation::Operation;
+use crate::runtime::format_call_site;
+
+impl Conflict {
+    /// Returns the error for this conflict. `members` are the global ranks of the process. `first_place` is the group
+    /// rank of its first rank.
+    pub(super) fn error<'a>(
+        self,
+        calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
+        members: &[usize],
+        first_place: usize,
+        sequence: u64,
+    ) -> Error {
+        let (from, to) = match self {
+            Conflict::Memory(first, second) => {
+                return Error::OverlappingTensors {
+                    first: members[first],
+                    second: members[second],
+                };
+            }
+            Conflict::Sizes { from, to } => (from, to),
+        };
+        let call = |place| calls.clone().nth(place);
+        let sent = call(from).map_or(0, |call| call.inputs[first_place + to].numel);
+        let expected = call(to).map_or(0, |call| call.outputs[first_place + from].numel);
+        let [at, there] =
+            [from, to].map(|place| format_call_site(call(place).and_then(|call| call.place)));
+        let [from, to] =
+            [(from, at), (to, there)].map(|(rank, line)| (&members[rank..=rank], line));
+        sizes_differ(sequence, from, to, [sent, expected])
+    }
+}
+
+/// Returns the first pair of ranks in an all_to_all that disagree on a size. `None` for other operations: what their
+/// ranks have agreed on determines the sizes.
+pub(super) fn sizes<'a>(
+    calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
+    first_place: usize,
+) -> Option<Conflict> {
+    if calls.clone().next()?.operation != Operation::AllToAll {
+        return None;
+    }
+    let differs = |(from, sender): (usize, &CollectiveFingerprint)| {
+        let mut receivers = calls.clone().enumerate();
+        let to = receivers.find(|(to, receiver)| {
+            sender.inputs[first_place + to].numel != receiver.outputs[first_place + from].numel
+        });
+        to.map(|(to, _)| Conflict::Sizes { from, to })
+    };
+    calls.clone().enumerate().find_map(differs)
+}
+
+/// Above this number of spans, only the first rank of the process looks for conflicts, and it publishes its verdict.
+/// Otherwise, in an all_to_all of a large group, each rank would look at as many spans as there are pairs of ranks.
+pub(super) const MAX_COMPARED_SPANS: usize = 4096;
+
+/// All memory that a collective reads and writes: start, end, rank, and whether it is written. Reused, to avoid
+/// allocating.
+#[derive(Debug, Default)]
+pub(crate) struct Memory(Vec<(usize, usize, usize, bool)>);
+
+impl Memory {
+    /// Returns the first conflict. All ranks see the same calls, so they find the same one.
+    pub(super) fn conflict<'a>(
+        &mut self,
+        calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
+        first_place: usize,
+    ) -> Option<Conflict> {
+        sizes(calls.clone(), first_place).or_else(|| self.overlap(calls))
+    }
+
+    /// Returns two ranks of which one writes where the other reads or writes.
+    fn overlap<'a>(
+        &mut self,
+        calls: impl Iterator<Item = &'a CollectiveFingerprint>,
+    ) -> Option<Conflict> {
+        self.0.clear();
+        for (rank, call) in calls.enumerate() {
+            self.0.extend(call.spans.iter().map(|span| (span.start, span.end, rank, span.written)));
+        }
+        self.0.sort_unstable();
+        // The furthest end so far and its rank, of all memory and of written memory.
+        let mut furthest: Option<(usize, usize)> = None;
+        let mut furthest_written: Option<(usize, usize)> = None;
+        let mut found = None;
+        for &(start, end, rank, written) in &self.0 {
+            let before = if written { furthest } else { furthest_written };
+            if let Some((_, other)) = before.filter(|&(before_end, _)| before_end > start) {
+                found = Some(Conflict::Memory(rank.min(other), rank.max(other)));
+                break;
+            }
+            let later = |known: Option<(usize, usize)>| known.max(Some((end, rank)));
+            furthest = later(furthest);
+            if written {
+                furthest_written = later(furthest_written);
+            }
+        }
+        if self.0.len() > MAX_COMPARED_SPANS {
+            self.0 = Vec::new(); // a list of this size is rarely needed
+        }
+        found
+    }
+}

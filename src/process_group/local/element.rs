@@ -1,0 +1,325 @@
+//! Arithmetic on the elements of tensors: reductions in rank order, for every dtype.
+
+use half::{bf16, f16};
+use tch::Kind;
+
+use crate::process_group::ReduceOp;
+
+/// One element of a tensor, and the type in which it is reduced.
+trait Element: Copy + 'static {
+    type Wide: Copy;
+    const ZERO: Self::Wide;
+    fn widen(self) -> Self::Wide;
+    fn narrow(wide: Self::Wide) -> Self;
+    fn add(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn multiply(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn min(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn and(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn or(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn xor(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn scale(a: Self::Wide, factor: f64) -> Self::Wide;
+    fn divide(a: Self::Wide, by: usize) -> Self::Wide;
+
+    /// Returns the reduced values as elements: `wide` itself if the type is the same, otherwise narrowed into `room`.
+    #[inline(always)]
+    fn results<'a>(wide: &'a [Self::Wide], room: &'a mut [Self]) -> &'a [Self] {
+        for (result, &w) in room.iter_mut().zip(wide) {
+            *result = Self::narrow(w);
+        }
+        room
+    }
+}
+
+/// Panics. `ReduceOp::check_kind` has refused the operation for this dtype before.
+fn refused<T>() -> T {
+    unreachable!("a reduce op that this kind does not have")
+}
+
+/// Implements `results` for an element that is reduced in its own type.
+macro_rules! as_they_are {
+    ($element:ty) => {
+        #[inline(always)]
+        fn results<'a>(wide: &'a [$element], _: &'a mut [$element]) -> &'a [$element] {
+            wide
+        }
+    };
+}
+
+macro_rules! float_element {
+    ($element:ty, $wide:ty, $widen:expr, $narrow:expr, $($results:tt)*) => {
+        impl Element for $element {
+            type Wide = $wide;
+            const ZERO: $wide = 0.;
+            #[inline(always)]
+            fn widen(self) -> $wide {
+                $widen(self)
+            }
+            #[inline(always)]
+            fn narrow(wide: $wide) -> $element {
+                $narrow(wide)
+            }
+            #[inline(always)]
+            fn add(a: $wide, b: $wide) -> $wide {
+                a + b
+            }
+            #[inline(always)]
+            fn multiply(a: $wide, b: $wide) -> $wide {
+                a * b
+            }
+            // Like torch.minimum and torch.maximum: NaN propagates.
+            #[inline(always)]
+            fn min(a: $wide, b: $wide) -> $wide {
+                if a < b || a.is_nan() { a } else { b }
+            }
+            #[inline(always)]
+            fn max(a: $wide, b: $wide) -> $wide {
+                if a > b || a.is_nan() { a } else { b }
+            }
+            #[inline(always)]
+            fn and(_: $wide, _: $wide) -> $wide {
+                refused()
+            }
+            #[inline(always)]
+            fn or(_: $wide, _: $wide) -> $wide {
+                refused()
+            }
+            #[inline(always)]
+            fn xor(_: $wide, _: $wide) -> $wide {
+                refused()
+            }
+            #[inline(always)]
+            fn scale(a: $wide, factor: f64) -> $wide {
+                a * factor as $wide
+            }
+            #[inline(always)]
+            fn divide(a: $wide, by: usize) -> $wide {
+                a / by as $wide
+            }
+            $($results)*
+        }
+    };
+}
+
+float_element!(f64, f64, |x| x, |x| x, as_they_are!(f64););
+float_element!(f32, f32, |x| x, |x| x, as_they_are!(f32););
+float_element!(f16, f32, f16::to_f32, f16::from_f32,);
+float_element!(bf16, f32, bf16::to_f32, bf16::from_f32,);
+
+macro_rules! integer_element {
+    ($($element:ty)*) => {$(
+        impl Element for $element {
+            type Wide = $element;
+            const ZERO: $element = 0;
+            #[inline(always)]
+            fn widen(self) -> $element {
+                self
+            }
+            #[inline(always)]
+            fn narrow(wide: $element) -> $element {
+                wide
+            }
+            #[inline(always)]
+            fn add(a: $element, b: $element) -> $element {
+                a.wrapping_add(b)
+            }
+            #[inline(always)]
+            fn multiply(a: $element, b: $element) -> $element {
+                a.wrapping_mul(b)
+            }
+            #[inline(always)]
+            fn min(a: $element, b: $element) -> $element {
+                a.min(b)
+            }
+            #[inline(always)]
+            fn max(a: $element, b: $element) -> $element {
+                a.max(b)
+            }
+            #[inline(always)]
+            fn and(a: $element, b: $element) -> $element {
+                a & b
+            }
+            #[inline(always)]
+            fn or(a: $element, b: $element) -> $element {
+                a | b
+            }
+            #[inline(always)]
+            fn xor(a: $element, b: $element) -> $element {
+                a ^ b
+            }
+            #[inline(always)]
+            fn scale(_: $element, _: f64) -> $element {
+                refused()
+            }
+            #[inline(always)]
+            fn divide(_: $element, _: usize) -> $element {
+                refused()
+            }
+            as_they_are!($element);
+        }
+    )*};
+}
+
+integer_element!(i64 i32 i16 i8 u8);
+
+/// The dtypes that a reduction reads and writes. They are equal, or one is float16 or bfloat16 and the other is
+/// float32, in which these are reduced.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kinds {
+    pub from: Kind,
+    pub to: Kind,
+}
+
+impl Kinds {
+    /// Returns the pair for results of the inputs' dtype.
+    pub(crate) fn same(kind: Kind) -> Self {
+        Self { from: kind, to: kind }
+    }
+}
+
+/// A reduction of the elements of all inputs, in order, into all outputs.
+#[derive(Clone, Copy)]
+pub(crate) struct Reduction<'a> {
+    pub kinds: Kinds,
+    /// Addresses of the first element of each input, and of each output.
+    pub inputs: &'a [*mut u8],
+    pub outputs: &'a [*mut u8],
+    /// Number of elements in each of them.
+    pub len: usize,
+    pub op: ReduceOp,
+    /// Factor of each input in a sum that replaces `op`; empty to use `op`. Equal factors give the same bits as
+    /// [`ReduceOp::PremulSum`]. Only for float dtypes.
+    pub factors: &'a [f64],
+}
+
+/// Reduces with AVX2 and F16C instructions if the processor has them. They change no bit, because every element is
+/// computed separately, by the same operations.
+///
+/// # Safety
+/// There is an input. Every input points to at least `len` elements of `kinds.from`, and every output to at least `len`
+/// of `kinds.to`. There are no factors, or one per input. No output overlaps another output. An output overlaps an
+/// input only if both are the same place, of the same dtype. Until this returns, no other thread writes to these
+/// elements of the inputs, or touches those of the outputs.
+pub(crate) unsafe fn reduce(reduction: Reduction<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+        // SAFETY: the processor has these instructions; the caller promises the rest.
+        return unsafe { reduce_with_avx2(reduction) };
+    }
+    // SAFETY: as the caller promises.
+    unsafe { reduce_kind(reduction) }
+}
+
+/// # Safety
+/// The requirements of [`reduce`], and a processor that has these instructions.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn reduce_with_avx2(reduction: Reduction<'_>) {
+    // SAFETY: as the caller promises.
+    unsafe { reduce_kind(reduction) }
+}
+
+/// # Safety
+/// The requirements of [`reduce`].
+#[inline(always)] // compiled with the instructions of its caller
+unsafe fn reduce_kind(reduction: Reduction<'_>) {
+    // SAFETY: as the caller of `reduce` promises, with the types that belong to `kinds`.
+    unsafe {
+        match (reduction.kinds.from, reduction.kinds.to) {
+            (Kind::Half, Kind::Float) => reduce_as::<f16, f32>(reduction),
+            (Kind::Float, Kind::Half) => reduce_as::<f32, f16>(reduction),
+            (Kind::BFloat16, Kind::Float) => reduce_as::<bf16, f32>(reduction),
+            (Kind::Float, Kind::BFloat16) => reduce_as::<f32, bf16>(reduction),
+            (from, to) if from != to => refused(),
+            (Kind::Double, _) => reduce_as::<f64, f64>(reduction),
+            (Kind::Float, _) => reduce_as::<f32, f32>(reduction),
+            (Kind::Half, _) => reduce_as::<f16, f16>(reduction),
+            (Kind::BFloat16, _) => reduce_as::<bf16, bf16>(reduction),
+            (Kind::Int64, _) => reduce_as::<i64, i64>(reduction),
+            (Kind::Int, _) => reduce_as::<i32, i32>(reduction),
+            (Kind::Int16, _) => reduce_as::<i16, i16>(reduction),
+            (Kind::Int8, _) => reduce_as::<i8, i8>(reduction),
+            // A bool is a byte of 0 or 1, and its operations keep it so.
+            (Kind::Uint8 | Kind::Bool, _) => reduce_as::<u8, u8>(reduction),
+            _ => refused(),
+        }
+    }
+}
+
+/// Elements per piece: small enough for the first-level cache, large enough to hide the loop around it.
+const PIECE: usize = 1024;
+
+/// # Safety
+/// The requirements of [`reduce`], for inputs of type `T` and outputs of type `R`.
+#[inline(always)]
+unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction<'_>) {
+    let Reduction { inputs, outputs, len, op, factors, .. } = reduction;
+    let mut room = [T::ZERO; PIECE];
+    let mut results = [R::narrow(R::ZERO); PIECE];
+    for start in (0..len).step_by(PIECE) {
+        let len = PIECE.min(len - start);
+        // SAFETY: `start + len` stays within the elements that the caller vouches for.
+        let piece = |input: *mut u8| unsafe { input.cast::<T>().add(start) };
+        // SAFETY: no thread writes to these elements while the slice lives: the writes below come after.
+        let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
+
+        let wide = &mut room[..len];
+        // The first two inputs at once save a pass over the cache. Each operation has a loop of its own, so that the
+        // choice is made outside of it.
+        macro_rules! fold {
+            ($load:expr, $combine:expr) => {{
+                let further = match *inputs {
+                    [one, two, ref further @ ..] => {
+                        let both = read(one).iter().zip(read(two));
+                        for (w, (&a, &b)) in wide.iter_mut().zip(both) {
+                            *w = $combine($load(a), $load(b));
+                        }
+                        further
+                    }
+                    [one] => {
+                        wide.iter_mut().zip(read(one)).for_each(|(w, &x)| *w = $load(x));
+                        &[]
+                    }
+                    [] => return,
+                };
+                for &input in further {
+                    for (w, &x) in wide.iter_mut().zip(read(input)) {
+                        *w = $combine(*w, $load(x));
+                    }
+                }
+            }};
+        }
+        for (number, (&input, &factor)) in inputs.iter().zip(factors).enumerate() {
+            let terms = wide.iter_mut().zip(read(input));
+            if number == 0 {
+                terms.for_each(|(w, &x)| *w = T::scale(T::widen(x), factor));
+            } else {
+                terms.for_each(|(w, &x)| *w = T::add(*w, T::scale(T::widen(x), factor)));
+            }
+        }
+        match op {
+            _ if !factors.is_empty() => {}
+            ReduceOp::Sum => fold!(T::widen, T::add),
+            ReduceOp::Avg => {
+                fold!(T::widen, T::add);
+                wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
+            }
+            ReduceOp::PremulSum(factor) => fold!(|x| T::scale(T::widen(x), factor), T::add),
+            ReduceOp::Product => fold!(T::widen, T::multiply),
+            ReduceOp::Min => fold!(T::widen, T::min),
+            ReduceOp::Max => fold!(T::widen, T::max),
+            ReduceOp::Band => fold!(T::widen, T::and),
+            ReduceOp::Bor => fold!(T::widen, T::or),
+            ReduceOp::Bxor => fold!(T::widen, T::xor),
+        }
+        let results = R::results(wide, &mut results[..len]);
+        for &output in outputs {
+            // SAFETY: `start + len` stays within the elements that the caller vouches for, and `results` is a local
+            // array of at least `len` elements, so nothing overlaps.
+            unsafe {
+                let output = output.cast::<R>().add(start);
+                std::ptr::copy_nonoverlapping(results.as_ptr(), output, len);
+            }
+        }
+    }
+}

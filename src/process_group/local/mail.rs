@@ -1,0 +1,284 @@
+//! Messages between ranks: the side that comes second copies the tensor.
+//!
+//! A send or receive that finds its counterpart copies at once, on its own thread, from the sender's memory into the
+//! receiver's. Otherwise it stays in the receiver's mailbox, and its rank continues. Nothing is copied twice, and an
+//! `isend` needs no thread of its own.
+//!
+//! The thread that reads from another process posts its messages here too. Their [`Incoming`] then delivers or refuses
+//! the tensor.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{self, Thread};
+
+use tch::{Kind, Tensor};
+
+use crate::error::Error;
+use crate::process_group::dtype::dtype_name;
+use crate::runtime::RunContext;
+
+/// The mailboxes of a group's ranks.
+#[derive(Debug)]
+pub(crate) struct Mailboxes {
+    boxes: Box<[Mutex<Mailbox>]>,
+    run: Arc<RunContext>,
+    members: Arc<[usize]>,
+}
+
+/// Unmatched sends to one rank, and unmatched receives of that rank. Never both with the same source and tag.
+#[derive(Debug, Default)]
+struct Mailbox {
+    sent: Vec<Waiting>,
+    expected: Vec<Waiting>,
+}
+
+/// One side of a message.
+#[derive(Debug)]
+pub(crate) struct P2pRequest {
+    /// Send or receive.
+    pub side: Side,
+    /// The tensor to read from or to write to.
+    pub contents: Contents,
+    /// Group rank of the sender. For a receive, `None` accepts any sender.
+    pub source: Option<usize>,
+    /// Sends match receives of the same tag.
+    pub tag: u64,
+    /// Dtype of the tensor.
+    pub kind: Kind,
+    /// Shape of the tensor.
+    pub shape: Vec<i64>,
+    /// The rank's CUDA stream; 0 on a CPU.
+    pub stream: usize,
+}
+
+/// The tensor of a message.
+#[derive(Debug)]
+pub(crate) enum Contents {
+    /// In the memory of this process.
+    Here(Tensor),
+    /// In the memory of another process, which sends it.
+    Elsewhere(Box<dyn Incoming>),
+}
+
+/// A message from a rank of another process.
+pub(crate) trait Incoming: fmt::Debug + Send {
+    /// Fills `into`, now or when the bytes arrive, and then completes `delivery`.
+    fn accept(self: Box<Self>, into: Tensor, delivery: Arc<Completion>);
+
+    /// Reports to the sender that the receiver expects `expected` instead.
+    fn refuse(self: Box<Self>, expected: &str);
+}
+
+/// The connection that carries messages to and from another process.
+pub(crate) trait Carrier: fmt::Debug + Send + Sync {
+    /// Ends the connection, which completes everything on it at once.
+    fn cut(&self);
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Send,
+    Receive,
+}
+
+impl P2pRequest {
+    fn belongs_to(&self, other: &P2pRequest) -> bool {
+        let any = self.source.is_none() || other.source.is_none();
+        self.tag == other.tag && (any || self.source == other.source)
+    }
+
+    fn describe(&self) -> String {
+        let stream = match self.stream {
+            0 => String::new(),
+            stream => format!(" on stream {stream:#x}"),
+        };
+        describe(self.kind, &self.shape) + &stream
+    }
+
+    fn fits(&self, other: &P2pRequest) -> bool {
+        self.kind == other.kind && self.stream == other.stream && self.shape == other.shape
+    }
+}
+
+#[derive(Debug)]
+struct Waiting {
+    request: P2pRequest,
+    delivery: Arc<Completion>,
+}
+
+/// Returns a tensor's dtype and shape as errors show them.
+pub(crate) fn describe(kind: Kind, shape: &[i64]) -> String {
+    format!("{} {shape:?}", dtype_name(kind))
+}
+
+/// The outcome of one side of a message, once it is known.
+#[derive(Debug)]
+pub(crate) struct Completion {
+    outcome: OnceLock<Outcome>,
+    /// Thread that may wait for the outcome.
+    waiter: Thread,
+    /// Connection to the other side, if that is in another process.
+    carrier: OnceLock<Arc<dyn Carrier>>,
+}
+
+/// The result of one side of a message.
+#[derive(Debug, Clone)]
+pub(crate) enum Outcome {
+    /// The tensor was handed over. The field is the sender's group rank.
+    From(usize),
+    /// It failed, and the failure has been reported to the run.
+    Reported,
+    /// The connection to the other side is lost.
+    Lost {
+        /// Global ranks of the process at the other end.
+        ranks: Vec<usize>,
+        /// Reason for the loss.
+        reason: String,
+    },
+}
+
+impl Completion {
+    fn new() -> Arc<Self> {
+        let (outcome, waiter) = (OnceLock::new(), thread::current());
+        Arc::new(Self { outcome, waiter, carrier: OnceLock::new() })
+    }
+
+    /// Records the outcome, unless there is one already, and wakes the waiting thread.
+    pub(crate) fn complete(&self, outcome: Outcome) {
+        let _ = self.outcome.set(outcome); // the first outcome counts
+        self.waiter.unpark();
+    }
+
+    /// Records the connection that carries the message. A rank that gives up waiting can cut it.
+    pub(crate) fn carried_by(&self, carrier: Arc<dyn Carrier>) {
+        let _ = self.carrier.set(carrier); // there is only one
+        self.waiter.unpark();
+    }
+}
+
+/// One side of a message: posted, and perhaps not completed yet.
+#[derive(Debug)]
+pub(crate) struct PostedOp(Arc<Completion>);
+
+impl PostedOp {
+    /// Creates one for the calling thread, and the [`Completion`] that ends it.
+    pub(crate) fn new() -> (Self, Arc<Completion>) {
+        let delivery = Completion::new();
+        (Self(delivery.clone()), delivery)
+    }
+
+    /// Returns whether it has ended, successfully or not.
+    pub(crate) fn is_completed(&self) -> bool {
+        self.0.outcome.get().is_some()
+    }
+
+    /// Returns the outcome. `None` until it has ended.
+    pub(crate) fn outcome(&self) -> Option<&Outcome> {
+        self.0.outcome.get()
+    }
+}
+
+impl Mailboxes {
+    /// Withdraws this rank's own side from the mailbox of `destination`. Returns `true` if it was withdrawn or its
+    /// connection is lost, `false` if the other side came first. No other thread uses the tensor afterwards.
+    pub(crate) fn cancel(&self, posted: &PostedOp, destination: usize) -> bool {
+        let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, &posted.0);
+        {
+            let Mailbox { sent, expected } = &mut *lock(&self.boxes[destination]);
+            let before = sent.len() + expected.len();
+            sent.retain(|waiting| !mine(waiting));
+            expected.retain(|waiting| !mine(waiting));
+            if sent.len() + expected.len() < before {
+                return true;
+            }
+        }
+        // A copy between threads always ends, and its thread unparks this one. A transfer from or to another process
+        // may never end by itself.
+        while !posted.is_completed() {
+            if let Some(carrier) = posted.0.carrier.get() {
+                carrier.cut();
+            }
+            if !posted.is_completed() {
+                thread::park();
+            }
+        }
+        matches!(posted.outcome(), Some(Outcome::Lost { .. }))
+    }
+
+    /// Ends all receives that wait for a rank of `sources` (group ranks). They are lost, for this `reason`.
+    pub(crate) fn fail(&self, sources: Range<usize>, reason: &str) {
+        let is_lost = |waiting: &mut Waiting| {
+            waiting.request.source.is_some_and(|source| sources.contains(&source))
+        };
+        for mailbox in &self.boxes {
+            let lost: Vec<Waiting> = lock(mailbox).expected.extract_if(.., is_lost).collect();
+            for waiting in lost {
+                let ranks = self.members[sources.clone()].to_vec();
+                waiting.delivery.complete(Outcome::Lost { ranks, reason: reason.into() });
+            }
+        }
+    }
+
+    pub(super) fn new(run: Arc<RunContext>, members: Arc<[usize]>) -> Self {
+        Self { boxes: members.iter().map(|_| Mutex::default()).collect(), run, members }
+    }
+
+    /// Posts one side of a message to `destination`. If the other side is already there, hands the tensor over.
+    /// Otherwise leaves this side in the mailbox. The calling thread is unparked on completion.
+    pub(crate) fn post(&self, request: P2pRequest, destination: usize) -> PostedOp {
+        let (posted, delivery) = PostedOp::new();
+        let mine = Waiting { request, delivery };
+        let is_send = mine.request.side == Side::Send;
+        let (sent, expected) = {
+            let Mailbox { sent, expected } = &mut *lock(&self.boxes[destination]);
+            let (same_side, other_side) = if is_send { (sent, expected) } else { (expected, sent) };
+            let other = other_side.iter().position(|o| o.request.belongs_to(&mine.request));
+            let Some(other) = other else {
+                same_side.push(mine);
+                return posted;
+            };
+            let other = other_side.remove(other);
+            if is_send { (mine, other) } else { (other, mine) }
+        };
+        self.hand_over(sent, expected, destination);
+        posted
+    }
+
+    /// Copies the tensor, and completes both sides.
+    fn hand_over(&self, sent: Waiting, expected: Waiting, destination: usize) {
+        let Waiting { request: sent, delivery: sender } = sent;
+        let Waiting { request: expected, delivery: receiver } = expected;
+        // A send always has a source.
+        let source = sent.source.unwrap_or(destination);
+        let copied = if sent.fits(&expected) {
+            match (sent.contents, expected.contents) {
+                (Contents::Here(from), Contents::Here(mut into)) => {
+                    tch::no_grad(|| into.f_copy_(&from).map(drop)).map_err(Error::torch("copy_"))
+                }
+                (Contents::Elsewhere(incoming), Contents::Here(into)) => {
+                    return incoming.accept(into, receiver);
+                }
+                (_, Contents::Elsewhere(_)) => Ok(()), // a rank receives into memory of its own
+            }
+        } else {
+            let (text, expected) = (sent.describe(), expected.describe());
+            if let Contents::Elsewhere(incoming) = sent.contents {
+                incoming.refuse(&expected);
+            }
+            let [source_rank, destination] = [source, destination].map(|rank| self.members[rank]);
+            Err(Error::SendMismatch { source_rank, destination, sent: text, expected })
+        };
+        // The error is reported to the run here, because neither side may be waiting.
+        if let Err(error) = &copied {
+            self.run.report(self.members[destination], Some(error), error.to_string());
+        }
+        for side in [sender, receiver] {
+            side.complete(if copied.is_ok() { Outcome::From(source) } else { Outcome::Reported });
+        }
+    }
+}
+
+fn lock(mailbox: &Mutex<Mailbox>) -> MutexGuard<'_, Mailbox> {
+    mailbox.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,239 @@
+//! The text of [`Error::Mismatch`]: which rank called what, and at which line.
+//!
+//! Processes exchange their ranks' calls as text.
+
+use super::fingerprint::{CollectiveFingerprint, SIZES};
+use crate::error::{Error, Suspects, list_ranks, runs};
+use crate::operation::Operation;
+use crate::runtime::format_call_site;
+
+/// The number of different calls that an error lists one by one.
+const MAX_LISTED_CALLS: usize = 8;
+
+/// The number of characters that are shown of each line of text from another process.
+const MAX_CALL_CHARS: usize = 400;
+
+/// One rank's call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RankCall {
+    pub rank: usize,
+    /// The call, such as `all_reduce(sum) of float32 [4]`.
+    pub call: String,
+    /// The call site, such as ` at src/main.rs:7`; empty if it is unknown.
+    pub place: String,
+}
+
+impl RankCall {
+    pub(super) fn new(rank: usize, announced: &CollectiveFingerprint) -> Self {
+        Self { rank, call: announced.describe(), place: format_call_site(announced.place) }
+    }
+
+    /// Returns the part of the call that must be the same on all ranks.
+    fn agreed(&self) -> &str {
+        self.call.split(SIZES).next().unwrap_or_default()
+    }
+}
+
+/// Returns the ranks of each `kind` of call, in order of first appearance.
+fn groups<'a>(
+    calls: &'a [RankCall],
+    kind: impl Fn(&'a RankCall) -> &'a str,
+) -> Vec<(&'a str, Vec<usize>)> {
+    let mut groups: Vec<(&str, Vec<usize>)> = Vec::new();
+    for call in calls {
+        match groups.iter_mut().find(|(known, _)| *known == kind(call)) {
+            Some((_, ranks)) => ranks.push(call.rank),
+            None => groups.push((kind(call), vec![call.rank])),
+        }
+    }
+    groups
+}
+
+/// Returns the error of ranks that have made different calls. The rank to look at first is the first rank of the
+/// smallest group with the same call; of equally small groups, the last one counts. `operation` returns the
+/// operation that a rank has called.
+pub(crate) fn mismatch(
+    sequence: u64,
+    calls: &[RankCall],
+    operation: impl Fn(usize) -> Operation,
+) -> Error {
+    let mut groups = groups(calls, RankCall::agreed);
+    if groups.len() == 1 {
+        // All calls are the same but for the sizes.
+        groups = self::groups(calls, |call| &call.call);
+    }
+    let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
+    let odd = odd.map_or(0, |(_, ranks)| ranks[0]);
+    let calls_of = |group: usize| groups[group].1.iter().map(move |&rank| (rank, group));
+    let answers: Vec<(usize, usize)> = (0..groups.len()).flat_map(calls_of).collect();
+    let mut suspects = Suspects::of(&answers);
+    suspects.ranks.sort_unstable();
+    Error::Mismatch { sequence, calls: list(calls, odd), suspects, odd, called: operation(odd) }
+}
+
+/// Returns the error of an all_to_all in which the ranks `from` send another number of elements to the ranks `to`
+/// than these expect: `[sent, expected]`. Each side is one rank or the ranks of one process, with its call site, if
+/// that is known.
+pub(crate) fn sizes_differ(
+    sequence: u64,
+    (from, at): (&[usize], String),
+    (to, there): (&[usize], String),
+    [sent, expected]: [usize; 2],
+) -> Error {
+    let (odd, suspects) = (to[0], Suspects::tied([from, to].concat()));
+    let is_one = |ranks: &[usize]| ranks.len() == 1;
+    let receives = match from == to && is_one(to) {
+        true => " to itself, but expects".into(),
+        false if is_one(to) => format!("{at} to {}, which expects", list_ranks(to)),
+        false => format!("{at} to {}, which expect", list_ranks(to)),
+    };
+    let sends = if is_one(from) { "sends" } else { "send" };
+    let calls = format!(
+        "in all_to_all {} {sends} {sent} elements{receives} {expected}{there}",
+        list_ranks(from)
+    );
+    Error::Mismatch { sequence, calls, suspects, odd, called: Operation::AllToAll }
+}
+
+/// Returns the calls as text: "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".
+fn list(calls: &[RankCall], odd: usize) -> String {
+    let mut lines: Vec<(&RankCall, Vec<usize>)> = Vec::new();
+    for call in calls {
+        let same = |known: &RankCall| (&known.call, &known.place) == (&call.call, &call.place);
+        match lines.iter_mut().find(|(known, _)| same(known)) {
+            Some((_, ranks)) => ranks.push(call.rank),
+            None => lines.push((call, vec![call.rank])),
+        }
+    }
+    let mut left_out = String::new();
+    if lines.len() > MAX_LISTED_CALLS {
+        let odd_line = lines.iter().position(|(_, ranks)| ranks.contains(&odd)).unwrap_or(0);
+        lines.swap(MAX_LISTED_CALLS - 1, odd_line.max(MAX_LISTED_CALLS - 1));
+        left_out =
+            format!("; the others made {} more different calls", lines.len() - MAX_LISTED_CALLS);
+    }
+    let line = |(RankCall { call, place, .. }, ranks): &(&RankCall, Vec<usize>)| {
+        format!(
+            "rank{} {} called {call}{place}",
+            if ranks.len() > 1 { "s" } else { "" },
+            runs(ranks)
+        )
+    };
+    let listed: Vec<String> = lines.iter().take(MAX_LISTED_CALLS).map(line).collect();
+    listed.join("; ") + &left_out
+}
+
+/// Returns the call of this process's ranks as text for other processes. All ranks have made the same call: one
+/// line has the call, and one line per rank has its call site.
+pub(crate) fn to_text<'a>(
+    mut calls: impl Iterator<Item = &'a CollectiveFingerprint> + Clone,
+) -> String {
+    let places = calls.clone().map(|call| format!("\n{}", format_call_site(call.place)));
+    let places: String = places.collect();
+    calls.next().map_or(String::new(), CollectiveFingerprint::describe) + &places
+}
+
+/// Returns the calls in the text of a process with these `ranks`. A missing or empty call is shown as "something
+/// else".
+pub(crate) fn from_text(text: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
+    let text = String::from_utf8_lossy(text.unwrap_or_default());
+    // The text goes to a terminal, so it must not have control characters.
+    let shown = |line: &str| -> String {
+        line.chars().filter(|it| !it.is_control()).take(MAX_CALL_CHARS).collect()
+    };
+    let mut lines = text.split('\n').map(shown);
+    let call = lines.next().filter(|it| !it.is_empty()).unwrap_or_else(|| "something else".into());
+    let called =
+        |&rank| RankCall { rank, call: call.clone(), place: lines.next().unwrap_or_default() };
+    ranks.iter().map(called).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn called(rank: usize, call: &str, line: usize) -> RankCall {
+        RankCall { rank, call: call.into(), place: format!(" at a.rs:{line}") }
+    }
+
+    fn told(calls: &[RankCall]) -> (String, usize) {
+        match mismatch(0, calls, |_| Operation::Barrier) {
+            Error::Mismatch { calls, odd, .. } => (calls, odd),
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn two_ranks_are_tied_and_the_minority_of_more_is_suspected() {
+        let end = |calls: &[RankCall]| {
+            let error = mismatch(0, calls, |_| Operation::Barrier);
+            let text = error.to_string();
+            let end = text.split("same kinds and shapes").nth(1).unwrap().to_string();
+            (end, error.blames().unwrap().tied)
+        };
+        let (two, tied) = end(&[called(4, "x", 1), called(5, "y", 1)]);
+        assert_eq!(
+            (&two[..], &tied[..]),
+            ("; with two ranks it is unknown which one is wrong", &[4, 5][..])
+        );
+        let (minority, tied) = end(&[called(4, "x", 1), called(5, "y", 1), called(6, "x", 2)]);
+        assert_eq!((&minority[..], tied.len()), ("", 0));
+        let (three, tied) = end(&[called(4, "x", 1), called(5, "y", 1), called(6, "z", 2)]);
+        assert_eq!(tied, [4, 5, 6]);
+        assert_eq!(three, "; no majority agrees, so it is unknown which rank is wrong");
+    }
+
+    #[test]
+    fn equal_calls_are_told_together_and_the_fewest_are_blamed() {
+        let mut calls: Vec<RankCall> = (0..600).map(|rank| called(rank, "barrier", 1)).collect();
+        calls[17] = called(17, "broadcast", 3);
+        calls[19] = called(19, "barrier", 2);
+        let expected = "ranks 0-16, 18, 20-599 called barrier at a.rs:1; rank 17 called broadcast at a.rs:3; \
+                        rank 19 called barrier at a.rs:2";
+        assert_eq!(told(&calls), (expected.into(), 17));
+        let two = [called(4, "x", 1), called(5, "y", 1)];
+        assert_eq!(told(&two).1, 5);
+    }
+
+    #[test]
+    fn sizes_that_may_differ_are_no_difference_beside_one() {
+        let uneven = |rank, size| {
+            called(rank, &format!("all_to_all of float32{SIZES}[{size}] and expecting [1]"), 1)
+        };
+        let barrier = called(1, "barrier", 2);
+        let calls = [uneven(0, 5), barrier, uneven(2, 6), uneven(3, 7)];
+        let (text, odd) = told(&calls);
+        assert_eq!((text.matches(" called ").count(), odd), (4, 1), "{text}");
+        // Only the sizes differ, as they can between processes.
+        assert_eq!(told(&[uneven(0, 5), uneven(1, 6), uneven(2, 5)]).1, 1);
+    }
+
+    #[test]
+    fn many_different_calls_are_cut_but_not_the_one_to_blame() {
+        let mut calls: Vec<RankCall> =
+            (0..40).map(|rank| called(rank, &format!("x {}", rank / 2), 1)).collect();
+        calls.push(called(40, "y", 2));
+        let (text, odd) = told(&calls);
+        assert_eq!((text.matches(" called ").count(), odd), (MAX_LISTED_CALLS, 40));
+        assert!(text.contains("rank 40 called y at a.rs:2; the others made 13 more"), "{text}");
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_process_tells_is_cut_to_something_printable(
+            bytes: Option<Vec<u8>>,
+            count in 0..4usize,
+        ) {
+            let ranks: Vec<usize> = (3..3 + count).collect();
+            let calls = from_text(bytes.as_deref(), &ranks);
+            prop_assert_eq!(calls.iter().map(|it| it.rank).collect::<Vec<_>>(), ranks);
+            for RankCall { call, place, .. } in calls {
+                prop_assert!(!call.is_empty() && call.chars().count() <= MAX_CALL_CHARS);
+                prop_assert!(place.chars().count() <= MAX_CALL_CHARS);
+                prop_assert!(!(call + &place).contains(char::is_control));
+            }
+        }
+    }
+}

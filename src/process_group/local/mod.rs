@@ -1,0 +1,30 @@
+//! What the ranks of one process share: the exchange of their calls, their mailboxes, and their arithmetic.
+//!
+//! All backends use it. [`compare`] runs before each collective, and [`mail`] carries messages. [`element`] reduces
+//! tensors in the memory of the process.
+
+mod compare;
+mod conflict;
+mod element;
+mod exchange;
+mod fingerprint;
+mod mail;
+mod mismatch;
+mod once;
+mod shared;
+mod slice;
+mod span;
+
+pub(super) use compare::exchange_calls;
+pub(super) use conflict::Memory;
+pub(super) use element::{Kinds, Reduction, reduce};
+pub(super) use fingerprint::CollectiveFingerprint;
+pub(super) use mail::{
+    Carrier, Completion, Contents, Incoming, Mailboxes, Outcome, P2pRequest, PostedOp, Side,
+    describe,
+};
+pub(super) use mismatch::{from_text, mismatch, sizes_differ, to_text};
+pub(super) use once::OncePerProcess;
+pub(super) use shared::{CallSlot, Shared};
+pub(super) use slice::my_slice;
+pub(super) use span::Place;

@@ -1,0 +1,61 @@
+//! The state of a group that the ranks of one process share: its exchange and its mailboxes.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::exchange::{Exchange, ExchangeSlot};
+use super::fingerprint::CollectiveFingerprint;
+use super::mail::Mailboxes;
+use crate::runtime::{Barrier, RunContext};
+
+/// A rank's slot in the exchange of calls.
+pub(crate) type CallSlot = ExchangeSlot<CollectiveFingerprint>;
+
+/// The state of a group in one process. One rank creates it and hands it to the others.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    exchange: Arc<Exchange<CollectiveFingerprint>>,
+    mail: Arc<Mailboxes>,
+    run: Arc<RunContext>,
+    members: Arc<[usize]>,
+    here: Range<usize>,
+}
+
+impl Shared {
+    /// Creates the state for the ranks `members` of `run`. This process has those with the group ranks `here`.
+    pub(crate) fn new(run: Arc<RunContext>, members: Arc<[usize]>, here: Range<usize>) -> Self {
+        let barrier = Barrier::new(run.clone(), members[here.clone()].into());
+        Self {
+            exchange: Arc::new(Exchange::new(barrier, CollectiveFingerprint::nothing)),
+            mail: Arc::new(Mailboxes::new(run.clone(), members.clone())),
+            run,
+            members,
+            here,
+        }
+    }
+
+    /// Returns the run that the ranks belong to.
+    pub(crate) fn run(&self) -> &Arc<RunContext> {
+        &self.run
+    }
+
+    /// Returns the global ranks of the group's members, in group order.
+    pub(crate) fn members(&self) -> &Arc<[usize]> {
+        &self.members
+    }
+
+    /// Returns the group ranks of this process.
+    pub(crate) fn here(&self) -> Range<usize> {
+        self.here.clone()
+    }
+
+    /// Returns the mailboxes, where sent tensors wait to be received.
+    pub(crate) fn mail(&self) -> &Arc<Mailboxes> {
+        &self.mail
+    }
+
+    /// Takes the exchange slot of group rank `rank`, which must be in this process. Each slot can be taken once.
+    pub(crate) fn slot(&self, rank: usize) -> CallSlot {
+        ExchangeSlot::take(rank - self.here.start, self.exchange.clone())
+    }
+}

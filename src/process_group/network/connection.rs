@@ -1,0 +1,443 @@
+//! The connection between the processes of a group. The first rank of each process makes one exchange at a time.
+//!
+//! Each exchange begins with headers of a fixed size: the call, and the size of each part. Gloo itself compares
+//! nothing, and a message of unexpected length would end the process. Small parts travel inside the header.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::select_biased;
+use tch::{Kind, Tensor};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::header::{ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, MAX_INLINE};
+use super::lost::{self, FAILURE_CAUSE_TIMEOUT};
+use super::messages::{MessageListener, Messages};
+use super::process_map::ProcessMap;
+use super::split_sizes::{SplitSizes, padded};
+use super::staging::StagingBuffers;
+use super::started::Started;
+use crate::error::{Error, Result};
+use crate::ffi::{Gloo, GlooWork, Reduce, TcpStore};
+use crate::operation::{OpId, Operation};
+use crate::process_group::call::Call;
+use crate::process_group::dtype::{dtype_name, num_bytes};
+use crate::process_group::local::{self, Mailboxes};
+use crate::process_group::weights;
+use crate::runtime::{RunContext, Stop, StopMessage, deadline, format_call_site};
+
+/// The state of a group of several processes that the ranks of one process share.
+pub(crate) struct Network {
+    gloo: Gloo,
+    /// Under a prefix of the group's own.
+    store: TcpStore,
+    run: Arc<RunContext>,
+    members: Arc<[usize]>,
+    layout: ProcessMap,
+    timeout: Duration,
+    /// `GLOO_SOCKET_IFNAME`.
+    interfaces: Option<String>,
+    /// Rank 0's decision to stop, which every header carries.
+    stop: OnceLock<Arc<Stop>>,
+    /// Mean weight of each process's ranks in the current call, as bits. This process's first rank writes them. Its
+    /// other ranks read them after the next barrier.
+    weights: Box<[AtomicU64]>,
+    staging: StagingBuffers,
+    /// The listener to which other processes connect for messages. `None` once `messages` has it, or without messages.
+    listener: Option<MessageListener>,
+    messages: Option<Messages>,
+}
+
+impl fmt::Debug for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Network").field("layout", &self.layout).finish_non_exhaustive()
+    }
+}
+
+impl Network {
+    /// Connects the processes of `layout`, whose ranks are `members` of `run`. All of them must call this, with an
+    /// unused prefix of `store`. Returns when all are connected.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] that names the first ranks of the missing processes, and the errors of [`Gloo::new`].
+    pub(crate) fn connect(
+        store: TcpStore,
+        run: Arc<RunContext>,
+        members: Arc<[usize]>,
+        layout: ProcessMap,
+        interfaces: Option<&str>,
+    ) -> Result<Self> {
+        let timeout = run.timeout;
+        // Before the rendezvous, so that no process has to wait for it afterwards.
+        let listener = Some(MessageListener::open(&store, layout.mine, interfaces)?);
+        let first = |process: &usize| members[layout.processes[*process].start];
+        let absent = |missing: Vec<usize>| {
+            let ranks = missing.iter().map(first).collect();
+            run.not_come(first(&layout.mine), ranks)
+        };
+        let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces, absent)?;
+        let staging = StagingBuffers::new(layout.len())?;
+        let weights = (0..layout.len()).map(|_| AtomicU64::default()).collect();
+        let stop = OnceLock::new();
+        let interfaces = interfaces.map(String::from);
+        Ok(Self {
+            gloo,
+            store,
+            run,
+            members,
+            layout,
+            timeout,
+            interfaces,
+            stop,
+            weights,
+            staging,
+            listener,
+            messages: None,
+        })
+    }
+
+    /// Returns this network with messages from other processes, which go to `mail`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if it already has messages.
+    pub(crate) fn with_messages_to(mut self, mail: &Arc<Mailboxes>) -> Result<Self> {
+        let taken = || Error::Unsupported("a network has messages once".into());
+        let listener = self.listener.take().ok_or_else(taken)?;
+        let (run, members) = (self.run.clone(), self.members.clone());
+        let store = self.store.clone();
+        self.messages =
+            Some(Messages::new((run, store), members, self.layout.clone(), listener, mail));
+        Ok(self)
+    }
+
+    /// Returns this network without messages, if something else carries them. No process can connect for messages.
+    pub(crate) fn without_messages(self) -> Self {
+        Self { listener: None, ..self }
+    }
+
+    /// Returns the messages between the processes. `None` if something else carries them.
+    pub(crate) fn messages(&self) -> Option<&Messages> {
+        self.messages.as_ref()
+    }
+
+    /// Connects the processes that have any of `ranks` as a sub-group. `ranks` are ascending group ranks.
+    pub(crate) fn part(&self, ranks: &[usize], name: &str, members: Arc<[usize]>) -> Result<Self> {
+        let members_in = |places: &Range<usize>| {
+            ranks.partition_point(|&rank| rank < places.start)
+                ..ranks.partition_point(|&rank| rank < places.end)
+        };
+        let parts = self.layout.processes.iter().map(members_in).enumerate();
+        let there: Vec<(usize, Range<usize>)> =
+            parts.filter(|(_, part)| !part.is_empty()).collect();
+        let mine = there.iter().position(|(process, _)| *process == self.layout.mine).unwrap_or(0);
+        let layout =
+            ProcessMap { processes: there.into_iter().map(|(_, part)| part).collect(), mine };
+        let (store, run) = (self.store.under(name), self.run.clone());
+        Self::connect(store, run, members, layout, self.interfaces.as_deref())
+    }
+
+    pub(crate) fn layout(&self) -> &ProcessMap {
+        &self.layout
+    }
+
+    /// Returns the store that the processes share, under the group's prefix.
+    pub(crate) fn store(&self) -> &TcpStore {
+        &self.store
+    }
+
+    /// Synchronizes `stop` with that of the first process in every exchange from now on.
+    pub(crate) fn share_stop(&self, stop: &Arc<Stop>) {
+        self.stop.get_or_init(|| stop.clone());
+    }
+
+    /// Returns whether the processes exchange requests to stop.
+    pub(crate) fn shares_stop(&self) -> bool {
+        self.stop.get().is_some()
+    }
+
+    /// Exchanges the state of [`Stop`] between processes when no collective of this backend does. The process's first
+    /// rank calls this; all processes must call it, with the same number.
+    pub(crate) fn exchange_stop(&self, sequence: u64) -> Result<()> {
+        let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
+        let parts = SplitSizes::of(&call, 0, &self.layout, false);
+        self.exchange(&call, &parts, 0, || call.operation.to_string())
+    }
+
+    /// Sets the mean weight of this process's ranks in the next call. Called by the process's first rank.
+    pub(crate) fn set_weight(&self, weight: f64) {
+        self.weights[self.layout.mine].store(weight.to_bits(), Ordering::Relaxed);
+    }
+
+    fn mean_here(&self) -> f64 {
+        f64::from_bits(self.weights[self.layout.mine].load(Ordering::Relaxed))
+    }
+
+    /// Returns the mean weight and the number of each process's ranks in this call. Valid after the headers.
+    pub(crate) fn weights(&self) -> impl Iterator<Item = (f64, usize)> + Clone {
+        let weights = self.weights.iter().map(|bits| f64::from_bits(bits.load(Ordering::Relaxed)));
+        weights.zip(self.layout.processes.iter().map(ExactSizeIterator::len))
+    }
+
+    /// Compares the processes' calls when no collective of this backend does. Also exchanges the mean weights of their
+    /// ranks, if they have any. Called by the process's first rank.
+    ///
+    /// # Errors
+    /// The errors of [`Network::exchange`].
+    pub(crate) fn compare(
+        &self,
+        call: &Call,
+        mean_weight: Option<f64>,
+        describe: impl Fn() -> String,
+    ) -> Result<()> {
+        if let Some(mean) = mean_weight {
+            self.set_weight(mean);
+        }
+        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
+        self.exchange(call, &none, 0, describe)
+    }
+
+    /// Makes room for this many bytes per direction. Called by the process's first rank, before the others' barrier.
+    pub(crate) fn reserve(&self, send: usize, receive: usize) -> Result<()> {
+        self.staging.reserve(send, receive)
+    }
+
+    /// Returns the start of the send buffer and that of the receive buffer.
+    pub(crate) fn places(&self) -> (*mut u8, *mut u8) {
+        let [send, receive] = self.staging.parts();
+        (send.data_ptr().cast(), receive.data_ptr().cast())
+    }
+
+    /// Exchanges the parts in the send buffer from byte `begin` on, in the layout of [`SplitSizes::places`]. Returns
+    /// when all parts have arrived. Called by the process's first rank. `describe` returns its call as text, for a
+    /// mismatch.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`]; [`Error::Input`] for
+    /// weights without a mean.
+    pub(crate) fn exchange(
+        &self,
+        call: &Call,
+        parts: &SplitSizes,
+        begin: usize,
+        describe: impl Fn() -> String,
+    ) -> Result<()> {
+        if call.weight.is_some() {
+            // Other processes would take an invalid mean for another program's bytes.
+            weights::check_mean(self.mean_here(), || self.members[self.layout.here()].to_vec())?;
+        }
+        let inline = parts.largest.is_some_and(|largest| largest <= MAX_INLINE);
+        let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
+        self.write_headers(call, parts, inline.then_some((begin, &send[..])));
+        let equal = vec![HEADER_BYTES as i64; self.layout.len()];
+        let [mine, theirs] = self.staging.headers();
+        self.wait(call.at(), call.timeout, self.gloo.all_to_all(theirs, mine, &equal, &equal))?;
+        self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
+        if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
+    }
+
+    /// Returns the first `size` bytes of the send buffer as a tensor. Called by the process's first rank.
+    pub(crate) fn staging_tensor(&self, kind: Kind, size: usize) -> Result<Tensor> {
+        let [send, _] = self.staging.parts();
+        let whole = send.f_narrow(0, 0, size as i64).and_then(|it| it.f_view_dtype(kind));
+        whole.map_err(Error::torch("a view of the staging buffer"))
+    }
+
+    /// Exchanges headers, then starts to sum `tensor` over all processes, in place. With two processes Gloo's own
+    /// all_reduce adds in the same order and is faster. Called by the process's first rank.
+    pub(crate) fn add_up(
+        &self,
+        call: &Call,
+        tensor: &Tensor,
+        describe: impl Fn() -> String,
+    ) -> Result<Started> {
+        let none = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.layout, false);
+        self.exchange(call, &none, 0, describe)?;
+        if call.weight.is_some() {
+            let share = self.mean_here() / weights::mean_of_all(self.weights())?;
+            if share != 1.0 {
+                let multiply = || tensor.shallow_clone().f_mul_scalar_(share).map(drop);
+                tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
+            }
+        }
+        self.started(call.at(), call.timeout, self.gloo.all_reduce(tensor, Reduce::Sum))
+    }
+
+    /// Exchanges the parts of a call whose headers have been read.
+    pub(crate) fn send_parts(&self, call: &Call, parts: &SplitSizes, begin: usize) -> Result<()> {
+        let splits = |sizes: &[usize]| -> Vec<i64> {
+            let sent_size = |(process, &size): (usize, &usize)| {
+                if process == self.layout.mine { 0 } else { padded(size) as i64 }
+            };
+            sizes.iter().enumerate().map(sent_size).collect()
+        };
+        let (to, from) = (splits(&parts.to), splits(&parts.from));
+        let cut = |tensor: &Tensor, begin: usize, sizes: &[i64]| {
+            tensor.f_narrow(0, begin as i64, sizes.iter().sum()).map_err(Error::torch("narrow"))
+        };
+        let [send, receive] = self.staging.parts();
+        let (send, receive) = (cut(send, begin, &to)?, cut(receive, 0, &from)?);
+        self.wait(call.at(), call.timeout, self.gloo.all_to_all(&receive, &send, &from, &to))
+    }
+
+    fn begins(&self, sizes: &[usize]) -> Vec<usize> {
+        SplitSizes::places(sizes, self.layout.mine).0
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> {
+        let mine = self.layout.mine;
+        (0..self.layout.len()).filter(move |&process| process != mine)
+    }
+
+    fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
+        let news = self.stop.get().map_or(StopMessage::NONE, |stop| stop.news());
+        let (sequence, fingerprint) = (call.sequence, fingerprint(call));
+        let weight = call.weight.map_or(0.0, |_| self.mean_here());
+        let headers: *mut u8 = self.staging.headers()[0].data_ptr().cast();
+        for process in self.others() {
+            let size = parts.to[process];
+            let header = ExchangeHeader { sequence, fingerprint, size: size as u64, weight, news }
+                .to_bytes();
+            // SAFETY: the tensor has a header for each process, which no other rank touches now. A part that fits into
+            // the header lies where it was packed.
+            unsafe {
+                let place = headers.add(process * HEADER_BYTES);
+                place.cast::<[u8; HEADER_INT_BYTES]>().write(header);
+                if let Some((begin, places)) = inline {
+                    let part = self.places().0.add(begin + places[process]);
+                    part.copy_to_nonoverlapping(place.add(HEADER_INT_BYTES), size);
+                }
+            }
+        }
+    }
+
+    fn read_headers(
+        &self,
+        call: &Call,
+        parts: &SplitSizes,
+        inline: Option<&[usize]>,
+        describe: impl Fn() -> String,
+    ) -> Result<()> {
+        let headers: *mut u8 = self.staging.headers()[1].data_ptr().cast();
+        let fingerprint = fingerprint(call);
+        // The first process whose part has an unexpected size, and the processes with another call.
+        let (mut uneven, mut different) = (None, Vec::new());
+        for process in self.others() {
+            // SAFETY: the tensor has a header for each process, and Gloo has finished with it.
+            let (place, header) = unsafe {
+                let place = headers.add(process * HEADER_BYTES);
+                (place, place.cast::<[u8; HEADER_INT_BYTES]>().read())
+            };
+            let header = ExchangeHeader::from_bytes(process, &header)?;
+            if [header.sequence, header.fingerprint] != [call.sequence, fingerprint] {
+                different.push(process);
+            } else if header.size != parts.from[process] as u64 {
+                uneven.get_or_insert((process, header.size as usize));
+            }
+            let fits = different.is_empty() && uneven.is_none();
+            self.weights[process].store(header.weight.to_bits(), Ordering::Relaxed);
+            if let Some(stop) = self.stop.get() {
+                stop.merge(process == 0, header.news);
+            }
+            if let Some(places) = inline.filter(|_| fits) {
+                // SAFETY: the part has the expected size, for which there is room; no other rank uses the room now.
+                unsafe {
+                    let part = self.places().1.add(places[process]);
+                    part.copy_from_nonoverlapping(place.add(HEADER_INT_BYTES), parts.from[process]);
+                }
+            }
+        }
+        match (uneven, call.weight) {
+            _ if !different.is_empty() => Err(self.mismatch(call, &describe(), &different)?),
+            (Some((process, sent)), _) => Err(self.sizes_differ(call, process, sent, parts)),
+            (None, Some(_)) => weights::mean_of_all(self.weights()).map(drop),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// Waits on the process's first rank until Gloo has finished, the run is cancelled or the timeout has passed.
+    fn wait(&self, at: OpId, timeout: Option<Duration>, work: Result<GlooWork>) -> Result<()> {
+        self.finish(&self.started(at, timeout, work)?)
+    }
+
+    fn started(
+        &self,
+        at: OpId,
+        timeout: Option<Duration>,
+        work: Result<GlooWork>,
+    ) -> Result<Started> {
+        let timeout = timeout.unwrap_or(self.timeout);
+        let waiting = self.members[self.layout.here().start];
+        Ok(Started { work: work?, at, waiting, began: Instant::now(), timeout })
+    }
+
+    /// Waits like [`Network::wait`], for an operation that was started before.
+    pub(crate) fn finish(&self, started: &Started) -> Result<()> {
+        let &Started { ref work, at, waiting, began, timeout } = started;
+        let result = select_biased! {
+            recv(work.ended()) -> result => {
+                work.outcome(result.unwrap_or_else(|_| Err("it is gone".into())))
+            }
+            recv(self.run.cancel.tripped()) -> _ => Err(Error::Input(String::new())),
+            default(started.time_left()) => Err(Error::Input(String::new())),
+        };
+        let reason = match result {
+            Ok(()) => return Ok(()),
+            Err(Error::Gloo { reason, .. }) => reason,
+            Err(other) => other.to_string(),
+        };
+        // After the abort nothing uses the buffers any more, and the other processes notice it.
+        let _ = self.gloo.abort();
+        let elsewhere = self.others().flat_map(|process| self.layout.processes[process].clone());
+        let ranks = elsewhere.map(|place| self.members[place]).collect();
+        Err(match began.elapsed() >= timeout {
+            true => lost::timed_out(&self.run, at, waiting, ranks, timeout),
+            false => lost::connection_lost(&self.run, at, waiting, ranks, reason),
+        })
+    }
+
+    /// Returns the error of an all_to_all in which `process` sends `sent` bytes and this process expects another
+    /// number. Each call is valid by itself, so the other process does not see the error.
+    fn sizes_differ(&self, call: &Call, process: usize, sent: usize, parts: &SplitSizes) -> Error {
+        let numel = |bytes| bytes / num_bytes(call.kind, 1);
+        let ranks = |process: usize| &self.members[self.layout.processes[process].clone()];
+        let here = ranks(self.layout.mine);
+        let line = format_call_site(call.place.filter(|_| here.len() == 1));
+        let numbers = [sent, parts.from[process]].map(numel);
+        local::sizes_differ(call.sequence, (ranks(process), String::new()), (here, line), numbers)
+    }
+
+    /// Returns the error when the processes `different` make another call than this one. Every process writes its call
+    /// to the store, because every process has seen a different one.
+    fn mismatch(&self, call: &Call, mine: &str, different: &[usize]) -> Result<Error> {
+        let key = |process| format!("call/{}/{process}", call.sequence);
+        self.store.set(&key(self.layout.mine), mine.as_bytes())?;
+        let same = mine.lines().next().unwrap_or_default();
+        let deadline = deadline(FAILURE_CAUSE_TIMEOUT);
+        let mut calls = Vec::new();
+        for (process, places) in self.layout.processes.iter().enumerate() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let mut text = self.store.get(&key(process), left)?;
+            if !different.contains(&process) {
+                text.get_or_insert_with(|| same.into());
+            }
+            calls.extend(local::from_text(text.as_deref(), &self.members[places.clone()]));
+        }
+        let here = &self.members[self.layout.here()];
+        let operation = |rank: usize| match here.contains(&rank) {
+            true => call.operation,
+            false => self.run.activity[rank].now().operation,
+        };
+        Ok(local::mismatch(call.sequence, &calls, operation))
+    }
+}
+
+/// Returns a hash of what must be equal in all processes.
+fn fingerprint(call: &Call) -> u64 {
+    let Call { operation, reduce_op, root, weight, kind, shape, .. } = call;
+    let weighted = if weight.is_some() { " weighted" } else { "" };
+    let kind = dtype_name(*kind);
+    xxh3_64(format!("{operation} {reduce_op:?} {root:?} {kind} {shape:?}{weighted}").as_bytes())
+}

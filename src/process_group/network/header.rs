@@ -1,0 +1,118 @@
+//! The header of a fixed size that processes send each other ahead of an exchange.
+
+use crate::error::{Error, Result};
+use crate::runtime::StopMessage;
+
+/// Size of a header in bytes.
+pub(super) const HEADER_BYTES: usize = 256;
+
+/// Bytes of the numbers in a header: 7 numbers of 8 bytes.
+pub(super) const HEADER_INT_BYTES: usize = 56;
+
+/// Size in bytes of the largest part that travels inside a header.
+pub(super) const MAX_INLINE: usize = HEADER_BYTES - HEADER_INT_BYTES;
+
+/// The numbers of a header.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct ExchangeHeader {
+    /// Sequence number of the call, and a hash of what must be equal in all processes.
+    pub sequence: u64,
+    pub fingerprint: u64,
+    /// Size in bytes of the part that follows.
+    pub size: u64,
+    /// Mean weight of the process's ranks, from 0; 0 for calls without weights.
+    pub weight: f64,
+    pub news: StopMessage,
+}
+
+impl ExchangeHeader {
+    pub(super) fn to_bytes(self) -> [u8; HEADER_INT_BYTES] {
+        let ExchangeHeader { sequence, fingerprint, size, weight, news } = self;
+        let [last_step, reason, asked] = news.to_numbers();
+        let mut bytes = [0; HEADER_INT_BYTES];
+        let (places, _) = bytes.as_chunks_mut::<8>();
+        for (place, number) in places.iter_mut().zip([
+            sequence,
+            fingerprint,
+            size,
+            weight.to_bits(),
+            last_step,
+            reason,
+            asked,
+        ]) {
+            *place = number.to_le_bytes();
+        }
+        bytes
+    }
+
+    /// Parses the header that `process` has sent. The caller checks whether it fits the call.
+    ///
+    /// # Errors
+    /// [`Error::Input`] for bytes that no process of the run sends.
+    pub(super) fn from_bytes(process: usize, bytes: &[u8; HEADER_INT_BYTES]) -> Result<Self> {
+        let mut numbers = [0; HEADER_INT_BYTES / 8];
+        let (places, _) = bytes.as_chunks::<8>();
+        for (number, place) in numbers.iter_mut().zip(places) {
+            *number = u64::from_le_bytes(*place);
+        }
+        let [sequence, fingerprint, size, weight, last_step, reason, asked] = numbers;
+        let weight = f64::from_bits(weight);
+        if !(weight.is_sign_positive() && weight.is_finite()) {
+            return Err(Error::Input(format!(
+                "process {process} sent an invalid header before call #{sequence}: its weight is {weight}; another \
+                 program may use Gloo's ports: let only the processes of this run connect to them"
+            )));
+        }
+        let news = StopMessage::from_numbers([last_step, reason, asked]).ok_or_else(|| {
+            Error::Input(format!(
+                "process {process} sent an invalid header before call #{sequence}: stop after step {last_step} for \
+                 the reasons {reason} and {asked}; another program may use Gloo's ports: let only the processes of \
+                 this run connect to them"
+            ))
+        })?;
+        Ok(ExchangeHeader { sequence, fingerprint, size, weight, news })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn no_bytes_are_more_than_an_error(bytes: [u8; HEADER_INT_BYTES], small: [u8; 3]) {
+            let mut near = bytes;
+            // Reasons that may be valid.
+            near[24..].fill(0);
+            [near[32], near[40], near[48]] = small.map(|byte| byte % 9);
+            for bytes in [bytes, near] {
+                match ExchangeHeader::from_bytes(3, &bytes) {
+                    Ok(header) => prop_assert_eq!(header.to_bytes(), bytes),
+                    Err(error) => {
+                        prop_assert!(error.to_string().contains("process 3 sent an invalid header"), "{}", error);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let news = StopMessage::from_numbers([7, 2, 1]).unwrap();
+        let header = ExchangeHeader { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, news };
+        assert_eq!(ExchangeHeader::from_bytes(0, &header.to_bytes()).unwrap(), header);
+        for weight in [f64::NAN, -1.0, f64::INFINITY] {
+            let error =
+                ExchangeHeader::from_bytes(3, &ExchangeHeader { weight, ..header }.to_bytes())
+                    .unwrap_err();
+            let told =
+                format!("process 3 sent an invalid header before call #1: its weight is {weight};");
+            assert!(error.to_string().starts_with(&told), "{error}");
+        }
+        for wrong in [[7, 0, 0], [7, 9, 0], [u64::MAX, 0, 9]] {
+            assert_eq!(StopMessage::from_numbers(wrong), None, "{wrong:?}");
+        }
+    }
+}

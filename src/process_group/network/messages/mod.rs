@@ -1,0 +1,212 @@
+//! Messages between processes: tensors from a rank of this process to a rank of another, and back.
+//!
+//! They have connections of their own beside Gloo's. Gloo's distinguish only few senders and tags, end the process at a
+//! tensor of unexpected length, and cannot receive from any source. Read [`link`] next.
+
+mod context;
+mod frame;
+mod guard;
+mod keeper;
+mod link;
+mod open;
+mod patient;
+mod pending;
+mod reader;
+mod transfer;
+mod writer;
+
+use std::convert::Infallible;
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crossbeam::channel::{Receiver, Sender, bounded};
+use tch::Tensor;
+
+use super::process_map::ProcessMap;
+use crate::error::{Error, Result};
+use crate::ffi::TcpStore;
+use crate::operation::OpId;
+use crate::process_group::dense::Dense;
+use crate::process_group::dtype::{dtype_name, plain_kind};
+use crate::process_group::local::{Mailboxes, PostedOp};
+use crate::runtime::RunContext;
+use context::MessageContext;
+use guard::Serving;
+use link::{Link, Sent};
+pub(super) use open::MessageListener;
+use pending::Pending;
+
+/// The messages of a group between this process and others. Dropping it ends the connections once all messages have
+/// gone, or at once if the run has failed. It does not wait for the receiving ranks.
+pub(crate) struct Messages(Arc<Connections>);
+
+/// The state that lives until the last message has gone. Dropping it ends the connections after all queued data is
+/// written, or at once if the run has failed.
+struct Connections {
+    context: Arc<MessageContext>,
+    /// One per process; the one to this process is never used.
+    links: Vec<Arc<Link>>,
+    /// `None` once a thread accepts connections.
+    listener: Mutex<Option<TcpListener>>,
+    address: SocketAddr,
+    /// Closes when all messages have gone, and no more can be sent.
+    sent: Receiver<Infallible>,
+    /// Closes when all queued data has been written.
+    written: Receiver<Infallible>,
+    /// Carries no value; it closes with these connections.
+    ended: Receiver<Infallible>,
+    _open: Sender<Infallible>,
+}
+
+/// A message to a rank of another process.
+pub(crate) struct OutgoingMessage<'a> {
+    pub tensor: &'a Tensor,
+    /// Group ranks of the sender and the receiver.
+    pub source: usize,
+    pub destination: usize,
+    pub tag: u64,
+    pub at: OpId,
+}
+
+impl Messages {
+    /// Creates the messages for the ranks of `layout`, which are `members` of `run`. Ranks of this process receive from
+    /// `mail`. Other processes connect through `listener`, and publish their own address in `store`.
+    pub(super) fn new(
+        (run, store): (Arc<RunContext>, TcpStore),
+        members: Arc<[usize]>,
+        layout: ProcessMap,
+        listener: MessageListener,
+        mail: &Arc<Mailboxes>,
+    ) -> Self {
+        let [(sending, sent), (writing, written), (open, ended)] = [0; 3].map(bounded);
+        let MessageListener { listener, address, token } = listener;
+        let (mail, processes) = (Arc::downgrade(mail), layout.len());
+        let [sending, writing] = [sending, writing].map(|sender| Mutex::new(Some(sender)));
+        let closing = AtomicBool::default();
+        let context =
+            MessageContext { run, store, members, layout, token, mail, closing, sending, writing };
+        let context = Arc::new(context);
+        let links = (0..processes).map(|process| Link::new(process, context.clone())).collect();
+        let listener = Mutex::new(Some(listener));
+        let connections =
+            Connections { context, links, listener, address, sent, written, ended, _open: open };
+        Self(Arc::new(connections))
+    }
+
+    /// Starts a send. Once it is [completed](PostedOp::is_completed), the receiver has accepted the tensor.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a dtype that is more than its bytes (a quantized one), and if no thread can be
+    /// started.
+    pub(crate) fn send(&self, message: &OutgoingMessage) -> Result<PostedOp> {
+        let &OutgoingMessage { tensor, source, destination, tag, at } = message;
+        let Connections { context, links, .. } = &*self.0;
+        let link = &links[context.layout.process_of(destination)];
+        let name = dtype_name(tensor.kind());
+        if plain_kind(name).is_none() {
+            return Err(Error::Unsupported(format!(
+                "{}: rank {} cannot send a {name} tensor to rank {} in another process; send its int_repr, scale and zero \
+                 point, or convert it to a float kind",
+                at.operation, context.members[source], context.members[destination]
+            )));
+        }
+        let (posted, delivery) = PostedOp::new();
+        delivery.carried_by(link.clone());
+        let tensor = Dense::new(at.operation, tensor)?.handle();
+        let rank = context.members[source];
+        link.send(Sent { tensor, source, destination, rank, at, delivery, pending: None }, tag);
+        // If the link cannot start, nothing else would end this send.
+        let started = self.0.listen().and_then(|()| open::start(link));
+        started.inspect_err(|error| link.close(&error.to_string()))?;
+        Ok(posted)
+    }
+
+    /// Accepts messages for a posted receive: from the group rank `source`, or from any rank if `None`. If the process
+    /// of `source` has gone without sending, the receive ends.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if no thread can be started.
+    pub(crate) fn expect(&self, source: Option<usize>) -> Result<()> {
+        let Connections { context, links, .. } = &*self.0;
+        self.0.listen()?;
+        let Some(source) = source else { return Ok(()) };
+        let link = &links[context.layout.process_of(source)];
+        open::start(link)?;
+        link.fail_receives();
+        Ok(())
+    }
+}
+
+impl Connections {
+    fn listen(&self) -> Result<()> {
+        let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        if listener.is_none() {
+            return Ok(());
+        }
+        let share = || (self.context.clone(), self.links.clone());
+        let ((context, links), ended) = (share(), self.ended.clone());
+        self.context.thread(move |_| keeper::run(&context, &links, &ended))?;
+        let Some(listener) = listener.take() else { return Ok(()) };
+        let (context, links) = share();
+        self.context.thread(move |_| open::accept(&context, &links, &listener))
+    }
+}
+
+impl fmt::Debug for Messages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Messages").field("address", &self.0.address).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Messages {
+    fn drop(&mut self) {
+        let Connections { context, links, .. } = &*self.0;
+        drop(context.sending.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let mut senders: Vec<usize> = links.iter().flat_map(|link| link.senders()).collect();
+        senders.sort_unstable();
+        senders.dedup();
+        if senders.is_empty() || context.run.cancel.cancelled_by().is_some() {
+            return;
+        }
+        // The receiver may first need this rank for something else, so a separate thread waits for it. The senders end
+        // after that thread, because the process may end with them.
+        let pending: Vec<Pending> =
+            senders.into_iter().map(|rank| Pending::new(&context.run, rank, None)).collect();
+        let (connections, cancelled) = (self.0.clone(), context.run.cancel.tripped().clone());
+        let stay = move |_: &Serving| {
+            crossbeam::channel::select_biased! {
+                recv(connections.sent) -> _ => {}
+                recv(cancelled) -> _ => {}
+            }
+            drop(connections);
+            drop(pending);
+        };
+        if let Err(error) = context.thread(stay) {
+            context.run.report(context.first_rank(), Some(&error), error.to_string());
+        }
+    }
+}
+
+impl Drop for Connections {
+    fn drop(&mut self) {
+        self.context.closing.store(true, Ordering::Release);
+        if self.listener.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+            open::knock(self.address);
+        }
+        let cancelled = self.context.run.cancel.tripped();
+        for link in &self.links {
+            link.finish();
+        }
+        drop(self.context.writing.lock().unwrap_or_else(PoisonError::into_inner).take());
+        crossbeam::channel::select_biased! {
+            recv(self.written) -> _ => {}
+            recv(cancelled) -> _ => {}
+            default(patient::GRACE) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

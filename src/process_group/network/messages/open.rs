@@ -1,0 +1,219 @@
+//! Setup of the one connection between two processes for messages. Each process listens, and writes its address and a
+//! token to the store.
+
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::RecvTimeoutError;
+use rustix::io::Errno;
+
+use super::context::MessageContext;
+use super::frame::Frame;
+use super::link::{Adoption, Link};
+use super::patient::{Patient, TICK};
+use super::reader;
+use crate::error::{Error, Result};
+use crate::ffi::TcpStore;
+use crate::os::limits::require_files;
+
+/// Longest wait for the greeting of a new connection.
+const GREETING: Duration = Duration::from_secs(10);
+
+/// The listener to which other processes connect, and its address.
+#[derive(Debug)]
+pub(crate) struct MessageListener {
+    pub listener: TcpListener,
+    pub address: SocketAddr,
+    /// The token that they present. It is no secret, because anyone who reaches the store can read it. It only prevents
+    /// accidental connections.
+    pub token: u64,
+}
+
+impl MessageListener {
+    /// Listens for the other processes of `store`: on the first of `interfaces`, or else on the one that leads to the
+    /// store.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if it cannot listen, and the errors of the store.
+    pub(crate) fn open(store: &TcpStore, mine: usize, interfaces: Option<&str>) -> Result<Self> {
+        let fail = |error: io::Error| {
+            Error::Input(format!("process {mine} cannot listen for messages: {error}"))
+        };
+        let host = match interfaces {
+            Some(names) => address_of(names).map_err(fail)?,
+            None => store.local_address(),
+        };
+        let listener = TcpListener::bind((host, 0)).map_err(fail)?;
+        let address = listener.local_addr().map_err(fail)?;
+        let token = getrandom::u64().map_err(|error| fail(io::Error::other(error.to_string())))?;
+        store.set(&key(mine), format!("{address} {token}").as_bytes())?;
+        Ok(Self { listener, address, token })
+    }
+}
+
+pub(super) fn key(process: usize) -> String {
+    format!("messages/{process}")
+}
+
+/// Returns this machine's address on the first network interface of a list.
+pub(super) fn address_of(names: &str) -> io::Result<IpAddr> {
+    let first = names.split(',').next().unwrap_or_default().trim();
+    let mut addresses: Vec<IpAddr> = (if_addrs::get_if_addrs()?.into_iter())
+        .filter(|interface| interface.name == first)
+        .map(|interface| interface.ip())
+        .collect();
+    addresses.sort_by_key(IpAddr::is_ipv6);
+    addresses.first().copied().ok_or_else(|| {
+        io::Error::other(format!("{first} (GLOO_SOCKET_IFNAME) has no address on this machine"))
+    })
+}
+
+/// Starts a thread that connects to the process of `link` and serves the connection. Does nothing if this process
+/// connects already, or is connected.
+///
+/// # Errors
+/// [`Error::Unsupported`] if no thread can be started.
+pub(super) fn start(link: &Arc<Link>) -> Result<()> {
+    if !link.begin_to_connect() {
+        return Ok(());
+    }
+    let link = link.clone();
+    link.context.clone().thread(move |serving| match connect(&link) {
+        Ok(Some(stream)) => {
+            let stream = Arc::new(stream);
+            if link.adopt(&stream, true) == Adoption::Chosen {
+                reader::run(&link, &stream, serving);
+            }
+        }
+        Ok(None) => {} // both use the other one's connection
+        Err(reason) => link.fail_to_connect(reason),
+    })
+}
+
+/// Connects to the process of `link`. Returns `None` if both processes use the connection that the other one opened.
+fn connect(link: &Link) -> std::result::Result<Option<TcpStream>, String> {
+    let context = &link.context;
+    let key = key(link.process);
+    let left = context.store.get(&key, context.run.timeout).map_err(|error| error.to_string())?;
+    let left = String::from_utf8_lossy(&left.unwrap_or_default()).into_owned();
+    let parsed = left.split_once(' ').and_then(|(address, token)| {
+        Some((address.parse::<SocketAddr>().ok()?, token.parse::<u64>().ok()?))
+    });
+    let (address, token) = parsed.ok_or_else(|| {
+        format!("the store key {key:?} holds no address: another program uses the same store")
+    })?;
+    let began = Instant::now();
+    let stream = loop {
+        match TcpStream::connect_timeout(&address, TICK) {
+            Ok(stream) => break stream,
+            Err(error) if is_limit(&error) => make_room(context)?,
+            Err(error) if error.kind() == ErrorKind::TimedOut => {
+                if context.is_closing()
+                    || link.is_closed()
+                    || began.elapsed() >= context.run.timeout
+                {
+                    return Err(format!("{address}: {error}"));
+                }
+            }
+            Err(error) => return Err(format!("{address}: {error}")),
+        }
+    };
+    greet(link, &stream, token)
+        .map_err(|error| format!("{address}: {error}"))
+        .map(|is_it| is_it.then_some(stream))
+}
+
+/// Returns whether the other process accepts this connection. It answers when one of its ranks sends or receives.
+fn greet(link: &Link, stream: &TcpStream, token: u64) -> io::Result<bool> {
+    stream.set_read_timeout(Some(TICK))?;
+    Frame::Hello { token, process: link.context.layout.mine }.write(&mut &*stream)?;
+    match Frame::read(&mut Patient::until_closing(stream, link))? {
+        Some(Frame::Welcome) => Ok(true),
+        Some(Frame::Busy) => Ok(false),
+        Some(_) => Err(io::Error::other("something else than ddp-mp listens there")),
+        None => Err(io::Error::other("it has left")),
+    }
+}
+
+/// Accepts connections until the messages of this process end.
+pub(super) fn accept(context: &Arc<MessageContext>, links: &[Arc<Link>], listener: &TcpListener) {
+    for stream in listener.incoming() {
+        if context.is_closing() {
+            return;
+        }
+        let stream = match stream {
+            Ok(stream) => Arc::new(stream),
+            Err(error) if is_limit(&error) => match make_room(context) {
+                Ok(()) => continue,
+                Err(_) => return,
+            },
+            // The other process has given up.
+            Err(error) if error.kind() == ErrorKind::ConnectionAborted => continue,
+            Err(_) => {
+                // The network or the memory may recover later, and no event announces it.
+                match context.run.cancel.tripped().recv_timeout(TICK) {
+                    Err(RecvTimeoutError::Disconnected) => return,
+                    _ => continue,
+                }
+            }
+        };
+        let links = links.to_vec();
+        let admitted = context.clone();
+        let begun = context.thread(move |serving| {
+            // A stranger is disconnected without an answer.
+            if let Ok(Some(link)) = admit(&admitted, &links, &stream) {
+                reader::run(&link, &stream, serving);
+            }
+        });
+        if let Err(error) = begun {
+            return context.run.report(context.first_rank(), Some(&error), error.to_string());
+        }
+    }
+}
+
+/// Returns whether `error` means that no more files can be open.
+fn is_limit(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// Makes sure that another connection can be opened.
+///
+/// # Errors
+/// If the limit on open files cannot be raised, which is reported as a failure of this process.
+fn make_room(context: &MessageContext) -> Result<(), String> {
+    require_files(1, "a connection for messages").map_err(|error| {
+        context.run.report(context.first_rank(), Some(&error), error.to_string());
+        error.to_string()
+    })
+}
+
+pub(super) fn admit(
+    context: &MessageContext,
+    links: &[Arc<Link>],
+    stream: &Arc<TcpStream>,
+) -> io::Result<Option<Arc<Link>>> {
+    stream.set_read_timeout(Some(GREETING))?;
+    let Some(Frame::Hello { token, process }) = Frame::read(&mut &**stream)? else {
+        return Ok(None);
+    };
+    let link =
+        links.get(process).filter(|_| token == context.token && process != context.layout.mine);
+    let Some(link) = link else { return Ok(None) };
+    match link.adopt(stream, false) {
+        Adoption::Chosen => {
+            // From now on, only this thread serves the link.
+            let welcomed = Frame::Welcome.write(&mut &**stream);
+            welcomed.inspect_err(|error| link.lose(&error.to_string()))?;
+            Ok(Some(link.clone()))
+        }
+        Adoption::Busy => Frame::Busy.write(&mut &**stream).map(|()| None),
+        Adoption::Closed => Ok(None), // the other process sees that no connection will come
+    }
+}
+
+/// Wakes the thread that accepts connections, so that it checks whether to end.
+pub(super) fn knock(address: SocketAddr) {
+    let _ = TcpStream::connect_timeout(&address, TICK); // fails if no thread listens
+}

@@ -1,0 +1,20 @@
+//! What connects the processes of a group, over libtorch's Gloo and a store.
+//!
+//! The `gloo` backend moves its tensors through it. Between processes, `nccl` uses it to compare calls and to exchange
+//! requests to stop. [`messages`] carries tensors from one rank to another. Read [`connection`] next.
+
+mod connection;
+mod header;
+mod lost;
+mod messages;
+mod process_map;
+mod split_sizes;
+mod staging;
+mod started;
+
+pub(crate) use connection::Network;
+pub(super) use lost::connection_lost;
+pub(super) use messages::OutgoingMessage;
+pub(crate) use process_map::ProcessMap;
+pub(super) use split_sizes::SplitSizes;
+pub(super) use started::Started;

@@ -1,0 +1,46 @@
+//! Which process has which ranks of a group.
+
+use std::ops::Range;
+
+use tch::Kind;
+
+use crate::process_group::call::Call;
+use crate::process_group::reduce_op::ReduceOp;
+
+/// The processes of a group: the group ranks of each, and the index of this process.
+#[derive(Debug, Clone)]
+pub(crate) struct ProcessMap {
+    pub processes: Vec<Range<usize>>,
+    pub mine: usize,
+}
+
+impl ProcessMap {
+    /// Returns the number of processes.
+    pub(crate) fn len(&self) -> usize {
+        self.processes.len()
+    }
+
+    /// Returns the group ranks of this process.
+    pub(crate) fn here(&self) -> Range<usize> {
+        self.processes[self.mine].clone()
+    }
+
+    /// Returns the index of the process that has the group rank `place`.
+    pub(crate) fn process_of(&self, place: usize) -> usize {
+        self.processes.iter().position(|places| places.contains(&place)).unwrap_or(0)
+    }
+
+    /// Returns whether every process has one rank. Each then sends its rank's tensor as it is, and the receiver does
+    /// all of the arithmetic, as with `threaded`.
+    pub(crate) fn is_one_rank_each(&self) -> bool {
+        self.processes.iter().all(|places| places.len() == 1)
+    }
+
+    /// Returns the dtype in which a process sends its ranks' reduced tensors. If processes have several ranks, it is
+    /// float32 for sums and products of half-precision numbers, which are narrowed once, at the end.
+    pub(crate) fn partial_kind(&self, call: &Call) -> Kind {
+        let is_half = matches!(call.kind, Kind::Half | Kind::BFloat16);
+        let rounds = !matches!(call.reduce_op, None | Some(ReduceOp::Min | ReduceOp::Max));
+        if is_half && rounds && !self.is_one_rank_each() { Kind::Float } else { call.kind }
+    }
+}

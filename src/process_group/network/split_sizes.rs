@@ -1,0 +1,160 @@
+//! Sizes and offsets of the parts that processes exchange in a collective: arithmetic only, no memory.
+
+use tch::Kind;
+
+use super::process_map::ProcessMap;
+use crate::operation::Operation;
+use crate::process_group::call::Call;
+use crate::process_group::dtype::num_bytes;
+use crate::process_group::local::my_slice;
+use crate::process_group::traffic::Traffic;
+
+/// Parts begin at cache lines, so that every dtype is aligned.
+const LINE: usize = 64;
+
+/// Bytes that this process sends to each process, itself included, and receives from each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SplitSizes {
+    pub to: Vec<usize>,
+    pub from: Vec<usize>,
+    /// Size of the largest part that any process sends to another. `None` if not all processes know it.
+    pub largest: Option<usize>,
+}
+
+impl SplitSizes {
+    /// Returns the sizes of `call` in this process, whose tensors have `numel` elements each. For an all_reduce in
+    /// slices they are those of the first exchange. An all_to_all gets zeros, because its parts depend on all ranks of
+    /// the process.
+    pub(crate) fn of(call: &Call, numel: usize, layout: &ProcessMap, sliced: bool) -> Self {
+        let (count, mine, whole) = (layout.len(), layout.mine, num_bytes(call.kind, numel));
+        let partial_kind = layout.partial_kind(call);
+        let partial = num_bytes(partial_kind, numel);
+        let ranks = |process: usize| layout.processes[process].len();
+        let root = layout.process_of(call.root());
+        let each = |size: &dyn Fn(usize) -> usize| (0..count).map(size).collect::<Vec<_>>();
+        let only = |process: usize, is_it: bool, size: usize| {
+            each(&|other| if is_it || other == process { size } else { 0 })
+        };
+        let most = (0..count).map(ranks).max().unwrap_or(1);
+        let (to, from, largest) = match call.operation {
+            Operation::AllReduce if sliced => {
+                let slices = slices(partial_kind, numel, count);
+                let (mine, largest) = (slices[mine], slices[0]);
+                (slices, vec![mine; count], largest)
+            }
+            Operation::AllReduce => (vec![partial; count], vec![partial; count], partial),
+            Operation::Reduce => {
+                let from = vec![if mine == root { partial } else { 0 }; count];
+                (only(root, false, partial), from, partial)
+            }
+            Operation::Broadcast => {
+                let to = vec![if mine == root { whole } else { 0 }; count];
+                (to, only(root, false, whole), whole)
+            }
+            Operation::AllGather => (
+                vec![whole * ranks(mine); count],
+                each(&|other| whole * ranks(other)),
+                whole * most,
+            ),
+            Operation::Gather => {
+                let to = only(root, false, whole * ranks(mine));
+                let from = each(&|other| if mine == root { whole * ranks(other) } else { 0 });
+                (to, from, whole * most)
+            }
+            Operation::Scatter => {
+                let to = each(&|other| if mine == root { whole * ranks(other) } else { 0 });
+                (to, only(root, false, whole * ranks(mine)), whole * most)
+            }
+            Operation::ReduceScatter => (
+                each(&|other| partial * ranks(other)),
+                vec![partial * ranks(mine); count],
+                partial * most,
+            ),
+            _ => (vec![0; count], vec![0; count], 0),
+        };
+        Self { to, from, largest: Some(largest) }
+    }
+
+    /// Returns the sizes of the second exchange of an all_reduce in slices: every process sends its result to all.
+    pub(crate) fn results(call: &Call, numel: usize, layout: &ProcessMap) -> Self {
+        let slices = slices(call.kind, numel, layout.len());
+        let (mine, largest) = (slices[layout.mine], slices[0]);
+        Self { to: vec![mine; slices.len()], from: slices, largest: Some(largest) }
+    }
+
+    /// Returns the bytes that cross to and from other processes.
+    pub(crate) fn traffic(&self, layout: &ProcessMap) -> Traffic {
+        let foreign = |sizes: &[usize]| (sizes.iter().sum::<usize>() - sizes[layout.mine]) as u64;
+        Traffic { sent: foreign(&self.to), received: foreign(&self.from) }
+    }
+
+    /// Returns the offset of each process's part, and the end of all parts. This process's own part is the last.
+    pub(crate) fn places(sizes: &[usize], mine: usize) -> (Vec<usize>, usize) {
+        let mut places = vec![0; sizes.len()];
+        let mut end = 0;
+        let others = (0..sizes.len()).filter(|&process| process != mine);
+        for process in others.chain([mine]) {
+            places[process] = end;
+            end += padded(sizes[process]);
+        }
+        (places, end)
+    }
+}
+
+/// Returns the sizes in bytes of the slices that `count` processes reduce, of `numel` elements of an all_reduce.
+fn slices(kind: Kind, numel: usize, count: usize) -> Vec<usize> {
+    (0..count).map(|process| num_bytes(kind, my_slice(numel, process, count).len())).collect()
+}
+
+/// Returns the room that a part takes, in bytes.
+pub(super) fn padded(bytes: usize) -> usize {
+    bytes.next_multiple_of(LINE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process_group::reduce_op::ReduceOp;
+
+    #[test]
+    fn what_one_process_sends_another_expects() {
+        let processes = [0..2, 2..3, 3..6];
+        for operation in [
+            Operation::AllReduce,
+            Operation::Reduce,
+            Operation::Broadcast,
+            Operation::AllGather,
+            Operation::Gather,
+            Operation::Scatter,
+            Operation::ReduceScatter,
+            Operation::Barrier,
+        ] {
+            for (sliced, root, kind) in
+                [(false, 0, Kind::Float), (false, 2, Kind::Half), (true, 5, Kind::Half)]
+            {
+                let call = Call {
+                    operation,
+                    root: Some(root),
+                    kind,
+                    reduce_op: Some(ReduceOp::Sum),
+                    ..Call::bare(operation)
+                };
+                let layouts =
+                    [0, 1, 2].map(|mine| ProcessMap { processes: processes.to_vec(), mine });
+                let parts =
+                    layouts.each_ref().map(|layout| SplitSizes::of(&call, 1000, layout, sliced));
+                let results =
+                    layouts.each_ref().map(|layout| SplitSizes::results(&call, 1000, layout));
+                for (a, sender) in parts.iter().enumerate() {
+                    for (b, receiver) in parts.iter().enumerate() {
+                        assert_eq!(sender.to[b], receiver.from[a], "{operation} from {a} to {b}");
+                        assert!(Some(sender.to[b]) <= sender.largest);
+                        assert_eq!(results[a].to[b], results[b].from[a]);
+                    }
+                    assert_eq!(sender.largest, parts[0].largest);
+                }
+            }
+        }
+        assert_eq!(SplitSizes::places(&[4, 100, 0], 0), (vec![128, 0, 128], 192));
+    }
+}

@@ -1,0 +1,91 @@
+//! How a reduction combines the ranks' elements, and which dtypes it takes.
+
+use std::fmt;
+use std::str::FromStr;
+
+use tch::Kind;
+
+use super::dtype::dtype_name;
+use crate::error::{Error, Result};
+use crate::operation::Operation;
+
+/// How a reduction combines the elements of the ranks' tensors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ReduceOp {
+    /// The sum. Integers wrap on overflow.
+    Sum,
+    /// The sum divided by the number of ranks. Float dtypes only. (NCCL divides each element before it adds.) For
+    /// float16 and bfloat16, the sum and the quotient are float32, and only the quotient is rounded.
+    Avg,
+    /// The product. Integers wrap on overflow.
+    Product,
+    /// The minimum. A NaN wins.
+    Min,
+    /// The maximum. A NaN wins.
+    Max,
+    /// Bitwise and. Integers and bool; not with NCCL.
+    Band,
+    /// Bitwise or. Integers and bool; not with NCCL.
+    Bor,
+    /// Bitwise exclusive or. Integers and bool; not with NCCL.
+    Bxor,
+    /// The sum of the tensors, each multiplied by this factor, as `torch.distributed`'s `PREMUL_SUM`. Float dtypes
+    /// only, and with NCCL in all_reduce only. DDP averages gradients with the factor `1 / world_size`. Dividing
+    /// *before* the sum keeps half-precision gradients in range, and differs from [`ReduceOp::Avg`] in the last
+    /// bit.
+    PremulSum(f64),
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Avg => "avg",
+            ReduceOp::Product => "product",
+            ReduceOp::Min => "min",
+            ReduceOp::Max => "max",
+            ReduceOp::Band => "band",
+            ReduceOp::Bor => "bor",
+            ReduceOp::Bxor => "bxor",
+            ReduceOp::PremulSum(factor) => return write!(f, "premul_sum {factor}"),
+        })
+    }
+}
+
+impl FromStr for ReduceOp {
+    type Err = Error;
+
+    /// Parses the name that `Display` writes. [`ReduceOp::PremulSum`] cannot be parsed: it has a number.
+    fn from_str(text: &str) -> Result<Self> {
+        use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, Product, Sum};
+        let known = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
+        known.into_iter().find(|op| op.to_string() == text).ok_or_else(|| {
+            let names: Vec<String> = known.iter().map(ToString::to_string).collect();
+            Error::Input(format!("{text:?} is not a reduce op; use one of {}", names.join(", ")))
+        })
+    }
+}
+
+impl ReduceOp {
+    /// Checks that `operation` can reduce tensors of `kind` with this op.
+    pub(crate) fn check_kind(self, operation: Operation, kind: Kind) -> Result<()> {
+        use Kind::{BFloat16, Bool, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};
+        let is_bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
+        let is_fraction = matches!(self, ReduceOp::Avg | ReduceOp::PremulSum(_));
+        let advice = match kind {
+            Double | Float | Half | BFloat16 if is_bitwise => "it is for integers and bool",
+            Double | Float | Half | BFloat16 => return Ok(()),
+            Int64 | Int | Int16 | Int8 | Uint8 if is_fraction => {
+                "the result would not be whole numbers; use sum, or convert to a float kind"
+            }
+            Int64 | Int | Int16 | Int8 | Uint8 => return Ok(()),
+            Bool if is_bitwise || matches!(self, ReduceOp::Min | ReduceOp::Max) => return Ok(()),
+            Bool => "use band or bor, or convert to an integer kind to count",
+            _ => "convert to a float or integer kind",
+        };
+        let kind = dtype_name(kind);
+        Err(Error::Unsupported(format!(
+            "{operation}({self}) does not take {kind} tensors: {advice}"
+        )))
+    }
+}
