@@ -170,7 +170,7 @@ impl Rank {
 
         activity.enter(Operation::Init, 0);
         self.run.fault_point(self.rank, FaultSite::Init, 0)?;
-        let group = invitation.accept(self.rank, self.local_rank(), self.device)?;
+        let group = invitation.join(self.rank, self.local_rank(), self.device)?;
         activity.restore(before);
         Ok(self.group.get_or_init(|| Rc::new(group)).clone())
     }

@@ -61,7 +61,7 @@ impl Bootstrap {
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) if the backend does not support `device`, the errors of the barrier, and
     /// NCCL's own.
-    pub(crate) fn accept(
+    pub(crate) fn join(
         self,
         rank: usize,
         local_rank: usize,

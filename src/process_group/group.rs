@@ -60,7 +60,7 @@ impl ProcessGroup {
             };
             Bootstrap::new(self.backend(), self.run(), members, network)
         })?;
-        let group = bootstrap.accept(place, self.local_rank, self.device)?;
+        let group = bootstrap.join(place, self.local_rank, self.device)?;
         Ok(Some(group.record_as_part_of(self, sequence)))
     }
 

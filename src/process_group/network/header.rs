@@ -1,13 +1,19 @@
 //! The header of a fixed size that processes send each other ahead of an exchange.
 
+use zerocopy::little_endian::U64;
+use zerocopy::transmute;
+
 use crate::error::{Error, Result};
 use crate::runtime::StopMessage;
 
 /// Size of a header in bytes.
 pub(super) const HEADER_BYTES: usize = 256;
 
-/// Bytes of the numbers in a header: 7 numbers of 8 bytes.
-pub(super) const HEADER_INT_BYTES: usize = 56;
+/// The numbers of a header as they are sent.
+type WireNumbers = [U64; 7];
+
+/// Bytes of the numbers in a header.
+pub(super) const HEADER_INT_BYTES: usize = size_of::<WireNumbers>();
 
 /// Size in bytes of the largest part that travels inside a header.
 pub(super) const MAX_INLINE: usize = HEADER_BYTES - HEADER_INT_BYTES;
@@ -29,20 +35,9 @@ impl ExchangeHeader {
     pub(super) fn to_bytes(self) -> [u8; HEADER_INT_BYTES] {
         let ExchangeHeader { sequence, fingerprint, size, weight, news } = self;
         let [last_step, reason, asked] = news.to_numbers();
-        let mut bytes = [0; HEADER_INT_BYTES];
-        let (places, _) = bytes.as_chunks_mut::<8>();
-        for (place, number) in places.iter_mut().zip([
-            sequence,
-            fingerprint,
-            size,
-            weight.to_bits(),
-            last_step,
-            reason,
-            asked,
-        ]) {
-            *place = number.to_le_bytes();
-        }
-        bytes
+        let numbers = [sequence, fingerprint, size, weight.to_bits(), last_step, reason, asked];
+        let numbers: WireNumbers = numbers.map(U64::new);
+        transmute!(numbers)
     }
 
     /// Parses the header that `process` has sent. The caller checks whether it fits the call.
@@ -50,12 +45,8 @@ impl ExchangeHeader {
     /// # Errors
     /// [`Error::Input`] for bytes that no process of the run sends.
     pub(super) fn from_bytes(process: usize, bytes: &[u8; HEADER_INT_BYTES]) -> Result<Self> {
-        let mut numbers = [0; HEADER_INT_BYTES / 8];
-        let (places, _) = bytes.as_chunks::<8>();
-        for (number, place) in numbers.iter_mut().zip(places) {
-            *number = u64::from_le_bytes(*place);
-        }
-        let [sequence, fingerprint, size, weight, last_step, reason, asked] = numbers;
+        let numbers: WireNumbers = transmute!(*bytes);
+        let [sequence, fingerprint, size, weight, last_step, reason, asked] = numbers.map(U64::get);
         let weight = f64::from_bits(weight);
         if !(weight.is_sign_positive() && weight.is_finite()) {
             return Err(Error::Input(format!(

@@ -1,4 +1,4 @@
-//! Meetings in a row, and an all_reduce as `threaded/mod.rs` and `threaded/kernels.rs` do it.
+//! Exchanges in a row, and an all_reduce as `threaded/mod.rs` and `threaded/kernels.rs` do it.
 
 use std::time::Duration;
 
@@ -14,13 +14,13 @@ type Memory = Arc<[Watched<u64>]>;
 /// What a rank announces: which of its collectives this is, and where its tensor lies.
 pub(super) type CollectiveFingerprint = Watched<Option<(u64, Memory)>>;
 
-pub(super) fn meeting(barrier: Barrier) -> Arc<Exchange<CollectiveFingerprint>> {
+pub(super) fn exchange_of(barrier: Barrier) -> Arc<Exchange<CollectiveFingerprint>> {
     Arc::new(Exchange::new(barrier, || Watched::new(None)))
 }
 
 /// One rank, and its tensor.
 pub(super) struct Rank {
-    seat: ExchangeSlot<CollectiveFingerprint>,
+    slot: ExchangeSlot<CollectiveFingerprint>,
     memory: Memory,
     pub(super) timeout: Duration,
 }
@@ -31,21 +31,21 @@ fn input(rank: usize, sequence: u64, place: usize) -> u64 {
 }
 
 impl Rank {
-    pub(super) fn new(rank: usize, meeting: &Arc<Exchange<CollectiveFingerprint>>) -> Self {
-        let seat = ExchangeSlot::take(rank, meeting.clone());
-        let world_size = seat.barrier().members().len();
+    pub(super) fn new(rank: usize, exchange: &Arc<Exchange<CollectiveFingerprint>>) -> Self {
+        let slot = ExchangeSlot::take(rank, exchange.clone());
+        let world_size = slot.barrier().members().len();
         let memory = (0..world_size).map(|_| Watched::new(0)).collect();
-        Self { seat, memory, timeout: TIMEOUT }
+        Self { slot, memory, timeout: TIMEOUT }
     }
 
     /// Announces its tensor, and returns those of all once they have met.
     pub(super) fn exchange(&mut self, sequence: u64) -> Result<Vec<Memory>> {
         let memory = &self.memory;
-        self.seat.exchange(AT, self.timeout, |place| {
+        self.slot.exchange(AT, self.timeout, |place| {
             place.set(Some((sequence, memory.clone())));
             Ok(())
         })?;
-        let published = self.seat.published().map(|place| {
+        let published = self.slot.published().map(|place| {
             let (theirs, memory) = place.get().unwrap();
             assert_eq!(theirs, sequence, "published too early or too late");
             memory
@@ -54,12 +54,12 @@ impl Rank {
     }
 
     pub(super) fn all_reduce(&mut self, sequence: u64) -> Result<()> {
-        let rank = self.seat.rank();
+        let rank = self.slot.rank();
         for (place, element) in self.memory.iter().enumerate() {
             element.set(input(rank, sequence, place));
         }
         let tensors = self.exchange(sequence)?;
-        self.seat.and_leave_together(|| {
+        self.slot.and_leave_together(|| {
             let sum = tensors.iter().map(|tensor| tensor[rank].get()).sum();
             tensors.iter().for_each(|tensor| tensor[rank].set(sum));
         });
@@ -76,15 +76,15 @@ impl Rank {
     }
 }
 
-fn meet_again_and_again(world_size: usize, meetings: u64, preemptions: Option<usize>) {
+fn exchange_again_and_again(world_size: usize, exchanges: u64, preemptions: Option<usize>) {
     in_every_order(
-        &format!("{meetings} meetings of {world_size} ranks"),
+        &format!("{exchanges} exchanges of {world_size} ranks"),
         world_size,
         preemptions,
-        move || meeting(barrier_of(world_size)),
-        move |rank, meeting| {
-            let mut rank = Rank::new(rank, meeting);
-            for sequence in 0..meetings {
+        move || exchange_of(barrier_of(world_size)),
+        move |rank, exchange| {
+            let mut rank = Rank::new(rank, exchange);
+            for sequence in 0..exchanges {
                 rank.exchange(sequence).unwrap();
             }
         },
@@ -97,9 +97,9 @@ fn reduce_again_and_again(world_size: usize, times: u64, preemptions: Option<usi
         &format!("{times} all_reduce of {world_size} ranks"),
         world_size,
         preemptions,
-        move || meeting(barrier_of(world_size)),
-        move |rank, meeting| {
-            let mut rank = Rank::new(rank, meeting);
+        move || exchange_of(barrier_of(world_size)),
+        move |rank, exchange| {
+            let mut rank = Rank::new(rank, exchange);
             for sequence in 0..times {
                 rank.all_reduce(sequence).unwrap();
             }
@@ -110,15 +110,15 @@ fn reduce_again_and_again(world_size: usize, times: u64, preemptions: Option<usi
 }
 
 #[test]
-fn two_ranks_meet() {
-    meet_again_and_again(2, 1, None);
-    meet_again_and_again(2, 4, Some(4));
+fn two_ranks_exchange() {
+    exchange_again_and_again(2, 1, None);
+    exchange_again_and_again(2, 4, Some(4));
 }
 
 #[test]
-fn three_ranks_meet() {
-    meet_again_and_again(3, 1, Some(3));
-    meet_again_and_again(3, 3, Some(2));
+fn three_ranks_exchange() {
+    exchange_again_and_again(3, 1, Some(3));
+    exchange_again_and_again(3, 3, Some(2));
 }
 
 #[test]

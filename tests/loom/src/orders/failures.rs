@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::collectives::{CollectiveFingerprint, Rank, meeting};
+use super::collectives::{CollectiveFingerprint, Rank, exchange_of};
 use super::{TIMEOUT, in_every_order};
 use crate::error::{Error, Result};
 use crate::process_group::local::Exchange;
@@ -13,7 +13,7 @@ use crate::runtime::{Barrier, RunContext};
 
 struct Ranks {
     run: Arc<RunContext>,
-    meeting: Arc<Exchange<CollectiveFingerprint>>,
+    exchange: Arc<Exchange<CollectiveFingerprint>>,
     /// How many all_reduce each rank was through with.
     done: Vec<AtomicU64>,
 }
@@ -22,24 +22,24 @@ impl Ranks {
     /// A run, the first `members` ranks of which are a group.
     fn new(world_size: usize, members: usize) -> Self {
         let run = Arc::new(RunContext::new(world_size, TIMEOUT, None));
-        let meeting = meeting(Barrier::new(run.clone(), (0..members).collect()));
-        Self { run, meeting, done: (0..members).map(|_| AtomicU64::new(0)).collect() }
+        let exchange = exchange_of(Barrier::new(run.clone(), (0..members).collect()));
+        Self { run, exchange, done: (0..members).map(|_| AtomicU64::new(0)).collect() }
     }
 
     /// What a rank does that reduces `times` times, and that fails of itself before time `fails`.
     fn reduce(&self, rank: usize, times: u64, fails: Option<u64>, timeout: Duration) -> Result<()> {
         self.run.cancel.register();
-        let mut its = Rank::new(rank, &self.meeting);
-        its.timeout = timeout;
+        let mut member = Rank::new(rank, &self.exchange);
+        member.timeout = timeout;
         let result = (0..times).try_for_each(|sequence| {
             if fails == Some(sequence) {
                 self.run.report(rank, None, "the cause".into());
             }
-            its.all_reduce(sequence)?;
+            member.all_reduce(sequence)?;
             self.done[rank].fetch_add(1, Ordering::Relaxed);
             Ok(())
         });
-        its.go();
+        member.go();
         self.run.finish(rank);
         result
     }
@@ -195,7 +195,7 @@ fn ranks_of_three_give_up() {
 }
 
 /// The first rank gives up as soon as it waits, and both call on as if it were nothing, while the other may
-/// still read what was published at the last meeting that came about.
+/// still read what was published in the last exchange that all ranks entered.
 #[test]
 fn ranks_call_on_after_a_failure() {
     let outcomes = in_every_order(
@@ -205,11 +205,11 @@ fn ranks_call_on_after_a_failure() {
         || Ranks::new(2, 2),
         |rank, ranks| {
             ranks.run.cancel.register();
-            let mut its = Rank::new(rank, &ranks.meeting);
-            its.timeout = if rank == 0 { Duration::ZERO } else { TIMEOUT };
+            let mut member = Rank::new(rank, &ranks.exchange);
+            member.timeout = if rank == 0 { Duration::ZERO } else { TIMEOUT };
             let mut have_met = true;
             for sequence in 0..3 {
-                let meets = its.exchange(sequence).is_ok();
+                let meets = member.exchange(sequence).is_ok();
                 assert!(have_met || !meets, "what has been given up stays so");
                 have_met = meets;
                 ranks.done[rank].fetch_add(u64::from(meets), Ordering::Relaxed);

@@ -10,9 +10,9 @@ use crate::runtime::primitives::{AtomicBool, Mutex, Ordering, Thread, current, p
 use crate::runtime::{Peers, RunContext};
 
 /// From rank 1 to rank 0.
-struct Letter {
+struct Message {
     run: RunContext,
-    letter_box: Mutex<Mailbox>,
+    mailbox: Mutex<Mailbox>,
     /// The receiver's memory.
     text: Watched<u64>,
     is_completed: AtomicBool,
@@ -25,10 +25,10 @@ struct Mailbox {
     expected: Option<Thread>,
 }
 
-impl Letter {
+impl Message {
     fn send(&self) {
         let receiver = {
-            let Mailbox { sent, expected } = &mut *self.letter_box.lock().unwrap();
+            let Mailbox { sent, expected } = &mut *self.mailbox.lock().unwrap();
             *sent = expected.is_none();
             expected.take()
         };
@@ -41,7 +41,7 @@ impl Letter {
 
     fn receive(&self) -> &'static str {
         let was_sent = {
-            let Mailbox { sent, expected } = &mut *self.letter_box.lock().unwrap();
+            let Mailbox { sent, expected } = &mut *self.mailbox.lock().unwrap();
             if !*sent {
                 *expected = Some(current());
             }
@@ -52,7 +52,7 @@ impl Letter {
         }
         let is_completed = || self.is_completed.load(Ordering::Acquire);
         let cancel = || {
-            if self.letter_box.lock().unwrap().expected.take().is_some() {
+            if self.mailbox.lock().unwrap().expected.take().is_some() {
                 return true;
             }
             while !is_completed() {
@@ -83,41 +83,41 @@ fn receive(
     world_size: usize,
     timeout: Duration,
     preemptions: Option<usize>,
-    others: impl Fn(usize, &Letter) + Copy + Send + Sync + 'static,
+    others: impl Fn(usize, &Message) + Copy + Send + Sync + 'static,
 ) -> BTreeSet<&'static str> {
     in_every_order(
         name,
         world_size,
         preemptions,
-        move || Letter {
+        move || Message {
             run: RunContext::new(world_size, timeout, None),
-            letter_box: Mutex::default(),
+            mailbox: Mutex::default(),
             text: Watched::new(0),
             is_completed: AtomicBool::default(),
             outcome: NotWatched::new(""),
         },
-        move |rank, letter| {
-            letter.run.cancel.register();
+        move |rank, message| {
+            message.run.cancel.register();
             if rank == 0 {
-                *letter.outcome.lock().unwrap() = letter.receive();
+                *message.outcome.lock().unwrap() = message.receive();
             } else {
-                others(rank, letter);
+                others(rank, message);
             }
-            letter.run.finish(rank);
+            message.run.finish(rank);
         },
-        |letter| letter.outcome.into_inner().unwrap(),
+        |message| message.outcome.into_inner().unwrap(),
     )
 }
 
 #[test]
 fn what_a_rank_sent_before_it_ended_is_received() {
-    let outcomes = receive("a message", 2, TIMEOUT, None, |_, letter| letter.send());
+    let outcomes = receive("a message", 2, TIMEOUT, None, |_, message| message.send());
     assert_eq!(outcomes, BTreeSet::from(["received"]));
 }
 
 #[test]
 fn what_will_not_come_is_not_waited_for() {
-    let fail = |rank, letter: &Letter| letter.run.report(rank, None, "the cause".into());
+    let fail = |rank, message: &Message| message.run.report(rank, None, "the cause".into());
     let outcomes = receive("a sender that fails", 2, TIMEOUT, None, fail);
     assert_eq!(outcomes, BTreeSet::from(["cancelled"]));
     let outcomes = receive("a sender that ends", 2, TIMEOUT, None, |_, _| ());
@@ -126,12 +126,12 @@ fn what_will_not_come_is_not_waited_for() {
 
 #[test]
 fn who_gives_up_has_the_memory_back() {
-    let send = |_, letter: &Letter| letter.send();
+    let send = |_, message: &Message| message.send();
     let outcomes = receive("a message, too late", 2, Duration::ZERO, None, send);
     assert_eq!(outcomes, BTreeSet::from(["late", "received"]));
-    let send_or_fail = |rank, letter: &Letter| match rank {
-        1 => letter.send(),
-        _ => letter.run.report(rank, None, "the cause".into()),
+    let send_or_fail = |rank, message: &Message| match rank {
+        1 => message.send(),
+        _ => message.run.report(rank, None, "the cause".into()),
     };
     let outcomes = receive("a message while another rank fails", 3, TIMEOUT, Some(4), send_or_fail);
     assert_eq!(outcomes, BTreeSet::from(["cancelled", "received"]));

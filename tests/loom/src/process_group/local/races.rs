@@ -26,7 +26,7 @@ struct CollectiveFingerprint {
     data: *mut f32,
 }
 
-// SAFETY: ranks use the pointer between the two meetings of a collective only.
+// SAFETY: ranks use the pointer between the two barriers of a collective only.
 unsafe impl Send for CollectiveFingerprint {}
 // SAFETY: likewise.
 unsafe impl Sync for CollectiveFingerprint {}
@@ -35,7 +35,7 @@ unsafe impl Sync for CollectiveFingerprint {}
 struct Rank {
     rank: usize,
     run: Arc<RunContext>,
-    seat: ExchangeSlot<CollectiveFingerprint>,
+    slot: ExchangeSlot<CollectiveFingerprint>,
     tensor: Box<[f32]>,
     dice: u64,
 }
@@ -63,13 +63,13 @@ impl Rank {
     fn exchange(&mut self, sequence: u64, timeout: Duration) -> Result<Vec<*mut f32>> {
         self.dawdle();
         let data = self.tensor.as_mut_ptr();
-        self.seat.exchange(AT, timeout, |place| {
+        self.slot.exchange(AT, timeout, |place| {
             *place = CollectiveFingerprint { sequence, data };
             Ok(())
         })?;
         self.dawdle();
-        assert!(self.seat.published().all(|theirs| theirs.sequence == sequence));
-        Ok(self.seat.published().map(|theirs| theirs.data).collect())
+        assert!(self.slot.published().all(|theirs| theirs.sequence == sequence));
+        Ok(self.slot.published().map(|theirs| theirs.data).collect())
     }
 
     /// As `threaded/mod.rs` and `threaded/kernels.rs` do it; `at_last` may panic.
@@ -89,7 +89,7 @@ impl Rank {
         let slice = part * rank..NUMEL.min(part * (rank + 1));
         let start = |tensor: &*mut f32| tensor.wrapping_add(slice.start).cast();
         let places: Vec<*mut u8> = tensors.iter().map(start).collect();
-        self.seat.and_leave_together(|| {
+        self.slot.and_leave_together(|| {
             let reduction = element::Reduction {
                 kinds: element::Kinds::same(Kind::Float),
                 inputs: &places,
@@ -127,15 +127,15 @@ fn on_threads<R: Send>(
     let run = Arc::new(RunContext::new(world_size, MINUTE, None));
     let barrier = Barrier::new(run.clone(), (0..world_size).collect());
     let nothing = || CollectiveFingerprint { sequence: 0, data: std::ptr::null_mut() };
-    let meeting = Arc::new(Exchange::new(barrier, nothing));
+    let exchange = Arc::new(Exchange::new(barrier, nothing));
     thread::scope(|scope| {
         let start = |rank| {
-            let (run, meeting) = (run.clone(), meeting.clone());
+            let (run, exchange) = (run.clone(), exchange.clone());
             scope.spawn(move || {
                 run.cancel.register();
-                let seat = ExchangeSlot::take(rank, meeting);
+                let slot = ExchangeSlot::take(rank, exchange);
                 let dice = (seed + 1) * 1_000_003 + rank as u64;
-                each(Rank { rank, run, seat, tensor: vec![0.; NUMEL].into(), dice })
+                each(Rank { rank, run, slot, tensor: vec![0.; NUMEL].into(), dice })
             })
         };
         let threads: Vec<_> = (0..world_size).map(start).collect();
@@ -148,7 +148,7 @@ fn are_all_the_same(done: &[u64]) -> bool {
 }
 
 #[test]
-fn ranks_meet_again_and_again() {
+fn ranks_exchange_again_and_again() {
     for world_size in 2..=4 {
         on_threads(world_size, 0, |mut rank| {
             for sequence in 0..500 {
