@@ -1,4 +1,4 @@
-//! What a backend is: how a rank joins it, what it can do, and how a collective continues in the background.
+//! The interface of a backend: how a rank joins it, its collectives, and one that continues in the background.
 
 use std::sync::Arc;
 use std::time::Duration;

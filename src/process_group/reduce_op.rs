@@ -1,4 +1,4 @@
-//! How a reduction combines the ranks' elements, and which dtypes it takes.
+//! The operations that combine the ranks' elements, and the dtypes that each takes.
 
 use std::fmt;
 use std::str::FromStr;

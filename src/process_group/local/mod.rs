@@ -1,4 +1,4 @@
-//! What the ranks of one process share: the exchange of their calls, their mailboxes, and their arithmetic.
+//! The room of one process's ranks: the exchange of their calls, their mailboxes, and arithmetic on their tensors.
 //!
 //! All backends use it. [`compare`] runs before each collective, and [`mail`] carries messages. [`element`] reduces
 //! tensors in the memory of the process.

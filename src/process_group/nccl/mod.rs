@@ -93,7 +93,7 @@ struct Nccl {
     token: Tensor,
     /// Communicators of two ranks, for messages: a launch in the group's communicator needs all its ranks.
     pairs: BTreeMap<usize, Nccl>,
-    /// Those of them whose two ranks are in this process.
+    /// The ids of those communicators whose two ranks are in this process.
     local_pairs: Arc<Pairs>,
 }
 

@@ -1,4 +1,4 @@
-//! What connects the processes of a group, over libtorch's Gloo and a store.
+//! The network between the processes of a group, over libtorch's Gloo and a store.
 //!
 //! The `gloo` backend moves its tensors through it. Between processes, `nccl` uses it to compare calls and to exchange
 //! requests to stop. [`messages`] carries tensors from one rank to another. Read [`connection`] next.

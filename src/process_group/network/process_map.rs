@@ -1,4 +1,4 @@
-//! Which process has which ranks of a group.
+//! The map of a group: the ranks of each process.
 
 use std::ops::Range;
 

@@ -5,7 +5,7 @@
 
 #![allow(dead_code, unused_imports)] // these files have more, for the rest of ddp-mp
 
-// What element.rs takes from tch.
+// element.rs takes `Kind` from tch.
 extern crate self as tch;
 
 #[path = "../../../src/error/mod.rs"]
@@ -21,7 +21,7 @@ mod loom_primitives;
 #[cfg(all(test, loom))]
 mod orders;
 
-/// As `tch::Kind`, as far as it can be reduced.
+/// The dtypes of `tch::Kind` that can be reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Uint8,

@@ -11,7 +11,7 @@ use crate::runtime::primitives::Arc;
 /// A rank's tensor: one element for every rank's slice.
 type Memory = Arc<[Watched<u64>]>;
 
-/// What a rank announces: which of its collectives this is, and where its tensor lies.
+/// A rank's announcement: the number of its collective, and its tensor.
 pub(super) type CollectiveFingerprint = Watched<Option<(u64, Memory)>>;
 
 pub(super) fn exchange_of(barrier: Barrier) -> Arc<Exchange<CollectiveFingerprint>> {
@@ -25,7 +25,7 @@ pub(super) struct Rank {
     pub(super) timeout: Duration,
 }
 
-/// What rank `rank` gives to the `sequence`-th collective at one place of its tensor.
+/// Returns the element of `rank` for the `sequence`-th collective, at one place of its tensor.
 fn input(rank: usize, sequence: u64, place: usize) -> u64 {
     100 * sequence + 10 * rank as u64 + place as u64
 }
@@ -38,7 +38,7 @@ impl Rank {
         Self { slot, memory, timeout: TIMEOUT }
     }
 
-    /// Announces its tensor, and returns those of all once they have met.
+    /// Announces this rank's tensor. Returns the tensors of all ranks.
     pub(super) fn exchange(&mut self, sequence: u64) -> Result<Vec<Memory>> {
         let memory = &self.memory;
         self.slot.exchange(AT, self.timeout, |place| {
@@ -70,7 +70,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Drops its tensor: whoever still touches it is seen by loom.
+    /// Drops this rank's tensor. loom sees every rank that still touches it.
     pub(super) fn go(self) {
         self.memory.iter().for_each(|element| element.set(u64::MAX));
     }

@@ -1,4 +1,4 @@
-//! A rank fails, ends or gives up in the middle of what the others do.
+//! Ranks that fail, end or give up while the others work.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,19 +14,19 @@ use crate::runtime::{Barrier, RunContext};
 struct Ranks {
     run: Arc<RunContext>,
     exchange: Arc<Exchange<CollectiveFingerprint>>,
-    /// How many all_reduce each rank was through with.
+    /// The number of all_reduce that each rank has finished.
     done: Vec<AtomicU64>,
 }
 
 impl Ranks {
-    /// A run, the first `members` ranks of which are a group.
+    /// Creates a run. Its first `members` ranks are a group.
     fn new(world_size: usize, members: usize) -> Self {
         let run = Arc::new(RunContext::new(world_size, TIMEOUT, None));
         let exchange = exchange_of(Barrier::new(run.clone(), (0..members).collect()));
         Self { run, exchange, done: (0..members).map(|_| AtomicU64::new(0)).collect() }
     }
 
-    /// What a rank does that reduces `times` times, and that fails of itself before time `fails`.
+    /// Runs `times` all_reduce as `rank`. The rank reports a failure before number `fails`, if there is one.
     fn reduce(&self, rank: usize, times: u64, fails: Option<u64>, timeout: Duration) -> Result<()> {
         self.run.cancel.register();
         let mut member = Rank::new(rank, &self.exchange);
@@ -44,8 +44,8 @@ impl Ranks {
         result
     }
 
-    /// How many all_reduce the ranks were through with: all as many, as no rank goes on with one that
-    /// another gave up. And at most so many failures are told, however many ranks they stopped.
+    /// Returns the number of all_reduce that the ranks have finished. It is the same for all, because no rank continues
+    /// with one that another has given up. Checks that at most `most` failures are reported.
     fn outcome(&self, times: u64, most: usize) -> u64 {
         let done: Vec<u64> = self.done.iter().map(|done| done.load(Ordering::Relaxed)).collect();
         assert!(done.iter().all(|&theirs| theirs == done[0]), "{done:?}");
@@ -194,8 +194,8 @@ fn ranks_of_three_give_up() {
     }
 }
 
-/// The first rank gives up as soon as it waits, and both call on as if it were nothing, while the other may
-/// still read what was published in the last exchange that all ranks entered.
+/// The first rank gives up as soon as it waits, and both ranks ignore the error and call again. Meanwhile the other may
+/// still read the announcements of the last exchange that all ranks entered.
 #[test]
 fn ranks_call_on_after_a_failure() {
     let outcomes = in_every_order(
@@ -207,12 +207,12 @@ fn ranks_call_on_after_a_failure() {
             ranks.run.cancel.register();
             let mut member = Rank::new(rank, &ranks.exchange);
             member.timeout = if rank == 0 { Duration::ZERO } else { TIMEOUT };
-            let mut have_met = true;
+            let mut all_entered = true;
             for sequence in 0..3 {
-                let meets = member.exchange(sequence).is_ok();
-                assert!(have_met || !meets, "what has been given up stays so");
-                have_met = meets;
-                ranks.done[rank].fetch_add(u64::from(meets), Ordering::Relaxed);
+                let entered = member.exchange(sequence).is_ok();
+                assert!(all_entered || !entered, "what has been given up stays so");
+                all_entered = entered;
+                ranks.done[rank].fetch_add(u64::from(entered), Ordering::Relaxed);
             }
         },
         |ranks| ranks.outcome(3, 1),

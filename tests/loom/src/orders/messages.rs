@@ -77,7 +77,7 @@ impl Message {
     }
 }
 
-/// How receiving can end while other ranks do `others`.
+/// Returns the different ends of a receive while other ranks do `others`.
 fn receive(
     name: &str,
     world_size: usize,

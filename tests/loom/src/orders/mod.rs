@@ -1,4 +1,4 @@
-//! What can happen, whatever the order in which ranks take turns: loom tries them all.
+//! The possible orders in which ranks take turns: loom tries them all.
 
 mod collectives;
 mod failures;
@@ -23,12 +23,12 @@ fn barrier_of(world_size: usize) -> Barrier {
     Barrier::new(Arc::new(RunContext::new(world_size, TIMEOUT, None)), (0..world_size).collect())
 }
 
-/// Has each of `threads` threads call `each` with its number, once in every order, and returns what `at_last`
-/// made of it. `shared` is made anew every time.
+/// Calls `each` on `threads` threads, with the thread's number, once in every order. Returns the different results of
+/// `at_last`. Each order gets a new `shared`.
 ///
-/// `preemptions` limits how often a thread is interrupted where it could go on. Without it every order is
-/// tried, and they are so many that two ranks can do one all_reduce, and three nothing. Hardly any bug takes
-/// more than two; LOOM_MAX_PREEMPTIONS is for those who have more time.
+/// `preemptions` limits how often a thread is interrupted where it could continue. Without a limit, loom tries every
+/// order: two ranks can do one all_reduce then, and three ranks nothing. Hardly any bug needs more than two preemptions.
+/// LOOM_MAX_PREEMPTIONS raises the limit.
 fn in_every_order<S: Send + Sync + 'static, T: Ord + Send + 'static>(
     name: &str,
     threads: usize,
@@ -49,7 +49,7 @@ fn in_every_order<S: Send + Sync + 'static, T: Ord + Send + 'static>(
             let (shared, see) = (shared.clone(), see.clone());
             move || {
                 each(thread, &shared);
-                // Nobody joins: that is one more event to be put in order, and loom panics when a thread is
+                // No thread joins another: a join is one more event to order, and loom panics when a thread is
                 // unparked that joins another.
                 let Some(shared) = Arc::into_inner(shared) else { return };
                 let outcome = at_last(shared);

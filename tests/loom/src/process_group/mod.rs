@@ -1,8 +1,8 @@
-//! Where `element.rs` looks for what it reduces by.
+//! The module of `local`, and the `ReduceOp` that `element.rs` uses.
 
 pub(crate) mod local;
 
-/// As in `src/process_group/reduce_op.rs`, which needs libtorch.
+/// Follows `src/process_group/reduce_op.rs`, which needs libtorch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum ReduceOp {
     Sum,

@@ -1,4 +1,4 @@
-//! How ranks publish what they call, and reduce what all have published.
+//! The exchange of the ranks' calls, and the reduction of their tensors.
 
 #[path = "../../../../../src/process_group/local/element.rs"]
 mod element;

@@ -1,5 +1,4 @@
-//! The same with threads and real memory, which is given up at every possible moment: for the thread
-//! sanitizer to watch.
+//! Collectives on threads and real memory, which ranks free at every possible moment. The thread sanitizer watches.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
@@ -16,10 +15,10 @@ use crate::runtime::{Barrier, RunContext};
 const AT: OpId = OpId { operation: Operation::AllReduce, sequence: 0 };
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Enough for every rank to be in the middle of its slice while another leaves.
+/// The number of elements: enough for a rank to be in the middle of its slice while another leaves.
 const NUMEL: usize = 3000;
 
-/// What a rank announces: which of its collectives this is, and where its tensor lies.
+/// A rank's announcement: the number of its collective, and the address of its tensor.
 #[derive(Debug)]
 struct CollectiveFingerprint {
     sequence: u64,
@@ -31,48 +30,48 @@ unsafe impl Send for CollectiveFingerprint {}
 // SAFETY: likewise.
 unsafe impl Sync for CollectiveFingerprint {}
 
-/// One rank, its tensor, and its dice.
+/// One rank, its tensor, and its random state.
 struct Rank {
     rank: usize,
     run: Arc<RunContext>,
     slot: ExchangeSlot<CollectiveFingerprint>,
     tensor: Box<[f32]>,
-    dice: u64,
+    random: u64,
 }
 
 impl Rank {
-    /// A number below `limit`, from an xorshift generator: the same in every run.
-    fn roll(&mut self, limit: u64) -> u64 {
-        self.dice ^= self.dice << 13;
-        self.dice ^= self.dice >> 7;
-        self.dice ^= self.dice << 17;
-        self.dice % limit
+    /// Returns a number below `limit`, from an xorshift generator: the same in every run.
+    fn random_below(&mut self, limit: u64) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random % limit
     }
 
-    /// Lets others go first, or not.
-    fn dawdle(&mut self) {
-        match self.roll(8) {
-            0 => thread::sleep(Duration::from_micros(self.dice % 200)),
+    /// Waits for a random time, or not at all.
+    fn delay(&mut self) {
+        match self.random_below(8) {
+            0 => thread::sleep(Duration::from_micros(self.random % 200)),
             1 | 2 => thread::yield_now(),
-            3 | 4 => (0..self.dice % 2000).for_each(|_| std::hint::spin_loop()),
+            3 | 4 => (0..self.random % 2000).for_each(|_| std::hint::spin_loop()),
             _ => {}
         }
     }
 
-    /// Announces, and returns where the tensors of all lie.
+    /// Announces this rank's tensor. Returns the addresses of all.
     fn exchange(&mut self, sequence: u64, timeout: Duration) -> Result<Vec<*mut f32>> {
-        self.dawdle();
+        self.delay();
         let data = self.tensor.as_mut_ptr();
         self.slot.exchange(AT, timeout, |place| {
             *place = CollectiveFingerprint { sequence, data };
             Ok(())
         })?;
-        self.dawdle();
+        self.delay();
         assert!(self.slot.published().all(|theirs| theirs.sequence == sequence));
         Ok(self.slot.published().map(|theirs| theirs.data).collect())
     }
 
-    /// As `threaded/mod.rs` and `threaded/kernels.rs` do it; `at_last` may panic.
+    /// Follows `threaded/mod.rs` and `threaded/kernels.rs`. `at_last` may panic.
     fn all_reduce(
         &mut self,
         sequence: u64,
@@ -110,7 +109,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Frees its tensor, and notes that it has ended.
+    /// Frees this rank's tensor, and reports that the rank has ended.
     fn go(self) {
         let Self { rank, run, tensor, .. } = self;
         drop(tensor);
@@ -118,7 +117,7 @@ impl Rank {
     }
 }
 
-/// Has every rank do `each` on a thread of its own, and returns what each returned.
+/// Runs `each` for every rank on a thread of its own. Returns the results in rank order.
 fn on_threads<R: Send>(
     world_size: usize,
     seed: u64,
@@ -134,8 +133,8 @@ fn on_threads<R: Send>(
             scope.spawn(move || {
                 run.cancel.register();
                 let slot = ExchangeSlot::take(rank, exchange);
-                let dice = (seed + 1) * 1_000_003 + rank as u64;
-                each(Rank { rank, run, slot, tensor: vec![0.; NUMEL].into(), dice })
+                let random = (seed + 1) * 1_000_003 + rank as u64;
+                each(Rank { rank, run, slot, tensor: vec![0.; NUMEL].into(), random })
             })
         };
         let threads: Vec<_> = (0..world_size).map(start).collect();
@@ -176,7 +175,7 @@ fn a_rank_fails_at_any_time() {
     for attempt in 0..100 {
         let done = on_threads(3, attempt, |mut rank| {
             for sequence in 0..4 {
-                if rank.rank == attempt as usize % 3 && rank.roll(4) == 0 {
+                if rank.rank == attempt as usize % 3 && rank.random_below(4) == 0 {
                     rank.run.report(rank.rank, None, "the cause".into());
                 }
                 if rank.all_reduce(sequence, MINUTE, || ()).is_err() {
@@ -196,7 +195,7 @@ fn a_deadline_strikes_at_any_time() {
     for attempt in 0..100 {
         let done = on_threads(3, attempt, |mut rank| {
             for sequence in 0..4 {
-                let timeout = Duration::from_micros(rank.roll(500));
+                let timeout = Duration::from_micros(rank.random_below(500));
                 if rank.all_reduce(sequence, timeout, || ()).is_err() {
                     rank.go();
                     return sequence;
