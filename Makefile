@@ -36,7 +36,7 @@ test: cargo libtorch ## build and run the tests
 	cargo test --release
 
 # The modules of tests/ whose ranks are threads of the test program.
-FAST_TESTS = c10d coalesced collectives data engine functional gradients groups messages mutated optim outputs parity properties tidy
+FAST_TESTS = c10d callbacks coalesced collectives data engine functional gradients groups messages mutated optim outputs parity properties tidy
 
 test-fast: cargo libtorch ## run the unit tests, and the tests that do not start the program: under a minute once built
 	cargo test --release --lib

@@ -49,7 +49,7 @@ fn train(folder: &Path, max_steps: Option<u64>) -> anyhow::Result<u64> {
         if let Some(checkpoint) = &checkpoint {
             trainer.resume(checkpoint)?; // optimizer, step, and position in the epoch
         }
-        let summary = trainer.train(3, |_| Ok(()))?;
+        let summary = trainer.train(3)?;
         let hash = trainer.ddp().parameters_hash()?;
         if rank.rank() == 0 {
             let (from, to) = (summary.steps - summary.steps_now, summary.steps);

@@ -56,6 +56,7 @@
 //! | train on your own data | [`Dataset`], [`DataLoader`]; [`FileDataset`] for files |
 //! | train in mixed precision | [`Autocast`], [`GradScaler`] |
 //! | have the loop, checkpoints and validation as well | [`trainer::Trainer`] |
+//! | run code of your own at each step or epoch of that loop | [`trainer::Callback`] |
 //! | find out why a run failed | [`SpawnError`], [`RankFailure`] |
 //!
 //! [`prelude`] has the names that a program needs. A rank's function returns an `anyhow::Result`, so that `?` takes
@@ -103,7 +104,7 @@
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
-//! | [`trainer`] | the loop: epochs, batches, steps |
+//! | [`trainer`] | the loop: epochs, batches, steps; a callback for each thing besides |
 //! | [`telemetry`] | the only place that prints: text, JSON, metrics, traces, reports |
 //! | [`checkpoint`] | saved completely, resumed exactly |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |

@@ -20,4 +20,4 @@ pub use crate::optim::{
     AdamW, AdamWOptions, GradScaler, GradScalerOptions, Optimizer, Schedule, Sgd, SgdOptions, Unit,
 };
 pub use crate::process_group::{P2POp, ProcessGroup, ReduceOp, Work};
-pub use crate::trainer::{Loss, SaveEvery, Trainer};
+pub use crate::trainer::{Callback, Epoch, Loss, SaveEvery, Step, TrainContext, Trainer};

@@ -521,7 +521,7 @@ fn train_in_a_program(
         if let Some(checkpoint) = &checkpoint {
             trainer.resume(checkpoint)?;
         }
-        trainer.train(2, |_| Ok(()))?;
+        trainer.train(2)?;
         Ok(trainer.state().clone())
     })
 }

@@ -224,7 +224,7 @@ fn fails(
         let sgd: Box<dyn Optimizer> =
             Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
         let trainer = Trainer::new(ddp, sgd, Schedule::constant(0.0), loader, loss)?;
-        trainer.skip_nonfinite(Some(0))?.train(1, |_| Ok(()))?;
+        trainer.skip_nonfinite(Some(0))?.train(1)?;
         Ok(())
     });
     failed.unwrap_err().to_string()

@@ -270,15 +270,10 @@ impl DdpCase {
         let mut optimizer = options.config(kind).build(ddp.flat_buffers())?;
         let loss = if self.model == "cnn" { Loss::CrossEntropy } else { Loss::Mse };
         let Some(join) = self.join else {
-            let mut losses = Vec::new();
-            Trainer::new(ddp, optimizer, Schedule::constant(*lr), loader, loss)?
+            let mut trainer = Trainer::new(ddp, optimizer, Schedule::constant(*lr), loader, loss)?
                 .max_grad_norm(self.max_norm)
-                .accumulate(self.accumulate.unwrap_or(1))
-                .train(self.epochs, |epoch| {
-                    losses.push(epoch.loss);
-                    Ok(())
-                })?;
-            return Ok(losses);
+                .accumulate(self.accumulate.unwrap_or(1));
+            return (1..=self.epochs).map(|epochs| Ok(trainer.train(epochs)?.last_loss)).collect();
         };
         let Join { divide_by_initial_world_size } = join;
         let options = JoinOptions { divide_by_initial_world_size, ..JoinOptions::default() };

@@ -181,7 +181,7 @@ fn a_program_that_is_stuck_says_who_is_missing_and_where() {
         let mut lines = lines.skip_while(|line| !line.contains(" has not ended for "));
         let first = lines.next().unwrap();
         assert!(first.starts_with("ddp-mp: all_reduce #"), "{first}");
-        assert!(first.contains(" (bucket 0) at src/trainer.rs:"), "{first}");
+        assert!(first.contains(" (bucket 0) at src/trainer/mod.rs:"), "{first}");
         let arrived = lines.next().unwrap();
         assert!(
             arrived.starts_with("  arrived: rank 0 ") && arrived.contains(", rank 2 "),
@@ -189,7 +189,7 @@ fn a_program_that_is_stuck_says_who_is_missing_and_where() {
         );
         let missing = lines.next().unwrap();
         assert!(missing.starts_with("  rank 1 has not entered all_reduce #"), "{missing}");
-        assert!(missing.contains("; last seen in step #3 at src/trainer.rs:"), "{missing}");
+        assert!(missing.contains("; last seen in step #3 at src/trainer/mod.rs:"), "{missing}");
     });
 }
 
@@ -226,10 +226,10 @@ fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
         ("desync", "after step 5 rank 1 has another `weight` than the others;"),
         (
             "wrong-shape",
-            "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/fault_injection.rs:",
+            "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/callbacks/fault_injection.rs:",
         ),
         ("wrong-shape", "ranks 0, 2 called all_reduce(premul_sum 0.3333333333333333) of float32 "),
-        ("wrong-shape", "] at src/trainer.rs:"),
+        ("wrong-shape", "] at src/trainer/mod.rs:"),
     ];
     for (kind, told) in mistakes {
         let fault = format!("--inject-fault={kind}:rank=1,at=step,step=5");
@@ -246,7 +246,7 @@ fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
 #[test]
 fn a_process_that_is_killed_is_named_with_the_step_in_which_the_others_wait_for_it() {
     let kill = "--inject-fault=kill:rank=1,at=step,step=5";
-    let place = " (bucket 0) of backward #5 at src/trainer.rs:";
+    let place = " (bucket 0) of backward #5 at src/trainer/mod.rs:";
     // The process that has started them sees how it has ended.
     let args = ["--nproc-per-node=3", "--spawn=processes", "--log-format=json"];
     let (code, stdout, stderr) = run(&[&[kill], &args[..]].concat());
@@ -288,12 +288,12 @@ fn ranks_of_other_processes_are_told_of_too() {
     let stall =
         ["--inject-fault=stall:rank=2,at=step,step=3", "--stall-warning=50ms", "--timeout=6s"];
     let told = failures(&[&stall[..], &["--grace-period=1s"]].concat(), &[2, 2], |_| {});
-    let seen = "last seen in step #3 at src/trainer.rs:";
+    let seen = "last seen in step #3 at src/trainer/mod.rs:";
     for (here, (code, stderr)) in [[0, 1], [2, 3]].iter().zip(&told) {
         assert_eq!(*code, Some(1), "{stderr}");
         let mut lines = stderr.lines().skip_while(|it| !it.contains(" has not ended for "));
         assert!(
-            lines.next().unwrap().contains(" (bucket 0) at src/trainer.rs:"),
+            lines.next().unwrap().contains(" (bucket 0) at src/trainer/mod.rs:"),
             "{here:?}: {stderr}"
         );
         let arrived = lines.next().unwrap();
@@ -304,7 +304,7 @@ fn ranks_of_other_processes_are_told_of_too() {
         assert!(missing.contains(&format!(" (bucket 0); {seen}")), "{stderr}");
     }
     // Again in the end, by the first that has waited in vain: all four.
-    let is_told = |text: &str| text.matches(" of backward #3 at src/trainer.rs:").count() == 3;
+    let is_told = |text: &str| text.matches(" of backward #3 at src/trainer/mod.rs:").count() == 3;
     let (_, stderr) = told.iter().find(|(_, stderr)| is_told(stderr)).unwrap();
     let table: Vec<&str> =
         stderr.lines().filter(|it| it.contains(" last seen in ") && it.ends_with(" ago")).collect();
@@ -314,7 +314,7 @@ fn ranks_of_other_processes_are_told_of_too() {
     assert!(of_rank(2).unwrap().contains(seen), "{stderr}");
     for rank in [0, 1, 3] {
         assert!(
-            of_rank(rank).unwrap().contains(" (bucket 0) of backward #3 at src/trainer.rs:"),
+            of_rank(rank).unwrap().contains(" (bucket 0) of backward #3 at src/trainer/mod.rs:"),
             "{stderr}"
         );
     }

@@ -74,9 +74,10 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         .check_replicas(config.check_replicas_every)?
         .max_steps(config.max_steps)
         .patience(config.patience)
-        .stop(session.stop.clone());
+        .stop(session.stop.clone())
+        .report(printer.clone());
     if logs_metrics {
-        trainer = trainer.record(config.log_every(), session.take_metrics_logger(rank));
+        trainer = trainer.log_metrics(config.log_every(), session.take_metrics_logger(rank));
     }
     if let Some(built) = built {
         let parameters = trainer.ddp().num_parameters();
@@ -99,9 +100,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     if rank.rank() == 0 {
         session.artifacts.record_model(config, trainer.ddp(), trainer.state());
     }
-    let summary = trainer.train(config.max_epochs, |epoch| {
-        printer.epoch(epoch, group.local_world_size()).context("writing to stdout")
-    })?;
+    let summary = trainer.train(config.max_epochs)?;
 
     group.barrier()?;
     let (end, replicas_equal) = gather_summary(&trainer, &summary, session, &group)?;

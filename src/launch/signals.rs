@@ -132,7 +132,13 @@ pub fn exit_code(reason: Option<StopReason>) -> u8 {
     match reason {
         Some(StopReason::Interrupt) => code_of(SIGINT),
         Some(StopReason::Terminate) => code_of(SIGTERM),
-        Some(StopReason::User1 | StopReason::Time | StopReason::Steps | StopReason::NoProgress)
+        Some(
+            StopReason::User1
+            | StopReason::Time
+            | StopReason::Steps
+            | StopReason::NoProgress
+            | StopReason::Callback,
+        )
         | None => 0,
     }
 }

@@ -97,12 +97,12 @@ impl ProcessGroup {
         self.phase_tracker.context.set(context);
     }
 
-    /// Returns the fault that `--inject-fault` plans for this rank in training step `step`, if there is one.
-    pub(crate) fn planned_fault(&self, step: u64) -> Option<FaultKind> {
+    /// Returns the fault that `--inject-fault` plans for a training step of this rank, and the step; `None` if there is
+    /// none.
+    pub(crate) fn planned_fault(&self) -> Option<(FaultKind, u64)> {
         let fault = self.run().fault?;
-        let here =
-            (fault.rank, fault.at, fault.step) == (self.global_rank(), FaultSite::Step, step);
-        here.then_some(fault.kind)
+        let is_here = (fault.rank, fault.at) == (self.global_rank(), FaultSite::Step);
+        is_here.then_some((fault.kind, fault.step))
     }
 
     /// Returns the call site of the current context; `place` if the context has none.

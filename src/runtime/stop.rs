@@ -23,16 +23,19 @@ pub enum StopReason {
     Steps,
     /// The validation loss has not improved within the patience.
     NoProgress,
+    /// A callback of the trainer asked for it.
+    Callback,
 }
 
 impl StopReason {
-    const ALL: [StopReason; 6] = [
+    const ALL: [StopReason; 7] = [
         StopReason::Interrupt,
         StopReason::Terminate,
         StopReason::User1,
         StopReason::Time,
         StopReason::Steps,
         StopReason::NoProgress,
+        StopReason::Callback,
     ];
 
     fn of(number: usize) -> Option<Self> {
@@ -53,6 +56,7 @@ impl StopReason {
             StopReason::Time => "max-seconds",
             StopReason::Steps => "max-steps",
             StopReason::NoProgress => "patience",
+            StopReason::Callback => "callback",
         }
     }
 }

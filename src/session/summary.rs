@@ -20,7 +20,7 @@ use crate::telemetry::report::{
     Cores, Measured, Moved, Replicas, Verdict, advice, outside_collectives,
 };
 use crate::telemetry::{End, Event, LogFormat, find_straggler, find_straggler_over, peak_memory};
-use crate::trainer::{Summary, Trainer};
+use crate::trainer::{Summary, Trainer, compare_replicas};
 
 /// The summary that each rank sends to rank 0.
 #[derive(Debug, Serialize, Deserialize)]
@@ -150,7 +150,8 @@ pub(crate) fn print_end(
 pub(crate) fn refuse_different_replicas(trainer: &Trainer<Model>, session: &Session) -> Result<()> {
     match trainer.ddp() {
         Strategy::Ddp(ddp) => {
-            trainer.compare_replicas(ddp, !session.config.no_broadcast_buffers, Compared::AtEnd)
+            let buffers = !session.config.no_broadcast_buffers;
+            compare_replicas(ddp, buffers, trainer.state().step, Compared::AtEnd)
         }
         Strategy::Dp(_) => Ok(()),
     }

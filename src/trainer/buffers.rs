@@ -10,8 +10,9 @@ use crate::error::{Error, Result};
 pub(super) struct BufferSnapshot(Vec<(Tensor, Tensor)>);
 
 impl BufferSnapshot {
+    /// Copies the buffers of `ddp`'s model.
     pub(super) fn of<M>(ddp: &Strategy<M>) -> Result<Self> {
-        let buffers = ddp.state_dict().into_iter().filter(|(_, it)| !it.requires_grad());
+        let buffers = ddp.state_dict().into_iter().filter(|(_, tensor)| !tensor.requires_grad());
         let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));
         buffers
             .map(copy)
@@ -20,8 +21,9 @@ impl BufferSnapshot {
             .map_err(Error::torch("copying buffers"))
     }
 
+    /// Copies the former values back.
     pub(super) fn restore(self) -> Result<()> {
-        tch::no_grad(|| self.0.into_iter().try_for_each(|(was, mut is)| is.f_copy_(&was)))
+        tch::no_grad(|| self.0.into_iter().try_for_each(|(copy, mut buffer)| buffer.f_copy_(&copy)))
             .map_err(Error::torch("restoring buffers"))
     }
 }

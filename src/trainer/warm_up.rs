@@ -2,12 +2,12 @@
 
 use tch::nn::ModuleT;
 
-use super::Trainer;
+use super::TrainContext;
 use super::buffers::BufferSnapshot;
 use crate::error::{Error, Result};
 use crate::optim::GradState;
 
-impl<M: ModuleT> Trainer<M> {
+impl<M: ModuleT> TrainContext<M> {
     /// Runs the kernels of a step once before the first step, on a GPU.
     ///
     /// The first launch of a kernel loads the kernel and waits until the GPU is idle. The first use of memory allocates

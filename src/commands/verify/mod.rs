@@ -412,7 +412,7 @@ fn train_on(
         .accumulate(config.grad_accum_steps as usize)
         .exact_mean(config.exact_mean)?
         .max_steps(Some(steps));
-    trainer.train(config.max_epochs, |_| Ok(()))?;
+    trainer.train(config.max_epochs)?;
     let ddp = trainer.ddp();
     ddp.replicate()?;
     group.synchronize()?;

@@ -1,0 +1,47 @@
+//! Mixed precision: `--amp`.
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind};
+
+use crate::ddp::Strategy;
+use crate::error::{Error, Result};
+use crate::ffi::Autocast;
+use crate::optim::{GradScaler, GradScalerOptions};
+
+/// The dtype of forward passes, for the operations where it is precise enough: `--amp`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Amp {
+    /// The dtype of the parameters.
+    Off,
+    /// bfloat16.
+    Bf16,
+    /// float16, whose gradients need a [`GradScaler`].
+    Fp16,
+}
+
+impl Amp {
+    /// Enables autocast for forward pass and loss, until the returned guard is dropped. `None` with `Off`.
+    pub(crate) fn autocast(self, device: Device) -> Result<Option<Autocast>> {
+        let dtype = match self {
+            Amp::Off => return Ok(None),
+            Amp::Bf16 => Kind::BFloat16,
+            Amp::Fp16 => Kind::Half,
+        };
+        Autocast::new(device, dtype).map(Some)
+    }
+
+    /// Returns the scaler for the gradients of `ddp`. Enabled for float16 only: bfloat16 has the range of float32.
+    pub(crate) fn grad_scaler<M>(self, ddp: &Strategy<M>) -> Result<GradScaler> {
+        let enabled = self == Amp::Fp16;
+        if enabled && matches!(ddp, Strategy::Dp(_)) {
+            return Err(Error::Input(
+                "fp16 needs DistributedDataParallel: with DataParallel rank 0 alone would know which steps to \
+                 skip, and by what losses are scaled"
+                    .into(),
+            ));
+        }
+        let options = GradScalerOptions { enabled, ..GradScalerOptions::default() };
+        GradScaler::new(ddp.flat_buffers().unwrap_or_default(), ddp.group().clone(), options)
+    }
+}

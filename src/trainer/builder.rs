@@ -1,0 +1,292 @@
+//! The settings of a trainer. Most add a callback.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use tch::nn::ModuleT;
+
+use super::callbacks::{
+    Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, Metrics,
+    NonFiniteGuard, Order, ReplicaCheck, SaveEvery, Validation,
+};
+use super::loss_sum::LossSum;
+use super::{Amp, Callback, Loss, TrainContext, Trainer};
+use crate::checkpoint::{CheckpointDir, TrainerState};
+use crate::data::{DataLoader, Loader};
+use crate::ddp::Strategy;
+use crate::error::{Error, Result};
+use crate::ffi::Generator;
+use crate::optim::{GradScaler, Optimizer, Schedule};
+use crate::runtime::Stop;
+use crate::telemetry::{MetricsLogger, Narrator, Printer};
+
+impl<M: ModuleT> Trainer<M> {
+    /// Creates a trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`.
+    /// `optimizer` is `None` where [`Strategy::flat_buffers`] is `None`: such a rank steps no parameters.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when a rank that steps parameters has no optimizer, or the reverse. [`Error::Torch`] when the
+    /// device is out of memory.
+    pub fn new(
+        ddp: impl Into<Strategy<M>>,
+        optimizer: impl Into<Option<Box<dyn Optimizer>>>,
+        schedule: Schedule,
+        loader: impl Into<Loader>,
+        loss: Loss,
+    ) -> Result<Self> {
+        let (ddp, optimizer, loader) = (ddp.into(), optimizer.into(), loader.into());
+        if optimizer.is_some() != ddp.flat_buffers().is_some() {
+            let rank = ddp.group().rank();
+            let has = if optimizer.is_some() { "an optimizer" } else { "no optimizer" };
+            return Err(Error::Input(format!(
+                "rank {rank} has {has}: with DistributedDataParallel every rank needs one, with DataParallel \
+                 rank 0 alone"
+            )));
+        }
+        let mut callbacks = Callbacks::new();
+        callbacks.set(Order::FaultInjection, FaultInjection::planned(ddp.group()));
+        callbacks.add(Order::NonFiniteGuard, NonFiniteGuard::default());
+        let (loss_sum, amp) = (LossSum::new(ddp.group().device())?, Amp::Off);
+        let context = TrainContext {
+            scaler: amp.grad_scaler(&ddp)?,
+            ddp,
+            optimizer,
+            schedule,
+            loader,
+            loss,
+            amp,
+            max_grad_norm: None,
+            accumulate: 1,
+            exact_mean: false,
+            skip_nonfinite: None,
+            generator: None,
+            max_epochs: 1,
+            max_steps: None,
+            stop: None,
+            ended_by: None,
+            state: TrainerState::default(),
+            loss_sum,
+            shows_samples: false,
+            samples_shown: Vec::new(),
+        };
+        Ok(Self { context, callbacks })
+    }
+
+    /// Adds a callback, which runs after those of the settings below and before checkpoints are saved. Callbacks run in
+    /// the order in which they are added.
+    #[must_use]
+    pub fn callback(mut self, callback: impl Callback<M> + 'static) -> Self {
+        self.callbacks.add(Order::User, callback);
+        self
+    }
+
+    /// Scales gradients with a larger norm down to this norm before each step; see
+    /// [`DistributedDataParallel::clip_grad_norm`](crate::DistributedDataParallel::clip_grad_norm).
+    #[must_use]
+    pub fn max_grad_norm(mut self, max_grad_norm: Option<f64>) -> Self {
+        self.context.max_grad_norm = max_grad_norm;
+        self
+    }
+
+    /// Accumulates the gradients of `batches` batches (at least 1) for each step, and averages them over the ranks
+    /// once. The last step of an epoch may have fewer batches.
+    #[must_use]
+    pub fn accumulate(mut self, batches: usize) -> Self {
+        self.context.accumulate = batches.max(1);
+        self
+    }
+
+    /// Averages gradients over the samples of all ranks instead of over the ranks:
+    /// [`DistributedDataParallel::backward_weighted`](crate::DistributedDataParallel::backward_weighted). For a loader
+    /// that is [in step](crate::DataLoader::in_step), whose ranks have batches of different sizes.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel).
+    pub fn exact_mean(mut self, exact_mean: bool) -> Result<Self> {
+        if exact_mean {
+            self.require_ddp(
+                "an exact mean needs DistributedDataParallel: with DataParallel rank 0 gives every rank a batch of the \
+                 same size",
+            )?;
+        }
+        self.context.exact_mean = exact_mean;
+        Ok(self)
+    }
+
+    /// Runs the model and the loss in mixed precision, with a new [`GradScaler`] for float16. A step that the scaler
+    /// skips counts as a step, also for the schedule.
+    ///
+    /// # Errors
+    /// The errors of [`GradScaler::new`]; [`Error::Input`] for float16 with [`DataParallel`](crate::DataParallel).
+    pub fn amp(mut self, amp: Amp) -> Result<Self> {
+        self.context.scaler = amp.grad_scaler(&self.context.ddp)?;
+        self.context.amp = amp;
+        Ok(self)
+    }
+
+    /// Checks the gradients before each step, and skips up to `steps` steps of the whole run whose losses or gradients
+    /// are not finite. The next such step ends the run. With `None` only losses are checked, and the first that is not
+    /// finite ends the run. With a [`GradScaler`] nothing is checked here: it skips steps by its own rule.
+    ///
+    /// The averaged gradients are the same on all ranks, so all ranks decide alike without communication.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the gradients.
+    pub fn skip_nonfinite(mut self, steps: Option<u64>) -> Result<Self> {
+        if steps.is_some() {
+            self.require_ddp(
+                "steps can be skipped with DistributedDataParallel only: with DataParallel rank 0 alone would know \
+                 which",
+            )?;
+        }
+        self.context.skip_nonfinite = steps;
+        Ok(self)
+    }
+
+    /// Reseeds `generator`, from which the model draws, at the start of each step. Its random numbers then depend on
+    /// the step, not on earlier draws.
+    #[must_use]
+    pub fn generator(mut self, generator: Arc<Generator>) -> Self {
+        self.context.generator = Some(generator);
+        self
+    }
+
+    /// Stops training after the same step on all ranks when `stop` is requested. Call on all ranks alike.
+    #[must_use]
+    pub fn stop(mut self, stop: Arc<Stop>) -> Self {
+        self.context.group().share_stop(&stop);
+        self.context.stop = Some(stop);
+        self
+    }
+
+    /// Stops after `max_steps` steps of the whole run; `None` for no limit.
+    #[must_use]
+    pub fn max_steps(mut self, max_steps: Option<u64>) -> Self {
+        self.context.max_steps = max_steps;
+        self
+    }
+
+    /// Stops training after `patience` validations in a row (at least 1) without a smaller loss than the best before
+    /// them. `None` never stops. Follows `EarlyStopping` of PyTorch Lightning.
+    #[must_use]
+    pub fn patience(mut self, patience: Option<u64>) -> Self {
+        let callback = patience.map(|patience| EarlyStopping { patience: patience.max(1) });
+        self.callbacks.set(Order::EarlyStopping, callback);
+        self
+    }
+
+    /// Validates on the batches of `loader` after every `every` epochs (at least 1), and after the last. Its sampler
+    /// should be [`uneven`](crate::DistributedSampler::uneven), so that no sample is counted twice.
+    #[must_use]
+    pub fn validation(mut self, loader: DataLoader, every: u64) -> Self {
+        let callback = Validation { loader, every: every.max(1) };
+        self.callbacks.set(Order::Validation, Some(callback));
+        self
+    }
+
+    /// Compares the ranks' parameters after every `every` steps (at least 1), by a 64-bit hash of each parameter's
+    /// values. `None` never compares. All ranks must pass the same value.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the parameters.
+    pub fn check_replicas(mut self, every: Option<u64>) -> Result<Self> {
+        if every.is_some() {
+            self.require_ddp(
+                "replicas can be compared with DistributedDataParallel only: with DataParallel rank 0 alone has the \
+                 parameters",
+            )?;
+        }
+        let callback = every.map(|every| ReplicaCheck { every: every.max(1) });
+        self.callbacks.set(Order::ReplicaCheck, callback);
+        Ok(self)
+    }
+
+    /// Saves into `dir` at the intervals of `every`, after the best validation so far, and when training ends or stops.
+    /// Call on all ranks alike; rank 0 alone, which writes, needs `dir`. Before each save the parameters of all ranks
+    /// are compared. Training ends with [`Error::ReplicasDiverged`] if they differ, so the newest checkpoint holds
+    /// equal replicas.
+    ///
+    /// `options` is stored as [`TrainerState::options`]. A program that resumes can compare it with its own options, as
+    /// `ddp-mp` does. [`resume`](Self::resume) itself compares only parameters, optimizer, number of samples and batch
+    /// size.
+    #[must_use]
+    pub fn checkpoints(
+        mut self,
+        dir: impl Into<Option<CheckpointDir>>,
+        every: SaveEvery,
+        options: Map<String, Value>,
+    ) -> Self {
+        let callback = Checkpoints::new(dir.into(), every, options);
+        self.callbacks.set(Order::Checkpoints, Some(callback));
+        self
+    }
+
+    /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end. Call on all ranks
+    /// alike, because they reduce their numbers first. Rank 0 alone needs a logger.
+    #[must_use]
+    pub fn log_metrics(mut self, every: u64, logger: Option<MetricsLogger>) -> Self {
+        self.context.shows_samples = logger.as_ref().is_some_and(MetricsLogger::shows_samples);
+        self.callbacks.set(Order::Metrics, Some(Metrics::new(every.max(1), logger)));
+        self
+    }
+
+    /// Prints each epoch with `printer`, which the ranks of this process share.
+    #[must_use]
+    pub fn report(mut self, printer: Arc<Printer>) -> Self {
+        self.callbacks.set(Order::EpochReport, Some(EpochReport { printer }));
+        self
+    }
+
+    /// Makes `narrator` explain how the ranks train one model, with the numbers of the first two steps.
+    /// `hash_before_broadcast` is the [`parameters_hash`](crate::parameters_hash) of the model before it was wrapped.
+    /// Call on all ranks alike; rank 0 alone needs a narrator. The results of training are the same.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), which trains in another way.
+    pub fn explain(
+        mut self,
+        hash_before_broadcast: u64,
+        narrator: Option<Narrator>,
+    ) -> Result<Self> {
+        self.require_ddp(
+            "explain shows DistributedDataParallel, and this is DataParallel; use DistributedDataParallel, or leave \
+             explain out",
+        )?;
+        let callback = Explanation::new(hash_before_broadcast, narrator);
+        self.callbacks.set(Order::Explanation, Some(callback));
+        Ok(self)
+    }
+
+    /// Refuses [`DataParallel`](crate::DataParallel), because of `problem`.
+    fn require_ddp(&self, problem: &str) -> Result<()> {
+        match self.context.ddp {
+            Strategy::Ddp(_) => Ok(()),
+            Strategy::Dp(_) => Err(Error::Input(problem.into())),
+        }
+    }
+
+    /// Returns the model in its current state.
+    pub fn ddp(&self) -> &Strategy<M> {
+        self.context.ddp()
+    }
+
+    /// Returns the source of the batches.
+    pub fn loader(&self) -> &Loader {
+        self.context.loader()
+    }
+
+    /// Returns the loss scaler; enabled for float16 only.
+    pub fn scaler(&self) -> &GradScaler {
+        self.context.scaler()
+    }
+
+    /// Returns the progress of the run, as a checkpoint stores it.
+    pub fn state(&self) -> &TrainerState {
+        self.context.state()
+    }
+
+    /// Returns whether steps may be skipped because they are not finite.
+    pub(crate) fn counts_skipped_steps(&self) -> bool {
+        self.context.counts_skipped_steps()
+    }
+}

@@ -1,0 +1,153 @@
+//! Checkpoints: saved during training and at its end.
+
+use anyhow::Result;
+use serde_json::{Map, Value};
+
+use super::replica_check::compare_before_save;
+use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
+use crate::error::Error;
+use crate::process_group::ProcessGroup;
+use crate::trainer::{Callback, Epoch, Step, TrainContext};
+
+/// Intervals between checkpoints. The end of training is always saved.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SaveEvery {
+    /// Number of steps between saves; `None` for no saves by steps.
+    pub steps: Option<u64>,
+    /// Number of epochs between saves; `None` for no saves by epochs.
+    pub epochs: Option<u64>,
+}
+
+/// Saves the state of the run. Rank 0 writes.
+#[derive(Debug)]
+pub(in crate::trainer) struct Checkpoints {
+    every: SaveEvery,
+    options: Map<String, Value>,
+    /// `Some` on rank 0 only.
+    writer: Option<Writer>,
+    /// The step of the last save; `None` before the first.
+    saved_at: Option<u64>,
+}
+
+impl<M> Callback<M> for Checkpoints {
+    /// Sets newer checkpoints aside if `checkpoint` is in the folder of this run. A collective.
+    fn on_load_checkpoint(
+        &mut self,
+        context: &mut TrainContext<M>,
+        checkpoint: &Checkpoint,
+    ) -> Result<()> {
+        if self.make_room_after(checkpoint, context.group())? {
+            self.saved_at = Some(checkpoint.state().step);
+        }
+        Ok(())
+    }
+
+    /// Saves if due, unless the epoch or the run ends with this step.
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        if !step.ends_epoch && context.stopped().is_none() {
+            self.save_if(false, context)?;
+        }
+        Ok(())
+    }
+
+    /// Saves if due, or if this epoch's validation is the best so far.
+    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, _: &mut Epoch) -> Result<()> {
+        let state = &context.state;
+        let is_best = state.best.as_ref().is_some_and(|best| best.step == state.step);
+        self.save_if(is_best || is_due(self.every.epochs, state.epoch), context)
+    }
+
+    /// Saves the final state, and waits until it is written.
+    fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        self.save(context)?;
+        if let Some(writer) = &mut self.writer {
+            context.group().enter_save(context.state.step);
+            writer.finish()?;
+            context.group().end_phase();
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether `count` steps or epochs complete another interval.
+fn is_due(every: Option<u64>, count: u64) -> bool {
+    every.is_some_and(|every| count.is_multiple_of(every))
+}
+
+impl Checkpoints {
+    pub(in crate::trainer) fn new(
+        dir: Option<CheckpointDir>,
+        every: SaveEvery,
+        options: Map<String, Value>,
+    ) -> Self {
+        Self { every, options, writer: dir.map(Writer::new), saved_at: None }
+    }
+
+    /// Returns whether `checkpoint` is in the folder of this run. If so, sets newer ones aside. A collective.
+    fn make_room_after(&self, checkpoint: &Checkpoint, group: &ProcessGroup) -> Result<bool> {
+        let mut is_saved_here = Vec::new();
+        if group.rank() == 0
+            && let Some(dir) = self.writer.as_ref().map(Writer::dir)
+        {
+            let is_here = dir.contains(checkpoint);
+            if is_here && dir.has_newer_than(checkpoint.state().step)? {
+                dir.set_aside_after(checkpoint)?;
+            } else if !is_here && let Some(newest) = dir.newest()? {
+                return Err(Error::Input(format!(
+                    "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
+                     is {}; save in the folder of its own checkpoints, or in a new one",
+                    checkpoint.path().display(),
+                    newest.display()
+                ))
+                .into());
+            }
+            is_saved_here.push(is_here);
+        }
+        group.broadcast_object_list(&mut is_saved_here, 0)?;
+        Ok(is_saved_here == [true])
+    }
+
+    /// Saves a checkpoint if `is_due`, or if one is due after this step. A collective in that case.
+    fn save_if<M>(&mut self, due: bool, context: &TrainContext<M>) -> Result<()> {
+        self.writer.as_mut().map_or(Ok(()), Writer::check)?;
+        if due || is_due(self.every.steps, context.state.step) {
+            self.save(context)?;
+        }
+        Ok(())
+    }
+
+    /// Copies the state, unless that of this step is saved already. Rank 0 writes the copy while training continues. A
+    /// collective.
+    fn save<M>(&mut self, context: &TrainContext<M>) -> Result<()> {
+        let (group, step) = (context.group(), context.state.step);
+        if self.saved_at == Some(step) {
+            return Ok(());
+        }
+        // Checked before this checkpoint replaces an older, usable one.
+        let loss_sum = context.loss_sum.sum(group)?;
+        context.check_loss_sum(loss_sum)?;
+        context.check_parameters()?;
+        compare_before_save(context)?;
+        let loss_sums = group.gather_object(&loss_sum, 0)?;
+        let comm_hook = context.ddp.comm_hook_state()?;
+        group.enter_save(step);
+        self.saved_at = Some(step);
+        if let (Some(loss_sums), Some(writer)) = (loss_sums, &mut self.writer) {
+            let state = TrainerState {
+                loss_sums,
+                world_size: group.world_size(),
+                num_samples: context.loader.dataset_len(),
+                batch_size: context.loader.batch_size(),
+                scaler: context.scaler.state(),
+                options: self.options.clone(),
+                ..context.state.clone()
+            };
+            let optimizer = context.optimizer.as_ref();
+            let optimizer = optimizer.map_or(Ok(Vec::new()), |optimizer| optimizer.state())?;
+            let snapshot = Snapshot::take(state, &context.ddp.state_dict(), &optimizer)?;
+            writer.save(snapshot.with_comm_hook(comm_hook.as_ref())?)?;
+        }
+        group.end_phase();
+        Ok(())
+    }
+}

@@ -1,0 +1,167 @@
+//! `--explain`: collects the numbers of a run's first steps from all ranks.
+
+use anyhow::Result;
+use tch::{Device, Kind, Tensor};
+
+use crate::ddp::{GradProbe, Strategy};
+use crate::error::Error;
+use crate::telemetry::{self, Narrator, RankStep};
+use crate::trainer::{Callback, Step, TrainContext};
+
+/// Explains how the ranks train one model, with the numbers of the first steps.
+#[derive(Debug)]
+pub(in crate::trainer) struct Explanation {
+    /// The narrator for all ranks; `Some` on rank 0 only.
+    narrator: Option<Narrator>,
+    /// The 64-bit hash of this rank's parameters before they were replaced by rank 0's.
+    hash_before_broadcast: u64,
+    /// Number of steps explained so far.
+    steps_explained: u32,
+    /// The probed parameter and its gradients; `None` before training and after the last explained step.
+    probe: Option<GradProbe>,
+    /// Flat index of the explained value in that parameter: the one with the largest gradient in the first step.
+    index: Option<usize>,
+    /// This rank's numbers of the current step.
+    numbers: Option<RankStep>,
+}
+
+/// Number of steps that are explained.
+const STEPS: u32 = 2;
+/// Maximum number of samples listed per rank and step.
+const MAX_SAMPLES: usize = 10;
+
+impl Explanation {
+    pub(in crate::trainer) fn new(hash_before_broadcast: u64, narrator: Option<Narrator>) -> Self {
+        let (steps_explained, probe, index, numbers) = Default::default();
+        Self { narrator, hash_before_broadcast, steps_explained, probe, index, numbers }
+    }
+}
+
+impl<M> Callback<M> for Explanation {
+    /// Explains the start of training. A collective.
+    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
+        let hashes = (self.hash_before_broadcast, ddp.parameters_hash()?);
+        let hashes = ddp.group().gather_object(&hashes, 0)?;
+        if let (Some(narrator), Some(hashes)) = (&self.narrator, hashes) {
+            let resumed = (context.state.step > 0).then_some(context.state.step);
+            narrator.begin(&hashes, context.state.epoch, resumed);
+        }
+        self.probe = Some(ddp.start_probe()?);
+        Ok(())
+    }
+
+    /// Records this rank's numbers of a step, after gradients are averaged and before they are clipped or used.
+    fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        let Some(probe) = self.probe.as_ref().filter(|_| !step.is_skipped()) else { return Ok(()) };
+        context.group().synchronize()?;
+        let samples = context.samples(0, context.accumulate)?;
+        let [local, averaged] = [&probe.local, &probe.parameter.grad()].map(values);
+        let (local, averaged, before) = (local?, averaged?, values(&probe.parameter)?);
+        // Weighted by samples: the last batch of an epoch may have fewer.
+        let mut loss_sum = 0.0;
+        for (loss, batch) in
+            step.losses.iter().zip(&step.batches).filter(|(_, batch)| !batch.is_empty())
+        {
+            loss_sum += values(loss)?[0] * batch.len() as f64;
+        }
+        let index = *self.index.get_or_insert_with(|| index_of_largest(&averaged));
+        self.numbers = Some(RankStep {
+            num_samples: samples.len(),
+            samples: samples.into_iter().take(MAX_SAMPLES).collect(),
+            loss: loss_sum / step.num_samples().max(1) as f64,
+            local: local[index],
+            averaged: averaged[index],
+            stepped_by: averaged[index],
+            before: before[index],
+            after: before[index],
+        });
+        Ok(())
+    }
+
+    /// Explains the step that was just made, if it is one of the first. A collective in that case.
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
+        let (Some(probe), Some(index), Some(mut numbers)) =
+            (&self.probe, self.index, self.numbers.take())
+        else {
+            return Ok(());
+        };
+        let group = ddp.group();
+        group.synchronize()?;
+        numbers.stepped_by = values(&probe.parameter.grad())?[index];
+        numbers.after = values(&probe.parameter)?[index];
+        if let (Some(ranks), Some(narrator)) = (group.gather_object(&numbers, 0)?, &self.narrator) {
+            let step = telemetry::Step {
+                step: step.number,
+                lr: step.lr,
+                weight: format!("{}{}", probe.name, indices(index, &probe.parameter.size())),
+                buckets: ddp.statistics().bucket_bytes.len(),
+                ranks,
+            };
+            match self.steps_explained {
+                0 => narrator.first_step(&step),
+                _ => narrator.second_step(&step),
+            }
+        }
+        self.steps_explained += 1;
+        if self.steps_explained == STEPS {
+            ddp.stop_probe();
+            self.probe = None;
+        }
+        Ok(())
+    }
+
+    /// Explains the end of training. A collective.
+    fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        let hashes = context.group().gather_object(&context.ddp.parameters_hash()?, 0)?;
+        if let (Some(narrator), Some(hashes)) = (&self.narrator, hashes) {
+            narrator.end(context.state.step, &hashes);
+        }
+        Ok(())
+    }
+}
+
+/// Returns all values of a tensor, flattened.
+fn values(tensor: &Tensor) -> crate::Result<Vec<f64>> {
+    let read = || {
+        let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
+        Vec::<f64>::try_from(local.f_reshape([-1])?)
+    };
+    read().map_err(Error::torch("reading what is explained"))
+}
+
+/// Returns the index of the value with the largest magnitude; the first if several are equal.
+fn index_of_largest(values: &[f64]) -> usize {
+    let mut largest = 0;
+    for (index, value) in values.iter().enumerate() {
+        if value.abs() > values[largest].abs() {
+            largest = index;
+        }
+    }
+    largest
+}
+
+/// Formats the flat index `index` of a tensor of this shape as indices, such as `[1][3]`.
+fn indices(mut index: usize, shape: &[i64]) -> String {
+    let mut text = String::new();
+    for size in shape.iter().rev().map(|size| *size as usize) {
+        text = format!("[{}]{text}", index % size);
+        index /= size;
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_named_by_its_place_in_the_tensor() {
+        assert_eq!(indices(7, &[1, 20]), "[0][7]");
+        assert_eq!(indices(23, &[2, 3, 4]), "[1][2][3]");
+        assert_eq!(indices(0, &[]), "");
+        assert_eq!(index_of_largest(&[1.0, -3.0, 3.0]), 1);
+        assert_eq!(index_of_largest(&[0.0, 0.0]), 0);
+    }
+}

@@ -1,0 +1,94 @@
+//! `--inject-fault`: a fault injected on purpose into a training step.
+
+use anyhow::Result;
+use tch::Tensor;
+
+use crate::data::Batch;
+use crate::error::Error;
+use crate::process_group::{ProcessGroup, ReduceOp};
+use crate::runtime::FaultKind;
+use crate::trainer::{Callback, Step, TrainContext};
+
+/// The fault planned for this rank.
+#[derive(Debug)]
+pub(in crate::trainer) struct FaultInjection {
+    kind: FaultKind,
+    /// The step of the run, from 0.
+    step: u64,
+}
+
+impl FaultInjection {
+    /// Returns the fault that is planned for a step of this rank; `None` if there is none.
+    pub(in crate::trainer) fn planned(group: &ProcessGroup) -> Option<Self> {
+        group.planned_fault().map(|(kind, step)| Self { kind, step })
+    }
+}
+
+impl<M> Callback<M> for FaultInjection {
+    fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        if step.number != self.step {
+            return Ok(());
+        }
+        match self.kind {
+            FaultKind::Nan => make_sample_nan(&mut step.batches)?,
+            FaultKind::SkipSample => skip_sample(&mut step.batches, step.number)?,
+            FaultKind::WrongShape => {
+                let group = context.group();
+                let mut wrong = Tensor::f_zeros([7], (tch::Kind::Float, group.device()))
+                    .map_err(Error::torch("zeros"))?;
+                group.all_reduce(&mut wrong, ReduceOp::Sum)?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        if step.number == self.step
+            && self.kind == FaultKind::Desync
+            && let Some((_, mut parameter)) = context.ddp.state_dict().into_iter().next()
+        {
+            let _ =
+                tch::no_grad(|| parameter.f_add_scalar_(0.001)).map_err(Error::torch("add_"))?;
+        }
+        Ok(())
+    }
+}
+
+/// Overwrites the step's first sample with NaN.
+fn make_sample_nan(batches: &mut [Batch]) -> crate::Result<()> {
+    let Some(batch) = batches.iter_mut().find(|batch| !batch.is_empty()) else { return Ok(()) };
+    // A copy: the data set itself stays unchanged.
+    let torch = || Error::torch("making a sample NaN");
+    batch.inputs = batch.inputs.f_detach_copy().map_err(torch())?;
+    let mut first = batch.inputs.f_narrow(0, 0, 1).map_err(torch())?;
+    first.f_fill_(f64::NAN).map(drop).map_err(torch())
+}
+
+/// Replaces the step's first sample by its second, so that the number of samples stays the same.
+fn skip_sample(batches: &mut [Batch], step: u64) -> crate::Result<()> {
+    let torch = || Error::torch("taking a sample twice");
+    let take = |batch: &Batch, row: i64| -> Result<[Tensor; 2], tch::TchError> {
+        Ok([batch.inputs.f_narrow(0, row, 1)?, batch.targets.f_narrow(0, row, 1)?])
+    };
+    let next = match batches {
+        [first, ..] if first.len() > 1 => take(first, 1),
+        [_, second, ..] => take(second, 0),
+        _ => {
+            return Err(Error::Input(format!(
+                "--inject-fault skip-sample: a rank has one sample in step {step}, and no other one to take instead; use a \
+                 larger --batch-size, or another step"
+            )));
+        }
+    };
+    let [inputs, targets] = next.map_err(torch())?;
+    let first = &mut batches[0];
+    let put = |to: &mut Tensor, from: &Tensor| -> Result<(), tch::TchError> {
+        // A copy: the data set itself stays unchanged.
+        *to = to.f_detach_copy()?;
+        to.f_narrow(0, 0, 1)?.f_copy_(from).map(drop)
+    };
+    put(&mut first.inputs, &inputs)
+        .and_then(|()| put(&mut first.targets, &targets))
+        .map_err(torch())
+}

@@ -1,0 +1,114 @@
+//! Training metrics, reported every few steps.
+
+use std::time::Instant;
+
+use anyhow::Result;
+use tch::Tensor;
+
+use crate::error::Error;
+use crate::process_group::ReduceOp;
+use crate::telemetry::{MetricsLogger, TrainMetrics};
+use crate::trainer::{Callback, Epoch, Step, TrainContext};
+
+/// Writes metrics every few steps of an epoch. Holds the totals since the last report.
+#[derive(Debug)]
+pub(in crate::trainer) struct Metrics {
+    /// Steps between reports.
+    every: u64,
+    /// The writer of all ranks' metrics; `Some` on rank 0 only.
+    logger: Option<MetricsLogger>,
+    since: Instant,
+    steps: u64,
+    samples: usize,
+    /// Samples that count for the loss: all except those of skipped steps.
+    counted: usize,
+    /// This rank's sum of the epoch's losses at the last report.
+    loss_sum: f64,
+    /// The norm of the last step's gradients; `None` if it was not measured.
+    grad_norm: Option<Tensor>,
+}
+
+impl Metrics {
+    pub(in crate::trainer) fn new(every: u64, logger: Option<MetricsLogger>) -> Self {
+        let (steps, samples, counted, loss_sum, grad_norm) = Default::default();
+        let since = Instant::now();
+        Self { every, logger, since, steps, samples, counted, loss_sum, grad_norm }
+    }
+
+    /// Writes the metrics of the steps since the last report. A collective.
+    fn report<M>(&mut self, context: &TrainContext<M>, step: &Step) -> Result<()> {
+        let group = context.group();
+        let loss_sum = context.loss_sum.sum(group)?;
+        context.check_loss_sum(loss_sum)?;
+        let mine = [loss_sum - self.loss_sum, self.counted as f64, self.samples as f64];
+        let torch = || Error::torch("reducing the metrics");
+        let mut totals = Tensor::from_slice(&mine).f_to_device(group.device()).map_err(torch())?;
+        group.all_reduce(&mut totals, ReduceOp::Sum)?;
+        group.synchronize()?;
+        let totals = Vec::<f64>::try_from(totals).map_err(torch())?;
+        let grad_norm = self.grad_norm.take().map(|norm| norm.f_double_value(&[]));
+        let grad_norm = grad_norm.transpose().map_err(torch())?;
+        let seconds = self.since.elapsed().as_secs_f64();
+        let metrics = TrainMetrics {
+            step: context.state.step,
+            epoch: context.state.epoch,
+            loss: totals[0] / totals[1],
+            skipped_steps: context.counts_skipped_steps().then_some(context.state.skipped_steps),
+            lr: step.lr,
+            grad_norm,
+            step_us: seconds * 1e6 / self.steps as f64,
+            samples_per_second: totals[2] / seconds,
+        };
+        self.loss_sum = if step.ends_epoch { 0.0 } else { loss_sum };
+        (self.steps, self.samples, self.counted) = (0, 0, 0);
+        self.since = Instant::now();
+        if let Some(logger) = &mut self.logger {
+            logger.train(&metrics)?;
+        }
+        Ok(())
+    }
+}
+
+impl<M> Callback<M> for Metrics {
+    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        self.loss_sum = context.loss_sum.sum(context.group())?;
+        self.since = Instant::now();
+        if let Some(logger) = &self.logger {
+            let steps_per_epoch = context.loader.num_batches().div_ceil(context.accumulate) as u64;
+            let steps = context.max_epochs.saturating_mul(steps_per_epoch);
+            let steps = context.max_steps.map_or(steps, |max| max.min(steps));
+            logger.begin(steps, context.state.step);
+        }
+        Ok(())
+    }
+
+    /// Counts the step. Writes metrics if due: a collective in that case.
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        self.steps += 1;
+        self.samples += step.num_samples();
+        if !step.is_skipped() {
+            self.counted += step.num_samples();
+        }
+        if let Some(norm) = &step.grad_norm {
+            self.grad_norm = Some(norm.shallow_clone());
+        }
+        if step.ends_epoch || context.state.epoch_steps.is_multiple_of(self.every) {
+            self.report(context, step)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the metrics of the validation, if there was one.
+    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
+        let Some(validation) = &epoch.validation else { return Ok(()) };
+        self.since = Instant::now(); // time spent on validation is not part of a step
+        if let Some(logger) = &mut self.logger {
+            logger.validation(validation, &context.samples_shown, &context.ddp.state_dict())?;
+        }
+        Ok(())
+    }
+
+    fn on_train_end(&mut self, _: &mut TrainContext<M>) -> Result<()> {
+        Ok(self.logger.as_mut().map_or(Ok(()), MetricsLogger::end)?)
+    }
+}

@@ -1,0 +1,93 @@
+//! The callbacks of this crate, a file each, and the order in which callbacks run.
+
+mod checkpoints;
+mod early_stopping;
+mod epoch_report;
+mod explanation;
+mod fault_injection;
+mod metrics;
+mod non_finite;
+mod replica_check;
+mod validation;
+
+use std::fmt;
+
+use anyhow::Result;
+
+use super::Callback;
+
+pub(super) use checkpoints::Checkpoints;
+pub(super) use early_stopping::EarlyStopping;
+pub(super) use epoch_report::EpochReport;
+pub(super) use explanation::Explanation;
+pub(super) use fault_injection::FaultInjection;
+pub(super) use metrics::Metrics;
+pub(super) use non_finite::NonFiniteGuard;
+pub(super) use replica_check::ReplicaCheck;
+pub(super) use validation::Validation;
+
+pub use checkpoints::SaveEvery;
+pub(crate) use replica_check::compare_replicas;
+
+/// The order in which callbacks run at each point of the loop; reversed when training ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Order {
+    FaultInjection,
+    /// Before callbacks that read gradients: it skips the step.
+    NonFiniteGuard,
+    Explanation,
+    ReplicaCheck,
+    /// Before callbacks that use its result.
+    Validation,
+    EarlyStopping,
+    Metrics,
+    EpochReport,
+    User,
+    /// After callbacks that may change the model.
+    Checkpoints,
+}
+
+/// The configured callbacks of a trainer.
+pub(super) struct Callbacks<M>(Vec<(Order, Box<dyn Callback<M>>)>);
+
+impl<M> Callbacks<M> {
+    pub(super) fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Adds `callback` behind those of the same order.
+    pub(super) fn add(&mut self, order: Order, callback: impl Callback<M> + 'static) {
+        let index = self.0.partition_point(|(other, _)| *other <= order);
+        self.0.insert(index, (order, Box::new(callback)));
+    }
+
+    /// Replaces the callback of this order; `None` removes it.
+    pub(super) fn set(&mut self, order: Order, callback: Option<impl Callback<M> + 'static>) {
+        self.0.retain(|(other, _)| *other != order);
+        if let Some(callback) = callback {
+            self.add(order, callback);
+        }
+    }
+
+    /// Calls `call` with each callback, in their order, until one returns an error.
+    pub(super) fn each(
+        &mut self,
+        mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
+    ) -> Result<()> {
+        self.0.iter_mut().try_for_each(|(_, callback)| call(&mut **callback))
+    }
+
+    /// Calls `call` with each callback, the last one first, until one returns an error.
+    pub(super) fn each_reversed(
+        &mut self,
+        mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
+    ) -> Result<()> {
+        self.0.iter_mut().rev().try_for_each(|(_, callback)| call(&mut **callback))
+    }
+}
+
+impl<M> fmt::Debug for Callbacks<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.0.iter().map(|(order, _)| order)).finish()
+    }
+}

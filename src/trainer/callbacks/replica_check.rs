@@ -1,0 +1,119 @@
+//! Replica checks: whether all ranks still hold the same parameters.
+
+use anyhow::Result;
+use tch::{Device, Kind, Tensor};
+
+use crate::ddp::{DistributedDataParallel, Strategy};
+use crate::error::{Compared, Error, Suspects};
+use crate::trainer::{Callback, Step, TrainContext};
+
+/// Compares the parameters of all ranks every few steps.
+#[derive(Debug)]
+pub(in crate::trainer) struct ReplicaCheck {
+    /// Steps between checks.
+    pub every: u64,
+}
+
+impl<M> Callback<M> for ReplicaCheck {
+    /// Compares the parameters if a check is due: a collective in that case.
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
+        let steps = context.state.step;
+        if let Strategy::Ddp(ddp) = &context.ddp
+            && steps.is_multiple_of(self.every)
+        {
+            compare_replicas(ddp, false, steps, Compared::AfterStep)?;
+        }
+        Ok(())
+    }
+}
+
+/// Compares the parameters before a checkpoint is saved, so that the newest one holds equal replicas. A collective.
+///
+/// # Errors
+/// [`Error::ReplicasDiverged`], on all ranks alike.
+pub(super) fn compare_before_save<M>(context: &TrainContext<M>) -> crate::Result<()> {
+    match &context.ddp {
+        Strategy::Ddp(ddp) if ddp.group().world_size() > 1 => {
+            compare_replicas(ddp, false, context.state.step, Compared::BeforeSave)
+        }
+        _ => Ok(()), // only one rank has the parameters
+    }
+}
+
+/// Compares the parameters of all ranks after `steps` steps, and with `buffers` their buffers too, by a 64-bit hash of
+/// each tensor. A collective.
+///
+/// # Errors
+/// [`Error::ReplicasDiverged`], on all ranks alike.
+pub(crate) fn compare_replicas<M>(
+    ddp: &DistributedDataParallel<M>,
+    buffers: bool,
+    steps: u64,
+    compared: Compared,
+) -> crate::Result<()> {
+    let group = ddp.group();
+    group.synchronize()?;
+    let (names, hashes): (Vec<String>, Vec<u64>) = ddp.tensor_hashes(buffers)?.into_iter().unzip();
+    let torch = || Error::torch("comparing the parameters");
+    let hashes: Vec<i64> = hashes.into_iter().map(u64::cast_signed).collect();
+    let hashes = Tensor::f_from_slice(&hashes)
+        .and_then(|tensor| tensor.f_to_device(group.device()))
+        .map_err(torch())?;
+    let shape = [group.world_size() as i64, names.len() as i64];
+    let mut all = Tensor::f_zeros(shape, (Kind::Int64, group.device())).map_err(torch())?;
+    group.all_gather_into_tensor(&mut all, &hashes)?;
+    group.synchronize()?;
+    let all =
+        all.f_to_device(Device::Cpu).and_then(|tensor| tensor.f_reshape([-1])).map_err(torch())?;
+    let all = Vec::<i64>::try_from(all).map_err(torch())?;
+    match difference(&all, &names, group.ranks()) {
+        None => Ok(()),
+        Some((parameter, others, suspects)) => {
+            let (parameter, step) = (parameter.clone(), steps.saturating_sub(1));
+            Err(Error::ReplicasDiverged { parameter, others, suspects, step, compared })
+        }
+    }
+}
+
+/// Returns the first of `names` whose hashes differ between `ranks`, the number of others that differ, and the suspect
+/// ranks. `None` if all are equal. `all` holds the hashes of one rank after those of another.
+fn difference<'a>(
+    all: &[i64],
+    names: &'a [String],
+    ranks: &[usize],
+) -> Option<(&'a String, usize, Suspects)> {
+    let rows: Vec<&[i64]> = all.chunks_exact(names.len().max(1)).collect();
+    let differs = |index: &usize| rows.iter().any(|row| row[*index] != rows[0][*index]);
+    let differing: Vec<usize> = (0..names.len()).filter(differs).collect();
+    let first = *differing.first()?;
+    let answers: Vec<(usize, i64)> =
+        ranks.iter().zip(&rows).map(|(&rank, row)| (rank, row[first])).collect();
+    Some((&names[first], differing.len() - 1, Suspects::of(&answers)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_that_differs_is_named_with_the_ranks_that_may_be_wrong() {
+        let names = ["a", "b", "c"].map(String::from);
+        let found = |all: &[i64], ranks: &[usize]| {
+            let count = all.len() / ranks.len().max(1);
+            let found = difference(all, &names[..count], ranks);
+            found.map(|(name, others, suspects)| {
+                (name.clone(), others, suspects.ranks, suspects.has_majority)
+            })
+        };
+        let expected = |name: &str, others, ranks: &[usize], has_majority| {
+            Some((name.to_string(), others, ranks.to_vec(), has_majority))
+        };
+        assert_eq!(found(&[1, 2, 3, 1, 2, 3], &[0, 1]), None);
+        assert_eq!(found(&[], &[]), None);
+        assert_eq!(found(&[1, 2], &[0]), None);
+        assert_eq!(found(&[1, 2, 3, 1, 9, 9], &[0, 1]), expected("b", 1, &[0, 1], false));
+        assert_eq!(found(&[9, 2, 1, 2, 1, 2], &[0, 1, 2]), expected("a", 0, &[0], true));
+        let four_ranks = [1, 2, 1, 9, 1, 2, 1, 2];
+        assert_eq!(found(&four_ranks, &[4, 5, 6, 7]), expected("b", 0, &[5], true));
+    }
+}

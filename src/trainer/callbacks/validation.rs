@@ -1,0 +1,132 @@
+//! Validation: loss and accuracy on samples that the model is not trained on.
+
+use anyhow::Result;
+use tch::nn::ModuleT;
+use tch::{Kind, Tensor};
+
+use crate::data::{Batch, DataLoader};
+use crate::error::Error;
+use crate::operation::Operation;
+use crate::process_group::ReduceOp;
+use crate::records::ValidationMetrics;
+use crate::telemetry::Sample;
+use crate::trainer::{Callback, Epoch, Loss, TrainContext};
+
+/// Validates after some of the epochs.
+#[derive(Debug)]
+pub(in crate::trainer) struct Validation {
+    pub loader: DataLoader,
+    /// Epochs between validations.
+    pub every: u64,
+}
+
+/// Maximum number of samples shown.
+const MAX_SAMPLES: i64 = 8;
+
+/// Minimum side of a picture, in pixels. Smaller squares are more likely the columns of a table.
+const MIN_SIDE: i64 = 8;
+
+impl<M: ModuleT> Callback<M> for Validation {
+    /// Validates if due, or if this was the last epoch. A collective in that case.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] when the loss is not finite. The rank that has the samples names them.
+    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
+        let epochs = context.state.epoch;
+        if epochs.is_multiple_of(self.every) || epochs >= context.max_epochs {
+            epoch.validation = Some(self.validate(context, epoch.epoch)?);
+        }
+        Ok(())
+    }
+}
+
+impl Validation {
+    /// Validates after epoch number `epoch`. A collective.
+    fn validate<M: ModuleT>(
+        &self,
+        context: &mut TrainContext<M>,
+        epoch: u64,
+    ) -> Result<ValidationMetrics> {
+        context.group().enter_phase(Operation::Validation, epoch);
+        context.ddp.replicate()?;
+        let device = context.group().device();
+        // The sum of the losses, the number of correct predictions, and the number of samples.
+        let mut totals = Tensor::f_zeros([3], (Kind::Double, device)).map_err(torch_error())?;
+        let classifies = context.loss == Loss::CrossEntropy;
+        let mut samples = Vec::new();
+        for batch in self.loader.epoch(0)? {
+            let batch = batch?;
+            let _autocast = context.amp.autocast(device)?;
+            let batch_totals = tch::no_grad(|| -> crate::Result<Tensor> {
+                let output = context.ddp.forward_t(&batch.inputs, false);
+                let loss = context.loss.of(&output, &batch.targets)?;
+                let more = MAX_SAMPLES - samples.len() as i64;
+                if more > 0 && classifies && context.shows_samples {
+                    samples.extend(pictures(&batch, &output, more).map_err(torch_error())?);
+                }
+                batch_totals(&batch, &output, &loss, classifies).map_err(torch_error())
+            })?;
+            let _ = totals.f_add_(&batch_totals).map_err(torch_error())?;
+        }
+        let group = context.group();
+        group.all_reduce(&mut totals, ReduceOp::Sum)?;
+        group.synchronize()?;
+        let totals = Vec::<f64>::try_from(totals).map_err(torch_error())?;
+        let loss = totals[0] / totals[2];
+        if !loss.is_finite() {
+            return Err(context.nonfinite_validation(&self.loader, loss)?.into());
+        }
+        context.samples_shown = samples;
+        let state = &mut context.state;
+        let best = state.best.as_ref().is_none_or(|best| loss < best.loss);
+        let accuracy = classifies.then(|| totals[1] / totals[2]);
+        let metrics = ValidationMetrics { step: state.step, epoch, loss, accuracy, best };
+        state.validations_since_best += 1;
+        if best {
+            (state.best, state.validations_since_best) = (Some(metrics.clone()), 0);
+        }
+        context.group().end_phase();
+        Ok(metrics)
+    }
+}
+
+/// Returns the sum of a batch's losses, the number of correct predictions (0 unless the model classifies), and the
+/// number of samples, as float64 of shape `[3]`. `loss` is the mean loss.
+fn batch_totals(
+    batch: &Batch,
+    output: &Tensor,
+    loss: &Tensor,
+    classifies: bool,
+) -> Result<Tensor, tch::TchError> {
+    let len = batch.len() as f64;
+    let correct = match classifies {
+        false => Tensor::f_zeros_like(loss)?,
+        true => output.f_argmax(-1, false)?.f_eq_tensor(&batch.targets)?.f_sum(Kind::Double)?,
+    };
+    let sum = loss.f_to_kind(Kind::Double)?.f_mul_scalar(len)?;
+    let count = sum.f_full_like(len)?;
+    Tensor::f_stack(&[sum, correct.f_to_kind(Kind::Double)?, count], 0)
+}
+
+/// Returns the first samples of `batch`, at most `max`, if they are square pictures of one class each; otherwise none.
+fn pictures(batch: &Batch, output: &Tensor, max: i64) -> Result<Vec<Sample>, tch::TchError> {
+    let inputs = batch.inputs.f_flatten(1, -1)?;
+    let features = inputs.size()[1];
+    let side = features.isqrt();
+    if side < MIN_SIDE || side * side != features || batch.targets.dim() != 1 {
+        return Ok(Vec::new());
+    }
+    let max = max.min(inputs.size()[0]);
+    let pixels = inputs.f_narrow(0, 0, max)?.f_to_kind(Kind::Float)?;
+    let classes = batch.targets.f_narrow(0, 0, max)?;
+    let predictions = output.f_narrow(0, 0, max)?.f_argmax(-1, false)?;
+    let pixels = Vec::<Vec<f32>>::try_from(pixels)?;
+    let classes = Vec::<i64>::try_from(classes)?;
+    let predictions = Vec::<i64>::try_from(predictions)?;
+    let all = pixels.into_iter().zip(classes).zip(predictions);
+    Ok(all.map(|((pixels, class), prediction)| Sample { pixels, class, prediction }).collect())
+}
+
+fn torch_error() -> impl FnOnce(tch::TchError) -> Error {
+    Error::torch("validation")
+}

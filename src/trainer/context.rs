@@ -1,0 +1,193 @@
+//! The state of a training run: what the loop works on and callbacks see.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
+
+use tch::Tensor;
+use tch::nn::ModuleT;
+
+use super::loss_sum::LossSum;
+use super::{Amp, Epoch, Loss, Step};
+use crate::checkpoint::TrainerState;
+use crate::data::{Batch, Loader};
+use crate::ddp::Strategy;
+use crate::error::{Error, Result};
+use crate::ffi::Generator;
+use crate::optim::{GradScaler, Optimizer, Schedule};
+use crate::process_group::{ProcessGroup, rank_label};
+use crate::runtime::{Stop, StopReason};
+use crate::telemetry::Sample;
+
+/// The state of one rank's training run.
+#[derive(Debug)]
+pub struct TrainContext<M> {
+    /// `DistributedDataParallel`, or `DataParallel` for comparison.
+    pub(super) ddp: Strategy<M>,
+    /// `None` on a rank that steps no parameters: with `DataParallel`, all ranks but rank 0.
+    pub(super) optimizer: Option<Box<dyn Optimizer>>,
+    pub(super) schedule: Schedule,
+    pub(super) loader: Loader,
+    pub(super) loss: Loss,
+    pub(super) amp: Amp,
+    pub(super) scaler: GradScaler,
+    pub(super) max_grad_norm: Option<f64>,
+    /// Batches per step.
+    pub(super) accumulate: usize,
+    pub(super) exact_mean: bool,
+    /// How many steps may be skipped because they are not finite. `None` if gradients are not checked.
+    pub(super) skip_nonfinite: Option<u64>,
+    pub(super) generator: Option<Arc<Generator>>,
+    /// Epochs of the whole run.
+    pub(super) max_epochs: u64,
+    pub(super) max_steps: Option<u64>,
+    pub(super) stop: Option<Arc<Stop>>,
+    /// Why a callback ended training on all ranks alike; `None` if none has.
+    pub(super) ended_by: Option<StopReason>,
+    pub(super) state: TrainerState,
+    pub(super) loss_sum: LossSum,
+    /// Whether to show samples of each validation, and those of the last one. Rank 0 alone shows some.
+    pub(super) shows_samples: bool,
+    pub(super) samples_shown: Vec<Sample>,
+}
+
+impl<M> TrainContext<M> {
+    /// Returns the model in its current state.
+    pub fn ddp(&self) -> &Strategy<M> {
+        &self.ddp
+    }
+
+    /// Returns the group of ranks that train the model.
+    pub fn group(&self) -> &Rc<ProcessGroup> {
+        self.ddp.group()
+    }
+
+    /// Returns the source of the batches.
+    pub fn loader(&self) -> &Loader {
+        &self.loader
+    }
+
+    /// Returns the loss scaler; enabled for float16 only.
+    pub fn scaler(&self) -> &GradScaler {
+        &self.scaler
+    }
+
+    /// Returns the progress of the run, as a checkpoint stores it.
+    pub fn state(&self) -> &TrainerState {
+        &self.state
+    }
+
+    /// Ends training after this step or epoch. All ranks must call this alike: because of an epoch's loss, for example,
+    /// which is equal on all ranks.
+    pub fn stop(&mut self) {
+        self.ended_by.get_or_insert(StopReason::Callback);
+    }
+
+    /// Asks all ranks to stop, from any one of them. Rank 0 sees the request before its next step, and all ranks end
+    /// training after that step.
+    ///
+    /// # Errors
+    /// [`Error::Input`] without [`Trainer::stop`](super::Trainer::stop), which connects the ranks.
+    pub fn request_stop(&self) -> Result<()> {
+        let Some(stop) = &self.stop else {
+            return Err(Error::Input(
+                "a callback requests a stop, but the trainer has no Stop that its ranks share; call Trainer::stop on \
+                 all ranks"
+                    .into(),
+            ));
+        };
+        stop.ask(StopReason::Callback);
+        Ok(())
+    }
+
+    /// Returns why the run stops before its last epoch; `None` if it goes on. Equal on all ranks after the same step.
+    pub(super) fn stopped(&self) -> Option<StopReason> {
+        let steps = self.state.step;
+        if self.max_steps.is_some_and(|max| steps >= max) {
+            return Some(StopReason::Steps);
+        }
+        self.ended_by.or_else(|| self.stop.as_ref()?.after(steps))
+    }
+
+    /// Decides on rank 0 whether the next step is the last.
+    pub(super) fn decide_stop(&self) {
+        if self.group().rank() == 0
+            && let Some(stop) = &self.stop
+        {
+            stop.decide(self.state.step);
+        }
+    }
+
+    /// Returns the number of samples that all ranks together have in this step. `batches` are this rank's.
+    pub(super) fn samples_of_all_ranks(&self, batches: &[Batch]) -> usize {
+        let here = batches.iter().map(Batch::len).sum::<usize>();
+        // If the loader gives no count, every rank has the same number of samples.
+        let dealt = self.loader.dealt_in(self.state.samples_seen, batches.len());
+        dealt.unwrap_or(here * self.group().world_size())
+    }
+
+    /// Returns this rank's samples in `count` batches of this step from batch `first`, by their indices in the data.
+    pub(super) fn samples(&self, first: usize, count: usize) -> Result<Vec<usize>> {
+        self.loader.samples(self.state.epoch, self.state.samples_seen, first, count)
+    }
+
+    /// Adds the losses of a step to those of the epoch.
+    pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
+        let mut losses = step.losses.iter().zip(&step.batches);
+        losses.try_for_each(|(loss, batch)| self.loss_sum.add(loss, batch.len()))
+    }
+
+    /// Counts a step that has just been made or skipped.
+    pub(super) fn count_step(&mut self, step: &Step) {
+        let samples = self.samples_of_all_ranks(&step.batches);
+        if step.is_skipped() {
+            self.state.skipped_steps += 1;
+            self.state.skipped_samples += samples;
+        }
+        self.state.step += 1;
+        self.state.epoch_steps += 1;
+        self.state.samples_seen += samples;
+    }
+
+    /// Counts an epoch that has just been completed, with `samples` samples on this rank since `started`. A
+    /// collective.
+    pub(super) fn end_epoch(&mut self, samples: usize, started: Instant) -> Result<Epoch> {
+        let loss = self.take_loss()?;
+        let state = &mut self.state;
+        state.epoch_losses.truncate(1);
+        state.epoch_losses.push(loss);
+        let (epoch, steps) = (state.epoch, state.epoch_steps);
+        state.epoch += 1;
+        (state.epoch_steps, state.samples_seen, state.skipped_samples) = (0, 0, 0);
+        let group = self.group();
+        Ok(Epoch {
+            rank: group.rank(),
+            local_rank: group.local_rank(),
+            device: rank_label(group.device(), group.local_rank()),
+            epoch,
+            batch_size: self.loader.batch_size(),
+            steps,
+            loss,
+            samples_per_second: samples as f64 / started.elapsed().as_secs_f64(),
+            validation: None,
+        })
+    }
+
+    /// Returns the mean loss of the epoch so far, and resets it. A collective.
+    pub(super) fn take_loss(&mut self) -> Result<f64> {
+        let group = self.ddp.group();
+        // The number of all ranks' samples is the same on every rank, so rank 0 alone counts them.
+        let counted = self.state.samples_seen - self.state.skipped_samples;
+        self.loss_sum.count(if group.rank() == 0 { counted } else { 0 })?;
+        self.check_loss_sum(self.loss_sum.sum(group)?)?;
+        self.loss_sum.take_mean(group)
+    }
+}
+
+impl<M: ModuleT> TrainContext<M> {
+    /// Returns the loss of a batch, in mixed precision if enabled. Backward must run after this, outside of autocast.
+    pub(super) fn loss_of(&self, batch: &Batch) -> Result<Tensor> {
+        let _autocast = self.amp.autocast(self.group().device())?;
+        self.loss.of(&self.ddp.forward(&batch.inputs), &batch.targets)
+    }
+}

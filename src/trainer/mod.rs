@@ -1,0 +1,163 @@
+//! The training loop, from the epochs down to the batches: `train`, `run_epoch`, `run_step`, `run_batch`. All else that
+//! happens during training is a [`Callback`].
+
+mod amp;
+mod buffers;
+mod builder;
+mod callback;
+mod callbacks;
+mod context;
+mod diagnosis;
+mod loss;
+mod loss_sum;
+mod resume;
+mod step;
+mod summary;
+mod warm_up;
+
+use std::time::Instant;
+
+use tch::Device;
+use tch::nn::ModuleT;
+
+use crate::data::Batch;
+use crate::error::Result;
+use crate::operation::Operation;
+use callbacks::Callbacks;
+
+pub use crate::telemetry::Epoch;
+pub use amp::Amp;
+pub use callback::Callback;
+pub use callbacks::SaveEvery;
+pub(crate) use callbacks::compare_replicas;
+pub use context::TrainContext;
+pub use loss::Loss;
+pub use step::Step;
+pub use summary::Summary;
+
+/// The training loop of one rank, in step with all other ranks.
+#[derive(Debug)]
+pub struct Trainer<M> {
+    /// The model, the optimizer, the data and the progress: all that callbacks see.
+    context: TrainContext<M>,
+    callbacks: Callbacks<M>,
+}
+
+impl<M: ModuleT> Trainer<M> {
+    /// Trains until `max_epochs` epochs (at least 1) are done or the run stops. A collective.
+    ///
+    /// # Errors
+    /// The first error on any rank.
+    pub fn train(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {
+        let context = &mut self.context;
+        (context.max_epochs, context.ended_by) = (max_epochs.max(1), None);
+        if matches!(context.group().device(), Device::Cuda(_)) {
+            context.warm_up()?;
+        }
+        self.callbacks.each(|callback| callback.on_train_start(context))?;
+        let (started, first_step) = (Instant::now(), context.state.step);
+        let stopped = loop {
+            if self.context.state.epoch >= self.context.max_epochs {
+                break None;
+            }
+            if let Some(reason) = self.context.stopped() {
+                break Some(reason);
+            }
+            self.run_epoch()?;
+        };
+        let elapsed = started.elapsed();
+        self.context.check_parameters()?;
+        self.callbacks.each_reversed(|callback| callback.on_train_end(&mut self.context))?;
+        Ok(self.context.summary(first_step, stopped, elapsed)?)
+    }
+
+    /// Runs one pass over the rest of this rank's share of the data, or a part of it if the run stops.
+    fn run_epoch(&mut self) -> anyhow::Result<()> {
+        let started = Instant::now();
+        let Self { context, callbacks } = self;
+        callbacks.each(|callback| callback.on_epoch_start(context))?;
+        let (epoch, samples_seen) = (context.state.epoch, context.state.samples_seen);
+        let mut batches = context.loader.epoch_from(epoch, samples_seen)?;
+        let steps = context.loader.num_batches_from(samples_seen).div_ceil(context.accumulate);
+        let mut samples = 0;
+        for left in (0..steps).rev() {
+            samples += self.run_step(&mut batches, left == 0)?;
+            if left > 0 && self.context.stopped().is_some() {
+                return Ok(());
+            }
+        }
+        let Self { context, callbacks } = self;
+        let mut epoch = context.end_epoch(samples, started)?;
+        callbacks.each(|callback| callback.on_epoch_end(context, &mut epoch))
+    }
+
+    /// Runs one step on the next of `batches`: forward, backward, average the gradients over the ranks, step the
+    /// parameters. Returns the number of this rank's samples.
+    fn run_step(
+        &mut self,
+        batches: &mut dyn Iterator<Item = Result<Batch>>,
+        ends_epoch: bool,
+    ) -> anyhow::Result<usize> {
+        let Self { context, callbacks } = self;
+        let (epoch, number) = (context.state.epoch, context.state.step);
+        context.decide_stop();
+        context.group().enter_step(number)?;
+        context.group().enter_phase(Operation::Data, number);
+        let batches = batches.take(context.accumulate).collect::<Result<_>>()?;
+        let mut step = Step::new(number, context.schedule.lr(epoch, number), batches, ends_epoch);
+        callbacks.each(|callback| callback.on_step_start(context, &mut step))?;
+
+        context.ddp.begin_step()?; // zeroes the gradients
+        if let Some(generator) = &context.generator {
+            generator.begin_step(number)?;
+        }
+        for batch in 0..step.batches.len() {
+            self.run_batch(&mut step, batch)?;
+        }
+        let Self { context, callbacks } = self;
+        callbacks.each(|callback| callback.on_after_backward(context, &mut step))?;
+        if !step.is_skipped() {
+            context.add_losses(&step)?;
+            context.step_optimizer(&mut step)?;
+        }
+        context.group().end_phase();
+
+        context.count_step(&step);
+        callbacks.each(|callback| callback.on_step_end(context, &step))?;
+        Ok(step.num_samples())
+    }
+
+    /// Runs forward and backward of one of the step's batches. Backward of the last batch averages the gradients that
+    /// all batches have accumulated.
+    fn run_batch(&mut self, step: &mut Step, batch: usize) -> anyhow::Result<()> {
+        let Self { context, callbacks } = self;
+        let is_last = batch + 1 == step.batches.len();
+        let _no_sync = (!is_last).then(|| context.ddp.no_sync());
+        let mut loss = context.loss_of(&step.batches[batch])?;
+        callbacks.each(|callback| callback.on_before_backward(context, step, batch, &mut loss))?;
+        let scaled = context.scaler.scale(&loss)?; // for float16
+        let share = step.share_of_mean(scaled, batch, context.exact_mean)?;
+        if context.exact_mean {
+            context.ddp.backward_part(&share, step.num_samples() as f64)?;
+        } else {
+            context.ddp.backward(&share)?;
+        }
+        step.losses.push(loss);
+        Ok(())
+    }
+}
+
+impl<M> TrainContext<M> {
+    /// Steps the parameters, on ranks that have an optimizer.
+    fn step_optimizer(&mut self, step: &mut Step) -> Result<()> {
+        self.group().next_phase(Operation::Optimizer);
+        let Some(optimizer) = &mut self.optimizer else { return Ok(()) };
+        self.scaler.unscale_()?;
+        if let Some(max_norm) = self.max_grad_norm {
+            step.grad_norm = Some(self.ddp.clip_grad_norm(max_norm)?);
+        }
+        let stepped = self.scaler.step(&mut **optimizer, step.lr)?;
+        self.state.skipped_steps += u64::from(!stepped);
+        self.scaler.update()
+    }
+}

@@ -1,0 +1,190 @@
+//! A user's own callbacks of the trainer.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use ddp_mp::models::Model;
+use ddp_mp::prelude::*;
+use ddp_mp::{Stop, StopReason};
+
+use crate::harness::{ranks, try_ranks};
+
+/// Returns a trainer on 64 samples in batches of 4: on 2 ranks, 8 steps an epoch.
+fn trainer(rank: &Rank, group: Rc<ProcessGroup>) -> Result<Trainer<Model>> {
+    let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
+    let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+    let sgd: Box<dyn Optimizer> = Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+    let data = Arc::new(TensorDataset::random(64, 20, Targets::Values(1), 1)?);
+    let sampler = DistributedSampler::new(data.len(), rank.world_size(), rank.rank())?;
+    let loader = DataLoader::new(data, sampler, 4, rank.device())?;
+    Ok(Trainer::new(ddp, sgd, Schedule::constant(0.1), loader, Loss::Mse)?)
+}
+
+/// Records each call.
+struct Recorder(Rc<RefCell<Vec<String>>>);
+
+impl Recorder {
+    fn record(&self, call: String) -> Result<()> {
+        self.0.borrow_mut().push(call);
+        Ok(())
+    }
+}
+
+impl<M> Callback<M> for Recorder {
+    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        self.record(format!("train from {}", context.state().step))
+    }
+
+    fn on_epoch_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        self.record(format!("epoch {}", context.state().epoch))
+    }
+
+    fn on_step_start(&mut self, _: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        self.record(format!("step {} of {} samples", step.number, step.num_samples()))
+    }
+
+    fn on_before_backward(
+        &mut self,
+        _: &mut TrainContext<M>,
+        step: &Step,
+        batch: usize,
+        loss: &mut Tensor,
+    ) -> Result<()> {
+        assert_eq!((step.losses.len(), loss.dim()), (batch, 0));
+        self.record(format!("backward of batch {batch}"))
+    }
+
+    fn on_after_backward(&mut self, _: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        self.record(format!("{} losses", step.losses.len()))
+    }
+
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        assert_eq!(context.state().step, step.number + 1);
+        self.record(format!("step {} ends", step.number))
+    }
+
+    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
+        assert!(context.state().epoch == epoch.epoch + 1 && epoch.loss.is_finite());
+        self.record(format!("epoch {} of {} steps ends", epoch.epoch, epoch.steps))
+    }
+
+    fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        self.record(format!("train to {}", context.state().step))
+    }
+}
+
+#[test]
+fn a_callback_sees_each_step_on_each_rank() {
+    let calls = ranks(2, |rank, group| {
+        let calls = Rc::new(RefCell::new(Vec::new()));
+        let mut trainer = trainer(rank, group)?.accumulate(2).callback(Recorder(calls.clone()));
+        trainer.train(2)?;
+        drop(trainer);
+        Ok(calls.take())
+    });
+    let mut expected = vec!["train from 0".to_string()];
+    for epoch in 0..2 {
+        expected.push(format!("epoch {epoch}"));
+        for step in 4 * epoch..4 * (epoch + 1) {
+            expected.push(format!("step {step} of 8 samples"));
+            expected.extend((0..2).map(|batch| format!("backward of batch {batch}")));
+            expected.extend(["2 losses".to_string(), format!("step {step} ends")]);
+        }
+        expected.push(format!("epoch {epoch} of 4 steps ends"));
+    }
+    expected.push("train to 8".into());
+    assert_eq!(calls, [expected.clone(), expected]);
+}
+
+/// Requests a stop on one rank, after step 5.
+struct RequestStop {
+    rank: usize,
+}
+
+impl<M> Callback<M> for RequestStop {
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        if (context.group().rank(), step.number) == (self.rank, 5) {
+            context.request_stop()?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_stop_requested_on_one_rank_stops_all_ranks_after_the_same_step() {
+    for rank_that_stops in 0..3 {
+        let stop = Arc::new(Stop::default());
+        let ends = ranks(3, move |rank, group| {
+            let callback = RequestStop { rank: rank_that_stops };
+            let mut trainer = trainer(rank, group)?.stop(stop.clone()).callback(callback);
+            let summary = trainer.train(10)?;
+            Ok((summary.steps, summary.stopped))
+        });
+        // Rank 0 may have begun step 6 before the request.
+        assert!((7..=8).contains(&ends[0].0), "{ends:?}");
+        assert_eq!(ends, [(ends[0].0, Some(StopReason::Callback)); 3]);
+    }
+    let error = try_ranks(2, |rank, group| {
+        trainer(rank, group)?.callback(RequestStop { rank: 1 }).train(1)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("rank 1") && error.contains("call Trainer::stop on all"), "{error}");
+}
+
+/// Skips step 1 and ends training after step 2, on all ranks alike. Records the parameters after each step.
+struct SkipAndStop(Rc<RefCell<Vec<u64>>>);
+
+impl<M> Callback<M> for SkipAndStop {
+    fn on_after_backward(&mut self, _: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        if step.number == 1 {
+            step.skip();
+        }
+        Ok(())
+    }
+
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        assert_eq!(step.is_skipped(), step.number == 1);
+        self.0.borrow_mut().push(context.ddp().parameters_hash()?);
+        if step.number == 2 {
+            context.stop();
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_callback_skips_a_step_and_ends_training() {
+    let results = ranks(2, |rank, group| {
+        let hashes = Rc::new(RefCell::new(Vec::new()));
+        let mut trainer = trainer(rank, group)?.callback(SkipAndStop(hashes.clone()));
+        let summary = trainer.train(1)?;
+        assert_eq!((summary.steps, summary.stopped), (3, Some(StopReason::Callback)));
+        assert_eq!((summary.skipped_steps, trainer.state().skipped_samples), (1, 8));
+        drop(trainer);
+        Ok(hashes.take())
+    });
+    assert_eq!(results[0], results[1]);
+    let hashes = &results[0];
+    assert!(hashes[0] == hashes[1] && hashes[1] != hashes[2], "{hashes:?}");
+}
+
+/// Fails on rank 1.
+struct Failing;
+
+impl<M> Callback<M> for Failing {
+    fn on_step_start(&mut self, context: &mut TrainContext<M>, _: &mut Step) -> Result<()> {
+        if context.group().rank() == 1 {
+            bail!("the disk is full");
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn an_error_of_a_callback_ends_the_run_and_names_the_rank() {
+    let result = try_ranks(2, |rank, group| trainer(rank, group)?.callback(Failing).train(1));
+    let error = result.unwrap_err().to_string();
+    assert!(error.contains("rank 1") && error.contains("the disk is full"), "{error}");
+}
