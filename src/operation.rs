@@ -1,12 +1,17 @@
 //! The operations that failure reports name.
 
 use std::fmt;
+use std::str::FromStr;
+
+use strum::{Display, EnumCount, EnumIter, EnumString, FromRepr};
 
 /// An operation of a rank, as failure reports name it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, EnumCount, EnumIter, EnumString, FromRepr)]
+#[strum(serialize_all = "snake_case")]
 #[repr(u8)]
 #[allow(missing_docs)] // the names are the documentation
 pub enum Operation {
+    #[strum(to_string = "rank function")]
     UserCode,
     Start,
     Rendezvous,
@@ -32,43 +37,11 @@ pub enum Operation {
     Optimizer,
     Validation,
     Save,
+    #[strum(to_string = "comparison of replicas")]
     Compare,
+    #[strum(to_string = "shutting down")]
     ShutDown,
     Done,
-}
-
-impl Operation {
-    /// All operations, each at the index of its discriminant.
-    pub(crate) const ALL: [Operation; 28] = [
-        Operation::UserCode,
-        Operation::Start,
-        Operation::Rendezvous,
-        Operation::Init,
-        Operation::AllReduce,
-        Operation::Reduce,
-        Operation::Broadcast,
-        Operation::AllGather,
-        Operation::Gather,
-        Operation::Scatter,
-        Operation::ReduceScatter,
-        Operation::AllToAll,
-        Operation::Send,
-        Operation::Recv,
-        Operation::NewGroup,
-        Operation::Barrier,
-        Operation::Synchronize,
-        Operation::Step,
-        Operation::Data,
-        Operation::Forward,
-        Operation::Backward,
-        Operation::Gradient,
-        Operation::Optimizer,
-        Operation::Validation,
-        Operation::Save,
-        Operation::Compare,
-        Operation::ShutDown,
-        Operation::Done,
-    ];
 }
 
 impl Operation {
@@ -85,41 +58,6 @@ impl Operation {
     pub(crate) fn may_wait(self) -> bool {
         use Operation::{Done, Init, Rendezvous, ShutDown, Start};
         !self.is_compute() && !matches!(self, Start | Rendezvous | Init | ShutDown | Done)
-    }
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Operation::UserCode => "rank function",
-            Operation::Start => "start",
-            Operation::Rendezvous => "rendezvous",
-            Operation::Init => "init",
-            Operation::AllReduce => "all_reduce",
-            Operation::Reduce => "reduce",
-            Operation::Broadcast => "broadcast",
-            Operation::AllGather => "all_gather",
-            Operation::Gather => "gather",
-            Operation::Scatter => "scatter",
-            Operation::ReduceScatter => "reduce_scatter",
-            Operation::AllToAll => "all_to_all",
-            Operation::Send => "send",
-            Operation::Recv => "recv",
-            Operation::NewGroup => "new_group",
-            Operation::Barrier => "barrier",
-            Operation::Synchronize => "synchronize",
-            Operation::Step => "step",
-            Operation::Data => "data",
-            Operation::Forward => "forward",
-            Operation::Backward => "backward",
-            Operation::Gradient => "gradient",
-            Operation::Optimizer => "optimizer",
-            Operation::Validation => "validation",
-            Operation::Save => "save",
-            Operation::Compare => "comparison of replicas",
-            Operation::ShutDown => "shutting down",
-            Operation::Done => "done",
-        })
     }
 }
 
@@ -144,14 +82,14 @@ impl OpId {
 
     /// Unpacks a number from [`packed`](Self::packed). `None` if it names no operation.
     pub(crate) fn unpacked(packed: u64) -> Option<Self> {
-        let operation = *Operation::ALL.get((packed >> Self::SEQUENCE_BITS) as usize)?;
+        let operation = Operation::from_repr((packed >> Self::SEQUENCE_BITS) as u8)?;
         Some(Self { operation, sequence: packed & ((1 << Self::SEQUENCE_BITS) - 1) })
     }
 
     /// Returns the operation with this name, or `UserCode` if there is none.
     pub(crate) fn named(operation: &str, sequence: u64) -> Self {
-        let known = Operation::ALL.into_iter().find(|it| it.to_string() == operation);
-        Self { operation: known.unwrap_or(Operation::UserCode), sequence }
+        let operation = Operation::from_str(operation).unwrap_or(Operation::UserCode);
+        Self { operation, sequence }
     }
 }
 

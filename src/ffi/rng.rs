@@ -1,6 +1,6 @@
 //! Seeds the process's CPU generator temporarily, so that a thread's numbers do not depend on other threads.
 
-use std::sync::{Mutex, PoisonError};
+use parking_lot::Mutex;
 
 use tch::Tensor;
 
@@ -18,7 +18,7 @@ use crate::error::Result;
 /// If libtorch fails. The result of `f` is returned inside `Ok`.
 pub fn fork_rng<T>(seed: u64, f: impl FnOnce() -> T) -> Result<T> {
     static TURN: Mutex<()> = Mutex::new(());
-    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let _turn = TURN.lock();
     let _restore = Restore(shim::cpu_rng_state()?);
     shim::seed_cpu_rng(seed)?;
     Ok(f())

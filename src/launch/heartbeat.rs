@@ -90,6 +90,7 @@ mod tests {
 
     use proptest::prelude::*;
     use proptest::sample::Index;
+    use strum::IntoEnumIterator;
 
     use super::*;
     use crate::operation::Operation;
@@ -97,8 +98,9 @@ mod tests {
     const KEY: &str = "some/key";
 
     fn at() -> impl Strategy<Value = OpId> {
-        let operation = (0..Operation::ALL.len()).prop_map(|place| Operation::ALL[place]);
-        (operation, 0..1u64 << 56).prop_map(|(operation, sequence)| OpId { operation, sequence })
+        let operations = Operation::iter().collect::<Vec<_>>();
+        (prop::sample::select(operations), 0..1u64 << 56)
+            .prop_map(|(operation, sequence)| OpId { operation, sequence })
     }
 
     fn seen() -> impl Strategy<Value = OpSnapshot> {

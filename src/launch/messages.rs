@@ -232,6 +232,7 @@ pub(super) fn from_json<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<
 mod tests {
     use proptest::prelude::*;
     use proptest::sample::Index;
+    use strum::IntoEnumIterator;
 
     use super::*;
     use crate::operation::Operation;
@@ -260,8 +261,9 @@ mod tests {
     }
 
     fn at() -> impl Strategy<Value = OpId> {
-        let operation = (0..Operation::ALL.len()).prop_map(|place| Operation::ALL[place]);
-        (operation, 0..1u64 << 56).prop_map(|(operation, sequence)| OpId { operation, sequence })
+        let operations = Operation::iter().collect::<Vec<_>>();
+        (prop::sample::select(operations), 0..1u64 << 56)
+            .prop_map(|(operation, sequence)| OpId { operation, sequence })
     }
 
     fn process() -> impl Strategy<Value = Process> {

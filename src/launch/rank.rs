@@ -5,6 +5,7 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use strum::IntoStaticStr;
 use tch::Device;
 
 use super::ProcessWorld;
@@ -15,7 +16,8 @@ use crate::process_group::{Bootstrap, ProcessGroup};
 use crate::runtime::{FaultSite, RunContext};
 
 /// The communication backend of a process group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum Backend {
     /// NCCL: each rank on a GPU of its own.
     Nccl,
@@ -28,11 +30,7 @@ pub enum Backend {
 impl Backend {
     /// Returns the backend's name on the command line and in reports.
     pub fn name(self) -> &'static str {
-        match self {
-            Backend::Nccl => "nccl",
-            Backend::Threaded => "threaded",
-            Backend::Gloo => "gloo",
-        }
+        self.into()
     }
 }
 

@@ -6,6 +6,12 @@ use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, Signal, getpid, getppid, kill_process, set_parent_process_death_signal,
+};
+use rustix::thread;
+
 /// Ends the process at once with `code`, after all output has been flushed.
 ///
 /// Skips libtorch's static destructors, which take a quarter of a short run. They are not needed: all ranks have
@@ -29,16 +35,12 @@ pub fn ignore_file_size_signal() {
 /// signals `held` in it until it calls [`release_signals`]. The thread that starts it must live until this process
 /// ends: the kernel treats the end of that thread as the end of the parent.
 pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
-    let parent = std::process::id();
+    let parent = getpid();
     let prepare = move || {
-        // SAFETY: takes numbers, and changes nothing but this process.
-        if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: takes nothing, and cannot fail.
-        if unsafe { libc::getppid() } as u32 != parent {
-            // The parent ended before the call to prctl.
-            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        if getppid() != Some(parent) {
+            // The parent ended before that call.
+            return Err(Errno::SRCH.into());
         }
         mask(libc::SIG_BLOCK, held)
     };
@@ -48,15 +50,11 @@ pub(crate) fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
 
 /// Runs `f` on this thread under another name of up to 15 bytes, shown by `top -H`. Threads that `f` starts inherit it.
 pub(crate) fn named<T>(name: &CStr, f: impl FnOnce() -> T) -> T {
-    let mut before = [0u8; 16];
-    // SAFETY: the buffer has the size of a name. If the system refuses, the names do not change.
-    unsafe {
-        libc::prctl(libc::PR_GET_NAME, before.as_mut_ptr());
-        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
-    }
+    let before = thread::name();
+    // If the system refuses, the names do not change.
+    let _ = thread::set_name(name);
     let result = f();
-    // SAFETY: as above.
-    unsafe { libc::prctl(libc::PR_SET_NAME, before.as_ptr()) };
+    let _ = before.and_then(|before| thread::set_name(&before));
     result
 }
 
@@ -89,10 +87,7 @@ pub(crate) fn send_signal(child: &mut Child, signal: i32) -> io::Result<()> {
     if child.try_wait()?.is_some() {
         return Ok(());
     }
-    // SAFETY: takes numbers; the process is ours until it is waited for, so the number is not another's.
-    if unsafe { libc::kill(child.id() as i32, signal) } == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    let signal = Signal::from_named_raw(signal).ok_or(Errno::INVAL)?;
+    // The process is ours until it is waited for, so the number is not another's.
+    Ok(kill_process(Pid::from_child(child), signal)?)
 }

@@ -1,6 +1,5 @@
 //! A barrier with cancellation and a timeout, which `std::sync::Barrier` lacks.
 
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
@@ -133,7 +132,7 @@ impl Barrier {
         }
         for other in &self.slots {
             if other.parked.load(Ordering::SeqCst)
-                && let Some(thread) = &*other.thread.lock().unwrap_or_else(PoisonError::into_inner)
+                && let Some(thread) = &*other.thread.lock()
             {
                 thread.unpark();
             }
@@ -188,7 +187,7 @@ impl Barrier {
         if self.spin(slot, round) {
             return Ok(());
         }
-        *slot.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(current());
+        *slot.thread.lock() = Some(current());
         slot.parked.store(true, Ordering::SeqCst);
         let result = self.sleep_until(rank, round, limit);
         slot.parked.store(false, Ordering::SeqCst);

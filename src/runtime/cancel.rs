@@ -1,7 +1,6 @@
 //! The token that a failing rank trips to end the waits of all other ranks.
 
 use std::convert::Infallible;
-use std::sync::PoisonError;
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 
@@ -40,7 +39,7 @@ impl CancelToken {
     /// Trips the token in the name of rank `by`; only the first call counts.
     pub(super) fn cancel(&self, by: usize) {
         if self.by.compare_exchange(NOBODY, by, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
-            drop(self.keeps_open.lock().unwrap_or_else(PoisonError::into_inner).take());
+            drop(self.keeps_open.lock().take());
             self.wake_all();
         }
     }
@@ -60,19 +59,19 @@ impl CancelToken {
 
     /// Registers the calling thread, to be unparked when the token trips.
     pub(crate) fn register(&self) {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(current());
+        self.threads.lock().push(current());
     }
 
     /// Removes the calling thread, which is about to end.
     pub(crate) fn deregister(&self) {
         let me = current().id();
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = self.threads.lock();
         threads.retain(|thread| thread.id() != me);
     }
 
     /// Unparks every registered thread, so that it checks its condition again.
     pub(crate) fn wake_all(&self) {
-        for thread in self.threads.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+        for thread in self.threads.lock().iter() {
             thread.unpark();
         }
     }

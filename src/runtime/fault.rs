@@ -6,30 +6,34 @@ use std::thread;
 use std::time::Duration;
 
 use signal_hook::consts::SIGKILL;
+use strum::{EnumIter, EnumString, IntoStaticStr, VariantNames};
 
 use crate::error::{Error, Result};
 
-/// The kind of failure of a rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The kind of failure of a rank. Its name on the command line is that of the variant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumIter, EnumString, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "kebab-case")]
 pub enum FaultKind {
     /// The rank's function returns an error.
     Error,
     /// The rank panics.
     Panic,
-    /// The rank sleeps for this long, in this step and in every later one.
-    Slow(Duration),
+    /// The rank hangs for ever and ignores cancellation.
+    Stall,
+    /// Kills the rank's process with all of its ranks, as the system does when it is out of memory.
+    Kill,
     /// Overwrites the first sample of the rank's batch with NaN.
     Nan,
     /// Changes the rank's first parameter after the step, so that it differs from all other ranks'.
     Desync,
     /// The rank calls an extra collective with a shape of its own.
     WrongShape,
-    /// Kills the rank's process with all of its ranks, as the system does when it is out of memory.
-    Kill,
     /// The rank skips the step's first sample and uses the next one twice, like a faulty sampler.
     SkipSample,
-    /// The rank hangs for ever and ignores cancellation.
-    Stall,
+    /// The rank sleeps for this long, in this step and in every later one.
+    #[strum(disabled, to_string = "slow=50ms")]
+    // it has a value, which `Fault` reads and writes
+    Slow(Duration),
 }
 
 impl FaultKind {
@@ -41,7 +45,8 @@ impl FaultKind {
 }
 
 /// The place in a run at which a rank fails.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumIter, EnumString, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "lowercase")]
 pub enum FaultSite {
     /// Before the rendezvous.
     Rendezvous,
@@ -68,47 +73,11 @@ pub struct Fault {
     pub step: u64,
 }
 
-/// The kinds without a value.
-const FAULT_KINDS: [(&str, FaultKind); 8] = [
-    ("error", FaultKind::Error),
-    ("panic", FaultKind::Panic),
-    ("stall", FaultKind::Stall),
-    ("kill", FaultKind::Kill),
-    ("nan", FaultKind::Nan),
-    ("desync", FaultKind::Desync),
-    ("wrong-shape", FaultKind::WrongShape),
-    ("skip-sample", FaultKind::SkipSample),
-];
-
-/// The kinds with a value.
-const FURTHER_KINDS: [&str; 1] = ["slow=50ms"];
-
-const STAGES: [(&str, FaultSite); 5] = [
-    ("rendezvous", FaultSite::Rendezvous),
-    ("init", FaultSite::Init),
-    ("broadcast", FaultSite::Broadcast),
-    ("step", FaultSite::Step),
-    ("barrier", FaultSite::Barrier),
-];
-
-fn name_of<T: PartialEq>(table: &[(&'static str, T)], value: &T) -> &'static str {
-    table.iter().find(|(_, v)| v == value).map_or("?", |(name, _)| name)
-}
-
-fn named<T: Copy>(
-    table: &[(&'static str, T)],
-    further: &[&'static str],
-    what: &str,
-    name: &str,
-) -> Result<T> {
-    table.iter().find(|(known, _)| *known == name).map(|&(_, value)| value).ok_or_else(|| {
-        Error::Input(format!("{what} {name:?} is not one of {}", names(table, further)))
+/// Reads a `KIND` or `STAGE`.
+fn parse<T: FromStr + VariantNames>(what: &str, name: &str) -> Result<T> {
+    name.parse().map_err(|_| {
+        Error::Input(format!("{what} {name:?} is not one of {}", T::VARIANTS.join(", ")))
     })
-}
-
-fn names<T>(table: &[(&'static str, T)], further: &[&'static str]) -> String {
-    let names = table.iter().map(|(name, _)| *name).chain(further.iter().copied());
-    names.collect::<Vec<_>>().join(", ")
 }
 
 /// Parses a time such as `50ms`.
@@ -123,9 +92,10 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
             FaultKind::Slow(time) => write!(f, "slow={}ms", time.as_millis())?,
-            kind => f.write_str(name_of(&FAULT_KINDS, &kind))?,
+            kind => f.write_str(kind.into())?,
         }
-        write!(f, ":rank={},at={}", self.rank, name_of(&STAGES, &self.at))?;
+        let at: &str = self.at.into();
+        write!(f, ":rank={},at={at}", self.rank)?;
         if self.at == FaultSite::Step { write!(f, ",step={}", self.step) } else { Ok(()) }
     }
 }
@@ -137,8 +107,8 @@ impl FromStr for Fault {
         let form = || {
             Error::Input(format!(
                 "write KIND:rank=R,at=STAGE[,step=N], where KIND is one of {}, and STAGE one of {}",
-                names(&FAULT_KINDS, &FURTHER_KINDS),
-                names(&STAGES, &[])
+                FaultKind::VARIANTS.join(", "),
+                FaultSite::VARIANTS.join(", ")
             ))
         };
         let number = |key: &str, value: &str| -> Result<u64> {
@@ -147,13 +117,13 @@ impl FromStr for Fault {
         let (kind, rest) = text.split_once(':').ok_or_else(form)?;
         let kind = match kind.split_once('=') {
             Some(("slow", time)) => FaultKind::Slow(milliseconds(time)?),
-            _ => named(&FAULT_KINDS, &FURTHER_KINDS, "KIND", kind)?,
+            _ => parse("KIND", kind)?,
         };
         let (mut rank, mut at, mut step) = (None, None, None);
         for item in rest.split(',') {
             match item.split_once('=').ok_or_else(form)? {
                 ("rank", value) if rank.is_none() => rank = Some(number("rank", value)?),
-                ("at", value) if at.is_none() => at = Some(named(&STAGES, &[], "STAGE", value)?),
+                ("at", value) if at.is_none() => at = Some(parse("STAGE", value)?),
                 ("step", value) if step.is_none() => step = Some(number("step", value)?),
                 (key @ ("rank" | "at" | "step"), _) => {
                     return Err(Error::Input(format!("{key} is given twice")));
@@ -165,10 +135,8 @@ impl FromStr for Fault {
         }
         let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
         if kind.needs_step() && at != FaultSite::Step {
-            return Err(Error::Input(format!(
-                "{} goes with at=step only",
-                name_of(&FAULT_KINDS, &kind)
-            )));
+            let kind: &str = kind.into();
+            return Err(Error::Input(format!("{kind} goes with at=step only")));
         }
         if step.is_some() && at != FaultSite::Step {
             return Err(Error::Input("step goes with at=step only".into()));
@@ -190,6 +158,7 @@ impl Fault {
                 }
                 Ok(())
             }
+            // The trainer injects these.
             FaultKind::Nan | FaultKind::Desync | FaultKind::WrongShape | FaultKind::SkipSample => {
                 Ok(())
             }
@@ -214,13 +183,15 @@ fn never() -> ! {
 
 #[cfg(test)]
 mod tests {
+    use strum::IntoEnumIterator;
+
     use super::*;
 
     #[test]
     fn a_fault_reads_what_it_writes() {
         let slow = FaultKind::Slow(Duration::from_millis(1500));
-        for kind in FAULT_KINDS.map(|(_, kind)| kind).into_iter().chain([slow]) {
-            for (_, at) in STAGES {
+        for kind in FaultKind::iter().chain([slow]) {
+            for at in FaultSite::iter() {
                 if kind.needs_step() && at != FaultSite::Step {
                     continue;
                 }

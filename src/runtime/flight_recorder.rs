@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam::atomic::AtomicCell;
 use crossbeam::utils::CachePadded;
+use strum::EnumCount;
 
 use crate::operation::{OpId, Operation};
 
@@ -85,7 +86,7 @@ struct Ring {
     /// Largest error of the GPU times, in nanoseconds; 0 without a GPU.
     gpu_error: AtomicU64,
     /// For each kind of collective and message: the number of calls, and the total bytes.
-    totals: [[AtomicU64; 2]; Operation::ALL.len()],
+    totals: [[AtomicU64; 2]; Operation::COUNT],
 }
 
 /// One record. It is consistent if a reader finds the same `number` before and after reading it.

@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use strum::IntoEnumIterator;
+
 use super::{Entry, RunContext};
 use crate::operation::Operation;
 
@@ -71,7 +73,7 @@ impl History {
                 let is_step = |it: &Entry| it.begin.at.operation == Operation::Step;
                 records.drain(..records.iter().position(is_step).unwrap_or(0));
             }
-            let totals = Operation::ALL.into_iter().map(|it| (it, timeline.total(rank, it)));
+            let totals = Operation::iter().map(|it| (it, timeline.total(rank, it)));
             RankHistory {
                 rank,
                 device: device(rank),

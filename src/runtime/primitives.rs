@@ -1,10 +1,12 @@
-//! The atomics, locks and threads for waits between ranks: from the standard library, or from the model checker loom.
-//! loom tries every order in which threads can run (tests/loom).
+//! The atomics, locks and threads for waits between ranks: from the standard library and parking_lot, or from the model
+//! checker loom. loom tries every order in which threads can run (tests/loom).
 
 #[cfg(not(loom))]
+pub(crate) use parking_lot::{Mutex, MutexGuard};
+#[cfg(not(loom))]
 pub(crate) use std::{
+    sync::Arc,
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
-    sync::{Arc, Mutex, MutexGuard},
     thread::{Thread, available_parallelism, current, park, park_timeout, yield_now},
 };
 

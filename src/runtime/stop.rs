@@ -5,43 +5,38 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use strum::{FromRepr, IntoStaticStr};
+
 use super::deadline;
 
 /// Reason for which a run ends before all epochs are done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromRepr, IntoStaticStr)]
 #[repr(usize)]
 pub enum StopReason {
     /// SIGINT, from Ctrl-C.
+    #[strum(to_string = "SIGINT")]
     Interrupt = 1,
     /// SIGTERM, from Slurm, Kubernetes or `kill`.
+    #[strum(to_string = "SIGTERM")]
     Terminate,
     /// SIGUSR1, which a scheduler can send before the time limit: `sbatch --signal=USR1@120`.
+    #[strum(to_string = "SIGUSR1")]
     User1,
     /// The time limit has passed.
+    #[strum(to_string = "max-seconds")]
     Time,
     /// The maximum number of steps is reached.
+    #[strum(to_string = "max-steps")]
     Steps,
     /// The validation loss has not improved within the patience.
+    #[strum(to_string = "patience")]
     NoProgress,
     /// A callback of the trainer asked for it.
+    #[strum(to_string = "callback")]
     Callback,
 }
 
 impl StopReason {
-    const ALL: [StopReason; 7] = [
-        StopReason::Interrupt,
-        StopReason::Terminate,
-        StopReason::User1,
-        StopReason::Time,
-        StopReason::Steps,
-        StopReason::NoProgress,
-        StopReason::Callback,
-    ];
-
-    fn of(number: usize) -> Option<Self> {
-        Self::ALL.into_iter().find(|it| *it as usize == number)
-    }
-
     /// Returns the reason's number; 0 for `None`.
     fn number(reason: Option<Self>) -> usize {
         reason.map_or(0, |reason| reason as usize)
@@ -49,15 +44,7 @@ impl StopReason {
 
     /// Returns the reason's name in reports.
     pub fn name(self) -> &'static str {
-        match self {
-            StopReason::Interrupt => "SIGINT",
-            StopReason::Terminate => "SIGTERM",
-            StopReason::User1 => "SIGUSR1",
-            StopReason::Time => "max-seconds",
-            StopReason::Steps => "max-steps",
-            StopReason::NoProgress => "patience",
-            StopReason::Callback => "callback",
-        }
+        self.into()
     }
 }
 
@@ -114,7 +101,7 @@ impl StopMessage {
     pub(crate) fn from_numbers([last_step, reason, asked]: [u64; 3]) -> Option<Self> {
         let read = |number: u64| match usize::try_from(number).ok()? {
             0 => Some(None),
-            number => StopReason::of(number).map(Some),
+            number => StopReason::from_repr(number).map(Some),
         };
         let (reason, asked) = (read(reason)?, read(asked)?);
         // A last step has a reason. The reason may be seen before its step.
@@ -164,7 +151,7 @@ impl Stop {
 
     /// Returns the reason of the request to stop, if there is one.
     pub(crate) fn asked_for(&self) -> Option<StopReason> {
-        StopReason::of(self.asked.load(Ordering::Relaxed))
+        StopReason::from_repr(self.asked.load(Ordering::Relaxed))
     }
 
     /// Publishes `step` as the last one if a stop is requested. Called on rank 0 before it begins `step`.
@@ -180,7 +167,7 @@ impl Stop {
         if reason != 0 {
             self.reason.store(reason, Ordering::Relaxed);
             self.last_step.store(step, Ordering::Release);
-            if let (Some(tell), Some(reason)) = (&self.tell, StopReason::of(reason)) {
+            if let (Some(tell), Some(reason)) = (&self.tell, StopReason::from_repr(reason)) {
                 tell(reason);
             }
         }
@@ -189,7 +176,7 @@ impl Stop {
     /// Returns the message of this process for the others.
     pub(crate) fn news(&self) -> StopMessage {
         let last_step = self.last_step.load(Ordering::Acquire);
-        let reason = |it: &AtomicUsize| StopReason::of(it.load(Ordering::Relaxed));
+        let reason = |it: &AtomicUsize| StopReason::from_repr(it.load(Ordering::Relaxed));
         StopMessage { last_step, reason: reason(&self.reason), asked: reason(&self.asked) }
     }
 
@@ -211,7 +198,7 @@ impl Stop {
         if steps <= self.last_step.load(Ordering::Acquire) {
             return None;
         }
-        StopReason::of(self.reason.load(Ordering::Relaxed))
+        StopReason::from_repr(self.reason.load(Ordering::Relaxed))
     }
 }
 

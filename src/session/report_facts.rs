@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
+use strum::IntoEnumIterator;
 
 use crate::config::Config;
 use crate::operation::Operation;
@@ -70,7 +71,7 @@ pub(super) fn collectives(history: &History) -> Vec<Called> {
             bytes: totals.iter().map(|[_, bytes]| *bytes).collect(),
         }
     };
-    let all = Operation::ALL.into_iter().map(called);
+    let all = Operation::iter().map(called);
     all.filter(|called| called.calls.iter().any(|calls| *calls > 0)).collect()
 }
 

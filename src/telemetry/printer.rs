@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, StderrLock, StdoutLock, Write};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 
 use super::progress::Progress;
@@ -238,7 +238,7 @@ impl Printer {
     }
 
     fn bar(&self) -> MutexGuard<'_, Option<Progress>> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        self.progress.lock()
     }
 
     /// Prints while the progress bar is hidden.
@@ -250,7 +250,7 @@ impl Printer {
     }
 
     fn waiting(&self) -> MutexGuard<'_, BTreeMap<u64, Vec<Epoch>>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock()
     }
 }
 

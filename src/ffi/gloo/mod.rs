@@ -5,12 +5,12 @@ use std::fmt;
 use std::mem;
 use std::path::Path;
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, select_biased,
 };
+use parking_lot::Mutex;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
@@ -252,7 +252,7 @@ impl Gloo {
     /// Makes all operations fail, here at once, and on other ranks as soon as they notice. The group cannot be used
     /// afterwards.
     pub(crate) fn abort(&self) -> Result<()> {
-        let mut group = self.group.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut group = self.group.lock();
         let aborted = group.as_mut().map_or(Ok(()), Group::abort);
         aborted.map_err(|reason| Error::Gloo { doing: "abort", reason })
     }
@@ -293,7 +293,7 @@ impl Gloo {
             output_splits: or_null(output_splits),
             splits_len: input_splits.len(),
         };
-        let mut group = self.group.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut group = self.group.lock();
         let (Some(group), Some(running)) = (group.as_mut(), self.running.clone()) else {
             return Err(fail("the group is gone".into()));
         };
@@ -345,7 +345,7 @@ impl Drop for Gloo {
             let _ = self.abort();
         }
         let all_ended = self.all_ended.recv_timeout(GRACE);
-        let group = self.group.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let group = self.group.get_mut().take();
         match all_ended {
             Err(RecvTimeoutError::Disconnected) => drop(group),
             _ => mem::forget(group),

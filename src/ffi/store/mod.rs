@@ -4,10 +4,11 @@ mod connection;
 
 use std::convert::Infallible;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Receiver;
+use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::ffi::c10d::Connection;
@@ -255,7 +256,7 @@ impl Client {
         timeout: Duration,
         cancelled: &Receiver<Infallible>,
     ) -> Result<StoreConnection, String> {
-        if let Some(idle) = self.idle.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(idle) = self.idle.lock().take() {
             return Ok(idle);
         }
         let server = self.connection.server;
@@ -266,7 +267,7 @@ impl Client {
 
     /// Keeps an unused connection for the next request that waits, unless there already is one.
     fn keep(&self, connection: StoreConnection) {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(connection);
+        self.idle.lock().get_or_insert(connection);
     }
 }
 

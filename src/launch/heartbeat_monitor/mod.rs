@@ -3,14 +3,15 @@
 
 use std::convert::Infallible;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{
     Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, never, select_biased,
 };
+use parking_lot::{Mutex, MutexGuard};
 
 use super::heartbeat::{Heartbeat, RankStatus};
 use super::messages::FailureReport;
@@ -103,7 +104,7 @@ impl HeartbeatMonitor {
     }
 
     fn thread(&self) -> MutexGuard<'_, Option<Thread>> {
-        self.thread.lock().unwrap_or_else(PoisonError::into_inner)
+        self.thread.lock()
     }
 
     /// Reports to the other processes that this one ends before its ranks have begun. Only for a process that has

@@ -40,6 +40,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use strum::IntoStaticStr;
 
 use super::{NodeSlice, Nproc};
 use crate::error::{Error, Result};
@@ -108,13 +109,16 @@ pub enum SpawnChoice {
 }
 
 /// The launcher of this process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum LaunchKind {
     /// No launcher: the only process.
     Local,
     /// A person, on each of several machines.
+    #[strum(to_string = "by hand")]
     ByHand,
     /// Another process of this program, with `--spawn=processes`.
+    #[strum(to_string = "spawn")]
     Spawned,
     /// torchrun, or a launcher that sets its variables.
     Torchrun,
@@ -129,15 +133,7 @@ pub enum LaunchKind {
 impl LaunchKind {
     /// Returns the launcher's name in reports.
     pub fn name(self) -> &'static str {
-        match self {
-            LaunchKind::Local => "local",
-            LaunchKind::ByHand => "by hand",
-            LaunchKind::Spawned => "spawn",
-            LaunchKind::Torchrun => "torchrun",
-            LaunchKind::Slurm => "slurm",
-            LaunchKind::Mpi => "mpi",
-            LaunchKind::Kubernetes => "kubernetes",
-        }
+        self.into()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
@@ -138,7 +138,7 @@ impl RunContext {
 
     /// Records the ranks of the group with this number.
     pub(crate) fn register_group(&self, group: u32, members: &Arc<[usize]>) {
-        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut groups = self.groups.lock();
         groups.entry(group).or_insert_with(|| members.clone());
     }
 
@@ -147,18 +147,18 @@ impl RunContext {
         if group == 0 {
             return Some((0..self.activity.len()).collect());
         }
-        let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let groups = self.groups.lock();
         groups.get(&group).cloned()
     }
 
     /// Returns the ranks of all groups that this process has joined, without group 0.
     pub(crate) fn known_groups(&self) -> BTreeMap<u32, Arc<[usize]>> {
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.groups.lock().clone()
     }
 
     /// Records that the calling thread is that of `rank`.
     pub(crate) fn start(&self, rank: usize) {
-        *self.threads[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(current());
+        *self.threads[rank].lock() = Some(current());
         self.cancel.register();
     }
 
@@ -231,7 +231,7 @@ impl RunContext {
 
     /// Returns all failures so far, oldest first.
     pub(crate) fn failures(&self) -> MutexGuard<'_, Vec<Failure>> {
-        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failures.lock()
     }
 
     /// Records that `rank` has passed an operation to a communication thread.
@@ -242,8 +242,7 @@ impl RunContext {
     /// Records that such an operation has ended.
     pub(crate) fn end_pending(&self, rank: usize) {
         if self.pending[rank].fetch_sub(1, Ordering::AcqRel) == 1
-            && let Some(thread) =
-                &*self.threads[rank].lock().unwrap_or_else(PoisonError::into_inner)
+            && let Some(thread) = &*self.threads[rank].lock()
         {
             thread.unpark();
         }
@@ -353,9 +352,7 @@ impl RunContext {
             return silent;
         }
         let at = self.activity[waiting].now();
-        let is_elsewhere = |rank: &usize| {
-            self.threads[*rank].lock().unwrap_or_else(PoisonError::into_inner).is_none()
-        };
+        let is_elsewhere = |rank: &usize| self.threads[*rank].lock().is_none();
         let all = || (0..self.activity.len()).filter(is_elsewhere);
         let mine = self.flight_recorder.seen(waiting);
         let mut missing: Vec<usize> =

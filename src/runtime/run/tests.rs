@@ -1,12 +1,14 @@
 //! Tests of what a run reports about its ranks, and of the ranks it names as late.
 
+use strum::IntoEnumIterator;
+
 use super::*;
 
 #[test]
 fn an_activity_survives_its_packing() {
     let activity = Activity::default();
     assert_eq!(activity.now(), OpId { operation: Operation::UserCode, sequence: 0 });
-    for operation in Operation::ALL {
+    for operation in Operation::iter() {
         activity.enter(operation, (1 << 56) - 1);
         assert_eq!(activity.now(), OpId { operation, sequence: (1 << 56) - 1 });
     }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
+use strum::IntoEnumIterator;
 
 use crate::operation::Operation;
 use crate::runtime::{CallSite, History, RankHistory};
@@ -83,7 +84,7 @@ impl Tracks {
         };
         let slices = history.ranks.iter().zip(slices(history)).zip(gpu_slices(history, 1));
         let ranks = slices.map(lane).collect();
-        let operations = Operation::ALL.iter().map(ToString::to_string).collect();
+        let operations = Operation::iter().map(|it| it.to_string()).collect();
         Self { end: micros(history.taken), lost, operations, places: places.names, ranks }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::num::NonZero;
 use std::ops::Deref;
-use std::sync::{LockResult, TryLockError};
+use std::sync::TryLockError;
 
 pub(crate) use loom::cell::UnsafeCell;
 pub(crate) use loom::sync::MutexGuard;
@@ -66,11 +66,11 @@ impl<T> Mutex<T> {
         Self(loom::sync::Mutex::new(value))
     }
 
-    pub(crate) fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         loop {
             match self.0.try_lock() {
-                Ok(guard) => return Ok(guard),
-                Err(TryLockError::Poisoned(poisoned)) => return Err(poisoned),
+                Ok(guard) => return guard,
+                Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => loom::thread::yield_now(),
             }
         }

@@ -28,7 +28,7 @@ struct Mailbox {
 impl Message {
     fn send(&self) {
         let receiver = {
-            let Mailbox { sent, expected } = &mut *self.mailbox.lock().unwrap();
+            let Mailbox { sent, expected } = &mut *self.mailbox.lock();
             *sent = expected.is_none();
             expected.take()
         };
@@ -41,7 +41,7 @@ impl Message {
 
     fn receive(&self) -> &'static str {
         let was_sent = {
-            let Mailbox { sent, expected } = &mut *self.mailbox.lock().unwrap();
+            let Mailbox { sent, expected } = &mut *self.mailbox.lock();
             if !*sent {
                 *expected = Some(current());
             }
@@ -52,7 +52,7 @@ impl Message {
         }
         let is_completed = || self.is_completed.load(Ordering::Acquire);
         let cancel = || {
-            if self.mailbox.lock().unwrap().expected.take().is_some() {
+            if self.mailbox.lock().expected.take().is_some() {
                 return true;
             }
             while !is_completed() {
