@@ -130,7 +130,7 @@ fn check_console(block: &Block, folder: &tempfile::TempDir) -> usize {
         assert_eq!(filled(&stdout).collect::<Vec<_>>(), results, "{place}: {args:?}");
         // A rank may really have been slow, on a machine that does other things as well.
         let said = |lines: &[&str]| {
-            let lines = lines.iter().filter(|line| !line.contains(" held the others back: "));
+            let lines = lines.iter().filter(|line| !line.contains(" was the straggler: "));
             lines.map(|line| lasting(line)).collect::<Vec<_>>()
         };
         let found: Vec<&str> = stderr.lines().collect();

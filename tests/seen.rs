@@ -215,7 +215,7 @@ fn a_slow_rank_is_named_with_what_it_was_slow_at() {
     }
     let text: Vec<&str> = slow[..2].iter().copied().chain(["--nproc-per-node=2"]).collect();
     let (_, _, stderr) = run(&text);
-    let told = "ddp-mp: rank 1 held the others back: they waited for it for ";
+    let told = "ddp-mp: rank 1 was the straggler: the others waited ";
     assert!(stderr.contains(told) && stderr.contains(" in its phase step\n"), "{stderr}");
 }
 

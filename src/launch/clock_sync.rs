@@ -35,7 +35,7 @@ pub(super) fn estimate_offset(
                 store.set(&told(process, number), &nanos.to_le_bytes())?;
             }
         }
-        return Ok(Clock { at: began, there: Duration::ZERO, error: Duration::ZERO });
+        return Ok(Clock { at: began, on_rank_0: Duration::ZERO, error: Duration::ZERO });
     }
     let mut best: Option<Clock> = None;
     for number in 0..QUESTIONS {
@@ -47,9 +47,9 @@ pub(super) fn estimate_offset(
         let error = before.elapsed() / 2;
         let answer = store.get(&key, timeout)?.unwrap_or_default();
         let nanos = answer.try_into().map_err(|_| unreadable(&key, "it is not a time"))?;
-        let there = Duration::from_nanos(u64::from_le_bytes(nanos));
+        let on_rank_0 = Duration::from_nanos(u64::from_le_bytes(nanos));
         if best.is_none_or(|best| error < best.error) {
-            best = Some(Clock { at: before + error, there, error });
+            best = Some(Clock { at: before + error, on_rank_0, error });
         }
     }
     best.ok_or_else(|| Error::Input("no process was asked for the time".into()))

@@ -61,15 +61,15 @@ impl Heartbeat {
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) if `bytes` are not such a heartbeat.
     pub(super) fn from_bytes(key: &str, bytes: &[u8], ranks: usize) -> Result<Self> {
-        let beat: Self = from_json(key, bytes)?;
-        if beat.ranks.len() != ranks {
-            let told = beat.ranks.len();
+        let heartbeat: Self = from_json(key, bytes)?;
+        if heartbeat.ranks.len() != ranks {
+            let told = heartbeat.ranks.len();
             return Err(unreadable(
                 key,
                 &format!("a process with {ranks} ranks sent the status of {told}"),
             ));
         }
-        for RankStatus { at, seen } in &beat.ranks {
+        for RankStatus { at, seen } in &heartbeat.ranks {
             if OpId::unpacked(*at).is_none() {
                 return Err(unreadable(key, &format!("{at:#x} is not an operation")));
             }
@@ -80,7 +80,7 @@ impl Heartbeat {
                 return Err(unreadable(key, "the status of a rank is too long"));
             }
         }
-        Ok(beat)
+        Ok(heartbeat)
     }
 }
 
@@ -106,24 +106,33 @@ mod tests {
     fn seen() -> impl Strategy<Value = OpSnapshot> {
         let place = "[a-zä/]{0,90}";
         (at(), any::<(Option<u32>, Option<u16>)>(), place, any::<bool>(), any::<[u32; 3]>())
-            .prop_map(|(at, (group, bucket), place, beside, [began, ended, on_gpu])| {
-                let began = Duration::from_millis(began.into());
-                let ended = (ended % 2 == 0).then(|| Duration::from_nanos(ended.into()));
-                let on_gpu = (on_gpu % 2 == 0).then(|| Duration::from_nanos(on_gpu.into()));
-                OpSnapshot {
+            .prop_map(
+                |(
                     at,
-                    group,
-                    bucket,
+                    (group, bucket),
                     place,
-                    on_comm_thread: beside,
-                    began,
-                    ended,
-                    on_gpu,
-                }
-            })
+                    on_comm_thread,
+                    [started_ago, finished_ago, on_gpu],
+                )| {
+                    let started_ago = Duration::from_millis(started_ago.into());
+                    let finished_ago =
+                        (finished_ago % 2 == 0).then(|| Duration::from_nanos(finished_ago.into()));
+                    let on_gpu = (on_gpu % 2 == 0).then(|| Duration::from_nanos(on_gpu.into()));
+                    OpSnapshot {
+                        at,
+                        group,
+                        bucket,
+                        place,
+                        on_comm_thread,
+                        started_ago,
+                        finished_ago,
+                        on_gpu,
+                    }
+                },
+            )
     }
 
-    fn beat() -> impl Strategy<Value = Heartbeat> {
+    fn heartbeat() -> impl Strategy<Value = Heartbeat> {
         let doing = (at(), prop::collection::vec(seen(), 0..=MOST));
         let ranks =
             prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus::new(at, seen)), 0..4);
@@ -133,9 +142,9 @@ mod tests {
     /// Checks that reading `bytes` does not panic, and that an error names the key.
     fn read(bytes: &[u8], count: usize) {
         match Heartbeat::from_bytes(KEY, bytes, count) {
-            Ok(beat) => {
-                assert_eq!(beat.ranks.len(), count);
-                beat.ranks.iter().for_each(|doing| assert!(doing.at().packed() == doing.at));
+            Ok(heartbeat) => {
+                assert_eq!(heartbeat.ranks.len(), count);
+                heartbeat.ranks.iter().for_each(|doing| assert!(doing.at().packed() == doing.at));
             }
             Err(error) => assert!(error.to_string().contains(KEY), "{error}"),
         }
@@ -149,24 +158,24 @@ mod tests {
 
         #[test]
         fn nor_does_a_beat_that_was_changed(
-            beat in beat(),
+            heartbeat in heartbeat(),
             changes: Vec<(Index, u8)>,
             len: Index,
             cut: bool,
         ) {
-            let mut bytes = beat.to_bytes(KEY).unwrap();
+            let mut bytes = heartbeat.to_bytes(KEY).unwrap();
             let whole = bytes.len();
             changes.iter().for_each(|(place, byte)| bytes[place.index(whole)] = *byte);
             if cut {
                 bytes.truncate(len.index(whole + 1));
             }
-            read(&bytes, beat.ranks.len());
+            read(&bytes, heartbeat.ranks.len());
         }
 
         #[test]
-        fn what_is_written_is_read(beat in beat()) {
-            let bytes = beat.to_bytes(KEY).unwrap();
-            prop_assert_eq!(Heartbeat::from_bytes(KEY, &bytes, beat.ranks.len()).unwrap(), beat);
+        fn what_is_written_is_read(heartbeat in heartbeat()) {
+            let bytes = heartbeat.to_bytes(KEY).unwrap();
+            prop_assert_eq!(Heartbeat::from_bytes(KEY, &bytes, heartbeat.ranks.len()).unwrap(), heartbeat);
         }
     }
 
@@ -179,13 +188,13 @@ mod tests {
             bucket: None,
             place: place.into(),
             on_comm_thread: false,
-            began: Duration::MAX,
-            ended: None,
+            started_ago: Duration::MAX,
+            finished_ago: None,
             on_gpu: None,
         };
         let told = |seen: Vec<OpSnapshot>, count| {
-            let beat = Heartbeat { number: 1, ranks: vec![RankStatus::new(plain, seen)] };
-            Heartbeat::from_bytes(KEY, &beat.to_bytes(KEY).unwrap(), count).map(drop)
+            let heartbeat = Heartbeat { number: 1, ranks: vec![RankStatus::new(plain, seen)] };
+            Heartbeat::from_bytes(KEY, &heartbeat.to_bytes(KEY).unwrap(), count).map(drop)
         };
         assert!(told(vec![seen(" at src/a.rs:7"); MOST], 1).is_ok());
         for (told, reason) in [

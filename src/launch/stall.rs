@@ -71,7 +71,7 @@ impl Stall {
         }
         let (_, first) = longest(run, here.clone(), limit).filter(|(stall, _)| *stall == self)?;
         let first = OpSnapshot::new(&first, run.flight_recorder.now());
-        let mut text = format!("{} has not ended for {}", what(&first), seconds(first.began));
+        let mut text = format!("{} has not ended for {}", what(&first), seconds(first.started_ago));
         let (mut arrived, mut missing, mut on_gpus) = (Vec::new(), String::new(), String::new());
         for &rank in members.iter() {
             let seen = seen(run, &here, rank);
@@ -82,7 +82,7 @@ impl Stall {
             let late = match same_group().find(|it| it.at.sequence == at.sequence) {
                 // Only the first rank of a process exchanges stop requests, on behalf of the others.
                 Some(it) if it.at == at || at.operation == Operation::Synchronize => {
-                    arrived.push(format!("rank {rank} {} ago", seconds(it.began)));
+                    arrived.push(format!("rank {rank} {} ago", seconds(it.started_ago)));
                     continue;
                 }
                 Some(it) => format!("is in {} instead", what(it)),
@@ -115,8 +115,8 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
         }
         let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
         line += &on_gpu(&seen).map_or(String::new(), |gpu| format!("; {gpu}"));
-        for it in seen.iter().filter(|it| it.on_comm_thread && it.ended.is_none()) {
-            let _ = write!(line, "; beside it in {}, {} ago", what(it), seconds(it.began));
+        for it in seen.iter().filter(|it| it.on_comm_thread && it.finished_ago.is_none()) {
+            let _ = write!(line, "; beside it in {}, {} ago", what(it), seconds(it.started_ago));
         }
         lines.push(line);
     }
@@ -128,7 +128,7 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
 fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
     let mut newest = seen.iter().rev().filter(|it| it.group.is_some() && !it.on_comm_thread);
     let done = newest.clone().find(|it| it.on_gpu.is_some())?;
-    let launched = name(newest.find(|it| it.ended.is_some() && it.group == done.group)?);
+    let launched = name(newest.find(|it| it.finished_ago.is_some() && it.group == done.group)?);
     let done = name(done);
     Some(format!("launched up to {launched}; its GPU had completed {done} when it last looked"))
 }
@@ -147,9 +147,13 @@ fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
     let Some(newest) = seen.iter().rev().find(|it| !it.on_comm_thread) else {
         return format!("last seen in {}", run.activity[rank].now());
     };
-    match newest.ended {
-        None => format!("last seen in {}, {} ago", within(newest, seen), seconds(newest.began)),
-        Some(ended) => format!("last seen leaving {}, {} ago", what(newest), seconds(ended)),
+    match newest.finished_ago {
+        None => {
+            format!("last seen in {}, {} ago", within(newest, seen), seconds(newest.started_ago))
+        }
+        Some(finished_ago) => {
+            format!("last seen leaving {}, {} ago", what(newest), seconds(finished_ago))
+        }
     }
 }
 

@@ -99,9 +99,9 @@ struct RingSlot {
     /// From the highest bit: the group plus one (32 bits), the bucket plus one (17), `on_comm_thread` (1).
     marks: AtomicU64,
     amount: AtomicU64,
-    arrived: AtomicU64,
+    started_at: AtomicU64,
     /// 0 while the operation runs.
-    ended: AtomicU64,
+    finished_at: AtomicU64,
     place: AtomicCell<Option<CallSite>>,
 }
 
@@ -142,7 +142,7 @@ impl FlightRecorder {
 
     /// Records that `rank` begins an operation now.
     pub(crate) fn begin(&self, rank: usize, begin: OpStart) -> SpanId {
-        let OpStart { at, group, bucket, amount, place, on_comm_thread: beside } = begin;
+        let OpStart { at, group, bucket, amount, place, on_comm_thread } = begin;
         let ring = &self.ranks[rank];
         if at.operation.may_wait() && at.operation != Operation::Synchronize {
             let [calls, bytes] = &ring.totals[at.operation as usize];
@@ -157,25 +157,25 @@ impl FlightRecorder {
         entry.number.store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
         entry.at.store(at.packed(), Ordering::Relaxed);
-        entry.marks.store(group << 18 | bucket << 1 | u64::from(beside), Ordering::Relaxed);
+        entry.marks.store(group << 18 | bucket << 1 | u64::from(on_comm_thread), Ordering::Relaxed);
         entry.amount.store(amount, Ordering::Relaxed);
-        let arrived = self.now();
-        entry.arrived.store(nanos(arrived), Ordering::Relaxed);
-        entry.ended.store(0, Ordering::Relaxed);
+        let started_at = self.now();
+        entry.started_at.store(nanos(started_at), Ordering::Relaxed);
+        entry.finished_at.store(0, Ordering::Relaxed);
         entry.place.store(place);
         entry.number.store(number + 1, Ordering::Release);
-        SpanId { number, started_at: arrived }
+        SpanId { number, started_at }
     }
 
     /// Records that the operation has ended. Returns its duration.
-    pub(crate) fn end(&self, rank: usize, mark: SpanId) -> Duration {
-        let SpanId { number, started_at: arrived } = mark;
+    pub(crate) fn end(&self, rank: usize, span: SpanId) -> Duration {
+        let SpanId { number, started_at } = span;
         let (entry, now) = (self.ranks[rank].entry(number, self.keeps), self.now());
         // A newer record may have overwritten this one.
         if entry.number.load(Ordering::Relaxed) == number + 1 {
-            entry.ended.store(nanos(now).max(1), Ordering::Release);
+            entry.finished_at.store(nanos(now).max(1), Ordering::Release);
         }
-        now.saturating_sub(arrived)
+        now.saturating_sub(started_at)
     }
 
     /// Records the error of the GPU times of `rank` in one of its groups.
@@ -190,16 +190,16 @@ impl FlightRecorder {
     }
 
     /// Records when the GPU of `rank` started and finished the work that a record's operation launched.
-    pub(crate) fn note_gpu(&self, rank: usize, mark: SpanId, times: [Duration; 2]) {
-        let place = || (0..self.keeps).map(|_| GpuTimes::default()).collect();
-        let all = self.ranks[rank].gpu_times.get_or_init(place);
-        let entry = &all[(mark.number % self.keeps as u64) as usize];
+    pub(crate) fn note_gpu(&self, rank: usize, span: SpanId, times: [Duration; 2]) {
+        let empty = || (0..self.keeps).map(|_| GpuTimes::default()).collect();
+        let all = self.ranks[rank].gpu_times.get_or_init(empty);
+        let entry = &all[(span.number % self.keeps as u64) as usize];
         entry.number.store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
-        for (place, time) in entry.times.iter().zip(times) {
-            place.store(nanos(time), Ordering::Relaxed);
+        for (slot, time) in entry.times.iter().zip(times) {
+            slot.store(nanos(time), Ordering::Relaxed);
         }
-        entry.number.store(mark.number + 1, Ordering::Release);
+        entry.number.store(span.number + 1, Ordering::Release);
     }
 
     /// Returns the number of records that `rank` has begun.
@@ -234,8 +234,8 @@ impl Ring {
         }
         let (at, marks) = (entry.at.load(Ordering::Relaxed), entry.marks.load(Ordering::Relaxed));
         let (amount, place) = (entry.amount.load(Ordering::Relaxed), entry.place.load());
-        let arrived = entry.arrived.load(Ordering::Relaxed);
-        let ended = entry.ended.load(Ordering::Acquire);
+        let started_at = entry.started_at.load(Ordering::Relaxed);
+        let finished_at = entry.finished_at.load(Ordering::Acquire);
         std::sync::atomic::fence(Ordering::Acquire);
         if entry.number.load(Ordering::Relaxed) != number + 1 {
             return None;
@@ -249,14 +249,9 @@ impl Ring {
             place,
             on_comm_thread: marks & 1 == 1,
         };
-        let ended = (ended > 0).then(|| Duration::from_nanos(ended));
-        let arrived = Duration::from_nanos(arrived);
-        Some(Entry {
-            begin,
-            started_at: arrived,
-            finished_at: ended,
-            on_gpu: self.read_gpu(number, keeps),
-        })
+        let finished_at = (finished_at > 0).then(|| Duration::from_nanos(finished_at));
+        let started_at = Duration::from_nanos(started_at);
+        Some(Entry { begin, started_at, finished_at, on_gpu: self.read_gpu(number, keeps) })
     }
 
     fn read_gpu(&self, number: u64, keeps: usize) -> Option<[Duration; 2]> {
@@ -280,6 +275,7 @@ fn nanos(time: Duration) -> u64 {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+
     fn begin(sequence: u64) -> OpStart {
         OpStart {
             at: OpId { operation: Operation::AllReduce, sequence },
@@ -293,65 +289,69 @@ mod tests {
 
     #[test]
     fn what_is_written_can_be_read() {
-        let timeline = FlightRecorder::new(2, RECORDS);
-        let newest = |timeline: &FlightRecorder| timeline.records(1, 0).next_back();
-        assert!(newest(&timeline).is_none());
-        let number = timeline.begin(1, begin(7));
-        let open = newest(&timeline).unwrap();
+        let recorder = FlightRecorder::new(2, RECORDS);
+        let newest = |recorder: &FlightRecorder| recorder.records(1, 0).next_back();
+        assert!(newest(&recorder).is_none());
+        let number = recorder.begin(1, begin(7));
+        let open = newest(&recorder).unwrap();
         assert_eq!(open.finished_at, None);
         assert_eq!(open.begin.at.to_string(), "all_reduce #7");
         assert_eq!((open.begin.group, open.begin.bucket), (Some(u32::MAX), Some(u16::MAX)));
         assert_eq!((open.begin.amount, open.begin.on_comm_thread), (21, false));
         assert!(open.begin.place.unwrap().file().ends_with("flight_recorder.rs"));
-        timeline.end(1, number);
-        let over = newest(&timeline).unwrap();
-        assert!(over.finished_at.unwrap() >= over.started_at && over.started_at == open.started_at);
+        recorder.end(1, number);
+        let done = newest(&recorder).unwrap();
+        assert!(done.finished_at.unwrap() >= done.started_at && done.started_at == open.started_at);
         let other =
             OpStart { group: None, bucket: None, place: None, on_comm_thread: true, ..begin(8) };
-        timeline.begin(1, other);
-        let last = newest(&timeline).unwrap();
+        recorder.begin(1, other);
+        let last = newest(&recorder).unwrap();
         assert!(last.begin.on_comm_thread && last.begin.place.is_none());
         assert_eq!((last.begin.group, last.begin.bucket), (None, None));
-        assert_eq!(timeline.records(0, 0).count(), 0);
+        assert_eq!(recorder.records(0, 0).count(), 0);
     }
 
     #[test]
     fn the_newest_are_kept() {
-        let timeline = FlightRecorder::new(1, RECORDS);
-        let first = timeline.begin(0, begin(0));
+        let recorder = FlightRecorder::new(1, RECORDS);
+        let first = recorder.begin(0, begin(0));
         for sequence in 1..3000 {
-            let number = timeline.begin(0, begin(sequence));
-            timeline.end(0, number);
+            let number = recorder.begin(0, begin(sequence));
+            recorder.end(0, number);
         }
-        timeline.end(0, first); // too late: the slot holds a newer record
-        let records: Vec<Entry> = timeline.records(0, 0).collect();
+        recorder.end(0, first); // too late: the slot holds a newer record
+        let records: Vec<Entry> = recorder.records(0, 0).collect();
         assert_eq!(records.len(), RECORDS);
         let sequences = records.iter().map(|it| it.begin.at.sequence);
         assert!(
             sequences.eq(3000 - 1024..3000) && records.iter().all(|it| it.finished_at.is_some())
         );
-        assert_eq!(timeline.records(0, 2990).count(), 10);
+        assert_eq!(recorder.records(0, 2990).count(), 10);
     }
 
     /// Two threads of a rank write while a third one reads. No record that it reads mixes two writes.
     #[test]
     fn a_reader_never_sees_half_a_record() {
-        let timeline = FlightRecorder::new(1, RECORDS);
+        let recorder = FlightRecorder::new(1, RECORDS);
         let write = |offset: u64| {
             for sequence in 0..50_000 {
-                let number = timeline.begin(0, begin(2 * sequence + offset));
-                timeline.end(0, number);
+                let number = recorder.begin(0, begin(2 * sequence + offset));
+                recorder.end(0, number);
             }
         };
         std::thread::scope(|scope| {
             let writers = [scope.spawn(|| write(0)), scope.spawn(|| write(1))];
             while writers.iter().any(|it| !it.is_finished()) {
-                for record in timeline.records(0, 0) {
+                for record in recorder.records(0, 0) {
                     assert_eq!(record.begin.amount, record.begin.at.sequence * 3);
-                    assert!(record.finished_at.is_none_or(|ended| ended >= record.started_at));
+                    assert!(
+                        record
+                            .finished_at
+                            .is_none_or(|finished_at| finished_at >= record.started_at)
+                    );
                 }
             }
         });
-        assert_eq!(timeline.count(0), 100_000);
+        assert_eq!(recorder.count(0), 100_000);
     }
 }

@@ -49,9 +49,9 @@ pub(crate) struct RankHistory {
 pub(crate) struct Clock {
     /// The time by this process's clock.
     pub at: Instant,
-    /// The time by the other clock, since rank 0's process started to measure.
-    pub there: Duration,
-    /// Largest error of `there`.
+    /// The time by the clock of rank 0's process, since that process started to measure.
+    pub on_rank_0: Duration,
+    /// Largest error of `on_rank_0`.
     pub error: Duration,
 }
 
@@ -64,21 +64,21 @@ impl History {
         process: [usize; 2],
         clock: Option<Clock>,
     ) -> Self {
-        let timeline = &run.flight_recorder;
-        let of_rank = |rank| {
-            let count = timeline.count(rank);
-            let mut records: Vec<Entry> = timeline.records(rank, 0).collect();
+        let recorder = &run.flight_recorder;
+        let rank_history = |rank| {
+            let count = recorder.count(rank);
+            let mut records: Vec<Entry> = recorder.records(rank, 0).collect();
             if (records.len() as u64) < count {
                 // Starts at the first step of which all records are kept.
                 let is_step = |it: &Entry| it.begin.at.operation == Operation::Step;
                 records.drain(..records.iter().position(is_step).unwrap_or(0));
             }
-            let totals = Operation::iter().map(|it| (it, timeline.total(rank, it)));
+            let totals = Operation::iter().map(|it| (it, recorder.total(rank, it)));
             RankHistory {
                 rank,
                 device: device(rank),
                 lost: count.saturating_sub(records.len() as u64),
-                gpu_error: timeline.gpu_clock_error(rank),
+                gpu_error: recorder.gpu_clock_error(rank),
                 records,
                 totals: totals.filter(|(_, [calls, _])| *calls > 0).collect(),
             }
@@ -86,10 +86,10 @@ impl History {
         Self {
             process,
             clock,
-            began: timeline.began(),
-            taken: timeline.now(),
+            began: recorder.began(),
+            taken: recorder.now(),
             world_size: run.activity.len(),
-            ranks: here.map(of_rank).collect(),
+            ranks: here.map(rank_history).collect(),
             groups: run.known_groups(),
         }
     }
@@ -105,10 +105,10 @@ impl History {
     /// Returns the start of these records' clock on the clock of rank 0's process, in seconds since that process
     /// started to measure.
     pub(crate) fn start(&self) -> f64 {
-        self.clock.map_or(0.0, |Clock { at, there, .. }| {
+        self.clock.map_or(0.0, |Clock { at, on_rank_0, .. }| {
             let later = self.began.saturating_duration_since(at).as_secs_f64();
             let earlier = at.saturating_duration_since(self.began).as_secs_f64();
-            there.as_secs_f64() + later - earlier
+            on_rank_0.as_secs_f64() + later - earlier
         })
     }
 }

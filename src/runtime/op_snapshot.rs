@@ -20,9 +20,9 @@ pub(crate) struct OpSnapshot {
     pub place: String,
     pub on_comm_thread: bool,
     /// Time since the operation began.
-    pub began: Duration,
-    /// Time since it ended; `None` while it runs, or if it failed.
-    pub ended: Option<Duration>,
+    pub started_ago: Duration,
+    /// Time since the operation ended; `None` while it runs, or if it failed.
+    pub finished_ago: Option<Duration>,
     /// Time since the rank's GPU finished the work that the operation launched. `None` without a GPU, and if it is
     /// unknown.
     pub on_gpu: Option<Duration>,
@@ -31,7 +31,7 @@ pub(crate) struct OpSnapshot {
 impl OpSnapshot {
     /// Returns the snapshot of `record` at the time `now` of the run.
     pub(crate) fn new(record: &Entry, now: Duration) -> Self {
-        let Entry { begin, started_at: arrived, finished_at: ended, on_gpu } = record;
+        let Entry { begin, started_at, finished_at, on_gpu } = record;
         let ago = |time: Duration| now.saturating_sub(time);
         Self {
             at: begin.at,
@@ -39,23 +39,23 @@ impl OpSnapshot {
             bucket: begin.bucket,
             place: format_call_site(begin.place),
             on_comm_thread: begin.on_comm_thread,
-            began: ago(*arrived),
-            ended: ended.map(ago),
-            on_gpu: on_gpu.map(|[_, ended]| ago(ended)),
+            started_ago: ago(*started_at),
+            finished_ago: finished_at.map(ago),
+            on_gpu: on_gpu.map(|[_, finished_at]| ago(finished_at)),
         }
     }
 
     /// Returns the snapshot after another `time` has passed.
     fn later(self, time: Duration) -> Self {
         let later = |it: Duration| it.saturating_add(time);
-        let (ended, on_gpu) = (self.ended.map(later), self.on_gpu.map(later));
-        Self { began: later(self.began), ended, on_gpu, ..self }
+        let (finished_ago, on_gpu) = (self.finished_ago.map(later), self.on_gpu.map(later));
+        Self { started_ago: later(self.started_ago), finished_ago, on_gpu, ..self }
     }
 
     /// Returns whether this is an unfinished operation of the rank itself and not a collective, such as a phase of a
     /// step.
     pub(crate) fn is_open_phase(&self) -> bool {
-        self.group.is_none() && self.ended.is_none() && !self.on_comm_thread
+        self.group.is_none() && self.finished_ago.is_none() && !self.on_comm_thread
     }
 
     /// Returns the number of the training step whose unfinished phase this is; else `None`.
@@ -67,7 +67,7 @@ impl OpSnapshot {
 
     /// Returns whether this is an unfinished collective.
     pub(crate) fn is_open_collective(&self) -> bool {
-        self.group.is_some() && self.ended.is_none()
+        self.group.is_some() && self.finished_ago.is_none()
     }
 }
 
@@ -178,14 +178,14 @@ mod tests {
 
     #[test]
     fn a_digest_has_what_goes_on_and_how_far_each_group_is() {
-        let timeline = FlightRecorder::new(1, RECORDS);
-        let begin = |operation, sequence, group: Option<u32>, beside| {
+        let recorder = FlightRecorder::new(1, RECORDS);
+        let begin = |operation, sequence, group: Option<u32>, on_comm_thread| {
             let at = OpId { operation, sequence };
             let begin = OpStart::alone(at, Location::caller());
-            timeline.begin(0, OpStart { group, on_comm_thread: beside, ..begin })
+            recorder.begin(0, OpStart { group, on_comm_thread, ..begin })
         };
-        let end = |mark| {
-            timeline.end(0, mark);
+        let end = |span| {
+            recorder.end(0, span);
         };
         end(begin(Operation::Barrier, 4, Some(9), false));
         for step in 0..50 {
@@ -196,19 +196,21 @@ mod tests {
         begin(Operation::AllReduce, 50, Some(0), true);
         begin(Operation::AllReduce, 51, Some(0), true);
         let told = |most| -> Vec<String> {
-            timeline.recent_ops(0, most).iter().map(|it| it.at.to_string()).collect()
+            recorder.recent_ops(0, most).iter().map(|it| it.at.to_string()).collect()
         };
         assert_eq!(
             told(8),
             ["barrier #4", "all_reduce #49", "backward #50", "all_reduce #50", "all_reduce #51"]
         );
         assert_eq!(told(2), ["all_reduce #50", "all_reduce #51"]);
-        assert_eq!((timeline.seen(0).len(), timeline.step_of(0)), (104, Some(50)));
-        let sightings = RemoteSnapshots::default();
-        assert!(sightings.of(3).is_empty());
-        sightings.note(3, &timeline.recent_ops(0, 8));
-        let [barrier, _, backward, ..] = &sightings.of(3)[..] else { panic!("five") };
-        assert!(barrier.ended.is_some() && barrier.ended <= Some(barrier.began));
+        assert_eq!((recorder.seen(0).len(), recorder.step_of(0)), (104, Some(50)));
+        let snapshots = RemoteSnapshots::default();
+        assert!(snapshots.of(3).is_empty());
+        snapshots.note(3, &recorder.recent_ops(0, 8));
+        let [barrier, _, backward, ..] = &snapshots.of(3)[..] else { panic!("five") };
+        assert!(
+            barrier.finished_ago.is_some() && barrier.finished_ago <= Some(barrier.started_ago)
+        );
         assert!(backward.is_open_phase() && backward.place.contains("op_snapshot.rs:"));
         // The rank has entered the same collectives as `mine`, but not the next one.
         let mine = FlightRecorder::new(1, RECORDS);
@@ -217,8 +219,8 @@ mod tests {
             mine.begin(0, OpStart { group: Some(0), ..OpStart::alone(at, Location::caller()) });
         };
         begin(51);
-        assert!(!sightings.is_behind(3, &mine.seen(0)));
+        assert!(!snapshots.is_behind(3, &mine.seen(0)));
         begin(52);
-        assert!(sightings.is_behind(3, &mine.seen(0)) && !sightings.is_behind(3, &[]));
+        assert!(snapshots.is_behind(3, &mine.seen(0)) && !snapshots.is_behind(3, &[]));
     }
 }

@@ -72,7 +72,7 @@ impl Output {
         }
         let output = Self { path, marks };
         output.check()?;
-        output.beside().map(drop)?; // dropping the temporary file removes it
+        output.temporary_file().map(drop)?; // dropping the temporary file removes it
         Ok(output)
     }
 
@@ -90,20 +90,20 @@ impl Output {
         write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> io::Result<()> {
         self.check()?;
-        let beside = self.beside()?;
+        let temporary = self.temporary_file()?;
         // Set before the file has contents that not every user may read.
         if let Ok(replaced) = fs::metadata(self.place()) {
             let mode = replaced.permissions().mode() & 0o777;
-            beside.as_file().set_permissions(Permissions::from_mode(mode))?;
+            temporary.as_file().set_permissions(Permissions::from_mode(mode))?;
         }
-        let mut file = Fingerprinted::new(BufWriter::new(beside.as_file()));
+        let mut file = Fingerprinted::new(BufWriter::new(temporary.as_file()));
         write(&mut file)?;
         file.write_all(self.marks.before.as_bytes())?;
         let end = file.fingerprint() + self.marks.after;
         file.write_all(end.as_bytes())?;
         file.flush()?;
         drop(file);
-        beside.persist(self.place()).map(drop).map_err(|error| error.error)
+        temporary.persist(self.place()).map(drop).map_err(|error| error.error)
     }
 
     /// Checks that a file at the path is of the same kind, or empty.
@@ -156,7 +156,7 @@ impl Output {
     }
 
     /// Creates a temporary file in the same folder, so that a rename can replace the old file atomically.
-    fn beside(&self) -> io::Result<tempfile::NamedTempFile> {
+    fn temporary_file(&self) -> io::Result<tempfile::NamedTempFile> {
         let place = self.place();
         let folder = place.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(folder)?;

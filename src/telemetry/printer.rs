@@ -95,12 +95,12 @@ impl Printer {
                     );
                     return Ok(());
                 }
-                if let Some(held) = &end.straggler {
-                    let (Straggler { rank, seconds, phase_seconds, .. }, place) =
-                        (held, held.place());
+                if let Some(straggler) = &end.straggler {
+                    let Straggler { rank, seconds, phase_seconds, .. } = straggler;
+                    let place = straggler.place();
                     self.info(&format!(
-                        "rank {rank} held the others back: they waited for it for {seconds:.1} of {:.1} s; it was \
-                         {phase_seconds:.1} s slower than they {place}",
+                        "rank {rank} was the straggler: the others waited {seconds:.1} of {:.1} s for it; it was \
+                         {phase_seconds:.1} s slower than they were {place}",
                         end.seconds
                     ));
                 }
@@ -189,7 +189,7 @@ impl Printer {
     /// # Errors
     /// As [`Printer::event`].
     pub fn lines(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
-        self.beside_progress(|| Self::write(write))
+        self.without_progress(|| Self::write(write))
     }
 
     fn write(write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
@@ -209,7 +209,7 @@ impl Printer {
         // One write: stderr has no buffer, and the lines of several processes must not mix.
         let line = format!("ddp-mp: {}\n", escaped(&explain(note)));
         // Errors are ignored: without stderr they cannot be reported.
-        self.beside_progress(|| drop(stderr().write_all(line.as_bytes())));
+        self.without_progress(|| drop(stderr().write_all(line.as_bytes())));
     }
 
     /// Returns whether a progress bar is shown: stderr is a terminal, and results are text for people.
@@ -242,7 +242,7 @@ impl Printer {
     }
 
     /// Prints while the progress bar is hidden.
-    fn beside_progress<T>(&self, print: impl FnOnce() -> T) -> T {
+    fn without_progress<T>(&self, print: impl FnOnce() -> T) -> T {
         match &*self.bar() {
             Some(progress) => progress.suspend(print),
             None => print(),

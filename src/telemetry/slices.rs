@@ -35,9 +35,9 @@ struct Arrival {
 pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
     let mut arrivals = Arrivals::new();
     for RankHistory { rank, records, .. } in &history.ranks {
-        for Entry { begin, started_at: arrived, .. } in records {
-            let Some(key) = meeting(begin) else { continue };
-            let mine = (*arrived, *rank);
+        for Entry { begin, started_at, .. } in records {
+            let Some(key) = collective_key(begin) else { continue };
+            let mine = (*started_at, *rank);
             let arrival = arrivals.entry(key).or_insert(Arrival { ranks: 0, last: mine });
             arrival.ranks += 1;
             arrival.last = arrival.last.max(mine);
@@ -46,21 +46,21 @@ pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
     // Drops collectives that span processes: this process cannot tell which rank arrived last.
     let mut members: HashMap<u32, usize> = HashMap::new();
     arrivals.retain(|(group, _), arrival| {
-        let of_group = || history.members(*group).map_or(0, |members| members.len());
-        arrival.ranks == *members.entry(*group).or_insert_with(of_group)
+        let group_size = || history.members(*group).map_or(0, |members| members.len());
+        arrival.ranks == *members.entry(*group).or_insert_with(group_size)
     });
-    history.ranks.iter().map(|rank| of_rank(rank, &arrivals, history)).collect()
+    history.ranks.iter().map(|rank| slices_of_rank(rank, &arrivals, history)).collect()
 }
 
 /// Returns the slices of the GPU work that each rank of `history` launched, in the order in which they began, all on
-/// track `lane`. Empty for a rank without a GPU, or whose GPU times are not known.
+/// track `track`. Empty for a rank without a GPU, or whose GPU times are not known.
 ///
 /// A rank waits on its GPU, for the rank whose GPU arrives last at a collective. Times are on the clock of the host.
-pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
+pub(super) fn gpu_slices(history: &History, track: usize) -> Vec<Vec<Slice>> {
     let on_gpu = |rank: &RankHistory| {
         let done = |it: &Entry| {
-            let [arrived, ended] = it.on_gpu?;
-            Some(Entry { started_at: arrived, finished_at: Some(ended), on_gpu: None, ..*it })
+            let [started_at, finished_at] = it.on_gpu?;
+            Some(Entry { started_at, finished_at: Some(finished_at), on_gpu: None, ..*it })
         };
         RankHistory {
             rank: rank.rank,
@@ -73,7 +73,7 @@ pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
     };
     let ranks = history.ranks.iter().map(on_gpu).collect();
     let mut slices = slices(&History { ranks, groups: history.groups.clone(), ..*history });
-    slices.iter_mut().flatten().for_each(|it| it.track = lane);
+    slices.iter_mut().flatten().for_each(|it| it.track = track);
     slices
 }
 
@@ -81,49 +81,53 @@ pub(super) fn gpu_slices(history: &History, lane: usize) -> Vec<Vec<Slice>> {
 fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
     let members = history.members(group)?;
     let here = history.ranks.iter().filter(|it| members.contains(&it.rank));
-    let came = |it: &RankHistory| {
-        it.records.iter().any(|it| meeting(&it.begin) == Some((group, sequence)))
+    let has_arrived = |it: &RankHistory| {
+        it.records.iter().any(|it| collective_key(&it.begin) == Some((group, sequence)))
     };
-    here.filter(|it| !came(it)).map(|it| it.rank).next()
+    here.filter(|it| !has_arrived(it)).map(|it| it.rank).next()
 }
 
-fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
+fn slices_of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
     let (mut step, mut phase_ends) = (None, None);
     let mut slices = Vec::with_capacity(rank.records.len());
-    let mut lanes: Vec<Duration> = Vec::new(); // the end of the last slice of each
-    for Entry { begin, started_at: arrived, finished_at: ended, .. } in &rank.records {
+    let mut track_ends: Vec<Duration> = Vec::new(); // the end of the last slice of each
+    for Entry { begin, started_at, finished_at, .. } in &rank.records {
         let at = begin.at;
         match at.operation {
             Operation::Step
             | Operation::Data
             | Operation::Forward
             | Operation::Backward
-            | Operation::Optimizer => (step, phase_ends) = (Some(at.sequence), *ended),
-            Operation::Validation | Operation::Save => (step, phase_ends) = (None, *ended),
+            | Operation::Optimizer => (step, phase_ends) = (Some(at.sequence), *finished_at),
+            Operation::Validation | Operation::Save => (step, phase_ends) = (None, *finished_at),
             // An operation after a step's last phase is not part of the step.
-            _ if !begin.on_comm_thread && phase_ends.is_some_and(|end| end < *arrived) => {
+            _ if !begin.on_comm_thread
+                && phase_ends.is_some_and(|phase_end| phase_end < *started_at) =>
+            {
                 step = None
             }
             _ => {}
         }
-        let own_end = phase_ends.filter(|end| end >= arrived).unwrap_or(history.taken);
-        let ended_or = ended.unwrap_or(own_end).max(*arrived);
-        let waited = meeting(begin).and_then(|key| {
+        let own_end =
+            phase_ends.filter(|phase_end| phase_end >= started_at).unwrap_or(history.taken);
+        let end = finished_at.unwrap_or(own_end).max(*started_at);
+        let waited = collective_key(begin).and_then(|key| {
             let (last, by) = match arrivals.get(&key) {
                 Some(arrival) => arrival.last,
-                None if ended.is_none() => (ended_or, missing(history, key)?),
+                None if finished_at.is_none() => (end, missing(history, key)?),
                 None => return None,
             };
-            let waited = last.min(ended_or).saturating_sub(*arrived);
+            let waited = last.min(end).saturating_sub(*started_at);
             (by != rank.rank && !waited.is_zero()).then_some((waited, by))
         });
-        let lane = if begin.on_comm_thread { 1 + free(&mut lanes, *arrived, ended_or) } else { 0 };
+        let track =
+            if begin.on_comm_thread { 1 + free(&mut track_ends, *started_at, end) } else { 0 };
         slices.push(Slice {
             begin: *begin,
-            started_at: *arrived,
-            finished_at: ended_or,
-            unfinished: ended.is_none(),
-            track: lane,
+            started_at: *started_at,
+            finished_at: end,
+            unfinished: finished_at.is_none(),
+            track,
             step,
             waited,
         });
@@ -135,16 +139,20 @@ fn of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Sl
 pub(super) const MAX_TRACKS: usize = 62;
 
 /// Returns the first track that is free at `from`, the last one if none is, and occupies it until `to`.
-fn free(lanes: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
-    let lane = lanes.iter().position(|end| *end <= from).unwrap_or(lanes.len()).min(MAX_TRACKS - 1);
-    lanes.resize(lanes.len().max(lane + 1), to);
-    lanes[lane] = to;
-    lane
+fn free(track_ends: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
+    let track = track_ends
+        .iter()
+        .position(|end| *end <= from)
+        .unwrap_or(track_ends.len())
+        .min(MAX_TRACKS - 1);
+    track_ends.resize(track_ends.len().max(track + 1), to);
+    track_ends[track] = to;
+    track
 }
 
 /// Returns the group and sequence number of a collective; `None` for an operation in which ranks do not wait for
 /// others.
-fn meeting(begin: &OpStart) -> Option<(u32, u64)> {
-    let meets = begin.at.operation != Operation::Synchronize;
-    begin.group.filter(|_| meets).map(|group| (group, begin.at.sequence))
+fn collective_key(begin: &OpStart) -> Option<(u32, u64)> {
+    let waits = begin.at.operation != Operation::Synchronize;
+    begin.group.filter(|_| waits).map(|group| (group, begin.at.sequence))
 }

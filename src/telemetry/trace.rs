@@ -87,14 +87,14 @@ impl Trace<'_> {
         self.name("process_name", 0, &name)?;
         let of_ranks = slices(self.history);
         for (rank, slices) in self.history.ranks.iter().zip(&of_ranks) {
-            let lanes = slices.iter().map(|it| it.track).max().unwrap_or(0);
-            for number in 0..=lanes {
+            let last_track = slices.iter().map(|it| it.track).max().unwrap_or(0);
+            for number in 0..=last_track {
                 let name = match number {
                     0 => format!("rank {} ({})", rank.rank, rank.device),
                     1 => format!("rank {} communication", rank.rank),
                     _ => format!("rank {} communication {number}", rank.rank),
                 };
-                self.name("thread_name", lane(rank.rank, number), &name)?;
+                self.name("thread_name", track_id(rank.rank, number), &name)?;
             }
             self.rank(rank.rank, slices)?;
         }
@@ -102,7 +102,7 @@ impl Trace<'_> {
             if !slices.is_empty() {
                 self.name(
                     "thread_name",
-                    lane(rank.rank, GPU),
+                    track_id(rank.rank, GPU),
                     &format!("rank {} on {}", rank.rank, rank.device),
                 )?;
             }
@@ -179,7 +179,7 @@ impl Trace<'_> {
             ph: "X",
             ts: self.time(slice.started_at + BEFORE_WAITING),
             dur: Some(micros(waited.saturating_sub(BEFORE_WAITING))),
-            tid: lane(rank, slice.track),
+            tid: track_id(rank, slice.track),
             ..Event::default()
         })
     }
@@ -199,7 +199,7 @@ impl Trace<'_> {
                 continue;
             };
             let time = end.saturating_sub(first.started_at);
-            let (ts, tid) = (self.time(first.started_at), lane(rank, 0));
+            let (ts, tid) = (self.time(first.started_at), track_id(rank, 0));
             let amount = |of: fn(Operation) -> bool| -> u64 {
                 of_step
                     .iter()
@@ -266,7 +266,7 @@ impl Trace<'_> {
             ph: "X",
             ts: self.time(slice.started_at),
             dur: Some(micros(slice.finished_at.saturating_sub(slice.started_at))),
-            tid: lane(rank, slice.track),
+            tid: track_id(rank, slice.track),
             args: all.into_iter().filter_map(|(key, value)| Some((key.into(), value?))).collect(),
             ..Event::default()
         };
@@ -285,13 +285,13 @@ impl Trace<'_> {
             ph: "s",
             ts,
             id,
-            tid: lane(rank, from.track),
+            tid: track_id(rank, from.track),
             ..Event::default()
         };
         self.event(begin)?;
         // Drawn forwards even if the optimizer began while a bucket was still in flight.
         let ts = self.time(inside(to).max(inside(from)));
-        let (tid, bp) = (lane(rank, to.track), Some("e"));
+        let (tid, bp) = (track_id(rank, to.track), Some("e"));
         self.event(Event { name, cat: "gradients", ph: "f", ts, id, tid, bp, ..Event::default() })
     }
 
@@ -347,6 +347,6 @@ fn micros(time: Duration) -> f64 {
 const GPU: usize = MAX_TRACKS + 1;
 
 /// Returns the `tid` of a rank's track `number`; 0 is the rank's own.
-fn lane(rank: usize, number: usize) -> usize {
+fn track_id(rank: usize, number: usize) -> usize {
     rank * (MAX_TRACKS + 2) + number
 }

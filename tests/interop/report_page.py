@@ -190,7 +190,7 @@ class Report:
         wanted = {
             "Time outside collectives": verdict["outside_collectives"],
             "Overlapped share": verdict["overlapped"],
-            "Held back by": held and held["rank"],
+            "Straggler": held and held["rank"],
             "Loss": data["loss"],
             "Time of a step": data["us_per_step"],
             "Best validation": best[-1]["loss"] if best else None,

@@ -25,7 +25,7 @@ pub(super) fn timed_out(
     };
     // Only an open record proves that a rank has entered the call: `RunContext::activity` names the call before the
     // rank enters it. `synchronize` is no call, and has no record.
-    let is_open = |record: &OpSnapshot| record.at == at && record.ended.is_none();
+    let is_open = |record: &OpSnapshot| record.at == at && record.finished_ago.is_none();
     let has_entered = |rank: &usize| match at.operation {
         Operation::Synchronize => run.activity[*rank].now() == at,
         _ => run.remote_snapshots.of(*rank).iter().any(is_open),
@@ -33,8 +33,8 @@ pub(super) fn timed_out(
     let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !has_entered(rank)).collect();
     let late = match (silent.is_empty(), missing.is_empty()) {
         (false, _) => silent,
-        (true, false) => run.late(missing),
-        (true, true) => run.late(ranks),
+        (true, false) => run.missing_ranks(missing),
+        (true, true) => run.missing_ranks(ranks),
     };
     Error::Timeout { at, waiting, waited, late }
 }
@@ -71,7 +71,7 @@ fn silent(
     has_waited: bool,
 ) -> Result<Vec<MissingRank>> {
     run.check(waiting)?;
-    let mut silent = run.look();
+    let mut silent = run.refresh_peers();
     // A process that has timed out at the same time may be about to report why.
     if has_waited && ranks.iter().any(|rank| run.is_done(*rank)) {
         await_reason(run);

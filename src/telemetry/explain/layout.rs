@@ -21,9 +21,9 @@ pub(super) fn paragraph(text: &str) -> Vec<String> {
 fn words(text: &str) -> Box<dyn Iterator<Item = Word<'_>> + '_> {
     let is_wide = |c: char| display_width(c.encode_utf8(&mut [0; 4])) > 1;
     let ends = text.char_indices().zip(text.chars().skip(1)).filter(move |&((_, one), next)| {
-        let beside = is_wide(one) || is_wide(next);
-        let beside = beside && one != '（' && !"，。：；！）、…".contains(next);
-        next != ' ' && ((one == ' ' && !next.is_ascii_digit()) || beside)
+        let after_wide = is_wide(one) || is_wide(next);
+        let after_wide = after_wide && one != '（' && !"，。：；！）、…".contains(next);
+        next != ' ' && ((one == ' ' && !next.is_ascii_digit()) || after_wide)
     });
     let ends = ends.map(|((at, one), _)| at + one.len_utf8()).chain([text.len()]);
     let words =

@@ -96,16 +96,16 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
     let total: f64 = run.phases.iter().map(|it| it.own() + it.collectives).sum();
     let share = |of: fn(&PhaseSeconds) -> f64| run.phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
-    if let Some(held) = run.straggler {
-        let (Straggler { rank, seconds, .. }, place) = (held, held.place());
-        say(match held.phase {
+    if let Some(straggler) = run.straggler {
+        let (Straggler { rank, seconds, .. }, place) = (straggler, straggler.place());
+        say(match straggler.phase {
             "save" => format!(
-                "Rank {rank} held the others back by {seconds:.1} s, {place}: save less often, with a larger --save-every \
-                 or --save-every-epochs, or on a faster disk."
+                "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {place}. Save less \
+                 often, with a larger --save-every or --save-every-epochs, or on a faster disk."
             ),
             _ => format!(
-                "Rank {rank} held the others back by {seconds:.1} s, {place}: look at what it does there, or at what else \
-                 runs on its device."
+                "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {place}. Look at what \
+                 it does there, or at what else runs on its device."
             ),
         });
     }
@@ -256,7 +256,9 @@ mod tests {
         );
         let held = Straggler { rank: 1, seconds: 2.0, phase: "data", phase_seconds: 2.0 };
         let told = advice(Measured { straggler: Some(&held), ..run(&[well, well]) });
-        assert!(told[0].starts_with("Rank 1 held the others back by 2.0 s, in its phase data"));
+        assert!(told[0].starts_with(
+            "Rank 1 was the straggler: it delayed the others by 2.0 s in its phase data"
+        ));
     }
     #[test]
     fn more_ranks_are_not_advised_where_there_are_no_cores_for_them() {

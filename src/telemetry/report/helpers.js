@@ -1,6 +1,6 @@
-// What the scripts of the page need: elements, numbers, colours, tables, tips, canvases. They follow each other as one:
-// helpers, verdict, curves, timeline, samples, page; each draws its sections from the JSON in #data.
-// Text goes into the page as text only (never as HTML), so a name may hold any character.
+// Helpers of the page's scripts: elements, numbers, colours, tables, tips, canvases. The scripts are joined in the order
+// helpers, verdict, curves, timeline, samples, page. Each draws its sections from the JSON in #data.
+// Text is inserted as text, never as HTML, so a name may contain any character.
 "use strict";
 
 const $ = id => document.getElementById(id);

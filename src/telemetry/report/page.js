@@ -1,4 +1,4 @@
-// The rest of the page: buckets, bytes, replicas, options; and what happens at another size, in other light, on paper.
+// The other sections of the page: buckets, bytes, replicas, options. Also redraws for another size, theme, or print.
 
 // ---- Bucket plan
 

@@ -1,4 +1,4 @@
-// Which rank has taken which sample: a cell for each.
+// The samples of each rank: one cell for each sample.
 
 function samplesOfEpochs() {
   const { dataset, batch_size: batch, complete, epochs } = data.samples;

@@ -1,7 +1,7 @@
-// What each rank did and when: a canvas that is zoomed, moved and asked.
+// The timeline: the operations of each rank on a canvas. The user can zoom and move it, and point at an operation.
 
 /** The fields of a record, by their places. */
-const [OPERATION, BEGIN, DURATION, SEQUENCE, STEP, BUCKET, BYTES, BESIDE, WAITED, WAITED_FOR, PLACE] = Array(11).keys();
+const [OPERATION, BEGIN, DURATION, SEQUENCE, STEP, BUCKET, BYTES, TRACK, WAITED, WAITED_FOR, PLACE] = Array(11).keys();
 const COLLECTIVES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
   "all_to_all", "send", "recv", "new_group", "barrier", "synchronize"];
 
@@ -38,10 +38,10 @@ function timeline() {
 
   // A track is what lies in one row: sorted, with columns of its own, so that 20,000 slices are run through quickly.
   const [HIGH, LOW, GAP] = ranks.length > 8 ? [22, 9, 6] : [34, 14, 12], RULER = 40, GUTTER = 56;
-  // What goes on beside the rank's own work has lanes for what overlaps; the last has all for which there is no room.
-  const besideOf = it => Math.min(it[BESIDE], 6);
-  const besides = Math.max(0, ...ranks.map(it => it.records.reduce((most, record) => Math.max(most, besideOf(record)), 0)));
-  const pitch = HIGH + besides * (LOW + 2) + GAP, height = RULER + pitch * ranks.length;
+  // Operations that overlap the rank's own work have tracks of their own. The last track has all that do not fit.
+  const trackOf = it => Math.min(it[TRACK], 6);
+  const extraTracks = Math.max(0, ...ranks.map(it => it.records.reduce((most, record) => Math.max(most, trackOf(record)), 0)));
+  const pitch = HIGH + extraTracks * (LOW + 2) + GAP, height = RULER + pitch * ranks.length;
   const tracks = [];
   const lanes = ranks.map((rank, lane) => {
     const top = RULER + lane * pitch;
@@ -58,13 +58,13 @@ function timeline() {
       if (records.length) tracks.push(track);
       return track;
     };
-    const own = rank.records.filter(it => !it[BESIDE] && it[OPERATION] !== gradient);
+    const own = rank.records.filter(it => !it[TRACK] && it[OPERATION] !== gradient);
     const phases = add("phases", own.filter(it => !isCollective[it[OPERATION]]), top, HIGH);
     phases.inner = add("collectives", own.filter(it => isCollective[it[OPERATION]]), top + HIGH * .42, HIGH * .58);
     // Above the lane, where they hide no name.
-    add("gradients", rank.records.filter(it => !it[BESIDE] && it[OPERATION] === gradient), top - 5, 5);
-    for (let n = 1; n <= besides; n++) {
-      add(`beside ${n}`, rank.records.filter(it => besideOf(it) === n), top + HIGH + 2 + (n - 1) * (LOW + 2), LOW);
+    add("gradients", rank.records.filter(it => !it[TRACK] && it[OPERATION] === gradient), top - 5, 5);
+    for (let n = 1; n <= extraTracks; n++) {
+      add(`track ${n}`, rank.records.filter(it => trackOf(it) === n), top + HIGH + 2 + (n - 1) * (LOW + 2), LOW);
     }
     const starts = phases.records.filter((it, i, all) => it[STEP] >= 0 && (!i || all[i - 1][STEP] !== it[STEP]));
     return { rank, top, starts };
@@ -275,12 +275,12 @@ function timeline() {
     if (each >= 9) {
       context.fillStyle = rgb("var(--ink)");
       for (const lane of lanes) {
-        let beside = -Infinity;
+        let last = -Infinity;
         for (let i = firstStep(lane, view.from); i < lane.starts.length && lane.starts[i][BEGIN] < view.to; i++) {
           const x = Math.round(xOf(lane.starts[i][BEGIN])) - .5;
-          if (x < beside + 4) continue; // in a crowd of short steps a few lines do
+          if (x < last + 4) continue; // in a crowd of short steps a few lines do
           context.fillRect(x, lane.top, 1, HIGH);
-          beside = x;
+          last = x;
         }
       }
     }
@@ -370,7 +370,7 @@ function timeline() {
       [collective ? "arrived at" : "began at", exact(it[BEGIN], `${since}\u00a0ms`)],
       ["took", it[DURATION] === null ? lasted(it) : exact(it[DURATION], lasted(it))],
       ["waited", it[WAITED] > 0 ? exact(it[WAITED], waitedFor(it)) : collective && it[DURATION] !== null ? "for nobody" : null],
-      ["thread", !it[BESIDE] ? null : track.rank.on_gpu && it[BESIDE] === 1 ? "the GPU" : "communication, beside the rank's own"],
+      ["thread", !it[TRACK] ? null : track.rank.on_gpu && it[TRACK] === 1 ? "the GPU" : "communication, beside the rank's own"],
       ["written in", it[PLACE] >= 0 ? el("code", {}, places[it[PLACE]]) : null],
     ]);
     const [from, to] = [track.starts[i], track.ends[i]], length = view.to - view.from;
@@ -483,8 +483,8 @@ function timeline() {
   const whose = ranks.length < world.size ? `the ${plural(ranks.length, "rank")} in the process of rank 0` : ranksText;
   $("timeline-note").textContent = `${plural(total, "record")} of ${whose}, ${micros(end - begin)} in all. ` +
     (lost ? `These are the last: ${count(lost)} older ones are no longer kept. ` : "") +
-    (ranks.some(it => it.on_gpu) ? "The lane under each rank is its GPU. "
-      : besides ? "The lane under each rank is its communication thread. " : "") +
+    (ranks.some(it => it.on_gpu) ? "The track under each rank is its GPU. "
+      : extraTracks ? "The track under each rank is its communication thread. " : "") +
     "Hatched is what a rank only waited, for the last one to arrive.";
   const used = new Set(tracks.filter(it => it.name === "phases").flatMap(it => [...new Set(it.style)]));
   const buckets = new Set(tracks.flatMap(it => [...new Set(it.style)])

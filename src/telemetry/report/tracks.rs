@@ -50,8 +50,11 @@ impl Serialize for Short {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Self { operation, times, numbers, waited, place } = self;
         let (begin, duration) = times;
-        let (sequence, step, bucket, bytes, lane) = numbers;
-        (operation, begin, duration, sequence, step, bucket, bytes, lane, waited.0, waited.1, place)
+        let (sequence, step, bucket, bytes, track) = numbers;
+        (
+            operation, begin, duration, sequence, step, bucket, bytes, track, waited.0, waited.1,
+            place,
+        )
             .serialize(serializer)
     }
 }
@@ -62,7 +65,7 @@ impl Tracks {
         let most = MAX_RECORDS / history.ranks.len().max(1);
         let mut places = Places::default();
         let mut lost = 0;
-        let lane = |((of_rank, mut slices), gpu): ((&RankHistory, Vec<Slice>), Vec<Slice>)| {
+        let track = |((rank, mut slices), gpu): ((&RankHistory, Vec<Slice>), Vec<Slice>)| {
             let on_gpu = !gpu.is_empty();
             if on_gpu {
                 slices.iter_mut().filter(|it| it.track > 0).for_each(|it| it.track += 1);
@@ -74,30 +77,29 @@ impl Tracks {
                 let is_step = |it: &Slice| it.begin.at.operation == Operation::Step;
                 too_many += slices[too_many..].iter().position(is_step).unwrap_or(0);
             }
-            lost = lost.max(of_rank.lost + too_many as u64);
+            lost = lost.max(rank.lost + too_many as u64);
             Track {
-                rank: of_rank.rank,
-                device: of_rank.device.clone(),
+                rank: rank.rank,
+                device: rank.device.clone(),
                 on_gpu,
                 records: slices[too_many..].iter().map(|it| short(it, &mut places)).collect(),
             }
         };
         let slices = history.ranks.iter().zip(slices(history)).zip(gpu_slices(history, 1));
-        let ranks = slices.map(lane).collect();
+        let ranks = slices.map(track).collect();
         let operations = Operation::iter().map(|it| it.to_string()).collect();
         Self { end: micros(history.taken), lost, operations, places: places.names, ranks }
     }
 }
 
 fn short(slice: &Slice, places: &mut Places) -> Short {
-    let Slice { begin, started_at: arrived, finished_at: ended, unfinished, step, waited, .. } =
-        *slice;
-    let duration = micros(ended.saturating_sub(arrived));
+    let Slice { begin, started_at, finished_at, unfinished, step, waited, .. } = *slice;
+    let duration = micros(finished_at.saturating_sub(started_at));
     let number = |it: Option<u64>| it.map_or(-1, |it| it as i64);
     let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
     Short {
         operation: begin.at.operation as usize,
-        times: (micros(arrived), (!unfinished).then_some(duration)),
+        times: (micros(started_at), (!unfinished).then_some(duration)),
         numbers: (
             begin.at.sequence,
             number(step),

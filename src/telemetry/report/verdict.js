@@ -1,4 +1,4 @@
-// What one wants to know first: how the run went, what to try next, and what it was that ran.
+// The verdict at the top of the page: how the run went, what to try next, and which run it was.
 
 // ---- Verdict
 
@@ -19,20 +19,20 @@ const ranksText = plural(world.size, "rank");
   if (replicas && !alone) {
     told.push(replicas.equal ? "All replicas hold the same bits." : "The replicas do not hold the same parameters.");
   }
-  if (verdict.straggler) told.push(`Rank ${verdict.straggler.rank} held the others back.`);
+  if (verdict.straggler) told.push(`Rank ${verdict.straggler.rank} was the straggler.`);
   $("subtitle").textContent = told.join(" ");
   if (kind === "failed" || replicas?.equal === false) $("subtitle").classList.add("bad");
 
-  const held = verdict.straggler, best = data.validation.findLast(it => it.best);
-  const where = { step: "before it asked for data", outside: "outside of its steps" }[held?.phase] ?? `in ${held?.phase}`;
+  const straggler = verdict.straggler, best = data.validation.findLast(it => it.best);
+  const where = { step: "before it asked for data", outside: "outside of its steps" }[straggler?.phase] ?? `in ${straggler?.phase}`;
   const figures = [
     verdict.outside_collectives != null && ["Time outside collectives",
       exact(verdict.outside_collectives, percent(verdict.outside_collectives)),
       `of the steps of ${ranksText}; the rest is communication and waiting`],
     verdict.overlapped != null && ["Overlapped share", exact(verdict.overlapped, percent(verdict.overlapped)),
-      "of communication went on beside autograd, which it did not stop"],
-    held && ["Held back by", exact(held.rank, rankName(held.rank)),
-      `${seconds(held.phase_seconds)} longer than the others ${where}; they waited ${seconds(held.seconds)} for it`],
+      "of communication ran while autograd computed"],
+    straggler && ["Straggler", exact(straggler.rank, rankName(straggler.rank)),
+      `${seconds(straggler.phase_seconds)} longer than the others ${where}; they waited ${seconds(straggler.seconds)} for it`],
     replicas && !alone && ["Replicas",
       el("span", { class: replicas.equal ? "good" : "bad" }, replicas.equal ? "equal" : "differ"),
       replicas.equal ? `all ${ranksText} hold the same bits` : "which do, is shown below"],
