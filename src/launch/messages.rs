@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, escaped_line};
 use crate::operation::OpId;
-use crate::runtime::Failure;
+use crate::runtime::ReportedFailure;
 
 /// The most ranks of a run. Some memory is allocated for each rank, so a message must not ask for more.
 pub(super) const MOST_RANKS: usize = 1 << 16;
@@ -168,7 +168,7 @@ impl MissingPeers {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct FailureReport {
     pub rank: usize,
-    /// See [`Failure::tied`].
+    /// See [`ReportedFailure::tied`].
     #[serde(default)]
     pub tied: Vec<usize>,
     pub operation: String,
@@ -183,8 +183,8 @@ impl FailureReport {
         Self { rank, tied, operation, sequence, error: error.into() }
     }
 
-    pub(super) fn of(failure: &Failure) -> Self {
-        let Failure { rank, tied, at, error, .. } = failure;
+    pub(super) fn of(failure: &ReportedFailure) -> Self {
+        let ReportedFailure { rank, tied, at, error, .. } = failure;
         Self { tied: tied.clone(), ..Self::new(*rank, *at, error) }
     }
 
@@ -202,12 +202,12 @@ impl FailureReport {
     /// # Errors
     /// [`Error::Input`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Self> {
-        let told: Self = from_json(key, bytes)?;
+        let report: Self = from_json(key, bytes)?;
         // Users of the library print this text too.
-        let error = escaped_line(&told.error).into_owned();
-        let rank = told.rank;
-        if told.tied.iter().chain([&rank]).all(|&rank| rank < world_size) {
-            return Ok(Self { error, ..told });
+        let error = escaped_line(&report.error).into_owned();
+        let rank = report.rank;
+        if report.tied.iter().chain([&rank]).all(|&rank| rank < world_size) {
+            return Ok(Self { error, ..report });
         }
         Err(unreadable(key, &format!("rank {rank} of {world_size} has failed: {error}")))
     }
@@ -254,9 +254,9 @@ mod tests {
             assert_eq!(places(&twice).is_ok(), 2 * twice[0].ranks.len() <= MOST_RANKS);
             assert_eq!(shared_gpu(&twice).is_some(), !twice[0].gpus.is_empty());
         }
-        if let Ok(told) = FailureReport::from_bytes(KEY, bytes, count) {
-            assert!(told.rank < count);
-            told.at().packed();
+        if let Ok(report) = FailureReport::from_bytes(KEY, bytes, count) {
+            assert!(report.rank < count);
+            report.at().packed();
         }
     }
 
@@ -278,14 +278,14 @@ mod tests {
 
     /// Each kind of message as bytes, with the number of ranks of its run.
     fn written() -> impl Strategy<Value = (Vec<u8>, usize)> {
-        let told = (0..9usize, at(), ".*").prop_map(|(rank, at, error)| {
+        let report = (0..9usize, at(), ".*").prop_map(|(rank, at, error)| {
             (FailureReport::new(rank, at, &error).to_bytes(KEY).unwrap(), 9)
         });
         let absence = (".*", ".*").prop_map(|(missing, there)| {
             (MissingPeers { missing, there }.to_bytes(KEY).unwrap(), 1)
         });
         let process = process().prop_map(|process| (process.to_bytes(KEY).unwrap(), 1));
-        prop_oneof![told, absence, process]
+        prop_oneof![report, absence, process]
     }
 
     proptest! {
@@ -314,16 +314,16 @@ mod tests {
         #[test]
         fn what_is_written_is_read(
             process in process(),
-            told in (0..9usize, at(), ".*"),
+            report in (0..9usize, at(), ".*"),
         ) {
             let bytes = process.to_bytes(KEY).unwrap();
             prop_assert_eq!(Process::from_bytes(KEY, &bytes).unwrap(), process);
-            let (rank, at, error) = told;
-            let told = FailureReport::new(rank, at, &error);
-            let read = FailureReport::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 9).unwrap();
+            let (rank, at, error) = report;
+            let report = FailureReport::new(rank, at, &error);
+            let read = FailureReport::from_bytes(KEY, &report.to_bytes(KEY).unwrap(), 9).unwrap();
             prop_assert_eq!(read.at(), at);
             prop_assert!(!read.error.contains(char::is_control));
-            prop_assert_eq!(read, FailureReport { error: escaped_line(&error).into_owned(), ..told });
+            prop_assert_eq!(read, FailureReport { error: escaped_line(&error).into_owned(), ..report });
         }
     }
 
@@ -348,7 +348,7 @@ mod tests {
         };
         let first = with(&[("--lr", "0.1"), ("--seed", "0")]);
         assert!(check_same(&[first.clone(), first.clone()]).is_ok());
-        for (other, told) in [
+        for (other, reason) in [
             (
                 with(&[("--lr", "1.0"), ("--seed", "1")]),
                 "--lr is 0.1 for process 0 (on a, process 1), and 1.0 for process 2 (on a, process 1)",
@@ -367,7 +367,7 @@ mod tests {
             ),
         ] {
             let error = check_same(&[first.clone(), first.clone(), other]).unwrap_err().to_string();
-            assert!(error.contains(told), "{error}");
+            assert!(error.contains(reason), "{error}");
         }
     }
 
@@ -385,8 +385,8 @@ mod tests {
 
     #[test]
     fn numbers_that_do_not_fit_the_run_are_refused() {
-        let told = FailureReport::new(3, OpId { operation: Operation::Step, sequence: 1 }, "why");
-        let error = FailureReport::from_bytes(KEY, &told.to_bytes(KEY).unwrap(), 3)
+        let report = FailureReport::new(3, OpId { operation: Operation::Step, sequence: 1 }, "why");
+        let error = FailureReport::from_bytes(KEY, &report.to_bytes(KEY).unwrap(), 3)
             .unwrap_err()
             .to_string();
         assert!(error.contains("rank 3 of 3 has failed: why"), "{error}");

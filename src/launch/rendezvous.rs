@@ -75,7 +75,7 @@ fn wait_for(
     }
     // The first rank may still be connecting to other processes. That has timeouts of its own and names what is
     // missing.
-    if run.elsewhere.is_some() && invites.load(Ordering::Acquire) {
+    if run.peer_status.is_some() && invites.load(Ordering::Acquire) {
         select! {
             recv(invitations) -> received => if let Ok(invitation) = received {
                 return Ok(invitation);
@@ -93,7 +93,12 @@ fn wait_for(
             break Error::PeerExited { at, waiting, left: first };
         }
         let Some(time_left) = time_left() else {
-            break Error::Timeout { at, waiting, waited: run.timeout, late: run.late(vec![first]) };
+            break Error::Timeout {
+                at,
+                waiting,
+                waited: run.timeout,
+                late: run.missing_ranks(vec![first]),
+            };
         };
         thread::park_timeout(time_left);
     };

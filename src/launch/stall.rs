@@ -64,7 +64,7 @@ impl Stall {
         let members = run.members(group)?;
         let mut silent = Vec::new();
         if members.iter().any(|rank| !here.contains(rank)) {
-            silent = run.look();
+            silent = run.refresh_peers();
         }
         if run.cancel.cancelled_by().is_some() {
             return None; // the failure says more

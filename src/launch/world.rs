@@ -410,7 +410,7 @@ pub(super) fn prefix(run_id: &str, start: i64) -> String {
 }
 
 /// Reports to the processes that still wait for `process` that it will not arrive.
-pub(super) fn tell_absent(store: &TcpStore, process: usize) -> Result<()> {
+pub(super) fn report_absent(store: &TcpStore, process: usize) -> Result<()> {
     let there = "all others, or on their way".into();
     store.set(ABSENT, &MissingPeers { missing: process.to_string(), there }.to_bytes(ABSENT)?)
 }

@@ -217,7 +217,7 @@ impl Barrier {
             let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
                 let waited = timeout;
                 return self.give_up(round, waiting, || {
-                    let late = self.run.late(self.missing(rank));
+                    let late = self.run.missing_ranks(self.missing(rank));
                     Error::Timeout { at, waiting, waited, late }
                 });
             };

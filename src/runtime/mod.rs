@@ -25,6 +25,6 @@ pub(crate) use flight_recorder::{
 pub(crate) use history::{Clock, History, RankHistory};
 pub(crate) use op_snapshot::{OpSnapshot, RemoteSnapshots};
 pub use panics::install_panic_hook;
-pub(crate) use run::{Activity, Failure, PeerStatus, Peers, RunContext};
+pub(crate) use run::{Activity, PeerStatus, Peers, ReportedFailure, RunContext};
 pub(crate) use stop::StopMessage;
 pub use stop::{Stop, StopReason};

@@ -20,7 +20,7 @@ use crate::error::{Error, MissingRank, Result};
 use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
-use crate::runtime::{self, Failure, OpSnapshot, PeerStatus, RunContext};
+use crate::runtime::{self, OpSnapshot, PeerStatus, ReportedFailure, RunContext};
 
 /// The interval between heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
@@ -112,7 +112,7 @@ impl HeartbeatMonitor {
     pub(super) fn tell_of_start(&self, error: &str) -> Result<()> {
         let Shared { store, mine, ranks, .. } = &*self.shared;
         let at = OpId { operation: Operation::Start, sequence: 0 };
-        tell(store, &FailureReport::new(ranks[*mine].start, at, error))
+        store_failure(store, &FailureReport::new(ranks[*mine].start, at, error))
     }
 
     /// Ends the heartbeat thread. The process that serves the store passes `stay`; this returns when the others no
@@ -153,9 +153,10 @@ impl Shared {
         let Stay { patience, failed, asked_to_end } = stay;
         let all = self.ranks.len() as i64;
         let have_left = || !store.add("left", 0).is_ok_and(|left| left < all);
-        let beats = || self.others().map(|it| self.beat_of(store, it).ok()).collect::<Vec<_>>();
+        let beats =
+            || self.others().map(|it| self.heartbeat_of(store, it).ok()).collect::<Vec<_>>();
         let mut deadline: Option<Instant> = None;
-        let (mut before, mut heard, mut looked) = (beats(), Instant::now(), Instant::now());
+        let (mut before, mut last_change, mut looked) = (beats(), Instant::now(), Instant::now());
         while !have_left() {
             if deadline.is_none() && (failed || asked_to_end()) {
                 deadline = Some(runtime::deadline(patience));
@@ -165,7 +166,7 @@ impl Shared {
             } else {
                 patience.max(HEARTBEAT_TIMEOUT)
             };
-            if heard.elapsed() >= limit || deadline.is_some_and(|it| Instant::now() >= it) {
+            if last_change.elapsed() >= limit || deadline.is_some_and(|it| Instant::now() >= it) {
                 break;
             }
             thread::park_timeout(HEARTBEAT_TIMEOUT / 100); // the store has no event for it
@@ -173,7 +174,7 @@ impl Shared {
                 let now = beats();
                 looked = Instant::now();
                 if now != before {
-                    (before, heard) = (now, looked);
+                    (before, last_change) = (now, looked);
                 }
             }
         }
@@ -182,23 +183,25 @@ impl Shared {
     /// Sends heartbeats and checks for failures, until `stopped` closes or the store is gone.
     fn watch(&self, run: &Arc<RunContext>, stopped: &Receiver<Infallible>) {
         let store = self.store.with_timeout(run.timeout, stopped.clone());
-        let mut told = false;
+        let mut is_known = false;
         loop {
-            if !told && run.cancel.cancelled_by().is_some() {
-                self.tell(run);
-                told = true;
+            if !is_known && run.cancel.cancelled_by().is_some() {
+                self.send_failure(run);
+                is_known = true;
             }
-            let said = self.beat(&store, run).and_then(|()| self.hear(&store, run, &mut told));
+            let result = self
+                .send_heartbeat(&store, run)
+                .and_then(|()| self.read_store(&store, run, &mut is_known));
             let stops = stopped.try_recv() == Err(TryRecvError::Disconnected);
-            if let Err(error) = said
+            if let Err(error) = result
                 && !stops
             {
-                if !told {
+                if !is_known {
                     self.report_loss(run, &error);
                 }
                 return;
             }
-            if told {
+            if is_known {
                 match stopped.recv_timeout(HEARTBEAT_INTERVAL) {
                     Err(RecvTimeoutError::Disconnected) => return,
                     _ => continue,
@@ -208,7 +211,7 @@ impl Shared {
                 recv(stopped) -> _ => {
                     // A rank may have failed since the last check.
                     if run.cancel.cancelled_by().is_some() {
-                        self.tell(run);
+                        self.send_failure(run);
                     }
                     return;
                 }
@@ -230,7 +233,7 @@ impl Shared {
     }
 
     /// Stores this process's heartbeat.
-    fn beat(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
+    fn send_heartbeat(&self, store: &TcpStore, run: &RunContext) -> Result<()> {
         let number = self.beats.fetch_add(1, Ordering::Relaxed) + 1;
         let ranks = self.ranks[self.mine].clone().map(|rank| RankStatus::of(run, rank)).collect();
         let key = alive(self.mine);
@@ -238,35 +241,35 @@ impl Shared {
     }
 
     /// Stores the first failure of this process, unless another process has already stored one.
-    fn tell(&self, run: &RunContext) {
-        let told = run.failures().first().map(FailureReport::of);
-        if let Some(told) = told {
+    fn send_failure(&self, run: &RunContext) {
+        let report = run.failures().first().map(FailureReport::of);
+        if let Some(report) = report {
             // If the store is gone, the other processes notice that themselves.
-            let _ = tell(&self.with_short_timeout(never()), &told);
+            let _ = store_failure(&self.with_short_timeout(never()), &report);
         }
     }
 
     /// Stops this process's ranks if a rank elsewhere has failed.
-    fn hear(&self, store: &TcpStore, run: &RunContext, known: &mut bool) -> Result<()> {
+    fn read_store(&self, store: &TcpStore, run: &RunContext, known: &mut bool) -> Result<()> {
         if *known {
             return Ok(());
         }
-        *known = self.hear_of_failure(store, run)?;
+        *known = self.read_failure(store, run)?;
         if *known { Ok(()) } else { self.follow_server(store, run) }
     }
 
     /// Reports the failure that another process has written to the store. Returns whether there is one.
-    fn hear_of_failure(&self, store: &TcpStore, run: &RunContext) -> Result<bool> {
+    fn read_failure(&self, store: &TcpStore, run: &RunContext) -> Result<bool> {
         if !store.check(&[FAILURE.into()])? {
             return Ok(false);
         }
         let text = store.get(FAILURE, HEARTBEAT_TIMEOUT)?.unwrap_or_default();
         match FailureReport::from_bytes(FAILURE, &text, run.activity.len()) {
-            Ok(told) => {
-                run.activity[told.rank].restore(told.at());
-                let at = told.at();
-                let FailureReport { rank, tied, error, .. } = told;
-                run.report_told(Failure { rank, tied, at, error, waited: false });
+            Ok(report) => {
+                run.activity[report.rank].restore(report.at());
+                let at = report.at();
+                let FailureReport { rank, tied, error, .. } = report;
+                run.report_remote(ReportedFailure { rank, tied, at, error, waited: false });
             }
             Err(error) => run.report(self.ranks[self.mine].start, None, error.to_string()),
         }
@@ -279,23 +282,23 @@ impl Shared {
         let is_server = |ranks: &Range<usize>| self.server.rank == Some(ranks.start);
         let Some(process) = self.ranks.iter().position(is_server) else { return Ok(()) };
         if process != self.mine
-            && let Some(beat) = self.beat_of(store, process)?
+            && let Some(heartbeat) = self.heartbeat_of(store, process)?
         {
-            self.note(run, process, &beat);
+            self.store_status(run, process, &heartbeat);
         }
         Ok(())
     }
 
-    fn note(&self, run: &RunContext, process: usize, beat: &Heartbeat) {
-        for (rank, doing) in self.ranks[process].clone().zip(&beat.ranks) {
-            run.activity[rank].restore(doing.at());
-            run.remote_snapshots.note(rank, &doing.seen);
+    fn store_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
+        for (rank, status) in self.ranks[process].clone().zip(&heartbeat.ranks) {
+            run.activity[rank].restore(status.at());
+            run.remote_snapshots.note(rank, &status.seen);
         }
     }
 
     /// Returns the last heartbeat of `process`; `None` if there is none that can be read.
-    fn beat_of(&self, store: &TcpStore, process: usize) -> Result<Option<Heartbeat>> {
-        beat_of(store, process, self.ranks[process].len())
+    fn heartbeat_of(&self, store: &TcpStore, process: usize) -> Result<Option<Heartbeat>> {
+        heartbeat_of(store, process, self.ranks[process].len())
     }
 
     fn others(&self) -> impl Iterator<Item = usize> {
@@ -304,18 +307,18 @@ impl Shared {
 
     /// Reads and records the heartbeats of all other processes. Returns the number of each; `None` without a
     /// heartbeat.
-    fn beats_elsewhere(&self, store: &TcpStore, run: &RunContext) -> Result<Vec<Option<u64>>> {
+    fn heartbeats_elsewhere(&self, store: &TcpStore, run: &RunContext) -> Result<Vec<Option<u64>>> {
         let ask = |process| {
-            let beat = self.beat_of(store, process)?;
-            beat.iter().for_each(|beat| self.note(run, process, beat));
-            Ok(beat.map(|beat| beat.number))
+            let heartbeat = self.heartbeat_of(store, process)?;
+            heartbeat.iter().for_each(|heartbeat| self.store_status(run, process, heartbeat));
+            Ok(heartbeat.map(|heartbeat| heartbeat.number))
         };
         self.others().map(ask).collect()
     }
 }
 
 /// Returns the last heartbeat of `process`, which has `ranks` ranks; `None` if there is none that can be read.
-fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Heartbeat>> {
+fn heartbeat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Heartbeat>> {
     let key = alive(process);
     if !store.check(std::slice::from_ref(&key))? {
         return Ok(None);
@@ -326,18 +329,19 @@ fn beat_of(store: &TcpStore, process: usize, ranks: usize) -> Result<Option<Hear
 
 /// Reports to the processes of `store`, of one rank each, that `rank` has ended, unless a failure is known already.
 /// Called by their parent process. Returns what the rank was last seen doing.
-pub(super) fn tell_ended(
+pub(super) fn report_ended(
     store: &TcpStore,
     rank: usize,
     at: Option<OpId>,
     error: &str,
 ) -> Result<OpId> {
-    let doing = || -> Result<Option<OpId>> {
-        Ok(beat_of(store, rank, 1)?.and_then(|beat| beat.ranks.first().map(RankStatus::at)))
+    let status = || -> Result<Option<OpId>> {
+        Ok(heartbeat_of(store, rank, 1)?
+            .and_then(|heartbeat| heartbeat.ranks.first().map(RankStatus::at)))
     };
-    let at = at.map_or_else(doing, |at| Ok(Some(at)))?;
+    let at = at.map_or_else(status, |at| Ok(Some(at)))?;
     let at = at.unwrap_or(OpId { operation: Operation::Start, sequence: 0 });
-    tell(store, &FailureReport::new(rank, at, error))?;
+    store_failure(store, &FailureReport::new(rank, at, error))?;
     Ok(at)
 }
 
@@ -351,14 +355,14 @@ pub(super) fn waited_for(
 ) -> Result<Option<(String, Option<OpId>)>> {
     let beats = || -> Result<Vec<Option<Heartbeat>>> {
         let others = (0..count).filter(|other| *other != rank);
-        others.map(|other| beat_of(store, other, 1)).collect()
+        others.map(|other| heartbeat_of(store, other, 1)).collect()
     };
     let (began, before) = (Instant::now(), beats()?);
     let mut now = beats()?;
     // Heartbeats sent after `before` was read were sent after `rank` had ended.
     let is_old = |now: &[Option<Heartbeat>]| {
         let numbers = |beats: &[Option<Heartbeat>]| -> Vec<_> {
-            beats.iter().map(|beat| beat.as_ref().map(|it| it.number)).collect()
+            beats.iter().map(|heartbeat| heartbeat.as_ref().map(|it| it.number)).collect()
         };
         let pairs = numbers(&before).into_iter().zip(numbers(now));
         pairs.into_iter().any(|(before, now)| before.is_some() && before == now)
@@ -368,13 +372,15 @@ pub(super) fn waited_for(
         now = beats()?;
     }
     let others = (0..count).filter(|other| *other != rank);
-    for (other, beat) in others.zip(&now) {
-        let Some(doing) = beat.as_ref().and_then(|beat| beat.ranks.first()) else { continue };
-        if let Some(waits) = doing.seen.iter().find(|it| it.is_open_collective()) {
-            let step = doing.seen.iter().find_map(OpSnapshot::step);
+    for (other, heartbeat) in others.zip(&now) {
+        let Some(status) = heartbeat.as_ref().and_then(|heartbeat| heartbeat.ranks.first()) else {
+            continue;
+        };
+        if let Some(waits) = status.seen.iter().find(|it| it.is_open_collective()) {
+            let step = status.seen.iter().find_map(OpSnapshot::step);
             let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
             let text =
-                format!("rank {other} waits for it in {}", stall::within(waits, &doing.seen));
+                format!("rank {other} waits for it in {}", stall::within(waits, &status.seen));
             return Ok(Some((text, at)));
         }
     }
@@ -382,8 +388,8 @@ pub(super) fn waited_for(
 }
 
 /// Stores the first failure for the processes of `store`, unless another process has already stored one.
-fn tell(store: &TcpStore, told: &FailureReport) -> Result<()> {
-    store.compare_set(FAILURE, b"", &told.to_bytes(FAILURE)?).map(drop)
+fn store_failure(store: &TcpStore, report: &FailureReport) -> Result<()> {
+    store.compare_set(FAILURE, b"", &report.to_bytes(FAILURE)?).map(drop)
 }
 
 fn alive(process: usize) -> String {
@@ -396,16 +402,16 @@ impl PeerStatus for Shared {
     fn refresh(&self, run: &RunContext) -> Vec<MissingRank> {
         let cancelled = run.cancel.tripped();
         let store = self.with_short_timeout(cancelled.clone());
-        let twice = self.beats_elsewhere(&store, run).and_then(|before| {
+        let twice = self.heartbeats_elsewhere(&store, run).and_then(|before| {
             // Only time shows that no heartbeat arrives.
             select_biased! {
                 recv(cancelled) -> _ => Ok((before.clone(), Vec::new())),
-                default(HEARTBEAT_TIMEOUT) => Ok((before, self.beats_elsewhere(&store, run)?)),
+                default(HEARTBEAT_TIMEOUT) => Ok((before, self.heartbeats_elsewhere(&store, run)?)),
             }
         });
         // If another process has timed out first, it has ended its ranks: they are not stragglers.
         if twice.is_ok() && run.cancel.cancelled_by().is_none() {
-            let _ = self.hear_of_failure(&store, run); // the heartbeat thread reports a store that is gone
+            let _ = self.read_failure(&store, run); // the heartbeat thread reports a store that is gone
         }
         let silent: Vec<usize> = match twice {
             _ if run.cancel.cancelled_by().is_some() => Vec::new(),
@@ -427,7 +433,7 @@ impl PeerStatus for Shared {
 
     fn poll(&self, run: &RunContext) {
         // A status that cannot be read stays as it was.
-        let _ = self.beats_elsewhere(&self.with_short_timeout(never()), run);
+        let _ = self.heartbeats_elsewhere(&self.with_short_timeout(never()), run);
     }
 }
 

@@ -37,7 +37,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
         (given, _) => given,
     };
     let processes = Processes { index: node, count: nnodes, local_index: 0, local_count: 1 };
-    let reason = format!("{}; one process a pod: its ranks are threads", variables.told());
+    let reason = format!("{}; one process a pod: its ranks are threads", variables.as_text());
     Ok(Launch {
         nnodes: Some(nnodes),
         node_rank: Some(node),

@@ -68,7 +68,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     let processes = Processes { index, count, local_index, local_count };
     let master =
         if count > 1 { Some(master(variables, options, addr, || Ok(DEFAULT_PORT))?) } else { None };
-    let told = variables.told();
+    let variables_read = variables.as_text();
     let (nproc, ranks) = ranks_of_one(options.nproc, processes, gpus);
     Ok(Launch {
         nnodes,
@@ -76,6 +76,6 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         master,
         // Open MPI's id of the job.
         run_id: variables.text("PMIX_NAMESPACE").unwrap_or("none".into()),
-        ..Launch::new(LaunchKind::Mpi, processes, nproc, format!("{told}; {ranks}"))
+        ..Launch::new(LaunchKind::Mpi, processes, nproc, format!("{variables_read}; {ranks}"))
     })
 }

@@ -126,7 +126,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     } else {
         None
     };
-    let told = variables.told();
+    let variables_read = variables.as_text();
     // One task a node means a process that uses the whole node.
     let (nproc, ranks) = if count == nnodes {
         (options.nproc, "one task a node: its ranks are threads".to_string())
@@ -141,7 +141,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         master,
         cores: variables.count("SLURM_CPUS_PER_TASK")?,
         run_id: format!("{job}.{step}"),
-        ..Launch::new(LaunchKind::Slurm, processes, nproc, format!("{told}; {ranks}"))
+        ..Launch::new(LaunchKind::Slurm, processes, nproc, format!("{variables_read}; {ranks}"))
     })
 }
 

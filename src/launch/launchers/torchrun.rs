@@ -49,7 +49,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     check_flag("--master-port", options.master_port.as_ref(), "torchrun", port)?;
 
     let processes = Processes { index, count, local_index, local_count };
-    let told = variables.told();
+    let variables_read = variables.as_text();
     let (nproc, ranks) = ranks_of_one(options.nproc, processes, gpus);
     let number = |name| Ok(variables.number(name)?.unwrap_or(0));
     Ok(Launch {
@@ -61,7 +61,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         restart_count: number("TORCHELASTIC_RESTART_COUNT")?,
         max_restarts: number("TORCHELASTIC_MAX_RESTARTS")?,
         error_file: variables.text("TORCHELASTIC_ERROR_FILE").map(Into::into),
-        ..Launch::new(LaunchKind::Torchrun, processes, nproc, format!("{told}; {ranks}"))
+        ..Launch::new(LaunchKind::Torchrun, processes, nproc, format!("{variables_read}; {ranks}"))
     })
 }
 

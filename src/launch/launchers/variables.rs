@@ -114,7 +114,7 @@ impl<'a> Variables<'a> {
     }
 
     /// Returns the variables that were read, as `NAME=value`s.
-    pub(super) fn told(&self) -> String {
+    pub(super) fn as_text(&self) -> String {
         self.read.borrow().join(" ")
     }
 }

@@ -17,7 +17,7 @@ use signal_hook::consts::{SIGCHLD, SIGKILL, SIGTERM, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::signal_name;
 
-use super::heartbeat_monitor::{tell_ended, waited_for};
+use super::heartbeat_monitor::{report_ended, waited_for};
 use super::in_a_row::InARow;
 use super::launchers::{variables_of_spawned, variables_of_threads};
 use super::restarts::Restarts;
@@ -283,16 +283,16 @@ impl Start<'_> {
         error: &str,
     ) -> Result<()> {
         let store_of_run = store.under(&world::prefix("none", self.number as i64));
-        world::tell_absent(&store_of_run, rank)?;
+        world::report_absent(&store_of_run, rank)?;
         if refuses_input(status) || Report::is_in(&self.store, rank)? {
             // The rank has reported its failure itself, to this process or to the user.
-            return tell_ended(&store_of_run, rank, None, error).map(drop);
+            return report_ended(&store_of_run, rank, None, error).map(drop);
         }
         let waits = waited_for(&store_of_run, rank, placement.devices.len())?;
         let (waits, at) =
             waits.map_or_else(Default::default, |(waits, at)| (format!("; {waits}"), at));
         let error = &(error.to_owned() + &waits);
-        let at = tell_ended(&store_of_run, rank, at, error)?;
+        let at = report_ended(&store_of_run, rank, at, error)?;
         let failure = Some(Failure {
             rank: Some(rank),
             device: Some(rank_label(placement.devices[rank], rank)),

@@ -17,7 +17,7 @@ use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
 use crate::operation::Operation;
 use crate::os::limits::not_started;
 use crate::process_group::rank_label;
-use crate::runtime::{Failure, FlightRecorder, History, RunContext, deadline};
+use crate::runtime::{FlightRecorder, History, ReportedFailure, RunContext, deadline};
 use crate::telemetry::{TRACED, trace_output, write_trace};
 
 /// The stack size of a rank's thread. NCCL's initialisation and the freeing of deep autograd graphs need more than
@@ -41,7 +41,7 @@ impl Spawn {
         }
         if let Some(world) = &self.world {
             run.ranks_here = world.ranks_of_machine();
-            run.elsewhere = Some(world.watch().elsewhere());
+            run.peer_status = Some(world.watch().elsewhere());
             for rank in (0..world_size).filter(|rank| !world.ranks_here().contains(rank)) {
                 run.activity[rank].enter(Operation::Start, 0); // until more is known
             }
@@ -145,7 +145,7 @@ impl Spawn {
         let mut failures = run.failures();
         let table = table.filter(|_| failures.first().is_some_and(|it| it.waited));
         let mut failures =
-            failures.drain(..).map(|Failure { rank, tied, at, error, .. }| RankFailure {
+            failures.drain(..).map(|ReportedFailure { rank, tied, at, error, .. }| RankFailure {
                 rank,
                 tied: tied.into_iter().map(|rank| (rank, self.device(rank))).collect(),
                 device: self.device(rank),
@@ -191,7 +191,7 @@ impl Spawn {
             }
         };
         let here = first..first + running;
-        let mut told = None;
+        let mut last_notice = None;
         while running > 0 && run.cancel.cancelled_by().is_none() {
             select! {
                 recv(self.asks) -> _ => {
@@ -200,11 +200,11 @@ impl Spawn {
                 }
                 default(self.stall_warning.div_f64(8.0).clamp(STALL_POLL_INTERVALS.0, STALL_POLL_INTERVALS.1)) => {
                     if let Some(stall) = stalled(run, here.clone(), self.stall_warning)
-                        && told != Some(stall)
+                        && last_notice != Some(stall)
                         && let Some(text) = stall.text(run, here.clone(), self.stall_warning)
                     {
                         self.tell.notify(&text);
-                        told = Some(stall);
+                        last_notice = Some(stall);
                     }
                     continue;
                 }
@@ -218,7 +218,7 @@ impl Spawn {
         }
         let table = run.cancel.cancelled_by().map(|_| {
             if run.failures().first().is_some_and(|it| it.waited) {
-                run.ask();
+                run.poll_peers();
             }
             status_table(run, here)
         });

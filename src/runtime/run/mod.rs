@@ -46,7 +46,7 @@ impl Activity {
 
 /// A failure of a rank, as it was reported.
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub(crate) struct ReportedFailure {
     /// The rank to blame: the reporter, or a rank that the reporter waited for in vain.
     pub rank: usize,
     /// All ranks that may be at fault if it is unknown which one is; else empty.
@@ -88,14 +88,14 @@ pub(crate) struct RunContext {
     pub activity: Box<[CachePadded<Activity>]>,
     /// The operations of this process's ranks.
     pub flight_recorder: FlightRecorder,
-    /// The operations of other processes' ranks, as of the last [`RunContext::look`].
+    /// The operations of other processes' ranks, as of the last [`RunContext::refresh_peers`].
     pub remote_snapshots: RemoteSnapshots,
     /// The ranks of each group, by its number in the flight recorder.
     groups: Mutex<BTreeMap<u32, Arc<[usize]>>>,
     /// The number of ranks on this machine.
     pub ranks_here: usize,
     /// The source of the state of other processes' ranks; `None` without other processes.
-    pub elsewhere: Option<Arc<dyn PeerStatus>>,
+    pub peer_status: Option<Arc<dyn PeerStatus>>,
     /// The timeout of a rank's wait for other ranks.
     pub timeout: Duration,
     /// The planned fault, if any.
@@ -103,9 +103,9 @@ pub(crate) struct RunContext {
     /// Whether to compare the ranks' calls even with backends that do not require it.
     pub check_collectives: bool,
     /// All failures, oldest first.
-    failures: Mutex<Vec<Failure>>,
+    failures: Mutex<Vec<ReportedFailure>>,
     /// Whether each rank was cancelled or has reported a failure. Its later reports are consequences.
-    told: Box<[AtomicBool]>,
+    notified: Box<[AtomicBool]>,
     /// For each rank the number of unfinished operations on its communication threads.
     pending: Box<[AtomicUsize]>,
     /// The time at which each rank began to wait for those operations, at the end of its function.
@@ -124,12 +124,12 @@ impl RunContext {
             remote_snapshots: RemoteSnapshots::default(),
             groups: Mutex::default(),
             ranks_here: world_size,
-            elsewhere: None,
+            peer_status: None,
             timeout,
             fault,
             check_collectives: false,
             failures: Mutex::default(),
-            told: (0..world_size).map(|_| AtomicBool::default()).collect(),
+            notified: (0..world_size).map(|_| AtomicBool::default()).collect(),
             pending: (0..world_size).map(|_| AtomicUsize::default()).collect(),
             ending: (0..world_size).map(|_| OnceLock::new()).collect(),
             threads: (0..world_size).map(|_| Mutex::default()).collect(),
@@ -173,7 +173,7 @@ impl RunContext {
     /// [`Error::Cancelled`] with the rank that failed first.
     pub(crate) fn check(&self, rank: usize) -> Result<()> {
         let Some(by) = self.cancel.cancelled_by() else { return Ok(()) };
-        self.told[rank].store(true, Ordering::Relaxed);
+        self.notified[rank].store(true, Ordering::Relaxed);
         let cause = self.failures().first().map_or_else(String::new, |f| f.error.clone());
         Err(Error::Cancelled { by, cause })
     }
@@ -193,7 +193,7 @@ impl RunContext {
         cause: Option<&Error>,
         text: String,
     ) {
-        let echo = self.told[reporter].load(Ordering::Relaxed)
+        let echo = self.notified[reporter].load(Ordering::Relaxed)
             || matches!(cause, Some(Error::Cancelled { .. }));
         let blamed = cause.and_then(Error::blames);
         let waited = matches!(cause, Some(Error::Timeout { .. }))
@@ -202,35 +202,36 @@ impl RunContext {
         let Blame { rank, tied, at } =
             blamed.unwrap_or_else(|| Blame { rank: reporter, tied: Vec::new(), at });
         let at = at.unwrap_or_else(|| self.activity[rank].now());
-        let failure = Failure { rank, tied, at, error: text, waited };
-        self.note_failure(reporter, failure, echo, blames);
+        let failure = ReportedFailure { rank, tied, at, error: text, waited };
+        self.record_failure(reporter, failure, echo, blames);
     }
 
     /// Records a failure that another process has sent, and cancels the run.
-    pub(crate) fn report_told(&self, failure: Failure) {
-        let echo = self.told[failure.rank].load(Ordering::Relaxed);
-        self.note_failure(failure.rank, failure, echo, false);
+    pub(crate) fn report_remote(&self, failure: ReportedFailure) {
+        let echo = self.notified[failure.rank].load(Ordering::Relaxed);
+        self.record_failure(failure.rank, failure, echo, false);
     }
 
-    fn note_failure(&self, reporter: usize, failure: Failure, echo: bool, blames: bool) {
+    fn record_failure(&self, reporter: usize, failure: ReportedFailure, echo: bool, blames: bool) {
         let mut failures = self.failures();
         if !echo || failures.is_empty() {
             // Several ranks that wait in vain for the same one report the same failure in different words.
-            let known =
-                |it: &Failure| it.error == failure.error || (blames && it.rank == failure.rank);
+            let known = |it: &ReportedFailure| {
+                it.error == failure.error || (blames && it.rank == failure.rank)
+            };
             if !failures.iter().any(known) {
                 failures.push(failure);
             }
         }
         // Later reports of this rank, such as the same error in other words, follow from this one.
-        self.told[reporter].store(true, Ordering::Relaxed);
+        self.notified[reporter].store(true, Ordering::Relaxed);
         let by = failures[0].rank;
         drop(failures);
         self.cancel.cancel(by);
     }
 
     /// Returns all failures so far, oldest first.
-    pub(crate) fn failures(&self) -> MutexGuard<'_, Vec<Failure>> {
+    pub(crate) fn failures(&self) -> MutexGuard<'_, Vec<ReportedFailure>> {
         self.failures.lock()
     }
 
@@ -306,13 +307,13 @@ impl RunContext {
                 break Error::PeerExited { at, waiting, left };
             }
             let Some(time_left) = self.timeout.checked_sub(began.elapsed()) else {
-                let mut late = if are_elsewhere { self.look() } else { Vec::new() };
+                let mut late = if are_elsewhere { self.refresh_peers() } else { Vec::new() };
                 if self.cancel.cancelled_by().is_some() {
                     continue; // the other process's failure says more than this timeout
                 }
                 late.retain(|late| ranks.contains(&late.rank));
                 if late.is_empty() {
-                    late = self.late(ranks.to_vec());
+                    late = self.missing_ranks(ranks.to_vec());
                 }
                 break Error::Timeout { at, waiting, waited: self.timeout, late };
             };
@@ -332,7 +333,7 @@ impl RunContext {
     /// Returns the timeout error of rank `waiting`, which alone waited for `missing`, ranks of other processes.
     /// Refreshes the state of these ranks first.
     pub(crate) fn not_come(&self, waiting: usize, missing: Vec<usize>) -> Error {
-        let silent = self.look();
+        let silent = self.refresh_peers();
         let is_silent = |rank: usize| silent.iter().any(|it| it.rank == rank);
         let seen = |rank: usize| MissingRank {
             rank,
@@ -346,8 +347,8 @@ impl RunContext {
 
     /// Returns the ranks of other processes that have not reached the operation of `waiting`, those that wait for no
     /// rank first. Refreshes their state, which takes a moment.
-    fn late_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
-        let silent = self.look();
+    fn missing_elsewhere(&self, waiting: usize) -> Vec<MissingRank> {
+        let silent = self.refresh_peers();
         if !silent.is_empty() {
             return silent;
         }
@@ -360,10 +361,10 @@ impl RunContext {
         if missing.is_empty() {
             missing = all().filter(|rank| self.activity[*rank].now() != at).collect();
         }
-        if self.elsewhere.is_none() || missing.is_empty() {
+        if self.peer_status.is_none() || missing.is_empty() {
             return Vec::new();
         }
-        let mut late = self.late(missing);
+        let mut late = self.missing_ranks(missing);
         late.sort_by_key(|it| it.last_seen.operation.may_wait());
         late
     }
@@ -382,7 +383,7 @@ impl RunContext {
         if self.poll_at_most(waiting, self.timeout, is_done)? {
             return Ok(());
         }
-        let late = self.late_elsewhere(waiting);
+        let late = self.missing_elsewhere(waiting);
         self.check(waiting)?; // another process may have reported the cause
         let at = self.activity[waiting].now();
         Err(Error::Timeout { at, waiting, waited: self.timeout, late })
@@ -412,26 +413,26 @@ impl RunContext {
     }
 
     /// Refreshes the state of other processes' ranks: [`PeerStatus::refresh`].
-    pub(crate) fn look(&self) -> Vec<MissingRank> {
-        self.elsewhere.as_ref().map_or(Vec::new(), |elsewhere| elsewhere.refresh(self))
+    pub(crate) fn refresh_peers(&self) -> Vec<MissingRank> {
+        self.peer_status.as_ref().map_or(Vec::new(), |peers| peers.refresh(self))
     }
 
     /// Refreshes that state once, even if the run has failed.
-    pub(crate) fn ask(&self) {
-        if let Some(elsewhere) = &self.elsewhere {
-            elsewhere.poll(self);
+    pub(crate) fn poll_peers(&self) {
+        if let Some(peers) = &self.peer_status {
+            peers.poll(self);
         }
     }
 
     /// Returns `missing`, the ranks that are waited for, with their last known operations.
     ///
     /// If all of them wait in collectives or messages, another rank delays them. Computing ranks then come first.
-    pub(crate) fn late(&self, missing: Vec<usize>) -> Vec<MissingRank> {
+    pub(crate) fn missing_ranks(&self, missing: Vec<usize>) -> Vec<MissingRank> {
         let mut late = self.last_seen(missing);
         if late.iter().all(|late| late.last_seen.operation.may_wait()) {
-            let mut keepers = self.last_seen(0..self.activity.len());
-            keepers.retain(|rank| rank.last_seen.operation.is_compute());
-            late.splice(0..0, keepers);
+            let mut computing = self.last_seen(0..self.activity.len());
+            computing.retain(|rank| rank.last_seen.operation.is_compute());
+            late.splice(0..0, computing);
         }
         late
     }

@@ -86,7 +86,7 @@ fn who_waits_for_nccl_names_the_ranks_of_other_processes_that_have_not_come() {
         ([AllReduce, AllReduce], &[]),
     ] {
         let mut run = RunContext::new(3, Duration::ZERO, None);
-        run.elsewhere = Some(Arc::new(Other(others)));
+        run.peer_status = Some(Arc::new(Other(others)));
         run.start(0);
         run.activity[0].enter(AllReduce, 4);
         let Err(Error::Timeout { late, .. }) = run.poll(0, || Ok(false)) else { panic!() };
