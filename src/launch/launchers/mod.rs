@@ -33,9 +33,6 @@ mod spawned;
 mod torchrun;
 mod variables;
 
-#[cfg(test)]
-mod tests;
-
 use std::fmt;
 use std::path::PathBuf;
 
@@ -371,3 +368,6 @@ impl Launch {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
