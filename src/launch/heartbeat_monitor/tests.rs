@@ -82,7 +82,7 @@ fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
 fn a_look_at_a_store_out_of_reach_ends_and_names_who_serves_it() {
     let Scene { server: _server, cut, watch, run } = scene();
     let store = watch.shared.store.clone();
-    watch.shared.hear(&store, &run, &mut false).unwrap();
+    watch.shared.read_store(&store, &run, &mut false).unwrap();
     cut.store(true, Ordering::SeqCst);
     let silent = in_time(move || watch.elsewhere().refresh(&run));
     let named: Vec<_> = silent.iter().map(|it| (it.rank, it.last_seen, it.silent)).collect();
