@@ -26,7 +26,7 @@ pub(crate) fn open_regular(path: &Path) -> io::Result<File> {
 /// Returns the contents of a regular file of at most `limit` bytes.
 ///
 /// # Errors
-/// As [`open_regular`]; also if the file has more bytes.
+/// The errors of [`open_regular`]; also if the file has more bytes.
 pub(crate) fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open_regular(path)?.take(limit + 1).read_to_end(&mut bytes)?;
@@ -36,7 +36,7 @@ pub(crate) fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 /// Returns the contents, of at most `limit` bytes, of a regular file or of a pipe such as `/dev/stdin`.
 ///
 /// # Errors
-/// As [`read_regular`]; also if a pipe sends no data for [`MAX_READ_WAIT`].
+/// The errors of [`read_regular`]; also if a pipe sends no data for [`MAX_READ_WAIT`].
 pub(crate) fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut file = open(path)?;
     let kind = file.metadata()?.file_type();

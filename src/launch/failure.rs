@@ -16,7 +16,7 @@ pub struct RankFailure {
     pub tied: Vec<(usize, String)>,
     /// Its device, as `CPU:1` or `GPU:0`.
     pub device: String,
-    /// What the rank was doing.
+    /// The operation in which it failed.
     pub at: OpId,
     /// The reason, with all causes on one line.
     pub error: String,
@@ -59,7 +59,7 @@ pub struct StuckRank {
     pub rank: usize,
     /// Its device, as `CPU:1` or `GPU:0`.
     pub device: String,
-    /// What the rank was last seen doing.
+    /// The rank's last known operation.
     pub last_seen: OpId,
 }
 
@@ -75,7 +75,7 @@ pub struct SpawnError {
     pub stuck: Vec<StuckRank>,
     /// How long the other ranks had to come back.
     pub grace_period: Duration,
-    /// What each rank of this process was doing when the run failed, one line for each. `None` unless the failure
+    /// The operation of each rank of this process when the run failed, one line for each. `None` unless the failure
     /// is that ranks waited for others.
     pub table: Option<String>,
 }

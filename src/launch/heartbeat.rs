@@ -21,7 +21,7 @@ pub(super) struct Heartbeat {
     pub ranks: Vec<RankStatus>,
 }
 
-/// What a rank is doing.
+/// The status of a rank: its current operation, and the last ones of its flight recorder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct RankStatus {
     at: u64,

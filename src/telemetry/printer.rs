@@ -121,7 +121,7 @@ impl Printer {
     /// Adds one rank's report of an epoch. Prints the reports of all `world_size` ranks once the last has arrived.
     ///
     /// # Errors
-    /// As [`Printer::event`].
+    /// The errors of [`Printer::event`].
     pub fn epoch(&self, epoch: Epoch, world_size: usize) -> io::Result<()> {
         let mut waiting = self.waiting();
         let reports = waiting.entry(epoch.epoch).or_default();
@@ -147,7 +147,7 @@ impl Printer {
     /// Prints the reports of epochs that not all ranks finished.
     ///
     /// # Errors
-    /// As [`Printer::event`].
+    /// The errors of [`Printer::event`].
     pub fn flush_epochs(&self) -> io::Result<()> {
         let reports = std::mem::take(&mut *self.waiting());
         reports.into_values().flatten().try_for_each(|r| self.event(&Event::Epoch(r)))
@@ -171,7 +171,7 @@ impl Printer {
     /// Prints one object as a line of JSON.
     ///
     /// # Errors
-    /// As [`Printer::event`].
+    /// The errors of [`Printer::event`].
     pub fn object(&self, object: &impl Serialize) -> io::Result<()> {
         self.line(&serde_json::to_string(object).map_err(io::Error::other)?)
     }
@@ -179,7 +179,7 @@ impl Printer {
     /// Prints a line on stdout.
     ///
     /// # Errors
-    /// As [`Printer::event`].
+    /// The errors of [`Printer::event`].
     pub fn line(&self, line: &str) -> io::Result<()> {
         self.lines(|out| writeln!(out, "{line}"))
     }
@@ -187,7 +187,7 @@ impl Printer {
     /// Prints many lines on stdout at once.
     ///
     /// # Errors
-    /// As [`Printer::event`].
+    /// The errors of [`Printer::event`].
     pub fn lines(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
         self.without_progress(|| Self::write(write))
     }

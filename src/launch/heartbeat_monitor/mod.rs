@@ -45,7 +45,7 @@ pub(super) struct Server {
 pub(super) struct HeartbeatMonitor {
     shared: Arc<Shared>,
     thread: Mutex<Option<Thread>>,
-    /// Whether a run has begun. What one run leaves in the store would mislead a second one.
+    /// Whether a run has begun. The keys that one run leaves in the store would mislead a second one.
     has_begun: AtomicBool,
 }
 

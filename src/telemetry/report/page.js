@@ -76,7 +76,7 @@ function traffic() {
   if (!collectives.length && !sum(sent)) return;
   const told = n => n == null ? NONE : exact(n, bytes(n));
   const times = n => el("small", {}, `${count(n)}\u00d7`);
-  // Of several processes each knows the calls of its own ranks only.
+  // Each process knows only the calls of its own ranks.
   const most = Math.max(1, ...lines.map(rank => sum(collectives.map(it => it.bytes[rank] ?? 0))));
   const shares = rank => collectives.map((it, i) => ({ name: it.operation, value: it.bytes[rank] ?? 0, colour: hue(i) }));
   const called = (it, rank) => it.bytes[rank] == null ? NONE : [told(it.bytes[rank]), times(it.calls[rank])];

@@ -22,7 +22,7 @@ function timeline() {
       open ||= it[DURATION] === null;
     }
   }
-  // What has not ended goes on to the end of the run, beyond all that has.
+  // An unfinished operation extends to the end of the run.
   const beyond = Math.max(data.timeline.end ?? 0, last + Math.max(1, (last - begin) * .04));
   const end = open ? beyond : Math.max(last, begin + 1);
   const endOf = it => it[DURATION] === null ? end : it[BEGIN] + it[DURATION];
@@ -319,7 +319,7 @@ function timeline() {
   }
   const move = share => show(view.from + share * (view.to - view.from), view.to + share * (view.to - view.from));
 
-  // What lies under a point: the uppermost first.
+  // Returns the records under a point, the uppermost first.
   function find(x, y) {
     const slack = 2 / scale(), time = timeAt(x);
     if (x < GUTTER) return null;

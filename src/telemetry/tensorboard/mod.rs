@@ -80,7 +80,7 @@ impl TensorBoard {
     /// Writes a histogram of `values`. Infinite values and NaN are left out.
     ///
     /// # Errors
-    /// As [`scalar`](Self::scalar).
+    /// The errors of [`scalar`](Self::scalar).
     pub fn histogram(&mut self, tag: &str, step: u64, values: &[f32]) -> io::Result<()> {
         self.value(tag, step, Kind::Histogram(histogram(values)))
     }
@@ -113,7 +113,7 @@ impl TensorBoard {
     /// Writes all pending records to the file. This also happens after each 64 KiB, and on drop.
     ///
     /// # Errors
-    /// As [`scalar`](Self::scalar).
+    /// The errors of [`scalar`](Self::scalar).
     pub fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
     }
