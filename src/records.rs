@@ -39,6 +39,29 @@ impl PhaseSeconds {
     }
 }
 
+/// Training metrics over the last few steps, of all ranks together.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TrainMetrics {
+    /// Steps made so far.
+    pub step: u64,
+    /// The epoch, from 0.
+    pub epoch: u64,
+    /// The mean loss over the samples of all ranks.
+    pub loss: f64,
+    /// The last step's learning rate.
+    pub lr: f64,
+    /// The norm of all gradients before they were clipped; `None` if they were not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grad_norm: Option<f64>,
+    /// Steps of the whole run that were skipped because a value was not finite; `None` if steps may not be skipped.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped_steps: Option<u64>,
+    /// Mean duration of a step, in microseconds.
+    pub step_us: f64,
+    /// Samples that all ranks together processed per second.
+    pub samples_per_second: f64,
+}
+
 /// Metrics of the model on data that it is not trained on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ValidationMetrics {

@@ -29,9 +29,9 @@ pub use launched::{Joining, Launched};
 pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
 };
-pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
+pub use placement::{Backend, BackendChoice, NodeSlice, Nproc, Placement, place};
 pub(crate) use processes::{Children, Ended, Report, SpawnProcesses};
-pub use rank::{Backend, Rank};
+pub use rank::Rank;
 pub(crate) use restarts::Restarts;
 pub(crate) use signals::{await_termination, end_at_signals_in};
 pub use signals::{exit_code, status_signal, stop_on_signals};

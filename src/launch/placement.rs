@@ -3,9 +3,9 @@
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use strum::IntoStaticStr;
 use tch::Device;
 
-use super::Backend;
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
 
@@ -44,6 +44,25 @@ impl FromStr for Nproc {
                 ))),
             },
         }
+    }
+}
+
+/// The communication backend of a process group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
+pub enum Backend {
+    /// NCCL: each rank on a GPU of its own.
+    Nccl,
+    /// Shared memory: ranks on the CPU, or on one GPU together.
+    Threaded,
+    /// Gloo: ranks on the CPU in several processes. Ranks of one process share memory.
+    Gloo,
+}
+
+impl Backend {
+    /// Returns the backend's name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        self.into()
     }
 }
 

@@ -5,34 +5,14 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use strum::IntoStaticStr;
 use tch::Device;
 
-use super::ProcessWorld;
 use super::rendezvous::Rendezvous;
+use super::{Backend, ProcessWorld};
 use crate::error::{Error, Result};
 use crate::operation::Operation;
 use crate::process_group::{Bootstrap, ProcessGroup};
 use crate::runtime::{FaultSite, RunContext};
-
-/// The communication backend of a process group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr)]
-#[strum(serialize_all = "lowercase")]
-pub enum Backend {
-    /// NCCL: each rank on a GPU of its own.
-    Nccl,
-    /// Shared memory: ranks on the CPU, or on one GPU together.
-    Threaded,
-    /// Gloo: ranks on the CPU in several processes. Ranks of one process share memory.
-    Gloo,
-}
-
-impl Backend {
-    /// Returns the backend's name on the command line and in reports.
-    pub fn name(self) -> &'static str {
-        self.into()
-    }
-}
 
 /// One rank, as its function sees it: its number, its device, and access to the process group.
 ///

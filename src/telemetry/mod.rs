@@ -21,7 +21,7 @@ pub use events::{End, Epoch, Event, Failure, Start};
 pub use explain::{Language, Narrator, RankStep, RunInfo, Step};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
-pub use metrics_logger::{MetricsLogger, TrainMetrics};
+pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer};
 pub use samples::Sample;

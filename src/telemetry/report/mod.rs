@@ -8,8 +8,8 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::{Marks, Output, Straggler, TrainMetrics};
-use crate::records::{Parameter, PhaseSeconds, ValidationMetrics};
+use super::{Marks, Output, Straggler};
+use crate::records::{Parameter, PhaseSeconds, TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Cores, Measured, advice, outside_collectives};
 pub(crate) use tracks::Tracks;
 

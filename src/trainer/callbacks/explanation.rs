@@ -123,7 +123,7 @@ impl<M> Callback<M> for Explanation {
 }
 
 /// Returns all values of a tensor, flattened.
-fn values(tensor: &Tensor) -> crate::Result<Vec<f64>> {
+fn values(tensor: &Tensor) -> crate::error::Result<Vec<f64>> {
     let read = || {
         let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
         Vec::<f64>::try_from(local.f_reshape([-1])?)

@@ -56,7 +56,7 @@ impl<M> Callback<M> for FaultInjection {
 }
 
 /// Overwrites the step's first sample with NaN.
-fn make_sample_nan(batches: &mut [Batch]) -> crate::Result<()> {
+fn make_sample_nan(batches: &mut [Batch]) -> crate::error::Result<()> {
     let Some(batch) = batches.iter_mut().find(|batch| !batch.is_empty()) else { return Ok(()) };
     // A copy: the data set itself stays unchanged.
     let torch = || Error::torch("making a sample NaN");
@@ -66,7 +66,7 @@ fn make_sample_nan(batches: &mut [Batch]) -> crate::Result<()> {
 }
 
 /// Replaces the step's first sample by its second, so that the number of samples stays the same.
-fn skip_sample(batches: &mut [Batch], step: u64) -> crate::Result<()> {
+fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
     let torch = || Error::torch("taking a sample twice");
     let take = |batch: &Batch, row: i64| -> Result<[Tensor; 2], tch::TchError> {
         Ok([batch.inputs.f_narrow(0, row, 1)?, batch.targets.f_narrow(0, row, 1)?])

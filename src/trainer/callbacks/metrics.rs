@@ -7,7 +7,8 @@ use tch::Tensor;
 
 use crate::error::Error;
 use crate::process_group::ReduceOp;
-use crate::telemetry::{MetricsLogger, TrainMetrics};
+use crate::records::TrainMetrics;
+use crate::telemetry::MetricsLogger;
 use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
 /// Writes metrics every few steps of an epoch. Holds the totals since the last report.

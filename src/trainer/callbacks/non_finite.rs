@@ -63,7 +63,7 @@ impl<M: ModuleT> Callback<M> for NonFiniteGuard {
 /// Returns the loss from which to run backward: with gradients that are not finite if `loss` is not. Without this they
 /// might be finite: the square of a number may overflow where its double does not. Then one rank alone would detect
 /// the loss.
-fn poison_if_nonfinite(loss: &Tensor) -> crate::Result<Tensor> {
+fn poison_if_nonfinite(loss: &Tensor) -> crate::error::Result<Tensor> {
     // Multiplies by 1, or by NaN. Reads nothing, so the host does not wait for a GPU.
     let pass_on = || {
         let value = loss.f_detach()?;

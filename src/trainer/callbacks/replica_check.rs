@@ -31,7 +31,7 @@ impl<M> Callback<M> for ReplicaCheck {
 ///
 /// # Errors
 /// [`Error::ReplicasDiverged`], on all ranks alike.
-pub(super) fn compare_before_save<M>(context: &TrainContext<M>) -> crate::Result<()> {
+pub(super) fn compare_before_save<M>(context: &TrainContext<M>) -> crate::error::Result<()> {
     match &context.ddp {
         Strategy::Ddp(ddp) if ddp.group().world_size() > 1 => {
             compare_replicas(ddp, false, context.state.step, Compared::BeforeSave)
@@ -50,7 +50,7 @@ pub(crate) fn compare_replicas<M>(
     buffers: bool,
     steps: u64,
     compared: Compared,
-) -> crate::Result<()> {
+) -> crate::error::Result<()> {
     let group = ddp.group();
     group.synchronize()?;
     let (names, hashes): (Vec<String>, Vec<u64>) = ddp.tensor_hashes(buffers)?.into_iter().unzip();

@@ -57,7 +57,7 @@ impl Validation {
         for batch in self.loader.epoch(0)? {
             let batch = batch?;
             let _autocast = context.amp.autocast(device)?;
-            let batch_totals = tch::no_grad(|| -> crate::Result<Tensor> {
+            let batch_totals = tch::no_grad(|| -> crate::error::Result<Tensor> {
                 let output = context.ddp.forward_t(&batch.inputs, false);
                 let loss = context.loss.of(&output, &batch.targets)?;
                 let more = MAX_SAMPLES - samples.len() as i64;
