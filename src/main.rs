@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use ddp_mp::commands;
-use ddp_mp::config::Config;
+use ddp_mp::config::Tool;
 use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{exit_code, install_panic_hook};
 use ddp_mp::os;
@@ -95,39 +95,33 @@ fn run(command: Command) -> anyhow::Result<()> {
 
 /// Trains and returns the exit code.
 fn train(flags: &TrainFlags) -> anyhow::Result<u8> {
-    let config = Config::resolve(flags.config.as_deref(), flags.table()?)?;
-    let printer = Arc::new(Printer::new(config.log_format));
+    let config = flags.resolve()?;
+    let printer = Arc::new(Printer::new(config.output.log_format));
     commands::train(config, &cuda::load(), &printer).map(exit_code)
 }
 
 fn bench_step(flags: &StepFlags) -> anyhow::Result<()> {
-    let table = flags.train.table()?;
-    commands::check_step_flags(table.keys())?;
-    let config = Config::resolve(flags.train.config.as_deref(), table)?;
-    let printer = Arc::new(Printer::new(config.log_format));
+    let config = flags.train.resolve_for(Tool::BenchStep)?;
+    let printer = Arc::new(Printer::new(config.output.log_format));
     let cluster = flags.simulate_cluster.clone();
     commands::bench_step(config, flags.steps as usize, cluster, &cuda::load(), &printer)
 }
 
 fn bench_scaling(flags: &ScalingFlags) -> anyhow::Result<()> {
-    let table = flags.train.table()?;
-    commands::check_scaling_flags(table.keys())?;
-    let config = Config::resolve(flags.train.config.as_deref(), table)?;
-    let printer = Printer::new(config.log_format);
+    let config = flags.train.resolve_for(Tool::BenchScaling)?;
+    let printer = Printer::new(config.output.log_format);
     let (steps, repetitions) = (flags.steps as usize, flags.repetitions as usize);
     commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
 }
 
 fn verify(flags: &VerifyFlags) -> anyhow::Result<()> {
-    let table = flags.train.table()?;
-    commands::check_verify_flags(table.keys())?;
-    let config = Config::resolve(flags.train.config.as_deref(), table)?;
-    let printer = Printer::new(config.log_format);
+    let config = flags.train.resolve_for(Tool::Verify)?;
+    let printer = Printer::new(config.output.log_format);
     commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
 }
 
 fn env(flags: &TrainFlags) -> anyhow::Result<()> {
-    let config = Config::resolve(flags.config.as_deref(), flags.table()?)?;
-    let printer = Printer::new(config.log_format);
+    let config = flags.resolve()?;
+    let printer = Printer::new(config.output.log_format);
     commands::env(&config, &cuda::load(), &printer)
 }

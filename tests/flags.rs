@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::{fs, thread};
 
 use clap::{Arg, Command, CommandFactory};
-use ddp_mp::config::{Config, options_with_other_names};
+use ddp_mp::config::options_with_other_names;
 
 use crate::harness::{program, run_command};
 
@@ -204,7 +204,7 @@ fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
     if cli.command.is_some() {
         return None;
     }
-    match Config::resolve(None, cli.train.table().unwrap()) {
+    match cli.train.resolve() {
         Ok(_) => None,
         Err(ddp_mp::Error::Input(text)) => Some(text),
         Err(other) => panic!("no wrong input: {other}"),

@@ -119,7 +119,7 @@ fn configurations() {
         fs::write(&path, &configs[number % configs.len()]).unwrap();
         // A mistake beside another flag names that flag.
         let names = ["run.toml", "--"];
-        let resolve = || Config::resolve(Some(&path), toml::Table::new());
+        let resolve = || Config::resolve(Some(&path), &toml::Table::new());
         read += usize::from(try_changed(&mut chance, &path, &names, resolve));
     }
     assert!(read > 0 && read < inputs(), "{read} of {} were read", inputs());

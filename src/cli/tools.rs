@@ -8,32 +8,31 @@ use ddp_mp::ReduceOp;
 use ddp_mp::commands::{
     BenchOp, BenchRequest, CommOp, CommRequest, MOST_STEPS, SamplerRequest, SimulatedCluster,
 };
-use ddp_mp::config::parse_timeout;
+use ddp_mp::config::{name, positive_duration, whole};
 use ddp_mp::launch::{BackendChoice, Nproc};
 use ddp_mp::process_group::{DTYPES, dtype_name, parse_dtype};
 use ddp_mp::telemetry::LogFormat;
 use tch::Kind;
 
 use super::TrainFlags;
-use super::values::{whole, whole_in};
 
 /// The flags of `sampler`.
 #[derive(Debug, Args)]
 pub(crate) struct SamplerFlags {
     /// Number of samples
-    #[arg(long, value_name = "N", value_parser = whole_in(1..=u64::MAX))]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=u64::MAX))]
     len: u64,
     /// Number of ranks
-    #[arg(long, value_name = "W", value_parser = whole_in(1..=SamplerRequest::MOST_RANKS as u64))]
+    #[arg(long, value_name = "W", value_parser = whole::<u64>(1..=SamplerRequest::MOST_RANKS as u64))]
     world_size: u64,
     /// Only rank to show
-    #[arg(long, value_name = "R", value_parser = whole_in(0..=u64::MAX))]
+    #[arg(long, value_name = "R", value_parser = whole::<u64>(0..=u64::MAX))]
     rank: Option<u64>,
     /// Epoch, from 0
-    #[arg(long, value_name = "E", value_parser = whole_in(0..=u64::MAX), default_value_t = 0)]
+    #[arg(long, value_name = "E", value_parser = whole::<u64>(0..=u64::MAX), default_value_t = 0)]
     epoch: u64,
     /// Random seed of the shuffle
-    #[arg(long, value_name = "S", value_parser = whole_in(0..=u64::MAX), default_value_t = 0)]
+    #[arg(long, value_name = "S", value_parser = whole::<u64>(0..=u64::MAX), default_value_t = 0)]
     seed: u64,
     /// No padding: samples that cannot be divided equally are dropped
     #[arg(long)]
@@ -47,7 +46,7 @@ pub(crate) struct SamplerFlags {
     /// Format of the output
     ///
     /// text: one sample per line, with its rank unless --rank is given. json: one object per rank
-    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]
     log_format: LogFormat,
 }
 
@@ -86,7 +85,7 @@ pub(super) struct RanksFlags {
     /// Longest wait for other ranks, as 500ms, 30s, 10m
     ///
     /// A plain number is seconds
-    #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "10m")]
+    #[arg(long, value_name = "TIME", value_parser = positive_duration, default_value = "10m")]
     timeout: Duration,
 }
 
@@ -97,7 +96,7 @@ pub(crate) struct CommFlags {
     #[arg(value_name = "OP", value_parser = comm_op())]
     op: Option<CommOp>,
     /// Elements of each tensor
-    #[arg(long, value_name = "N", value_parser = whole_in(0..=CommRequest::MOST_NUMEL), default_value_t = 2)]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(0..=CommRequest::MOST_NUMEL), default_value_t = 2)]
     numel: u64,
     /// Data type of the elements
     #[arg(long, value_name = "DTYPE", value_parser = kind(), default_value = "float32")]
@@ -110,7 +109,7 @@ pub(crate) struct CommFlags {
     /// Format of the output
     ///
     /// text: for people. json: one object per operation and rank
-    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]
     log_format: LogFormat,
 }
 
@@ -148,13 +147,13 @@ pub(crate) struct BenchFlags {
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "128M")]
     max_bytes: u64,
     /// Factor from one size to the next
-    #[arg(long, value_name = "N", value_parser = whole(2), default_value_t = 2)]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(2..), default_value_t = 2)]
     step_factor: u64,
     /// Measurements of each size [default: for a quarter of a second]
-    #[arg(long, value_name = "N", value_parser = whole_in(1..=BenchRequest::MOST_ITERS))]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=BenchRequest::MOST_ITERS))]
     iters: Option<u64>,
     /// Warm-up iterations before them
-    #[arg(long, value_name = "N", value_parser = whole_in(0..=BenchRequest::MOST_ITERS), default_value_t = 5)]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(0..=BenchRequest::MOST_ITERS), default_value_t = 5)]
     warmup: u64,
     /// Data type of the elements
     #[arg(long, value_name = "DTYPE", value_parser = parse_dtype, default_value = "float32")]
@@ -167,7 +166,7 @@ pub(crate) struct BenchFlags {
     /// Format of the output
     ///
     /// text: a table. json: one object per size
-    #[arg(long, value_name = "FORMAT", value_parser = log_format(), default_value = "text")]
+    #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]
     log_format: LogFormat,
 }
 
@@ -184,7 +183,7 @@ pub(crate) enum BenchCommand {
 #[derive(Debug, Args)]
 pub(crate) struct StepFlags {
     /// Steps to measure
-    #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 500)]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 500)]
     pub(crate) steps: u64,
     /// Forecast of the step's time on a cluster
     ///
@@ -200,10 +199,10 @@ pub(crate) struct StepFlags {
 #[derive(Debug, Args)]
 pub(crate) struct ScalingFlags {
     /// Steps of each repetition
-    #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 100)]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 100)]
     pub(crate) steps: u64,
     /// Repetitions per number of ranks; the median counts
-    #[arg(long, value_name = "N", value_parser = whole_in(1..=1000), default_value_t = 5)]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=1000), default_value_t = 5)]
     pub(crate) repetitions: u64,
     #[command(flatten)]
     pub(crate) train: TrainFlags,
@@ -213,7 +212,7 @@ pub(crate) struct ScalingFlags {
 #[derive(Debug, Args)]
 pub(crate) struct VerifyFlags {
     /// Steps to make
-    #[arg(long, value_name = "N", value_parser = whole_in(1..=MOST_STEPS), default_value_t = 20)]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_STEPS), default_value_t = 20)]
     pub(crate) steps: u64,
     /// Difference of each parameter, however many there are
     #[arg(long)]
@@ -282,12 +281,5 @@ fn backend() -> impl TypedValueParser<Value = BackendChoice> {
         "nccl" => BackendChoice::Nccl,
         "threaded" => BackendChoice::Threaded,
         _ => BackendChoice::Auto,
-    })
-}
-
-fn log_format() -> impl TypedValueParser<Value = LogFormat> {
-    PossibleValuesParser::new(["text", "json"]).map(|name| match &name[..] {
-        "json" => LogFormat::Json,
-        _ => LogFormat::Text,
     })
 }

@@ -60,11 +60,11 @@ struct Samples {
 impl Samples {
     fn of(config: &Config, data: &Data) -> Self {
         Self {
-            dataset: config.dataset.to_string(),
+            dataset: config.data.dataset.to_string(),
             training: data.training.len(),
             validation: data.validation.as_ref().map(|samples| samples.len()),
-            in_features: config.in_features,
-            out_features: config.out_features,
+            in_features: config.data.in_features,
+            out_features: config.data.out_features,
         }
     }
 }
@@ -163,7 +163,7 @@ fn write_text(
     row("NCCL", report.nccl.clone().unwrap_or_else(none))?;
     match launch {
         Ok(launch) if launch.kind == LaunchKind::Local => {
-            let are = match config.spawn {
+            let are = match config.launch.spawn {
                 SpawnChoice::Threads => "threads of this process",
                 SpawnChoice::Processes => "processes that this one starts",
             };

@@ -7,15 +7,12 @@ mod sampler;
 mod train;
 mod verify;
 
-pub use bench::{
-    BenchOp, BenchRequest, SimulatedCluster, bench, bench_scaling, bench_step, check_scaling_flags,
-    check_step_flags,
-};
+pub use bench::{BenchOp, BenchRequest, SimulatedCluster, bench, bench_scaling, bench_step};
 pub use comm::{CommOp, CommRequest, comm};
 pub use env::env;
 pub use sampler::{SamplerRequest, sampler};
 pub use train::train;
-pub use verify::{check_verify_flags, verify};
+pub use verify::verify;
 
 pub use crate::session::AlreadyReported;
 

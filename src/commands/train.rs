@@ -64,16 +64,16 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     if rank.rank() == 0 {
         session.print_start(ddp.num_parameters())?;
     }
-    let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
+    let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.training.loss)?
         .generator(generator)
-        .max_grad_norm(config.max_grad_norm)
-        .accumulate(config.grad_accum_steps as usize)
-        .exact_mean(config.exact_mean)?
-        .amp(config.amp)?
-        .skip_nonfinite(config.skip_nonfinite)?
-        .check_replicas(config.check_replicas_every)?
-        .max_steps(config.max_steps)
-        .patience(config.patience)
+        .max_grad_norm(config.optimization.max_grad_norm)
+        .accumulate(config.ddp.grad_accum_steps as usize)
+        .exact_mean(config.ddp.exact_mean)?
+        .amp(config.training.amp)?
+        .skip_nonfinite(config.optimization.skip_nonfinite)?
+        .check_replicas(config.ddp.check_replicas_every)?
+        .max_steps(config.training.max_steps)
+        .patience(config.training.patience)
         .stop(session.stop.clone())
         .report(printer.clone());
     if logs_metrics {
@@ -86,11 +86,11 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     }
     if let Some(validation) = &data.validation {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;
-        let (batch_size, device) = (config.batch_size, rank.device());
+        let (batch_size, device) = (config.training.batch_size, rank.device());
         let loader = DataLoader::new(validation.clone(), sampler.uneven(), batch_size, device)?;
-        trainer = trainer.validation(loader.pin_memory(&group)?, config.val_every);
+        trainer = trainer.validation(loader.pin_memory(&group)?, config.data.val_every);
     }
-    if config.checkpoint_dir.is_some() {
+    if config.checkpoints.checkpoint_dir.is_some() {
         let dir = start_point.checkpoint_dir.clone();
         trainer = trainer.checkpoints(dir, config.save_every(), config.options()?);
     }
@@ -100,7 +100,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     if rank.rank() == 0 {
         session.artifacts.record_model(config, trainer.ddp(), trainer.state());
     }
-    let summary = trainer.train(config.max_epochs)?;
+    let summary = trainer.train(config.training.max_epochs)?;
 
     group.barrier()?;
     let (end, replicas_equal) = gather_summary(&trainer, &summary, session, &group)?;

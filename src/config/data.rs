@@ -1,187 +1,93 @@
-//! The data keys: opens the data, takes the sizes of a file, and checks the given ones.
+//! The options of the data.
 
-use std::sync::Arc;
+use clap::Args;
+use clap::builder::ArgPredicate;
+use serde::Serialize;
+use serde_with::skip_serializing_none;
 
-use super::{Config, Invalid, flag_name};
-use crate::data::{
-    Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
-    TensorDataset, random_split,
-};
-use crate::error::{Error, Result};
-use crate::trainer::Loss;
+use super::properties::{InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::values::{number, whole};
+use crate::data::DatasetSpec;
 
-/// The training and validation data of a run.
-#[derive(Debug)]
-pub struct Data {
-    /// The training samples.
-    pub training: Arc<dyn Dataset>,
-    /// The validation samples, held back or from files beside the training files. `None` if there are none.
-    pub validation: Option<Arc<dyn Dataset>>,
-    /// Notes for the user about the data.
-    pub notes: Vec<String>,
+/// The samples, and how they are dealt to the ranks.
+#[skip_serializing_none]
+#[derive(Debug, Clone, PartialEq, Args, Serialize)]
+#[command(next_help_heading = "Data")]
+#[group(skip)]
+pub struct DataSection {
+    /// Data set
+    ///
+    /// random; digits (handwritten, part of this program); or a file of your own: safetensors:FILE,
+    /// npy:INPUTS,TARGETS, idx:FOLDER (as MNIST), csv:FILE
+    #[arg(long, value_name = "DATA", default_value_t = DatasetSpec::RANDOM, add = InShortHelp)]
+    pub dataset: DatasetSpec,
+    /// Samples of random data, or the first of a file's
+    #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
+    #[arg(default_value = "4096", default_value_ifs = unless_a_file_says("4096"))]
+    pub num_samples: Option<i64>,
+    /// Numbers per sample, where no file says so
+    ///
+    /// For a cnn the pixels of a square image
+    #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
+    #[arg(default_value = "20", default_value_ifs = unless_a_file_says("20"))]
+    pub in_features: Option<i64>,
+    /// Outputs of the model, where no file says so
+    ///
+    /// For cross-entropy the number of classes
+    #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
+    #[arg(default_value = "1", default_value_ifs = unless_a_file_says("1"))]
+    pub out_features: Option<i64>,
+    /// Fraction of the samples held back for validation [default: none]
+    ///
+    /// They are chosen at random. idx uses the t10k files instead, if they are there
+    #[arg(long, value_name = "F", value_parser = number(0.0..1.0), add = RefusedBy::TOOLS)]
+    pub val_fraction: Option<f64>,
+    /// Epochs between validations; the last epoch always validates
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 1)]
+    #[arg(add = VALIDATION, add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub val_every: u64,
+    /// No shuffling of the samples
+    #[arg(long)]
+    pub no_shuffle: bool,
+    /// No padding: samples that cannot be divided equally are dropped
+    #[arg(long)]
+    pub drop_last: bool,
+    /// No smaller batch at the end of an epoch
+    #[arg(long)]
+    pub drop_last_batch: bool,
+    /// Threads per rank that load batches ahead
+    ///
+    /// With 0 the rank itself loads them
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(0..=MOST_WORKERS))]
+    #[arg(default_value_t = 0, add = MayDiffer::BetweenProcesses)]
+    pub num_workers: usize,
+    /// Batches that each worker loads ahead
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=MOST_PREFETCHED))]
+    #[arg(default_value_t = 2, add = WORKERS, add = MayDiffer::BetweenProcesses)]
+    pub prefetch_factor: usize,
 }
 
-/// The keys that a data file makes unnecessary.
-pub(super) const SIZES: [&str; 3] = ["num_samples", "in_features", "out_features"];
+const VALIDATION: OnlyIf = OnlyIf(
+    |it| it.may_validate(),
+    "there are no validation samples; hold some back with --val-fraction",
+);
+const WORKERS: OnlyIf = OnlyIf(
+    |it| it.data.num_workers > 0,
+    "needs --num-workers: no batch is loaded ahead without it",
+);
 
-impl Config {
-    /// Returns the sampler that deals `rank` of `world_size` ranks its part of `len` samples.
-    pub(crate) fn sampler(
-        &self,
-        len: usize,
-        world_size: usize,
-        rank: usize,
-    ) -> Result<DistributedSampler> {
-        let sampler = DistributedSampler::new(len, world_size, rank)?
-            .shuffle(!self.no_shuffle)
-            .seed(self.seed)
-            .drop_last(self.drop_last)?;
-        Ok(if self.exact_mean && !self.drop_last { sampler.without_padding() } else { sampler })
-    }
+/// The most workers of a rank. Each takes a thread, and more would be a mistake.
+const MOST_WORKERS: u64 = 256;
 
-    /// Clears the default sizes that were not given, where a file determines them.
-    pub(super) fn leave_sizes_to_the_file(&mut self, given: [bool; 3]) {
-        if self.dataset == DatasetSpec::RANDOM {
-            return;
-        }
-        let sizes = [&mut self.num_samples, &mut self.in_features, &mut self.out_features];
-        for (size, given) in sizes.into_iter().zip(given) {
-            *size = size.filter(|_| given);
-        }
-    }
+/// The most batches that a worker loads ahead. Room for all of them is allocated before the first is loaded.
+const MOST_PREFETCHED: u64 = 1024;
 
-    /// Opens the data. Returns it, and this configuration with the sizes of the data. `seed` is the seed of random
-    /// data and of the choice of validation samples.
-    ///
-    /// # Errors
-    /// [`Error::Input`] when a data file is invalid, or when given sizes differ from those of the file.
-    pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
-        let named = |error| Error::Input(format!("--val-fraction: {error}"));
-        if self.dataset == DatasetSpec::RANDOM {
-            let [samples, inputs, outputs] = self.sizes_of_random()?;
-            let targets = match self.loss {
-                Loss::Mse => Targets::Values(outputs),
-                Loss::CrossEntropy => Targets::Classes(outputs),
-            };
-            let dataset: Arc<dyn Dataset> =
-                Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
-            let Some(fraction) = self.held_back() else {
-                return Ok((self, Data { training: dataset, validation: None, notes: Vec::new() }));
-            };
-            let parts = random_split(dataset.len(), fraction, seed);
-            let (training, validation) = parts.map_err(named)?;
-            self.num_samples = Some(training.len() as i64);
-            let training = Arc::new(Subset::new(dataset.clone(), training));
-            let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
-            return Ok((self, Data { training, validation: Some(validation), notes: Vec::new() }));
-        }
-        let mut notes = Vec::new();
-        if self.loss == Loss::Mse && self.dataset.has_classes() {
-            notes.push(format!(
-                "{} has classes, and --loss mse treats their numbers as values; --loss cross-entropy treats them as \
-                 classes",
-                self.dataset
-            ));
-        }
-        let mut data = FileDataset::open(&self.dataset, self.target_kind())?;
-        if self.out_features.is_none() {
-            data.check_number_of_classes()?;
-        }
-        if let Some(samples) = self.num_samples {
-            let named = |error| Error::Input(format!("--num-samples: {error}"));
-            data = data.first(samples as usize).map_err(named)?;
-        }
-        self.take_sizes_of(&data)?;
-        let Some(fraction) = self.held_back() else {
-            let beside = self.validation_beside(&data)?;
-            notes.extend(beside.as_ref().map(|beside| {
-                let samples = beside.len();
-                format!(
-                    "validation on the {samples} samples of {}; --val-fraction 0 turns it off",
-                    beside.name()
-                )
-            }));
-            let validation = beside.map(FileDataset::into_dataset).transpose()?;
-            return Ok((self, Data { training: data.into_dataset()?, validation, notes }));
-        };
-        let (training, validation) = data.split(fraction, seed).map_err(named)?;
-        self.num_samples = Some(training.len() as i64);
-        let validation = Some(validation.into_dataset()?);
-        Ok((self, Data { training: training.into_dataset()?, validation, notes }))
-    }
-
-    /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.
-    pub(super) fn may_validate(&self) -> bool {
-        let beside = self.dataset.may_have_validation() && self.val_fraction.is_none();
-        beside || self.held_back().is_some()
-    }
-
-    /// Returns the fraction of the samples that is held back for validation, if any.
-    fn held_back(&self) -> Option<f64> {
-        self.val_fraction.filter(|&fraction| fraction > 0.0)
-    }
-
-    /// Returns the validation samples in files beside `data`, unless `val_fraction` is given. Their sizes must match.
-    fn validation_beside(&self, data: &FileDataset) -> Result<Option<FileDataset>> {
-        if self.val_fraction.is_some() {
-            return Ok(None);
-        }
-        let Some(beside) = FileDataset::open_validation(&self.dataset, self.target_kind())? else {
-            return Ok(None);
-        };
-        let (here, there) = (data.in_features(), beside.in_features());
-        if here != there {
-            return Err(Error::Input(format!(
-                "{} has {there} numbers a sample, and {} has {here}; use --val-fraction 0 to train without it",
-                beside.name(),
-                self.dataset
-            )));
-        }
-        if let (Targets::Classes(_), Some(classes)) = (beside.targets(), self.out_features) {
-            let named = |error| Error::Input(format!("--out-features: {error}"));
-            beside.check_classes(classes).map_err(named)?;
-        }
-        Ok(Some(beside))
-    }
-
-    fn target_kind(&self) -> TargetKind {
-        match self.loss {
-            Loss::Mse => TargetKind::Values,
-            Loss::CrossEntropy => TargetKind::Classes,
-        }
-    }
-
-    fn sizes_of_random(&self) -> Result<[i64; 3]> {
-        match [self.num_samples, self.in_features, self.out_features] {
-            [Some(samples), Some(inputs), Some(outputs)] => Ok([samples, inputs, outputs]),
-            _ => Err(Error::Input(format!("random data needs all of {}", SIZES.join(", ")))),
-        }
-    }
-
-    fn take_sizes_of(&mut self, data: &FileDataset) -> Result<()> {
-        let name = &self.dataset;
-        let same = |key, given: Option<i64>, found: i64| match given.filter(|&given| given != found)
-        {
-            None => Ok(Some(found)),
-            Some(given) => Err(Error::Input(format!(
-                "{}: {name} has {found}, not {given}; leave this out",
-                flag_name(key)
-            ))),
-        };
-        self.num_samples = Some(data.len() as i64);
-        self.in_features = same("in_features", self.in_features, data.in_features())?;
-        self.out_features = match (data.targets(), self.out_features) {
-            (Targets::Values(values), given) => same("out_features", given, values)?,
-            (Targets::Classes(classes), None) => Some(classes),
-            (Targets::Classes(_), Some(given)) => {
-                let named = |error| Error::Input(format!("--out-features: {error}"));
-                data.check_classes(given).map_err(named)?;
-                Some(given)
-            }
-        };
-        let named = |Invalid { key, problem }| {
-            Error::Input(format!("{}: {problem} ({name})", flag_name(key)))
-        };
-        self.validate().map_err(named)
-    }
+/// Returns the default of a size that data files determine: `size` for random data only.
+fn unless_a_file_says(
+    size: &'static str,
+) -> [(&'static str, ArgPredicate, Option<&'static str>); 2] {
+    [
+        ("dataset", ArgPredicate::Equals("random".into()), Some(size)),
+        ("dataset", ArgPredicate::IsPresent, None),
+    ]
 }

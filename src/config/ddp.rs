@@ -1,15 +1,24 @@
-//! The keys of the DDP engine: its strategy, options and communication hook.
+//! The options of the DDP engine: its strategy, buckets and communication hook.
 
-use serde::{Deserialize, Serialize};
+use std::ops::Bound;
 
-use super::{Config, Invalid, ScheduleKind};
+use clap::Args;
+use serde::Serialize;
+use serde_with::{SerializeDisplay, skip_serializing_none};
+use strum::{Display, EnumString, VariantNames};
+
+use super::properties::{Conflict, MayDiffer, OnlyIf, RefusedBy};
+use super::training::MOST_IN_A_STEP;
+use super::values::{name, number, whole};
+use super::{Config, ScheduleKind};
 use crate::ddp::{CommHook, Compress, DdpOptions, PowerSgd, PowerSgdOptions};
 use crate::optim::Unit;
-use crate::trainer::Amp;
 
 /// The distributed strategy: `--strategy`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum StrategyKind {
     /// `DistributedDataParallel`.
     Ddp,
@@ -18,8 +27,10 @@ pub enum StrategyKind {
 }
 
 /// The communication hook that averages buckets of gradients: `--comm-hook`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum CommHookKind {
     /// No compression.
     None,
@@ -27,8 +38,91 @@ pub enum CommHookKind {
     Fp16,
     /// Compression to bfloat16.
     Bf16,
-    /// Products of thin matrices, from step [`Config::powersgd_start_iter`] on.
+    /// Products of thin matrices, from step [`DdpSection::powersgd_start_iter`] on.
     PowerSgd,
+}
+
+/// The exchange of gradients between the ranks.
+#[skip_serializing_none]
+#[derive(Debug, Clone, PartialEq, Args, Serialize)]
+#[command(next_help_heading = "Distributed")]
+#[group(skip)]
+pub struct DdpSection {
+    /// Distributed strategy
+    ///
+    /// ddp: all ranks average their gradients. dp, to compare: rank 0 gathers the gradients, steps, and sends out
+    /// the parameters, as DataParallel does
+    #[arg(long, value_name = "NAME", value_parser = name::<StrategyKind>())]
+    #[arg(default_value_t = StrategyKind::Ddp, add = RefusedBy::VERIFY)]
+    pub strategy: StrategyKind,
+    /// Batches whose gradients are added before a step
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_IN_A_STEP))]
+    #[arg(default_value_t = 1, add = RefusedBy::ONE_PROCESS)]
+    pub grad_accum_steps: u64,
+    /// Size of a gradient bucket, in MiB
+    #[arg(long, value_name = "MIB", value_parser = number(BUCKET_MIB))]
+    #[arg(default_value_t = DdpOptions::default().bucket_cap_mb)]
+    #[arg(add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
+    pub bucket_cap_mb: f64,
+    /// Gradients weighted by each rank's number of samples
+    #[arg(long, add = Conflict(equal_batches))]
+    pub exact_mean: bool,
+    /// Gradients averaged after backward, not during it
+    #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
+    pub no_overlap: bool,
+    /// Compression of gradients
+    ///
+    /// powersgd sends them as products of thin matrices
+    #[arg(long, value_name = "NAME", value_parser = name::<CommHookKind>())]
+    #[arg(default_value_t = CommHookKind::None, add = Conflict(needs_ddp))]
+    pub comm_hook: CommHookKind,
+    /// Steps without compression before powersgd begins
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(..))]
+    #[arg(default_value_t = PowerSgdOptions::default().start_iter, add = POWERSGD)]
+    pub powersgd_start_iter: u64,
+    /// Parameters may be unused by the loss
+    #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
+    pub find_unused_parameters: bool,
+    /// The loss uses the same parameters in every step
+    #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
+    pub static_graph: bool,
+    /// Buffers, such as running statistics, stay local to each rank
+    #[arg(long, add = Conflict(needs_ddp), add = MayDiffer::OnResume)]
+    pub no_broadcast_buffers: bool,
+    /// Comparison of all collective calls with nccl, too
+    ///
+    /// threaded always compares them
+    #[arg(long, add = MayDiffer::OnResume)]
+    pub check_collectives: bool,
+    /// Steps between comparisons of all ranks' parameters
+    ///
+    /// The first parameter that differs ends the run
+    #[arg(long, value_name = "STEPS", value_parser = whole::<u64>(1..))]
+    #[arg(add = Conflict(has_replicas), add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub check_replicas_every: Option<u64>,
+}
+
+const POWERSGD: OnlyIf = OnlyIf(
+    |it| it.ddp.comm_hook == CommHookKind::PowerSgd,
+    "no gradients go through powersgd; use --comm-hook powersgd",
+);
+
+/// The sizes of a bucket, in MiB: up to 1 TiB.
+const BUCKET_MIB: (Bound<f64>, Bound<f64>) =
+    (Bound::Excluded(0.0), Bound::Included((1 << 20) as f64));
+
+/// Refuses options that `DataParallel` does not have. It would ignore them, or they would change results.
+pub(super) fn needs_ddp(config: &Config) -> Option<String> {
+    (config.ddp.strategy == StrategyKind::Dp).then(|| "needs --strategy ddp".into())
+}
+
+fn equal_batches(config: &Config) -> Option<String> {
+    let problem = needs_ddp(config)?;
+    Some(problem + ": with dp rank 0 gives every rank a batch of the same size")
+}
+
+fn has_replicas(config: &Config) -> Option<String> {
+    Some(needs_ddp(config)? + ": with dp rank 0 alone has the parameters")
 }
 
 impl Config {
@@ -36,54 +130,25 @@ impl Config {
     pub fn ddp_options(&self) -> DdpOptions {
         let default = DdpOptions::default();
         DdpOptions {
-            bucket_cap_mb: self.bucket_cap_mb,
-            first_bucket_mb: default.first_bucket_mb.min(self.bucket_cap_mb),
-            find_unused_parameters: self.find_unused_parameters,
-            static_graph: self.static_graph,
-            broadcast_buffers: !self.no_broadcast_buffers,
-            overlap: self.no_overlap.then_some(false),
+            bucket_cap_mb: self.ddp.bucket_cap_mb,
+            first_bucket_mb: default.first_bucket_mb.min(self.ddp.bucket_cap_mb),
+            find_unused_parameters: self.ddp.find_unused_parameters,
+            static_graph: self.ddp.static_graph,
+            broadcast_buffers: !self.ddp.no_broadcast_buffers,
+            overlap: self.ddp.no_overlap.then_some(false),
             ..default
-        }
-    }
-
-    /// Refuses options that `DataParallel` does not have. It would ignore them, or they would change results.
-    pub(super) fn validate_strategy(&self) -> Result<(), Invalid> {
-        let default = Config::default();
-        let of_ddp = [
-            ("bucket_cap_mb", self.bucket_cap_mb != default.bucket_cap_mb),
-            ("no_overlap", self.no_overlap),
-            ("comm_hook", self.comm_hook != CommHookKind::None),
-            ("find_unused_parameters", self.find_unused_parameters),
-            ("static_graph", self.static_graph),
-            ("no_broadcast_buffers", self.no_broadcast_buffers),
-            ("sync_batch_norm", self.sync_batch_norm),
-            ("explain", self.explain),
-        ];
-        if self.strategy == StrategyKind::Dp && self.amp == Amp::Fp16 {
-            let problem = "fp16 needs --strategy ddp: rank 0 alone would know which steps to skip";
-            return Err(Invalid { key: "amp", problem: problem.into() });
-        }
-        if self.strategy == StrategyKind::Dp && self.exact_mean {
-            let problem =
-                "needs --strategy ddp: with dp rank 0 gives every rank a batch of the same size";
-            return Err(Invalid { key: "exact_mean", problem: problem.into() });
-        }
-        match of_ddp.into_iter().find(|(_, is_set)| *is_set) {
-            Some((key, _)) if self.strategy == StrategyKind::Dp => {
-                Err(Invalid { key, problem: "needs --strategy ddp".into() })
-            }
-            _ => Ok(()),
         }
     }
 
     /// Returns a note if the communication hook has no effect in a run of `steps` steps. `None` if it has an effect.
     pub(crate) fn idle_hook_warning(&self, steps: u64) -> Option<String> {
-        let is_idle = self.comm_hook == CommHookKind::PowerSgd && self.powersgd_start_iter >= steps;
+        let is_idle =
+            self.ddp.comm_hook == CommHookKind::PowerSgd && self.ddp.powersgd_start_iter >= steps;
         is_idle.then(|| {
             format!(
                 "powersgd begins at step {}, and this run has {steps}: gradients go out as they are; see \
                  --powersgd-start-iter",
-                self.powersgd_start_iter
+                self.ddp.powersgd_start_iter
             )
         })
     }
@@ -93,12 +158,12 @@ impl Config {
         if let Some(idle) = self.idle_hook_warning(steps) {
             return Some(idle);
         }
-        let (unit, length) = match self.schedule_by {
-            Unit::Epoch => ("epoch", self.max_epochs),
+        let (unit, length) = match self.optimization.schedule_by {
+            Unit::Epoch => ("epoch", self.training.max_epochs),
             Unit::Step => ("step", steps),
         };
-        let first = self.milestones.first().copied().unwrap_or_default();
-        match self.schedule {
+        let first = self.optimization.milestones.first().copied().unwrap_or_default();
+        match self.optimization.schedule {
             ScheduleKind::MultiStep if first >= length => Some(format!(
                 "the first milestone is {unit} {first}, and this run has {length}: the learning rate stays as it is"
             )),
@@ -111,13 +176,13 @@ impl Config {
 
     /// Returns the communication hook. `None` if gradients are not compressed.
     pub fn comm_hook(&self) -> Option<Box<dyn CommHook>> {
-        match self.comm_hook {
+        match self.ddp.comm_hook {
             CommHookKind::None => None,
             CommHookKind::Fp16 => Some(Box::new(Compress::fp16())),
             CommHookKind::Bf16 => Some(Box::new(Compress::bf16())),
             CommHookKind::PowerSgd => Some(Box::new(PowerSgd::new(PowerSgdOptions {
-                start_iter: self.powersgd_start_iter,
-                seed: self.seed,
+                start_iter: self.ddp.powersgd_start_iter,
+                seed: self.training.seed,
                 ..PowerSgdOptions::default()
             }))),
         }

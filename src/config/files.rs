@@ -33,12 +33,11 @@ impl Config {
     /// Checks the paths of a run of `processes` processes: no output may be an input or another output. All processes
     /// must be able to read `file`, that of `--config`.
     pub(super) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<(), Invalid> {
-        self.check_names()?;
         let used = self.files(file, processes);
         for (number, later) in used.iter().enumerate() {
             for earlier in &used[..number] {
                 if let Some(problem) = conflict(earlier, later) {
-                    return Err(Invalid { key: later.key, problem });
+                    return Err(Invalid { key: later.key.into(), problem });
                 }
             }
         }
@@ -52,12 +51,13 @@ impl Config {
     /// [`Error::Input`] that names both flags.
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
-        checked.map_err(|it| Error::Input(format!("{}: {}", flag_name(it.key), it.problem)))
+        checked.map_err(|it| Error::Input(format!("{}: {}", flag_name(&it.key), it.problem)))
     }
 
     /// Refuses a `--config` that cannot be read again, if this process starts others: each reads the file itself.
     fn check_read_again(&self, file: &Path) -> Result<(), Invalid> {
-        let starts_others = self.spawn == SpawnChoice::Processes || self.max_restarts > 0;
+        let starts_others =
+            self.launch.spawn == SpawnChoice::Processes || self.launch.max_restarts > 0;
         if !starts_others || (file.is_file() && !Place::of(file).is_of_this_process()) {
             return Ok(());
         }
@@ -66,28 +66,7 @@ impl Config {
              again; save it as a file",
             file.display()
         );
-        Err(Invalid { key: "config", problem })
-    }
-
-    /// Refuses an empty path, as the command line does.
-    fn check_names(&self) -> Result<(), Invalid> {
-        let paths = [
-            ("resume", self.resume.as_deref().map(Path::new)),
-            ("init_from", self.init_from.as_deref()),
-            ("checkpoint_dir", self.checkpoint_dir.as_deref()),
-            ("tensorboard", self.tensorboard.as_deref()),
-            ("metrics", self.metrics.as_deref()),
-            ("trace", self.trace.as_deref()),
-            ("report", self.report.as_deref()),
-        ];
-        let is_empty = |path: Option<&Path>| path.is_some_and(|it| it.as_os_str().is_empty());
-        match paths.into_iter().find(|(_, path)| is_empty(*path)) {
-            Some((key, _)) => {
-                let problem = "the path is empty; name a file or folder, or leave the key out";
-                Err(Invalid { key, problem: problem.into() })
-            }
-            None => Ok(()),
-        }
+        Err(Invalid { key: "config".into(), problem })
     }
 
     /// Returns all paths, the inputs first.
@@ -96,8 +75,9 @@ impl Config {
         let is_device = |it: &Used| it.place.is_device(); // such as /dev/null, which many may use
         let mut all: Vec<Used> =
             file.map(|it| used("config", Use::Reads, it)).into_iter().collect();
-        all.extend(self.dataset.files().iter().map(|it| used("dataset", Use::Reads, it)));
-        let from = [("init_from", self.init_from.clone()), ("resume", self.resume_path())];
+        all.extend(self.data.dataset.files().iter().map(|it| used("dataset", Use::Reads, it)));
+        let from =
+            [("init_from", self.checkpoints.init_from.clone()), ("resume", self.resume_path())];
         for (key, path) in from {
             let Some(path) = &path else { continue };
             let is_folder = path.is_dir();
@@ -107,17 +87,17 @@ impl Config {
                 all.push(used(key, Use::Keeps, &run));
             }
         }
-        if let Some(trace) = &self.trace {
+        if let Some(trace) = &self.output.trace {
             // A path without a name, such as `..`, has no place for a process number, and is refused later.
             let processes = if trace.file_name().is_some() { processes } else { 1 };
             let traces = (0..processes).map(|process| trace_path(trace, [process, processes]));
             all.extend(traces.map(|it| used("trace", Use::Writes, &it)));
         }
         for (key, usage, path) in [
-            ("report", Use::Writes, self.report.as_ref()),
-            ("metrics", Use::Writes, self.metrics.as_ref()),
-            ("tensorboard", Use::Fills, self.tensorboard.as_ref()),
-            ("checkpoint_dir", Use::Keeps, self.checkpoint_dir.as_ref()),
+            ("report", Use::Writes, self.output.report.as_ref()),
+            ("metrics", Use::Writes, self.output.metrics.as_ref()),
+            ("tensorboard", Use::Fills, self.output.tensorboard.as_ref()),
+            ("checkpoint_dir", Use::Keeps, self.checkpoints.checkpoint_dir.as_ref()),
         ] {
             all.extend(path.map(|it| used(key, usage, it)));
         }
@@ -135,7 +115,7 @@ impl Config {
             let Some(place) = place else { continue };
             if let Some(same) = used.iter().find(|it| it.key != "metrics" && it.place.is(&place)) {
                 let problem = format!("{name} of this process goes to that file; use another");
-                return Err(Invalid { key: same.key, problem });
+                return Err(Invalid { key: same.key.into(), problem });
             }
         }
         Ok(())
@@ -193,14 +173,17 @@ mod tests {
             ["resume", "init_from", "checkpoint_dir", "tensorboard", "metrics", "trace", "report"];
         for key in keys {
             fs::write(&file, format!("{key} = \"\"\n")).unwrap();
-            let error = Config::resolve(Some(&file), toml::Table::new()).unwrap_err().to_string();
-            assert!(error.contains(&format!("run.toml: {key}: the path is empty;")), "{error}");
+            let error = Config::resolve(Some(&file), &toml::Table::new()).unwrap_err().to_string();
+            let flag = super::flag_name(key);
+            assert!(error.contains("run.toml: TOML parse error at line 1"), "{error}");
+            assert!(error.contains(&format!("a value is required for '{flag} <")), "{error}");
         }
     }
 
     #[test]
     fn a_file_of_this_process_alone_cannot_be_read_again() {
-        let config = Config { spawn: SpawnChoice::Processes, ..Config::default() };
+        let mut config = Config::default();
+        config.launch.spawn = SpawnChoice::Processes;
         let may = |path: &Path| config.check_read_again(path).is_ok();
         for folder in ["/dev/shm", "/tmp"] {
             let Ok(folder) = tempfile::tempdir_in(folder) else { continue };

@@ -1,7 +1,7 @@
 //! The least memory that a configuration needs. If it cannot fit, it is refused before anything is allocated.
 
-use super::data::SIZES;
-use super::{Config, Invalid, OptimizerKind, StrategyKind};
+use super::open_data::SIZES;
+use super::{Config, Invalid, StrategyKind};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
 use crate::models::ModelKind;
@@ -18,22 +18,22 @@ impl Config {
     /// Refuses random data, or one replica of the model, that does not fit into `total` bytes.
     pub(super) fn validate_memory(&self, total: Option<u64>) -> Result<(), Invalid> {
         let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
-        let too_large = |key, what: String, bytes: f64| {
+        let too_large = |key: &str, what: String, bytes: f64| {
             let (needs, there) = (gigabytes(bytes), gigabytes(total));
             let problem =
                 format!("{what} {needs}, and this machine has {there}; use a smaller number");
-            Err(Invalid { key, problem })
+            Err(Invalid { key: key.to_owned(), problem })
         };
         if let Some(bytes) = self.random_bytes().filter(|bytes| *bytes > total)
             && let [Some(samples), Some(inputs), Some(outputs)] =
-                [self.num_samples, self.in_features, self.out_features]
+                [self.data.num_samples, self.data.in_features, self.data.out_features]
         {
             let what = format!("{samples} random samples of {inputs} + {outputs} numbers take");
             return too_large(self.largest(&SIZES), what, bytes);
         }
         let parameters = self.parameters();
         let bytes = parameters * 2.0 * FLOAT;
-        if self.in_features.is_some() && bytes > total {
+        if self.data.in_features.is_some() && bytes > total {
             let what = format!("a model of {parameters:.0} parameters takes, with its gradients,");
             return too_large(self.largest(self.widths()), what, bytes);
         }
@@ -51,16 +51,12 @@ impl Config {
 
     fn check_memory_of(&self, total: Option<u64>, ranks: usize, processes: usize) -> Result<()> {
         let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
-        let states = match self.optimizer {
-            OptimizerKind::Sgd if self.momentum == 0.0 => 0.0,
-            OptimizerKind::Sgd => 1.0,
-            OptimizerKind::AdamW => 2.0,
-        };
+        let states = self.optimizer_config().states() as f64;
         let parameters = self.parameters();
-        let samples = self.num_samples.unwrap_or_default();
+        let samples = self.data.num_samples.unwrap_or_default();
         // With `dp`, only rank 0 deals samples.
-        let orders = if self.strategy == StrategyKind::Dp { 1 } else { ranks };
-        let shuffled = if self.no_shuffle { 0.0 } else { samples as f64 };
+        let orders = if self.ddp.strategy == StrategyKind::Dp { 1 } else { ranks };
+        let shuffled = if self.data.no_shuffle { 0.0 } else { samples as f64 };
         let in_each =
             if processes > 1 { format!(", in {processes} processes,") } else { String::new() };
         let parts = [
@@ -105,10 +101,11 @@ impl Config {
 
     /// Returns the bytes of the random data; `None` if the data is not random.
     fn random_bytes(&self) -> Option<f64> {
-        let [samples, inputs, outputs] = [self.num_samples, self.in_features, self.out_features];
-        let is_random = self.dataset == DatasetSpec::RANDOM;
+        let [samples, inputs, outputs] =
+            [self.data.num_samples, self.data.in_features, self.data.out_features];
+        let is_random = self.data.dataset == DatasetSpec::RANDOM;
         let (samples, inputs, outputs) = (samples.filter(|_| is_random)?, inputs?, outputs?);
-        let target = match self.loss {
+        let target = match self.training.loss {
             Loss::Mse => outputs as f64 * FLOAT,
             Loss::CrossEntropy => 8.0, // the number of a class
         };
@@ -121,7 +118,7 @@ impl Config {
 
     /// Returns the keys that determine the size of the model.
     fn widths(&self) -> &'static [&'static str] {
-        match self.model {
+        match self.model.kind {
             ModelKind::Linear => &["in_features", "out_features"],
             ModelKind::Mlp => &["in_features", "out_features", "hidden"],
             ModelKind::Cnn => &["in_features", "out_features", "channels"],
@@ -134,11 +131,11 @@ impl Config {
         let value = |config: &Self, key: &str| {
             let most = |widths: &[i64]| widths.iter().max().copied();
             match key {
-                "num_samples" => config.num_samples,
-                "in_features" => config.in_features,
-                "out_features" => config.out_features,
-                "hidden" => most(&config.hidden),
-                _ => most(&config.channels),
+                "num_samples" => config.data.num_samples,
+                "in_features" => config.data.in_features,
+                "out_features" => config.data.out_features,
+                "hidden" => most(&config.model.hidden),
+                _ => most(&config.model.channels),
             }
             .unwrap_or(1) as f64
         };
@@ -151,9 +148,13 @@ impl Config {
 mod tests {
     use super::*;
 
-    fn refused(flags: &str) -> Option<&'static str> {
-        let config = |toml: &str| toml::from_str::<Config>(toml).unwrap();
-        config(flags).validate_memory(Some(10_000_000_000)).err().map(|invalid| invalid.key)
+    fn refused(flags: &str) -> Option<String> {
+        let args = flags.lines().map(|line| {
+            let (key, value) = line.split_once(" = ").unwrap();
+            format!("--{}={}", key.replace('_', "-"), value.trim_matches(['[', ']', '"']))
+        });
+        let config = Config::parse(args.map(|arg| arg.replace(", ", ",")).collect()).unwrap();
+        config.validate_memory(Some(10_000_000_000)).err().map(|invalid| invalid.key)
     }
 
     #[test]
@@ -173,13 +174,14 @@ mod tests {
             ("num_samples = 200000000".into(), Some("num_samples")),
             (String::new(), None),
         ] {
-            assert_eq!(refused(&flags), key, "{flags}");
+            assert_eq!(refused(&flags).as_deref(), key, "{flags}");
         }
     }
 
     #[test]
     fn replicas_are_counted() {
-        let fits = Config { hidden: vec![1000], model: ModelKind::Mlp, ..Config::default() };
+        let mut fits = Config::default();
+        (fits.model.kind, fits.model.hidden) = (ModelKind::Mlp, vec![1000]);
         assert!(fits.check_memory_for(2, 1).is_ok());
         let error = fits.check_memory_for(1 << 40, 1).unwrap_err().to_string();
         assert!(
@@ -192,8 +194,8 @@ mod tests {
     fn what_all_ranks_need_together_is_counted() {
         let gb = |gb: u64| Some(gb * 1_000_000_000);
         // 0.8 GB of data, and 0.08 GB for each order.
-        let config =
-            Config { num_samples: Some(10_000_000), in_features: Some(19), ..Config::default() };
+        let mut config = Config::default();
+        (config.data.num_samples, config.data.in_features) = (Some(10_000_000), Some(19));
         let error = |total, ranks, processes| {
             config.check_memory_of(total, ranks, processes).unwrap_err().to_string()
         };
@@ -209,12 +211,14 @@ mod tests {
         assert!(error(gb(1), 20, 1).starts_with(
             "--num-samples: the shuffled order of 10000000 samples takes, on 20 ranks, 1.6 GB, and"
         ));
-        let in_order = Config { no_shuffle: true, ..config.clone() };
+        let mut in_order = config.clone();
+        in_order.data.no_shuffle = true;
         assert!(in_order.check_memory_of(gb(1), 20, 1).is_ok());
-        let through_rank_0 = Config { strategy: StrategyKind::Dp, ..config.clone() };
+        let mut through_rank_0 = config.clone();
+        through_rank_0.ddp.strategy = StrategyKind::Dp;
         assert!(through_rank_0.check_memory_of(gb(1), 20, 1).is_ok());
         // Only random data is counted.
-        let of_file = Config { dataset: DatasetSpec::DIGITS, ..config };
-        assert!(of_file.check_memory_of(gb(1), 4, 4).is_ok());
+        config.data.dataset = DatasetSpec::DIGITS;
+        assert!(config.check_memory_of(gb(1), 4, 4).is_ok());
     }
 }

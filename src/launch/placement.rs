@@ -2,8 +2,8 @@
 
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
-use strum::IntoStaticStr;
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 use tch::Device;
 
 use crate::error::{Error, Result};
@@ -67,8 +67,10 @@ impl Backend {
 }
 
 /// The communication backend: `--backend`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum BackendChoice {
     /// `nccl` for ranks on GPUs. For ranks on the CPU, `threaded` in one process and `gloo` in several.
     Auto,

@@ -1,11 +1,14 @@
 //! Activation functions.
 
-use serde::{Deserialize, Serialize};
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, VariantNames};
 use tch::Tensor;
 
 /// The activation function between layers: `--activation`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum Activation {
     /// `torch.nn.ReLU`.
     Relu,

@@ -12,7 +12,8 @@ use std::panic::resume_unwind;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, VariantNames};
 use tch::nn::{self, ModuleT, Path};
 use tch::{Device, TchError, Tensor};
 
@@ -28,8 +29,10 @@ use crate::ffi::{Generator, fork_rng};
 use crate::process_group::ProcessGroup;
 
 /// The sort of model: `--model`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum ModelKind {
     /// One dense layer.
     Linear,

@@ -49,6 +49,9 @@ struct Count {
 impl AdamW {
     const STEP: &str = "step";
 
+    /// The names of the state that AdamW keeps per trained value.
+    pub(super) const SLOTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
+
     /// Returns an optimizer for the parameters in `buffers`, which come from a
     /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers).
     ///
@@ -57,7 +60,7 @@ impl AdamW {
     pub fn new(buffers: Vec<FlatBuffer>, options: AdamWOptions) -> Result<Self> {
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
         // Every step must be counted, because the bias correction of the means depends on the count.
-        let flat = OptimizerState::new(buffers, &["exp_avg", "exp_avg_sq"], decays, u64::MAX)?;
+        let flat = OptimizerState::new(buffers, &Self::SLOTS, decays, u64::MAX)?;
         let counts = counts(&flat)?;
         Ok(Self { options, flat, counts })
     }

@@ -70,6 +70,14 @@ pub enum OptimizerConfig {
 }
 
 impl OptimizerConfig {
+    /// Returns the numbers of state that the optimizer keeps per trained value.
+    pub(crate) fn states(&self) -> usize {
+        match self {
+            OptimizerConfig::Sgd(options) => options.slots().len(),
+            OptimizerConfig::AdamW(_) => AdamW::SLOTS.len(),
+        }
+    }
+
     /// Returns the optimizer for the parameters in `buffers`.
     ///
     /// # Errors

@@ -2,11 +2,14 @@
 
 use std::f64::consts::PI;
 
-use serde::{Deserialize, Serialize};
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, VariantNames};
 
 /// The unit that a schedule counts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum Unit {
     /// Epochs.
     Epoch,

@@ -27,6 +27,13 @@ impl Default for SgdOptions {
     }
 }
 
+impl SgdOptions {
+    /// Returns the names of the state that SGD keeps per trained value: with momentum only.
+    pub(super) fn slots(&self) -> &'static [&'static str] {
+        if self.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
+    }
+}
+
 /// Stochastic gradient descent: `parameter -= lr * gradient`, with optional momentum and weight decay.
 ///
 /// Follows `torch.optim.SGD`. One libtorch call steps all parameters that have the same weight decay. On
@@ -52,10 +59,9 @@ impl Sgd {
                 "Nesterov momentum needs a momentum above 0 and no dampening".into(),
             ));
         }
-        let slots: &[_] = if options.momentum == 0.0 { &[] } else { &["momentum_buffer"] };
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
         // Counts to 1 only: a parameter's first step differs, because it initializes the momentum.
-        let flat = OptimizerState::new(buffers, slots, decays, 1)?;
+        let flat = OptimizerState::new(buffers, options.slots(), decays, 1)?;
         Ok(Self { options, flat, none: TensorList::new(&[])? })
     }
 }

@@ -5,8 +5,9 @@ use std::str::FromStr;
 use std::thread;
 use std::time::Duration;
 
+use serde_with::SerializeDisplay;
 use signal_hook::consts::SIGKILL;
-use strum::{EnumIter, EnumString, IntoStaticStr, VariantNames};
+use strum::{EnumIter, EnumString, IntoEnumIterator, IntoStaticStr, VariantNames};
 
 use crate::error::{Error, Result};
 
@@ -61,7 +62,7 @@ pub enum FaultSite {
 }
 
 /// A planned failure, written `KIND:rank=R,at=STAGE[,step=N]`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, SerializeDisplay)]
 pub struct Fault {
     /// The kind of failure.
     pub kind: FaultKind,
@@ -146,6 +147,49 @@ impl FromStr for Fault {
 }
 
 impl Fault {
+    /// Returns the kinds and stages, for the help.
+    pub(crate) fn forms() -> String {
+        let kinds = |in_step: bool| {
+            let kinds = FaultKind::iter().filter(|kind| kind.needs_step() == in_step);
+            kinds.map(<&str>::from).collect::<Vec<_>>().join(", ")
+        };
+        format!(
+            "KIND: {}, slow=50ms (from this step on); in a step also {}. STAGE: {}",
+            kinds(false),
+            kinds(true),
+            FaultSite::VARIANTS.join(", ")
+        )
+    }
+
+    /// Checks that the fault can happen in a run of `world_size` ranks and `steps` steps of `samples` samples per rank.
+    ///
+    /// # Errors
+    /// [`Error::Input`] with the remedy.
+    pub(crate) fn check(&self, world_size: usize, steps: u64, samples: u64) -> Result<()> {
+        let problem = match self.kind {
+            _ if self.rank >= world_size => format!(
+                "there is no rank {}; this run has ranks 0 to {}",
+                self.rank,
+                world_size - 1
+            ),
+            FaultKind::Stall if world_size == 1 => {
+                "no other rank would notice that the only rank stalls; use 2 ranks or more".into()
+            }
+            FaultKind::SkipSample if samples < 2 => {
+                "skip-sample puts another sample of the step in its place, and a step has only one; use a larger \
+                 --batch-size"
+                    .into()
+            }
+            _ if self.at == FaultSite::Step && self.step >= steps => format!(
+                "there is no step {}; this run has steps 0 to {}",
+                self.step,
+                steps - 1
+            ),
+            _ => return Ok(()),
+        };
+        Err(Error::Input(problem))
+    }
+
     /// Triggers the fault if it is planned for this place.
     pub(crate) fn trigger(&self, rank: usize, at: FaultSite, step: u64) -> Result<()> {
         if (self.rank, self.at) != (rank, at) {
@@ -183,8 +227,6 @@ fn never() -> ! {
 
 #[cfg(test)]
 mod tests {
-    use strum::IntoEnumIterator;
-
     use super::*;
 
     #[test]

@@ -57,11 +57,12 @@ impl RunArtifacts {
         let input = |flag: &str, path: &Path, error: io::Error| {
             Error::Input(format!("{flag} {}: {}", path.display(), explain(&error)))
         };
-        let trace = config
-            .trace
-            .as_deref()
-            .map(|path| trace_output(path, process).map_err(|error| input("--trace", path, error)));
+        let trace =
+            config.output.trace.as_deref().map(|path| {
+                trace_output(path, process).map_err(|error| input("--trace", path, error))
+            });
         let report = config
+            .output
             .report
             .as_deref()
             .filter(|_| launched.is_first())
@@ -109,7 +110,7 @@ impl RunArtifacts {
         self.update(|draft| {
             draft.first = first.clone();
             draft.model = Parameters {
-                name: config.model.name().into(),
+                name: config.model.kind.name().into(),
                 parameters: ddp.parameter_places(),
                 buckets: ddp.statistics().bucket_bytes,
             };
@@ -138,7 +139,7 @@ impl RunArtifacts {
             output
                 .write(|file| write_trace(history, file))
                 .map_err(|error| unwritable("--trace", output, error))?;
-            if let (true, Some(path)) = (launched.is_first(), &config.trace) {
+            if let (true, Some(path)) = (launched.is_first(), &config.output.trace) {
                 let path = path.display();
                 printer.info(&match history.process {
                     [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
@@ -155,7 +156,7 @@ impl RunArtifacts {
             output
                 .write(|file| report.write(file))
                 .map_err(|error| unwritable("--report", output, error))?;
-            let path = config.report.as_deref().unwrap_or(output.path()).display();
+            let path = config.output.report.as_deref().unwrap_or(output.path()).display();
             printer.info(&format!("the report is in {path}: open it in a browser"));
             Ok(())
         });

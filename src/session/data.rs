@@ -11,9 +11,9 @@ pub(crate) fn open_data(config: Config) -> Result<(Config, Data)> {
     // Threads that libtorch starts here would be idle later: the ranks have their own.
     tch::set_num_threads(1);
     // Not the model's seed, so that both do not get the same numbers.
-    let seed = config.seed.wrapping_add(1);
+    let seed = config.training.seed.wrapping_add(1);
     let (config, data) = config.open_data(seed)?;
-    if config.patience.is_some() && data.validation.is_none() {
+    if config.training.patience.is_some() && data.validation.is_none() {
         return Err(Error::Input(
             "--patience: there are no validation samples; hold some back with --val-fraction"
                 .into(),

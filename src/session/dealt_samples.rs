@@ -17,19 +17,19 @@ pub(super) fn dealt_samples(
     first: &TrainerState,
     mut steps: u64,
 ) -> Result<Samples> {
-    let batch = config.batch_size;
+    let batch = config.training.batch_size;
     let sampler = |rank| config.sampler(dataset, world_size, rank);
     let samplers = (0..world_size).map(sampler).collect::<Result<Vec<DistributedSampler>>>()?;
     let mut listed = Samples { dataset, batch_size: batch, complete: true, epochs: Vec::new() };
     let (mut epoch, mut seen, mut room) =
         (first.epoch, first.samples_seen, MAX_LISTED_SAMPLES / world_size);
     while steps > 0 && listed.complete {
-        let batches = batches_of_all(&samplers[0], seen, batch, config.drop_last_batch);
-        let now = (batches as u64).div_ceil(config.grad_accum_steps).min(steps);
+        let batches = batches_of_all(&samplers[0], seen, batch, config.data.drop_last_batch);
+        let now = (batches as u64).div_ceil(config.ddp.grad_accum_steps).min(steps);
         if now == 0 && seen == 0 {
             break; // an epoch without steps
         }
-        let most = (now * config.grad_accum_steps).min(batches as u64) as usize * batch;
+        let most = (now * config.ddp.grad_accum_steps).min(batches as u64) as usize * batch;
         let rank_samples = |sampler: &DistributedSampler| -> Result<Vec<usize>> {
             let mut indices = sampler.indices_from(epoch, seen)?;
             indices.truncate(most.min(room));
@@ -63,16 +63,17 @@ mod tests {
             Arc::new(TensorDataset::random(samples as i64, 1, Targets::Values(1), 0).unwrap());
         let rank_samples = |rank, epoch| {
             let sampler = config.sampler(samples, ranks, rank).unwrap();
-            let loader = DataLoader::new(data.clone(), sampler, config.batch_size, Device::Cpu);
-            let loader = loader.unwrap().drop_last(config.drop_last_batch);
-            let loader = loader.in_step(config.exact_mean);
+            let loader =
+                DataLoader::new(data.clone(), sampler, config.training.batch_size, Device::Cpu);
+            let loader = loader.unwrap().drop_last(config.data.drop_last_batch);
+            let loader = loader.in_step(config.ddp.exact_mean);
             let batches = loader.num_batches();
-            let steps = batches.div_ceil(config.grad_accum_steps as usize) as u64;
+            let steps = batches.div_ceil(config.ddp.grad_accum_steps as usize) as u64;
             assert_eq!(steps, config.steps_per_epoch(ranks), "{samples} on {ranks}: {config}");
             loader.samples(epoch, 0, 0, batches).unwrap()
         };
         let epoch_samples = |epoch| (0..ranks).map(|rank| rank_samples(rank, epoch)).collect();
-        (0..config.max_epochs).map(epoch_samples).collect()
+        (0..config.training.max_epochs).map(epoch_samples).collect()
     }
 
     #[test]
@@ -89,16 +90,11 @@ mod tests {
             for (samples, ranks, accumulate) in
                 [(31, 2, 1), (32, 2, 1), (33, 2, 3), (31, 3, 2), (50, 3, 1), (16, 1, 1)]
             {
-                let config = Config {
-                    max_epochs: 2,
-                    batch_size: 8,
-                    num_samples: Some(samples as i64),
-                    grad_accum_steps: accumulate,
-                    drop_last,
-                    exact_mean,
-                    drop_last_batch,
-                    ..Config::default()
-                };
+                let mut config = Config::default();
+                (config.training.max_epochs, config.training.batch_size) = (2, 8);
+                (config.ddp.grad_accum_steps, config.ddp.exact_mean) = (accumulate, exact_mean);
+                config.data.num_samples = Some(samples as i64);
+                (config.data.drop_last, config.data.drop_last_batch) = (drop_last, drop_last_batch);
                 let expected = trained(&config, samples, ranks);
                 let steps = config.steps(ranks);
                 let start = TrainerState::default();

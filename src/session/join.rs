@@ -22,11 +22,11 @@ pub(crate) fn join(
     let mut shared_options = vec![("the command".into(), command.into())];
     shared_options.extend(config.shared_options()?);
     let joining = Joining {
-        backend: config.backend,
-        timeout: config.timeout,
-        grace_period: config.grace_period,
+        backend: config.launch.backend,
+        timeout: config.launch.timeout,
+        grace_period: config.launch.grace_period,
         shared_options,
-        compare_clocks: config.trace.is_some() || config.report.is_some(),
+        compare_clocks: config.output.trace.is_some() || config.output.report.is_some(),
         note: &|text| printer.info(text),
     };
     let launched = launch.join(cuda, joining)?;
@@ -39,11 +39,11 @@ pub(crate) fn join(
 pub(crate) fn spawn(launched: &Launched, config: &Config, printer: &Arc<Printer>) -> Spawn {
     let printer = printer.clone();
     // A fault is injected once, not again after a restart.
-    let fault = config.inject_fault.filter(|_| launched.launch.restart_count == 0);
+    let fault = config.launch.inject_fault.filter(|_| launched.launch.restart_count == 0);
     launched
         .spawn()
-        .timeout(config.timeout)
-        .stall_warning(config.stall_warning, move |text| printer.info(text))
-        .check_collectives(config.check_collectives)
+        .timeout(config.launch.timeout)
+        .stall_warning(config.launch.stall_warning, move |text| printer.info(text))
+        .check_collectives(config.ddp.check_collectives)
         .fault(fault)
 }

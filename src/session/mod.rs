@@ -14,7 +14,6 @@ mod report_facts;
 mod start_point;
 mod summary;
 mod training;
-mod unsupported_flags;
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -44,7 +43,6 @@ pub(crate) use processes::{ChildProcesses, leave_error};
 pub(crate) use start_point::{StartPoint, after_restart};
 pub(crate) use summary::{gather_summary, print_end, refuse_different_replicas};
 pub(crate) use training::Training;
-pub(crate) use unsupported_flags::reject_flags;
 
 /// How long to wait for torchrun's agent to stop us after a membership change. If we exit first, the agent counts it
 /// as a failure and uses up a restart. Agents poll as rarely as every 5 s.
@@ -57,7 +55,7 @@ pub(crate) fn stop_at_signals(
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Arc<Stop>> {
     let printer = printer.clone();
-    let time = config.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
+    let time = config.training.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
     let stop = Stop::new(time).on_stop(move |reason| {
         if reason == StopReason::Interrupt {
             printer.info("stopping after this step; Ctrl-C again ends the process at once");
@@ -151,7 +149,8 @@ impl Session {
     /// Opens the files of rank 0: metrics, and checkpoints to start from and to save.
     fn prepare_rank_0(&self) -> Result<(MetricsLogger, StartPoint)> {
         let Self { config, launched, printer, .. } = self;
-        let (tensorboard, metrics) = (config.tensorboard.as_deref(), config.metrics.as_deref());
+        let (tensorboard, metrics) =
+            (config.output.tensorboard.as_deref(), config.output.metrics.as_deref());
         MetricsLogger::check(metrics)?; // before any file is created
         let start_point = StartPoint::of(config, launched.world_size(), printer)?;
         let logger = MetricsLogger::new(printer, tensorboard, metrics)?;
@@ -199,7 +198,7 @@ impl Session {
             nnodes: self.launched.nnodes(),
             backend: placement.backend.name(),
             device: if on_gpus { "GPU" } else { "CPU" },
-            model: self.config.model.name(),
+            model: self.config.model.kind.name(),
             parameters,
             restart: launch.restart_count,
             gpu_count: placement.gpu_count,
@@ -244,7 +243,7 @@ impl Session {
         result?;
         written?;
         if stopped == Some(StopReason::Terminate) && launched.launch.has_agent {
-            let grace_period = config.grace_period.min(AGENT_POLL_INTERVAL);
+            let grace_period = config.launch.grace_period.min(AGENT_POLL_INTERVAL);
             await_termination(&self.stop, grace_period).context("watching for signals")?;
         }
         Ok(stopped)

@@ -16,25 +16,25 @@ pub(crate) fn narrator(session: &Session, parameters: usize) -> Narrator {
         world_size: launched.world_size(),
         processes: launched.world.as_ref().map_or(1, |world| world.num_processes()),
         backend: launched.placement.backend.name(),
-        model: config.model.name(),
+        model: config.model.kind.name(),
         parameters,
-        seed: config.seed,
-        starts_from_file: config.init_from.is_some(),
+        seed: config.training.seed,
+        starts_from_file: config.checkpoints.init_from.is_some(),
         samples: data.training.len(),
-        shuffles: !config.no_shuffle,
-        drops_last: config.drop_last,
-        accumulate: config.grad_accum_steps,
-        exact_mean: config.exact_mean,
+        shuffles: !config.data.no_shuffle,
+        drops_last: config.data.drop_last,
+        accumulate: config.ddp.grad_accum_steps,
+        exact_mean: config.ddp.exact_mean,
         steps_per_epoch: config.steps_per_epoch(launched.world_size()),
-        compression: match config.comm_hook {
+        compression: match config.ddp.comm_hook {
             CommHookKind::None => None,
             CommHookKind::Fp16 => Some(("float16", 0)),
             CommHookKind::Bf16 => Some(("bfloat16", 0)),
-            CommHookKind::PowerSgd => Some(("powersgd", config.powersgd_start_iter)),
+            CommHookKind::PowerSgd => Some(("powersgd", config.ddp.powersgd_start_iter)),
         },
         optimizer,
         is_plain,
-        max_grad_norm: config.max_grad_norm,
+        max_grad_norm: config.optimization.max_grad_norm,
     };
-    Narrator::new(config.language, facts, printer.clone())
+    Narrator::new(config.output.language, facts, printer.clone())
 }

@@ -18,7 +18,7 @@ pub(crate) fn cores() -> usize {
 
 /// Returns whether this process starts a process for each rank.
 pub(crate) fn starts_processes(config: &Config, launch: &Launch) -> bool {
-    config.spawn == SpawnChoice::Processes && launch.kind != LaunchKind::Spawned
+    config.launch.spawn == SpawnChoice::Processes && launch.kind != LaunchKind::Spawned
 }
 
 /// Returns where the ranks of `config` run on this machine, after checking that `config` can run there.
@@ -36,7 +36,7 @@ pub(crate) fn place_all(config: &Config, cuda: &Cuda) -> Result<Placement> {
 
 /// Returns where the ranks of this process of a launch run.
 pub(crate) fn place_threads(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
-    let placement = launch.place(config.backend, cuda)?;
+    let placement = launch.place(config.launch.backend, cuda)?;
     if placement.devices[0] == Device::Cpu {
         config.check_memory_for(placement.devices.len(), 1)?;
     }
@@ -51,12 +51,12 @@ pub(crate) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> 
             this_process(launch)
         )));
     }
-    let placement = place(launch.nproc, config.backend, cuda, &launch.share(cores()))?;
+    let placement = place(launch.nproc, config.launch.backend, cuda, &launch.share(cores()))?;
     let count = placement.devices.len();
     if placement.devices[0] == Device::Cpu {
         config.check_memory_for(count, count)?;
     }
-    placement.in_processes(count, config.backend)
+    placement.in_processes(count, config.launch.backend)
 }
 
 /// Returns where the ranks of `nproc` run, for a command of one process.

@@ -46,17 +46,17 @@ impl ChildProcesses {
         printer: &Printer,
     ) -> anyhow::Result<Option<StopReason>> {
         let Self { max_restarts, stops } = self;
-        let placement = match config.spawn {
+        let placement = match config.launch.spawn {
             SpawnChoice::Processes => Some(place_processes(config, launch, cuda)?),
             SpawnChoice::Threads => None, // the child process places its threads
         };
         if let Some(note) = placement.as_ref().and_then(|placement| placement.note.as_ref()) {
             printer.info(note);
         }
-        let Config { timeout, grace_period, .. } = *config;
+        let (timeout, grace_period) = (config.launch.timeout, config.launch.grace_period);
         let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
         let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts };
-        let from = match &config.checkpoint_dir {
+        let from = match &config.checkpoints.checkpoint_dir {
             Some(dir) => format!("from the newest checkpoint in {}", dir.display()),
             None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
         };
@@ -98,17 +98,17 @@ impl ChildProcesses {
 /// # Errors
 /// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
 fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
-    if launch.parent.is_some() || config.max_restarts == 0 {
+    if launch.parent.is_some() || config.launch.max_restarts == 0 {
         return Ok(0);
     }
     if launch.kind == LaunchKind::Local {
-        return Ok(config.max_restarts);
+        return Ok(config.launch.max_restarts);
     }
     Err(Error::Input(format!(
         "--max-restarts={restarts} is for one machine without a launcher, and this is {}; leave it out, and let the \
          launcher restart the run: torchrun --max-restarts={restarts}",
         this_process(launch),
-        restarts = config.max_restarts,
+        restarts = config.launch.max_restarts,
     )))
 }
 

@@ -25,28 +25,28 @@ pub(crate) struct StartPoint {
 impl StartPoint {
     /// Returns the starting point that `config` names. Reports its errors here, before a rank would.
     pub(crate) fn of(config: &Config, world_size: usize, printer: &Printer) -> Result<Self> {
-        let checkpoint_dir = config.checkpoint_dir.as_deref();
+        let checkpoint_dir = config.checkpoints.checkpoint_dir.as_deref();
         // Checked first: another program's files must not be taken for a damaged checkpoint.
         checkpoint_dir.map_or(Ok(()), CheckpointDir::check)?;
         let checkpoint = match (config.resume_path(), checkpoint_dir) {
             (Some(path), _) => Some(Checkpoint::read(&path)?),
-            (None, Some(dir)) if config.resume.is_some() => newest(dir, printer)?,
+            (None, Some(dir)) if config.checkpoints.resume.is_some() => newest(dir, printer)?,
             (None, _) => None,
         };
         if let Some(checkpoint) = &checkpoint {
             compare(checkpoint, config, world_size, printer)?;
-            if config.init_from.is_some() {
+            if config.checkpoints.init_from.is_some() {
                 printer.info("--init-from is ignored: the run continues from a checkpoint");
             }
         }
-        let weights = match &config.init_from {
+        let weights = match &config.checkpoints.init_from {
             Some(file) if checkpoint.is_none() => Some(TensorFile::read(file).map_err(init_from)?),
             _ => None,
         };
         let mut start_point = Self { checkpoint: None, weights, checkpoint_dir: None };
         start_point.checkpoint = checkpoint.map(Arc::new);
         if start_point.checkpoint.is_some() || start_point.weights.is_some() {
-            let (vs, _) = config.model_config().build(Device::Cpu, config.seed)?;
+            let (vs, _) = config.model_config().build(Device::Cpu, config.training.seed)?;
             start_point.load_model(&vs)?;
         }
         let open = |dir| start_point.open(dir, config);
@@ -56,7 +56,7 @@ impl StartPoint {
 
     /// Opens the folder to save in. Other files in it must not be lost.
     fn open(&self, dir: &Path, config: &Config) -> Result<CheckpointDir> {
-        let keep_last = config.keep_last as usize;
+        let keep_last = config.checkpoints.keep_last as usize;
         let Some(checkpoint) = &self.checkpoint else {
             return CheckpointDir::create(dir, keep_last);
         };
@@ -66,7 +66,7 @@ impl StartPoint {
             return CheckpointDir::create(dir, keep_last);
         }
         // The checkpoint was read before the folder was locked: the run that saved it may have saved another since.
-        if config.resume.as_deref() == Some("auto")
+        if config.checkpoints.resume.as_deref() == Some("auto")
             && let Some(newest) = opened.newest()?
             && newest != checkpoint.path()
         {
@@ -126,18 +126,20 @@ impl StartPoint {
 /// # Errors
 /// [`Error::Input`] when the folder cannot be read.
 pub(crate) fn after_restart(
-    config: Config,
+    mut config: Config,
     restarts: &Restarts,
     printer: &Printer,
 ) -> Result<Config> {
-    let Some(dir) = config.checkpoint_dir.as_deref().filter(|_| !restarts.reasons.is_empty())
+    let Some(dir) =
+        config.checkpoints.checkpoint_dir.as_deref().filter(|_| !restarts.reasons.is_empty())
     else {
         return Ok(config);
     };
     if restarts.saves && CheckpointDir::newest_in(dir)?.is_some() {
-        return Ok(Config { resume: Some("auto".into()), ..config });
+        config.checkpoints.resume = Some("auto".into());
+        return Ok(config);
     }
-    if config.resume.is_none() {
+    if config.checkpoints.resume.is_none() {
         printer
             .info(&format!("no checkpoint in {} yet: starting from the beginning", dir.display()));
     }
@@ -172,12 +174,12 @@ fn compare(
         .check_resume(&state.options)
         .map_err(|error| Error::Input(format!("checkpoint {path}: {error}")))?;
     printer.info(&format!("going on from {path}: epoch {}, step {}", state.epoch, state.step));
-    if state.epoch >= config.max_epochs {
+    if state.epoch >= config.training.max_epochs {
         let (done, epochs) =
             (state.epoch, if state.epoch == 1 { "epoch is" } else { "epochs are" });
         printer.info(&format!(
             "nothing to do: {done} {epochs} done, and --max-epochs is {}",
-            config.max_epochs
+            config.training.max_epochs
         ));
     }
     for remark in remarks {
@@ -212,13 +214,14 @@ mod tests {
         let checkpoint = Some(Checkpoint::read(&save(1)).unwrap());
         let start_point =
             StartPoint { checkpoint: checkpoint.map(Arc::new), ..StartPoint::default() };
-        let config = Config { resume: Some("auto".into()), ..Config::default() };
+        let mut config = Config::default();
+        config.checkpoints.resume = Some("auto".into());
         drop(start_point.open(path, &config).unwrap());
         let newer = save(2);
         let error = start_point.open(path, &config).unwrap_err().to_string();
         assert!(error.contains("another run has just saved "), "{error}");
         // A user who names the older checkpoint gets it.
-        let config = Config { resume: Some("step-00000001".into()), ..Config::default() };
+        config.checkpoints.resume = Some("step-00000001".into());
         let checkpoint_dir = Some(start_point.open(path, &config).unwrap());
         StartPoint { checkpoint_dir, ..start_point }.make_room(&printer).unwrap();
         assert!(!newer.exists());

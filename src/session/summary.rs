@@ -45,7 +45,7 @@ pub(crate) fn gather_summary(
     let Traffic { sent, received } = group.traffic();
     let model_hash = trainer.ddp().parameters_hash()?;
     let parameters = match trainer.ddp() {
-        Strategy::Ddp(ddp) if session.config.no_broadcast_buffers => Some(ddp.replica_hash()?),
+        Strategy::Ddp(ddp) if session.config.ddp.no_broadcast_buffers => Some(ddp.replica_hash()?),
         Strategy::Ddp(_) => Some(model_hash),
         Strategy::Dp(_) => None, // rank 0 alone has the model
     };
@@ -60,7 +60,7 @@ pub(crate) fn gather_summary(
     let summaries = group.gather_object(&mine, 0)?;
     let replicas = summaries
         .as_ref()
-        .and_then(|summaries| replicas(summaries, session.config.check_replicas_every));
+        .and_then(|summaries| replicas(summaries, session.config.ddp.check_replicas_every));
     // Each rank ends with an error if the replicas differ.
     let mut equal = vec![replicas.as_ref().is_none_or(|replicas| replicas.equal)];
     group.broadcast_object_list(&mut equal, 0)?;
@@ -122,7 +122,7 @@ pub(crate) fn print_end(
 ) -> io::Result<()> {
     let Session { config, printer, start_point, .. } = session;
     let with_text = printer.format() == LogFormat::Text && replicas_equal;
-    if config.strategy == StrategyKind::Dp
+    if config.ddp.strategy == StrategyKind::Dp
         && with_text
         && let Some(note) = through_rank_0(&end)
     {
@@ -150,7 +150,7 @@ pub(crate) fn print_end(
 pub(crate) fn refuse_different_replicas(trainer: &Trainer<Model>, session: &Session) -> Result<()> {
     match trainer.ddp() {
         Strategy::Ddp(ddp) => {
-            let buffers = !session.config.no_broadcast_buffers;
+            let buffers = !session.config.ddp.no_broadcast_buffers;
             compare_replicas(ddp, buffers, trainer.state().step, Compared::AtEnd)
         }
         Strategy::Dp(_) => Ok(()),
@@ -178,7 +178,7 @@ fn verdict(
 ) -> Verdict {
     let config = &session.config;
     let on_cpu = group.device() == Device::Cpu;
-    let overlaps = config.strategy == StrategyKind::Ddp && group.world_size() > 1;
+    let overlaps = config.ddp.strategy == StrategyKind::Ddp && group.world_size() > 1;
     let overlapped = overlaps.then_some(hidden);
     let straggler = find_straggler_over(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let measured = Measured {
@@ -187,8 +187,8 @@ fn verdict(
         overlapped,
         us_per_step: end.us_per_step,
         bucket_bytes: &end.bucket_bytes,
-        batch_size: config.batch_size,
-        num_workers: config.num_workers,
+        batch_size: config.training.batch_size,
+        num_workers: config.data.num_workers,
         backend: group.backend(),
         seconds: end.seconds,
         cores: on_cpu.then(|| Cores {
@@ -198,7 +198,8 @@ fn verdict(
         }),
         losses: session.artifacts.losses(),
         lr: config.lr_for(group.world_size()).0,
-        fitting_config: (config.dataset == DatasetSpec::DIGITS).then_some("configs/digits.toml"),
+        fitting_config: (config.data.dataset == DatasetSpec::DIGITS)
+            .then_some("configs/digits.toml"),
     };
     Verdict {
         outside_collectives: outside_collectives(&phases),

@@ -38,25 +38,29 @@ impl Training {
     ) -> anyhow::Result<Self> {
         let loader = |rank_number| -> Result<DataLoader> {
             let sampler = config.sampler(dataset.len(), rank.world_size(), rank_number)?;
-            let loader =
-                DataLoader::new(dataset.clone(), sampler, config.batch_size, rank.device())?;
+            let loader = DataLoader::new(
+                dataset.clone(),
+                sampler,
+                config.training.batch_size,
+                rank.device(),
+            )?;
             loader
-                .drop_last(config.drop_last_batch)
-                .in_step(config.exact_mean)
-                .num_workers(config.num_workers, config.prefetch_factor, group)
+                .drop_last(config.data.drop_last_batch)
+                .in_step(config.ddp.exact_mean)
+                .num_workers(config.data.num_workers, config.data.prefetch_factor, group)
                 .pin_memory(group)
         };
-        let (vs, mut model) = config.model_config().build(rank.device(), config.seed)?;
+        let (vs, mut model) = config.model_config().build(rank.device(), config.training.seed)?;
         if rank.rank() == 0 {
             start_point.load_model(&vs)?;
         }
-        let built = config.explain.then(|| parameters_hash(&vs)).transpose()?;
-        let generator = Arc::new(Generator::new(rank.device(), config.seed, rank.rank())?);
+        let built = config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
+        let generator = Arc::new(Generator::new(rank.device(), config.training.seed, rank.rank())?);
         model = model.with_generator(&generator);
-        if config.sync_batch_norm {
+        if config.model.sync_batch_norm {
             model = model.convert_sync_batchnorm(group);
         }
-        let (ddp, loader): (Strategy<Model>, Loader) = match config.strategy {
+        let (ddp, loader): (Strategy<Model>, Loader) = match config.ddp.strategy {
             StrategyKind::Ddp => {
                 let options = config.ddp_options();
                 let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;

@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, StderrLock, StdoutLock, Write};
 
 use parking_lot::{Mutex, MutexGuard};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, VariantNames};
 
 use super::progress::Progress;
 use super::{Epoch, Event, Straggler};
@@ -13,8 +15,10 @@ use crate::os::limits::explain;
 use crate::records::ValidationMetrics;
 
 /// The format of results: `--log-format`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum LogFormat {
     /// Text for people.
     Text,

@@ -1,6 +1,7 @@
 //! Mixed precision: `--amp`.
 
-use serde::{Deserialize, Serialize};
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, VariantNames};
 use tch::{Device, Kind};
 
 use crate::ddp::Strategy;
@@ -9,8 +10,10 @@ use crate::ffi::Autocast;
 use crate::optim::{GradScaler, GradScalerOptions};
 
 /// The dtype of forward passes, for the operations where it is precise enough: `--amp`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum Amp {
     /// The dtype of the parameters.
     Off,

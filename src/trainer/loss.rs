@@ -1,13 +1,16 @@
 //! The loss of a batch: the number that training minimizes.
 
-use serde::{Deserialize, Serialize};
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, VariantNames};
 use tch::{Reduction, Tensor};
 
 use crate::error::{Error, Result};
 
 /// The loss function: `--loss`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Loss {
     /// The mean squared error.
     Mse,

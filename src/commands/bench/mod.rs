@@ -31,9 +31,9 @@ use bench_case::BenchCase;
 pub use bench_case::BenchOp;
 pub use cluster::SimulatedCluster;
 use roofline::MemoryRoofline;
-pub use scaling::{bench_scaling, check_scaling_flags};
+pub use scaling::bench_scaling;
 use sorted::Sorted;
-pub use step::{bench_step, check_step_flags};
+pub use step::bench_step;
 use table::{Column, numbers};
 
 /// The measurement to make.

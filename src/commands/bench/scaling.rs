@@ -14,23 +14,11 @@ use super::step::step_on;
 use super::table::{self, Column, numbers};
 use crate::config::Config;
 use crate::data::Dataset;
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
-use crate::session::{cores, open_data, place_ranks, reject_flags};
+use crate::session::{cores, open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
-
-/// The flags that only runs of several processes have, and those that the measurement sets itself.
-const SCALING_UNSUPPORTED: [&str; 8] = [
-    "inject_fault",
-    "grad_accum_steps",
-    "spawn",
-    "launch",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-    "master_port",
-];
 
 /// The work that stays the same when there are more ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -109,14 +97,6 @@ impl Times {
     }
 }
 
-/// Refuses a flag that has no effect on [`bench_scaling`].
-///
-/// # Errors
-/// [`Error::Input`] that names the flag.
-pub fn check_scaling_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    reject_flags(keys, &SCALING_UNSUPPORTED, "bench scaling measures single steps in one process")
-}
-
 /// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`. Prints samples per
 /// second, efficiency and speed-up: once with the batch of `config` on each rank, and once with the same samples
 /// shared out among the ranks. The numbers of ranks take turns `repetitions` times, for `steps` steps each, so that
@@ -135,17 +115,18 @@ pub fn bench_scaling(
     cuda: &Cuda,
     printer: &Printer,
 ) -> anyhow::Result<()> {
-    if config.grad_accum_steps > 1 || config.spawn == SpawnChoice::Processes {
+    if config.ddp.grad_accum_steps > 1 || config.launch.spawn == SpawnChoice::Processes {
         let problem = "bench scaling measures steps of one batch, of ranks that are threads; leave accumulate and \
                        spawn out of the file";
         return Err(Error::Input(problem.into()).into());
     }
-    let ranks = place_ranks(config.nproc_per_node, config.backend, cuda)?.devices.len();
+    let ranks =
+        place_ranks(config.launch.nproc_per_node, config.launch.backend, cuda)?.devices.len();
     // Steps of fewer samples would not be the same work.
-    let config =
-        Config { val_fraction: Some(0.0), patience: None, drop_last_batch: true, ..config };
+    let mut config = config.without_validation();
+    config.data.drop_last_batch = true;
     let (config, data) = open_data(config)?;
-    let (batch_size, samples) = (config.batch_size, data.training.len());
+    let (batch_size, samples) = (config.training.batch_size, data.training.len());
     let batch_of_all = batch_size.saturating_mul(ranks);
     if batch_of_all > samples {
         return Err(Error::Input(format!(
@@ -161,7 +142,7 @@ pub fn bench_scaling(
                 Scaling::Weak => batch_size,
                 Scaling::Strong => batch_of_all.div_ceil(ranks),
             };
-            let placement = place_ranks(Nproc::Count(ranks), config.backend, cuda)?;
+            let placement = place_ranks(Nproc::Count(ranks), config.launch.backend, cuda)?;
             cases.push(Case { scaling, ranks, batch_size, placement });
         }
     }
@@ -196,7 +177,7 @@ pub fn bench_scaling(
     let row = |(case, base): (&Case, &Case)| {
         let (all, one) = (samples_per_second(case), samples_per_second(base));
         Row {
-            model: config.model.name(),
+            model: config.model.kind.name(),
             scaling: case.scaling,
             cores: cores(),
             world_size: case.ranks,
@@ -253,12 +234,15 @@ fn measure(
 ) -> anyhow::Result<(f64, f64)> {
     let Case { ranks, batch_size, placement, .. } = case;
     let nproc_per_node = Nproc::Count(*ranks);
-    let config = Config { nproc_per_node, batch_size: *batch_size, ..config.clone() };
+    let mut config = config.clone();
+    (config.launch.nproc_per_node, config.training.batch_size) = (nproc_per_node, *batch_size);
     config.validate_for(*ranks)?;
     if placement.devices[0] == Device::Cpu {
         config.check_memory_for(*ranks, 1)?;
     }
-    let spawn = Spawn::at(placement).timeout(config.timeout).grace_period(config.grace_period);
+    let spawn = Spawn::at(placement)
+        .timeout(config.launch.timeout)
+        .grace_period(config.launch.grace_period);
     let (backend, dataset) = (placement.backend, dataset.clone());
     let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
     let times = times.into_iter().flatten().next().context("rank 0 has no times")?;

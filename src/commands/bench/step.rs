@@ -20,9 +20,7 @@ use crate::ffi::cuda::Cuda;
 use crate::launch::{Backend, Launch, Nproc, Rank};
 use crate::operation::Operation;
 use crate::records::PhaseSeconds;
-use crate::session::{
-    self, ChildProcesses, StartPoint, Training, leave_error, open_data, reject_flags,
-};
+use crate::session::{self, ChildProcesses, StartPoint, Training, leave_error, open_data};
 use crate::telemetry::Printer;
 use crate::trainer::Amp;
 
@@ -56,14 +54,6 @@ pub(super) struct StepTimes {
 /// The number of warm-up steps, which are not measured.
 const WARM_UP: usize = 20;
 
-/// Refuses a flag that has no effect on [`bench_step`].
-///
-/// # Errors
-/// [`Error::Input`] that names the flag.
-pub fn check_step_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    reject_flags(keys, &["inject_fault"], "bench step measures single steps")
-}
-
 /// Trains as `config` says for `steps` steps, and prints the time of one. Also prints its forecast on `cluster`, if
 /// given. One rank is then measured, unless `config` has a number of ranks.
 ///
@@ -76,15 +66,15 @@ pub fn bench_step(
     cuda: &Cuda,
     printer: &Arc<Printer>,
 ) -> anyhow::Result<()> {
-    if config.grad_accum_steps > 1 {
+    if config.ddp.grad_accum_steps > 1 {
         let problem = "--grad-accum-steps: bench step measures steps of one batch; leave it out, and out of the file";
         return Err(Error::Input(problem.into()).into());
     }
-    let mut config = Config { val_fraction: Some(0.0), patience: None, ..config };
+    let mut config = config.without_validation();
     if cluster.is_some() {
         check_modelled(&config)?;
-        if config.nproc_per_node == Nproc::Auto {
-            config.nproc_per_node = Nproc::Count(1);
+        if config.launch.nproc_per_node == Nproc::Auto {
+            config.launch.nproc_per_node = Nproc::Count(1);
         }
     }
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
@@ -137,10 +127,10 @@ fn check_modelled(config: &Config) -> Result<()> {
         let why = "--simulate-cluster has no model of it; leave out one of the two";
         Err(Error::Input(format!("{what}: {why}")))
     };
-    if config.strategy == StrategyKind::Dp {
+    if config.ddp.strategy == StrategyKind::Dp {
         return refuse("--strategy dp");
     }
-    if config.comm_hook != CommHookKind::None { refuse("--comm-hook") } else { Ok(()) }
+    if config.ddp.comm_hook != CommHookKind::None { refuse("--comm-hook") } else { Ok(()) }
 }
 
 /// Measures `steps` steps on one rank. Returns the times on rank 0, `None` on the others.
@@ -154,7 +144,7 @@ pub(super) fn step_on(
     let group = rank.init_process_group(backend)?;
     let Training { mut ddp, mut optimizer, schedule, loader, .. } =
         Training::new(rank, &group, config, dataset, &StartPoint::default())?;
-    let mut scaler = config.amp.grad_scaler(&ddp)?;
+    let mut scaler = config.training.amp.grad_scaler(&ddp)?;
     let mut times: Vec<[f64; 5]> = Vec::with_capacity(steps);
     let mut complete: Vec<Vec<f64>> = Vec::with_capacity(steps); // when each bucket is complete, as a share of backward
     // A batch from rank 0 is part of the step. A rank's own batch is only two views of existing tensors.
@@ -175,13 +165,13 @@ pub(super) fn step_on(
             }
             ddp.begin_step()?;
             let loss = {
-                let _autocast = config.amp.autocast(rank.device())?;
-                config.loss.of(&ddp.forward(&batch.inputs), &batch.targets)?
+                let _autocast = config.training.amp.autocast(rank.device())?;
+                config.training.loss.of(&ddp.forward(&batch.inputs), &batch.targets)?
             };
             let forward = began.elapsed();
             let before = ddp.communication_time();
             let scaled = scaler.scale(&loss)?;
-            match config.exact_mean {
+            match config.ddp.exact_mean {
                 true => ddp.backward_part(&scaled, batch.len() as f64)?,
                 false => ddp.backward(&scaled)?,
             }
@@ -195,7 +185,7 @@ pub(super) fn step_on(
             group.next_phase(Operation::Optimizer);
             if let Some(optimizer) = &mut optimizer {
                 scaler.unscale_()?;
-                if let Some(max_norm) = config.max_grad_norm {
+                if let Some(max_norm) = config.optimization.max_grad_norm {
                     let _ = ddp.clip_grad_norm(max_norm)?;
                 }
                 scaler.step(&mut **optimizer, schedule.lr(epoch, times.len() as u64))?;
@@ -225,10 +215,10 @@ pub(super) fn step_on(
     let shares = |bucket: usize| Sorted::new(complete.iter().map(|step| step[bucket]));
     let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
     Ok(Some(StepTimes {
-        model: config.model.name(),
-        strategy: config.strategy,
-        amp: config.amp,
-        batch_size: config.batch_size,
+        model: config.model.kind.name(),
+        strategy: config.ddp.strategy,
+        amp: config.training.amp,
+        batch_size: config.training.batch_size,
         world_size: rank.world_size(),
         us_min: totals.smallest(),
         us_max: totals.largest(),
@@ -269,7 +259,9 @@ fn print_on(
         backward: times.backward_us / 1e6,
         optimizer: times.optimizer_us / 1e6,
         buckets: times.bucket_bytes.iter().map(|bytes| *bytes as f64).zip(complete).collect(),
-        overlaps: !config.no_overlap && !config.find_unused_parameters && !config.static_graph,
+        overlaps: !config.ddp.no_overlap
+            && !config.ddp.find_unused_parameters
+            && !config.ddp.static_graph,
     };
     let on_cpu = rank.device() == Device::Cpu;
     let spread = times.us_per_step / times.us_min;
@@ -285,7 +277,7 @@ fn write_text(
 ) -> io::Result<()> {
     let StepTimes { model, world_size, us_per_step, us_min, us_max, .. } = row;
     let ranks = if *world_size == 1 { "rank" } else { "ranks" };
-    let (batch, on) = (config.batch_size, if on_gpu { " on GPUs" } else { "" });
+    let (batch, on) = (config.training.batch_size, if on_gpu { " on GPUs" } else { "" });
     writeln!(
         out,
         "# {model}, batch {batch}, {world_size} {ranks}{on}: medians of {steps} steps, in us"

@@ -195,7 +195,7 @@ pub(super) fn write_head(
     out: &mut dyn Write,
 ) -> io::Result<()> {
     let Bound { steps, samples, width, largest, max_update } = bound;
-    let (model, batch) = (config.model.name(), config.batch_size);
+    let (model, batch) = (config.model.kind.name(), config.training.batch_size);
     writeln!(
         out,
         "# {model}, {steps} steps: {ranks} ranks with batch {batch} compared with 1 rank with batch {samples}\n\

@@ -16,24 +16,10 @@ use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
 use crate::models::ModelKind;
 use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
-use crate::session::{StartPoint, Training, open_data, place_ranks, reject_flags};
+use crate::session::{StartPoint, Training, open_data, place_ranks};
 use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::{Amp, Trainer};
 use difference::{Bound, Comparison, write_head};
-
-/// Options that verify sets itself or cannot use, besides those of a whole run.
-const VERIFY_UNSUPPORTED: [&str; 10] = [
-    "stall_warning",
-    "strategy",
-    "grad_accum_steps",
-    "backend",
-    "spawn",
-    "launch",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-    "master_port",
-];
 
 /// A way of training. All ways must give the same result.
 #[derive(Debug, Clone, Copy)]
@@ -61,15 +47,6 @@ struct RunResult {
     replicas_equal: bool,
 }
 
-/// Refuses a flag that has no effect on [`verify`].
-///
-/// # Errors
-/// [`Error::Input`] that names the flag.
-pub fn check_verify_flags<'a>(keys: impl IntoIterator<Item = &'a String>) -> Result<()> {
-    let why = "verify chooses the ways of training itself, and makes --steps steps of each";
-    reject_flags(keys, &VERIFY_UNSUPPORTED, why)
-}
-
 /// Trains `steps` steps on N ranks in every way that this machine supports, and on one rank with the N-fold batch.
 /// Prints how far the parameters differ; with `per_parameter`, for each parameter.
 ///
@@ -84,7 +61,7 @@ pub fn verify(
     printer: &Printer,
 ) -> anyhow::Result<()> {
     check_comparable(&config)?;
-    let ranks = match config.nproc_per_node {
+    let ranks = match config.launch.nproc_per_node {
         Nproc::Count(ranks) => ranks,
         other => place_ranks(other, BackendChoice::Auto, cuda)?.devices.len(),
     };
@@ -92,18 +69,19 @@ pub fn verify(
         let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
         return Err(Error::Input(problem.into()).into());
     }
-    let config = Config { val_fraction: Some(0.0), patience: None, grad_accum_steps: 1, ..config };
+    let mut config = config.without_validation();
+    config.ddp.grad_accum_steps = 1;
     let (mut config, data) = open_data(config)?;
-    let step_samples = ranks.saturating_mul(config.batch_size);
-    let (dataset, note) = match config.exact_mean {
-        true => unequal_batches(data.training, ranks, config.batch_size)?,
-        false => whole_steps(data.training, ranks, config.batch_size)?,
+    let step_samples = ranks.saturating_mul(config.training.batch_size);
+    let (dataset, note) = match config.ddp.exact_mean {
+        true => unequal_batches(data.training, ranks, config.training.batch_size)?,
+        false => whole_steps(data.training, ranks, config.training.batch_size)?,
     };
     // One rank uses the same learning rate as N ranks.
-    (config.lr, config.scale_lr) = (config.lr_for(ranks).0, false);
-    config.num_samples = Some(dataset.len() as i64);
+    (config.optimization.lr, config.optimization.scale_lr) = (config.lr_for(ranks).0, false);
+    config.data.num_samples = Some(dataset.len() as i64);
     let epoch_steps = config.steps_per_epoch(ranks);
-    if config.exact_mean && steps < epoch_steps {
+    if config.ddp.exact_mean && steps < epoch_steps {
         return Err(Error::Input(format!(
             "--steps: {steps} are too few for --exact-mean: the ranks have batches of different size in the last step of \
              an epoch, which is step {}; use {epoch_steps} or more",
@@ -111,11 +89,11 @@ pub fn verify(
         ))
         .into());
     }
-    config.max_epochs = steps.div_ceil(epoch_steps);
+    config.training.max_epochs = steps.div_ceil(epoch_steps);
     config.validate_for(ranks)?;
     check_fault(&config, steps)?;
     let config = Arc::new(config);
-    let (placements, left_out) = placements(config.nproc_per_node, ranks, cuda)?;
+    let (placements, left_out) = placements(config.launch.nproc_per_node, ranks, cuda)?;
     let notes = note
         .into_iter()
         .chain(left_out)
@@ -206,7 +184,7 @@ fn bisect_divergence(
 
 /// Refuses an injected fault that verify does not inject or reach.
 fn check_fault(config: &Config, steps: u64) -> Result<()> {
-    let Some(fault) = config.inject_fault else { return Ok(()) };
+    let Some(fault) = config.launch.inject_fault else { return Ok(()) };
     let problem = match fault.kind {
         FaultKind::SkipSample if fault.step < steps => return Ok(()),
         FaultKind::SkipSample => {
@@ -222,20 +200,23 @@ fn check_fault(config: &Config, steps: u64) -> Result<()> {
 /// Refuses options with which N ranks do not equal one rank.
 fn check_comparable(config: &Config) -> Result<()> {
     let refuse = |problem: &str| Err(Error::Input(problem.into()));
-    if config.dropout > 0.0 {
+    if config.model.dropout > 0.0 {
         return refuse(
             "--dropout: each rank draws its own, so N ranks are not one rank with the N-fold batch; leave it out, and \
              out of the file",
         );
     }
-    if config.model == ModelKind::Cnn && !config.sync_batch_norm {
+    if config.model.kind == ModelKind::Cnn && !config.model.sync_batch_norm {
         return refuse(
             "--model cnn: each rank normalizes its own batch, so N ranks are not one rank with the N-fold batch; use \
              --sync-batch-norm",
         );
     }
-    let drops = [("--drop-last", config.drop_last), ("--drop-last-batch", config.drop_last_batch)];
-    if config.exact_mean
+    let drops = [
+        ("--drop-last", config.data.drop_last),
+        ("--drop-last-batch", config.data.drop_last_batch),
+    ];
+    if config.ddp.exact_mean
         && let Some((flag, _)) = drops.iter().find(|(_, is_set)| *is_set)
     {
         return refuse(&format!(
@@ -243,7 +224,7 @@ fn check_comparable(config: &Config) -> Result<()> {
              size; leave it out, and out of the file"
         ));
     }
-    if config.amp != Amp::Off {
+    if config.training.amp != Amp::Off {
         return refuse(
             "--amp: verify's bound holds for float32, and --amp rounds more; leave it out, and out of the file",
         );
@@ -323,7 +304,7 @@ fn placements(
 
 /// Returns a note on the ways that cannot be compared with batch norm. `None` without batch norm.
 fn batch_norm_note(config: &Config) -> Option<String> {
-    config.sync_batch_norm.then(|| {
+    config.model.sync_batch_norm.then(|| {
         "without dp, which has no --sync-batch-norm, and accumulation, where each smaller batch is normalized by \
          itself"
             .into()
@@ -333,12 +314,12 @@ fn batch_norm_note(config: &Config) -> Option<String> {
 /// Returns a note on why `dp` is not compared. `None` if it is, or if [`batch_norm_note`] says so.
 fn exact_mean_note(config: &Config) -> Option<String> {
     let why = "without dp, whose ranks have batches of the same size";
-    (config.exact_mean && !config.sync_batch_norm).then(|| why.into())
+    (config.ddp.exact_mean && !config.model.sync_batch_norm).then(|| why.into())
 }
 
 /// Returns the ways that must give the same result. `alone`: also one rank that accumulates `ranks` batches.
 fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
-    let batch_size = config.batch_size;
+    let batch_size = config.training.batch_size;
     let variant = |strategy, ranks, batch_size, grad_accum_steps| Variant {
         strategy,
         ranks,
@@ -347,7 +328,7 @@ fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
     };
     let (ddp, dp) = (StrategyKind::Ddp, StrategyKind::Dp);
     let mut variants = vec![variant(ddp, ranks, batch_size, 1)];
-    if !config.sync_batch_norm {
+    if !config.model.sync_batch_norm {
         if alone {
             variants.insert(0, variant(ddp, 1, batch_size, ranks));
         }
@@ -357,7 +338,7 @@ fn variants(config: &Config, ranks: usize, alone: bool) -> Vec<Variant> {
             variants.push(variant(dp, ranks, batch_size / 2, 2));
         }
     }
-    variants.retain(|variant| variant.strategy == ddp || !config.exact_mean);
+    variants.retain(|variant| variant.strategy == ddp || !config.ddp.exact_mean);
     variants
 }
 
@@ -373,21 +354,18 @@ fn trained(
     placement.devices.truncate(variant.ranks);
     let backend = placement.backend;
     let Variant { strategy, batch_size, grad_accum_steps, .. } = variant;
-    let mut config = Config {
-        strategy,
-        batch_size,
-        grad_accum_steps: grad_accum_steps as u64,
-        ..Config::clone(config)
-    };
+    let mut config = Config::clone(config);
+    (config.ddp.strategy, config.training.batch_size) = (strategy, batch_size);
+    config.ddp.grad_accum_steps = grad_accum_steps as u64;
     if variant.ranks == 1 || strategy == StrategyKind::Dp {
-        config.comm_hook = CommHookKind::None; // only ranks that average gradients with `ddp` compress
+        config.ddp.comm_hook = CommHookKind::None; // only ranks that average gradients with `ddp` compress
     }
     let spawn = Spawn::at(&placement)
-        .timeout(config.timeout)
-        .grace_period(config.grace_period)
-        .check_collectives(config.check_collectives)
+        .timeout(config.launch.timeout)
+        .grace_period(config.launch.grace_period)
+        .check_collectives(config.ddp.check_collectives)
         // One rank with the whole batch is the reference.
-        .fault(config.inject_fault.filter(|_| variant.ranks > 1));
+        .fault(config.launch.inject_fault.filter(|_| variant.ranks > 1));
     let dataset = dataset.clone();
     let results = spawn.run(move |rank| {
         train_on(rank, &rank.init_process_group(backend)?, &config, &dataset, steps)
@@ -406,13 +384,13 @@ fn train_on(
     let Training { ddp, optimizer, schedule, generator, loader, .. } =
         Training::new(rank, group, config, dataset, &StartPoint::default())?;
     let before = values(&ddp.state_dict())?;
-    let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.loss)?
+    let mut trainer = Trainer::new(ddp, optimizer, schedule, loader, config.training.loss)?
         .generator(generator)
-        .max_grad_norm(config.max_grad_norm)
-        .accumulate(config.grad_accum_steps as usize)
-        .exact_mean(config.exact_mean)?
+        .max_grad_norm(config.optimization.max_grad_norm)
+        .accumulate(config.ddp.grad_accum_steps as usize)
+        .exact_mean(config.ddp.exact_mean)?
         .max_steps(Some(steps));
-    trainer.train(config.max_epochs)?;
+    trainer.train(config.training.max_epochs)?;
     let ddp = trainer.ddp();
     ddp.replicate()?;
     group.synchronize()?;

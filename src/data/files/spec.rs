@@ -4,8 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Serialize, Serializer};
 
 use super::FORMATS;
 use super::TargetKind;
@@ -121,12 +120,6 @@ impl fmt::Display for DatasetSpec {
 impl Serialize for DatasetSpec {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         to.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for DatasetSpec {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        String::deserialize(from)?.parse().map_err(D::Error::custom)
     }
 }
 

@@ -36,16 +36,18 @@ mod variables;
 use std::fmt;
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
-use strum::IntoStaticStr;
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
 use super::{NodeSlice, Nproc};
 use crate::error::{Error, Result};
 use variables::Variables;
 
 /// The launcher whose variables are used: `--launch`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum LaunchChoice {
     /// The launcher whose variables are set.
     #[default]
@@ -95,8 +97,10 @@ impl Default for LaunchOptions {
 pub(super) use spawned::{variables as variables_of_spawned, variables_of_threads};
 
 /// Whether the ranks of a machine are threads or processes: `--spawn`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum SpawnChoice {
     /// Threads of one process.
     #[default]

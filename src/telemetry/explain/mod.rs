@@ -8,14 +8,18 @@ mod texts;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use serde_with::SerializeDisplay;
+use strum::{Display, EnumString, VariantNames};
 
 use super::Printer;
 use layout::{number, numbers, paragraph, samples, shown, signed, table};
 use texts::{Catalog, Section};
 
 /// The language of the explanation: `--language`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+)]
+#[strum(serialize_all = "lowercase")]
 pub enum Language {
     /// English.
     En,

@@ -1,0 +1,216 @@
+//! The file of `--config`: a TOML table whose keys are flags. Each value goes through the parser of its flag.
+
+use std::fmt;
+use std::path::Path;
+
+use clap::{Arg, ArgAction, Command, Error as ClapError};
+use serde::Deserializer;
+use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
+use toml::{Table, Value};
+
+use super::{Config, flag_name, option_of_other_name};
+use crate::error::{Error, Result};
+use crate::files::read_stream;
+
+/// The size limit of a file, in bytes.
+const LONGEST_FILE: u64 = 1 << 20;
+
+/// Reads the options of `file`, with `_` in their keys. Does not check values that `flags` override.
+///
+/// # Errors
+/// [`Error::Input`] that names the file and the line.
+pub(super) fn read(file: &Path, flags: &Table) -> Result<Table> {
+    let name = file.display();
+    let input = |problem: String| Error::Input(format!("--config {name}: {problem}"));
+    let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
+    let text = str::from_utf8(&bytes).map_err(|error| {
+        let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
+        let start = bytes[..error.valid_up_to()].iter().rposition(|&byte| byte == b'\n');
+        let rest = &bytes[start.map_or(0, |newline| newline + 1)..];
+        let shown = rest.split(|&byte| byte == b'\n').next().unwrap_or_default().escape_ascii();
+        input(format!("line {line} is not UTF-8, which a TOML file must be: {shown}"))
+    })?;
+    let options =
+        toml::Deserializer::parse(text).and_then(|it| it.deserialize_map(Options { flags }));
+    options.map_err(|error| input(error.to_string().trim_end().into()))
+}
+
+/// Reads the keys and values of a file. The errors of a visitor have the line of what it reads.
+struct Options<'a> {
+    flags: &'a Table,
+}
+
+impl<'de> Visitor<'de> for Options<'_> {
+    type Value = Table;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("options of ddp-mp")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Table, A::Error> {
+        let (command, mut options) = (Config::command(), Table::new());
+        while let Some(arg) = map.next_key_seed(Key(&command))? {
+            let is_overridden = self.flags.contains_key(arg.get_id().as_str());
+            let value = map.next_value_seed(Checked { arg, is_overridden })?;
+            if options.insert(arg.get_id().to_string(), value).is_some() {
+                return Err(A::Error::custom(format!("{} is there twice", arg.get_id())));
+            }
+        }
+        Ok(options)
+    }
+}
+
+/// Reads a key.
+struct Key<'a>(&'a Command);
+
+impl<'de, 'a> DeserializeSeed<'de> for Key<'a> {
+    type Value = &'a Arg;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<&'a Arg, D::Error> {
+        let key = <String as serde::Deserialize>::deserialize(from)?;
+        option(self.0, &key).map_err(D::Error::custom)
+    }
+}
+
+/// Reads a value, and checks it with the parser of its option.
+struct Checked<'a> {
+    arg: &'a Arg,
+    is_overridden: bool,
+}
+
+impl<'de> DeserializeSeed<'de> for Checked<'_> {
+    type Value = Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Value, D::Error> {
+        let value = <Value as serde::Deserialize>::deserialize(from)?;
+        if self.is_overridden {
+            return Ok(value);
+        }
+        let args = to_arg(self.arg, &value).map_err(D::Error::custom)?;
+        let parsed = Config::parse(args.into_iter().collect());
+        parsed.map(|_| value).map_err(|error| D::Error::custom(message(&error)))
+    }
+}
+
+/// Returns the option `key`, with `_` or `-`.
+///
+/// # Errors
+/// The option that was meant, for the user.
+pub(super) fn option<'a>(command: &'a Command, key: &str) -> Result<&'a Arg, String> {
+    let with_underscores = key.replace('-', "_");
+    let found = command.get_arguments().find(|arg| arg.get_id() == with_underscores.as_str());
+    found.ok_or_else(|| format!("unknown field `{key}`: {}", which_was_meant(command, key)))
+}
+
+/// Returns `value` as an argument of a command line: `--flag=text`. `None` for a switch that is off.
+///
+/// # Errors
+/// The expected type of value, for the user.
+pub(super) fn to_arg(arg: &Arg, value: &Value) -> Result<Option<String>, String> {
+    let flag = flag_name(arg.get_id().as_str());
+    let text = |value: &Value| match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Integer(number) => Some(number.to_string()),
+        Value::Float(number) => Some(format!("{number:?}")),
+        _ => None,
+    };
+    let is_switch = matches!(arg.get_action(), ArgAction::SetTrue);
+    match (value, arg.get_value_delimiter()) {
+        (Value::Boolean(is_on), _) if is_switch => return Ok(is_on.then_some(flag)),
+        (Value::Array(items), Some(_)) => items.iter().map(text).collect::<Option<Vec<_>>>(),
+        _ if is_switch => None,
+        _ => text(value).map(|text| vec![text]),
+    }
+    .map(|texts| Some(format!("{flag}={}", texts.join(","))))
+    .ok_or_else(|| {
+        let expected = match arg.get_value_delimiter() {
+            _ if is_switch => "true or false",
+            Some(_) => "a list",
+            None => "a text or a number",
+        };
+        format!("{flag}: {value} is of the wrong type; expected {expected}")
+    })
+}
+
+/// Returns clap's error without what is for a command line only.
+pub(super) fn message(error: &ClapError) -> String {
+    let text = error.to_string();
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    let text = text.split("\n\nUsage:").next().unwrap_or(text);
+    text.split("\n\nFor more information").next().unwrap_or(text).trim_end().to_owned()
+}
+
+/// Returns advice on the unknown key `unknown`: the option that was meant.
+fn which_was_meant(command: &Command, unknown: &str) -> String {
+    let unknown_key = unknown.replace('-', "_");
+    let known = || command.get_arguments().map(|arg| arg.get_id().as_str());
+    let likeness = |key: &str| {
+        let is_short = initials(&unknown_key) == key || initials(key) == unknown_key;
+        if is_short { 1.0 } else { strsim::normalized_damerau_levenshtein(&unknown_key, key) }
+    };
+    let is_key = |option: &str| known().any(|key| key == option.replace('-', "_"));
+    if let Some(option) = option_of_other_name(&unknown.replace('_', "-"), is_key) {
+        let (key, value) = option.split_once('=').unwrap_or((option, ""));
+        let value = if value.is_empty() { String::new() } else { format!(" = \"{value}\"") };
+        return format!("did you mean `{}{value}`?", key.replace('-', "_"));
+    }
+    let nearest = known().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    match nearest.filter(|key| likeness(key) > 0.6) {
+        Some(key) => format!("did you mean `{key}`?"),
+        None => "keys are the flags of ddp-mp --help, with _ for -".into(),
+    }
+}
+
+/// Returns the initials of a key: `lr` for `learning_rate`.
+fn initials(key: &str) -> String {
+    key.split('_').filter_map(|word| word.chars().next()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_key_that_was_meant_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        for (text, remedy) in [
+            ("batchsize = 8", "unknown field `batchsize`: did you mean `batch_size`?"),
+            ("max-epoch = 8", "unknown field `max-epoch`: did you mean `max_epochs`?"),
+            ("learning_rate = 8", "unknown field `learning_rate`: did you mean `lr`?"),
+            ("num_epochs = 8", "unknown field `num_epochs`: did you mean `max_epochs`?"),
+            ("gpus = 8", "unknown field `gpus`: did you mean `nproc_per_node`?"),
+            ("fp16 = true", "unknown field `fp16`: did you mean `amp = \"fp16\"`?"),
+            ("num_train_epochs = 3", "did you mean `max_epochs`?"),
+            ("wd = 8", "unknown field `wd`: did you mean `weight_decay`?"),
+            (
+                "[train]\nlr = 8",
+                "unknown field `train`: keys are the flags of ddp-mp --help, with _ for -",
+            ),
+            (
+                "xyzzy = 8",
+                "unknown field `xyzzy`: keys are the flags of ddp-mp --help, with _ for -",
+            ),
+            (
+                "model = \"mlq\"",
+                "  [possible values: linear, mlp, cnn]\n\n  tip: a similar value exists: 'mlp'",
+            ),
+        ] {
+            fs::write(&file, text).unwrap();
+            let error = Config::resolve(Some(&file), &Table::new()).unwrap_err().to_string();
+            assert!(error.ends_with(remedy), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_no_text_is_refused_with_the_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        fs::write(&file, b"lr = 0.1\ncheckpoint_dir = \"r\xffn\"\n").unwrap();
+        let error = Config::resolve(Some(&file), &Table::new()).unwrap_err().to_string();
+        let expected = "run.toml: line 2 is not UTF-8, which a TOML file must be: checkpoint_dir = \\\"r\\xffn\\\"";
+        assert!(error.ends_with(expected), "{error}");
+    }
+}

@@ -1,0 +1,108 @@
+//! The options of the launch: where the ranks run, and how they wait for each other.
+
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+use serde_with::skip_serializing_none;
+
+use super::Config;
+use super::properties::{InShortHelp, MayDiffer, RefusedBy};
+use super::values::{self, duration, name, positive_duration, whole, written};
+use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn, SpawnChoice};
+
+/// The ranks of a run: how many, where, and how long they wait.
+#[skip_serializing_none]
+#[derive(Debug, Clone, PartialEq, Args, Serialize)]
+#[command(next_help_heading = "Launch")]
+#[group(skip)]
+pub struct LaunchSection {
+    /// Ranks that this process starts: auto, gpu, cpu or N
+    ///
+    /// auto: one per visible GPU, else one per CPU core; one if a launcher starts a process per rank
+    #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
+    #[arg(add = InShortHelp, add = MayDiffer::BetweenProcesses)]
+    #[serde(serialize_with = "values::nproc")]
+    pub nproc_per_node: Nproc,
+    /// Ranks as threads, or as processes of this machine
+    #[arg(long, value_name = "NAME", value_parser = name::<SpawnChoice>())]
+    #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    pub spawn: SpawnChoice,
+    /// Communication backend
+    ///
+    /// auto: nccl on GPUs, else threaded; gloo for several processes
+    // Processes compare the backend that it selects.
+    #[arg(long, value_name = "NAME", value_parser = name::<BackendChoice>())]
+    #[arg(default_value_t = BackendChoice::Auto)]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
+    pub backend: BackendChoice,
+    /// Launcher whose variables place this process
+    ///
+    /// local: none of them. See ddp-mp env
+    #[arg(id = "launch", long = "launch", value_name = "NAME", value_parser = name::<LaunchChoice>())]
+    #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    #[serde(rename = "launch")]
+    pub launcher: LaunchChoice,
+    /// Machines, with one process started on each by hand [default: 1]
+    ///
+    /// A launcher sets this itself
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..))]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    pub nnodes: Option<usize>,
+    /// This machine's number, from 0
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(..))]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    pub node_rank: Option<usize>,
+    /// Host name or address of the machine of rank 0
+    #[arg(long, value_name = "HOST")]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    pub master_addr: Option<String>,
+    /// Port on that machine [default: 29500; with slurm from the job's number]
+    #[arg(long, value_name = "PORT", value_parser = whole::<u16>(1..=65535))]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    pub master_port: Option<u16>,
+    /// Longest wait for other ranks, as 500ms, 30s, 10m
+    ///
+    /// A plain number is seconds
+    #[arg(long, value_name = "TIME", value_parser = positive_duration)]
+    #[arg(default_value = written(Spawn::TIMEOUT), add = MayDiffer::BetweenProcesses)]
+    #[serde(serialize_with = "humantime_serde::serialize")]
+    pub timeout: Duration,
+    /// Time for other ranks to return after a failure
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    #[arg(default_value = written(Spawn::GRACE_PERIOD), add = MayDiffer::BetweenProcesses)]
+    #[serde(serialize_with = "humantime_serde::serialize")]
+    pub grace_period: Duration,
+    /// Time in a collective until missing ranks are reported
+    #[arg(long, value_name = "TIME", value_parser = positive_duration)]
+    #[arg(default_value = written(Spawn::STALL_WARNING))]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY)]
+    #[serde(serialize_with = "humantime_serde::serialize")]
+    pub stall_warning: Duration,
+    /// Restarts after a failure, from the newest checkpoint
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(0..=MOST_RESTARTS))]
+    #[arg(default_value_t = 0, add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    pub max_restarts: usize,
+    /// Failure of a rank, made on purpose
+    #[arg(long, value_name = "KIND:rank=R,at=STAGE[,step=N]")]
+    #[arg(long_help = format!("Failure of a rank, made on purpose\n\n{}", Fault::forms()))]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::BENCH)]
+    pub inject_fault: Option<Fault>,
+}
+
+/// The most restarts; more would be a mistake. A process reads the number from a variable, as 32 bits.
+const MOST_RESTARTS: u64 = 1_000_000;
+
+impl Config {
+    /// Returns the options that say how this process was launched.
+    pub fn launch_options(&self) -> LaunchOptions {
+        LaunchOptions {
+            launch: self.launch.launcher,
+            nnodes: self.launch.nnodes,
+            node_rank: self.launch.node_rank,
+            master_addr: self.launch.master_addr.clone(),
+            master_port: self.launch.master_port,
+            nproc: self.launch.nproc_per_node,
+        }
+    }
+}

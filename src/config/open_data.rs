@@ -1,0 +1,192 @@
+//! The data of a run: opens it, takes the sizes of a file, and checks the given ones.
+
+use std::sync::Arc;
+
+use super::{Config, Invalid, flag_name};
+use crate::data::{
+    Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
+    TensorDataset, random_split,
+};
+use crate::error::{Error, Result};
+use crate::trainer::Loss;
+
+/// The training and validation data of a run.
+#[derive(Debug)]
+pub struct Data {
+    /// The training samples.
+    pub training: Arc<dyn Dataset>,
+    /// The validation samples, held back or from files beside the training files. `None` if there are none.
+    pub validation: Option<Arc<dyn Dataset>>,
+    /// Notes for the user about the data.
+    pub notes: Vec<String>,
+}
+
+/// The keys that a data file makes unnecessary.
+pub(super) const SIZES: [&str; 3] = ["num_samples", "in_features", "out_features"];
+
+impl Config {
+    /// Returns the sampler that deals `rank` of `world_size` ranks its part of `len` samples.
+    pub(crate) fn sampler(
+        &self,
+        len: usize,
+        world_size: usize,
+        rank: usize,
+    ) -> Result<DistributedSampler> {
+        let sampler = DistributedSampler::new(len, world_size, rank)?
+            .shuffle(!self.data.no_shuffle)
+            .seed(self.training.seed)
+            .drop_last(self.data.drop_last)?;
+        Ok(if self.ddp.exact_mean && !self.data.drop_last {
+            sampler.without_padding()
+        } else {
+            sampler
+        })
+    }
+
+    /// Opens the data. Returns it, and this configuration with the sizes of the data. `seed` is the seed of random
+    /// data and of the choice of validation samples.
+    ///
+    /// # Errors
+    /// [`Error::Input`] when a data file is invalid, or when given sizes differ from those of the file.
+    pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
+        let named = |error| Error::Input(format!("--val-fraction: {error}"));
+        if self.data.dataset == DatasetSpec::RANDOM {
+            let [samples, inputs, outputs] = self.sizes_of_random()?;
+            let targets = match self.training.loss {
+                Loss::Mse => Targets::Values(outputs),
+                Loss::CrossEntropy => Targets::Classes(outputs),
+            };
+            let dataset: Arc<dyn Dataset> =
+                Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
+            let Some(fraction) = self.held_back() else {
+                return Ok((self, Data { training: dataset, validation: None, notes: Vec::new() }));
+            };
+            let parts = random_split(dataset.len(), fraction, seed);
+            let (training, validation) = parts.map_err(named)?;
+            self.data.num_samples = Some(training.len() as i64);
+            let training = Arc::new(Subset::new(dataset.clone(), training));
+            let validation: Arc<dyn Dataset> = Arc::new(Subset::new(dataset, validation));
+            return Ok((self, Data { training, validation: Some(validation), notes: Vec::new() }));
+        }
+        let mut notes = Vec::new();
+        if self.training.loss == Loss::Mse && self.data.dataset.has_classes() {
+            notes.push(format!(
+                "{} has classes, and --loss mse treats their numbers as values; --loss cross-entropy treats them as \
+                 classes",
+                self.data.dataset
+            ));
+        }
+        let mut data = FileDataset::open(&self.data.dataset, self.target_kind())?;
+        if self.data.out_features.is_none() {
+            data.check_number_of_classes()?;
+        }
+        if let Some(samples) = self.data.num_samples {
+            let named = |error| Error::Input(format!("--num-samples: {error}"));
+            data = data.first(samples as usize).map_err(named)?;
+        }
+        self.take_sizes_of(&data)?;
+        let Some(fraction) = self.held_back() else {
+            let beside = self.validation_beside(&data)?;
+            notes.extend(beside.as_ref().map(|beside| {
+                let samples = beside.len();
+                format!(
+                    "validation on the {samples} samples of {}; --val-fraction 0 turns it off",
+                    beside.name()
+                )
+            }));
+            let validation = beside.map(FileDataset::into_dataset).transpose()?;
+            return Ok((self, Data { training: data.into_dataset()?, validation, notes }));
+        };
+        let (training, validation) = data.split(fraction, seed).map_err(named)?;
+        self.data.num_samples = Some(training.len() as i64);
+        let validation = Some(validation.into_dataset()?);
+        Ok((self, Data { training: training.into_dataset()?, validation, notes }))
+    }
+
+    /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.
+    pub(super) fn may_validate(&self) -> bool {
+        let beside = self.data.dataset.may_have_validation() && self.data.val_fraction.is_none();
+        beside || self.held_back().is_some()
+    }
+
+    /// Returns the fraction of the samples that is held back for validation, if any.
+    fn held_back(&self) -> Option<f64> {
+        self.data.val_fraction.filter(|&fraction| fraction > 0.0)
+    }
+
+    /// Returns the validation samples in files beside `data`, unless `val_fraction` is given. Their sizes must match.
+    fn validation_beside(&self, data: &FileDataset) -> Result<Option<FileDataset>> {
+        if self.data.val_fraction.is_some() {
+            return Ok(None);
+        }
+        let Some(beside) = FileDataset::open_validation(&self.data.dataset, self.target_kind())?
+        else {
+            return Ok(None);
+        };
+        let (here, there) = (data.in_features(), beside.in_features());
+        if here != there {
+            return Err(Error::Input(format!(
+                "{} has {there} numbers a sample, and {} has {here}; use --val-fraction 0 to train without it",
+                beside.name(),
+                self.data.dataset
+            )));
+        }
+        if let (Targets::Classes(_), Some(classes)) = (beside.targets(), self.data.out_features) {
+            let named = |error| Error::Input(format!("--out-features: {error}"));
+            beside.check_classes(classes).map_err(named)?;
+        }
+        Ok(Some(beside))
+    }
+
+    /// Returns this configuration without validation, for a command of a few steps.
+    pub(crate) fn without_validation(mut self) -> Self {
+        (self.data.val_fraction, self.training.patience) = (Some(0.0), None);
+        self
+    }
+
+    fn target_kind(&self) -> TargetKind {
+        match self.training.loss {
+            Loss::Mse => TargetKind::Values,
+            Loss::CrossEntropy => TargetKind::Classes,
+        }
+    }
+
+    fn sizes_of_random(&self) -> Result<[i64; 3]> {
+        match [self.data.num_samples, self.data.in_features, self.data.out_features] {
+            [Some(samples), Some(inputs), Some(outputs)] => Ok([samples, inputs, outputs]),
+            _ => Err(Error::Input(format!("random data needs all of {}", SIZES.join(", ")))),
+        }
+    }
+
+    fn take_sizes_of(&mut self, data: &FileDataset) -> Result<()> {
+        let name = &self.data.dataset;
+        let same = |key, given: Option<i64>, found: i64| match given.filter(|&given| given != found)
+        {
+            None => Ok(Some(found)),
+            Some(given) => Err(Error::Input(format!(
+                "{}: {name} has {found}, not {given}; leave this out",
+                flag_name(key)
+            ))),
+        };
+        self.data.num_samples = Some(data.len() as i64);
+        self.data.in_features = same("in_features", self.data.in_features, data.in_features())?;
+        self.data.out_features = match (data.targets(), self.data.out_features) {
+            (Targets::Values(values), given) => same("out_features", given, values)?,
+            (Targets::Classes(classes), None) => Some(classes),
+            (Targets::Classes(_), Some(given)) => {
+                let named = |error| Error::Input(format!("--out-features: {error}"));
+                data.check_classes(given).map_err(named)?;
+                Some(given)
+            }
+        };
+        let sizes = [self.data.num_samples, self.data.in_features, self.data.out_features];
+        if let Some((key, _)) = SIZES.iter().zip(sizes).find(|(_, size)| *size == Some(0)) {
+            let problem = "0 is too small; use 1 or more";
+            return Err(Error::Input(format!("{}: {problem} ({name})", flag_name(key))));
+        }
+        let named = |Invalid { key, problem }| {
+            Error::Input(format!("{}: {problem} ({name})", flag_name(&key)))
+        };
+        self.validate().map_err(named)
+    }
+}

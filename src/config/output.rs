@@ -1,0 +1,73 @@
+//! The options of the output: the files of a run, and what it prints.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+use serde_with::skip_serializing_none;
+
+use super::Config;
+use super::ddp::needs_ddp;
+use super::properties::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::values::{name, whole};
+use crate::telemetry::{Language, LogFormat};
+use crate::trainer::Amp;
+
+/// The files of a run, and what it prints.
+#[skip_serializing_none]
+#[derive(Debug, Clone, PartialEq, Args, Serialize)]
+#[command(next_help_heading = "Output")]
+#[group(skip)]
+pub struct OutputSection {
+    /// Folder for TensorBoard: scalars, histograms and pictures
+    #[arg(long, value_name = "DIR")]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    pub tensorboard: Option<PathBuf>,
+    /// File for a timeline of all ranks
+    ///
+    /// For Perfetto (ui.perfetto.dev) and chrome://tracing
+    #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub trace: Option<PathBuf>,
+    /// File for a web page about the run
+    ///
+    /// Curves, timeline, samples, buckets and a verdict
+    #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub report: Option<PathBuf>,
+    /// File for metrics, one JSON object per line, appended
+    #[arg(long, value_name = "FILE")]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    pub metrics: Option<PathBuf>,
+    /// Steps between reports of progress [default: 50; with --report 10]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub log_every: Option<u64>,
+    /// Format of the results on stdout
+    #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>())]
+    #[arg(default_value_t = LogFormat::Text, add = MayDiffer::BetweenProcesses)]
+    pub log_format: LogFormat,
+    /// Explanation of the first steps on stderr, with their numbers
+    #[arg(long, add = InShortHelp, add = Conflict(may_skip_steps))]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub explain: bool,
+    /// Language of --explain
+    #[arg(long, value_name = "NAME", value_parser = name::<Language>())]
+    #[arg(default_value_t = Language::En, add = EXPLANATION)]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    pub language: Language,
+}
+
+const EXPLANATION: OnlyIf =
+    OnlyIf(|it| it.output.explain, "needs --explain: no other text is translated");
+
+fn may_skip_steps(config: &Config) -> Option<String> {
+    let skips = config.training.amp == Amp::Fp16 || config.optimization.skip_nonfinite.is_some();
+    let problem = "shows the first steps, and amp fp16 or skip_nonfinite may skip them; leave out one of the two";
+    needs_ddp(config).or_else(|| skips.then(|| problem.into()))
+}
+
+impl Config {
+    /// Returns the steps between reports of progress: fewer for the curves of a report.
+    pub fn log_every(&self) -> u64 {
+        self.output.log_every.unwrap_or(if self.output.report.is_some() { 10 } else { 50 })
+    }
+}

@@ -1,0 +1,216 @@
+//! Options that must be the same: wherever a run continues, and in all its processes.
+
+use clap::Command;
+use clap::builder::ValueHint;
+use serde_json::{Map, Value};
+
+use super::open_data::SIZES;
+use super::properties::MayDiffer;
+use super::{Config, ScheduleKind, flag_name};
+use crate::error::{Error, Result};
+
+/// The length of a cosine schedule, which spans the whole run. Checkpoints save it with that schedule, and the user
+/// gets a note if it changes.
+const OF_COSINE: &str = "max_epochs";
+
+/// With this many differences the user most likely forgot `--config`.
+const MANY_DIFFERENCES: usize = 3;
+
+/// Returns where the values of the option `key` may differ. `None` if nowhere, and for an option of another version.
+fn may_differ(command: &Command, key: &str) -> Option<MayDiffer> {
+    command.get_arguments().find(|arg| arg.get_id() == key)?.get::<MayDiffer>().copied()
+}
+
+impl Config {
+    /// Returns all options with their values. Those without a value are not there.
+    pub(crate) fn values(&self) -> Result<Map<String, Value>> {
+        match serde_json::to_value(self) {
+            Ok(Value::Object(values)) => Ok(values),
+            Ok(other) => Err(Error::Input(format!("options are written as {other}"))),
+            Err(error) => Err(Error::Input(error.to_string())),
+        }
+    }
+
+    /// Returns the options that a checkpoint saves.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if an option cannot be written as JSON, which does not happen.
+    pub fn options(&self) -> Result<Map<String, Value>> {
+        let (mut all, command) = (self.values()?, Self::command());
+        let is_cosine = self.optimization.schedule == ScheduleKind::Cosine;
+        all.retain(|key, _| {
+            may_differ(&command, key) < Some(MayDiffer::OnResume) || (is_cosine && key == OF_COSINE)
+        });
+        Ok(all)
+    }
+
+    /// Returns the options that must be the same in all processes of a run, with their values. Processes may write to
+    /// different paths, but all or none must write.
+    ///
+    /// # Errors
+    /// As [`Config::options`].
+    pub fn shared_options(&self) -> Result<Vec<(String, String)>> {
+        let mut all = self.values()?;
+        all.insert("log_every".into(), self.log_every().into()); // the default, too
+        let command = Self::command();
+        let is_shared = |arg: &&clap::Arg| {
+            arg.get::<MayDiffer>().is_none_or(|where_to| *where_to < MayDiffer::BetweenProcesses)
+        };
+        let shared = command.get_arguments().filter(is_shared);
+        let text = |arg: &clap::Arg| {
+            let key = arg.get_id().as_str();
+            let is_path = arg.get_value_hint() == ValueHint::AnyPath;
+            let value = all.get(key)?;
+            let value = if is_path { "set".into() } else { value.to_string() };
+            Some((flag_name(key), value))
+        };
+        Ok(shared.filter_map(text).collect())
+    }
+
+    /// Compares this with the options of a checkpoint to resume from. Returns notes on the differences. An option
+    /// that the checkpoint lacks is newer than it, and had its default.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names the options that must not differ, with both values.
+    pub fn check_resume(&self, saved: &Map<String, Value>) -> Result<Vec<String>> {
+        let mine = self.options()?;
+        let mut was = Self::default().options()?;
+        was.extend(saved.clone());
+        let saved = &was;
+        let mut keys: Vec<&String> = mine.keys().chain(saved.keys()).collect();
+        keys.sort();
+        keys.dedup();
+        // Older checkpoints lack these keys, and without the schedule they have no effect.
+        let is_known = |key: &str| mine.contains_key(key) && saved.contains_key(key);
+        keys.retain(|key| *key != OF_COSINE || is_known(key));
+        let value = |map: &Map<String, Value>, key: &String| {
+            map.get(key).map_or("not set".into(), Value::to_string)
+        };
+        let differ = |key: &&&String| mine.get(**key) != saved.get(**key);
+        let command = Self::command();
+        let is_noted = |key: &&&String| {
+            **key == OF_COSINE || may_differ(&command, key) == Some(MayDiffer::OnResumeWithNote)
+        };
+        let (noted, mut wrong): (Vec<&&String>, Vec<&&String>) =
+            keys.iter().filter(differ).partition(is_noted);
+        if wrong.iter().any(|key| ["dataset", "val_fraction"].contains(&&key[..])) {
+            wrong.retain(|key| !SIZES.contains(&&key[..])); // the sizes follow from these
+        }
+        let note = |key: &&String| {
+            let (was, is) = (value(saved, key), value(&mine, key));
+            let name = match &key[..] {
+                "num_samples" => "the number of training samples (num_samples)".into(),
+                key => flag_name(key),
+            };
+            let why = match &key[..] {
+                OF_COSINE => {
+                    "; the cosine schedule spans the whole run, so the learning rate changes"
+                }
+                _ => "",
+            };
+            format!("{name} was {was} in the checkpoint and is {is} now{why}")
+        };
+        if !wrong.is_empty() {
+            let same = if wrong.len() < MANY_DIFFERENCES { "" } else { " (is --config missing?)" };
+            let differences: Vec<String> = wrong.into_iter().map(note).collect();
+            return Err(Error::Input(format!(
+                "this is not the run that was saved: {}; give the same values{same}, or start another run without \
+                 --resume",
+                differences.join("; ")
+            )));
+        }
+        Ok(noted.into_iter().map(note).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(toml: &str) -> Config {
+        Config::resolve(None, &toml.parse().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn an_option_that_a_checkpoint_does_not_have_had_its_default() {
+        let all = config("").options().unwrap();
+        assert!(all.len() > 20);
+        for key in all.keys() {
+            let mut older = all.clone();
+            older.remove(key);
+            assert_eq!(config("").check_resume(&older).unwrap(), [""; 0], "{key}");
+        }
+        let mut older = all;
+        older.remove("exact_mean");
+        older.remove("nesterov");
+        let error = config("exact_mean = true").check_resume(&older).unwrap_err().to_string();
+        let expected = "saved: --exact-mean was false in the checkpoint and is true now; give";
+        assert!(error.contains(expected), "{error}");
+        // An option that this version does not know.
+        older.insert("colour".into(), 1.into());
+        let error = config("").check_resume(&older).unwrap_err().to_string();
+        assert!(error.contains("--colour was 1 in the checkpoint and is not set now"), "{error}");
+    }
+
+    #[test]
+    fn another_length_of_a_cosine_is_told() {
+        let cosine = "schedule = \"cosine\"\nmax_epochs";
+        let saved = config(&format!("{cosine} = 2")).options().unwrap();
+        let told = |toml: &str| config(toml).check_resume(&saved).unwrap();
+        assert_eq!(told(&format!("{cosine} = 2")), [""; 0]);
+        assert_eq!(
+            told(&format!("{cosine} = 3")),
+            [
+                "--max-epochs was 2 in the checkpoint and is 3 now; the cosine schedule spans the whole run, so the \
+              learning rate changes"
+            ]
+        );
+        assert_eq!(
+            told("max_epochs = 3"),
+            ["--schedule was \"cosine\" in the checkpoint and is \"constant\" now"]
+        );
+        // The value of a key that the checkpoint lacks is not known.
+        let mut older = saved.clone();
+        older.remove("max_epochs");
+        let now = config(&format!("{cosine} = 3"));
+        assert_eq!(now.check_resume(&older).unwrap(), [""; 0]);
+    }
+
+    #[test]
+    fn what_must_not_differ_is_named_and_what_may_is_told() {
+        let saved = config("").options().unwrap();
+        let check = |toml: &str| config(toml).check_resume(&saved);
+        assert_eq!(check("max_epochs = 9\nlog_format = \"json\"\ntimeout = 5").unwrap(), [""; 0]);
+        let told = check("lr = 0.1\nmax_grad_norm = 2.0").unwrap();
+        assert_eq!(
+            told,
+            [
+                "--lr was 0.001 in the checkpoint and is 0.1 now",
+                "--max-grad-norm was not set in the checkpoint and is 2.0 now"
+            ]
+        );
+        let error = config("model = \"mlp\"\nactivation = \"tanh\"").check_resume(&saved);
+        assert!(
+            error.unwrap_err().to_string().contains("--activation was \"relu\" in the checkpoint")
+        );
+        let error = check("lr = 0.1\nbatch_size = 8\nseed = 1").unwrap_err().to_string();
+        let expected = "this is not the run that was saved: --batch-size was 32 in the checkpoint and is 8 now; \
+                        --seed was 0 in the checkpoint and is 1 now; give the same";
+        assert!(error.starts_with(expected), "{error}");
+
+        // Differences that follow from another one are not named. Many differences have one cause.
+        let mut held_back = config("");
+        (held_back.data.num_samples, held_back.data.val_fraction) = (Some(3277), Some(0.2));
+        let error = config("").check_resume(&held_back.options().unwrap()).unwrap_err().to_string();
+        let expected = "saved: --val-fraction was 0.2 in the checkpoint and is not set now; give the same values, or";
+        assert!(error.contains(expected), "{error}");
+        let error = check("num_samples = 9").unwrap_err().to_string();
+        let expected = "saved: the number of training samples (num_samples) was 4096 in the checkpoint and is 9 now;";
+        assert!(error.contains(expected), "{error}");
+        let error = check("model = \"mlp\"\nbatch_size = 8\nseed = 1").unwrap_err().to_string();
+        assert!(
+            error.contains("; give the same values (is --config missing?), or start"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,83 @@
+//! The options of training as a whole: its length, its loss and its seed.
+
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+use serde_with::skip_serializing_none;
+
+use super::properties::{Conflict, InShortHelp, MayDiffer, RefusedBy};
+use super::values::{name, positive_duration, whole};
+use super::{CommHookKind, Config, StrategyKind};
+use crate::trainer::{Amp, Loss};
+
+/// The most samples of a batch, and the most batches of a step: their product fits into 63 bits.
+pub(super) const MOST_IN_A_STEP: u64 = i32::MAX as u64;
+
+/// The length of a run, its loss and its seed.
+#[skip_serializing_none]
+#[derive(Debug, Clone, PartialEq, Args, Serialize)]
+#[command(next_help_heading = "Training")]
+#[group(skip)]
+pub struct TrainingSection {
+    /// Passes over the data
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 1)]
+    #[arg(add = InShortHelp, add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub max_epochs: u64,
+    /// Steps of the whole run, at most
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub max_steps: Option<u64>,
+    /// Longest time of this start, as 90, 30s or 10m
+    ///
+    /// Time before a checkpoint does not count. Restarts by --max-restarts do not reset it
+    #[arg(long, value_name = "TIME", value_parser = positive_duration)]
+    #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    #[serde(serialize_with = "humantime_serde::serialize")]
+    pub max_seconds: Option<Duration>,
+    /// Validations in a row without a better loss, before stopping
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
+    #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    pub patience: Option<u64>,
+    /// Samples per batch and rank
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=MOST_IN_A_STEP), default_value_t = 32)]
+    #[arg(add = InShortHelp)]
+    pub batch_size: usize,
+    /// Loss function
+    #[arg(long, value_name = "NAME", value_parser = name::<Loss>(), default_value_t = Loss::Mse)]
+    #[arg(add = InShortHelp, add = Conflict(needs_classes))]
+    pub loss: Loss,
+    /// Mixed precision of the forward pass
+    ///
+    /// Operations that need more precision stay in float32. With fp16 the loss is scaled
+    #[arg(long, value_name = "NAME", value_parser = name::<Amp>(), default_value_t = Amp::Off)]
+    #[arg(add = Conflict(scales_losses))]
+    pub amp: Amp,
+    /// Random seed
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(..), default_value_t = 0)]
+    #[arg(add = InShortHelp)]
+    pub seed: u64,
+}
+
+fn needs_classes(config: &Config) -> Option<String> {
+    let is_one_column = config.data.out_features.is_some_and(|classes| classes < 2);
+    (config.training.loss == Loss::CrossEntropy && is_one_column).then(|| {
+        "cross-entropy over one column is always 0, and so is its gradient: nothing would be learned; use \
+         --out-features 2 or more, or --loss mse"
+            .into()
+    })
+}
+
+fn scales_losses(config: &Config) -> Option<String> {
+    let problem = match (config.training.amp, config.ddp.comm_hook, config.ddp.strategy) {
+        (Amp::Fp16, _, StrategyKind::Dp) => {
+            "fp16 needs --strategy ddp: rank 0 alone would know which steps to skip"
+        }
+        (Amp::Fp16, CommHookKind::PowerSgd, _) => {
+            "fp16 gradients overflow now and then, and powersgd would add the overflow to every later step; use --amp \
+             bf16"
+        }
+        _ => return None,
+    };
+    Some(problem.into())
+}
