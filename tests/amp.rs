@@ -28,7 +28,7 @@ fn kind_now() -> Kind {
 }
 
 #[test]
-fn autocast_is_for_its_thread_until_it_is_dropped() {
+fn autocast_applies_to_its_thread_until_dropped() {
     let outer = Autocast::new(Device::Cpu, Kind::BFloat16).unwrap();
     assert_eq!(kind_now(), Kind::BFloat16);
     thread::scope(|scope| {
@@ -53,7 +53,7 @@ fn autocast_is_for_its_thread_until_it_is_dropped() {
 
 /// With libtorch's cache its gradients would be added in bfloat16, where 256 + 1 is 256.
 #[test]
-fn a_weight_that_is_used_twice_is_converted_twice() {
+fn autocast_weight_used_twice_accumulates_in_float32() {
     let weight = Tensor::ones([1, 1], FLOAT).set_requires_grad(true);
     let sum = {
         let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16).unwrap();
@@ -95,7 +95,7 @@ fn train_alone(seed: i64) -> Vec<f32> {
 }
 
 #[test]
-fn threads_in_autocast_at_once_compute_what_they_compute_alone() {
+fn autocast_on_several_threads_gives_the_bits_of_one() {
     const THREADS: i64 = 4;
     tch::set_num_threads(1);
     let alone: Vec<Vec<f32>> = (0..THREADS).map(train_alone).collect();
@@ -133,7 +133,7 @@ fn kept(optimizer: &dyn Optimizer) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step() {
+fn nonfinite_gradient_on_one_rank_skips_the_step_on_all() {
     // 1e5 is too large for the float16 that a gradient is sent in, and for nothing else.
     let (inf, nan) = (f64::INFINITY, f64::NAN);
     let cases = [(false, inf), (false, nan), (true, inf), (true, 1e5)];
@@ -220,7 +220,7 @@ fn with_scaler(
 }
 
 #[test]
-fn a_scale_that_nothing_helps_is_an_error() {
+fn loss_scale_below_its_minimum_is_an_error() {
     let options = GradScalerOptions { init_scale: 2f64.powi(-23), ..GradScalerOptions::default() };
     with_scaler(options, |scaler, optimizer, vs| {
         let _ = vs.trainable_variables()[0].grad().fill_(f64::NAN);
@@ -234,7 +234,7 @@ fn a_scale_that_nothing_helps_is_an_error() {
 }
 
 #[test]
-fn a_scaler_is_used_in_its_order() {
+fn scaler_calls_out_of_order_are_refused() {
     with_scaler(GradScalerOptions::default(), |scaler, optimizer, _| {
         let message = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
         assert!(message(scaler.update()).contains("update needs gradients that were unscaled"));
@@ -252,7 +252,7 @@ fn a_scaler_is_used_in_its_order() {
 }
 
 #[test]
-fn gradients_of_an_earlier_step_are_not_looked_at() {
+fn scaler_step_before_backward_is_refused() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[2], nn::Init::Const(1.));
@@ -276,7 +276,7 @@ fn gradients_of_an_earlier_step_are_not_looked_at() {
 }
 
 #[test]
-fn a_scaler_that_is_not_enabled_only_steps() {
+fn disabled_scaler_only_steps() {
     let options = GradScalerOptions { enabled: false, ..GradScalerOptions::default() };
     with_scaler(options, |scaler, optimizer, vs| {
         let loss = Tensor::from(3f32);
@@ -294,7 +294,7 @@ fn a_scaler_that_is_not_enabled_only_steps() {
 }
 
 #[test]
-fn a_scaler_s_state_is_pytorch_s_and_what_makes_no_sense_is_refused() {
+fn scaler_state_follows_pytorch_and_invalid_state_is_refused() {
     let options = GradScalerOptions { growth_interval: 3, ..GradScalerOptions::default() };
     with_scaler(options, |scaler, optimizer, _| {
         scaler.step(optimizer, 0.1)?;
@@ -336,7 +336,7 @@ fn a_scaler_s_state_is_pytorch_s_and_what_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn float16_parameters_are_refused_by_name() {
+fn scaler_refuses_float16_parameters_by_name() {
     ranks(1, |rank, group| {
         let vs = VarStore::new(rank.device());
         let half = Tensor::ones([2], (Kind::Half, Device::Cpu)).set_requires_grad(true);
@@ -362,7 +362,7 @@ fn loss(args: &str) -> f64 {
 }
 
 #[test]
-fn the_program_trains_in_mixed_precision_with_the_same_bits_in_each_run() {
+fn program_with_amp_gives_the_same_bits_in_every_run() {
     let mlp = "--model=mlp --lr=0.1 --max-epochs=3 --num-samples=512 --nproc-per-node";
     let cnn = "--config=configs/cnn.toml --lr=0.01 --nproc-per-node";
     for (what, options) in [(mlp, ""), (cnn, ""), (mlp, "--grad-accum-steps=2 --max-grad-norm=0.1")]
@@ -380,7 +380,7 @@ fn the_program_trains_in_mixed_precision_with_the_same_bits_in_each_run() {
 }
 
 #[test]
-fn batch_norm_over_ranks_is_one_over_all_samples_in_mixed_precision_too() {
+fn sync_batch_norm_under_amp_matches_one_rank() {
     let cnn = "--model=cnn --in-features=64 --channels=8,16 --out-features=4 --num-samples=256 \
                --loss=cross-entropy --lr=0.01";
     for amp in ["bf16", "fp16"] {
@@ -395,7 +395,7 @@ fn batch_norm_over_ranks_is_one_over_all_samples_in_mixed_precision_too() {
 }
 
 #[test]
-fn skipped_steps_are_counted_and_told() {
+fn skipped_steps_are_counted_and_reported() {
     // The gradient of the output is twice the error times the scale: more than float16 holds at first.
     let args = "--nproc-per-node=2 --batch-size=1 --num-samples=64 --max-epochs=2 --amp";
     let (end, stderr) = end(&format!("{args}=fp16"));
@@ -413,7 +413,7 @@ fn skipped_steps_are_counted_and_told() {
 }
 
 #[test]
-fn a_run_whose_gradients_are_never_finite_fails_and_says_why() {
+fn run_without_finite_gradients_fails_with_a_remedy() {
     let (code, stdout, stderr) =
         run(&["--nproc-per-node=2", "--model=mlp", "--amp=fp16", "--lr=1e9", "--max-epochs=2"]);
     assert_eq!((code, &stdout[..]), (Some(1), "GPU_Count: 0\n"));
@@ -422,7 +422,7 @@ fn a_run_whose_gradients_are_never_finite_fails_and_says_why() {
 }
 
 #[test]
-fn float16_with_data_parallel_is_refused() {
+fn fp16_with_data_parallel_is_refused() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let layer = nn::linear(vs.root(), 3, 1, nn::LinearConfig::default());

@@ -26,7 +26,7 @@ fn rows(args: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn every_operation_measures_right_results() {
+fn bench_of_every_operation_has_no_wrong_values() {
     for op in OPS {
         for ranks in ["2", "3"] {
             // From less than an element a rank to several chunks of the check.
@@ -59,7 +59,7 @@ fn every_operation_measures_right_results() {
 }
 
 #[test]
-fn every_kind_and_reduce_op_measures_right_results() {
+fn bench_of_every_dtype_and_reduce_op_has_no_wrong_values() {
     let floats = ["float64", "float32", "float16", "bfloat16"];
     let integers = ["int64", "int32", "int16", "int8", "uint8"];
     let everywhere = ["sum", "product", "min", "max"];
@@ -83,7 +83,7 @@ fn every_kind_and_reduce_op_measures_right_results() {
 }
 
 #[test]
-fn sizes_are_those_that_were_asked_for() {
+fn bench_sizes_are_those_requested() {
     let sizes = |args: &[&str]| -> Vec<u64> {
         let args = [&["all_gather", "--nproc-per-node=2"], args].concat();
         rows(&args).iter().map(|row| row["bytes"].as_u64().unwrap()).collect()
@@ -98,7 +98,7 @@ fn sizes_are_those_that_were_asked_for() {
 }
 
 #[test]
-fn the_table_has_nccl_tests_columns() {
+fn bench_table_has_the_columns_of_nccl_tests() {
     let flags = ["--nproc-per-node=2", "--min-bytes=4K", "--max-bytes=8K", "--iters=2"];
     let (code, stdout, stderr) = run(&[&["bench", "all-reduce"], &flags[..]].concat());
     assert_eq!(code, Some(0), "{stderr}");
@@ -115,7 +115,7 @@ fn the_table_has_nccl_tests_columns() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused() {
+fn bench_invalid_requests_are_refused() {
     for (args, reason) in [
         (
             &["all-reduce", "--min-bytes=8", "--max-bytes=4"][..],
@@ -140,7 +140,7 @@ fn what_cannot_be_measured_is_refused() {
 }
 
 #[test]
-fn a_step_and_its_parts() {
+fn bench_step_reports_its_phases_and_refuses_run_flags() {
     for (model, more) in
         [("linear", "--batch-size=8"), ("mlp", "--hidden=16"), ("cnn", "--in-features=64")]
     {
@@ -191,7 +191,7 @@ fn a_step_and_its_parts() {
 }
 
 #[test]
-fn a_step_is_modelled_on_a_cluster() {
+fn bench_step_simulates_a_cluster() {
     let cluster = "nodes=4,gpus=2,latency=1ms,bandwidth=1Gbit/s,algorithm=ring";
     let flags = ["--steps=5", "--model=mlp", "--hidden=600,600", "--bucket-cap-mb=0.5"];
     let flags = [&["bench", "step", "--simulate-cluster", cluster], &flags[..]].concat();
@@ -250,7 +250,7 @@ fn a_step_is_modelled_on_a_cluster() {
 }
 
 #[test]
-fn scaling_is_said_against_one_rank() {
+fn bench_scaling_compares_with_one_rank() {
     let args = ["bench", "scaling", "--nproc-per-node=3", "--steps=3", "--repetitions=2"];
     let (code, stdout, stderr) = run(&[&args[..], &["--log-format=json"]].concat());
     assert_eq!(code, Some(0), "{stderr}");

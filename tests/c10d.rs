@@ -40,7 +40,7 @@ fn refused(result: Result<()>, why: &str) {
 }
 
 #[test]
-fn every_operation_does_what_pytorchs_does() {
+fn collectives_match_pytorch_definitions() {
     for size in 1..=3 {
         on_ranks(size, |group| {
             let (rank, n) = (group.rank() as i64, size as i64);
@@ -105,7 +105,7 @@ fn every_operation_does_what_pytorchs_does() {
 }
 
 #[test]
-fn a_store_gives_what_another_connection_has_set() {
+fn store_key_is_visible_to_another_connection() {
     let server = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
     let client = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT).unwrap();
     client.set("key", b"value").unwrap();
@@ -114,7 +114,7 @@ fn a_store_gives_what_another_connection_has_set() {
 }
 
 #[test]
-fn ranks_that_do_not_come_or_are_none_are_an_error() {
+fn join_with_missing_or_invalid_ranks_is_an_error() {
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
     let join = |rank, size| {
         let limit = Duration::from_millis(50);
@@ -127,7 +127,7 @@ fn ranks_that_do_not_come_or_are_none_are_an_error() {
 }
 
 #[test]
-fn what_gloo_cannot_take_is_refused_with_the_reason() {
+fn unsupported_arguments_are_refused_with_a_reason() {
     on_ranks(1, |group| {
         let floats = || Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
         let reduce = |mut tensor: Tensor, op| group.all_reduce(&mut tensor, op);
@@ -156,7 +156,7 @@ fn what_gloo_cannot_take_is_refused_with_the_reason() {
 }
 
 #[test]
-fn a_rank_that_leaves_makes_the_others_fail() {
+fn all_reduce_fails_after_a_rank_left() {
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
     let join = |rank| ProcessGroupGloo::new(&store, "it", rank, 2, TIMEOUT).unwrap();
     thread::scope(|scope| {

@@ -76,7 +76,7 @@ impl<M> Callback<M> for Recorder {
 }
 
 #[test]
-fn a_callback_sees_each_step_on_each_rank() {
+fn callback_sees_each_step_on_each_rank() {
     let calls = ranks(2, |rank, group| {
         let calls = Rc::new(RefCell::new(Vec::new()));
         let mut trainer = trainer(rank, group)?.accumulate(2).callback(Recorder(calls.clone()));
@@ -113,7 +113,7 @@ impl<M> Callback<M> for RequestStop {
 }
 
 #[test]
-fn a_stop_requested_on_one_rank_stops_all_ranks_after_the_same_step() {
+fn stop_request_on_one_rank_stops_all_after_the_same_step() {
     for rank_that_stops in 0..3 {
         let stop = Arc::new(Stop::default());
         let ends = ranks(3, move |rank, group| {
@@ -155,7 +155,7 @@ impl<M> Callback<M> for SkipAndStop {
 }
 
 #[test]
-fn a_callback_skips_a_step_and_ends_training() {
+fn callback_can_skip_a_step_and_end_training() {
     let results = ranks(2, |rank, group| {
         let hashes = Rc::new(RefCell::new(Vec::new()));
         let mut trainer = trainer(rank, group)?.callback(SkipAndStop(hashes.clone()));
@@ -183,7 +183,7 @@ impl<M> Callback<M> for Failing {
 }
 
 #[test]
-fn an_error_of_a_callback_ends_the_run_and_names_the_rank() {
+fn callback_error_ends_the_run_and_names_the_rank() {
     let result = try_ranks(2, |rank, group| trainer(rank, group)?.callback(Failing).train(1));
     let error = result.unwrap_err().to_string();
     assert!(error.contains("rank 1") && error.contains("the disk is full"), "{error}");

@@ -90,7 +90,7 @@ fn checkpoints(folder: &TempDir) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_run_that_was_stopped_twice_ends_as_one_that_was_not() {
+fn resume_after_two_stops_ends_with_the_same_bits() {
     for args in [
         "--model=mlp --momentum=0.9 --lr=0.05 --schedule=cosine --schedule-by=step --warmup-steps=5",
         "--model=mlp --optimizer=adamw --lr=0.01 --dropout=0.3 --grad-accum-steps=3 --num-samples=5000",
@@ -125,7 +125,7 @@ fn a_run_that_was_stopped_twice_ends_as_one_that_was_not() {
 }
 
 #[test]
-fn saving_changes_nothing_and_keeps_the_newest() {
+fn saving_changes_no_bit_and_keeps_the_newest() {
     let args = "--model=mlp --optimizer=adamw --max-epochs=2";
     let without = train(args, &[]);
     let (folder, dir) = folder();
@@ -149,7 +149,7 @@ const LONG: &str =
     "--num-samples=65536 --model=mlp --hidden=16 --momentum=0.9 --lr=0.01 --max-epochs=8";
 
 #[test]
-fn signals_stop_all_ranks_after_the_same_step() {
+fn signal_stops_all_ranks_after_the_same_step() {
     let whole = train(LONG, &[]);
     for (signal, code) in [("INT", 130), ("TERM", 143), ("USR1", 0)] {
         let (_folder, dir) = folder();
@@ -185,7 +185,7 @@ fn send(signal: &str, process: u32) {
 }
 
 #[test]
-fn a_second_interrupt_ends_the_process_at_once() {
+fn second_interrupt_ends_the_process_at_once() {
     let args = arguments("--inject-fault=stall:rank=1,at=step,step=0", &[]);
     let mut child = program(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut first = String::new();
@@ -200,15 +200,15 @@ fn a_second_interrupt_ends_the_process_at_once() {
 }
 
 #[test]
-fn time_that_is_over_stops_a_run() {
+fn max_seconds_stops_the_run() {
     let (_folder, dir) = folder();
     let stopped = train("--max-epochs=1000000", &[&dir, "--max-seconds=1", "--save-every=1000000"]);
     assert_eq!(stopped.stopped.as_deref(), Some("max-seconds"));
 }
 
-/// 15 times; as often as `KILLS` says, if it is set: `KILLS=500 cargo test --release a_run_that_is_killed`.
+/// 15 times; as often as `KILLS` says, if it is set: `KILLS=500 cargo test --release run_killed_at_any_moment`.
 #[test]
-fn a_run_that_is_killed_at_any_moment_goes_on() {
+fn run_killed_at_any_moment_resumes_to_the_same_bits() {
     let rounds = std::env::var("KILLS").map_or(15, |kills| kills.parse().unwrap());
     let args = "--num-samples=32768 --model=mlp --hidden=32 --optimizer=adamw --max-epochs=6";
     let whole = train(args, &[]);
@@ -251,7 +251,7 @@ fn a_run_that_is_killed_at_any_moment_goes_on() {
 type Damage = (fn(&Path), &'static str);
 
 #[test]
-fn a_checkpoint_that_is_not_whole_is_refused_and_an_older_one_offered() {
+fn damaged_checkpoint_is_refused_and_an_older_one_offered() {
     let args = "--model=mlp --momentum=0.9 --max-epochs=2 --save-every=40";
     let whole = train("--model=mlp --momentum=0.9 --max-epochs=2", &[]);
     let damage: [Damage; 7] = [
@@ -318,7 +318,7 @@ fn reword(file: &Path, old: &str, new: &str) {
 }
 
 #[test]
-fn a_folder_that_takes_nothing_more_ends_the_run_and_loses_nothing() {
+fn full_disk_fails_the_run_and_keeps_earlier_checkpoints() {
     let args = "--model=mlp --max-epochs=2";
     let (folder, dir) = folder();
     train(args, &[&dir, "--max-steps=20"]);
@@ -343,7 +343,7 @@ fn a_folder_that_takes_nothing_more_ends_the_run_and_loses_nothing() {
 }
 
 #[test]
-fn another_number_of_ranks_sees_what_is_left_once() {
+fn resume_other_world_size_continues_the_epoch() {
     for (before, now, steps) in [(2, 3, 30), (3, 1, 10)] {
         // Nothing is learned, so the epoch's loss tells whether every sample was in it once.
         let args = |ranks| format!("--nproc-per-node={ranks} --num-samples=4032 --lr=0");
@@ -365,7 +365,7 @@ fn another_number_of_ranks_sees_what_is_left_once() {
 }
 
 #[test]
-fn a_run_starts_from_weights_that_were_saved() {
+fn init_from_starts_with_saved_parameters() {
     let (folder, dir) = folder();
     let args = "--model=mlp --max-epochs=1";
     let saved = train(args, &[&dir, "--optimizer=adamw"]);
@@ -395,7 +395,7 @@ fn validated(more: &[&str]) -> (Vec<Value>, Value, String) {
 }
 
 #[test]
-fn replicas_that_differ_are_not_saved() {
+fn diverged_replicas_are_not_saved() {
     let args = "--num-samples=960 --nproc-per-node=3 --lr=0.05 --max-epochs=2";
     let fault = "--inject-fault=desync:rank=0,at=step,step=13";
     let whole = train(args, &[]);
@@ -423,7 +423,7 @@ fn replicas_that_differ_are_not_saved() {
 }
 
 #[test]
-fn the_best_checkpoint_is_kept_beside_the_newest() {
+fn best_checkpoint_is_kept_beside_the_newest() {
     let (folder, dir) = folder();
     let (validations, end, _) = validated(&[&dir, "--max-epochs=20", "--keep-last=1"]);
     let smallest = validations
@@ -464,7 +464,7 @@ fn the_best_checkpoint_is_kept_beside_the_newest() {
 }
 
 #[test]
-fn a_run_that_gets_no_better_stops() {
+fn patience_stops_a_run_without_improvement() {
     let (whole, _, _) = validated(&["--max-epochs=40"]);
     let (_folder, dir) = folder();
     let (validations, end, stderr) = validated(&[&dir, "--max-epochs=40", "--patience=3"]);
@@ -483,7 +483,7 @@ fn a_run_that_gets_no_better_stops() {
 }
 
 #[test]
-fn two_runs_do_not_save_in_one_folder() {
+fn checkpoint_dir_in_use_is_refused_to_a_second_run() {
     let (folder, dir) = folder();
     let held = CheckpointDir::create(&folder.path().join("run"), 1).unwrap();
     let also = held.clone();
@@ -527,7 +527,7 @@ fn train_in_a_program(
 }
 
 #[test]
-fn a_program_of_one_s_own_goes_on_from_an_older_checkpoint_and_with_the_same_data_only() {
+fn library_resume_needs_the_same_data_and_sets_newer_aside() {
     let folder = tempfile::tempdir().unwrap();
     let run = folder.path().join("run");
     let name = |path: &Path| path.file_name().unwrap().to_string_lossy().into_owned();
@@ -567,7 +567,7 @@ fn a_program_of_one_s_own_goes_on_from_an_older_checkpoint_and_with_the_same_dat
 }
 
 #[test]
-fn what_is_no_checkpoint_is_told_with_what_is_there() {
+fn resume_from_an_invalid_path_names_the_newest() {
     let (folder, dir) = folder();
     let args = "--max-epochs=2";
     train(args, &[&dir]);

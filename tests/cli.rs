@@ -8,14 +8,14 @@ use crate::harness::{program, repository, run, run_command};
 
 /// What is printed for help and for mistakes: tests/cmd/*.trycmd.
 #[test]
-fn snapshots() {
+fn terminal_output_matches_the_snapshots() {
     let cases = trycmd::TestCases::new();
     cases.env("CUDA_VISIBLE_DEVICES", "").env("RUST_BACKTRACE", "0");
     cases.case("tests/cmd/*.trycmd");
 }
 
 #[test]
-fn the_examples_of_configs_run() {
+fn example_configs_run() {
     let mut count = 0;
     for entry in fs::read_dir(repository("configs")).unwrap() {
         let file = entry.unwrap().path();
@@ -46,7 +46,7 @@ fn variants_of_the_digits() -> Vec<String> {
 }
 
 #[test]
-fn the_variants_of_the_digits_are_accepted_and_change_what_is_trained() {
+fn digits_config_variants_change_the_parameters() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("digits.toml");
     let hash = |text: &str| {
@@ -66,7 +66,7 @@ fn the_variants_of_the_digits_are_accepted_and_change_what_is_trained() {
 }
 
 #[test]
-fn steps_are_what_the_sampler_gives() {
+fn step_lines_match_the_sampler() {
     for (samples, world, batch) in
         [(4096usize, 4usize, 32usize), (100, 3, 7), (5, 5, 2), (33, 2, 50)]
     {
@@ -86,7 +86,7 @@ fn steps_are_what_the_sampler_gives() {
 }
 
 #[test]
-fn a_reader_that_leaves_early_is_no_failure() {
+fn stdout_closed_by_the_reader_is_no_failure() {
     // Far more than fits into a pipe.
     let mut child = program(&["sampler", "--len=200000", "--world-size=1", "--rank=0"])
         .stdout(Stdio::piped())
@@ -108,7 +108,7 @@ fn with_full_stdout(args: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_stdout_that_cannot_be_written_is_a_failure_and_hides_no_other() {
+fn full_stdout_fails_the_run_but_hides_no_earlier_failure() {
     let (code, stderr) = with_full_stdout(&["--nproc-per-node=2"]);
     assert_eq!(code, Some(1));
     assert!(stderr.contains("writing to stdout: No space left on device"), "{stderr}");
@@ -127,7 +127,7 @@ fn a_stdout_that_cannot_be_written_is_a_failure_and_hides_no_other() {
 }
 
 #[test]
-fn whatever_goes_to_a_full_stdout_is_a_failure() {
+fn full_stdout_fails_every_command() {
     for args in [
         "--help",
         "-h",
@@ -149,7 +149,7 @@ fn whatever_goes_to_a_full_stdout_is_a_failure() {
 }
 
 #[test]
-fn the_sampler_prints_an_object_for_each_rank() {
+fn sampler_json_has_one_object_per_rank() {
     let args = "sampler --len=10 --world-size=4 --no-shuffle --epoch=2 --log-format=json";
     let (code, stdout, _) = run(&args.split(' ').collect::<Vec<_>>());
     assert_eq!(code, Some(0));
@@ -161,7 +161,7 @@ fn the_sampler_prints_an_object_for_each_rank() {
 }
 
 #[test]
-fn the_sampler_prints_a_line_for_each_sample_with_its_rank() {
+fn sampler_text_has_one_line_per_sample() {
     let args = ["sampler", "--len=5", "--world-size=2", "--no-shuffle"];
     let stdout = |more: &[&str]| run(&[&args, more].concat()).1;
     assert_eq!(
@@ -179,7 +179,7 @@ fn the_sampler_prints_a_line_for_each_sample_with_its_rank() {
 }
 
 #[test]
-fn the_events_have_the_fields_of_the_contract_in_their_order() {
+fn events_have_the_documented_fields_in_order() {
     let args = ["--nproc-per-node=2", "--max-epochs=1", "--log-format=json"];
     let (code, stdout, _) = run(&args);
     assert_eq!(code, Some(0));
@@ -230,7 +230,7 @@ const TORCHRUN: [(&str, &str); 9] = [
 
 /// Not only under a launcher, which sets it: users of PyTorch and OpenMP expect it everywhere.
 #[test]
-fn omp_num_threads_is_heeded_everywhere() {
+fn omp_num_threads_is_respected_without_a_launcher() {
     for threads in ["1", "3"] {
         let mut command = program(&["--nproc-per-node=2", "--log-format=json"]);
         command.env("OMP_NUM_THREADS", threads);
@@ -248,7 +248,7 @@ fn under_torchrun(args: &[&str]) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn env_tells_which_launcher_was_found_and_why() {
+fn env_reports_the_launcher_and_the_reason() {
     let (code, stdout, _) = under_torchrun(&["env"]);
     assert_eq!(code, Some(0));
     for row in [
@@ -275,7 +275,7 @@ fn env_tells_which_launcher_was_found_and_why() {
 }
 
 #[test]
-fn a_command_for_one_process_says_so_to_several() {
+fn one_process_commands_are_refused_in_several() {
     for args in [&["comm", "barrier"][..], &["bench", "all-reduce", "--max-bytes=4"]] {
         let (code, stdout, stderr) = under_torchrun(args);
         assert_eq!((code, stdout.as_str()), (Some(2), ""), "{args:?}");
@@ -286,7 +286,7 @@ fn a_command_for_one_process_says_so_to_several() {
 }
 
 #[test]
-fn env_as_json_is_one_object() {
+fn env_json_is_one_object() {
     let (code, stdout, _) = run(&["env", "--log-format=json", "--nproc-per-node=3"]);
     assert_eq!(code, Some(0));
     let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
@@ -301,7 +301,7 @@ fn env_as_json_is_one_object() {
 }
 
 #[test]
-fn env_opens_the_data() {
+fn env_opens_the_dataset() {
     let env = |args: &[&str]| {
         let (code, stdout, stderr) = run(&[&["env"], args].concat());
         assert_eq!(code, Some(0), "{stderr}");
@@ -338,7 +338,7 @@ fn env_opens_the_data() {
 }
 
 #[test]
-fn a_further_rank_takes_a_replica_and_no_second_data_set() {
+fn additional_rank_takes_no_second_dataset() {
     // 80 MB of data.
     let data = ["--num-samples=200000", "--in-features=100", "--batch-size=20000"];
     let memory = |ranks: &str| {
@@ -361,7 +361,7 @@ fn end(args: &[&str]) -> serde_json::Value {
 }
 
 #[test]
-fn a_step_can_be_made_of_several_batches() {
+fn grad_accumulation_matches_the_large_batch() {
     let whole = end(&["--batch-size=64", "--lr=0.1"]);
     let parts = end(&["--batch-size=16", "--grad-accum-steps=4", "--lr=0.1"]);
     assert_eq!((&whole["steps"], &parts["steps"]), (&32.into(), &32.into()));
@@ -372,7 +372,7 @@ fn a_step_can_be_made_of_several_batches() {
 }
 
 #[test]
-fn workers_change_who_loads_and_not_what() {
+fn workers_change_no_bit() {
     let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
     assert_eq!(hash(&["--num-workers=3", "--prefetch-factor=1"]), hash(&[]));
     let without = end(&["--batch-size=100", "--drop-last-batch", "--num-workers=1"]);
@@ -390,7 +390,7 @@ fn validations(args: &[&str]) -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn validation_counts_every_sample_once_whatever_the_number_of_ranks() {
+fn validation_counts_every_sample_once_for_any_world_size() {
     // With a learning rate of 0 all numbers of ranks have the same model. 359 images go round between none.
     let digits = ["--dataset=digits", "--loss=cross-entropy", "--val-fraction=0.2", "--lr=0"];
     let of = |ranks: &str| validations(&[&digits[..], &["--model=mlp", ranks]].concat()).remove(0);
@@ -417,7 +417,7 @@ fn validation_counts_every_sample_once_whatever_the_number_of_ranks() {
 }
 
 #[test]
-fn the_digits_are_learned() {
+fn digits_reach_98_percent_accuracy() {
     let config = repository("configs/digits.toml");
     let args = ["--config", config.to_str().unwrap(), "--nproc-per-node=2", "--val-fraction=0.2"];
     let last = validations(&args).pop().unwrap();
@@ -425,7 +425,7 @@ fn the_digits_are_learned() {
 }
 
 #[test]
-fn what_is_told_on_the_way_changes_nothing_and_is_of_all_ranks() {
+fn metrics_and_tensorboard_change_no_bit_and_cover_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
     let (board, lines) = (path("board"), path("numbers/metrics.jsonl"));
@@ -478,7 +478,7 @@ fn what_is_told_on_the_way_changes_nothing_and_is_of_all_ranks() {
 }
 
 #[test]
-fn the_best_validation_is_told_in_the_end() {
+fn best_validation_is_reported_at_the_end() {
     let folder = tempfile::tempdir().unwrap();
     let args = ["--dataset=digits", "--nproc-per-node=2", "--val-fraction=0.2", "--max-epochs=2"];
     let end_of = |more: &[&str]| {
@@ -513,7 +513,7 @@ fn dropout_draws_the_same_in_every_run() {
 }
 
 #[test]
-fn an_activation_is_that_of_the_whole_model() {
+fn activation_flag_applies_to_the_whole_model() {
     let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
     for model in [&["--model=mlp"][..], &["--model=cnn", "--in-features=64", "--num-samples=64"]] {
         let of = |name: &str| hash(&[model, &[&format!("--activation={name}")]].concat());
@@ -526,7 +526,7 @@ fn an_activation_is_that_of_the_whole_model() {
 }
 
 #[test]
-fn the_engine_s_flags_change_how_and_not_what() {
+fn ddp_flags_change_the_schedule_but_no_bit() {
     let hash = |args: &[&str]| end(args)["parameters_hash"].clone();
     let expected = hash(&["--model=mlp"]);
     for flag in

@@ -7,14 +7,14 @@ use crate::harness::{ranks, try_ranks};
 use crate::shared::coalesced::{compare, same, tensors};
 
 #[test]
-fn several_tensors_in_one_collective_have_the_bits_of_one_by_one() {
+fn coalesced_tensors_have_the_bits_of_single_calls() {
     for world_size in 1..=4 {
         ranks(world_size, |_, group| Ok(compare(&group)?));
     }
 }
 
 #[test]
-fn it_is_one_collective_also_beside_the_rank() {
+fn coalesced_call_is_one_collective_also_when_async() {
     ranks(2, |_, group| {
         let all = || tensors(&group, 1, Kind::Float);
         let before = group.traffic();
@@ -34,7 +34,7 @@ fn it_is_one_collective_also_beside_the_rank() {
 }
 
 #[test]
-fn shapes_that_differ_between_ranks_are_told_one_by_one() {
+fn shapes_that_differ_between_ranks_are_listed() {
     // As many elements on both ranks.
     let error = try_ranks(2, |rank, group| {
         let len = rank.rank() as i64 + 1;
@@ -48,7 +48,7 @@ fn shapes_that_differ_between_ranks_are_told_one_by_one() {
 }
 
 #[test]
-fn wrong_arguments_are_refused() {
+fn invalid_arguments_are_refused() {
     ranks(2, |_, group| {
         let one = |len: i64| Tensor::zeros([len], (Kind::Float, Device::Cpu));
         let told = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();

@@ -15,7 +15,7 @@ fn expected_sum(world_size: usize, len: i64) -> Tensor {
 }
 
 #[test]
-fn all_reduce_sums_every_kind_at_every_length() {
+fn all_reduce_sums_every_dtype_at_every_length() {
     for world_size in 1..=5 {
         ranks(world_size, move |rank, group| {
             for kind in FLOATS.into_iter().chain(INTEGERS) {
@@ -33,7 +33,7 @@ fn all_reduce_sums_every_kind_at_every_length() {
 }
 
 #[test]
-fn all_reduce_averages_every_float_kind() {
+fn all_reduce_averages_every_float_dtype() {
     for world_size in 1..=5 {
         ranks(world_size, move |rank, group| {
             for kind in FLOATS {
@@ -56,7 +56,7 @@ fn all_reduce_averages_every_float_kind() {
 }
 
 #[test]
-fn sums_run_in_the_order_of_the_ranks() {
+fn all_reduce_adds_in_rank_order() {
     // Numbers whose sum depends on its order.
     let value = |rank: usize, i: usize| ((rank * 7919 + i * 104_729) % 1000) as f32 * 1.1e-3 + 0.1;
     for world_size in 1..=5 {
@@ -74,7 +74,7 @@ fn sums_run_in_the_order_of_the_ranks() {
 }
 
 #[test]
-fn half_precision_is_summed_in_single_precision() {
+fn all_reduce_of_float16_accumulates_in_float32() {
     // 2048 + 1 is 2048 in float16: summed there, the ones would be lost one by one.
     let results = ranks(5, |rank, group| {
         let mine = if rank.rank() == 0 { 2048. } else { 1. };
@@ -86,7 +86,7 @@ fn half_precision_is_summed_in_single_precision() {
 }
 
 #[test]
-fn integers_wrap_on_overflow() {
+fn all_reduce_of_integers_wraps_on_overflow() {
     let results = ranks(3, |_, group| {
         let mut tensor = Tensor::from_slice(&[100i8, -100, 1]);
         group.all_reduce(&mut tensor, ReduceOp::Sum)?;
@@ -96,7 +96,7 @@ fn integers_wrap_on_overflow() {
 }
 
 #[test]
-fn broadcast_copies_every_kind_from_every_rank() {
+fn broadcast_copies_every_dtype_from_every_rank() {
     let kinds = [Kind::Bool, Kind::ComplexFloat, Kind::ComplexDouble];
     for world_size in 1..=5 {
         ranks(world_size, move |rank, group| {
@@ -115,7 +115,7 @@ fn broadcast_copies_every_kind_from_every_rank() {
 }
 
 #[test]
-fn shapes_are_kept_and_gaps_are_left_alone() {
+fn strided_tensors_keep_their_shape_and_gaps() {
     ranks(3, |rank, group| {
         // Every other column of a matrix: not contiguous.
         let whole = numbers(rank.rank(), 24, Kind::Float).view([4, 6]);
@@ -139,7 +139,7 @@ fn shapes_are_kept_and_gaps_are_left_alone() {
 }
 
 #[test]
-fn nobody_leaves_a_barrier_before_all_have_come() {
+fn barrier_holds_until_all_ranks_have_arrived() {
     use std::sync::atomic::{AtomicUsize, Ordering};
     static ARRIVED: AtomicUsize = AtomicUsize::new(0);
     ranks(4, |_, group| {
@@ -169,7 +169,7 @@ fn mismatch(
 }
 
 #[test]
-fn whatever_differs_is_an_error_on_every_rank_that_names_who_called_what() {
+fn mismatched_calls_fail_on_every_rank_with_all_calls_named() {
     let all_told = |messages: Vec<String>, expected: &str| {
         assert_eq!(messages, vec![expected.to_string(); messages.len()]);
     };
@@ -225,7 +225,7 @@ fn whatever_differs_is_an_error_on_every_rank_that_names_who_called_what() {
 }
 
 #[test]
-fn a_mismatch_ends_the_run_once() {
+fn mismatch_is_one_failure_of_the_run() {
     let error = try_ranks(3, |rank, group| {
         let len = if rank.rank() == 2 { 5 } else { 4 };
         let mut tensor = Tensor::zeros([len], (Kind::Float, Device::Cpu));
@@ -238,7 +238,7 @@ fn a_mismatch_ends_the_run_once() {
 }
 
 #[test]
-fn one_memory_for_two_ranks_is_refused() {
+fn overlapping_memory_of_two_ranks_is_refused() {
     let shared = ddp_mp::ffi::SharedTensor::new(Tensor::zeros([8], (Kind::Float, Device::Cpu)));
     let shared = std::sync::Arc::new(shared);
     let messages = ranks(3, move |rank, group| {
@@ -255,7 +255,7 @@ fn one_memory_for_two_ranks_is_refused() {
 }
 
 #[test]
-fn a_call_that_fails_before_it_meets_the_others_can_be_made_again() {
+fn collective_can_be_repeated_after_a_refused_call() {
     // The ranks' counts of calls differ from then on; their announcements must not get mixed up.
     ranks(3, |rank, group| {
         for round in 0..20 {
@@ -274,7 +274,7 @@ fn a_call_that_fails_before_it_meets_the_others_can_be_made_again() {
 }
 
 #[test]
-fn lazily_conjugated_tensors_travel_as_what_they_are() {
+fn conjugated_and_negated_views_are_resolved() {
     ranks(2, |rank, group| {
         let (mine, zero) = (Tensor::from(rank.rank() as f64 + 1.), Tensor::from(5f64));
         let mut conjugate = Tensor::complex(&mine, &zero).conj();
@@ -290,7 +290,7 @@ fn lazily_conjugated_tensors_travel_as_what_they_are() {
 }
 
 #[test]
-fn what_an_operation_does_not_take_is_refused_before_anybody_waits() {
+fn unsupported_dtypes_and_roots_are_refused_at_once() {
     ranks(1, |_, group| {
         let mut integers = Tensor::from_slice(&[1i64]);
         let error = group.all_reduce(&mut integers, ReduceOp::Avg).unwrap_err().to_string();
@@ -305,14 +305,14 @@ fn what_an_operation_does_not_take_is_refused_before_anybody_waits() {
 }
 
 #[test]
-fn reductions_combine_every_kind_with_every_operation() {
+fn reductions_support_every_dtype_and_operation() {
     for world_size in 1..=5 {
         ranks(world_size, |_, group| Ok(kinds::are_reduced(&group)?));
     }
 }
 
 #[test]
-fn bools_are_reduced_as_bits() {
+fn bool_reductions_are_bitwise() {
     let results = ranks(3, |rank, group| {
         let mine = [true, false, rank.rank() == 1];
         let reduce = |op| -> anyhow::Result<Vec<bool>> {
@@ -330,7 +330,7 @@ fn bools_are_reduced_as_bits() {
 }
 
 #[test]
-fn a_nan_wins_wherever_it_is() {
+fn nan_wins_min_and_max_on_any_rank() {
     for place in 0..3 {
         let results = ranks(3, move |rank, group| {
             let mine = if rank.rank() == place { f32::NAN } else { rank.rank() as f32 };
@@ -344,14 +344,14 @@ fn a_nan_wins_wherever_it_is() {
 }
 
 #[test]
-fn tensors_of_every_kind_go_where_they_should() {
+fn copies_of_every_dtype_reach_the_right_rank() {
     for world_size in 1..=5 {
         ranks(world_size, |_, group| Ok(kinds::go_where_they_should(&group)?));
     }
 }
 
 #[test]
-fn splits_of_matrices_count_rows() {
+fn split_sizes_of_a_matrix_count_rows() {
     ranks(3, |rank, group| {
         let me = rank.rank() as i64;
         // Two rows of four columns for each rank, in a transposed, hence scattered, tensor.
@@ -366,7 +366,7 @@ fn splits_of_matrices_count_rows() {
 }
 
 #[test]
-fn what_a_rank_keeps_may_stay_in_place_and_nothing_else() {
+fn all_gather_in_place_works_and_all_to_all_is_refused() {
     ranks(2, |rank, group| {
         let me = rank.rank();
         // all_gather into the very list that holds this rank's input: nothing to copy there.
@@ -387,7 +387,7 @@ fn what_a_rank_keeps_may_stay_in_place_and_nothing_else() {
 }
 
 #[test]
-fn sizes_that_do_not_fit_between_two_ranks_are_told_to_all() {
+fn split_size_mismatch_is_reported_to_both_ranks() {
     let messages = mismatch(2, |rank, group| {
         let input = Tensor::zeros([3], (Kind::Float, Device::Cpu));
         let mut output = Tensor::zeros([2 + rank as i64], (Kind::Float, Device::Cpu));
@@ -401,7 +401,7 @@ fn sizes_that_do_not_fit_between_two_ranks_are_told_to_all() {
 }
 
 #[test]
-fn lists_that_do_not_fit_are_refused() {
+fn tensor_lists_that_do_not_fit_are_refused() {
     ranks(1, |_, group| {
         let one = || Tensor::zeros([2], (Kind::Float, Device::Cpu));
         let told = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
@@ -426,7 +426,7 @@ fn lists_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn a_monitored_barrier_names_all_that_are_missing() {
+fn monitored_barrier_names_all_missing_ranks() {
     use std::time::Duration;
     let (gave_up, wait) = crossbeam::channel::bounded::<()>(4);
     let error = try_ranks(4, move |rank, group| {
@@ -459,7 +459,7 @@ impl Draw {
 }
 
 #[test]
-fn thousands_of_collectives_in_random_order_and_at_random_times() {
+fn random_collectives_with_random_delays_are_right() {
     for world_size in [2usize, 3, 5] {
         ranks(world_size, move |rank, group| {
             let me = rank.rank();

@@ -88,7 +88,7 @@ fn expected(
 }
 
 #[test]
-fn every_operation_does_what_it_says_on_every_rank() {
+fn every_operation_shows_the_right_values_on_every_rank() {
     for (world_size, numel) in [(1, 2), (2, 3), (3, 70), (4, 1), (5, 2), (2, 0)] {
         let flags = format!("--nproc-per-node={world_size} --numel={numel} --dtype=int64");
         let objects = objects(&flags);
@@ -121,7 +121,7 @@ fn every_operation_does_what_it_says_on_every_rank() {
 }
 
 #[test]
-fn a_line_has_the_fields_of_the_contract_in_their_order() {
+fn json_lines_have_the_documented_fields() {
     let lines = lines("gather --nproc-per-node=2 --numel=2 --log-format=json");
     let expected = [
         r#"{"op":"gather","rank":0,"before":[1.0,2.0],"after":[[1.0,2.0],[2.0,4.0]],"sent":0,"received":8}"#,
@@ -131,7 +131,7 @@ fn a_line_has_the_fields_of_the_contract_in_their_order() {
 }
 
 #[test]
-fn every_kind_is_reduced_in_every_way_it_can_be_and_refused_in_others() {
+fn every_dtype_and_reduce_op_is_right_or_refused() {
     let floats = ["float64", "float32", "float16", "bfloat16"];
     let integers = ["int64", "int32", "int16", "int8", "uint8"];
     let ops = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"];
@@ -190,7 +190,7 @@ fn every_kind_is_reduced_in_every_way_it_can_be_and_refused_in_others() {
 }
 
 #[test]
-fn what_is_refused_is_refused_before_anything_is_printed() {
+fn unsupported_reduce_op_is_refused_before_any_output() {
     // The walk comes to a reduction late.
     let (code, stdout, stderr) = run(&["comm", "--reduce-op=bor", "--nproc-per-node=2"]);
     assert_eq!((code, stdout.as_str()), (Some(2), ""), "{stderr}");
@@ -200,7 +200,7 @@ fn what_is_refused_is_refused_before_anything_is_printed() {
 }
 
 #[test]
-fn text_has_room_in_a_terminal_and_is_the_same_every_time() {
+fn text_fits_80_columns_and_is_the_same_in_every_run() {
     for flags in [
         "--nproc-per-node=1",
         "--nproc-per-node=4",

@@ -37,8 +37,10 @@ fn last_loss(events: &[Value]) -> f64 {
 }
 
 #[test]
-fn a_rank_on_each_gpu_with_nccl() {
-    let Some(gpus) = gpus_for("a_rank_on_each_gpu_with_nccl", 1) else { return };
+fn nccl_run_repeats_its_bits_and_matches_the_cpu_loss() {
+    let Some(gpus) = gpus_for("nccl_run_repeats_its_bits_and_matches_the_cpu_loss", 1) else {
+        return;
+    };
     let run = || events(&DEMO);
     let first = run();
     assert_eq!(first[0]["backend"], "nccl");
@@ -56,8 +58,8 @@ fn a_rank_on_each_gpu_with_nccl() {
 }
 
 #[test]
-fn mixed_precision_on_gpus() {
-    if gpus_for("mixed_precision_on_gpus", 1).is_none() {
+fn amp_run_repeats_its_bits_and_stays_near_float32() {
+    if gpus_for("amp_run_repeats_its_bits_and_stays_near_float32", 1).is_none() {
         return;
     }
     let expected = last_loss(&events(&DEMO));
@@ -73,8 +75,8 @@ fn mixed_precision_on_gpus() {
 }
 
 #[test]
-fn several_ranks_on_one_gpu_with_threaded() {
-    if gpus_for("several_ranks_on_one_gpu_with_threaded", 1).is_none() {
+fn ranks_that_share_a_gpu_repeat_their_bits() {
+    if gpus_for("ranks_that_share_a_gpu_repeat_their_bits", 1).is_none() {
         return;
     }
     let args = [&DEMO[..], &["--nproc-per-node=3", "--backend=threaded"]].concat();
@@ -89,8 +91,8 @@ fn several_ranks_on_one_gpu_with_threaded() {
 }
 
 #[test]
-fn batches_that_are_copied_beside_training_are_the_same() {
-    if gpus_for("batches_that_are_copied_beside_training_are_the_same", 1).is_none() {
+fn batches_copied_in_the_background_are_the_same() {
+    if gpus_for("batches_copied_in_the_background_are_the_same", 1).is_none() {
         return;
     }
     // Large batches and a small model, so that a buffer that is filled too early would be seen.
@@ -111,16 +113,16 @@ fn batches_that_are_copied_beside_training_are_the_same() {
 }
 
 #[test]
-fn more_ranks_than_gpus_are_refused_with_advice() {
-    let Some(gpus) = gpus_for("more_ranks_than_gpus_are_refused_with_advice", 1) else { return };
+fn more_ranks_than_gpus_are_refused_with_a_remedy() {
+    let Some(gpus) = gpus_for("more_ranks_than_gpus_are_refused_with_a_remedy", 1) else { return };
     let (code, _, stderr) = on_gpus(&[&format!("--nproc-per-node={}", gpus + 1)]);
     assert_eq!(code, Some(2));
     assert!(stderr.contains("--backend threaded"), "{stderr}");
 }
 
 #[test]
-fn a_failing_rank_aborts_nccl() {
-    let Some(gpus) = gpus_for("a_failing_rank_aborts_nccl", 2) else { return };
+fn failing_rank_ends_the_nccl_run_and_is_named() {
+    let Some(gpus) = gpus_for("failing_rank_ends_the_nccl_run_and_is_named", 2) else { return };
     for kind in ["error", "panic"] {
         let fault = format!("--inject-fault={kind}:rank={},at=step,step=5", gpus - 1);
         let (code, _, stderr) = on_gpus(&[&fault]);
@@ -134,8 +136,8 @@ fn a_failing_rank_aborts_nccl() {
 }
 
 #[test]
-fn a_trace_shows_what_each_gpu_did() {
-    let Some(gpus) = gpus_for("a_trace_shows_what_each_gpu_did", 1) else { return };
+fn trace_shows_gpu_work_after_its_launch() {
+    let Some(gpus) = gpus_for("trace_shows_gpu_work_after_its_launch", 1) else { return };
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace.json");
     events(&[&DEMO[..], &[&format!("--trace={}", trace.display())]].concat());
@@ -194,8 +196,8 @@ fn a_trace_shows_what_each_gpu_did() {
 }
 
 #[test]
-fn a_stuck_run_tells_how_far_each_gpu_is() {
-    let Some(gpus) = gpus_for("a_stuck_run_tells_how_far_each_gpu_is", 2) else { return };
+fn stalled_run_reports_the_progress_of_each_gpu() {
+    let Some(gpus) = gpus_for("stalled_run_reports_the_progress_of_each_gpu", 2) else { return };
     let fault = format!("--inject-fault=stall:rank={},at=step,step=5", gpus - 1);
     let (code, _, stderr) = on_gpus(&[&fault, "--timeout=2s", "--grace-period=1s"]);
     assert_eq!(code, Some(1), "{stderr}");

@@ -62,7 +62,7 @@ fn loader(
 }
 
 #[test]
-fn every_sample_comes_in_the_sampler_s_order_whatever_the_number_of_workers() {
+fn loader_follows_the_sampler_with_any_number_of_workers() {
     let mut runner =
         TestRunner::new(Config { cases: 60, failure_persistence: None, ..Config::default() });
     let cases = (1..200usize, 1..4usize, 1..40usize, 0..4usize, any::<bool>(), any::<bool>());
@@ -96,7 +96,7 @@ fn every_sample_comes_in_the_sampler_s_order_whatever_the_number_of_workers() {
 }
 
 #[test]
-fn a_data_set_that_is_larger_than_a_block_comes_whole() {
+fn dataset_larger_than_a_block_is_loaded_whole() {
     // 40 MB: ten blocks of what is gathered at a time.
     let (len, width) = (10_000, 1000);
     let numbers = Tensor::arange(len, (Kind::Float, Device::Cpu)).unsqueeze(1);
@@ -118,7 +118,7 @@ fn a_data_set_that_is_larger_than_a_block_comes_whole() {
 }
 
 #[test]
-fn what_a_data_set_says_names_the_samples() {
+fn dataset_error_names_the_samples() {
     for workers in [0, 2] {
         let run = try_ranks(2, move |rank, group| {
             let at = |index| if index == 7 { Err(anyhow::anyhow!("no such file")) } else { Ok(()) };
@@ -136,7 +136,7 @@ fn what_a_data_set_says_names_the_samples() {
 }
 
 #[test]
-fn a_worker_that_panics_is_an_error_of_its_rank() {
+fn worker_panic_is_an_error_of_its_rank() {
     let run = try_ranks(2, |rank, group| {
         let at = |index| if index == 7 { panic!("on purpose") } else { Ok(()) };
         let dataset = Arc::new(Numbers { len: 40, at });
@@ -169,7 +169,7 @@ impl Dataset for Gate {
 }
 
 #[test]
-fn who_waits_for_a_worker_leaves_when_another_rank_fails() {
+fn wait_for_a_worker_ends_when_another_rank_fails() {
     let ((asked, is_asked), (open, opens)) = (unbounded(), unbounded());
     let run = try_ranks(2, move |rank, group| {
         if rank.rank() == 1 {
@@ -189,7 +189,7 @@ fn who_waits_for_a_worker_leaves_when_another_rank_fails() {
 }
 
 #[test]
-fn an_epoch_that_is_left_early_ends_its_workers() {
+fn epoch_dropped_early_ends_its_workers() {
     ranks(1, |rank, group| {
         let dataset: Arc<dyn Dataset> = Arc::new(Numbers { len: 1000, at: |_| Ok(()) });
         let loader = loader(dataset.clone(), 10, 3, rank, &group)?;
@@ -206,7 +206,7 @@ fn an_epoch_that_is_left_early_ends_its_workers() {
 }
 
 #[test]
-fn an_uneven_sampler_deals_every_sample_once() {
+fn uneven_sampler_deals_every_sample_once() {
     for len in 1..30 {
         for ranks in 1..6 {
             let mut all = Vec::new();

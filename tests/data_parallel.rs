@@ -26,7 +26,7 @@ fn end(args: &[&str]) -> Value {
 }
 
 #[test]
-fn the_result_is_ddp_s_to_the_bit() {
+fn data_parallel_has_the_bits_of_ddp() {
     let mut hashes = Vec::new();
     for ranks in ["1", "2", "3", "4"] {
         // Last batches that are smaller, and last steps that are made of fewer batches.
@@ -76,7 +76,7 @@ fn scatter_loader(rank: &Rank, group: &Rc<ProcessGroup>) -> ddp_mp::Result<Scatt
 }
 
 #[test]
-fn everything_goes_through_rank_0_and_with_ddp_all_ranks_do_the_same() {
+fn data_parallel_moves_all_bytes_through_rank_0() {
     for world_size in 1..5 {
         let others = world_size as u64 - 1;
         let old_way = ranks(world_size, |rank, group| {
@@ -120,7 +120,7 @@ fn everything_goes_through_rank_0_and_with_ddp_all_ranks_do_the_same() {
 }
 
 #[test]
-fn the_end_event_tells_what_each_rank_moved() {
+fn end_event_has_the_bytes_of_each_rank() {
     let moved = |strategy: &str| {
         let flags = ["--nproc-per-node=4", "--model=mlp", "--max-epochs=4", strategy];
         let end = end(&flags);
@@ -146,7 +146,7 @@ fn the_end_event_tells_what_each_rank_moved() {
 }
 
 #[test]
-fn only_rank_0_has_something_to_step() {
+fn optimizer_state_is_on_rank_0_only() {
     ranks(3, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[2], nn::Init::Const(1. + rank.rank() as f64));
@@ -172,7 +172,7 @@ fn only_rank_0_has_something_to_step() {
 }
 
 #[test]
-fn gradients_add_up_without_sync_and_buffers_and_frozen_parameters_come_from_rank_0() {
+fn no_sync_accumulates_and_rank_0_provides_the_buffers() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -200,7 +200,7 @@ fn gradients_add_up_without_sync_and_buffers_and_frozen_parameters_come_from_ran
 }
 
 #[test]
-fn a_gradient_that_was_replaced_is_an_error_that_names_it() {
+fn replaced_gradient_is_an_error_with_its_name() {
     let error = try_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[2], nn::Init::Const(2.));
@@ -237,7 +237,7 @@ fn loaders_that_cannot_be_scattered_are_refused() {
 }
 
 #[test]
-fn a_rank_that_fails_ends_the_run() {
+fn failing_rank_ends_the_run() {
     for rank in 0..3 {
         for kind in ["error", "panic", "stall"] {
             let fault = format!("--inject-fault={kind}:rank={rank},at=step,step=3");
@@ -256,7 +256,7 @@ fn a_rank_that_fails_ends_the_run() {
 }
 
 #[test]
-fn options_of_the_engine_are_refused() {
+fn ddp_options_are_refused() {
     for flag in [
         "bucket-cap-mb=1",
         "no-overlap",
@@ -285,7 +285,7 @@ fn options_of_the_engine_are_refused() {
 }
 
 #[test]
-fn a_step_can_be_measured() {
+fn bench_step_measures_data_parallel() {
     let flags = ["--strategy=dp", "--steps=30", "--nproc-per-node=2", "--log-format=json"];
     let (code, stdout, stderr) = run(&[&["bench", "step"], &flags[..]].concat());
     assert_eq!(code, Some(0), "{stderr}");
@@ -296,14 +296,14 @@ fn a_step_can_be_measured() {
 }
 
 #[test]
-fn one_rank_has_nobody_to_send_to() {
+fn one_rank_prints_no_note_about_rank_0() {
     let (code, _, stderr) = run(&["--strategy=dp", "--nproc-per-node=1"]);
     assert_eq!(code, Some(0), "{stderr}");
     assert!(!stderr.contains("through rank 0"), "{stderr}");
 }
 
 #[test]
-fn without_zero_grad_gradients_add_up_as_ddp_s_do() {
+fn gradients_accumulate_without_zero_grad() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[2], nn::Init::Const(1.));
@@ -319,7 +319,7 @@ fn without_zero_grad_gradients_add_up_as_ddp_s_do() {
 }
 
 #[test]
-fn who_steps_needs_an_optimizer_and_nobody_else() {
+fn optimizer_is_required_on_rank_0_only() {
     ranks(2, |rank, group| {
         for (dp, given) in [(false, 0), (true, 1)] {
             let vs = VarStore::new(rank.device());

@@ -53,7 +53,7 @@ fn train(
 }
 
 #[test]
-fn n_ranks_with_batch_b_are_one_rank_with_batch_n_times_b() {
+fn n_ranks_match_one_rank_with_the_n_fold_batch() {
     let dataset = random_data(240);
     let alone = {
         let dataset = dataset.clone();
@@ -95,7 +95,7 @@ fn replicas_are_bit_identical_after_every_step() {
 }
 
 #[test]
-fn the_size_of_the_buckets_changes_no_bit() {
+fn bucket_size_changes_no_bit() {
     let in_buckets = |bucket_bytes: f64| {
         let dataset = random_data(64);
         let mb = bucket_bytes / f64::from(1 << 20);
@@ -109,7 +109,7 @@ fn the_size_of_the_buckets_changes_no_bit() {
 }
 
 #[test]
-fn gradients_add_up_until_they_are_zeroed() {
+fn gradients_accumulate_until_zeroed() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("w", &[3], nn::Init::Const(1.));
@@ -129,7 +129,7 @@ fn gradients_add_up_until_they_are_zeroed() {
 }
 
 #[test]
-fn a_parameter_that_the_loss_does_not_depend_on_contributes_zeros() {
+fn unused_parameter_contributes_zeros() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -152,7 +152,7 @@ fn a_parameter_that_the_loss_does_not_depend_on_contributes_zeros() {
 }
 
 #[test]
-fn a_gradient_that_was_replaced_is_an_error_that_names_it() {
+fn replaced_gradient_is_an_error_with_its_name() {
     let error = try_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[2], nn::Init::Const(2.));
@@ -168,7 +168,7 @@ fn a_gradient_that_was_replaced_is_an_error_that_names_it() {
 }
 
 #[test]
-fn a_frozen_parameter_is_left_alone() {
+fn frozen_parameter_is_copied_from_rank_0_and_not_trained() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -186,7 +186,7 @@ fn a_frozen_parameter_is_left_alone() {
 }
 
 #[test]
-fn buffers_of_every_kind_come_from_rank_0() {
+fn buffers_of_every_dtype_are_copied_from_rank_0() {
     ranks(3, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -215,7 +215,7 @@ fn model_mismatch(build: impl Fn(&nn::Path, bool) + Send + Sync + 'static) -> St
 }
 
 #[test]
-fn models_that_differ_are_an_error_that_names_the_first_difference() {
+fn model_mismatch_error_names_the_first_difference() {
     let one = nn::Init::Const(1.);
     let shape = model_mismatch(move |root, other| {
         let _ = root.var("a", &[2], one);
@@ -252,7 +252,7 @@ fn models_that_differ_are_an_error_that_names_the_first_difference() {
 }
 
 #[test]
-fn the_loss_falls() {
+fn loss_decreases_for_every_model_and_loss() {
     let line = |json: &str| serde_json::from_str::<serde_json::Value>(json).unwrap();
     for model in ["linear", "mlp"] {
         for loss in [&["--loss", "mse"][..], &["--loss", "cross-entropy", "--out-features", "4"]] {
@@ -274,7 +274,7 @@ fn the_loss_falls() {
 }
 
 #[test]
-fn the_same_flags_give_the_same_bits() {
+fn same_flags_give_the_same_bits() {
     let hash = |args: &[&str]| {
         let mut all = vec!["--log-format=json", "--model=mlp", "--max-epochs=2"];
         all.extend(args);

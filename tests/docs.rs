@@ -141,7 +141,7 @@ fn check_console(block: &Block, folder: &tempfile::TempDir) -> usize {
 
 /// Every command in a `console` block, with its output and exit code.
 #[test]
-fn the_commands_print_what_the_pages_show() {
+fn page_commands_print_what_is_shown() {
     let mut count = 0;
     for page in pages() {
         let folder = working_folder();
@@ -154,7 +154,7 @@ fn the_commands_print_what_the_pages_show() {
 
 /// The picture of a terminal in the README, whose lines are commands and their output.
 #[test]
-fn the_recorded_session_is_what_the_program_prints() {
+fn recorded_session_matches_the_program() {
     let picture = fs::read_to_string(repository("assets/demo.svg")).unwrap();
     let texts = picture.split("xml:space=\"preserve\">").skip(1);
     let lines = texts.map(|text| text.split_once("</text>").unwrap().0);
@@ -172,7 +172,7 @@ fn words(command: &str) -> (Vec<&str>, i32) {
 
 /// Every command in a `sh` block, which has no output. Those of one run on several machines run side by side on this one.
 #[test]
-fn the_commands_without_output_work() {
+fn page_commands_without_output_succeed() {
     let ci = fs::read_to_string(repository(".ci/run")).unwrap();
     let mut count = 0;
     for page in pages() {
@@ -239,7 +239,7 @@ fn the_commands_without_output_work() {
 }
 
 #[test]
-fn every_block_of_the_book_says_what_it_is() {
+fn book_code_blocks_have_a_known_language() {
     // Commands are in `console` and `sh`; `bash` is a script for a cluster, which tests/launchers/slurm.py tries.
     let known = ["console", "sh", "bash", "text", "toml", "rust", "python"];
     for page in pages().iter().filter(|page| !page.ends_with("README.md")) {
@@ -315,7 +315,7 @@ fn flags(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_flag_that_a_page_names_exists() {
+fn flags_named_in_the_pages_exist() {
     let known: Vec<String> = COMMANDS.iter().flat_map(|command| flags(&help(command))).collect();
     for page in pages().into_iter().chain([repository("README.zh.md")]) {
         for flag in flags(&fs::read_to_string(&page).unwrap()) {
@@ -433,7 +433,7 @@ fn options() -> String {
 }
 
 #[test]
-fn options_of_the_book_are_those_of_the_help() {
+fn book_options_match_the_help() {
     let file = repository("docs/src/options.md");
     let options = options();
     if std::env::var_os("TRYCMD").is_some_and(|it| it == "overwrite") {

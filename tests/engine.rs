@@ -78,7 +78,7 @@ fn parameters(vs: &VarStore) -> anyhow::Result<Vec<f32>> {
 }
 
 #[test]
-fn overlap_and_buckets_change_no_bit() {
+fn overlap_and_bucket_size_change_no_bit() {
     for world_size in 1..=3 {
         let with = |overlap, mb| {
             let options = DdpOptions {
@@ -102,7 +102,7 @@ fn overlap_and_buckets_change_no_bit() {
 }
 
 #[test]
-fn with_overlap_buckets_are_reduced_in_the_midst_of_backward() {
+fn overlap_reduces_buckets_before_backward_ends() {
     let seen = ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let model = mlp(&vs);
@@ -145,7 +145,7 @@ fn with_overlap_buckets_are_reduced_in_the_midst_of_backward() {
 }
 
 #[test]
-fn buckets_follow_the_order_of_rank_0_s_gradients() {
+fn buckets_are_rebuilt_in_the_gradient_order_of_rank_0() {
     let all = ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -180,7 +180,7 @@ fn buckets_follow_the_order_of_rank_0_s_gradients() {
 }
 
 #[test]
-fn accumulated_gradients_are_averaged_once() {
+fn no_sync_sends_nothing_and_averages_the_sum_once() {
     let all = ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let model = mlp(&vs);
@@ -216,7 +216,7 @@ fn accumulated_gradients_are_averaged_once() {
 }
 
 #[test]
-fn unused_parameters_are_named_on_every_rank_at_the_step_where_it_happens() {
+fn unused_parameters_are_named_on_every_rank() {
     let error = try_ranks(3, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -240,7 +240,7 @@ fn unused_parameters_are_named_on_every_rank_at_the_step_where_it_happens() {
 }
 
 #[test]
-fn ranks_may_use_different_parameters_with_any_buckets_and_overlap() {
+fn find_unused_parameters_averages_with_any_buckets_and_overlap() {
     let all = ranks(3, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -278,7 +278,7 @@ fn ranks_may_use_different_parameters_with_any_buckets_and_overlap() {
 }
 
 #[test]
-fn compressed_gradients_are_close_and_the_same_on_all_ranks() {
+fn compressed_gradients_are_close_and_equal_on_all_ranks() {
     let exact = ranks(3, |rank, group| train(rank, group, DdpOptions::default(), None));
     let hooks: [fn() -> Box<dyn CommHook>; 3] = [
         || Box::new(Compress::fp16()),
@@ -304,7 +304,7 @@ fn compressed_gradients_are_close_and_the_same_on_all_ranks() {
 }
 
 #[test]
-fn what_power_sgd_loses_comes_with_later_steps() {
+fn power_sgd_error_feedback_recovers_the_mean() {
     let run = |use_error_feedback| {
         ranks(2, move |rank, group| {
             let vs = VarStore::new(rank.device());
@@ -333,7 +333,7 @@ fn what_power_sgd_loses_comes_with_later_steps() {
 }
 
 #[test]
-fn an_error_in_a_hook_ends_backward_with_it() {
+fn comm_hook_error_ends_backward_on_every_rank() {
     for overlap in [true, false] {
         let error = try_ranks(2, move |rank, group| {
             let vs = VarStore::new(rank.device());
@@ -355,7 +355,7 @@ fn an_error_in_a_hook_ends_backward_with_it() {
 }
 
 #[test]
-fn a_panic_in_a_hook_is_one_of_its_rank() {
+fn comm_hook_panic_is_a_failure_of_its_rank() {
     let error = try_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
@@ -376,7 +376,7 @@ fn a_panic_in_a_hook_is_one_of_its_rank() {
 }
 
 #[test]
-fn a_backward_that_would_not_average_is_refused() {
+fn backward_that_bypasses_ddp_is_refused() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
@@ -396,7 +396,7 @@ fn a_backward_that_would_not_average_is_refused() {
 }
 
 #[test]
-fn hooks_go_with_their_model() {
+fn autograd_hooks_are_removed_with_the_model() {
     ranks(1, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
@@ -408,7 +408,7 @@ fn hooks_go_with_their_model() {
 }
 
 #[test]
-fn a_static_graph_may_leave_out_the_same_parameters_in_every_step() {
+fn static_graph_may_omit_the_same_parameters_in_every_step() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -473,7 +473,7 @@ fn joined(batches: &'static [usize], options: JoinOptions, ddp_options: &DdpOpti
 }
 
 #[test]
-fn ranks_that_have_run_out_keep_the_others_company() {
+fn join_shadows_the_collectives_of_active_ranks() {
     let tiny = DdpOptions { bucket_cap_mb: TINY, first_bucket_mb: TINY, ..DdpOptions::default() };
     let find = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
     let fixed = DdpOptions { static_graph: true, ..DdpOptions::default() };
@@ -495,7 +495,7 @@ fn ranks_that_have_run_out_keep_the_others_company() {
 }
 
 #[test]
-fn uneven_inputs_can_be_an_error() {
+fn join_can_throw_on_uneven_inputs() {
     let error = try_ranks(3, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[3], nn::Init::Const(0.));
@@ -513,7 +513,7 @@ fn uneven_inputs_can_be_an_error() {
 }
 
 #[test]
-fn buffers_follow_those_of_rank_0() {
+fn buffers_follow_rank_0_unless_disabled() {
     for broadcast_buffers in [true, false] {
         let all = ranks(2, move |rank, group| {
             let vs = VarStore::new(rank.device());
@@ -535,7 +535,7 @@ fn buffers_follow_those_of_rank_0() {
 }
 
 #[test]
-fn a_graph_from_before_the_buckets_moved_keeps_its_values() {
+fn graph_from_before_a_bucket_rebuild_keeps_its_values() {
     ranks(2, |rank, group| {
         let gradients = |mb: f64| -> anyhow::Result<Vec<f32>> {
             let vs = VarStore::new(rank.device());
@@ -561,7 +561,7 @@ fn a_graph_from_before_the_buckets_moved_keeps_its_values() {
 }
 
 #[test]
-fn a_static_graph_that_changes_is_an_error() {
+fn static_graph_that_changes_is_an_error() {
     let error = try_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -576,7 +576,7 @@ fn a_static_graph_that_changes_is_an_error() {
 }
 
 #[test]
-fn a_parameter_that_only_an_earlier_batch_of_the_step_uses_is_used() {
+fn parameter_used_only_within_no_sync_counts_as_used() {
     for find_unused_parameters in [true, false] {
         ranks(2, move |rank, group| {
             let vs = VarStore::new(rank.device());
@@ -599,7 +599,7 @@ fn a_parameter_that_only_an_earlier_batch_of_the_step_uses_is_used() {
 }
 
 #[test]
-fn a_hook_may_put_another_tensor_in_the_place_of_its_bucket() {
+fn comm_hook_may_replace_the_bucket_tensor() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
@@ -620,7 +620,7 @@ fn a_hook_may_put_another_tensor_in_the_place_of_its_bucket() {
 }
 
 #[test]
-fn a_model_can_be_wrapped_again() {
+fn model_can_be_wrapped_again() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[3], nn::Init::Const(1.));
@@ -637,7 +637,7 @@ fn a_model_can_be_wrapped_again() {
 }
 
 #[test]
-fn what_decides_the_collectives_must_be_the_same_on_all_ranks() {
+fn ddp_options_that_differ_between_ranks_are_refused() {
     let error = try_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let _ = vs.root().var("weight", &[3], nn::Init::Const(1.));
@@ -653,7 +653,7 @@ fn what_decides_the_collectives_must_be_the_same_on_all_ranks() {
 }
 
 #[test]
-fn a_parameter_with_two_names_is_refused_with_both() {
+fn parameter_with_two_names_is_refused_with_both() {
     ranks(1, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -667,7 +667,7 @@ fn a_parameter_with_two_names_is_refused_with_both() {
 }
 
 #[test]
-fn a_static_graph_may_differ_between_ranks_with_overlap() {
+fn static_graph_may_differ_between_ranks() {
     ranks(2, |rank, group| {
         for overlap in [true, false] {
             let vs = VarStore::new(rank.device());
@@ -695,7 +695,7 @@ fn a_static_graph_may_differ_between_ranks_with_overlap() {
 }
 
 #[test]
-fn what_a_hook_leaves_for_a_parameter_without_a_gradient_counts_for_nothing() {
+fn comm_hook_output_for_an_unused_parameter_is_ignored() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let init = nn::Init::Const(0.);
@@ -752,7 +752,7 @@ fn sparse_gradients_become_dense() {
 }
 
 #[test]
-fn without_gradients_the_norm_is_zero() {
+fn clip_grad_norm_without_gradients_returns_zero() {
     ranks(1, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[4], nn::Init::Const(1.));
@@ -766,7 +766,7 @@ fn without_gradients_the_norm_is_zero() {
 }
 
 #[test]
-fn a_step_by_gradients_that_were_not_averaged_is_refused() {
+fn optimizer_step_on_unaveraged_gradients_is_refused() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let weight = vs.root().var("weight", &[2], nn::Init::Const(0.));

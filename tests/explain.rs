@@ -86,7 +86,7 @@ fn check_numbers(text: &str, ranks: usize, lr: f64, is_exact: bool) -> Vec<Strin
 }
 
 #[test]
-fn what_is_told_can_be_checked_by_hand() {
+fn numbers_can_be_checked_by_hand() {
     for (ranks, more) in [(2, &[][..]), (4, &[]), (2, &["--model=mlp", "--lr=0.5"])] {
         let nproc = format!("--nproc-per-node={ranks}");
         let text = told(&[&[&nproc, "--explain"][..], more].concat());
@@ -104,7 +104,7 @@ fn what_is_told_can_be_checked_by_hand() {
 }
 
 #[test]
-fn ranks_that_count_by_their_samples_are_told_with_their_shares() {
+fn exact_mean_shows_the_share_of_each_rank() {
     for (samples, told_shares, counts) in [
         (
             "63",
@@ -150,7 +150,7 @@ fn ranks_that_count_by_their_samples_are_told_with_their_shares() {
 }
 
 #[test]
-fn what_is_done_on_the_way_to_the_mean_is_told() {
+fn accumulation_compression_and_clipping_are_explained() {
     let text = told(&[&TWO[..], &["--comm-hook=bf16", "--grad-accum-steps=4"]].concat());
     assert!(in_one_line(&text).contains("They travel as bfloat16"), "{text}");
     assert!(in_one_line(&text).contains("the mean over 4 batches"), "{text}");
@@ -169,7 +169,7 @@ fn what_is_done_on_the_way_to_the_mean_is_told() {
 }
 
 #[test]
-fn the_loss_of_a_step_is_the_mean_over_its_samples_also_if_its_batches_are_not_equal() {
+fn step_loss_is_the_mean_over_unequal_batches() {
     let args = ["--num-samples=84", "--batch-size=32", "--grad-accum-steps=2", "--max-epochs=2"];
     let (code, stdout, stderr) = run(&[&TWO[..], &args, &["--log-format=json"]].concat());
     assert_eq!(code, Some(0), "{stderr}");
@@ -195,7 +195,7 @@ fn end(args: &[&str]) -> (Value, String) {
 }
 
 #[test]
-fn to_be_told_changes_nothing_and_is_told_the_same_again() {
+fn explaining_changes_no_bit_and_repeats_its_text() {
     for more in [&["--model=mlp"][..], &["--model=mlp", "--spawn=processes"]] {
         let plain = [&["--nproc-per-node=2", "--log-format=json"], more].concat();
         let explained = [&plain[..], &["--explain"]].concat();
@@ -215,7 +215,7 @@ fn to_be_told_changes_nothing_and_is_told_the_same_again() {
 }
 
 #[test]
-fn two_screens_of_80_columns_are_enough_in_both_languages() {
+fn text_fits_two_screens_of_80_columns_in_both_languages() {
     for language in ["--language=en", "--language=zh"] {
         for more in [
             &[][..],
@@ -245,7 +245,7 @@ fn two_screens_of_80_columns_are_enough_in_both_languages() {
 }
 
 #[test]
-fn one_rank_and_many_are_told_as_well() {
+fn one_rank_and_many_ranks_are_explained() {
     let text = told(&["--nproc-per-node=1", "--explain"]);
     assert!(text.contains("There is one rank") && !text.contains("divided by"), "{text}");
     let text = told(&["--nproc-per-node=9", "--explain", "--max-steps=1"]);
@@ -256,7 +256,7 @@ fn one_rank_and_many_are_told_as_well() {
 }
 
 #[test]
-fn a_run_that_goes_on_is_told_from_there() {
+fn resumed_run_is_explained_from_its_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let save = format!("--checkpoint-dir={}", folder.path().display());
     let common = [&TWO[..], &[&save, "--max-epochs=2"]].concat();
@@ -282,7 +282,7 @@ fn a_run_that_goes_on_is_told_from_there() {
 }
 
 #[test]
-fn ranks_that_keep_buffers_of_their_own_are_not_called_the_same() {
+fn replicas_with_own_buffers_are_not_called_the_same() {
     let cnn = ["--model=cnn", "--in-features=64", "--num-samples=256", "--channels=4,4"];
     let text = told(&[&TWO[..], &cnn].concat());
     assert!(text.contains("The same to the bit: 2 ranks have trained one model."), "{text}");
@@ -291,7 +291,7 @@ fn ranks_that_keep_buffers_of_their_own_are_not_called_the_same() {
 }
 
 #[test]
-fn what_does_not_go_together_is_refused() {
+fn incompatible_flags_are_refused() {
     for (args, complaint) in [
         (&["--explain", "--strategy=dp"][..], "--explain: needs --strategy ddp\n"),
         (&["--explain", "--amp=fp16"], "--explain: shows the first steps, and amp"),

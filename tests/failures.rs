@@ -36,7 +36,7 @@ fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str)) {
 }
 
 #[test]
-fn an_error_on_any_rank_at_any_stage_ends_the_run() {
+fn error_on_any_rank_at_any_stage_ends_the_run() {
     everywhere("error", |fault, failure, stderr| {
         assert_eq!(failure["error"], format!("injected by --inject-fault {fault}"));
         assert!(!stderr.contains("did not come back"), "{stderr}");
@@ -44,7 +44,7 @@ fn an_error_on_any_rank_at_any_stage_ends_the_run() {
 }
 
 #[test]
-fn a_panic_on_any_rank_at_any_stage_ends_the_run() {
+fn panic_on_any_rank_at_any_stage_ends_the_run() {
     everywhere("panic", |fault, failure, stderr| {
         let error = failure["error"].as_str().unwrap();
         assert!(error.starts_with("panicked at src/"), "it tells the place: {error}");
@@ -55,7 +55,7 @@ fn a_panic_on_any_rank_at_any_stage_ends_the_run() {
 }
 
 #[test]
-fn a_stall_of_any_rank_at_any_stage_ends_the_run_and_names_the_rank() {
+fn stall_on_any_rank_at_any_stage_names_the_rank() {
     everywhere("stall", |fault, failure, stderr| {
         let error = failure["error"].as_str().unwrap();
         assert!(error.contains(" waited 1s in "), "{fault}: {error}");
@@ -67,7 +67,7 @@ fn a_stall_of_any_rank_at_any_stage_ends_the_run_and_names_the_rank() {
 }
 
 #[test]
-fn epochs_that_were_complete_are_reported_before_the_failure() {
+fn complete_epochs_are_reported_before_the_failure() {
     let args =
         ["--nproc-per-node=2", "--max-epochs=3", "--inject-fault=error:rank=1,at=step,step=70"];
     let (code, stdout, _) = run(&args);

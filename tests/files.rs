@@ -31,7 +31,7 @@ fn whole(data: &FileDataset) -> (Vec<f32>, Tensor) {
 }
 
 #[test]
-fn what_numpy_and_safetensors_write_is_read() {
+fn files_of_numpy_and_safetensors_are_read() {
     let x: Vec<f32> = (0..24).map(|i| (i / 4) as f32 + (i % 4) as f32 / 4.0).collect();
     let pixels: Vec<f32> = x.iter().map(|x| x * 4.0 / 255.0).collect();
     let bools: Vec<f32> = x.iter().map(|&x| f32::from(u8::from(x > 2.0))).collect();
@@ -81,7 +81,7 @@ fn what_numpy_and_safetensors_write_is_read() {
 /// Each file of tests/data/orders holds the numbers from 0 to 23 (bools: whether they are odd) in its shape, as numpy
 /// has written them in Fortran's order, big-endian, or both.
 #[test]
-fn each_order_of_numbers_and_bytes_is_read_as_numpy_means_it() {
+fn npy_memory_and_byte_orders_match_numpy() {
     let mut seen = 0;
     for entry in fs::read_dir(repository("tests/data/orders")).unwrap() {
         let path = entry.unwrap().path();
@@ -104,7 +104,7 @@ fn each_order_of_numbers_and_bytes_is_read_as_numpy_means_it() {
 }
 
 #[test]
-fn float32_is_not_copied() {
+fn float32_file_is_mapped_and_not_copied() {
     let data = open("npy:{}/x.f4.npy,{}/y.i8.npy", TargetKind::Classes).unwrap();
     let place = |data: &FileDataset| data.resident(Device::Cpu).unwrap().map(|(x, _)| x.data_ptr());
     assert!(place(&data).is_some());
@@ -116,7 +116,7 @@ fn float32_is_not_copied() {
 }
 
 #[test]
-fn a_split_shares_nothing_and_loses_nothing() {
+fn split_parts_are_disjoint_and_complete() {
     let data = open("csv:{}/plain.csv", TargetKind::Classes).unwrap();
     let (first, second) = data.split(0.34, 7).unwrap();
     assert_eq!((first.len(), second.len()), (4, 2));
@@ -131,7 +131,7 @@ fn a_split_shares_nothing_and_loses_nothing() {
 }
 
 #[test]
-fn digits_are_learned_the_same_in_every_run() {
+fn digits_training_repeats_its_bits() {
     let args = "--dataset=digits --model=mlp --loss=cross-entropy --hidden=64 --optimizer=adamw --lr=0.003 \
                 --max-epochs=20 --nproc-per-node=2 --log-format=json";
     let end = || {
@@ -146,7 +146,7 @@ fn digits_are_learned_the_same_in_every_run() {
 
 /// With the values of configs/digits.toml, on two ranks.
 #[test]
-fn digits_that_were_held_back_are_named_right() {
+fn digits_validation_reaches_98_percent_accuracy() {
     let digits = FileDataset::open(&DatasetSpec::DIGITS, TargetKind::Classes).unwrap();
     let (training, validation) = digits.split(0.2, 0).unwrap();
     let training = training.into_dataset().unwrap();
@@ -196,7 +196,7 @@ fn write_idx(folder: &Path, part: &str, pixels: u8, labels: &[u8]) {
 }
 
 #[test]
-fn t10k_files_are_validated_on_unless_something_else_is_said() {
+fn t10k_files_are_the_validation_set_unless_overridden() {
     let folder = tempfile::tempdir().unwrap();
     let spec = format!("idx:{}", folder.path().display());
     let train = |more: &[&str]| {
@@ -265,7 +265,7 @@ fn zeros(path: &Path, rows: usize, columns: usize) {
 }
 
 #[test]
-fn a_file_that_becomes_shorter_is_named() {
+fn file_truncated_during_the_run_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let [x, y, out, err] = ["x.npy", "y.npy", "out", "err"].map(|name| folder.path().join(name));
     zeros(&x, 20_000, 64);
@@ -370,7 +370,7 @@ proptest! {
 }
 
 #[test]
-fn a_csv_file_may_be_packed_by_gzip_whatever_its_name() {
+fn csv_file_may_be_gzipped_under_any_name() {
     let plain = fs::read(repository("tests/data/plain.csv")).unwrap();
     let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
     packed.write_all(&plain).unwrap();

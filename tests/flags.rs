@@ -212,7 +212,7 @@ fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
 }
 
 #[test]
-fn a_wrong_value_is_refused_with_its_flag_before_anything_runs() {
+fn wrong_value_of_any_flag_is_refused_by_name() {
     let mut wrong = Vec::new();
     for Case { args, flag, takes, value } in cases(Takes::wrong) {
         match said(args.iter().map(OsString::from)) {
@@ -231,7 +231,7 @@ fn a_wrong_value_is_refused_with_its_flag_before_anything_runs() {
 }
 
 #[test]
-fn an_extreme_value_is_refused_with_its_flag_or_runs() {
+fn extreme_value_of_any_flag_runs_or_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("a file"), "something else").unwrap();
     fs::create_dir(folder.path().join("a folder")).unwrap();
@@ -274,7 +274,7 @@ fn an_extreme_value_is_refused_with_its_flag_or_runs() {
 }
 
 #[test]
-fn what_is_not_utf8_is_refused_with_its_flag() {
+fn non_utf8_argument_is_refused_by_name() {
     let bytes = |text: &str, more: &[u8]| OsString::from_vec([text.as_bytes(), more].concat());
     for (path, _, command) in commands() {
         for argument in command.get_arguments() {
@@ -297,7 +297,7 @@ fn what_is_not_utf8_is_refused_with_its_flag() {
 }
 
 #[test]
-fn the_flag_is_told_that_does_what_an_unknown_one_does_elsewhere() {
+fn unknown_flag_of_another_program_gets_a_suggestion() {
     let flags: Vec<Command> = commands().into_iter().map(|(.., command)| command).collect();
     let is_known = |name: &str| {
         flags.iter().any(|command| command.get_arguments().any(|it| it.get_long() == Some(name)))

@@ -104,7 +104,7 @@ fn folder_with(name: &str, foreign: Foreign, has_run: bool) -> (TempDir, PathBuf
 }
 
 #[test]
-fn a_folder_is_not_opened_where_something_else_has_a_name_of_its() {
+fn checkpoint_dir_with_a_foreign_file_under_its_names_is_refused() {
     for name in NAMES {
         for foreign in FOREIGN {
             for has_run in [false, true] {
@@ -124,7 +124,7 @@ fn a_folder_is_not_opened_where_something_else_has_a_name_of_its() {
 }
 
 #[test]
-fn a_run_is_refused_before_it_touches_anything() {
+fn run_with_a_foreign_checkpoint_dir_changes_nothing() {
     for (name, foreign) in NAMES.into_iter().zip(FOREIGN.into_iter().cycle()) {
         for resume in [None, Some("--resume=auto")] {
             let (folder, dir) = folder_with(name, foreign, false);
@@ -158,7 +158,7 @@ fn a_run_is_refused_before_it_touches_anything() {
 }
 
 #[test]
-fn metrics_are_added_to_no_file_of_others() {
+fn metrics_are_not_appended_to_foreign_files() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let flags = ["metrics", "board", "run"].map(|name| at(name).display().to_string());
@@ -189,7 +189,7 @@ fn metrics_are_added_to_no_file_of_others() {
 }
 
 #[test]
-fn what_is_beside_the_checkpoints_stays() {
+fn foreign_files_beside_checkpoints_stay() {
     let is_root = fs::read_to_string("/proc/self/status").unwrap().contains("Uid:\t0\t0");
     for foreign in FOREIGN {
         let (folder, run) = folder_with("aside-1-step-00000003", foreign, true);
@@ -217,7 +217,7 @@ fn what_is_beside_the_checkpoints_stays() {
 }
 
 #[test]
-fn a_checkpoint_under_another_step_s_name_is_refused() {
+fn checkpoint_under_the_name_of_another_step_is_refused() {
     let (_folder, dir) = folder_with("notes", FOREIGN[0], true);
     fs::rename(dir.join("step-00000003"), dir.join("step-00000007")).unwrap();
     let before = snapshot(&dir);
@@ -232,7 +232,7 @@ fn a_checkpoint_under_another_step_s_name_is_refused() {
 }
 
 #[test]
-fn what_a_killed_run_left_behind_is_removed() {
+fn parts_left_by_a_killed_run_are_removed() {
     let (_folder, dir) = folder_with("notes", FOREIGN[0], true);
     let half = dir.join(".unfinished-step-00000004");
     fs::create_dir(&half).unwrap();

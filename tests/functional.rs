@@ -8,14 +8,14 @@ use crate::harness::ranks;
 use crate::shared::functional::{compare, leaves, numbers, small};
 
 #[test]
-fn every_collective_gives_pytorchs_values_and_gradients() {
+fn functional_collectives_match_pytorch_values_and_gradients() {
     for world_size in 1..=3 {
         ranks(world_size, |_, group| Ok(compare(&group)?));
     }
 }
 
 #[test]
-fn all_to_all_takes_tensors_of_any_shape() {
+fn all_to_all_accepts_tensors_of_any_shape() {
     ranks(3, |rank, group| {
         let (me, count) = (rank.rank(), rank.world_size());
         // Of rank i for rank j: i + 1 rows of j + 1.
@@ -40,7 +40,7 @@ fn all_to_all_takes_tensors_of_any_shape() {
 }
 
 #[test]
-fn a_result_that_goes_unused_has_a_gradient_of_zeros() {
+fn unused_result_has_a_zero_gradient() {
     ranks(2, |rank, group| {
         let mine = Tensor::from_slice(&[rank.rank() as f64]).set_requires_grad(true);
         let all = functional::all_gather(&mine, &group)?;
@@ -51,7 +51,7 @@ fn a_result_that_goes_unused_has_a_gradient_of_zeros() {
 }
 
 #[test]
-fn the_gradient_of_a_gradient_goes_through_the_same_collectives() {
+fn second_derivative_passes_through_the_collectives() {
     ranks(2, |rank, group| {
         let mine = Tensor::from_slice(&[rank.rank() as f64 + 1.0]).set_requires_grad(true);
         let sum = functional::all_gather_into_tensor(&mine, &group)?.sum(Kind::Double);
@@ -65,7 +65,7 @@ fn the_gradient_of_a_gradient_goes_through_the_same_collectives() {
 }
 
 #[test]
-fn wrong_arguments_are_refused_before_the_ranks_meet() {
+fn invalid_arguments_are_refused_before_any_exchange() {
     ranks(2, |rank, group| {
         let one = || Tensor::from_slice(&[1f64]);
         if rank.rank() == 1 {

@@ -161,7 +161,7 @@ fn averages(rank: &Rank, group: &ProcessGroup) -> anyhow::Result<Vec<(String, Ve
 const LAYOUTS: [&[usize]; 5] = [&[1, 1], &[1, 1, 1, 1], &[2, 2], &[3, 1], &[1, 2, 1]];
 
 #[test]
-fn half_precision_is_reduced_as_by_threads() {
+fn half_precision_reductions_have_the_bits_of_threads() {
     for counts in LAYOUTS {
         let threads = ranks(counts.iter().sum(), |rank, group| reductions(rank, &group));
         let across = processes(counts, |rank, group| reductions(rank, &group));
@@ -175,7 +175,7 @@ fn half_precision_is_reduced_as_by_threads() {
 }
 
 #[test]
-fn hooks_average_half_precision_as_by_threads() {
+fn compression_hooks_have_the_bits_of_threads() {
     for counts in LAYOUTS {
         let threads = ranks(counts.iter().sum(), |rank, group| averages(rank, &group));
         let across = processes(counts, |rank, group| averages(rank, &group));
@@ -268,7 +268,7 @@ proptest! {
 
     /// Messages of one source, destination and tag arrive in their order, whatever the others do.
     #[test]
-    fn messages_in_random_orders_arrive(
+    fn messages_in_random_order_all_arrive(
         (counts, mut messages) in prop::sample::select(vec![
             vec![1, 1], vec![2, 2], vec![1, 3, 2],
         ]).prop_flat_map(|counts: Vec<usize>| {
@@ -292,7 +292,7 @@ proptest! {
 }
 
 #[test]
-fn messages_go_between_all_of_many_ranks() {
+fn messages_between_35_ranks_all_arrive() {
     processes(&[17, 18], |rank, group| {
         let (me, count) = (rank.rank(), rank.world_size());
         let others: Vec<usize> = (0..count).filter(|&other| other != me).collect();
@@ -312,7 +312,7 @@ fn messages_go_between_all_of_many_ranks() {
 }
 
 #[test]
-fn objects_go_from_process_to_process() {
+fn objects_are_sent_between_processes() {
     for counts in [&[1, 1][..], &[2, 2]] {
         processes(counts, |rank, group| {
             let (me, count) = (rank.rank(), rank.world_size());
@@ -332,7 +332,7 @@ fn objects_go_from_process_to_process() {
 }
 
 #[test]
-fn messages_in_a_group_of_some_ranks_have_its_numbers() {
+fn subgroup_messages_use_its_rank_numbers() {
     processes(&[2, 2], |_, group| {
         let Some(some) = group.new_group(&[1, 2, 3])? else { return Ok(()) };
         let me = some.rank();
@@ -356,7 +356,7 @@ fn messages_in_a_group_of_some_ranks_have_its_numbers() {
 }
 
 #[test]
-fn large_messages_cross_each_other_and_fill_what_has_gaps() {
+fn large_and_strided_messages_cross_without_deadlock() {
     processes(&[2, 1], |rank, group| {
         let me = rank.rank();
         let other = if me == 2 { 0 } else { 2 };
@@ -397,7 +397,7 @@ fn failing(
 }
 
 #[test]
-fn a_tensor_that_is_not_the_expected_one_is_told_in_both_processes() {
+fn tensor_mismatch_is_reported_in_both_processes() {
     for len in [4, 100_000] {
         let told = failing(&[1, 2], TIMEOUT, move |me, group| match me {
             0 => group.send(&Tensor::zeros([len], (Kind::Float, Device::Cpu)), 2, 5),
@@ -413,7 +413,7 @@ fn a_tensor_that_is_not_the_expected_one_is_told_in_both_processes() {
 }
 
 #[test]
-fn a_message_that_does_not_come_ends_the_wait() {
+fn wait_for_a_missing_message_ends_with_the_cause() {
     // Nobody receives, and nobody sends: little, which is there already, and much.
     let limit = Duration::from_secs(1);
     for len in [1, 100_000] {
@@ -459,7 +459,7 @@ fn a_message_that_does_not_come_ends_the_wait() {
 }
 
 #[test]
-fn what_was_sent_is_received_after_its_sender_has_ended() {
+fn message_is_received_after_its_sender_finished() {
     for _ in 0..5 {
         processes(&[1, 1, 1], |rank, group| {
             match rank.rank() {
@@ -482,7 +482,7 @@ fn what_was_sent_is_received_after_its_sender_has_ended() {
 
 /// The timeout is for a rank that waits, and the sender does not.
 #[test]
-fn a_message_may_be_taken_late_while_its_sender_computes() {
+fn late_receive_succeeds_while_its_sender_computes() {
     const LIMIT: Duration = Duration::from_secs(3);
     let (has_taken, taken) = crossbeam::channel::bounded(1);
     let ended = try_processes(&[1, 1], LIMIT, move |rank, group| {
@@ -503,7 +503,7 @@ fn a_message_may_be_taken_late_while_its_sender_computes() {
 
 /// Nobody waits for the receiver, which needs the sender for something else first.
 #[test]
-fn what_was_sent_in_a_group_is_received_after_the_group_is_gone() {
+fn message_of_a_dropped_subgroup_is_received() {
     for (counts, len) in [(&[1, 1, 1][..], 1), (&[1, 1, 1], 100_000), (&[2, 1], 100_000)] {
         processes(counts, move |rank, group| {
             let part = group.new_group(&[0, 2])?;
@@ -528,7 +528,7 @@ fn what_was_sent_in_a_group_is_received_after_the_group_is_gone() {
 
 /// What its group has left ends with the run, and what nobody receives is a failure.
 #[test]
-fn what_was_sent_in_a_group_that_is_gone_keeps_nobody() {
+fn unreceived_message_of_a_dropped_subgroup_blocks_no_rank() {
     let told = failing(&[1, 1, 1], TIMEOUT, |me, group| {
         let part = group.new_group(&[0, 2])?;
         if me == 0 {
@@ -554,7 +554,7 @@ fn what_was_sent_in_a_group_that_is_gone_keeps_nobody() {
 
 /// A user's "for ever", which is added to a point in time.
 #[test]
-fn the_longest_durations_are_no_overflow() {
+fn longest_durations_do_not_overflow() {
     const EVER: Duration = Duration::MAX;
     let port = free_port();
     let process = |number| {
@@ -593,7 +593,7 @@ fn the_longest_durations_are_no_overflow() {
 
 /// Only the receiver's process sees the difference; the others have called what fits for them.
 #[test]
-fn an_all_to_all_of_other_sizes_names_the_two_that_differ() {
+fn all_to_all_size_mismatch_names_the_two_ranks() {
     for (counts, from, to, expected) in [
         (&[1, 1, 1][..], 0, 1, "in all_to_all rank 0 sends 5 elements to rank 1, which expects 6"),
         (&[1, 1, 1], 2, 0, "in all_to_all rank 2 sends 5 elements to rank 0, which expects 6"),
@@ -629,7 +629,7 @@ fn an_all_to_all_of_other_sizes_names_the_two_that_differ() {
 
 /// Their memory does not have their elements as they are.
 #[test]
-fn what_is_lazily_conjugated_or_negated_is_received() {
+fn conjugated_and_negated_messages_are_resolved() {
     processes(&[1, 1], |rank, group| {
         // With the offer, and when the receiver is ready.
         for len in [5, 100_000] {
@@ -657,7 +657,7 @@ fn what_is_lazily_conjugated_or_negated_is_received() {
 }
 
 #[test]
-fn a_kind_that_is_more_than_its_bytes_is_refused_and_the_connection_stays() {
+fn quantized_dtypes_are_refused_and_the_connection_stays() {
     let plain = [
         Kind::Bool,
         Kind::ComplexHalf,
@@ -704,7 +704,7 @@ fn a_kind_that_is_more_than_its_bytes_is_refused_and_the_connection_stays() {
 
 /// They are right where all ranks are in one process.
 #[test]
-fn no_weight_that_is_allowed_is_taken_for_a_strangers() {
+fn extreme_weights_are_handled_as_within_one_process() {
     for counts in [&[1, 1][..], &[2, 1], &[1, 1, 1]] {
         for len in [3, 100_000] {
             let sum = move |zero: f64| {

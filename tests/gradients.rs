@@ -76,7 +76,7 @@ fn assert_close(found: &[Option<f64>], expected: &[Option<f64>], what: &str) {
 }
 
 #[test]
-fn gradients_after_several_backwards_are_pytorch_s() {
+fn gradients_after_several_backwards_match_pytorch() {
     for case in cases().into_iter().filter(|case| !case.steps.is_empty()) {
         for (overlap, mb) in [(None, 25.), (Some(true), TINY), (Some(false), TINY)] {
             let case = case.clone();
@@ -124,7 +124,7 @@ fn gradients_after_several_backwards_are_pytorch_s() {
 }
 
 #[test]
-fn an_optimizer_steps_by_a_gradient_of_an_earlier_backward() {
+fn optimizer_steps_with_a_gradient_of_an_earlier_backward() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let terms = Terms::new(&vs);
@@ -145,7 +145,7 @@ fn an_optimizer_steps_by_a_gradient_of_an_earlier_backward() {
 }
 
 #[test]
-fn a_retained_graph_can_be_run_backward_again_and_averages() {
+fn retained_graph_averages_again() {
     let of = |name: &'static str| cases().into_iter().filter(move |case| case.name == name);
     for case in of("retain_graph") {
         ranks(case.world_size, move |rank, group| {
@@ -317,7 +317,7 @@ fn train_two(
 }
 
 #[test]
-fn one_backward_through_two_models_averages_both_as_pytorch_does() {
+fn backward_through_two_models_averages_both_as_pytorch() {
     let settings: Models = serde_json::from_value(recorded("models.json")).unwrap();
     assert_eq!(settings.cases.len(), 6);
     for case in settings.cases.clone() {
@@ -356,7 +356,7 @@ fn two(
 }
 
 #[test]
-fn a_wrapped_model_that_backward_reaches_unnamed_is_an_error_with_the_remedy() {
+fn backward_into_an_unlisted_ddp_model_is_refused() {
     ranks(2, |rank, group| {
         let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
         let loss = || (&g * &d).sum(Kind::Float) * (rank.rank() as f64 + 1.);
@@ -373,7 +373,7 @@ fn a_wrapped_model_that_backward_reaches_unnamed_is_an_error_with_the_remedy() {
 }
 
 #[test]
-fn a_model_within_no_sync_keeps_its_gradients_while_another_averages() {
+fn no_sync_of_one_model_leaves_the_other_averaging() {
     ranks(2, |rank, group| {
         let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
         let factor = rank.rank() as f64 + 1.;
@@ -390,7 +390,7 @@ fn a_model_within_no_sync_keeps_its_gradients_while_another_averages() {
 }
 
 #[test]
-fn several_models_are_refused_where_a_rank_may_run_out_of_inputs() {
+fn several_models_within_join_are_refused() {
     let error = try_ranks(2, |rank, group| {
         let [(g, mut generator), (d, mut discriminator)] = two(rank, &group)?;
         generator.join(JoinOptions::default(), |generator| {
@@ -407,7 +407,7 @@ fn several_models_are_refused_where_a_rank_may_run_out_of_inputs() {
 }
 
 #[test]
-fn ignored_parameters_and_buffers_stay_each_rank_s_own() {
+fn ignored_parameters_and_buffers_stay_local() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let root = vs.root();
@@ -439,7 +439,7 @@ fn ignored_parameters_and_buffers_stay_each_rank_s_own() {
 }
 
 #[test]
-fn what_cannot_be_ignored_is_an_error_that_names_it() {
+fn unknown_or_complete_ignore_list_is_refused() {
     let wrap = |ignore: &'static [&'static str]| {
         let error = try_ranks(2, move |rank, group| {
             let vs = VarStore::new(rank.device());
@@ -457,7 +457,7 @@ fn what_cannot_be_ignored_is_an_error_that_names_it() {
 }
 
 #[test]
-fn buckets_that_no_rank_uses_are_skipped_if_asked() {
+fn unused_buckets_are_skipped_on_request() {
     for static_graph in [false, true] {
         ranks(2, move |rank, group| {
             let vs = VarStore::new(rank.device());
@@ -499,7 +499,7 @@ fn buckets_that_no_rank_uses_are_skipped_if_asked() {
 }
 
 #[test]
-fn ranks_that_skip_different_buckets_are_told() {
+fn skipped_buckets_that_differ_between_ranks_are_a_mismatch() {
     let error = try_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let terms = Terms::new(&vs);
@@ -521,7 +521,7 @@ fn ranks_that_skip_different_buckets_are_told() {
 }
 
 #[test]
-fn a_second_communication_hook_is_refused() {
+fn second_comm_hook_is_refused() {
     ranks(1, |rank, group| {
         let [(_, mut ddp), _] = two(rank, &group)?;
         let hook = |name| hook_fn(name, |_, _| Ok(()));
@@ -548,7 +548,7 @@ fn matrix(
 }
 
 #[test]
-fn power_sgd_s_state_goes_on_with_another_number_of_ranks() {
+fn power_sgd_state_resumes_with_another_world_size() {
     let saved = ranks(2, |rank, group| {
         let (weight, mut ddp) = matrix(rank, group)?;
         ddp.register_comm_hook(power_sgd())?;
@@ -611,14 +611,14 @@ fn with_tch_s_optimizer(zero_grad_of_optimizer: bool) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn the_zero_grad_of_tch_s_optimizers_works_too() {
+fn zero_grad_of_tch_optimizers_has_the_same_result() {
     let ours = with_tch_s_optimizer(false);
     assert_eq!(ours[0], ours[1]);
     assert_eq!(with_tch_s_optimizer(true), ours);
 }
 
 #[test]
-fn tch_s_backward_step_is_refused_with_the_remedy() {
+fn backward_step_of_tch_is_refused_with_the_remedy() {
     let error = try_ranks(2, |rank, group| {
         let vs = VarStore::new(rank.device());
         let terms = Terms::new(&vs);
@@ -651,8 +651,8 @@ fn names_this_file(text: &str, function: &str) -> bool {
 }
 
 #[test]
-fn a_wrong_shape_is_told_with_the_user_s_line_and_no_frames() {
-    const NAME: &str = "a_wrong_shape_is_told_with_the_user_s_line_and_no_frames";
+fn wrong_shape_error_has_the_user_line_and_no_frames() {
+    const NAME: &str = "wrong_shape_error_has_the_user_line_and_no_frames";
     if std::env::var_os("WRONG_SHAPE").is_some() {
         // In the process that the other half of this test starts.
         let result = try_ranks(2, |rank, group| {

@@ -17,7 +17,7 @@ fn one(value: i64) -> Tensor {
 }
 
 #[test]
-fn every_subset_of_the_ranks_can_be_a_group() {
+fn every_subset_of_ranks_can_form_a_group() {
     for world_size in 1..=4usize {
         ranks(world_size, move |rank, group| {
             let me = rank.rank();
@@ -56,7 +56,7 @@ fn every_subset_of_the_ranks_can_be_a_group() {
 }
 
 #[test]
-fn a_group_of_a_group_and_both_at_once() {
+fn nested_groups_reduce_over_their_members() {
     ranks(5, |rank, group| {
         let Some(outer) = group.new_group(&[1, 2, 4])? else {
             group.barrier()?;
@@ -80,7 +80,7 @@ fn a_group_of_a_group_and_both_at_once() {
 }
 
 #[test]
-fn errors_in_a_group_name_the_ranks_as_the_user_knows_them() {
+fn group_errors_name_global_ranks() {
     let error = try_ranks(4, |rank, group| {
         let part = group.new_group(&[1, 3])?;
         if let Some(part) = part {
@@ -123,7 +123,7 @@ fn errors_in_a_group_name_the_ranks_as_the_user_knows_them() {
 }
 
 #[test]
-fn wrong_groups_are_refused() {
+fn invalid_groups_are_refused() {
     ranks(2, |_, group| {
         let told = |ranks: &[usize]| group.new_group(ranks).unwrap_err().to_string();
         assert!(told(&[]).contains("new_group: [] is empty or names a rank twice"));
@@ -151,7 +151,7 @@ fn wrong_groups_are_refused() {
 }
 
 #[test]
-fn an_asynchronous_operation_does_not_wait_for_the_others() {
+fn async_operation_returns_before_the_others_arrive() {
     let (has_started, started) = bounded(0);
     ranks(2, move |rank, group| {
         let tensor = one(rank.rank() as i64 + 1);
@@ -174,7 +174,7 @@ fn an_asynchronous_operation_does_not_wait_for_the_others() {
 }
 
 #[test]
-fn asynchronous_and_direct_calls_keep_their_order() {
+fn async_and_direct_calls_keep_their_order() {
     for world_size in 1..=4usize {
         ranks(world_size, move |rank, group| {
             let n = world_size as i64;
@@ -209,14 +209,14 @@ fn asynchronous_and_direct_calls_keep_their_order() {
 }
 
 #[test]
-fn every_operation_has_an_asynchronous_form() {
+fn every_operation_has_an_async_form() {
     for world_size in 1..=3usize {
         ranks(world_size, |_, group| asynchronous(&group));
     }
 }
 
 #[test]
-fn what_was_started_is_ended_when_the_function_ends() {
+fn pending_operations_complete_before_the_rank_ends() {
     let done = Arc::new(AtomicUsize::new(0));
     let counted = done.clone();
     spawn(3, move |rank| {
@@ -239,7 +239,7 @@ fn what_was_started_is_ended_when_the_function_ends() {
 }
 
 #[test]
-fn an_asynchronous_failure_ends_the_run_also_if_nobody_asks() {
+fn async_failure_ends_the_run_without_a_wait() {
     for panics in [false, true] {
         let error = try_ranks(3, move |rank, group| {
             let me = rank.rank();
@@ -264,7 +264,7 @@ fn an_asynchronous_failure_ends_the_run_also_if_nobody_asks() {
 }
 
 #[test]
-fn an_asynchronous_mismatch_is_told_by_wait() {
+fn async_mismatch_is_returned_by_wait() {
     let error = try_ranks(2, |rank, group| {
         let len = rank.rank() + 1;
         let work = group.async_op(move |group| {
@@ -281,7 +281,7 @@ fn an_asynchronous_mismatch_is_told_by_wait() {
 }
 
 #[test]
-fn an_asynchronous_operation_can_start_another() {
+fn async_operation_can_start_another() {
     ranks(2, |_, group| {
         let work = group.async_op(|group| {
             group.async_op(|group| group.barrier())?.wait()?;
@@ -293,7 +293,7 @@ fn an_asynchronous_operation_can_start_another() {
 }
 
 #[test]
-fn a_group_whose_run_has_failed_refuses_everything_with_the_cause() {
+fn group_of_a_failed_run_refuses_every_call_with_the_cause() {
     let refusals = Arc::new(AtomicUsize::new(0));
     let counted = refusals.clone();
     let error = spawn(3, move |rank| {
@@ -335,7 +335,7 @@ fn a_group_whose_run_has_failed_refuses_everything_with_the_cause() {
 }
 
 #[test]
-fn a_group_can_be_made_in_an_asynchronous_operation() {
+fn group_can_be_created_in_an_async_operation() {
     spawn(2, |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
         drop(group.async_op(|group| {
@@ -350,7 +350,7 @@ fn a_group_can_be_made_in_an_asynchronous_operation() {
 }
 
 #[test]
-fn messages_and_objects_do_not_wait_for_queued_operations() {
+fn messages_and_objects_bypass_queued_operations() {
     ranks(2, |rank, group| {
         if rank.rank() == 0 {
             let mut tensor = one(1);
@@ -368,7 +368,7 @@ fn messages_and_objects_do_not_wait_for_queued_operations() {
 }
 
 #[test]
-fn who_keeps_a_chain_of_waiting_ranks_is_blamed() {
+fn timeout_in_a_chain_of_waits_blames_its_last_rank() {
     let (release, held) = bounded::<()>(0);
     let error = Spawn::new(3)
         .timeout(Duration::from_millis(300))
@@ -391,7 +391,7 @@ fn who_keeps_a_chain_of_waiting_ranks_is_blamed() {
 }
 
 #[test]
-fn what_one_rank_sends_another_receives() {
+fn bytes_sent_equal_bytes_received() {
     for world_size in 1..=4usize {
         let traffic = ranks(world_size, move |rank, group| {
             let me = rank.rank();
@@ -466,7 +466,7 @@ fn what_one_rank_sends_another_receives() {
 }
 
 #[test]
-fn all_ranks_are_split_into_groups_of_one_size() {
+fn new_subgroups_splits_all_ranks_evenly() {
     for group_size in [1, 2, 3, 6] {
         ranks(6, move |rank, group| {
             let mine = group.new_subgroups(group_size)?;
@@ -482,7 +482,7 @@ fn all_ranks_are_split_into_groups_of_one_size() {
 }
 
 #[test]
-fn groups_are_made_of_lists_of_ranks() {
+fn new_subgroups_by_enumeration_follows_its_lists() {
     ranks(6, |rank, group| {
         // In any order; rank 4 is in none.
         let mine = group.new_subgroups_by_enumeration(&[&[5, 0], &[2, 3, 1]])?;
@@ -503,7 +503,7 @@ fn groups_are_made_of_lists_of_ranks() {
 }
 
 #[test]
-fn wrong_splits_are_refused_before_any_group_is_made() {
+fn invalid_splits_are_refused_before_any_group_exists() {
     ranks(4, |rank, group| {
         if rank.rank() == 2 {
             for size in [0, 3, 5] {
@@ -532,7 +532,7 @@ fn gate() -> (std::sync::mpsc::Sender<()>, std::sync::Mutex<std::sync::mpsc::Rec
 }
 
 #[test]
-fn a_wait_that_timed_out_can_be_repeated_until_the_operation_is_over() {
+fn wait_timeout_can_be_repeated_until_completion() {
     let (open, opened) = gate();
     ranks(2, move |rank, group| {
         let mut tensor = one(rank.rank() as i64 + 1);
@@ -567,7 +567,7 @@ fn a_wait_that_timed_out_can_be_repeated_until_the_operation_is_over() {
 }
 
 #[test]
-fn a_failure_ends_a_wait_with_a_timeout_and_every_later_one() {
+fn failure_ends_wait_timeout_and_every_later_wait() {
     for message in [false, true] {
         let (open, opened) = gate();
         let error = try_ranks(2, move |rank, group| {

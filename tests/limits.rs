@@ -28,7 +28,7 @@ fn is_named(limit: &str, args: &[&str], remedy: &str) -> bool {
 }
 
 #[test]
-fn too_few_open_files_are_told_with_the_limit() {
+fn open_file_limit_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let mut named = 0;
     for (number, files) in [8, 10, 12, 14, 16, 18, 20, 24, 28, 36, 48].into_iter().enumerate() {
@@ -60,7 +60,7 @@ fn processes_of_user() -> Vec<String> {
 }
 
 #[test]
-fn too_few_threads_are_told_with_the_limit_and_nothing_is_left() {
+fn thread_limit_is_named_and_no_process_is_left() {
     let limit = |count: u32| {
         let user = format!("setpriv --reuid={USER} --regid={USER} --clear-groups");
         format!("exec {user} prlimit --nproc={count} \"$0\" \"$@\"")
@@ -87,7 +87,7 @@ fn too_few_threads_are_told_with_the_limit_and_nothing_is_left() {
 }
 
 #[test]
-fn more_ranks_than_there_can_be_threads_end_with_an_error() {
+fn address_space_limit_is_named_in_the_error() {
     // Each rank's stack takes 64 MiB of addresses, and all of them 4 GiB more than there are.
     assert!(is_named("ulimit -v 16000000", &["--nproc-per-node=300"], "(ulimit -v)"));
 }

@@ -25,7 +25,7 @@ fn values(list: &[Tensor]) -> Vec<usize> {
 }
 
 #[test]
-fn lists_of_many_ranks_arrive() {
+fn tensor_lists_of_70_ranks_arrive() {
     ranks(MANY, |rank, group| {
         let (me, count) = (rank.rank(), rank.world_size());
         for round in 0..3 {
@@ -46,7 +46,7 @@ fn lists_of_many_ranks_arrive() {
 }
 
 #[test]
-fn one_memory_for_two_of_many_ranks_is_refused_on_all() {
+fn overlapping_memory_among_70_ranks_is_refused_on_all() {
     let shared = ddp_mp::ffi::SharedTensor::new(one(0));
     let errors = ranks(MANY, move |rank, group| {
         let mut outputs = list(MANY, |_| 0);
@@ -66,7 +66,7 @@ fn one_memory_for_two_of_many_ranks_is_refused_on_all() {
 }
 
 #[test]
-fn one_wrong_size_among_many_ranks_is_told_to_all() {
+fn size_mismatch_among_70_ranks_is_reported_to_all() {
     let errors = ranks(MANY, |rank, group| {
         let mut outputs = list(MANY, |_| 0);
         if rank.rank() == 9 {
@@ -91,7 +91,7 @@ fn peak_of_training(nproc: usize) -> f64 {
 }
 
 #[test]
-fn training_on_hundreds_of_ranks_takes_little_memory() {
+fn training_on_384_ranks_stays_below_600_mb() {
     let peak = peak_of_training(384);
     println!("{peak} bytes");
     assert!(peak < 600e6, "{peak} bytes"); // it once took 2.1e9
@@ -100,7 +100,7 @@ fn training_on_hundreds_of_ranks_takes_little_memory() {
 /// Lists on many ranks, in a process of its own, whose memory is measured.
 #[test]
 #[ignore = "run by another test, in a process of its own"]
-fn lists_in_a_process() {
+fn all_to_all_child() {
     const RANKS: usize = 256;
     ranks(RANKS, |rank, group| {
         let mut outputs = list(RANKS, |_| 0);
@@ -114,16 +114,16 @@ fn lists_in_a_process() {
 }
 
 #[test]
-fn a_tensor_for_each_pair_of_ranks_takes_memory_once() {
+fn all_to_all_on_256_ranks_stays_below_700_mb() {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--ignored", "--exact", "many_ranks::lists_in_a_process", "--nocapture"]);
+    command.args(["--ignored", "--exact", "many_ranks::all_to_all_child", "--nocapture"]);
     let (code, stdout, stderr) = run_command(command);
     assert!(code == Some(0) && stdout.contains("1 passed"), "{stdout}\n{stderr}");
 }
 
 #[test]
 #[ignore = "a thousand threads: run by .ci/run, by name"]
-fn a_thousand_ranks() {
+fn run_of_1000_ranks_stays_below_1_gb() {
     let (code, stdout, stderr) = run(&["comm", "barrier", "--nproc-per-node=1000"]);
     assert_eq!(code, Some(0), "{stderr}");
     assert!(stdout.contains("\nbarrier\n"), "{stdout}");

@@ -37,7 +37,7 @@ fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str)) {
 }
 
 #[test]
-fn an_error_names_its_rank() {
+fn error_at_any_stage_names_its_rank() {
     everywhere("error", |what, failure, stderr| {
         assert!(
             failure["error"].as_str().unwrap().starts_with("injected by --inject-fault error"),
@@ -48,7 +48,7 @@ fn an_error_names_its_rank() {
 }
 
 #[test]
-fn a_panic_names_its_rank() {
+fn panic_at_any_stage_names_its_rank() {
     everywhere("panic", |what, failure, stderr| {
         assert!(failure["error"].as_str().unwrap().starts_with("panicked at src/"), "{what}");
         assert_eq!(stderr.matches("injected by --inject-fault").count(), 1, "{what}");
@@ -56,7 +56,7 @@ fn a_panic_names_its_rank() {
 }
 
 #[test]
-fn a_killed_process_names_its_rank() {
+fn kill_at_any_stage_names_its_rank() {
     everywhere("kill", |what, failure, _| {
         let told = format!("rank {} (process ", failure["rank"]);
         let error = failure["error"].as_str().unwrap();
@@ -65,7 +65,7 @@ fn a_killed_process_names_its_rank() {
 }
 
 #[test]
-fn a_stall_names_its_rank() {
+fn stall_at_any_stage_names_its_rank() {
     everywhere("stall", |what, failure, _| {
         assert!(failure["error"].as_str().unwrap().contains(" waited 5s in "), "{what}");
     });

@@ -108,7 +108,7 @@ proptest! {
 
     /// Whatever sizes the batches have, none included: N ranks come to what one rank comes to on all samples.
     #[test]
-    fn n_ranks_with_unequal_batches_are_one_rank_on_all_of_them(
+    fn n_ranks_with_unequal_batches_match_one_rank(
         world_size in 1usize..5,
         sizes in vec(vec(0i64..9, 8), 1..5),
         batches in 1usize..3,
@@ -154,7 +154,7 @@ fn hooks() -> [Option<Box<dyn CommHook>>; 4] {
 }
 
 #[test]
-fn equal_batches_give_the_bits_of_backward_whatever_sends_them() {
+fn equal_weights_give_the_bits_of_plain_backward() {
     for hook in 0..hooks().len() {
         for (world_size, samples_each) in [(1, 4), (2, 7), (3, 5), (4, 1)] {
             let trained = move |weighted: bool| {
@@ -186,7 +186,7 @@ fn equal_batches_give_the_bits_of_backward_whatever_sends_them() {
 }
 
 #[test]
-fn ranks_that_have_run_out_count_for_nothing_within_join() {
+fn join_with_weights_ignores_ranks_without_inputs() {
     // Of each step, by rank.
     let counts = [[5i64, 2, 4], [3, 0, 4], [0, 0, 1]];
     for divide_by_initial_world_size in [true, false] {
@@ -261,7 +261,7 @@ fn step_of(
 }
 
 #[test]
-fn a_batch_without_samples_leaves_the_gradients_of_the_others_as_they_are() {
+fn empty_batch_leaves_the_gradients_of_others_unchanged() {
     let small = DdpOptions { bucket_cap_mb: 1e-5, first_bucket_mb: 1e-5, ..DdpOptions::default() };
     let unused = DdpOptions { find_unused_parameters: true, ..DdpOptions::default() };
     let overlapping = DdpOptions { overlap: Some(true), ..small.clone() };
@@ -286,7 +286,7 @@ fn a_batch_without_samples_leaves_the_gradients_of_the_others_as_they_are() {
 
 /// Its part of a gradient that the ranks add up within autograd counts for nothing, whatever it is.
 #[test]
-fn a_rank_without_samples_adds_nothing_to_gradients_of_all_ranks() {
+fn rank_without_samples_adds_no_gradient() {
     let gradients = ranks(2, |rank, group| {
         let vs = VarStore::new(Device::Cpu);
         let weight = vs.root().var("weight", &[2], nn::Init::Const(1.0));
@@ -302,7 +302,7 @@ fn a_rank_without_samples_adds_nothing_to_gradients_of_all_ranks() {
 }
 
 #[test]
-fn what_a_plain_backward_adds_counts_as_the_first_batch_with_samples() {
+fn plain_backward_counts_as_the_first_weighted_batch() {
     // The gradient of each, and how many samples there are, if it has a number.
     let plain = (3., None);
     for order in [[plain, (1., Some(4.)), (5., Some(2.))], [(1., Some(4.)), plain, (5., Some(2.))]]
@@ -345,7 +345,7 @@ fn with_batch_norm(
 }
 
 #[test]
-fn gradients_through_a_batch_norm_over_all_ranks_are_those_of_one_rank() {
+fn sync_batch_norm_gradients_match_one_rank() {
     for sizes in [vec![4, 4], vec![7, 2], vec![1, 6, 3], vec![5, 0, 2]] {
         let all = sizes.iter().sum::<i64>();
         let expected = ranks(1, move |_, group| with_batch_norm(0, group, &[all])).remove(0);
@@ -377,7 +377,7 @@ fn failure(
 }
 
 #[test]
-fn what_cannot_be_weighted_is_an_error_with_rank_and_value() {
+fn invalid_weights_are_errors_with_rank_and_value() {
     for (weight, told) in
         [(-3.0, "rank 1 has the weight -3;"), (f64::NAN, "rank 1 has the weight NaN;")]
     {
@@ -446,7 +446,7 @@ fn end(args: &[&str]) -> Value {
 }
 
 #[test]
-fn the_flag_changes_no_bit_of_equal_batches() {
+fn exact_mean_of_equal_batches_changes_no_bit() {
     for args in [
         &["--nproc-per-node=3", "--batch-size=20", "--num-samples=600"][..],
         &["--nproc-per-node=2", "--batch-size=7", "--num-samples=210", "--grad-accum-steps=3"],
@@ -466,7 +466,7 @@ fn the_flag_changes_no_bit_of_equal_batches() {
 }
 
 #[test]
-fn ranks_as_threads_and_as_processes_come_to_what_one_rank_comes_to() {
+fn exact_mean_of_threads_and_processes_matches_one_rank() {
     // 101 samples: 34, 34 and 33 for three ranks, in steps of 24, and a last one of 2, 2 and 1 samples.
     let data = ["--num-samples=101", "--max-epochs=3", "--exact-mean"];
     let loss = |end: &Value| end["loss"].as_f64().unwrap();
@@ -501,7 +501,7 @@ fn ranks_as_threads_and_as_processes_come_to_what_one_rank_comes_to() {
 }
 
 #[test]
-fn a_rank_without_samples_in_the_last_step_makes_it_all_the_same() {
+fn exact_mean_runs_with_an_empty_last_batch() {
     for args in [
         &["--nproc-per-node=4", "--num-samples=17", "--batch-size=2"][..],
         &["--nproc-per-node=4", "--num-samples=17", "--batch-size=2", "--num-workers=1"],
@@ -529,7 +529,7 @@ fn a_rank_without_samples_in_the_last_step_makes_it_all_the_same() {
 }
 
 #[test]
-fn verify_proves_it_with_batches_of_different_size() {
+fn verify_passes_with_unequal_batches() {
     for args in [
         &["--nproc-per-node=2", "--batch-size=8"][..],
         &["--nproc-per-node=3", "--batch-size=4", "--model=mlp", "--lr=0.05"],
@@ -562,7 +562,7 @@ fn verify_proves_it_with_batches_of_different_size() {
 }
 
 #[test]
-fn one_loss_of_two_models_is_weighted_by_samples() {
+fn loss_of_two_models_is_weighted_by_samples() {
     ranks(2, |rank, group| {
         let wrap = |init| {
             let vs = VarStore::new(Device::Cpu);

@@ -18,7 +18,7 @@ fn peak(args: &[&str], steps: usize) -> f64 {
 const BOUND: f64 = 4e6;
 
 #[test]
-fn ten_thousand_steps_take_no_more_memory_than_a_thousand() {
+fn memory_does_not_grow_between_1000_and_10000_steps() {
     let metrics = tempfile::tempdir().unwrap();
     let metrics = format!("--metrics={}", metrics.path().join("metrics.jsonl").display());
     let mlp = ["--model=mlp", "--hidden=16", "--batch-size=8", "--num-samples=2048"];

@@ -33,7 +33,7 @@ fn one(value: i64) -> Tensor {
 }
 
 #[test]
-fn every_kind_goes_from_every_rank_to_every_other() {
+fn every_dtype_is_sent_between_every_pair_of_ranks() {
     for world_size in 2..=4usize {
         ranks(world_size, move |rank, group| {
             let me = rank.rank();
@@ -57,7 +57,7 @@ fn every_kind_goes_from_every_rank_to_every_other() {
 }
 
 #[test]
-fn messages_keep_their_order_and_their_tags_apart() {
+fn messages_keep_their_order_within_a_tag() {
     ranks(2, |rank, group| {
         if rank.rank() == 0 {
             let sent: Vec<_> =
@@ -78,7 +78,7 @@ fn messages_keep_their_order_and_their_tags_apart() {
 }
 
 #[test]
-fn from_anybody() {
+fn recv_from_any_source_returns_the_sender() {
     let seen = ranks(4, |rank, group| {
         let mut seen = Vec::new();
         if rank.rank() > 0 {
@@ -98,7 +98,7 @@ fn from_anybody() {
 }
 
 #[test]
-fn tensors_with_gaps_and_transposed_ones() {
+fn strided_and_transposed_tensors_are_sent() {
     ranks(2, |rank, group| {
         let whole = numbers(rank.rank(), 24, Kind::Float).view([4, 6]);
         if rank.rank() == 0 {
@@ -119,7 +119,7 @@ fn tensors_with_gaps_and_transposed_ones() {
 }
 
 #[test]
-fn everybody_at_once_in_a_batch() {
+fn batch_isend_irecv_exchanges_between_all_ranks() {
     for world_size in 1..=5usize {
         ranks(world_size, move |rank, group| {
             let me = rank.rank();
@@ -147,7 +147,7 @@ fn everybody_at_once_in_a_batch() {
 }
 
 #[test]
-fn a_receive_that_came_first_is_completed_by_the_send() {
+fn posted_receive_is_completed_by_the_send() {
     ranks(2, |rank, group| {
         if rank.rank() == 0 {
             let mut tensor = one(0);
@@ -184,7 +184,7 @@ fn failing(
 }
 
 #[test]
-fn a_tensor_that_is_not_the_expected_one_is_told_to_both() {
+fn tensor_mismatch_is_reported_to_both_ranks() {
     for (kind, len) in [(Kind::Float, 4), (Kind::Int64, 3)] {
         let error = failing(2, move |rank, group| {
             let mut tensor = numbers(0, 4, Kind::Int64);
@@ -207,7 +207,7 @@ fn a_tensor_that_is_not_the_expected_one_is_told_to_both() {
 }
 
 #[test]
-fn whoever_waits_for_a_message_in_vain_says_for_whom() {
+fn wait_for_a_missing_message_names_the_other_rank() {
     // Both send first: each waits for the other.
     let error = failing(2, |rank, group| group.send(&one(1), 1 - rank.rank(), 0));
     let message = error.to_string();
@@ -242,7 +242,7 @@ fn whoever_waits_for_a_message_in_vain_says_for_whom() {
 }
 
 #[test]
-fn what_was_sent_can_be_received_after_the_sender_has_ended() {
+fn message_is_received_after_its_sender_finished() {
     let (has_ended, ended) = crossbeam::channel::bounded::<()>(0);
     let has_ended = std::sync::Mutex::new(Some(has_ended));
     ranks(2, move |rank, group| {
@@ -261,7 +261,7 @@ fn what_was_sent_can_be_received_after_the_sender_has_ended() {
 }
 
 #[test]
-fn nobody_writes_to_a_tensor_whose_receive_was_cancelled() {
+fn cancelled_receive_is_never_written_to() {
     for wait in [0, 1000, 5000, 20000] {
         let error = Spawn::new(3)
             .timeout(TIMEOUT)
@@ -292,7 +292,7 @@ fn nobody_writes_to_a_tensor_whose_receive_was_cancelled() {
 }
 
 #[test]
-fn wrong_messages_are_refused() {
+fn invalid_messages_are_refused() {
     ranks(2, |rank, group| {
         let me = rank.rank();
         let told = |result: ddp_mp::Result<()>| result.unwrap_err().to_string();
@@ -315,7 +315,7 @@ fn wrong_messages_are_refused() {
 }
 
 #[test]
-fn thousands_of_messages_at_random_times() {
+fn random_messages_with_random_delays_arrive() {
     ranks(3, |rank, group| {
         let (left, right) = ((rank.rank() + 2) % 3, (rank.rank() + 1) % 3);
         let mut pause = 12345 + rank.rank() as u64;
@@ -358,7 +358,7 @@ fn thing(rank: usize) -> Thing {
 }
 
 #[test]
-fn objects_of_every_shape() {
+fn objects_of_every_shape_are_exchanged() {
     for world_size in 1..=5usize {
         ranks(world_size, move |rank, group| {
             let me = rank.rank();

@@ -100,7 +100,7 @@ fn inputs() -> usize {
 }
 
 #[test]
-fn configurations() {
+fn changed_configs_are_read_or_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.toml");
     let mut configs: Vec<String> = fs::read_dir(repository("configs"))
@@ -126,7 +126,7 @@ fn configurations() {
 }
 
 #[test]
-fn data_files() {
+fn changed_data_files_are_read_or_refused() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::create_dir(at("idx")).unwrap();
@@ -179,7 +179,7 @@ fn data_files() {
 
 #[test]
 #[allow(clippy::disallowed_methods)] // in which order the variables come makes no difference here
-fn checkpoints() {
+fn changed_checkpoints_are_read_or_refused() {
     let folder = tempfile::tempdir().unwrap();
     let run = folder.path().join("run");
     let (vs, _) = ModelConfig::default().build(Device::Cpu, 0).unwrap();

@@ -40,7 +40,7 @@ fn on_samples(samples: impl Iterator<Item = i32>, more: &[&str]) -> (Option<i32>
 }
 
 #[test]
-fn a_sample_that_is_not_a_number_is_named() {
+fn nonfinite_training_sample_is_named() {
     for more in [
         &[][..],
         &["--skip-nonfinite=0"],
@@ -64,7 +64,7 @@ fn a_sample_that_is_not_a_number_is_named() {
 }
 
 #[test]
-fn a_sample_that_is_not_a_number_is_named_where_it_is_held_back_too() {
+fn nonfinite_validation_sample_is_named() {
     // By rank 0 or 1 alone, in any of its batches; the others neither wait for ever nor say so.
     for more in [
         &["--seed=4"][..],
@@ -102,7 +102,7 @@ fn a_sample_that_is_not_a_number_is_named_where_it_is_held_back_too() {
 }
 
 #[test]
-fn steps_are_passed_over_as_often_as_is_allowed() {
+fn skip_nonfinite_skips_the_allowed_number_of_steps() {
     let (code, end, stderr) = on_spoiled_file(&["--skip-nonfinite=1", "--batch-size=8"]);
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!((end["steps"].as_u64(), end["skipped_steps"].as_u64()), (Some(25), Some(1)));
@@ -132,7 +132,7 @@ fn steps_are_passed_over_as_often_as_is_allowed() {
 }
 
 #[test]
-fn a_step_that_is_passed_over_leaves_batch_norms_as_they_were() {
+fn skipped_step_leaves_batch_norm_statistics_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("data.csv");
     let pixel = |i: usize, j: usize| match (i, j) {
@@ -156,7 +156,7 @@ fn a_step_that_is_passed_over_leaves_batch_norms_as_they_were() {
 }
 
 #[test]
-fn a_run_out_of_bounds_ends_with_the_reason() {
+fn nonfinite_loss_or_parameter_ends_the_run_with_a_reason() {
     let (code, stdout, stderr) = run(&["--nproc-per-node=2", "--lr=100", "--log-format=json"]);
     assert_eq!(code, Some(1));
     assert!(stdout.lines().last().unwrap().starts_with("{\"event\":\"failure\""), "{stdout}");
@@ -234,7 +234,7 @@ fn fails(
 type Model = (fn(&Tensor, &Tensor) -> Tensor, [f32; 2]);
 
 #[test]
-fn a_gradient_that_is_not_finite_is_found_where_it_comes_from() {
+fn nonfinite_gradient_is_traced_to_its_samples() {
     // The square root has no slope at 0, where sample 5 is: the third batch of rank 1 is 5 and 7.
     let inputs = || Tensor::from_slice(&[1f32, 2., 3., 4., 5., 0., 6., 7.]).view([8, 1]);
     let targets = || Tensor::zeros([8, 1], (Kind::Float, Device::Cpu));

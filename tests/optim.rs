@@ -54,7 +54,7 @@ fn optimizers() -> Vec<OptimizerConfig> {
 }
 
 #[test]
-fn a_state_goes_on_where_it_was_taken_in_other_buckets_too() {
+fn optimizer_state_resumes_in_other_buckets() {
     ranks(2, |_, group| {
         for config in optimizers() {
             let (_vs, mut ddp) = model(&group, 25.)?;
@@ -95,7 +95,7 @@ fn a_state_goes_on_where_it_was_taken_in_other_buckets_too() {
 }
 
 #[test]
-fn a_state_that_does_not_fit_is_refused_by_name() {
+fn optimizer_state_that_does_not_fit_is_refused_by_name() {
     ranks(1, |_, group| {
         let (_vs, mut ddp) = model(&group, 25.)?;
         let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
@@ -132,7 +132,7 @@ fn a_state_that_does_not_fit_is_refused_by_name() {
 
 /// As in PyTorch: what backward has saved is no longer there.
 #[test]
-fn a_graph_from_before_a_step_is_refused() {
+fn graph_from_before_a_step_is_refused() {
     ranks(1, |_, group| {
         for config in optimizers() {
             let (_vs, mut ddp) = model(&group, 0.001)?;
@@ -152,7 +152,7 @@ fn a_graph_from_before_a_step_is_refused() {
 }
 
 #[test]
-fn a_step_is_a_change_of_the_parameters_that_have_a_gradient() {
+fn step_increments_the_version_of_stepped_parameters_only() {
     ranks(1, |_, group| {
         for config in optimizers() {
             let vs = VarStore::new(Device::Cpu);
@@ -177,7 +177,7 @@ fn a_step_is_a_change_of_the_parameters_that_have_a_gradient() {
 }
 
 #[test]
-fn a_parameter_without_a_gradient_is_passed_by() {
+fn parameter_without_a_gradient_is_not_stepped() {
     /// Trains `a` in every step and `b` in those of `b_in` only, or `b` alone in as many.
     fn train(
         group: &Rc<ProcessGroup>,
@@ -244,7 +244,7 @@ fn a_parameter_without_a_gradient_is_passed_by() {
 }
 
 #[test]
-fn biases_do_not_decay_unless_they_are_to() {
+fn biases_do_not_decay_with_the_is_weight_filter() {
     ranks(1, |_, group| {
         for (decays, biases_stay) in
             [(ParamSpan::is_weight as fn(&ParamSpan) -> bool, true), (|_| true, false)]
@@ -279,7 +279,7 @@ fn biases_do_not_decay_unless_they_are_to() {
 }
 
 #[test]
-fn clipped_gradients_are_as_long_as_allowed_on_every_rank() {
+fn clip_grad_norm_limits_the_norm_equally_on_every_rank() {
     let norms = ranks(3, |_, group| {
         let mut results = Vec::new();
         for cap in [25., 1e-6] {

@@ -123,7 +123,7 @@ fn calls() -> Vec<(&'static str, Call)> {
 }
 
 #[test]
-fn an_output_whose_elements_share_memory_is_refused_before_the_ranks_meet() {
+fn output_with_overlapping_elements_is_refused_at_once() {
     for (name, call) in calls() {
         ranks(2, move |rank, group| {
             // Rank 1 alone calls it: it is refused all the same, and can be called again as it should be.
@@ -148,7 +148,7 @@ fn an_output_whose_elements_share_memory_is_refused_before_the_ranks_meet() {
 }
 
 #[test]
-fn what_is_only_read_may_share_memory() {
+fn input_may_have_overlapping_elements() {
     ranks(2, |rank, group| {
         let input = filled(&[1, 3], rank.rank() as f64 + 1.0).expand([4, 3], false);
         let mut list = [filled(&[4, 3], 0.0), filled(&[4, 3], 0.0)];

@@ -41,7 +41,7 @@ fn digest(numbers: impl Iterator<Item = usize>) -> String {
 }
 
 #[test]
-fn the_sampler_deals_in_pytorch_s_order() {
+fn sampler_order_matches_pytorch() {
     let recorded = recorded("sampler.json");
     let rows = recorded["rows"].as_array().unwrap();
     assert!(rows.len() > 1000);
@@ -355,7 +355,7 @@ impl DdpCase {
 }
 
 #[test]
-fn training_ends_where_pytorch_s_ddp_ends() {
+fn training_matches_pytorch_ddp() {
     let settings: DdpSettings = serde_json::from_value(recorded("ddp.json")).unwrap();
     let mut missed = Vec::new();
     for case in &settings.cases {
@@ -443,7 +443,7 @@ fn difference<T: Copy + Into<f64>>(ours: &[T], theirs: &[T]) -> f64 {
 }
 
 #[test]
-fn optimizers_end_where_pytorch_s_end() {
+fn optimizers_match_pytorch() {
     let recorded = recorded("optimizers.json");
     let hidden: Vec<i64> = serde_json::from_value(recorded["hidden"].clone()).unwrap();
     let number = |key: &str| recorded[key].as_u64().unwrap();
@@ -559,7 +559,7 @@ fn amp_cases<T: serde::de::DeserializeOwned>(recorded: &Value, key: &str) -> Vec
 }
 
 #[test]
-fn the_gradient_scaler_scales_and_skips_as_pytorch_s() {
+fn grad_scaler_matches_pytorch() {
     let amp = recorded("amp.json");
     assert_eq!(amp_cases::<ScalerCase>(&amp, "trace").len(), 4);
     ranks(1, move |_, group| {
@@ -634,7 +634,7 @@ struct AutocastCase {
 }
 
 #[test]
-fn mixed_precision_ends_where_pytorch_s_ends() {
+fn amp_matches_pytorch() {
     let amp = recorded("amp.json");
     assert_eq!(amp_cases::<AutocastCase>(&amp, "without").len(), 2);
     ranks(1, move |_, group| {
@@ -683,7 +683,7 @@ fn mixed_precision_ends_where_pytorch_s_ends() {
 }
 
 #[test]
-fn schedules_are_pytorch_s() {
+fn schedules_match_pytorch() {
     let recorded = recorded("schedules.json");
     let number = |key: &str| recorded[key].as_f64().unwrap();
     let whole = |value: &Value| value.as_u64().unwrap();
@@ -735,7 +735,7 @@ struct BatchNormCase {
 }
 
 #[test]
-fn batch_norm_over_ranks_is_pytorch_s_over_all_samples() {
+fn sync_batch_norm_matches_pytorch_over_all_samples() {
     let recorded = recorded("batch_norm.json");
     let seed = recorded["seed"].as_u64().unwrap();
     let cases: Vec<BatchNormCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
@@ -896,7 +896,7 @@ fn collective(group: &ProcessGroup, row: &Row) -> anyhow::Result<Tensor> {
 }
 
 #[test]
-fn collectives_leave_what_gloo_leaves() {
+fn collectives_match_gloo_of_pytorch() {
     let rows: Vec<Row> =
         serde_json::from_value(recorded("collectives.json")["rows"].clone()).unwrap();
     let rows = Arc::new(rows);

@@ -165,7 +165,7 @@ fn from_env(scene: &str, processes: Vec<Variables>) -> Vec<String> {
 }
 
 #[test]
-fn one_call_joins_whatever_launcher_is_there() {
+fn from_env_joins_under_every_launcher() {
     let port = || free_port().to_string();
     let torchrun = |rank: usize, port: &str| {
         variables(format!(
@@ -235,7 +235,7 @@ fn one_call_joins_whatever_launcher_is_there() {
 }
 
 #[test]
-fn what_is_wrong_with_a_launch_is_said_as_the_program_says_it() {
+fn from_env_refuses_a_wrong_launch_as_the_program_does() {
     let wrong =
         variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=9 LOCAL_RANK=4".into());
     let said = from_env("", vec![wrong.clone()]).concat();
@@ -246,7 +246,7 @@ fn what_is_wrong_with_a_launch_is_said_as_the_program_says_it() {
 }
 
 #[test]
-fn torchrun_finds_the_failure_of_a_rank_where_it_looks() {
+fn error_file_of_torchrun_has_the_failure_of_a_rank() {
     let folder = tempfile::tempdir().unwrap();
     let port = free_port();
     let of_rank = |rank: usize| {
@@ -386,21 +386,21 @@ fn reduced(all: &[Tensor], op: ReduceOp) -> Tensor {
 }
 
 #[test]
-fn every_collective_gives_every_rank_its_due() {
+fn collectives_of_processes_are_right() {
     for ranks in [&[1, 1][..], &[2, 2], &[1, 2, 1], &[3, 1]] {
         scene("collectives", ranks);
     }
 }
 
 #[test]
-fn gradients_flow_through_collectives_of_processes() {
+fn functional_collectives_match_pytorch() {
     for ranks in [&[1, 1][..], &[1, 2]] {
         scene("functional", ranks);
     }
 }
 
 #[test]
-fn several_tensors_cross_in_one_collective() {
+fn coalesced_tensors_have_the_bits_of_single_calls() {
     for ranks in [&[1, 1][..], &[2, 1]] {
         scene("coalesced", ranks);
     }
@@ -458,7 +458,7 @@ fn messages(rank: &Rank, group: Rc<ProcessGroup>) {
 }
 
 #[test]
-fn messages_go_from_process_to_process() {
+fn messages_are_exchanged_between_processes() {
     scene("messages", &[1, 1]);
     scene("messages", &[2, 1, 2]);
 }
@@ -484,7 +484,7 @@ fn message_to_nobody(rank: &Rank, group: Rc<ProcessGroup>) {
 }
 
 #[test]
-fn a_message_that_a_killed_process_is_in_is_an_error_that_names_its_rank() {
+fn message_to_a_killed_process_is_an_error_that_names_its_rank() {
     for ranks in [&[1, 1][..], &[1, 1, 1]] {
         let ended = play("message_to_nobody", ranks);
         let (code, told) = &ended[0];
@@ -495,7 +495,7 @@ fn a_message_that_a_killed_process_is_in_is_an_error_that_names_its_rank() {
 }
 
 #[test]
-fn some_of_the_ranks_of_some_processes_form_groups() {
+fn subgroups_across_processes_reduce_over_their_members() {
     scene("groups", &[2, 2]);
     scene("groups", &[2, 1, 3]);
 }
@@ -518,7 +518,7 @@ fn mismatch(rank: &Rank, group: Rc<ProcessGroup>) {
 }
 
 #[test]
-fn processes_that_call_different_things_are_told() {
+fn mismatched_calls_of_processes_are_reported() {
     for ranks in [&[1, 1][..], &[2, 1], &[1, 1, 1]] {
         for (code, stdout) in play("mismatch", ranks) {
             assert_eq!(code, Some(101), "{ranks:?}: {stdout}");
@@ -548,7 +548,7 @@ fn few_files(rank: &Rank, group: Rc<ProcessGroup>) {
 }
 
 #[test]
-fn a_message_that_finds_no_open_file_is_an_error_with_the_limit() {
+fn message_connection_without_an_open_file_names_the_limit() {
     for name in ["no_file_to_accept", "no_file_to_connect"] {
         for (code, told) in play(name, &[1, 1]) {
             assert_eq!(code, Some(101), "{name}: {told}");
@@ -570,7 +570,7 @@ fn late(rank: &Rank, group: Rc<ProcessGroup>) {
 }
 
 #[test]
-fn the_process_that_serves_the_store_stays_until_the_others_are_done() {
+fn store_process_stays_until_the_others_are_done() {
     scene("late", &[1, 1]);
     scene("late", &[1, 2]);
 }
@@ -616,7 +616,7 @@ pub(crate) fn end(args: &[&str], ranks: &[usize]) -> Value {
 }
 
 #[test]
-fn processes_train_as_threads_do() {
+fn processes_train_to_the_results_of_threads() {
     for args in [
         &["--max-epochs=2"][..],
         &["--model=mlp", "--hidden=300,300", "--momentum=0.9", "--bucket-cap-mb=0.2"],
@@ -660,7 +660,7 @@ pub(crate) fn failures(
 }
 
 #[test]
-fn a_failure_anywhere_is_told_everywhere() {
+fn failure_on_any_process_is_reported_on_all() {
     for stage in ["rendezvous", "init", "broadcast", "step,step=9", "barrier"] {
         for (rank, process) in [(0, 0), (2, 1)] {
             let fault = format!("--inject-fault=error:rank={rank},at={stage}");
@@ -679,7 +679,7 @@ fn a_failure_anywhere_is_told_everywhere() {
 }
 
 #[test]
-fn a_process_that_is_killed_or_stopped_is_named() {
+fn killed_or_stopped_process_is_named() {
     let long = ["--max-epochs=1000000", "--grace-period=5s", "--timeout=4s"];
     let buckets = [&long[..], &["--model=mlp", "--hidden=500,500", "--bucket-cap-mb=0.1"]].concat();
     for (signal, victim, ranks, args) in [
@@ -732,7 +732,7 @@ fn a_process_that_is_killed_or_stopped_is_named() {
 
 /// Each process waits for others in the store, or in Gloo, when one of its own ranks is not the one that is missing.
 #[test]
-fn a_stall_is_blamed_on_the_rank_that_stalls() {
+fn stall_is_blamed_on_the_stalled_rank() {
     for (ranks, victim) in [(&[1, 1][..], 0), (&[1, 1], 1), (&[2, 2], 2), (&[2, 2], 3)] {
         for stage in ["rendezvous", "init", "step,step=5"] {
             let fault = format!("--inject-fault=stall:rank={victim},at={stage}");
@@ -751,7 +751,7 @@ fn a_stall_is_blamed_on_the_rank_that_stalls() {
 
 /// What a terminal would take for a command, and a line that would look like one of the program's own.
 #[test]
-fn text_of_others_commands_no_terminal() {
+fn control_characters_of_other_processes_are_escaped() {
     let lie = "{\"rank\":1,\"operation\":\"step\",\"sequence\":1,\"error\":\"\\u001b[2J\u{9b}1m\\nddp-mp: x\"}";
     let (port, mut children) = start_at(&["--max-epochs=1000000"], &[1, 1]);
     let mut first = String::new();
@@ -783,7 +783,7 @@ fn text_of_others_commands_no_terminal() {
 
 /// Whoever reaches the store can write there.
 #[test]
-fn what_somebody_else_writes_into_the_store_ends_nothing_but_the_run() {
+fn invalid_store_values_end_only_the_run() {
     for (key, value) in [
         ("failure", &b"\xff\xfe"[..]),
         ("failure", br#"{"rank":2,"operation":"step","sequence":1,"error":"a lie"}"#),
@@ -808,7 +808,7 @@ fn what_somebody_else_writes_into_the_store_ends_nothing_but_the_run() {
 }
 
 #[test]
-fn who_does_not_come_is_named() {
+fn missing_process_is_named() {
     let told = failures(&["--timeout=7s"], &[1, 1, 1], |children| children[1].kill().unwrap());
     for number in [0, 2] {
         let (code, stderr) = &told[number];
@@ -828,7 +828,7 @@ fn who_does_not_come_is_named() {
 
 /// Debian gives a machine's own name a loopback address.
 #[test]
-fn a_name_that_leads_no_other_machine_here_is_told_once() {
+fn loopback_master_addr_is_warned_of_once() {
     let port = format!("--master-port={}", free_port());
     let start = |node: &str, addr: &str| {
         let place = [format!("--node-rank={node}"), format!("--master-addr={addr}")];
@@ -848,7 +848,7 @@ fn a_name_that_leads_no_other_machine_here_is_told_once() {
 }
 
 #[test]
-fn a_signal_ends_who_waits_for_others_to_come() {
+fn signal_ends_the_wait_for_other_processes() {
     for (signal, code) in [("-TERM", 143), ("-INT", 130)] {
         // Somebody is there, who never answers.
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -867,7 +867,7 @@ fn a_signal_ends_who_waits_for_others_to_come() {
 }
 
 #[test]
-fn what_rank_0_finds_wrong_is_told_everywhere() {
+fn wrong_input_found_by_rank_0_is_reported_on_all() {
     let folder = tempfile::tempdir().unwrap();
     let nothing = folder.path().join("nothing");
     let resume = format!("--resume={}", nothing.display());
@@ -880,7 +880,7 @@ fn what_rank_0_finds_wrong_is_told_everywhere() {
 }
 
 #[test]
-fn addresses_and_interfaces_that_are_not_here_are_wrong_input() {
+fn unknown_addresses_and_interfaces_are_wrong_input() {
     for (addr, why) in [
         ("192.0.2.1", "that is not an address of this machine"), // nobody's, by RFC 5737
         ("0.0.0.0", "that stands for all interfaces of this machine"),
@@ -941,13 +941,13 @@ fn failing_backward(rank: &Rank, group: Rc<ProcessGroup>) {
 }
 
 #[test]
-fn a_backward_that_fails_leaves_nothing_in_flight() {
+fn failed_backward_leaves_nothing_in_flight() {
     scene("failing_backward", &[1, 1]);
 }
 
 /// Trained with other options, each would come to other numbers, and nobody would know.
 #[test]
-fn processes_with_different_options_are_refused_everywhere() {
+fn processes_with_different_options_are_refused() {
     let (mlp, data) = (&["--model=mlp"][..], &["--num-samples=100"][..]);
     let bench = &["bench", "step", "--batch-size=8"][..];
     for (args, differ, told) in [
@@ -981,7 +981,7 @@ fn processes_with_different_options_are_refused_everywhere() {
 }
 
 #[test]
-fn processes_stop_save_and_go_on_together() {
+fn processes_stop_save_and_resume_together() {
     let folder = tempfile::tempdir().unwrap();
     let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
     let args =

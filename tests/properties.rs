@@ -16,7 +16,7 @@ proptest! {
 
     /// The shards of an epoch are equally long; together they hold every sample, and as few twice as can be.
     #[test]
-    fn shards_hold_every_sample(
+    fn shards_hold_every_sample_equally_often(
         len in 1usize..3000,
         world_size in 1usize..40,
         shuffle: bool,
@@ -39,7 +39,7 @@ proptest! {
 
     /// With `drop_last` nothing is dealt twice, and less than one sample a rank is dropped.
     #[test]
-    fn shards_that_drop_the_last_share_nothing(
+    fn drop_last_shards_are_disjoint(
         world_size in 1usize..40,
         more in 0usize..3000,
         seed: u64,
@@ -57,7 +57,7 @@ proptest! {
 
     /// all_reduce is reduce_scatter and then all_gather, and each rank's part is what arithmetic says.
     #[test]
-    fn all_reduce_is_reduce_scatter_and_all_gather(world_size in 1usize..5, part in 0i64..700) {
+    fn all_reduce_equals_reduce_scatter_and_all_gather(world_size in 1usize..5, part in 0i64..700) {
         let results = ranks(world_size, move |rank, group| {
             let whole = numbers(rank.rank(), part * world_size as i64);
             let mut mine = whole.narrow(0, 0, part).zeros_like();
@@ -78,7 +78,7 @@ proptest! {
 
     /// Rows go where the splits say, whatever they are, and come in the order of the ranks.
     #[test]
-    fn rows_go_where_the_splits_say(
+    fn all_to_all_rows_follow_the_split_sizes(
         world_size in 1usize..5,
         splits in vec(0i64..20, 16),
         columns in 1i64..4,

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::harness::{TIMEOUT, repository, run_command};
 
 #[test]
-fn every_rank_runs_once_on_a_thread_of_its_own_name() {
+fn spawn_runs_each_rank_once_on_a_named_thread() {
     let sum = Arc::new(AtomicUsize::new(0));
     let captured = sum.clone();
     spawn(5, move |rank| {
@@ -29,12 +29,12 @@ fn every_rank_runs_once_on_a_thread_of_its_own_name() {
 }
 
 #[test]
-fn no_ranks_are_no_work() {
+fn spawn_of_zero_ranks_returns_nothing() {
     assert!(spawn::<(), _>(0, |_| panic!("there is no rank")).unwrap().is_empty());
 }
 
 #[test]
-fn what_each_rank_returns_comes_back_in_the_order_of_the_ranks() {
+fn spawn_returns_results_in_rank_order() {
     // The last rank ends first: each waits for the next one.
     let (tell, told): (Vec<_>, Vec<_>) = (0..4).map(|_| crossbeam::channel::bounded(1)).unzip();
     let returned = spawn(4, move |rank| {
@@ -63,7 +63,7 @@ fn what_each_rank_returns_comes_back_in_the_order_of_the_ranks() {
 }
 
 #[test]
-fn a_rank_has_a_deep_stack_and_its_share_of_the_cores() {
+fn rank_thread_has_a_deep_stack_and_its_share_of_cores() {
     fn deep(level: usize) -> usize {
         let room = std::hint::black_box([level as u8; 1 << 20]);
         if level == 0 { usize::from(room[7]) } else { 1 + deep(level - 1) }
@@ -79,7 +79,7 @@ fn a_rank_has_a_deep_stack_and_its_share_of_the_cores() {
 }
 
 #[test]
-fn the_first_failure_is_reported_and_its_echoes_are_not() {
+fn first_failure_is_reported_without_its_echoes() {
     let alive = Arc::new(());
     let captured = alive.clone();
     let error = Spawn::new(4)
@@ -101,7 +101,7 @@ fn the_first_failure_is_reported_and_its_echoes_are_not() {
 }
 
 #[test]
-fn an_echo_is_one_also_with_context() {
+fn echo_with_context_is_not_reported() {
     use anyhow::Context;
     let error = spawn(2, |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
@@ -116,7 +116,7 @@ fn an_echo_is_one_also_with_context() {
 }
 
 #[test]
-fn a_panic_is_a_failure() {
+fn panic_is_a_failure_without_frames() {
     let error = spawn(3, |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
         if rank.rank() == 1 {
@@ -136,7 +136,7 @@ fn a_panic_is_a_failure() {
 }
 
 #[test]
-fn a_rank_that_ends_early_is_not_waited_for() {
+fn rank_that_ends_early_is_named() {
     // Before the rendezvous, before a collective, and as the host of the rendezvous.
     for (leaver, after_init) in [(1, false), (1, true), (0, false), (0, true)] {
         let error = Spawn::new(3)
@@ -163,7 +163,7 @@ fn a_rank_that_ends_early_is_not_waited_for() {
 }
 
 #[test]
-fn a_late_rank_is_named_with_what_it_was_last_seen_doing() {
+fn late_rank_is_named_with_its_last_operation() {
     let (wake, sleep) = crossbeam::channel::bounded::<()>(0);
     let error = Spawn::new(3)
         .timeout(Duration::from_secs(1))
@@ -193,7 +193,7 @@ fn a_late_rank_is_named_with_what_it_was_last_seen_doing() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_back_is_named() {
+fn stuck_rank_is_named_after_the_grace_period() {
     let (release, stuck) = crossbeam::channel::bounded::<()>(0);
     let error = Spawn::new(2)
         .grace_period(Duration::from_millis(100))
@@ -218,7 +218,7 @@ fn a_rank_that_does_not_come_back_is_named() {
 }
 
 #[test]
-fn an_independent_failure_is_told_after_the_first() {
+fn independent_failure_is_reported_after_the_first() {
     // Rank 0 never asks this crate for anything, so nothing tells it that it should stop.
     let (first_is_gone, first) = crossbeam::channel::bounded::<()>(0);
     let error = Spawn::new(3)
@@ -244,7 +244,7 @@ fn an_independent_failure_is_told_after_the_first() {
 }
 
 #[test]
-fn an_echo_is_one_also_as_a_panic() {
+fn echo_as_a_panic_is_not_reported() {
     let error = spawn(3, |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
         if rank.rank() == 1 {
@@ -258,7 +258,7 @@ fn an_echo_is_one_also_as_a_panic() {
 }
 
 #[test]
-fn a_failure_cannot_be_swallowed() {
+fn swallowed_error_still_fails_the_run() {
     // Rank 1 comes when rank 0 has given up; what rank 0 makes of its error changes nothing.
     for retry in [false, true] {
         let (gave_up, wait) = crossbeam::channel::bounded::<()>(1);
@@ -284,7 +284,7 @@ fn a_failure_cannot_be_swallowed() {
 }
 
 #[test]
-fn ranks_that_ask_for_different_backends_are_told() {
+fn different_backends_are_refused() {
     let error = spawn(2, |rank| {
         let backend = if rank.rank() == 0 { Backend::Threaded } else { Backend::Nccl };
         rank.init_process_group(backend)?;
@@ -297,7 +297,7 @@ fn ranks_that_ask_for_different_backends_are_told() {
 }
 
 #[test]
-fn a_group_can_be_had_once() {
+fn second_process_group_is_refused() {
     spawn(2, |rank| {
         let group = rank.init_process_group(Backend::Threaded)?;
         let error = rank.init_process_group(Backend::Threaded).unwrap_err().to_string();
@@ -311,7 +311,7 @@ fn a_group_can_be_had_once() {
 }
 
 #[test]
-fn the_longest_waits_can_be_asked_for() {
+fn longest_timeouts_do_not_overflow() {
     Spawn::new(2)
         .timeout(Duration::MAX)
         .grace_period(Duration::MAX)
@@ -320,7 +320,7 @@ fn the_longest_waits_can_be_asked_for() {
 }
 
 #[test]
-fn nccl_without_a_gpu_is_an_error_on_a_machine_with_and_without_nccl() {
+fn nccl_without_a_gpu_is_an_error() {
     let error = spawn(2, |rank| {
         rank.init_process_group(Backend::Nccl)?;
         Ok(())
@@ -334,7 +334,7 @@ fn nccl_without_a_gpu_is_an_error_on_a_machine_with_and_without_nccl() {
 }
 
 #[test]
-fn scoped_ranks_borrow_from_the_caller_and_return_what_they_borrow() {
+fn scoped_ranks_borrow_from_the_caller() {
     let names = ["zero".to_string(), "one".to_string(), "two".to_string()];
     let count = AtomicUsize::new(0);
     let mut inputs: Vec<Tensor> = (0..3).map(|it| Tensor::from_slice(&[it as f32])).collect();
@@ -354,7 +354,7 @@ fn scoped_ranks_borrow_from_the_caller_and_return_what_they_borrow() {
 }
 
 #[test]
-fn scoped_ranks_have_all_ended_when_the_failure_comes_back() {
+fn scoped_ranks_have_ended_when_the_failure_returns() {
     struct Ends<'a>(&'a AtomicUsize);
     impl Drop for Ends<'_> {
         fn drop(&mut self) {
@@ -398,7 +398,7 @@ fn stuck_child() {
 }
 
 #[test]
-fn a_scoped_rank_that_does_not_come_back_ends_the_process() {
+fn stuck_scoped_rank_ends_the_process() {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["ranks::stuck_child", "--exact", "--nocapture"]).env("DDP_MP_STUCK", "1");
     let (code, stdout, stderr) = run_command(command);
@@ -435,7 +435,7 @@ macro_rules! threads {
 }
 
 #[test]
-fn what_the_documentation_says_of_threads_is_so() {
+fn documented_thread_rules_match_send_and_sync() {
     use ddp_mp::launch::{Launch, Launched, Placement, ProcessWorld};
     use ddp_mp::prelude::*;
     use tch::nn::Linear;

@@ -21,7 +21,7 @@ fn list(value: &Value) -> &Vec<Value> {
 }
 
 #[test]
-fn the_page_has_the_numbers_of_the_run() {
+fn report_has_the_numbers_of_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("pages/run.html");
     let args = [
@@ -111,7 +111,7 @@ fn the_page_has_the_numbers_of_the_run() {
 }
 
 #[test]
-fn a_run_that_fails_or_stops_leaves_a_page_too() {
+fn failed_stopped_and_resumed_runs_leave_a_report() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("failed.html");
     let report = ["--nproc-per-node=2", "--report", path.to_str().unwrap()];
@@ -165,7 +165,7 @@ fn a_run_that_fails_or_stops_leaves_a_page_too() {
 }
 
 #[test]
-fn the_process_of_rank_0_writes_the_page_of_several() {
+fn report_of_processes_is_written_once_by_rank_0() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.html");
     let args = ["--nproc-per-node=2", "--spawn=processes", "--num-samples=64", "--report"];
@@ -179,7 +179,7 @@ fn the_process_of_rank_0_writes_the_page_of_several() {
 }
 
 #[test]
-fn a_page_of_many_samples_has_the_first_of_them() {
+fn report_lists_at_most_100000_samples_per_rank() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.html");
     let args = ["--nproc-per-node=2", "--num-samples=260000", "--batch-size=65000", "--report"];
@@ -191,7 +191,7 @@ fn a_page_of_many_samples_has_the_first_of_them() {
 }
 
 #[test]
-fn what_would_be_lost_is_not_written_over() {
+fn report_overwrites_no_foreign_file() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     fs::write(at("data.csv"), "1,2\n").unwrap();
@@ -217,7 +217,7 @@ fn what_would_be_lost_is_not_written_over() {
 }
 
 #[test]
-fn the_time_that_rank_0_takes_to_save_is_told() {
+fn report_has_the_save_time_of_rank_0() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.html");
     let save = format!("--checkpoint-dir={}", folder.path().join("run").display());
@@ -232,7 +232,7 @@ fn the_time_that_rank_0_takes_to_save_is_told() {
 }
 
 #[test]
-fn replicas_that_differ_are_told_of() {
+fn report_shows_diverged_replicas() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.html");
     let fault = "--inject-fault=desync:rank=1,at=step,step=5";
@@ -245,7 +245,7 @@ fn replicas_that_differ_are_told_of() {
 }
 
 #[test]
-fn the_page_in_assets_is_what_the_program_writes_now() {
+fn report_in_assets_is_current() {
     let page = fs::read_to_string(repository("assets/report.html")).unwrap();
     for part in [
         include_str!("../src/telemetry/report/page.css"),

@@ -41,7 +41,7 @@ fn saved_whole(folder: &Path) -> bool {
 }
 
 #[test]
-fn every_failure_is_followed_by_a_restart_that_ends_as_an_undisturbed_run() {
+fn restart_after_any_failure_ends_with_the_same_bits() {
     let whole = hash_undisturbed();
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         for kind in ["error", "panic", "kill", "stall"] {
@@ -78,7 +78,7 @@ fn every_failure_is_followed_by_a_restart_that_ends_as_an_undisturbed_run() {
 }
 
 #[test]
-fn without_checkpoints_a_restart_begins_at_the_beginning() {
+fn restart_without_checkpoints_starts_from_the_beginning() {
     let whole = hash_undisturbed();
     for at in ["rendezvous", "step,step=40"] {
         let fault = format!("--inject-fault=error:rank=0,at={at}");
@@ -100,7 +100,7 @@ fn without_checkpoints_a_restart_begins_at_the_beginning() {
 }
 
 #[test]
-fn the_reasons_are_told_when_restarts_run_out() {
+fn failure_after_the_last_restart_lists_all_reasons() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let more = ["--lr=1e30", "--max-restarts=2", spawn];
         let (code, all, stderr) = events(&[&RUN[..], &more].concat());
@@ -142,7 +142,7 @@ fn killed_in_each_start(spawn: &str, restarts: usize) -> (Option<i32>, Vec<Value
 }
 
 #[test]
-fn processes_that_are_killed_until_restarts_run_out_are_an_event() {
+fn kill_after_the_last_restart_is_a_failure_event() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let (code, events, stderr) = killed_in_each_start(spawn, 2);
         assert_eq!(code, Some(1), "{stderr}");
@@ -162,7 +162,7 @@ fn processes_that_are_killed_until_restarts_run_out_are_an_event() {
 }
 
 #[test]
-fn failures_at_the_same_step_are_called_that() {
+fn repeated_failure_at_one_step_is_reported() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let more = ["--lr=1e30", "--max-restarts=3", spawn];
         let (code, all, stderr) = events(&[&RUN[..], &more].concat());
@@ -178,7 +178,7 @@ fn failures_at_the_same_step_are_called_that() {
 }
 
 #[test]
-fn people_are_told_once_that_the_ranks_have_met() {
+fn restarted_run_prints_its_start_once() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         for at in ["rendezvous", "step,step=40"] {
             let fault = format!("--inject-fault=error:rank=1,at={at}");
@@ -191,7 +191,7 @@ fn people_are_told_once_that_the_ranks_have_met() {
 }
 
 #[test]
-fn wrong_input_is_not_tried_again() {
+fn wrong_input_is_not_restarted() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let args = ["--nproc-per-node=2", "--max-restarts=3", "--dataset=csv:/nowhere", spawn];
         let (code, stdout, stderr) = run(&args);
@@ -202,7 +202,7 @@ fn wrong_input_is_not_tried_again() {
 }
 
 #[test]
-fn a_launcher_restarts_its_processes_itself() {
+fn max_restarts_under_a_launcher_is_refused() {
     let by_hand = ["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--max-restarts=3"];
     let (code, _, stderr) = run(&by_hand);
     assert_eq!(code, Some(2), "{stderr}");
@@ -216,7 +216,7 @@ fn a_launcher_restarts_its_processes_itself() {
 }
 
 #[test]
-fn a_signal_stops_the_run_and_restarts_nothing() {
+fn signal_stops_the_run_without_a_restart() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         for (signal, code, name) in [("-INT", 130, "SIGINT"), ("-TERM", 143, "SIGTERM")] {
             let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--max-restarts=3", spawn];
@@ -242,7 +242,7 @@ fn a_signal_stops_the_run_and_restarts_nothing() {
 }
 
 #[test]
-fn a_run_that_fails_while_it_stops_is_not_started_again() {
+fn failure_while_stopping_is_not_restarted() {
     let args = ["--nproc-per-node=2", "--max-restarts=3", "--timeout=3s", "--grace-period=1s"];
     let stall = ["--inject-fault=stall:rank=1,at=step,step=0", "--log-format=json"];
     let mut command = program(&[&args[..], &stall].concat());
@@ -260,7 +260,7 @@ fn a_run_that_fails_while_it_stops_is_not_started_again() {
 }
 
 #[test]
-fn files_have_what_the_last_start_did() {
+fn output_files_hold_the_last_start() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let flag = |flag: &str, name: &str| format!("{flag}={}", at(name).display());

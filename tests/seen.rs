@@ -18,7 +18,7 @@ use crate::processes::failures;
 const SHORT: Duration = Duration::from_millis(40);
 
 #[test]
-fn who_is_missing_is_told_while_the_others_wait() {
+fn stall_warning_names_the_missing_rank() {
     let (tell, told) = unbounded::<String>();
     let (keep, texts) = unbounded::<String>();
     let spawn =
@@ -49,7 +49,7 @@ fn who_is_missing_is_told_while_the_others_wait() {
 }
 
 #[test]
-fn what_each_rank_does_is_told_when_somebody_asks() {
+fn status_dump_shows_what_each_rank_does() {
     let (ask, asks) = unbounded::<()>();
     let (tell, told) = unbounded::<String>();
     let tell = Mutex::new(tell);
@@ -85,7 +85,7 @@ fn what_each_rank_does_is_told_when_somebody_asks() {
 }
 
 #[test]
-fn a_collective_that_has_failed_is_over_if_the_program_goes_on() {
+fn failed_collective_is_over_in_the_status_dump() {
     let (ask, asks) = unbounded::<()>();
     let (tell, told) = unbounded::<String>();
     let (fail, failed) = unbounded::<()>();
@@ -117,7 +117,7 @@ fn a_collective_that_has_failed_is_over_if_the_program_goes_on() {
 }
 
 #[test]
-fn a_collective_on_objects_is_seen_where_the_program_calls_it() {
+fn object_collective_has_the_line_of_the_caller() {
     type Call = fn(&ProcessGroup) -> ddp_mp::Result<()>;
     let calls: [Call; 4] = [
         |group| group.all_gather_object(&1).map(drop),
@@ -155,7 +155,7 @@ fn send(signal: &str, pid: u32) {
 }
 
 #[test]
-fn a_signal_has_a_running_program_tell_what_its_ranks_do() {
+fn sigusr2_prints_the_status_of_every_rank() {
     for args in [&["--nproc-per-node=2"][..], &["--nproc-per-node=2", "--spawn=processes"]] {
         watch(args, |pid, lines| {
             send("-USR2", pid);
@@ -171,7 +171,7 @@ fn a_signal_has_a_running_program_tell_what_its_ranks_do() {
 }
 
 #[test]
-fn a_program_that_is_stuck_says_who_is_missing_and_where() {
+fn stall_warning_of_the_program_names_rank_and_line() {
     let stall = [
         "--nproc-per-node=3",
         "--inject-fault=stall:rank=1,at=step,step=3",
@@ -194,7 +194,7 @@ fn a_program_that_is_stuck_says_who_is_missing_and_where() {
 }
 
 #[test]
-fn a_slow_rank_is_named_with_what_it_was_slow_at() {
+fn straggler_is_named_with_its_slow_phase() {
     let slow = [
         "--inject-fault=slow=60ms:rank=1,at=step,step=2",
         "--num-samples=3072",
@@ -220,7 +220,7 @@ fn a_slow_rank_is_named_with_what_it_was_slow_at() {
 }
 
 #[test]
-fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
+fn each_mistake_is_reported_with_rank_step_and_cause() {
     let mistakes = [
         ("nan", "in step 5 on rank 1 the loss is NaN for sample "),
         ("desync", "after step 5 rank 1 has another `weight` than the others;"),
@@ -244,7 +244,7 @@ fn each_mistake_is_diagnosed_with_its_rank_step_and_cause() {
 }
 
 #[test]
-fn a_process_that_is_killed_is_named_with_the_step_in_which_the_others_wait_for_it() {
+fn killed_process_is_named_with_the_step_of_the_waiting_ranks() {
     let kill = "--inject-fault=kill:rank=1,at=step,step=5";
     let place = " (bucket 0) of backward #5 at src/trainer/mod.rs:";
     // The process that has started them sees how it has ended.
@@ -284,7 +284,7 @@ fn a_process_that_is_killed_is_named_with_the_step_in_which_the_others_wait_for_
 }
 
 #[test]
-fn ranks_of_other_processes_are_told_of_too() {
+fn stall_warning_covers_ranks_of_other_processes() {
     let stall =
         ["--inject-fault=stall:rank=2,at=step,step=3", "--stall-warning=50ms", "--timeout=6s"];
     let told = failures(&[&stall[..], &["--grace-period=1s"]].concat(), &[2, 2], |_| {});
@@ -321,7 +321,7 @@ fn ranks_of_other_processes_are_told_of_too() {
 }
 
 #[test]
-fn a_process_that_does_not_answer_is_told_of() {
+fn stall_warning_names_a_process_that_does_not_answer() {
     let long = ["--max-epochs=1000000", "--stall-warning=50ms"];
     failures(&long, &[1, 1], |children| {
         let mut first = String::new();
@@ -340,7 +340,7 @@ fn a_process_that_does_not_answer_is_told_of() {
 }
 
 #[test]
-fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
+fn skipped_sample_is_found_by_verify_with_its_step() {
     let fault = "--inject-fault=skip-sample:rank=1,at=step,step=5";
     let ranks = ["--nproc-per-node=2", "--log-format=json"];
     let hash = |args: &[&str]| {
@@ -397,7 +397,7 @@ fn a_sample_that_is_skipped_is_found_by_verify_alone_which_names_the_step() {
 }
 
 #[test]
-fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
+fn diverged_replicas_fail_the_run_and_a_tie_blames_no_rank() {
     let fault = "--inject-fault=desync:rank=1,at=step,step=5";
     let at_end = "found when the replicas were compared at the end, after step";
     let tie = &format!(") differ: {at_end} 63: ranks 0 and 1 differ in `weight`");
@@ -456,7 +456,7 @@ fn replicas_that_differ_in_the_end_fail_the_run_and_two_ranks_are_not_blamed() {
 }
 
 #[test]
-fn replicas_that_are_equal_change_nothing() {
+fn replica_check_changes_no_bit() {
     let plain = ["--nproc-per-node=2", "--model=mlp", "--log-format=json"];
     let hash = |args: &[&str]| {
         let (code, stdout, stderr) = run(args);

@@ -23,7 +23,7 @@ fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
 }
 
 #[test]
-fn processes_come_to_what_threads_come_to() {
+fn processes_have_the_bits_of_threads() {
     for args in [
         &["--nproc-per-node=2", "--max-epochs=2"][..],
         &["--nproc-per-node=3", "--model=mlp", "--hidden=300,300", "--bucket-cap-mb=0.2"],
@@ -45,7 +45,7 @@ fn processes_come_to_what_threads_come_to() {
 
 /// The file of such a process is the linker, which knows nothing of the program by itself.
 #[test]
-fn a_program_that_the_linker_was_given_runs_as_itself() {
+fn program_started_through_the_linker_runs() {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let files = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
     let linker = files.into_iter().find(|file| file.contains("/ld-linux")).expect("it is loaded");
@@ -67,7 +67,7 @@ fn a_program_that_the_linker_was_given_runs_as_itself() {
 }
 
 #[test]
-fn a_failure_is_told_once() {
+fn failure_is_reported_once() {
     for kind in ["error", "panic"] {
         for (rank, stage) in [(0, "rendezvous"), (1, "init"), (2, "step,step=9")] {
             let fault = format!("--inject-fault={kind}:rank={rank},at={stage}");
@@ -85,7 +85,7 @@ fn a_failure_is_told_once() {
 }
 
 #[test]
-fn wrong_input_is_told_once() {
+fn wrong_input_is_reported_once() {
     for (args, told) in [
         (&["--nproc-per-node=2", "--dataset=csv:/nowhere"][..], "/nowhere: No such file"),
         (&["--nproc-per-node=3", "--num-samples=2"], "3 ranks for 2 samples"),
@@ -166,7 +166,7 @@ fn end(mut child: Child) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_process_that_is_killed_is_named() {
+fn killed_process_is_named() {
     for (victim, signal, name) in [(1, "-KILL", "SIGKILL"), (0, "-ABRT", "SIGABRT")] {
         let (child, stdout) = long_run(&["--nproc-per-node=3"]);
         let pid = process_of(&child, victim).unwrap();
@@ -187,7 +187,7 @@ fn a_process_that_is_killed_is_named() {
 }
 
 #[test]
-fn nobody_outlives_who_has_started_them() {
+fn children_end_when_their_parent_is_killed() {
     let (mut child, stdout) = long_run(&["--nproc-per-node=3"]);
     assert!((0..3).all(|rank| process_of(&child, rank).is_some()));
     child.kill().unwrap();
@@ -197,7 +197,7 @@ fn nobody_outlives_who_has_started_them() {
 }
 
 #[test]
-fn a_signal_stops_all_and_they_save() {
+fn signal_stops_all_processes_and_saves() {
     let folder = tempfile::tempdir().unwrap();
     let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
     for (signal, code, name) in
@@ -227,7 +227,7 @@ fn a_signal_stops_all_and_they_save() {
 }
 
 #[test]
-fn a_signal_that_comes_early_is_not_lost() {
+fn signal_during_the_start_is_not_lost() {
     let args = [PROCESSES, "--nproc-per-node=2", "--max-epochs=1000000", "--log-format=json"];
     let mut command = program(&args);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -247,7 +247,7 @@ fn a_signal_that_comes_early_is_not_lost() {
 
 /// Lines of several processes that share stderr would mix if they came in pieces.
 #[test]
-fn every_line_on_stderr_is_written_at_once() {
+fn stderr_lines_are_written_in_one_piece() {
     for more in
         [&[][..], &["--inject-fault=error:rank=1,at=step,step=3"], &["--dataset=csv:/nowhere"]]
     {
@@ -270,7 +270,7 @@ fn every_line_on_stderr_is_written_at_once() {
 }
 
 #[test]
-fn a_step_is_measured() {
+fn bench_step_measures_processes() {
     let args = ["bench", "step", PROCESSES, "--nproc-per-node=2", "--steps=20"];
     let (code, rows, stderr) = events(&args);
     assert_eq!(code, Some(0), "{stderr}");
@@ -279,7 +279,7 @@ fn a_step_is_measured() {
 
 /// The processes read the file for themselves: from a pipe they would get nothing, and train with the defaults.
 #[test]
-fn a_configuration_that_can_be_read_once_only_is_refused() {
+fn config_readable_only_once_is_refused() {
     for starts in ["--spawn=processes", "--max-restarts=1"] {
         let (code, stdout, stderr) = run(&["--config=/dev/stdin", "--nproc-per-node=2", starts]);
         assert_eq!(code, Some(2), "{stderr}");

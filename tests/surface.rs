@@ -21,7 +21,7 @@ fn with_processes(of_process: [usize; 2]) -> Seen {
 }
 
 #[test]
-fn every_method_does_the_same_with_threads_and_with_processes() {
+fn every_method_gives_the_same_with_threads_and_processes() {
     for of_process in [[1, 1], [2, 2]] {
         let threads = with_threads(of_process.iter().sum(), Backend::Gloo);
         assert_eq!(with_processes(of_process), threads, "{of_process:?}");
@@ -61,7 +61,7 @@ fn public_methods(code: &str, module: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_public_method_has_a_check_that_calls_it() {
+fn every_public_method_has_a_check() {
     let mut methods = BTreeSet::new();
     for entry in fs::read_dir(repository("src/process_group")).unwrap() {
         let file = entry.unwrap().path();
@@ -97,7 +97,7 @@ fn every_public_method_has_a_check_that_calls_it() {
 }
 
 #[test]
-fn a_method_that_is_added_is_found() {
+fn public_methods_finds_an_added_method() {
     let code = "impl ProcessGroup {\n    /// Adds.\n    pub fn one<T: Debug>(&self) {}\n    pub(crate) fn two(&self) {}\n}\n\
                 impl Side {\n    pub fn three(&self) {}\n}\nimpl Work {\n    pub fn four(self) {\n    }\n}\n\
                 pub fn five(\n    group: &Rc<ProcessGroup>,\n) {\n}\npub fn six() {\n}\n";

@@ -27,7 +27,7 @@ fn rank_loss(rank: usize, x: &Tensor, sum: &Tensor) -> Tensor {
 }
 
 #[test]
-fn the_gradient_of_all_reduce_is_that_of_finite_differences() {
+fn all_reduce_gradient_matches_finite_differences() {
     for world_size in 1..=3 {
         ranks(world_size, move |rank, group| {
             let mine = rank.rank();
@@ -65,7 +65,7 @@ fn the_gradient_of_all_reduce_is_that_of_finite_differences() {
 }
 
 #[test]
-fn gradients_of_gradients_flow_through_all_reduce_too() {
+fn second_derivative_passes_through_all_reduce() {
     ranks(2, |_, group| {
         let x = Tensor::from_slice(&[3f64]).set_requires_grad(true);
         let cubed = all_reduce(&x, &group)?.pow_tensor_scalar(3).sum(Kind::Double);
@@ -80,7 +80,7 @@ fn gradients_of_gradients_flow_through_all_reduce_too() {
 }
 
 #[test]
-fn what_needs_no_gradient_is_just_summed() {
+fn all_reduce_without_requires_grad_only_sums() {
     ranks(2, |rank, group| {
         let whole = all_reduce(&Tensor::from_slice(&[rank.rank() as i64 + 1]), &group)?;
         assert_eq!(whole.int64_value(&[0]), 3);
@@ -90,7 +90,7 @@ fn what_needs_no_gradient_is_just_summed() {
 }
 
 #[test]
-fn a_failure_of_another_rank_ends_backward_with_its_cause() {
+fn failure_of_another_rank_ends_backward_with_the_cause() {
     let error = try_ranks(3, |rank, group| {
         let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
         let loss = all_reduce(&x, &group)?.sum(Kind::Float);
@@ -112,7 +112,7 @@ fn a_failure_of_another_rank_ends_backward_with_its_cause() {
 }
 
 #[test]
-fn ranks_that_go_backward_differently_are_told_and_not_stuck() {
+fn backward_mismatch_or_stall_is_an_error() {
     let mismatch = try_ranks(2, |rank, group| {
         let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
         let sum = all_reduce(&x, &group)?;
@@ -143,7 +143,7 @@ fn ranks_that_go_backward_differently_are_told_and_not_stuck() {
 }
 
 #[test]
-fn a_graph_that_is_sent_to_another_thread_is_refused_and_leaks() {
+fn graph_on_another_thread_is_refused() {
     ranks(1, |_, group| {
         let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
         let sum = all_reduce(&x, &group)?.sum(Kind::Float);
@@ -162,7 +162,7 @@ fn a_graph_that_is_sent_to_another_thread_is_refused_and_leaks() {
 }
 
 #[test]
-fn a_graph_lets_go_of_the_group() {
+fn graph_releases_its_group_when_dropped() {
     ranks(1, |_, group| {
         let before = Rc::strong_count(&group);
         let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
@@ -291,7 +291,7 @@ fn compare(
 }
 
 #[test]
-fn batch_norm_over_ranks_is_one_over_all_samples() {
+fn sync_batch_norm_matches_one_batch_of_all_samples() {
     for (kind, affine) in [(Kind::Float, true), (Kind::Float, false), (Kind::Double, true)] {
         let alone = compare(&[6], &[4, 5], kind, 0., affine);
         assert_eq!(alone, 0., "one rank: the same kernels");
@@ -309,14 +309,14 @@ fn batch_norm_over_ranks_is_one_over_all_samples() {
 }
 
 #[test]
-fn batch_norm_over_ranks_keeps_its_digits_where_the_mean_is_large() {
+fn large_mean_loses_no_precision() {
     // float32 itself has a step of 6e-5 near 1000.
     let difference = compare(&[5, 1, 2], &[4, 5], Kind::Float, 1000., true);
     assert!(difference < 6e-5, "{difference:e}");
 }
 
 #[test]
-fn a_batch_without_samples_on_any_rank_changes_no_running_statistics() {
+fn empty_batch_on_all_ranks_keeps_running_statistics() {
     ranks(2, |_, group| {
         let vs = VarStore::new(Device::Cpu);
         let norm = SyncBatchNorm::new(&vs.root(), 2, SyncBatchNorm::DEFAULT, &group)?;
@@ -329,7 +329,7 @@ fn a_batch_without_samples_on_any_rank_changes_no_running_statistics() {
 }
 
 #[test]
-fn half_precision_comes_out_as_such() {
+fn half_precision_output_keeps_its_dtype() {
     ranks(2, |rank, group| {
         let vs = VarStore::new(Device::Cpu);
         let norm = SyncBatchNorm::new(&vs.root(), 2, SyncBatchNorm::DEFAULT, &group)?;
@@ -343,7 +343,7 @@ fn half_precision_comes_out_as_such() {
 }
 
 #[test]
-fn an_error_in_forward_is_that_error_and_no_panic() {
+fn forward_error_is_no_panic() {
     let error = try_ranks(2, |rank, group| {
         let vs = VarStore::new(Device::Cpu);
         let norm = SyncBatchNorm::new(&vs.root(), 2, SyncBatchNorm::DEFAULT, &group)?;
@@ -401,7 +401,7 @@ fn train_cnn(
 }
 
 #[test]
-fn a_cnn_with_sync_batch_norm_trains_on_n_ranks_as_on_one() {
+fn cnn_on_n_ranks_matches_one_rank() {
     let train = |world_size, sync| {
         ranks(world_size, move |rank, group| train_cnn(rank.rank(), group, sync))
     };
@@ -419,7 +419,7 @@ fn a_cnn_with_sync_batch_norm_trains_on_n_ranks_as_on_one() {
 }
 
 #[test]
-fn a_rank_that_has_run_out_cannot_stand_in_for_a_sync_batch_norm() {
+fn join_with_sync_batch_norm_is_a_mismatch() {
     let error = try_ranks(2, |rank, group| {
         let config = ModelConfig {
             kind: ModelKind::Cnn,
@@ -444,7 +444,7 @@ fn a_rank_that_has_run_out_cannot_stand_in_for_a_sync_batch_norm() {
 }
 
 #[test]
-fn the_program_trains_a_cnn() {
+fn program_trains_a_cnn_with_repeatable_bits() {
     let hash = |args: &[&str]| {
         let mut all =
             vec!["--model=cnn", "--in-features=64", "--channels=4,8", "--num-samples=256"];

@@ -50,7 +50,7 @@ fn reading_order() -> Vec<String> {
 }
 
 #[test]
-fn a_module_uses_modules_below_it_only() {
+fn modules_use_only_modules_below_them() {
     let order = reading_order();
     let place = |module: &str| order.iter().position(|known| known == module);
     let mut seen = BTreeSet::new();
@@ -77,7 +77,7 @@ fn a_module_uses_modules_below_it_only() {
 }
 
 #[test]
-fn every_file_says_its_purpose_first_and_is_short() {
+fn files_state_their_purpose_and_have_at_most_450_lines() {
     for file in sources() {
         let text = fs::read_to_string(&file).unwrap();
         assert!(text.starts_with("//! "), "{} does not say what it is for", name(&file));
@@ -87,7 +87,7 @@ fn every_file_says_its_purpose_first_and_is_short() {
 }
 
 #[test]
-fn unsafe_is_where_it_may_be() {
+fn unsafe_code_is_only_in_allowed_folders() {
     for file in sources() {
         let name = name(&file);
         let in_a_folder = |rest: &str| rest.contains('/');
@@ -100,7 +100,7 @@ fn unsafe_is_where_it_may_be() {
 
 /// A duration of a user's may be too long for an `Instant`.
 #[test]
-fn the_end_of_a_wait_is_computed_in_one_place() {
+fn deadlines_are_computed_in_one_file() {
     for file in sources() {
         let name = name(&file);
         let found = code(&file).contains("Instant::now() + ");
@@ -110,7 +110,7 @@ fn the_end_of_a_wait_is_computed_in_one_place() {
 
 /// A string without the backslash at the end of its line has the indentation of the next one in its text.
 #[test]
-fn no_message_has_a_gap() {
+fn messages_have_no_gap() {
     const GAP: &str = "        ";
     for file in sources() {
         for line in code(&file).lines().map(str::trim_start) {
@@ -123,7 +123,7 @@ fn no_message_has_a_gap() {
 }
 
 #[test]
-fn only_the_printer_prints() {
+fn only_telemetry_prints() {
     for file in sources() {
         let name = name(&file);
         if name.starts_with("telemetry/") {
@@ -136,7 +136,7 @@ fn only_the_printer_prints() {
 }
 
 #[test]
-fn a_thread_that_cannot_be_started_is_no_panic() {
+fn threads_start_through_thread_builder() {
     for file in sources().into_iter().filter(|file| !name(file).ends_with("tests.rs")) {
         let found = ["scope.spawn(", "thread::spawn("].iter().any(|it| code(&file).contains(it));
         assert!(!found, "{} starts a thread without thread::Builder", name(&file));
@@ -172,7 +172,7 @@ fn tests_readme_names_every_module() {
 }
 
 #[test]
-fn every_example_is_short_and_a_lesson_of_the_book() {
+fn examples_are_short_and_in_the_book() {
     let lessons_page = fs::read_to_string(repository("docs/src/tutorial/lessons.md")).unwrap();
     let mut lessons = Vec::new();
     for entry in fs::read_dir(repository("examples")).unwrap() {
@@ -214,7 +214,7 @@ fn every_example_is_short_and_a_lesson_of_the_book() {
 }
 
 #[test]
-fn the_readme_shows_the_librarys_example() {
+fn readme_has_the_example_of_the_crate() {
     let library = fs::read_to_string(repository("src/lib.rs")).unwrap();
     let example = library.split("//! ```\n").nth(1).unwrap();
     let lines = example.lines().map(|line| line.trim_start_matches("//!"));
@@ -352,14 +352,14 @@ fn assert_in_step(files: [&str; 2], starts: [&str; 2]) {
 }
 
 #[test]
-fn the_chinese_readme_is_in_step_with_the_english_one() {
+fn chinese_readme_matches_the_english_one() {
     let english = "# ddp-mp\n\nEnglish | [简体中文](README.zh.md)\n";
     let chinese = "# ddp-mp\n\n[English](README.md) | 简体中文\n";
     assert_in_step(["README.md", "README.zh.md"], [english, chinese]);
 }
 
 #[test]
-fn the_chinese_tutorial_is_in_step_with_the_english_one() {
+fn chinese_tutorial_matches_the_english_one() {
     for page in ["demo.md", "lessons.md"] {
         let files = [format!("docs/src/tutorial/{page}"), format!("docs/src/zh/{page}")];
         assert_in_step([&files[0], &files[1]], ["# ", "# "]);
@@ -367,7 +367,7 @@ fn the_chinese_tutorial_is_in_step_with_the_english_one() {
 }
 
 #[test]
-fn the_readmes_are_short() {
+fn readmes_have_at_most_150_lines() {
     for file in ["README.md", "README.zh.md"] {
         let lines = fs::read_to_string(repository(file)).unwrap().lines().count();
         assert!(lines <= 150, "{file} has {lines} lines: what is longer belongs into the book");

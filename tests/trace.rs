@@ -128,7 +128,7 @@ impl Trace {
 }
 
 #[test]
-fn a_trace_shows_every_step_of_every_rank() {
+fn trace_shows_every_step_of_every_rank() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new/trace.json");
     let args = [
@@ -202,7 +202,7 @@ fn a_trace_shows_every_step_of_every_rank() {
 }
 
 #[test]
-fn every_process_writes_its_own_on_one_clock() {
+fn trace_of_each_process_uses_one_clock() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let args = [
@@ -237,7 +237,7 @@ fn every_process_writes_its_own_on_one_clock() {
 }
 
 #[test]
-fn what_goes_on_at_the_same_time_has_lanes_of_its_own() {
+fn concurrent_operations_have_tracks_of_their_own() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let args = [
@@ -262,7 +262,7 @@ fn what_goes_on_at_the_same_time_has_lanes_of_its_own() {
 }
 
 #[test]
-fn the_trace_of_a_failed_run_shows_what_had_not_ended() {
+fn trace_of_a_failed_run_marks_unfinished_operations() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let trace = path.to_str().unwrap();
@@ -279,7 +279,7 @@ fn the_trace_of_a_failed_run_shows_what_had_not_ended() {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_refused_before_the_run() {
+fn trace_that_cannot_be_written_is_refused_in_advance() {
     let folder = tempfile::tempdir().unwrap();
     let (code, stdout, stderr) = run(&["--trace", folder.path().to_str().unwrap()]);
     assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
@@ -293,7 +293,7 @@ fn a_file_that_cannot_be_written_is_refused_before_the_run() {
 }
 
 #[test]
-fn ranks_of_ones_own_can_be_traced() {
+fn library_run_writes_a_trace_of_its_newest_operations() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("mine.json");
     let spawn = Spawn::new(2).timeout(TIMEOUT).trace(&path);

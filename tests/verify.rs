@@ -21,7 +21,7 @@ fn way(row: &Value) -> (&str, u64, u64, u64) {
 }
 
 #[test]
-fn every_way_to_train_comes_to_the_same() {
+fn every_variant_matches_one_rank() {
     for flags in [
         "--nproc-per-node=2 --batch-size=8 --lr=0.1",
         "--nproc-per-node=3 --batch-size=8 --model=mlp --momentum=0.9 --lr=0.05 --scale-lr",
@@ -69,7 +69,7 @@ fn every_way_to_train_comes_to_the_same() {
 }
 
 #[test]
-fn batch_norm_over_all_ranks_comes_to_the_same() {
+fn sync_batch_norm_matches_one_rank() {
     let model = ["--model=cnn", "--in-features=64", "--channels=4", "--sync-batch-norm"];
     let flags = ["--nproc-per-node=2", "--batch-size=8", "--steps=8", "--lr=0.05"];
     let (code, rows, stderr) = verify(&[&model[..], &flags].concat());
@@ -81,7 +81,7 @@ fn batch_norm_over_all_ranks_comes_to_the_same() {
 }
 
 #[test]
-fn gradients_that_are_not_the_mean_are_found() {
+fn wrong_mean_is_found_with_its_first_step() {
     // Averaged as bfloat16, and as products of thin matrices: the right mean no more.
     for hook in [&["--comm-hook=bf16"][..], &["--comm-hook=powersgd", "--powersgd-start-iter=2"]] {
         let flags = ["--model=mlp", "--lr=0.05", "--nproc-per-node=2"];
@@ -110,7 +110,7 @@ fn gradients_that_are_not_the_mean_are_found() {
 }
 
 #[test]
-fn the_table_tells_of_each_parameter_if_there_are_few_or_it_is_asked_to() {
+fn table_lists_parameters_if_few_or_requested() {
     let lines = |args: &[&str]| {
         let flags = ["verify", "--steps=3", "--batch-size=5", "--nproc-per-node=2"];
         let (code, stdout, stderr) = run(&[&flags[..], args].concat());
@@ -131,7 +131,7 @@ fn the_table_tells_of_each_parameter_if_there_are_few_or_it_is_asked_to() {
 }
 
 #[test]
-fn what_cannot_be_compared_is_refused() {
+fn invalid_comparisons_are_refused() {
     for (args, reason) in [
         (
             &["--grad-accum-steps=2"][..],

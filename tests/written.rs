@@ -33,7 +33,7 @@ fn names_in(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn no_output_is_an_input_or_another_output() {
+fn output_path_equal_to_an_input_or_output_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("c.toml"), "lr = 0.1\n").unwrap();
@@ -121,7 +121,7 @@ fn no_output_is_an_input_or_another_output() {
 }
 
 #[test]
-fn the_file_that_stdout_goes_to_is_no_other_output() {
+fn file_of_stdout_is_refused_as_another_output() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("out");
     let out = || Stdio::from(fs::File::create(&path).unwrap());
@@ -155,7 +155,7 @@ fn records(path: &Path) -> usize {
 }
 
 #[test]
-fn what_was_told_before_a_kill_is_there_and_whole() {
+fn killed_run_leaves_whole_lines_and_records() {
     let folder = tempfile::tempdir().unwrap();
     let flags = "--log-every=1 --metrics=metrics --tensorboard=board --inject-fault=kill:rank=0,at=step,step=7 \
                  --model=mlp --max-grad-norm=1";
@@ -172,7 +172,7 @@ fn what_was_told_before_a_kill_is_there_and_whole() {
 }
 
 #[test]
-fn pipes_and_devices_are_read_and_written_or_refused_but_never_waited_for() {
+fn pipes_and_devices_work_or_are_refused_without_a_hang() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     make_pipe(&at("pipe"));
@@ -224,7 +224,7 @@ fn pipes_and_devices_are_read_and_written_or_refused_but_never_waited_for() {
 }
 
 #[test]
-fn a_configuration_comes_through_stdin_and_metrics_go_to_a_pipe() {
+fn config_is_read_from_stdin_and_metrics_written_to_a_pipe() {
     let folder = tempfile::tempdir().unwrap();
     make_pipe(&folder.path().join("pipe"));
     // The shell keeps the pipe open, so that neither `cat` nor the program has to be first.
@@ -261,7 +261,7 @@ fn run_out_of_room(setup: &str, flags: &str) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn without_room_every_writer_says_so_and_leaves_no_part_of_a_file() {
+fn full_disk_is_reported_and_leaves_no_partial_file() {
     let long = "--log-every=1 --max-epochs=100 >/dev/null";
     let cases = [
         (

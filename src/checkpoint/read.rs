@@ -248,7 +248,7 @@ mod tests {
     use crate::checkpoint::{CheckpointDir, Snapshot};
 
     #[test]
-    fn a_link_to_a_pointer_or_a_checkpoint_is_followed() {
+    fn checkpoint_links_and_pointers_are_followed() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path().canonicalize().unwrap();
         let (run, elsewhere) = (folder.join("run"), folder.join("elsewhere"));

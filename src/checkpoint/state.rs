@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_to_the_bit() {
+    fn manifest_round_trip_keeps_every_bit() {
         let scaler = GradScalerState {
             scale: f64::from(2f32.powi(-13)),
             growth_factor: 2.0,

@@ -102,12 +102,12 @@ mod tests {
     }
 
     #[test]
-    fn clap_is_content() {
+    fn clap_definitions_pass_the_debug_assert() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn underscores_are_as_good_as_dashes() {
+    fn flags_accept_underscores_for_dashes() {
         let config = train_flags("--max_epochs=2 --batch_size 8 --no_shuffle").resolve().unwrap();
         let mut expected = Config::default();
         (expected.training.max_epochs, expected.training.batch_size) = (2, 8);
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_of_the_configuration_is_a_flag() {
+    fn config_keys_are_flags() {
         let defaults = Config::default().to_string().parse::<toml::Table>().unwrap();
         let command = Cli::command();
         for key in defaults.keys() {

@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_key_that_was_meant_is_named() {
+    fn unknown_key_error_suggests_the_closest_key() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
         for (text, remedy) in [
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_text_is_refused_with_the_line() {
+    fn non_utf8_file_is_refused_with_the_line() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
         fs::write(&file, b"lr = 0.1\ncheckpoint_dir = \"r\xffn\"\n").unwrap();

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_empty_path_is_refused_with_its_key() {
+    fn empty_path_is_refused_with_its_key() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
         let keys =
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_this_process_alone_cannot_be_read_again() {
+    fn config_file_of_one_process_only_cannot_be_read_again() {
         let mut config = Config::default();
         config.launch.spawn = SpawnChoice::Processes;
         let may = |path: &Path| config.check_read_again(path).is_ok();

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused_by_the_key_that_is_too_large() {
+    fn oversized_values_are_refused_with_their_key() {
         const HUGE: &str = "9223372036854775807";
         let mlp = "model = \"mlp\"\nin_features = 20\nhidden =";
         for (flags, key) in [
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_are_counted() {
+    fn model_memory_counts_every_replica() {
         let mut fits = Config::default();
         (fits.model.kind, fits.model.hidden) = (ModelKind::Mlp, vec![1000]);
         assert!(fits.check_memory_for(2, 1).is_ok());
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_all_ranks_need_together_is_counted() {
+    fn data_memory_counts_all_ranks_and_processes() {
         let gb = |gb: u64| Some(gb * 1_000_000_000);
         // 0.8 GB of data, and 0.08 GB for each order.
         let mut config = Config::default();

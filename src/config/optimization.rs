@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_by_name() {
+    fn optimizer_invalid_values_are_refused_with_the_flag() {
         for (given, complaint) in [
             ("lr = nan", "invalid value 'NaN' for '--lr <X>': expected a number from 0 to 3.4e38"),
             ("lr = 3.5e38", "invalid value '3.5e38' for '--lr <X>': expected a number from 0"),
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn the_optimizers_have_pytorch_s_defaults() {
+    fn optimizer_defaults_are_those_of_pytorch() {
         let OptimizerConfig::Sgd(sgd) = resolve("").unwrap().optimizer_config() else { panic!() };
         assert_eq!((sgd.momentum, sgd.weight_decay), (0.0, 0.0));
         let adamw = resolve("optimizer = \"adamw\"").unwrap();
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn the_learning_rate_grows_with_the_ranks_if_asked_to() {
+    fn scale_lr_multiplies_the_rate_by_the_ranks() {
         assert_eq!(resolve("").unwrap().lr_for(4), (0.001, None));
         let (lr, note) = resolve("scale_lr = true").unwrap().lr_for(4);
         assert_eq!(lr, 0.004);
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cosine_spans_the_run() {
+    fn cosine_schedule_spans_the_whole_run() {
         let cosine = "schedule = \"cosine\"\nlr = 1.0\nmax_epochs = 2\nnum_samples = 64";
         let by_epoch = resolve(cosine).unwrap().schedule_for(2);
         assert_eq!(by_epoch, Schedule::cosine(1.0, 2, 0.0));

@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_win_over_the_file_and_the_file_over_defaults() {
+    fn flags_override_the_file_and_the_file_overrides_defaults() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
         fs::write(&file, "max-epochs = 3\nbatch_size = 16\ntimeout = \"90s\"\n").unwrap();
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_reads_what_it_prints() {
+    fn config_display_parses_back_to_the_same_config() {
         let given = "model = \"mlp\"\nhidden = [3, 4]\nnproc_per_node = 3\ntimeout = \"1m 30s\"\n\
                      inject_fault = \"stall:rank=1,at=step,step=4\"\nlog_format = \"json\"";
         let config = Config::resolve(None, &flags(given)).unwrap();
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_of_another_type_is_refused_in_words() {
+    fn wrong_type_error_states_the_expected_type() {
         for (given, complaint) in [
             (
                 "batch_size = 1.5",
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_by_name() {
+    fn invalid_values_are_refused_with_the_flag() {
         for (given, complaint) in [
             (
                 "batch_size = 0",
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_ranks_cannot_do_is_refused() {
+    fn values_impossible_for_the_world_size_are_refused() {
         let config = |toml| Config::resolve(None, &flags(toml)).unwrap();
         let error = |toml, world| config(toml).validate_for(world).unwrap_err().to_string();
         assert!(error("num_samples = 3", 4).starts_with("4 ranks for 3 samples"));

@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn an_option_that_a_checkpoint_does_not_have_had_its_default() {
+    fn resume_key_missing_in_the_checkpoint_counts_as_default() {
         let all = config("").options().unwrap();
         assert!(all.len() > 20);
         for key in all.keys() {
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn another_length_of_a_cosine_is_told() {
+    fn resume_other_cosine_length_warns() {
         let cosine = "schedule = \"cosine\"\nmax_epochs";
         let saved = config(&format!("{cosine} = 2")).options().unwrap();
         let told = |toml: &str| config(toml).check_resume(&saved).unwrap();
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_not_differ_is_named_and_what_may_is_told() {
+    fn resume_differences_are_refused_or_warned_by_name() {
         let saved = config("").options().unwrap();
         let check = |toml: &str| config(toml).check_resume(&saved);
         assert_eq!(check("max_epochs = 9\nlog_format = \"json\"\ntimeout = 5").unwrap(), [""; 0]);

@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_says_what_is_expected_and_what_may_have_been_meant() {
+    fn invalid_integer_error_states_the_range_and_a_correction() {
         for (text, said) in [
             ("-5", "expected a whole number from 1"),
             ("1.5", "expected a whole number from 1"),

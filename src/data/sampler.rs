@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_sample_is_dealt_and_none_twice_before_the_padding() {
+    fn shards_hold_every_sample_once_before_the_padding() {
         for len in 1..40 {
             for ranks in 1..8 {
                 let shards: Vec<Vec<usize>> = (0..ranks)
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resumed_run_gets_the_rest_and_all_of_it() {
+    fn resumed_shards_hold_exactly_the_remaining_samples() {
         for (len, before, now, drop_last) in cases() {
             let deal = |ranks, start| -> Vec<Vec<usize>> {
                 let samples_of = |rank| {
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn another_epoch_is_another_order() {
+    fn epoch_changes_the_order() {
         let sampler = DistributedSampler::new(100, 2, 0).unwrap();
         let indices = |epoch| sampler.indices(epoch).unwrap();
         assert_ne!(indices(0), indices(1));
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_dealt_is_refused() {
+    fn invalid_sampler_arguments_are_refused() {
         let error = |result: Result<DistributedSampler>| result.unwrap_err().to_string();
         assert!(error(DistributedSampler::new(0, 1, 0)).contains("no samples"));
         assert!(error(DistributedSampler::new(5, 2, 2)).contains("no rank 2 among 2"));

@@ -36,7 +36,7 @@ mod tests {
 
     /// Recorded from PyTorch 2.11.
     #[test]
-    fn the_parts_are_pytorch_s() {
+    fn random_split_matches_pytorch() {
         let split = |len, fraction, seed| random_split(len, fraction, seed).unwrap();
         assert_eq!(split(10, 0.2, 0), (vec![4, 1, 7, 5, 3, 9, 0, 8], vec![6, 2]));
         assert_eq!(split(7, 0.5, 3), (vec![5, 3, 4, 6], vec![0, 2, 1]));
@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_without_samples_is_refused() {
+    fn empty_split_is_refused() {
         let error = |len, fraction| random_split(len, fraction, 0).unwrap_err().to_string();
         assert!(
             error(5, 0.01).starts_with("a fraction of 0.01 of 5 samples leaves a part without")

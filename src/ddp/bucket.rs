@@ -56,12 +56,12 @@ mod tests {
     }
 
     #[test]
-    fn a_small_model_is_one_bucket() {
+    fn small_model_gets_one_bucket() {
         assert_eq!(assign(&floats(&[80, 4]), &[1 << 20, 25 << 20]), [[0, 1]]);
     }
 
     #[test]
-    fn a_bucket_is_closed_when_it_reaches_its_cap() {
+    fn bucket_closes_when_it_reaches_its_cap() {
         // The first parameter reaches the first capacity; the next two reach the second.
         assert_eq!(assign(&floats(&[10, 50, 60, 7]), &[10, 100]), [vec![0], vec![1, 2], vec![3]]);
         // A parameter larger than the capacity fits: a bucket closes after the parameter that reaches its capacity.
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn each_bucket_has_its_own_cap_and_the_last_cap_is_for_the_rest() {
+    fn bucket_caps_apply_in_order_and_the_last_repeats() {
         let sizes = floats(&[4; 10]);
         let expected = [vec![0], vec![1, 2, 3], vec![4, 5], vec![6, 7], vec![8, 9]];
         assert_eq!(assign(&sizes, &[1, 12, 8]), expected);
@@ -77,14 +77,14 @@ mod tests {
     }
 
     #[test]
-    fn dtypes_do_not_mix() {
+    fn bucket_holds_one_dtype() {
         let mut sizes = floats(&[4, 4, 4]);
         sizes[1].dtype = Kind::Double;
         assert_eq!(assign(&sizes, &[100, 100]), [vec![0, 2], vec![1]]);
     }
 
     #[test]
-    fn every_parameter_has_one_place() {
+    fn every_parameter_is_in_exactly_one_bucket() {
         for count in 0..30 {
             let sizes: Vec<usize> = (0..count).map(|i| (i * 37) % 50).collect();
             let mut seen: Vec<usize> =

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_batches_are_taken_as_they_are() {
+    fn equal_batches_get_factor_one() {
         let mut weight = Weight::default();
         let mut factors = |samples: &[f64]| -> Vec<f64> {
             weight = Weight::default();

@@ -403,7 +403,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_commands_a_terminal_is_escaped_and_nothing_else() {
+    fn escape_makes_only_control_characters_visible() {
         let plain = "rank 1 (CPU:1) \u{4e2d}\u{6587}\tä\n  \"next\" line";
         assert!(matches!(escaped(plain), Cow::Borrowed(it) if it == plain));
         assert_eq!(escaped("\u{1b}[2Jx\r\u{7f}\u{9b}31m"), "\\u001b[2Jx\\u000d\\u007f\\u009b31m");

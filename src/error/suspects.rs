@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn the_minority_is_suspected_and_all_are_without_a_majority() {
+    fn suspects_are_the_minority_or_all_without_a_majority() {
         assert_eq!(suspects(&['a', 'b', 'a']), (vec![1], true));
         assert_eq!(suspects(&['b', 'a', 'a', 'a', 'c']), (vec![0, 4], true));
         assert_eq!(suspects(&['a', 'b']), (vec![0, 1], false));
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_listed_as_runs() {
+    fn rank_list_joins_consecutive_ranks() {
         let listed = [&[3][..], &[0, 1], &[2, 5], &[0, 1, 2, 5], &[0, 1, 3]].map(list_ranks);
         assert_eq!(
             listed,
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_blames_one_rank_only_if_something_tells_which() {
+    fn replica_error_blames_one_rank_only_with_a_majority() {
         let replicas = |answers: &[(usize, char)]| Error::ReplicasDiverged {
             parameter: "weight".into(),
             others: 0,

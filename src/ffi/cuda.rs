@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_cannot_be_loaded_is_told_with_the_reason_of_the_system() {
+    fn missing_library_error_has_the_reason_of_the_system() {
         let reason = load_library("libtorch_nowhere.so").unwrap_err();
         assert!(reason.starts_with("libtorch_nowhere.so: cannot open shared object"), "{reason}");
     }

@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn dropout_is_pytorch_s_for_the_same_seed() {
+    fn dropout_matches_pytorch_for_the_same_seed() {
         let generator = Generator::new(Device::Cpu, 0, 0).unwrap();
         generator.manual_seed(5).unwrap();
         let ones = Tensor::ones([200], (Kind::Float, Device::Cpu));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_drawn_depends_on_seed_rank_and_step_alone() {
+    fn draws_depend_only_on_seed_rank_and_step() {
         let new = |seed, rank| Generator::new(Device::Cpu, seed, rank).unwrap();
         let (one, same) = (new(3, 1), new(3, 1));
         assert_eq!(mask(&one), mask(&same));

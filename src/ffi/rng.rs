@@ -45,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_seed_draws_the_same_on_every_thread() {
+    fn fork_rng_same_seed_draws_the_same_on_every_thread() {
         let expected = fork_rng(42, draw).unwrap();
         std::thread::scope(|scope| {
             for _ in 0..4 {

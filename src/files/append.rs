@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_written_at_once_and_only_as_a_whole() {
+    fn rows_are_appended_whole_on_flush() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("rows");
         fs::write(&path, "before\n").unwrap();
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_have_written_is_not_taken_back() {
+    fn take_back_never_removes_bytes_of_others() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("rows");
         fs::write(&path, "before\n").unwrap();
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_takes_rows_as_long_as_somebody_reads() {
+    fn pipe_accepts_rows_while_it_has_a_reader() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pipe");
         mknodat(CWD, &path, Type::Fifo, Mode::RWXU, 0).unwrap();

@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_file_is_found_under_all_its_names() {
+    fn file_is_recognized_under_every_name() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::create_dir(at("sub")).unwrap();

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn only_regular_files_are_opened_and_nothing_waits() {
+    fn open_regular_refuses_pipes_devices_and_folders() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         pipe(&at("pipe"));
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_comes_through_a_pipe_whichever_end_is_first() {
+    fn read_stream_reads_a_pipe_to_its_end() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pipe");
         pipe(&path);

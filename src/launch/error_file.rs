@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_file_says_all_and_its_time_in_whole_seconds() {
+    fn error_file_has_the_report_and_a_timestamp_in_seconds() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("error.json");
         write_error_file(&file, "rank 1 failed:\n  \"why\"").unwrap();

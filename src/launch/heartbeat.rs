@@ -152,12 +152,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_end_a_process(bytes: Vec<u8>, count in 0..9usize) {
+        fn heartbeat_from_random_bytes_never_panics(bytes: Vec<u8>, count in 0..9usize) {
             read(&bytes, count);
         }
 
         #[test]
-        fn nor_does_a_beat_that_was_changed(
+        fn heartbeat_from_changed_bytes_never_panics(
             heartbeat in heartbeat(),
             changes: Vec<(Index, u8)>,
             len: Index,
@@ -173,14 +173,14 @@ mod tests {
         }
 
         #[test]
-        fn what_is_written_is_read(heartbeat in heartbeat()) {
+        fn heartbeat_round_trip_is_exact(heartbeat in heartbeat()) {
             let bytes = heartbeat.to_bytes(KEY).unwrap();
             prop_assert_eq!(Heartbeat::from_bytes(KEY, &bytes, heartbeat.ranks.len()).unwrap(), heartbeat);
         }
     }
 
     #[test]
-    fn what_no_process_tells_is_refused() {
+    fn heartbeat_invalid_status_is_refused() {
         let plain = OpId { operation: Operation::Step, sequence: 1 };
         let seen = |place: &str| OpSnapshot {
             at: plain,

@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_in_a_row_end_with_one_somewhere_else() {
+    fn failure_count_restarts_at_another_step() {
         let mut in_a_row = InARow::default();
         let mut count = |step: Option<u64>| {
             let operation = Some("step".into());

@@ -290,12 +290,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_end_a_process(bytes: Vec<u8>, count in 0..9usize) {
+        fn messages_from_random_bytes_never_panic(bytes: Vec<u8>, count in 0..9usize) {
             read_all(&bytes, count);
         }
 
         #[test]
-        fn nor_do_messages_that_were_changed(
+        fn messages_from_changed_bytes_never_panic(
             (mut bytes, count) in written(),
             changes: Vec<(Index, u8)>,
             len: Index,
@@ -312,7 +312,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_written_is_read(
+        fn messages_round_trip_and_errors_are_escaped(
             process in process(),
             report in (0..9usize, at(), ".*"),
         ) {
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_difference_between_processes_is_named() {
+    fn first_difference_between_processes_is_named() {
         let with = |options: &[(&str, &str)]| Process {
             options: options.iter().map(|(name, it)| (name.to_string(), it.to_string())).collect(),
             ..crowd(1)
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ranks_with_one_gpu_are_found() {
+    fn ranks_that_share_a_gpu_are_found() {
         let with = |gpus: &[&str]| Process {
             gpus: gpus.iter().map(ToString::to_string).collect(),
             ..crowd(gpus.len())
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_do_not_fit_the_run_are_refused() {
+    fn numbers_beyond_the_run_are_refused() {
         let report = FailureReport::new(3, OpId { operation: Operation::Step, sequence: 1 }, "why");
         let error = FailureReport::from_bytes(KEY, &report.to_bytes(KEY).unwrap(), 3)
             .unwrap_err()
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn machines_count_in_the_order_of_their_first_processes() {
+    fn nodes_are_numbered_by_their_first_process() {
         let of = |host: &str, first_local| Process {
             version: String::new(),
             host: host.into(),

@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_per_visible_gpu() {
+    fn auto_places_one_rank_on_each_visible_gpu() {
         for nproc in [Nproc::Auto, Nproc::Gpu, Nproc::Count(4)] {
             let placement =
                 place(nproc, BackendChoice::Auto, &gpus(4), &NodeSlice::all(8)).unwrap();
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_ranks_where_there_is_no_gpu() {
+    fn auto_without_gpus_places_one_rank_on_each_core() {
         let placement =
             place(Nproc::Auto, BackendChoice::Auto, &gpus(0), &NodeSlice::all(8)).unwrap();
         assert_eq!(placement.backend, Backend::Threaded);
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn many_ranks_on_few_cores_are_told_of() {
+    fn oversubscribed_cores_are_noted() {
         let note = |ranks, cores| {
             let share = NodeSlice::all(cores);
             let placement = place(Nproc::Count(ranks), BackendChoice::Auto, &gpus(0), &share);
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_ranks_beside_gpus_when_asked_for() {
+    fn nproc_cpu_ignores_visible_gpus() {
         let placement =
             place(Nproc::Cpu, BackendChoice::Auto, &gpus(2), &NodeSlice::all(8)).unwrap();
         assert_eq!((placement.devices.len(), placement.devices[0]), (8, Device::Cpu));
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_share_a_gpu_only_when_asked_to() {
+    fn ranks_share_a_gpu_only_with_the_threaded_backend() {
         let error = refused(Nproc::Count(2), BackendChoice::Auto, &gpus(1));
         assert!(error.contains("only 1 GPU is visible; use at most 1"), "{error}");
         assert!(error.contains("--backend threaded"), "{error}");
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn several_processes_share_the_gpus_of_a_machine() {
+    fn processes_of_a_node_divide_its_gpus() {
         let devices = |index, count, nproc, visible| {
             let devices = shared(index, count, nproc, &gpus(visible)).unwrap().devices;
             let index = |device| match device {
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_ranks_get_the_cores_of_their_process() {
+    fn processes_of_a_node_divide_its_cores() {
         let threads = |nproc| shared(1, 2, nproc, &gpus(0)).unwrap().threads_per_rank;
         assert_eq!((threads(Nproc::Count(1)), threads(Nproc::Count(2))), (4, 2));
         assert_eq!((threads(Nproc::Cpu), threads(Nproc::Count(9))), (1, 1));
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_refused() {
+    fn missing_gpus_are_refused() {
         assert!(refused(Nproc::Gpu, BackendChoice::Auto, &gpus(0)).contains("no GPU is visible"));
         assert!(refused(Nproc::Auto, BackendChoice::Nccl, &gpus(0)).contains("needs a GPU"));
         assert!(refused(Nproc::Cpu, BackendChoice::Nccl, &gpus(2)).contains("were asked for"));
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_of_ranks() {
+    fn nproc_parses_positive_integers_only() {
         assert_eq!("7".parse::<Nproc>().unwrap(), Nproc::Count(7));
         for bad in ["0", "-1", "two", "", "1.5"] {
             assert!(bad.parse::<Nproc>().is_err(), "{bad}");

@@ -102,7 +102,7 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(60);
 
     #[test]
-    fn all_processes_agree_on_a_new_number_at_each_start() {
+    fn generation_is_new_and_equal_on_all_processes() {
         let (_open, never) = bounded(0);
         let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never).unwrap();
         let mut starts = Vec::new();

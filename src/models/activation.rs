@@ -38,7 +38,7 @@ mod tests {
 
     /// Compares with the definitions in torch.nn's documentation.
     #[test]
-    fn the_values_are_those_of_the_definitions() {
+    fn activations_match_their_definitions() {
         let x = Tensor::from_slice(&[-1.0f64, 0.0, 0.5, 2.0]);
         for (activation, expected) in [
             (Activation::Relu, [0.0, 0.0, 0.5, 2.0]),

@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_parameters_is_that_of_the_model() {
+    fn parameter_count_matches_the_built_model() {
         for (kind, in_features, hidden) in [
             (ModelKind::Linear, 20, vec![7]),
             (ModelKind::Mlp, 20, vec![7, 5]),

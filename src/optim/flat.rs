@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_of_one_group_are_one_run_with_the_gaps_between_them() {
+    fn parameters_of_one_group_form_one_span_with_gaps() {
         let buffers = || {
             let weights: &[(usize, &str, usize, &[i64])] =
                 &[(3, "b.bias", 0, &[3]), (2, "b.weight", 16, &[3, 2]), (1, "a.weight", 32, &[4])];

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_weight_has_two_dimensions_and_is_no_bias() {
+    fn weight_has_two_dimensions_and_is_not_a_bias() {
         let is_weight = |name: &str, shape: &[i64]| {
             ParamSpan { name: name.into(), index: 0, start: 0, shape: shape.into() }.is_weight()
         };

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn epochs_are_counted_unless_steps_are_asked_for() {
+    fn milestones_count_epochs_unless_steps_are_requested() {
         let schedule = Schedule::multi_step(1.0, vec![2, 3], 0.5);
         let lrs = |schedule: &Schedule| (0..5).map(|i| schedule.lr(i, 10 * i)).collect::<Vec<_>>();
         assert_eq!(lrs(&schedule), [1.0, 1.0, 0.5, 0.25, 0.25]);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warm_up_ends_in_what_follows() {
+    fn warmup_ends_at_the_schedule() {
         let schedule = Schedule::constant(0.8).warmup(4, 0.5);
         let lrs: Vec<f64> = (0..6).map(|step| schedule.lr(0, step)).collect();
         assert_eq!(lrs, [0.4, 0.5, 0.6000000000000001, 0.7000000000000001, 0.8, 0.8]);
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cosine_ends_at_eta_min() {
+    fn cosine_ends_at_eta_min() {
         let schedule = Schedule::cosine(0.5, 10, 0.1);
         let near = |epoch, lr: f64| (schedule.lr(epoch, 0) - lr).abs() < 1e-15;
         assert!(near(0, 0.5) && near(5, 0.3) && near(10, 0.1));

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_are_explained_once_and_nothing_else_is() {
+    fn limit_errors_are_explained_exactly_once() {
         for (error, told) in [
             ("a.csv: Too many open files (os error 24)", "(ulimit -n); raise the limit"),
             ("listen: Too many open files in system", "fs.file-max"),
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn more_files_than_the_limit_are_refused_beforehand() {
+    fn open_files_beyond_the_limit_are_refused_in_advance() {
         let Some(limit) = getrlimit(Resource::Nofile).maximum else { return };
         let Ok(count) = usize::try_from(limit) else { return };
         if count > 1 << 21 {

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_variable_is_known_by_its_name_and_not_by_its_beginning() {
+    fn variable_is_matched_by_its_whole_name() {
         let is_chosen = |text: &std::ffi::CStr| {
             // SAFETY: a C string.
             CHOSEN.iter().any(|name| unsafe { begins_with(text.as_ptr(), name) })

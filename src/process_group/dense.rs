@@ -103,7 +103,7 @@ mod tests {
     use super::overlaps_itself;
 
     #[test]
-    fn tensors_that_overlap_themselves() {
+    fn overlap_check_of_known_strides() {
         for (shape, strides) in
             [(&[3][..], &[0][..]), (&[2, 3], &[0, 1]), (&[2, 2], &[1, 1]), (&[4, 2], &[1, 3])]
         {
@@ -125,7 +125,7 @@ mod tests {
     proptest! {
         /// Compares with a check of every element.
         #[test]
-        fn exactly_those_with_two_elements_in_one_place(
+        fn overlap_check_matches_brute_force(
             dimensions in prop::collection::vec((1..4i64, 0..7i64), 0..4),
         ) {
             let (shape, strides): (Vec<i64>, Vec<i64>) = dimensions.into_iter().unzip();

@@ -369,12 +369,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_are_more_than_an_error(bytes: Vec<u8>) {
+        fn object_from_random_bytes_never_panics(bytes: Vec<u8>) {
             read_all(&bytes);
         }
 
         #[test]
-        fn nor_is_an_object_that_was_changed(
+        fn object_from_changed_bytes_never_panics(
             map: Map,
             header: (String, String, [usize; 2]),
             changes: Vec<(prop::sample::Index, u8)>,
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_that_claims_more_than_it_has_is_refused() {
+    fn frame_with_a_wrong_length_is_refused() {
         let frame = |len: i64| [&len.to_le_bytes()[..], &[0xa1, b'x', 0, 0]].concat();
         assert_eq!(unframe::<String>("some_call", &frame(2)).unwrap(), "x");
         for len in [5, 1 << 30, i64::MAX, -1] {
@@ -401,7 +401,7 @@ mod tests {
 
     /// Lists nested without an end, and a list that claims to be longer than any memory.
     #[test]
-    fn what_would_take_all_memory_is_refused() {
+    fn nested_and_huge_lists_are_refused() {
         read_all(&vec![0x91; 1 << 20]);
         read_all(&[0xdd, 0xff, 0xff, 0xff, 0xff]);
         for len in [-1, LONGEST as i64 + 1, i64::MAX] {

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_weights_change_no_bit() {
+    fn equal_weights_leave_the_reduction_unweighted() {
         for weight in [0.1, 1.0 / 3.0, 7.0, 1e300] {
             for ranks in 1..9 {
                 let weights = || (0..ranks).map(|_| weight);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn factors_are_shares_of_the_total() {
+    fn weight_factors_are_shares_of_the_total() {
         let weights = [3.0, 0.0, 1.0];
         let mean = mean_of_all(weights.iter().map(|&it| (it, 1))).unwrap();
         // Two processes, the first with two ranks, give the same mean.
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_weight_is_refused() {
+    fn invalid_weights_are_refused() {
         for weight in [-1.0, f64::NAN, f64::INFINITY] {
             let error = check_weight(weight, 3).unwrap_err().to_string();
             assert!(error.starts_with(&format!("rank 3 has the weight {weight}; ")), "{error}");

@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_operation_whose_thread_is_gone_fails_in_the_name_of_its_rank() {
+    fn lost_communication_thread_is_a_failure_of_its_rank() {
         let run = Arc::new(RunContext::new(4, Duration::from_secs(60), None));
         let (ending, ended) = bounded(1);
         let work = Work::new(State::Queued(ended), run.clone(), 3);

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_passes_before_all_have_come() {
+    fn barrier_holds_until_all_ranks_have_arrived() {
         for world_size in 1..=5 {
             let arrivals = AtomicUsize::new(0);
             on_threads(world_size, Duration::from_secs(60), |rank, barrier| {
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cancelled_wait_ends_and_stays_ended() {
+    fn cancelled_barrier_fails_and_stays_failed() {
         on_threads(3, Duration::from_secs(60), |rank, barrier| {
             if rank == 2 {
                 barrier.run.report(2, None, "the cause".into());
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_rank_is_named_and_cannot_complete_what_others_gave_up() {
+    fn late_rank_is_named_and_cannot_complete_the_round() {
         let (late_sender, late_receiver) = crossbeam::channel::bounded::<()>(1);
         on_threads(2, Duration::from_millis(20), |rank, barrier| {
             if rank == 0 {
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_has_ended_is_not_waited_for() {
+    fn finished_rank_is_not_waited_for() {
         on_threads(2, Duration::from_secs(60), |rank, barrier| {
             if rank == 1 {
                 barrier.run.finish(1);
@@ -353,7 +353,7 @@ mod tests {
     /// A timeout while the last rank arrives fails the round for all ranks or for none, and always with a rank to
     /// blame.
     #[test]
-    fn a_round_is_complete_for_all_or_for_none() {
+    fn barrier_round_completes_for_all_or_for_none() {
         for attempt in 0..300 {
             let timeout = Duration::from_micros(attempt);
             let passed = AtomicUsize::new(0);

@@ -15,7 +15,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_wait_has_an_end() {
+    fn deadline_of_the_longest_duration_is_finite() {
         let now = Instant::now();
         let longest = deadline(Duration::MAX);
         assert!(longest >= now + LONGEST && longest <= Instant::now() + LONGEST);

@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fault_reads_what_it_writes() {
+    fn fault_display_parses_back_to_the_same_fault() {
         let slow = FaultKind::Slow(Duration::from_millis(1500));
         for kind in FaultKind::iter().chain([slow]) {
             for at in FaultSite::iter() {
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_fault_is_refused_with_a_reason() {
+    fn invalid_fault_is_refused_with_a_reason() {
         for (text, reason) in [
             ("", "write KIND:"),
             ("error", "write KIND:"),

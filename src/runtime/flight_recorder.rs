@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_can_be_read() {
+    fn recorded_operation_is_read_back() {
         let recorder = FlightRecorder::new(2, RECORDS);
         let newest = |recorder: &FlightRecorder| recorder.records(1, 0).next_back();
         assert!(newest(&recorder).is_none());
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept() {
+    fn newest_entries_are_kept() {
         let recorder = FlightRecorder::new(1, RECORDS);
         let first = recorder.begin(0, begin(0));
         for sequence in 1..3000 {
@@ -331,7 +331,7 @@ mod tests {
 
     /// Two threads of a rank write while a third one reads. No record that it reads mixes two writes.
     #[test]
-    fn a_reader_never_sees_half_a_record() {
+    fn concurrent_reads_return_whole_entries() {
         let recorder = FlightRecorder::new(1, RECORDS);
         let write = |offset: u64| {
             for sequence in 0..50_000 {

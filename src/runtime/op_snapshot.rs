@@ -177,7 +177,7 @@ mod tests {
     use crate::runtime::flight_recorder::RECORDS;
 
     #[test]
-    fn a_digest_has_what_goes_on_and_how_far_each_group_is() {
+    fn recent_ops_hold_open_ops_and_the_newest_of_each_group() {
         let recorder = FlightRecorder::new(1, RECORDS);
         let begin = |operation, sequence, group: Option<u32>, on_comm_thread| {
             let at = OpId { operation, sequence };

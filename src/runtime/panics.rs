@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_libtorch_message_loses_its_stack_trace() {
+    fn panic_message_of_libtorch_loses_its_stack_trace() {
         let text = "called `Result::unwrap()` on an `Err` value: Torch(\"mat1 and mat2 shapes cannot \
                     be multiplied (32x20 and 21x1)\\nException raised from meta at x.cpp:1\\nframe #0\")";
         let expected = "mat1 and mat2 shapes cannot be multiplied (32x20 and 21x1)";

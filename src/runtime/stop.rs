@@ -207,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_step_that_rank_0_is_about_to_make_is_the_last() {
+    fn stop_takes_effect_after_the_step_rank_0_decides() {
         let told = Arc::new(AtomicUsize::new(0));
         let count = told.clone();
         let stop = Stop::new(None).on_stop(move |reason| {
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn time_that_is_over_asks_by_itself() {
+    fn time_limit_requests_a_stop() {
         let stop = Stop::new(Some(Duration::ZERO));
         stop.decide(0);
         assert_eq!(stop.after(1), Some(StopReason::Time));

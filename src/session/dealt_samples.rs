@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn the_samples_that_are_listed_are_those_that_were_trained_on() {
+    fn listed_samples_are_those_trained_on() {
         const FLAGS: [[bool; 3]; 6] = [
             [false, false, false],
             [true, false, false],

@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_that_is_wrong_has_a_date_too() {
+    fn date_of_a_wrong_clock_is_clamped() {
         let day = Duration::from_secs(86400);
         for (time, text) in [
             (SystemTime::UNIX_EPOCH - day * 400, "1970-01-01T00:00:00Z"),

@@ -202,7 +202,7 @@ mod tests {
     use crate::telemetry::LogFormat;
 
     #[test]
-    fn what_is_saved_between_reading_and_locking_is_not_passed_over() {
+    fn open_fails_after_another_run_saved_a_newer_checkpoint() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         let save = |step| {

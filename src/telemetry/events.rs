@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_that_each_start_comes_to_again_are_known() {
+    fn repeated_failure_is_described_for_training_phases_only() {
         let failure = |rank, ranks: &[usize], operation: &str| Failure {
             rank,
             ranks: ranks.into(),

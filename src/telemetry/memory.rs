@@ -35,12 +35,12 @@ fn kib(text: &str, name: &str) -> Option<u64> {
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     #[test]
-    fn the_process_has_taken_less_than_there_is() {
+    fn peak_memory_is_below_total_memory() {
         assert!(super::peak_memory().unwrap() < super::total_memory().unwrap());
     }
 
     #[test]
-    fn the_peak_is_seen() {
+    fn peak_memory_rises_with_an_allocation() {
         let before = super::peak_memory().unwrap();
         let more = std::hint::black_box(vec![1u8; before as usize]);
         assert!(super::peak_memory().unwrap() > before + more.len() as u64 / 2);

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_follow_those_of_this_program_only() {
+    fn metrics_are_appended_only_to_files_of_this_program() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/metrics");
         for step in [5, 7] {

@@ -172,7 +172,7 @@ mod tests {
     const MARKS: Marks = Marks { begins: "kind ", before: " (", after: ")\n" };
 
     #[test]
-    fn nothing_else_is_written_over_and_nothing_is_left_behind() {
+    fn output_replaces_only_its_own_files_and_leaves_no_parts() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let write = |name: &str, text: &str| {
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_replaced_keeps_its_permissions() {
+    fn replaced_file_keeps_its_permissions() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_changed_is_not_written_over() {
+    fn changed_file_is_not_overwritten() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         let write = || Output::new(&path, MARKS)?.write(|file| file.write_all(b"kind of text"));

@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_escaped_however_they_are_cut() {
+    fn lines_are_escaped_wherever_a_write_is_split() {
         let text = "{\"host\":\"a\u{9b}2J\"}\n\u{1b}[31mrank\t0 ä";
         let expected = "{\"host\":\"a\\u009b2J\"}\n\\u001b[31mrank\t0 ä";
         for cut in 0..=text.len() {

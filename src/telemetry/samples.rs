@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_is_framed_and_enlarged() {
+    fn sample_pictures_are_scaled_and_framed_by_result() {
         let two = [sample(vec![0., 1., 2., 3.], 3, 3), sample(vec![3., 3., 3., 0.], 3, 5)];
         let picture = picture(&two).unwrap();
         // Each of the 2 x 2 pixels becomes 48 x 48.
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn the_caption_says_class_and_prediction() {
+    fn caption_has_class_and_prediction() {
         let mut canvas = Canvas::new(12, 5);
         canvas.write("3>5", 0, 0, 12, RIGHT);
         let drawn = |(number, pixel): (usize, &[u8])| {
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_a_sample_holds_is_drawn() {
+    fn nonfinite_and_huge_samples_are_drawn() {
         let awkward = [f32::NAN, f32::INFINITY, f32::MAX, f32::MIN];
         let pictures = [
             picture(&vec![sample(awkward.to_vec(), i64::MAX, i64::MIN); 9]),

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_least_was_waited_for() {
+    fn straggler_is_the_rank_that_waits_least() {
         let quick =
             PhaseSeconds { data: 0.1, forward: 1.0, collectives: 3.0, ..Default::default() };
         let slow = PhaseSeconds { data: 2.1, forward: 1.1, collectives: 0.9, ..Default::default() };

@@ -148,7 +148,7 @@ def tests(machine):
 def options(machine):
     """The losses of many sets of options on the GPU, with one rank and with several that share it, and on the CPU."""
     test = [machine.scratch / "tests-gpus", "--ignored", "--exact", "--nocapture"]
-    test.append("hardware::losses_on_this_gpu_are_those_of_its_cpu")
+    test.append("hardware::gpu_losses_match_the_cpu_of_this_machine")
     lines = machine.run(test).splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     largest = max(rows, key=lambda row: row["difference"])

@@ -90,7 +90,7 @@ fn surface(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
 
 /// Ranks leave groups, and the run, as soon as they are through. An abort would cut off what they have sent.
 #[test]
-fn what_is_on_its_way_to_another_host_arrives() {
+fn messages_between_hosts_arrive_before_ranks_leave() {
     let on_own_host = |process: usize, command: &mut Command| {
         command.env("SIM_HOST", process.to_string()).env("SIM_NCCL_ABORT_CUTS", "1");
     };
@@ -105,7 +105,7 @@ fn what_is_on_its_way_to_another_host_arrives() {
 }
 
 #[test]
-fn every_method_does_the_same_with_nccl_and_with_threads() {
+fn every_method_gives_the_same_with_nccl_and_threads() {
     for ranks in LAYOUTS {
         let seen: Seen = from_lines(&play("surface", ranks));
         assert_eq!(seen, with_threads(ranks.iter().sum(), Backend::Nccl), "{ranks:?}");
@@ -113,14 +113,14 @@ fn every_method_does_the_same_with_nccl_and_with_threads() {
 }
 
 #[test]
-fn every_kind_and_length() {
+fn every_dtype_and_length_is_right() {
     for ranks in LAYOUTS {
         play("kinds", ranks);
     }
 }
 
 #[test]
-fn several_tensors_in_one_collective() {
+fn coalesced_tensors_have_the_bits_of_single_calls() {
     for ranks in LAYOUTS {
         play("coalesced", ranks);
     }
@@ -128,21 +128,21 @@ fn several_tensors_in_one_collective() {
 
 /// The recorded values are those of at most three ranks.
 #[test]
-fn gradients_flow_through_collectives() {
+fn functional_collectives_match_pytorch() {
     for ranks in [&[1][..], &[2], &[3], &[1, 1], &[2, 1]] {
         play("functional", ranks);
     }
 }
 
 #[test]
-fn some_of_the_ranks_form_groups() {
+fn subgroups_reduce_over_their_members() {
     for ranks in [&[4][..], &[2, 2], &[2, 1, 3]] {
         play("groups", ranks);
     }
 }
 
 #[test]
-fn every_operation_has_an_asynchronous_form() {
+fn every_operation_has_an_async_form() {
     for ranks in LAYOUTS {
         play("asynchronous", ranks);
     }

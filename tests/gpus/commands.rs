@@ -18,7 +18,7 @@ fn output(command: Command) -> (String, String) {
 }
 
 #[test]
-fn comm_shows_what_it_shows_on_cpu_ranks() {
+fn comm_shows_the_values_of_cpu_ranks() {
     let args = ["comm", "--log-format=json"];
     for ranks in [2, 3] {
         let count = format!("--nproc-per-node={ranks}");
@@ -38,7 +38,7 @@ fn comm_shows_what_it_shows_on_cpu_ranks() {
 }
 
 #[test]
-fn verify_finds_all_ways_on_gpus_right() {
+fn verify_passes_for_every_gpu_variant() {
     let found = events(on_gpus(2, &["verify", "--log-format=json"]));
     for event in found.iter().filter(|it| !it["strategy"].is_null()) {
         assert_eq!(event["ok"], true, "{event}");
@@ -53,7 +53,7 @@ fn verify_finds_all_ways_on_gpus_right() {
 }
 
 #[test]
-fn every_bench_measures() {
+fn bench_of_every_operation_and_step_measures() {
     let ops = [
         "all-reduce",
         "reduce",
@@ -84,7 +84,7 @@ fn every_bench_measures() {
 
 /// Watching a run changes nothing of it, and shows its GPUs.
 #[test]
-fn explain_trace_report_and_the_others_change_nothing() {
+fn explain_trace_and_report_change_no_bit() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name).display().to_string();
     let run = ["--model=mlp", "--num-samples=400", "--val-fraction=0.2"];
@@ -118,7 +118,7 @@ fn explain_trace_report_and_the_others_change_nothing() {
 }
 
 #[test]
-fn the_straggler_is_found_by_the_times_of_gpus() {
+fn straggler_is_found_from_gpu_times() {
     let slow = ["--inject-fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072"];
     for layout in ["--spawn=threads", "--spawn=processes"] {
         let events = gpu_events(3, &[&slow[..], &[layout]].concat());
@@ -131,7 +131,7 @@ fn the_straggler_is_found_by_the_times_of_gpus() {
 }
 
 #[test]
-fn env_shows_the_machine() {
+fn env_lists_the_gpus() {
     let found = events(on_gpus(3, &["env", "--log-format=json"]));
     assert_eq!(found[0]["gpus"].as_array().unwrap().len(), 3, "{found:?}");
     assert!(found[0]["gpu_problem"].is_null(), "{found:?}");
@@ -151,7 +151,7 @@ fn lessons() -> Vec<(String, PathBuf)> {
 }
 
 #[test]
-fn every_lesson_ends_well() {
+fn every_example_exits_with_success() {
     let lessons = lessons();
     assert!(lessons.len() > 10, "{lessons:?}");
     in_parallel(&lessons, |(name, path)| {

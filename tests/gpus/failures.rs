@@ -112,43 +112,43 @@ fn with_torchrun(kind: &'static str) {
 }
 
 #[test]
-fn an_error_of_a_thread() {
+fn thread_error_is_reported() {
     with_threads("error");
 }
 
 #[test]
-fn a_panic_of_a_thread() {
+fn thread_panic_is_reported() {
     with_threads("panic");
 }
 
 #[test]
-fn a_stall_of_a_thread() {
+fn thread_stall_is_reported() {
     with_threads("stall");
 }
 
 #[test]
-fn an_error_of_a_process() {
+fn process_error_is_reported() {
     with_processes("error");
 }
 
 #[test]
-fn a_panic_of_a_process() {
+fn process_panic_is_reported() {
     with_processes("panic");
 }
 
 #[test]
-fn a_stall_of_a_process() {
+fn process_stall_is_reported() {
     with_processes("stall");
 }
 
 #[test]
-fn a_killed_process() {
+fn process_kill_is_reported() {
     with_processes("kill");
 }
 
 /// Processes meet at the start of a step, where they exchange whether to stop: that is a wait as any other.
 #[test]
-fn a_stall_of_a_process_is_told_with_what_each_rank_does() {
+fn process_stall_warning_has_the_status_of_each_rank() {
     let args = ["--spawn=processes", "--timeout=6s", "--stall-warning=2s", "--grace-period=1s"];
     let fault = ["--inject-fault=stall:rank=1,at=step,step=5"];
     let (code, _, stderr) = run_command(on_gpus(RANKS, &[&RUN[..], &args, &fault].concat()));
@@ -162,21 +162,21 @@ fn a_stall_of_a_process_is_told_with_what_each_rank_does() {
 }
 
 #[test]
-fn an_error_under_torchrun() {
+fn torchrun_error_is_reported() {
     with_torchrun("error");
 }
 
 #[test]
-fn a_panic_under_torchrun() {
+fn torchrun_panic_is_reported() {
     with_torchrun("panic");
 }
 
 #[test]
-fn a_stall_under_torchrun() {
+fn torchrun_stall_is_reported() {
     with_torchrun("stall");
 }
 
 #[test]
-fn a_killed_process_under_torchrun() {
+fn torchrun_kill_is_reported() {
     with_torchrun("kill");
 }

@@ -38,7 +38,7 @@ fn difference(here: &[Value], there: &[Value]) -> f64 {
 
 #[test]
 #[ignore = "for a machine with a GPU: run.sh of `make gpu-pack` runs it"]
-fn losses_on_this_gpu_are_those_of_its_cpu() {
+fn gpu_losses_match_the_cpu_of_this_machine() {
     let with_nccl = [MODELS, MIXED_PRECISION].concat();
     let shared = [MODELS, OPTIMIZERS, GRADIENTS, DATA, MIXED_PRECISION].concat();
     let mut cases: Vec<(usize, &str, &str)> =

@@ -7,7 +7,7 @@ use crate::machine::{cpu_events, end, gpu_events, on_gpus, results};
 use crate::same::args;
 
 #[test]
-fn several_ranks_on_one_gpu() {
+fn ranks_on_one_gpu_have_the_bits_of_cpu_ranks() {
     for (ranks, row) in [
         (3, "mlp"),
         (2, "mlp --optimizer=adamw --grad-accum-steps=2 --comm-hook=fp16"),
@@ -24,7 +24,7 @@ fn several_ranks_on_one_gpu() {
 }
 
 #[test]
-fn processes_that_a_launcher_has_started() {
+fn torchrun_processes_have_the_bits_of_cpu_ranks() {
     for (ranks, row) in [
         (2, "mlp --max-epochs=2"),
         (3, "mlp --bucket-cap-mb=0.001 --optimizer=adamw"),
@@ -52,7 +52,7 @@ fn processes_that_a_launcher_has_started() {
 
 /// The first half of a run on one, the second half on the other: as if it had never moved.
 #[test]
-fn checkpoints_move_between_gpus_and_the_cpu() {
+fn checkpoints_move_between_gpu_and_cpu() {
     for row in [
         "mlp --momentum=0.9 --dropout=0.2",
         "mlp --optimizer=adamw --schedule=cosine --schedule-by=step --warmup-steps=3",
@@ -85,7 +85,7 @@ fn checkpoints_move_between_gpus_and_the_cpu() {
 }
 
 #[test]
-fn a_run_starts_from_parameters_of_the_other_device() {
+fn init_from_accepts_parameters_of_the_other_device() {
     let folder = tempfile::tempdir().unwrap();
     for (saves_on_gpu, name) in [(true, "gpu"), (false, "cpu")] {
         let save = format!("--checkpoint-dir={}", folder.path().join(name).display());

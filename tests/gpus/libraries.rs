@@ -19,7 +19,7 @@ fn all_but(missing: &str, folder: &Path) {
 }
 
 #[test]
-fn a_missing_libnccl_is_wrong_input() {
+fn missing_libnccl_exits_with_2_and_a_remedy() {
     let folder = tempfile::tempdir().unwrap();
     all_but("libnccl", folder.path());
     for args in [
@@ -45,7 +45,7 @@ fn a_missing_libnccl_is_wrong_input() {
 }
 
 #[test]
-fn a_missing_libtorch_cuda_is_wrong_input_that_names_it() {
+fn missing_libtorch_cuda_exits_with_2_and_its_name() {
     let folder = tempfile::tempdir().unwrap();
     all_but("libtorch_cuda", folder.path());
     let mut command = on_gpus(2, &["--nproc-per-node=gpu"]);
@@ -56,7 +56,7 @@ fn a_missing_libtorch_cuda_is_wrong_input_that_names_it() {
 }
 
 #[test]
-fn a_driver_that_fails_is_wrong_input_that_says_why() {
+fn failing_driver_exits_with_2_and_the_reason() {
     let mut command = on_gpus(2, &["--nproc-per-node=gpu"]);
     command.env("SIM_CUINIT_ERROR", "803");
     let (code, stdout, stderr) = run_command(command);

@@ -54,18 +54,18 @@ fn is_named(kind: &'static str, words: &str) {
 }
 
 #[test]
-fn a_lost_connection() {
+fn lost_connection_names_its_rank() {
     is_named("remote", "remote process exited or there was a network error");
 }
 
 #[test]
-fn a_failed_system_call() {
+fn failed_system_call_names_its_rank() {
     is_named("system", "unhandled system error");
 }
 
 /// All ranks wait in NCCL then, which does not say for whom.
 #[test]
-fn a_rank_that_never_connects() {
+fn rank_that_never_connects_ends_in_a_timeout() {
     for spawn in ["--spawn=threads", "--spawn=processes"] {
         let args = [&RUN[..], &["--timeout=3s", "--grace-period=1s", spawn]].concat();
         let mut command = on_gpus(RANKS, &args);
@@ -79,6 +79,6 @@ fn a_rank_that_never_connects() {
 
 /// The others have launched their part and wait on their GPUs: they are told, and abort.
 #[test]
-fn a_launch_that_fails_on_one_rank() {
+fn failed_launch_on_one_rank_names_it() {
     is_named("launch", "unhandled cuda error");
 }

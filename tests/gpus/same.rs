@@ -55,7 +55,7 @@ pub(crate) const MODELS: &[(usize, &str)] = &[
 ];
 
 #[test]
-fn models() {
+fn models_have_the_bits_of_cpu_ranks() {
     same(MODELS);
 }
 
@@ -78,7 +78,7 @@ pub(crate) const OPTIMIZERS: &[(usize, &str)] = &[
 ];
 
 #[test]
-fn optimizers_and_schedules() {
+fn optimizers_and_schedules_have_the_bits_of_cpu_ranks() {
     same(OPTIMIZERS);
 }
 
@@ -104,7 +104,7 @@ pub(crate) const GRADIENTS: &[(usize, &str)] = &[
 ];
 
 #[test]
-fn gradients_and_their_communication() {
+fn gradient_options_have_the_bits_of_cpu_ranks() {
     same(GRADIENTS);
 }
 
@@ -122,7 +122,7 @@ pub(crate) const DATA: &[(usize, &str)] = &[
 ];
 
 #[test]
-fn data_and_validation() {
+fn data_and_validation_have_the_bits_of_cpu_ranks() {
     same(DATA);
 }
 
@@ -137,7 +137,7 @@ pub(crate) const MIXED_PRECISION: &[(usize, &str)] = &[
 ];
 
 #[test]
-fn mixed_precision() {
+fn amp_has_the_bits_of_cpu_ranks() {
     same(MIXED_PRECISION);
 }
 
@@ -154,7 +154,7 @@ const PROCESSES: &[(usize, &str)] = &[
 ];
 
 #[test]
-fn ranks_that_are_processes() {
+fn processes_have_the_bits_of_cpu_ranks() {
     same(PROCESSES);
 }
 
@@ -177,7 +177,7 @@ const CROSS_ENTROPY: &str = "autocast gives cross_entropy float32 on the CPU, an
                              stays in half precision there";
 
 #[test]
-fn what_rounds_differently_is_close() {
+fn differently_rounded_runs_stay_close_to_cpu_ranks() {
     for (ranks, row, tolerance, why) in CLOSE {
         let args = args(row);
         let (gpu, cpu) = (gpu_events(*ranks, &args), cpu_events(*ranks, &args));

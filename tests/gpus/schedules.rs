@@ -32,7 +32,7 @@ fn expected() -> Vec<Vec<String>> {
 }
 
 #[test]
-fn two_hundred_random_schedules() {
+fn random_stream_schedules_change_no_bit() {
     let expected = expected();
     let seeds: Vec<usize> = (0..SCHEDULES).collect();
     in_parallel(&seeds, |seed| {
@@ -45,7 +45,7 @@ fn two_hundred_random_schedules() {
 }
 
 #[test]
-fn allocations_that_wait() {
+fn blocking_allocations_change_no_bit() {
     let expected = expected();
     let cases: Vec<(usize, &str)> =
         (0..RUNS.len()).flat_map(|run| [(run, "1"), (run, "2")]).collect();
@@ -58,7 +58,7 @@ fn allocations_that_wait() {
 
 /// On a machine that orders nothing, runs must break or come to something else: otherwise the tests above see nothing.
 #[test]
-fn a_machine_that_orders_nothing_is_noticed() {
+fn ignored_stream_waits_are_noticed() {
     let expected = expected();
     let is_same = |(run, (ranks, row)): (usize, (usize, &str))| {
         let variables = [("SIM_IGNORE_WAITS", "1"), ("SIM_SEED", "1"), ("SIM_DELAY_MAX_US", "500")];

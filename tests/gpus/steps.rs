@@ -28,7 +28,7 @@ fn counts(gpus: usize, row: &str, samples: usize) -> Vec<Vec<u64>> {
 }
 
 #[test]
-fn more_steps_wait_and_allocate_no_more() {
+fn longer_runs_make_no_more_waits_or_allocations() {
     for (gpus, row) in [
         (1, "--model=linear"),
         (2, "--model=linear"),

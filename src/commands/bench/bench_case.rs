@@ -329,7 +329,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wrong_elements_are_counted_wherever_they_are() {
+    fn wrong_elements_are_counted_at_every_position() {
         for kind in [Kind::Float, Kind::Half, Kind::Int8, Kind::Bool] {
             for numel in [1, 2, 3, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5] {
                 let tensor = Tensor::zeros([numel], (kind, Device::Cpu));

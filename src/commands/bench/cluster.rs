@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_counts_and_the_rest_has_defaults() {
+    fn cluster_parse_fills_missing_keys_with_defaults() {
         let cluster =
             parse("nodes=64, gpus=4,bandwidth=200Gbit/s,node_latency=1.5us,algorithm=tree");
         assert_eq!((cluster.nodes, cluster.gpus), (64, 4));
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_can_be_said() {
+    fn cluster_display_parses_back_to_the_same_text() {
         for text in [
             "nodes=2,gpus=1,backend=gloo,algorithm=auto,latency=10ms,bandwidth=125MB/s,\
              node-latency=0ns,node-bandwidth=7.9GB/s",
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn units_are_written_out() {
+    fn cluster_units_are_converted() {
         let bandwidth = |text: &str| parse(&format!("bandwidth={text}")).between.bandwidth;
         assert_eq!(bandwidth("1Gbit/s"), 125e6);
         assert_eq!(bandwidth("0.5 MB/s"), 5e5);
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mistake_names_the_key_the_value_and_what_is_possible() {
+    fn cluster_parse_error_names_key_value_and_remedy() {
         for (text, parts) in [
             (
                 "speed=3",

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn rings_and_trees_by_hand() {
+    fn ring_and_tree_costs_match_hand_calculation() {
         // Two nodes of one rank: each sends half of the bytes, and then half of the sums.
         near(time("algorithm=ring", 2, 1, 1e6), 2. * 10. + 1e3);
         near(time("algorithm=ring", 8, 1, 1e6), 14. * 10. + 2. * 7. / 8. * 1e3);
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn the_faster_of_ring_and_tree_is_taken() {
+    fn auto_algorithm_takes_the_faster_of_ring_and_tree() {
         let cluster = cluster(&format!("{NETWORK},nodes=64"));
         let shape = Shape { nodes: 64, gpus: 8 };
         assert_eq!(cluster.all_reduce(shape, 1e3).1, "tree");
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn gloo_by_hand() {
+    fn gloo_costs_match_hand_calculation() {
         let note = 20. + 0.256;
         let copies = |bytes: f64| 2. * bytes / 100e9 * 1e6;
         near(time("backend=gloo", 2, 1, 100.), note + copies(100.));
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn gloo_has_two_segments_on_their_way_at_a_time() {
+    fn gloo_ring_keeps_two_segments_in_flight() {
         let mib = 1048576.0;
         let ring = |mibs: f64, latency| {
             gloo_ring_of_two(mibs * mib, Link { latency, bandwidth: mib }) // a segment a second
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_go_one_after_the_other_beside_backward() {
+    fn buckets_are_reduced_in_order_during_backward() {
         let two = Shape { nodes: 2, gpus: 1 };
         let quick = "latency=0us,bandwidth=1GB/s,algorithm=ring";
         // 1 ms from 1 ms on, 2 ms from 3 ms on.
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_communicates_with_nobody() {
+    fn one_rank_has_no_communication_cost() {
         for text in ["backend=gloo", "algorithm=tree", "latency=1s,bandwidth=1kB/s"] {
             let forecast = measured(true).on(&cluster(text), Shape { nodes: 1, gpus: 1 });
             assert_eq!((forecast.communication, forecast.exposed), (0.0, 0.0));
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn better_networks_are_never_slower_and_more_bytes_never_faster() {
+    fn cost_never_rises_with_a_faster_network_or_fewer_bytes() {
         let ways = ["algorithm=ring", "algorithm=tree", "algorithm=hierarchical", "backend=gloo"];
         for way in ways.into_iter().chain(["algorithm=auto"]) {
             for (nodes, gpus) in [(1, 2), (1, 8), (2, 1), (2, 8), (3, 4), (64, 8), (512, 1)] {
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn the_world_doubles_up_to_the_cluster() {
+    fn cluster_shapes_double_up_to_the_cluster() {
         let shapes = |text: &str| -> Vec<(usize, usize)> {
             cluster(text).shapes().iter().map(|it| (it.nodes, it.gpus)).collect()
         };

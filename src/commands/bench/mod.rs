@@ -360,7 +360,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_busy_machine_is_told_of() {
+    fn busy_machine_is_reported_above_a_median_ratio() {
         assert_eq!(busy("the median step took", 1.4), None);
         let expected = "the machine is busy: the median step took 2.5 times the fastest; measure where nothing else runs";
         assert_eq!(busy("the median step took", 2.5).unwrap(), expected);

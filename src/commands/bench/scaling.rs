@@ -317,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_numbers_of_ranks_end_at_the_largest() {
+    fn rank_counts_end_at_the_maximum() {
         for (most, numbers) in [
             (1, vec![1]),
             (2, vec![1, 2]),

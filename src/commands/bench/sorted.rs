@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_middle_is_a_value_that_was_measured() {
+    fn median_is_a_measured_value() {
         let median = |values: &[f64]| Sorted::new(values.iter().copied()).median();
         assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&[4.0, 1.0]), 4.0);

@@ -123,13 +123,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_rank_has_letters_of_its_own() {
+    fn rank_letters_are_unique() {
         let named = [0, 1, 25, 26, 27, 701, 702].map(letters);
         assert_eq!(named, ["A", "B", "Z", "AA", "AB", "ZZ", "AAA"]);
     }
 
     #[test]
-    fn every_drawing_has_room_in_a_terminal() {
+    fn drawing_of_every_op_fits_78_columns() {
         let ops = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Bxor];
         for world_size in (1..=20).chain([128]) {
             for (op, reduce_op) in CommOp::ALL.into_iter().flat_map(|op| ops.map(|r| (op, r))) {

@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tensors_that_do_not_fit_are_refused_before_any_rank_makes_one() {
+    fn oversized_tensors_are_refused_before_allocation() {
         let request = CommRequest {
             op: None,
             numel: 1_000_000,
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_many_small_tensors_are_refused_with_the_number_of_ranks_that_fits() {
+    fn oversized_tensor_lists_are_refused_with_the_rank_limit() {
         let request = CommRequest {
             op: None,
             numel: 2,

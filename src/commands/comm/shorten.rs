@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_middle_is_left_out_and_nothing_else() {
+    fn long_list_omits_only_the_middle() {
         let shown = |count, most| join(count, most, " ", |i| i.to_string());
         assert_eq!(shown(0, 2), "");
         assert_eq!(shown(3, 3), "0 1 2");

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_every_kind_are_shown_as_they_are() {
+    fn values_of_every_dtype_are_printed_exactly() {
         let shown = |kind| {
             let tensor = Tensor::from_slice(&[0., 0.1, -3., 1e30]).to_kind(kind);
             let numbers = Numbers::of(&tensor).unwrap();

@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_beyond_the_bound_or_no_number_or_not_the_same_on_all_ranks_is_not_ok() {
+    fn difference_beyond_the_bound_nan_or_divergence_is_not_ok() {
         let equal = trained([1.0, 0.0], [1.5, -2.0]);
         assert!(compared(&equal).ok && compared(&equal).equal_bits);
         let near = compared(&trained([1.0, 0.0], [1.5, -2.000_004]));
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reference_that_is_no_number_is_refused() {
+    fn nonfinite_reference_is_refused() {
         let error = Bound::of(&trained([1.0, 0.0], [1.0, f32::INFINITY]), 10, 6).unwrap_err();
         assert!(error.to_string().contains("after 10 steps on one rank a parameter is inf"));
     }

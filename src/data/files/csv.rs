@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_float32_cannot_hold_is_refused_with_its_place() {
+    fn number_beyond_float32_is_refused_with_line_and_column() {
         let parse = |text: &str, kind| parse("a.csv", text.as_bytes(), kind).map(drop);
         for number in ["1e39", "-1e39", "1e400"] {
             let problem = format!("{number:?} is not a finite number that float32 can hold");

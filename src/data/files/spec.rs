@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_without_its_format_gets_a_hint() {
+    fn dataset_without_format_error_suggests_the_format() {
         for (text, meant) in [
             ("pets.csv", Some("csv:pets.csv")),
             ("CSV:pets.csv", Some("csv:pets.csv")),

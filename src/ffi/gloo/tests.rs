@@ -46,7 +46,7 @@ fn same(tensor: &Tensor, values: &[i64]) {
 
 /// Named threads show in `top -H` which of them do the network's work.
 #[test]
-fn threads_of_gloo_bear_its_name() {
+fn gloo_threads_are_named() {
     let names = on_ranks(1, |gloo| {
         assert_eq!(gloo.size(), 1);
         let tasks = std::fs::read_dir("/proc/self/task").unwrap();
@@ -60,7 +60,7 @@ fn threads_of_gloo_bear_its_name() {
 }
 
 #[test]
-fn every_collective_does_what_it_says() {
+fn collectives_return_the_defined_values() {
     for size in 1..=4 {
         on_ranks(size, |gloo| {
             let (rank, n) = (gloo.rank() as i64, size as i64);
@@ -140,7 +140,7 @@ fn every_collective_does_what_it_says() {
 }
 
 #[test]
-fn a_rank_that_is_gone_makes_the_others_fail() {
+fn all_reduce_fails_after_a_rank_is_gone() {
     let failures = on_ranks(3, |gloo| {
         if gloo.rank() == 1 {
             return None;
@@ -154,7 +154,7 @@ fn a_rank_that_is_gone_makes_the_others_fail() {
 }
 
 #[test]
-fn an_aborted_group_fails_at_once_everywhere() {
+fn abort_fails_pending_operations_on_every_rank() {
     let both = Barrier::new(2);
     on_ranks(2, |gloo| {
         let other = 1 - gloo.rank();
@@ -176,7 +176,7 @@ fn an_aborted_group_fails_at_once_everywhere() {
 }
 
 #[test]
-fn a_group_can_be_dropped_with_operations_under_way() {
+fn drop_ends_pending_operations() {
     let both = Barrier::new(2);
     on_ranks(2, |gloo| {
         let received = ints(&[0]);
@@ -188,7 +188,7 @@ fn a_group_can_be_dropped_with_operations_under_way() {
 }
 
 #[test]
-fn a_cancelled_wait_does_not_wait_for_the_operation() {
+fn cancelled_wait_returns_before_the_operation() {
     let both = Barrier::new(2);
     on_ranks(2, |gloo| {
         let (running, cancelled) = bounded::<Infallible>(0);
@@ -205,7 +205,7 @@ fn absent(missing: Vec<usize>) -> Error {
 }
 
 #[test]
-fn ranks_that_do_not_come_are_named() {
+fn connect_timeout_names_the_missing_ranks() {
     let server = serve();
     let limit = Duration::from_millis(20);
     let failed = reason(Gloo::new(&server.under("group"), 1, 4, limit, None, absent));
@@ -213,7 +213,7 @@ fn ranks_that_do_not_come_are_named() {
 }
 
 #[test]
-fn interfaces_are_named_as_in_pytorch() {
+fn interface_names_follow_pytorch() {
     let server = serve();
     let gloo = Gloo::new(&server.under("a"), 0, 1, TIMEOUT, Some("lo"), absent).unwrap();
     gloo.barrier().unwrap().wait(&never()).unwrap();
@@ -224,7 +224,7 @@ fn interfaces_are_named_as_in_pytorch() {
 }
 
 #[test]
-fn what_a_call_cannot_take_is_refused() {
+fn invalid_arguments_are_refused() {
     on_ranks(1, |gloo| {
         let strided = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu)).tr();
         assert!(reason(gloo.all_reduce(&strided, Reduce::Sum)).contains("contiguous"));
@@ -238,7 +238,7 @@ fn what_a_call_cannot_take_is_refused() {
 
 /// A ring does not add in the order of the ranks, but its order is the same in every run and on every rank.
 #[test]
-fn floats_are_added_in_the_same_order_each_time() {
+fn float_sums_have_the_same_bits_in_every_run() {
     let run = || {
         let sums = on_ranks(3, |gloo| {
             let index = Tensor::arange(100_000, (Kind::Float, Device::Cpu));
@@ -279,7 +279,7 @@ fn start_peer(port: u16) -> Child {
 }
 
 #[test]
-fn a_process_that_is_killed_makes_the_others_fail() {
+fn barrier_fails_after_a_process_is_killed() {
     let server = serve();
     let mut peer = start_peer(server.port());
     let gloo = join(&server.under("group"), 0, 2);
@@ -294,7 +294,7 @@ fn a_process_that_is_killed_makes_the_others_fail() {
 
 /// The process runs libtorch's destructors at its end: nothing may still be using what they destroy.
 #[test]
-fn a_process_ends_as_it_should() {
+fn process_exits_cleanly_after_gloo_was_used() {
     let server = serve();
     let mut peer = start_peer(server.port());
     let gloo = join(&server.under("group"), 0, 2);

@@ -27,7 +27,7 @@ pub(in crate::ffi) fn reason<T>(result: Result<T>) -> String {
 }
 
 #[test]
-fn a_store_keeps_values_and_counts() {
+fn store_values_and_counters_are_shared_by_connections() {
     let server = serve();
     let client = connect(server.port());
     let value: Vec<u8> = (0..=255).cycle().take(100_000).collect();
@@ -49,7 +49,7 @@ fn a_store_keeps_values_and_counts() {
 }
 
 #[test]
-fn what_is_no_number_is_not_counted() {
+fn add_to_a_non_number_is_an_error() {
     let server = serve();
     let client = connect(server.port());
     client.set("n", b"one").unwrap();
@@ -59,7 +59,7 @@ fn what_is_no_number_is_not_counted() {
 }
 
 #[test]
-fn a_wait_ends_when_the_key_is_set() {
+fn wait_returns_when_the_keys_are_set() {
     let server = serve();
     let waiting = server.another_connection().unwrap();
     let waits = thread::scope(|scope| {
@@ -73,7 +73,7 @@ fn a_wait_ends_when_the_key_is_set() {
 
 /// The client that waits for these keys also sets them, after all its waits have begun.
 #[test]
-fn no_request_of_a_client_waits_behind_another_that_waits() {
+fn requests_do_not_queue_behind_a_waiting_request() {
     let server = serve();
     let client = connect(server.port());
     thread::scope(|scope| {
@@ -101,7 +101,7 @@ fn no_request_of_a_client_waits_behind_another_that_waits() {
 }
 
 #[test]
-fn a_wait_ends_when_the_run_is_cancelled() {
+fn wait_returns_when_the_run_is_cancelled() {
     let server = serve();
     let (running, cancelled) = bounded::<Infallible>(0);
     let client = TcpStore::connect("127.0.0.1", server.port(), TIMEOUT, cancelled).unwrap();
@@ -115,7 +115,7 @@ fn a_wait_ends_when_the_run_is_cancelled() {
 }
 
 #[test]
-fn a_store_listens_where_it_is_told_only() {
+fn store_listens_only_at_the_given_address() {
     let server = TcpStore::serve("127.0.0.2", 0, TIMEOUT, never()).unwrap();
     assert!(TcpStream::connect(("127.0.0.1", server.port())).is_err());
     let failed = reason(TcpStore::serve("127.0.0.2", server.port(), TIMEOUT, never()));
@@ -128,7 +128,7 @@ fn a_store_listens_where_it_is_told_only() {
 
 /// `localhost` may resolve to ::1 first, where nothing listens.
 #[test]
-fn every_address_of_a_name_is_tried() {
+fn connect_tries_every_address_of_a_name() {
     let server = serve();
     let client = TcpStore::connect("localhost", server.port(), TIMEOUT, never()).unwrap();
     assert_eq!(client.add("n", 1).unwrap(), 1);
@@ -136,7 +136,7 @@ fn every_address_of_a_name_is_tried() {
 }
 
 #[test]
-fn a_client_waits_for_a_store_that_comes_later() {
+fn connect_waits_for_a_store_that_starts_later() {
     // The port is already used at another address, so no other process gets it.
     let other = serve();
     let port = other.port();
@@ -150,7 +150,7 @@ fn a_client_waits_for_a_store_that_comes_later() {
 }
 
 #[test]
-fn a_store_that_is_not_there_is_an_error() {
+fn connect_without_a_store_is_an_error() {
     // The port of a store at another address.
     let other = serve();
     let port = other.port();
@@ -165,7 +165,7 @@ fn a_store_that_is_not_there_is_an_error() {
 }
 
 #[test]
-fn keys_and_values_have_a_size() {
+fn keys_and_values_have_a_maximum_size() {
     let server = serve();
     let long = "k".repeat(8 << 10);
     assert!(matches!(server.set(&long, b""), Err(Error::Input(_))));
@@ -176,7 +176,7 @@ fn keys_and_values_have_a_size() {
 }
 
 #[test]
-fn a_store_that_goes_away_is_an_error() {
+fn request_after_the_store_is_gone_is_an_error() {
     let server = serve();
     let client = connect(server.port());
     drop(server);
@@ -217,7 +217,7 @@ fn hostile(port: u16, evil: Vec<u8>, turns: Receiver<()>) -> u16 {
 }
 
 #[test]
-fn whatever_a_server_answers_is_an_error_at_worst() {
+fn invalid_answers_of_a_server_are_errors() {
     let server = serve();
     let lengths = [u64::MAX, 1 << 62, 1 << 46].map(|len| len.to_le_bytes().to_vec());
     for evil in lengths.into_iter().chain([vec![], vec![0xab; 3], vec![0xff; 4096]]) {
@@ -232,7 +232,7 @@ fn whatever_a_server_answers_is_an_error_at_worst() {
 
 /// Tests garbage in place of a greeting, and silence.
 #[test]
-fn a_server_that_is_no_store_is_an_error() {
+fn connect_to_another_service_is_an_error() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let greeting = thread::Builder::new().spawn(move || {

@@ -79,7 +79,7 @@ fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
 }
 
 #[test]
-fn a_look_at_a_store_out_of_reach_ends_and_names_who_serves_it() {
+fn refresh_without_the_store_names_the_ranks_of_its_process() {
     let Scene { server: _server, cut, watch, run } = scene();
     let store = watch.shared.store.clone();
     watch.shared.read_store(&store, &run, &mut false).unwrap();
@@ -90,7 +90,7 @@ fn a_look_at_a_store_out_of_reach_ends_and_names_who_serves_it() {
 }
 
 #[test]
-fn to_ask_says_what_others_have_told_also_when_the_run_has_failed() {
+fn poll_updates_the_status_even_after_a_failure() {
     let Scene { server: _server, cut, watch, run } = scene();
     run.report(3, None, "something".into());
     watch.elsewhere().poll(&run);
@@ -103,7 +103,7 @@ fn to_ask_says_what_others_have_told_also_when_the_run_has_failed() {
 }
 
 #[test]
-fn a_look_names_nobody_when_the_run_is_cancelled() {
+fn refresh_of_a_cancelled_run_names_no_rank() {
     let Scene { server: _server, cut, watch, run } = scene();
     cut.store(true, Ordering::SeqCst);
     run.report(3, None, "something else".into());
@@ -111,7 +111,7 @@ fn a_look_names_nobody_when_the_run_is_cancelled() {
 }
 
 #[test]
-fn the_watch_ends_although_the_store_is_out_of_reach() {
+fn monitor_ends_without_the_store() {
     let Scene { server, cut, watch, run } = scene();
     watch.start(&run).unwrap();
     assert!(server.wait(&[alive(2)], LIMIT).unwrap());
@@ -122,7 +122,7 @@ fn the_watch_ends_although_the_store_is_out_of_reach() {
 }
 
 #[test]
-fn when_the_store_goes_the_rank_that_served_it_is_named_with_what_it_did_last() {
+fn lost_store_is_a_failure_of_the_rank_that_served_it() {
     let Scene { server, watch, run, .. } = scene();
     watch.start(&run).unwrap();
     let began = Instant::now();
@@ -142,7 +142,7 @@ fn when_the_store_goes_the_rank_that_served_it_is_named_with_what_it_did_last() 
 /// The other process has timed out first. Its rank shuts down because of that, and must not be taken for a
 /// straggler.
 #[test]
-fn a_look_reports_the_failure_that_another_process_has_found() {
+fn refresh_reports_the_failure_of_another_process() {
     let Scene { server, watch, run, .. } = scene();
     let told = FailureReport::new(1, all_reduce(), "rank 0 waited for rank 1");
     server.set(FAILURE, &told.to_bytes(FAILURE).unwrap()).unwrap();

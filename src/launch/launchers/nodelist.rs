@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_as_slurm_writes_them() {
+    fn host_lists_of_slurm_are_parsed() {
         for (list, first, count) in [
             ("login1", "login1", 1),
             ("a,b,c", "a", 3),
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_refused() {
+    fn invalid_host_list_is_refused() {
         for list in [
             "",
             ",",
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_on_each_node() {
+    fn tasks_per_node_are_parsed() {
         let read = |list, node| tasks_on("SLURM_STEP_TASKS_PER_NODE", list, node);
         for (node, expected) in [(0, 2), (2, 2), (3, 1), (4, 4), (5, 4)] {
             assert_eq!(read("2(x3),1,4(x2)", node).unwrap(), (expected, 15));
@@ -220,12 +220,12 @@ mod tests {
         #![proptest_config(Config { cases: 256, failure_persistence: None, ..Config::default() })]
 
         #[test]
-        fn first_and_count_are_those_of_the_list_written_out((list, all) in written_out()) {
+        fn first_host_and_count_match_the_expanded_list((list, all) in written_out()) {
             prop_assert_eq!(read(&list), (all[0].clone(), all.len() as u64));
         }
 
         #[test]
-        fn no_text_whatever_panics(text in "[a-z0-9,()x\\[\\]-]{0,40}|.{0,40}", node in 0usize..9) {
+        fn random_text_never_panics(text in "[a-z0-9,()x\\[\\]-]{0,40}|.{0,40}", node in 0usize..9) {
             if let Ok(Hosts { first, count }) = hosts("L", &text) {
                 prop_assert!(first.len() <= text.len() && count > 0);
             }

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_finds_out_what_was_set_for_it() {
+    fn spawned_process_reads_the_variables_set_for_it() {
         let all = variables([1, 3, 2], 4000, [1, 4]);
         let look_up = |name: &str| all.iter().find(|(key, _)| *key == name)?.1.clone();
         for nproc in [Nproc::Count(3), Nproc::Auto, Nproc::Gpu, Nproc::Cpu] {
@@ -128,7 +128,7 @@ mod tests {
         }
     }
     #[test]
-    fn a_process_with_threads_is_a_local_one_with_a_parent() {
+    fn spawned_threads_are_a_local_launch_with_a_parent() {
         let all = variables_of_threads(4000, [2, 3]);
         let look_up = |name: &str| all.iter().find(|(key, _)| *key == name)?.1.clone();
         let options = LaunchOptions { nproc: Nproc::Count(5), ..LaunchOptions::default() };

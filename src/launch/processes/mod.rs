@@ -338,7 +338,7 @@ mod tests {
     use crate::ffi::cuda::Cuda;
 
     #[test]
-    fn a_process_that_refuses_its_input_has_the_run_refuse_it() {
+    fn process_that_exits_with_2_makes_the_run_wrong_input() {
         let (count, no_gpu) = (Nproc::Count(2), Cuda::default());
         let placement = place(count, BackendChoice::Threaded, &no_gpu, &NodeSlice::all(8)).unwrap();
         let time = Duration::from_secs(5);

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ranks_are_tied_and_the_minority_of_more_is_suspected() {
+    fn mismatch_of_two_ranks_ties_and_of_more_suspects_the_minority() {
         let end = |calls: &[RankCall]| {
             let error = mismatch(0, calls, |_| Operation::Barrier);
             let text = error.to_string();
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_calls_are_told_together_and_the_fewest_are_blamed() {
+    fn equal_calls_are_grouped_and_the_smallest_group_is_blamed() {
         let mut calls: Vec<RankCall> = (0..600).map(|rank| called(rank, "barrier", 1)).collect();
         calls[17] = called(17, "broadcast", 3);
         calls[19] = called(19, "barrier", 2);
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_may_differ_are_no_difference_beside_one() {
+    fn sizes_that_may_differ_are_no_mismatch() {
         let uneven = |rank, size| {
             called(rank, &format!("all_to_all of float32{SIZES}[{size}] and expecting [1]"), 1)
         };
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn many_different_calls_are_cut_but_not_the_one_to_blame() {
+    fn long_list_of_calls_is_cut_but_keeps_the_blamed_one() {
         let mut calls: Vec<RankCall> =
             (0..40).map(|rank| called(rank, &format!("x {}", rank / 2), 1)).collect();
         calls.push(called(40, "y", 2));
@@ -222,7 +222,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_a_process_tells_is_cut_to_something_printable(
+        fn call_from_random_bytes_is_short_and_printable(
             bytes: Option<Vec<u8>>,
             count in 0..4usize,
         ) {

@@ -14,7 +14,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slices_cover_everything_once() {
+    fn rank_slices_cover_every_element_once() {
         for numel in [0, 1, 63, 64, 65, 1000, 4096] {
             for world_size in 1..6 {
                 let mut next = 0;

@@ -361,7 +361,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nccl_cannot_reduce_is_known_without_it() {
+    fn unsupported_reductions_are_refused_without_nccl() {
         let refusal = |op, kind| {
             let refused = reduction(Operation::Reduce, op, kind).err();
             refused.map(|error| error.to_string()).unwrap_or_default()

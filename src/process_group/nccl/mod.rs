@@ -298,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_has_128_bytes() {
+    fn unique_id_must_have_128_bytes() {
         UniqueId::from_bytes("some/key", &[0xff; 128]).unwrap();
         let refused = UniqueId::from_bytes("some/key", &[0; 127]).unwrap_err();
         assert!(
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_library_is_an_error_and_not_a_panic() {
+    fn missing_libnccl_is_an_error_and_no_panic() {
         match UniqueId::new() {
             Ok(_) => println!("NCCL is installed here: nothing to see"),
             Err(error) => assert!(error.to_string().contains("libnccl was not found"), "{error}"),

@@ -73,7 +73,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_are_more_than_an_error(bytes: [u8; HEADER_INT_BYTES], small: [u8; 3]) {
+        fn header_from_random_bytes_is_valid_or_an_error(bytes: [u8; HEADER_INT_BYTES], small: [u8; 3]) {
             let mut near = bytes;
             // Reasons that may be valid.
             near[24..].fill(0);
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn header_round_trip_is_exact_and_bad_weights_are_refused() {
         let news = StopMessage::from_numbers([7, 2, 1]).unwrap();
         let header = ExchangeHeader { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, news };
         assert_eq!(ExchangeHeader::from_bytes(0, &header.to_bytes()).unwrap(), header);

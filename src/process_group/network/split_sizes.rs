@@ -117,7 +117,7 @@ mod tests {
     use crate::process_group::reduce_op::ReduceOp;
 
     #[test]
-    fn what_one_process_sends_another_expects() {
+    fn split_sizes_of_sender_and_receiver_agree() {
         let processes = [0..2, 2..3, 3..6];
         for operation in [
             Operation::AllReduce,

@@ -214,7 +214,7 @@ mod tests {
 
     /// On CPU tensors, the GPU kernels and the CPU loops give the same bits: the same order, in the same precision.
     #[test]
-    fn both_ways_to_reduce_agree() {
+    fn loops_and_kernels_reduce_to_the_same_bits() {
         use Kind::{BFloat16, Bool, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};
         use ReduceOp::{Avg, Band, Bor, Bxor, Max, Min, PremulSum, Product, Sum};
         let kinds = [Double, Float, Half, BFloat16, Int64, Int, Int16, Int8, Uint8, Bool];

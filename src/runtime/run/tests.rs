@@ -5,7 +5,7 @@ use strum::IntoEnumIterator;
 use super::*;
 
 #[test]
-fn an_activity_survives_its_packing() {
+fn activity_round_trip_is_exact() {
     let activity = Activity::default();
     assert_eq!(activity.now(), OpId { operation: Operation::UserCode, sequence: 0 });
     for operation in Operation::iter() {
@@ -20,7 +20,7 @@ fn an_activity_survives_its_packing() {
 }
 
 #[test]
-fn asking_a_device_ends_when_it_is_done_or_late_or_the_run_has_failed() {
+fn poll_ends_when_done_late_or_cancelled() {
     let run = RunContext::new(2, Duration::from_secs(60), None);
     let asked = std::cell::Cell::new(0);
     let third_time = || Ok(asked.replace(asked.get() + 1) == 2);
@@ -33,7 +33,7 @@ fn asking_a_device_ends_when_it_is_done_or_late_or_the_run_has_failed() {
 }
 
 #[test]
-fn what_a_rank_says_after_it_was_told_to_stop_is_an_echo() {
+fn errors_after_the_first_failure_are_echoes() {
     let run = RunContext::new(3, Duration::from_secs(1), None);
     run.check(0).unwrap();
     run.report(1, None, "the cause".into());
@@ -46,7 +46,7 @@ fn what_a_rank_says_after_it_was_told_to_stop_is_an_echo() {
 }
 
 #[test]
-fn a_rank_is_overdue_from_its_end_on() {
+fn rank_is_overdue_only_after_it_finished() {
     let [strict, patient] =
         [Duration::ZERO, Duration::from_secs(60)].map(|timeout| RunContext::new(2, timeout, None));
     assert!(!strict.is_overdue(0));
@@ -77,7 +77,7 @@ impl PeerStatus for Other {
 }
 
 #[test]
-fn who_waits_for_nccl_names_the_ranks_of_other_processes_that_have_not_come() {
+fn nccl_timeout_names_the_ranks_that_did_not_arrive() {
     use Operation::{AllReduce, Broadcast, Init, Step};
     for (others, named) in [
         ([AllReduce, Step], &[2][..]),

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_a_column_have_the_same_decimals() {
+    fn numbers_of_a_column_have_equal_decimals() {
         assert_eq!(numbers(&[0.5, -0.25], 6), ["0.500000", "-0.250000"]);
         assert_eq!(numbers(&[12.5, 1.0], 6), ["12.5000", "1.0000"]);
         assert_eq!(numbers(&[0.0], 6), ["0.000000"]);
@@ -109,14 +109,14 @@ mod tests {
     }
 
     #[test]
-    fn columns_are_aligned_whatever_takes_two_columns() {
+    fn columns_align_with_wide_characters() {
         let row = |cells: [&str; 3]| cells.map(String::from).to_vec();
         let lines = table(&[row(["", "样本", "损失"]), row(["rank 0", "1 2", "0.5"])]);
         assert_eq!(lines, ["          样本  损失", "  rank 0  1 2    0.5"]);
     }
 
     #[test]
-    fn lines_of_chinese_end_where_they_may() {
+    fn chinese_lines_break_at_permitted_places() {
         let text = "各 rank 的梯度（都在桶里），求平均：rank 0 与 rank 1。".repeat(20);
         for start in 0..40 {
             let lines = paragraph(&text.chars().skip(start).collect::<String>());
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_that_do_not_fit_are_left_out() {
+    fn samples_beyond_the_width_are_left_out() {
         assert_eq!(samples(&[1, 2, 3], 3), "1 2 3");
         assert_eq!(samples(&[1, 2, 3], 32), "1 2 3 ...");
         assert_eq!(samples(&[123456, 234567, 345678, 4], 4), "123456 234567 ...");

@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lost_is_told_with_what_to_do() {
+    fn advice_names_the_loss_and_the_remedy() {
         let well =
             PhaseSeconds { forward: 4.0, backward: 5.0, collectives: 1.0, ..Default::default() };
         assert_eq!(outside_collectives(&[well, well]), Some(0.9));
@@ -261,7 +261,7 @@ mod tests {
         ));
     }
     #[test]
-    fn more_ranks_are_not_advised_where_there_are_no_cores_for_them() {
+    fn more_ranks_are_advised_only_with_free_cores() {
         let well = PhaseSeconds { forward: 4.0, backward: 5.0, ..Default::default() };
         let told = |phases: &[PhaseSeconds], count, threads_per_rank| {
             let cores = Cores { count, local_ranks: phases.len(), threads_per_rank };

@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_can_be_read() {
+    fn events_are_read_back_as_written() {
         // The check value of CRC-32C.
         assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
         let folder = tempfile::tempdir().unwrap();
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_flushed_is_not_lost() {
+    fn unflushed_events_are_written_on_drop() {
         let folder = tempfile::tempdir().unwrap();
         let mut board = TensorBoard::create(folder.path()).unwrap();
         let path = board.path().to_owned();
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn awkward_values_have_a_histogram() {
+    fn histogram_of_nonfinite_and_extreme_values_is_valid() {
         let same = histogram(&[3.; 5]);
         assert_eq!((same.min, same.max, same.bucket[0]), (3., 3., 5.));
         assert_eq!(histogram(&[f32::NAN]).num, 0.);

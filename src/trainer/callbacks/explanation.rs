@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_is_named_by_its_place_in_the_tensor() {
+    fn flat_index_is_shown_as_tensor_indices() {
         assert_eq!(indices(7, &[1, 20]), "[0][7]");
         assert_eq!(indices(23, &[2, 3, 4]), "[1][2][3]");
         assert_eq!(indices(0, &[]), "");

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_that_differs_is_named_with_the_ranks_that_may_be_wrong() {
+    fn first_different_parameter_is_named_with_its_suspects() {
         let names = ["a", "b", "c"].map(String::from);
         let found = |all: &[i64], ranks: &[usize]| {
             let count = all.len() / ranks.len().max(1);

@@ -107,7 +107,7 @@ fn refused(variables: &[&str], options: &LaunchOptions) -> String {
 }
 
 #[test]
-fn each_launcher_is_found_by_its_variables() {
+fn launchers_are_detected_by_their_variables() {
     use LaunchChoice as Choice;
     let nobody = Choice::Local;
     for (variables, choice, kind, places, nnodes, master) in [
@@ -170,7 +170,7 @@ fn each_launcher_is_found_by_its_variables() {
 }
 
 #[test]
-fn what_only_torchrun_tells() {
+fn torchrun_specific_variables_are_read() {
     let launch = found(TORCHRUN);
     assert!(launch.master.unwrap().agent_store);
     assert_eq!((launch.run_id.as_str(), launch.threads_per_rank), ("none", Some(1)));
@@ -191,7 +191,7 @@ fn what_only_torchrun_tells() {
 }
 
 #[test]
-fn how_many_ranks_a_process_has() {
+fn rank_count_per_process_follows_launcher_and_flags() {
     let ranks = |variables: &str, nproc, gpus| {
         let options = LaunchOptions { nproc, ..LaunchOptions::default() };
         let launch = with(&[variables], &options, gpus).unwrap();
@@ -226,7 +226,7 @@ fn how_many_ranks_a_process_has() {
 }
 
 #[test]
-fn the_more_particular_launcher_wins() {
+fn nested_launchers_resolve_to_the_most_specific() {
     let kind = |variables: &[&str]| with(variables, &LaunchOptions::default(), 0).unwrap().kind;
     // Nested launchers: srun torchrun, torchrun in a pod, mpirun in a pod.
     assert_eq!(kind(&[SRUN_NODES, TORCHRUN]), LaunchKind::Torchrun);
@@ -249,7 +249,7 @@ fn the_more_particular_launcher_wins() {
 }
 
 #[test]
-fn several_machines_by_hand() {
+fn launch_by_hand_takes_nodes_and_master_from_flags() {
     let launch = with(&[SBATCH], &by_hand(), 4).unwrap();
     assert_eq!(
         (launch.kind, launch.nproc, launch.nnodes),
@@ -270,7 +270,7 @@ fn several_machines_by_hand() {
 }
 
 #[test]
-fn flags_beside_a_launcher() {
+fn flags_may_agree_with_or_complete_the_launcher() {
     // Flags that agree with the launcher.
     let agreeing =
         LaunchOptions { nnodes: Some(2), node_rank: Some(1), ..LaunchOptions::default() };
@@ -286,7 +286,7 @@ fn flags_beside_a_launcher() {
 }
 
 #[test]
-fn a_process_s_part_of_the_machine() {
+fn node_share_has_index_cores_and_threads() {
     let share = |variables: &str, cores| found(variables).share(cores);
     assert_eq!(
         share(TORCHRUN, 8),

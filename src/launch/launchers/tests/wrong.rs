@@ -6,7 +6,7 @@ use proptest::test_runner::Config;
 use super::*;
 
 #[test]
-fn what_is_wrong_is_named() {
+fn invalid_variables_are_refused_by_name() {
     let auto = LaunchOptions::default();
     for (variables, complaint) in [
         (&["RANK=0"][..], "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are not set, but RANK is"),
@@ -112,7 +112,7 @@ fn what_is_wrong_is_named() {
 }
 
 #[test]
-fn a_launcher_that_was_asked_for_must_be_there() {
+fn requested_launcher_without_its_variables_is_refused() {
     for (choice, variables, complaint) in [
         (
             LaunchChoice::Torchrun,
@@ -136,7 +136,7 @@ fn a_launcher_that_was_asked_for_must_be_there() {
 }
 
 #[test]
-fn flags_that_say_other_than_the_launcher_are_refused() {
+fn flags_that_contradict_the_launcher_are_refused() {
     let default = LaunchOptions::default;
     let nnodes = LaunchOptions { nnodes: Some(5), ..default() };
     let node_rank = LaunchOptions { node_rank: Some(9), ..default() };
@@ -232,7 +232,7 @@ proptest! {
     #![proptest_config(Config { cases: 2000, failure_persistence: None, ..Config::default() })]
 
     #[test]
-    fn whatever_the_environment_the_answer_makes_sense((variables, options) in any_environment(), gpus in 0usize..5) {
+    fn detect_in_a_random_environment_is_consistent((variables, options) in any_environment(), gpus in 0usize..5) {
         let map: HashMap<_, _> = variables.iter().cloned().collect();
         match detect(&|name| map.get(name).cloned(), &options, gpus) {
             Ok(launch) => {

@@ -144,7 +144,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(frames in prop::collection::vec(frame(), 0..5)) {
+        fn frames_round_trip_exactly(frames in prop::collection::vec(frame(), 0..5)) {
             let mut bytes = Vec::new();
             frames.iter().for_each(|frame| frame.write(&mut bytes).unwrap());
             let mut rest = &bytes[..];
@@ -155,7 +155,7 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_are_more_than_an_error(
+        fn frames_from_changed_bytes_never_panic(
             frame in frame(),
             changes: Vec<(prop::sample::Index, u8)>,
             others: Vec<u8>,
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn offers_that_no_process_makes_are_refused() {
+    fn invalid_offers_are_refused() {
         let offer = |source, destination, kind: &str, shape: &[i64]| {
             let (kind, shape) = (kind.into(), shape.into());
             let offer = Offer { id: 0, source, destination, tag: 0, kind, shape };

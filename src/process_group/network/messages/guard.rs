@@ -27,7 +27,7 @@ mod tests {
     use crate::operation::Operation;
 
     #[test]
-    fn a_panic_is_a_failure_of_the_rank_that_was_served() {
+    fn panic_is_a_failure_of_the_served_rank() {
         let timeout = Duration::from_secs(60);
         let receives = OpId { operation: Operation::Recv, sequence: 7 };
         for (at, served) in [(Some(receives), 2), (None, 1)] {

@@ -112,7 +112,7 @@ impl Process {
 
 /// The peer promises a connection and opens none, or no thread serves the connection any more.
 #[test]
-fn a_rank_ends_also_when_nobody_serves_its_connection() {
+fn send_ends_when_no_thread_serves_its_connection() {
     let fail = |it: &Process| it.run.report(1, None, "the cause".into());
     let panic = |it: &Process| it.messages.0.context.thread(|_| panic!("the cause")).unwrap();
     let nothing = |_: &Process| {};
@@ -146,7 +146,7 @@ fn a_rank_ends_also_when_nobody_serves_its_connection() {
 }
 
 #[test]
-fn a_link_that_has_ended_takes_no_connection() {
+fn closed_link_accepts_no_connection() {
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
     let mine = process(&store, 1);
     let Connections { context, links, .. } = &*mine.messages.0;
@@ -165,7 +165,7 @@ fn a_link_that_has_ended_takes_no_connection() {
 
 /// The error names the rank of the process that began to send, and not a rank that is busy elsewhere.
 #[test]
-fn a_receive_from_anybody_that_is_lost_blames_the_other_end() {
+fn lost_receive_from_any_source_blames_the_sender() {
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
     let mine = one_of(3, &store, 1, TIMEOUT);
     mine.run.activity[2].enter(Operation::Send, 0);
@@ -191,7 +191,7 @@ fn a_receive_from_anybody_that_is_lost_blames_the_other_end() {
 
 /// A peer without a valid greeting is disconnected, whatever it sends.
 #[test]
-fn strangers_are_let_go() {
+fn connections_without_a_valid_greeting_are_closed() {
     let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT, never()).unwrap();
     let [one, other] = [0, 1].map(|mine| process(&store, mine));
     let (address, token) = address(&store, 1);
@@ -222,7 +222,7 @@ fn strangers_are_let_go() {
 
 /// A peer that has the token but breaks the protocol ends the connection, and every wait for it.
 #[test]
-fn what_no_process_says_ends_the_wait_for_it() {
+fn protocol_violation_ends_pending_operations() {
     let offer = |source, destination, shape: &[i64]| {
         let (kind, shape) = ("int64".into(), shape.into());
         Frame::Offer(Offer { id: 0, source, destination, tag: 0, kind, shape })
@@ -255,7 +255,7 @@ fn what_no_process_says_ends_the_wait_for_it() {
 }
 
 #[test]
-fn the_address_is_that_of_the_interface() {
+fn address_is_that_of_the_given_interface() {
     assert!(address_of("lo,eth0").unwrap().is_loopback());
     let error = address_of("none-such").unwrap_err().to_string();
     assert!(error.contains("none-such (GLOO_SOCKET_IFNAME)"), "{error}");

@@ -110,24 +110,24 @@ fn reduce_again_and_again(world_size: usize, times: u64, preemptions: Option<usi
 }
 
 #[test]
-fn two_ranks_exchange() {
+fn two_ranks_exchange_in_every_order() {
     exchange_again_and_again(2, 1, None);
     exchange_again_and_again(2, 4, Some(4));
 }
 
 #[test]
-fn three_ranks_exchange() {
+fn three_ranks_exchange_in_every_order() {
     exchange_again_and_again(3, 1, Some(3));
     exchange_again_and_again(3, 3, Some(2));
 }
 
 #[test]
-fn two_ranks_reduce() {
+fn two_ranks_reduce_in_every_order() {
     reduce_again_and_again(2, 1, None);
     reduce_again_and_again(2, 3, Some(4));
 }
 
 #[test]
-fn three_ranks_reduce() {
+fn three_ranks_reduce_in_every_order() {
     reduce_again_and_again(3, 2, Some(2));
 }

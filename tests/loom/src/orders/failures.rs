@@ -101,25 +101,25 @@ fn a_rank_ends(world_size: usize, nth: u64, preemptions: Option<usize>) {
 }
 
 #[test]
-fn a_rank_of_two_fails() {
+fn failure_of_one_of_two_ranks_ends_both() {
     a_rank_fails(2, 0, None);
     a_rank_fails(2, 1, Some(4));
 }
 
 #[test]
-fn a_rank_of_three_fails() {
+fn failure_of_one_of_three_ranks_ends_all() {
     a_rank_fails(3, 0, Some(2));
     a_rank_fails(3, 1, Some(2));
 }
 
 #[test]
-fn a_rank_of_two_ends() {
+fn exit_of_one_of_two_ranks_ends_both() {
     a_rank_ends(2, 0, None);
     a_rank_ends(2, 1, Some(4));
 }
 
 #[test]
-fn a_rank_of_three_ends() {
+fn exit_of_one_of_three_ranks_ends_all() {
     a_rank_ends(3, 0, Some(3));
     a_rank_ends(3, 1, Some(2));
 }
@@ -144,13 +144,13 @@ fn another_rank_fails(members: usize, times: u64, preemptions: Option<usize>) {
 }
 
 #[test]
-fn another_rank_fails_while_two_reduce() {
+fn failure_of_an_outside_rank_ends_two_reducing_ranks() {
     another_rank_fails(2, 1, Some(4));
     another_rank_fails(2, 2, Some(3));
 }
 
 #[test]
-fn another_rank_fails_while_three_reduce() {
+fn failure_of_an_outside_rank_ends_three_reducing_ranks() {
     another_rank_fails(3, 1, Some(2));
 }
 
@@ -180,7 +180,7 @@ fn ranks_give_up(hurried: usize, world_size: usize, times: u64, preemptions: Opt
 }
 
 #[test]
-fn ranks_of_two_give_up() {
+fn timeout_on_any_of_two_ranks_is_consistent() {
     for hurried in [1, 2] {
         ranks_give_up(hurried, 2, 1, Some(5));
         ranks_give_up(hurried, 2, 2, Some(3));
@@ -188,7 +188,7 @@ fn ranks_of_two_give_up() {
 }
 
 #[test]
-fn ranks_of_three_give_up() {
+fn timeout_on_any_of_three_ranks_is_consistent() {
     for hurried in [1, 2, 3] {
         ranks_give_up(hurried, 3, 1, Some(2));
     }
@@ -197,7 +197,7 @@ fn ranks_of_three_give_up() {
 /// The first rank gives up as soon as it waits, and both ranks ignore the error and call again. Meanwhile the other may
 /// still read the announcements of the last exchange that all ranks entered.
 #[test]
-fn ranks_call_on_after_a_failure() {
+fn calls_after_a_failure_keep_failing() {
     let outcomes = in_every_order(
         "2 ranks call on after a failure",
         2,

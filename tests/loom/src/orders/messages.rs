@@ -110,13 +110,13 @@ fn receive(
 }
 
 #[test]
-fn what_a_rank_sent_before_it_ended_is_received() {
+fn message_sent_before_the_sender_ended_is_received() {
     let outcomes = receive("a message", 2, TIMEOUT, None, |_, message| message.send());
     assert_eq!(outcomes, BTreeSet::from(["received"]));
 }
 
 #[test]
-fn what_will_not_come_is_not_waited_for() {
+fn message_of_a_failed_or_ended_sender_is_not_waited_for() {
     let fail = |rank, message: &Message| message.run.report(rank, None, "the cause".into());
     let outcomes = receive("a sender that fails", 2, TIMEOUT, None, fail);
     assert_eq!(outcomes, BTreeSet::from(["cancelled"]));
@@ -125,7 +125,7 @@ fn what_will_not_come_is_not_waited_for() {
 }
 
 #[test]
-fn who_gives_up_has_the_memory_back() {
+fn abandoned_receive_gets_its_memory_back() {
     let send = |_, message: &Message| message.send();
     let outcomes = receive("a message, too late", 2, Duration::ZERO, None, send);
     assert_eq!(outcomes, BTreeSet::from(["late", "received"]));

@@ -4,7 +4,7 @@ use super::{TIMEOUT, Watched, in_every_order};
 use crate::runtime::RunContext;
 
 #[test]
-fn a_rank_waits_until_all_it_handed_over_is_over() {
+fn rank_waits_until_its_pending_operations_are_over() {
     in_every_order(
         "a rank and two communication threads",
         3,

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{AT, barrier_of, in_every_order};
 
-fn nobody_passes_before_all_have_come(
+fn barrier_holds_until_all_ranks_have_arrived(
     world_size: usize,
     rounds: usize,
     preemptions: Option<usize>,
@@ -31,13 +31,13 @@ fn nobody_passes_before_all_have_come(
 }
 
 #[test]
-fn two_ranks() {
-    nobody_passes_before_all_have_come(2, 1, None);
-    nobody_passes_before_all_have_come(2, 4, Some(4));
+fn barrier_of_two_ranks_holds_in_every_order() {
+    barrier_holds_until_all_ranks_have_arrived(2, 1, None);
+    barrier_holds_until_all_ranks_have_arrived(2, 4, Some(4));
 }
 
 #[test]
-fn three_ranks() {
-    nobody_passes_before_all_have_come(3, 1, Some(3));
-    nobody_passes_before_all_have_come(3, 2, Some(2));
+fn barrier_of_three_ranks_holds_in_every_order() {
+    barrier_holds_until_all_ranks_have_arrived(3, 1, Some(3));
+    barrier_holds_until_all_ranks_have_arrived(3, 2, Some(2));
 }

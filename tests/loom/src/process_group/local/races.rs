@@ -147,7 +147,7 @@ fn are_all_the_same(done: &[u64]) -> bool {
 }
 
 #[test]
-fn ranks_exchange_again_and_again() {
+fn repeated_exchanges_have_no_race() {
     for world_size in 2..=4 {
         on_threads(world_size, 0, |mut rank| {
             for sequence in 0..500 {
@@ -159,7 +159,7 @@ fn ranks_exchange_again_and_again() {
 }
 
 #[test]
-fn ranks_reduce_again_and_again() {
+fn repeated_reductions_have_no_race() {
     for world_size in 1..=4 {
         on_threads(world_size, 0, |mut rank| {
             for sequence in 0..200 {
@@ -171,7 +171,7 @@ fn ranks_reduce_again_and_again() {
 }
 
 #[test]
-fn a_rank_fails_at_any_time() {
+fn failure_at_any_moment_has_no_race() {
     for attempt in 0..100 {
         let done = on_threads(3, attempt, |mut rank| {
             for sequence in 0..4 {
@@ -191,7 +191,7 @@ fn a_rank_fails_at_any_time() {
 }
 
 #[test]
-fn a_deadline_strikes_at_any_time() {
+fn timeout_at_any_moment_has_no_race() {
     for attempt in 0..100 {
         let done = on_threads(3, attempt, |mut rank| {
             for sequence in 0..4 {
@@ -210,7 +210,7 @@ fn a_deadline_strikes_at_any_time() {
 
 /// Its tensor is there until the others are through.
 #[test]
-fn a_rank_panics_at_work() {
+fn panic_within_a_reduction_has_no_race() {
     for attempt in 0..50 {
         on_threads(3, attempt, |mut rank| {
             let panics = rank.rank == 1;
