@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use super::layout::{MODEL, newest_in, pointed};
 use crate::ddp::{bytes_of, state_dict};
 use crate::error::{Error, Result};
-use crate::ffi::MappedFile;
+use crate::ffi::{MappedFile, TorchResult};
 
 /// The dtypes of libtorch and those of safetensors, as PyTorch's safetensors maps them.
 const DTYPES: [(Kind, Dtype); 10] = [
@@ -129,7 +129,7 @@ impl TensorFile {
             let shape: Vec<i64> = view.shape().iter().map(|&n| n as i64).collect();
             // The length is right: the file was checked.
             let tensor = Tensor::f_from_data_size(view.data(), &shape, kind);
-            Ok((name.into(), tensor.map_err(Error::torch("making a tensor"))?))
+            Ok((name.into(), tensor.doing("making a tensor")?))
         };
         parsed.iter().map(tensor).collect()
     }
@@ -169,7 +169,7 @@ impl TensorFile {
             )));
         }
         tch::no_grad(|| copies.into_iter().try_for_each(|(mut to, from)| to.f_copy_(&from)))
-            .map_err(Error::torch("loading the model"))
+            .doing("loading the model")
     }
 }
 

@@ -3,7 +3,8 @@
 use tch::Tensor;
 
 use super::Batch;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::process_group::num_bytes;
 
 /// Gathers several batches at a time and splits them. This saves a libtorch call per tensor and step, without a
@@ -34,7 +35,7 @@ impl Blocks {
         let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
         let total = indices.len() as i64;
         let on_device = || Tensor::f_from_slice(&indices)?.f_to_device(inputs.device());
-        let indices = on_device().map_err(Error::torch("the epoch's indices"))?;
+        let indices = on_device().doing("the epoch's indices")?;
         let sample_bytes = |tensor: &Tensor| {
             num_bytes(tensor.kind(), tensor.numel()) / tensor.size()[0].max(1) as usize
         };
@@ -60,16 +61,14 @@ impl Blocks {
         let block = match &mut self.block {
             Some(block) if block.0 == first => block,
             block => {
-                let (inputs, targets) = gather().map_err(Error::torch("gathering samples"))?;
+                let (inputs, targets) = gather().doing("gathering samples")?;
                 block.insert((first, inputs, targets))
             }
         };
         let start = number * self.batch_size;
         let len = self.batch_size.min(self.total - start);
         let within = start - first * self.batch_size;
-        let cut = |tensor: &Tensor| {
-            tensor.f_narrow(0, within, len).map_err(Error::torch("cutting a batch"))
-        };
+        let cut = |tensor: &Tensor| tensor.f_narrow(0, within, len).doing("cutting a batch");
         Ok(Batch { inputs: cut(&block.1)?, targets: cut(&block.2)?, len })
     }
 }

@@ -7,7 +7,7 @@ use std::sync::PoisonError;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi::{SharedTensor, fork_rng};
+use crate::ffi::{SharedTensor, TorchResult, fork_rng};
 
 /// The sort of targets that a model predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,8 +150,7 @@ impl TensorDataset {
             };
             Ok((inputs, targets))
         };
-        let (inputs, targets) =
-            fork_rng(seed, draw)?.map_err(Error::torch("making the random data set"))?;
+        let (inputs, targets) = fork_rng(seed, draw)?.doing("making the random data set")?;
         Self::new(inputs, targets)
     }
 
@@ -175,9 +174,8 @@ impl TensorDataset {
             return Ok(copy.handles());
         }
         let (inputs, targets) = self.samples.handles();
-        let copy = |tensor: Tensor| {
-            tensor.f_to_device(device).map_err(Error::torch("copying the data set to the GPU"))
-        };
+        let copy =
+            |tensor: Tensor| tensor.f_to_device(device).doing("copying the data set to the GPU");
         let (inputs, targets) =
             (SharedTensor::new(copy(inputs)?), SharedTensor::new(copy(targets)?));
         let samples = Samples { inputs, targets };

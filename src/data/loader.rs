@@ -12,6 +12,7 @@ use super::staging::Staging;
 use super::workers::{Loading, Workers};
 use super::{Dataset, DistributedSampler};
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 
 /// Inputs and targets of a few samples, on the rank's device.
@@ -273,7 +274,7 @@ impl DataLoader {
         };
         let none = |tensor: Tensor| tensor.f_narrow(0, 0, 0)?.f_to_device(self.device);
         let both = || Ok((none(inputs)?, none(targets)?));
-        both().map_err(Error::torch("a batch without samples"))
+        both().doing("a batch without samples")
     }
 }
 
@@ -339,9 +340,8 @@ impl Batches {
             }
             Source::Workers(loading) => loading.next()?,
         };
-        let on_device = |tensor: Tensor| {
-            tensor.f_to_device(self.device).map_err(Error::torch("copying a batch to the device"))
-        };
+        let on_device =
+            |tensor: Tensor| tensor.f_to_device(self.device).doing("copying a batch to the device");
         let (inputs, targets) = match &self.staging {
             Some(staging) => staging.send(&inputs, &targets)?,
             None => (on_device(inputs)?, on_device(targets)?),

@@ -10,6 +10,7 @@ use tch::Tensor;
 use super::loader::num_batches;
 use super::{Batch, DataLoader, DistributedSampler};
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, dtype_name, parse_dtype};
 
 /// Scatters each rank's batches from rank 0, the only rank with the data.
@@ -157,7 +158,7 @@ impl Sample {
     fn scatter(&self, len: i64, all: &[Tensor], group: &ProcessGroup) -> Result<Tensor> {
         let shape = [&[len], &self.shape[..]].concat();
         let mut mine = Tensor::f_empty(shape, (parse_dtype(&self.dtype)?, group.device()))
-            .map_err(Error::torch("making room for a batch"))?;
+            .doing("making room for a batch")?;
         group.scatter(&mut mine, (group.rank() == 0).then_some(all), 0)?;
         Ok(mine)
     }

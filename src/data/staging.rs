@@ -5,7 +5,8 @@ use std::rc::Rc;
 
 use tch::{Device, TchError, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::ffi::cuda::Event;
 use crate::process_group::ProcessGroup;
 
@@ -44,9 +45,9 @@ impl Staging {
                 .f_internal_pin_memory(Device::Cuda(gpu))
         };
         let buffer = |_| {
-            let pinned = Error::torch("allocating pinned memory for batches");
+            let doing = "allocating pinned memory for batches";
             let both = || Ok((room(&sample.0)?, room(&sample.1)?));
-            let (inputs, targets) = both().map_err(pinned)?;
+            let (inputs, targets) = both().doing(doing)?;
             Ok(Buffer { inputs, targets, copied: Event::new()? })
         };
         let buffers = (0..count).map(buffer).collect::<Result<_>>()?;
@@ -62,7 +63,7 @@ impl Staging {
         self.group.wait_for_device(&buffer.copied)?;
         let copy =
             || Ok((self.through(&buffer.inputs, inputs)?, self.through(&buffer.targets, targets)?));
-        let copies = copy().map_err(Error::torch("copying a batch to the device"));
+        let copies = copy().doing("copying a batch to the device");
         // Recorded after an error too: one of the two copies may be in flight.
         buffer.copied.record(self.gpu)?;
         copies

@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
 /// Options for ranks that have run out of inputs. Follows the arguments of `DistributedDataParallel.join`.
@@ -84,5 +85,5 @@ pub(super) fn all_reduce_number(group: &ProcessGroup, mine: i64, op: ReduceOp) -
     let mut number = Tensor::from_slice(&[mine]).to_kind(Kind::Int64).to_device(group.device());
     group.all_reduce(&mut number, op)?;
     group.synchronize()?;
-    number.f_int64_value(&[0]).map_err(Error::torch("reading a number"))
+    number.f_int64_value(&[0]).doing("reading a number")
 }

@@ -9,6 +9,7 @@ use super::reducer::Reducer;
 use super::turn::Turn;
 use crate::error::{Error, Result};
 use crate::ffi;
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 use crate::runtime::CallSite;
 
@@ -168,9 +169,7 @@ fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Result<Tensor
     }
     models.iter().try_for_each(|model| model.reducer().add_samples(samples, model.averages()))?;
     match factors[..] {
-        [factor] if factor != 1.0 => {
-            loss.f_mul_scalar(factor).map_err(Error::torch("weighting the loss"))
-        }
+        [factor] if factor != 1.0 => loss.f_mul_scalar(factor).doing("weighting the loss"),
         _ => Ok(loss.shallow_clone()),
     }
 }

@@ -10,6 +10,7 @@ use super::reducer::Reducer;
 use super::reducer_state::ReducerState;
 use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 
 /// The contents of [`SavedCommHook`] other than tensors.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -71,12 +72,12 @@ impl SavedCommHook {
         tensor_of: impl Fn(usize) -> Result<&'a Tensor>,
     ) -> Result<Tensor> {
         let ranks = self.record.world_size;
-        let torch = || Error::torch("the mean over the ranks");
-        let mut sum = first.f_detach_copy().map_err(torch())?;
+        let doing = "the mean over the ranks";
+        let mut sum = first.f_detach_copy().doing(doing)?;
         for rank in 1..ranks {
-            sum = sum.f_add(tensor_of(rank)?).map_err(torch())?;
+            sum = sum.f_add(tensor_of(rank)?).doing(doing)?;
         }
-        sum.f_div_scalar(ranks as f64).map_err(torch())
+        sum.f_div_scalar(ranks as f64).doing(doing)
     }
 }
 
@@ -88,25 +89,25 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::Torch`], and the errors of [`ProcessGroup::gather`](crate::ProcessGroup::gather).
     pub fn comm_hook_state(&self) -> Result<Option<SavedCommHook>> {
         let Some((name, state)) = self.reducer.comm_hook_state()? else { return Ok(None) };
-        let (group, torch) = (&self.group, || Error::torch("copying the state of a hook"));
+        let (group, doing) = (&self.group, "copying the state of a hook");
         let copy = |tensor: &Tensor| tensor.f_to_device(Device::Cpu)?.f_detach_copy();
         let mut tensors = BTreeMap::new();
         for (key, tensor) in &state.local {
             let zeros = |_| tensor.f_zeros_like();
             let ranks = if group.rank() == 0 { 0..group.world_size() } else { 0..0 };
-            let mut all = ranks.map(zeros).collect::<Result<Vec<_>, _>>().map_err(torch())?;
+            let mut all = ranks.map(zeros).collect::<Result<Vec<_>, _>>().doing(doing)?;
             let list = (group.rank() == 0).then_some(&mut all[..]);
             group.gather(tensor, list, 0)?;
             group.synchronize()?;
             for (rank, tensor) in all.iter().enumerate() {
-                tensors.insert(format!("rank{rank}/{key}"), copy(tensor).map_err(torch())?);
+                tensors.insert(format!("rank{rank}/{key}"), copy(tensor).doing(doing)?);
             }
         }
         if group.rank() != 0 {
             return Ok(None);
         }
         for (key, tensor) in &state.shared {
-            tensors.insert(format!("{SHARED}{key}"), copy(tensor).map_err(torch())?);
+            tensors.insert(format!("{SHARED}{key}"), copy(tensor).doing(doing)?);
         }
         let order = self.reducer.order();
         let (counters, world_size) = (state.counters, group.world_size());
@@ -158,7 +159,7 @@ impl Reducer {
         reduce_path.run(group, |group| {
             for tensor in kept.shared.values_mut().chain(kept.local.values_mut()) {
                 let moved = tensor.f_to_device(group.device());
-                *tensor = moved.map_err(Error::torch("moving the state of a hook"))?;
+                *tensor = moved.doing("moving the state of a hook")?;
             }
             Ok(())
         })?;

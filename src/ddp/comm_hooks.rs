@@ -6,6 +6,7 @@ use std::fmt;
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::optim::ParamSpan;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
@@ -176,22 +177,22 @@ impl CommHook for Compress {
     }
 
     fn reduce(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
-        let torch = || Error::torch("compressing gradients");
+        let doing = "compressing gradients";
         let known = self.converted.remove(&bucket.index);
         let mut small = match known.filter(|t| t.size() == bucket.gradients.size()) {
             Some(known) => known,
             None => {
                 let (shape, device) = (bucket.gradients.size(), bucket.gradients.device());
-                Tensor::f_empty(&shape[..], (self.dtype, device)).map_err(torch())?
+                Tensor::f_empty(&shape[..], (self.dtype, device)).doing(doing)?
             }
         };
         let convert = || {
             small.f_copy_(bucket.gradients)?;
             small.f_div_scalar_(group.world_size() as f64).map(drop)
         };
-        tch::no_grad(convert).map_err(torch())?;
+        tch::no_grad(convert).doing(doing)?;
         group.all_reduce_weighted(&mut small, ReduceOp::Sum, bucket.weight)?;
-        tch::no_grad(|| bucket.gradients.f_copy_(&small)).map_err(torch())?;
+        tch::no_grad(|| bucket.gradients.f_copy_(&small)).doing(doing)?;
         self.converted.insert(bucket.index, small);
         Ok(())
     }

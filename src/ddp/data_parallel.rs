@@ -15,7 +15,7 @@ use super::options::DdpOptions;
 use super::parameters::{self, NamedTensor};
 use super::statistics::{BackwardTimings, DdpStatistics};
 use crate::error::{Error, Result};
-use crate::ffi::backward;
+use crate::ffi::{TorchResult, backward};
 use crate::operation::Operation;
 use crate::optim::{FlatBuffer, GradState, clip_grad_norm};
 use crate::process_group::{ProcessGroup, num_bytes};
@@ -84,7 +84,7 @@ impl<M> DataParallel<M> {
                     .collect()
             };
             let gathered = layout.buffers.iter().map(of_all_ranks).collect::<Result<_, _>>();
-            gathered.map_err(Error::torch("making room for all ranks' gradients"))?
+            gathered.doing("making room for all ranks' gradients")?
         } else {
             Vec::new()
         };
@@ -187,7 +187,7 @@ impl<M> DataParallel<M> {
         if self.group.rank() == 0 {
             let copies = self.layout.buffers.iter().map(|buffer| buffer.gradients.f_detach_copy());
             let copies = copies.collect::<Result<_, _>>();
-            self.before = copies.map_err(Error::torch("keeping the gradients"))?;
+            self.before = copies.doing("keeping the gradients")?;
         }
         self.has_gathered = false;
         self.layout.zero_grad()
@@ -209,7 +209,7 @@ impl<M> DataParallel<M> {
                 let before = self.before.get(index);
                 before.map_or(Ok(()), |before| mean.f_add_(before).map(drop))
             };
-            average().map_err(Error::torch("averaging the gradients"))?;
+            average().doing("averaging the gradients")?;
         }
         self.before.clear();
         self.has_gathered = true;

@@ -5,6 +5,7 @@ use tch::Tensor;
 use super::parameters;
 use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 
 /// A probe of the first parameter of a model.
 #[derive(Debug)]
@@ -26,7 +27,7 @@ impl<M> DistributedDataParallel<M> {
         let first = parameters::trained(&self.tensors).next();
         let first = first.ok_or_else(|| Error::Input("the model has no parameters".into()))?;
         let local = first.tensor.f_detach().and_then(|tensor| tensor.f_zeros_like());
-        let local = local.map_err(Error::torch("zeros_like"))?;
+        let local = local.doing("zeros_like")?;
         self.reducer.set_probe(Some(local.shallow_clone()));
         let (name, parameter) = (first.name.clone(), first.tensor.shallow_clone());
         Ok(GradProbe { name, parameter, local })

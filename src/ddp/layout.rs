@@ -9,7 +9,7 @@ use super::bucket::{self, Size};
 use super::options::DdpOptions;
 use super::parameters::NamedTensor;
 use crate::error::{Error, Result};
-use crate::ffi::{move_grad, set_grad};
+use crate::ffi::{TorchResult, move_grad, set_grad};
 use crate::optim::{FlatBuffer, GradState, ParamLayout, ParamSpan};
 use crate::process_group::num_bytes;
 use crate::records::Parameter;
@@ -90,13 +90,13 @@ impl ParamSlot {
     /// Removes the gradient and zeroes its place, whatever a communication hook has left there.
     pub(super) fn clear_grad(&self) -> Result<()> {
         let zeroed = tch::no_grad(|| self.grad.shallow_clone().f_zero_().map(drop));
-        zeroed.map_err(Error::torch("zero_"))?;
+        zeroed.doing("zero_")?;
         set_grad(&self.tensor, &Tensor::new())
     }
 
     /// Returns a copy of the gradient.
     pub(super) fn copy_gradient(&self) -> Result<Tensor> {
-        self.grad.f_detach_copy().map_err(Error::torch("copying a gradient"))
+        self.grad.f_detach_copy().doing("copying a gradient")
     }
 
     /// Keeps a copy of the gradient before backward, which [`ParamSlot::complete`] restores.
@@ -106,7 +106,7 @@ impl ParamSlot {
             Ok(_) => self.grad.f_zeros_like(),
             Err(error) => Err(error),
         };
-        self.kept_grad = Some(kept.map_err(Error::torch("copying a gradient"))?);
+        self.kept_grad = Some(kept.doing("copying a gradient")?);
         Ok(())
     }
 
@@ -120,7 +120,7 @@ impl ParamSlot {
     /// Overwrites the gradient with `values`.
     pub(super) fn restore_gradient(&self, values: &Tensor) -> Result<()> {
         let copied = tch::no_grad(|| self.grad.shallow_clone().f_copy_(values));
-        copied.map_err(Error::torch("copying a gradient"))
+        copied.doing("copying a gradient")
     }
 }
 
@@ -200,7 +200,7 @@ impl Layout {
         if first.bucket != bucket {
             return Ok(());
         }
-        tch::no_grad(|| local.f_copy_(&first.grad)).map_err(Error::torch("copy_"))
+        tch::no_grad(|| local.f_copy_(&first.grad)).doing("copy_")
     }
 
     /// Returns the parameters from last to first: backward computes the gradients roughly in that order.
@@ -239,7 +239,7 @@ impl Layout {
             }
             let len = ends[buffer] - start;
             let gradients = self.buffers[buffer].gradients.f_narrow(0, start as i64, len as i64);
-            let gradients = gradients.map_err(Error::torch("making the buckets"))?;
+            let gradients = gradients.doing("making the buckets")?;
             buckets.push(Bucket { gradients, parameters, pending: 0, is_skipped: false });
         }
         self.buckets = buckets;
@@ -261,10 +261,8 @@ impl Layout {
             }
             let same = self.slots.iter().filter(|slot| slot.tensor.kind() == dtype);
             let numel: usize = same.map(ParamSlot::padded_numel).sum();
-            let zeros = || {
-                Tensor::f_zeros([numel as i64], (dtype, device))
-                    .map_err(Error::torch("making the buckets"))
-            };
+            let zeros =
+                || Tensor::f_zeros([numel as i64], (dtype, device)).doing("making the buckets");
             let places = ParamLayout::default();
             places.set_gradients(GradState::Cleared);
             self.buffers.push(FlatBuffer { parameters: zeros()?, gradients: zeros()?, places });
@@ -274,7 +272,7 @@ impl Layout {
 
     /// Moves each parameter and its gradient to its span in the buffers.
     fn move_to(&mut self, spans: &[Vec<ParamSpan>]) -> Result<()> {
-        let moving = || Error::torch("making the buckets");
+        let doing = "making the buckets";
         // Copies first, because new and old places of different parameters may overlap.
         let copy = |slot: &ParamSlot| {
             let grad = slot.tensor.grad();
@@ -282,10 +280,10 @@ impl Layout {
         };
         let copies: Vec<_> = self.slots.iter().map(copy).collect();
         for FlatBuffer { parameters, gradients, .. } in &mut self.buffers {
-            let _ = gradients.f_zero_().map_err(moving())?;
+            let _ = gradients.f_zero_().doing(doing)?;
             // Gives the same handles new memory: a graph whose backward has not run yet still needs the old values.
-            let fresh = parameters.f_zeros_like().map_err(moving())?;
-            parameters.f_set_data(&fresh).map_err(moving())?;
+            let fresh = parameters.f_zeros_like().doing(doing)?;
+            parameters.f_set_data(&fresh).doing(doing)?;
         }
         for (buffer, spans) in self.buffers.iter().zip(spans) {
             for span in spans {
@@ -293,13 +291,13 @@ impl Layout {
                 let mut new_value = span.of(&buffer.parameters)?;
                 // `f_data` hides the view from autograd: `zero_grad` of tch's optimizers detaches gradients, which
                 // views refuse.
-                let mut new_grad = span.of(&buffer.gradients)?.f_data().map_err(moving())?;
-                new_value.f_copy_(value).map_err(moving())?;
+                let mut new_grad = span.of(&buffer.gradients)?.f_data().doing(doing)?;
+                new_value.f_copy_(value).doing(doing)?;
                 if let Some(grad) = grad {
-                    new_grad.f_copy_(grad).map_err(moving())?;
+                    new_grad.f_copy_(grad).doing(doing)?;
                     set_grad(&slot.tensor, &new_grad)?;
                 }
-                slot.tensor.f_set_data(&new_value).map_err(moving())?;
+                slot.tensor.f_set_data(&new_value).doing(doing)?;
                 slot.grad_data = new_grad.data_ptr();
                 slot.grad = new_grad;
             }

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::layout::Layout;
 use super::options::DdpOptions;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 
 /// The order in which gradients become ready in the first iteration, until the buckets follow it.
@@ -54,7 +55,7 @@ impl BucketOrder {
         group.broadcast(&mut agreed, 0)?;
         group.synchronize()?;
         let agreed = Vec::<i64>::try_from(agreed.to_device(Device::Cpu).to_kind(Kind::Int64));
-        let agreed = agreed.map_err(Error::torch("reading rank 0's order"))?;
+        let agreed = agreed.doing("reading rank 0's order")?;
         order = agreed.into_iter().map(|index| index as usize).collect();
         layout.fill_buckets(&order, options)
     }

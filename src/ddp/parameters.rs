@@ -6,6 +6,7 @@ use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 use super::options::DdpOptions;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, dtype_name, num_bytes};
 
 /// A parameter, or a buffer that is not trained.
@@ -137,21 +138,21 @@ fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) 
 
 /// Returns rank 0's `text` on every rank.
 fn broadcast_text(text: &str, group: &ProcessGroup) -> Result<String> {
-    let torch = || Error::torch("exchanging the models' descriptions");
+    let doing = "exchanging the models' descriptions";
     let mut length = Tensor::f_from_slice(&[text.len() as i64])
         .and_then(|t| t.f_to_device(group.device()))
-        .map_err(torch())?;
+        .doing(doing)?;
     group.broadcast(&mut length, 0)?;
     group.synchronize()?;
-    let length = length.f_int64_value(&[0]).map_err(torch())?;
+    let length = length.f_int64_value(&[0]).doing(doing)?;
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize(length as usize, 0);
     let mut bytes =
-        Tensor::f_from_slice(&bytes).and_then(|t| t.f_to_device(group.device())).map_err(torch())?;
+        Tensor::f_from_slice(&bytes).and_then(|t| t.f_to_device(group.device())).doing(doing)?;
     group.broadcast(&mut bytes, 0)?;
     group.synchronize()?;
-    let bytes = Vec::<u8>::try_from(bytes.f_to_device(Device::Cpu).map_err(torch())?);
-    let bytes = bytes.map_err(torch())?;
+    let bytes = Vec::<u8>::try_from(bytes.f_to_device(Device::Cpu).doing(doing)?);
+    let bytes = bytes.doing(doing)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -209,6 +210,6 @@ pub(crate) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
         let local = if local.kind() == Kind::Bool { local.f_to_kind(Kind::Uint8)? } else { local };
         local.f_copy_data_u8(&mut bytes, tensor.numel())
     };
-    read().map_err(Error::torch("reading the parameters"))?;
+    read().doing("reading the parameters")?;
     Ok(bytes)
 }

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::comm_hooks::{CommHook, CommHookState, GradBucket, average};
 use crate::error::{Error, Result};
-use crate::ffi::fork_rng;
+use crate::ffi::{TorchResult, fork_rng};
 use crate::optim::ParamSpan;
 use crate::process_group::ProcessGroup;
 
@@ -105,7 +105,7 @@ impl CommHook for PowerSgd {
                 state.shared.insert(format!("{FACTOR}{name}"), factor.shallow_clone());
                 if self.options.use_error_feedback {
                     let lost = error.f_narrow(0, *start as i64, shape.iter().product());
-                    let lost = lost.map_err(Error::torch("PowerSGD"))?;
+                    let lost = lost.doing("PowerSGD")?;
                     state.local.insert(format!("{ERROR}{name}"), lost);
                 }
             }
@@ -172,15 +172,15 @@ impl PowerSgd {
 
     /// Returns the initial state of a bucket: that of an earlier run, or else an error of zero.
     fn begin(&mut self, bucket: &GradBucket<'_>) -> Result<BucketState> {
-        let torch = || Error::torch("PowerSGD");
-        let error = bucket.gradients.f_zeros_like().map_err(torch())?;
+        let doing = "PowerSGD";
+        let error = bucket.gradients.f_zeros_like().doing(doing)?;
         let mut factors = BTreeMap::new();
         for ParamSpan { name, start, shape, .. } in bucket.parameters {
             let Some((rows, columns, rank)) = self.matrix(shape) else { continue };
             if let Some(lost) = self.loaded.local.remove(&format!("{ERROR}{name}")) {
                 check_shape(name, &lost, &[rows * columns])?;
                 let part = error.f_narrow(0, *start as i64, rows * columns);
-                part.and_then(|mut part| part.f_copy_(&lost)).map_err(torch())?;
+                part.and_then(|mut part| part.f_copy_(&lost)).doing(doing)?;
             }
             if let Some(factor) = self.loaded.shared.remove(&format!("{FACTOR}{name}")) {
                 check_shape(name, &factor, &[columns, rank])?;
@@ -194,7 +194,7 @@ impl PowerSgd {
     }
 
     fn approximate(&mut self, bucket: &mut GradBucket<'_>, group: &ProcessGroup) -> Result<()> {
-        let torch = || Error::torch("PowerSGD");
+        let doing = "PowerSGD";
         let (kind, device) = (bucket.gradients.kind(), bucket.gradients.device());
         let is_new =
             self.state.get(&bucket.index).is_none_or(|s| s.parameters != bucket.parameters);
@@ -220,10 +220,10 @@ impl PowerSgd {
                 Ok((start, q.f_to_device(device)?))
             };
             let drawn = fork_rng(seed, || matrices.iter().map(draw).collect::<Result<_, _>>())?;
-            state.factors = drawn.map_err(torch())?;
+            state.factors = drawn.doing(doing)?;
         }
         if self.options.use_error_feedback {
-            let _ = bucket.gradients.f_add_(&state.error).map_err(torch())?;
+            let _ = bucket.gradients.f_add_(&state.error).doing(doing)?;
         }
         let before = bucket.gradients.copy();
         let view = |flat: &Tensor, start: usize, n: i64, m: i64| {
@@ -233,40 +233,40 @@ impl PowerSgd {
         // P = M Q, averaged, made orthogonal; Q = M^T P, averaged; M is about P Q^T.
         let mut ps = Vec::with_capacity(matrices.len());
         for &(start, n, m, _) in &matrices {
-            let q = orthogonalize(&state.factors[&start]).map_err(torch())?;
-            let matrix = view(bucket.gradients, start, n, m).map_err(torch())?;
-            ps.push(matrix.f_matmul(&q).map_err(torch())?.f_contiguous().map_err(torch())?);
+            let q = orthogonalize(&state.factors[&start]).doing(doing)?;
+            let matrix = view(bucket.gradients, start, n, m).doing(doing)?;
+            ps.push(matrix.f_matmul(&q).doing(doing)?.f_contiguous().doing(doing)?);
         }
         // Averages the uncompressed parameters as they are. The compressed ones are zero here, and written below.
         let mut rest = bucket.gradients.copy();
         for &(start, n, m, _) in &matrices {
-            let _ = view(&rest, start, n, m).and_then(|mut v| v.f_zero_()).map_err(torch())?;
+            let _ = view(&rest, start, n, m).and_then(|mut v| v.f_zero_()).doing(doing)?;
         }
         group.all_reduce_weighted(&mut rest, average(group), bucket.weight)?;
-        bucket.gradients.f_copy_(&rest).map_err(torch())?;
+        bucket.gradients.f_copy_(&rest).doing(doing)?;
 
         for (&(start, n, m, _), p) in matrices.iter().zip(&mut ps) {
             group.all_reduce_weighted(p, average(group), bucket.weight)?;
-            *p = orthogonalize(p).map_err(torch())?;
-            let matrix = view(&before, start, n, m).map_err(torch())?;
+            *p = orthogonalize(p).doing(doing)?;
+            let matrix = view(&before, start, n, m).doing(doing)?;
             let q = || matrix.f_tr()?.f_matmul(p)?.f_contiguous();
-            let mut q = q().map_err(torch())?;
+            let mut q = q().doing(doing)?;
             group.all_reduce_weighted(&mut q, average(group), bucket.weight)?;
-            let product = q.f_tr().and_then(|q| p.f_matmul(&q)).map_err(torch())?;
+            let product = q.f_tr().and_then(|q| p.f_matmul(&q)).doing(doing)?;
             view(bucket.gradients, start, n, m)
                 .and_then(|mut v| v.f_copy_(&product))
-                .map_err(torch())?;
+                .doing(doing)?;
             state.factors.insert(start, q);
         }
         if self.options.use_error_feedback {
-            let _ = state.error.f_zero_().map_err(torch())?;
+            let _ = state.error.f_zero_().doing(doing)?;
             for &(start, n, m, _) in &matrices {
                 let lost = || {
                     let lost =
                         view(&before, start, n, m)?.f_sub(&view(bucket.gradients, start, n, m)?)?;
                     view(&state.error, start, n, m)?.f_copy_(&lost)
                 };
-                lost().map_err(torch())?;
+                lost().doing(doing)?;
             }
         }
         Ok(())

@@ -14,6 +14,7 @@ use super::turn::Turn;
 use super::unused::UnusedParams;
 use super::weight::Weight;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::optim::GradState;
 use crate::process_group::{CallContext, ProcessGroup, check_weight};
 use crate::runtime::CallSite;
@@ -264,7 +265,7 @@ impl ReducerState {
             // A hook may have replaced the tensor, as a Python hook would return a new one.
             if bucket.gradients.data_ptr() != gradients.data_ptr() {
                 tch::no_grad(|| gradients.f_copy_(bucket.gradients))
-                    .map_err(Error::torch("taking over what a hook has made"))?;
+                    .doing("taking over what a hook has made")?;
             }
             Ok(())
         })?;
@@ -287,7 +288,7 @@ impl ReducerState {
         if let Some(active) = self.active.take() {
             let factor = group.world_size() as f64 / active as f64;
             for buffer in &mut layout.buffers {
-                let _ = buffer.gradients.f_mul_scalar_(factor).map_err(Error::torch("mul_"))?;
+                let _ = buffer.gradients.f_mul_scalar_(factor).doing("mul_")?;
             }
         }
         self.weight = None;
@@ -305,7 +306,7 @@ impl ReducerState {
         options: &DdpOptions,
     ) -> Result<()> {
         for buffer in &mut self.layout.buffers {
-            let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
+            let _ = buffer.gradients.f_zero_().doing("zero_")?;
         }
         self.reset()?;
         // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which

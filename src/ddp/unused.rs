@@ -5,6 +5,7 @@ use tch::{Device, Tensor};
 use super::layout::{Layout, ParamSlot};
 use super::options::DdpOptions;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
 /// The parameters without a gradient in a step.
@@ -121,6 +122,6 @@ fn unused_on_all_ranks(layout: &Layout, group: &ProcessGroup) -> Result<Vec<bool
     group.all_reduce(&mut used, ReduceOp::Max)?;
     group.synchronize()?;
     let used = Vec::<i32>::try_from(used.to_device(Device::Cpu));
-    let used = used.map_err(Error::torch("reading which parameters are used"))?;
+    let used = used.doing("reading which parameters are used")?;
     Ok(used.into_iter().map(|used| used == 0).collect())
 }

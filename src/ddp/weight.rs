@@ -2,7 +2,8 @@
 
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 
 /// The number of samples in the gradients of this rank.
 #[derive(Debug, Clone, Copy, Default)]
@@ -47,7 +48,7 @@ impl Weight {
             1.0 => Ok(()),
             factor => gradients.f_mul_scalar_(factor).map(drop),
         };
-        tch::no_grad(scale).map_err(Error::torch("weighting gradients"))
+        tch::no_grad(scale).doing("weighting gradients")
     }
 }
 

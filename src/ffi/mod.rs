@@ -53,10 +53,3 @@ impl<T> TorchResult<T> for Result<T, TchError> {
         self.map_err(|error| Error::Torch { doing: action, reason: first_line(&error.to_string()) })
     }
 }
-
-impl Error {
-    /// Converts a `tch` error into one that names the failed action.
-    pub(crate) fn torch(doing: &'static str) -> impl FnOnce(TchError) -> Error {
-        move |error| Error::Torch { doing, reason: first_line(&error.to_string()) }
-    }
-}

@@ -3,7 +3,8 @@
 use tch::nn::{BatchNormConfig, ModuleT, Path};
 use tch::{Kind, TchError, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 
 /// Batch normalization of inputs of shape (N, C, ...). Follows `torch.nn.BatchNorm2d` (and `1d`, `3d`), with the names
 /// of its `state_dict`.
@@ -38,9 +39,9 @@ impl BatchNorm {
     /// Creates a layer for `features` channels, with its parameters and buffers at `path`.
     ///
     /// # Errors
-    /// [`Error::Torch`] if libtorch fails, for example without enough memory.
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails, for example without enough memory.
     pub fn new(path: &Path, features: i64, config: BatchNormConfig) -> Result<Self> {
-        Self::make(path, features, config).map_err(Error::torch("making a batch norm"))
+        Self::make(path, features, config).doing("making a batch norm")
     }
 
     pub(super) fn make(
@@ -66,7 +67,7 @@ impl BatchNorm {
     /// statistics.
     ///
     /// # Errors
-    /// [`Error::Torch`] when the shape doesn't fit.
+    /// [`Error::Torch`](crate::Error::Torch) when the shape doesn't fit.
     pub fn f_forward_t(&self, inputs: &Tensor, train: bool) -> Result<Tensor> {
         if train {
             self.count_batch()?;
@@ -82,12 +83,12 @@ impl BatchNorm {
                 self.config.eps,
                 self.config.cudnn_enabled,
             )
-            .map_err(Error::torch("batch_norm"))
+            .doing("batch_norm")
     }
 
     pub(super) fn count_batch(&self) -> Result<()> {
         let mut count = self.num_batches_tracked.shallow_clone();
-        tch::no_grad(|| count.f_add_scalar_(1)).map(drop).map_err(Error::torch("add_"))
+        tch::no_grad(|| count.f_add_scalar_(1)).map(drop).doing("add_")
     }
 }
 

@@ -25,7 +25,7 @@ pub use mlp::Mlp;
 pub use sync_batch_norm::SyncBatchNorm;
 
 use crate::error::{Error, Result};
-use crate::ffi::{Generator, fork_rng};
+use crate::ffi::{Generator, TorchResult, fork_rng};
 use crate::process_group::ProcessGroup;
 
 /// The sort of model: `--model`.
@@ -143,19 +143,19 @@ impl ModelConfig {
     /// example without enough memory.
     pub fn build(&self, device: Device, seed: u64) -> Result<(nn::VarStore, Model)> {
         self.check().map_err(|(key, problem)| Error::Input(format!("{key}: {problem}")))?;
-        let making = || Error::torch("making the model");
+        let doing = "making the model";
         let vs = nn::VarStore::new(Device::Cpu);
         let dropout = if self.dropout > 0.0 {
             Some(Dropout::new(self.dropout, &Arc::new(Generator::new(device, seed, 0)?)))
         } else {
             None
         };
-        let model = fork_rng(seed, || self.layers(&vs.root(), dropout))?.map_err(making())?;
+        let model = fork_rng(seed, || self.layers(&vs.root(), dropout))?.doing(doing)?;
         // The layers and the VarStore keep the same tensor objects.
         #[allow(clippy::disallowed_methods)] // the order does not matter
         for mut tensor in vs.variables().into_values() {
-            let moved = tch::no_grad(|| tensor.f_to_device(device)).map_err(making())?;
-            tensor.f_set_data(&moved).map_err(making())?;
+            let moved = tch::no_grad(|| tensor.f_to_device(device)).doing(doing)?;
+            tensor.f_set_data(&moved).doing(doing)?;
         }
         Ok((vs, model))
     }

@@ -7,7 +7,8 @@ use tch::nn::{BatchNormConfig, ModuleT, Path};
 use tch::{Kind, TchError, Tensor};
 
 use super::BatchNorm;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 use crate::process_group::functional::all_reduce;
 
@@ -62,7 +63,7 @@ impl SyncBatchNorm {
     /// Creates a layer for `features` channels over the ranks of `group`, with its parameters and buffers at `path`.
     ///
     /// # Errors
-    /// [`Error::Torch`] if libtorch fails, for example without enough memory.
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails, for example without enough memory.
     pub fn new(
         path: &Path,
         features: i64,
@@ -86,18 +87,18 @@ impl SyncBatchNorm {
     /// in evaluation the running statistics. A collective in training.
     ///
     /// # Errors
-    /// [`Error::Torch`] when the shape doesn't fit, and the errors of [`ProcessGroup::all_reduce`].
+    /// [`Error::Torch`](crate::Error::Torch) when the shape doesn't fit, and the errors of [`ProcessGroup::all_reduce`].
     pub fn f_forward_t(&self, inputs: &Tensor, train: bool) -> Result<Tensor> {
         if !train || self.group.world_size() == 1 {
             return self.norm.f_forward_t(inputs, train);
         }
-        let torch = || Error::torch("sync_batch_norm");
-        let (sums, channels) = local_sums(inputs).map_err(torch())?;
+        let doing = "sync_batch_norm";
+        let (sums, channels) = local_sums(inputs).doing(doing)?;
         let sums = all_reduce(&sums, &self.group)?;
-        let statistics = Statistics::from_sums(&sums, channels).map_err(torch())?;
-        tch::no_grad(|| self.track(&statistics)).map_err(torch())?;
+        let statistics = Statistics::from_sums(&sums, channels).doing(doing)?;
+        tch::no_grad(|| self.track(&statistics)).doing(doing)?;
         self.norm.count_batch()?;
-        self.normalize(inputs, &statistics).map_err(torch())
+        self.normalize(inputs, &statistics).doing(doing)
     }
 
     fn normalize(&self, inputs: &Tensor, statistics: &Statistics) -> Result<Tensor, TchError> {

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::flat::{Group, OptimizerState};
 use super::{FlatBuffer, Optimizer, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
-use crate::ffi::{AdamWStep, TensorList, fused_adamw};
+use crate::ffi::{AdamWStep, TensorList, TorchResult, fused_adamw};
 
 /// The options of [`AdamW`]. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy)]
@@ -78,7 +78,7 @@ impl Optimizer for AdamW {
         for (group, Count { steps, list }) in self.flat.groups.iter().zip(&mut self.counts) {
             let weight_decay = if group.decays { weight_decay } else { 0.0 };
             let [exp_avgs, exp_avg_sqs] = &group.slots[..] else { continue };
-            let _ = steps.f_add_scalar_(1).map_err(Error::torch("counting a step"))?;
+            let _ = steps.f_add_scalar_(1).doing("counting a step")?;
             let step = AdamWStep { lr, betas, weight_decay, eps };
             let (parameters, gradients) = (&group.parameters, &group.gradients);
             fused_adamw(parameters, gradients, exp_avgs, exp_avg_sqs, list, step)?;
@@ -100,7 +100,7 @@ impl Optimizer for AdamW {
     fn load_state(&mut self, state: &[ParameterState]) -> Result<()> {
         let count = |state: &ParameterState| {
             let steps = state.tensors[Self::STEP].f_double_value(&[]);
-            let steps = steps.map_err(Error::torch("reading `step`"))?;
+            let steps = steps.doing("reading `step`")?;
             if steps >= 1.0 && steps.fract() == 0.0 {
                 return Ok(steps as u64);
             }
@@ -119,7 +119,7 @@ fn counts(flat: &OptimizerState) -> Result<Vec<Count>> {
     let count = |group: &Group| {
         let device = group.device;
         let steps = Tensor::f_full([0i64; 0], group.steps as f64, (Kind::Float, device));
-        let steps = steps.map_err(Error::torch("making the optimizer's state"))?;
+        let steps = steps.doing("making the optimizer's state")?;
         let same: Vec<Tensor> = (0..group.len).map(|_| steps.shallow_clone()).collect();
         Ok(Count { list: TensorList::new(&same)?, steps })
     };

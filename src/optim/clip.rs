@@ -3,8 +3,8 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{FlatBuffer, GradState, ParamSpan};
-use crate::error::{Error, Result};
-use crate::ffi::{TensorList, scale_all, total_norm};
+use crate::error::Result;
+use crate::ffi::{TensorList, TorchResult, scale_all, total_norm};
 
 /// Scales all gradients by the same factor, so that their total 2-norm is at most `max_norm`. Returns the norm before
 /// scaling, as a tensor without dimensions on the device.
@@ -14,11 +14,11 @@ use crate::ffi::{TensorList, scale_all, total_norm};
 /// device.
 ///
 /// # Errors
-/// [`Error::Torch`].
+/// [`Error::Torch`](crate::Error::Torch).
 pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
     if buffers.iter().all(|buffer| buffer.places.gradients() == GradState::Cleared) {
         let device = buffers.first().map_or(Device::Cpu, |buffer| buffer.gradients.device());
-        return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).map_err(Error::torch("zeros"));
+        return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).doing("zeros");
     }
     let layout: Vec<_> = buffers.iter().map(|buffer| buffer.places.get()).collect();
     let mut places: Vec<(&ParamSpan, &Tensor)> = buffers
@@ -35,7 +35,7 @@ pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
         // Uses Python's order of operations: `max_norm / x` is `x.reciprocal() * max_norm` there.
         norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max_norm)?.f_clamp_max_(1.0)
     };
-    let factor = factor().map_err(Error::torch("clipping the gradients"))?;
+    let factor = factor().doing("clipping the gradients")?;
     // Does not scale the gaps between gradients: a NaN factor would stay there.
     scale_all(&gradients, &factor)?;
     Ok(norm)

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{FlatBuffer, GradState, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
-use crate::ffi::{TensorList, bump_versions};
+use crate::ffi::{TensorList, TorchResult, bump_versions};
 
 /// A half-open range `start..end` of adjacent parameters in a flat buffer.
 ///
@@ -129,8 +129,7 @@ impl OptimizerState {
                 for place in buffer.places.get().iter() {
                     let Some((buffer, was)) = before.get(&place.index) else { continue };
                     let (mut to, from) = (place.of(flat)?, was.of(&old[*buffer])?);
-                    tch::no_grad(|| to.f_copy_(&from))
-                        .map_err(Error::torch("moving the optimizer's state"))?;
+                    tch::no_grad(|| to.f_copy_(&from)).doing("moving the optimizer's state")?;
                 }
             }
             moved.push((*name, new));
@@ -151,7 +150,7 @@ impl OptimizerState {
             let list = |flats: &dyn Fn(usize) -> Tensor| {
                 let part = |run: &SpanRun| {
                     let (start, len) = (run.start as i64, (run.end - run.start) as i64);
-                    flats(run.buffer).f_narrow(0, start, len).map_err(Error::torch("narrow"))
+                    flats(run.buffer).f_narrow(0, start, len).doing("narrow")
                 };
                 TensorList::new(&runs.iter().map(part).collect::<Result<Vec<_>>>()?)
             };
@@ -239,7 +238,7 @@ impl OptimizerState {
             let steps = steps.get(&place.index).copied().unwrap_or(0);
             let value = |(name, flats): &(&'static str, Vec<Tensor>)| {
                 let copied = place.of(&flats[buffer])?.f_detach_copy();
-                Ok(((*name).into(), copied.map_err(Error::torch("copying the state"))?))
+                Ok(((*name).into(), copied.doing("copying the state")?))
             };
             let slots = self.slots.iter().filter(|_| steps > 0);
             let tensors = slots.map(value).collect::<Result<_>>()?;
@@ -302,12 +301,12 @@ impl OptimizerState {
             }
             steps.insert(place.index, count(state)?.min(self.count_to));
         }
-        let loading = || Error::torch("loading the optimizer's state");
+        let doing = "loading the optimizer's state";
         for flat in self.slots.iter_mut().flat_map(|(_, flats)| flats) {
-            let _ = flat.f_zero_().map_err(loading())?;
+            let _ = flat.f_zero_().doing(doing)?;
         }
         for (mut to, from) in copies {
-            tch::no_grad(|| to.f_copy_(from)).map_err(loading())?;
+            tch::no_grad(|| to.f_copy_(from)).doing(doing)?;
         }
         (self.steps, self.groups) = (steps, Vec::new());
         self.make_groups()
@@ -337,7 +336,7 @@ struct Runs {
 
 fn zeros_like(buffers: &[FlatBuffer]) -> Result<Vec<Tensor>> {
     let zeros = |buffer: &FlatBuffer| {
-        buffer.parameters.f_zeros_like().map_err(Error::torch("making the optimizer's state"))
+        buffer.parameters.f_zeros_like().doing("making the optimizer's state")
     };
     buffers.iter().map(zeros).collect()
 }

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::{FlatBuffer, GradState, Optimizer, ParamLayout};
 use crate::error::{Error, Result};
-use crate::ffi::{TensorList, amp_unscale};
+use crate::ffi::{TensorList, TorchResult, amp_unscale};
 use crate::process_group::ProcessGroup;
 
 /// The options of [`GradScaler`]. The defaults are PyTorch's.
@@ -148,9 +148,7 @@ impl GradScaler {
                 )));
             }
         }
-        let number = || {
-            Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).map_err(Error::torch("zeros"))
-        };
+        let number = || Tensor::f_zeros([0i64; 0], (Kind::Float, group.device())).doing("zeros");
         let (found_inf, inv_scale) = (number()?, number()?);
         let places = buffers.iter().map(|buffer| buffer.places.clone()).collect();
         let gradients = buffers
@@ -184,7 +182,7 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(loss.shallow_clone());
         }
-        loss.f_mul_scalar(f64::from(self.scale)).map_err(Error::torch("scaling the loss"))
+        loss.f_mul_scalar(f64::from(self.scale)).doing("scaling the loss")
     }
 
     /// Divides the averaged gradients by the scale and checks whether they are finite. Call it after the last backward
@@ -207,9 +205,7 @@ impl GradScaler {
         // Computed in float64, like PyTorch.
         let inverse = f64::from(self.scale).recip();
         let set = |number: &Tensor, to: f64| number.shallow_clone().f_fill_(to).map(drop);
-        set(&self.found_inf, 0.0)
-            .and_then(|()| set(&self.inv_scale, inverse))
-            .map_err(Error::torch("fill_"))?;
+        set(&self.found_inf, 0.0).and_then(|()| set(&self.inv_scale, inverse)).doing("fill_")?;
         for gradients in &self.gradients {
             amp_unscale(gradients, &self.found_inf, &self.inv_scale)?;
         }
@@ -322,8 +318,7 @@ impl GradScaler {
             self.unscale_()?;
         }
         self.group.synchronize()?; // this wait ends if another rank fails
-        let found =
-            self.found_inf.f_double_value(&[]).map_err(Error::torch("reading found_inf"))?;
+        let found = self.found_inf.f_double_value(&[]).doing("reading found_inf")?;
         Ok(found != 0.0)
     }
 }

@@ -5,7 +5,8 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 
 /// Parameters and their gradients for an optimizer: two one-dimensional tensors of the same length and dtype, which
 /// share the model's memory.
@@ -157,7 +158,7 @@ impl ParamSpan {
     /// Returns the parameter's part of `flat` in the parameter's shape.
     pub(crate) fn of(&self, flat: &Tensor) -> Result<Tensor> {
         let part = flat.f_narrow(0, self.start as i64, self.numel() as i64);
-        part.and_then(|part| part.f_view(&self.shape[..])).map_err(Error::torch("view"))
+        part.and_then(|part| part.f_view(&self.shape[..])).doing("view")
     }
 }
 

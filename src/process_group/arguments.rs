@@ -6,6 +6,7 @@ use super::dense::{Dense, overlaps_itself};
 use super::refuse::{refuse, undefined};
 use super::{ProcessGroup, device_name};
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
 impl ProcessGroup {
@@ -30,7 +31,7 @@ impl ProcessGroup {
                     device_name(self.device)
                 )));
             }
-            let kind = tensor.f_kind().map_err(Error::torch("kind"))?;
+            let kind = tensor.f_kind().doing("kind")?;
             if common.is_some_and(|common| common != kind) {
                 return Err(Error::Input(format!(
                     "{operation}: the tensors are of different kinds; convert them to one"

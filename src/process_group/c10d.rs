@@ -14,7 +14,7 @@ use super::refuse::refuse;
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::ffi::{Gloo, GlooWork, Reduce};
+use crate::ffi::{Gloo, GlooWork, Reduce, TorchResult};
 use crate::operation::Operation;
 
 /// A key-value store for rendezvous: one process serves it, the others connect to it.
@@ -338,7 +338,7 @@ impl ProcessGroupGloo {
 
     fn reduction(&self, operation: Operation, op: ReduceOp, tensor: &Tensor) -> Result<Reduce> {
         check(operation, &[tensor])?;
-        op.check_kind(operation, tensor.f_kind().map_err(Error::torch("kind"))?)?;
+        op.check_kind(operation, tensor.f_kind().doing("kind")?)?;
         match op {
             ReduceOp::Sum => Ok(Reduce::Sum),
             ReduceOp::Product => Ok(Reduce::Product),

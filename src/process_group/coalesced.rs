@@ -8,7 +8,8 @@ use tch::Tensor;
 use super::call::{NEXT_SHAPE, Options};
 use super::refuse::refuse;
 use super::{ProcessGroup, ReduceOp};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
 impl ProcessGroup {
@@ -18,7 +19,7 @@ impl ProcessGroup {
     /// same on every rank.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if there are no tensors, or dtypes differ.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`](crate::Error::Input) if there are no tensors, or dtypes differ.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -54,7 +55,7 @@ impl ProcessGroup {
     /// Follows c10d's `allgather_into_tensor_coalesced`. All tensors have one dtype.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_gather_into_tensor`]; [`Error::Input`] if there are no tensors, the
+    /// The errors of [`ProcessGroup::all_gather_into_tensor`]; [`Error::Input`](crate::Error::Input) if there are no tensors, the
     /// numbers of outputs and inputs differ, or dtypes differ.
     ///
     /// ```
@@ -87,7 +88,7 @@ impl ProcessGroup {
         let input = joined(input_tensors, 1)?;
         let count = self.world_size() as i64;
         let all = new([count, input.numel() as i64], &input)?;
-        let rows = all.f_unbind(0).map_err(Error::torch("unbind"))?;
+        let rows = all.f_unbind(0).doing("unbind")?;
         let one = std::slice::from_ref(&input);
         self.collective(operation, Options::default(), &shapes(input_tensors), one, &rows)?;
         part(&all, output_tensors, count)
@@ -99,7 +100,7 @@ impl ProcessGroup {
     /// Follows c10d's `reduce_scatter_tensor_coalesced`. All tensors have one dtype.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::reduce_scatter_tensor`]; [`Error::Input`] if there are no tensors, the numbers
+    /// The errors of [`ProcessGroup::reduce_scatter_tensor`]; [`Error::Input`](crate::Error::Input) if there are no tensors, the numbers
     /// of outputs and inputs differ, or dtypes differ.
     ///
     /// ```
@@ -130,7 +131,7 @@ impl ProcessGroup {
         self.check_several(operation, inputs, outputs)?;
         self.check_sizes(operation, ["input", "output"], inputs, outputs)?;
         let all = joined(inputs, self.world_size() as i64)?;
-        let rows = all.f_unbind(0).map_err(Error::torch("unbind"))?;
+        let rows = all.f_unbind(0).doing("unbind")?;
         let output = new([all.size()[1]], &all)?;
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let one = std::slice::from_ref(&output);
@@ -199,7 +200,7 @@ fn joined(tensors: &[Tensor], rows: i64) -> Result<Tensor> {
         let flat = tensors.iter().map(flat).collect::<Result<Vec<_>, _>>()?;
         Tensor::f_cat(&flat, 1)
     };
-    tch::no_grad(joined).map_err(Error::torch("joining tensors"))
+    tch::no_grad(joined).doing("joining tensors")
 }
 
 /// Copies each tensor's part of `all` back: the inverse of [`joined`].
@@ -214,9 +215,9 @@ fn part(all: &Tensor, tensors: &mut [Tensor], rows: i64) -> Result<()> {
         }
         Ok(())
     };
-    tch::no_grad(&mut part).map_err(Error::torch("parting tensors"))
+    tch::no_grad(&mut part).doing("parting tensors")
 }
 
 fn new<const N: usize>(shape: [i64; N], like: &Tensor) -> Result<Tensor> {
-    Tensor::f_zeros(shape, (like.kind(), like.device())).map_err(Error::torch("zeros"))
+    Tensor::f_zeros(shape, (like.kind(), like.device())).doing("zeros")
 }

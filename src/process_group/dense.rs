@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::refuse::undefined;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
 /// A contiguous tensor: the original or a copy.
@@ -16,7 +17,7 @@ impl Dense {
             return undefined(operation);
         }
         let dense = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
-        dense().map(Dense).map_err(Error::torch("contiguous"))
+        dense().map(Dense).doing("contiguous")
     }
 
     /// Returns another handle to the tensor.
@@ -37,11 +38,11 @@ impl Dense {
                 "{operation}: {name} has {total} elements, but {needed} are needed"
             )));
         }
-        let torch = || Error::torch("cutting a tensor into parts");
-        let flat = tch::no_grad(|| self.0.f_view([-1])).map_err(torch())?;
+        let doing = "cutting a tensor into parts";
+        let flat = tch::no_grad(|| self.0.f_view([-1])).doing(doing)?;
         let mut start = 0;
         let part = |&size: &i64| {
-            let part = tch::no_grad(|| flat.f_narrow(0, start, size)).map_err(torch());
+            let part = tch::no_grad(|| flat.f_narrow(0, start, size)).doing(doing);
             start += size;
             part
         };
@@ -53,17 +54,17 @@ impl Dense {
         if self.0.data_ptr() == original.data_ptr() && is_dense(original)? {
             return Ok(());
         }
-        tch::no_grad(|| original.shallow_clone().f_copy_(&self.0)).map_err(Error::torch("copy_"))
+        tch::no_grad(|| original.shallow_clone().f_copy_(&self.0)).doing("copy_")
     }
 }
 
 /// Returns whether a tensor's memory holds its elements one after the other, with their values. (Lazily conjugated
 /// and negated tensors differ from their memory by a flag bit.)
 pub(super) fn is_dense(tensor: &Tensor) -> Result<bool> {
-    let torch = || Error::torch("looking at a tensor");
+    let doing = "looking at a tensor";
     Ok(tensor.is_contiguous()
-        && !tensor.f_is_conj().map_err(torch())?
-        && !tensor.f_is_neg().map_err(torch())?)
+        && !tensor.f_is_conj().doing(doing)?
+        && !tensor.f_is_neg().doing(doing)?)
 }
 
 /// Returns whether two elements of a tensor of this shape share memory. Strides are in elements, and not negative.

@@ -9,7 +9,7 @@
 //! The errors are those of the method of [`ProcessGroup`] with the same name.
 //! [`ffi::backward`](crate::ffi::backward) and
 //! [`DistributedDataParallel::backward`](crate::DistributedDataParallel::backward) return the errors of backward
-//! unchanged; tch's own `f_backward` turns them into text. [`Error::Unsupported`] if backward runs on another
+//! unchanged; tch's own `f_backward` turns them into text. [`Error::Unsupported`](crate::Error::Unsupported) if backward runs on another
 //! thread.
 
 use std::rc::Rc;
@@ -18,8 +18,8 @@ use tch::Tensor;
 
 use super::refuse::refuse;
 use super::{ProcessGroup, ReduceOp};
-use crate::error::{Error, Result};
-use crate::ffi::linear;
+use crate::error::Result;
+use crate::ffi::{TorchResult, linear};
 use crate::operation::Operation;
 
 type Group = Rc<ProcessGroup>;
@@ -168,7 +168,7 @@ pub fn all_gather_into_tensor(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Resu
         Some(first) => *first *= group.world_size() as i64,
         None => shape.push(group.world_size() as i64),
     }
-    gathered_by_all(tensor, group)?.f_reshape(shape).map_err(Error::torch("reshape"))
+    gathered_by_all(tensor, group)?.f_reshape(shape).doing("reshape")
 }
 
 /// Returns the sum over the ranks of their tensors for this rank in `input_list`. A collective.
@@ -210,16 +210,16 @@ pub fn all_to_all(
             ),
         );
     }
-    let torch = || Error::torch("joining tensors");
+    let doing = "joining tensors";
     let flat = input_list.iter().map(|tensor| tensor.f_reshape([-1]));
-    let flat = flat.collect::<Result<Vec<_>, _>>().map_err(torch())?;
+    let flat = flat.collect::<Result<Vec<_>, _>>().doing(doing)?;
     let sent: Vec<i64> = input_list.iter().map(|tensor| tensor.numel() as i64).collect();
     let received: Vec<i64> = output_shapes.iter().map(|shape| shape.iter().product()).collect();
-    let input = Tensor::f_cat(&flat, 0).map_err(torch())?;
+    let input = Tensor::f_cat(&flat, 0).doing(doing)?;
     let output = all_to_all_single(&input, Some(&received), Some(&sent), group)?;
-    let parts = output.f_split_with_sizes(&received, 0).map_err(Error::torch("split"))?;
+    let parts = output.f_split_with_sizes(&received, 0).doing("split")?;
     let shaped = parts.iter().zip(output_shapes).map(|(part, shape)| part.f_reshape(*shape));
-    shaped.collect::<Result<_, _>>().map_err(Error::torch("reshape"))
+    shaped.collect::<Result<_, _>>().doing("reshape")
 }
 
 /// Returns each rank's rows for this rank in its `input`, one rank after the other. A collective.
@@ -264,22 +264,22 @@ fn stacked(operation: Operation, list: &[Tensor], group: &Group) -> Result<Tenso
     group.common_kind(operation, list, &[])?;
     let shape = list.first().map(Tensor::size);
     group.check_list(operation, list, shape.as_deref())?;
-    Tensor::f_stack(list, 0).map_err(Error::torch("stack"))
+    Tensor::f_stack(list, 0).doing("stack")
 }
 
 /// Returns the rows of a tensor, under autograd.
 fn rows(all: &Tensor) -> Result<Vec<Tensor>> {
-    all.f_unbind(0).map_err(Error::torch("unbind"))
+    all.f_unbind(0).doing("unbind")
 }
 
 fn zeros(shape: &[i64], like: &Tensor) -> Result<Tensor> {
-    Tensor::f_zeros(shape, (like.kind(), like.device())).map_err(Error::torch("zeros"))
+    Tensor::f_zeros(shape, (like.kind(), like.device())).doing("zeros")
 }
 
 /// Returns a contiguous copy.
 fn copy(tensor: &Tensor) -> Result<Tensor> {
     let mut copy = zeros(&tensor.size(), tensor)?;
-    copy.f_copy_(tensor).map_err(Error::torch("copy_"))?;
+    copy.f_copy_(tensor).doing("copy_")?;
     Ok(copy)
 }
 

@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 
 impl ProcessGroup {
     /// Replaces every rank's list with rank `src`'s list.
@@ -246,7 +247,7 @@ impl ProcessGroup {
     /// Returns a tensor of zeros with one row for the frame of each rank.
     fn room_for_all(&self, framed: &Tensor) -> Result<Tensor> {
         let shape = [self.world_size() as i64, framed.numel() as i64];
-        Tensor::f_zeros(shape, (Kind::Uint8, self.device())).map_err(Error::torch("zeros"))
+        Tensor::f_zeros(shape, (Kind::Uint8, self.device())).doing("zeros")
     }
 
     /// Returns the objects in the frames of all ranks.
@@ -285,13 +286,13 @@ impl ProcessGroup {
     fn read_lengths(&self, name: &str, lengths: &Tensor) -> Result<Vec<usize>> {
         self.await_launched()?;
         let lengths = lengths.to_device(Device::Cpu).to_kind(Kind::Int64);
-        let lengths = Vec::<i64>::try_from(&lengths).map_err(Error::torch("reading lengths"))?;
+        let lengths = Vec::<i64>::try_from(&lengths).doing("reading lengths")?;
         lengths.into_iter().map(|len| length(name, len)).collect()
     }
 
     fn bytes_of(&self, tensor: &Tensor) -> Result<Vec<u8>> {
         self.await_launched()?;
-        Vec::<u8>::try_from(tensor.to_device(Device::Cpu)).map_err(Error::torch("reading bytes"))
+        Vec::<u8>::try_from(tensor.to_device(Device::Cpu)).doing("reading bytes")
     }
 }
 

@@ -5,6 +5,7 @@ use tch::Tensor;
 use super::call::Options;
 use super::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
 impl ProcessGroup {
@@ -68,7 +69,7 @@ impl ProcessGroup {
         if weight == 0.0 {
             // With weight 0, the tensor counts for nothing, even if it is not finite.
             let zeroed = tch::no_grad(|| tensor.f_zero_().map(drop));
-            zeroed.map_err(Error::torch("weighting a gradient"))?;
+            zeroed.doing("weighting a gradient")?;
         }
         self.all_reduce_weighted(tensor, ReduceOp::Sum, Some(weight))?;
         let mean = self.side()?.backend.mean_weight();
@@ -77,7 +78,7 @@ impl ProcessGroup {
             0.0 => tensor.f_zero_().map(drop), // nothing depends on the result
             share => tensor.f_div_scalar_(share).map(drop),
         };
-        tch::no_grad(divide).map_err(Error::torch("weighting a gradient"))
+        tch::no_grad(divide).doing("weighting a gradient")
     }
 
     /// Refuses a weighted backward: only `functional::all_reduce` weights its gradients.

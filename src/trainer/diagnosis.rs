@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 use super::TrainContext;
 use crate::data::{Batch, DataLoader};
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::optim::{FlatBuffer, GradState};
 
 impl<M> TrainContext<M> {
@@ -121,7 +122,7 @@ impl<M: ModuleT> TrainContext<M> {
         number: usize,
         batch: &Batch,
     ) -> Result<Error> {
-        let value = loss.f_double_value(&[]).map_err(Error::torch("reading the loss"))?;
+        let value = loss.f_double_value(&[]).doing("reading the loss")?;
         let what = format!("the loss is {value}");
         if let Some(why) = self.nonfinite_parameter()? {
             return Ok(self.not_finite(what + &why, None));
@@ -199,7 +200,7 @@ fn rows_not_finite(tensor: &Tensor) -> Result<Vec<usize>> {
         let wrong = wrong.f_any_dim(1, false)?.f_nonzero()?.f_view(-1)?;
         Vec::<i64>::try_from(wrong)
     };
-    let rows = rows().map_err(Error::torch("looking for what is not finite"))?;
+    let rows = rows().doing("looking for what is not finite")?;
     Ok(rows.into_iter().map(|row| row as usize).collect())
 }
 
@@ -218,14 +219,14 @@ fn list(samples: &[usize]) -> String {
 pub(super) fn is_finite(tensor: &Tensor) -> Result<bool> {
     // A sum of finite values may still overflow, but hardly in float64.
     let sum = || tensor.f_sum(Kind::Double)?.f_double_value(&[]);
-    sum().map(f64::is_finite).map_err(Error::torch("looking for what is not finite"))
+    sum().map(f64::is_finite).doing("looking for what is not finite")
 }
 
 /// Returns whether all of a large `tensor` is finite.
 fn all_finite(tensor: &Tensor) -> Result<bool> {
     // One pass with the kernel that sums float32 fastest. Only a sum that is not finite is checked again, in float64.
     let sum = || tensor.f_sum(tensor.kind())?.f_double_value(&[]);
-    let sum = sum().map_err(Error::torch("looking for what is not finite"))?;
+    let sum = sum().doing("looking for what is not finite")?;
     Ok(sum.is_finite() || is_finite(tensor)?)
 }
 

@@ -4,7 +4,8 @@ use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
 use tch::{Reduction, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 
 /// The loss function: `--loss`.
 #[derive(
@@ -22,7 +23,7 @@ impl Loss {
     /// Returns the mean loss over the samples of a batch as a tensor without dimensions; 0 for an empty batch.
     ///
     /// # Errors
-    /// [`Error::Torch`] when the shapes don't fit.
+    /// [`Error::Torch`](crate::Error::Torch) when the shapes don't fit.
     pub fn of(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let reduction = if targets.numel() == 0 { Reduction::Sum } else { Reduction::Mean };
         match self {
@@ -31,7 +32,7 @@ impl Loss {
                 output.f_cross_entropy_loss(targets, None::<&Tensor>, reduction, -100, 0.0)
             }
         }
-        .map_err(Error::torch("the loss"))
+        .doing("the loss")
     }
 
     /// Returns the loss of each sample of a batch, without reduction.
@@ -42,6 +43,6 @@ impl Loss {
                 output.f_cross_entropy_loss(targets, None::<&Tensor>, Reduction::None, -100, 0.0)
             }
         }
-        .map_err(Error::torch("the loss of each sample"))
+        .doing("the loss of each sample")
     }
 }

@@ -2,8 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
-use crate::ffi::add_scaled;
+use crate::error::Result;
+use crate::ffi::{TorchResult, add_scaled};
 use crate::process_group::{ProcessGroup, ReduceOp};
 
 /// The sum of the losses of an epoch's samples, kept on the device: reading it at every step would make the host wait
@@ -25,7 +25,7 @@ impl LossSum {
             let (sum, count) = (totals.f_narrow(0, 0, 1)?, totals.f_narrow(0, 1, 1)?);
             Ok(Self { totals, sum, count, one: Tensor::f_ones([1], (Kind::Double, device))? })
         };
-        allocate().map_err(Error::torch("allocating the loss"))
+        allocate().doing("allocating the loss")
     }
 
     /// Adds the mean loss of `samples` samples.
@@ -36,12 +36,12 @@ impl LossSum {
     /// Returns this rank's sum; waits for the device.
     pub(super) fn sum(&self, group: &ProcessGroup) -> Result<f64> {
         group.synchronize()?;
-        self.sum.f_double_value(&[0]).map_err(Error::torch("reading the loss"))
+        self.sum.f_double_value(&[0]).doing("reading the loss")
     }
 
     /// Continues from a `sum` that [`sum`](Self::sum) returned.
     pub(super) fn set_sum(&mut self, sum: f64) -> Result<()> {
-        let _ = self.totals.f_zero_().map_err(Error::torch("zero_"))?;
+        let _ = self.totals.f_zero_().doing("zero_")?;
         add_scaled(&self.sum, &self.one, sum)
     }
 
@@ -54,11 +54,9 @@ impl LossSum {
     pub(super) fn take_mean(&mut self, group: &ProcessGroup) -> Result<f64> {
         group.all_reduce(&mut self.totals, ReduceOp::Sum)?;
         group.synchronize()?;
-        let value = |tensor: &Tensor| {
-            tensor.f_double_value(&[0]).map_err(Error::torch("reading the mean loss"))
-        };
+        let value = |tensor: &Tensor| tensor.f_double_value(&[0]).doing("reading the mean loss");
         let mean = value(&self.sum)? / value(&self.count)?;
-        let _ = self.totals.f_zero_().map_err(Error::torch("zero_"))?;
+        let _ = self.totals.f_zero_().doing("zero_")?;
         Ok(mean)
     }
 }

@@ -3,7 +3,8 @@
 use tch::Tensor;
 
 use crate::data::Batch;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 
 /// One training step of one rank.
 #[derive(Debug)]
@@ -61,6 +62,6 @@ impl Step {
         if divisor == 1.0 {
             return Ok(loss);
         }
-        loss.f_div_scalar(divisor).map_err(Error::torch("div"))
+        loss.f_div_scalar(divisor).doing("div")
     }
 }

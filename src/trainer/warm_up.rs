@@ -4,7 +4,8 @@ use tch::nn::ModuleT;
 
 use super::TrainContext;
 use super::buffers::BufferSnapshot;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::optim::GradState;
 
 impl<M: ModuleT> TrainContext<M> {
@@ -25,7 +26,7 @@ impl<M: ModuleT> TrainContext<M> {
             drop(no_sync);
             if let Some(optimizer) = &mut self.optimizer {
                 for mut buffer in self.ddp.flat_buffers().into_iter().flatten() {
-                    let _ = buffer.gradients.f_zero_().map_err(Error::torch("zero_"))?;
+                    let _ = buffer.gradients.f_zero_().doing("zero_")?;
                     buffer.places.set_gradients(GradState::Averaged); // the average of zeros is zero
                 }
                 self.scaler.unscale_()?;

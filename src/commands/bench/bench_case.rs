@@ -3,7 +3,8 @@
 use tch::{Kind, Tensor};
 
 use super::BenchRequest;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 use crate::process_group::{P2POp, ProcessGroup, ReduceOp, num_bytes};
 
@@ -137,15 +138,15 @@ impl BenchCase {
             BenchOp::AllToAll => (true, true),
             _ => (false, false),
         };
-        let torch = || Error::torch("allocating the tensors to measure with");
+        let doing = "allocating the tensors to measure with";
         let tensor = |has_parts| {
             let len = if has_parts { whole } else { count };
             // Ones, so that the memory is really allocated.
-            Tensor::f_ones([len], (request.dtype, group.device())).map_err(torch())
+            Tensor::f_ones([len], (request.dtype, group.device())).doing(doing)
         };
         let parts = |tensor: &Tensor, has_parts| -> Result<Vec<Tensor>> {
             let starts = (0..if has_parts { world_size as i64 } else { 0 }).map(|i| i * count);
-            starts.map(|start| tensor.f_narrow(0, start, count).map_err(torch())).collect()
+            starts.map(|start| tensor.f_narrow(0, start, count).doing(doing)).collect()
         };
         let in_place = matches!(op, BenchOp::AllReduce | BenchOp::Reduce | BenchOp::Broadcast);
         let input = tensor(has_input_parts)?;
@@ -287,7 +288,7 @@ fn chunk(pattern: Pattern, like: &Tensor) -> Result<Tensor> {
         let chunk = if like.is_floating_point() { chunk } else { chunk.f_to_kind(Kind::Int64)? };
         chunk.f_to_kind(like.f_kind()?)?.f_to_device(like.device())
     };
-    make().map_err(Error::torch("making numbers to check with"))
+    make().doing("making numbers to check with")
 }
 
 /// Calls `f` with each chunk of a tensor and its length.
@@ -302,7 +303,7 @@ fn in_chunks(
             let len = CHUNK.min(numel - start);
             f(tensor.f_narrow(0, start, len)?, len)
         })
-        .map_err(Error::torch("checking a result"))
+        .doing("checking a result")
 }
 
 fn fill(tensor: &Tensor, pattern: Pattern) -> Result<()> {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use tch::{Device, Kind, TchError, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 
 /// The process group, length and dtype of one rank's tensors.
@@ -18,7 +19,7 @@ pub(super) struct Data<'a> {
 impl Data<'_> {
     /// Returns the tensor of rank r: (r + 1) * (i + 1) at index i.
     pub(super) fn tensor(&self) -> Result<Tensor> {
-        self.first(self.numel).map_err(Error::torch("making a tensor"))
+        self.first(self.numel).doing("making a tensor")
     }
 
     /// Returns a longer tensor of the same numbers, cut into a part for each rank.
@@ -28,13 +29,12 @@ impl Data<'_> {
             let whole = self.first(self.numel * ranks)?;
             (0..ranks).map(|rank| whole.f_narrow(0, rank * self.numel, self.numel)).collect()
         };
-        parts().map_err(Error::torch("making tensors"))
+        parts().doing("making tensors")
     }
 
     /// Returns a tensor to write to.
     pub(super) fn empty(&self) -> Result<Tensor> {
-        Tensor::f_zeros([self.numel], (self.dtype, self.group.device()))
-            .map_err(Error::torch("making a tensor"))
+        Tensor::f_zeros([self.numel], (self.dtype, self.group.device())).doing("making a tensor")
     }
 
     /// Returns a tensor to write to for each rank.
@@ -95,7 +95,7 @@ impl Numbers {
                 _ => Numbers::Integer(Vec::try_from(tensor)?),
             })
         };
-        read().map_err(Error::torch("reading a tensor"))
+        read().doing("reading a tensor")
     }
 
     pub(super) fn len(&self) -> usize {

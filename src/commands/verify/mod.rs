@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 use crate::config::{CommHookKind, Config, StrategyKind};
 use crate::data::{Dataset, Subset};
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
 use crate::models::ModelKind;
@@ -408,5 +409,5 @@ fn values(tensors: &[(String, Tensor)]) -> Result<Vec<ParamValues>> {
         Ok(ParamValues { name: name.clone(), values: Vec::<f32>::try_from(flat)?, width })
     };
     let floats = tensors.iter().filter(|(_, tensor)| tensor.kind() == Kind::Float);
-    floats.map(copy).collect::<Result<_, _>>().map_err(Error::torch("reading the parameters"))
+    floats.map(copy).collect::<Result<_, _>>().doing("reading the parameters")
 }

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi::MappedFile;
+use crate::ffi::{MappedFile, TorchResult};
 
 /// The contents of a file. Batches of it are converted later.
 pub(super) struct Array {
@@ -63,7 +63,7 @@ impl Array {
         // A byte that is neither 0 nor 1 is not a valid bool for libtorch.
         let stored = if dtype == Kind::Bool { Kind::Uint8 } else { dtype };
         let view = bytes.and_then(|bytes| bytes.f_view_dtype(stored)?.f_view(&shape[..]));
-        let tensor = view.map_err(Error::torch("making a tensor of a data file"))?;
+        let tensor = view.doing("making a tensor of a data file")?;
         Ok(if dtype == Kind::Uint8 { Self::bytes(tensor) } else { Self::plain(tensor) })
     }
 }

@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 
 /// Returns the number of classes. An error if a target is not a class number.
 pub(super) fn count_classes(name: &str, targets: &Tensor) -> Result<i64> {
@@ -12,14 +13,14 @@ pub(super) fn count_classes(name: &str, targets: &Tensor) -> Result<i64> {
         let outside = class.f_lt(0.0)?.f_logical_or(&class.f_gt(highest)?)?;
         class.f_ne_tensor(&class.f_floor()?)?.f_logical_or(&outside)
     };
-    let looking = || Error::torch("looking at classes");
-    if let Some((sample, class)) = find(targets, is_invalid).map_err(looking())? {
+    let doing = "looking at classes";
+    if let Some((sample, class)) = find(targets, is_invalid).doing(doing)? {
         return Err(Error::Input(format!(
             "{name}: the target of sample {sample} is {class}, which is not a class: classes are whole numbers from \
              0; use --loss mse for other numbers"
         )));
     }
-    let most = targets.f_max().and_then(|most| most.f_double_value(&[])).map_err(looking())?;
+    let most = targets.f_max().and_then(|most| most.f_double_value(&[])).doing(doing)?;
     Ok(most as i64 + 1)
 }
 

@@ -10,7 +10,7 @@ use super::TargetKind;
 use super::array::Array;
 use super::format::Format;
 use crate::error::{Error, Result};
-use crate::ffi::open_file;
+use crate::ffi::{TorchResult, open_file};
 
 /// A CSV file of numbers, with a sample in each line.
 #[derive(Debug)]
@@ -135,7 +135,7 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
         };
         Ok((Tensor::f_from_slice(&inputs)?.f_view([samples, -1])?, targets))
     };
-    let (inputs, targets) = tensors().map_err(Error::torch("making a tensor of a data file"))?;
+    let (inputs, targets) = tensors().doing("making a tensor of a data file")?;
     Ok((Array::plain(inputs), Array::plain(targets)))
 }
 

@@ -5,7 +5,8 @@ use flate2::read::GzDecoder;
 use super::array::Array;
 use super::format::Format;
 use super::{TargetKind, csv};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 
 const DIGITS: &[u8] = include_bytes!("../../../assets/digits.csv.gz");
 
@@ -29,7 +30,7 @@ impl Format for Digits {
     fn read(&self, _location: &str, kind: TargetKind) -> Result<(Array, Array)> {
         let (inputs, targets) = csv::parse("digits", GzDecoder::new(DIGITS), kind)?;
         let shades = inputs.tensor.f_div_scalar(16.0);
-        let shades = shades.map_err(Error::torch("reading the digits"))?;
+        let shades = shades.doing("reading the digits")?;
         Ok((Array::plain(shades), targets))
     }
 }

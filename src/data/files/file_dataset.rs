@@ -10,7 +10,7 @@ use super::classes::{count_classes, find};
 use super::{DatasetSpec, TargetKind};
 use crate::data::{Dataset, Targets, TensorDataset, random_split};
 use crate::error::{Error, Result};
-use crate::ffi::SharedTensor;
+use crate::ffi::{SharedTensor, TorchResult};
 
 /// The samples of a file, mapped into memory if the format allows it, and converted batch by batch.
 ///
@@ -85,13 +85,13 @@ impl FileDataset {
                 targets.size()
             ));
         }
-        let reading = || Error::torch("reading a data file");
-        let row = |tensor: Tensor| tensor.f_view([samples, -1]).map_err(reading());
+        let doing = "reading a data file";
+        let row = |tensor: Tensor| tensor.f_view([samples, -1]).doing(doing);
         let (inputs, mut targets) = (row(inputs)?, row(targets)?);
         let predicts = match kind {
             TargetKind::Values => Targets::Values(targets.size()[1]),
             TargetKind::Classes => {
-                targets = targets.f_view(samples).map_err(reading())?;
+                targets = targets.f_view(samples).doing(doing)?;
                 Targets::Classes(count_classes(&name, &targets)?)
             }
         };
@@ -126,7 +126,7 @@ impl FileDataset {
         }
         let cut = |tensor: &SharedTensor| {
             let first = tensor.get().f_narrow(0, 0, samples as i64);
-            first.map(|first| Arc::new(SharedTensor::new(first))).map_err(Error::torch("narrow"))
+            first.map(|first| Arc::new(SharedTensor::new(first))).doing("narrow")
         };
         let (inputs, targets) = (cut(&self.inputs)?, cut(&self.targets)?);
         Ok(Self { inputs, targets, ..self })
@@ -167,7 +167,7 @@ impl FileDataset {
     /// [`Error::Input`] that names the first sample with a higher class.
     pub fn check_classes(&self, classes: i64) -> Result<()> {
         let too_high = |class: &Tensor| class.f_ge(classes);
-        match find(&self.targets.get(), too_high).map_err(Error::torch("looking at classes"))? {
+        match find(&self.targets.get(), too_high).doing("looking at classes")? {
             Some((sample, class)) => Err(Error::Input(format!(
                 "{}: sample {sample} has class {class}, and {classes} classes count from 0 to {}; use {} or more",
                 self.name,
@@ -188,7 +188,7 @@ impl FileDataset {
         match self.predicts {
             Targets::Classes(classes) if classes > samples => {
                 let found = find(&self.targets.get(), too_high);
-                let found = found.map_err(Error::torch("looking at classes"))?;
+                let found = found.doing("looking at classes")?;
                 let (sample, class) = found.unwrap_or_default();
                 Err(Error::Input(format!(
                     "{}: sample {sample} has class {class}, which makes {} classes, and there are {samples} samples; \

@@ -11,7 +11,7 @@ use super::TargetKind;
 use super::array::{Array, Layout, sizes};
 use super::format::Format;
 use crate::error::{Error, Result};
-use crate::ffi::{MappedFile, open_file};
+use crate::ffi::{MappedFile, TorchResult, open_file};
 
 /// A folder with files in MNIST's format.
 #[derive(Debug)]
@@ -109,7 +109,7 @@ fn array(path: &Path, holds: Holds) -> Result<Array> {
         let (sizes, num_bytes) = sizes(&shape, 1).map_err(wrong)?;
         let bytes = unpack(unpacked, len, num_bytes).map_err(wrong)?;
         let tensor = Tensor::f_from_slice(&bytes).and_then(|bytes| bytes.f_view(&sizes[..]));
-        return Ok(Array::bytes(tensor.map_err(Error::torch("making a tensor of a data file"))?));
+        return Ok(Array::bytes(tensor.doing("making a tensor of a data file")?));
     }
     let file = MappedFile::open(path)?;
     let (start, shape) = header(&mut &file[..], holds).map_err(wrong)?;

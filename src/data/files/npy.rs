@@ -9,7 +9,7 @@ use super::TargetKind;
 use super::array::{Array, Layout};
 use super::format::Format;
 use crate::error::{Error, Result};
-use crate::ffi::MappedFile;
+use crate::ffi::{MappedFile, TorchResult};
 
 /// Two `.npy` files: the inputs and the targets.
 #[derive(Debug)]
@@ -62,7 +62,7 @@ fn read(path: &Path) -> Result<Array> {
     let array = Array::mapped(&file, layout, &reversed)?;
     let dims: Vec<i64> = (0..reversed.len() as i64).rev().collect();
     let tensor = array.tensor.f_permute(&dims[..]).and_then(|tensor| tensor.f_contiguous());
-    let tensor = tensor.map_err(Error::torch("making a tensor of a data file"))?;
+    let tensor = tensor.doing("making a tensor of a data file")?;
     Ok(Array { tensor, ..array })
 }
 

@@ -15,6 +15,7 @@ use std::thread::{self, Thread};
 use tch::{Kind, Tensor};
 
 use crate::error::Error;
+use crate::ffi::TorchResult;
 use crate::process_group::dtype::dtype_name;
 use crate::runtime::RunContext;
 
@@ -254,7 +255,7 @@ impl Mailboxes {
         let copied = if sent.fits(&expected) {
             match (sent.contents, expected.contents) {
                 (Contents::Here(from), Contents::Here(mut into)) => {
-                    tch::no_grad(|| into.f_copy_(&from).map(drop)).map_err(Error::torch("copy_"))
+                    tch::no_grad(|| into.f_copy_(&from).map(drop)).doing("copy_")
                 }
                 (Contents::Elsewhere(incoming), Contents::Here(into)) => {
                     return incoming.accept(into, receiver);

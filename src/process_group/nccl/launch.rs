@@ -15,7 +15,7 @@ use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
 use super::Nccl;
 use super::status::is_failure;
 use crate::error::{Error, Result};
-use crate::ffi::cuda;
+use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 
 impl Nccl {
@@ -242,7 +242,7 @@ fn room_for(tensors: &[Tensor]) -> Result<Option<Tensor>> {
     }
     let numel = (tensors.len() * first.numel()) as i64;
     let buffer = Tensor::f_empty([numel], (first.kind(), first.device()));
-    buffer.map(Some).map_err(Error::torch("empty"))
+    buffer.map(Some).doing("empty")
 }
 
 /// Returns copies of `tensors`, contiguous and of one size, in one buffer. `None` if they already lie one after the
@@ -256,7 +256,7 @@ fn joined(tensors: &[Tensor]) -> Result<Option<Tensor>> {
             tensors.iter().map(|tensor| tensor.f_view([-1])).collect();
         Tensor::f_cat(&flat?, 0)
     };
-    tch::no_grad(flat).map(Some).map_err(Error::torch("cat"))
+    tch::no_grad(flat).map(Some).doing("cat")
 }
 
 /// Copies its part of `flat` to each of `tensors`, which are contiguous and of one size.
@@ -268,7 +268,7 @@ fn copy_parts(flat: &Tensor, tensors: &[Tensor]) -> Result<()> {
             .zip(parts)
             .try_for_each(|(to, part)| to.shallow_clone().f_copy_(&part.f_view_as(to)?).map(drop))
     };
-    tch::no_grad(copy).map_err(Error::torch("copy_"))
+    tch::no_grad(copy).doing("copy_")
 }
 
 /// Returns whether `tensors`, contiguous and of one size, lie one after the other.
@@ -280,7 +280,7 @@ fn is_one_piece(tensors: &[Tensor]) -> bool {
 
 fn multiply(tensor: &Tensor, factor: f64) -> Result<()> {
     let multiply = || tensor.shallow_clone().f_mul_scalar_(factor).map(drop);
-    tch::no_grad(multiply).map_err(Error::torch("mul_"))
+    tch::no_grad(multiply).doing("mul_")
 }
 
 /// Returns the bytes that one rank sends and receives in NCCL's ring algorithm.

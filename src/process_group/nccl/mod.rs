@@ -34,7 +34,7 @@ use super::local::{CallSlot, OncePerProcess, Shared};
 use super::network::Network;
 use super::{P2POp, Traffic};
 use crate::error::{Error, Result};
-use crate::ffi::cuda;
+use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 use communicator::{Communicator, end_all};
 pub(crate) use library::{require_library, version};
@@ -115,7 +115,7 @@ impl Nccl {
         id: UniqueId,
     ) -> Result<Self> {
         let token = Tensor::f_zeros([1], (Kind::Float, Device::Cuda(gpu)))
-            .map_err(Error::torch("allocating on the GPU"))?;
+            .doing("allocating on the GPU")?;
         let mut nccl = Self {
             communicator: Communicator::new(shared.run().clone()),
             rank,

@@ -21,7 +21,7 @@ use super::split_sizes::{SplitSizes, padded};
 use super::staging::StagingBuffers;
 use super::started::Started;
 use crate::error::{Error, Result};
-use crate::ffi::{Gloo, GlooWork, Reduce, TcpStore};
+use crate::ffi::{Gloo, GlooWork, Reduce, TcpStore, TorchResult};
 use crate::operation::{OpId, Operation};
 use crate::process_group::call::Call;
 use crate::process_group::dtype::{dtype_name, num_bytes};
@@ -242,7 +242,7 @@ impl Network {
     pub(crate) fn staging_tensor(&self, kind: Kind, size: usize) -> Result<Tensor> {
         let [send, _] = self.staging.parts();
         let whole = send.f_narrow(0, 0, size as i64).and_then(|it| it.f_view_dtype(kind));
-        whole.map_err(Error::torch("a view of the staging buffer"))
+        whole.doing("a view of the staging buffer")
     }
 
     /// Exchanges headers, then starts to sum `tensor` over all processes, in place. With two processes Gloo's own
@@ -259,7 +259,7 @@ impl Network {
             let share = self.mean_here() / weights::mean_of_all(self.weights())?;
             if share != 1.0 {
                 let multiply = || tensor.shallow_clone().f_mul_scalar_(share).map(drop);
-                tch::no_grad(multiply).map_err(Error::torch("mul_"))?;
+                tch::no_grad(multiply).doing("mul_")?;
             }
         }
         self.started(call.at(), call.timeout, self.gloo.all_reduce(tensor, Reduce::Sum))
@@ -275,7 +275,7 @@ impl Network {
         };
         let (to, from) = (splits(&parts.to), splits(&parts.from));
         let cut = |tensor: &Tensor, begin: usize, sizes: &[i64]| {
-            tensor.f_narrow(0, begin as i64, sizes.iter().sum()).map_err(Error::torch("narrow"))
+            tensor.f_narrow(0, begin as i64, sizes.iter().sum()).doing("narrow")
         };
         let [send, receive] = self.staging.parts();
         let (send, receive) = (cut(send, begin, &to)?, cut(receive, 0, &from)?);

@@ -5,7 +5,8 @@ use std::cell::UnsafeCell;
 use tch::{Device, Kind, Tensor};
 
 use super::header::HEADER_BYTES;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 
 /// Send and receive buffers: a header for each process, and room for the largest call so far.
 pub(super) struct StagingBuffers {
@@ -53,5 +54,5 @@ impl StagingBuffers {
 }
 
 fn bytes(size: usize) -> Result<Tensor> {
-    Tensor::f_zeros([size as i64], (Kind::Uint8, Device::Cpu)).map_err(Error::torch("making room"))
+    Tensor::f_zeros([size as i64], (Kind::Uint8, Device::Cpu)).doing("making room")
 }

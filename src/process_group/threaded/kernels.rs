@@ -8,7 +8,8 @@ use super::super::call::Call;
 use super::super::local::{self, CollectiveFingerprint, Kinds, Place, Reduction, my_slice};
 use super::super::traffic::{Traffic, first_bytes, of_parts};
 use super::super::{ReduceOp, num_bytes, weights};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
 /// Pointer lists that every reduction reuses, to avoid allocating.
@@ -139,7 +140,7 @@ unsafe fn reduce(
         return Ok(());
     }
     // SAFETY: likewise.
-    unsafe { reduce_by_kernels(reduction, mine.device) }.map_err(Error::torch("a reduction"))
+    unsafe { reduce_by_kernels(reduction, mine.device) }.doing("a reduction")
 }
 
 /// Returns whether a single rank's result equals its input.
@@ -205,7 +206,7 @@ unsafe fn copy(kind: Kind, device: Device, from: Place, to: Place) -> Result<()>
     // SAFETY: as the caller promises; the views end with this function.
     let view =
         |place: Place| unsafe { Tensor::f_from_blob(place.data, &[len], &[1], kind, device) };
-    tch::no_grad(|| view(to)?.f_copy_(&view(from)?)).map_err(Error::torch("copying between ranks"))
+    tch::no_grad(|| view(to)?.f_copy_(&view(from)?)).doing("copying between ranks")
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use anyhow::Result;
 use tch::{Device, Kind, Tensor};
 
 use crate::ddp::{GradProbe, Strategy};
-use crate::error::Error;
+use crate::ffi::TorchResult;
 use crate::telemetry::{self, Narrator, RankStep};
 use crate::trainer::{Callback, Step, TrainContext};
 
@@ -128,7 +128,7 @@ fn values(tensor: &Tensor) -> crate::error::Result<Vec<f64>> {
         let local = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
         Vec::<f64>::try_from(local.f_reshape([-1])?)
     };
-    read().map_err(Error::torch("reading what is explained"))
+    read().doing("reading what is explained")
 }
 
 /// Returns the index of the value with the largest magnitude; the first if several are equal.

@@ -5,6 +5,7 @@ use tch::Tensor;
 
 use crate::data::Batch;
 use crate::error::Error;
+use crate::ffi::TorchResult;
 use crate::process_group::{ProcessGroup, ReduceOp};
 use crate::runtime::FaultKind;
 use crate::trainer::{Callback, Step, TrainContext};
@@ -34,8 +35,8 @@ impl<M> Callback<M> for FaultInjection {
             FaultKind::SkipSample => skip_sample(&mut step.batches, step.number)?,
             FaultKind::WrongShape => {
                 let group = context.group();
-                let mut wrong = Tensor::f_zeros([7], (tch::Kind::Float, group.device()))
-                    .map_err(Error::torch("zeros"))?;
+                let mut wrong =
+                    Tensor::f_zeros([7], (tch::Kind::Float, group.device())).doing("zeros")?;
                 group.all_reduce(&mut wrong, ReduceOp::Sum)?;
             }
             _ => {}
@@ -48,8 +49,7 @@ impl<M> Callback<M> for FaultInjection {
             && self.kind == FaultKind::Desync
             && let Some((_, mut parameter)) = context.ddp.state_dict().into_iter().next()
         {
-            let _ =
-                tch::no_grad(|| parameter.f_add_scalar_(0.001)).map_err(Error::torch("add_"))?;
+            let _ = tch::no_grad(|| parameter.f_add_scalar_(0.001)).doing("add_")?;
         }
         Ok(())
     }
@@ -59,15 +59,15 @@ impl<M> Callback<M> for FaultInjection {
 fn make_sample_nan(batches: &mut [Batch]) -> crate::error::Result<()> {
     let Some(batch) = batches.iter_mut().find(|batch| !batch.is_empty()) else { return Ok(()) };
     // A copy: the data set itself stays unchanged.
-    let torch = || Error::torch("making a sample NaN");
-    batch.inputs = batch.inputs.f_detach_copy().map_err(torch())?;
-    let mut first = batch.inputs.f_narrow(0, 0, 1).map_err(torch())?;
-    first.f_fill_(f64::NAN).map(drop).map_err(torch())
+    let doing = "making a sample NaN";
+    batch.inputs = batch.inputs.f_detach_copy().doing(doing)?;
+    let mut first = batch.inputs.f_narrow(0, 0, 1).doing(doing)?;
+    first.f_fill_(f64::NAN).map(drop).doing(doing)
 }
 
 /// Replaces the step's first sample by its second, so that the number of samples stays the same.
 fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
-    let torch = || Error::torch("taking a sample twice");
+    let doing = "taking a sample twice";
     let take = |batch: &Batch, row: i64| -> Result<[Tensor; 2], tch::TchError> {
         Ok([batch.inputs.f_narrow(0, row, 1)?, batch.targets.f_narrow(0, row, 1)?])
     };
@@ -81,14 +81,12 @@ fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
             )));
         }
     };
-    let [inputs, targets] = next.map_err(torch())?;
+    let [inputs, targets] = next.doing(doing)?;
     let first = &mut batches[0];
     let put = |to: &mut Tensor, from: &Tensor| -> Result<(), tch::TchError> {
         // A copy: the data set itself stays unchanged.
         *to = to.f_detach_copy()?;
         to.f_narrow(0, 0, 1)?.f_copy_(from).map(drop)
     };
-    put(&mut first.inputs, &inputs)
-        .and_then(|()| put(&mut first.targets, &targets))
-        .map_err(torch())
+    put(&mut first.inputs, &inputs).and_then(|()| put(&mut first.targets, &targets)).doing(doing)
 }

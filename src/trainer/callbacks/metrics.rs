@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 use tch::Tensor;
 
-use crate::error::Error;
+use crate::ffi::TorchResult;
 use crate::process_group::ReduceOp;
 use crate::records::TrainMetrics;
 use crate::telemetry::MetricsLogger;
@@ -42,13 +42,13 @@ impl Metrics {
         let loss_sum = context.loss_sum.sum(group)?;
         context.check_loss_sum(loss_sum)?;
         let mine = [loss_sum - self.loss_sum, self.counted as f64, self.samples as f64];
-        let torch = || Error::torch("reducing the metrics");
-        let mut totals = Tensor::from_slice(&mine).f_to_device(group.device()).map_err(torch())?;
+        let doing = "reducing the metrics";
+        let mut totals = Tensor::from_slice(&mine).f_to_device(group.device()).doing(doing)?;
         group.all_reduce(&mut totals, ReduceOp::Sum)?;
         group.synchronize()?;
-        let totals = Vec::<f64>::try_from(totals).map_err(torch())?;
+        let totals = Vec::<f64>::try_from(totals).doing(doing)?;
         let grad_norm = self.grad_norm.take().map(|norm| norm.f_double_value(&[]));
-        let grad_norm = grad_norm.transpose().map_err(torch())?;
+        let grad_norm = grad_norm.transpose().doing(doing)?;
         let seconds = self.since.elapsed().as_secs_f64();
         let metrics = TrainMetrics {
             step: context.state.step,

@@ -4,7 +4,7 @@ use anyhow::Result;
 use tch::nn::ModuleT;
 use tch::{Device, Tensor};
 
-use crate::error::Error;
+use crate::ffi::TorchResult;
 use crate::trainer::buffers::BufferSnapshot;
 use crate::trainer::diagnosis::{gradients_finite, is_finite};
 use crate::trainer::{Callback, Step, TrainContext};
@@ -69,5 +69,5 @@ fn poison_if_nonfinite(loss: &Tensor) -> crate::error::Result<Tensor> {
         let value = loss.f_detach()?;
         loss.f_mul(&value.f_sub(&value)?.f_add_scalar(1.0)?)
     };
-    pass_on().map_err(Error::torch("looking for what is not finite"))
+    pass_on().doing("looking for what is not finite")
 }

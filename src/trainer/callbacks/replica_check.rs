@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::ddp::{DistributedDataParallel, Strategy};
 use crate::error::{Compared, Error, Suspects};
+use crate::ffi::TorchResult;
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// Compares the parameters of all ranks every few steps.
@@ -54,18 +55,18 @@ pub(crate) fn compare_replicas<M>(
     let group = ddp.group();
     group.synchronize()?;
     let (names, hashes): (Vec<String>, Vec<u64>) = ddp.tensor_hashes(buffers)?.into_iter().unzip();
-    let torch = || Error::torch("comparing the parameters");
+    let doing = "comparing the parameters";
     let hashes: Vec<i64> = hashes.into_iter().map(u64::cast_signed).collect();
     let hashes = Tensor::f_from_slice(&hashes)
         .and_then(|tensor| tensor.f_to_device(group.device()))
-        .map_err(torch())?;
+        .doing(doing)?;
     let shape = [group.world_size() as i64, names.len() as i64];
-    let mut all = Tensor::f_zeros(shape, (Kind::Int64, group.device())).map_err(torch())?;
+    let mut all = Tensor::f_zeros(shape, (Kind::Int64, group.device())).doing(doing)?;
     group.all_gather_into_tensor(&mut all, &hashes)?;
     group.synchronize()?;
     let all =
-        all.f_to_device(Device::Cpu).and_then(|tensor| tensor.f_reshape([-1])).map_err(torch())?;
-    let all = Vec::<i64>::try_from(all).map_err(torch())?;
+        all.f_to_device(Device::Cpu).and_then(|tensor| tensor.f_reshape([-1])).doing(doing)?;
+    let all = Vec::<i64>::try_from(all).doing(doing)?;
     match difference(&all, &names, group.ranks()) {
         None => Ok(()),
         Some((parameter, others, suspects)) => {

@@ -5,7 +5,7 @@ use tch::nn::ModuleT;
 use tch::{Kind, Tensor};
 
 use crate::data::{Batch, DataLoader};
-use crate::error::Error;
+use crate::ffi::TorchResult;
 use crate::operation::Operation;
 use crate::process_group::ReduceOp;
 use crate::records::ValidationMetrics;
@@ -30,7 +30,7 @@ impl<M: ModuleT> Callback<M> for Validation {
     /// Validates if due, or if this was the last epoch. A collective in that case.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] when the loss is not finite. The rank that has the samples names them.
+    /// [`Error::NonFinite`](crate::Error::NonFinite) when the loss is not finite. The rank that has the samples names them.
     fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
         let epochs = context.state.epoch;
         if epochs.is_multiple_of(self.every) || epochs >= context.max_epochs {
@@ -51,7 +51,7 @@ impl Validation {
         context.ddp.replicate()?;
         let device = context.group().device();
         // The sum of the losses, the number of correct predictions, and the number of samples.
-        let mut totals = Tensor::f_zeros([3], (Kind::Double, device)).map_err(torch_error())?;
+        let mut totals = Tensor::f_zeros([3], (Kind::Double, device)).doing(DOING)?;
         let classifies = context.loss == Loss::CrossEntropy;
         let mut samples = Vec::new();
         for batch in self.loader.epoch(0)? {
@@ -62,16 +62,16 @@ impl Validation {
                 let loss = context.loss.of(&output, &batch.targets)?;
                 let more = MAX_SAMPLES - samples.len() as i64;
                 if more > 0 && classifies && context.shows_samples {
-                    samples.extend(pictures(&batch, &output, more).map_err(torch_error())?);
+                    samples.extend(pictures(&batch, &output, more).doing(DOING)?);
                 }
-                batch_totals(&batch, &output, &loss, classifies).map_err(torch_error())
+                batch_totals(&batch, &output, &loss, classifies).doing(DOING)
             })?;
-            let _ = totals.f_add_(&batch_totals).map_err(torch_error())?;
+            let _ = totals.f_add_(&batch_totals).doing(DOING)?;
         }
         let group = context.group();
         group.all_reduce(&mut totals, ReduceOp::Sum)?;
         group.synchronize()?;
-        let totals = Vec::<f64>::try_from(totals).map_err(torch_error())?;
+        let totals = Vec::<f64>::try_from(totals).doing(DOING)?;
         let loss = totals[0] / totals[2];
         if !loss.is_finite() {
             return Err(context.nonfinite_validation(&self.loader, loss)?.into());
@@ -127,6 +127,5 @@ fn pictures(batch: &Batch, output: &Tensor, max: i64) -> Result<Vec<Sample>, tch
     Ok(all.map(|((pixels, class), prediction)| Sample { pixels, class, prediction }).collect())
 }
 
-fn torch_error() -> impl FnOnce(tch::TchError) -> Error {
-    Error::torch("validation")
-}
+/// The action that the errors of libtorch name.
+const DOING: &str = "validation";

@@ -19,6 +19,7 @@ use super::frame::{Frame, MAX_INLINE, Offer};
 use super::pending::Pending;
 use super::transfer::{Outgoing, size};
 use crate::error::Error;
+use crate::ffi::TorchResult;
 use crate::operation::OpId;
 use crate::process_group::dtype::dtype_name;
 use crate::process_group::local::{
@@ -379,7 +380,7 @@ impl Incoming for Offered {
         let rank = link.context.members[destination];
         if let Some(tensor) = inline {
             let copied = tch::no_grad(|| into.f_copy_(&tensor).map(drop));
-            return match copied.map_err(Error::torch("copy_")) {
+            return match copied.doing("copy_") {
                 Ok(()) => {
                     link.reply(Frame::Taken { id });
                     delivery.complete(Outcome::From(source));

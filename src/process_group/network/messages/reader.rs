@@ -12,6 +12,7 @@ use super::link::{Expected, Link};
 use super::patient::{Patient, TICK};
 use super::{transfer, writer};
 use crate::error::{Error, first_line};
+use crate::ffi::TorchResult;
 use crate::process_group::dense::is_dense;
 use crate::process_group::local::Outcome;
 
@@ -86,10 +87,10 @@ fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<
         }
         let (shape, kind) = (into.size(), into.kind());
         let dense = Tensor::f_empty(&shape, (kind, Device::Cpu));
-        let mut dense = dense.map_err(Error::torch("making room for a message"))?;
+        let mut dense = dense.doing("making room for a message")?;
         let read = transfer::read_tensor(from, &mut dense);
         if read.is_ok() {
-            tch::no_grad(|| into.f_copy_(&dense).map(drop)).map_err(Error::torch("copy_"))?;
+            tch::no_grad(|| into.f_copy_(&dense).map(drop)).doing("copy_")?;
         }
         Ok(read)
     };
