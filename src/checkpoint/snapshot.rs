@@ -24,7 +24,7 @@ impl Snapshot {
     /// [`Optimizer::state`](crate::Optimizer::state). The device must have finished computing them.
     ///
     /// # Errors
-    /// [`Error::Torch`], and [`Error::Unsupported`] for dtypes that cannot be saved.
+    /// [`Error::Torch`](crate::Error::Torch), and [`Error::Unsupported`](crate::Error::Unsupported) for dtypes that cannot be saved.
     pub fn take(
         state: TrainerState,
         model: &[(String, Tensor)],

@@ -5,7 +5,7 @@ use std::fmt::{Display, LowerExp};
 use serde::{Deserialize, Serialize, Serializer};
 use tch::{Device, Kind, TchError, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 
