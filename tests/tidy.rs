@@ -86,6 +86,31 @@ fn files_state_their_purpose_and_have_at_most_450_lines() {
     }
 }
 
+/// The module of a folder is its `mod.rs`. Unit tests are the module `tests`, at the end of the file that they test, or in
+/// a file of their own where they are long.
+#[test]
+fn modules_and_unit_tests_have_one_style() {
+    for file in sources() {
+        let (name, text) = (name(&file), fs::read_to_string(&file).unwrap());
+        assert!(!file.with_extension("").is_dir(), "{name}: move it into its folder, as mod.rs");
+        assert!(!name.ends_with("_tests.rs"), "{name}: name it tests.rs, below the file it tests");
+        for mark in ["#[cfg(test)]\n", "#[cfg(all(test"] {
+            for rest in text.split(mark).skip(1) {
+                let item = rest.lines().find(|line| line.contains("mod ")).unwrap_or_default();
+                let (_, after) = rest.split_once(item).unwrap();
+                let is_last = match item.trim_start_matches("pub(super) ") {
+                    "mod tests;" => after.trim().is_empty(),
+                    "mod tests {" => {
+                        after.split_once("\n}\n").is_some_and(|(_, end)| end.is_empty())
+                    }
+                    _ => false,
+                };
+                assert!(is_last, "{name}: put its unit tests at the end, as `mod tests`");
+            }
+        }
+    }
+}
+
 #[test]
 fn unsafe_code_is_only_in_allowed_folders() {
     for file in sources() {
