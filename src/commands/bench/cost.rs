@@ -4,6 +4,7 @@
 //! the busiest link. NCCL weighs its own algorithms in the same way.
 
 use super::cluster::{Algorithm, Library, Link, SimulatedCluster};
+use crate::process_group::{DIRECT_MAX_BYTES, HEADER_BYTES, MAX_INLINE};
 
 /// The ranks that take part: `gpus` ranks on each of `nodes` nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,12 +13,6 @@ pub(super) struct Shape {
     pub gpus: usize,
 }
 
-/// The bytes of a note of the backend `gloo`, which precedes every collective.
-const NOTE: f64 = 256.0;
-/// The most bytes of data that fit into a note.
-const INLINE: f64 = 208.0;
-/// Up to this many bytes for all processes together, `gloo` sends the tensors of an all-reduce whole.
-const WHOLE: f64 = 65536.0;
 /// The largest segment of Gloo's ring, in bytes. Two segments are in flight at a time.
 const SEGMENT: f64 = 1048576.0;
 
@@ -92,27 +87,29 @@ impl SimulatedCluster {
         let passes = if self.goes_on(Shape { nodes, gpus }, bytes) { 1.0 } else { 2.0 };
         let local =
             2.0 * (gpus - 1) as f64 * self.within.latency + passes * bytes / self.within.bandwidth;
-        let note = self.note(nodes);
-        let network = if bytes * nodes as f64 <= WHOLE {
-            if bytes <= INLINE { 0.0 } else { message + others * bytes / bandwidth }
+        let headers = self.headers(nodes);
+        let network = if bytes * nodes as f64 <= DIRECT_MAX_BYTES as f64 {
+            if bytes <= MAX_INLINE as f64 { 0.0 } else { message + others * bytes / bandwidth }
         } else if nodes == 2 {
             gloo_ring_of_two(bytes, self.between)
         } else {
             // Each process gets its slices, adds them up, and sends the sum to all.
             2.0 * (message + others / nodes as f64 * bytes / bandwidth)
         };
-        local + note + network
+        local + headers + network
     }
 
     /// Returns whether an all-reduce continues by itself while the next one begins.
     fn goes_on(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> bool {
-        self.library == Library::Gloo && (nodes, gpus) == (2, 1) && 2.0 * bytes > WHOLE
+        self.library == Library::Gloo
+            && (nodes, gpus) == (2, 1)
+            && 2.0 * bytes > DIRECT_MAX_BYTES as f64
     }
 
-    /// Returns the time of the notes that precede a collective, in seconds.
-    fn note(&self, nodes: usize) -> f64 {
+    /// Returns the time of the headers that precede a collective, in seconds.
+    fn headers(&self, nodes: usize) -> f64 {
         let Link { latency, bandwidth } = self.between;
-        2.0 * latency + (nodes - 1) as f64 * NOTE / bandwidth
+        2.0 * latency + ((nodes - 1) * HEADER_BYTES) as f64 / bandwidth
     }
 }
 
@@ -178,7 +175,7 @@ impl Measured {
             let complete = if beside { complete.min(self.backward) } else { self.backward };
             let began = complete.max(free);
             end = if beside && cluster.goes_on(shape, bytes) {
-                free = began + cluster.note(shape.nodes);
+                free = began + cluster.headers(shape.nodes);
                 (began + time).max(end + bytes / cluster.between.bandwidth)
             } else {
                 free = began.max(end) + time;

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::runtime::StopMessage;
 
 /// Size of a header in bytes.
-pub(super) const HEADER_BYTES: usize = 256;
+pub(crate) const HEADER_BYTES: usize = 256;
 
 /// The numbers of a header as they are sent.
 type WireNumbers = [U64; 7];
@@ -16,7 +16,7 @@ type WireNumbers = [U64; 7];
 pub(super) const HEADER_INT_BYTES: usize = size_of::<WireNumbers>();
 
 /// Size in bytes of the largest part that travels inside a header.
-pub(super) const MAX_INLINE: usize = HEADER_BYTES - HEADER_INT_BYTES;
+pub(crate) const MAX_INLINE: usize = HEADER_BYTES - HEADER_INT_BYTES;
 
 /// The numbers of a header.
 #[derive(Debug, Clone, Copy, PartialEq)]
