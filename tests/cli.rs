@@ -9,6 +9,27 @@ use crate::harness::{program, repository, run, run_command};
 /// What is printed for help and for mistakes: tests/cmd/*.trycmd.
 #[test]
 fn terminal_output_matches_the_snapshots() {
+    for entry in fs::read_dir(repository("tests/cmd")).unwrap() {
+        let file = entry.unwrap().path();
+        if file.extension().is_some_and(|extension| extension == "trycmd") {
+            // Commands between two blocks would not run.
+            let text = fs::read_to_string(&file).unwrap();
+            let (mut in_block, mut blocks) = (false, 0);
+            for (index, line) in text.lines().enumerate() {
+                let is_fence = line.starts_with("```");
+                in_block ^= is_fence;
+                blocks += usize::from(is_fence && in_block);
+                let is_command = line.starts_with("$ ");
+                assert!(
+                    in_block || !is_command,
+                    "{}:{}: outside of a block",
+                    file.display(),
+                    index + 1
+                );
+            }
+            assert!(!in_block && blocks > 0, "{}: a block does not end", file.display());
+        }
+    }
     let cases = trycmd::TestCases::new();
     cases.env("CUDA_VISIBLE_DEVICES", "").env("RUST_BACKTRACE", "0");
     cases.case("tests/cmd/*.trycmd");

@@ -1,7 +1,7 @@
 //! Against values that tests/parity/record.py recorded from PyTorch; `make parity` records them anew and
 //! compares.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fs;
 use std::rc::Rc;
@@ -16,7 +16,7 @@ use ddp_mp::optim::{
     GradScaler, GradScalerOptions, GradScalerState, OptimizerConfig, ParamSpan, ParameterState,
     Unit,
 };
-use ddp_mp::trainer::{Loss, Trainer};
+use ddp_mp::trainer::{Callback, Epoch, Loss, TrainContext, Trainer};
 use ddp_mp::{
     AdamWOptions, DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler,
     ProcessGroup, ReduceOp, Schedule, Sgd, SgdOptions, SyncBatchNorm, Targets, TensorDataset,
@@ -25,6 +25,16 @@ use serde::Deserialize;
 use serde_json::Value;
 use tch::nn::{BatchNormConfig, Linear, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
+
+/// Collects the loss of each epoch.
+struct EpochLosses(Rc<RefCell<Vec<f64>>>);
+
+impl<M> Callback<M> for EpochLosses {
+    fn on_epoch_end(&mut self, _: &mut TrainContext<M>, epoch: &mut Epoch) -> anyhow::Result<()> {
+        self.0.borrow_mut().push(epoch.loss);
+        Ok(())
+    }
+}
 
 use crate::harness::{ranks, repository};
 
@@ -270,10 +280,13 @@ impl DdpCase {
         let mut optimizer = options.config(kind).build(ddp.flat_buffers())?;
         let loss = if self.model == "cnn" { Loss::CrossEntropy } else { Loss::Mse };
         let Some(join) = self.join else {
+            let losses = Rc::default();
             let mut trainer = Trainer::new(ddp, optimizer, Schedule::constant(*lr), loader, loss)?
                 .max_grad_norm(self.max_norm)
-                .accumulate(self.accumulate.unwrap_or(1));
-            return (1..=self.epochs).map(|epochs| Ok(trainer.train(epochs)?.last_loss)).collect();
+                .accumulate(self.accumulate.unwrap_or(1))
+                .callback(EpochLosses(Rc::clone(&losses)));
+            trainer.train(self.epochs)?;
+            return Ok(losses.take());
         };
         let Join { divide_by_initial_world_size } = join;
         let options = JoinOptions { divide_by_initial_world_size, ..JoinOptions::default() };

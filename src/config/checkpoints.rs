@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_with::skip_serializing_none;
 
 use super::Config;
-use super::properties::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::whole;
 use crate::trainer::SaveEvery;
 

@@ -5,7 +5,7 @@ use clap::builder::ArgPredicate;
 use serde::Serialize;
 use serde_with::skip_serializing_none;
 
-use super::properties::{InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{number, whole};
 use crate::data::DatasetSpec;
 
@@ -16,10 +16,8 @@ use crate::data::DatasetSpec;
 #[group(skip)]
 pub struct DataSection {
     /// Data set
-    ///
-    /// random; digits (handwritten, part of this program); or a file of your own: safetensors:FILE,
-    /// npy:INPUTS,TARGETS, idx:FOLDER (as MNIST), csv:FILE
     #[arg(long, value_name = "DATA", default_value_t = DatasetSpec::RANDOM, add = InShortHelp)]
+    #[arg(long_help = format!("Data set\n\n{}", DatasetSpec::forms()))]
     pub dataset: DatasetSpec,
     /// Samples of random data, or the first of a file's
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_with::{SerializeDisplay, skip_serializing_none};
 use strum::{Display, EnumString, VariantNames};
 
-use super::properties::{Conflict, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, MayDiffer, OnlyIf, RefusedBy};
 use super::training::MOST_IN_A_STEP;
 use super::values::{name, number, whole};
 use super::{Config, ScheduleKind};

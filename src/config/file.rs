@@ -1,7 +1,9 @@
 //! The file of `--config`: a TOML table whose keys are flags. Each value goes through the parser of its flag.
 
+use std::any::TypeId;
 use std::fmt;
 use std::path::Path;
+use std::time::Duration;
 
 use clap::{Arg, ArgAction, Command, Error as ClapError};
 use serde::Deserializer;
@@ -11,11 +13,12 @@ use toml::{Table, Value};
 use super::{Config, flag_name, option_of_other_name};
 use crate::error::{Error, Result};
 use crate::files::read_stream;
+use crate::launch::Nproc;
 
 /// The size limit of a file, in bytes.
 const LONGEST_FILE: u64 = 1 << 20;
 
-/// Reads the options of `file`, with `_` in their keys. Does not check values that `flags` override.
+/// Reads the options of `file`, with `_` in their keys. Of values that `flags` override it checks only the type.
 ///
 /// # Errors
 /// [`Error::Input`] that names the file and the line.
@@ -83,11 +86,12 @@ impl<'de> DeserializeSeed<'de> for Checked<'_> {
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Value, D::Error> {
         let value = <Value as serde::Deserialize>::deserialize(from)?;
+        check_type(self.arg, &value).map_err(D::Error::custom)?;
         if self.is_overridden {
             return Ok(value);
         }
-        let args = to_arg(self.arg, &value).map_err(D::Error::custom)?;
-        let parsed = Config::parse(args.into_iter().collect());
+        let arg = to_arg(self.arg, &value).map_err(D::Error::custom)?;
+        let parsed = Config::parse(arg.into_iter().collect());
         parsed.map(|_| value).map_err(|error| D::Error::custom(message(&error)))
     }
 }
@@ -102,7 +106,40 @@ pub(super) fn option<'a>(command: &'a Command, key: &str) -> Result<&'a Arg, Str
     found.ok_or_else(|| format!("unknown field `{key}`: {}", which_was_meant(command, key)))
 }
 
-/// Returns `value` as an argument of a command line: `--flag=text`. `None` for a switch that is off.
+/// Checks that `value` has the TOML type of the option `arg`: a number, a text, a list of numbers, or `true` or `false`.
+/// A duration and a number of ranks may be either a number or a text.
+fn check_type(arg: &Arg, value: &Value) -> Result<(), String> {
+    let parsed = arg.get_value_parser().type_id();
+    let is = |types: &[TypeId]| types.iter().any(|one| parsed == *one);
+    let is_number = is(&[
+        TypeId::of::<u16>(),
+        TypeId::of::<u64>(),
+        TypeId::of::<usize>(),
+        TypeId::of::<i64>(),
+        TypeId::of::<f64>(),
+    ]);
+    let number = |value: &Value| value.is_integer() || value.is_float();
+    let (expected, fits) = match value {
+        _ if matches!(arg.get_action(), ArgAction::SetTrue) => ("true or false", value.is_bool()),
+        _ if arg.get_value_delimiter().is_some() => {
+            ("a list of numbers", value.as_array().is_some_and(|items| items.iter().all(number)))
+        }
+        _ if is_number => ("a number", number(value)),
+        _ if is(&[TypeId::of::<Duration>(), TypeId::of::<Nproc>()]) => {
+            ("a text or a whole number", value.is_str() || value.is_integer())
+        }
+        _ => ("a text", value.is_str()),
+    };
+    if fits { Ok(()) } else { Err(wrong_type(arg, value, expected)) }
+}
+
+fn wrong_type(arg: &Arg, value: &Value, expected: &str) -> String {
+    let flag = flag_name(arg.get_id().as_str());
+    format!("{flag}: {value} is of the wrong type; expected {expected}")
+}
+
+/// Returns `value` as an argument of a command line: `--flag=text`. `None` for a switch that is off, and for an empty
+/// list that is the default.
 ///
 /// # Errors
 /// The expected type of value, for the user.
@@ -117,6 +154,11 @@ pub(super) fn to_arg(arg: &Arg, value: &Value) -> Result<Option<String>, String>
     let is_switch = matches!(arg.get_action(), ArgAction::SetTrue);
     match (value, arg.get_value_delimiter()) {
         (Value::Boolean(is_on), _) if is_switch => return Ok(is_on.then_some(flag)),
+        (Value::Array(items), Some(_))
+            if items.is_empty() && arg.get_default_values().is_empty() =>
+        {
+            return Ok(None);
+        }
         (Value::Array(items), Some(_)) => items.iter().map(text).collect::<Option<Vec<_>>>(),
         _ if is_switch => None,
         _ => text(value).map(|text| vec![text]),
@@ -128,7 +170,7 @@ pub(super) fn to_arg(arg: &Arg, value: &Value) -> Result<Option<String>, String>
             Some(_) => "a list",
             None => "a text or a number",
         };
-        format!("{flag}: {value} is of the wrong type; expected {expected}")
+        wrong_type(arg, value, expected)
     })
 }
 
@@ -201,6 +243,37 @@ mod tests {
             fs::write(&file, text).unwrap();
             let error = Config::resolve(Some(&file), &Table::new()).unwrap_err().to_string();
             assert!(error.ends_with(remedy), "{error}");
+        }
+    }
+
+    #[test]
+    fn value_of_another_type_is_refused_with_the_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        let flags: Table = "batch_size = 8".parse().unwrap();
+        for (text, problem) in [
+            ("lr = \"0.1\"", "--lr: \"0.1\" is of the wrong type; expected a number"),
+            ("batch_size = \"8\"", "--batch-size: \"8\" is of the wrong type; expected a number"),
+            ("hidden = 64", "--hidden: 64 is of the wrong type; expected a list of numbers"),
+            (
+                "hidden = [\"8\"]",
+                "--hidden: [\"8\"] is of the wrong type; expected a list of numbers",
+            ),
+            ("checkpoint_dir = 5", "--checkpoint-dir: 5 is of the wrong type; expected a text"),
+            ("resume = 5", "--resume: 5 is of the wrong type; expected a text"),
+            ("model = 1", "--model: 1 is of the wrong type; expected a text"),
+            (
+                "timeout = true",
+                "--timeout: true is of the wrong type; expected a text or a whole number",
+            ),
+        ] {
+            fs::write(&file, format!("seed = 1\n{text}\n")).unwrap();
+            let error = Config::resolve(Some(&file), &flags).unwrap_err().to_string();
+            assert!(error.contains("line 2") && error.ends_with(problem), "{error}");
+        }
+        for text in ["milestones = []", "timeout = 90", "nproc_per_node = 2", "lr = 1"] {
+            fs::write(&file, text).unwrap();
+            Config::resolve(Some(&file), &Table::new()).unwrap();
         }
     }
 

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_with::skip_serializing_none;
 
 use super::Config;
-use super::properties::{InShortHelp, MayDiffer, RefusedBy};
+use super::option_rules::{InShortHelp, MayDiffer, RefusedBy};
 use super::values::{self, duration, name, positive_duration, whole, written};
 use crate::launch::{BackendChoice, Fault, LaunchChoice, LaunchOptions, Nproc, Spawn, SpawnChoice};
 

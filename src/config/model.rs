@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::Config;
 use super::ddp::needs_ddp;
-use super::properties::{Conflict, InShortHelp, OnlyIf};
+use super::option_rules::{Conflict, InShortHelp, OnlyIf};
 use super::values::{name, number, whole};
 use crate::models::{Activation, ModelConfig, ModelKind};
 

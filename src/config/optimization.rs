@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_with::{SerializeDisplay, skip_serializing_none};
 use strum::{Display, EnumString, VariantNames};
 
-use super::properties::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{MOST, POSITIVE, name, number, shown, whole};
 use super::{CommHookKind, Config, StrategyKind};
 use crate::error::{Error, Result};

@@ -8,7 +8,7 @@ use serde_with::skip_serializing_none;
 
 use super::Config;
 use super::ddp::needs_ddp;
-use super::properties::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{name, whole};
 use crate::telemetry::{Language, LogFormat};
 use crate::trainer::Amp;

@@ -6,7 +6,7 @@ use clap::Arg;
 use toml::Table;
 
 use super::file::{message, option, read, to_arg};
-use super::properties::{Conflict, OnlyIf};
+use super::option_rules::{Conflict, OnlyIf};
 use super::{Config, Invalid, flag_name};
 use crate::error::{Error, Result};
 

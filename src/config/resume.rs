@@ -5,7 +5,7 @@ use clap::builder::ValueHint;
 use serde_json::{Map, Value};
 
 use super::open_data::SIZES;
-use super::properties::MayDiffer;
+use super::option_rules::MayDiffer;
 use super::{Config, ScheduleKind, flag_name};
 use crate::error::{Error, Result};
 

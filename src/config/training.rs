@@ -6,7 +6,7 @@ use clap::Args;
 use serde::Serialize;
 use serde_with::skip_serializing_none;
 
-use super::properties::{Conflict, InShortHelp, MayDiffer, RefusedBy};
+use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{name, positive_duration, whole};
 use super::{CommHookKind, Config, StrategyKind};
 use crate::trainer::{Amp, Loss};

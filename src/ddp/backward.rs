@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use tch::Tensor;
 
+use super::model_order::Turn;
 use super::reducer::Reducer;
-use super::turn::Turn;
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::ffi::TorchResult;
@@ -157,19 +157,20 @@ fn run_all(
 /// # Errors
 /// [`Error::Input`]; the weights are then unchanged.
 fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Result<Tensor> {
-    let factors = models.iter().map(|model| model.reducer().loss_factor(samples, model.averages()));
-    let mut factors = factors.collect::<Result<Vec<f64>>>()?;
-    factors.dedup();
-    if factors.len() > 1 {
-        return Err(Error::Input(
-            "backward: one loss cannot have a weight for models that have added up different batches within \
-             no_sync; call backward for each model alone, or with all of them in every batch"
-                .into(),
-        ));
+    let mut weight = None;
+    for model in models {
+        let factor = model.reducer().loss_factor(samples, model.averages())?;
+        if weight.replace(factor).is_some_and(|other| other != factor) {
+            return Err(Error::Input(
+                "backward: one loss cannot have a weight for models that have added up different batches within \
+                 no_sync; call backward for each model alone, or with all of them in every batch"
+                    .into(),
+            ));
+        }
     }
     models.iter().try_for_each(|model| model.reducer().add_samples(samples, model.averages()))?;
-    match factors[..] {
-        [factor] if factor != 1.0 => loss.f_mul_scalar(factor).doing("weighting the loss"),
+    match weight {
+        Some(factor) if factor != 1.0 => loss.f_mul_scalar(factor).doing("weighting the loss"),
         _ => Ok(loss.shallow_clone()),
     }
 }

@@ -5,9 +5,9 @@
 //! | file | contents |
 //! |---|---|
 //! | `options`, `parameters` | the options; a model's tensors by name, compared over the ranks |
-//! | `bucket`, `layout`, `order` | which bucket a parameter is in, and where in memory; the order after the first step |
+//! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in, and where in memory; the order after the first step |
 //! | `comm_hooks`, `power_sgd` | averages a bucket, compressed or not; `reduce_path`: on which stream or thread |
-//! | `weight`, `unused`, `active_ranks`, `turn` | who counts how much in a step, and which model is next |
+//! | `weight`, `unused`, `active_ranks`, `model_order` | who counts how much in a step, and which model is next |
 //! | `reducer_state`, `reducer` | reduces each bucket when its gradients are complete; `statistics` measures it |
 //! | `backward` | one backward through one or several models |
 //! | `wrapper` | `DistributedDataParallel`; `broadcast`: the same start on all ranks; `no_sync` |
@@ -18,15 +18,16 @@ mod active_ranks;
 mod backward;
 mod broadcast;
 mod bucket;
+mod bucket_order;
 mod comm_hook_state;
 mod comm_hooks;
 mod data_parallel;
 mod grad_probe;
 mod join;
 mod layout;
+mod model_order;
 mod no_sync;
 mod options;
-mod order;
 mod parameters;
 mod power_sgd;
 mod reduce_path;
@@ -34,7 +35,6 @@ mod reducer;
 mod reducer_state;
 mod statistics;
 mod strategy;
-mod turn;
 mod unused;
 mod weight;
 mod wrapper;

@@ -4,13 +4,13 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::active_ranks::{Active, Inputs, JoinOptions, count_active};
+use super::bucket_order::BucketOrder;
 use super::comm_hooks::{AllReduce, CommHook, GradBucket, average};
 use super::layout::{Bucket, Layout};
+use super::model_order::Turn;
 use super::options::DdpOptions;
-use super::order::BucketOrder;
 use super::reduce_path::ReducePath;
 use super::statistics::BackwardTimings;
-use super::turn::Turn;
 use super::unused::UnusedParams;
 use super::weight::Weight;
 use crate::error::{Error, Result};

@@ -1,6 +1,6 @@
 //! Parts of libtorch that `tch` lacks: the C++ shim and its safe wrappers.
 //!
-//! Only this module and the NCCL and shared-memory backends may use `unsafe`.
+//! `unsafe` stands only here, in `os` and in the backends of `process_group`.
 
 mod autocast;
 mod autograd;

@@ -1,4 +1,4 @@
-//! The table of all backends: a new one takes a folder, its `mod` line, and its line here.
+//! The table of all backends. In this module a new one takes a folder, its `mod` line, and its line here.
 
 use tch::Kind;
 

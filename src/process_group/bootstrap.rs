@@ -10,7 +10,7 @@ use super::backend::{BackendType, Join, SequencedBackend};
 use super::backends::backend_named;
 use super::local::{OncePerProcess, Shared};
 use super::network::Network;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::runtime::RunContext;
 
 /// The data to join a group, for the ranks of this process.
@@ -30,8 +30,8 @@ impl Bootstrap {
     /// process.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) if `backend` needs a library that is missing, and the errors of the
-    /// store.
+    /// [`Error::Input`] if `backend` needs a library that is missing, [`Error::Unsupported`] if it cannot connect
+    /// processes, and the errors of the store.
     pub(crate) fn new(
         backend: &str,
         run: &Arc<RunContext>,
@@ -39,6 +39,12 @@ impl Bootstrap {
         network: Option<Network>,
     ) -> Result<Self> {
         let backend = backend_named(backend, network.is_none())?;
+        if network.is_some() && !backend.needs_network && !backend.is_stream_ordered {
+            return Err(Error::Unsupported(format!(
+                "backend {} is for the ranks of one process; use gloo for several",
+                backend.name
+            )));
+        }
         let here = network.as_ref().map_or(0..members.len(), |network| network.layout().here());
         let shared = Arc::new(Shared::new(run.clone(), members, here));
         let network = match network {
@@ -59,7 +65,7 @@ impl Bootstrap {
     /// Joins the group as rank `rank`. Returns once all members have joined.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) if the backend does not support `device`, the errors of the barrier, and
+    /// [`Error::Input`] if the backend does not support `device`, the errors of the barrier, and
     /// NCCL's own.
     pub(crate) fn join(
         self,

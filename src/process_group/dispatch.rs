@@ -1,10 +1,10 @@
 //! The dispatch: the one path of every collective from its caller to the backend.
 //!
 //! 1. [`collective`](ProcessGroup::collective) checks what needs no other rank, and makes every tensor contiguous.
-//! 2. [`dispatch`](ProcessGroup::dispatch) numbers the call, injects a planned fault, and notes the rank's activity for
-//!    the other ranks.
+//! 2. [`dispatch`](ProcessGroup::dispatch) notes the rank's activity for the other ranks, injects a planned fault, and
+//!    numbers the call.
 //! 3. It opens the call's record in the flight recorder.
-//! 4. It runs the call on the [`Backend`], which compares the ranks' calls and moves the data.
+//! 4. It runs the call on the [`Backend`], which compares the ranks' calls where it must, and moves the data.
 //! 5. It counts the traffic. The record ends with the call.
 //!
 //! [`start_all_reduce`](ProcessGroup::start_all_reduce) takes the same path. Its record may end later, because the

@@ -94,8 +94,8 @@ impl Printer {
                 if end.replicas_equal == Some(false) {
                     // The run fails: its last line reports that, and no other line may report success.
                     self.info(
-                        "the ranks do not hold the same parameters; --check-replicas-every 1 finds the step, the rank and \
-                         the parameter",
+                        "the ranks do not hold the same parameters; --check-replicas-every 1 finds the step at which they \
+                         began to differ",
                     );
                     return Ok(());
                 }

@@ -72,8 +72,9 @@ impl<M: ModuleT> Trainer<M> {
         Ok(Self { context, callbacks })
     }
 
-    /// Adds a callback, which runs after those of the settings below and before checkpoints are saved. Callbacks run in
-    /// the order in which they are added.
+    /// Adds a callback, which runs after those of the settings below and before the checkpoint of a step or an epoch is
+    /// saved. Callbacks run in the order in which they are added; at the end of training in reverse, so the final
+    /// checkpoint is saved first. Add callbacks before [`Trainer::resume`], or they miss the checkpoint.
     #[must_use]
     pub fn callback(mut self, callback: impl Callback<M> + 'static) -> Self {
         self.callbacks.add(Order::User, callback);

@@ -56,7 +56,7 @@ use crate::checkpoint::Checkpoint;
 /// ```
 #[allow(unused_variables)]
 pub trait Callback<M> {
-    /// Runs before the first step since the start or the resume, after the warm-up.
+    /// Runs at each call of [`Trainer::train`](super::Trainer::train), after the warm-up, also if no step follows.
     fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
         Ok(())
     }
@@ -103,13 +103,14 @@ pub trait Callback<M> {
         Ok(())
     }
 
-    /// Runs after a complete epoch, which the context has counted. `epoch` has the result of its validation, if any.
+    /// Runs after a complete epoch, which the context has counted. `epoch` has the result of its validation, if any. The
+    /// program has printed it already.
     fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
         Ok(())
     }
 
     /// Runs after the last step, unless the run fails. Callbacks run in the reverse of their order here: what starts
-    /// first ends last.
+    /// first ends last. The final checkpoint is already saved, so a change of the model here is not in it.
     fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
         Ok(())
     }

@@ -83,8 +83,8 @@ impl<M> TrainContext<M> {
         self.ended_by.get_or_insert(StopReason::Callback);
     }
 
-    /// Asks all ranks to stop, from any one of them. Rank 0 sees the request before its next step, and all ranks end
-    /// training after that step.
+    /// Asks all ranks to stop, from any one of them. Rank 0 sees the request before its next step, or
+    /// across processes before the one after it. All ranks end training after that step.
     ///
     /// # Errors
     /// [`Error::Input`] without [`Trainer::stop`](super::Trainer::stop), which connects the ranks.

@@ -7,7 +7,7 @@ mod builder;
 mod callback;
 mod callbacks;
 mod context;
-mod diagnosis;
+mod find_non_finite;
 mod loss;
 mod loss_sum;
 mod resume;
@@ -86,6 +86,7 @@ impl<M: ModuleT> Trainer<M> {
                 return Ok(());
             }
         }
+        drop(batches); // frees their memory before the validation
         let Self { context, callbacks } = self;
         let mut epoch = context.end_epoch(samples, started)?;
         callbacks.each(|callback| callback.on_epoch_end(context, &mut epoch))

@@ -35,8 +35,9 @@ impl Step {
         self.batches.iter().map(Batch::len).sum()
     }
 
-    /// Leaves out the optimizer in this step, which counts as skipped. For
-    /// [`Callback::on_after_backward`](super::Callback::on_after_backward); all ranks must call this alike.
+    /// Leaves out the optimizer in this step, which counts as skipped; its losses do not count. Buffers that the forward
+    /// pass has changed stay changed. For [`Callback::on_after_backward`](super::Callback::on_after_backward); all ranks
+    /// must call this alike.
     pub fn skip(&mut self) {
         self.is_skipped = true;
     }

@@ -19,7 +19,7 @@ pub struct Summary {
     pub first_loss: f64,
     /// The mean loss of the last completed epoch; if none is complete, of the samples seen so far.
     pub last_loss: f64,
-    /// Steps that changed nothing because gradients were not finite or a callback skipped them.
+    /// Steps without the optimizer's, because gradients were not finite or a callback skipped them.
     pub skipped_steps: u64,
     /// Duration of the training loop on this rank.
     pub elapsed: Duration,

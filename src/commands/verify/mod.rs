@@ -151,7 +151,7 @@ pub fn verify(
     if let Some((step, _)) = broken.iter().min() {
         let count = broken.len();
         let why = match config.comm_hook() {
-            Some(_) => "--comm-hook averages less than the whole gradients".into(),
+            Some(_) => "--comm-hook sends compressed gradients, so their mean is not exact".into(),
             None if broken.iter().all(|(_, replicas_equal)| *replicas_equal) => format!(
                 "all ranks have the same parameters, so it is what they average that is wrong: look at which samples \
                  they have in step {step} (the sampler, the loader), and at what the loss is a mean of"

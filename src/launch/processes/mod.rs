@@ -18,8 +18,8 @@ use signal_hook::iterator::{Handle, Signals};
 use signal_hook::low_level::signal_name;
 
 use super::heartbeat_monitor::{report_ended, waited_for};
-use super::in_a_row::InARow;
 use super::launchers::{variables_of_spawned, variables_of_threads};
+use super::repeated_failures::RepeatedFailures;
 use super::restarts::Restarts;
 use super::signals::{SIGNALS, end_at_second_interrupt};
 use super::world::files_of_store;
@@ -109,7 +109,7 @@ impl SpawnProcesses<'_> {
         before_restart: impl Fn(usize, &Report),
     ) -> Result<Ended> {
         let (began, mut restarts) = (Instant::now(), Restarts::default());
-        let mut in_a_row = InARow::default();
+        let mut in_a_row = RepeatedFailures::default();
         loop {
             let number = restarts.reasons.len();
             let start = Start { spawn: self, store: store.under(&store_prefix(number)), number };

@@ -25,7 +25,7 @@ impl Report {
     /// `parent`.
     ///
     /// # Errors
-    /// [`Error::Store`] when the parent process does not answer.
+    /// [`Error::Store`](crate::Error::Store) when the parent process does not answer.
     pub(crate) fn leave(&self, parent: &MasterEndpoint, start: usize, rank: usize) -> Result<()> {
         let store = restarts::connect(parent)?.under(&store_prefix(start));
         self.store(&store, rank)?;

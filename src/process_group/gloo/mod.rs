@@ -150,7 +150,7 @@ impl Gloo {
         let layout = network.layout();
         if layout.here().len() == 1 {
             let in_flight = self.add_up_in_place(call)?;
-            return self.report_failure(backend::InFlight::wait(in_flight));
+            return self.report_failure(network.finish(&in_flight.started));
         }
         let size = num_bytes(call.kind, numel);
         if self.is_first() {
@@ -182,7 +182,7 @@ impl Gloo {
 
     /// Starts a large all_reduce between two processes of one rank each. Gloo reduces the rank's tensor in place, and
     /// the caller need not wait for the result.
-    fn add_up_in_place(&mut self, call: &Call) -> Result<Box<InFlight>> {
+    fn add_up_in_place(&mut self, call: &Call) -> Result<InFlight> {
         self.run.check(self.global_rank())?;
         self.exchange_local(call)?;
         let tensor = &call.outputs[0];
@@ -196,7 +196,7 @@ impl Gloo {
         let in_flight = InFlight { network: network.clone(), started };
         let size = num_bytes(call.kind, tensor.numel()) as u64;
         self.traffic = Traffic { sent: size, received: size };
-        Ok(Box::new(in_flight))
+        Ok(in_flight)
     }
 
     /// Returns the sizes of an all_to_all, in which every rank may choose how much it sends and expects.
@@ -278,7 +278,7 @@ impl Backend for Gloo {
         let alone = self.packer.network.layout().here().len() == 1;
         let numel = call.inputs.first().map_or(0, Tensor::numel);
         if alone && self.is_sliced(call, numel) && self.supports_direct(call) {
-            return Ok(Some(self.add_up_in_place(call)?));
+            return Ok(Some(Box::new(self.add_up_in_place(call)?)));
         }
         self.run(call).map(|()| None)
     }

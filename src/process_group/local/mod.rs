@@ -1,7 +1,8 @@
 //! The room of one process's ranks: the exchange of their calls, their mailboxes, and arithmetic on their tensors.
 //!
-//! All backends use it. [`compare`] runs before each collective, and [`mail`] carries messages. [`element`] reduces
-//! tensors in the memory of the process.
+//! `threaded` and `gloo` compare all calls with [`compare`]; `nccl` compares them with `--check-collectives` only, except
+//! for those that it cannot run without. [`mail`] carries the messages of CPU ranks. [`element`] reduces tensors in the
+//! memory of the process.
 
 mod compare;
 mod conflict;

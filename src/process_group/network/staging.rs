@@ -16,7 +16,7 @@ pub(super) struct StagingBuffers {
 
 // SAFETY: only the process's first rank, one thread at a time, writes headers, exchanges parts and enlarges the buffers
 // (`StagingBuffers::reserve`, `Network::exchange`). The other ranks get the addresses of the parts only between a later
-// barrier of the process and the one that ends the collective. `gloo::Gloo` keeps apart what the ranks write
+// barrier of the process and the one that ends the collective. `process_group::gloo` keeps apart what the ranks write
 // and read there.
 unsafe impl Sync for StagingBuffers {}
 // SAFETY: tensors may be dropped on any thread.

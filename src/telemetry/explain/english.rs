@@ -9,9 +9,11 @@ impl Catalog for English {
     fn meeting(&self, facts: &RunInfo) -> Section {
         let RunInfo { world_size: n, processes, backend, .. } = facts;
         let text = match (*n, *processes, *backend) {
-            (1, ..) => "There is one rank: nobody has to be met, and what it averages stays as it is. With \
-                        --nproc-per-node=2 there are two."
-                .into(),
+            (1, ..) => {
+                "There is one rank, so it needs no rendezvous, and averaging changes nothing. \
+                        --nproc-per-node=2 starts two."
+                    .into()
+            }
             (_, 1, "nccl") => format!(
                 "The {n} ranks are threads of one process, each with a GPU. Rank 0 has NCCL make a unique id (128 \
                  bytes) and sends it to the others over a channel: nobody chooses a port. With the id each joins the \
@@ -51,10 +53,11 @@ impl Catalog for English {
             None => {}
         }
         if *n > 1 {
-            text += "Then rank 0's parameters go to all: from here on the ranks exchange gradients only, and one that \
-                     started with other weights would stay apart for ever. ";
+            text += "Then rank 0 broadcasts its parameters. From here on the ranks exchange only gradients, so a rank \
+                     with other weights would never catch up. ";
             if were_same {
-                text += "(They are the same already, but DDP does not rely on it.) ";
+                text +=
+                    "(The same seed has made them equal already, but DDP does not rely on that.) ";
             }
         }
         text += "Their hash, of 64 bits:";
@@ -87,7 +90,7 @@ impl Catalog for English {
         };
         let text = format!(
             "Each rank {order}, and rank r takes those at places r, r + {n}, r + {}, ... So each trains on samples of \
-             its own, and nobody has to hand them out.{rest}",
+             its own, and no rank distributes samples.{rest}",
             2 * n
         );
         Section::new("Different samples", text)
@@ -105,21 +108,21 @@ impl Catalog for English {
         if *n == 1 {
             let text = format!(
                 "Forward and backward give the gradients{adds_up}; all {parameters} lie in {buckets}. The all-reduce \
-                 leaves them as they are, each being the mean over one rank. {compressed}The largest, that of {weight}:"
+                 leaves them as they are, each being the mean over one rank. {compressed}The largest gradient, {weight}:"
             );
             return Section::new(format!("Step {number}: the gradient"), text);
         }
         let mean = match step.shares(facts) {
-            None => format!("the mean in their place: each is divided by {n}"),
+            None => format!("its mean: each rank's is divided by {n}"),
             Some(shares) => format!(
-                "the mean over all samples in their place (--exact-mean): each is multiplied by its rank's share of \
-                 the samples, {shares}"
+                "its mean over all samples (--exact-mean): each rank's is multiplied by its share of the samples, \
+                 {shares}"
             ),
         };
         let text = format!(
             "Forward and backward on its own samples give each rank its own gradients{adds_up}; all {parameters} lie \
-             in {buckets}. The all-reduce puts {mean}, and all ranks' are added up. {compressed}The largest, that of \
-             {weight}:"
+             in {buckets}. The all-reduce replaces each gradient by {mean}, and all are added up. {compressed}The largest \
+             gradient, {weight}:"
         );
         Section::new(format!("Step {number}: different gradients become one"), text)
     }
@@ -184,8 +187,8 @@ impl Catalog for English {
         let text = match facts.world_size {
             1 => format!("After {steps} the rank ends. The hash of its parameters:"),
             _ => format!(
-                "After {steps} the ranks wait for each other at a barrier and part; rank 0 alone sums up and \
-                 writes files. The hash of the parameters, never sent again:"
+                "After {steps} the ranks wait at a barrier and end. Rank 0 alone prints the summary and writes files. \
+                 The hash of the parameters, which no rank has sent since the start:"
             ),
         };
         Section::new("The end", text)

@@ -107,7 +107,7 @@ impl Checkpoints {
         Ok(is_saved_here == [true])
     }
 
-    /// Saves a checkpoint if `is_due`, or if one is due after this step. A collective in that case.
+    /// Saves a checkpoint if `due`, or if one is due after this step. A collective in that case.
     fn save_if<M>(&mut self, due: bool, context: &TrainContext<M>) -> Result<()> {
         self.writer.as_mut().map_or(Ok(()), Writer::check)?;
         if due || is_due(self.every.steps, context.state.step) {

@@ -43,7 +43,8 @@ pub(super) enum Order {
     Metrics,
     EpochReport,
     User,
-    /// After callbacks that may change the model.
+    /// After callbacks that may change the model in a step or at the end of an epoch. At the end of training it saves
+    /// first.
     Checkpoints,
 }
 

@@ -6,7 +6,7 @@ use tch::{Device, Tensor};
 
 use crate::ffi::TorchResult;
 use crate::trainer::buffers::BufferSnapshot;
-use crate::trainer::diagnosis::{gradients_finite, is_finite};
+use crate::trainer::find_non_finite::{gradients_finite, is_finite};
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// Guards parameters against values that are not finite.

@@ -4,12 +4,12 @@ use crate::telemetry::Failure;
 
 /// Counts failures in a row at the same place. A run that fails again where it failed before has made no progress.
 #[derive(Debug, Default)]
-pub(super) struct InARow {
+pub(super) struct RepeatedFailures {
     place: Option<String>,
     count: usize,
 }
 
-impl InARow {
+impl RepeatedFailures {
     /// Counts `failure`. Returns how many failures in a row there have been at its place; `None` if it is the first
     /// there.
     pub(super) fn count(&mut self, failure: &Failure) -> Option<usize> {
@@ -26,7 +26,7 @@ mod tests {
 
     #[test]
     fn failure_count_restarts_at_another_step() {
-        let mut in_a_row = InARow::default();
+        let mut in_a_row = RepeatedFailures::default();
         let mut count = |step: Option<u64>| {
             let operation = Some("step".into());
             in_a_row.count(&Failure { operation, sequence: step, ..Failure::default() })

@@ -4,7 +4,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error as ClapError, FromArgMatches};
 use toml::{Table, Value};
 
-use super::properties::{RefusedBy, Tool};
+use super::option_rules::{RefusedBy, Tool};
 use super::{Config, flag_name};
 use crate::error::{Error, Result};
 
