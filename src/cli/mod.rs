@@ -44,7 +44,7 @@ pub(crate) enum Command {
 const EXAMPLES: &str = "\
 Examples:
   ddp-mp --max-epochs=2 --batch-size=32
-  ddp-mp --model=mlp --dataset=digits --loss=cross-entropy --optimizer=adamw --lr=0.003 --val-fraction=0.2
+  ddp-mp --model=mlp --dataset=digits --loss=cross-entropy --lr=0.3 --val-fraction=0.2
   torchrun --standalone --no-python --nproc-per-node=2 ddp-mp --max-epochs=2";
 
 /// Returns `command` with a `-h` that lists the common options only.
