@@ -108,7 +108,7 @@ fn exact_mean_shows_the_share_of_each_rank() {
     for (samples, told_shares, counts) in [
         (
             "63",
-            "(--exact-mean): each is multiplied by its rank's share of the samples, 32/63, 31/63,",
+            "(--exact-mean): each rank's is multiplied by its share of the samples, 32/63, 31/63,",
             [[32, 31]; 2],
         ),
         ("64", "share of the samples, 32/64, 32/64,", [[32, 32]; 2]),
