@@ -98,7 +98,8 @@ fn wrong_mean_is_found_with_its_first_step() {
         }
         let reason = "2 of 5 comparisons are beyond what rounding explains, from step ";
         assert!(
-            stderr.contains(reason) && stderr.contains(" on; --comm-hook averages"),
+            stderr.contains(reason)
+                && stderr.contains(" on; --comm-hook sends compressed gradients"),
             "{stderr}"
         );
         let (code, stdout, _) = run(&[&["verify"], &flags[..], hook].concat());
