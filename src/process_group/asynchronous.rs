@@ -1,9 +1,5 @@
 //! Asynchronous operations: they run on the communication thread, or on the GPU's stream.
 
-use std::cell::{Cell, OnceCell, RefCell};
-use std::marker::PhantomData;
-use std::rc::Rc;
-
 use tch::{Device, Tensor};
 
 use super::comm_thread::{self, CommunicationThread};
@@ -109,27 +105,16 @@ impl ProcessGroup {
 
     /// Returns a function that recreates this membership on the communication thread, without its side.
     pub(super) fn on_another_thread(&self) -> impl FnOnce() -> ProcessGroup + Send + 'static {
-        let Self { rank, local_rank, device, backend, .. } = *self;
-        let (shared, network) = (self.shared.clone(), self.network.clone());
+        let (rank, local_rank, device) = (self.rank, self.local_rank, self.device);
+        let (backend, shared, network) = (self.backend, self.shared.clone(), self.network.clone());
         let (sub_groups, traffic) = (self.sub_groups.clone(), self.traffic.clone());
         let phase_tracker = self.phase_tracker.for_comm_thread();
-        move || ProcessGroup {
-            rank,
-            local_rank,
-            device,
-            backend,
-            shared,
-            network,
-            sub_groups,
-            sequenced: RefCell::new(None),
-            communication: OnceCell::new(),
-            own_activity: Some(Activity::default()),
-            phase_tracker,
-            gpu_clock: RefCell::default(),
-            messages: Cell::new(0),
-            traffic,
-            weight: Rc::default(),
-            stays_here: PhantomData,
+        move || {
+            let place = (rank, local_rank, device);
+            let mut group = ProcessGroup::new(place, backend, shared, network, sub_groups);
+            group.own_activity = Some(Activity::default());
+            (group.phase_tracker, group.traffic) = (phase_tracker, traffic);
+            group
         }
     }
 

@@ -74,7 +74,9 @@ impl Bootstrap {
         device: Device,
     ) -> Result<ProcessGroup> {
         let backend = (self.join)(rank, device)?;
-        let group = ProcessGroup::new(rank, local_rank, device, self);
+        let Self { backend: backend_type, shared, network, sub_groups, .. } = self;
+        let place = (rank, local_rank, device);
+        let group = ProcessGroup::new(place, backend_type, shared, network, sub_groups);
         group.attach(SequencedBackend { sequence: 0, backend });
         group.start_gpu_clock()?;
         Ok(group)

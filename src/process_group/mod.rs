@@ -131,8 +131,13 @@ impl fmt::Debug for ProcessGroup {
 
 impl ProcessGroup {
     /// Creates the membership, without the rank's side of the backend.
-    fn new(rank: usize, local_rank: usize, device: Device, bootstrap: Bootstrap) -> Self {
-        let Bootstrap { backend, shared, network, sub_groups, .. } = bootstrap;
+    fn new(
+        (rank, local_rank, device): (usize, usize, Device),
+        backend: &'static BackendType,
+        shared: Arc<Shared>,
+        network: Option<Arc<Network>>,
+        sub_groups: Arc<OncePerProcess<u64, Bootstrap>>,
+    ) -> Self {
         Self {
             rank,
             local_rank,
