@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use ddp_mp::Backend;
 use ddp_mp::ffi::cuda::Cuda;
-use ddp_mp::launch::{Joining, LaunchOptions, Nproc, detect};
+use ddp_mp::launch::{JoinLaunchOptions, LaunchOptions, Nproc, detect};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const ROUNDS: usize = 21;
@@ -39,9 +39,9 @@ fn meet(process: usize, port: u16) -> anyhow::Result<()> {
     println!("ready");
     stdin().lock().lines().next().context("no word to go")??;
     let began = Instant::now();
-    let joining = Joining { timeout: TIMEOUT, ..Joining::default() };
-    let launched = launch.join(&Cuda::default(), joining)?;
-    launched.spawn().timeout(TIMEOUT).run(move |rank| {
+    let options = JoinLaunchOptions { timeout: TIMEOUT, ..JoinLaunchOptions::default() };
+    let joined_launch = launch.join(&Cuda::default(), options)?;
+    joined_launch.spawn().timeout(TIMEOUT).run(move |rank| {
         let group = rank.init_process_group(Backend::Gloo)?;
         group.barrier()?;
         println!("{}", began.elapsed().as_secs_f64() * 1e3);

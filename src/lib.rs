@@ -87,8 +87,8 @@
 //! | `Rank`, `ProcessGroup`, `Work` | neither `Send` nor `Sync` | stays: only the rank's own thread is woken when another rank fails |
 //! | `DistributedDataParallel`, `Sgd`, `AdamW`, `DataLoader`, `Trainer` | neither `Send` nor `Sync` | stays with its group |
 //! | `Autocast` | neither `Send` nor `Sync` | stays: libtorch has the state in the thread |
-//! | `Spawn`, `SpawnError`, `Error`, `Launch`, `Launched`, `Placement`, `ProcessWorld` | `Send + Sync` | may be shared |
-//! | `Stop`, `Dataset`, `TensorDataset`, `Checkpoint`, `CheckpointDir` | `Send + Sync` | may be shared: what a rank's function captures |
+//! | `Spawn`, `SpawnError`, `Error`, `Launch`, `JoinedLaunch`, `Placement`, `ProcessWorld` | `Send + Sync` | may be shared |
+//! | `StopRequest`, `Dataset`, `TensorDataset`, `Checkpoint`, `CheckpointDir` | `Send + Sync` | may be shared: what a rank's function captures |
 //! | `Schedule`, `ReduceOp`, `Backend` | `Send + Sync` | may be shared: plain values |
 //!
 //! # Reading order
@@ -163,7 +163,7 @@ pub use ddp::{
 pub use error::{Compared, Error, MissingRank, Result, Suspects};
 pub use ffi::{Autocast, Generator, fork_rng};
 pub use launch::{
-    Backend, Rank, RankFailure, Spawn, SpawnError, Stop, StopReason, spawn, spawn_scoped,
+    Backend, Rank, RankFailure, Spawn, SpawnError, StopReason, StopRequest, spawn, spawn_scoped,
 };
 pub use models::{Dropout, SyncBatchNorm};
 pub use operation::{OpId, Operation};

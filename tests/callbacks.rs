@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use ddp_mp::models::Model;
 use ddp_mp::prelude::*;
-use ddp_mp::{Stop, StopReason};
+use ddp_mp::{StopReason, StopRequest};
 
 use crate::harness::{ranks, try_ranks};
 
@@ -115,10 +115,10 @@ impl<M> Callback<M> for RequestStop {
 #[test]
 fn stop_request_on_one_rank_stops_all_after_the_same_step() {
     for rank_that_stops in 0..3 {
-        let stop = Arc::new(Stop::default());
+        let stop = Arc::new(StopRequest::default());
         let ends = ranks(3, move |rank, group| {
             let callback = RequestStop { rank: rank_that_stops };
-            let mut trainer = trainer(rank, group)?.stop(stop.clone()).callback(callback);
+            let mut trainer = trainer(rank, group)?.share_stop(stop.clone()).callback(callback);
             let summary = trainer.train(10)?;
             Ok((summary.steps, summary.stopped))
         });
@@ -130,7 +130,10 @@ fn stop_request_on_one_rank_stops_all_after_the_same_step() {
         trainer(rank, group)?.callback(RequestStop { rank: 1 }).train(1)
     });
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("rank 1") && error.contains("call Trainer::stop on all"), "{error}");
+    assert!(
+        error.contains("rank 1") && error.contains("call Trainer::share_stop on all"),
+        "{error}"
+    );
 }
 
 /// Skips step 1 and ends training after step 2, on all ranks alike. Records the parameters after each step.
@@ -148,7 +151,7 @@ impl<M> Callback<M> for SkipAndStop {
         assert_eq!(step.is_skipped(), step.number == 1);
         self.0.borrow_mut().push(context.ddp().parameters_hash()?);
         if step.number == 2 {
-            context.stop();
+            context.end_training();
         }
         Ok(())
     }

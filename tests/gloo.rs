@@ -8,7 +8,8 @@ use std::time::Duration;
 use ddp_mp::ddp::{CommHook, Compress, GradBucket, hook_fn};
 use ddp_mp::ffi::cuda::Cuda;
 use ddp_mp::launch::{
-    BackendChoice, Joining, Launch, LaunchOptions, NodeSlice, Nproc, ProcessWorld, detect, place,
+    BackendChoice, JoinLaunchOptions, Launch, LaunchOptions, NodeSlice, Nproc, ProcessWorld,
+    detect, place,
 };
 use ddp_mp::optim::ParamSpan;
 use ddp_mp::process_group::DTYPES;
@@ -558,18 +559,19 @@ fn longest_durations_do_not_overflow() {
     const EVER: Duration = Duration::MAX;
     let port = free_port();
     let process = |number| {
-        let joining = Joining {
+        let options = JoinLaunchOptions {
             timeout: EVER,
             grace_period: EVER,
             compare_clocks: true,
-            ..Joining::default()
+            ..JoinLaunchOptions::default()
         };
-        let launched = launch(2, number, 1, port).join(&Cuda::default(), joining).unwrap();
+        let joined_launch = launch(2, number, 1, port).join(&Cuda::default(), options).unwrap();
         if number == 0 {
             let fails = || Err::<(), _>(ddp_mp::Error::Input("the cause".into()));
-            return launched.before_ranks(fails).unwrap_err().to_string();
+            return joined_launch.before_ranks(fails).unwrap_err().to_string();
         }
-        let spawn = launched.spawn().timeout(EVER).grace_period(EVER).stall_warning(EVER, |_| {});
+        let spawn =
+            joined_launch.spawn().timeout(EVER).grace_period(EVER).stall_warning(EVER, |_| {});
         let ended = spawn.run(|rank| Ok(rank.init_process_group(Backend::Gloo)?.barrier()?));
         ended.unwrap_err().to_string()
     };

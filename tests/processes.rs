@@ -12,7 +12,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use ddp_mp::ffi::cuda::Cuda;
-use ddp_mp::launch::{Joining, detect};
+use ddp_mp::launch::{JoinLaunchOptions, detect};
 use ddp_mp::process_group::c10d::TcpStore;
 use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, ReduceOp, Spawn};
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -64,9 +64,9 @@ pub(crate) fn play_with(
 fn child() {
     let Some((name, options)) = scene::mine() else { return };
     let launch = detect(&|_| None, &options, 0).unwrap();
-    let joining = Joining { timeout: TIMEOUT, ..Joining::default() };
-    let launched = launch.join(&Cuda::default(), joining).unwrap();
-    assert_eq!(launched.placement.backend, Backend::Gloo);
+    let options = JoinLaunchOptions { timeout: TIMEOUT, ..JoinLaunchOptions::default() };
+    let joined_launch = launch.join(&Cuda::default(), options).unwrap();
+    assert_eq!(joined_launch.placement.backend, Backend::Gloo);
     let play: fn(&Rank, Rc<ProcessGroup>) = match &name[..] {
         "collectives" => collectives,
         "messages" => messages,
@@ -81,7 +81,7 @@ fn child() {
         "no_file_to_accept" | "no_file_to_connect" => few_files,
         other => panic!("no scene {other}"),
     };
-    let spawn = launched.spawn().timeout(TIMEOUT);
+    let spawn = joined_launch.spawn().timeout(TIMEOUT);
     let spawn = if name == "late" { spawn.grace_period(Duration::from_millis(50)) } else { spawn };
     spawn
         .run(move |rank| {

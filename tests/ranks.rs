@@ -436,7 +436,7 @@ macro_rules! threads {
 
 #[test]
 fn documented_thread_rules_match_send_and_sync() {
-    use ddp_mp::launch::{Launch, Launched, Placement, ProcessWorld};
+    use ddp_mp::launch::{JoinedLaunch, Launch, Placement, ProcessWorld};
     use ddp_mp::prelude::*;
     use tch::nn::Linear;
     let types = threads![
@@ -453,10 +453,10 @@ fn documented_thread_rules_match_send_and_sync() {
         SpawnError => SpawnError,
         Error => ddp_mp::Error,
         Launch => Launch,
-        Launched => Launched,
+        JoinedLaunch => JoinedLaunch,
         Placement => Placement,
         ProcessWorld => ProcessWorld,
-        Stop => ddp_mp::Stop,
+        StopRequest => ddp_mp::StopRequest,
         Dataset => dyn Dataset,
         TensorDataset => TensorDataset,
         Checkpoint => Checkpoint,

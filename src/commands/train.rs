@@ -45,7 +45,7 @@ fn train_here(
     let config = after_restart(config, &restarts, printer)?;
     let stop = stop_at_signals(&config, &restarts, printer)?;
     let joined = Session::join(config, launch, restarts, stop.clone(), cuda, printer)?;
-    let Some(session) = joined else { return Ok(stop.asked_for()) };
+    let Some(session) = joined else { return Ok(stop.request_reason()) };
     let session = Arc::new(session);
     let shared = session.clone();
     let result = session.spawn().run(move |rank| train_on(rank, &shared));
@@ -54,12 +54,12 @@ fn train_here(
 
 /// Trains on one rank.
 fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
-    let Session { config, launched, data, start_point, printer, .. } = session;
-    let group = rank.init_process_group(launched.placement.backend)?;
+    let Session { config, joined_launch, data, start_point, printer, .. } = session;
+    let group = rank.init_process_group(joined_launch.placement.backend)?;
     let logs_metrics = session.logs_metrics(&group)?;
     let checkpoint = start_point.agreed_checkpoint(&group)?;
 
-    let Training { ddp, optimizer, schedule, generator, loader, built } =
+    let Training { ddp, optimizer, schedule, generator, loader, hash_before_broadcast } =
         Training::new(rank, &group, config, &data.training, start_point)?;
     if rank.rank() == 0 {
         session.print_start(ddp.num_parameters())?;
@@ -74,15 +74,15 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         .check_replicas(config.ddp.check_replicas_every)?
         .max_steps(config.training.max_steps)
         .patience(config.training.patience)
-        .stop(session.stop.clone())
+        .share_stop(session.stop.clone())
         .report(printer.clone());
     if logs_metrics {
         trainer = trainer.log_metrics(config.log_every(), session.take_metrics_logger(rank));
     }
-    if let Some(built) = built {
+    if let Some(hash_before_broadcast) = hash_before_broadcast {
         let parameters = trainer.ddp().num_parameters();
         let narrator = || narrator(session, parameters);
-        trainer = trainer.explain(built, (rank.rank() == 0).then(narrator))?;
+        trainer = trainer.explain(hash_before_broadcast, (rank.rank() == 0).then(narrator))?;
     }
     if let Some(validation) = &data.validation {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;

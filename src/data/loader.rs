@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Tensor};
 
-use super::blocks::Blocks;
+use super::gathered_batches::GatheredBatches;
 use super::staging::Staging;
 use super::workers::{Loading, Workers};
 use super::{Dataset, DistributedSampler};
@@ -245,7 +245,7 @@ impl DataLoader {
             }
             (None, Some((inputs, targets))) => {
                 let (inputs, targets) = (inputs.shallow_clone(), targets.shallow_clone());
-                Source::Blocks(Blocks::new(inputs, targets, &indices, batch_size)?)
+                Source::Gathered(GatheredBatches::new(inputs, targets, &indices, batch_size)?)
             }
             (None, None) => Source::Each { dataset: self.dataset.clone(), indices },
         };
@@ -296,7 +296,7 @@ pub struct Batches {
 #[derive(Debug)]
 enum Source {
     /// From samples that are already on the device.
-    Blocks(Blocks),
+    Gathered(GatheredBatches),
     /// Loaded by the rank, each batch on request.
     Each { dataset: Arc<dyn Dataset>, indices: Vec<usize> },
     /// Loaded ahead of time by worker threads.
@@ -333,7 +333,7 @@ impl Batches {
             return Ok(Batch { inputs, targets, len: 0 });
         }
         let (inputs, targets) = match &mut self.source {
-            Source::Blocks(blocks) => return blocks.batch(number),
+            Source::Gathered(batches) => return batches.batch(number),
             Source::Each { dataset, indices } => {
                 let indices = indices.chunks(self.batch_size).nth(number).unwrap_or_default();
                 dataset.batch(indices).map_err(Error::data(indices))?

@@ -1,9 +1,9 @@
 //! Data sets, the sampler that deals samples to ranks, and the loader that makes a rank's batches.
 
 mod batch_source;
-mod blocks;
 mod dataset;
 mod files;
+mod gathered_batches;
 mod loader;
 mod sampler;
 mod scatter;

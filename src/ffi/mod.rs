@@ -30,7 +30,7 @@ pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, bump_versions, fused_adamw, fused_sgd, scale_all,
     total_norm,
 };
-pub(crate) use gloo::{Gloo, GlooWork, Reduce, check_interfaces};
+pub(crate) use gloo::{GlooGroup, GlooWork, Reduce, check_interfaces};
 pub(crate) use hooks::GradHooks;
 pub(crate) use mapped::{MappedFile, open_file};
 pub(crate) use shim::{

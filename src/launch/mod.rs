@@ -6,7 +6,7 @@ mod error_file;
 mod failure;
 mod heartbeat;
 mod heartbeat_monitor;
-mod launched;
+mod joined_launch;
 mod launchers;
 mod messages;
 mod placement;
@@ -22,10 +22,12 @@ mod spawn;
 mod stall;
 mod world;
 
-pub use crate::runtime::{Fault, FaultKind, FaultSite, Stop, StopReason, install_panic_hook};
+pub use crate::runtime::{
+    Fault, FaultKind, FaultSite, StopReason, StopRequest, install_panic_hook,
+};
 pub use error_file::write_error_file;
 pub use failure::{RankFailure, SpawnError, StuckRank};
-pub use launched::{Joining, Launched};
+pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};
 pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, SpawnChoice, detect,
 };

@@ -12,7 +12,7 @@ use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
 use crate::os::{self, limits};
-use crate::runtime::{Stop, StopReason};
+use crate::runtime::{StopReason, StopRequest};
 
 /// The signals that ask a run to stop.
 const STOP_SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
@@ -37,7 +37,7 @@ const fn code_of(signal: i32) -> u8 {
 ///
 /// # Errors
 /// When the system refuses.
-pub fn stop_on_signals(stop: &Stop) -> io::Result<()> {
+pub fn stop_on_signals(stop: &StopRequest) -> io::Result<()> {
     end_at_second_interrupt()?;
     for (signal, reason) in REASONS {
         flag::register_usize(signal, stop.asked().clone(), reason as usize)?;
@@ -77,10 +77,13 @@ fn not_started(what: &str, error: &io::Error) -> io::Error {
 ///
 /// # Errors
 /// When the system refuses.
-pub(crate) fn end_at_signals_in<T>(stop: &Stop, wait: impl FnOnce() -> T) -> io::Result<Option<T>> {
+pub(crate) fn end_at_signals_in<T>(
+    stop: &StopRequest,
+    wait: impl FnOnce() -> T,
+) -> io::Result<Option<T>> {
     let waiting = end_at_signals()?;
     // Checked after the handlers are in place, so that no signal is missed.
-    let waited = stop.asked_for().is_none().then(wait);
+    let waited = stop.request_reason().is_none().then(wait);
     waiting.store(false, Ordering::SeqCst);
     Ok(waited)
 }
@@ -91,7 +94,7 @@ pub(crate) fn end_at_signals_in<T>(stop: &Stop, wait: impl FnOnce() -> T) -> io:
 ///
 /// # Errors
 /// When the system refuses.
-pub(crate) fn await_termination(stop: &Stop, timeout: Duration) -> io::Result<()> {
+pub(crate) fn await_termination(stop: &StopRequest, timeout: Duration) -> io::Result<()> {
     let _waiting = end_at_signals()?;
     // Checked after the handlers are in place, so that the signal is not missed.
     if !stop.terminated().load(Ordering::SeqCst) {

@@ -292,7 +292,7 @@ impl ProcessWorld {
     ) -> Result<T> {
         work().inspect_err(|error| {
             // If this write fails, the others notice the failure as they would a killed process.
-            let _ = self.watch.tell_of_start(&error.to_string());
+            let _ = self.watch.report_failed_start(&error.to_string());
             self.leave(Stay { patience: timeout, failed: true, asked_to_end: &|| false });
         })
     }

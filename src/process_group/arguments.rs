@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::dense::{Dense, overlaps_itself};
+use super::contiguous::{Contiguous, overlaps_itself};
 use super::refuse::{refuse, undefined};
 use super::{ProcessGroup, device_name};
 use crate::error::{Error, Result};
@@ -43,10 +43,14 @@ impl ProcessGroup {
     }
 
     /// Returns a contiguous tensor for an output that is written in parts.
-    pub(super) fn dense_output(&self, operation: Operation, output: &Tensor) -> Result<Dense> {
-        let dense = Dense::new(operation, output)?;
+    pub(super) fn contiguous_output(
+        &self,
+        operation: Operation,
+        output: &Tensor,
+    ) -> Result<Contiguous> {
+        let contiguous = Contiguous::new(operation, output)?;
         self.check_output(operation, output)?;
-        Ok(dense)
+        Ok(contiguous)
     }
 
     /// Checks that each element of an output has its own memory. Otherwise the output could not hold the results.

@@ -14,7 +14,7 @@ use super::refuse::refuse;
 use super::{ReduceOp, device_name};
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::ffi::{Gloo, GlooWork, Reduce, TorchResult};
+use crate::ffi::{GlooGroup, GlooWork, Reduce, TorchResult};
 use crate::operation::Operation;
 
 /// A key-value store for rendezvous: one process serves it, the others connect to it.
@@ -129,7 +129,7 @@ impl TcpStore {
 ///
 /// [`ProcessGroup`]: super::ProcessGroup
 #[derive(Debug)]
-pub struct ProcessGroupGloo(Gloo);
+pub struct ProcessGroupGloo(GlooGroup);
 
 impl ProcessGroupGloo {
     /// Joins a group of `size` ranks as rank `rank`. Returns when this rank is connected to all others. The ranks
@@ -158,7 +158,7 @@ impl ProcessGroupGloo {
         let interfaces =
             env::var_os("GLOO_SOCKET_IFNAME").map(|names| names.to_string_lossy().into());
         let interfaces: Option<String> = interfaces;
-        Gloo::new_plain(&store.0, prefix, rank, size, timeout, interfaces.as_deref()).map(Self)
+        GlooGroup::new_plain(&store.0, prefix, rank, size, timeout, interfaces.as_deref()).map(Self)
     }
 
     /// Returns this rank's number in the group, from 0.

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::call::Options;
-use super::dense::Dense;
+use super::contiguous::Contiguous;
 use super::{ProcessGroup, ReduceOp};
 #[cfg(doc)]
 use crate::error::Error;
@@ -182,7 +182,7 @@ impl ProcessGroup {
         input_tensor: &Tensor,
     ) -> Result<()> {
         let even = vec![input_tensor.numel() as i64; self.world_size()];
-        let output = self.dense_output(Operation::AllGather, output_tensor)?;
+        let output = self.contiguous_output(Operation::AllGather, output_tensor)?;
         let parts = output.parts(Operation::AllGather, "output_tensor", &even)?;
         let input = std::slice::from_ref(input_tensor);
         let shape = input_tensor.size();
@@ -339,7 +339,7 @@ impl ProcessGroup {
         op: ReduceOp,
     ) -> Result<()> {
         let even = vec![output.numel() as i64; self.world_size()];
-        let parts = Dense::new(Operation::ReduceScatter, input)?;
+        let parts = Contiguous::new(Operation::ReduceScatter, input)?;
         let parts = parts.parts(Operation::ReduceScatter, "input", &even)?;
         let options = Options { reduce_op: Some(op), ..Options::default() };
         let shape = output.size();
@@ -425,12 +425,12 @@ impl ProcessGroup {
         input_split_sizes: Option<&[i64]>,
     ) -> Result<()> {
         let operation = Operation::AllToAll;
-        let dense = self.dense_output(operation, output)?;
+        let contiguous = self.contiguous_output(operation, output)?;
         let outputs = self.rows(output, "output", output_split_sizes)?;
-        let outputs = dense.parts(operation, "output", &outputs)?;
+        let outputs = contiguous.parts(operation, "output", &outputs)?;
         let inputs = self.rows(input, "input", input_split_sizes)?;
-        let inputs = Dense::new(operation, input)?.parts(operation, "input", &inputs)?;
+        let inputs = Contiguous::new(operation, input)?.parts(operation, "input", &inputs)?;
         self.collective(operation, Options::default(), &[], &inputs, &outputs)?;
-        dense.write_back(output)
+        contiguous.write_back(output)
     }
 }

@@ -16,7 +16,7 @@ use tch::Tensor;
 
 use super::backend::{Backend, InFlight};
 use super::call::{Call, Options};
-use super::dense::{Dense, is_dense};
+use super::contiguous::{Contiguous, is_plain_contiguous};
 use super::{ProcessGroup, ReduceOp, weights};
 use crate::error::Result;
 use crate::operation::Operation;
@@ -35,21 +35,32 @@ impl ProcessGroup {
     ) -> Result<()> {
         let place = Location::caller();
         let call = self.check_call(operation, options, shape, inputs, outputs)?;
-        if are_dense(call.inputs)? && are_dense(call.further_outputs())? {
+        if are_plain_contiguous(call.inputs)? && are_plain_contiguous(call.further_outputs())? {
             return self.run_call(call, place);
         }
         outputs.iter().try_for_each(|output| self.check_output(operation, output))?;
-        let dense = |tensors: &[Tensor]| {
-            tensors.iter().map(|tensor| Dense::new(operation, tensor)).collect::<Result<Vec<_>>>()
+        let contiguous = |tensors: &[Tensor]| {
+            tensors
+                .iter()
+                .map(|tensor| Contiguous::new(operation, tensor))
+                .collect::<Result<Vec<_>>>()
         };
-        let handles = |dense: &[Dense]| dense.iter().map(Dense::handle).collect::<Vec<_>>();
-        let results = dense(outputs)?;
-        let dense_outputs = handles(&results);
+        let handles = |contiguous: &[Contiguous]| {
+            contiguous.iter().map(Contiguous::handle).collect::<Vec<_>>()
+        };
+        let results = contiguous(outputs)?;
+        let contiguous_outputs = handles(&results);
         // In place, the inputs must stay the outputs.
-        let dense_inputs =
-            if call.is_in_place() { handles(&results) } else { handles(&dense(inputs)?) };
-        self.run_call(Call { inputs: &dense_inputs, outputs: &dense_outputs, ..call }, place)?;
-        results.iter().zip(outputs).try_for_each(|(dense, output)| dense.write_back(output))
+        let contiguous_inputs =
+            if call.is_in_place() { handles(&results) } else { handles(&contiguous(inputs)?) };
+        self.run_call(
+            Call { inputs: &contiguous_inputs, outputs: &contiguous_outputs, ..call },
+            place,
+        )?;
+        results
+            .iter()
+            .zip(outputs)
+            .try_for_each(|(contiguous, output)| contiguous.write_back(output))
     }
 
     /// Starts an all_reduce of a contiguous tensor. If the operation continues in the background, returns it with
@@ -129,6 +140,6 @@ impl ProcessGroup {
     }
 }
 
-fn are_dense(tensors: &[Tensor]) -> Result<bool> {
-    tensors.iter().try_fold(true, |all, tensor| Ok(all && is_dense(tensor)?))
+fn are_plain_contiguous(tensors: &[Tensor]) -> Result<bool> {
+    tensors.iter().try_fold(true, |all, tensor| Ok(all && is_plain_contiguous(tensor)?))
 }

@@ -14,7 +14,7 @@ mod call;
 mod coalesced;
 mod collectives;
 mod comm_thread;
-mod dense;
+mod contiguous;
 mod device_name;
 mod dispatch;
 mod dtype;
@@ -59,7 +59,7 @@ pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
 use local::{OncePerProcess, Shared};
 pub(crate) use nccl::{require_library as require_nccl, version as nccl_version};
-pub(crate) use network::{HEADER_BYTES, MAX_INLINE, Network, ProcessMap};
+pub(crate) use network::{HEADER_BYTES, HEADER_MAX_DATA_BYTES, Network, ProcessMap};
 pub use p2p_op::P2POp;
 pub use reduce_op::ReduceOp;
 pub use traffic::Traffic;
@@ -70,7 +70,7 @@ pub use work::Work;
 use crate::error::{Error, Result};
 use crate::ffi::cuda;
 use crate::operation::Operation;
-use crate::runtime::{Activity, RunContext, Stop};
+use crate::runtime::{Activity, RunContext, StopRequest};
 
 /// One rank's membership in a group of ranks.
 ///
@@ -223,7 +223,7 @@ impl ProcessGroup {
 
     /// Makes all processes stop after the same step: from now on, their exchanges include rank 0's decision to
     /// stop. All ranks must call this.
-    pub(crate) fn share_stop(&self, stop: &Arc<Stop>) {
+    pub(crate) fn share_stop(&self, stop: &Arc<StopRequest>) {
         if let Some(network) = &self.network {
             network.share_stop(stop);
         }

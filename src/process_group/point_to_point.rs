@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use tch::{Device, Tensor};
 
-use super::dense::Dense;
+use super::contiguous::Contiguous;
 use super::local::{Contents, P2pRequest};
 use super::network::OutgoingMessage;
 use super::refuse::refuse;
@@ -264,16 +264,16 @@ impl ProcessGroup {
 
     /// Launches the messages on the stream with NCCL, each with a contiguous tensor.
     fn launch(&self, ops: &[P2POp]) -> Result<Vec<Work>> {
-        let dense = |op: &P2POp| Dense::new(op.operation(), &op.tensor);
-        let dense = ops.iter().map(dense).collect::<Result<Vec<_>>>()?;
+        let contiguous = |op: &P2POp| Contiguous::new(op.operation(), &op.tensor);
+        let contiguous = ops.iter().map(contiguous).collect::<Result<Vec<_>>>()?;
         let flat: Vec<P2POp> = ops
             .iter()
-            .zip(&dense)
-            .map(|(op, dense)| P2POp { tensor: dense.handle(), ..*op })
+            .zip(&contiguous)
+            .map(|(op, contiguous)| P2POp { tensor: contiguous.handle(), ..*op })
             .collect();
         self.side()?.backend.point_to_point(&flat)?;
-        for (op, dense) in ops.iter().zip(&dense).filter(|(op, _)| !op.is_send()) {
-            dense.write_back(&op.tensor)?;
+        for (op, contiguous) in ops.iter().zip(&contiguous).filter(|(op, _)| !op.is_send()) {
+            contiguous.write_back(&op.tensor)?;
         }
         self.messages.set(self.messages.get() + ops.len() as u64);
         ops.iter().map(|_| self.launched()).collect()

@@ -8,7 +8,7 @@ mod cancel;
 mod deadline;
 mod fault;
 mod flight_recorder;
-mod history;
+mod flight_recorder_dump;
 mod op_snapshot;
 pub(crate) mod panics;
 pub(crate) mod primitives;
@@ -22,9 +22,9 @@ pub use fault::{Fault, FaultKind, FaultSite};
 pub(crate) use flight_recorder::{
     CallSite, Entry, FlightRecorder, OpStart, SpanId, format_call_site,
 };
-pub(crate) use history::{Clock, History, RankHistory};
+pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankRecords};
 pub(crate) use op_snapshot::{OpSnapshot, RemoteSnapshots};
 pub use panics::install_panic_hook;
 pub(crate) use run::{Activity, PeerStatus, Peers, ReportedFailure, RunContext};
 pub(crate) use stop::StopMessage;
-pub use stop::{Stop, StopReason};
+pub use stop::{StopReason, StopRequest};

@@ -57,7 +57,7 @@ impl StopReason {
 /// `DataParallel`, before rank 0 has sent the parameters.) Rank 0 publishes before that. A rank that ends step `n`
 /// therefore sees that it was the last; a rank that ends an earlier step sees a larger number, or none. All ranks stop
 /// after step `n`.
-pub struct Stop {
+pub struct StopRequest {
     /// Number of the requested [`StopReason`]; 0 without a request.
     asked: Arc<AtomicUsize>,
     /// Whether this process itself has received SIGTERM.
@@ -69,9 +69,9 @@ pub struct Stop {
     tell: Option<Box<dyn Fn(StopReason) + Send + Sync>>,
 }
 
-impl fmt::Debug for Stop {
+impl fmt::Debug for StopRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Stop").field("deadline", &self.deadline).finish_non_exhaustive()
+        f.debug_struct("StopRequest").field("deadline", &self.deadline).finish_non_exhaustive()
     }
 }
 
@@ -109,7 +109,7 @@ impl StopMessage {
     }
 }
 
-impl Default for Stop {
+impl Default for StopRequest {
     fn default() -> Self {
         Self {
             asked: Arc::default(),
@@ -122,8 +122,8 @@ impl Default for Stop {
     }
 }
 
-impl Stop {
-    /// Returns a `Stop` without a request. If `time` is `Some`, the run stops when that has passed.
+impl StopRequest {
+    /// Returns a `StopRequest` without a request. If `time` is `Some`, the run stops when that has passed.
     pub fn new(time: Option<Duration>) -> Self {
         Self { deadline: time.map(deadline), ..Self::default() }
     }
@@ -150,7 +150,7 @@ impl Stop {
     }
 
     /// Returns the reason of the request to stop, if there is one.
-    pub(crate) fn asked_for(&self) -> Option<StopReason> {
+    pub(crate) fn request_reason(&self) -> Option<StopReason> {
         StopReason::from_repr(self.asked.load(Ordering::Relaxed))
     }
 
@@ -210,7 +210,7 @@ mod tests {
     fn stop_takes_effect_after_the_step_rank_0_decides() {
         let told = Arc::new(AtomicUsize::new(0));
         let count = told.clone();
-        let stop = Stop::new(None).on_stop(move |reason| {
+        let stop = StopRequest::new(None).on_stop(move |reason| {
             count.fetch_add(reason as usize, Ordering::Relaxed);
         });
         stop.decide(3);
@@ -227,10 +227,10 @@ mod tests {
 
     #[test]
     fn time_limit_requests_a_stop() {
-        let stop = Stop::new(Some(Duration::ZERO));
+        let stop = StopRequest::new(Some(Duration::ZERO));
         stop.decide(0);
         assert_eq!(stop.after(1), Some(StopReason::Time));
-        let stop = Stop::new(Some(Duration::MAX));
+        let stop = StopRequest::new(Some(Duration::MAX));
         stop.decide(0);
         assert_eq!(stop.after(1), None);
     }

@@ -12,10 +12,10 @@ use crate::config::{Config, Data};
 use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::launch::Launched;
+use crate::launch::JoinedLaunch;
 use crate::models::Model;
 use crate::os::limits::explain;
-use crate::runtime::History;
+use crate::runtime::FlightRecorderDump;
 use crate::telemetry::report::{
     Curves, Moved, Outcome, Parameters, Ranks, Replicas, Report, Tracks, Verdict,
 };
@@ -28,7 +28,7 @@ pub(crate) struct RunArtifacts {
     trace: Option<Output>,
     /// The report file. `None` without `--report`, and in processes without rank 0.
     report: Option<Output>,
-    history: Arc<OnceLock<History>>,
+    dump: Arc<OnceLock<FlightRecorderDump>>,
     draft: Mutex<ReportData>,
     curves: Arc<Mutex<Curves>>,
     began: SystemTime,
@@ -47,12 +47,12 @@ pub(crate) struct ReportData {
 }
 
 impl RunArtifacts {
-    /// Prepares the files that `config` names, for this process of `launched`.
+    /// Prepares the files that `config` names, for this process of `joined_launch`.
     ///
     /// # Errors
     /// [`Error::Input`] if a file cannot be written.
-    pub(crate) fn new(config: &Config, launched: &Launched) -> Result<Self> {
-        let process = launched.process();
+    pub(crate) fn new(config: &Config, joined_launch: &JoinedLaunch) -> Result<Self> {
+        let process = joined_launch.process();
         config.validate_files(process[1])?;
         let input = |flag: &str, path: &Path, error: io::Error| {
             Error::Input(format!("{flag} {}: {}", path.display(), explain(&error)))
@@ -65,22 +65,22 @@ impl RunArtifacts {
             .output
             .report
             .as_deref()
-            .filter(|_| launched.is_first())
+            .filter(|_| joined_launch.is_first())
             .map(|path| Report::output(path).map_err(|error| input("--report", path, error)));
         let (trace, report) = (trace.transpose()?, report.transpose()?);
         Ok(Self {
             trace,
             report,
-            history: Arc::default(),
+            dump: Arc::default(),
             draft: Mutex::default(),
             curves: Arc::default(),
             began: SystemTime::now(),
         })
     }
 
-    /// Returns where to leave the ranks' history. `None` without a trace or a report.
-    pub(crate) fn history(&self) -> Option<Arc<OnceLock<History>>> {
-        (self.trace.is_some() || self.report.is_some()).then(|| self.history.clone())
+    /// Returns where to leave the flight recorder's dump. `None` without a trace or a report.
+    pub(crate) fn dump(&self) -> Option<Arc<OnceLock<FlightRecorderDump>>> {
+        (self.trace.is_some() || self.report.is_some()).then(|| self.dump.clone())
     }
 
     /// Returns where to leave the curves of training. `None` without a report.
@@ -124,12 +124,12 @@ impl RunArtifacts {
     pub(crate) fn write(
         &self,
         config: &Config,
-        launched: &Launched,
+        joined_launch: &JoinedLaunch,
         data: &Data,
         outcome: Outcome,
         printer: &Printer,
     ) -> Result<()> {
-        let Some(history) = self.history.get() else { return Ok(()) };
+        let Some(dump) = self.dump.get() else { return Ok(()) };
         let unwritable = |flag: &str, output: &Output, error: io::Error| Error::Write {
             what: format!("{flag} {}", output.path().display()),
             reason: explain(&error),
@@ -137,11 +137,11 @@ impl RunArtifacts {
         // If one file cannot be written, the other one still is.
         let trace = self.trace.as_ref().map_or(Ok(()), |output| {
             output
-                .write(|file| write_trace(history, file))
+                .write(|file| write_trace(dump, file))
                 .map_err(|error| unwritable("--trace", output, error))?;
-            if let (true, Some(path)) = (launched.is_first(), &config.output.trace) {
+            if let (true, Some(path)) = (joined_launch.is_first(), &config.output.trace) {
                 let path = path.display();
-                printer.info(&match history.process {
+                printer.info(&match dump.process {
                     [_, 1] => format!("the trace is in {path}: open it in ui.perfetto.dev"),
                     [_, count] => format!(
                         "the traces of {count} processes are beside {path}, each with its number in its name: open them \
@@ -152,7 +152,7 @@ impl RunArtifacts {
             Ok(())
         });
         let report = self.report.as_ref().map_or(Ok(()), |output| {
-            let report = self.page(config, launched, data, outcome, history)?;
+            let report = self.page(config, joined_launch, data, outcome, dump)?;
             output
                 .write(|file| report.write(file))
                 .map_err(|error| unwritable("--report", output, error))?;
@@ -166,16 +166,16 @@ impl RunArtifacts {
     fn page(
         &self,
         config: &Config,
-        launched: &Launched,
+        joined_launch: &JoinedLaunch,
         data: &Data,
         outcome: Outcome,
-        history: &History,
+        dump: &FlightRecorderDump,
     ) -> Result<Report> {
         let draft = std::mem::take(&mut *self.draft.lock().unwrap_or_else(PoisonError::into_inner));
         let curves = self.curves.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let steps = steps_of(history).saturating_sub(draft.first.step);
+        let steps = steps_of(dump).saturating_sub(draft.first.step);
         let ReportData { first, model, moved, replicas, verdict, end, .. } = draft;
-        let (end, world_size) = (end.as_ref(), launched.world_size());
+        let (end, world_size) = (end.as_ref(), joined_launch.world_size());
         Ok(Report {
             version: 1,
             program: format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
@@ -191,15 +191,15 @@ impl RunArtifacts {
             options: options(config),
             world: Ranks {
                 size: world_size,
-                nnodes: launched.nnodes(),
-                backend: launched.placement.backend.name(),
-                devices: history.ranks.iter().map(|rank| rank.device.clone()).collect(),
+                nnodes: joined_launch.nnodes(),
+                backend: joined_launch.placement.backend.name(),
+                devices: dump.ranks.iter().map(|rank| rank.device.clone()).collect(),
             },
             model,
             curves,
             samples: dealt_samples(config, data.training.len(), world_size, &first, steps)?,
-            timeline: Tracks::new(history),
-            traffic: Moved { collectives: collectives(history), ..moved },
+            timeline: Tracks::new(dump),
+            traffic: Moved { collectives: collectives(dump), ..moved },
             replicas,
             verdict,
         })

@@ -6,7 +6,7 @@ use super::placement::place_threads;
 use crate::config::Config;
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
-use crate::launch::{Joining, Launch, Launched, Spawn};
+use crate::launch::{JoinLaunchOptions, JoinedLaunch, Launch, Spawn};
 use crate::telemetry::Printer;
 
 /// Joins the launch, with a rendezvous if there are other processes. All must run the same `command`.
@@ -16,12 +16,12 @@ pub(crate) fn join(
     launch: Launch,
     cuda: &Cuda,
     printer: &Printer,
-) -> Result<Launched> {
+) -> Result<JoinedLaunch> {
     // Before the rendezvous: other processes need not wait for one whose input does not fit this machine.
     place_threads(config, &launch, cuda)?;
     let mut shared_options = vec![("the command".into(), command.into())];
     shared_options.extend(config.shared_options()?);
-    let joining = Joining {
+    let options = JoinLaunchOptions {
         backend: config.launch.backend,
         timeout: config.launch.timeout,
         grace_period: config.launch.grace_period,
@@ -29,18 +29,22 @@ pub(crate) fn join(
         compare_clocks: config.output.trace.is_some() || config.output.report.is_some(),
         note: &|text| printer.info(text),
     };
-    let launched = launch.join(cuda, joining)?;
+    let joined_launch = launch.join(cuda, options)?;
     // Ends with the process: stopping the store's server would take half a second.
-    std::mem::forget(launched.world.clone());
-    Ok(launched)
+    std::mem::forget(joined_launch.world.clone());
+    Ok(joined_launch)
 }
 
 /// Returns how to start the ranks of this process.
-pub(crate) fn spawn(launched: &Launched, config: &Config, printer: &Arc<Printer>) -> Spawn {
+pub(crate) fn spawn(
+    joined_launch: &JoinedLaunch,
+    config: &Config,
+    printer: &Arc<Printer>,
+) -> Spawn {
     let printer = printer.clone();
     // A fault is injected once, not again after a restart.
-    let fault = config.launch.inject_fault.filter(|_| launched.launch.restart_count == 0);
-    launched
+    let fault = config.launch.inject_fault.filter(|_| joined_launch.launch.restart_count == 0);
+    joined_launch
         .spawn()
         .timeout(config.launch.timeout)
         .stall_warning(config.launch.stall_warning, move |text| printer.info(text))

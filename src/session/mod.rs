@@ -5,9 +5,9 @@
 mod artifacts;
 mod data;
 mod dealt_samples;
+mod end_messages;
 mod join;
 mod narrator;
-mod outcome;
 mod placement;
 mod processes;
 mod report_facts;
@@ -26,13 +26,13 @@ use crate::config::{Config, Data};
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    Launch, LaunchKind, Launched, Rank, Restarts, Spawn, SpawnError, Stop, StopReason,
+    JoinedLaunch, Launch, LaunchKind, Rank, Restarts, Spawn, SpawnError, StopReason, StopRequest,
     await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use crate::process_group::ProcessGroup;
 use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
 use artifacts::RunArtifacts;
-use outcome::{failure, outcome};
+use end_messages::{failure, outcome};
 
 pub(crate) use data::open_data;
 pub(crate) use join::{join, spawn};
@@ -53,10 +53,10 @@ pub(crate) fn stop_at_signals(
     config: &Config,
     restarts: &Restarts,
     printer: &Arc<Printer>,
-) -> anyhow::Result<Arc<Stop>> {
+) -> anyhow::Result<Arc<StopRequest>> {
     let printer = printer.clone();
     let time = config.training.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
-    let stop = Stop::new(time).on_stop(move |reason| {
+    let stop = StopRequest::new(time).on_stop(move |reason| {
         if reason == StopReason::Interrupt {
             printer.info("stopping after this step; Ctrl-C again ends the process at once");
         }
@@ -69,12 +69,12 @@ pub(crate) fn stop_at_signals(
 /// A run of training in this process: the state that its ranks share.
 pub(crate) struct Session {
     pub config: Config,
-    pub launched: Launched,
+    pub joined_launch: JoinedLaunch,
     pub data: Data,
     /// Where the run starts. Empty in a process without rank 0.
     pub start_point: StartPoint,
     pub artifacts: RunArtifacts,
-    pub stop: Arc<Stop>,
+    pub stop: Arc<StopRequest>,
     /// The earlier starts of this run.
     pub restarts: Restarts,
     pub printer: Arc<Printer>,
@@ -98,7 +98,7 @@ impl Session {
         config: Config,
         launch: Launch,
         restarts: Restarts,
-        stop: Arc<Stop>,
+        stop: Arc<StopRequest>,
         cuda: &Cuda,
         printer: &Arc<Printer>,
     ) -> anyhow::Result<Option<Self>> {
@@ -107,14 +107,15 @@ impl Session {
         // The processes of `--spawn=processes` start together, so none waits long for another.
         let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
         let join = || join(&config, "train", launch, cuda, printer);
-        let launched =
+        let joined_launch =
             if may_wait { end_at_signals_in(&stop, join)?.transpose()? } else { Some(join()?) };
-        let Some(launched) = launched else { return Ok(None) };
-        launched.before_ranks(|| config.validate_for(launched.world_size()))?;
-        let artifacts = launched.before_ranks(|| RunArtifacts::new(&config, &launched))?;
+        let Some(joined_launch) = joined_launch else { return Ok(None) };
+        joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
+        let artifacts =
+            joined_launch.before_ranks(|| RunArtifacts::new(&config, &joined_launch))?;
         let mut session = Self {
             config,
-            launched,
+            joined_launch,
             data,
             start_point: StartPoint::default(),
             artifacts,
@@ -126,9 +127,9 @@ impl Session {
             status_requests,
             stopped: OnceLock::new(),
         };
-        if session.launched.is_first() {
+        if session.joined_launch.is_first() {
             session.print_notes();
-            let prepared = session.launched.before_ranks(|| session.prepare_rank_0())?;
+            let prepared = session.joined_launch.before_ranks(|| session.prepare_rank_0())?;
             let (metrics_logger, start_point) = prepared;
             session.logs_metrics = metrics_logger.is_wanted();
             session.metrics_logger = Mutex::new(Some(metrics_logger));
@@ -138,24 +139,24 @@ impl Session {
     }
 
     fn print_notes(&self) {
-        let Self { config, launched, data, printer, .. } = self;
-        let world_size = launched.world_size();
+        let Self { config, joined_launch, data, printer, .. } = self;
+        let world_size = joined_launch.world_size();
         let (_, lr_note) = config.lr_for(world_size);
-        let notes = launched.notes().into_iter().chain(data.notes.iter().cloned());
+        let notes = joined_launch.notes().into_iter().chain(data.notes.iter().cloned());
         let more = lr_note.into_iter().chain(config.no_effect_warning(config.steps(world_size)));
         notes.chain(more).for_each(|note| printer.info(&note));
     }
 
     /// Opens the files of rank 0: metrics, and checkpoints to start from and to save.
     fn prepare_rank_0(&self) -> Result<(MetricsLogger, StartPoint)> {
-        let Self { config, launched, printer, .. } = self;
+        let Self { config, joined_launch, printer, .. } = self;
         let (tensorboard, metrics) =
             (config.output.tensorboard.as_deref(), config.output.metrics.as_deref());
         MetricsLogger::check(metrics)?; // before any file is created
-        let start_point = StartPoint::of(config, launched.world_size(), printer)?;
+        let start_point = StartPoint::of(config, joined_launch.world_size(), printer)?;
         let logger = MetricsLogger::new(printer, tensorboard, metrics)?;
         if start_point.checkpoint_dir.is_some() {
-            Restarts::note_saving(&launched.launch)?;
+            Restarts::note_saving(&joined_launch.launch)?;
         }
         start_point.make_room(printer)?;
         Ok((logger.curves(self.artifacts.curves()), start_point))
@@ -163,10 +164,10 @@ impl Session {
 
     /// Returns how to start the ranks of this process.
     pub(crate) fn spawn(&self) -> Spawn {
-        spawn(&self.launched, &self.config, &self.printer)
+        spawn(&self.joined_launch, &self.config, &self.printer)
             .dump_status_on(self.status_requests.clone())
-            .history(self.artifacts.history())
-            .stop(self.stop.clone())
+            .dump(self.artifacts.dump())
+            .stop_request(self.stop.clone())
     }
 
     /// Returns on every rank whether the run logs metrics, which all ranks reduce. With several processes, rank 0
@@ -191,11 +192,11 @@ impl Session {
         if self.printer.format() != LogFormat::Json && self.restarts.started {
             return Ok(());
         }
-        let Launched { placement, launch, .. } = &self.launched;
+        let JoinedLaunch { placement, launch, .. } = &self.joined_launch;
         let on_gpus = matches!(placement.devices[0], Device::Cuda(_));
         let start = Start {
-            world_size: self.launched.world_size(),
-            nnodes: self.launched.nnodes(),
+            world_size: self.joined_launch.world_size(),
+            nnodes: self.joined_launch.nnodes(),
             backend: placement.backend.name(),
             device: if on_gpus { "GPU" } else { "CPU" },
             model: self.config.model.kind.name(),
@@ -223,10 +224,10 @@ impl Session {
         &self,
         result: Result<T, Box<SpawnError>>,
     ) -> anyhow::Result<Option<StopReason>> {
-        let Self { config, launched, data, printer, .. } = self;
+        let Self { config, joined_launch, data, printer, .. } = self;
         printer.end_progress();
         if let Err(error) = &result {
-            let printed = printer.flush_epochs().and_then(|()| match launched.launch.parent {
+            let printed = printer.flush_epochs().and_then(|()| match joined_launch.launch.parent {
                 Some(_) => Ok(()), // the parent process prints it
                 None => printer.event(&Event::Failure(failure(error))),
             });
@@ -236,13 +237,13 @@ impl Session {
         }
         let stopped = self.stopped.get().copied();
         let outcome = outcome(&result, stopped, &self.restarts.reasons);
-        let written = self.artifacts.write(config, launched, data, outcome, printer);
+        let written = self.artifacts.write(config, joined_launch, data, outcome, printer);
         if let (Err(unwritable), true) = (&written, result.is_err()) {
             printer.info(&unwritable.to_string());
         }
         result?;
         written?;
-        if stopped == Some(StopReason::Terminate) && launched.launch.has_agent {
+        if stopped == Some(StopReason::Terminate) && joined_launch.launch.has_agent {
             let grace_period = config.launch.grace_period.min(AGENT_POLL_INTERVAL);
             await_termination(&self.stop, grace_period).context("watching for signals")?;
         }

@@ -7,15 +7,15 @@ use crate::telemetry::{Narrator, RunInfo};
 
 /// Returns the narrator of a run whose model has `parameters` parameters.
 pub(crate) fn narrator(session: &Session, parameters: usize) -> Narrator {
-    let Session { config, launched, data, printer, .. } = session;
+    let Session { config, joined_launch, data, printer, .. } = session;
     let (optimizer, is_plain) = match config.optimizer_config() {
         OptimizerConfig::Sgd(sgd) => ("sgd", sgd.momentum == 0.0 && sgd.weight_decay == 0.0),
         OptimizerConfig::AdamW(_) => ("adamw", false),
     };
     let facts = RunInfo {
-        world_size: launched.world_size(),
-        processes: launched.world.as_ref().map_or(1, |world| world.num_processes()),
-        backend: launched.placement.backend.name(),
+        world_size: joined_launch.world_size(),
+        processes: joined_launch.world.as_ref().map_or(1, |world| world.num_processes()),
+        backend: joined_launch.placement.backend.name(),
         model: config.model.kind.name(),
         parameters,
         seed: config.training.seed,
@@ -25,7 +25,7 @@ pub(crate) fn narrator(session: &Session, parameters: usize) -> Narrator {
         drops_last: config.data.drop_last,
         accumulate: config.ddp.grad_accum_steps,
         exact_mean: config.ddp.exact_mean,
-        steps_per_epoch: config.steps_per_epoch(launched.world_size()),
+        steps_per_epoch: config.steps_per_epoch(joined_launch.world_size()),
         compression: match config.ddp.comm_hook {
             CommHookKind::None => None,
             CommHookKind::Fp16 => Some(("float16", 0)),

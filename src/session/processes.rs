@@ -5,7 +5,7 @@ use std::fmt::{self, Write};
 
 use anyhow::Context;
 
-use super::outcome::failure;
+use super::end_messages::failure;
 use super::placement::{place_processes, starts_processes, this_process};
 use crate::config::Config;
 use crate::error::{Error, Result};

@@ -9,7 +9,7 @@ use strum::IntoEnumIterator;
 
 use crate::config::Config;
 use crate::operation::Operation;
-use crate::runtime::{Entry, History, RankHistory};
+use crate::runtime::{Entry, FlightRecorderDump, RankRecords};
 use crate::telemetry::report::Called;
 
 /// Returns `time` as a date, at the nearest end of the years 1970 to 9999 if a wrong clock is outside them.
@@ -49,8 +49,8 @@ pub(super) fn options(config: &Config) -> Vec<(String, String)> {
 }
 
 /// Returns the number of steps of the whole run that rank 0 has finished.
-pub(super) fn steps_of(history: &History) -> u64 {
-    let records = history.ranks.first().into_iter().flat_map(|rank| &rank.records);
+pub(super) fn steps_of(dump: &FlightRecorderDump) -> u64 {
+    let records = dump.ranks.first().into_iter().flat_map(|rank| &rank.records);
     let stepped = |entry: &&Entry| {
         entry.begin.at.operation == Operation::Optimizer && entry.finished_at.is_some()
     };
@@ -58,13 +58,13 @@ pub(super) fn steps_of(history: &History) -> u64 {
 }
 
 /// Returns the collectives that the ranks of this process have called.
-pub(super) fn collectives(history: &History) -> Vec<Called> {
+pub(super) fn collectives(dump: &FlightRecorderDump) -> Vec<Called> {
     let called = |operation: Operation| {
-        let rank_totals = |rank: &RankHistory| {
+        let rank_totals = |rank: &RankRecords| {
             let found = rank.totals.iter().find(|(called, _)| *called == operation);
             found.map_or([0, 0], |(_, totals)| *totals)
         };
-        let totals: Vec<[u64; 2]> = history.ranks.iter().map(rank_totals).collect();
+        let totals: Vec<[u64; 2]> = dump.ranks.iter().map(rank_totals).collect();
         Called {
             operation: operation.to_string(),
             calls: totals.iter().map(|[calls, _]| *calls).collect(),

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use super::Session;
-use super::outcome::{best, stopped, through_rank_0};
+use super::end_messages::{best, stopped, through_rank_0};
 use super::placement::cores;
 use crate::config::StrategyKind;
 use crate::data::DatasetSpec;
@@ -193,8 +193,8 @@ fn verdict(
         seconds: end.seconds,
         cores: on_cpu.then(|| Cores {
             count: cores(),
-            local_ranks: session.launched.placement.devices.len(),
-            threads_per_rank: session.launched.placement.threads_per_rank,
+            local_ranks: session.joined_launch.placement.devices.len(),
+            threads_per_rank: session.joined_launch.placement.threads_per_rank,
         }),
         losses: session.artifacts.losses(),
         lr: config.lr_for(group.world_size()).0,

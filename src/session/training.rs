@@ -24,7 +24,7 @@ pub(crate) struct Training {
     pub generator: Arc<Generator>,
     pub loader: Loader,
     /// A 64-bit hash of this rank's parameters before it got rank 0's. `None` without `--explain`.
-    pub built: Option<u64>,
+    pub hash_before_broadcast: Option<u64>,
 }
 
 impl Training {
@@ -54,7 +54,8 @@ impl Training {
         if rank.rank() == 0 {
             start_point.load_model(&vs)?;
         }
-        let built = config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
+        let hash_before_broadcast =
+            config.output.explain.then(|| parameters_hash(&vs)).transpose()?;
         let generator = Arc::new(Generator::new(rank.device(), config.training.seed, rank.rank())?);
         model = model.with_generator(&generator);
         if config.model.sync_batch_norm {
@@ -79,6 +80,6 @@ impl Training {
         let build = |buffers| config.optimizer_config().build(buffers);
         let optimizer = ddp.flat_buffers().map(build).transpose()?;
         let schedule = config.schedule_for(rank.world_size());
-        Ok(Self { ddp, optimizer, schedule, generator, loader, built })
+        Ok(Self { ddp, optimizer, schedule, generator, loader, hash_before_broadcast })
     }
 }

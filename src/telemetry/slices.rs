@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use crate::operation::Operation;
-use crate::runtime::{Entry, History, OpStart, RankHistory};
+use crate::runtime::{Entry, FlightRecorderDump, OpStart, RankRecords};
 
 /// A record, with values derived from the other records.
 #[derive(Debug, Clone, Copy)]
@@ -31,10 +31,10 @@ struct Arrival {
     last: (Duration, usize),
 }
 
-/// Returns the slices of each rank of `history`, in the order in which they began.
-pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
+/// Returns the slices of each rank of `dump`, in the order in which they began.
+pub(super) fn slices(dump: &FlightRecorderDump) -> Vec<Vec<Slice>> {
     let mut arrivals = Arrivals::new();
-    for RankHistory { rank, records, .. } in &history.ranks {
+    for RankRecords { rank, records, .. } in &dump.ranks {
         for Entry { begin, started_at, .. } in records {
             let Some(key) = collective_key(begin) else { continue };
             let mine = (*started_at, *rank);
@@ -46,23 +46,23 @@ pub(super) fn slices(history: &History) -> Vec<Vec<Slice>> {
     // Drops collectives that span processes: this process cannot tell which rank arrived last.
     let mut members: HashMap<u32, usize> = HashMap::new();
     arrivals.retain(|(group, _), arrival| {
-        let group_size = || history.members(*group).map_or(0, |members| members.len());
+        let group_size = || dump.members(*group).map_or(0, |members| members.len());
         arrival.ranks == *members.entry(*group).or_insert_with(group_size)
     });
-    history.ranks.iter().map(|rank| slices_of_rank(rank, &arrivals, history)).collect()
+    dump.ranks.iter().map(|rank| slices_of_rank(rank, &arrivals, dump)).collect()
 }
 
-/// Returns the slices of the GPU work that each rank of `history` launched, in the order in which they began, all on
+/// Returns the slices of the GPU work that each rank of `dump` launched, in the order in which they began, all on
 /// track `track`. Empty for a rank without a GPU, or whose GPU times are not known.
 ///
 /// A rank waits on its GPU, for the rank whose GPU arrives last at a collective. Times are on the clock of the host.
-pub(super) fn gpu_slices(history: &History, track: usize) -> Vec<Vec<Slice>> {
-    let on_gpu = |rank: &RankHistory| {
+pub(super) fn gpu_slices(dump: &FlightRecorderDump, track: usize) -> Vec<Vec<Slice>> {
+    let on_gpu = |rank: &RankRecords| {
         let done = |it: &Entry| {
             let [started_at, finished_at] = it.on_gpu?;
             Some(Entry { started_at, finished_at: Some(finished_at), on_gpu: None, ..*it })
         };
-        RankHistory {
+        RankRecords {
             rank: rank.rank,
             device: rank.device.clone(),
             records: rank.records.iter().filter_map(done).collect(),
@@ -71,23 +71,27 @@ pub(super) fn gpu_slices(history: &History, track: usize) -> Vec<Vec<Slice>> {
             totals: Vec::new(),
         }
     };
-    let ranks = history.ranks.iter().map(on_gpu).collect();
-    let mut slices = slices(&History { ranks, groups: history.groups.clone(), ..*history });
+    let ranks = dump.ranks.iter().map(on_gpu).collect();
+    let mut slices = slices(&FlightRecorderDump { ranks, groups: dump.groups.clone(), ..*dump });
     slices.iter_mut().flatten().for_each(|it| it.track = track);
     slices
 }
 
 /// Returns a rank of this process that has not arrived at that collective; `None` if there is none.
-fn missing(history: &History, (group, sequence): (u32, u64)) -> Option<usize> {
-    let members = history.members(group)?;
-    let here = history.ranks.iter().filter(|it| members.contains(&it.rank));
-    let has_arrived = |it: &RankHistory| {
+fn missing(dump: &FlightRecorderDump, (group, sequence): (u32, u64)) -> Option<usize> {
+    let members = dump.members(group)?;
+    let here = dump.ranks.iter().filter(|it| members.contains(&it.rank));
+    let has_arrived = |it: &RankRecords| {
         it.records.iter().any(|it| collective_key(&it.begin) == Some((group, sequence)))
     };
     here.filter(|it| !has_arrived(it)).map(|it| it.rank).next()
 }
 
-fn slices_of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) -> Vec<Slice> {
+fn slices_of_rank(
+    rank: &RankRecords,
+    arrivals: &Arrivals,
+    dump: &FlightRecorderDump,
+) -> Vec<Slice> {
     let (mut step, mut phase_ends) = (None, None);
     let mut slices = Vec::with_capacity(rank.records.len());
     let mut track_ends: Vec<Duration> = Vec::new(); // the end of the last slice of each
@@ -108,13 +112,12 @@ fn slices_of_rank(rank: &RankHistory, arrivals: &Arrivals, history: &History) ->
             }
             _ => {}
         }
-        let own_end =
-            phase_ends.filter(|phase_end| phase_end >= started_at).unwrap_or(history.taken);
+        let own_end = phase_ends.filter(|phase_end| phase_end >= started_at).unwrap_or(dump.taken);
         let end = finished_at.unwrap_or(own_end).max(*started_at);
         let waited = collective_key(begin).and_then(|key| {
             let (last, by) = match arrivals.get(&key) {
                 Some(arrival) => arrival.last,
-                None if finished_at.is_none() => (end, missing(history, key)?),
+                None if finished_at.is_none() => (end, missing(dump, key)?),
                 None => return None,
             };
             let waited = last.min(end).saturating_sub(*started_at);

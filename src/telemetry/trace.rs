@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::slices::{MAX_TRACKS, Slice, gpu_slices, slices};
 use super::{Marks, Output};
 use crate::operation::Operation;
-use crate::runtime::History;
+use crate::runtime::FlightRecorderDump;
 
 /// Maximum number of records per rank in a trace. The newest are kept: about three thousand steps of a small model.
 pub(crate) const TRACED: usize = 1 << 15;
@@ -36,12 +36,12 @@ pub(crate) fn trace_output(path: &Path, process: [usize; 2]) -> io::Result<Outpu
     Output::new(&trace_path(path, process), MARKS)
 }
 
-/// Writes the trace of `history`.
+/// Writes the trace of `dump`.
 ///
 /// # Errors
 /// When it cannot be written.
-pub(crate) fn write_trace(history: &History, out: &mut dyn Write) -> io::Result<()> {
-    Trace { history, start: history.start() * 1e6, out, first: true, arrows: 0 }.write()
+pub(crate) fn write_trace(dump: &FlightRecorderDump, out: &mut dyn Write) -> io::Result<()> {
+    Trace { dump, start: dump.start() * 1e6, out, first: true, arrows: 0 }.write()
 }
 
 const MARKS: Marks = Marks { begins: "{\"traceEvents\":[", before: ",\"xxh3\":\"", after: "\"}\n" };
@@ -70,8 +70,8 @@ struct Event<'a> {
 }
 
 struct Trace<'a> {
-    history: &'a History,
-    /// Start of the history's clock, in microseconds on the clock of process 0.
+    dump: &'a FlightRecorderDump,
+    /// Start of the dump's clock, in microseconds on the clock of process 0.
     start: f64,
     out: &'a mut dyn Write,
     first: bool,
@@ -81,12 +81,12 @@ struct Trace<'a> {
 
 impl Trace<'_> {
     fn write(&mut self) -> io::Result<()> {
-        let [process, processes] = self.history.process;
+        let [process, processes] = self.dump.process;
         writeln!(self.out, "{}", MARKS.begins)?;
         let name = format!("process {process} of {processes}, {}", std::process::id());
         self.name("process_name", 0, &name)?;
-        let of_ranks = slices(self.history);
-        for (rank, slices) in self.history.ranks.iter().zip(&of_ranks) {
+        let of_ranks = slices(self.dump);
+        for (rank, slices) in self.dump.ranks.iter().zip(&of_ranks) {
             let last_track = slices.iter().map(|it| it.track).max().unwrap_or(0);
             for number in 0..=last_track {
                 let name = match number {
@@ -98,7 +98,7 @@ impl Trace<'_> {
             }
             self.rank(rank.rank, slices)?;
         }
-        for (rank, slices) in self.history.ranks.iter().zip(&gpu_slices(self.history, GPU)) {
+        for (rank, slices) in self.dump.ranks.iter().zip(&gpu_slices(self.dump, GPU)) {
             if !slices.is_empty() {
                 self.name(
                     "thread_name",
@@ -111,18 +111,18 @@ impl Trace<'_> {
                 self.waiting(rank.rank, slice)?;
             }
         }
-        let lost: Map<String, Value> = (self.history.ranks.iter())
+        let lost: Map<String, Value> = (self.dump.ranks.iter())
             .map(|it| (format!("rank {}", it.rank), it.lost.into()))
             .collect();
-        let gpu_errors: Map<String, Value> = (self.history.ranks.iter())
+        let gpu_errors: Map<String, Value> = (self.dump.ranks.iter())
             .filter_map(|it| Some((format!("rank {}", it.rank), micros(it.gpu_error?).into())))
             .collect();
-        let clock = self.history.clock.map(|clock| micros(clock.error));
+        let clock = self.dump.clock.map(|clock| micros(clock.error));
         let other = json!({
             "program": format!("ddp-mp {}", env!("CARGO_PKG_VERSION")),
             "process": process,
             "processes": processes,
-            "world_size": self.history.world_size,
+            "world_size": self.dump.world_size,
             "clock": if clock.is_some() { "that of process 0" } else { "its own" },
             "clock_error_at_start_us": clock,
             "gpu_clock_error_us": gpu_errors,
@@ -277,7 +277,7 @@ impl Trace<'_> {
     fn arrow(&mut self, rank: usize, name: &str, from: &Slice, to: &Slice) -> io::Result<()> {
         self.arrows += 1;
         // Unique among the processes of a run.
-        let id = Some(((self.history.process[0] as u64) << 40) + self.arrows);
+        let id = Some(((self.dump.process[0] as u64) << 40) + self.arrows);
         let ts = self.time(inside(from));
         let begin = Event {
             name,
@@ -315,7 +315,7 @@ impl Trace<'_> {
         if !std::mem::replace(&mut self.first, false) {
             self.out.write_all(b",\n")?;
         }
-        let event = Event { pid: self.history.process[0], ..event };
+        let event = Event { pid: self.dump.process[0], ..event };
         serde_json::to_writer(&mut *self.out, &event).map_err(io::Error::from)
     }
 

@@ -17,7 +17,7 @@ use crate::ddp::Strategy;
 use crate::error::{Error, Result};
 use crate::ffi::Generator;
 use crate::optim::{GradScaler, Optimizer, Schedule};
-use crate::runtime::Stop;
+use crate::runtime::StopRequest;
 use crate::telemetry::{MetricsLogger, Narrator, Printer};
 
 impl<M: ModuleT> Trainer<M> {
@@ -154,7 +154,7 @@ impl<M: ModuleT> Trainer<M> {
 
     /// Stops training after the same step on all ranks when `stop` is requested. Call on all ranks alike.
     #[must_use]
-    pub fn stop(mut self, stop: Arc<Stop>) -> Self {
+    pub fn share_stop(mut self, stop: Arc<StopRequest>) -> Self {
         self.context.group().share_stop(&stop);
         self.context.stop = Some(stop);
         self

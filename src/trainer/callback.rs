@@ -31,7 +31,7 @@ use crate::checkpoint::Checkpoint;
 ///
 ///     fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> anyhow::Result<()> {
 ///         if epoch.loss < self.loss {
-///             context.stop(); // the loss of an epoch is equal on all ranks, so all call this alike
+///             context.end_training(); // the loss of an epoch is equal on all ranks, so all call this alike
 ///         }
 ///         Ok(())
 ///     }

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::ffi::Generator;
 use crate::optim::{GradScaler, Optimizer, Schedule};
 use crate::process_group::{ProcessGroup, rank_label};
-use crate::runtime::{Stop, StopReason};
+use crate::runtime::{StopReason, StopRequest};
 use crate::telemetry::Sample;
 
 /// The state of one rank's training run.
@@ -41,7 +41,7 @@ pub struct TrainContext<M> {
     /// Epochs of the whole run.
     pub(super) max_epochs: u64,
     pub(super) max_steps: Option<u64>,
-    pub(super) stop: Option<Arc<Stop>>,
+    pub(super) stop: Option<Arc<StopRequest>>,
     /// Why a callback ended training on all ranks alike; `None` if none has.
     pub(super) ended_by: Option<StopReason>,
     pub(super) state: TrainerState,
@@ -79,7 +79,7 @@ impl<M> TrainContext<M> {
 
     /// Ends training after this step or epoch. All ranks must call this alike: because of an epoch's loss, for example,
     /// which is equal on all ranks.
-    pub fn stop(&mut self) {
+    pub fn end_training(&mut self) {
         self.ended_by.get_or_insert(StopReason::Callback);
     }
 
@@ -87,11 +87,11 @@ impl<M> TrainContext<M> {
     /// across processes before the one after it. All ranks end training after that step.
     ///
     /// # Errors
-    /// [`Error::Input`] without [`Trainer::stop`](super::Trainer::stop), which connects the ranks.
+    /// [`Error::Input`] without [`Trainer::share_stop`](super::Trainer::share_stop), which connects the ranks.
     pub fn request_stop(&self) -> Result<()> {
         let Some(stop) = &self.stop else {
             return Err(Error::Input(
-                "a callback requests a stop, but the trainer has no Stop that its ranks share; call Trainer::stop on \
+                "a callback requests a stop, but the trainer has no StopRequest that its ranks share; call Trainer::share_stop on \
                  all ranks"
                     .into(),
             ));

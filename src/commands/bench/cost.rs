@@ -4,7 +4,7 @@
 //! the busiest link. NCCL weighs its own algorithms in the same way.
 
 use super::cluster::{Algorithm, Library, Link, SimulatedCluster};
-use crate::process_group::{DIRECT_MAX_BYTES, HEADER_BYTES, MAX_INLINE};
+use crate::process_group::{DIRECT_MAX_BYTES, HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 
 /// The ranks that take part: `gpus` ranks on each of `nodes` nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,7 +89,11 @@ impl SimulatedCluster {
             2.0 * (gpus - 1) as f64 * self.within.latency + passes * bytes / self.within.bandwidth;
         let headers = self.headers(nodes);
         let network = if bytes * nodes as f64 <= DIRECT_MAX_BYTES as f64 {
-            if bytes <= MAX_INLINE as f64 { 0.0 } else { message + others * bytes / bandwidth }
+            if bytes <= HEADER_MAX_DATA_BYTES as f64 {
+                0.0
+            } else {
+                message + others * bytes / bandwidth
+            }
         } else if nodes == 2 {
             gloo_ring_of_two(bytes, self.between)
         } else {

@@ -96,15 +96,15 @@ fn measure_here(
 ) -> anyhow::Result<()> {
     let (config, data) = open_data(config)?;
     let command = format!("bench step --steps={steps}");
-    let launched = session::join(&config, &command, launch, cuda, printer)?;
-    launched.before_ranks(|| config.validate_for(launched.world_size()))?;
-    if launched.is_first() {
+    let joined_launch = session::join(&config, &command, launch, cuda, printer)?;
+    joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
+    if joined_launch.is_first() {
         let idle_hook = config.idle_hook_warning((WARM_UP + steps) as u64);
-        let notes = launched.placement.note.clone().into_iter().chain(idle_hook);
+        let notes = joined_launch.placement.note.clone().into_iter().chain(idle_hook);
         notes.for_each(|note| printer.info(&note));
     }
-    let spawn = session::spawn(&launched, &config, printer);
-    let (backend, printer) = (launched.placement.backend, printer.clone());
+    let spawn = session::spawn(&joined_launch, &config, printer);
+    let (backend, printer) = (joined_launch.placement.backend, printer.clone());
     spawn.run(move |rank| {
         let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
         let Some(times) = times else { return Ok(()) };

@@ -40,7 +40,7 @@ pub(crate) enum Reduce {
 /// Every rank must make the same calls in the same order, with the same dtypes and shapes. Gloo does not check this.
 /// Messages of different lengths abort the process, because Gloo throws on a thread of its own. Compare the calls of
 /// the ranks before making them.
-pub(crate) struct Gloo {
+pub(crate) struct GlooGroup {
     /// Locked, because only one thread may call it at a time. The calls do not block. `None` while `self` is dropped.
     group: Mutex<Option<Group>>,
     rank: usize,
@@ -60,7 +60,7 @@ pub(crate) struct GlooWork {
 /// How long to wait for aborted operations to end. After that, the group is leaked.
 const GRACE: Duration = Duration::from_secs(10);
 
-impl Gloo {
+impl GlooGroup {
     /// Joins a group of `size` ranks. Its rendezvous is under the prefix of `store`, which must be new for each group.
     /// Waits until all ranks are connected, at most for `timeout`, or until the store's requests are cancelled.
     ///
@@ -89,7 +89,7 @@ impl Gloo {
         Ok(gloo)
     }
 
-    /// Joins a group like [`Gloo::new`], but with only PyTorch's own rendezvous, under `prefix`. The other ranks may be
+    /// Joins a group like [`GlooGroup::new`], but with only PyTorch's own rendezvous, under `prefix`. The other ranks may be
     /// PyTorch processes. Missing ranks are not named. A rank that is connected must stay until all ranks are.
     ///
     /// # Errors
@@ -327,14 +327,17 @@ fn none<'a>() -> Arguments<'a> {
     }
 }
 
-impl fmt::Debug for Gloo {
+impl fmt::Debug for GlooGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (rank, size) = (self.rank, self.size);
-        f.debug_struct("Gloo").field("rank", &rank).field("size", &size).finish_non_exhaustive()
+        f.debug_struct("GlooGroup")
+            .field("rank", &rank)
+            .field("size", &size)
+            .finish_non_exhaustive()
     }
 }
 
-impl Drop for Gloo {
+impl Drop for GlooGroup {
     /// Aborts running operations, then closes the connections. The destructor of `ProcessGroupGloo` joins threads that
     /// may be stuck in an operation. If one does not end after the abort, the group is leaked until the process exits
     /// with `_exit`.

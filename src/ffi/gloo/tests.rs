@@ -10,16 +10,16 @@ use std::time::Duration;
 use crossbeam::channel::{bounded, never};
 use tch::{Device, Kind, Tensor};
 
-use super::{Gloo, GlooWork, Reduce};
+use super::{GlooGroup, GlooWork, Reduce};
 use crate::error::{Error, Result};
 use crate::ffi::store::TcpStore;
 use crate::ffi::store::tests::{TIMEOUT, connect, reason, serve};
 
-fn join(store: &TcpStore, rank: usize, size: usize) -> Gloo {
-    Gloo::new(store, rank, size, TIMEOUT, None, absent).unwrap()
+fn join(store: &TcpStore, rank: usize, size: usize) -> GlooGroup {
+    GlooGroup::new(store, rank, size, TIMEOUT, None, absent).unwrap()
 }
 
-fn on_ranks<T: Send>(size: usize, f: impl Fn(Gloo) -> T + Sync) -> Vec<T> {
+fn on_ranks<T: Send>(size: usize, f: impl Fn(GlooGroup) -> T + Sync) -> Vec<T> {
     let server = serve();
     thread::scope(|scope| {
         let rank = |rank| {
@@ -208,18 +208,19 @@ fn absent(missing: Vec<usize>) -> Error {
 fn connect_timeout_names_the_missing_ranks() {
     let server = serve();
     let limit = Duration::from_millis(20);
-    let failed = reason(Gloo::new(&server.under("group"), 1, 4, limit, None, absent));
+    let failed = reason(GlooGroup::new(&server.under("group"), 1, 4, limit, None, absent));
     assert_eq!(failed, "missing: [0, 2, 3]");
 }
 
 #[test]
 fn interface_names_follow_pytorch() {
     let server = serve();
-    let gloo = Gloo::new(&server.under("a"), 0, 1, TIMEOUT, Some("lo"), absent).unwrap();
+    let gloo = GlooGroup::new(&server.under("a"), 0, 1, TIMEOUT, Some("lo"), absent).unwrap();
     gloo.barrier().unwrap().wait(&never()).unwrap();
-    let failed = reason(Gloo::new(&server.under("b"), 0, 1, TIMEOUT, Some("lo,"), absent));
+    let failed = reason(GlooGroup::new(&server.under("b"), 0, 1, TIMEOUT, Some("lo,"), absent));
     assert!(failed.contains("GLOO_SOCKET_IFNAME=lo,: there is an empty name"), "{failed}");
-    let failed = reason(Gloo::new(&server.under("c"), 0, 1, TIMEOUT, Some("no_such0"), absent));
+    let failed =
+        reason(GlooGroup::new(&server.under("c"), 0, 1, TIMEOUT, Some("no_such0"), absent));
     assert!(failed.contains("no_such0"), "{failed}");
 }
 

@@ -109,10 +109,10 @@ impl HeartbeatMonitor {
 
     /// Reports to the other processes that this one ends before its ranks have begun. Only for a process that has
     /// not started its heartbeat thread.
-    pub(super) fn tell_of_start(&self, error: &str) -> Result<()> {
+    pub(super) fn report_failed_start(&self, error: &str) -> Result<()> {
         let Shared { store, mine, ranks, .. } = &*self.shared;
         let at = OpId { operation: Operation::Start, sequence: 0 };
-        store_failure(store, &FailureReport::new(ranks[*mine].start, at, error))
+        publish_failure(store, &FailureReport::new(ranks[*mine].start, at, error))
     }
 
     /// Ends the heartbeat thread. The process that serves the store passes `stay`; this returns when the others no
@@ -245,7 +245,7 @@ impl Shared {
         let report = run.failures().first().map(FailureReport::of);
         if let Some(report) = report {
             // If the store is gone, the other processes notice that themselves.
-            let _ = store_failure(&self.with_short_timeout(never()), &report);
+            let _ = publish_failure(&self.with_short_timeout(never()), &report);
         }
     }
 
@@ -284,12 +284,12 @@ impl Shared {
         if process != self.mine
             && let Some(heartbeat) = self.heartbeat_of(store, process)?
         {
-            self.store_status(run, process, &heartbeat);
+            self.record_status(run, process, &heartbeat);
         }
         Ok(())
     }
 
-    fn store_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
+    fn record_status(&self, run: &RunContext, process: usize, heartbeat: &Heartbeat) {
         for (rank, status) in self.ranks[process].clone().zip(&heartbeat.ranks) {
             run.activity[rank].restore(status.at());
             run.remote_snapshots.note(rank, &status.seen);
@@ -310,7 +310,7 @@ impl Shared {
     fn heartbeats_elsewhere(&self, store: &TcpStore, run: &RunContext) -> Result<Vec<Option<u64>>> {
         let ask = |process| {
             let heartbeat = self.heartbeat_of(store, process)?;
-            heartbeat.iter().for_each(|heartbeat| self.store_status(run, process, heartbeat));
+            heartbeat.iter().for_each(|heartbeat| self.record_status(run, process, heartbeat));
             Ok(heartbeat.map(|heartbeat| heartbeat.number))
         };
         self.others().map(ask).collect()
@@ -341,7 +341,7 @@ pub(super) fn report_ended(
     };
     let at = at.map_or_else(status, |at| Ok(Some(at)))?;
     let at = at.unwrap_or(OpId { operation: Operation::Start, sequence: 0 });
-    store_failure(store, &FailureReport::new(rank, at, error))?;
+    publish_failure(store, &FailureReport::new(rank, at, error))?;
     Ok(at)
 }
 
@@ -387,8 +387,8 @@ pub(super) fn waited_for(
     Ok(None)
 }
 
-/// Stores the first failure for the processes of `store`, unless another process has already stored one.
-fn store_failure(store: &TcpStore, report: &FailureReport) -> Result<()> {
+/// Publishes the first failure to the processes of `store`, unless another process has already stored one.
+fn publish_failure(store: &TcpStore, report: &FailureReport) -> Result<()> {
     store.compare_set(FAILURE, b"", &report.to_bytes(FAILURE)?).map(drop)
 }
 

@@ -13,12 +13,13 @@ use tch::Device;
 use super::rank_thread::RankThread;
 use super::stall::Notifier;
 use super::{
-    Backend, Joining, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank, SpawnError,
+    Backend, JoinLaunchOptions, Launch, LaunchKind, LaunchOptions, Placement, ProcessWorld, Rank,
+    SpawnError,
 };
 use crate::error::Result;
 use crate::ffi;
 use crate::os;
-use crate::runtime::{Fault, History, LONGEST, Stop};
+use crate::runtime::{Fault, FlightRecorderDump, LONGEST, StopRequest};
 use crate::telemetry::{LogFormat, Printer};
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
@@ -119,9 +120,9 @@ pub struct Spawn {
     stall_warning: Duration,
     asks: Receiver<()>,
     tell: Notifier,
-    stop: Option<Arc<Stop>>,
+    stop: Option<Arc<StopRequest>>,
     trace: Option<PathBuf>,
-    history: Option<Arc<OnceLock<History>>>,
+    dump: Option<Arc<OnceLock<FlightRecorderDump>>>,
     /// The launcher that gets the reason of a failure, if there is one.
     launch: Option<Arc<Launch>>,
 }
@@ -150,7 +151,7 @@ impl Spawn {
             tell: Notifier::new(|text| Printer::new(LogFormat::Text).info(text)),
             stop: None,
             trace: None,
-            history: None,
+            dump: None,
             launch: None,
         }
     }
@@ -197,14 +198,14 @@ impl Spawn {
         let launch = Arc::new(Launch::from_env(&LaunchOptions::default(), &cuda)?);
         let printer = Printer::new(LogFormat::Text);
         let note = |text: &str| printer.info(text);
-        let joining = Joining { note: &note, ..Joining::default() };
-        let launched = Launch::clone(&launch).join(&cuda, joining).inspect_err(|error| {
+        let options = JoinLaunchOptions { note: &note, ..JoinLaunchOptions::default() };
+        let joined_launch = Launch::clone(&launch).join(&cuda, options).inspect_err(|error| {
             leave_failure(&launch, &error.to_string(), note);
         })?;
-        if launched.is_first() {
-            launched.notes().iter().for_each(|text| note(text));
+        if joined_launch.is_first() {
+            joined_launch.notes().iter().for_each(|text| note(text));
         }
-        Ok(Self { launch: Some(launch), ..launched.spawn() })
+        Ok(Self { launch: Some(launch), ..joined_launch.spawn() })
     }
 
     /// Returns the name of the launcher that [`Spawn::from_env`] has found, such as `torchrun`; `None` without one.
@@ -274,9 +275,9 @@ impl Spawn {
         Self { trace: Some(path.into()), ..self }
     }
 
-    /// Keeps a longer history of the ranks, and stores it in `history` when all have ended.
-    pub(crate) fn history(self, history: Option<Arc<OnceLock<History>>>) -> Self {
-        Self { history, ..self }
+    /// Keeps more records, and stores the dump of the flight recorder in `dump` when all ranks have ended.
+    pub(crate) fn dump(self, dump: Option<Arc<OnceLock<FlightRecorderDump>>>) -> Self {
+        Self { dump, ..self }
     }
 
     /// Makes the ranks part of a run of several processes. They are numbered after those of the processes before.
@@ -286,7 +287,7 @@ impl Spawn {
     }
 
     /// Lets signals that set `stop` also end the time for which this process serves the store to others.
-    pub(crate) fn stop(self, stop: Arc<Stop>) -> Self {
+    pub(crate) fn stop_request(self, stop: Arc<StopRequest>) -> Self {
         Self { stop: Some(stop), ..self }
     }
 

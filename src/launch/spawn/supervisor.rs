@@ -17,7 +17,7 @@ use crate::launch::{RankFailure, SpawnError, StuckRank, rendezvous};
 use crate::operation::Operation;
 use crate::os::limits::not_started;
 use crate::process_group::rank_label;
-use crate::runtime::{FlightRecorder, History, ReportedFailure, RunContext, deadline};
+use crate::runtime::{FlightRecorder, FlightRecorderDump, ReportedFailure, RunContext, deadline};
 use crate::telemetry::{TRACED, trace_output, write_trace};
 
 /// The stack size of a rank's thread. NCCL's initialisation and the freeing of deep autograd graphs need more than
@@ -36,7 +36,7 @@ impl Spawn {
         let world_size = self.world_size();
         let mut run = RunContext::new(world_size, self.timeout, self.fault);
         run.check_collectives = self.check_collectives;
-        if self.trace.is_some() || self.history.is_some() {
+        if self.trace.is_some() || self.dump.is_some() {
             run.flight_recorder = FlightRecorder::new(world_size, TRACED);
         }
         if let Some(world) = &self.world {
@@ -86,7 +86,8 @@ impl Spawn {
         let table = self.wait(&run, &ends, &mut threads, join);
         if let Some(world) = &self.world {
             let failed = run.cancel.cancelled_by().is_some();
-            let asked_to_end = || self.stop.as_ref().is_some_and(|it| it.asked_for().is_some());
+            let asked_to_end =
+                || self.stop.as_ref().is_some_and(|it| it.request_reason().is_some());
             let stay = Stay { patience: self.grace_period, failed, asked_to_end: &asked_to_end };
             world.leave(stay);
         }
@@ -98,26 +99,26 @@ impl Spawn {
         result
     }
 
-    /// Writes the trace and stores the history of the ranks, if either was requested.
+    /// Writes the trace and stores the flight recorder's dump, if either was requested.
     fn leave_history(&self, run: &RunContext) {
-        if self.trace.is_none() && self.history.is_none() {
+        if self.trace.is_none() && self.dump.is_none() {
             return;
         }
         let world = self.world.as_ref();
         let process = world.map_or([0, 1], |world| [world.process(), world.num_processes()]);
         let here = self.first()..self.first() + self.devices.len();
         let clock = world.and_then(|world| world.clock());
-        let history = History::of(run, here, |rank| self.device(rank), process, clock);
+        let dump = FlightRecorderDump::of(run, here, |rank| self.device(rank), process, clock);
         if let Some(path) = &self.trace {
             let written = trace_output(path, process)
-                .and_then(|it| it.write(|file| write_trace(&history, file)));
+                .and_then(|it| it.write(|file| write_trace(&dump, file)));
             if let Err(error) = written {
                 self.tell
                     .notify(&format!("the trace {} cannot be written: {error}", path.display()));
             }
         }
-        if let Some(slot) = &self.history {
-            let _ = slot.set(history); // a second run keeps the first one's history
+        if let Some(slot) = &self.dump {
+            let _ = slot.set(dump); // a second run keeps the first one's dump
         }
     }
 

@@ -46,7 +46,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
     let alone = || Error::Input("backend gloo is for ranks of several processes".into());
     let (shared, network) = (shared.clone(), network.cloned().ok_or_else(alone)?);
     Ok(Arc::new(move |rank, device| match device {
-        Device::Cpu => Ok(Box::new(Gloo::join(&shared, network.clone(), rank)?)),
+        Device::Cpu => Ok(Box::new(GlooBackend::join(&shared, network.clone(), rank)?)),
         _ => Err(Error::Input(
             "backend gloo is for ranks on the CPU; use nccl for GPUs of several processes".into(),
         )),
@@ -57,7 +57,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
 pub(crate) const DIRECT_MAX_BYTES: usize = 64 << 10;
 
 /// One rank's side of the backend.
-struct Gloo {
+struct GlooBackend {
     slot: CallSlot,
     memory: Memory,
     run: Arc<RunContext>,
@@ -66,7 +66,7 @@ struct Gloo {
     traffic: Traffic,
 }
 
-impl Gloo {
+impl GlooBackend {
     /// Joins the group as group rank `rank`. Returns once all ranks of this process have joined.
     fn join(shared: &Shared, network: Arc<Network>, rank: usize) -> Result<Self> {
         let slot = shared.slot(rank);
@@ -214,7 +214,7 @@ impl Gloo {
     }
 }
 
-impl Backend for Gloo {
+impl Backend for GlooBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         let network = self.packer.network.clone();
         let layout = network.layout();

@@ -12,13 +12,13 @@ use super::super::local::{exchange_calls, to_text};
 use super::super::network::Network;
 use super::super::traffic::{Traffic, first_bytes, of_parts};
 use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
-use super::Nccl;
+use super::NcclBackend;
 use super::status::is_failure;
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 
-impl Nccl {
+impl NcclBackend {
     /// Launches this rank's part of a collective between two barriers.
     pub(super) fn launch(&mut self, call: &Call) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();

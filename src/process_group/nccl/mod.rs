@@ -68,7 +68,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
     Ok(Arc::new(move |rank, device| match device {
         Device::Cuda(gpu) => {
             let (shared, network, pairs) = (shared.clone(), network.clone(), pairs.clone());
-            Ok(Box::new(Nccl::join(shared, network, pairs, rank, gpu, id)?))
+            Ok(Box::new(NcclBackend::join(shared, network, pairs, rank, gpu, id)?))
         }
         _ => Err(Error::Input(
             "backend nccl needs a GPU for each rank; use threaded for ranks on the CPU".into(),
@@ -77,7 +77,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
 }
 
 /// One rank's side of the backend.
-struct Nccl {
+struct NcclBackend {
     communicator: Communicator,
     rank: usize,
     gpu: usize,
@@ -92,7 +92,7 @@ struct Nccl {
     /// The tensor that `barrier` reduces. Allocated once: allocating may stop all GPUs.
     token: Tensor,
     /// Communicators of two ranks, for messages: a launch in the group's communicator needs all its ranks.
-    pairs: BTreeMap<usize, Nccl>,
+    pairs: BTreeMap<usize, NcclBackend>,
     /// The ids of those communicators whose two ranks are in this process.
     local_pairs: Arc<Pairs>,
 }
@@ -102,7 +102,7 @@ fn joins(place: usize) -> String {
     format!("nccl/joins/{place}")
 }
 
-impl Nccl {
+impl NcclBackend {
     /// Joins the communicator `id` as group rank `rank`. Returns once all ranks have joined.
     ///
     /// The calling thread's current device must be `gpu`.
@@ -158,7 +158,7 @@ impl Nccl {
         self.slot.barrier().wait(self.slot.rank(), call.at())
     }
 
-    /// Runs several NCCL calls like [`Nccl::with_launch_barrier`]. `launch` returns the first result that is a failure.
+    /// Runs several NCCL calls like [`NcclBackend::with_launch_barrier`]. `launch` returns the first result that is a failure.
     fn grouped(
         &mut self,
         call: &Call,
@@ -186,7 +186,7 @@ impl Nccl {
     }
 
     /// Returns the communicator for messages with `peer`. The two ranks make it together, at the first message.
-    fn pair(&mut self, peer: usize) -> Result<&mut Nccl> {
+    fn pair(&mut self, peer: usize) -> Result<&mut NcclBackend> {
         if !self.pairs.contains_key(&peer) {
             let (low, high) = (self.rank.min(peer), self.rank.max(peer));
             let (place, run) = (usize::from(self.rank == high), self.shared.run());
@@ -205,7 +205,7 @@ impl Nccl {
                     .local_pairs
                     .fetch((low, high), 2, || Ok((UniqueId::new()?, share(0..2))))?,
             };
-            let pair = Nccl::join(shared, None, Arc::default(), place, self.gpu, id)?;
+            let pair = NcclBackend::join(shared, None, Arc::default(), place, self.gpu, id)?;
             self.pairs.insert(peer, pair);
         }
         self.pairs.get_mut(&peer).ok_or_else(|| {
@@ -242,7 +242,7 @@ impl Nccl {
     }
 }
 
-impl Backend for Nccl {
+impl Backend for NcclBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         self.launch(call)
     }
@@ -287,7 +287,7 @@ impl Backend for Nccl {
     }
 }
 
-impl Drop for Nccl {
+impl Drop for NcclBackend {
     fn drop(&mut self) {
         self.leave();
     }

@@ -13,7 +13,7 @@ use crossbeam::channel::select_biased;
 use tch::{Kind, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::header::{ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, MAX_INLINE};
+use super::header::{ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES};
 use super::lost::{self, FAILURE_CAUSE_TIMEOUT};
 use super::messages::{MessageListener, Messages};
 use super::process_map::ProcessMap;
@@ -21,17 +21,17 @@ use super::split_sizes::{SplitSizes, padded};
 use super::staging::StagingBuffers;
 use super::started::Started;
 use crate::error::{Error, Result};
-use crate::ffi::{Gloo, GlooWork, Reduce, TcpStore, TorchResult};
+use crate::ffi::{GlooGroup, GlooWork, Reduce, TcpStore, TorchResult};
 use crate::operation::{OpId, Operation};
 use crate::process_group::call::Call;
 use crate::process_group::dtype::{dtype_name, num_bytes};
 use crate::process_group::local::{self, Mailboxes};
 use crate::process_group::weights;
-use crate::runtime::{RunContext, Stop, StopMessage, deadline, format_call_site};
+use crate::runtime::{RunContext, StopMessage, StopRequest, deadline, format_call_site};
 
 /// The state of a group of several processes that the ranks of one process share.
 pub(crate) struct Network {
-    gloo: Gloo,
+    gloo: GlooGroup,
     /// Under a prefix of the group's own.
     store: TcpStore,
     run: Arc<RunContext>,
@@ -41,7 +41,7 @@ pub(crate) struct Network {
     /// `GLOO_SOCKET_IFNAME`.
     interfaces: Option<String>,
     /// Rank 0's decision to stop, which every header carries.
-    stop: OnceLock<Arc<Stop>>,
+    stop: OnceLock<Arc<StopRequest>>,
     /// Mean weight of each process's ranks in the current call, as bits. This process's first rank writes them. Its
     /// other ranks read them after the next barrier.
     weights: Box<[AtomicU64]>,
@@ -62,7 +62,7 @@ impl Network {
     /// unused prefix of `store`. Returns when all are connected.
     ///
     /// # Errors
-    /// [`Error::Timeout`] that names the first ranks of the missing processes, and the errors of [`Gloo::new`].
+    /// [`Error::Timeout`] that names the first ranks of the missing processes, and the errors of [`GlooGroup::new`].
     pub(crate) fn connect(
         store: TcpStore,
         run: Arc<RunContext>,
@@ -78,7 +78,7 @@ impl Network {
             let ranks = missing.iter().map(first).collect();
             run.not_come(first(&layout.mine), ranks)
         };
-        let gloo = Gloo::new(&store, layout.mine, layout.len(), timeout, interfaces, absent)?;
+        let gloo = GlooGroup::new(&store, layout.mine, layout.len(), timeout, interfaces, absent)?;
         let staging = StagingBuffers::new(layout.len())?;
         let weights = (0..layout.len()).map(|_| AtomicU64::default()).collect();
         let stop = OnceLock::new();
@@ -149,7 +149,7 @@ impl Network {
     }
 
     /// Synchronizes `stop` with that of the first process in every exchange from now on.
-    pub(crate) fn share_stop(&self, stop: &Arc<Stop>) {
+    pub(crate) fn share_stop(&self, stop: &Arc<StopRequest>) {
         self.stop.get_or_init(|| stop.clone());
     }
 
@@ -158,7 +158,7 @@ impl Network {
         self.stop.get().is_some()
     }
 
-    /// Exchanges the state of [`Stop`] between processes when no collective of this backend does. The process's first
+    /// Exchanges the state of [`StopRequest`] between processes when no collective of this backend does. The process's first
     /// rank calls this; all processes must call it, with the same number.
     pub(crate) fn exchange_stop(&self, sequence: u64) -> Result<()> {
         let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
@@ -228,7 +228,7 @@ impl Network {
             // Other processes would take an invalid mean for another program's bytes.
             weights::check_mean(self.mean_here(), || self.members[self.layout.here()].to_vec())?;
         }
-        let inline = parts.largest.is_some_and(|largest| largest <= MAX_INLINE);
+        let inline = parts.largest.is_some_and(|largest| largest <= HEADER_MAX_DATA_BYTES);
         let (send, receive) = (self.begins(&parts.to), self.begins(&parts.from));
         self.write_headers(call, parts, inline.then_some((begin, &send[..])));
         let equal = vec![HEADER_BYTES as i64; self.layout.len()];

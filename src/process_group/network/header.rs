@@ -16,7 +16,7 @@ type WireNumbers = [U64; 7];
 pub(super) const HEADER_INT_BYTES: usize = size_of::<WireNumbers>();
 
 /// Size in bytes of the largest part that travels inside a header.
-pub(crate) const MAX_INLINE: usize = HEADER_BYTES - HEADER_INT_BYTES;
+pub(crate) const HEADER_MAX_DATA_BYTES: usize = HEADER_BYTES - HEADER_INT_BYTES;
 
 /// The numbers of a header.
 #[derive(Debug, Clone, Copy, PartialEq)]

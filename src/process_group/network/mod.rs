@@ -13,7 +13,7 @@ mod staging;
 mod started;
 
 pub(crate) use connection::Network;
-pub(crate) use header::{HEADER_BYTES, MAX_INLINE};
+pub(crate) use header::{HEADER_BYTES, HEADER_MAX_DATA_BYTES};
 pub(super) use lost::connection_lost;
 pub(super) use messages::OutgoingMessage;
 pub(crate) use process_map::ProcessMap;

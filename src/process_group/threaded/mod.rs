@@ -33,11 +33,11 @@ pub(super) const BACKEND: BackendType = BackendType {
 
 fn prepare(shared: &Arc<Shared>, _: Option<&Arc<Network>>) -> Result<Join> {
     let shared = shared.clone();
-    Ok(Arc::new(move |rank, _| Ok(Box::new(Threaded::join(shared.slot(rank))?))))
+    Ok(Arc::new(move |rank, _| Ok(Box::new(ThreadedBackend::join(shared.slot(rank))?))))
 }
 
 /// One rank's side of the backend.
-struct Threaded {
+struct ThreadedBackend {
     slot: CallSlot,
     /// Memory of all ranks' tensors in this collective. Reused, to avoid allocating.
     memory: Memory,
@@ -45,7 +45,7 @@ struct Threaded {
     places: kernels::SpanScratch,
 }
 
-impl Threaded {
+impl ThreadedBackend {
     /// Joins the group. Returns once all ranks have joined.
     pub(super) fn join(slot: CallSlot) -> Result<Self> {
         let at = OpId { operation: Operation::Init, sequence: 0 };
@@ -54,7 +54,7 @@ impl Threaded {
     }
 }
 
-impl Backend for Threaded {
+impl Backend for ThreadedBackend {
     fn run(&mut self, call: &Call) -> Result<()> {
         let Self { slot, memory, places } = self;
         exchange_calls(slot, 0, call, true, Some(memory))?;

@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 use strum::IntoEnumIterator;
 
 use crate::operation::Operation;
-use crate::runtime::{CallSite, History, RankHistory};
+use crate::runtime::{CallSite, FlightRecorderDump, RankRecords};
 use crate::telemetry::slices::{Slice, gpu_slices, slices};
 
 /// Maximum number of records on a page: a phone can still draw it.
@@ -60,12 +60,12 @@ impl Serialize for Short {
 }
 
 impl Tracks {
-    /// Collects the newest records of each rank of `history`.
-    pub(crate) fn new(history: &History) -> Self {
-        let most = MAX_RECORDS / history.ranks.len().max(1);
+    /// Collects the newest records of each rank of `dump`.
+    pub(crate) fn new(dump: &FlightRecorderDump) -> Self {
+        let most = MAX_RECORDS / dump.ranks.len().max(1);
         let mut places = Places::default();
         let mut lost = 0;
-        let track = |((rank, mut slices), gpu): ((&RankHistory, Vec<Slice>), Vec<Slice>)| {
+        let track = |((rank, mut slices), gpu): ((&RankRecords, Vec<Slice>), Vec<Slice>)| {
             let on_gpu = !gpu.is_empty();
             if on_gpu {
                 slices.iter_mut().filter(|it| it.track > 0).for_each(|it| it.track += 1);
@@ -85,10 +85,10 @@ impl Tracks {
                 records: slices[too_many..].iter().map(|it| short(it, &mut places)).collect(),
             }
         };
-        let slices = history.ranks.iter().zip(slices(history)).zip(gpu_slices(history, 1));
+        let slices = dump.ranks.iter().zip(slices(dump)).zip(gpu_slices(dump, 1));
         let ranks = slices.map(track).collect();
         let operations = Operation::iter().map(|it| it.to_string()).collect();
-        Self { end: micros(history.taken), lost, operations, places: places.names, ranks }
+        Self { end: micros(dump.taken), lost, operations, places: places.names, ranks }
     }
 }
 

@@ -12,7 +12,7 @@ use super::super::process_map::ProcessMap;
 use crate::process_group::dtype::{num_bytes, plain_kind};
 
 /// Tensors of up to this many bytes travel with the offer. Larger ones follow when the receiver is ready for them.
-pub(super) const MAX_INLINE: usize = 64 << 10;
+pub(super) const EAGER_MAX_BYTES: usize = 64 << 10;
 
 /// Size in bytes of the largest header.
 const LONGEST: usize = 64 << 10;
@@ -26,7 +26,7 @@ pub(super) enum Frame {
     Welcome,
     /// The answer to `Hello`: use the other connection, which was opened at the same time.
     Busy,
-    /// A rank sends a tensor. Its bytes follow if there are at most [`MAX_INLINE`].
+    /// A rank sends a tensor. Its bytes follow if there are at most [`EAGER_MAX_BYTES`].
     Offer(Offer),
     /// The receiver of this offer is ready for its bytes.
     Ready { id: u64 },

@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 
 use super::super::lost;
 use super::context::MessageContext;
-use super::frame::{Frame, MAX_INLINE, Offer};
+use super::frame::{EAGER_MAX_BYTES, Frame, Offer};
 use super::pending::Pending;
 use super::transfer::{Outgoing, size};
 use crate::error::Error;
@@ -161,7 +161,7 @@ impl Link {
             kind: dtype_name(sent.tensor.kind()).into(),
             shape: sent.tensor.size(),
         });
-        let bytes = (bytes <= MAX_INLINE).then(|| (id, sent.tensor.shallow_clone()));
+        let bytes = (bytes <= EAGER_MAX_BYTES).then(|| (id, sent.tensor.shallow_clone()));
         sent.pending = Some(self.context.pending(sent.rank));
         state.sends.insert(id, sent);
         state.put(Outgoing { frame: offer, bytes });
@@ -178,7 +178,7 @@ impl Link {
         drop(sent.pending.take());
         // The receiver has asked for bytes that travel alone, so writing them completes the send. The receiver must
         // still take inline bytes.
-        if size(&sent.tensor) > MAX_INLINE
+        if size(&sent.tensor) > EAGER_MAX_BYTES
             && let Some(sent) = state.sends.remove(&id)
         {
             sent.delivery.complete(Outcome::From(sent.source));

@@ -28,7 +28,7 @@ use super::process_map::ProcessMap;
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::operation::OpId;
-use crate::process_group::dense::Dense;
+use crate::process_group::contiguous::Contiguous;
 use crate::process_group::dtype::{dtype_name, plain_kind};
 use crate::process_group::local::{Mailboxes, PostedOp};
 use crate::runtime::RunContext;
@@ -114,7 +114,7 @@ impl Messages {
         }
         let (posted, delivery) = PostedOp::new();
         delivery.carried_by(link.clone());
-        let tensor = Dense::new(at.operation, tensor)?.handle();
+        let tensor = Contiguous::new(at.operation, tensor)?.handle();
         let rank = context.members[source];
         link.send(Sent { tensor, source, destination, rank, at, delivery, pending: None }, tag);
         // If the link cannot start, nothing else would end this send.

@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use tch::{Device, Tensor};
 
-use super::frame::{Frame, MAX_INLINE, foreign};
+use super::frame::{EAGER_MAX_BYTES, Frame, foreign};
 use super::guard::Serving;
 use super::link::{Expected, Link};
 use super::patient::{Patient, TICK};
 use super::{transfer, writer};
 use crate::error::{Error, first_line};
 use crate::ffi::TorchResult;
-use crate::process_group::dense::is_dense;
+use crate::process_group::contiguous::is_plain_contiguous;
 use crate::process_group::local::Outcome;
 
 /// Reads and writes `stream`, the connection of `link`, until it ends.
@@ -51,7 +51,7 @@ fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<
                 let (kind, size) = offer.check(&context.layout, link.process).map_err(wrong)?;
                 serving.set((context.members[offer.destination], None));
                 let mut inline = None;
-                if size <= MAX_INLINE {
+                if size <= EAGER_MAX_BYTES {
                     let tensor = Tensor::f_empty(&offer.shape, (kind, Device::Cpu));
                     let mut tensor = tensor.map_err(io::Error::other)?;
                     transfer::read_tensor(&mut from, &mut tensor)?;
@@ -82,15 +82,15 @@ fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<
 fn receive(link: &Link, from: &mut impl Read, expected: Expected) -> io::Result<()> {
     let Expected { mut into, source, rank, delivery } = expected;
     let mut read = || -> Result<io::Result<()>, Error> {
-        if is_dense(&into)? {
+        if is_plain_contiguous(&into)? {
             return Ok(transfer::read_tensor(from, &mut into));
         }
         let (shape, kind) = (into.size(), into.kind());
-        let dense = Tensor::f_empty(&shape, (kind, Device::Cpu));
-        let mut dense = dense.doing("making room for a message")?;
-        let read = transfer::read_tensor(from, &mut dense);
+        let contiguous = Tensor::f_empty(&shape, (kind, Device::Cpu));
+        let mut contiguous = contiguous.doing("making room for a message")?;
+        let read = transfer::read_tensor(from, &mut contiguous);
         if read.is_ok() {
-            tch::no_grad(|| into.f_copy_(&dense).map(drop)).doing("copy_")?;
+            tch::no_grad(|| into.f_copy_(&contiguous).map(drop)).doing("copy_")?;
         }
         Ok(read)
     };

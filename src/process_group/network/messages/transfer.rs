@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use tch::{Device, Tensor};
 
 use super::frame::Frame;
-use crate::process_group::dense::is_dense;
+use crate::process_group::contiguous::is_plain_contiguous;
 use crate::process_group::dtype::num_bytes;
 
 /// A frame to write. `bytes` has the id of an offer and the tensor whose bytes follow.
@@ -20,7 +20,7 @@ pub(super) fn size(tensor: &Tensor) -> usize {
     num_bytes(tensor.kind(), tensor.numel())
 }
 
-/// Writes the bytes of `tensor`, which must be dense and on the CPU.
+/// Writes the bytes of `tensor`, which must be contiguous and on the CPU.
 pub(super) fn write_tensor(to: &mut impl Write, tensor: &Tensor) -> io::Result<()> {
     let (start, len) = memory(tensor)?;
     // SAFETY: these bytes are the tensor's. The handle keeps them alive, and the rank does not touch them until the
@@ -28,7 +28,7 @@ pub(super) fn write_tensor(to: &mut impl Write, tensor: &Tensor) -> io::Result<(
     to.write_all(unsafe { std::slice::from_raw_parts(start, len) })
 }
 
-/// Fills `tensor`, which must be dense, on the CPU and used nowhere else.
+/// Fills `tensor`, which must be contiguous, on the CPU and used nowhere else.
 pub(super) fn read_tensor(from: &mut impl Read, tensor: &mut Tensor) -> io::Result<()> {
     let (start, len) = memory(tensor)?;
     // SAFETY: as in `write_tensor`.
@@ -38,9 +38,9 @@ pub(super) fn read_tensor(from: &mut impl Read, tensor: &mut Tensor) -> io::Resu
 /// Returns the address of a tensor's bytes, and their number.
 ///
 /// # Errors
-/// If the tensor is not dense, or not on the CPU.
+/// If the tensor is not contiguous, or not on the CPU.
 fn memory(tensor: &Tensor) -> io::Result<(*mut u8, usize)> {
-    if tensor.device() != Device::Cpu || !is_dense(tensor).map_err(io::Error::other)? {
+    if tensor.device() != Device::Cpu || !is_plain_contiguous(tensor).map_err(io::Error::other)? {
         return Err(io::Error::other(
             "a message takes tensors in one piece on the CPU; pass tensor.contiguous()",
         ));

@@ -19,7 +19,7 @@ use crate::os::limits::not_started;
 use crate::process_group::require_nccl;
 
 /// The settings with which a process joins its launch. The default is that of [`Spawn::from_env`], but discards notes.
-pub struct Joining<'a> {
+pub struct JoinLaunchOptions<'a> {
     /// The backend that the user asks for.
     pub backend: BackendChoice,
     /// How long to wait for the other processes.
@@ -34,7 +34,7 @@ pub struct Joining<'a> {
     pub note: &'a (dyn Fn(&str) + Sync),
 }
 
-impl Default for Joining<'_> {
+impl Default for JoinLaunchOptions<'_> {
     fn default() -> Self {
         Self {
             backend: BackendChoice::Auto,
@@ -47,9 +47,9 @@ impl Default for Joining<'_> {
     }
 }
 
-impl fmt::Debug for Joining<'_> {
+impl fmt::Debug for JoinLaunchOptions<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Joining")
+        f.debug_struct("JoinLaunchOptions")
             .field("backend", &self.backend)
             .field("timeout", &self.timeout)
             .field("grace_period", &self.grace_period)
@@ -63,7 +63,7 @@ impl fmt::Debug for Joining<'_> {
 ///
 /// `Send` and `Sync`: ranks may share it.
 #[derive(Debug)]
-pub struct Launched {
+pub struct JoinedLaunch {
     /// How this process was started.
     pub launch: Launch,
     /// Where its ranks run.
@@ -102,9 +102,15 @@ impl Launch {
     ///
     /// # Errors
     /// The errors of [`Launch::place`] and [`ProcessWorld::meet`].
-    pub fn join(self, cuda: &Cuda, joining: Joining) -> Result<Launched> {
-        let Joining { backend, timeout, grace_period, shared_options, compare_clocks, note } =
-            joining;
+    pub fn join(self, cuda: &Cuda, options: JoinLaunchOptions) -> Result<JoinedLaunch> {
+        let JoinLaunchOptions {
+            backend,
+            timeout,
+            grace_period,
+            shared_options,
+            compare_clocks,
+            note,
+        } = options;
         let mut placement = self.place(backend, cuda)?;
         let is_restart = self.parent.is_some() && self.restart_count > 0;
         if self.kind == LaunchKind::Spawned || is_restart {
@@ -120,10 +126,11 @@ impl Launch {
                 world => Ok(world),
             };
         let world = noting_a_wait(&self, note, meet)?.map(Arc::new);
-        let launched = Launched { launch: self, placement, world, grace_period };
-        launched
-            .before_ranks(|| launched.world.as_ref().map_or(Ok(()), |it| it.check_interfaces()))?;
-        Ok(launched)
+        let joined_launch = JoinedLaunch { launch: self, placement, world, grace_period };
+        joined_launch.before_ranks(|| {
+            joined_launch.world.as_ref().map_or(Ok(()), |it| it.check_interfaces())
+        })?;
+        Ok(joined_launch)
     }
 
     /// Writes `error` to the launcher's error file, if the launcher reads one, as torchrun does.
@@ -137,7 +144,7 @@ impl Launch {
     }
 }
 
-impl Launched {
+impl JoinedLaunch {
     /// Returns this process's number, and how many processes there are.
     pub fn process(&self) -> [usize; 2] {
         self.world.as_ref().map_or([0, 1], |world| [world.process(), world.num_processes()])

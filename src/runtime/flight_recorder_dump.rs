@@ -1,4 +1,4 @@
-//! The records of a process's ranks at the end of the run, for traces and reports.
+//! The dump of the flight recorder at the end of the run, for traces and reports.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,9 +10,9 @@ use strum::IntoEnumIterator;
 use super::{Entry, RunContext};
 use crate::operation::Operation;
 
-/// The kept records of a process's ranks.
+/// The flight recorder's records of the ranks of one process, at the end of the run.
 #[derive(Debug)]
-pub(crate) struct History {
+pub(crate) struct FlightRecorderDump {
     /// This process's number, and the number of processes of the run.
     pub process: [usize; 2],
     /// The clock of rank 0's process relative to this one's; `None` with a single process.
@@ -24,14 +24,14 @@ pub(crate) struct History {
     /// The number of ranks of all processes.
     pub world_size: usize,
     /// The ranks of this process, in order of rank.
-    pub ranks: Vec<RankHistory>,
+    pub ranks: Vec<RankRecords>,
     /// The ranks of each group that this process has joined, without the group of all ranks.
     pub groups: BTreeMap<u32, Arc<[usize]>>,
 }
 
 /// The records of one rank.
 #[derive(Debug)]
-pub(crate) struct RankHistory {
+pub(crate) struct RankRecords {
     pub rank: usize,
     pub device: String,
     /// The kept records, oldest first.
@@ -55,7 +55,7 @@ pub(crate) struct Clock {
     pub error: Duration,
 }
 
-impl History {
+impl FlightRecorderDump {
     /// Returns the records of the ranks `here` of this process; `device` gives each one's device.
     pub(crate) fn of(
         run: &RunContext,
@@ -65,7 +65,7 @@ impl History {
         clock: Option<Clock>,
     ) -> Self {
         let recorder = &run.flight_recorder;
-        let rank_history = |rank| {
+        let rank_records = |rank| {
             let count = recorder.count(rank);
             let mut records: Vec<Entry> = recorder.records(rank, 0).collect();
             if (records.len() as u64) < count {
@@ -74,7 +74,7 @@ impl History {
                 records.drain(..records.iter().position(is_step).unwrap_or(0));
             }
             let totals = Operation::iter().map(|it| (it, recorder.total(rank, it)));
-            RankHistory {
+            RankRecords {
                 rank,
                 device: device(rank),
                 lost: count.saturating_sub(records.len() as u64),
@@ -89,7 +89,7 @@ impl History {
             began: recorder.began(),
             taken: recorder.now(),
             world_size: run.activity.len(),
-            ranks: here.map(rank_history).collect(),
+            ranks: here.map(rank_records).collect(),
             groups: run.known_groups(),
         }
     }

@@ -8,16 +8,16 @@ use crate::ffi::TorchResult;
 use crate::operation::Operation;
 
 /// A contiguous tensor: the original or a copy.
-pub(super) struct Dense(Tensor);
+pub(super) struct Contiguous(Tensor);
 
-impl Dense {
+impl Contiguous {
     /// Returns `tensor` itself if it is contiguous, otherwise a contiguous copy.
     pub(super) fn new(operation: Operation, tensor: &Tensor) -> Result<Self> {
         if !tensor.defined() {
             return undefined(operation);
         }
-        let dense = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
-        dense().map(Dense).doing("contiguous")
+        let contiguous = || tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous();
+        contiguous().map(Contiguous).doing("contiguous")
     }
 
     /// Returns another handle to the tensor.
@@ -51,7 +51,7 @@ impl Dense {
 
     /// Copies the elements back into `original`, if this is a copy of it.
     pub(super) fn write_back(&self, original: &Tensor) -> Result<()> {
-        if self.0.data_ptr() == original.data_ptr() && is_dense(original)? {
+        if self.0.data_ptr() == original.data_ptr() && is_plain_contiguous(original)? {
             return Ok(());
         }
         tch::no_grad(|| original.shallow_clone().f_copy_(&self.0)).doing("copy_")
@@ -60,7 +60,7 @@ impl Dense {
 
 /// Returns whether a tensor's memory holds its elements one after the other, with their values. (Lazily conjugated
 /// and negated tensors differ from their memory by a flag bit.)
-pub(super) fn is_dense(tensor: &Tensor) -> Result<bool> {
+pub(super) fn is_plain_contiguous(tensor: &Tensor) -> Result<bool> {
     let doing = "looking at a tensor";
     Ok(tensor.is_contiguous()
         && !tensor.f_is_conj().doing(doing)?

@@ -10,7 +10,7 @@ use crate::process_group::num_bytes;
 /// Gathers several batches at a time and splits them. This saves a libtorch call per tensor and step, without a
 /// second copy of the data set.
 #[derive(Debug)]
-pub(super) struct Blocks {
+pub(super) struct GatheredBatches {
     inputs: Tensor,
     targets: Tensor,
     indices: Tensor,
@@ -25,7 +25,7 @@ pub(super) struct Blocks {
 /// The number of bytes gathered at a time, at least one batch. Chosen to stay in the CPU's cache.
 const BLOCK_BYTES: usize = 4 << 20;
 
-impl Blocks {
+impl GatheredBatches {
     pub(super) fn new(
         inputs: Tensor,
         targets: Tensor,
