@@ -49,7 +49,7 @@ fn main() {
             if !error.is::<commands::AlreadyReported>() {
                 Printer::new(LogFormat::Text).info(&format!("{error:#}"));
             }
-            let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::Input(_)));
+            let wrong_input = matches!(error.downcast_ref(), Some(ddp_mp::Error::InvalidInput(_)));
             if wrong_input { WRONG_INPUT } else { FAILED }
         }
     };

@@ -206,7 +206,7 @@ fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
     }
     match cli.train.resolve() {
         Ok(_) => None,
-        Err(ddp_mp::Error::Input(text)) => Some(text),
+        Err(ddp_mp::Error::InvalidInput(text)) => Some(text),
         Err(other) => panic!("no wrong input: {other}"),
     }
 }

@@ -20,8 +20,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, free_port, ranks};
 
-/// Runs `f` on ranks of several processes, `counts` of them each, and returns what each process ended with. The processes
-/// are threads of this one that share nothing but a store and the network.
+/// Runs `f` on ranks of several processes, `counts` of them each, and returns what each process ended with. The
+/// processes are threads of this one that share nothing but a store and the network.
 pub(crate) fn try_processes<T: Send + 'static>(
     counts: &[usize],
     timeout: Duration,
@@ -222,8 +222,8 @@ fn filled(message: &Message, number: usize) -> Tensor {
     )
 }
 
-/// Every rank sends its messages in the order of the list and expects those for it in that order, but begins the one and
-/// the other in turns that `turns` decides, and waits for them in the order of `waits`.
+/// Every rank sends its messages in the order of the list and expects those for it in that order, but begins the one
+/// and the other in turns that `turns` decides, and waits for them in the order of `waits`.
 fn exchange(
     (me, group): (usize, &ProcessGroup),
     messages: &[Message],
@@ -450,7 +450,7 @@ fn wait_for_a_missing_message_ends_with_the_cause() {
     assert!(told.contains("send #0"), "{told}");
     // Another one fails.
     let told = failing(&[1, 2], TIMEOUT, |me, group| match me {
-        2 => Err(ddp_mp::Error::Input("the cause".into())),
+        2 => Err(ddp_mp::Error::InvalidInput("the cause".into())),
         1 => group.recv(&mut one(0), None, 0).map(drop),
         _ => group.irecv(&mut one(0), Some(1), 0)?.wait(),
     });
@@ -537,7 +537,7 @@ fn unreceived_message_of_a_dropped_subgroup_blocks_no_rank() {
             drop(part.isend(&Tensor::ones([100_000], (Kind::Float, Device::Cpu)), 1, 0)?);
         }
         group.barrier()?;
-        if me == 1 { Err(ddp_mp::Error::Input("the cause".into())) } else { group.barrier() }
+        if me == 1 { Err(ddp_mp::Error::InvalidInput("the cause".into())) } else { group.barrier() }
     });
     for told in told {
         assert!(told.contains("rank 1") && told.contains("the cause"), "{told}");
@@ -567,7 +567,7 @@ fn longest_durations_do_not_overflow() {
         };
         let joined_launch = launch(2, number, 1, port).join(&Cuda::default(), options).unwrap();
         if number == 0 {
-            let fails = || Err::<(), _>(ddp_mp::Error::Input("the cause".into()));
+            let fails = || Err::<(), _>(ddp_mp::Error::InvalidInput("the cause".into()));
             return joined_launch.before_ranks(fails).unwrap_err().to_string();
         }
         let spawn =

@@ -1,7 +1,7 @@
 //! Inputs that were changed at random: each is read, or refused with an error that names it, and stays as it is.
 //!
-//! As many of each kind as `INPUTS` says: `INPUTS=10000 cargo test --release --test tests mutated::`. The same with the whole
-//! program, and with command lines: `make mutated`.
+//! As many of each kind as `INPUTS` says: `INPUTS=10000 cargo test --release --test tests mutated::`. The same with the
+//! whole program, and with command lines: `make mutated`.
 
 use std::fs;
 use std::path::Path;
@@ -83,7 +83,7 @@ fn try_changed<T>(
     assert_eq!(fs::read(path).unwrap(), changed, "{} has changed", path.display());
     fs::write(path, whole).unwrap();
     match &result {
-        Err(Error::Input(text)) => {
+        Err(Error::InvalidInput(text)) => {
             assert!(
                 names.iter().any(|name| text.contains(name)),
                 "{text:?} names none of {names:?}"

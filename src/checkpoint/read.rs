@@ -34,8 +34,8 @@ impl Checkpoint {
     /// checkpoint), or a run's file `latest` or `best` (reads the checkpoint that it names).
     ///
     /// # Errors
-    /// [`Error::Input`] that names the file that is missing, truncated, changed, or of another version. It also names
-    /// the next older checkpoint that can be read.
+    /// [`Error::InvalidInput`] that names the file that is missing, truncated, changed, or of another version. It also
+    /// names the next older checkpoint that can be read.
     pub fn read(path: &Path) -> Result<Self> {
         let path = &find(path)?;
         Self::read_one(path).map_err(|problem| {
@@ -46,7 +46,7 @@ impl Checkpoint {
                 None => "there is no older one to use instead: start over without --resume, in another --checkpoint-dir"
                     .into(),
             };
-            Error::Input(format!("checkpoint {}: {problem}; {instead}", path.display()))
+            Error::InvalidInput(format!("checkpoint {}: {problem}; {instead}", path.display()))
         })
     }
 
@@ -70,7 +70,8 @@ impl Checkpoint {
         if let Some(Self { path, state, model, optimizer, comm_hook }) =
             mine.filter(|_| group.rank() == 0)
         {
-            let state = serde_json::to_string(state).map_err(|e| Error::Input(e.to_string()))?;
+            let state =
+                serde_json::to_string(state).map_err(|e| Error::InvalidInput(e.to_string()))?;
             let size = |file: &TensorFile| file.bytes().len();
             let sizes = (size(model), size(optimizer), comm_hook.as_ref().map(size));
             header.push((path.clone(), state, sizes));
@@ -86,7 +87,7 @@ impl Checkpoint {
         let comm_hook = |size| file(mine.and_then(|mine| mine.comm_hook.as_ref()), COMM_HOOK, size);
         let comm_hook = sizes.2.map(comm_hook).transpose()?;
         let state = serde_json::from_str(&state).map_err(|error| {
-            Error::Input(format!(
+            Error::InvalidInput(format!(
                 "rank 0 sent a {TRAINER} that cannot be read: {error}; start the same ddp-mp in every process"
             ))
         })?;
@@ -140,7 +141,7 @@ impl Checkpoint {
         }
         if let Some(name) = saved.keys().next() {
             let path = self.path.join(OPTIMIZER);
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{} has `{name}`, which is not a parameter of this model; use the model of the run that was saved",
                 path.display()
             )));
@@ -152,11 +153,12 @@ impl Checkpoint {
 /// Returns the folder of the checkpoint that `path` names. `path` is that folder, the run's folder, or a pointer.
 ///
 /// # Errors
-/// [`Error::Input`] that describes what is there instead, and suggests another path.
+/// [`Error::InvalidInput`] that describes what is there instead, and suggests another path.
 fn find(path: &Path) -> Result<PathBuf> {
     let path = &*followed(path);
-    let wrong =
-        |problem: &str| Err(Error::Input(format!("checkpoint {}: {problem}", path.display())));
+    let wrong = |problem: &str| {
+        Err(Error::InvalidInput(format!("checkpoint {}: {problem}", path.display())))
+    };
     let is_pointer = is_pointer_name(&name_of(path));
     // `Path::new("best").parent()` is empty.
     let beside = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));

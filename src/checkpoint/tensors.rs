@@ -86,7 +86,7 @@ impl TensorFile {
     /// folder, a run's folder (reads the newest checkpoint), or a file `latest` or `best`.
     ///
     /// # Errors
-    /// [`Error::Input`] if the file cannot be read or is not a safetensors file.
+    /// [`Error::InvalidInput`] if the file cannot be read or is not a safetensors file.
     pub fn read(path: &Path) -> Result<Self> {
         let checkpoint = match pointed(path) {
             None if path.is_dir() => Some(newest_in(path)?.unwrap_or_else(|| path.into())),
@@ -99,7 +99,7 @@ impl TensorFile {
         let mut bytes = Vec::new();
         bytes
             .try_reserve_exact(file.len())
-            .map_err(|error| Error::Input(format!("{}: {error}", path.display())))?;
+            .map_err(|error| Error::InvalidInput(format!("{}: {error}", path.display())))?;
         bytes.extend_from_slice(&file);
         Ok(Self { path, bytes })
     }
@@ -117,9 +117,10 @@ impl TensorFile {
     /// Returns copies of the tensors by name, on the CPU.
     ///
     /// # Errors
-    /// [`Error::Input`] for dtypes that libtorch does not have.
+    /// [`Error::InvalidInput`] for dtypes that libtorch does not have.
     pub fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
-        let wrong = |problem: String| Error::Input(format!("{}: {problem}", self.path.display()));
+        let wrong =
+            |problem: String| Error::InvalidInput(format!("{}: {problem}", self.path.display()));
         let parsed = SafeTensors::deserialize(&self.bytes).map_err(|e| wrong(e.to_string()))?;
         let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
             let known = DTYPES.into_iter().find(|(_, dtype)| *dtype == view.dtype());
@@ -138,7 +139,8 @@ impl TensorFile {
     /// exactly the model's.
     ///
     /// # Errors
-    /// [`Error::Input`] that names the missing, unexpected, or wrongly shaped tensors. `vs` has not changed then.
+    /// [`Error::InvalidInput`] that names the missing, unexpected, or wrongly shaped tensors. `vs` has not changed
+    /// then.
     pub fn load_into(&self, vs: &VarStore) -> Result<()> {
         let mut saved = self.tensors()?;
         let (mut missing, mut reshaped, mut copies) = (Vec::new(), Vec::new(), Vec::new());
@@ -162,7 +164,7 @@ impl TensorFile {
             .map(|(what, names)| format!("{what}: {}", some_of(&names)))
             .collect();
         if !problems.is_empty() {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{} does not fit the model; {}",
                 self.path.display(),
                 problems.join("; ")
@@ -175,8 +177,9 @@ impl TensorFile {
 
 /// Checks that `bytes` are a complete safetensors file.
 fn check(path: &Path, bytes: &[u8]) -> Result<()> {
-    let wrong =
-        |error| Error::Input(format!("{} is not a safetensors file: {error}", path.display()));
+    let wrong = |error| {
+        Error::InvalidInput(format!("{} is not a safetensors file: {error}", path.display()))
+    };
     SafeTensors::deserialize(bytes).map(drop).map_err(wrong)
 }
 

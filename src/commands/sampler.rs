@@ -45,11 +45,11 @@ struct Shard<'a> {
 /// rank unless only one rank is requested.
 ///
 /// # Errors
-/// [`Error::Input`] when the samples can't be dealt, and an error when stdout can't be written.
+/// [`Error::InvalidInput`] when the samples can't be dealt, and an error when stdout can't be written.
 pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()> {
     let world_size = request.world_size;
     if !(1..=SamplerRequest::MOST_RANKS).contains(&world_size) {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--world-size: {world_size} ranks cannot be listed; use 1 to {}",
             SamplerRequest::MOST_RANKS
         ))
@@ -57,7 +57,7 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
     }
     let ranks = match request.rank {
         Some(rank) if rank >= world_size => {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "--rank: there is no rank {rank} among {world_size} ranks; use 0 to {}",
                 world_size - 1
             ))
@@ -68,7 +68,7 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
     };
     let bytes = (request.len as u64).saturating_mul(size_of::<usize>() as u64);
     if total_memory().is_some_and(|total| bytes > total) {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--len: the order of {} samples does not fit into this machine's memory; use fewer samples",
             request.len
         ))

@@ -18,8 +18,8 @@ use crate::trainer::Trainer;
 /// Trains as `config` says, until all ranks finish. Returns `Some(reason)` if training stopped early.
 ///
 /// # Errors
-/// [`Error::Input`](crate::Error::Input) when `config` can't run here, and [`SpawnError`](crate::SpawnError) when a
-/// rank failed.
+/// [`Error::InvalidInput`](crate::Error::InvalidInput) when `config` can't run here, and
+/// [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn train(
     config: Config,
     cuda: &Cuda,

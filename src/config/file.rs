@@ -21,10 +21,10 @@ const LONGEST_FILE: u64 = 1 << 20;
 /// Reads the options of `file`, with `_` in their keys. Of values that `flags` override it checks only the type.
 ///
 /// # Errors
-/// [`Error::Input`] that names the file and the line.
+/// [`Error::InvalidInput`] that names the file and the line.
 pub(super) fn read(file: &Path, flags: &Table) -> Result<Table> {
     let name = file.display();
-    let input = |problem: String| Error::Input(format!("--config {name}: {problem}"));
+    let input = |problem: String| Error::InvalidInput(format!("--config {name}: {problem}"));
     let bytes = read_stream(file, LONGEST_FILE).map_err(|error| input(error.to_string()))?;
     let text = str::from_utf8(&bytes).map_err(|error| {
         let line = bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count() + 1;
@@ -106,8 +106,8 @@ pub(super) fn option<'a>(command: &'a Command, key: &str) -> Result<&'a Arg, Str
     found.ok_or_else(|| format!("unknown field `{key}`: {}", which_was_meant(command, key)))
 }
 
-/// Checks that `value` has the TOML type of the option `arg`: a number, a text, a list of numbers, or `true` or `false`.
-/// A duration and a number of ranks may be either a number or a text.
+/// Checks that `value` has the TOML type of the option `arg`: a number, a text, a list of numbers, or `true` or
+/// `false`. A duration and a number of ranks may be either a number or a text.
 fn check_type(arg: &Arg, value: &Value) -> Result<(), String> {
     let parsed = arg.get_value_parser().type_id();
     let is = |types: &[TypeId]| types.iter().any(|one| parsed == *one);

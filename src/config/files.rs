@@ -48,10 +48,10 @@ impl Config {
     /// Calls [`check_files`](Self::check_files) when the number of processes is known: each has a trace of its own.
     ///
     /// # Errors
-    /// [`Error::Input`] that names both flags.
+    /// [`Error::InvalidInput`] that names both flags.
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
-        checked.map_err(|it| Error::Input(format!("{}: {}", flag_name(&it.key), it.problem)))
+        checked.map_err(|it| Error::InvalidInput(format!("{}: {}", flag_name(&it.key), it.problem)))
     }
 
     /// Refuses a `--config` that cannot be read again, if this process starts others: each reads the file itself.

@@ -16,7 +16,7 @@ impl Given {
     /// Refuses an option that has no effect on `tool`.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) that names the flag.
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) that names the flag.
     pub fn check_for(&self, tool: Tool) -> Result<()> {
         let command = Config::command();
         let is_refused = |arg: &&Arg| {
@@ -24,7 +24,7 @@ impl Given {
             by.is_some_and(|by| by.0.contains(&tool)) && self.0.contains_key(arg.get_id().as_str())
         };
         match command.get_arguments().find(is_refused) {
-            Some(arg) => Err(Error::Input(format!(
+            Some(arg) => Err(Error::InvalidInput(format!(
                 "{}: {}; leave this out",
                 flag_name(arg.get_id().as_str()),
                 tool.purpose()

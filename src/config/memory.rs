@@ -44,7 +44,7 @@ impl Config {
     /// random data, orders of samples and replicas.
     ///
     /// # Errors
-    /// [`Error::Input`] that names the largest of these parts.
+    /// [`Error::InvalidInput`] that names the largest of these parts.
     pub(crate) fn check_memory_for(&self, ranks: usize, processes: usize) -> Result<()> {
         self.check_memory_of(total_memory(), ranks, processes)
     }
@@ -92,7 +92,7 @@ impl Config {
             _ if bytes > total => String::new(),
             rest => format!(" and what else the ranks need {}", gigabytes(rest)),
         };
-        Err(Error::Input(format!(
+        Err(Error::InvalidInput(format!(
             "{flag}: {what} {}{more}, and this machine has {}; {remedy}",
             gigabytes(bytes),
             gigabytes(total)

@@ -47,9 +47,9 @@ impl Config {
     /// data and of the choice of validation samples.
     ///
     /// # Errors
-    /// [`Error::Input`] when a data file is invalid, or when given sizes differ from those of the file.
+    /// [`Error::InvalidInput`] when a data file is invalid, or when given sizes differ from those of the file.
     pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
-        let named = |error| Error::Input(format!("--val-fraction: {error}"));
+        let named = |error| Error::InvalidInput(format!("--val-fraction: {error}"));
         if self.data.dataset == DatasetSpec::RANDOM {
             let [samples, inputs, outputs] = self.sizes_of_random()?;
             let targets = match self.training.loss {
@@ -81,7 +81,7 @@ impl Config {
             data.check_number_of_classes()?;
         }
         if let Some(samples) = self.data.num_samples {
-            let named = |error| Error::Input(format!("--num-samples: {error}"));
+            let named = |error| Error::InvalidInput(format!("--num-samples: {error}"));
             data = data.first(samples as usize).map_err(named)?;
         }
         self.take_sizes_of(&data)?;
@@ -125,14 +125,14 @@ impl Config {
         };
         let (here, there) = (data.in_features(), beside.in_features());
         if here != there {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{} has {there} numbers a sample, and {} has {here}; use --val-fraction 0 to train without it",
                 beside.name(),
                 self.data.dataset
             )));
         }
         if let (Targets::Classes(_), Some(classes)) = (beside.targets(), self.data.out_features) {
-            let named = |error| Error::Input(format!("--out-features: {error}"));
+            let named = |error| Error::InvalidInput(format!("--out-features: {error}"));
             beside.check_classes(classes).map_err(named)?;
         }
         Ok(Some(beside))
@@ -154,7 +154,7 @@ impl Config {
     fn sizes_of_random(&self) -> Result<[i64; 3]> {
         match [self.data.num_samples, self.data.in_features, self.data.out_features] {
             [Some(samples), Some(inputs), Some(outputs)] => Ok([samples, inputs, outputs]),
-            _ => Err(Error::Input(format!("random data needs all of {}", SIZES.join(", ")))),
+            _ => Err(Error::InvalidInput(format!("random data needs all of {}", SIZES.join(", ")))),
         }
     }
 
@@ -163,7 +163,7 @@ impl Config {
         let same = |key, given: Option<i64>, found: i64| match given.filter(|&given| given != found)
         {
             None => Ok(Some(found)),
-            Some(given) => Err(Error::Input(format!(
+            Some(given) => Err(Error::InvalidInput(format!(
                 "{}: {name} has {found}, not {given}; leave this out",
                 flag_name(key)
             ))),
@@ -174,7 +174,7 @@ impl Config {
             (Targets::Values(values), given) => same("out_features", given, values)?,
             (Targets::Classes(classes), None) => Some(classes),
             (Targets::Classes(_), Some(given)) => {
-                let named = |error| Error::Input(format!("--out-features: {error}"));
+                let named = |error| Error::InvalidInput(format!("--out-features: {error}"));
                 data.check_classes(given).map_err(named)?;
                 Some(given)
             }
@@ -182,10 +182,10 @@ impl Config {
         let sizes = [self.data.num_samples, self.data.in_features, self.data.out_features];
         if let Some((key, _)) = SIZES.iter().zip(sizes).find(|(_, size)| *size == Some(0)) {
             let problem = "0 is too small; use 1 or more";
-            return Err(Error::Input(format!("{}: {problem} ({name})", flag_name(key))));
+            return Err(Error::InvalidInput(format!("{}: {problem} ({name})", flag_name(key))));
         }
         let named = |Invalid { key, problem }| {
-            Error::Input(format!("{}: {problem} ({name})", flag_name(&key)))
+            Error::InvalidInput(format!("{}: {problem} ({name})", flag_name(&key)))
         };
         self.validate().map_err(named)
     }

@@ -14,7 +14,7 @@ impl Config {
     /// Returns the configuration of `flags` over `file` over the defaults. `flags` has the same keys as a file.
     ///
     /// # Errors
-    /// [`Error::Input`], naming the file or flag, the value and the remedy.
+    /// [`Error::InvalidInput`], naming the file or flag, the value and the remedy.
     pub fn resolve(file: Option<&Path>, flags: &Table) -> Result<Self> {
         let from_file = file.map(|file| read(file, flags)).transpose()?.unwrap_or_default();
         let (mut merged, command) = (from_file.clone(), Self::command());
@@ -22,11 +22,12 @@ impl Config {
         let args = merged.iter().filter_map(|(key, value)| {
             option(&command, key).and_then(|arg| to_arg(arg, value)).transpose()
         });
-        let args = args.collect::<Result<Vec<_>, _>>().map_err(Error::Input)?;
-        let config = Self::parse(args).map_err(|error| Error::Input(message(&error)))?;
+        let args = args.collect::<Result<Vec<_>, _>>().map_err(Error::InvalidInput)?;
+        let config = Self::parse(args).map_err(|error| Error::InvalidInput(message(&error)))?;
         let origin = ValueSource { file, from_file, flags };
-        let named =
-            |Invalid { key, problem }| Error::Input(format!("{}: {problem}", origin.name(&key)));
+        let named = |Invalid { key, problem }| {
+            Error::InvalidInput(format!("{}: {problem}", origin.name(&key)))
+        };
         config.validate().map_err(named)?;
         let no_effect = |key: &str, arg: &Arg| {
             let OnlyIf(has_effect, problem) = arg.get::<OnlyIf>()?;

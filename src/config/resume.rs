@@ -26,15 +26,17 @@ impl Config {
     pub(crate) fn values(&self) -> Result<Map<String, Value>> {
         match serde_json::to_value(self) {
             Ok(Value::Object(values)) => Ok(values),
-            Ok(other) => Err(Error::Input(format!("options are written as {other}"))),
-            Err(error) => Err(Error::Input(error.to_string())),
+            Ok(other) => Err(Error::Internal(format!("the options were serialized as {other}"))),
+            Err(error) => {
+                Err(Error::Internal(format!("the options cannot be serialized: {error}")))
+            }
         }
     }
 
     /// Returns the options that a checkpoint saves.
     ///
     /// # Errors
-    /// [`Error::Input`] if an option cannot be written as JSON, which does not happen.
+    /// [`Error::Internal`] if an option cannot be written as JSON, which does not happen.
     pub fn options(&self) -> Result<Map<String, Value>> {
         let (mut all, command) = (self.values()?, Self::command());
         let is_cosine = self.optimization.schedule == ScheduleKind::Cosine;
@@ -71,7 +73,7 @@ impl Config {
     /// that the checkpoint lacks is newer than it, and had its default.
     ///
     /// # Errors
-    /// [`Error::Input`] that names the options that must not differ, with both values.
+    /// [`Error::InvalidInput`] that names the options that must not differ, with both values.
     pub fn check_resume(&self, saved: &Map<String, Value>) -> Result<Vec<String>> {
         let mine = self.options()?;
         let mut was = Self::default().options()?;
@@ -113,7 +115,7 @@ impl Config {
         if !wrong.is_empty() {
             let same = if wrong.len() < MANY_DIFFERENCES { "" } else { " (is --config missing?)" };
             let differences: Vec<String> = wrong.into_iter().map(note).collect();
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "this is not the run that was saved: {}; give the same values{same}, or start another run without \
                  --resume",
                 differences.join("; ")

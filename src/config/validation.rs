@@ -9,20 +9,20 @@ impl Config {
     /// Checks the values that depend on the number of ranks.
     ///
     /// # Errors
-    /// [`Error::Input`], naming the remedy.
+    /// [`Error::InvalidInput`], naming the remedy.
     pub fn validate_for(&self, world_size: usize) -> Result<()> {
         // The number is not known before a file is open.
         let Some(samples) = self.data.num_samples.map(|samples| samples as usize) else {
             return Ok(());
         };
         if world_size > samples {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{world_size} ranks for {samples} samples: some ranks would have nothing to train on; use \
                  --nproc-per-node {samples} or fewer, or more samples"
             )));
         }
         if self.steps_per_epoch(world_size) == 0 {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "--drop-last-batch: {world_size} ranks with {samples} samples have no whole batch of {}; use a \
                  smaller batch size",
                 self.training.batch_size
@@ -32,7 +32,7 @@ impl Config {
         let Some(fault) = self.launch.inject_fault else { return Ok(()) };
         let samples = self.training.batch_size as u64 * self.ddp.grad_accum_steps;
         let checked = fault.check(world_size, self.steps(world_size), samples);
-        checked.map_err(|error| Error::Input(format!("--inject-fault: {error}")))
+        checked.map_err(|error| Error::InvalidInput(format!("--inject-fault: {error}")))
     }
 
     /// Returns the number of steps that each of `world_size` ranks makes in the whole run.

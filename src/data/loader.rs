@@ -79,7 +79,7 @@ impl DataLoader {
     /// Creates a loader of batches of `batch_size` samples, which `sampler` picks from `dataset`, on `device`.
     ///
     /// # Errors
-    /// [`Error::Input`] if `batch_size` is 0, or if `sampler` is for another number of samples;
+    /// [`Error::InvalidInput`] if `batch_size` is 0, or if `sampler` is for another number of samples;
     /// [`Error::Torch`] if the device has no room.
     pub fn new(
         dataset: Arc<dyn Dataset>,
@@ -88,11 +88,13 @@ impl DataLoader {
         device: Device,
     ) -> Result<Self> {
         if batch_size == 0 {
-            return Err(Error::Input("a batch of 0 samples was asked for; use 1 or more".into()));
+            return Err(Error::InvalidInput(
+                "a batch of 0 samples was asked for; use 1 or more".into(),
+            ));
         }
         let (len, expected) = (dataset.len(), sampler.len());
         if len != expected {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "the data set has {len} samples, and the sampler deals {expected}"
             )));
         }

@@ -40,14 +40,14 @@ impl DistributedSampler {
     /// Creates the sampler of `rank` for `len` samples and `num_replicas` ranks. It shuffles, with seed 0, and pads.
     ///
     /// # Errors
-    /// [`Error::Input`] if there are no samples, no ranks, or no such rank, or if the padded number of samples
+    /// [`Error::InvalidInput`] if there are no samples, no ranks, or no such rank, or if the padded number of samples
     /// exceeds `isize::MAX`.
     pub fn new(len: usize, num_replicas: usize, rank: usize) -> Result<Self> {
         if len == 0 {
-            return Err(Error::Input("the data set has no samples".into()));
+            return Err(Error::InvalidInput("the data set has no samples".into()));
         }
         if rank >= num_replicas {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "there is no rank {rank} among {num_replicas} ranks; ranks count from 0"
             )));
         }
@@ -55,7 +55,7 @@ impl DistributedSampler {
             .checked_next_multiple_of(num_replicas)
             .is_none_or(|total| total > isize::MAX as usize)
         {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{len} samples for {num_replicas} ranks are more than can be counted; use fewer"
             )));
         }
@@ -95,11 +95,11 @@ impl DistributedSampler {
     /// Sets whether to drop the samples that cannot be divided evenly, instead of dealing some twice.
     ///
     /// # Errors
-    /// [`Error::Input`] with fewer samples than ranks: no rank would get any. (PyTorch accepts this and trains on
-    /// nothing.)
+    /// [`Error::InvalidInput`] with fewer samples than ranks: no rank would get any. (PyTorch accepts this and trains
+    /// on nothing.)
     pub fn drop_last(mut self, drop_last: bool) -> Result<Self> {
         if drop_last && self.len < self.num_replicas {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "drop_last leaves nothing of {} samples for {} ranks; use fewer ranks, or don't drop",
                 self.len, self.num_replicas
             )));
@@ -150,7 +150,7 @@ impl DistributedSampler {
     /// Returns this rank's samples in `epoch`, in order.
     ///
     /// # Errors
-    /// [`Error::Input`] if there is no memory for the order.
+    /// [`Error::InvalidInput`] if there is no memory for the order.
     pub fn indices(&self, epoch: u64) -> Result<Vec<usize>> {
         self.indices_from(epoch, 0)
     }
@@ -214,7 +214,7 @@ pub(super) fn randperm(n: usize, seed: u64) -> Result<Vec<usize>> {
 fn empty(n: usize) -> Result<Vec<usize>> {
     let mut indices = Vec::new();
     indices.try_reserve_exact(n).map_err(|_| {
-        Error::Input(format!(
+        Error::InvalidInput(format!(
             "the order of {n} samples does not fit into this machine's memory; use fewer samples"
         ))
     })?;

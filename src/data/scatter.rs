@@ -48,12 +48,12 @@ impl ScatterLoader {
     /// each rank, the others none. A collective.
     ///
     /// # Errors
-    /// [`Error::Input`] for a wrong number of loaders, or if their batches differ in more than the samples; the
+    /// [`Error::InvalidInput`] for a wrong number of loaders, or if their batches differ in more than the samples; the
     /// errors of [`ProcessGroup::broadcast_object_list`].
     pub fn new(loaders: Vec<DataLoader>, group: Rc<ProcessGroup>) -> Result<Self> {
         let expected = if group.rank() == 0 { group.world_size() } else { 0 };
         if loaders.len() != expected {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "rank 0 scatters the batches of all {} ranks: it needs a loader for each, and the others \
                  need none; rank {} has {}",
                 group.world_size(),
@@ -64,13 +64,14 @@ impl ScatterLoader {
         let mut plans = loaders.iter().map(ScatterPlan::new).collect::<Result<Vec<_>>>()?;
         plans.dedup();
         if plans.len() > 1 {
-            return Err(Error::Input(
+            return Err(Error::InvalidInput(
                 "the ranks' loaders differ: all need the same number of batches, of the same size and dtype"
                     .into(),
             ));
         }
         group.broadcast_object_list(&mut plans, 0)?;
-        let plan = plans.pop().ok_or_else(|| Error::Input("there is nothing to scatter".into()))?;
+        let plan =
+            plans.pop().ok_or_else(|| Error::InvalidInput("there is nothing to scatter".into()))?;
         Ok(Self { group, loaders, plan, waited: Rc::default() })
     }
 

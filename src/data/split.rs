@@ -10,10 +10,10 @@ use crate::error::{Error, Result};
 /// with `manual_seed(seed)`: the same samples in the same order.
 ///
 /// # Errors
-/// [`Error::Input`] if a part would have no samples, or if there is no memory for the order.
+/// [`Error::InvalidInput`] if a part would have no samples, or if there is no memory for the order.
 pub fn random_split(len: usize, fraction: f64, seed: u64) -> Result<(Vec<usize>, Vec<usize>)> {
     let refuse = |problem: &str| {
-        Err(Error::Input(format!("a fraction of {fraction} of {len} samples {problem}")))
+        Err(Error::InvalidInput(format!("a fraction of {fraction} of {len} samples {problem}")))
     };
     if !(fraction > 0.0 && fraction < 1.0) {
         return refuse("does not make two parts; use a number between 0 and 1");

@@ -64,13 +64,13 @@ pub(super) fn count_active(
     let counts = all_reduce_number(group, mine, ReduceOp::Sum)?;
     let (weighted, plain) = ((counts / WEIGHTED) as usize, (counts % WEIGHTED) as usize);
     if weighted > 0 && plain > 0 {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "join: {plain} ranks call backward and {weighted} call backward_weighted; all must call the same"
         )));
     }
     let active = weighted + plain;
     if options.throw_on_early_termination && (1..group.world_size()).contains(&active) {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "join: {} of {} ranks have run out of inputs; give every rank the same number of batches, or \
              allow it without throw_on_early_termination",
             group.world_size() - active,

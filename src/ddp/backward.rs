@@ -81,11 +81,11 @@ pub(super) mod sealed {
 /// ```
 ///
 /// # Errors
-/// The errors of [`DistributedDataParallel::backward`](super::DistributedDataParallel::backward); [`Error::Input`] if
-/// there is no model; [`Error::Unsupported`] if there are several models and one is within
+/// The errors of [`DistributedDataParallel::backward`](super::DistributedDataParallel::backward);
+/// [`Error::InvalidInput`] if there is no model; [`Error::Unsupported`] if there are several models and one is within
 /// [`join`](super::DistributedDataParallel::join). With [`samples`](BackwardOptions::samples) the errors of
-/// [`backward_weighted`](super::DistributedDataParallel::backward_weighted), and [`Error::Input`] if the models have
-/// added up batches of different samples within `no_sync`.
+/// [`backward_weighted`](super::DistributedDataParallel::backward_weighted), and [`Error::InvalidInput`] if the models
+/// have added up batches of different samples within `no_sync`.
 #[track_caller]
 pub fn backward(
     loss: &Tensor,
@@ -104,7 +104,9 @@ pub(super) fn run(
     call_site: CallSite,
 ) -> Result<()> {
     let Some(first) = models.first() else {
-        return Err(Error::Input("backward has no model to average; name at least one".into()));
+        return Err(Error::InvalidInput(
+            "backward has no model to average; name at least one".into(),
+        ));
     };
     if models.len() > 1 && models.iter().any(|model| model.reducer().is_joining()) {
         return Err(Error::Unsupported(
@@ -155,13 +157,13 @@ fn run_all(
 /// weights.
 ///
 /// # Errors
-/// [`Error::Input`]; the weights are then unchanged.
+/// [`Error::InvalidInput`]; the weights are then unchanged.
 fn weigh(loss: &Tensor, models: &[&dyn Averaged], samples: f64) -> Result<Tensor> {
     let mut weight = None;
     for model in models {
         let factor = model.reducer().loss_factor(samples, model.averages())?;
         if weight.replace(factor).is_some_and(|other| other != factor) {
-            return Err(Error::Input(
+            return Err(Error::InvalidInput(
                 "backward: one loss cannot have a weight for models that have added up different batches within \
                  no_sync; call backward for each model alone, or with all of them in every batch"
                     .into(),

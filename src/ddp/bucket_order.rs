@@ -73,7 +73,7 @@ impl BucketOrder {
     /// Rebuilds the buckets in the order of `names`; later steps keep this order.
     ///
     /// # Errors
-    /// [`Error::Input`] when these are not the parameters of the model.
+    /// [`Error::InvalidInput`] when these are not the parameters of the model.
     pub(super) fn set(
         &mut self,
         names: &[String],
@@ -86,7 +86,7 @@ impl BucketOrder {
         each.sort_unstable();
         each.dedup();
         if names.len() != each.len() || each.len() != layout.slots.len() {
-            return Err(Error::Input(
+            return Err(Error::InvalidInput(
                 "the state of the communication hook is that of a model with other parameters"
                     .into(),
             ));

@@ -49,7 +49,7 @@ impl SavedCommHook {
                 let tensor_of = |rank: usize| {
                     self.tensors.get(&format!("rank{rank}/{name}")).ok_or_else(|| {
                         let hook = &self.record.name;
-                        Error::Input(format!(
+                        Error::InvalidInput(format!(
                             "the state of `{hook}` has no `{name}` of rank {rank}"
                         ))
                     })
@@ -120,7 +120,7 @@ impl<M> DistributedDataParallel<M> {
     /// first backward.
     ///
     /// # Errors
-    /// [`Error::Input`] if the state belongs to another hook or model.
+    /// [`Error::InvalidInput`] if the state belongs to another hook or model.
     pub fn load_comm_hook_state(&mut self, saved: Option<&SavedCommHook>) -> Result<()> {
         let mine = self.reducer.comm_hook_state()?.map(|(name, _)| name);
         let theirs = saved.map(|saved| &saved.record.name[..]);
@@ -130,7 +130,7 @@ impl<M> DistributedDataParallel<M> {
             }
             let text =
                 |name: Option<&str>| name.map_or("none".into(), |name| format!("that of `{name}`"));
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "the state of the communication hook does not fit: saved is {}, and needed is {}; use the hook of \
                  the run that was saved",
                 text(theirs),

@@ -63,10 +63,10 @@ pub trait CommHook {
     /// Restores `state`, which a hook with the same options returned for a model with the same parameters.
     ///
     /// # Errors
-    /// [`Error::Input`] when it does not fit.
+    /// [`Error::InvalidInput`] when it does not fit.
     fn load_state(&mut self, state: CommHookState) -> Result<()> {
         let _ = state;
-        Err(Error::Input(format!("the communication hook `{}` keeps no state", self.name())))
+        Err(Error::InvalidInput(format!("the communication hook `{}` keeps no state", self.name())))
     }
 }
 

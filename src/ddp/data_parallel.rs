@@ -159,7 +159,7 @@ impl<M> DataParallel<M> {
     /// [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
-    /// [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been replaced, and the errors of
+    /// [`Error::Torch`], [`Error::InvalidInput`] when a parameter's `grad` has been replaced, and the errors of
     /// [`ProcessGroup::gather`].
     #[track_caller]
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -225,10 +225,10 @@ impl<M> DataParallel<M> {
     /// before scaling.
     ///
     /// # Errors
-    /// [`Error::Input`] on another rank, [`Error::Torch`].
+    /// [`Error::InvalidInput`] on another rank, [`Error::Torch`].
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
         let buffers = self.flat_buffers().ok_or_else(|| {
-            Error::Input(
+            Error::InvalidInput(
                 "clip_grad_norm: the averaged gradients are on rank 0; call it there".into(),
             )
         })?;

@@ -25,7 +25,8 @@ impl<M> DistributedDataParallel<M> {
     /// [`Error::Torch`] when the device has no room.
     pub(crate) fn start_probe(&self) -> Result<GradProbe> {
         let first = parameters::trained(&self.tensors).next();
-        let first = first.ok_or_else(|| Error::Input("the model has no parameters".into()))?;
+        let first =
+            first.ok_or_else(|| Error::InvalidInput("the model has no parameters".into()))?;
         let local = first.tensor.f_detach().and_then(|tensor| tensor.f_zeros_like());
         let local = local.doing("zeros_like")?;
         self.reducer.set_probe(Some(local.shallow_clone()));

@@ -20,7 +20,7 @@ impl<M> DistributedDataParallel<M> {
     /// rank cannot take part in them.
     ///
     /// # Errors
-    /// The error of `train`; the errors of the collectives; [`Error::Input`] with `throw_on_early_termination`.
+    /// The error of `train`; the errors of the collectives; [`Error::InvalidInput`] with `throw_on_early_termination`.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {

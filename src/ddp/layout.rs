@@ -78,7 +78,7 @@ impl ParamSlot {
     /// Moves the gradient into the bucket; zeros if there is none.
     pub(super) fn move_grad_into_bucket(&self) -> Result<()> {
         if self.grad.data_ptr().cast_const() != self.grad_data {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "the gradient of `{}` is no longer a view of its bucket, so it cannot be averaged; leave its memory \
                  where it is, and zero gradients with ddp.zero_grad()",
                 self.name
@@ -224,8 +224,8 @@ impl Layout {
         for places in bucket::assign(&sizes, &options.bucket_caps()) {
             let dtype = sizes[places[0]].dtype;
             let buffer = self.buffers.iter().position(|buffer| buffer.parameters.kind() == dtype);
-            let buffer =
-                buffer.ok_or_else(|| Error::Input("a parameter has changed its dtype".into()))?;
+            let buffer = buffer
+                .ok_or_else(|| Error::InvalidInput("a parameter has changed its dtype".into()))?;
             let start = ends[buffer];
             let mut parameters = Vec::with_capacity(places.len());
             for index in places.iter().map(|&place| order[place]) {

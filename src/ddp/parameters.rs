@@ -34,7 +34,7 @@ fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
             other.data_ptr() == tensor.data_ptr() && other.size() == tensor.size()
         };
         let Some(at) = named.iter().position(same) else {
-            return Err(Error::Input("the VarStore has a parameter without a name".into()));
+            return Err(Error::InvalidInput("the VarStore has a parameter without a name".into()));
         };
         let name = named.remove(at).0;
         // A frozen parameter keeps its value, which is rank 0's on all ranks, like a buffer.
@@ -47,7 +47,7 @@ fn named_tensors(vs: &VarStore) -> Result<Vec<NamedTensor>> {
             other.tensor.data_ptr() == one.tensor.data_ptr() && one.tensor.numel() > 0
         };
         if let Some(other) = tensors[..i].iter().find(same) {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "`{}` and `{}` are one parameter; give it to the VarStore once",
                 other.name, one.name
             )));
@@ -74,14 +74,14 @@ pub(super) fn same_on_all_ranks(
     let mut tensors = named_tensors(vs)?;
     for name in &options.ignore {
         let Some(tensor) = tensors.iter_mut().find(|tensor| tensor.name == *name) else {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "ignore: the model has no parameter or buffer `{name}`; use a name of its state_dict"
             )));
         };
         tensor.is_ignored = true;
     }
     if trained(&tensors).next().is_none() {
-        return Err(Error::Input("the model has no parameters to train".into()));
+        return Err(Error::InvalidInput("the model has no parameters to train".into()));
     }
     compare(&tensors, options, group)?;
     Ok(tensors)
@@ -159,7 +159,7 @@ fn broadcast_text(text: &str, group: &ProcessGroup) -> Result<String> {
 /// Returns all tensors of `vs` by name, as views: those of PyTorch's `state_dict`. The order is the same on all ranks.
 ///
 /// # Errors
-/// [`Error::Input`] when a parameter has no name, or has two.
+/// [`Error::InvalidInput`] when a parameter has no name, or has two.
 pub fn state_dict(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
     Ok(by_name(&named_tensors(vs)?))
 }

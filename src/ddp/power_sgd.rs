@@ -116,7 +116,7 @@ impl CommHook for PowerSgd {
     fn load_state(&mut self, state: CommHookState) -> Result<()> {
         let count = |name: &str| {
             state.counters.get(name).copied().ok_or_else(|| {
-                Error::Input(format!(
+                Error::InvalidInput(format!(
                     "the state of the communication hook `powerSGD` has no `{name}`"
                 ))
             })
@@ -279,7 +279,7 @@ fn check_shape(name: &str, saved: &Tensor, shape: &[i64]) -> Result<()> {
     if found == shape {
         return Ok(());
     }
-    Err(Error::Input(format!(
+    Err(Error::InvalidInput(format!(
         "the state of the communication hook `powerSGD` has {found:?} numbers for `{name}`, and here it needs \
          {shape:?}; use the options and the model of the run that was saved"
     )))

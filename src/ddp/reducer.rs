@@ -89,7 +89,7 @@ impl Reducer {
     pub(super) fn set_comm_hook(&self, hook: Box<dyn CommHook>) -> Result<()> {
         let mut state = self.state.borrow_mut();
         if let Some(known) = &state.comm_hook {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "the communication hook `{}` cannot be registered: `{}` is already registered, and a model has one; \
                  wrap the model again to use another",
                 hook.name(),
@@ -130,7 +130,7 @@ impl Reducer {
     /// Returns the factor for the loss of a batch of `samples` samples.
     ///
     /// # Errors
-    /// [`Error::Input`] if a backward with this weight is not possible.
+    /// [`Error::InvalidInput`] if a backward with this weight is not possible.
     pub(super) fn loss_factor(&self, samples: f64, averages: bool) -> Result<f64> {
         let state = self.state.borrow();
         state.check_weight(samples, averages)?;
@@ -145,7 +145,7 @@ impl Reducer {
     /// Sets the weight of a whole step of `samples` samples, whose losses are already multiplied.
     ///
     /// # Errors
-    /// [`Error::Input`] if a backward with this weight is not possible.
+    /// [`Error::InvalidInput`] if a backward with this weight is not possible.
     pub(super) fn set_samples(&self, samples: f64, averages: bool) -> Result<()> {
         let mut state = self.state.borrow_mut();
         state.check_weight(samples, averages)?;

@@ -91,9 +91,9 @@ impl ReducerState {
     pub(super) fn check_weight(&self, samples: f64, averages: bool) -> Result<()> {
         let rank = self.group.ranks()[self.group.rank()];
         check_weight(samples, rank)
-            .map_err(|error| Error::Input(format!("backward_weighted: {error}")))?;
+            .map_err(|error| Error::InvalidInput(format!("backward_weighted: {error}")))?;
         if let Some(hook) = self.comm_hook.as_ref().filter(|hook| !hook.weighs()) {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "backward_weighted: the communication hook `{}` does not support weights; use GradBucket::weight and \
                  implement CommHook::weighs in it, or use backward",
                 hook.name()
@@ -102,7 +102,7 @@ impl ReducerState {
         let mut states = self.layout.buffers.iter().map(|buffer| buffer.places.gradients());
         let have_averages = states.any(|state| state == GradState::Averaged);
         if !averages && self.weight.is_none() && have_averages {
-            return Err(Error::Input(
+            return Err(Error::InvalidInput(
                 "backward_weighted: within no_sync it cannot add to gradients that an earlier step has averaged; \
                  call zero_grad before the first batch of a step"
                     .into(),
@@ -125,7 +125,7 @@ impl ReducerState {
     /// Prepares for the gradients of a backward that was called at `call_site`. From now on hooks may be called.
     ///
     /// # Errors
-    /// [`Error::Input`] if the backward averages gradients with weights but has no weight itself.
+    /// [`Error::InvalidInput`] if the backward averages gradients with weights but has no weight itself.
     pub(super) fn begin(
         &mut self,
         averages: bool,
@@ -141,7 +141,7 @@ impl ReducerState {
         if let Some(Weight { samples, is_called: false, .. }) = self.weight
             && averages
         {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "backward: this step has {samples} samples from backward_weighted; call backward_weighted for its \
                  last batch too"
             )));
@@ -198,7 +198,7 @@ impl ReducerState {
     fn mark_ready(&mut self, index: usize) -> Result<()> {
         let slot = &mut self.layout.slots[index];
         if slot.ready {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "static_graph: `{}` had no gradient in the first step and has one now; set \
                  find_unused_parameters instead",
                 slot.name

@@ -98,7 +98,7 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// # Errors
     /// [`Error::ModelMismatch`] when this rank's model differs from rank 0's; it names the first
-    /// difference. [`Error::Input`] when the model has nothing to train or is on another device. And
+    /// difference. [`Error::InvalidInput`] when the model has nothing to train or is on another device. And
     /// the errors of [`ProcessGroup::broadcast`].
     pub fn new(
         module: M,
@@ -125,7 +125,7 @@ impl<M> DistributedDataParallel<M> {
     /// the same hook.
     ///
     /// # Errors
-    /// [`Error::Input`] when a hook is registered already.
+    /// [`Error::InvalidInput`] when a hook is registered already.
     pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.reducer.set_comm_hook(hook)
     }
@@ -210,7 +210,7 @@ impl<M> DistributedDataParallel<M> {
     /// the buckets in the order in which rank 0's gradients became ready.
     ///
     /// # Errors
-    /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::Input`] when a parameter's `grad` has been
+    /// [`Error::UnusedParameters`], [`Error::Torch`], [`Error::InvalidInput`] when a parameter's `grad` has been
     /// replaced, and the errors of [`ProcessGroup::all_reduce`], which may happen in the model's own
     /// backward pass as well.
     #[track_caller]
@@ -244,8 +244,8 @@ impl<M> DistributedDataParallel<M> {
     /// [`divide_by_initial_world_size`](super::JoinOptions::divide_by_initial_world_size) says.
     ///
     /// # Errors
-    /// The errors of [`backward`](Self::backward). [`Error::Input`] if `samples` is negative or not finite, if all
-    /// ranks together have none, or if a communication hook does not [weigh](super::CommHook::weighs). Also within
+    /// The errors of [`backward`](Self::backward). [`Error::InvalidInput`] if `samples` is negative or not finite, if
+    /// all ranks together have none, or if a communication hook does not [weigh](super::CommHook::weighs). Also within
     /// `no_sync` while the averaged gradients of an earlier step remain. [`Error::Mismatch`] if another rank calls
     /// `backward`.
     ///

@@ -29,8 +29,8 @@ pub enum Error {
     /// A rank waited longer than the timeout.
     #[error(
         "rank {waiting} waited {waited:?} in {at} for {}; find out what delays it, or raise --timeout{}",
-        waited_for(*at, late),
-        if late.is_empty() { where_to_look(*at) } else { "" }
+        waited_for(*at, missing),
+        if missing.is_empty() { where_to_look(*at) } else { "" }
     )]
     Timeout {
         /// The operation in which the rank waited.
@@ -40,7 +40,7 @@ pub enum Error {
         /// How long the rank waited.
         waited: Duration,
         /// The missing ranks, each with its last known operation. Empty if they are not known.
-        late: Vec<MissingRank>,
+        missing: Vec<MissingRank>,
     },
 
     /// A rank returned from its function while another rank was still waiting for it.
@@ -87,7 +87,7 @@ pub enum Error {
     #[error(
         "{at}{}: the connection to {} is lost: {reason}; look at that process's output for why it ended",
         step.map_or(String::new(), |step| format!(" of step #{step}")),
-        list_late(lost)
+        list_missing(lost)
     )]
     ConnectionLost {
         /// The operation in which a rank noticed the loss.
@@ -115,8 +115,8 @@ pub enum Error {
         /// The ranks whose calls may be wrong.
         suspects: Suspects,
         /// The suspect to look at first.
-        odd: usize,
-        /// The operation that `odd` called.
+        outlier: usize,
+        /// The operation that `outlier` called.
         called: Operation,
     },
 
@@ -286,7 +286,11 @@ pub enum Error {
 
     /// A flag, a key, or an argument is invalid.
     #[error("{0}")]
-    Input(String),
+    InvalidInput(String),
+
+    /// A mistake in this crate.
+    #[error("{0}; this is a mistake in ddp-mp, please report it")]
+    Internal(String),
 
     /// An error that `--inject-fault` requested.
     #[error("injected by --inject-fault {0}")]
@@ -312,16 +316,16 @@ impl fmt::Display for MissingRank {
     }
 }
 
-fn waited_for(at: OpId, late: &[MissingRank]) -> String {
+fn waited_for(at: OpId, missing: &[MissingRank]) -> String {
     match at.operation {
-        _ if !late.is_empty() => list_late(late),
+        _ if !missing.is_empty() => list_missing(missing),
         Operation::Init => "NCCL to connect all ranks".into(),
         _ => "its device".into(),
     }
 }
 
-fn list_late(late: &[MissingRank]) -> String {
-    let names: Vec<String> = late.iter().map(ToString::to_string).collect();
+fn list_missing(missing: &[MissingRank]) -> String {
+    let names: Vec<String> = missing.iter().map(ToString::to_string).collect();
     names.join(", ")
 }
 
@@ -337,17 +341,17 @@ impl Error {
     /// Returns the ranks that this error blames. `None` if it blames the rank that reports it.
     pub(crate) fn blames(&self) -> Option<Blame> {
         match self {
-            Error::Timeout { late, .. } => {
-                late.first().map(|it| Blame::one(it.rank, Some(it.last_seen)))
+            Error::Timeout { missing, .. } => {
+                missing.first().map(|it| Blame::one(it.rank, Some(it.last_seen)))
             }
             Error::PeerExited { left, .. } => Some(Blame::one(*left, None)),
             Error::ConnectionLost { lost, step, .. } => {
                 let step = step.map(|sequence| OpId { operation: Operation::Step, sequence });
                 lost.first().map(|it| Blame::one(it.rank, step.or(Some(it.last_seen))))
             }
-            Error::Mismatch { suspects, odd, called, sequence, .. } => {
+            Error::Mismatch { suspects, outlier, called, sequence, .. } => {
                 let at = OpId { operation: *called, sequence: *sequence };
-                Some(Blame::of(suspects, *odd, Some(at)))
+                Some(Blame::of(suspects, *outlier, Some(at)))
             }
             Error::SendMismatch { source_rank, destination, .. } => {
                 let suspects = Suspects::tied(vec![*source_rank, *destination]);

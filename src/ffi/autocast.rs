@@ -46,14 +46,14 @@ impl Autocast {
     /// [`Kind::Half`].
     ///
     /// # Errors
-    /// [`Error::Input`] for another kind or device.
+    /// [`Error::InvalidInput`] for another kind or device.
     pub fn new(device: Device, kind: Kind) -> Result<Self> {
         // The numbers of c10::ScalarType.
         let dtype = match kind {
             Kind::Half => 5,
             Kind::BFloat16 => 15,
             _ => {
-                return Err(Error::Input(format!(
+                return Err(Error::InvalidInput(format!(
                     "autocast to {kind:?}: use BFloat16 or Half (float16)"
                 )));
             }
@@ -61,7 +61,11 @@ impl Autocast {
         let on_cuda = match device {
             Device::Cpu => false,
             Device::Cuda(_) => true,
-            _ => return Err(Error::Input(format!("autocast on {device:?}: use the CPU or a GPU"))),
+            _ => {
+                return Err(Error::InvalidInput(format!(
+                    "autocast on {device:?}: use the CPU or a GPU"
+                )));
+            }
         };
         let state = AutocastState { enabled: true, dtype, cache_enabled: false };
         let before = shim::autocast_swap(on_cuda, state)?;

@@ -135,7 +135,7 @@ pub(crate) fn scale_all(tensors: &TensorList, factor: &Tensor) -> Result<()> {
 }
 
 fn same_len(doing: &'static str, first: &TensorList, others: &[&TensorList]) -> Result<()> {
-    let Some(odd) = others.iter().find(|other| other.len != first.len) else { return Ok(()) };
-    let reason = format!("lists of {} and {} tensors", first.len, odd.len);
+    let Some(other) = others.iter().find(|other| other.len != first.len) else { return Ok(()) };
+    let reason = format!("lists of {} and {} tensors", first.len, other.len);
     Err(Error::Torch { doing, reason })
 }

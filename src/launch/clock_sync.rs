@@ -17,7 +17,7 @@ const QUESTIONS: usize = 16;
 /// answers all others. Each request waits for at most `timeout`.
 ///
 /// # Errors
-/// [`Error::Store`] when the store cannot be reached, [`Error::Input`] when another process does not answer.
+/// [`Error::Store`] when the store cannot be reached, [`Error::InvalidInput`] when another process does not answer.
 pub(super) fn estimate_offset(
     store: &TcpStore,
     mine: usize,
@@ -52,14 +52,14 @@ pub(super) fn estimate_offset(
             best = Some(Clock { at: before + error, on_rank_0, error });
         }
     }
-    best.ok_or_else(|| Error::Input("no process was asked for the time".into()))
+    best.ok_or_else(|| Error::Internal("no process was asked for the time".into()))
 }
 
 fn wait(store: &TcpStore, key: String, process: usize, timeout: Duration) -> Result<()> {
     if store.wait(&[key], timeout)? {
         return Ok(());
     }
-    Err(Error::Input(format!(
+    Err(Error::InvalidInput(format!(
         "process {process} did not compare its clock within {timeout:?}; find out what delays it, or raise --timeout"
     )))
 }

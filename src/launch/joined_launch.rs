@@ -86,8 +86,8 @@ impl Launch {
     /// Decides where the ranks of this process run.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when the requested devices or backend are not available; the text says
-    /// what to do.
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the requested devices or backend are not available; the
+    /// text says what to do.
     pub fn place(&self, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let placement = place(self.nproc, backend, cuda, &self.share(cores))?
@@ -200,7 +200,7 @@ impl JoinedLaunch {
 /// Calls `meet`. If that takes long, notes that this process still waits for the others.
 ///
 /// # Errors
-/// The errors of `meet`, and [`Error::Input`] when no thread can be started.
+/// The errors of `meet`, and [`Error::InvalidInput`] when no thread can be started.
 fn noting_a_wait<T>(
     launch: &Launch,
     note: &(dyn Fn(&str) + Sync),
@@ -221,7 +221,10 @@ fn noting_a_wait<T>(
     thread::scope(|scope| {
         let thread = thread::Builder::new().name("waiting".into());
         thread.spawn_scoped(scope, wait).map_err(|error| {
-            Error::Input(not_started("the thread that says whom this process waits for", &error))
+            Error::InvalidInput(not_started(
+                "the thread that says whom this process waits for",
+                &error,
+            ))
         })?;
         let result = meet();
         drop(met);

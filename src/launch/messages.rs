@@ -40,7 +40,7 @@ impl Process {
     }
 
     /// # Errors
-    /// [`Error::Input`] if `bytes` are not a valid message.
+    /// [`Error::InvalidInput`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
         let process: Self = from_json(key, bytes)?;
         match (process.ranks.len(), process.gpus.len()) {
@@ -62,7 +62,7 @@ impl Process {
 /// difference.
 ///
 /// # Errors
-/// [`Error::Input`] with the first difference: its name, both values, and the two processes.
+/// [`Error::InvalidInput`] with the first difference: its name, both values, and the two processes.
 pub(super) fn check_same(processes: &[Process]) -> Result<()> {
     let Some((first, others)) = processes.split_first() else { return Ok(()) };
     let same = "start the same program with the same options everywhere";
@@ -72,7 +72,7 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
         };
         let (one, two) = (whose(0, first), whose(number, other));
         if (&first.version, &first.backend) != (&other.version, &other.backend) {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{one} is ddp-mp {} with backend {}, {two} is {} with {}; {same}",
                 first.version, first.backend, other.version, other.backend
             )));
@@ -84,7 +84,7 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
         let mut names = first.options.iter().chain(&other.options).map(|(name, _)| name);
         if let Some(name) = names.find(|name| value(first, name) != value(other, name)) {
             let (of_first, of_other) = (value(first, name), value(other, name));
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{name} is {of_first} for {one}, and {of_other} for {two}; {same}"
             )));
         }
@@ -106,7 +106,7 @@ pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
 /// Returns the range of ranks of each process.
 ///
 /// # Errors
-/// [`Error::Input`] if there are more than [`MOST_RANKS`] in all.
+/// [`Error::InvalidInput`] if there are more than [`MOST_RANKS`] in all.
 pub(super) fn places(processes: &[Process]) -> Result<Vec<Range<usize>>> {
     let mut next = 0;
     let mut take = |count: usize| {
@@ -119,7 +119,7 @@ pub(super) fn places(processes: &[Process]) -> Result<Vec<Range<usize>>> {
         return Ok(places);
     }
     let count = processes.len();
-    Err(Error::Input(format!(
+    Err(Error::InvalidInput(format!(
         "{count} processes have {next} ranks together, and {MOST_RANKS} are the most; start fewer"
     )))
 }
@@ -156,7 +156,7 @@ impl MissingPeers {
     }
 
     /// # Errors
-    /// [`Error::Input`] if `bytes` are not a valid message.
+    /// [`Error::InvalidInput`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
         let Self { missing, there } = from_json(key, bytes)?;
         let [missing, there] = [missing, there].map(|it| escaped_line(&it).into_owned());
@@ -200,7 +200,7 @@ impl FailureReport {
     /// Reads a report of a run with `world_size` ranks.
     ///
     /// # Errors
-    /// [`Error::Input`] if `bytes` are not a valid message.
+    /// [`Error::InvalidInput`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8], world_size: usize) -> Result<Self> {
         let report: Self = from_json(key, bytes)?;
         // Users of the library print this text too.
@@ -214,14 +214,15 @@ impl FailureReport {
 }
 
 pub(super) fn unreadable(key: &str, why: &str) -> Error {
-    Error::Input(format!(
+    Error::InvalidInput(format!(
         "store key {key:?} holds an invalid message: {why}; another program may use the same store: give each run a \
          store of its own"
     ))
 }
 
 pub(super) fn to_json(key: &str, message: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(message).map_err(|error| Error::Input(format!("{key}: {error}")))
+    serde_json::to_vec(message)
+        .map_err(|error| Error::Internal(format!("store key {key:?}: {error}")))
 }
 
 pub(super) fn from_json<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {

@@ -39,7 +39,7 @@ impl FromStr for Nproc {
             "cpu" => Ok(Nproc::Cpu),
             number => match number.parse() {
                 Ok(count @ 1..=MOST_RANKS) => Ok(Nproc::Count(count)),
-                _ => Err(Error::Input(format!(
+                _ => Err(Error::InvalidInput(format!(
                     "{text:?} is not a number of ranks; use auto, gpu, cpu, or a number from 1 to {MOST_RANKS}"
                 ))),
             },
@@ -145,7 +145,7 @@ pub struct Placement {
 /// `share` is this process's part of the machine.
 ///
 /// # Errors
-/// [`Error::Input`] when the requested devices or backend are not available; the text says what to do.
+/// [`Error::InvalidInput`] when the requested devices or backend are not available; the text says what to do.
 pub fn place(
     nproc: Nproc,
     choice: BackendChoice,
@@ -163,7 +163,7 @@ pub fn place(
         Nproc::Auto | Nproc::Gpu if on_gpus => match share.count_gpus(gpus) {
             Some(count) => count,
             None => {
-                return Err(Error::Input(format!(
+                return Err(Error::InvalidInput(format!(
                     "{gpus} GPUs are visible to each of {} processes on this machine, and cannot be divided equally; \
                      use --nproc-per-node with the number of ranks in each process",
                     share.count
@@ -171,7 +171,7 @@ pub fn place(
             }
         },
         Nproc::Gpu => {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "--nproc-per-node gpu: {}; use cpu or a number for ranks on the CPU",
                 why_none()
             )));
@@ -184,7 +184,7 @@ pub fn place(
     if !on_gpus {
         if choice == BackendChoice::Nccl {
             let why = if gpus == 0 { why_none() } else { "ranks on the CPU were asked for".into() };
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "--backend nccl needs a GPU for each rank: {why}; use --backend threaded"
             )));
         }
@@ -209,7 +209,7 @@ pub fn place(
     }
 
     if choice == BackendChoice::Gloo {
-        return Err(Error::Input(
+        return Err(Error::InvalidInput(
             "--backend gloo is for ranks on the CPU: use --nproc-per-node cpu or nccl".into(),
         ));
     }
@@ -223,14 +223,14 @@ pub fn place(
     } else if share.count > 1 {
         let NodeSlice { index, count: processes, .. } = share;
         let each = if count == 1 { "1 rank" } else { &format!("{count} ranks") };
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "process {index} of {processes} on this machine: {processes} processes with {each} each need {} GPUs, \
              and {gpus} {} visible; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES",
             processes * count,
             if gpus == 1 { "is" } else { "are" }
         )));
     } else {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--nproc-per-node {count}: only {gpus} {} visible; use at most {gpus}, check \
              CUDA_VISIBLE_DEVICES, or let all ranks share GPU 0 with --backend threaded",
             if gpus == 1 { "GPU is" } else { "GPUs are" }
@@ -255,7 +255,7 @@ impl Placement {
     /// Adapts the placement to a run of `count` processes.
     ///
     /// # Errors
-    /// [`Error::Input`] for a backend that does not work across processes.
+    /// [`Error::InvalidInput`] for a backend that does not work across processes.
     pub fn in_processes(self, count: usize, choice: BackendChoice) -> Result<Self> {
         let on_cpu = matches!(self.devices[0], Device::Cpu);
         match (count, choice, self.backend) {
@@ -268,7 +268,7 @@ impl Placement {
             (_, BackendChoice::Auto | BackendChoice::Gloo, _) if on_cpu => {
                 Ok(Self { backend: Backend::Gloo, ..self })
             }
-            _ => Err(Error::Input(format!(
+            _ => Err(Error::InvalidInput(format!(
                 "--backend threaded stays within one process, and there are {count}; use gloo or nccl"
             ))),
         }

@@ -112,11 +112,11 @@ impl Rank {
     /// others what they need over a channel. Several processes have already connected through a store.
     ///
     /// # Errors
-    /// [`Error::Input`] when called twice, with a backend that the device does not allow, or when NCCL is missing;
-    /// [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when other ranks do not arrive.
+    /// [`Error::InvalidInput`] when called twice, with a backend that the device does not allow, or when NCCL is
+    /// missing; [`Error::Timeout`], [`Error::PeerExited`] and [`Error::Cancelled`] when other ranks do not arrive.
     pub fn init_process_group(&self, backend: Backend) -> Result<Rc<ProcessGroup>> {
         let Some(rendezvous) = self.rendezvous.take() else {
-            return Err(Error::Input(
+            return Err(Error::InvalidInput(
                 "init_process_group was called twice on this rank; keep the group it returned"
                     .into(),
             ));
@@ -128,7 +128,7 @@ impl Rank {
             let members = (0..self.world_size()).collect();
             let invitation = match (&self.world, backend) {
                 (Some(world), _) => world.invitation(&self.run, backend),
-                (None, Backend::Gloo) => Err(Error::Input(
+                (None, Backend::Gloo) => Err(Error::InvalidInput(
                     "backend gloo is for several processes; use threaded for the ranks of one"
                         .into(),
                 )),
@@ -138,7 +138,7 @@ impl Rank {
             invitation.or_else(|error| self.run.check(self.rank).and(Err(error)))
         })?;
         if invitation.backend() != backend.name() {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "init_process_group: rank 0 asks for backend {}, rank {} for {}; ask for the same",
                 invitation.backend(),
                 self.rank,

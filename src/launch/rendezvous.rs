@@ -83,7 +83,7 @@ fn wait_for(
             recv(run.cancel.tripped()) -> _ => run.check(rank)?,
         }
     }
-    // Nothing was received: the first rank is late, or it has returned without sending. If it has failed, it is
+    // Nothing was received: the first rank is missing, or it has returned without sending. If it has failed, it is
     // about to report that. If it has returned, it is about to be marked as done. Either wakes this thread.
     let (at, waiting) = (run.activity[rank].now(), rank);
     let error = loop {
@@ -97,7 +97,7 @@ fn wait_for(
                 at,
                 waiting,
                 waited: run.timeout,
-                late: run.missing_ranks(vec![first]),
+                missing: run.missing_ranks(vec![first]),
             };
         };
         thread::park_timeout(time_left);

@@ -23,7 +23,7 @@ const SLICE: Duration = Duration::from_secs(1);
 /// `None` if process 0 has not arrived within `timeout`. Process 0 gets a number even if others have not arrived.
 ///
 /// # Errors
-/// [`Error::Store`] when the store cannot be reached, [`Error::Input`] when the answer is not one that process 0
+/// [`Error::Store`] when the store cannot be reached, [`Error::InvalidInput`] when the answer is not one that process 0
 /// gives.
 pub(super) fn number(
     store: &TcpStore,

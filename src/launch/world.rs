@@ -68,8 +68,8 @@ impl ProcessWorld {
     /// is the only process. `options` holds the names and values that must be the same in all processes.
     ///
     /// # Errors
-    /// [`Error::Input`] when the processes do not fit each other, [`Error::Store`] when the store cannot be reached
-    /// or served, [`Error::PeersMissing`] when others do not arrive within `timeout`.
+    /// [`Error::InvalidInput`] when the processes do not fit each other, [`Error::Store`] when the store cannot be
+    /// reached or served, [`Error::PeersMissing`] when others do not arrive within `timeout`.
     pub fn meet(
         launch: &Launch,
         placement: &Placement,
@@ -82,7 +82,7 @@ impl ProcessWorld {
         };
         let count = launch.processes.count;
         if count > MOST_RANKS {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{count} processes are more than {MOST_RANKS}, the most here; check what sets this number ({})",
                 launch.reason
             )));
@@ -172,10 +172,10 @@ impl ProcessWorld {
         }))
     }
 
-    /// Compares this process's clock with that of process 0, for traces. All must call it; each waits at most `timeout`.
+    /// Compares this process's clock with that of process 0, for traces. All must call it, and wait `timeout` at most.
     ///
     /// # Errors
-    /// [`Error::Store`], [`Error::Input`] when another process does not answer.
+    /// [`Error::Store`], [`Error::InvalidInput`] when another process does not answer.
     pub fn compare_clocks(self, timeout: Duration) -> Result<Self> {
         let count = self.processes.len();
         let clock = clock_sync::estimate_offset(&self.store, self.mine, count, timeout)?;
@@ -185,7 +185,7 @@ impl ProcessWorld {
     /// Checks that this machine has the network interfaces that Gloo is to use.
     ///
     /// # Errors
-    /// [`Error::Input`] that names `GLOO_SOCKET_IFNAME`.
+    /// [`Error::InvalidInput`] that names `GLOO_SOCKET_IFNAME`.
     pub fn check_interfaces(&self) -> Result<()> {
         let uses = self.processes[self.mine].backend == Backend::Gloo.name();
         self.interfaces.as_deref().filter(|_| uses).map_or(Ok(()), check_interfaces)
@@ -259,10 +259,10 @@ impl ProcessWorld {
     /// Returns what the ranks of this process need to join the world group.
     ///
     /// # Errors
-    /// The errors of [`Network::connect`], and [`Error::Input`] for a backend that stays within a process.
+    /// The errors of [`Network::connect`], and [`Error::InvalidInput`] for a backend that stays within a process.
     pub(super) fn invitation(&self, run: &Arc<RunContext>, backend: Backend) -> Result<Bootstrap> {
         if backend == Backend::Threaded {
-            return Err(Error::Input(
+            return Err(Error::InvalidInput(
                 "backend threaded is for the ranks of one process; use gloo or nccl for several"
                     .into(),
             ));
@@ -306,10 +306,10 @@ impl ProcessWorld {
 /// Checks that a store can be served at this address, on any port. A name that does not resolve is reported later.
 ///
 /// # Errors
-/// [`Error::Input`] if the address is not one of this machine, or stands for all its interfaces.
+/// [`Error::InvalidInput`] if the address is not one of this machine, or stands for all its interfaces.
 fn check_is_here(master: &MasterEndpoint) -> Result<()> {
     let addr = &master.addr;
-    let refuse = |why: &str| Err(Error::Input(format!("--master-addr={addr}: {why}")));
+    let refuse = |why: &str| Err(Error::InvalidInput(format!("--master-addr={addr}: {why}")));
     match TcpListener::bind((&addr[..], 0)).and_then(|it| it.local_addr()) {
         Ok(found) if found.ip().is_unspecified() => refuse(
             "that stands for all interfaces of this machine; give the address of one that the others can reach",
@@ -339,7 +339,7 @@ fn tell(
 ) -> Result<Vec<Process>> {
     let key = |process: usize| format!("process/{process}");
     if store.add(&format!("came/{mine}"), 1)? > 1 {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "two processes have the number {mine} of {count}; give each its own --node-rank (or RANK)"
         )));
     }
@@ -385,18 +385,18 @@ fn tell(
 /// Checks that `processes` can train together. Process `mine` is this one, `me`. Returns the ranks of each.
 ///
 /// # Errors
-/// [`Error::Input`] with the reason, the same in all processes.
+/// [`Error::InvalidInput`] with the reason, the same in all processes.
 fn check(processes: &[Process], me: &Process, mine: usize) -> Result<Vec<Range<usize>>> {
     if processes[mine] != *me {
         let text = format!("two processes have the number {mine}; give each its own --node-rank");
-        return Err(Error::Input(text));
+        return Err(Error::InvalidInput(text));
     }
     check_same(processes)?;
     if me.backend == Backend::Nccl.name()
         && let Some((gpu, [one, other])) = shared_gpu(processes)
         && std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_none_or(|it| it != "1")
     {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "{one} and {other} have the same GPU, {gpu}, and NCCL needs one for each rank: start fewer, or have each \
              process see its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
         )));
@@ -427,7 +427,7 @@ fn part(store: &TcpStore, error: &Error, serves: bool, count: usize) -> Result<(
             store.set(ABSENT, &absence.to_bytes(ABSENT)?)?;
             count - missing.split(", ").count() - 1
         }
-        Error::Input(_) => count - 1,
+        Error::InvalidInput(_) => count - 1,
         _ => return Ok(()), // the store is gone already
     };
     let began = Instant::now();

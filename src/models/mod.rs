@@ -139,10 +139,10 @@ impl ModelConfig {
     /// Dropout draws the same numbers on every rank, until [`Model::with_generator`] sets the rank's own generator.
     ///
     /// # Errors
-    /// [`Error::Input`] if a cnn's images are not square or too small; [`Error::Torch`] if libtorch fails, for
+    /// [`Error::InvalidInput`] if a cnn's images are not square or too small; [`Error::Torch`] if libtorch fails, for
     /// example without enough memory.
     pub fn build(&self, device: Device, seed: u64) -> Result<(nn::VarStore, Model)> {
-        self.check().map_err(|(key, problem)| Error::Input(format!("{key}: {problem}")))?;
+        self.check().map_err(|(key, problem)| Error::InvalidInput(format!("{key}: {problem}")))?;
         let doing = "making the model";
         let vs = nn::VarStore::new(Device::Cpu);
         let dropout = if self.dropout > 0.0 {

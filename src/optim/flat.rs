@@ -89,7 +89,7 @@ impl OptimizerState {
                 GradState::Cleared => {}
                 GradState::Averaged => any = true,
                 GradState::Local => {
-                    return Err(Error::Input(
+                    return Err(Error::InvalidInput(
                         "the gradients of this rank were not averaged, and a step with them would make the ranks \
                          differ: call the last backward before a step outside of no_sync"
                             .into(),
@@ -256,7 +256,8 @@ impl OptimizerState {
         besides: &[&str],
         count: impl Fn(&ParameterState) -> Result<u64>,
     ) -> Result<()> {
-        let wrong = |problem: String| Err(Error::Input(format!("the optimizer's state {problem}")));
+        let wrong =
+            |problem: String| Err(Error::InvalidInput(format!("the optimizer's state {problem}")));
         let known: BTreeMap<&str, &ParameterState> =
             state.iter().map(|state| (&state.name[..], state)).collect();
         if let Some(extra) = known.keys().find(|name| self.places().all(|(_, p)| p.name != **name))

@@ -130,8 +130,8 @@ impl GradScaler {
     /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers) on the ranks of `group`.
     ///
     /// # Errors
-    /// [`Error::Input`] for a growth factor that does not grow, a backoff factor that does not shrink, and float16
-    /// parameters; [`Error::Torch`] when the device is out of memory.
+    /// [`Error::InvalidInput`] for a growth factor that does not grow, a backoff factor that does not shrink, and
+    /// float16 parameters; [`Error::Torch`] when the device is out of memory.
     pub fn new(
         buffers: Vec<FlatBuffer>,
         group: Rc<ProcessGroup>,
@@ -142,7 +142,7 @@ impl GradScaler {
             check(init_scale, growth_factor, backoff_factor, options.growth_interval)?;
             if let Some(half) = buffers.iter().find(|it| it.gradients.kind() == Kind::Half) {
                 let name = half.places.get().first().map_or(String::new(), |it| it.name.clone());
-                return Err(Error::Input(format!(
+                return Err(Error::InvalidInput(format!(
                     "parameter `{name}` is float16, and so is its gradient, which cannot be unscaled; keep \
                      parameters float32 and use Autocast"
                 )));
@@ -190,8 +190,8 @@ impl GradScaler {
     /// device.
     ///
     /// # Errors
-    /// [`Error::Input`] when it has been called since the last [`update`](Self::update), or when there was no backward
-    /// since gradients were zeroed; [`Error::Torch`].
+    /// [`Error::InvalidInput`] when it has been called since the last [`update`](Self::update), or when there was no
+    /// backward since gradients were zeroed; [`Error::Torch`].
     pub fn unscale_(&mut self) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
@@ -219,7 +219,7 @@ impl GradScaler {
     ///
     /// # Errors
     /// The errors of the optimizer, of [`unscale_`](Self::unscale_) and of [`ProcessGroup::synchronize`];
-    /// [`Error::Input`] when it has been called since the last [`update`](Self::update).
+    /// [`Error::InvalidInput`] when it has been called since the last [`update`](Self::update).
     pub fn step(&mut self, optimizer: &mut dyn Optimizer, lr: f64) -> Result<bool> {
         if !self.options.enabled {
             return optimizer.step(lr).map(|()| true);
@@ -240,7 +240,8 @@ impl GradScaler {
     ///
     /// # Errors
     /// [`Error::LossScale`] when the scale is so small that it cannot be the cause of the overflow. (PyTorch continues
-    /// to a scale of 0, and skips all steps.) [`Error::Input`] when no gradients were unscaled since the last update.
+    /// to a scale of 0, and skips all steps.) [`Error::InvalidInput`] when no gradients were unscaled since the last
+    /// update.
     pub fn update(&mut self) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
@@ -286,7 +287,7 @@ impl GradScaler {
     /// Restores `state`; does nothing if the scaler is not enabled. Follows `load_state_dict`.
     ///
     /// # Errors
-    /// [`Error::Input`] when `state` is invalid; the scaler is then unchanged.
+    /// [`Error::InvalidInput`] when `state` is invalid; the scaler is then unchanged.
     pub fn load_state(&mut self, state: &GradScalerState) -> Result<()> {
         if !self.options.enabled {
             return Ok(());
@@ -300,7 +301,7 @@ impl GradScaler {
         } = *state;
         check(scale, growth_factor, backoff_factor, growth_interval)?;
         if growth_tracker >= growth_interval {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "the scaler's state: {growth_tracker} good steps are not fewer than its growth_interval of \
                  {growth_interval}"
             )));
@@ -336,11 +337,11 @@ fn check(scale: f64, growth: f64, backoff: f64, interval: u64) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::Input(format!("the gradient scaler's {problem}")))
+    Err(Error::InvalidInput(format!("the gradient scaler's {problem}")))
 }
 
 fn out_of_turn<T>(what: &str) -> Result<T> {
-    Err(Error::Input(format!(
+    Err(Error::InvalidInput(format!(
         "the gradient scaler: {what}; a step is scale, backward, unscale_ (if needed), step, update"
     )))
 }

@@ -30,8 +30,8 @@ pub trait Optimizer: Debug {
     /// The step is an in-place change of the parameters: backward refuses an older graph that needs their values.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when the gradients are not averaged because the last backward was within
-    /// `no_sync`; [`Error::Torch`](crate::Error::Torch).
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the gradients are not averaged because the last
+    /// backward was within `no_sync`; [`Error::Torch`](crate::Error::Torch).
     fn step(&mut self, lr: f64) -> Result<()>;
 
     /// Returns a copy of all state of the next step besides parameters and gradients, per parameter in creation order.
@@ -45,7 +45,7 @@ pub trait Optimizer: Debug {
     /// parameters. The layout of the flat buffers may differ.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when it does not fit; the optimizer is then unchanged.
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when it does not fit; the optimizer is then unchanged.
     /// [`Error::Torch`](crate::Error::Torch).
     fn load_state(&mut self, state: &[ParameterState]) -> Result<()>;
 }

@@ -89,13 +89,13 @@ pub(crate) fn not_started(what: &str, error: &io::Error) -> String {
 /// hard limit if necessary.
 ///
 /// # Errors
-/// [`Error::Input`] with the limit and the remedy.
+/// [`Error::InvalidInput`] with the limit and the remedy.
 pub(crate) fn require_files(count: usize, purpose: &str) -> Result<()> {
     if can_open(count) || (raise_soft_limit() && can_open(count)) {
         return Ok(());
     }
     let error = format!("{purpose} takes {count} more open files: {}", FILES.words);
-    Err(Error::Input(FILES.explain(&error)))
+    Err(Error::InvalidInput(FILES.explain(&error)))
 }
 
 /// Returns whether this process can open `count` more files now.

@@ -24,7 +24,7 @@ impl ProcessGroup {
                 return undefined(operation);
             }
             if tensor.device() != self.device {
-                return Err(Error::Input(format!(
+                return Err(Error::InvalidInput(format!(
                     "{operation}: the tensor is on {}, but rank {} works on {}; move it there first",
                     device_name(tensor.device()),
                     self.rank,
@@ -33,7 +33,7 @@ impl ProcessGroup {
             }
             let kind = tensor.f_kind().doing("kind")?;
             if common.is_some_and(|common| common != kind) {
-                return Err(Error::Input(format!(
+                return Err(Error::InvalidInput(format!(
                     "{operation}: the tensors are of different kinds; convert them to one"
                 )));
             }
@@ -97,7 +97,7 @@ impl ProcessGroup {
         shape: Option<&[i64]>,
     ) -> Result<()> {
         if list.len() != self.world_size() {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{operation}: the list has {} tensors, but there are {} ranks; pass one for each",
                 list.len(),
                 self.world_size()
@@ -106,7 +106,7 @@ impl ProcessGroup {
         let Some(shape) = shape else { return Ok(()) };
         match list.iter().map(Tensor::size).find(|size| size != shape) {
             None => Ok(()),
-            Some(size) => Err(Error::Input(format!(
+            Some(size) => Err(Error::InvalidInput(format!(
                 "{operation}: the list has a tensor of shape {size:?} beside one of {shape:?}; all must \
                  have one shape"
             ))),
@@ -129,7 +129,7 @@ impl ProcessGroup {
                 Ok(list)
             }
             None if self.rank() != root => Ok(&[]),
-            _ => Err(Error::Input(format!(
+            _ => Err(Error::InvalidInput(format!(
                 "{operation}: rank {root} ({role}) must pass {name}, and no other rank may; this is rank {}",
                 self.rank()
             ))),
@@ -147,7 +147,7 @@ impl ProcessGroup {
         let shape = tensor.size();
         let total = shape.first().copied().unwrap_or(1);
         let row: i64 = shape.iter().skip(1).product();
-        let refuse = |why: String| Err(Error::Input(format!("all_to_all: {name} {why}")));
+        let refuse = |why: String| Err(Error::InvalidInput(format!("all_to_all: {name} {why}")));
         let Some(splits) = splits else {
             if total % world_size != 0 {
                 return refuse(format!(

@@ -30,13 +30,14 @@ pub(super) struct BackendType {
     pub prepare: fn(&Arc<Shared>, Option<&Arc<Network>>) -> Result<Join>,
 }
 
-/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::Input`] if the backend
-/// does not support the device.
+/// Joins a group as a group rank with this device. Returns once all members have joined. [`Error::InvalidInput`] if the
+/// backend does not support the device.
 pub(super) type Join = Arc<dyn Fn(usize, Device) -> Result<Box<dyn Backend>> + Send + Sync>;
 
 /// A communication backend: moves the tensors between ranks.
 ///
-/// Each implementation has a folder: `threaded`, `gloo` and `nccl`. Every rank has its own instance. The calls of all ranks with the same sequence number are one collective.
+/// Each implementation has a folder: `threaded`, `gloo` and `nccl`. Every rank has its own instance. The calls of all
+/// ranks with the same sequence number are one collective.
 pub(super) trait Backend: Send {
     /// Runs this rank's part of a collective.
     fn run(&mut self, call: &Call) -> Result<()>;

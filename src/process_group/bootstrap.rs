@@ -30,8 +30,8 @@ impl Bootstrap {
     /// process.
     ///
     /// # Errors
-    /// [`Error::Input`] if `backend` needs a library that is missing, [`Error::Unsupported`] if it cannot connect
-    /// processes, and the errors of the store.
+    /// [`Error::InvalidInput`] if `backend` needs a library that is missing, [`Error::Unsupported`] if it cannot
+    /// connect processes, and the errors of the store.
     pub(crate) fn new(
         backend: &str,
         run: &Arc<RunContext>,
@@ -65,7 +65,7 @@ impl Bootstrap {
     /// Joins the group as rank `rank`. Returns once all members have joined.
     ///
     /// # Errors
-    /// [`Error::Input`] if the backend does not support `device`, the errors of the barrier, and
+    /// [`Error::InvalidInput`] if the backend does not support `device`, the errors of the barrier, and
     /// NCCL's own.
     pub(crate) fn join(
         self,

@@ -54,8 +54,8 @@ impl TcpStore {
     /// Sets `key` to `value`, of up to 8 MiB. Follows `TCPStore.set`.
     ///
     /// # Errors
-    /// [`Error::Store`] if the connection is lost, which may show only at the next request; [`Error::Input`] if the
-    /// key or the value is too long.
+    /// [`Error::Store`] if the connection is lost, which may show only at the next request; [`Error::InvalidInput`] if
+    /// the key or the value is too long.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.0.set(key, value)
     }
@@ -140,8 +140,8 @@ impl ProcessGroupGloo {
     /// variable, they use the interface that reaches the store.
     ///
     /// # Errors
-    /// [`Error::Input`] if there is no such rank; [`Error::Store`] if other ranks do not join within `timeout` or
-    /// cannot be reached.
+    /// [`Error::InvalidInput`] if there is no such rank; [`Error::Store`] if other ranks do not join within `timeout`
+    /// or cannot be reached.
     pub fn new(
         store: &TcpStore,
         prefix: &str,
@@ -177,8 +177,9 @@ impl ProcessGroupGloo {
     /// three or more floats are added.
     ///
     /// # Errors
-    /// [`Error::Gloo`] if the operation fails, here or on the network; [`Error::Input`] and [`Error::Unsupported`]
-    /// for tensors and ops that cannot be used: Gloo has no [`ReduceOp::Avg`] and no [`ReduceOp::PremulSum`].
+    /// [`Error::Gloo`] if the operation fails, here or on the network; [`Error::InvalidInput`] and
+    /// [`Error::Unsupported`] for tensors and ops that cannot be used: Gloo has no [`ReduceOp::Avg`] and no
+    /// [`ReduceOp::PremulSum`].
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         let reduce = self.reduction(Operation::AllReduce, op, tensor)?;
         done(self.0.all_reduce(tensor, reduce))

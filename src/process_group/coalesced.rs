@@ -19,7 +19,8 @@ impl ProcessGroup {
     /// same on every rank.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`](crate::Error::Input) if there are no tensors, or dtypes differ.
+    /// The errors of [`ProcessGroup::all_reduce`]; [`Error::InvalidInput`](crate::Error::InvalidInput) if there are no
+    /// tensors, or dtypes differ.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -55,8 +56,8 @@ impl ProcessGroup {
     /// Follows c10d's `allgather_into_tensor_coalesced`. All tensors have one dtype.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::all_gather_into_tensor`]; [`Error::Input`](crate::Error::Input) if there are no tensors, the
-    /// numbers of outputs and inputs differ, or dtypes differ.
+    /// The errors of [`ProcessGroup::all_gather_into_tensor`]; [`Error::InvalidInput`](crate::Error::InvalidInput) if
+    /// there are no tensors, the numbers of outputs and inputs differ, or dtypes differ.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -100,8 +101,8 @@ impl ProcessGroup {
     /// Follows c10d's `reduce_scatter_tensor_coalesced`. All tensors have one dtype.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::reduce_scatter_tensor`]; [`Error::Input`](crate::Error::Input) if there are no tensors, the numbers
-    /// of outputs and inputs differ, or dtypes differ.
+    /// The errors of [`ProcessGroup::reduce_scatter_tensor`]; [`Error::InvalidInput`](crate::Error::InvalidInput) if
+    /// there are no tensors, the numbers of outputs and inputs differ, or dtypes differ.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {

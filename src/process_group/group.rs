@@ -18,7 +18,7 @@ impl ProcessGroup {
     /// operations at the same time. Ranks that are in several groups must call their collectives in one order.
     ///
     /// # Errors
-    /// [`Error::Input`] if `ranks` is empty, repeats a rank, or names a rank that does not exist; the errors of
+    /// [`Error::InvalidInput`] if `ranks` is empty, repeats a rank, or names a rank that does not exist; the errors of
     /// [`ProcessGroup::all_reduce`].
     ///
     /// ```
@@ -71,7 +71,7 @@ impl ProcessGroup {
     /// [`ProcessGroup::new_group`].
     ///
     /// # Errors
-    /// [`Error::Input`] if the ranks cannot be split into groups of that size; the errors of
+    /// [`Error::InvalidInput`] if the ranks cannot be split into groups of that size; the errors of
     /// [`ProcessGroup::all_reduce`].
     ///
     /// ```
@@ -109,7 +109,7 @@ impl ProcessGroup {
     /// numbers are as in [`ProcessGroup::new_group`].
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::new_group`]; [`Error::Input`] if a rank is in two lists.
+    /// The errors of [`ProcessGroup::new_group`]; [`Error::InvalidInput`] if a rank is in two lists.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {

@@ -18,8 +18,8 @@ impl ProcessGroup {
     /// Follows `torch.distributed.broadcast_object_list`; here, the other ranks' lists may have any length before.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::broadcast`]; [`Error::Input`] if an object cannot be serialised, or is not of
-    /// the type that this rank expects.
+    /// The errors of [`ProcessGroup::broadcast`]; [`Error::InvalidInput`] if an object cannot be serialised, or is not
+    /// of the type that this rank expects.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -125,8 +125,8 @@ impl ProcessGroup {
     /// Follows `torch.distributed.scatter_object_list`.
     ///
     /// # Errors
-    /// The errors of [`ProcessGroup::broadcast_object_list`]; [`Error::Input`] if the list does not have one object
-    /// for each rank, is missing on `src`, or is passed on another rank.
+    /// The errors of [`ProcessGroup::broadcast_object_list`]; [`Error::InvalidInput`] if the list does not have one
+    /// object for each rank, is missing on `src`, or is passed on another rank.
     ///
     /// ```
     /// # fn main() -> anyhow::Result<()> {
@@ -152,7 +152,7 @@ impl ProcessGroup {
         let wrong = scatter_object_input_list.map(<[T]>::len)
             != (self.rank() == src).then_some(self.world_size());
         if wrong {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "{NAME}: rank {src} (src) alone passes a list, with an object for each of {} ranks; this is \
                  rank {}",
                 self.world_size(),
@@ -263,7 +263,7 @@ impl ProcessGroup {
     fn tensor_of(&self, bytes: &[u8], len: usize) -> Result<Tensor> {
         let mut padded = Vec::new();
         padded.try_reserve_exact(len).map_err(|error| {
-            Error::Input(format!(
+            Error::InvalidInput(format!(
                 "there is not enough memory for the {len} bytes that are announced: {error}"
             ))
         })?;
@@ -307,7 +307,7 @@ fn unframe<T: DeserializeOwned>(name: &str, frame: &[u8]) -> Result<T> {
     let len = frame.first_chunk().map_or(-1, |bytes| i64::from_le_bytes(*bytes));
     let len = length(name, len)?;
     let object = frame.get(LENGTH..LENGTH + len).ok_or_else(|| {
-        Error::Input(format!(
+        Error::InvalidInput(format!(
             "{name}: an object of {len} bytes is announced in a frame of {} bytes",
             frame.len()
         ))
@@ -320,7 +320,7 @@ const LONGEST: usize = i32::MAX as usize;
 
 fn length(name: &str, len: i64) -> Result<usize> {
     usize::try_from(len).ok().filter(|len| *len <= LONGEST).ok_or_else(|| {
-        Error::Input(format!(
+        Error::InvalidInput(format!(
             "{name}: an object has up to {LONGEST} bytes, and {len} are announced"
         ))
     })
@@ -328,7 +328,7 @@ fn length(name: &str, len: i64) -> Result<usize> {
 
 fn to_bytes(name: &str, object: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
     let bytes = rmp_serde::to_vec_named(object).map_err(|error| {
-        Error::Input(format!("{name}: the object cannot be serialised: {error}"))
+        Error::InvalidInput(format!("{name}: the object cannot be serialised: {error}"))
     })?;
     length(name, bytes.len() as i64)?;
     Ok(bytes)
@@ -336,7 +336,7 @@ fn to_bytes(name: &str, object: &(impl Serialize + ?Sized)) -> Result<Vec<u8>> {
 
 fn from_bytes<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<T> {
     rmp_serde::from_slice(bytes).map_err(|error| {
-        Error::Input(format!(
+        Error::InvalidInput(format!(
             "{name}: the received object is not of the type {}: {error}",
             std::any::type_name::<T>()
         ))

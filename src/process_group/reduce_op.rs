@@ -61,7 +61,10 @@ impl FromStr for ReduceOp {
         let known = [Sum, Avg, Product, Min, Max, Band, Bor, Bxor];
         known.into_iter().find(|op| op.to_string() == text).ok_or_else(|| {
             let names: Vec<String> = known.iter().map(ToString::to_string).collect();
-            Error::Input(format!("{text:?} is not a reduce op; use one of {}", names.join(", ")))
+            Error::InvalidInput(format!(
+                "{text:?} is not a reduce op; use one of {}",
+                names.join(", ")
+            ))
         })
     }
 }

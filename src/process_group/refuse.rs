@@ -5,7 +5,7 @@ use crate::operation::Operation;
 
 /// Returns an error in the arguments of `operation`.
 pub(super) fn refuse<T>(operation: Operation, why: String) -> Result<T> {
-    Err(Error::Input(format!("{operation}: {why}")))
+    Err(Error::InvalidInput(format!("{operation}: {why}")))
 }
 
 /// Returns the error of a tensor that is undefined.

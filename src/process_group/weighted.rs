@@ -21,7 +21,7 @@ impl ProcessGroup {
     /// the weights cost one TCP message to each other process, and the host waits for it.
     ///
     /// # Errors
-    /// The errors of [`all_reduce`](Self::all_reduce). [`Error::Input`] for a weight that is negative or not
+    /// The errors of [`all_reduce`](Self::all_reduce). [`Error::InvalidInput`] for a weight that is negative or not
     /// finite, and on all ranks if the weights add up to 0. [`Error::Unsupported`] for ops other than `Sum` and
     /// `PremulSum`, and for dtypes that are not float.
     ///

@@ -22,12 +22,12 @@ pub(super) fn check(op: ReduceOp, kind: Kind, weight: f64, rank: usize) -> Resul
 /// Returns the weight of `rank`, with 0 for -0.
 ///
 /// # Errors
-/// [`Error::Input`] if the weight is negative or not finite.
+/// [`Error::InvalidInput`] if the weight is negative or not finite.
 pub(crate) fn check_weight(weight: f64, rank: usize) -> Result<f64> {
     if weight >= 0.0 && weight.is_finite() {
         return Ok(weight + 0.0); // -0 is not below 0, but has a sign
     }
-    Err(Error::Input(format!(
+    Err(Error::InvalidInput(format!(
         "rank {rank} has the weight {weight}; use a finite number from 0, such as the number of samples"
     )))
 }
@@ -46,7 +46,7 @@ pub(super) fn mean(parts: impl Iterator<Item = (f64, usize)> + Clone) -> f64 {
 /// Returns the [`mean`] weight of all ranks of the group.
 ///
 /// # Errors
-/// [`Error::Input`] on all ranks if the mean is 0 or not finite: nothing can be divided by it.
+/// [`Error::InvalidInput`] on all ranks if the mean is 0 or not finite: nothing can be divided by it.
 pub(super) fn mean_of_all(parts: impl Iterator<Item = (f64, usize)> + Clone) -> Result<f64> {
     let mean = mean(parts.clone());
     let ranks = || (0..parts.clone().map(|(_, ranks)| ranks).sum()).collect::<Vec<_>>();
@@ -56,14 +56,14 @@ pub(super) fn mean_of_all(parts: impl Iterator<Item = (f64, usize)> + Clone) -> 
 /// Checks and returns `mean`, the mean weight of `ranks`.
 ///
 /// # Errors
-/// [`Error::Input`] if the sum of the weights is too large for a number.
+/// [`Error::InvalidInput`] if the sum of the weights is too large for a number.
 pub(super) fn check_mean(mean: f64, ranks: impl FnOnce() -> Vec<usize>) -> Result<f64> {
     if mean.is_finite() { Ok(mean) } else { Err(refuse(mean, &ranks())) }
 }
 
 fn refuse(mean: f64, ranks: &[usize]) -> Error {
     let why = if mean == 0.0 { "each has the weight 0" } else { "they are too large" };
-    Error::Input(format!(
+    Error::InvalidInput(format!(
         "the weights of the ranks {} add up to {}: {why}; give at least one rank a weight above 0, such as its \
          number of samples",
         crate::error::runs(ranks),

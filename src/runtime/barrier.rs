@@ -217,8 +217,8 @@ impl Barrier {
             let Some(time_left) = timeout.checked_sub(began.elapsed()) else {
                 let waited = timeout;
                 return self.give_up(round, waiting, || {
-                    let late = self.run.missing_ranks(self.missing(rank));
-                    Error::Timeout { at, waiting, waited, late }
+                    let missing = self.run.missing_ranks(self.missing(rank));
+                    Error::Timeout { at, waiting, waited, missing }
                 });
             };
             park_timeout(time_left);
@@ -247,8 +247,8 @@ impl Barrier {
         let entered = |rank: usize| self.slots[rank].entered.load(Ordering::Acquire);
         let mine = entered(rank);
         let below = |limit| {
-            let late = (0..self.slots.len()).filter(|&place| entered(place) < limit);
-            late.map(|place| self.members[place]).collect()
+            let missing = (0..self.slots.len()).filter(|&place| entered(place) < limit);
+            missing.map(|place| self.members[place]).collect()
         };
         let missing: Vec<usize> = below(mine - 1);
         if missing.is_empty() { below(mine) } else { missing }
@@ -326,7 +326,7 @@ mod tests {
         on_threads(2, Duration::from_millis(20), |rank, barrier| {
             if rank == 0 {
                 match barrier.wait(0, AT) {
-                    Err(Error::Timeout { late, .. }) => assert_eq!(late[0].rank, 1),
+                    Err(Error::Timeout { missing, .. }) => assert_eq!(missing[0].rank, 1),
                     other => panic!("{other:?}"),
                 }
                 // The failure is already recorded, so the other rank's error is an echo.

@@ -77,7 +77,7 @@ pub struct Fault {
 /// Reads a `KIND` or `STAGE`.
 fn parse<T: FromStr + VariantNames>(what: &str, name: &str) -> Result<T> {
     name.parse().map_err(|_| {
-        Error::Input(format!("{what} {name:?} is not one of {}", T::VARIANTS.join(", ")))
+        Error::InvalidInput(format!("{what} {name:?} is not one of {}", T::VARIANTS.join(", ")))
     })
 }
 
@@ -85,7 +85,9 @@ fn parse<T: FromStr + VariantNames>(what: &str, name: &str) -> Result<T> {
 fn milliseconds(time: &str) -> Result<Duration> {
     let number = time.strip_suffix("ms").and_then(|number| number.parse().ok());
     number.map(Duration::from_millis).ok_or_else(|| {
-        Error::Input(format!("slow={time}: write in milliseconds how much longer, as slow=50ms"))
+        Error::InvalidInput(format!(
+            "slow={time}: write in milliseconds how much longer, as slow=50ms"
+        ))
     })
 }
 
@@ -106,14 +108,16 @@ impl FromStr for Fault {
 
     fn from_str(text: &str) -> Result<Self> {
         let form = || {
-            Error::Input(format!(
+            Error::InvalidInput(format!(
                 "write KIND:rank=R,at=STAGE[,step=N], where KIND is one of {}, and STAGE one of {}",
                 FaultKind::VARIANTS.join(", "),
                 FaultSite::VARIANTS.join(", ")
             ))
         };
         let number = |key: &str, value: &str| -> Result<u64> {
-            value.parse().map_err(|_| Error::Input(format!("{key}={value} is not a number from 0")))
+            value
+                .parse()
+                .map_err(|_| Error::InvalidInput(format!("{key}={value} is not a number from 0")))
         };
         let (kind, rest) = text.split_once(':').ok_or_else(form)?;
         let kind = match kind.split_once('=') {
@@ -127,20 +131,22 @@ impl FromStr for Fault {
                 ("at", value) if at.is_none() => at = Some(parse("STAGE", value)?),
                 ("step", value) if step.is_none() => step = Some(number("step", value)?),
                 (key @ ("rank" | "at" | "step"), _) => {
-                    return Err(Error::Input(format!("{key} is given twice")));
+                    return Err(Error::InvalidInput(format!("{key} is given twice")));
                 }
                 (key, _) => {
-                    return Err(Error::Input(format!("unknown key {key:?}; keys: rank, at, step")));
+                    return Err(Error::InvalidInput(format!(
+                        "unknown key {key:?}; keys: rank, at, step"
+                    )));
                 }
             }
         }
         let (Some(rank), Some(at)) = (rank, at) else { return Err(form()) };
         if kind.needs_step() && at != FaultSite::Step {
             let kind: &str = kind.into();
-            return Err(Error::Input(format!("{kind} goes with at=step only")));
+            return Err(Error::InvalidInput(format!("{kind} goes with at=step only")));
         }
         if step.is_some() && at != FaultSite::Step {
-            return Err(Error::Input("step goes with at=step only".into()));
+            return Err(Error::InvalidInput("step goes with at=step only".into()));
         }
         Ok(Self { kind, rank: rank as usize, at, step: step.unwrap_or(0) })
     }
@@ -164,7 +170,7 @@ impl Fault {
     /// Checks that the fault can happen in a run of `world_size` ranks and `steps` steps of `samples` samples per rank.
     ///
     /// # Errors
-    /// [`Error::Input`] with the remedy.
+    /// [`Error::InvalidInput`] with the remedy.
     pub(crate) fn check(&self, world_size: usize, steps: u64, samples: u64) -> Result<()> {
         let problem = match self.kind {
             _ if self.rank >= world_size => format!(
@@ -187,7 +193,7 @@ impl Fault {
             ),
             _ => return Ok(()),
         };
-        Err(Error::Input(problem))
+        Err(Error::InvalidInput(problem))
     }
 
     /// Triggers the fault if it is planned for this place.

@@ -159,9 +159,9 @@ impl StopRequest {
         if self.last_step.load(Ordering::Relaxed) != NEVER {
             return;
         }
-        let late = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
+        let is_over = self.deadline.is_some_and(|deadline| Instant::now() >= deadline);
         let reason = match self.asked.load(Ordering::Relaxed) {
-            0 if late => StopReason::Time as usize,
+            0 if is_over => StopReason::Time as usize,
             asked => asked,
         };
         if reason != 0 {

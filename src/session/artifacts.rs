@@ -50,12 +50,12 @@ impl RunArtifacts {
     /// Prepares the files that `config` names, for this process of `joined_launch`.
     ///
     /// # Errors
-    /// [`Error::Input`] if a file cannot be written.
+    /// [`Error::InvalidInput`] if a file cannot be written.
     pub(crate) fn new(config: &Config, joined_launch: &JoinedLaunch) -> Result<Self> {
         let process = joined_launch.process();
         config.validate_files(process[1])?;
         let input = |flag: &str, path: &Path, error: io::Error| {
-            Error::Input(format!("{flag} {}: {}", path.display(), explain(&error)))
+            Error::InvalidInput(format!("{flag} {}: {}", path.display(), explain(&error)))
         };
         let trace =
             config.output.trace.as_deref().map(|path| {

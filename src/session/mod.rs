@@ -93,7 +93,7 @@ impl Session {
     /// the other processes.
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when `config` can't run here.
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when `config` can't run here.
     pub(crate) fn join(
         config: Config,
         launch: Launch,

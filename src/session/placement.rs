@@ -46,7 +46,7 @@ pub(crate) fn place_threads(config: &Config, launch: &Launch, cuda: &Cuda) -> Re
 /// Returns where the ranks run when each is a process.
 pub(crate) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> Result<Placement> {
     if launch.kind != LaunchKind::Local {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--spawn=processes is for one machine without a launcher, and this is {}; leave it out",
             this_process(launch)
         )));
@@ -63,7 +63,7 @@ pub(crate) fn place_processes(config: &Config, launch: &Launch, cuda: &Cuda) -> 
 pub(crate) fn place_ranks(nproc: Nproc, backend: BackendChoice, cuda: &Cuda) -> Result<Placement> {
     let launch = Launch::from_env(&LaunchOptions { nproc, ..LaunchOptions::default() }, cuda)?;
     if launch.processes.count > 1 {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "this command runs in one process, and this is {}; start only one, or unset the launcher's variables",
             this_process(&launch)
         )));

@@ -28,7 +28,7 @@ impl ChildProcesses {
     /// whether the command stops at a signal and saves.
     ///
     /// # Errors
-    /// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
+    /// [`Error::InvalidInput`] where a launcher has started this process: the launcher restarts it.
     pub(crate) fn wanted(config: &Config, launch: &Launch, stops: bool) -> Result<Option<Self>> {
         // For other commands, a file may have `max_restarts` for training.
         let max_restarts = if stops { max_restarts(config, launch)? } else { 0 };
@@ -89,14 +89,14 @@ impl ChildProcesses {
             let failure = Failure { restarts, ..failure };
             printer.event(&Event::Failure(failure)).context("writing to stdout")?;
         }
-        Err(if wrong_input { Error::Input(text).into() } else { anyhow::Error::msg(text) })
+        Err(if wrong_input { Error::InvalidInput(text).into() } else { anyhow::Error::msg(text) })
     }
 }
 
 /// Returns how often to restart the run of `config` after a failure. 0 in a process that another one has started.
 ///
 /// # Errors
-/// [`Error::Input`] where a launcher has started this process: the launcher restarts it.
+/// [`Error::InvalidInput`] where a launcher has started this process: the launcher restarts it.
 fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     if launch.parent.is_some() || config.launch.max_restarts == 0 {
         return Ok(0);
@@ -104,7 +104,7 @@ fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     if launch.kind == LaunchKind::Local {
         return Ok(config.launch.max_restarts);
     }
-    Err(Error::Input(format!(
+    Err(Error::InvalidInput(format!(
         "--max-restarts={restarts} is for one machine without a launcher, and this is {}; leave it out, and let the \
          launcher restart the run: torchrun --max-restarts={restarts}",
         this_process(launch),
@@ -142,7 +142,7 @@ fn leave_with_parent(launch: &Launch, error: anyhow::Error) -> anyhow::Error {
     let failed = error.downcast_ref::<Box<SpawnError>>();
     let report = Report {
         text: format!("{error:#}"),
-        wrong_input: matches!(error.downcast_ref(), Some(Error::Input(_))),
+        wrong_input: matches!(error.downcast_ref(), Some(Error::InvalidInput(_))),
         failure: failed.map(|error| failure(error)),
     };
     match report.leave(parent, launch.restart_count, launch.processes.index) {

@@ -70,7 +70,7 @@ impl StartPoint {
             && let Some(newest) = opened.newest()?
             && newest != checkpoint.path()
         {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "another run has just saved {}; start again to continue from that",
                 newest.display()
             )));
@@ -124,7 +124,7 @@ impl StartPoint {
 /// there is none, it starts where the first start began.
 ///
 /// # Errors
-/// [`Error::Input`] when the folder cannot be read.
+/// [`Error::InvalidInput`] when the folder cannot be read.
 pub(crate) fn after_restart(
     mut config: Config,
     restarts: &Restarts,
@@ -147,7 +147,7 @@ pub(crate) fn after_restart(
 }
 
 fn init_from(error: Error) -> Error {
-    Error::Input(format!("--init-from: {error}"))
+    Error::InvalidInput(format!("--init-from: {error}"))
 }
 
 fn newest(dir: &Path, printer: &Printer) -> Result<Option<Checkpoint>> {
@@ -172,7 +172,7 @@ fn compare(
     let path = checkpoint.path().display();
     let remarks = config
         .check_resume(&state.options)
-        .map_err(|error| Error::Input(format!("checkpoint {path}: {error}")))?;
+        .map_err(|error| Error::InvalidInput(format!("checkpoint {path}: {error}")))?;
     printer.info(&format!("going on from {path}: epoch {}, step {}", state.epoch, state.step));
     if state.epoch >= config.training.max_epochs {
         let (done, epochs) =

@@ -56,7 +56,7 @@ impl MetricsFile {
     /// Refuses a file at `path` that this program did not write. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::Input`] when its first or last line is not a row of metrics, or when the file cannot be read.
+    /// [`Error::InvalidInput`] when its first or last line is not a row of metrics, or when the file cannot be read.
     pub(super) fn check(path: &Path) -> Result<()> {
         let check = || lines_before(path)?.map_or(Ok(0), |it| last_run(&it));
         check().map(drop).map_err(|error| refused(path, &error))
@@ -104,7 +104,7 @@ fn name(path: &Path) -> String {
 }
 
 fn refused(path: &Path, error: &io::Error) -> Error {
-    Error::Input(format!("{}: {}", name(path), explain(error)))
+    Error::InvalidInput(format!("{}: {}", name(path), explain(error)))
 }
 
 /// Returns the number of the start that wrote the last row.

@@ -31,8 +31,8 @@ impl MetricsLogger {
     /// are given. Shows progress on a terminal.
     ///
     /// # Errors
-    /// [`Error::Input`] when one of them cannot be opened, or when `metrics` is a file that this program did not write.
-    /// The message names it.
+    /// [`Error::InvalidInput`] when one of them cannot be opened, or when `metrics` is a file that this program did not
+    /// write. The message names it.
     pub fn new(
         printer: &Arc<Printer>,
         tensorboard: Option<&Path>,
@@ -40,7 +40,7 @@ impl MetricsLogger {
     ) -> Result<Self> {
         if let Some(file) = tensorboard.filter(|path| path.exists() && !path.is_dir()) {
             let file = file.display();
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "--tensorboard {file}: that is a file, and TensorBoard reads a folder; use another name"
             )));
         }
@@ -49,7 +49,7 @@ impl MetricsLogger {
             .map(|folder| {
                 TensorBoard::create(folder).map_err(|error| {
                     let reason = explain(&error);
-                    Error::Input(format!("--tensorboard {}: {reason}", folder.display()))
+                    Error::InvalidInput(format!("--tensorboard {}: {reason}", folder.display()))
                 })
             })
             .transpose()?;
@@ -59,7 +59,7 @@ impl MetricsLogger {
     /// Refuses a file for `metrics` that this program did not write. Changes nothing.
     ///
     /// # Errors
-    /// [`Error::Input`], which names the file.
+    /// [`Error::InvalidInput`], which names the file.
     pub(crate) fn check(metrics: Option<&Path>) -> Result<()> {
         metrics.map_or(Ok(()), MetricsFile::check)
     }

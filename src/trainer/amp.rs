@@ -38,7 +38,7 @@ impl Amp {
     pub(crate) fn grad_scaler<M>(self, ddp: &Strategy<M>) -> Result<GradScaler> {
         let enabled = self == Amp::Fp16;
         if enabled && matches!(ddp, Strategy::Dp(_)) {
-            return Err(Error::Input(
+            return Err(Error::InvalidInput(
                 "fp16 needs DistributedDataParallel: with DataParallel rank 0 alone would know which steps to \
                  skip, and by what losses are scaled"
                     .into(),

@@ -25,8 +25,8 @@ impl<M: ModuleT> Trainer<M> {
     /// `optimizer` is `None` where [`Strategy::flat_buffers`] is `None`: such a rank steps no parameters.
     ///
     /// # Errors
-    /// [`Error::Input`] when a rank that steps parameters has no optimizer, or the reverse. [`Error::Torch`] when the
-    /// device is out of memory.
+    /// [`Error::InvalidInput`] when a rank that steps parameters has no optimizer, or the reverse. [`Error::Torch`]
+    /// when the device is out of memory.
     pub fn new(
         ddp: impl Into<Strategy<M>>,
         optimizer: impl Into<Option<Box<dyn Optimizer>>>,
@@ -38,7 +38,7 @@ impl<M: ModuleT> Trainer<M> {
         if optimizer.is_some() != ddp.flat_buffers().is_some() {
             let rank = ddp.group().rank();
             let has = if optimizer.is_some() { "an optimizer" } else { "no optimizer" };
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "rank {rank} has {has}: with DistributedDataParallel every rank needs one, with DataParallel \
                  rank 0 alone"
             )));
@@ -102,7 +102,7 @@ impl<M: ModuleT> Trainer<M> {
     /// that is [in step](crate::DataLoader::in_step), whose ranks have batches of different sizes.
     ///
     /// # Errors
-    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel).
+    /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel).
     pub fn exact_mean(mut self, exact_mean: bool) -> Result<Self> {
         if exact_mean {
             self.require_ddp(
@@ -118,7 +118,8 @@ impl<M: ModuleT> Trainer<M> {
     /// skips counts as a step, also for the schedule.
     ///
     /// # Errors
-    /// The errors of [`GradScaler::new`]; [`Error::Input`] for float16 with [`DataParallel`](crate::DataParallel).
+    /// The errors of [`GradScaler::new`]; [`Error::InvalidInput`] for float16 with
+    /// [`DataParallel`](crate::DataParallel).
     pub fn amp(mut self, amp: Amp) -> Result<Self> {
         self.context.scaler = amp.grad_scaler(&self.context.ddp)?;
         self.context.amp = amp;
@@ -132,7 +133,7 @@ impl<M: ModuleT> Trainer<M> {
     /// The averaged gradients are the same on all ranks, so all ranks decide alike without communication.
     ///
     /// # Errors
-    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the gradients.
+    /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the gradients.
     pub fn skip_nonfinite(mut self, steps: Option<u64>) -> Result<Self> {
         if steps.is_some() {
             self.require_ddp(
@@ -189,7 +190,7 @@ impl<M: ModuleT> Trainer<M> {
     /// values. `None` never compares. All ranks must pass the same value.
     ///
     /// # Errors
-    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the parameters.
+    /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel), where rank 0 alone has the parameters.
     pub fn check_replicas(mut self, every: Option<u64>) -> Result<Self> {
         if every.is_some() {
             self.require_ddp(
@@ -243,7 +244,7 @@ impl<M: ModuleT> Trainer<M> {
     /// Call on all ranks alike; rank 0 alone needs a narrator. The results of training are the same.
     ///
     /// # Errors
-    /// [`Error::Input`] with [`DataParallel`](crate::DataParallel), which trains in another way.
+    /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel), which trains in another way.
     pub fn explain(
         mut self,
         hash_before_broadcast: u64,
@@ -262,7 +263,7 @@ impl<M: ModuleT> Trainer<M> {
     fn require_ddp(&self, problem: &str) -> Result<()> {
         match self.context.ddp {
             Strategy::Ddp(_) => Ok(()),
-            Strategy::Dp(_) => Err(Error::Input(problem.into())),
+            Strategy::Dp(_) => Err(Error::InvalidInput(problem.into())),
         }
     }
 

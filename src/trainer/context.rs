@@ -87,12 +87,11 @@ impl<M> TrainContext<M> {
     /// across processes before the one after it. All ranks end training after that step.
     ///
     /// # Errors
-    /// [`Error::Input`] without [`Trainer::share_stop`](super::Trainer::share_stop), which connects the ranks.
+    /// [`Error::InvalidInput`] without [`Trainer::share_stop`](super::Trainer::share_stop), which connects the ranks.
     pub fn request_stop(&self) -> Result<()> {
         let Some(stop) = &self.stop else {
-            return Err(Error::Input(
-                "a callback requests a stop, but the trainer has no StopRequest that its ranks share; call Trainer::share_stop on \
-                 all ranks"
+            return Err(Error::InvalidInput(
+                "a callback requests a stop, but the ranks share no StopRequest; call Trainer::share_stop on all ranks"
                     .into(),
             ));
         };

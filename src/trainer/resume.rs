@@ -17,8 +17,8 @@ impl<M: ModuleT> Trainer<M> {
     /// aside](crate::CheckpointDir::set_aside_after), as they no longer belong to it.
     ///
     /// # Errors
-    /// [`Error::Input`] when the checkpoint is of another model, optimizer or scaler, or of a run with another number
-    /// of samples or another batch size. Also when the folder of this run holds other checkpoints.
+    /// [`Error::InvalidInput`] when the checkpoint is of another model, optimizer or scaler, or of a run with another
+    /// number of samples or another batch size. Also when the folder of this run holds other checkpoints.
     pub fn resume(&mut self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         let Self { context, callbacks } = self;
         context.check_same_data(checkpoint)?;
@@ -34,7 +34,7 @@ impl<M> TrainContext<M> {
         let (samples, batch_size) = (self.loader.dataset_len(), self.loader.batch_size());
         let differs = |saved: usize, mine: usize| saved != 0 && saved != mine;
         if differs(saved.num_samples, samples) || differs(saved.batch_size, batch_size) {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "checkpoint {}: it is of a run on {} samples in batches of {}, and this run has {samples} in batches \
                  of {batch_size}, so the place in the epoch differs; use the same data and batch size, or only its \
                  parameters (Checkpoint::load_model)",

@@ -92,8 +92,8 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 /// Measures all sizes and prints the table.
 ///
 /// # Errors
-/// [`Error::Input`] when the request can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
-/// error for wrong results.
+/// [`Error::InvalidInput`] when the request can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and
+/// an error for wrong results.
 pub fn bench(request: BenchRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
     let world_size = placement.devices.len();
@@ -115,7 +115,7 @@ impl BenchRequest {
     pub const MOST_ITERS: u64 = 1_000_000;
 
     fn check(&self, world_size: usize) -> Result<()> {
-        let refuse = |why: String| Err(Error::Input(why));
+        let refuse = |why: String| Err(Error::InvalidInput(why));
         if self.op.reduces() {
             let allowed = self.reduce_op.check_kind(self.op.operation(), self.dtype);
             allowed.or_else(|error| refuse(error.to_string()))?;
@@ -147,7 +147,7 @@ impl BenchRequest {
         let needs = 2.0 * self.max_bytes as f64 * world_size as f64;
         match total.map(|total| total as f64).filter(|total| needs > *total) {
             None => Ok(()),
-            Some(total) => Err(Error::Input(format!(
+            Some(total) => Err(Error::InvalidInput(format!(
                 "--max-bytes {}: {world_size} ranks take {} for that, and this machine has {} of memory; use a \
                  smaller size, or fewer ranks",
                 self.max_bytes,

@@ -40,7 +40,7 @@ impl MemoryRoofline {
     /// Returns the time of one pass on the slowest thread, in seconds, on average over `iters` passes.
     ///
     /// # Errors
-    /// [`Error::Input`] when a thread cannot be started.
+    /// [`Error::InvalidInput`] when a thread cannot be started.
     pub(super) fn measure(&mut self, iters: u64) -> Result<f64> {
         let count = self.0.len();
         let start = Barrier::new(count);
@@ -62,7 +62,7 @@ impl MemoryRoofline {
             let start = |(number, share)| {
                 let thread = thread::Builder::new().spawn_scoped(scope, move || passes(share));
                 let what = || format!("thread {number} of {count} that measures the machine");
-                thread.map_err(|error| Error::Input(not_started(&what(), &error)))
+                thread.map_err(|error| Error::InvalidInput(not_started(&what(), &error)))
             };
             let threads: Result<Vec<_>> = self.0.iter_mut().enumerate().map(start).collect();
             if threads.is_ok() {

@@ -107,7 +107,8 @@ impl Times {
 /// gain over one rank with all cores.
 ///
 /// # Errors
-/// [`Error::Input`] when `config` can't be measured here, and [`SpawnError`](crate::SpawnError) when a rank failed.
+/// [`Error::InvalidInput`] when `config` can't be measured here, and [`SpawnError`](crate::SpawnError) when a rank
+/// failed.
 pub fn bench_scaling(
     config: Config,
     steps: usize,
@@ -118,7 +119,7 @@ pub fn bench_scaling(
     if config.ddp.grad_accum_steps > 1 || config.launch.spawn == SpawnChoice::Processes {
         let problem = "bench scaling measures steps of one batch, of ranks that are threads; leave accumulate and \
                        spawn out of the file";
-        return Err(Error::Input(problem.into()).into());
+        return Err(Error::InvalidInput(problem.into()).into());
     }
     let ranks =
         place_ranks(config.launch.nproc_per_node, config.launch.backend, cuda)?.devices.len();
@@ -129,7 +130,7 @@ pub fn bench_scaling(
     let (batch_size, samples) = (config.training.batch_size, data.training.len());
     let batch_of_all = batch_size.saturating_mul(ranks);
     if batch_of_all > samples {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--batch-size: {ranks} ranks with {batch_size} samples each need more than the {samples} samples of the \
              data; use a smaller batch, fewer ranks or more samples"
         ))

@@ -58,7 +58,7 @@ const WARM_UP: usize = 20;
 /// given. One rank is then measured, unless `config` has a number of ranks.
 ///
 /// # Errors
-/// As [`train`](super::super::train), and [`Error::Input`] for options that the cluster does not model.
+/// As [`train`](super::super::train), and [`Error::InvalidInput`] for options that the cluster does not model.
 pub fn bench_step(
     config: Config,
     steps: usize,
@@ -68,7 +68,7 @@ pub fn bench_step(
 ) -> anyhow::Result<()> {
     if config.ddp.grad_accum_steps > 1 {
         let problem = "--grad-accum-steps: bench step measures steps of one batch; leave it out, and out of the file";
-        return Err(Error::Input(problem.into()).into());
+        return Err(Error::InvalidInput(problem.into()).into());
     }
     let mut config = config.without_validation();
     if cluster.is_some() {
@@ -125,7 +125,7 @@ fn measure_here(
 fn check_modelled(config: &Config) -> Result<()> {
     let refuse = |what: &str| {
         let why = "--simulate-cluster has no model of it; leave out one of the two";
-        Err(Error::Input(format!("{what}: {why}")))
+        Err(Error::InvalidInput(format!("{what}: {why}")))
     };
     if config.ddp.strategy == StrategyKind::Dp {
         return refuse("--strategy dp");

@@ -82,7 +82,7 @@ struct Line<'a> {
 /// Runs the operations, and prints the result of each.
 ///
 /// # Errors
-/// [`Error::Input`] when the request can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
+/// [`Error::InvalidInput`] when the request can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
 pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
     let ops = request.op.map_or_else(|| CommOp::ALL.to_vec(), |op| vec![op]);
@@ -110,13 +110,16 @@ pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow
 fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: usize) -> Result<()> {
     let CommRequest { numel, dtype, reduce_op, .. } = *request;
     if numel.checked_mul(world_size as i64).is_none() {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--numel {numel}: {world_size} tensors of so many elements are too large; use fewer"
         )));
     }
     for operation in ops.iter().filter_map(|op| op.reduction()) {
         check_reduction(backend.name(), operation, reduce_op, dtype).map_err(|error| {
-            Error::Input(format!("--reduce-op {reduce_op} --dtype {}: {error}", dtype_name(dtype)))
+            Error::InvalidInput(format!(
+                "--reduce-op {reduce_op} --dtype {}: {error}",
+                dtype_name(dtype)
+            ))
         })?;
     }
     Ok(())
@@ -128,7 +131,7 @@ const TENSOR_OVERHEAD_BYTES: f64 = 600.0;
 /// Refuses tensors that do not fit into `total` bytes.
 ///
 /// # Errors
-/// [`Error::Input`] that names how many ranks would fit.
+/// [`Error::InvalidInput`] that names how many ranks would fit.
 fn check_memory(
     request: &CommRequest,
     ops: &[CommOp],
@@ -149,7 +152,7 @@ fn check_memory(
         let fits = needs(ranks).is_none_or(|(bytes, _)| bytes <= total);
         *(if fits { &mut most } else { &mut too_many }) = ranks;
     }
-    Err(Error::Input(format!(
+    Err(Error::InvalidInput(format!(
         "--numel {}: the tensors of {op} on {world_size} ranks take {}, and this machine has {}; use fewer elements, \
          another operation, or up to {most} ranks with --nproc-per-node",
         request.numel,

@@ -34,7 +34,7 @@ impl Bound {
     /// Returns the bound for runs that are compared with `reference`.
     ///
     /// # Errors
-    /// [`Error::Input`] if a value of `reference` is not finite.
+    /// [`Error::InvalidInput`] if a value of `reference` is not finite.
     pub(super) fn of(reference: &RunResult, steps: u64, samples: usize) -> Result<Self> {
         let RunResult { before, after, .. } = reference;
         let all = |tensors: &[ParamValues]| -> Vec<f32> {
@@ -42,7 +42,7 @@ impl Bound {
         };
         let (before, values) = (all(before), all(after));
         if let Some(value) = values.iter().find(|value| !value.is_finite()) {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "after {steps} steps on one rank a parameter is {value}, and nothing can be compared with it; use \
                  a smaller --lr or --max-grad-norm"
             )));

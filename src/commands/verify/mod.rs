@@ -52,8 +52,8 @@ struct RunResult {
 /// Prints how far the parameters differ; with `per_parameter`, for each parameter.
 ///
 /// # Errors
-/// [`Error::Input`] for options that cannot be compared, [`SpawnError`](crate::SpawnError) when a rank failed, and an
-/// error for a difference beyond what rounding explains.
+/// [`Error::InvalidInput`] for options that cannot be compared, [`SpawnError`](crate::SpawnError) when a rank failed,
+/// and an error for a difference beyond what rounding explains.
 pub fn verify(
     config: Config,
     steps: u64,
@@ -68,7 +68,7 @@ pub fn verify(
     };
     if ranks < 2 {
         let problem = "--nproc-per-node: one rank has nothing to be compared with; use 2 or more";
-        return Err(Error::Input(problem.into()).into());
+        return Err(Error::InvalidInput(problem.into()).into());
     }
     let mut config = config.without_validation();
     config.ddp.grad_accum_steps = 1;
@@ -83,7 +83,7 @@ pub fn verify(
     config.data.num_samples = Some(dataset.len() as i64);
     let epoch_steps = config.steps_per_epoch(ranks);
     if config.ddp.exact_mean && steps < epoch_steps {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--steps: {steps} are too few for --exact-mean: the ranks have batches of different size in the last step of \
              an epoch, which is step {}; use {epoch_steps} or more",
             epoch_steps - 1
@@ -195,12 +195,12 @@ fn check_fault(config: &Config, steps: u64) -> Result<()> {
             "verify injects skip-sample only, and this is {fault}; leave it out, and out of the file"
         ),
     };
-    Err(Error::Input(format!("--inject-fault: {problem}")))
+    Err(Error::InvalidInput(format!("--inject-fault: {problem}")))
 }
 
 /// Refuses options with which N ranks do not equal one rank.
 fn check_comparable(config: &Config) -> Result<()> {
-    let refuse = |problem: &str| Err(Error::Input(problem.into()));
+    let refuse = |problem: &str| Err(Error::InvalidInput(problem.into()));
     if config.model.dropout > 0.0 {
         return refuse(
             "--dropout: each rank draws its own, so N ranks are not one rank with the N-fold batch; leave it out, and \
@@ -242,7 +242,7 @@ fn whole_steps(
 ) -> Result<(Arc<dyn Dataset>, Option<String>)> {
     let (len, step_samples) = (dataset.len(), ranks.saturating_mul(batch_size));
     match len - len % step_samples {
-        0 => Err(Error::Input(format!(
+        0 => Err(Error::InvalidInput(format!(
             "{len} samples are less than a step of {ranks} ranks with batch {batch_size}; use more samples, or a \
              smaller --batch-size"
         ))),
@@ -265,7 +265,7 @@ fn unequal_batches(
     let most = len.min(step_samples.saturating_mul(2).saturating_add(step_samples / 2));
     let count = if most.is_multiple_of(ranks) { most - 1 } else { most };
     if count < ranks {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "--exact-mean: {len} samples are too few for batches of different size on {ranks} ranks; use {} or more",
             ranks + 1
         )));

@@ -15,7 +15,7 @@ pub(super) fn count_classes(name: &str, targets: &Tensor) -> Result<i64> {
     };
     let doing = "looking at classes";
     if let Some((sample, class)) = find(targets, is_invalid).doing(doing)? {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "{name}: the target of sample {sample} is {class}, which is not a class: classes are whole numbers from \
              0; use --loss mse for other numbers"
         )));

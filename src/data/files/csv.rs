@@ -30,7 +30,7 @@ impl Format for Csv {
         let (file, _) = open_file(location.as_ref())?;
         let mut file = BufReader::new(file);
         let begin = file.fill_buf();
-        let begin = begin.map_err(|error| Error::Input(format!("{location}: {error}")))?;
+        let begin = begin.map_err(|error| Error::InvalidInput(format!("{location}: {error}")))?;
         // Checks the contents: a file may keep its name when it is compressed or decompressed.
         if begin.starts_with(&GZIP) {
             return parse(&format!("{location} (gzip)"), MultiGzDecoder::new(file), kind);
@@ -65,7 +65,7 @@ struct Columns {
 
 /// Parses one sample per line. The target is in the column `target` or `label`, or else in the last column.
 pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Array, Array)> {
-    let wrong = |problem: String| Error::Input(format!("{name}: {problem}"));
+    let wrong = |problem: String| Error::InvalidInput(format!("{name}: {problem}"));
     // With the terminator `\n`, a carriage return is white space and is trimmed. The added `\n` ends the last line.
     let text = Text(text).chain(&b"\n"[..]);
     let mut builder = ReaderBuilder::new();
@@ -160,15 +160,15 @@ impl Columns {
         let is_target = |name: &String| ["target", "label"].contains(&&*name.to_lowercase());
         let named: Vec<usize> = (0..names.len()).filter(|&i| is_target(&names[i])).collect();
         let is_number = |field: &[u8]| parsed(field).is_some();
-        if let Some(odd) = first.iter().position(|field| !is_number(field))
+        if let Some(column) = first.iter().position(|field| !is_number(field))
             && named.is_empty()
             && first.iter().any(is_number)
         {
             return Err(format!(
                 "line {number}, column {}: {} is not a number, but others in this line are; correct it, or, if the \
                  line is a header, name the column of the targets target or label",
-                odd + 1,
-                shown(&first[odd])
+                column + 1,
+                shown(&first[column])
             ));
         }
         match named[..] {

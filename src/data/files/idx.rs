@@ -67,7 +67,7 @@ fn read(folder: &Path, part: &str) -> Result<(Array, Array)> {
         let name = holds.file_name(part);
         let file = find(folder, &name).ok_or_else(|| {
             let problem = format!("there is no {name} here, nor {name}.gz");
-            Error::Input(format!("{}: {problem}", folder.display()))
+            Error::InvalidInput(format!("{}: {problem}", folder.display()))
         })?;
         array(&file, holds)
     };
@@ -101,7 +101,7 @@ impl Holds {
 
 /// Returns a view of the file, or its decompressed copy in memory.
 fn array(path: &Path, holds: Holds) -> Result<Array> {
-    let wrong = |problem: String| Error::Input(format!("{}: {problem}", path.display()));
+    let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", path.display()));
     if path.extension().is_some_and(|extension| extension == "gz") {
         let (file, len) = open_file(path)?;
         let mut unpacked = MultiGzDecoder::new(BufReader::new(file));

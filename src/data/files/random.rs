@@ -14,6 +14,6 @@ impl Format for Random {
     }
 
     fn read(&self, _location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
-        Err(Error::Input("random data has no file; use TensorDataset::random".into()))
+        Err(Error::InvalidInput("random data has no file; use TensorDataset::random".into()))
     }
 }

@@ -25,7 +25,7 @@ impl Format for SafetensorsFile {
     /// Maps the file.
     fn read(&self, location: &str, _kind: TargetKind) -> Result<(Array, Array)> {
         let file = MappedFile::open(location.as_ref())?;
-        let wrong = |problem: String| Error::Input(format!("{}: {problem}", file.name()));
+        let wrong = |problem: String| Error::InvalidInput(format!("{}: {problem}", file.name()));
         let tensors = SafeTensors::deserialize(&file)
             .map_err(|error| wrong(format!("this is not a complete .safetensors file: {error}")))?;
         let array = |name| {

@@ -102,7 +102,7 @@ fn unknown(text: &str) -> Error {
         Some(format!("; did you mean {}:{location}?", format.name()))
     });
     let [others @ .., last] = &FORMATS.map(Format::usage);
-    Error::Input(format!(
+    Error::InvalidInput(format!(
         "{text:?} is not a data set; use {} or {last}{}",
         others.join(", "),
         meant.unwrap_or_default()

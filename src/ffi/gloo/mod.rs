@@ -89,8 +89,8 @@ impl GlooGroup {
         Ok(gloo)
     }
 
-    /// Joins a group like [`GlooGroup::new`], but with only PyTorch's own rendezvous, under `prefix`. The other ranks may be
-    /// PyTorch processes. Missing ranks are not named. A rank that is connected must stay until all ranks are.
+    /// Joins a group like [`GlooGroup::new`], but with only PyTorch's own rendezvous, under `prefix`. The other ranks
+    /// may be PyTorch processes. Missing ranks are not named. A rank that is connected must stay until all ranks are.
     ///
     /// # Errors
     /// If ranks are missing or cannot be reached.
@@ -384,12 +384,12 @@ impl GlooWork {
 /// Checks that `list`, the value of `GLOO_SOCKET_IFNAME`, is valid on this machine.
 ///
 /// # Errors
-/// [`Error::Input`] that names the first unknown network interface.
+/// [`Error::InvalidInput`] that names the first unknown network interface.
 pub(crate) fn check_interfaces(list: &str) -> Result<()> {
     let known = Path::new("/sys/class/net");
     let unknown = |name: &String| known.is_dir() && !known.join(name).exists();
     match interfaces(list)?.into_iter().find(unknown) {
-        Some(name) => Err(Error::Input(format!(
+        Some(name) => Err(Error::InvalidInput(format!(
             "GLOO_SOCKET_IFNAME={list}: {name} is not a network interface of this machine; ip link lists them"
         ))),
         None => Ok(()),
@@ -400,7 +400,7 @@ pub(crate) fn check_interfaces(list: &str) -> Result<()> {
 fn interfaces(list: &str) -> Result<Vec<String>> {
     let names: Vec<String> = list.split(',').map(|name| name.trim().to_owned()).collect();
     if names.iter().any(String::is_empty) {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "GLOO_SOCKET_IFNAME={list}: there is an empty name; list network interfaces, such as eth0,eth1"
         )));
     }

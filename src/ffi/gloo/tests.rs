@@ -201,7 +201,7 @@ fn cancelled_wait_returns_before_the_operation() {
 }
 
 fn absent(missing: Vec<usize>) -> Error {
-    Error::Input(format!("missing: {missing:?}"))
+    Error::InvalidInput(format!("missing: {missing:?}"))
 }
 
 #[test]

@@ -194,7 +194,9 @@ impl TcpStore {
 
     fn check_size(&self, key: &str, values: &[&[u8]]) -> Result<()> {
         let fail = |what, len, max| {
-            Error::Input(format!("the store takes {what} of up to {max} bytes, not of {len}"))
+            Error::InvalidInput(format!(
+                "the store takes {what} of up to {max} bytes, not of {len}"
+            ))
         };
         if key.len() >= MAX_KEY {
             return Err(fail("keys", key.len(), MAX_KEY - 1)); // the client adds a slash

@@ -84,10 +84,10 @@ impl HeartbeatMonitor {
     /// Starts the heartbeat thread for `run`.
     ///
     /// # Errors
-    /// [`Error::Input`] when no thread can be started, and for a second run.
+    /// [`Error::InvalidInput`] when no thread can be started, and for a second run.
     pub(super) fn start(&self, run: &Arc<RunContext>) -> Result<()> {
         if self.has_begun.swap(true, Ordering::Relaxed) {
-            return Err(Error::Input(
+            return Err(Error::InvalidInput(
                 "these processes joined the launch for one run, which is over; do all work in one function of the \
                  ranks, or join the launch again"
                     .into(),
@@ -97,7 +97,7 @@ impl HeartbeatMonitor {
         let (shared, run) = (self.shared.clone(), run.clone());
         let thread = thread::Builder::new().name("watch".into());
         let thread = thread.spawn(move || shared.watch(&run, &stopped)).map_err(|error| {
-            Error::Input(not_started("the thread that sends heartbeats", &error))
+            Error::InvalidInput(not_started("the thread that sends heartbeats", &error))
         })?;
         *self.thread() = Some((stop, thread));
         Ok(())

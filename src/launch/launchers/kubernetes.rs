@@ -33,7 +33,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions) -> Result<Lau
     let nproc = match (options.nproc, variables.text("PET_NPROC_PER_NODE")) {
         (Nproc::Auto, Some(text)) => text
             .parse()
-            .map_err(|error: Error| Error::Input(format!("PET_NPROC_PER_NODE: {error}")))?,
+            .map_err(|error: Error| Error::InvalidInput(format!("PET_NPROC_PER_NODE: {error}")))?,
         (given, _) => given,
     };
     let processes = Processes { index: node, count: nnodes, local_index: 0, local_count: 1 };
@@ -62,7 +62,7 @@ fn nnodes(variables: &Variables) -> Result<(&'static str, usize)> {
     };
     match (least.parse::<u32>(), most.parse::<u32>()) {
         (Ok(least), Ok(most)) if least == most => Ok((name, least as usize)),
-        _ => Err(Error::Input(format!(
+        _ => Err(Error::InvalidInput(format!(
             "{name}={text:?}: a number of pods that changes needs torchrun; start torchrun --no-python ddp-mp in \
              each pod"
         ))),
@@ -72,7 +72,7 @@ fn nnodes(variables: &Variables) -> Result<(&'static str, usize)> {
 /// Returns this pod's number, and the variable that holds it.
 fn node_rank(variables: &Variables, nnodes: usize) -> Result<(&'static str, usize)> {
     match (variables.number("PET_NODE_RANK")?, variables.number("RANK")?) {
-        (Some(node), Some(rank)) if node != rank => Err(Error::Input(format!(
+        (Some(node), Some(rank)) if node != rank => Err(Error::InvalidInput(format!(
             "RANK={rank} contradicts PET_NODE_RANK={node}; check what sets them"
         ))),
         (Some(node), _) => Ok(("PET_NODE_RANK", node)),

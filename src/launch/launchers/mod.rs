@@ -219,7 +219,7 @@ const DEFAULT_PORT: u16 = 29500;
 /// `variables` looks up an environment variable; `gpus` is the number of GPUs that this process sees and can use.
 ///
 /// # Errors
-/// [`Error::Input`], which names the variables or flags that are missing, wrong, or contradict each other.
+/// [`Error::InvalidInput`], which names the variables or flags that are missing, wrong, or contradict each other.
 pub fn detect(
     variables: &dyn Fn(&str) -> Option<String>,
     options: &LaunchOptions,
@@ -291,10 +291,10 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
 ) -> Result<()> {
     match (given, told) {
         (Some(given), Some(told)) if given == told => Ok(()),
-        (Some(given), Some(told)) => Err(Error::Input(format!(
+        (Some(given), Some(told)) => Err(Error::InvalidInput(format!(
             "{flag}={given}: {launcher} says {told}; leave the flag out, or use --launch local to ignore {launcher}"
         ))),
-        (Some(given), None) => Err(Error::Input(format!(
+        (Some(given), None) => Err(Error::InvalidInput(format!(
             "{flag}={given}: {launcher} has started the processes, and sets this itself; leave the flag out"
         ))),
         (None, _) => Ok(()),
@@ -303,7 +303,7 @@ fn check_flag<T: PartialEq + std::fmt::Display>(
 
 /// Checks that `addr` looks like a host name or address; does not resolve it.
 fn check_addr(name: &str, addr: &str) -> Result<()> {
-    let refuse = |why: &str| Err(Error::Input(format!("{name}={addr:?} {why}")));
+    let refuse = |why: &str| Err(Error::InvalidInput(format!("{name}={addr:?} {why}")));
     if addr.is_empty() || addr.contains(|c: char| c.is_whitespace() || c.is_control() || c == '/') {
         return refuse("is not a host name or address");
     }

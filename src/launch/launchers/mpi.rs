@@ -37,7 +37,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     check_below(names[0], index, names[1], count)?;
     check_below(names[2], local_index, names[3], local_count)?;
     if local_count > count {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "{}={local_count} is more than {}={count}; check what sets them",
             names[3], names[1]
         )));
@@ -50,7 +50,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     if let Some(rank) = variables.number("RANK")?
         && rank != index
     {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "RANK={rank} contradicts {}={index}: unset RANK, or use --launch local to ignore both",
             names[0]
         )));
@@ -58,7 +58,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
 
     let addr = || match nnodes {
         Some(_) => Ok("127.0.0.1".into()),
-        None => Err(Error::Input(format!(
+        None => Err(Error::InvalidInput(format!(
             "MASTER_ADDR is not set, and mpirun has started processes on several machines ({}={local_count} \
              of {}={count}): give --master-addr, the name or address of the machine of rank 0, or set \
              MASTER_ADDR on all (Open MPI: mpirun -x MASTER_ADDR; MPICH, Intel: mpirun -genv MASTER_ADDR ...)",

@@ -31,7 +31,7 @@ pub(super) enum Step {
 }
 
 /// # Errors
-/// [`Error::Input`] when the variables do not decide it.
+/// [`Error::InvalidInput`] when the variables do not decide it.
 pub(super) fn step(variables: &Variables) -> Result<Step> {
     let job = variables.first_of(&JOB).and_then(|name| variables.text(name));
     let is_step = step_id(variables)?.is_some();
@@ -51,7 +51,7 @@ pub(super) fn step(variables: &Variables) -> Result<Step> {
     };
     let tasks = tasks(variables)?.unwrap_or(1);
     if tasks > 1 {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "SLURM_JOB_NAME={name} is the name of a shell's job, but this step has {tasks} tasks: use --launch \
              slurm if srun has started this very program, and --launch local if it was started in a shell"
         )));
@@ -97,7 +97,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     if let Some(rank) = variables.number("RANK")?
         && rank != index
     {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "RANK={rank} contradicts SLURM_PROCID={index}: unset RANK, or use --launch local to ignore both"
         )));
     }
@@ -110,7 +110,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
         Some(list) => {
             let (mine, all) = nodelist::tasks_on(per_node, &list, node)?;
             if all != count {
-                return Err(Error::Input(format!(
+                return Err(Error::InvalidInput(format!(
                     "{per_node}={list} has {all} tasks, and {all_tasks}={count}; check what sets them"
                 )));
             }
@@ -151,7 +151,7 @@ fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
     let Some((name, list)) =
         variables.first_of(&names).and_then(|name| Some((name, variables.text(name)?)))
     else {
-        return Err(Error::Input(
+        return Err(Error::InvalidInput(
             "none of SLURM_STEP_NODELIST, SLURM_JOB_NODELIST and MASTER_ADDR is set, so the host of task 0 is \
              unknown; use --master-addr"
                 .into(),
@@ -161,7 +161,7 @@ fn first_host(variables: &Variables, nnodes: usize) -> Result<String> {
     // The job may have more nodes than the step.
     let too_few = hosts.count < nnodes as u64;
     if too_few || (name == names[0] && hosts.count != nnodes as u64) {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "{name}={list} has {} hosts, and the step has {nnodes} nodes; set MASTER_ADDR to the host of task 0",
             hosts.count
         )));
@@ -176,7 +176,7 @@ fn port(variables: &Variables) -> Result<u16> {
     let digits = id.get(id.len().saturating_sub(4)..).unwrap_or_default();
     match digits.parse::<u16>() {
         Ok(number) if digits.bytes().all(|byte| byte.is_ascii_digit()) => Ok(15000 + number),
-        _ => Err(Error::Input(format!(
+        _ => Err(Error::InvalidInput(format!(
             "SLURM_JOB_ID={id:?} is not a number, so it gives no port; set MASTER_PORT, or use --master-port"
         ))),
     }

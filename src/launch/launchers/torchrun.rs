@@ -30,7 +30,7 @@ pub(super) fn read(variables: &Variables, options: &LaunchOptions, gpus: usize) 
     check_below("RANK", index, "WORLD_SIZE", count)?;
     check_below("LOCAL_RANK", local_index, "LOCAL_WORLD_SIZE", local_count)?;
     if local_count > count || local_index > index {
-        return Err(Error::Input(format!(
+        return Err(Error::InvalidInput(format!(
             "RANK={index} of WORLD_SIZE={count} cannot be LOCAL_RANK={local_index} of \
              LOCAL_WORLD_SIZE={local_count}: a machine has no more processes than there are; check what sets them"
         )));

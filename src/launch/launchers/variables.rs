@@ -45,7 +45,7 @@ impl<'a> Variables<'a> {
         let Some(text) = self.text(name) else { return Ok(None) };
         match text.parse::<u32>() {
             Ok(number) => Ok(Some(number as usize)),
-            Err(_) => Err(Error::Input(format!(
+            Err(_) => Err(Error::InvalidInput(format!(
                 "{name}={:?} is not a whole number from 0; --launch local ignores it",
                 shortened(&text)
             ))),
@@ -56,7 +56,7 @@ impl<'a> Variables<'a> {
     pub(super) fn count(&self, name: &str) -> Result<Option<usize>> {
         let count = self.number(name)?;
         if count == Some(0) {
-            return Err(Error::Input(format!("{name}=0 is too small; it counts from 1")));
+            return Err(Error::InvalidInput(format!("{name}=0 is too small; it counts from 1")));
         }
         Ok(count)
     }
@@ -71,7 +71,7 @@ impl<'a> Variables<'a> {
         let Some(text) = self.text(name) else { return Ok(None) };
         match text.parse::<u16>() {
             Ok(port @ 1..) => Ok(Some(port)),
-            _ => Err(Error::Input(format!(
+            _ => Err(Error::InvalidInput(format!(
                 "{name}={:?} is not a port; use a number from 1 to 65535",
                 shortened(&text)
             ))),
@@ -106,7 +106,7 @@ impl<'a> Variables<'a> {
         let outermost = text.split(',').next().unwrap_or_default().trim();
         match outermost.parse::<u16>() {
             Ok(threads @ 1..) => Ok(Some(threads.into())),
-            _ => Err(Error::Input(format!(
+            _ => Err(Error::InvalidInput(format!(
                 "{name}={:?} is not a number of threads; use 1 or more, or unset it",
                 shortened(&text)
             ))),
@@ -133,7 +133,7 @@ impl Launcher {
         let Self { choice, program } = self;
         let is = |names: &[&str]| if names.len() == 1 { "is" } else { "are" };
         let missing = format!("{} {} not set", and(missing), is(missing));
-        Error::Input(if set.is_empty() {
+        Error::InvalidInput(if set.is_empty() {
             format!(
                 "--launch {choice}: {missing}; start ddp-mp with {program}, or leave --launch out"
             )
@@ -153,7 +153,7 @@ pub(super) fn check_below(name: &str, number: usize, of: &str, count: usize) -> 
     if number < count {
         return Ok(());
     }
-    Err(Error::Input(format!(
+    Err(Error::InvalidInput(format!(
         "{name}={number} is not below {of}={count}; {name} counts from 0; check what sets them (--launch local \
          ignores them)"
     )))

@@ -91,7 +91,7 @@ impl SpawnProcesses<'_> {
     /// stop, are never restarted. Calls `before_restart` with the number of each restart and the failure before it.
     ///
     /// # Errors
-    /// [`Error::Store`] when the store cannot be served, [`Error::Input`] when processes cannot be started.
+    /// [`Error::Store`] when the store cannot be served, [`Error::InvalidInput`] when processes cannot be started.
     pub(crate) fn run(&self, before_restart: impl Fn(usize, &Report)) -> Result<Ended> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let (_open, never) = bounded(0);
@@ -172,7 +172,7 @@ impl SpawnProcesses<'_> {
 }
 
 fn cannot_start(error: io::Error) -> Error {
-    Error::Input(not_started("what the ranks need, a process or a thread,", &error))
+    Error::InvalidInput(not_started("what the ranks need, a process or a thread,", &error))
 }
 
 fn asks_to_stop(signal: i32) -> bool {

@@ -190,9 +190,9 @@ impl Spawn {
     /// [`Launch::from_env`](super::Launch::from_env) and [`Launch::join`](super::Launch::join).
     ///
     /// # Errors
-    /// [`Error::Input`](crate::Error::Input) when the variables contradict each other or the processes do not fit
-    /// each other; [`Error::Store`](crate::Error::Store) and [`Error::PeersMissing`](crate::Error::PeersMissing)
-    /// when the rendezvous of the processes fails.
+    /// [`Error::InvalidInput`](crate::Error::InvalidInput) when the variables contradict each other or the processes do
+    /// not fit each other; [`Error::Store`](crate::Error::Store) and
+    /// [`Error::PeersMissing`](crate::Error::PeersMissing) when the rendezvous of the processes fails.
     pub fn from_env() -> Result<Self> {
         let cuda = ffi::cuda::load();
         let launch = Arc::new(Launch::from_env(&LaunchOptions::default(), &cuda)?);

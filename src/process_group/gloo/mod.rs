@@ -43,11 +43,11 @@ pub(super) const BACKEND: BackendType = BackendType {
 };
 
 fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join> {
-    let alone = || Error::Input("backend gloo is for ranks of several processes".into());
+    let alone = || Error::InvalidInput("backend gloo is for ranks of several processes".into());
     let (shared, network) = (shared.clone(), network.cloned().ok_or_else(alone)?);
     Ok(Arc::new(move |rank, device| match device {
         Device::Cpu => Ok(Box::new(GlooBackend::join(&shared, network.clone(), rank)?)),
-        _ => Err(Error::Input(
+        _ => Err(Error::InvalidInput(
             "backend gloo is for ranks on the CPU; use nccl for GPUs of several processes".into(),
         )),
     }))

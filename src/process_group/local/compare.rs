@@ -59,8 +59,8 @@ fn compare<'a>(
         return Ok(());
     }
     let called = members.iter().zip(calls.clone()).map(|(&rank, call)| RankCall::new(rank, call));
-    let operation = |odd: usize| {
-        let place = members.iter().position(|&rank| rank == odd);
+    let operation = |outlier: usize| {
+        let place = members.iter().position(|&rank| rank == outlier);
         let call = place.and_then(|place| calls.clone().nth(place));
         call.map_or(Operation::UserCode, |call| call.operation)
     };

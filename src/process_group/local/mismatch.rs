@@ -62,13 +62,19 @@ pub(crate) fn mismatch(
         // All calls are the same but for the sizes.
         groups = self::groups(calls, |call| &call.call);
     }
-    let odd = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
-    let odd = odd.map_or(0, |(_, ranks)| ranks[0]);
+    let outlier = groups.iter().rev().min_by_key(|(_, ranks)| ranks.len());
+    let outlier = outlier.map_or(0, |(_, ranks)| ranks[0]);
     let calls_of = |group: usize| groups[group].1.iter().map(move |&rank| (rank, group));
     let answers: Vec<(usize, usize)> = (0..groups.len()).flat_map(calls_of).collect();
     let mut suspects = Suspects::of(&answers);
     suspects.ranks.sort_unstable();
-    Error::Mismatch { sequence, calls: list(calls, odd), suspects, odd, called: operation(odd) }
+    Error::Mismatch {
+        sequence,
+        calls: list(calls, outlier),
+        suspects,
+        outlier,
+        called: operation(outlier),
+    }
 }
 
 /// Returns the error of an all_to_all in which the ranks `from` send another number of elements to the ranks `to`
@@ -80,7 +86,7 @@ pub(crate) fn sizes_differ(
     (to, there): (&[usize], String),
     [sent, expected]: [usize; 2],
 ) -> Error {
-    let (odd, suspects) = (to[0], Suspects::tied([from, to].concat()));
+    let (outlier, suspects) = (to[0], Suspects::tied([from, to].concat()));
     let is_one = |ranks: &[usize]| ranks.len() == 1;
     let receives = match from == to && is_one(to) {
         true => " to itself, but expects".into(),
@@ -92,11 +98,11 @@ pub(crate) fn sizes_differ(
         "in all_to_all {} {sends} {sent} elements{receives} {expected}{there}",
         list_ranks(from)
     );
-    Error::Mismatch { sequence, calls, suspects, odd, called: Operation::AllToAll }
+    Error::Mismatch { sequence, calls, suspects, outlier, called: Operation::AllToAll }
 }
 
 /// Returns the calls as text: "ranks 0-2 called barrier at src/main.rs:7; rank 3 called barrier at src/main.rs:9".
-fn list(calls: &[RankCall], odd: usize) -> String {
+fn list(calls: &[RankCall], outlier: usize) -> String {
     let mut lines: Vec<(&RankCall, Vec<usize>)> = Vec::new();
     for call in calls {
         let same = |known: &RankCall| (&known.call, &known.place) == (&call.call, &call.place);
@@ -107,8 +113,9 @@ fn list(calls: &[RankCall], odd: usize) -> String {
     }
     let mut left_out = String::new();
     if lines.len() > MAX_LISTED_CALLS {
-        let odd_line = lines.iter().position(|(_, ranks)| ranks.contains(&odd)).unwrap_or(0);
-        lines.swap(MAX_LISTED_CALLS - 1, odd_line.max(MAX_LISTED_CALLS - 1));
+        let outlier_line =
+            lines.iter().position(|(_, ranks)| ranks.contains(&outlier)).unwrap_or(0);
+        lines.swap(MAX_LISTED_CALLS - 1, outlier_line.max(MAX_LISTED_CALLS - 1));
         left_out =
             format!("; the others made {} more different calls", lines.len() - MAX_LISTED_CALLS);
     }
@@ -160,7 +167,7 @@ mod tests {
 
     fn told(calls: &[RankCall]) -> (String, usize) {
         match mismatch(0, calls, |_| Operation::Barrier) {
-            Error::Mismatch { calls, odd, .. } => (calls, odd),
+            Error::Mismatch { calls, outlier, .. } => (calls, outlier),
             other => panic!("{other}"),
         }
     }
@@ -204,8 +211,8 @@ mod tests {
         };
         let barrier = called(1, "barrier", 2);
         let calls = [uneven(0, 5), barrier, uneven(2, 6), uneven(3, 7)];
-        let (text, odd) = told(&calls);
-        assert_eq!((text.matches(" called ").count(), odd), (4, 1), "{text}");
+        let (text, outlier) = told(&calls);
+        assert_eq!((text.matches(" called ").count(), outlier), (4, 1), "{text}");
         // Only the sizes differ, as they can between processes.
         assert_eq!(told(&[uneven(0, 5), uneven(1, 6), uneven(2, 5)]).1, 1);
     }
@@ -215,8 +222,8 @@ mod tests {
         let mut calls: Vec<RankCall> =
             (0..40).map(|rank| called(rank, &format!("x {}", rank / 2), 1)).collect();
         calls.push(called(40, "y", 2));
-        let (text, odd) = told(&calls);
-        assert_eq!((text.matches(" called ").count(), odd), (MAX_LISTED_CALLS, 40));
+        let (text, outlier) = told(&calls);
+        assert_eq!((text.matches(" called ").count(), outlier), (MAX_LISTED_CALLS, 40));
         assert!(text.contains("rank 40 called y at a.rs:2; the others made 13 more"), "{text}");
     }
 

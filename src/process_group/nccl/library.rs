@@ -21,7 +21,7 @@ pub(crate) fn require_library() -> Result<()> {
     if unsafe { sys::is_culib_present() } {
         return Ok(());
     }
-    Err(Error::Input(
+    Err(Error::InvalidInput(
         "backend nccl: libnccl was not found; `make libtorch` fetches it on a machine with an NVIDIA \
          driver, or use --backend threaded"
             .into(),

@@ -70,7 +70,7 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
             let (shared, network, pairs) = (shared.clone(), network.clone(), pairs.clone());
             Ok(Box::new(NcclBackend::join(shared, network, pairs, rank, gpu, id)?))
         }
-        _ => Err(Error::Input(
+        _ => Err(Error::InvalidInput(
             "backend nccl needs a GPU for each rank; use threaded for ranks on the CPU".into(),
         )),
     }))
@@ -158,7 +158,8 @@ impl NcclBackend {
         self.slot.barrier().wait(self.slot.rank(), call.at())
     }
 
-    /// Runs several NCCL calls like [`NcclBackend::with_launch_barrier`]. `launch` returns the first result that is a failure.
+    /// Runs several NCCL calls like [`NcclBackend::with_launch_barrier`]. `launch` returns the first result that is a
+    /// failure.
     fn grouped(
         &mut self,
         call: &Call,

@@ -158,8 +158,8 @@ impl Network {
         self.stop.get().is_some()
     }
 
-    /// Exchanges the state of [`StopRequest`] between processes when no collective of this backend does. The process's first
-    /// rank calls this; all processes must call it, with the same number.
+    /// Exchanges the state of [`StopRequest`] between processes when no collective of this backend does. The process's
+    /// first rank calls this; all processes must call it, with the same number.
     pub(crate) fn exchange_stop(&self, sequence: u64) -> Result<()> {
         let call = Call { sequence, ..Call::bare(Operation::Synchronize) };
         let parts = SplitSizes::of(&call, 0, &self.layout, false);
@@ -215,8 +215,8 @@ impl Network {
     /// mismatch.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`]; [`Error::Input`] for
-    /// weights without a mean.
+    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`];
+    /// [`Error::InvalidInput`] for weights without a mean.
     pub(crate) fn exchange(
         &self,
         call: &Call,
@@ -380,8 +380,8 @@ impl Network {
             recv(work.ended()) -> result => {
                 work.outcome(result.unwrap_or_else(|_| Err("it is gone".into())))
             }
-            recv(self.run.cancel.tripped()) -> _ => Err(Error::Input(String::new())),
-            default(started.time_left()) => Err(Error::Input(String::new())),
+            recv(self.run.cancel.tripped()) -> _ => Err(Error::InvalidInput(String::new())),
+            default(started.time_left()) => Err(Error::InvalidInput(String::new())),
         };
         let reason = match result {
             Ok(()) => return Ok(()),

@@ -31,12 +31,12 @@ pub(super) fn timed_out(
         _ => run.remote_snapshots.of(*rank).iter().any(is_open),
     };
     let missing: Vec<usize> = ranks.iter().copied().filter(|rank| !has_entered(rank)).collect();
-    let late = match (silent.is_empty(), missing.is_empty()) {
+    let missing = match (silent.is_empty(), missing.is_empty()) {
         (false, _) => silent,
         (true, false) => run.missing_ranks(missing),
         (true, true) => run.missing_ranks(ranks),
     };
-    Error::Timeout { at, waiting, waited, late }
+    Error::Timeout { at, waiting, waited, missing }
 }
 
 /// Returns the error of `waiting`, a rank of `run`, when the connection to `ranks` of another process is lost in `at`
@@ -77,7 +77,7 @@ fn silent(
         await_reason(run);
     }
     run.check(waiting)?;
-    silent.retain(|late| ranks.contains(&late.rank));
+    silent.retain(|missing| ranks.contains(&missing.rank));
     Ok(silent)
 }
 

@@ -307,15 +307,15 @@ impl RunContext {
                 break Error::PeerExited { at, waiting, left };
             }
             let Some(time_left) = self.timeout.checked_sub(began.elapsed()) else {
-                let mut late = if are_elsewhere { self.refresh_peers() } else { Vec::new() };
+                let mut missing = if are_elsewhere { self.refresh_peers() } else { Vec::new() };
                 if self.cancel.cancelled_by().is_some() {
                     continue; // the other process's failure says more than this timeout
                 }
-                late.retain(|late| ranks.contains(&late.rank));
-                if late.is_empty() {
-                    late = self.missing_ranks(ranks.to_vec());
+                missing.retain(|missing| ranks.contains(&missing.rank));
+                if missing.is_empty() {
+                    missing = self.missing_ranks(ranks.to_vec());
                 }
-                break Error::Timeout { at, waiting, waited: self.timeout, late };
+                break Error::Timeout { at, waiting, waited: self.timeout, missing };
             };
             let until_limit = limit.map(|limit| limit.saturating_sub(began.elapsed()));
             if until_limit.is_some_and(|it| it.is_zero()) {
@@ -340,9 +340,9 @@ impl RunContext {
             last_seen: self.activity[rank].now(),
             silent: is_silent(rank),
         };
-        let late = missing.into_iter().map(seen).collect();
+        let missing = missing.into_iter().map(seen).collect();
         let at = self.activity[waiting].now();
-        Error::Timeout { at, waiting, waited: self.timeout, late }
+        Error::Timeout { at, waiting, waited: self.timeout, missing }
     }
 
     /// Returns the ranks of other processes that have not reached the operation of `waiting`, those that wait for no
@@ -364,9 +364,9 @@ impl RunContext {
         if self.peer_status.is_none() || missing.is_empty() {
             return Vec::new();
         }
-        let mut late = self.missing_ranks(missing);
-        late.sort_by_key(|it| it.last_seen.operation.may_wait());
-        late
+        let mut missing = self.missing_ranks(missing);
+        missing.sort_by_key(|it| it.last_seen.operation.may_wait());
+        missing
     }
 
     /// Polls `is_done` until it returns true, the run is cancelled, or the timeout has passed. `waiting` is the rank
@@ -376,17 +376,17 @@ impl RunContext {
     /// then after short parks, which a cancel cuts short.
     ///
     /// # Errors
-    /// [`Error::Cancelled`]; [`Error::Timeout`], which names the late ranks of other processes. Those processes report
-    /// it, since NCCL does not. All ranks of this process entered the call before the launch. If no other rank is late,
-    /// the device is slow or hangs, and no rank is blamed.
+    /// [`Error::Cancelled`]; [`Error::Timeout`], which names the missing ranks of other processes. Those processes
+    /// report it, since NCCL does not. All ranks of this process entered the call before the launch. If no other rank
+    /// is missing, the device is slow or hangs, and no rank is blamed.
     pub(crate) fn poll(&self, waiting: usize, is_done: impl Fn() -> Result<bool>) -> Result<()> {
         if self.poll_at_most(waiting, self.timeout, is_done)? {
             return Ok(());
         }
-        let late = self.missing_elsewhere(waiting);
+        let missing = self.missing_elsewhere(waiting);
         self.check(waiting)?; // another process may have reported the cause
         let at = self.activity[waiting].now();
-        Err(Error::Timeout { at, waiting, waited: self.timeout, late })
+        Err(Error::Timeout { at, waiting, waited: self.timeout, missing })
     }
 
     /// Polls like [`RunContext::poll`] for at most `limit`. Returns false if it has passed.
@@ -428,13 +428,13 @@ impl RunContext {
     ///
     /// If all of them wait in collectives or messages, another rank delays them. Computing ranks then come first.
     pub(crate) fn missing_ranks(&self, missing: Vec<usize>) -> Vec<MissingRank> {
-        let mut late = self.last_seen(missing);
-        if late.iter().all(|late| late.last_seen.operation.may_wait()) {
+        let mut missing = self.last_seen(missing);
+        if missing.iter().all(|missing| missing.last_seen.operation.may_wait()) {
             let mut computing = self.last_seen(0..self.activity.len());
             computing.retain(|rank| rank.last_seen.operation.is_compute());
-            late.splice(0..0, computing);
+            missing.splice(0..0, computing);
         }
-        late
+        missing
     }
 
     /// Returns `ranks` with their last known operations.

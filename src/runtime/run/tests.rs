@@ -1,4 +1,4 @@
-//! Tests of what a run reports about its ranks, and of the ranks it names as late.
+//! Tests of what a run reports about its ranks, and of the ranks that it names as missing.
 
 use strum::IntoEnumIterator;
 
@@ -26,8 +26,10 @@ fn poll_ends_when_done_late_or_cancelled() {
     let third_time = || Ok(asked.replace(asked.get() + 1) == 2);
     run.poll(0, third_time).unwrap();
     assert_eq!(asked.get(), 3);
-    let late = RunContext::new(2, Duration::ZERO, None).poll(0, || Ok(false));
-    assert!(matches!(late, Err(Error::Timeout { waiting: 0, late, .. }) if late.is_empty()));
+    let missing = RunContext::new(2, Duration::ZERO, None).poll(0, || Ok(false));
+    assert!(
+        matches!(missing, Err(Error::Timeout { waiting: 0, missing, .. }) if missing.is_empty())
+    );
     run.report(1, None, "the cause".into());
     assert!(matches!(run.poll(0, || Ok(false)), Err(Error::Cancelled { by: 1, .. })));
 }
@@ -89,9 +91,9 @@ fn nccl_timeout_names_the_ranks_that_did_not_arrive() {
         run.peer_status = Some(Arc::new(Other(others)));
         run.start(0);
         run.activity[0].enter(AllReduce, 4);
-        let Err(Error::Timeout { late, .. }) = run.poll(0, || Ok(false)) else { panic!() };
-        assert_eq!(late.iter().map(|it| it.rank).collect::<Vec<_>>(), named);
-        let Error::Timeout { late, .. } = run.not_come(0, vec![1]) else { panic!() };
-        assert_eq!((late[0].rank, late[0].last_seen.operation), (1, others[0]));
+        let Err(Error::Timeout { missing, .. }) = run.poll(0, || Ok(false)) else { panic!() };
+        assert_eq!(missing.iter().map(|it| it.rank).collect::<Vec<_>>(), named);
+        let Error::Timeout { missing, .. } = run.not_come(0, vec![1]) else { panic!() };
+        assert_eq!((missing[0].rank, missing[0].last_seen.operation), (1, others[0]));
     }
 }

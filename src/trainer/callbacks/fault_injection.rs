@@ -75,7 +75,7 @@ fn skip_sample(batches: &mut [Batch], step: u64) -> crate::error::Result<()> {
         [first, ..] if first.len() > 1 => take(first, 1),
         [_, second, ..] => take(second, 0),
         _ => {
-            return Err(Error::Input(format!(
+            return Err(Error::InvalidInput(format!(
                 "--inject-fault skip-sample: a rank has one sample in step {step}, and no other one to take instead; use a \
                  larger --batch-size, or another step"
             )));

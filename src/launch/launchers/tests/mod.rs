@@ -101,7 +101,7 @@ fn found(variables: &str) -> Launch {
 
 fn refused(variables: &[&str], options: &LaunchOptions) -> String {
     match with(variables, options, 0) {
-        Err(Error::Input(why)) => why,
+        Err(Error::InvalidInput(why)) => why,
         other => panic!("{variables:?} gave {other:?}"),
     }
 }

@@ -249,9 +249,9 @@ impl Link {
     /// not gone. The rank itself does not wait for such a message.
     pub(super) fn look_at_deadlines(&self) {
         let run = &self.context.run;
-        let is_late = |sent: &&Sent| sent.pending.is_some() && run.is_overdue(sent.rank);
-        let late = self.state().sends.values().find(is_late).map(|sent| (sent.rank, sent.at));
-        if let Some((rank, at)) = late {
+        let is_overdue = |sent: &&Sent| sent.pending.is_some() && run.is_overdue(sent.rank);
+        let overdue = self.state().sends.values().find(is_overdue).map(|sent| (sent.rank, sent.at));
+        if let Some((rank, at)) = overdue {
             let error = lost::timed_out(run, at, rank, self.ranks(), run.timeout);
             run.report_at(rank, Some(at), Some(&error), error.to_string());
         }

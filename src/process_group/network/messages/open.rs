@@ -36,10 +36,10 @@ impl MessageListener {
     /// store.
     ///
     /// # Errors
-    /// [`Error::Input`] if it cannot listen, and the errors of the store.
+    /// [`Error::InvalidInput`] if it cannot listen, and the errors of the store.
     pub(crate) fn open(store: &TcpStore, mine: usize, interfaces: Option<&str>) -> Result<Self> {
         let fail = |error: io::Error| {
-            Error::Input(format!("process {mine} cannot listen for messages: {error}"))
+            Error::InvalidInput(format!("process {mine} cannot listen for messages: {error}"))
         };
         let host = match interfaces {
             Some(names) => address_of(names).map_err(fail)?,

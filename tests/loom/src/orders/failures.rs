@@ -166,9 +166,9 @@ fn ranks_give_up(hurried: usize, world_size: usize, times: u64, preemptions: Opt
             let timeout = if rank < hurried { Duration::ZERO } else { TIMEOUT };
             match ranks.reduce(rank, times, None, timeout) {
                 Ok(()) => {}
-                Err(Error::Timeout { late, .. }) => {
+                Err(Error::Timeout { missing, .. }) => {
                     assert!(rank < hurried);
-                    assert!(!late.is_empty() && late.iter().all(|late| late.rank != rank));
+                    assert!(!missing.is_empty() && missing.iter().all(|it| it.rank != rank));
                 }
                 Err(Error::Cancelled { by, .. }) => assert_eq!(by, ranks.run.failures()[0].rank),
                 other => panic!("{other:?}"),

@@ -71,7 +71,7 @@ impl Message {
             Ok(_) => "received",
             Err(Error::Cancelled { .. }) => "cancelled",
             Err(Error::PeerExited { left: 1, .. }) => "left",
-            Err(Error::Timeout { late, .. }) if late[0].rank == 1 => "late",
+            Err(Error::Timeout { missing, .. }) if missing[0].rank == 1 => "late",
             Err(other) => panic!("{other}"),
         }
     }
