@@ -1,9 +1,8 @@
 //! Data sets: samples with targets. All ranks of a process share one copy in memory.
 
 use std::fmt;
-use std::sync::Mutex;
-use std::sync::PoisonError;
 
+use parking_lot::Mutex;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
@@ -169,7 +168,7 @@ impl TensorDataset {
         if device == Device::Cpu {
             return Ok(self.samples.handles());
         }
-        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut copies = self.copies.lock();
         if let Some((_, copy)) = copies.iter().find(|(known, _)| *known == device) {
             return Ok(copy.handles());
         }

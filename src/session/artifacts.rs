@@ -2,8 +2,10 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
+
+use parking_lot::Mutex;
 
 use super::dealt_samples::dealt_samples;
 use super::report_facts::{collectives, command, date, options, steps_of};
@@ -90,13 +92,13 @@ impl RunArtifacts {
 
     /// Returns the mean loss of the first quarter of the run, and of the last. `None` without a report.
     pub(crate) fn losses(&self) -> Option<[f64; 2]> {
-        self.curves.lock().unwrap_or_else(PoisonError::into_inner).losses()
+        self.curves.lock().losses()
     }
 
     /// Updates the data of the report, if there is one.
     pub(crate) fn update(&self, write: impl FnOnce(&mut ReportData)) {
         if self.report.is_some() {
-            write(&mut self.draft.lock().unwrap_or_else(PoisonError::into_inner));
+            write(&mut self.draft.lock());
         }
     }
 
@@ -171,8 +173,8 @@ impl RunArtifacts {
         outcome: Outcome,
         dump: &FlightRecorderDump,
     ) -> Result<Report> {
-        let draft = std::mem::take(&mut *self.draft.lock().unwrap_or_else(PoisonError::into_inner));
-        let curves = self.curves.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let draft = std::mem::take(&mut *self.draft.lock());
+        let curves = self.curves.lock().clone();
         let steps = steps_of(dump).saturating_sub(draft.first.step);
         let ReportData { first, model, moved, replicas, verdict, end, .. } = draft;
         let (end, world_size) = (end.as_ref(), joined_launch.world_size());

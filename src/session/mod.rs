@@ -15,11 +15,12 @@ mod start_point;
 mod summary;
 mod training;
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::Context;
 use crossbeam::channel::Receiver;
+use parking_lot::Mutex;
 use tch::Device;
 
 use crate::config::{Config, Data};
@@ -183,7 +184,7 @@ impl Session {
 
     /// Takes the metrics logger. `None` except on rank 0.
     pub(crate) fn take_metrics_logger(&self, rank: &Rank) -> Option<MetricsLogger> {
-        let mut logger = self.metrics_logger.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut logger = self.metrics_logger.lock();
         if rank.rank() == 0 { logger.take() } else { None }
     }
 

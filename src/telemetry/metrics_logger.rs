@@ -2,8 +2,9 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
@@ -158,7 +159,7 @@ impl MetricsLogger {
 
     fn draw(&self, add: impl FnOnce(&mut Curves)) {
         if let Some(curves) = &self.curves {
-            add(&mut curves.lock().unwrap_or_else(PoisonError::into_inner));
+            add(&mut curves.lock());
         }
     }
 

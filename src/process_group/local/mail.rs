@@ -9,9 +9,10 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
 
+use parking_lot::Mutex;
 use tch::{Kind, Tensor};
 
 use crate::error::Error;
@@ -186,7 +187,7 @@ impl Mailboxes {
     pub(crate) fn cancel(&self, posted: &PostedOp, destination: usize) -> bool {
         let mine = |waiting: &Waiting| Arc::ptr_eq(&waiting.delivery, &posted.0);
         {
-            let Mailbox { sent, expected } = &mut *lock(&self.boxes[destination]);
+            let Mailbox { sent, expected } = &mut *self.boxes[destination].lock();
             let before = sent.len() + expected.len();
             sent.retain(|waiting| !mine(waiting));
             expected.retain(|waiting| !mine(waiting));
@@ -213,7 +214,7 @@ impl Mailboxes {
             waiting.request.source.is_some_and(|source| sources.contains(&source))
         };
         for mailbox in &self.boxes {
-            let lost: Vec<Waiting> = lock(mailbox).expected.extract_if(.., is_lost).collect();
+            let lost: Vec<Waiting> = mailbox.lock().expected.extract_if(.., is_lost).collect();
             for waiting in lost {
                 let ranks = self.members[sources.clone()].to_vec();
                 waiting.delivery.complete(Outcome::Lost { ranks, reason: reason.into() });
@@ -232,7 +233,7 @@ impl Mailboxes {
         let mine = Waiting { request, delivery };
         let is_send = mine.request.side == Side::Send;
         let (sent, expected) = {
-            let Mailbox { sent, expected } = &mut *lock(&self.boxes[destination]);
+            let Mailbox { sent, expected } = &mut *self.boxes[destination].lock();
             let (same_side, other_side) = if is_send { (sent, expected) } else { (expected, sent) };
             let other = other_side.iter().position(|o| o.request.belongs_to(&mine.request));
             let Some(other) = other else {
@@ -278,8 +279,4 @@ impl Mailboxes {
             side.complete(if copied.is_ok() { Outcome::From(source) } else { Outcome::Reported });
         }
     }
-}
-
-fn lock(mailbox: &Mutex<Mailbox>) -> MutexGuard<'_, Mailbox> {
-    mailbox.lock().unwrap_or_else(PoisonError::into_inner)
 }

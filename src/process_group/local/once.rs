@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use crate::error::Result;
 
@@ -27,7 +28,7 @@ impl<K: Eq + Hash, T: Clone> OncePerProcess<K, T> {
         ranks: usize,
         make: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.0.lock();
         let (value, left) = match waiting.remove(&key) {
             Some((value, left)) => (value, left - 1),
             None => (make()?, ranks - 1),

@@ -2,10 +2,11 @@
 
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread;
 
 use crossbeam::channel::Sender;
+use parking_lot::Mutex;
 
 use super::super::process_map::ProcessMap;
 use super::guard::{self, Serving};
@@ -42,12 +43,12 @@ impl MessageContext {
     }
 
     pub(super) fn writing(&self) -> Option<Sender<Infallible>> {
-        self.writing.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.writing.lock().clone()
     }
 
     /// Returns a guard for a message that `rank` has sent.
     pub(super) fn pending(&self, rank: usize) -> Pending {
-        let sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let sending = self.sending.lock().clone();
         Pending::new(&self.run, rank, sending)
     }
 

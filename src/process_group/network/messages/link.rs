@@ -8,9 +8,10 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
+use parking_lot::{Mutex, MutexGuard};
 use tch::{Kind, Tensor};
 
 use super::super::lost;
@@ -104,7 +105,7 @@ impl Link {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Notes that this process connects. Returns `false` if it does so already, or is connected.

@@ -18,10 +18,11 @@ mod writer;
 use std::convert::Infallible;
 use std::fmt;
 use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
+use parking_lot::Mutex;
 use tch::Tensor;
 
 use super::process_map::ProcessMap;
@@ -141,7 +142,7 @@ impl Messages {
 
 impl Connections {
     fn listen(&self) -> Result<()> {
-        let mut listener = self.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut listener = self.listener.lock();
         if listener.is_none() {
             return Ok(());
         }
@@ -163,7 +164,7 @@ impl fmt::Debug for Messages {
 impl Drop for Messages {
     fn drop(&mut self) {
         let Connections { context, links, .. } = &*self.0;
-        drop(context.sending.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(context.sending.lock().take());
         let mut senders: Vec<usize> = links.iter().flat_map(|link| link.senders()).collect();
         senders.sort_unstable();
         senders.dedup();
@@ -192,14 +193,14 @@ impl Drop for Messages {
 impl Drop for Connections {
     fn drop(&mut self) {
         self.context.closing.store(true, Ordering::Release);
-        if self.listener.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+        if self.listener.lock().is_none() {
             open::knock(self.address);
         }
         let cancelled = self.context.run.cancel.tripped();
         for link in &self.links {
             link.finish();
         }
-        drop(self.context.writing.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.context.writing.lock().take());
         crossbeam::channel::select_biased! {
             recv(self.written) -> _ => {}
             recv(cancelled) -> _ => {}
