@@ -26,7 +26,7 @@ pub struct PhaseSeconds {
 
 impl PhaseSeconds {
     /// Returns the time of `phase`; `None` for operations that are not counted.
-    pub(crate) fn of_phase(&mut self, phase: Operation) -> Option<&mut f64> {
+    pub(crate) fn phase_mut(&mut self, phase: Operation) -> Option<&mut f64> {
         match phase {
             Operation::Step => Some(&mut self.step),
             Operation::Data => Some(&mut self.data),

@@ -23,7 +23,7 @@ pub(super) fn check_utf8(args: &[OsString]) -> Result<(), String> {
             (Some(flag.to_owned()), value.escape_ascii().to_string())
         }
         _ => {
-            let flag = before.to_str().filter(|it| it.starts_with("--") && !it.contains('='));
+            let flag = before.to_str().filter(|text| text.starts_with("--") && !text.contains('='));
             (flag.map(str::to_owned), arg.as_encoded_bytes().escape_ascii().to_string())
         }
     };

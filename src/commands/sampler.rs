@@ -84,7 +84,7 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
     };
     let order = sampler.order(request.epoch)?;
     for rank in ranks {
-        let sampler = sampler.of_rank(rank);
+        let sampler = sampler.for_rank(rank);
         let indices = sampler.deal(order.as_deref(), 0)?;
         // Samples from this number on repeat the first ones.
         let padding = sampler.without_padding().num_samples();

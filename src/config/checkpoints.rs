@@ -53,7 +53,7 @@ pub struct CheckpointsSection {
 }
 
 const FOLDER: OnlyIf = OnlyIf(
-    |it| it.checkpoints.checkpoint_dir.is_some(),
+    |config| config.checkpoints.checkpoint_dir.is_some(),
     "needs --checkpoint-dir, the folder of this run's checkpoints",
 );
 
@@ -83,7 +83,7 @@ impl Config {
     /// has one. `None` for `auto`, and without `--resume`.
     pub fn resume_path(&self) -> Option<PathBuf> {
         let CheckpointsSection { resume, checkpoint_dir, .. } = &self.checkpoints;
-        let path = resume.as_deref().filter(|it| *it != "auto" || checkpoint_dir.is_none())?;
+        let path = resume.as_deref().filter(|path| *path != "auto" || checkpoint_dir.is_none())?;
         let is_name = ["best", "latest"].contains(&path) || path.starts_with("step-");
         Some(match checkpoint_dir {
             Some(dir) if is_name && !path.contains('/') => dir.join(path),

@@ -66,11 +66,11 @@ pub struct DataSection {
 }
 
 const VALIDATION: OnlyIf = OnlyIf(
-    |it| it.may_validate(),
+    |config| config.may_validate(),
     "there are no validation samples; hold some back with --val-fraction",
 );
 const WORKERS: OnlyIf = OnlyIf(
-    |it| it.data.num_workers > 0,
+    |config| config.data.num_workers > 0,
     "needs --num-workers: no batch is loaded ahead without it",
 );
 

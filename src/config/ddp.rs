@@ -103,7 +103,7 @@ pub struct DdpSection {
 }
 
 const POWERSGD: OnlyIf = OnlyIf(
-    |it| it.ddp.comm_hook == CommHookKind::PowerSgd,
+    |config| config.ddp.comm_hook == CommHookKind::PowerSgd,
     "no gradients go through powersgd; use --comm-hook powersgd",
 );
 

@@ -33,8 +33,8 @@ pub(super) fn read(file: &Path, flags: &Table) -> Result<Table> {
         let shown = rest.split(|&byte| byte == b'\n').next().unwrap_or_default().escape_ascii();
         input(format!("line {line} is not UTF-8, which a TOML file must be: {shown}"))
     })?;
-    let options =
-        toml::Deserializer::parse(text).and_then(|it| it.deserialize_map(Options { flags }));
+    let options = toml::Deserializer::parse(text)
+        .and_then(|deserializer| deserializer.deserialize_map(Options { flags }));
     options.map_err(|error| input(error.to_string().trim_end().into()))
 }
 

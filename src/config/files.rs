@@ -51,7 +51,9 @@ impl Config {
     /// [`Error::InvalidInput`] that names both flags.
     pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
         let checked = self.check_files(None, processes);
-        checked.map_err(|it| Error::InvalidInput(format!("{}: {}", flag_name(&it.key), it.problem)))
+        checked.map_err(|invalid| {
+            Error::InvalidInput(format!("{}: {}", flag_name(&invalid.key), invalid.problem))
+        })
     }
 
     /// Refuses a `--config` that cannot be read again, if this process starts others: each reads the file itself.
@@ -72,10 +74,10 @@ impl Config {
     /// Returns all paths, the inputs first.
     fn files(&self, file: Option<&Path>, processes: usize) -> Vec<Used> {
         let used = |key, usage, path: &Path| Used { key, usage, place: Place::of(path) };
-        let is_device = |it: &Used| it.place.is_device(); // such as /dev/null, which many may use
+        let is_device = |used: &Used| used.place.is_device(); // such as /dev/null, which many may use
         let mut all: Vec<Used> =
-            file.map(|it| used("config", Use::Reads, it)).into_iter().collect();
-        all.extend(self.data.dataset.files().iter().map(|it| used("dataset", Use::Reads, it)));
+            file.map(|path| used("config", Use::Reads, path)).into_iter().collect();
+        all.extend(self.data.dataset.files().iter().map(|path| used("dataset", Use::Reads, path)));
         let from =
             [("init_from", self.checkpoints.init_from.clone()), ("resume", self.resume_path())];
         for (key, path) in from {
@@ -91,7 +93,7 @@ impl Config {
             // A path without a name, such as `..`, has no place for a process number, and is refused later.
             let processes = if trace.file_name().is_some() { processes } else { 1 };
             let traces = (0..processes).map(|process| trace_path(trace, [process, processes]));
-            all.extend(traces.map(|it| used("trace", Use::Writes, &it)));
+            all.extend(traces.map(|path| used("trace", Use::Writes, &path)));
         }
         for (key, usage, path) in [
             ("report", Use::Writes, self.output.report.as_ref()),
@@ -99,21 +101,23 @@ impl Config {
             ("tensorboard", Use::Fills, self.output.tensorboard.as_ref()),
             ("checkpoint_dir", Use::Keeps, self.checkpoints.checkpoint_dir.as_ref()),
         ] {
-            all.extend(path.map(|it| used(key, usage, it)));
+            all.extend(path.map(|path| used(key, usage, path)));
         }
-        all.retain(|it| !is_device(it));
+        all.retain(|used| !is_device(used));
         all
     }
 
     /// Refuses files that stdout or stderr go to. Metrics may go there, between the other lines.
     fn check_own_output(&self, used: &[Used]) -> Result<(), Invalid> {
         let outputs = [
-            ("stdout", Place::of_output(io::stdout())),
-            ("stderr", Place::of_output(io::stderr())),
+            ("stdout", Place::from_output(io::stdout())),
+            ("stderr", Place::from_output(io::stderr())),
         ];
         for (name, place) in outputs {
             let Some(place) = place else { continue };
-            if let Some(same) = used.iter().find(|it| it.key != "metrics" && it.place.is(&place)) {
+            if let Some(same) =
+                used.iter().find(|used| used.key != "metrics" && used.place.is(&place))
+            {
                 let problem = format!("{name} of this process goes to that file; use another");
                 return Err(Invalid { key: same.key.into(), problem });
             }
@@ -126,7 +130,7 @@ impl Config {
 fn conflict(earlier: &Used, later: &Used) -> Option<String> {
     use Use::{Fills, Keeps, Reads, Writes};
     let other = flag_name(earlier.key);
-    let is_file = |it: &Used| matches!(it.usage, Reads | Writes);
+    let is_file = |used: &Used| matches!(used.usage, Reads | Writes);
     if later.usage == Reads || (earlier.usage, later.usage) == (Keeps, Keeps) {
         // A run may read and write checkpoints in one folder, but must not write into a checkpoint.
         let inside =
@@ -154,7 +158,7 @@ fn conflict(earlier: &Used, later: &Used) -> Option<String> {
 
 /// Returns whether `path` is, or is below, a name that checkpoints use in `folder`.
 fn is_of_checkpoint(path: &Place, folder: &Place) -> bool {
-    path.within(folder).is_some_and(|it| it.iter().next().is_some_and(CheckpointDir::uses))
+    path.within(folder).is_some_and(|rest| rest.iter().next().is_some_and(CheckpointDir::uses))
 }
 
 #[cfg(test)]
@@ -193,13 +197,12 @@ mod tests {
             assert!(may(&file) && may(&link), "{}", file.display());
             let opened = File::open(&file).unwrap();
             let number = opened.as_raw_fd();
-            for of_this_process in [format!("/dev/fd/{number}"), format!("/proc/self/fd/{number}")]
-            {
-                assert!(Path::new(&of_this_process).is_file());
-                assert!(!may(Path::new(&of_this_process)), "{of_this_process}");
+            for own_file in [format!("/dev/fd/{number}"), format!("/proc/self/fd/{number}")] {
+                assert!(Path::new(&own_file).is_file());
+                assert!(!may(Path::new(&own_file)), "{own_file}");
                 fs::remove_file(&link).unwrap();
-                symlink(&of_this_process, &link).unwrap();
-                assert!(!may(&link), "{of_this_process}");
+                symlink(&own_file, &link).unwrap();
+                assert!(!may(&link), "{own_file}");
             }
         }
         assert!(!may(Path::new("/dev/stdin")));

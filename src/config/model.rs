@@ -42,10 +42,12 @@ pub struct ModelSection {
     pub sync_batch_norm: bool,
 }
 
-const MLP: OnlyIf = OnlyIf(|it| it.model.kind == ModelKind::Mlp, "is for an mlp; use --model mlp");
-const CNN: OnlyIf = OnlyIf(|it| it.model.kind == ModelKind::Cnn, "is for a cnn; use --model cnn");
+const MLP: OnlyIf =
+    OnlyIf(|config| config.model.kind == ModelKind::Mlp, "is for an mlp; use --model mlp");
+const CNN: OnlyIf =
+    OnlyIf(|config| config.model.kind == ModelKind::Cnn, "is for a cnn; use --model cnn");
 const LAYERS: OnlyIf = OnlyIf(
-    |it| it.model.kind != ModelKind::Linear,
+    |config| config.model.kind != ModelKind::Linear,
     "a linear model has no activation; use --model mlp or cnn",
 );
 

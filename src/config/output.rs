@@ -57,7 +57,7 @@ pub struct OutputSection {
 }
 
 const EXPLANATION: OnlyIf =
-    OnlyIf(|it| it.output.explain, "needs --explain: no other text is translated");
+    OnlyIf(|config| config.output.explain, "needs --explain: no other text is translated");
 
 fn may_skip_steps(config: &Config) -> Option<String> {
     let skips = config.training.amp == Amp::Fp16 || config.optimization.skip_nonfinite.is_some();

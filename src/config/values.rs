@@ -49,8 +49,9 @@ fn expected_whole(text: &str, least: u64, most: u64) -> String {
         expected += &format!(" to {most}");
     }
     // Above 2^53 a float does not say which whole number it is.
-    let meant = text.parse::<f64>().ok().filter(|it| it.fract() == 0.0 && it.abs() < 9e15);
-    match meant.map(|it| it as i64).and_then(|it| u64::try_from(it).ok()) {
+    let meant =
+        text.parse::<f64>().ok().filter(|number| number.fract() == 0.0 && number.abs() < 9e15);
+    match meant.map(|number| number as i64).and_then(|number| u64::try_from(number).ok()) {
         Some(meant) if !digits && (least..=most).contains(&meant) => {
             expected + &format!("; write {meant}")
         }

@@ -53,7 +53,7 @@ pub(crate) fn batches_of_all(
 ) -> usize {
     // Samples are dealt in turn: rank 0 has the most, and the last rank the fewest.
     let rank = if drop_last { sampler.num_replicas() - 1 } else { 0 };
-    num_batches(sampler.of_rank(rank).num_samples_from(start), batch_size, drop_last)
+    num_batches(sampler.for_rank(rank).num_samples_from(start), batch_size, drop_last)
 }
 
 /// Splits a rank's share of the data set into batches, epoch by epoch.

@@ -77,7 +77,7 @@ impl DistributedSampler {
     }
 
     /// Returns the sampler of `rank` for the same samples.
-    pub(crate) fn of_rank(&self, rank: usize) -> Self {
+    pub(crate) fn for_rank(&self, rank: usize) -> Self {
         Self { rank, ..self.clone() }
     }
 

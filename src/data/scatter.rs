@@ -141,7 +141,7 @@ impl ScatterPlan {
     fn new(loader: &DataLoader) -> Result<Self> {
         let (inputs, targets) = loader.sample()?;
         Ok(Self {
-            sampler: loader.sampler.of_rank(0),
+            sampler: loader.sampler.for_rank(0),
             drop_last: loader.drop_last,
             batch_size: loader.batch_size(),
             inputs: Sample::like(&inputs),

@@ -78,12 +78,12 @@ impl<M> DataParallel<M> {
         let parameters: Vec<&NamedTensor> = parameters::trained(&tensors).collect();
         let layout = Layout::new(&parameters, &options)?;
         let gathered = if group.rank() == 0 {
-            let of_all_ranks = |buffer: &FlatBuffer| {
+            let gather_all = |buffer: &FlatBuffer| {
                 let own = std::iter::once(Ok(buffer.gradients.shallow_clone()));
                 own.chain((1..group.world_size()).map(|_| buffer.gradients.f_zeros_like()))
                     .collect()
             };
-            let gathered = layout.buffers.iter().map(of_all_ranks).collect::<Result<_, _>>();
+            let gathered = layout.buffers.iter().map(gather_all).collect::<Result<_, _>>();
             gathered.doing("making room for all ranks' gradients")?
         } else {
             Vec::new()

@@ -342,12 +342,12 @@ impl Error {
     pub(crate) fn blames(&self) -> Option<Blame> {
         match self {
             Error::Timeout { missing, .. } => {
-                missing.first().map(|it| Blame::one(it.rank, Some(it.last_seen)))
+                missing.first().map(|first| Blame::one(first.rank, Some(first.last_seen)))
             }
             Error::PeerExited { left, .. } => Some(Blame::one(*left, None)),
             Error::ConnectionLost { lost, step, .. } => {
                 let step = step.map(|sequence| OpId { operation: Operation::Step, sequence });
-                lost.first().map(|it| Blame::one(it.rank, step.or(Some(it.last_seen))))
+                lost.first().map(|first| Blame::one(first.rank, step.or(Some(first.last_seen))))
             }
             Error::Mismatch { suspects, outlier, called, sequence, .. } => {
                 let at = OpId { operation: *called, sequence: *sequence };
@@ -409,7 +409,7 @@ mod tests {
     #[test]
     fn escape_makes_only_control_characters_visible() {
         let plain = "rank 1 (CPU:1) \u{4e2d}\u{6587}\tä\n  \"next\" line";
-        assert!(matches!(escaped(plain), Cow::Borrowed(it) if it == plain));
+        assert!(matches!(escaped(plain), Cow::Borrowed(text) if text == plain));
         assert_eq!(escaped("\u{1b}[2Jx\r\u{7f}\u{9b}31m"), "\\u001b[2Jx\\u000d\\u007f\\u009b31m");
         assert_eq!(escaped("a\u{202e}b\u{2066}c"), "a\\u202eb\\u2066c");
         assert_eq!(escaped_line("a\nddp-mp: b\t"), "a\\u000addp-mp: b\\u0009");

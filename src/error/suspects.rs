@@ -51,10 +51,10 @@ pub struct Suspects {
 impl Suspects {
     /// Returns the suspects among `answers`, pairs of a rank and its answer.
     pub(crate) fn of<T: PartialEq>(answers: &[(usize, T)]) -> Self {
-        let same = |answer: &T| answers.iter().filter(|(_, it)| it == answer).count();
-        let majority = answers.iter().find(|(_, it)| 2 * same(it) > answers.len());
+        let same = |answer: &T| answers.iter().filter(|(_, other)| other == answer).count();
+        let majority = answers.iter().find(|(_, other)| 2 * same(other) > answers.len());
         let suspected =
-            answers.iter().filter(|(_, it)| majority.is_none_or(|(_, right)| it != right));
+            answers.iter().filter(|(_, other)| majority.is_none_or(|(_, right)| other != right));
         Self { ranks: suspected.map(|(rank, _)| *rank).collect(), has_majority: majority.is_some() }
     }
 
@@ -81,7 +81,9 @@ impl Suspects {
             Self { has_majority: false, .. } => format!(
                 "{ranks} differ in `{parameter}`; no majority agrees, so it is unknown which one is wrong"
             ),
-            it if it.is_one() => format!("{ranks} has another `{parameter}` than the others"),
+            suspects if suspects.is_one() => {
+                format!("{ranks} has another `{parameter}` than the others")
+            }
             _ => format!("{ranks} have another `{parameter}` than the majority"),
         }
     }

@@ -38,7 +38,7 @@ pub struct Autocast {
     on_cuda: bool,
     before: AutocastState,
     /// Makes the type `!Send`: the thread that set the state must restore it.
-    of_thread: PhantomData<*const ()>,
+    _not_send: PhantomData<*const ()>,
 }
 
 impl Autocast {
@@ -69,7 +69,7 @@ impl Autocast {
         };
         let state = AutocastState { enabled: true, dtype, cache_enabled: false };
         let before = shim::autocast_swap(on_cuda, state)?;
-        Ok(Self { on_cuda, before, of_thread: PhantomData })
+        Ok(Self { on_cuda, before, _not_send: PhantomData })
     }
 }
 

@@ -74,7 +74,7 @@ impl Appender {
 
     /// Makes the first row begin with a line break, if the last line of the file has none.
     pub(crate) fn after(self, before: Option<&LinesBefore>) -> Self {
-        Self { is_cut: before.is_some_and(|it| it.is_cut), ..self }
+        Self { is_cut: before.is_some_and(|lines| lines.is_cut), ..self }
     }
 
     fn new(file: File, is_own_output: bool) -> io::Result<Self> {
@@ -158,7 +158,7 @@ impl Write for Appender {
 /// # Errors
 /// If the file cannot be read.
 pub(crate) fn lines_before(path: &Path) -> io::Result<Option<LinesBefore>> {
-    if !fs::metadata(path).is_ok_and(|it| it.is_file()) {
+    if !fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
         return Ok(None);
     }
     let mut file = open_regular(path)?;
@@ -168,11 +168,11 @@ pub(crate) fn lines_before(path: &Path) -> io::Result<Option<LinesBefore>> {
     }
     let mut first = Vec::new();
     (&file).take(LONGEST).read_to_end(&mut first)?;
-    first.truncate(first.iter().position(|&it| it == b'\n').unwrap_or(first.len()));
+    first.truncate(first.iter().position(|&byte| byte == b'\n').unwrap_or(first.len()));
     let mut end = Vec::new();
     file.seek(SeekFrom::Start(len.saturating_sub(LONGEST)))?;
     file.read_to_end(&mut end)?;
-    let mut parts = end.rsplitn(3, |&it| it == b'\n').map(<[u8]>::to_vec);
+    let mut parts = end.rsplitn(3, |&byte| byte == b'\n').map(<[u8]>::to_vec);
     let cut = parts.next().unwrap_or_default();
     let is_cut = !cut.is_empty();
     let (last, cut) = match parts.next() {
@@ -187,7 +187,8 @@ pub(crate) fn lines_before(path: &Path) -> io::Result<Option<LinesBefore>> {
 fn own_output(file: &File) -> io::Result<Option<OwnedFd>> {
     let found = fstat(file)?;
     let is_same = |other: &dyn AsFd| {
-        fstat(other.as_fd()).is_ok_and(|it| (it.st_dev, it.st_ino) == (found.st_dev, found.st_ino))
+        fstat(other.as_fd())
+            .is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (found.st_dev, found.st_ino))
     };
     match (is_same(&io::stdout()), is_same(&io::stderr())) {
         (true, _) => io::stdout().as_fd().try_clone_to_owned().map(Some),

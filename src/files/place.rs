@@ -42,7 +42,7 @@ impl Place {
 
     /// Returns the regular file that `output`, the process's stdout or stderr, writes to. `None` if it is not a regular
     /// file.
-    pub(crate) fn of_output(output: impl AsFd) -> Option<Self> {
+    pub(crate) fn from_output(output: impl AsFd) -> Option<Self> {
         let found = fstat(output).ok()?;
         let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
         let identity = Some((found.st_dev, found.st_ino));
@@ -57,14 +57,14 @@ impl Place {
 
     /// Returns whether the place is a character device.
     pub(crate) fn is_device(&self) -> bool {
-        fs::metadata(&self.path).is_ok_and(|it| it.file_type().is_char_device())
+        fs::metadata(&self.path).is_ok_and(|metadata| metadata.file_type().is_char_device())
     }
 
     /// Returns the relative path from `folder` to this place. `None` if it is not inside `folder`.
     pub(crate) fn within(&self, folder: &Self) -> Option<PathBuf> {
         let mut above = self.path.ancestors().skip(1);
-        let found = above.find(|it| {
-            *it == folder.path || (folder.identity.is_some() && identity(it) == folder.identity)
+        let found = above.find(|path| {
+            *path == folder.path || (folder.identity.is_some() && identity(path) == folder.identity)
         })?;
         self.path.strip_prefix(found).ok().map(PathBuf::from)
     }
@@ -79,7 +79,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 fn resolve(path: &Path) -> (PathBuf, bool) {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
     let parts = |path: &Path| -> Vec<OsString> {
-        path.components().rev().map(|it| it.as_os_str().to_owned()).collect()
+        path.components().rev().map(|component| component.as_os_str().to_owned()).collect()
     };
     let (mut rest, mut resolved, mut links) = (parts(&absolute), PathBuf::from("/"), 0);
     let mut through_proc = false;

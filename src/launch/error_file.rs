@@ -21,7 +21,7 @@ use crate::error::escaped;
 pub fn write_error_file(file: &Path, report: &str) -> io::Result<()> {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let report = &*escaped(report); // the agent prints it
-    let timestamp = since.map_or(0, |it| it.as_secs()).to_string();
+    let timestamp = since.map_or(0, |time| time.as_secs()).to_string();
     let text = json!({ "message": {
         "message": report,
         "extraInfo": { "py_callstack": report, "timestamp": timestamp },

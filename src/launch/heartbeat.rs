@@ -34,8 +34,8 @@ impl RankStatus {
     pub(super) fn of(run: &RunContext, rank: usize) -> Self {
         let mut seen = run.flight_recorder.recent_ops(rank, MOST);
         for OpSnapshot { place, .. } in &mut seen {
-            let start =
-                (place.len().saturating_sub(LONGEST)..).find(|&it| place.is_char_boundary(it));
+            let start = (place.len().saturating_sub(LONGEST)..)
+                .find(|&index| place.is_char_boundary(index));
             place.drain(..start.unwrap_or_default());
         }
         Self::new(run.activity[rank].now(), seen)
@@ -75,7 +75,7 @@ impl Heartbeat {
             }
             // The call site is printed to a terminal.
             let is_wrong =
-                |it: &OpSnapshot| it.place.len() > LONGEST || it.place.contains(char::is_control);
+                |op: &OpSnapshot| op.place.len() > LONGEST || op.place.contains(char::is_control);
             if seen.len() > MOST || seen.iter().any(is_wrong) {
                 return Err(unreadable(key, "the status of a rank is too long"));
             }

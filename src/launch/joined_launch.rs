@@ -119,7 +119,8 @@ impl Launch {
         if let Some(warning) = ProcessWorld::warning(&self) {
             note(&warning);
         }
-        let interfaces = var_os("GLOO_SOCKET_IFNAME").map(|it| it.to_string_lossy().into_owned());
+        let interfaces =
+            var_os("GLOO_SOCKET_IFNAME").map(|value| value.to_string_lossy().into_owned());
         let meet =
             || match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared_options)? {
                 Some(world) if compare_clocks => world.compare_clocks(timeout).map(Some),
@@ -128,7 +129,7 @@ impl Launch {
         let world = noting_a_wait(&self, note, meet)?.map(Arc::new);
         let joined_launch = JoinedLaunch { launch: self, placement, world, grace_period };
         joined_launch.before_ranks(|| {
-            joined_launch.world.as_ref().map_or(Ok(()), |it| it.check_interfaces())
+            joined_launch.world.as_ref().map_or(Ok(()), |world| world.check_interfaces())
         })?;
         Ok(joined_launch)
     }
@@ -173,10 +174,10 @@ impl JoinedLaunch {
     /// Returns notes for the user about the ranks, one per line; the process of rank 0 prints them.
     pub fn notes(&self) -> Vec<String> {
         let world = self.world.as_ref().filter(|_| !self.is_spawned());
-        let of_all = world.map(|world| {
+        let world_note = world.map(|world| {
             format!("{} ranks in {} processes", world.world_size(), world.num_processes())
         });
-        self.placement.note.iter().cloned().chain(of_all).collect()
+        self.placement.note.iter().cloned().chain(world_note).collect()
     }
 
     /// Runs `work` for this process, before its ranks start. If `work` fails, the other processes get the reason;

@@ -78,14 +78,14 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
             )));
         }
         let value = |process: &Process, name: &String| {
-            let found = process.options.iter().find(|(it, _)| it == name);
+            let found = process.options.iter().find(|(other, _)| other == name);
             found.map_or("not set".into(), |(_, value)| value.clone())
         };
         let mut names = first.options.iter().chain(&other.options).map(|(name, _)| name);
         if let Some(name) = names.find(|name| value(first, name) != value(other, name)) {
-            let (of_first, of_other) = (value(first, name), value(other, name));
+            let (first_value, other_value) = (value(first, name), value(other, name));
             return Err(Error::InvalidInput(format!(
-                "{name} is {of_first} for {one}, and {of_other} for {two}; {same}"
+                "{name} is {first_value} for {one}, and {other_value} for {two}; {same}"
             )));
         }
     }
@@ -98,8 +98,8 @@ pub(super) fn check_same(processes: &[Process]) -> Result<()> {
 pub(super) fn node_of(processes: &[Process], mine: usize) -> usize {
     let host = &processes[mine].host;
     let firsts = || processes.iter().enumerate().filter(|(_, process)| process.first_local == 0);
-    let of_host = firsts().filter(|(index, process)| process.host == *host && *index <= mine);
-    let first = of_host.map(|(index, _)| index).next_back().unwrap_or(mine);
+    let same_host = firsts().filter(|(index, process)| process.host == *host && *index <= mine);
+    let first = same_host.map(|(index, _)| index).next_back().unwrap_or(mine);
     firsts().take_while(|(index, _)| *index < first).count()
 }
 
@@ -159,7 +159,7 @@ impl MissingPeers {
     /// [`Error::InvalidInput`] if `bytes` are not a valid message.
     pub(super) fn from_bytes(key: &str, bytes: &[u8]) -> Result<Self> {
         let Self { missing, there } = from_json(key, bytes)?;
-        let [missing, there] = [missing, there].map(|it| escaped_line(&it).into_owned());
+        let [missing, there] = [missing, there].map(|text| escaped_line(&text).into_owned());
         Ok(Self { missing, there })
     }
 }
@@ -344,7 +344,10 @@ mod tests {
     #[test]
     fn first_difference_between_processes_is_named() {
         let with = |options: &[(&str, &str)]| Process {
-            options: options.iter().map(|(name, it)| (name.to_string(), it.to_string())).collect(),
+            options: options
+                .iter()
+                .map(|(name, value)| (name.to_string(), value.to_string()))
+                .collect(),
             ..crowd(1)
         };
         let first = with(&[("--lr", "0.1"), ("--seed", "0")]);

@@ -115,9 +115,9 @@ mod tests {
                 };
                 let order = (0..count).map(|place| (place + first) % count);
                 let all: Vec<_> = order.map(start).collect();
-                all.into_iter().map(|it| it.join().unwrap()).collect::<Vec<_>>()
+                all.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
             });
-            assert!(told.iter().all(|it| it.is_some() && *it == told[0]), "{told:?}");
+            assert!(told.iter().all(|number| number.is_some() && *number == told[0]), "{told:?}");
             assert!(!starts.contains(&told[0]), "{told:?} after {starts:?}");
             starts.push(told[0]);
         }

@@ -44,11 +44,14 @@ pub(super) fn stalled(run: &RunContext, here: Range<usize>, limit: Duration) -> 
 
 fn longest(run: &RunContext, here: Range<usize>, limit: Duration) -> Option<(Stall, Entry)> {
     let now = run.flight_recorder.now();
-    let waits = |it: &Entry| it.finished_at.is_none() && now.saturating_sub(it.started_at) >= limit;
+    let waits = |entry: &Entry| {
+        entry.finished_at.is_none() && now.saturating_sub(entry.started_at) >= limit
+    };
     // Leaves out phases, which have no group: the collective within a phase says more.
-    let of_group = |it: Entry| it.begin.group.map(|group| (Stall { group, at: it.begin.at }, it));
+    let stalled =
+        |entry: Entry| entry.begin.group.map(|group| (Stall { group, at: entry.begin.at }, entry));
     let waiting = here.flat_map(|rank| run.flight_recorder.records(rank, 0)).filter(waits);
-    waiting.filter_map(of_group).min_by_key(|(_, it)| it.started_at)
+    waiting.filter_map(stalled).min_by_key(|(_, entry)| entry.started_at)
 }
 
 impl Stall {
@@ -78,16 +81,16 @@ impl Stall {
             if let Some(gpu) = on_gpu(&seen) {
                 let _ = write!(on_gpus, "\n  rank {rank} {gpu}");
             }
-            let same_group = || seen.iter().filter(|it| it.group == Some(group));
-            let late = match same_group().find(|it| it.at.sequence == at.sequence) {
+            let same_group = || seen.iter().filter(|op| op.group == Some(group));
+            let late = match same_group().find(|op| op.at.sequence == at.sequence) {
                 // Only the first rank of a process exchanges stop requests, on behalf of the others.
-                Some(it) if it.at == at || at.operation == Operation::Synchronize => {
-                    arrived.push(format!("rank {rank} {} ago", seconds(it.started_ago)));
+                Some(op) if op.at == at || at.operation == Operation::Synchronize => {
+                    arrived.push(format!("rank {rank} {} ago", seconds(op.started_ago)));
                     continue;
                 }
-                Some(it) => format!("is in {} instead", what(it)),
+                Some(op) => format!("is in {} instead", what(op)),
                 // The rank is past this collective, which its records no longer hold.
-                None if same_group().any(|it| it.at.sequence > at.sequence) => {
+                None if same_group().any(|op| op.at.sequence > at.sequence) => {
                     arrived.push(format!("rank {rank}"));
                     continue;
                 }
@@ -95,7 +98,7 @@ impl Stall {
                     format!("has not entered {}; {}", name(&first), last_seen(run, rank, &seen))
                 }
             };
-            let is_silent = silent.iter().any(|it| it.rank == rank);
+            let is_silent = silent.iter().any(|missing| missing.rank == rank);
             let silent = if is_silent { "; its process does not answer" } else { "" };
             let _ = write!(missing, "\n  rank {rank} {late}{silent}");
         }
@@ -115,8 +118,8 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
         }
         let mut line = format!("  rank {rank} {}", last_seen(run, rank, &seen));
         line += &on_gpu(&seen).map_or(String::new(), |gpu| format!("; {gpu}"));
-        for it in seen.iter().filter(|it| it.on_comm_thread && it.finished_ago.is_none()) {
-            let _ = write!(line, "; beside it in {}, {} ago", what(it), seconds(it.started_ago));
+        for op in seen.iter().filter(|op| op.on_comm_thread && op.finished_ago.is_none()) {
+            let _ = write!(line, "; beside it in {}, {} ago", what(op), seconds(op.started_ago));
         }
         lines.push(line);
     }
@@ -126,9 +129,9 @@ pub(super) fn status_table(run: &RunContext, here: Range<usize>) -> String {
 /// Returns the progress of a rank's GPU; `None` for a rank without a GPU:
 /// `launched up to all_reduce #120; its GPU had completed all_reduce #117 when it last looked`.
 fn on_gpu(seen: &[OpSnapshot]) -> Option<String> {
-    let mut newest = seen.iter().rev().filter(|it| it.group.is_some() && !it.on_comm_thread);
-    let done = newest.clone().find(|it| it.on_gpu.is_some())?;
-    let launched = name(newest.find(|it| it.finished_ago.is_some() && it.group == done.group)?);
+    let mut newest = seen.iter().rev().filter(|op| op.group.is_some() && !op.on_comm_thread);
+    let done = newest.clone().find(|op| op.on_gpu.is_some())?;
+    let launched = name(newest.find(|op| op.finished_ago.is_some() && op.group == done.group)?);
     let done = name(done);
     Some(format!("launched up to {launched}; its GPU had completed {done} when it last looked"))
 }
@@ -144,7 +147,7 @@ fn seen(run: &RunContext, here: &Range<usize>, rank: usize) -> Vec<OpSnapshot> {
 
 /// Returns what `rank` does now, or did last, as text.
 fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
-    let Some(newest) = seen.iter().rev().find(|it| !it.on_comm_thread) else {
+    let Some(newest) = seen.iter().rev().find(|op| !op.on_comm_thread) else {
         return format!("last seen in {}", run.activity[rank].now());
     };
     match newest.finished_ago {
@@ -159,21 +162,21 @@ fn last_seen(run: &RunContext, rank: usize, seen: &[OpSnapshot]) -> String {
 
 /// Returns a collective that a rank waits in, with the phase of the step that calls it:
 /// `all_reduce #118 (bucket 3) of backward #40 at src/main.rs:40`.
-pub(super) fn within(it: &OpSnapshot, seen: &[OpSnapshot]) -> String {
-    let phase = seen.iter().rev().find(|phase| it.group.is_some() && phase.is_open_phase());
+pub(super) fn within(op: &OpSnapshot, seen: &[OpSnapshot]) -> String {
+    let phase = seen.iter().rev().find(|phase| op.group.is_some() && phase.is_open_phase());
     let phase = phase.map_or(String::new(), |phase| format!(" of {}", phase.at));
-    name(it) + &phase + &it.place
+    name(op) + &phase + &op.place
 }
 
 /// Returns an operation with its call site: `all_reduce #118 (bucket 3) at src/main.rs:40`.
-fn what(it: &OpSnapshot) -> String {
-    name(it) + &it.place
+fn what(op: &OpSnapshot) -> String {
+    name(op) + &op.place
 }
 
 /// Returns the name of an operation: `all_reduce #118 (bucket 3)`.
-fn name(it: &OpSnapshot) -> String {
-    let bucket = it.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
-    format!("{}{bucket}", it.at)
+fn name(op: &OpSnapshot) -> String {
+    let bucket = op.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
+    format!("{}{bucket}", op.at)
 }
 
 fn seconds(time: Duration) -> String {

@@ -63,11 +63,11 @@ const MENDABLE: [Mendable; 7] = [
 /// Returns `error`, with the limit and the remedy added if the user can fix it and it does not contain the remedy yet.
 pub(crate) fn explain(error: impl Display) -> String {
     let error = error.to_string();
-    let found = MENDABLE.iter().find(|it| error.contains(it.words));
+    let found = MENDABLE.iter().find(|limit| error.contains(limit.words));
     // Libraries do not report why they cannot open a file.
     let found = found.or_else(|| (error.contains("to open ") && !can_open(1)).then_some(&FILES));
     match found {
-        Some(it) if !error.contains(it.remedy) => it.explain(&error),
+        Some(limit) if !error.contains(limit.remedy) => limit.explain(&error),
         _ => error,
     }
 }

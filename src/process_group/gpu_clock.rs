@@ -183,13 +183,13 @@ impl GpuClock {
         let GpuSeconds { phases, side_streams, waited } = &mut self.times;
         if done.on_side_stream {
             *side_streams += time;
-        } else if let Some(seconds) = phases.of_phase(done.operation) {
+        } else if let Some(seconds) = phases.phase_mut(done.operation) {
             *seconds += time;
             self.phase = Some((done.operation, ended));
         } else if !done.operation.may_wait() {
             self.phase = None;
         } else if let Some((phase, _)) = self.phase.filter(|(_, ended)| began < *ended)
-            && let Some(seconds) = phases.of_phase(phase)
+            && let Some(seconds) = phases.phase_mut(phase)
         {
             *seconds -= time;
             phases.collectives += time;

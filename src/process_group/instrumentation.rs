@@ -283,7 +283,7 @@ impl ProcessGroup {
         let Phase { is, mark, collectives, .. } = self.phase_tracker.phase.take()?;
         let elapsed = self.run().flight_recorder.end(self.global_rank(), mark);
         let mut seconds = self.phase_tracker.seconds.get();
-        if let Some(phase_seconds) = seconds.of_phase(is) {
+        if let Some(phase_seconds) = seconds.phase_mut(is) {
             *phase_seconds += elapsed.saturating_sub(collectives).as_secs_f64();
             seconds.collectives += collectives.as_secs_f64();
             self.phase_tracker.seconds.set(seconds);

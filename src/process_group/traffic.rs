@@ -36,7 +36,7 @@ pub(super) fn first_bytes(call: &Call, tensors: &[Tensor]) -> u64 {
 
 /// Returns the traffic of operations in which each part goes straight to its destination, on every backend; 0 for
 /// other operations.
-pub(super) fn of_parts(call: &Call, rank: usize, world_size: usize) -> Traffic {
+pub(super) fn split_traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
     let others = world_size as u64 - 1;
     let first = |tensors| first_bytes(call, tensors);
     let foreign = |tensors: &[Tensor]| {

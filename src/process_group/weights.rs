@@ -103,7 +103,7 @@ mod tests {
         for weight in [0.1, 1.0 / 3.0, 7.0, 1e300] {
             for ranks in 1..9 {
                 let weights = || (0..ranks).map(|_| weight);
-                let mean = mean_of_all(weights().map(|it| (it, 1))).unwrap();
+                let mean = mean_of_all(weights().map(|weight| (weight, 1))).unwrap();
                 assert_eq!(mean, weight);
                 let mut factors = vec![5.0];
                 fill_factors(ReduceOp::PremulSum(0.5), mean, weights(), &mut factors);
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn weight_factors_are_shares_of_the_total() {
         let weights = [3.0, 0.0, 1.0];
-        let mean = mean_of_all(weights.iter().map(|&it| (it, 1))).unwrap();
+        let mean = mean_of_all(weights.iter().map(|&weight| (weight, 1))).unwrap();
         // Two processes, the first with two ranks, give the same mean.
         assert_eq!(mean_of_all([(1.5, 2), (1.0, 1)].into_iter()).unwrap(), mean);
         let mut factors = Vec::new();

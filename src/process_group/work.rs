@@ -206,7 +206,8 @@ mod tests {
         drop(ending);
         let error = work.wait().unwrap_err();
         assert!(matches!(error, Error::Abandoned { rank: 3 }), "{error}");
-        let told: Vec<_> = run.failures().iter().map(|it| (it.rank, it.error.clone())).collect();
+        let told: Vec<_> =
+            run.failures().iter().map(|failure| (failure.rank, failure.error.clone())).collect();
         assert_eq!(told, [(3, error.to_string())]);
         assert_eq!(run.cancel.cancelled_by(), Some(3));
     }

@@ -31,7 +31,7 @@ pub(crate) type CallSite = &'static Location<'static>;
 
 /// Formats a call site for messages, as ` at src/main.rs:40`; empty if `None`.
 pub(crate) fn format_call_site(place: Option<CallSite>) -> String {
-    place.map_or(String::new(), |it| format!(" at {}:{}", it.file(), it.line()))
+    place.map_or(String::new(), |place| format!(" at {}:{}", place.file(), place.line()))
 }
 
 /// The part of a record that is written when the operation begins.
@@ -216,7 +216,9 @@ impl FlightRecorder {
 
     /// Returns how many times `rank` has begun this collective or message, and the total bytes.
     pub(crate) fn total(&self, rank: usize, operation: Operation) -> [u64; 2] {
-        self.ranks[rank].totals[operation as usize].each_ref().map(|it| it.load(Ordering::Relaxed))
+        self.ranks[rank].totals[operation as usize]
+            .each_ref()
+            .map(|total| total.load(Ordering::Relaxed))
     }
 }
 
@@ -261,7 +263,7 @@ impl Ring {
             return None;
         }
         let times =
-            entry.times.each_ref().map(|it| Duration::from_nanos(it.load(Ordering::Relaxed)));
+            entry.times.each_ref().map(|time| Duration::from_nanos(time.load(Ordering::Relaxed)));
         std::sync::atomic::fence(Ordering::Acquire);
         is_it(Ordering::Relaxed).then_some(times)
     }
@@ -322,9 +324,10 @@ mod tests {
         recorder.end(0, first); // too late: the slot holds a newer record
         let records: Vec<Entry> = recorder.records(0, 0).collect();
         assert_eq!(records.len(), RECORDS);
-        let sequences = records.iter().map(|it| it.begin.at.sequence);
+        let sequences = records.iter().map(|record| record.begin.at.sequence);
         assert!(
-            sequences.eq(3000 - 1024..3000) && records.iter().all(|it| it.finished_at.is_some())
+            sequences.eq(3000 - 1024..3000)
+                && records.iter().all(|record| record.finished_at.is_some())
         );
         assert_eq!(recorder.records(0, 2990).count(), 10);
     }
@@ -341,7 +344,7 @@ mod tests {
         };
         std::thread::scope(|scope| {
             let writers = [scope.spawn(|| write(0)), scope.spawn(|| write(1))];
-            while writers.iter().any(|it| !it.is_finished()) {
+            while writers.iter().any(|writer| !writer.is_finished()) {
                 for record in recorder.records(0, 0) {
                     assert_eq!(record.begin.amount, record.begin.at.sequence * 3);
                     assert!(

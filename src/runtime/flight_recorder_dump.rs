@@ -70,10 +70,11 @@ impl FlightRecorderDump {
             let mut records: Vec<Entry> = recorder.records(rank, 0).collect();
             if (records.len() as u64) < count {
                 // Starts at the first step of which all records are kept.
-                let is_step = |it: &Entry| it.begin.at.operation == Operation::Step;
+                let is_step = |entry: &Entry| entry.begin.at.operation == Operation::Step;
                 records.drain(..records.iter().position(is_step).unwrap_or(0));
             }
-            let totals = Operation::iter().map(|it| (it, recorder.total(rank, it)));
+            let totals =
+                Operation::iter().map(|operation| (operation, recorder.total(rank, operation)));
             RankRecords {
                 rank,
                 device: device(rank),

@@ -47,7 +47,7 @@ impl OpSnapshot {
 
     /// Returns the snapshot after another `time` has passed.
     fn later(self, time: Duration) -> Self {
-        let later = |it: Duration| it.saturating_add(time);
+        let later = |duration: Duration| duration.saturating_add(time);
         let (finished_ago, on_gpu) = (self.finished_ago.map(later), self.on_gpu.map(later));
         Self { started_ago: later(self.started_ago), finished_ago, on_gpu, ..self }
     }
@@ -99,7 +99,7 @@ impl FlightRecorder {
 
     /// Returns the kept records of operations with a duration. A gradient is only a moment.
     fn lasting(&self, rank: usize) -> impl DoubleEndedIterator<Item = Entry> {
-        self.records(rank, 0).filter(|it| it.begin.at.operation != Operation::Gradient)
+        self.records(rank, 0).filter(|entry| entry.begin.at.operation != Operation::Gradient)
     }
 
     /// Returns the training step that `rank` is in; `None` outside of a step.
@@ -115,11 +115,12 @@ impl FlightRecorder {
         let mut kept: Vec<Entry> = Vec::new();
         for record in self.lasting(rank).rev() {
             let begin = &record.begin;
-            let has_newest = kept.iter().any(|it| !it.begin.on_comm_thread);
-            let has_group =
-                kept.iter().any(|it| it.begin.group == begin.group && it.finished_at.is_some());
+            let has_newest = kept.iter().any(|entry| !entry.begin.on_comm_thread);
+            let has_group = kept
+                .iter()
+                .any(|entry| entry.begin.group == begin.group && entry.finished_at.is_some());
             let is_news = begin.group.is_some() && !has_group;
-            let has_done = kept.iter().any(|it| it.on_gpu.is_some());
+            let has_done = kept.iter().any(|entry| entry.on_gpu.is_some());
             let is_done = record.on_gpu.is_some() && begin.group.is_some() && !has_done;
             if record.finished_at.is_none()
                 || is_news
@@ -150,17 +151,17 @@ impl RemoteSnapshots {
     pub(crate) fn of(&self, rank: usize) -> Vec<OpSnapshot> {
         let Some((when, seen)) = self.all().get(&rank).cloned() else { return Vec::new() };
         let since = when.elapsed();
-        seen.into_iter().map(|it| it.later(since)).collect()
+        seen.into_iter().map(|snapshot| snapshot.later(since)).collect()
     }
 
     /// Returns whether `rank` has not yet entered the last collective of all ranks in `seen`, as far as its snapshots
     /// show. While `rank` is entering a collective, [`RunContext::activity`](super::RunContext::activity) already shows
     /// it.
     pub(crate) fn is_behind(&self, rank: usize, seen: &[OpSnapshot]) -> bool {
-        let of_all = |it: &&OpSnapshot| it.group == Some(0);
-        let Some(last) = seen.iter().rev().find(of_all) else { return false };
-        let theirs = self.of(rank).iter().filter(of_all).map(|it| it.at.sequence).max();
-        theirs.is_none_or(|it| it < last.at.sequence)
+        let is_global = |op: &&OpSnapshot| op.group == Some(0);
+        let Some(last) = seen.iter().rev().find(is_global) else { return false };
+        let theirs = self.of(rank).iter().filter(is_global).map(|op| op.at.sequence).max();
+        theirs.is_none_or(|sequence| sequence < last.at.sequence)
     }
 
     fn all(&self) -> MutexGuard<'_, BTreeMap<usize, (Instant, Vec<OpSnapshot>)>> {
@@ -196,7 +197,7 @@ mod tests {
         begin(Operation::AllReduce, 50, Some(0), true);
         begin(Operation::AllReduce, 51, Some(0), true);
         let told = |most| -> Vec<String> {
-            recorder.recent_ops(0, most).iter().map(|it| it.at.to_string()).collect()
+            recorder.recent_ops(0, most).iter().map(|op| op.at.to_string()).collect()
         };
         assert_eq!(
             told(8),

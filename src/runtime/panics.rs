@@ -69,8 +69,10 @@ fn caller_of_tch() -> Option<String> {
                 is_inside = true;
             } else if is_inside && !is_of_std(&function, &file) {
                 let line = symbol.lineno().filter(|_| !file.is_empty());
-                let is_mine = ["ddp_mp::", "<ddp_mp::"].iter().any(|it| function.starts_with(it));
-                let place = line.map_or(format!(" in {function}"), |it| format!(" at {file}:{it}"));
+                let is_mine =
+                    ["ddp_mp::", "<ddp_mp::"].iter().any(|prefix| function.starts_with(prefix));
+                let place =
+                    line.map_or(format!(" in {function}"), |line| format!(" at {file}:{line}"));
                 if is_mine { &mut mine } else { &mut user }.get_or_insert(place);
             }
         });

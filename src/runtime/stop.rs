@@ -66,7 +66,7 @@ pub struct StopRequest {
     /// The last step, published by rank 0. `reason` is published with it.
     last_step: AtomicU64,
     reason: AtomicUsize,
-    tell: Option<Box<dyn Fn(StopReason) + Send + Sync>>,
+    notify: Option<Box<dyn Fn(StopReason) + Send + Sync>>,
 }
 
 impl fmt::Debug for StopRequest {
@@ -93,7 +93,8 @@ impl StopMessage {
     pub(crate) const NONE: Self = Self { last_step: NEVER, reason: None, asked: None };
 
     pub(crate) fn to_numbers(self) -> [u64; 3] {
-        let [reason, asked] = [self.reason, self.asked].map(|it| StopReason::number(it) as u64);
+        let [reason, asked] =
+            [self.reason, self.asked].map(|reason| StopReason::number(reason) as u64);
         [self.last_step, reason, asked]
     }
 
@@ -117,7 +118,7 @@ impl Default for StopRequest {
             deadline: None,
             last_step: AtomicU64::new(NEVER),
             reason: AtomicUsize::new(0),
-            tell: None,
+            notify: None,
         }
     }
 }
@@ -128,10 +129,10 @@ impl StopRequest {
         Self { deadline: time.map(deadline), ..Self::default() }
     }
 
-    /// Calls `tell` once, on the thread of rank 0, when the run is going to stop.
+    /// Calls `notify` once, on the thread of rank 0, when the run is going to stop.
     #[must_use]
-    pub fn on_stop(self, tell: impl Fn(StopReason) + Send + Sync + 'static) -> Self {
-        Self { tell: Some(Box::new(tell)), ..self }
+    pub fn on_stop(self, notify: impl Fn(StopReason) + Send + Sync + 'static) -> Self {
+        Self { notify: Some(Box::new(notify)), ..self }
     }
 
     /// Requests the run to stop at its next step. The last request gives the reason.
@@ -167,8 +168,8 @@ impl StopRequest {
         if reason != 0 {
             self.reason.store(reason, Ordering::Relaxed);
             self.last_step.store(step, Ordering::Release);
-            if let (Some(tell), Some(reason)) = (&self.tell, StopReason::from_repr(reason)) {
-                tell(reason);
+            if let (Some(notify), Some(reason)) = (&self.notify, StopReason::from_repr(reason)) {
+                notify(reason);
             }
         }
     }
@@ -176,7 +177,7 @@ impl StopRequest {
     /// Returns the message of this process for the others.
     pub(crate) fn news(&self) -> StopMessage {
         let last_step = self.last_step.load(Ordering::Acquire);
-        let reason = |it: &AtomicUsize| StopReason::from_repr(it.load(Ordering::Relaxed));
+        let reason = |number: &AtomicUsize| StopReason::from_repr(number.load(Ordering::Relaxed));
         StopMessage { last_step, reason: reason(&self.reason), asked: reason(&self.asked) }
     }
 
@@ -208,8 +209,8 @@ mod tests {
 
     #[test]
     fn stop_takes_effect_after_the_step_rank_0_decides() {
-        let told = Arc::new(AtomicUsize::new(0));
-        let count = told.clone();
+        let notified = Arc::new(AtomicUsize::new(0));
+        let count = notified.clone();
         let stop = StopRequest::new(None).on_stop(move |reason| {
             count.fetch_add(reason as usize, Ordering::Relaxed);
         });
@@ -222,7 +223,7 @@ mod tests {
         stop.decide(5);
         assert_eq!((stop.after(4), stop.after(5)), (None, Some(StopReason::Terminate)));
         assert_eq!(stop.after(6), Some(StopReason::Terminate));
-        assert_eq!(told.load(Ordering::Relaxed), StopReason::Terminate as usize, "once");
+        assert_eq!(notified.load(Ordering::Relaxed), StopReason::Terminate as usize, "once");
     }
 
     #[test]

@@ -200,7 +200,7 @@ mod tests {
             repeated: Some(2),
             ..Failure::default()
         };
-        let again = |it: Failure| it.again();
+        let again = |failure: Failure| failure.again();
         for phase in ["step", "data", "forward", "backward", "optimizer"] {
             let told = "rank 1 failed again in step #12";
             assert_eq!(again(failure(Some(1), &[], phase)).as_deref(), Some(told));

@@ -58,7 +58,7 @@ impl MetricsFile {
     /// # Errors
     /// [`Error::InvalidInput`] when its first or last line is not a row of metrics, or when the file cannot be read.
     pub(super) fn check(path: &Path) -> Result<()> {
-        let check = || lines_before(path)?.map_or(Ok(0), |it| last_run(&it));
+        let check = || lines_before(path)?.map_or(Ok(0), |lines| last_run(&lines));
         check().map(drop).map_err(|error| refused(path, &error))
     }
 

@@ -124,14 +124,17 @@ impl MetricsLogger {
         let ValidationMetrics { step, loss, accuracy, .. } = *metrics;
         self.scalars(step, &[("validation/loss", Some(loss)), ("validation/accuracy", accuracy)])?;
         if let Some(tensorboard) = &mut self.tensorboard {
-            if let Some(it) = picture(samples) {
+            if let Some(picture) = picture(samples) {
                 // One tag for all validations, so that TensorBoard shows the change. It has the form of each sample's
                 // caption.
                 let tag = "validation/class>prediction";
-                tensorboard.image(tag, step, it.width, it.height, &it.pixels).map_err(board)?;
+                tensorboard
+                    .image(tag, step, picture.width, picture.height, &picture.pixels)
+                    .map_err(board)?;
             }
             for (name, tensor) in state_dict {
-                let values = tensor.f_to_kind(Kind::Float).and_then(|it| it.f_flatten(0, -1));
+                let values =
+                    tensor.f_to_kind(Kind::Float).and_then(|tensor| tensor.f_flatten(0, -1));
                 let values = values.and_then(Vec::<f32>::try_from).doing("flatten")?;
                 tensorboard.histogram(&format!("model/{name}"), step, &values).map_err(board)?;
             }

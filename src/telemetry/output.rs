@@ -198,7 +198,7 @@ mod tests {
         assert!(output.write(|_| Err(Error::other("no"))).is_err());
         let mut names: Vec<String> = fs::read_dir(folder.path())
             .unwrap()
-            .map(|it| it.unwrap().file_name().into_string().unwrap())
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         names.sort();
         assert_eq!(names, ["empty", "link", "new", "other"]);

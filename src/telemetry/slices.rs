@@ -58,9 +58,9 @@ pub(super) fn slices(dump: &FlightRecorderDump) -> Vec<Vec<Slice>> {
 /// A rank waits on its GPU, for the rank whose GPU arrives last at a collective. Times are on the clock of the host.
 pub(super) fn gpu_slices(dump: &FlightRecorderDump, track: usize) -> Vec<Vec<Slice>> {
     let on_gpu = |rank: &RankRecords| {
-        let done = |it: &Entry| {
-            let [started_at, finished_at] = it.on_gpu?;
-            Some(Entry { started_at, finished_at: Some(finished_at), on_gpu: None, ..*it })
+        let done = |entry: &Entry| {
+            let [started_at, finished_at] = entry.on_gpu?;
+            Some(Entry { started_at, finished_at: Some(finished_at), on_gpu: None, ..*entry })
         };
         RankRecords {
             rank: rank.rank,
@@ -73,18 +73,18 @@ pub(super) fn gpu_slices(dump: &FlightRecorderDump, track: usize) -> Vec<Vec<Sli
     };
     let ranks = dump.ranks.iter().map(on_gpu).collect();
     let mut slices = slices(&FlightRecorderDump { ranks, groups: dump.groups.clone(), ..*dump });
-    slices.iter_mut().flatten().for_each(|it| it.track = track);
+    slices.iter_mut().flatten().for_each(|slice| slice.track = track);
     slices
 }
 
 /// Returns a rank of this process that has not arrived at that collective; `None` if there is none.
 fn missing(dump: &FlightRecorderDump, (group, sequence): (u32, u64)) -> Option<usize> {
     let members = dump.members(group)?;
-    let here = dump.ranks.iter().filter(|it| members.contains(&it.rank));
-    let has_arrived = |it: &RankRecords| {
-        it.records.iter().any(|it| collective_key(&it.begin) == Some((group, sequence)))
+    let here = dump.ranks.iter().filter(|rank| members.contains(&rank.rank));
+    let has_arrived = |rank: &RankRecords| {
+        rank.records.iter().any(|record| collective_key(&record.begin) == Some((group, sequence)))
     };
-    here.filter(|it| !has_arrived(it)).map(|it| it.rank).next()
+    here.filter(|rank| !has_arrived(rank)).map(|rank| rank.rank).next()
 }
 
 fn slices_of_rank(

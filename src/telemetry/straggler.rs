@@ -54,14 +54,14 @@ pub(crate) fn find_straggler_over(
         let all: f64 = ranks.iter().map(of).sum();
         of(slow) - (all - of(slow)) / others
     };
-    let seconds = -more(|it| it.collectives);
+    let seconds = -more(|phases| phases.collectives);
     let phases = [
-        ("step", more(|it| it.step)),
-        ("data", more(|it| it.data)),
-        ("forward", more(|it| it.forward)),
-        ("backward", more(|it| it.backward)),
-        ("optimizer", more(|it| it.optimizer)),
-        ("save", more(|it| it.save)),
+        ("step", more(|phases| phases.step)),
+        ("data", more(|phases| phases.data)),
+        ("forward", more(|phases| phases.forward)),
+        ("backward", more(|phases| phases.backward)),
+        ("optimizer", more(|phases| phases.optimizer)),
+        ("save", more(|phases| phases.save)),
     ];
     // All ranks took the same time, so the rest of the difference lies outside of the phases. These seven values add up
     // to `seconds`: the largest is a good part of it, and never rounds to zero beside it.

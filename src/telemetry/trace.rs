@@ -23,7 +23,8 @@ pub(crate) fn trace_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
     if count == 1 || path.file_name().is_none() {
         return path.into();
     }
-    let extension = path.extension().map_or(String::new(), |it| format!(".{}", it.display()));
+    let extension =
+        path.extension().map_or(String::new(), |extension| format!(".{}", extension.display()));
     let stem = path.file_stem().unwrap_or_default().display();
     path.with_file_name(format!("{stem}.{process}{extension}"))
 }
@@ -85,9 +86,9 @@ impl Trace<'_> {
         writeln!(self.out, "{}", MARKS.begins)?;
         let name = format!("process {process} of {processes}, {}", std::process::id());
         self.name("process_name", 0, &name)?;
-        let of_ranks = slices(self.dump);
-        for (rank, slices) in self.dump.ranks.iter().zip(&of_ranks) {
-            let last_track = slices.iter().map(|it| it.track).max().unwrap_or(0);
+        let rank_slices = slices(self.dump);
+        for (rank, slices) in self.dump.ranks.iter().zip(&rank_slices) {
+            let last_track = slices.iter().map(|slice| slice.track).max().unwrap_or(0);
             for number in 0..=last_track {
                 let name = match number {
                     0 => format!("rank {} ({})", rank.rank, rank.device),
@@ -112,10 +113,12 @@ impl Trace<'_> {
             }
         }
         let lost: Map<String, Value> = (self.dump.ranks.iter())
-            .map(|it| (format!("rank {}", it.rank), it.lost.into()))
+            .map(|rank| (format!("rank {}", rank.rank), rank.lost.into()))
             .collect();
         let gpu_errors: Map<String, Value> = (self.dump.ranks.iter())
-            .filter_map(|it| Some((format!("rank {}", it.rank), micros(it.gpu_error?).into())))
+            .filter_map(|rank| {
+                Some((format!("rank {}", rank.rank), micros(rank.gpu_error?).into()))
+            })
             .collect();
         let clock = self.dump.clock.map(|clock| micros(clock.error));
         let other = json!({
@@ -154,11 +157,11 @@ impl Trace<'_> {
                     }
                 }
                 (_, Some(number)) => {
-                    let (of_bucket, others) =
-                        gradients.iter().partition(|it| it.begin.bucket == Some(number));
+                    let (bucket_gradients, others) =
+                        gradients.iter().partition(|slice| slice.begin.bucket == Some(number));
                     gradients = others;
-                    let of_bucket: Vec<&Slice> = of_bucket;
-                    for gradient in of_bucket {
+                    let bucket_gradients: Vec<&Slice> = bucket_gradients;
+                    for gradient in bucket_gradients {
                         self.arrow(rank, "gradient", gradient, slice)?;
                     }
                     buckets.push(slice);
@@ -188,26 +191,27 @@ impl Trace<'_> {
     fn steps(&mut self, rank: usize, slices: &[Slice]) -> io::Result<()> {
         let mut rest = slices;
         while let Some((at, step)) =
-            rest.iter().enumerate().find_map(|(at, it)| Some((at, it.step?)))
+            rest.iter().enumerate().find_map(|(at, slice)| Some((at, slice.step?)))
         {
-            let end = rest[at..].iter().position(|it| it.step != Some(step));
-            let (of_step, after) = rest[at..].split_at(end.unwrap_or(rest.len() - at));
+            let end = rest[at..].iter().position(|slice| slice.step != Some(step));
+            let (step_slices, after) = rest[at..].split_at(end.unwrap_or(rest.len() - at));
             rest = after;
-            let own = of_step.iter().filter(|it| !it.begin.on_comm_thread);
-            let (Some(first), Some(end)) = (of_step.first(), own.map(|it| it.finished_at).max())
+            let own = step_slices.iter().filter(|slice| !slice.begin.on_comm_thread);
+            let (Some(first), Some(end)) =
+                (step_slices.first(), own.map(|slice| slice.finished_at).max())
             else {
                 continue;
             };
             let time = end.saturating_sub(first.started_at);
             let (ts, tid) = (self.time(first.started_at), track_id(rank, 0));
             let amount = |of: fn(Operation) -> bool| -> u64 {
-                of_step
+                step_slices
                     .iter()
-                    .filter(|it| of(it.begin.at.operation))
-                    .map(|it| it.begin.amount)
+                    .filter(|slice| of(slice.begin.at.operation))
+                    .map(|slice| slice.begin.amount)
                     .sum()
             };
-            let samples = amount(|it| it == Operation::Forward);
+            let samples = amount(|operation| operation == Operation::Forward);
             let name = format!("step {step}");
             let args = to_args([("samples", samples.into())]);
             let dur = Some(micros(time));
@@ -247,15 +251,15 @@ impl Trace<'_> {
             Some(bucket) => format!("{operation} (bucket {bucket})"),
             None => operation.to_string(),
         };
-        let place = begin.place.map(|it| format!("{}:{}", it.file(), it.line()));
+        let place = begin.place.map(|place| format!("{}:{}", place.file(), place.line()));
         let (waited, waited_for) = slice.waited.unzip();
-        let of_data = !operation.is_compute();
+        let moves_data = !operation.is_compute();
         let all = [
             ("sequence", Some(begin.at.sequence.into())),
             ("step", slice.step.map(Value::from)),
-            ("bytes", of_data.then(|| begin.amount.into())),
+            ("bytes", moves_data.then(|| begin.amount.into())),
             ("group", begin.group.map(Value::from)),
-            ("waited_us", waited.map(|it| micros(it).into())),
+            ("waited_us", waited.map(|waited| micros(waited).into())),
             ("waited_for_rank", waited_for.map(Value::from)),
             ("at", place.map(Value::from)),
             ("unfinished", slice.unfinished.then(|| true.into())),

@@ -172,7 +172,7 @@ impl<M: ModuleT> TrainContext<M> {
             // Evaluation mode: in training, batch norms would mix the samples, and those of other ranks.
             let losses = tch::no_grad(|| {
                 let _autocast = self.amp.autocast(self.group().device())?;
-                self.loss.of_each(&self.ddp.forward_t(&batch.inputs, false), &batch.targets)
+                self.loss.per_sample(&self.ddp.forward_t(&batch.inputs, false), &batch.targets)
             })?;
             rows = rows_not_finite(&losses)?;
         }

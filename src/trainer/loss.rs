@@ -36,7 +36,7 @@ impl Loss {
     }
 
     /// Returns the loss of each sample of a batch, without reduction.
-    pub(super) fn of_each(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    pub(super) fn per_sample(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
         match self {
             Loss::Mse => output.f_mse_loss(targets, Reduction::None),
             Loss::CrossEntropy => {

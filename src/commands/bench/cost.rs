@@ -353,7 +353,7 @@ mod tests {
     #[test]
     fn cluster_shapes_double_up_to_the_cluster() {
         let shapes = |text: &str| -> Vec<(usize, usize)> {
-            cluster(text).shapes().iter().map(|it| (it.nodes, it.gpus)).collect()
+            cluster(text).shapes().iter().map(|shape| (shape.nodes, shape.gpus)).collect()
         };
         assert_eq!(shapes("nodes=1,gpus=1"), [(1, 1)]);
         assert_eq!(shapes("nodes=3,gpus=1"), [(1, 1), (2, 1), (3, 1)]);

@@ -153,8 +153,9 @@ impl Shared {
         let Stay { patience, failed, asked_to_end } = stay;
         let all = self.ranks.len() as i64;
         let have_left = || !store.add("left", 0).is_ok_and(|left| left < all);
-        let beats =
-            || self.others().map(|it| self.heartbeat_of(store, it).ok()).collect::<Vec<_>>();
+        let beats = || {
+            self.others().map(|process| self.heartbeat_of(store, process).ok()).collect::<Vec<_>>()
+        };
         let mut deadline: Option<Instant> = None;
         let (mut before, mut last_change, mut looked) = (beats(), Instant::now(), Instant::now());
         while !have_left() {
@@ -166,7 +167,9 @@ impl Shared {
             } else {
                 patience.max(HEARTBEAT_TIMEOUT)
             };
-            if last_change.elapsed() >= limit || deadline.is_some_and(|it| Instant::now() >= it) {
+            if last_change.elapsed() >= limit
+                || deadline.is_some_and(|deadline| Instant::now() >= deadline)
+            {
                 break;
             }
             thread::park_timeout(HEARTBEAT_TIMEOUT / 100); // the store has no event for it
@@ -362,7 +365,10 @@ pub(super) fn waited_for(
     // Heartbeats sent after `before` was read were sent after `rank` had ended.
     let is_old = |now: &[Option<Heartbeat>]| {
         let numbers = |beats: &[Option<Heartbeat>]| -> Vec<_> {
-            beats.iter().map(|heartbeat| heartbeat.as_ref().map(|it| it.number)).collect()
+            beats
+                .iter()
+                .map(|heartbeat| heartbeat.as_ref().map(|heartbeat| heartbeat.number))
+                .collect()
         };
         let pairs = numbers(&before).into_iter().zip(numbers(now));
         pairs.into_iter().any(|(before, now)| before.is_some() && before == now)
@@ -376,7 +382,7 @@ pub(super) fn waited_for(
         let Some(status) = heartbeat.as_ref().and_then(|heartbeat| heartbeat.ranks.first()) else {
             continue;
         };
-        if let Some(waits) = status.seen.iter().find(|it| it.is_open_collective()) {
+        if let Some(waits) = status.seen.iter().find(|op| op.is_open_collective()) {
             let step = status.seen.iter().find_map(OpSnapshot::step);
             let at = step.map(|sequence| OpId { operation: Operation::Step, sequence });
             let text =

@@ -85,7 +85,8 @@ fn refresh_without_the_store_names_the_ranks_of_its_process() {
     watch.shared.read_store(&store, &run, &mut false).unwrap();
     cut.store(true, Ordering::SeqCst);
     let silent = in_time(move || watch.elsewhere().refresh(&run));
-    let named: Vec<_> = silent.iter().map(|it| (it.rank, it.last_seen, it.silent)).collect();
+    let named: Vec<_> =
+        silent.iter().map(|rank| (rank.rank, rank.last_seen, rank.silent)).collect();
     assert_eq!(named, [(0, all_reduce(), true), (1, all_reduce(), true)]);
 }
 

@@ -312,8 +312,8 @@ impl Start<'_> {
         let read = |rank| Report::read(&self.store, rank, TERM_TIMEOUT);
         let blamed = |report: &Report| report.failure.as_ref().and_then(|failure| failure.rank);
         let first = read(rank).unwrap_or_else(|| self.unreported(rank, pid, status));
-        let of_blamed = blamed(&first).filter(|it| *it != rank).and_then(read);
-        Some(of_blamed.filter(|it| blamed(it) == blamed(&first)).unwrap_or(first))
+        let blamed_report = blamed(&first).filter(|other| *other != rank).and_then(read);
+        Some(blamed_report.filter(|report| blamed(report) == blamed(&first)).unwrap_or(first))
     }
 
     /// Returns the report of a process that ended without one.

@@ -37,8 +37,8 @@ impl RunningProcesses {
 
     /// Returns why the run stopped before its last epoch. `None` if it did not, or if rank 0 failed.
     pub(super) fn reason_of_rank_0(&self) -> Option<StopReason> {
-        let of_rank_0 = self.ended.iter().find(|(rank, ..)| *rank == 0);
-        of_rank_0.and_then(|(.., status)| status.code()).and_then(reason_of).flatten()
+        let rank_0 = self.ended.iter().find(|(rank, ..)| *rank == 0);
+        rank_0.and_then(|(.., status)| status.code()).and_then(reason_of).flatten()
     }
 
     /// Records the processes that have ended.

@@ -51,7 +51,7 @@ impl Spawn {
 
         let mut threads: Vec<Thread<T, J>> = Vec::with_capacity(count);
         let (first, first_local) =
-            (self.first(), self.world.as_ref().map_or(0, |it| it.first_local()));
+            (self.first(), self.world.as_ref().map_or(0, |world| world.first_local()));
         if let Some(world) = &self.world
             && let Err(error) = world.watch().start(&run)
         {
@@ -87,7 +87,7 @@ impl Spawn {
         if let Some(world) = &self.world {
             let failed = run.cancel.cancelled_by().is_some();
             let asked_to_end =
-                || self.stop.as_ref().is_some_and(|it| it.request_reason().is_some());
+                || self.stop.as_ref().is_some_and(|stop| stop.request_reason().is_some());
             let stay = Stay { patience: self.grace_period, failed, asked_to_end: &asked_to_end };
             world.leave(stay);
         }
@@ -111,7 +111,7 @@ impl Spawn {
         let dump = FlightRecorderDump::of(run, here, |rank| self.device(rank), process, clock);
         if let Some(path) = &self.trace {
             let written = trace_output(path, process)
-                .and_then(|it| it.write(|file| write_trace(&dump, file)));
+                .and_then(|output| output.write(|file| write_trace(&dump, file)));
             if let Err(error) = written {
                 self.tell
                     .notify(&format!("the trace {} cannot be written: {error}", path.display()));
@@ -144,7 +144,7 @@ impl Spawn {
     ) -> Result<Vec<T>, Box<SpawnError>> {
         let first = self.first();
         let mut failures = run.failures();
-        let table = table.filter(|_| failures.first().is_some_and(|it| it.waited));
+        let table = table.filter(|_| failures.first().is_some_and(|failure| failure.waited));
         let mut failures =
             failures.drain(..).map(|ReportedFailure { rank, tied, at, error, .. }| RankFailure {
                 rank,
@@ -218,7 +218,7 @@ impl Spawn {
             running -= 1;
         }
         let table = run.cancel.cancelled_by().map(|_| {
-            if run.failures().first().is_some_and(|it| it.waited) {
+            if run.failures().first().is_some_and(|failure| failure.waited) {
                 run.poll_peers();
             }
             status_table(run, here)

@@ -146,10 +146,11 @@ pub(crate) fn from_text(text: Option<&[u8]>, ranks: &[usize]) -> Vec<RankCall> {
     let text = String::from_utf8_lossy(text.unwrap_or_default());
     // The text goes to a terminal, so it must not have control characters.
     let shown = |line: &str| -> String {
-        line.chars().filter(|it| !it.is_control()).take(MAX_CALL_CHARS).collect()
+        line.chars().filter(|char| !char.is_control()).take(MAX_CALL_CHARS).collect()
     };
     let mut lines = text.split('\n').map(shown);
-    let call = lines.next().filter(|it| !it.is_empty()).unwrap_or_else(|| "something else".into());
+    let call =
+        lines.next().filter(|line| !line.is_empty()).unwrap_or_else(|| "something else".into());
     let called =
         |&rank| RankCall { rank, call: call.clone(), place: lines.next().unwrap_or_default() };
     ranks.iter().map(called).collect()
@@ -235,7 +236,7 @@ mod tests {
         ) {
             let ranks: Vec<usize> = (3..3 + count).collect();
             let calls = from_text(bytes.as_deref(), &ranks);
-            prop_assert_eq!(calls.iter().map(|it| it.rank).collect::<Vec<_>>(), ranks);
+            prop_assert_eq!(calls.iter().map(|call| call.rank).collect::<Vec<_>>(), ranks);
             for RankCall { call, place, .. } in calls {
                 prop_assert!(!call.is_empty() && call.chars().count() <= MAX_CALL_CHARS);
                 prop_assert!(place.chars().count() <= MAX_CALL_CHARS);

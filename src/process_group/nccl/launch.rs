@@ -10,7 +10,7 @@ use super::super::backend::Backend;
 use super::super::call::Call;
 use super::super::local::{exchange_calls, to_text};
 use super::super::network::Network;
-use super::super::traffic::{Traffic, first_bytes, of_parts};
+use super::super::traffic::{Traffic, first_bytes, split_traffic};
 use super::super::{P2POp, ReduceOp, dtype_name, num_bytes, weights};
 use super::NcclBackend;
 use super::status::is_failure;
@@ -306,7 +306,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
             let size = first(inputs) + first(outputs);
             (if distance + 1 == world_size { 0 } else { size }, if is_root { 0 } else { size })
         }
-        _ => return of_parts(call, rank, world_size),
+        _ => return split_traffic(call, rank, world_size),
     };
     Traffic { sent, received }
 }

@@ -241,7 +241,7 @@ impl Network {
     /// Returns the first `size` bytes of the send buffer as a tensor. Called by the process's first rank.
     pub(crate) fn staging_tensor(&self, kind: Kind, size: usize) -> Result<Tensor> {
         let [send, _] = self.staging.parts();
-        let whole = send.f_narrow(0, 0, size as i64).and_then(|it| it.f_view_dtype(kind));
+        let whole = send.f_narrow(0, 0, size as i64).and_then(|tensor| tensor.f_view_dtype(kind));
         whole.doing("a view of the staging buffer")
     }
 

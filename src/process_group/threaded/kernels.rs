@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::super::call::Call;
 use super::super::local::{self, CollectiveFingerprint, Kinds, Place, Reduction, my_slice};
-use super::super::traffic::{Traffic, first_bytes, of_parts};
+use super::super::traffic::{Traffic, first_bytes, split_traffic};
 use super::super::{ReduceOp, num_bytes, weights};
 use crate::error::Result;
 use crate::ffi::TorchResult;
@@ -107,7 +107,7 @@ pub(super) fn traffic(call: &Call, rank: usize, world_size: usize) -> Traffic {
         }
         Operation::Broadcast if is_root => (first(inputs) * others, 0),
         Operation::Broadcast => (0, first(outputs)),
-        _ => return of_parts(call, rank, world_size),
+        _ => return split_traffic(call, rank, world_size),
     };
     Traffic { sent, received }
 }
@@ -246,7 +246,7 @@ mod tests {
                         op,
                         factors,
                     };
-                    let into_kernels = |it| Reduction { outputs: &kernels, ..it };
+                    let into_kernels = |reduction| Reduction { outputs: &kernels, ..reduction };
                     // SAFETY: tensors of `len` elements of `kind` that do not overlap, of this thread.
                     unsafe {
                         let one = reduction(op, &[]);

@@ -216,8 +216,8 @@ impl RunContext {
         let mut failures = self.failures();
         if !echo || failures.is_empty() {
             // Several ranks that wait in vain for the same one report the same failure in different words.
-            let known = |it: &ReportedFailure| {
-                it.error == failure.error || (blames && it.rank == failure.rank)
+            let known = |other: &ReportedFailure| {
+                other.error == failure.error || (blames && other.rank == failure.rank)
             };
             if !failures.iter().any(known) {
                 failures.push(failure);
@@ -318,10 +318,10 @@ impl RunContext {
                 break Error::Timeout { at, waiting, waited: self.timeout, missing };
             };
             let until_limit = limit.map(|limit| limit.saturating_sub(began.elapsed()));
-            if until_limit.is_some_and(|it| it.is_zero()) {
+            if until_limit.is_some_and(|left| left.is_zero()) {
                 return Ok(false);
             }
-            park_timeout(until_limit.map_or(time_left, |it| it.min(time_left)));
+            park_timeout(until_limit.map_or(time_left, |limit| limit.min(time_left)));
         };
         if !withdraw() {
             return Ok(true);
@@ -334,7 +334,7 @@ impl RunContext {
     /// Refreshes the state of these ranks first.
     pub(crate) fn not_come(&self, waiting: usize, missing: Vec<usize>) -> Error {
         let silent = self.refresh_peers();
-        let is_silent = |rank: usize| silent.iter().any(|it| it.rank == rank);
+        let is_silent = |rank: usize| silent.iter().any(|other| other.rank == rank);
         let seen = |rank: usize| MissingRank {
             rank,
             last_seen: self.activity[rank].now(),
@@ -365,7 +365,7 @@ impl RunContext {
             return Vec::new();
         }
         let mut missing = self.missing_ranks(missing);
-        missing.sort_by_key(|it| it.last_seen.operation.may_wait());
+        missing.sort_by_key(|rank| rank.last_seen.operation.may_wait());
         missing
     }
 

@@ -92,7 +92,7 @@ fn nccl_timeout_names_the_ranks_that_did_not_arrive() {
         run.start(0);
         run.activity[0].enter(AllReduce, 4);
         let Err(Error::Timeout { missing, .. }) = run.poll(0, || Ok(false)) else { panic!() };
-        assert_eq!(missing.iter().map(|it| it.rank).collect::<Vec<_>>(), named);
+        assert_eq!(missing.iter().map(|missing| missing.rank).collect::<Vec<_>>(), named);
         let Error::Timeout { missing, .. } = run.not_come(0, vec![1]) else { panic!() };
         assert_eq!((missing[0].rank, missing[0].last_seen.operation), (1, others[0]));
     }

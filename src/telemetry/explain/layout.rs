@@ -74,10 +74,10 @@ pub(super) fn samples(first: &[usize], count: usize) -> String {
 
 /// Formats all values with the same decimals, such that the largest has `digits` digits.
 pub(super) fn numbers(values: &[f64], digits: i32) -> Vec<String> {
-    let largest = values.iter().fold(0.0f64, |most, it| most.max(it.abs()));
+    let largest = values.iter().fold(0.0f64, |most, value| most.max(value.abs()));
     let magnitude = if largest == 0.0 { -1 } else { largest.log10().floor() as i32 };
     let decimals = digits.saturating_sub(1).saturating_sub(magnitude).clamp(0, 15) as usize;
-    values.iter().map(|it| format!("{it:.decimals$}")).collect()
+    values.iter().map(|value| format!("{value:.decimals$}")).collect()
 }
 
 /// Formats one number, exactly if that is short.
@@ -120,12 +120,12 @@ mod tests {
         let text = "各 rank 的梯度（都在桶里），求平均：rank 0 与 rank 1。".repeat(20);
         for start in 0..40 {
             let lines = paragraph(&text.chars().skip(start).collect::<String>());
-            assert!(lines.len() > 10 && lines.iter().all(|it| display_width(it) <= WIDTH));
+            assert!(lines.len() > 10 && lines.iter().all(|line| display_width(line) <= WIDTH));
             for line in lines.iter().skip(1) {
                 let first = line.trim().chars().next().unwrap();
                 assert!(!"，。：）".contains(first) && !first.is_ascii_digit(), "{line}");
             }
-            assert!(lines.iter().all(|it| !it.ends_with('（')), "{lines:?}");
+            assert!(lines.iter().all(|line| !line.ends_with('（')), "{lines:?}");
         }
     }
 

@@ -114,14 +114,14 @@ pub struct Step {
 impl Step {
     /// Returns the number of all ranks' samples if ranks are weighted by their samples; else `None`.
     fn weighed(&self, facts: &RunInfo) -> Option<usize> {
-        let all = self.ranks.iter().map(|it| it.num_samples).sum();
+        let all = self.ranks.iter().map(|rank| rank.num_samples).sum();
         (facts.exact_mean && self.ranks.len() > 1).then_some(all)
     }
 
     /// Returns the weights of the first few ranks, such as `17/33, 16/33`; `None` if ranks are not weighted.
     fn shares(&self, facts: &RunInfo) -> Option<String> {
         let all = self.weighed(facts)?;
-        let share = |it: &RankStep| format!("{}/{all}", it.num_samples);
+        let share = |rank: &RankStep| format!("{}/{all}", rank.num_samples);
         let mut shares: Vec<String> = self.ranks.iter().take(FEW).map(share).collect();
         if self.ranks.len() > FEW {
             shares.push("...".into());
@@ -149,13 +149,13 @@ impl Narrator {
     /// `resumed` is the step of the checkpoint, `None` without one.
     pub fn begin(&self, hashes: &[(u64, u64)], epoch: u64, resumed: Option<u64>) {
         let (texts, facts) = (self.language.texts(), &self.facts);
-        self.tell(&texts.meeting(facts), &[]);
-        let were_same = hashes.iter().all(|it| it.0 == hashes[0].0);
+        self.print(&texts.meeting(facts), &[]);
+        let were_same = hashes.iter().all(|hash| hash.0 == hashes[0].0);
         let [built, now] = texts.built_and_now();
         let mut rows = vec![vec![String::new(), built.into(), now.into()]];
         rows.extend(each_rank(hashes, |(built, now)| vec![hex(*built), hex(*now)]));
-        self.tell(&texts.start(facts, were_same, resumed), &table(&rows));
-        self.tell(&texts.data(facts, epoch), &[]);
+        self.print(&texts.start(facts, were_same, resumed), &table(&rows));
+        self.print(&texts.data(facts, epoch), &[]);
     }
 
     /// Explains the first step: how gradients are averaged, and the update.
@@ -168,7 +168,7 @@ impl Narrator {
             None => mean(&step.ranks),
         };
         lines.push(format!("  {}{mean}", texts.by_hand()));
-        self.tell(&section, &lines);
+        self.print(&section, &lines);
 
         let mut section = texts.update(facts, step.step, &number(step.lr));
         let first = &step.ranks[0];
@@ -178,20 +178,20 @@ impl Narrator {
             let [from, to] = [first.averaged, first.stepped_by].map(number);
             section.text += &texts.clipped(&number(max_norm), &from, &to);
         }
-        self.tell(&section, &self.updates(step));
+        self.print(&section, &self.updates(step));
     }
 
     /// Explains the second step, in short.
     pub fn second_step(&self, step: &Step) {
         let texts = self.language.texts();
         let mut section = texts.next_step(step.step);
-        let told = self.compression(step.step.saturating_sub(1)).is_some();
-        if let Some(name) = self.compression(step.step).filter(|_| !told) {
+        let was_compressed = self.compression(step.step.saturating_sub(1)).is_some();
+        if let Some(name) = self.compression(step.step).filter(|_| !was_compressed) {
             section.text = texts.compressed(name);
         }
         let mut lines = self.gradients(step, true);
         lines.extend(paragraph(&texts.goes_on(self.facts.steps_per_epoch)));
-        self.tell(&section, &lines);
+        self.print(&section, &lines);
     }
 
     /// Explains the end, after `steps` steps of the whole run. `hashes` has a 64-bit hash of each rank's parameters.
@@ -199,9 +199,9 @@ impl Narrator {
         let texts = self.language.texts();
         let rows: Vec<_> = each_rank(hashes, |hash| vec![hex(*hash)]).collect();
         let mut lines = table(&rows);
-        let are_same = hashes.iter().all(|it| it == &hashes[0]);
+        let are_same = hashes.iter().all(|hash| hash == &hashes[0]);
         lines.extend(paragraph(&texts.verdict(&self.facts, are_same)));
-        self.tell(&texts.end(&self.facts, steps), &lines);
+        self.print(&texts.end(&self.facts, steps), &lines);
     }
 
     fn compression(&self, step: u64) -> Option<&'static str> {
@@ -213,22 +213,22 @@ impl Narrator {
     fn gradients(&self, step: &Step, with_weight: bool) -> Vec<String> {
         let ranks = &step.ranks;
         let all = |value: fn(&RankStep) -> f64| ranks.iter().map(value).collect::<Vec<_>>();
-        let losses = numbers(&all(|it| it.loss), 6);
-        let gradients = [all(|it| it.local), all(|it| it.averaged)].concat();
+        let losses = numbers(&all(|rank| rank.loss), 6);
+        let gradients = [all(|rank| rank.local), all(|rank| rank.averaged)].concat();
         let gradients = numbers(&gradients, 6);
-        let weights = numbers(&all(|it| it.after), 8);
+        let weights = numbers(&all(|rank| rank.after), 8);
         let mut header = vec![String::new()];
         let count = ranks[0].num_samples;
-        let count = ranks.iter().all(|it| it.num_samples == count).then_some(count);
+        let count = ranks.iter().all(|rank| rank.num_samples == count).then_some(count);
         header.extend(self.language.texts().columns(count));
         let row = |rank: usize| {
-            let it = &ranks[rank];
-            let loss = if it.num_samples == 0 { &NONE.to_string() } else { &losses[rank] };
+            let this = &ranks[rank];
+            let loss = if this.num_samples == 0 { &NONE.to_string() } else { &losses[rank] };
             let numbers = [loss, &gradients[rank], &gradients[ranks.len() + rank]];
-            let mut row = vec![match (it.num_samples, count) {
+            let mut row = vec![match (this.num_samples, count) {
                 (0, _) => NONE.into(),
-                (_, Some(_)) => samples(&it.samples, it.num_samples),
-                (mine, None) => format!("{mine}: {}", samples(&it.samples, mine)),
+                (_, Some(_)) => samples(&this.samples, this.num_samples),
+                (mine, None) => format!("{mine}: {}", samples(&this.samples, mine)),
             }];
             row.extend(numbers.into_iter().chain([&weights[rank]]).cloned());
             row
@@ -243,9 +243,9 @@ impl Narrator {
 
     /// Returns a table of each rank's update.
     fn updates(&self, step: &Step) -> Vec<String> {
-        let weights = step.ranks.iter().flat_map(|it| [it.before, it.after]);
+        let weights = step.ranks.iter().flat_map(|rank| [rank.before, rank.after]);
         let weights = numbers(&weights.collect::<Vec<_>>(), 8);
-        let gradients: Vec<f64> = step.ranks.iter().map(|it| it.stepped_by).collect();
+        let gradients: Vec<f64> = step.ranks.iter().map(|rank| rank.stepped_by).collect();
         let gradients = numbers(&gradients, 6);
         let lr = number(step.lr);
         let rows: Vec<usize> = (0..step.ranks.len()).collect();
@@ -265,7 +265,7 @@ impl Narrator {
         table(&std::iter::once(header).chain(rows).collect::<Vec<_>>())
     }
 
-    fn tell(&self, section: &Section, lines: &[String]) {
+    fn print(&self, section: &Section, lines: &[String]) {
         let Section { heading, text } = section;
         let text = paragraph(text);
         let all: Vec<&str> = text.iter().chain(lines).map(String::as_str).collect();
@@ -275,14 +275,14 @@ impl Narrator {
 
 /// Formats the mean of the ranks' gradients as `(a + b) / 2 = c`; shortened for many ranks.
 fn mean(ranks: &[RankStep]) -> String {
-    let mut values: Vec<f64> = ranks.iter().map(|it| it.local).collect();
+    let mut values: Vec<f64> = ranks.iter().map(|rank| rank.local).collect();
     values.push(values.iter().sum::<f64>() / ranks.len() as f64);
     let texts = numbers(&values, 6);
     let Some((mean, texts)) = texts.split_last() else { return String::new() };
     let sum = match texts {
         [one] => one.clone(),
         [first, others @ ..] if ranks.len() <= FEW => {
-            let others = others.iter().map(|it| signed(it)).collect::<String>();
+            let others = others.iter().map(|value| signed(value)).collect::<String>();
             format!("({first}{others})")
         }
         _ => "(rank 0 + rank 1 + ...)".into(),
@@ -293,13 +293,13 @@ fn mean(ranks: &[RankStep]) -> String {
 /// Formats the weighted mean as `(17 * 0.5 + 16 * (-0.25)) / 33 = c`: each rank's gradient counts by its samples. `all`
 /// is the number of all ranks' samples.
 fn weighted_mean(ranks: &[RankStep], all: usize) -> String {
-    let mut values: Vec<f64> = ranks.iter().map(|it| it.local).collect();
-    let sum: f64 = ranks.iter().map(|it| it.num_samples as f64 * it.local).sum();
+    let mut values: Vec<f64> = ranks.iter().map(|rank| rank.local).collect();
+    let sum: f64 = ranks.iter().map(|rank| rank.num_samples as f64 * rank.local).sum();
     values.push(sum / all as f64);
     let texts = numbers(&values, 6);
-    let term = |(it, text): (&RankStep, &String)| match text.starts_with('-') {
-        true => format!("{} * ({text})", it.num_samples),
-        false => format!("{} * {text}", it.num_samples),
+    let term = |(rank, text): (&RankStep, &String)| match text.starts_with('-') {
+        true => format!("{} * ({text})", rank.num_samples),
+        false => format!("{} * {text}", rank.num_samples),
     };
     let mut terms: Vec<String> = ranks.iter().zip(&texts).map(term).collect();
     if ranks.len() > FEW {

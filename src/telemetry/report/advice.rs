@@ -72,7 +72,7 @@ impl PhaseSeconds {
 /// slow each other down outside collectives too.
 pub(crate) fn outside_collectives(phases: &[PhaseSeconds]) -> Option<f64> {
     let own: f64 = phases.iter().map(PhaseSeconds::own).sum();
-    let collectives: f64 = phases.iter().map(|it| it.collectives).sum();
+    let collectives: f64 = phases.iter().map(|rank| rank.collectives).sum();
     (own + collectives > 0.0).then(|| own / (own + collectives))
 }
 
@@ -93,7 +93,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
     let mut advice = Vec::new();
     let Some(outside) = outside_collectives(run.phases) else { return advice };
     let ranks = run.phases.len() as f64;
-    let total: f64 = run.phases.iter().map(|it| it.own() + it.collectives).sum();
+    let total: f64 = run.phases.iter().map(|rank| rank.own() + rank.collectives).sum();
     let share = |of: fn(&PhaseSeconds) -> f64| run.phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
     if let Some(straggler) = run.straggler {
@@ -109,7 +109,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
             ),
         });
     }
-    let data = share(|it| it.data);
+    let data = share(|rank| rank.data);
     if data > SHARE {
         let percent = 100.0 * data;
         say(match run.num_workers {
@@ -159,7 +159,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
             say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
                  --bucket-cap-mb lets the first go out earlier."
                 .into());
-        } else if may_hide && run.overlapped.is_some_and(|it| it < 0.5) {
+        } else if may_hide && run.overlapped.is_some_and(|share| share < 0.5) {
             let percent = 100.0 * run.overlapped.unwrap_or(0.0);
             say(format!(
                 "Only {percent:.0} % of the communication was hidden behind backward: another --bucket-cap-mb may hide \
@@ -175,7 +175,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
             ),
             false => format!("This was one rank alone, for {seconds:.1} s."),
         };
-        let more = run.cores.map_or(String::new(), |it| format!(" {}", it.advice()));
+        let more = run.cores.map_or(String::new(), |cores| format!(" {}", cores.advice()));
         advice.push(format!("{stands_out}{more}"));
     }
     advice

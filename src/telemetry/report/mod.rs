@@ -107,8 +107,9 @@ impl Curves {
     /// Returns the mean loss of the first quarter of the points, and of the last. `None` with fewer than four.
     pub(crate) fn losses(&self) -> Option<[f64; 2]> {
         let quarter = self.train.len() / 4;
-        let mean =
-            |points: &[TrainMetrics]| points.iter().map(|it| it.loss).sum::<f64>() / quarter as f64;
+        let mean = |points: &[TrainMetrics]| {
+            points.iter().map(|point| point.loss).sum::<f64>() / quarter as f64
+        };
         let first = self.train.get(..quarter).filter(|points| !points.is_empty())?;
         Some([mean(first), mean(&self.train[self.train.len() - quarter..])])
     }

@@ -68,13 +68,16 @@ impl Tracks {
         let track = |((rank, mut slices), gpu): ((&RankRecords, Vec<Slice>), Vec<Slice>)| {
             let on_gpu = !gpu.is_empty();
             if on_gpu {
-                slices.iter_mut().filter(|it| it.track > 0).for_each(|it| it.track += 1);
+                slices
+                    .iter_mut()
+                    .filter(|slice| slice.track > 0)
+                    .for_each(|slice| slice.track += 1);
                 slices.extend(gpu);
-                slices.sort_by_key(|it| it.started_at);
+                slices.sort_by_key(|slice| slice.started_at);
             }
             let mut too_many = slices.len().saturating_sub(most);
             if too_many > 0 {
-                let is_step = |it: &Slice| it.begin.at.operation == Operation::Step;
+                let is_step = |slice: &Slice| slice.begin.at.operation == Operation::Step;
                 too_many += slices[too_many..].iter().position(is_step).unwrap_or(0);
             }
             lost = lost.max(rank.lost + too_many as u64);
@@ -82,12 +85,12 @@ impl Tracks {
                 rank: rank.rank,
                 device: rank.device.clone(),
                 on_gpu,
-                records: slices[too_many..].iter().map(|it| short(it, &mut places)).collect(),
+                records: slices[too_many..].iter().map(|slice| short(slice, &mut places)).collect(),
             }
         };
         let slices = dump.ranks.iter().zip(slices(dump)).zip(gpu_slices(dump, 1));
         let ranks = slices.map(track).collect();
-        let operations = Operation::iter().map(|it| it.to_string()).collect();
+        let operations = Operation::iter().map(|operation| operation.to_string()).collect();
         Self { end: micros(dump.taken), lost, operations, places: places.names, ranks }
     }
 }
@@ -95,7 +98,7 @@ impl Tracks {
 fn short(slice: &Slice, places: &mut Places) -> Short {
     let Slice { begin, started_at, finished_at, unfinished, step, waited, .. } = *slice;
     let duration = micros(finished_at.saturating_sub(started_at));
-    let number = |it: Option<u64>| it.map_or(-1, |it| it as i64);
+    let number = |number: Option<u64>| number.map_or(-1, |number| number as i64);
     let (waited, waited_for) = waited.map_or((0.0, -1), |(time, by)| (micros(time), by as i64));
     Short {
         operation: begin.at.operation as usize,

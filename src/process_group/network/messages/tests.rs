@@ -37,7 +37,7 @@ fn process(store: &TcpStore, mine: usize) -> Process {
 
 /// Creates one of `count` processes with one rank each.
 fn one_of(count: usize, store: &TcpStore, mine: usize, timeout: Duration) -> Process {
-    let layout = ProcessMap { processes: (0..count).map(|it| it..it + 1).collect(), mine };
+    let layout = ProcessMap { processes: (0..count).map(|rank| rank..rank + 1).collect(), mine };
     let (run, members) = (Arc::new(RunContext::new(count, timeout, None)), (0..count).collect());
     let members: Arc<[usize]> = members;
     let shared = Shared::new(run.clone(), Arc::clone(&members), layout.here());
@@ -89,7 +89,7 @@ impl Process {
         });
         ended.recv_timeout(TIMEOUT).expect("the rank cannot end");
         drop(sent);
-        self.run.failures().iter().map(|it| it.error.clone()).collect()
+        self.run.failures().iter().map(|failure| failure.error.clone()).collect()
     }
 
     /// Sends a number from this process to the other one, which receives it.
@@ -113,8 +113,9 @@ impl Process {
 /// The peer promises a connection and opens none, or no thread serves the connection any more.
 #[test]
 fn send_ends_when_no_thread_serves_its_connection() {
-    let fail = |it: &Process| it.run.report(1, None, "the cause".into());
-    let panic = |it: &Process| it.messages.0.context.thread(|_| panic!("the cause")).unwrap();
+    let fail = |process: &Process| process.run.report(1, None, "the cause".into());
+    let panic =
+        |process: &Process| process.messages.0.context.thread(|_| panic!("the cause")).unwrap();
     let nothing = |_: &Process| {};
     let causes: [(_, _, fn(&Process)); 3] = [
         (TIMEOUT, "the cause", fail),
@@ -186,7 +187,7 @@ fn lost_receive_from_any_source_blames_the_sender() {
     let at = OpId { operation: Operation::Recv, sequence: 0 };
     let error = lost::connection_lost(&mine.run, at, 1, ranks, reason);
     let Error::ConnectionLost { lost, .. } = &error else { panic!("{error}") };
-    assert_eq!(lost.iter().map(|it| it.rank).collect::<Vec<_>>(), [2], "{error}");
+    assert_eq!(lost.iter().map(|rank| rank.rank).collect::<Vec<_>>(), [2], "{error}");
 }
 
 /// A peer without a valid greeting is disconnected, whatever it sends.
