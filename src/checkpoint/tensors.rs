@@ -185,9 +185,9 @@ fn check(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Lists the first names, for a message.
 fn some_of(names: &[String]) -> String {
-    const MOST: usize = 6;
-    let shown = names[..names.len().min(MOST)].join(", ");
-    match names.len().checked_sub(MOST) {
+    const MAX_LISTED_NAMES: usize = 6;
+    let shown = names[..names.len().min(MAX_LISTED_NAMES)].join(", ");
+    match names.len().checked_sub(MAX_LISTED_NAMES) {
         Some(more @ 1..) => format!("{shown} and {more} more"),
         _ => shown,
     }

@@ -9,7 +9,7 @@ use crate::data::{DataLoader, DistributedSampler};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Rank, Restarts, StopReason};
 use crate::session::{
-    ChildProcesses, Session, Training, after_restart, gather_summary, leave_error, narrator,
+    ChildProcesses, Session, Training, after_restart, explainer, gather_summary, leave_error,
     print_end, refuse_different_replicas, stop_at_signals,
 };
 use crate::telemetry::Printer;
@@ -81,8 +81,8 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     }
     if let Some(hash_before_broadcast) = hash_before_broadcast {
         let parameters = trainer.ddp().num_parameters();
-        let narrator = || narrator(session, parameters);
-        trainer = trainer.explain(hash_before_broadcast, (rank.rank() == 0).then(narrator))?;
+        let explainer = || explainer(session, parameters);
+        trainer = trainer.explain(hash_before_broadcast, (rank.rank() == 0).then(explainer))?;
     }
     if let Some(validation) = &data.validation {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;

@@ -86,15 +86,15 @@ impl Config {
         }
         self.take_sizes_of(&data)?;
         let Some(fraction) = self.held_back() else {
-            let beside = self.validation_beside(&data)?;
-            notes.extend(beside.as_ref().map(|beside| {
-                let samples = beside.len();
+            let files = self.validation_files(&data)?;
+            notes.extend(files.as_ref().map(|files| {
+                let samples = files.len();
                 format!(
                     "validation on the {samples} samples of {}; --val-fraction 0 turns it off",
-                    beside.name()
+                    files.name()
                 )
             }));
-            let validation = beside.map(FileDataset::into_dataset).transpose()?;
+            let validation = files.map(FileDataset::into_dataset).transpose()?;
             return Ok((self, Data { training: data.into_dataset()?, validation, notes }));
         };
         let (training, validation) = data.split(fraction, seed).map_err(named)?;
@@ -105,8 +105,8 @@ impl Config {
 
     /// Returns whether there may be validation samples. For files that are not open yet, this is not certain.
     pub(super) fn may_validate(&self) -> bool {
-        let beside = self.data.dataset.may_have_validation() && self.data.val_fraction.is_none();
-        beside || self.held_back().is_some()
+        let has_files = self.data.dataset.may_have_validation() && self.data.val_fraction.is_none();
+        has_files || self.held_back().is_some()
     }
 
     /// Returns the fraction of the samples that is held back for validation, if any.
@@ -115,27 +115,27 @@ impl Config {
     }
 
     /// Returns the validation samples in files beside `data`, unless `val_fraction` is given. Their sizes must match.
-    fn validation_beside(&self, data: &FileDataset) -> Result<Option<FileDataset>> {
+    fn validation_files(&self, data: &FileDataset) -> Result<Option<FileDataset>> {
         if self.data.val_fraction.is_some() {
             return Ok(None);
         }
-        let Some(beside) = FileDataset::open_validation(&self.data.dataset, self.target_kind())?
+        let Some(files) = FileDataset::open_validation(&self.data.dataset, self.target_kind())?
         else {
             return Ok(None);
         };
-        let (here, there) = (data.in_features(), beside.in_features());
+        let (here, there) = (data.in_features(), files.in_features());
         if here != there {
             return Err(Error::InvalidInput(format!(
                 "{} has {there} numbers a sample, and {} has {here}; use --val-fraction 0 to train without it",
-                beside.name(),
+                files.name(),
                 self.data.dataset
             )));
         }
-        if let (Targets::Classes(_), Some(classes)) = (beside.targets(), self.data.out_features) {
+        if let (Targets::Classes(_), Some(classes)) = (files.targets(), self.data.out_features) {
             let named = |error| Error::InvalidInput(format!("--out-features: {error}"));
-            beside.check_classes(classes).map_err(named)?;
+            files.check_classes(classes).map_err(named)?;
         }
-        Ok(Some(beside))
+        Ok(Some(files))
     }
 
     /// Returns this configuration without validation, for a command of a few steps.

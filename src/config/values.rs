@@ -9,10 +9,10 @@ use serde::Serializer;
 use strum::VariantNames;
 
 use crate::launch::Nproc;
-use crate::runtime::LONGEST;
+use crate::runtime::MAX_WAIT;
 
 /// The largest count that TOML can hold as well.
-const LARGEST: u64 = i64::MAX as u64;
+const MAX_WHOLE_NUMBER: u64 = i64::MAX as u64;
 
 /// Parses one of the names of `T`. The help lists them.
 pub fn name<T>() -> impl TypedValueParser<Value = T>
@@ -30,8 +30,8 @@ where
 {
     let (least, most) = match (range.start_bound(), range.end_bound()) {
         (Bound::Included(&least), Bound::Included(&most)) => (least, most),
-        (Bound::Included(&least), _) => (least, LARGEST),
-        _ => (0, LARGEST),
+        (Bound::Included(&least), _) => (least, MAX_WHOLE_NUMBER),
+        _ => (0, MAX_WHOLE_NUMBER),
     };
     move |text: &str| {
         let number = text.parse::<u64>().ok().filter(|number| (least..=most).contains(number));
@@ -45,7 +45,7 @@ fn expected_whole(text: &str, least: u64, most: u64) -> String {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let too_large = digits && text.parse::<u64>().map_or(true, |number| number > most);
     let mut expected = format!("expected a whole number from {least}");
-    if most < LARGEST || too_large {
+    if most < MAX_WHOLE_NUMBER || too_large {
         expected += &format!(" to {most}");
     }
     // Above 2^53 a float does not say which whole number it is.
@@ -96,7 +96,7 @@ pub(super) fn shown(value: f64) -> String {
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     let with_unit = if text.parse::<u64>().is_ok() { &format!("{text}s") } else { text };
     let parsed = humantime::parse_duration(with_unit);
-    parsed.map(|duration| duration.min(LONGEST)).map_err(|_| {
+    parsed.map(|duration| duration.min(MAX_WAIT)).map_err(|_| {
         "expected a duration, as 500ms, 30s or 10m; a plain number is seconds".to_owned()
     })
 }
@@ -140,7 +140,7 @@ mod tests {
             ("99999999999999999999", "expected a whole number from 1 to 9223372036854775807"),
             ("1e300", "expected a whole number from 1"),
         ] {
-            assert_eq!(expected_whole(text, 1, LARGEST), said, "{text}");
+            assert_eq!(expected_whole(text, 1, MAX_WHOLE_NUMBER), said, "{text}");
         }
         for text in ["70000", "7e4"] {
             let said = "expected a whole number from 1 to 65535";

@@ -207,9 +207,9 @@ impl PowerSgd {
             let state = self.begin(bucket)?;
             self.state.insert(bucket.index, state);
         }
-        let goes_on =
+        let continues =
             |state: &BucketState| self.is_resumed && state.factors.len() == matrices.len();
-        let begins = is_new && !self.state.get(&bucket.index).is_some_and(goes_on);
+        let begins = is_new && !self.state.get(&bucket.index).is_some_and(continues);
         let draws = begins || !self.options.warm_start;
         // The seed is the same on every rank. It differs between buckets and, without warm start, between iterations.
         let seed = draws.then(|| self.draw_seed());

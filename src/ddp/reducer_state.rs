@@ -292,7 +292,7 @@ impl ReducerState {
             }
         }
         self.weight = None;
-        unused.settle(layout, options, group)?;
+        unused.restore_unused(layout, options, group)?;
         self.order.rebuild_buckets(layout, options, group)?;
         layout.set_gradients(GradState::Averaged);
         unused.clear_gradients(layout)

@@ -62,7 +62,7 @@ impl UnusedParams {
     /// Restores the gradient of an earlier backward for each parameter that no rank has used in this one; finds the
     /// parameters that no rank has used since `zero_grad`. Runs after the buckets, which some ranks may have reduced
     /// already.
-    pub(super) fn settle(
+    pub(super) fn restore_unused(
         &mut self,
         layout: &mut Layout,
         options: &DdpOptions,

@@ -10,7 +10,7 @@ use torch_sys::C_tensor;
 
 use super::shim::take_message;
 use crate::error::first_line;
-use crate::runtime::LONGEST;
+use crate::runtime::MAX_WAIT;
 
 /// `c10::intrusive_ptr<c10d::TCPStore>`, only ever behind a pointer.
 #[repr(C)]
@@ -359,5 +359,5 @@ fn text(text: &str) -> Result<CString> {
 
 fn millis(duration: Duration) -> i64 {
     // Beyond 292 years, in nanoseconds, libtorch's clock overflows.
-    i64::try_from(duration.min(LONGEST).as_millis()).unwrap_or(i64::MAX)
+    i64::try_from(duration.min(MAX_WAIT).as_millis()).unwrap_or(i64::MAX)
 }

@@ -42,7 +42,7 @@ pub(crate) struct LinesBefore {
 }
 
 /// The number of bytes of a line that are read.
-const LONGEST: u64 = 1 << 16;
+const MAX_LINE_BYTES: u64 = 1 << 16;
 
 impl Appender {
     /// Opens the file at `path` for appending, and creates it if necessary. It may be a pipe with a reader, or a device
@@ -167,10 +167,10 @@ pub(crate) fn lines_before(path: &Path) -> io::Result<Option<LinesBefore>> {
         return Ok(None);
     }
     let mut first = Vec::new();
-    (&file).take(LONGEST).read_to_end(&mut first)?;
+    (&file).take(MAX_LINE_BYTES).read_to_end(&mut first)?;
     first.truncate(first.iter().position(|&byte| byte == b'\n').unwrap_or(first.len()));
     let mut end = Vec::new();
-    file.seek(SeekFrom::Start(len.saturating_sub(LONGEST)))?;
+    file.seek(SeekFrom::Start(len.saturating_sub(MAX_LINE_BYTES)))?;
     file.read_to_end(&mut end)?;
     let mut parts = end.rsplitn(3, |&byte| byte == b'\n').map(<[u8]>::to_vec);
     let cut = parts.next().unwrap_or_default();

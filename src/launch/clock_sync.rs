@@ -11,7 +11,7 @@ use crate::ffi::TcpStore;
 use crate::runtime::Clock;
 
 /// How many times each process asks.
-const QUESTIONS: usize = 16;
+const CLOCK_SAMPLES: usize = 16;
 
 /// Returns the offset of this process's clock from that of process 0. This is process `mine` of `count`; process 0
 /// answers all others. Each request waits for at most `timeout`.
@@ -29,7 +29,7 @@ pub(super) fn estimate_offset(
     let told = |process, number| format!("clock/{process}/{number}/told");
     if mine == 0 {
         for process in 1..count {
-            for number in 0..QUESTIONS {
+            for number in 0..CLOCK_SAMPLES {
                 wait(store, asked(process, number), process, timeout)?;
                 let nanos = began.elapsed().as_nanos() as u64;
                 store.set(&told(process, number), &nanos.to_le_bytes())?;
@@ -38,7 +38,7 @@ pub(super) fn estimate_offset(
         return Ok(Clock { at: began, on_rank_0: Duration::ZERO, error: Duration::ZERO });
     }
     let mut best: Option<Clock> = None;
-    for number in 0..QUESTIONS {
+    for number in 0..CLOCK_SAMPLES {
         // Process 0 answers one process after another, so the first question may wait for its turn.
         let before = Instant::now();
         store.set(&asked(mine, number), b"")?;

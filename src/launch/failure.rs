@@ -41,9 +41,11 @@ impl fmt::Display for RankFailure {
 
 /// Lists ranks as `0 (CPU:0) and 1 (CPU:1)`; leaves out the devices of more than four.
 fn list(ranks: &[(usize, String)]) -> String {
-    const FEW: usize = 4;
+    const MAX_LISTED_RANKS: usize = 4;
     let names: Vec<String> = match ranks {
-        few if few.len() <= FEW => few.iter().map(|(rank, on)| format!("{rank} ({on})")).collect(),
+        few if few.len() <= MAX_LISTED_RANKS => {
+            few.iter().map(|(rank, on)| format!("{rank} ({on})")).collect()
+        }
         many => return runs(&many.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()),
     };
     match names.split_last() {

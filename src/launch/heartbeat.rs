@@ -8,10 +8,10 @@ use crate::operation::OpId;
 use crate::runtime::{OpSnapshot, RunContext};
 
 /// The most operations that a heartbeat carries for each rank.
-const MOST: usize = 8;
+const MAX_OPS_PER_RANK: usize = 8;
 
 /// The most bytes that a heartbeat carries of a call site: its end.
-const LONGEST: usize = 200;
+const MAX_CALL_SITE_BYTES: usize = 200;
 
 /// Proof that a process is alive, and the status of each of its ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,9 +32,9 @@ pub(super) struct RankStatus {
 impl RankStatus {
     /// Returns the status of `rank`, which must be a rank of this process.
     pub(super) fn of(run: &RunContext, rank: usize) -> Self {
-        let mut seen = run.flight_recorder.recent_ops(rank, MOST);
+        let mut seen = run.flight_recorder.recent_ops(rank, MAX_OPS_PER_RANK);
         for OpSnapshot { place, .. } in &mut seen {
-            let start = (place.len().saturating_sub(LONGEST)..)
+            let start = (place.len().saturating_sub(MAX_CALL_SITE_BYTES)..)
                 .find(|&index| place.is_char_boundary(index));
             place.drain(..start.unwrap_or_default());
         }
@@ -74,9 +74,10 @@ impl Heartbeat {
                 return Err(unreadable(key, &format!("{at:#x} is not an operation")));
             }
             // The call site is printed to a terminal.
-            let is_wrong =
-                |op: &OpSnapshot| op.place.len() > LONGEST || op.place.contains(char::is_control);
-            if seen.len() > MOST || seen.iter().any(is_wrong) {
+            let is_wrong = |op: &OpSnapshot| {
+                op.place.len() > MAX_CALL_SITE_BYTES || op.place.contains(char::is_control)
+            };
+            if seen.len() > MAX_OPS_PER_RANK || seen.iter().any(is_wrong) {
                 return Err(unreadable(key, "the status of a rank is too long"));
             }
         }
@@ -133,7 +134,7 @@ mod tests {
     }
 
     fn heartbeat() -> impl Strategy<Value = Heartbeat> {
-        let doing = (at(), prop::collection::vec(seen(), 0..=MOST));
+        let doing = (at(), prop::collection::vec(seen(), 0..=MAX_OPS_PER_RANK));
         let ranks =
             prop::collection::vec(doing.prop_map(|(at, seen)| RankStatus::new(at, seen)), 0..4);
         (any::<u64>(), ranks).prop_map(|(number, ranks)| Heartbeat { number, ranks })
@@ -196,12 +197,15 @@ mod tests {
             let heartbeat = Heartbeat { number: 1, ranks: vec![RankStatus::new(plain, seen)] };
             Heartbeat::from_bytes(KEY, &heartbeat.to_bytes(KEY).unwrap(), count).map(drop)
         };
-        assert!(told(vec![seen(" at src/a.rs:7"); MOST], 1).is_ok());
+        assert!(told(vec![seen(" at src/a.rs:7"); MAX_OPS_PER_RANK], 1).is_ok());
         for (told, reason) in [
             (told(vec![], 2), "a process with 2 ranks sent the status of 1"),
-            (told(vec![seen(""); MOST + 1], 1), "the status of a rank is too long"),
+            (told(vec![seen(""); MAX_OPS_PER_RANK + 1], 1), "the status of a rank is too long"),
             (told(vec![seen("\u{1b}[2J")], 1), "the status of a rank is too long"),
-            (told(vec![seen(&"x".repeat(LONGEST + 1))], 1), "the status of a rank is too long"),
+            (
+                told(vec![seen(&"x".repeat(MAX_CALL_SITE_BYTES + 1))], 1),
+                "the status of a rank is too long",
+            ),
         ] {
             let error = told.unwrap_err().to_string();
             assert!(error.contains(reason), "{error}");

@@ -121,12 +121,12 @@ impl Launch {
         }
         let interfaces =
             var_os("GLOO_SOCKET_IFNAME").map(|value| value.to_string_lossy().into_owned());
-        let meet =
+        let rendezvous =
             || match ProcessWorld::meet(&self, &placement, timeout, interfaces, shared_options)? {
                 Some(world) if compare_clocks => world.compare_clocks(timeout).map(Some),
                 world => Ok(world),
             };
-        let world = noting_a_wait(&self, note, meet)?.map(Arc::new);
+        let world = noting_a_wait(&self, note, rendezvous)?.map(Arc::new);
         let joined_launch = JoinedLaunch { launch: self, placement, world, grace_period };
         joined_launch.before_ranks(|| {
             joined_launch.world.as_ref().map_or(Ok(()), |world| world.check_interfaces())
@@ -198,19 +198,19 @@ impl JoinedLaunch {
     }
 }
 
-/// Calls `meet`. If that takes long, notes that this process still waits for the others.
+/// Calls `rendezvous`. If that takes long, notes that this process still waits for the others.
 ///
 /// # Errors
-/// The errors of `meet`, and [`Error::InvalidInput`] when no thread can be started.
+/// The errors of `rendezvous`, and [`Error::InvalidInput`] when no thread can be started.
 fn noting_a_wait<T>(
     launch: &Launch,
     note: &(dyn Fn(&str) + Sync),
-    meet: impl FnOnce() -> Result<T>,
+    rendezvous: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
-    let Some(master) = &launch.master else { return meet() };
-    let (met, meeting) = bounded::<Infallible>(0);
+    let Some(master) = &launch.master else { return rendezvous() };
+    let (done, is_done) = bounded::<Infallible>(0);
     let wait = || {
-        if meeting.recv_timeout(WAIT_NOTICE_AFTER) == Err(RecvTimeoutError::Timeout) {
+        if is_done.recv_timeout(WAIT_NOTICE_AFTER) == Err(RecvTimeoutError::Timeout) {
             let (processes, addr, port) = (&launch.processes, &master.addr, master.port);
             note(&format!(
                 "process {} of {} (from 0) still waits for the others to connect to {addr}:{port}; Ctrl-C ends the \
@@ -227,8 +227,8 @@ fn noting_a_wait<T>(
                 &error,
             ))
         })?;
-        let result = meet();
-        drop(met);
+        let result = rendezvous();
+        drop(done);
         result
     })
 }

@@ -17,7 +17,7 @@ const GENERATION_KEY: &str = "starts";
 const QUESTIONS: &str = "questions";
 
 /// The timeout for reading a key that is known to exist.
-const SLICE: Duration = Duration::from_secs(1);
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Returns the number of this start, the same for all `count` processes. `mine` is the number of this process.
 /// `None` if process 0 has not arrived within `timeout`. Process 0 gets a number even if others have not arrived.
@@ -57,7 +57,7 @@ fn ask(store: &TcpStore, mine: usize, timeout: Duration) -> Result<Option<i64>> 
     if !store.wait(std::slice::from_ref(&key), timeout)? {
         return Ok(None);
     }
-    let answer = store.get(&key, SLICE)?.unwrap_or_default();
+    let answer = store.get(&key, READ_TIMEOUT)?.unwrap_or_default();
     let start = String::from_utf8_lossy(&answer);
     let start = start.parse().map_err(|_| unreadable(&key, "it is not the number of a start"))?;
     store.add(&heard(start), 1)?;
@@ -74,7 +74,7 @@ fn answer(store: &TcpStore, count: usize, timeout: Duration) -> Result<i64> {
     while store.add(&heard(start), 0)? < count as i64 - 1 && began.elapsed() < timeout {
         let questions = store.add(QUESTIONS, 0)?;
         if questions == known {
-            thread::park_timeout(SLICE / 100); // the store has no event for it
+            thread::park_timeout(READ_TIMEOUT / 100); // the store has no event for it
             continue;
         }
         known = questions;
@@ -83,7 +83,7 @@ fn answer(store: &TcpStore, count: usize, timeout: Duration) -> Result<i64> {
             if !store.check(std::slice::from_ref(&key))? {
                 continue;
             }
-            let question = store.get(&key, SLICE)?.unwrap_or_default();
+            let question = store.get(&key, READ_TIMEOUT)?.unwrap_or_default();
             if question != *last {
                 store.set(&answer_to(&question), start.to_string().as_bytes())?;
                 *last = question;

@@ -12,13 +12,13 @@ use std::ptr;
 pub type BeforeMain = unsafe extern "C" fn(c_int, *const *const c_char, *const *const c_char);
 
 /// The variable that is added to the environment.
-const SPINS: &[u8] = b"GOMP_SPINCOUNT=10000\0";
+const SPIN_COUNT: &[u8] = b"GOMP_SPINCOUNT=10000\0";
 
 /// The variables with which users choose a wait policy. They take precedence.
 const CHOSEN: [&[u8]; 2] = [b"GOMP_SPINCOUNT=", b"OMP_WAIT_POLICY="];
 
 /// The number of environment variables that are passed on. With more, the program does not restart.
-const MOST: usize = 4096;
+const MAX_VARIABLES: usize = 4096;
 
 /// Restarts the program with a limit on spinning, unless the environment already sets a wait policy. Run it from
 /// `.preinit_array`, before the constructors of libraries: those of libtorch take 0.1 s, the restart a few ms.
@@ -36,7 +36,7 @@ pub unsafe extern "C" fn limit_spinning(
     if is_run_by_linker() {
         return; // the executable is the linker, and `argv` does not name it
     }
-    let mut variables = [ptr::null(); MOST + 2];
+    let mut variables = [ptr::null(); MAX_VARIABLES + 2];
     let mut count = 0;
     loop {
         // SAFETY: the loop ends at the null that ends the array.
@@ -46,13 +46,13 @@ pub unsafe extern "C" fn limit_spinning(
         }
         // SAFETY: a C string, as the caller promises.
         let is_chosen = |name: &&[u8]| unsafe { begins_with(variable, name) };
-        if count == MOST || CHOSEN.iter().any(is_chosen) {
+        if count == MAX_VARIABLES || CHOSEN.iter().any(is_chosen) {
             return;
         }
         variables[count] = variable;
         count += 1;
     }
-    variables[count] = SPINS.as_ptr().cast();
+    variables[count] = SPIN_COUNT.as_ptr().cast();
     let mut program = [0u8; libc::PATH_MAX as usize];
     let link = c"/proc/self/exe".as_ptr();
     // SAFETY: the length leaves room for the null at the buffer's end; the arrays end with null. If the program's

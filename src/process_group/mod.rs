@@ -115,7 +115,7 @@ pub struct ProcessGroup {
     /// This rank's weight in the current backward. `None` if the ranks are not weighted by their samples. Shared by
     /// all groups of the rank, because one loss may use several groups.
     weight: Rc<Cell<Option<f64>>>,
-    stays_here: PhantomData<Rc<()>>,
+    _not_send: PhantomData<Rc<()>>,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -154,7 +154,7 @@ impl ProcessGroup {
             messages: Cell::new(0),
             traffic: Arc::default(),
             weight: Rc::default(),
-            stays_here: PhantomData,
+            _not_send: PhantomData,
         }
     }
 

@@ -316,12 +316,12 @@ fn unframe<T: DeserializeOwned>(name: &str, frame: &[u8]) -> Result<T> {
 }
 
 /// The maximum length of an object in bytes: each rank allocates the memory that another rank announces.
-const LONGEST: usize = i32::MAX as usize;
+const MAX_OBJECT_BYTES: usize = i32::MAX as usize;
 
 fn length(name: &str, len: i64) -> Result<usize> {
-    usize::try_from(len).ok().filter(|len| *len <= LONGEST).ok_or_else(|| {
+    usize::try_from(len).ok().filter(|len| *len <= MAX_OBJECT_BYTES).ok_or_else(|| {
         Error::InvalidInput(format!(
-            "{name}: an object has up to {LONGEST} bytes, and {len} are announced"
+            "{name}: an object has up to {MAX_OBJECT_BYTES} bytes, and {len} are announced"
         ))
     })
 }
@@ -405,10 +405,10 @@ mod tests {
     fn nested_and_huge_lists_are_refused() {
         read_all(&vec![0x91; 1 << 20]);
         read_all(&[0xdd, 0xff, 0xff, 0xff, 0xff]);
-        for len in [-1, LONGEST as i64 + 1, i64::MAX] {
+        for len in [-1, MAX_OBJECT_BYTES as i64 + 1, i64::MAX] {
             let error = length("some_call", len).unwrap_err().to_string();
             assert!(error.contains(&format!("and {len} are announced")), "{error}");
         }
-        assert_eq!(length("some_call", LONGEST as i64).unwrap(), LONGEST);
+        assert_eq!(length("some_call", MAX_OBJECT_BYTES as i64).unwrap(), MAX_OBJECT_BYTES);
     }
 }

@@ -28,7 +28,7 @@ pub struct Work {
     /// The rank's number in the run.
     rank: usize,
     /// Makes `Work` `!Send`: only the thread that started the operation is woken.
-    stays_here: PhantomData<Rc<()>>,
+    _not_send: PhantomData<Rc<()>>,
 }
 
 pub(super) enum State {
@@ -60,7 +60,7 @@ impl fmt::Debug for Work {
 
 impl Work {
     pub(super) fn new(state: State, run: Arc<RunContext>, rank: usize) -> Self {
-        Self { state, run, rank, stays_here: PhantomData }
+        Self { state, run, rank, _not_send: PhantomData }
     }
 
     /// Returns whether the operation is over, successfully or not. Does not wait.

@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 /// The longest wait: a hundred years. A longer one may not fit into an [`Instant`].
-pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+pub(crate) const MAX_WAIT: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
-/// Returns the end of a wait of `patience`, or of [`LONGEST`] if that is shorter.
-pub(crate) fn deadline(patience: Duration) -> Instant {
-    Instant::now() + patience.min(LONGEST)
+/// Returns the end of a wait of `wait`, or of [`MAX_WAIT`] if that is shorter.
+pub(crate) fn deadline(wait: Duration) -> Instant {
+    Instant::now() + wait.min(MAX_WAIT)
 }
 
 #[cfg(test)]
@@ -18,7 +18,7 @@ mod tests {
     fn deadline_of_the_longest_duration_is_finite() {
         let now = Instant::now();
         let longest = deadline(Duration::MAX);
-        assert!(longest >= now + LONGEST && longest <= Instant::now() + LONGEST);
+        assert!(longest >= now + MAX_WAIT && longest <= Instant::now() + MAX_WAIT);
         assert!(deadline(Duration::ZERO) <= Instant::now());
     }
 }

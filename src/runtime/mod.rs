@@ -17,7 +17,7 @@ mod stop;
 
 pub(crate) use barrier::Barrier;
 pub(crate) use cancel::CancelToken;
-pub(crate) use deadline::{LONGEST, deadline};
+pub(crate) use deadline::{MAX_WAIT, deadline};
 pub use fault::{Fault, FaultKind, FaultSite};
 pub(crate) use flight_recorder::{
     CallSite, Entry, FlightRecorder, OpStart, SpanId, format_call_site,

@@ -175,7 +175,7 @@ impl StopRequest {
     }
 
     /// Returns the message of this process for the others.
-    pub(crate) fn news(&self) -> StopMessage {
+    pub(crate) fn message(&self) -> StopMessage {
         let last_step = self.last_step.load(Ordering::Acquire);
         let reason = |number: &AtomicUsize| StopReason::from_repr(number.load(Ordering::Relaxed));
         StopMessage { last_step, reason: reason(&self.reason), asked: reason(&self.asked) }
@@ -183,8 +183,8 @@ impl StopRequest {
 
     /// Merges the message of another process; `decides` is true for the process of rank 0. That process sent it before
     /// its part of the last step, so no rank has ended that step yet.
-    pub(crate) fn merge(&self, decides: bool, news: StopMessage) {
-        let StopMessage { last_step, reason, asked } = news;
+    pub(crate) fn merge(&self, decides: bool, message: StopMessage) {
+        let StopMessage { last_step, reason, asked } = message;
         if decides && last_step != NEVER {
             self.reason.store(StopReason::number(reason), Ordering::Relaxed);
             self.last_step.store(last_step, Ordering::Release);

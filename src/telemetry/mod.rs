@@ -18,7 +18,7 @@ mod tensorboard;
 mod trace;
 
 pub use events::{End, Epoch, Event, Failure, Start};
-pub use explain::{Language, Narrator, RankStep, RunInfo, Step};
+pub use explain::{Explainer, Language, RankStep, RunInfo, Step};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub use metrics_logger::MetricsLogger;

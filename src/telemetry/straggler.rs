@@ -32,13 +32,13 @@ impl Straggler {
 const OUTSIDE_PHASES: &str = "outside";
 
 /// A delay below this fraction of the run, or below this many seconds, is noise.
-const SHARE: f64 = 0.1;
-const SECONDS: f64 = 1.0;
+const MIN_STRAGGLER_SHARE: f64 = 0.1;
+const MIN_STRAGGLER_SECS: f64 = 1.0;
 
 /// Returns the straggler among `ranks`, which are in rank order. `None` if all ranks were about equally fast in a run
 /// of `elapsed` seconds.
 pub fn find_straggler(ranks: &[PhaseSeconds], elapsed: f64) -> Option<Straggler> {
-    find_straggler_over(ranks, elapsed, SECONDS)
+    find_straggler_over(ranks, elapsed, MIN_STRAGGLER_SECS)
 }
 
 /// Like [`find_straggler`], for delays of more than `least` seconds.
@@ -68,7 +68,7 @@ pub(crate) fn find_straggler_over(
     let rest = seconds - phases.iter().map(|(_, more)| more).sum::<f64>();
     let phases = phases.into_iter().chain([(OUTSIDE_PHASES, rest)]);
     let (phase, phase_seconds) = phases.max_by(|(_, a), (_, b)| a.total_cmp(b))?;
-    let counts = ranks.len() > 1 && seconds > least.max(SHARE * elapsed);
+    let counts = ranks.len() > 1 && seconds > least.max(MIN_STRAGGLER_SHARE * elapsed);
     counts.then_some(Straggler { rank, seconds, phase, phase_seconds })
 }
 

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ffi::Generator;
 use crate::optim::{GradScaler, Optimizer, Schedule};
 use crate::runtime::StopRequest;
-use crate::telemetry::{MetricsLogger, Narrator, Printer};
+use crate::telemetry::{Explainer, MetricsLogger, Printer};
 
 impl<M: ModuleT> Trainer<M> {
     /// Creates a trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`.
@@ -239,22 +239,22 @@ impl<M: ModuleT> Trainer<M> {
         self
     }
 
-    /// Makes `narrator` explain how the ranks train one model, with the numbers of the first two steps.
+    /// Makes `explainer` explain how the ranks train one model, with the numbers of the first two steps.
     /// `hash_before_broadcast` is the [`parameters_hash`](crate::parameters_hash) of the model before it was wrapped.
-    /// Call on all ranks alike; rank 0 alone needs a narrator. The results of training are the same.
+    /// Call on all ranks alike; rank 0 alone needs an explainer. The results of training are the same.
     ///
     /// # Errors
     /// [`Error::InvalidInput`] with [`DataParallel`](crate::DataParallel), which trains in another way.
     pub fn explain(
         mut self,
         hash_before_broadcast: u64,
-        narrator: Option<Narrator>,
+        explainer: Option<Explainer>,
     ) -> Result<Self> {
         self.require_ddp(
             "explain shows DistributedDataParallel, and this is DataParallel; use DistributedDataParallel, or leave \
              explain out",
         )?;
-        let callback = Explanation::new(hash_before_broadcast, narrator);
+        let callback = Explanation::new(hash_before_broadcast, explainer);
         self.callbacks.set(Order::Explanation, Some(callback));
         Ok(self)
     }

@@ -84,7 +84,7 @@ impl SimulatedCluster {
         // The sender waits until the receiver has asked for the data.
         let message = 2.0 * latency;
         // Two processes of one rank each send from their tensors, without a copy.
-        let passes = if self.goes_on(Shape { nodes, gpus }, bytes) { 1.0 } else { 2.0 };
+        let passes = if self.runs_in_background(Shape { nodes, gpus }, bytes) { 1.0 } else { 2.0 };
         let local =
             2.0 * (gpus - 1) as f64 * self.within.latency + passes * bytes / self.within.bandwidth;
         let headers = self.headers(nodes);
@@ -104,7 +104,7 @@ impl SimulatedCluster {
     }
 
     /// Returns whether an all-reduce continues by itself while the next one begins.
-    fn goes_on(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> bool {
+    fn runs_in_background(&self, Shape { nodes, gpus }: Shape, bytes: f64) -> bool {
         self.library == Library::Gloo
             && (nodes, gpus) == (2, 1)
             && 2.0 * bytes > DIRECT_MAX_BYTES as f64
@@ -171,14 +171,14 @@ impl Measured {
     /// it is complete. Where two can be in flight, they share the line.
     pub(super) fn on(&self, cluster: &SimulatedCluster, shape: Shape) -> Forecast {
         // Ranks that share memory reduce by themselves, after backward.
-        let beside = self.overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
+        let overlaps = self.overlaps && (cluster.library == Library::Nccl || shape.nodes > 1);
         let (mut free, mut end, mut communication) = (0.0f64, 0.0f64, 0.0);
         let mut names: Vec<&str> = Vec::new();
         for &(bytes, complete) in &self.buckets {
             let (time, name) = cluster.all_reduce(shape, bytes);
-            let complete = if beside { complete.min(self.backward) } else { self.backward };
+            let complete = if overlaps { complete.min(self.backward) } else { self.backward };
             let began = complete.max(free);
-            end = if beside && cluster.goes_on(shape, bytes) {
+            end = if overlaps && cluster.runs_in_background(shape, bytes) {
                 free = began + cluster.headers(shape.nodes);
                 (began + time).max(end + bytes / cluster.between.bandwidth)
             } else {
@@ -190,7 +190,7 @@ impl Measured {
                 names.push(name);
             }
         }
-        let exposed = if beside { (end - self.backward).max(0.0) } else { communication };
+        let exposed = if overlaps { (end - self.backward).max(0.0) } else { communication };
         let alone = self.forward + self.backward + self.optimizer;
         let step = alone + exposed;
         let algorithm = names.join("+");

@@ -23,7 +23,7 @@ struct Share {
 pub(super) struct MemoryRoofline(Vec<Share>);
 
 /// The bytes of a piece, which stays in the first-level cache.
-const PIECE: usize = 4096;
+const PIECE_BYTES: usize = 4096;
 
 impl MemoryRoofline {
     pub(super) fn new(op: BenchOp, world_size: usize, bytes: u64) -> Self {
@@ -86,10 +86,10 @@ impl Share {
             std::hint::black_box(output);
             return;
         }
-        let mut piece = [0; PIECE];
+        let mut piece = [0; PIECE_BYTES];
         let len = inputs.first().map_or(0, Vec::len);
-        for start in (0..len).step_by(PIECE) {
-            let range = start..(start + PIECE).min(len);
+        for start in (0..len).step_by(PIECE_BYTES) {
+            let range = start..(start + PIECE_BYTES).min(len);
             let piece = &mut piece[..range.len()];
             for input in &mut *inputs {
                 piece.copy_from_slice(&input[range.clone()]);

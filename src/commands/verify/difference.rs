@@ -179,10 +179,10 @@ impl Comparison {
 /// Returns how far the values of a tensor are apart; NaN where a value is NaN.
 fn difference(a: &ParamValues, b: &ParamValues) -> Difference {
     let pairs = || a.values.iter().zip(&b.values);
-    let apart = pairs().map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
+    let distances = pairs().map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     Difference {
         name: a.name.clone(),
-        difference: apart.max_by(f64::total_cmp).unwrap_or_default(),
+        difference: distances.max_by(f64::total_cmp).unwrap_or_default(),
         equal_bits: pairs().all(|(a, b)| a.to_bits() == b.to_bits()),
     }
 }

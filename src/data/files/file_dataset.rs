@@ -224,9 +224,9 @@ impl FileDataset {
     /// # Errors
     /// [`Error::Torch`] if there is no memory.
     pub fn into_dataset(self) -> Result<Arc<dyn Dataset>> {
-        const SMALL: usize = 1 << 30;
+        const MAX_CONVERTED_BYTES: usize = 1 << 30;
         match self.views() {
-            Some((inputs, targets)) if inputs.numel() * 4 <= SMALL => {
+            Some((inputs, targets)) if inputs.numel() * 4 <= MAX_CONVERTED_BYTES => {
                 Ok(Arc::new(TensorDataset::new(inputs, targets)?))
             }
             _ => Ok(Arc::new(self)),

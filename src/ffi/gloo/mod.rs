@@ -58,7 +58,7 @@ pub(crate) struct GlooWork {
 }
 
 /// How long to wait for aborted operations to end. After that, the group is leaked.
-const GRACE: Duration = Duration::from_secs(10);
+const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl GlooGroup {
     /// Joins a group of `size` ranks. Its rendezvous is under the prefix of `store`, which must be new for each group.
@@ -78,14 +78,14 @@ impl GlooGroup {
         absent: impl Fn(Vec<usize>) -> Error,
     ) -> Result<Self> {
         let interfaces = socket_ifname.map_or_else(|| Ok(vec![]), interfaces)?;
-        let meet = |place| match meet(store, place, rank, size, timeout)? {
+        let rendezvous = |place| match rendezvous(store, place, rank, size, timeout)? {
             missing if missing.is_empty() => Ok(()),
             missing => Err(absent(missing)),
         };
-        meet("here")?;
+        rendezvous("here")?;
         let gloo = Self::connect(store, "gloo", rank, size, timeout, interfaces)?;
         // A rank that is ready must not exit while others connect to it: their connection would fail.
-        meet("connected")?;
+        rendezvous("connected")?;
         Ok(gloo)
     }
 
@@ -347,7 +347,7 @@ impl Drop for GlooGroup {
             // If the abort fails, the operations do not end, which is checked below.
             let _ = self.abort();
         }
-        let all_ended = self.all_ended.recv_timeout(GRACE);
+        let all_ended = self.all_ended.recv_timeout(ABORT_TIMEOUT);
         let group = self.group.get_mut().take();
         match all_ended {
             Err(RecvTimeoutError::Disconnected) => drop(group),
@@ -408,7 +408,7 @@ fn interfaces(list: &str) -> Result<Vec<String>> {
 }
 
 /// Waits until every rank has reached `place`. Returns the missing ranks.
-fn meet(
+fn rendezvous(
     store: &TcpStore,
     place: &str,
     rank: usize,

@@ -39,10 +39,10 @@ pub(super) struct Opened {
 pub(super) type GivenUp = Receiver<Infallible>;
 
 /// How long a wait continues, at most, after the caller has given up.
-pub(super) const SLICE: Duration = Duration::from_secs(1);
+pub(super) const WAIT_SLICE: Duration = Duration::from_secs(1);
 
 /// How long to try one address before the next.
-const ATTEMPT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The number of files that a connection opens, and that a server opens before clients connect.
 const FILES_OF_A_CLIENT: usize = 2;
@@ -75,7 +75,7 @@ impl StoreConnection {
         let thread = thread::Builder::new().name("ddp-mp store".into());
         thread.spawn(work).map_err(|error| limits::not_started("its thread", &error))?;
         // `open` respects the timeout itself, unless the server hangs.
-        let answer = answer(&opened, cancelled, timeout.saturating_add(SLICE));
+        let answer = answer(&opened, cancelled, timeout.saturating_add(WAIT_SLICE));
         drop(waiting);
         let (server, local) = answer?;
         Ok(Self { requests: Some(requests), ended, server, local })
@@ -106,10 +106,10 @@ impl StoreConnection {
         answer
     }
 
-    /// Ends the thread, and waits up to [`SLICE`] for its end. A server's port is free again then.
+    /// Ends the thread, and waits up to [`WAIT_SLICE`] for its end. A server's port is free again then.
     pub(super) fn close(&mut self) {
         drop(self.requests.take());
-        let _ = self.ended.recv_timeout(SLICE); // it takes longer if the server hangs
+        let _ = self.ended.recv_timeout(WAIT_SLICE); // it takes longer if the server hangs
     }
 }
 
@@ -146,10 +146,10 @@ pub(super) fn wait(
     let began = Instant::now();
     loop {
         let left = timeout.saturating_sub(began.elapsed());
-        if store.wait(keys, left.min(SLICE))? {
+        if store.wait(keys, left.min(WAIT_SLICE))? {
             return Ok(true);
         }
-        if left <= SLICE {
+        if left <= WAIT_SLICE {
             return Ok(false);
         }
         if is_closed(given_up) {
@@ -213,7 +213,7 @@ pub(super) fn reach(
             ));
         }
         match given_up.recv_timeout(pause.min(left())) {
-            Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(SLICE),
+            Err(RecvTimeoutError::Timeout) => pause = (pause * 2).min(WAIT_SLICE),
             Err(RecvTimeoutError::Disconnected) => return Err(GIVEN_UP.into()),
             Ok(never) => match never {},
         }
@@ -229,7 +229,7 @@ fn find(
     let servers = (host, port).to_socket_addrs().map_err(|error| format!("{host}: {error}"))?;
     let mut reason = format!("{host} has no address");
     for server in servers {
-        let limit = left().clamp(Duration::from_millis(1), ATTEMPT);
+        let limit = left().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
         let stream = TcpStream::connect_timeout(&server, limit);
         match stream.and_then(|stream| stream.local_addr()) {
             // A socket that connects to a port of its own machine can connect to itself.

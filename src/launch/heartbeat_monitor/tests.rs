@@ -20,7 +20,7 @@ const RANKS: [Range<usize>; 3] = [0..2, 2..3, 3..4];
 struct Scene {
     server: TcpStore,
     cut: Arc<AtomicBool>,
-    watch: HeartbeatMonitor,
+    monitor: HeartbeatMonitor,
     run: Arc<RunContext>,
 }
 
@@ -29,11 +29,11 @@ fn scene() -> Scene {
     let (port, cut) = cable(server.port());
     let store = TcpStore::connect("127.0.0.1", port, LONG, never()).unwrap();
     let serves = Server { rank: Some(0), name: "the server".into() };
-    let watch = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
+    let monitor = HeartbeatMonitor::new(&store, serves, 2, &RANKS).unwrap();
     let doing = || RankStatus::new(all_reduce(), Vec::new());
     let beat = Heartbeat { number: 1, ranks: vec![doing(), doing()] };
     server.set("alive/0", &beat.to_bytes("alive/0").unwrap()).unwrap();
-    Scene { server, cut, watch, run: Arc::new(RunContext::new(4, LONG, None)) }
+    Scene { server, cut, monitor, run: Arc::new(RunContext::new(4, LONG, None)) }
 }
 
 fn all_reduce() -> OpId {
@@ -80,11 +80,11 @@ fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
 
 #[test]
 fn refresh_without_the_store_names_the_ranks_of_its_process() {
-    let Scene { server: _server, cut, watch, run } = scene();
-    let store = watch.shared.store.clone();
-    watch.shared.read_store(&store, &run, &mut false).unwrap();
+    let Scene { server: _server, cut, monitor, run } = scene();
+    let store = monitor.shared.store.clone();
+    monitor.shared.read_store(&store, &run, &mut false).unwrap();
     cut.store(true, Ordering::SeqCst);
-    let silent = in_time(move || watch.elsewhere().refresh(&run));
+    let silent = in_time(move || monitor.elsewhere().refresh(&run));
     let named: Vec<_> =
         silent.iter().map(|rank| (rank.rank, rank.last_seen, rank.silent)).collect();
     assert_eq!(named, [(0, all_reduce(), true), (1, all_reduce(), true)]);
@@ -92,40 +92,40 @@ fn refresh_without_the_store_names_the_ranks_of_its_process() {
 
 #[test]
 fn poll_updates_the_status_even_after_a_failure() {
-    let Scene { server: _server, cut, watch, run } = scene();
+    let Scene { server: _server, cut, monitor, run } = scene();
     run.report(3, None, "something".into());
-    watch.elsewhere().poll(&run);
+    monitor.elsewhere().poll(&run);
     assert_eq!(
         (run.activity[1].now(), run.activity[2].now().operation),
         (all_reduce(), Operation::UserCode)
     );
     cut.store(true, Ordering::SeqCst);
-    in_time(move || watch.elsewhere().poll(&run));
+    in_time(move || monitor.elsewhere().poll(&run));
 }
 
 #[test]
 fn refresh_of_a_cancelled_run_names_no_rank() {
-    let Scene { server: _server, cut, watch, run } = scene();
+    let Scene { server: _server, cut, monitor, run } = scene();
     cut.store(true, Ordering::SeqCst);
     run.report(3, None, "something else".into());
-    assert!(in_time(move || watch.elsewhere().refresh(&run)).is_empty());
+    assert!(in_time(move || monitor.elsewhere().refresh(&run)).is_empty());
 }
 
 #[test]
 fn monitor_ends_without_the_store() {
-    let Scene { server, cut, watch, run } = scene();
-    watch.start(&run).unwrap();
+    let Scene { server, cut, monitor, run } = scene();
+    monitor.start(&run).unwrap();
     assert!(server.wait(&[alive(2)], LIMIT).unwrap());
     cut.store(true, Ordering::SeqCst);
     let stay = || Stay { patience: LONG, failed: false, asked_to_end: &|| false };
-    in_time(move || watch.leave(Some(stay())));
+    in_time(move || monitor.leave(Some(stay())));
     assert!(run.failures().is_empty());
 }
 
 #[test]
 fn lost_store_is_a_failure_of_the_rank_that_served_it() {
-    let Scene { server, watch, run, .. } = scene();
-    watch.start(&run).unwrap();
+    let Scene { server, monitor, run, .. } = scene();
+    monitor.start(&run).unwrap();
     let began = Instant::now();
     while run.activity[1].now() != all_reduce() {
         assert!(began.elapsed() < LIMIT, "it does not hear what rank 1 does");
@@ -137,17 +137,17 @@ fn lost_store_is_a_failure_of_the_rank_that_served_it() {
     assert_eq!((failures[0].rank, failures[0].at), (0, all_reduce()));
     assert!(failures[0].error.starts_with("the server is gone: "), "{}", failures[0].error);
     drop(failures);
-    watch.leave(None);
+    monitor.leave(None);
 }
 
 /// The other process has timed out first. Its rank shuts down because of that, and must not be taken for a
 /// straggler.
 #[test]
 fn refresh_reports_the_failure_of_another_process() {
-    let Scene { server, watch, run, .. } = scene();
+    let Scene { server, monitor, run, .. } = scene();
     let told = FailureReport::new(1, all_reduce(), "rank 0 waited for rank 1");
     server.set(FAILURE, &told.to_bytes(FAILURE).unwrap()).unwrap();
-    assert!(watch.elsewhere().refresh(&run).is_empty());
+    assert!(monitor.elsewhere().refresh(&run).is_empty());
     let failures = run.failures();
     assert_eq!(run.cancel.cancelled_by(), Some(1));
     assert_eq!((failures[0].rank, failures[0].at), (1, all_reduce()));

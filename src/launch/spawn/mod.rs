@@ -19,7 +19,7 @@ use super::{
 use crate::error::Result;
 use crate::ffi;
 use crate::os;
-use crate::runtime::{Fault, FlightRecorderDump, LONGEST, StopRequest};
+use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, StopRequest};
 use crate::telemetry::{LogFormat, Printer};
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
@@ -238,13 +238,13 @@ impl Spawn {
     /// Sets the timeout: how long a rank waits in a collective for the others before that is an error; at most a
     /// hundred years.
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout.min(LONGEST);
+        self.timeout = timeout.min(MAX_WAIT);
         self
     }
 
     /// Sets how long the other ranks get to come back after one has failed; at most a hundred years.
     pub fn grace_period(mut self, grace_period: Duration) -> Self {
-        self.grace_period = grace_period.min(LONGEST);
+        self.grace_period = grace_period.min(MAX_WAIT);
         self
     }
 
@@ -255,7 +255,7 @@ impl Spawn {
         limit: Duration,
         tell: impl Fn(&str) + Send + Sync + 'static,
     ) -> Self {
-        self.stall_warning = limit.min(LONGEST);
+        self.stall_warning = limit.min(MAX_WAIT);
         self.tell = Notifier::new(tell);
         self
     }

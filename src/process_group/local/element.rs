@@ -247,17 +247,17 @@ unsafe fn reduce_kind(reduction: Reduction<'_>) {
 }
 
 /// Elements per piece: small enough for the first-level cache, large enough to hide the loop around it.
-const PIECE: usize = 1024;
+const PIECE_ELEMENTS: usize = 1024;
 
 /// # Safety
 /// The requirements of [`reduce`], for inputs of type `T` and outputs of type `R`.
 #[inline(always)]
 unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction<'_>) {
     let Reduction { inputs, outputs, len, op, factors, .. } = reduction;
-    let mut room = [T::ZERO; PIECE];
-    let mut results = [R::narrow(R::ZERO); PIECE];
-    for start in (0..len).step_by(PIECE) {
-        let len = PIECE.min(len - start);
+    let mut room = [T::ZERO; PIECE_ELEMENTS];
+    let mut results = [R::narrow(R::ZERO); PIECE_ELEMENTS];
+    for start in (0..len).step_by(PIECE_ELEMENTS) {
+        let len = PIECE_ELEMENTS.min(len - start);
         // SAFETY: `start + len` stays within the elements that the caller vouches for.
         let piece = |input: *mut u8| unsafe { input.cast::<T>().add(start) };
         // SAFETY: no thread writes to these elements while the slice lives: the writes below come after.

@@ -292,14 +292,15 @@ impl Network {
     }
 
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
-        let news = self.stop.get().map_or(StopMessage::NONE, |stop| stop.news());
+        let message = self.stop.get().map_or(StopMessage::NONE, |stop| stop.message());
         let (sequence, fingerprint) = (call.sequence, fingerprint(call));
         let weight = call.weight.map_or(0.0, |_| self.mean_here());
         let headers: *mut u8 = self.staging.headers()[0].data_ptr().cast();
         for process in self.others() {
             let size = parts.to[process];
-            let header = ExchangeHeader { sequence, fingerprint, size: size as u64, weight, news }
-                .to_bytes();
+            let header =
+                ExchangeHeader { sequence, fingerprint, size: size as u64, weight, stop: message }
+                    .to_bytes();
             // SAFETY: the tensor has a header for each process, which no other rank touches now. A part that fits into
             // the header lies where it was packed.
             unsafe {
@@ -339,7 +340,7 @@ impl Network {
             let fits = different.is_empty() && uneven.is_none();
             self.weights[process].store(header.weight.to_bits(), Ordering::Relaxed);
             if let Some(stop) = self.stop.get() {
-                stop.merge(process == 0, header.news);
+                stop.merge(process == 0, header.stop);
             }
             if let Some(places) = inline.filter(|_| fits) {
                 // SAFETY: the part has the expected size, for which there is room; no other rank uses the room now.

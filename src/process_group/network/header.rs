@@ -28,13 +28,13 @@ pub(super) struct ExchangeHeader {
     pub size: u64,
     /// Mean weight of the process's ranks, from 0; 0 for calls without weights.
     pub weight: f64,
-    pub news: StopMessage,
+    pub stop: StopMessage,
 }
 
 impl ExchangeHeader {
     pub(super) fn to_bytes(self) -> [u8; HEADER_INT_BYTES] {
-        let ExchangeHeader { sequence, fingerprint, size, weight, news } = self;
-        let [last_step, reason, asked] = news.to_numbers();
+        let ExchangeHeader { sequence, fingerprint, size, weight, stop } = self;
+        let [last_step, reason, asked] = stop.to_numbers();
         let numbers = [sequence, fingerprint, size, weight.to_bits(), last_step, reason, asked];
         let numbers: WireNumbers = numbers.map(U64::new);
         transmute!(numbers)
@@ -54,14 +54,14 @@ impl ExchangeHeader {
                  program may use Gloo's ports: let only the processes of this run connect to them"
             )));
         }
-        let news = StopMessage::from_numbers([last_step, reason, asked]).ok_or_else(|| {
+        let stop = StopMessage::from_numbers([last_step, reason, asked]).ok_or_else(|| {
             Error::InvalidInput(format!(
                 "process {process} sent an invalid header before call #{sequence}: stop after step {last_step} for \
                  the reasons {reason} and {asked}; another program may use Gloo's ports: let only the processes of \
                  this run connect to them"
             ))
         })?;
-        Ok(ExchangeHeader { sequence, fingerprint, size, weight, news })
+        Ok(ExchangeHeader { sequence, fingerprint, size, weight, stop })
     }
 }
 
@@ -91,8 +91,8 @@ mod tests {
 
     #[test]
     fn header_round_trip_is_exact_and_bad_weights_are_refused() {
-        let news = StopMessage::from_numbers([7, 2, 1]).unwrap();
-        let header = ExchangeHeader { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, news };
+        let stop = StopMessage::from_numbers([7, 2, 1]).unwrap();
+        let header = ExchangeHeader { sequence: 1, fingerprint: 2, size: 3, weight: 0.1, stop };
         assert_eq!(ExchangeHeader::from_bytes(0, &header.to_bytes()).unwrap(), header);
         for weight in [f64::NAN, -1.0, f64::INFINITY] {
             let error =

@@ -6,8 +6,8 @@ use super::{RunInfo, Step};
 pub(super) struct Chinese;
 
 impl Catalog for Chinese {
-    fn meeting(&self, facts: &RunInfo) -> Section {
-        let RunInfo { world_size: n, processes, backend, .. } = facts;
+    fn rendezvous(&self, run_info: &RunInfo) -> Section {
+        let RunInfo { world_size: n, processes, backend, .. } = run_info;
         let text = match (*n, *processes, *backend) {
             (1, ..) => "只有一个 rank：没有谁需要会合，求平均也不会改变任何数。用 --nproc-per-node=2 可以看到两个。".into(),
             (_, 1, "nccl") => format!(
@@ -35,13 +35,15 @@ impl Catalog for Chinese {
         Section::new("rank 如何会合", text)
     }
 
-    fn start(&self, facts: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section {
-        let RunInfo { world_size: n, model, parameters, seed, .. } = facts;
+    fn start(&self, run_info: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section {
+        let RunInfo { world_size: n, model, parameters, seed, .. } = run_info;
         let who = if *n > 1 { "每个 rank 各自" } else { "这个 rank " };
         let mut text = format!("{who}用种子 {seed} 构建模型（{model}，{parameters} 个参数）");
         match resumed {
             Some(step) => text += &format!("，rank 0 再换成检查点（已训练 {step} 步）的参数"),
-            None if facts.starts_from_file => text += "，rank 0 再换成文件里的参数（--init-from）",
+            None if run_info.starts_from_file => {
+                text += "，rank 0 再换成文件里的参数（--init-from）"
+            }
             None => {}
         }
         if *n > 1 {
@@ -61,9 +63,9 @@ impl Catalog for Chinese {
         ["构建后", "训练开始时"]
     }
 
-    fn data(&self, facts: &RunInfo, epoch: u64) -> Section {
-        let RunInfo { world_size: n, samples, seed, .. } = facts;
-        let order = match facts.shuffles {
+    fn data(&self, run_info: &RunInfo, epoch: u64) -> Section {
+        let RunInfo { world_size: n, samples, seed, .. } = run_info;
+        let order = match run_info.shuffles {
             true => {
                 format!("用同一个种子（{seed} + epoch {epoch}）打乱全部 {samples} 个样本的编号")
             }
@@ -73,10 +75,10 @@ impl Catalog for Chinese {
             return Section::new("样本", format!("采样器{order}，全部交给这个 rank。"));
         }
         let left = samples % n;
-        let rest = match (left, facts.drops_last) {
+        let rest = match (left, run_info.drops_last) {
             (0, _) => String::new(),
             (left, true) => format!("舍去其中 {left} 个，这样大家一样多。"),
-            (left, false) if facts.exact_mean => {
+            (left, false) if run_info.exact_mean => {
                 format!("不能平分，rank 0 到 rank {} 各多一个。", left - 1)
             }
             (left, false) => format!("其中 {} 个分到两次，这样大家一样多。", n - left),
@@ -89,8 +91,8 @@ impl Catalog for Chinese {
         Section::new("不同的样本", text)
     }
 
-    fn gradients(&self, facts: &RunInfo, step: &Step, compressed: Option<&str>) -> Section {
-        let RunInfo { world_size: n, parameters, accumulate, .. } = facts;
+    fn gradients(&self, run_info: &RunInfo, step: &Step, compressed: Option<&str>) -> Section {
+        let RunInfo { world_size: n, parameters, accumulate, .. } = run_info;
         let Step { step: number, weight, buckets, .. } = step;
         let adds_up = match accumulate {
             1 => String::new(),
@@ -104,7 +106,7 @@ impl Catalog for Chinese {
             );
             return Section::new(format!("第 {number} 步：梯度"), text);
         }
-        let mean = match step.shares(facts) {
+        let mean = match step.shares(run_info) {
             None => format!("平均值：各除以 {n}"),
             Some(shares) => format!(
                 "全部样本上的平均值（--exact-mean）：各乘以该 rank 的样本所占的比例（{shares}）"
@@ -131,8 +133,8 @@ impl Catalog for Chinese {
         "手算："
     }
 
-    fn update(&self, facts: &RunInfo, step: u64, lr: &str) -> Section {
-        let RunInfo { optimizer, world_size, .. } = facts;
+    fn update(&self, run_info: &RunInfo, step: u64, lr: &str) -> Section {
+        let RunInfo { optimizer, world_size, .. } = run_info;
         if *world_size == 1 {
             let text = format!("优化器是 {optimizer}，学习率 {lr}。");
             return Section::new(format!("第 {step} 步：更新"), text);
@@ -158,12 +160,12 @@ impl Catalog for Chinese {
         Section::new(format!("第 {step} 步：新的样本，新的梯度，同一个平均值，同样的更新"), "")
     }
 
-    fn goes_on(&self, steps_per_epoch: u64) -> String {
+    fn remaining_steps(&self, steps_per_epoch: u64) -> String {
         format!("之后每一步都是如此，每个 epoch 共 {steps_per_epoch} 步。")
     }
 
-    fn end(&self, facts: &RunInfo, steps: u64) -> Section {
-        let text = match facts.world_size {
+    fn end(&self, run_info: &RunInfo, steps: u64) -> Section {
+        let text = match run_info.world_size {
             1 => format!("{steps} 步之后，这个 rank 结束。参数的哈希："),
             _ => format!(
                 "{steps} 步之后，所有 rank 在屏障（barrier）处等齐，退出进程组，然后结束；只有 rank 0 负责汇总和\
@@ -173,8 +175,8 @@ impl Catalog for Chinese {
         Section::new("结束", text)
     }
 
-    fn verdict(&self, facts: &RunInfo, are_same: bool) -> String {
-        match (facts.world_size, are_same) {
+    fn verdict(&self, run_info: &RunInfo, are_same: bool) -> String {
+        match (run_info.world_size, are_same) {
             (1, _) => "它也在最后一行里。".into(),
             (n, true) => format!("每一位都相同：{n} 个 rank 训练出了同一个模型。"),
             (_, false) => "并不相同！要么各 rank 保留了自己的缓冲区（--no-broadcast-buffers），\

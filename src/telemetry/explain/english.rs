@@ -6,8 +6,8 @@ use super::{RunInfo, Step};
 pub(super) struct English;
 
 impl Catalog for English {
-    fn meeting(&self, facts: &RunInfo) -> Section {
-        let RunInfo { world_size: n, processes, backend, .. } = facts;
+    fn rendezvous(&self, run_info: &RunInfo) -> Section {
+        let RunInfo { world_size: n, processes, backend, .. } = run_info;
         let text = match (*n, *processes, *backend) {
             (1, ..) => {
                 "There is one rank, so it needs no rendezvous, and averaging changes nothing. \
@@ -38,8 +38,8 @@ impl Catalog for English {
         Section::new("How the ranks meet", text)
     }
 
-    fn start(&self, facts: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section {
-        let RunInfo { world_size: n, model, parameters, seed, .. } = facts;
+    fn start(&self, run_info: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section {
+        let RunInfo { world_size: n, model, parameters, seed, .. } = run_info;
         let who = if *n > 1 { "Each rank" } else { "The rank" };
         let mut text =
             format!("{who} builds the model ({model}, {parameters} parameters) from seed {seed}. ");
@@ -47,7 +47,7 @@ impl Catalog for English {
             Some(step) => {
                 text += &format!("Rank 0 takes those of a checkpoint, after {step} steps. ")
             }
-            None if facts.starts_from_file => {
+            None if run_info.starts_from_file => {
                 text += "Rank 0 takes those of a file (--init-from). "
             }
             None => {}
@@ -68,9 +68,9 @@ impl Catalog for English {
         ["as built", "at the start"]
     }
 
-    fn data(&self, facts: &RunInfo, epoch: u64) -> Section {
-        let RunInfo { world_size: n, samples, seed, .. } = facts;
-        let order = match facts.shuffles {
+    fn data(&self, run_info: &RunInfo, epoch: u64) -> Section {
+        let RunInfo { world_size: n, samples, seed, .. } = run_info;
+        let order = match run_info.shuffles {
             true => format!(
                 "shuffles the numbers of the {samples} samples with the same seed ({seed} + epoch {epoch})"
             ),
@@ -80,10 +80,10 @@ impl Catalog for English {
             return Section::new("The samples", format!("The rank {order}, and takes them all."));
         }
         let left = samples % n;
-        let rest = match (left, facts.drops_last) {
+        let rest = match (left, run_info.drops_last) {
             (0, _) => String::new(),
             (left, true) => format!(" {left} of them are left out, so that all get as many."),
-            (left, false) if facts.exact_mean => {
+            (left, false) if run_info.exact_mean => {
                 format!(" They do not go round, so ranks up to {} get one more.", left - 1)
             }
             (left, false) => format!(" Dealt twice, so that all get as many: {}.", n - left),
@@ -96,8 +96,8 @@ impl Catalog for English {
         Section::new("Different samples", text)
     }
 
-    fn gradients(&self, facts: &RunInfo, step: &Step, compressed: Option<&str>) -> Section {
-        let RunInfo { world_size: n, parameters, accumulate, .. } = facts;
+    fn gradients(&self, run_info: &RunInfo, step: &Step, compressed: Option<&str>) -> Section {
+        let RunInfo { world_size: n, parameters, accumulate, .. } = run_info;
         let Step { step: number, weight, buckets, .. } = step;
         let buckets = if *buckets == 1 { "1 bucket" } else { &format!("{buckets} buckets") };
         let adds_up = match accumulate {
@@ -112,7 +112,7 @@ impl Catalog for English {
             );
             return Section::new(format!("Step {number}: the gradient"), text);
         }
-        let mean = match step.shares(facts) {
+        let mean = match step.shares(run_info) {
             None => format!("its mean: each rank's is divided by {n}"),
             Some(shares) => format!(
                 "its mean over all samples (--exact-mean): each rank's is multiplied by its share of the samples, \
@@ -144,8 +144,8 @@ impl Catalog for English {
         "by hand: "
     }
 
-    fn update(&self, facts: &RunInfo, step: u64, lr: &str) -> Section {
-        let RunInfo { optimizer, world_size, .. } = facts;
+    fn update(&self, run_info: &RunInfo, step: u64, lr: &str) -> Section {
+        let RunInfo { optimizer, world_size, .. } = run_info;
         if *world_size == 1 {
             let text = format!("The optimizer is {optimizer}, with lr {lr}.");
             return Section::new(format!("Step {step}: the update"), text);
@@ -175,16 +175,16 @@ impl Catalog for English {
         )
     }
 
-    fn goes_on(&self, steps_per_epoch: u64) -> String {
+    fn remaining_steps(&self, steps_per_epoch: u64) -> String {
         match steps_per_epoch {
             1 => "And so on, one step an epoch.".into(),
             steps => format!("And so on, {steps} steps an epoch."),
         }
     }
 
-    fn end(&self, facts: &RunInfo, steps: u64) -> Section {
+    fn end(&self, run_info: &RunInfo, steps: u64) -> Section {
         let steps = if steps == 1 { "1 step" } else { &format!("{steps} steps") };
-        let text = match facts.world_size {
+        let text = match run_info.world_size {
             1 => format!("After {steps} the rank ends. The hash of its parameters:"),
             _ => format!(
                 "After {steps} the ranks wait at a barrier and end. Rank 0 alone prints the summary and writes files. \
@@ -194,8 +194,8 @@ impl Catalog for English {
         Section::new("The end", text)
     }
 
-    fn verdict(&self, facts: &RunInfo, are_same: bool) -> String {
-        match (facts.world_size, are_same) {
+    fn verdict(&self, run_info: &RunInfo, are_same: bool) -> String {
+        match (run_info.world_size, are_same) {
             (1, _) => "The last line has it, too.".into(),
             (n, true) => format!("The same to the bit: {n} ranks have trained one model."),
             (_, false) => "Not the same! Either each rank has kept buffers of its own (--no-broadcast-buffers), or \

@@ -36,7 +36,7 @@ impl Language {
     }
 }
 
-/// The facts of a run, known before it begins.
+/// The run_info of a run, known before it begins.
 #[derive(Debug, Clone)]
 pub struct RunInfo {
     /// Number of ranks.
@@ -113,66 +113,66 @@ pub struct Step {
 
 impl Step {
     /// Returns the number of all ranks' samples if ranks are weighted by their samples; else `None`.
-    fn weighed(&self, facts: &RunInfo) -> Option<usize> {
+    fn weighed(&self, run_info: &RunInfo) -> Option<usize> {
         let all = self.ranks.iter().map(|rank| rank.num_samples).sum();
-        (facts.exact_mean && self.ranks.len() > 1).then_some(all)
+        (run_info.exact_mean && self.ranks.len() > 1).then_some(all)
     }
 
     /// Returns the weights of the first few ranks, such as `17/33, 16/33`; `None` if ranks are not weighted.
-    fn shares(&self, facts: &RunInfo) -> Option<String> {
-        let all = self.weighed(facts)?;
+    fn shares(&self, run_info: &RunInfo) -> Option<String> {
+        let all = self.weighed(run_info)?;
         let share = |rank: &RankStep| format!("{}/{all}", rank.num_samples);
-        let mut shares: Vec<String> = self.ranks.iter().take(FEW).map(share).collect();
-        if self.ranks.len() > FEW {
+        let mut shares: Vec<String> = self.ranks.iter().take(MAX_LISTED_RANKS).map(share).collect();
+        if self.ranks.len() > MAX_LISTED_RANKS {
             shares.push("...".into());
         }
         Some(shares.join(", "))
     }
 }
 
-/// A narrator that explains a run on stderr, in the process of rank 0.
+/// An explainer that explains a run on stderr, in the process of rank 0.
 #[derive(Debug)]
-pub struct Narrator {
+pub struct Explainer {
     language: Language,
-    facts: RunInfo,
+    run_info: RunInfo,
     printer: Arc<Printer>,
 }
 
-impl Narrator {
-    /// Creates a narrator of the run that `facts` describes.
-    pub fn new(language: Language, facts: RunInfo, printer: Arc<Printer>) -> Self {
-        Self { language, facts, printer }
+impl Explainer {
+    /// Creates an explainer of the run that `run_info` describes.
+    pub fn new(language: Language, run_info: RunInfo, printer: Arc<Printer>) -> Self {
+        Self { language, run_info, printer }
     }
 
     /// Explains how the ranks connected, and that they begin with the same parameters. `hashes` has two 64-bit hashes
     /// per rank: of the parameters that it built, and of those that it begins with. `epoch` is the first epoch.
     /// `resumed` is the step of the checkpoint, `None` without one.
     pub fn begin(&self, hashes: &[(u64, u64)], epoch: u64, resumed: Option<u64>) {
-        let (texts, facts) = (self.language.texts(), &self.facts);
-        self.print(&texts.meeting(facts), &[]);
+        let (texts, run_info) = (self.language.texts(), &self.run_info);
+        self.print(&texts.rendezvous(run_info), &[]);
         let were_same = hashes.iter().all(|hash| hash.0 == hashes[0].0);
         let [built, now] = texts.built_and_now();
         let mut rows = vec![vec![String::new(), built.into(), now.into()]];
         rows.extend(each_rank(hashes, |(built, now)| vec![hex(*built), hex(*now)]));
-        self.print(&texts.start(facts, were_same, resumed), &table(&rows));
-        self.print(&texts.data(facts, epoch), &[]);
+        self.print(&texts.start(run_info, were_same, resumed), &table(&rows));
+        self.print(&texts.data(run_info, epoch), &[]);
     }
 
     /// Explains the first step: how gradients are averaged, and the update.
     pub fn first_step(&self, step: &Step) {
-        let (texts, facts) = (self.language.texts(), &self.facts);
-        let section = texts.gradients(facts, step, self.compression(step.step));
+        let (texts, run_info) = (self.language.texts(), &self.run_info);
+        let section = texts.gradients(run_info, step, self.compression(step.step));
         let mut lines = self.gradients(step, false);
-        let mean = match step.weighed(facts) {
+        let mean = match step.weighed(run_info) {
             Some(samples) => weighted_mean(&step.ranks, samples),
             None => mean(&step.ranks),
         };
         lines.push(format!("  {}{mean}", texts.by_hand()));
         self.print(&section, &lines);
 
-        let mut section = texts.update(facts, step.step, &number(step.lr));
+        let mut section = texts.update(run_info, step.step, &number(step.lr));
         let first = &step.ranks[0];
-        if let Some(max_norm) = facts.max_grad_norm
+        if let Some(max_norm) = run_info.max_grad_norm
             && first.averaged.to_bits() != first.stepped_by.to_bits()
         {
             let [from, to] = [first.averaged, first.stepped_by].map(number);
@@ -190,7 +190,7 @@ impl Narrator {
             section.text = texts.compressed(name);
         }
         let mut lines = self.gradients(step, true);
-        lines.extend(paragraph(&texts.goes_on(self.facts.steps_per_epoch)));
+        lines.extend(paragraph(&texts.remaining_steps(self.run_info.steps_per_epoch)));
         self.print(&section, &lines);
     }
 
@@ -200,12 +200,12 @@ impl Narrator {
         let rows: Vec<_> = each_rank(hashes, |hash| vec![hex(*hash)]).collect();
         let mut lines = table(&rows);
         let are_same = hashes.iter().all(|hash| hash == &hashes[0]);
-        lines.extend(paragraph(&texts.verdict(&self.facts, are_same)));
-        self.print(&texts.end(&self.facts, steps), &lines);
+        lines.extend(paragraph(&texts.verdict(&self.run_info, are_same)));
+        self.print(&texts.end(&self.run_info, steps), &lines);
     }
 
     fn compression(&self, step: u64) -> Option<&'static str> {
-        let (name, from) = self.facts.compression?;
+        let (name, from) = self.run_info.compression?;
         (step >= from).then_some(name)
     }
 
@@ -249,14 +249,14 @@ impl Narrator {
         let gradients = numbers(&gradients, 6);
         let lr = number(step.lr);
         let rows: Vec<usize> = (0..step.ranks.len()).collect();
-        let header = vec![String::new(), self.language.texts().rule(self.facts.is_plain).into()];
+        let header = vec![String::new(), self.language.texts().rule(self.run_info.is_plain).into()];
         let rows = each_rank(&rows, |&rank| {
             let [before, after] = [&weights[2 * rank], &weights[2 * rank + 1]];
             let gradient = match gradients[rank].strip_prefix('-') {
                 Some(_) => format!("({})", gradients[rank]),
                 None => gradients[rank].clone(),
             };
-            vec![if self.facts.is_plain {
+            vec![if self.run_info.is_plain {
                 format!("{before} - {lr} * {gradient} = {after}")
             } else {
                 format!("{before} -> {after}")
@@ -281,7 +281,7 @@ fn mean(ranks: &[RankStep]) -> String {
     let Some((mean, texts)) = texts.split_last() else { return String::new() };
     let sum = match texts {
         [one] => one.clone(),
-        [first, others @ ..] if ranks.len() <= FEW => {
+        [first, others @ ..] if ranks.len() <= MAX_LISTED_RANKS => {
             let others = others.iter().map(|value| signed(value)).collect::<String>();
             format!("({first}{others})")
         }
@@ -302,7 +302,7 @@ fn weighted_mean(ranks: &[RankStep], all: usize) -> String {
         false => format!("{} * {text}", rank.num_samples),
     };
     let mut terms: Vec<String> = ranks.iter().zip(&texts).map(term).collect();
-    if ranks.len() > FEW {
+    if ranks.len() > MAX_LISTED_RANKS {
         terms = vec![
             format!("{} * rank 0", ranks[0].num_samples),
             format!("{} * rank 1", ranks[1].num_samples),
@@ -316,7 +316,7 @@ fn weighted_mean(ranks: &[RankStep], all: usize) -> String {
 const NONE: &str = "-";
 
 /// Maximum number of ranks whose gradients fit into a line.
-const FEW: usize = 4;
+const MAX_LISTED_RANKS: usize = 4;
 
 fn hex(hash: u64) -> String {
     format!("{hash:016x}")

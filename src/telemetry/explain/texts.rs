@@ -17,20 +17,20 @@ impl Section {
 /// All texts in one language.
 pub(super) trait Catalog {
     /// Explains how the ranks find each other.
-    fn meeting(&self, facts: &RunInfo) -> Section;
+    fn rendezvous(&self, run_info: &RunInfo) -> Section;
 
     /// Explains why rank 0's parameters are sent to all ranks. `were_same` is whether all ranks built the same
     /// parameters. `resumed` is the step of the checkpoint, `None` without one.
-    fn start(&self, facts: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section;
+    fn start(&self, run_info: &RunInfo, were_same: bool, resumed: Option<u64>) -> Section;
 
     /// Returns the headings of the parameters that a rank built, and of those that it begins with.
     fn built_and_now(&self) -> [&'static str; 2];
 
     /// Explains which samples each rank takes.
-    fn data(&self, facts: &RunInfo, epoch: u64) -> Section;
+    fn data(&self, run_info: &RunInfo, epoch: u64) -> Section;
 
     /// Explains how gradients are averaged. `compressed` is the form in which they are sent, `None` if unchanged.
-    fn gradients(&self, facts: &RunInfo, step: &Step, compressed: Option<&str>) -> Section;
+    fn gradients(&self, run_info: &RunInfo, step: &Step, compressed: Option<&str>) -> Section;
 
     /// Explains that gradients are sent in a compressed form.
     fn compressed(&self, name: &str) -> String;
@@ -43,7 +43,7 @@ pub(super) trait Catalog {
     fn by_hand(&self) -> &'static str;
 
     /// Explains why the update is the same on all ranks.
-    fn update(&self, facts: &RunInfo, step: u64, lr: &str) -> Section;
+    fn update(&self, run_info: &RunInfo, step: u64, lr: &str) -> Section;
 
     /// Returns the heading of the update; `is_plain` if it is `weight - lr * gradient`.
     fn rule(&self, is_plain: bool) -> &'static str;
@@ -55,11 +55,11 @@ pub(super) trait Catalog {
     fn next_step(&self, step: u64) -> Section;
 
     /// Explains that training continues in the same way.
-    fn goes_on(&self, steps_per_epoch: u64) -> String;
+    fn remaining_steps(&self, steps_per_epoch: u64) -> String;
 
     /// Explains what happens at the end, after `steps` steps.
-    fn end(&self, facts: &RunInfo, steps: u64) -> Section;
+    fn end(&self, run_info: &RunInfo, steps: u64) -> Section;
 
     /// Explains what the parameters of all ranks show.
-    fn verdict(&self, facts: &RunInfo, are_same: bool) -> String;
+    fn verdict(&self, run_info: &RunInfo, are_same: bool) -> String;
 }

@@ -77,13 +77,13 @@ pub(crate) fn outside_collectives(phases: &[PhaseSeconds]) -> Option<f64> {
 }
 
 /// A smaller fraction of the time than this is not mentioned.
-const SHARE: f64 = 0.2;
+const MIN_ADVICE_SHARE: f64 = 0.2;
 
 /// A step that is shorter than this, in microseconds, is mostly overhead.
 const SHORT_STEP: f64 = 1000.0;
 
 /// A loss that keeps more than this fraction of its first value has hardly moved.
-const STILL: f64 = 0.95;
+const NO_PROGRESS_RATIO: f64 = 0.95;
 
 /// Above this size an all-reduce is bound by bandwidth, not latency.
 const BANDWIDTH_BOUND_BYTES: usize = 1 << 20;
@@ -110,7 +110,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
         });
     }
     let data = share(|rank| rank.data);
-    if data > SHARE {
+    if data > MIN_ADVICE_SHARE {
         let percent = 100.0 * data;
         say(match run.num_workers {
             0 => format!(
@@ -122,7 +122,9 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
             ),
         });
     }
-    if let Some([first, last]) = run.losses.filter(|[first, last]| *last > STILL * first) {
+    if let Some([first, last]) =
+        run.losses.filter(|[first, last]| *last > NO_PROGRESS_RATIO * first)
+    {
         let config = run.fitting_config.map_or(String::new(), |config| {
             format!(", or --config {config}, which fits this data set")
         });
@@ -134,7 +136,7 @@ pub(crate) fn advice(run: Measured<'_>) -> Vec<String> {
     }
     let lost = 1.0 - outside;
     let bytes: usize = run.bucket_bytes.iter().sum();
-    if ranks > 1.0 && lost > SHARE {
+    if ranks > 1.0 && lost > MIN_ADVICE_SHARE {
         let percent = 100.0 * lost;
         if run.us_per_step < SHORT_STEP {
             let (step, batch) = (run.us_per_step, run.batch_size);

@@ -5,14 +5,14 @@ use tch::{Device, Kind, Tensor};
 
 use crate::ddp::{GradProbe, Strategy};
 use crate::ffi::TorchResult;
-use crate::telemetry::{self, Narrator, RankStep};
+use crate::telemetry::{self, Explainer, RankStep};
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// Explains how the ranks train one model, with the numbers of the first steps.
 #[derive(Debug)]
 pub(in crate::trainer) struct Explanation {
-    /// The narrator for all ranks; `Some` on rank 0 only.
-    narrator: Option<Narrator>,
+    /// The explainer for all ranks; `Some` on rank 0 only.
+    explainer: Option<Explainer>,
     /// The 64-bit hash of this rank's parameters before they were replaced by rank 0's.
     hash_before_broadcast: u64,
     /// Number of steps explained so far.
@@ -31,9 +31,12 @@ const STEPS: u32 = 2;
 const MAX_SAMPLES: usize = 10;
 
 impl Explanation {
-    pub(in crate::trainer) fn new(hash_before_broadcast: u64, narrator: Option<Narrator>) -> Self {
+    pub(in crate::trainer) fn new(
+        hash_before_broadcast: u64,
+        explainer: Option<Explainer>,
+    ) -> Self {
         let (steps_explained, probe, index, numbers) = Default::default();
-        Self { narrator, hash_before_broadcast, steps_explained, probe, index, numbers }
+        Self { explainer, hash_before_broadcast, steps_explained, probe, index, numbers }
     }
 }
 
@@ -43,9 +46,9 @@ impl<M> Callback<M> for Explanation {
         let Strategy::Ddp(ddp) = &context.ddp else { return Ok(()) };
         let hashes = (self.hash_before_broadcast, ddp.parameters_hash()?);
         let hashes = ddp.group().gather_object(&hashes, 0)?;
-        if let (Some(narrator), Some(hashes)) = (&self.narrator, hashes) {
+        if let (Some(explainer), Some(hashes)) = (&self.explainer, hashes) {
             let resumed = (context.state.step > 0).then_some(context.state.step);
-            narrator.begin(&hashes, context.state.epoch, resumed);
+            explainer.begin(&hashes, context.state.epoch, resumed);
         }
         self.probe = Some(ddp.start_probe()?);
         Ok(())
@@ -91,7 +94,8 @@ impl<M> Callback<M> for Explanation {
         group.synchronize()?;
         numbers.stepped_by = values(&probe.parameter.grad())?[index];
         numbers.after = values(&probe.parameter)?[index];
-        if let (Some(ranks), Some(narrator)) = (group.gather_object(&numbers, 0)?, &self.narrator) {
+        if let (Some(ranks), Some(explainer)) = (group.gather_object(&numbers, 0)?, &self.explainer)
+        {
             let step = telemetry::Step {
                 step: step.number,
                 lr: step.lr,
@@ -100,8 +104,8 @@ impl<M> Callback<M> for Explanation {
                 ranks,
             };
             match self.steps_explained {
-                0 => narrator.first_step(&step),
-                _ => narrator.second_step(&step),
+                0 => explainer.first_step(&step),
+                _ => explainer.second_step(&step),
             }
         }
         self.steps_explained += 1;
@@ -115,8 +119,8 @@ impl<M> Callback<M> for Explanation {
     /// Explains the end of training. A collective.
     fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
         let hashes = context.group().gather_object(&context.ddp.parameters_hash()?, 0)?;
-        if let (Some(narrator), Some(hashes)) = (&self.narrator, hashes) {
-            narrator.end(context.state.step, &hashes);
+        if let (Some(explainer), Some(hashes)) = (&self.explainer, hashes) {
+            explainer.end(context.state.step, &hashes);
         }
         Ok(())
     }

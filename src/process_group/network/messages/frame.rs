@@ -15,7 +15,7 @@ use crate::process_group::dtype::{num_bytes, plain_kind};
 pub(super) const EAGER_MAX_BYTES: usize = 64 << 10;
 
 /// Size in bytes of the largest header.
-const LONGEST: usize = 64 << 10;
+const MAX_FRAME_HEADER_BYTES: usize = 64 << 10;
 
 /// A header.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,7 +82,8 @@ impl Frame {
     /// Writes the length and the header.
     pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
         let header = rmp_serde::to_vec(self).map_err(io::Error::other)?;
-        let len = u32::try_from(header.len()).ok().filter(|len| *len as usize <= LONGEST);
+        let len =
+            u32::try_from(header.len()).ok().filter(|len| *len as usize <= MAX_FRAME_HEADER_BYTES);
         let too_long = || format!("a message header of {} bytes is too long to send", header.len());
         let len = len.ok_or_else(|| io::Error::other(too_long()))?;
         // In one write, because each write may become a packet.
@@ -97,8 +98,10 @@ impl Frame {
         }
         from.read_exact(&mut len[1..])?;
         let len = u32::from_le_bytes(len) as usize;
-        if len > LONGEST {
-            let why = format!("a message header has {len} bytes, and {LONGEST} are the most");
+        if len > MAX_FRAME_HEADER_BYTES {
+            let why = format!(
+                "a message header has {len} bytes, and {MAX_FRAME_HEADER_BYTES} are the most"
+            );
             return Err(foreign(&why));
         }
         let mut header = vec![0; len];

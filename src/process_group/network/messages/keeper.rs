@@ -8,7 +8,7 @@ use crossbeam::channel::{Receiver, select_biased};
 
 use super::context::MessageContext;
 use super::link::Link;
-use super::patient::TICK;
+use super::stoppable_reader::STOP_POLL_INTERVAL;
 
 /// Watches `links` until `ended` closes or the run fails. If the run fails, ends every link and all of its messages.
 pub(super) fn run(context: &MessageContext, links: &[Arc<Link>], ended: &Receiver<Infallible>) {
@@ -18,7 +18,7 @@ pub(super) fn run(context: &MessageContext, links: &[Arc<Link>], ended: &Receive
                 return links.iter().for_each(|link| link.close("given up, because the run ends"));
             }
             recv(ended) -> _ => return,
-            default(TICK) => links.iter().for_each(|link| link.look_at_deadlines()),
+            default(STOP_POLL_INTERVAL) => links.iter().for_each(|link| link.check_deadlines()),
         }
     }
 }

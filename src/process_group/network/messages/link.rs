@@ -248,7 +248,7 @@ impl Link {
 
     /// Fails the run if a rank has waited at its end for longer than the timeout, because a message that it sent has
     /// not gone. The rank itself does not wait for such a message.
-    pub(super) fn look_at_deadlines(&self) {
+    pub(super) fn check_deadlines(&self) {
         let run = &self.context.run;
         let is_overdue = |sent: &&Sent| sent.pending.is_some() && run.is_overdue(sent.rank);
         let overdue = self.state().sends.values().find(is_overdue).map(|sent| (sent.rank, sent.at));

@@ -9,9 +9,9 @@ mod guard;
 mod keeper;
 mod link;
 mod open;
-mod patient;
 mod pending;
 mod reader;
+mod stoppable_reader;
 mod transfer;
 mod writer;
 
@@ -204,7 +204,7 @@ impl Drop for Connections {
         crossbeam::channel::select_biased! {
             recv(self.written) -> _ => {}
             recv(cancelled) -> _ => {}
-            default(patient::GRACE) => {}
+            default(stoppable_reader::CLOSE_TIMEOUT) => {}
         }
     }
 }

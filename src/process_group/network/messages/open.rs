@@ -12,8 +12,8 @@ use rustix::io::Errno;
 use super::context::MessageContext;
 use super::frame::Frame;
 use super::link::{Adoption, Link};
-use super::patient::{Patient, TICK};
 use super::reader;
+use super::stoppable_reader::{STOP_POLL_INTERVAL, StoppableReader};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::os::limits::require_files;
@@ -106,7 +106,7 @@ fn connect(link: &Link) -> std::result::Result<Option<TcpStream>, String> {
     })?;
     let began = Instant::now();
     let stream = loop {
-        match TcpStream::connect_timeout(&address, TICK) {
+        match TcpStream::connect_timeout(&address, STOP_POLL_INTERVAL) {
             Ok(stream) => break stream,
             Err(error) if is_limit(&error) => make_room(context)?,
             Err(error) if error.kind() == ErrorKind::TimedOut => {
@@ -127,9 +127,9 @@ fn connect(link: &Link) -> std::result::Result<Option<TcpStream>, String> {
 
 /// Returns whether the other process accepts this connection. It answers when one of its ranks sends or receives.
 fn greet(link: &Link, stream: &TcpStream, token: u64) -> io::Result<bool> {
-    stream.set_read_timeout(Some(TICK))?;
+    stream.set_read_timeout(Some(STOP_POLL_INTERVAL))?;
     Frame::Hello { token, process: link.context.layout.mine }.write(&mut &*stream)?;
-    match Frame::read(&mut Patient::until_closing(stream, link))? {
+    match Frame::read(&mut StoppableReader::until_closing(stream, link))? {
         Some(Frame::Welcome) => Ok(true),
         Some(Frame::Busy) => Ok(false),
         Some(_) => Err(io::Error::other("something else than ddp-mp listens there")),
@@ -153,7 +153,7 @@ pub(super) fn accept(context: &Arc<MessageContext>, links: &[Arc<Link>], listene
             Err(error) if error.kind() == ErrorKind::ConnectionAborted => continue,
             Err(_) => {
                 // The network or the memory may recover later, and no event announces it.
-                match context.run.cancel.tripped().recv_timeout(TICK) {
+                match context.run.cancel.tripped().recv_timeout(STOP_POLL_INTERVAL) {
                     Err(RecvTimeoutError::Disconnected) => return,
                     _ => continue,
                 }
@@ -215,5 +215,5 @@ pub(super) fn admit(
 
 /// Wakes the thread that accepts connections, so that it checks whether to end.
 pub(super) fn knock(address: SocketAddr) {
-    let _ = TcpStream::connect_timeout(&address, TICK); // fails if no thread listens
+    let _ = TcpStream::connect_timeout(&address, STOP_POLL_INTERVAL); // fails if no thread listens
 }

@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 use super::frame::{EAGER_MAX_BYTES, Frame, foreign};
 use super::guard::Serving;
 use super::link::{Expected, Link};
-use super::patient::{Patient, TICK};
+use super::stoppable_reader::{STOP_POLL_INTERVAL, StoppableReader};
 use super::{transfer, writer};
 use crate::error::{Error, first_line};
 use crate::ffi::TorchResult;
@@ -30,7 +30,7 @@ pub(super) fn run(link: &Arc<Link>, stream: &Arc<TcpStream>, serving: &Serving) 
 
 fn begin(link: &Arc<Link>, stream: &Arc<TcpStream>) -> io::Result<()> {
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(TICK))?;
+    stream.set_read_timeout(Some(STOP_POLL_INTERVAL))?;
     let Some(queue) = link.take_queue() else { return Ok(()) };
     let (written, to) = (link.clone(), stream.clone());
     let writing = link.context.writing();
@@ -43,7 +43,7 @@ fn begin(link: &Arc<Link>, stream: &Arc<TcpStream>) -> io::Result<()> {
 
 fn serve(link: &Arc<Link>, stream: &TcpStream, serving: &Serving) -> io::Result<()> {
     let context = &link.context;
-    let mut from = Patient::until_read(stream, link);
+    let mut from = StoppableReader::until_read(stream, link);
     let wrong = |why: String| foreign(&why);
     while let Some(frame) = Frame::read(&mut from)? {
         match frame {

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use super::link::Link;
 
 /// Interval at which a thread that waits for the other process checks whether to stop.
-pub(super) const TICK: Duration = Duration::from_millis(500);
+pub(super) const STOP_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Longest wait, when connections end, for queued data to be written and for the other process to read it.
-pub(super) const GRACE: Duration = Duration::from_secs(10);
+pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A stream that checks, while no data arrives, whether data still can.
-pub(super) struct Patient<'a> {
+pub(super) struct StoppableReader<'a> {
     stream: &'a TcpStream,
     link: &'a Link,
     /// Time to continue after this process starts closing: the other process may not have read everything.
@@ -22,19 +22,20 @@ pub(super) struct Patient<'a> {
     closing: Option<Instant>,
 }
 
-impl<'a> Patient<'a> {
-    /// Returns one for all frames of the connection: it goes on for [`GRACE`] after this process starts closing.
+impl<'a> StoppableReader<'a> {
+    /// Returns a reader of all frames of the connection: it goes on for [`CLOSE_TIMEOUT`] after this process starts
+    /// closing.
     pub(super) fn until_read(stream: &'a TcpStream, link: &'a Link) -> Self {
-        Self { stream, link, grace: GRACE, closing: None }
+        Self { stream, link, grace: CLOSE_TIMEOUT, closing: None }
     }
 
-    /// Returns one that stops as soon as this process is closing.
+    /// Returns a reader that stops as soon as this process is closing.
     pub(super) fn until_closing(stream: &'a TcpStream, link: &'a Link) -> Self {
         Self { stream, link, grace: Duration::ZERO, closing: None }
     }
 }
 
-impl Read for Patient<'_> {
+impl Read for StoppableReader<'_> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.stream.read(bytes) {

@@ -1,18 +1,18 @@
-//! The facts about a run that `--explain` needs before it begins.
+//! The run_info about a run that `--explain` needs before it begins.
 
 use super::Session;
 use crate::config::CommHookKind;
 use crate::optim::OptimizerConfig;
-use crate::telemetry::{Narrator, RunInfo};
+use crate::telemetry::{Explainer, RunInfo};
 
-/// Returns the narrator of a run whose model has `parameters` parameters.
-pub(crate) fn narrator(session: &Session, parameters: usize) -> Narrator {
+/// Returns the explainer of a run whose model has `parameters` parameters.
+pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
     let Session { config, joined_launch, data, printer, .. } = session;
     let (optimizer, is_plain) = match config.optimizer_config() {
         OptimizerConfig::Sgd(sgd) => ("sgd", sgd.momentum == 0.0 && sgd.weight_decay == 0.0),
         OptimizerConfig::AdamW(_) => ("adamw", false),
     };
-    let facts = RunInfo {
+    let run_info = RunInfo {
         world_size: joined_launch.world_size(),
         processes: joined_launch.world.as_ref().map_or(1, |world| world.num_processes()),
         backend: joined_launch.placement.backend.name(),
@@ -36,5 +36,5 @@ pub(crate) fn narrator(session: &Session, parameters: usize) -> Narrator {
         is_plain,
         max_grad_norm: config.optimization.max_grad_norm,
     };
-    Narrator::new(config.output.language, facts, printer.clone())
+    Explainer::new(config.output.language, run_info, printer.clone())
 }
