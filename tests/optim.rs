@@ -1,7 +1,7 @@
 //! Optimizers on the buckets of a model: state that follows its parameters, groups, clipping.
 
 use ddp_mp::models::{Model, ModelConfig, ModelKind};
-use ddp_mp::optim::{OptimizerConfig, ParamSpan, ParameterState};
+use ddp_mp::optim::{OptimizerOptions, ParamSpan, ParameterState};
 use ddp_mp::{
     AdamW, AdamWOptions, DdpOptions, DistributedDataParallel, Optimizer, ProcessGroup, Sgd,
     SgdOptions,
@@ -42,14 +42,14 @@ fn backward(ddp: &mut Ddp, step: i64) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn optimizers() -> Vec<OptimizerConfig> {
+fn optimizers() -> Vec<Box<dyn OptimizerOptions>> {
     let decays = ParamSpan::is_weight;
     let momentum = SgdOptions { momentum: 0.9, ..SgdOptions::default() };
     vec![
-        OptimizerConfig::Sgd(SgdOptions::default()),
-        OptimizerConfig::Sgd(momentum),
-        OptimizerConfig::Sgd(SgdOptions { nesterov: true, weight_decay: 0.1, decays, ..momentum }),
-        OptimizerConfig::AdamW(AdamWOptions { decays, ..AdamWOptions::default() }),
+        Box::new(SgdOptions::default()),
+        Box::new(momentum),
+        Box::new(SgdOptions { nesterov: true, weight_decay: 0.1, decays, ..momentum }),
+        Box::new(AdamWOptions { decays, ..AdamWOptions::default() }),
     ]
 }
 
@@ -181,7 +181,7 @@ fn parameter_without_a_gradient_is_not_stepped() {
     /// Trains `a` in every step and `b` in those of `b_in` only, or `b` alone in as many.
     fn train(
         group: &Rc<ProcessGroup>,
-        config: OptimizerConfig,
+        config: &dyn OptimizerOptions,
         names: &[&str],
         b_in: &[i64],
     ) -> anyhow::Result<Vec<(Tensor, ParameterState)>> {
@@ -222,9 +222,9 @@ fn parameter_without_a_gradient_is_not_stepped() {
     ranks(2, |_, group| {
         for config in optimizers() {
             for b_in in [&[2, 3, 6][..], &[0, 8]] {
-                let both = train(&group, config, &["a", "b"], b_in)?;
-                let mut each = train(&group, config, &["a"], b_in)?;
-                each.extend(train(&group, config, &["b"], b_in)?);
+                let both = train(&group, &*config, &["a", "b"], b_in)?;
+                let mut each = train(&group, &*config, &["a"], b_in)?;
+                each.extend(train(&group, &*config, &["b"], b_in)?);
                 for ((value, state), (alone, kept)) in both.iter().zip(&each) {
                     assert_eq!(value, alone, "{config:?} {b_in:?} {}", state.name);
                     assert!(state.tensors.keys().eq(kept.tensors.keys()));
@@ -234,7 +234,7 @@ fn parameter_without_a_gradient_is_not_stepped() {
                 }
             }
             // As in PyTorch, there is no state for what was never stepped.
-            let never = train(&group, config, &["a", "b"], &[100])?;
+            let never = train(&group, &*config, &["a", "b"], &[100])?;
             assert!(
                 never[1].1.tensors.is_empty() && never[1].0 == Tensor::full_like(&never[1].0, 0.5)
             );
@@ -250,15 +250,9 @@ fn biases_do_not_decay_with_the_is_weight_filter() {
             [(ParamSpan::is_weight as fn(&ParamSpan) -> bool, true), (|_| true, false)]
         {
             let options = SgdOptions { weight_decay: 0.5, decays, ..SgdOptions::default() };
-            let config = [
-                OptimizerConfig::Sgd(options),
-                OptimizerConfig::AdamW(AdamWOptions {
-                    weight_decay: 0.5,
-                    decays,
-                    ..AdamWOptions::default()
-                }),
-            ];
-            for config in config {
+            let configs: [&dyn OptimizerOptions; 2] =
+                [&options, &AdamWOptions { weight_decay: 0.5, decays, ..AdamWOptions::default() }];
+            for config in configs {
                 let (vs, mut ddp) = model(&group, 25.)?;
                 let mut optimizer = config.build(ddp.flat_buffers())?;
                 optimizer.step(0.1)?; // there are no gradients: nothing happens

@@ -13,7 +13,7 @@ use ddp_mp::ddp::{
 use ddp_mp::ffi::{Autocast, backward, fork_rng};
 use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::optim::{
-    GradScaler, GradScalerOptions, GradScalerState, OptimizerConfig, ParamSpan, ParameterState,
+    GradScaler, GradScalerOptions, GradScalerState, OptimizerOptions, ParamSpan, ParameterState,
     Unit,
 };
 use ddp_mp::trainer::{Callback, Epoch, Loss, TrainContext, Trainer};
@@ -423,18 +423,18 @@ struct Options {
 }
 
 impl Options {
-    fn config(&self, name: &str) -> OptimizerConfig {
+    fn config(&self, name: &str) -> Box<dyn OptimizerOptions> {
         let decays = if name.contains("groups") { ParamSpan::is_weight } else { |_: &_| true };
         if name.starts_with("adamw") {
             let default = AdamWOptions::default();
-            return OptimizerConfig::AdamW(AdamWOptions {
+            return Box::new(AdamWOptions {
                 betas: self.betas.unwrap_or(default.betas),
                 eps: self.eps.unwrap_or(default.eps),
                 weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
                 decays,
             });
         }
-        OptimizerConfig::Sgd(SgdOptions {
+        Box::new(SgdOptions {
             momentum: self.momentum.unwrap_or_default(),
             dampening: self.dampening.unwrap_or_default(),
             nesterov: self.nesterov.unwrap_or_default(),
@@ -465,7 +465,6 @@ fn optimizers_match_pytorch() {
     let cases: Vec<OptimizerCase> = serde_json::from_value(recorded["cases"].clone()).unwrap();
     assert!(cases.len() >= 9);
     for OptimizerCase { name, options, losses, norms, r#final, state } in cases {
-        let config = options.config(&name);
         let model = ModelConfig {
             kind: ModelKind::Mlp,
             in_features: 20,
@@ -482,7 +481,7 @@ fn optimizers_match_pytorch() {
             let (vs, model) = model.build(rank.device(), seed)?;
             let options = DdpOptions::default();
             let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
-            let mut optimizer = config.build(ddp.flat_buffers())?;
+            let mut optimizer = options.config(&case).build(ddp.flat_buffers())?;
             let lr = if case.starts_with("adamw") { lr / 10. } else { lr };
             let (mut losses, mut norms) = (Vec::new(), Vec::new());
             for _ in 0..steps {

@@ -51,7 +51,7 @@ impl Config {
 
     fn check_memory_of(&self, total: Option<u64>, ranks: usize, processes: usize) -> Result<()> {
         let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
-        let states = self.optimizer_config().states() as f64;
+        let states = self.optimizer_options().states().len() as f64;
         let parameters = self.parameters();
         let samples = self.data.num_samples.unwrap_or_default();
         // With `dp`, only rank 0 deals samples.

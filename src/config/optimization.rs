@@ -3,18 +3,27 @@
 use clap::Args;
 use serde::Serialize;
 use serde_with::{SerializeDisplay, skip_serializing_none};
-use strum::{Display, EnumString, VariantNames};
+use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{MOST, POSITIVE, name, number, shown, whole};
 use super::{CommHookKind, Config, StrategyKind};
 use crate::error::{Error, Result};
-use crate::optim::{AdamWOptions, OptimizerConfig, ParamSpan, Schedule, SgdOptions, Unit};
+use crate::optim::{AdamWOptions, OptimizerOptions, ParamSpan, Schedule, SgdOptions, Unit};
 use crate::trainer::Amp;
 
 /// The optimizer: `--optimizer`.
 #[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Display,
+    EnumString,
+    IntoStaticStr,
+    VariantNames,
+    SerializeDisplay,
 )]
 #[strum(serialize_all = "lowercase")]
 pub enum OptimizerKind {
@@ -185,34 +194,31 @@ fn cannot_skip(config: &Config) -> Option<String> {
     Some(problem.into())
 }
 
+impl OptimizationSection {
+    fn sgd(&self) -> SgdOptions {
+        let Self { momentum, dampening, nesterov, .. } = *self;
+        let weight_decay = self.weight_decay.unwrap_or(SgdOptions::default().weight_decay);
+        SgdOptions { momentum, dampening, nesterov, weight_decay, decays: self.decays() }
+    }
+
+    fn adamw(&self) -> AdamWOptions {
+        let Self { beta1, beta2, eps, .. } = *self;
+        let weight_decay = self.weight_decay.unwrap_or(AdamWOptions::default().weight_decay);
+        AdamWOptions { betas: (beta1, beta2), eps, weight_decay, decays: self.decays() }
+    }
+
+    /// Returns the function that selects the parameters with weight decay.
+    fn decays(&self) -> fn(&ParamSpan) -> bool {
+        if self.no_decay_on_bias_and_norm { ParamSpan::is_weight } else { |_| true }
+    }
+}
+
 impl Config {
-    /// Returns the configuration of the optimizer.
-    pub fn optimizer_config(&self) -> OptimizerConfig {
-        let decays = if self.optimization.no_decay_on_bias_and_norm {
-            ParamSpan::is_weight
-        } else {
-            |_: &_| true
-        };
+    /// Returns the optimizer's options.
+    pub fn optimizer_options(&self) -> Box<dyn OptimizerOptions> {
         match self.optimization.optimizer {
-            OptimizerKind::Sgd => OptimizerConfig::Sgd(SgdOptions {
-                momentum: self.optimization.momentum,
-                dampening: self.optimization.dampening,
-                nesterov: self.optimization.nesterov,
-                weight_decay: self
-                    .optimization
-                    .weight_decay
-                    .unwrap_or(SgdOptions::default().weight_decay),
-                decays,
-            }),
-            OptimizerKind::AdamW => OptimizerConfig::AdamW(AdamWOptions {
-                betas: (self.optimization.beta1, self.optimization.beta2),
-                eps: self.optimization.eps,
-                weight_decay: self
-                    .optimization
-                    .weight_decay
-                    .unwrap_or(AdamWOptions::default().weight_decay),
-                decays,
-            }),
+            OptimizerKind::Sgd => Box::new(self.optimization.sgd()),
+            OptimizerKind::AdamW => Box::new(self.optimization.adamw()),
         }
     }
 
@@ -330,10 +336,13 @@ mod tests {
 
     #[test]
     fn optimizer_defaults_are_those_of_pytorch() {
-        let OptimizerConfig::Sgd(sgd) = resolve("").unwrap().optimizer_config() else { panic!() };
+        let config = resolve("").unwrap();
+        assert!(config.optimizer_options().is_plain());
+        let sgd = config.optimization.sgd();
         assert_eq!((sgd.momentum, sgd.weight_decay), (0.0, 0.0));
-        let adamw = resolve("optimizer = \"adamw\"").unwrap();
-        let OptimizerConfig::AdamW(adamw) = adamw.optimizer_config() else { panic!() };
+        let config = resolve("optimizer = \"adamw\"").unwrap();
+        assert_eq!(config.optimizer_options().states(), ["exp_avg", "exp_avg_sq"]);
+        let adamw = config.optimization.adamw();
         assert_eq!((adamw.betas, adamw.eps, adamw.weight_decay), ((0.9, 0.999), 1e-8, 0.01));
     }
 

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::flat::{Group, OptimizerState};
-use super::{FlatBuffer, Optimizer, ParamSpan, ParameterState};
+use super::{FlatBuffer, Optimizer, OptimizerOptions, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
 use crate::ffi::{AdamWStep, TensorList, TorchResult, fused_adamw};
 
@@ -23,6 +23,16 @@ pub struct AdamWOptions {
 impl Default for AdamWOptions {
     fn default() -> Self {
         Self { betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.01, decays: |_| true }
+    }
+}
+
+impl OptimizerOptions for AdamWOptions {
+    fn states(&self) -> &'static [&'static str] {
+        &["exp_avg", "exp_avg_sq"]
+    }
+
+    fn build(&self, buffers: Vec<FlatBuffer>) -> Result<Box<dyn Optimizer>> {
+        Ok(Box::new(AdamW::new(buffers, *self)?))
     }
 }
 
@@ -49,9 +59,6 @@ struct Count {
 impl AdamW {
     const STEP: &str = "step";
 
-    /// The names of the state that AdamW keeps per trained value.
-    pub(super) const SLOTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
-
     /// Returns an optimizer for the parameters in `buffers`, which come from a
     /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers).
     ///
@@ -60,7 +67,7 @@ impl AdamW {
     pub fn new(buffers: Vec<FlatBuffer>, options: AdamWOptions) -> Result<Self> {
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
         // Every step must be counted, because the bias correction of the means depends on the count.
-        let flat = OptimizerState::new(buffers, &Self::SLOTS, decays, u64::MAX)?;
+        let flat = OptimizerState::new(buffers, options.states(), decays, u64::MAX)?;
         let counts = counts(&flat)?;
         Ok(Self { options, flat, counts })
     }

@@ -60,32 +60,21 @@ pub struct ParameterState {
     pub tensors: BTreeMap<String, Tensor>,
 }
 
-/// The choice of an optimizer with its options.
-#[derive(Debug, Clone, Copy)]
-pub enum OptimizerConfig {
-    /// Stochastic gradient descent.
-    Sgd(SgdOptions),
-    /// Adam with decoupled weight decay.
-    AdamW(AdamWOptions),
-}
+/// The options of an optimizer, which build it. They say what a program must know about it before.
+pub trait OptimizerOptions: Debug {
+    /// Returns the names of the states that the optimizer keeps for each parameter, as in torch's `state_dict`. Each
+    /// state has the parameter's shape.
+    fn states(&self) -> &'static [&'static str];
 
-impl OptimizerConfig {
-    /// Returns the numbers of state that the optimizer keeps per trained value.
-    pub(crate) fn states(&self) -> usize {
-        match self {
-            OptimizerConfig::Sgd(options) => options.slots().len(),
-            OptimizerConfig::AdamW(_) => AdamW::SLOTS.len(),
-        }
+    /// Returns whether a step is `parameter -= lr * gradient` and no more. `--explain` then shows it in numbers.
+    fn is_plain(&self) -> bool {
+        false
     }
 
-    /// Returns the optimizer for the parameters in `buffers`.
+    /// Returns the optimizer for the parameters in `buffers`, which come from a
+    /// [`DistributedDataParallel`](crate::DistributedDataParallel::flat_buffers).
     ///
     /// # Errors
-    /// The errors of [`Sgd::new`] and [`AdamW::new`].
-    pub fn build(self, buffers: Vec<FlatBuffer>) -> Result<Box<dyn Optimizer>> {
-        Ok(match self {
-            OptimizerConfig::Sgd(options) => Box::new(Sgd::new(buffers, options)?),
-            OptimizerConfig::AdamW(options) => Box::new(AdamW::new(buffers, options)?),
-        })
-    }
+    /// The errors of the optimizer's `new`.
+    fn build(&self, buffers: Vec<FlatBuffer>) -> Result<Box<dyn Optimizer>>;
 }

@@ -2,16 +2,11 @@
 
 use super::Session;
 use crate::config::CommHookKind;
-use crate::optim::OptimizerConfig;
 use crate::telemetry::{Explainer, RunInfo};
 
 /// Returns the explainer of a run whose model has `parameters` parameters.
 pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
     let Session { config, joined_launch, data, printer, .. } = session;
-    let (optimizer, is_plain) = match config.optimizer_config() {
-        OptimizerConfig::Sgd(sgd) => ("sgd", sgd.momentum == 0.0 && sgd.weight_decay == 0.0),
-        OptimizerConfig::AdamW(_) => ("adamw", false),
-    };
     let run_info = RunInfo {
         world_size: joined_launch.world_size(),
         processes: joined_launch.world.as_ref().map_or(1, |world| world.num_processes()),
@@ -32,8 +27,8 @@ pub(crate) fn explainer(session: &Session, parameters: usize) -> Explainer {
             CommHookKind::Bf16 => Some(("bfloat16", 0)),
             CommHookKind::PowerSgd => Some(("powersgd", config.ddp.powersgd_start_iter)),
         },
-        optimizer,
-        is_plain,
+        optimizer: config.optimization.optimizer.into(),
+        is_plain: config.optimizer_options().is_plain(),
         max_grad_norm: config.optimization.max_grad_norm,
     };
     Explainer::new(config.output.language, run_info, printer.clone())

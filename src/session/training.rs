@@ -77,7 +77,7 @@ impl Training {
                 (dp.into(), ScatterLoader::new(loaders, group.clone())?.into())
             }
         };
-        let build = |buffers| config.optimizer_config().build(buffers);
+        let build = |buffers| config.optimizer_options().build(buffers);
         let optimizer = ddp.flat_buffers().map(build).transpose()?;
         let schedule = config.schedule_for(rank.world_size());
         Ok(Self { ddp, optimizer, schedule, generator, loader, hash_before_broadcast })
