@@ -479,8 +479,7 @@ fn optimizers_match_pytorch() {
                 (rand(20), rand(1))
             })?;
             let (vs, model) = model.build(rank.device(), seed)?;
-            let options = DdpOptions::default();
-            let mut ddp = DistributedDataParallel::new(model, &vs, group, options)?;
+            let mut ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
             let mut optimizer = options.config(&case).build(ddp.flat_buffers())?;
             let lr = if case.starts_with("adamw") { lr / 10. } else { lr };
             let (mut losses, mut norms) = (Vec::new(), Vec::new());

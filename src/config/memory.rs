@@ -4,7 +4,6 @@ use super::open_data::SIZES;
 use super::{Config, Invalid, StrategyKind};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
-use crate::models::ModelKind;
 use crate::telemetry::{gigabytes, total_memory};
 use crate::trainer::Loss;
 
@@ -35,7 +34,7 @@ impl Config {
         let bytes = parameters * 2.0 * FLOAT;
         if self.data.in_features.is_some() && bytes > total {
             let what = format!("a model of {parameters:.0} parameters takes, with its gradients,");
-            return too_large(self.largest(self.widths()), what, bytes);
+            return too_large(self.largest(&self.widths()), what, bytes);
         }
         Ok(())
     }
@@ -62,7 +61,7 @@ impl Config {
         let parts = [
             (
                 ranks as f64 * parameters * (2.0 + states) * FLOAT,
-                self.largest(self.widths()),
+                self.largest(&self.widths()),
                 format!(
                     "{ranks} replicas of a model of {parameters:.0} parameters take, with gradients and the \
                      optimizer's state,"
@@ -117,12 +116,9 @@ impl Config {
     }
 
     /// Returns the keys that determine the size of the model.
-    fn widths(&self) -> &'static [&'static str] {
-        match self.model.kind {
-            ModelKind::Linear => &["in_features", "out_features"],
-            ModelKind::Mlp => &["in_features", "out_features", "hidden"],
-            ModelKind::Cnn => &["in_features", "out_features", "channels"],
-        }
+    fn widths(&self) -> Vec<&'static str> {
+        let layers = ["hidden", "channels"].into_iter().filter(|key| self.model.kind.uses(key));
+        ["in_features", "out_features"].into_iter().chain(layers).collect()
     }
 
     /// Returns the one of `keys` whose value is the largest relative to its default.
@@ -147,6 +143,7 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::models::ModelKind;
 
     fn refused(flags: &str) -> Option<String> {
         let args = flags.lines().map(|line| {

@@ -21,33 +21,36 @@ pub struct ModelSection {
     pub kind: ModelKind,
     /// Widths of an mlp's hidden layers, with commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole::<i64>(1..))]
-    #[arg(default_value = "64,64", add = MLP)]
+    #[arg(default_value = "64,64", add = HIDDEN)]
     pub hidden: Vec<i64>,
     /// Activation between the layers of an mlp or cnn
     #[arg(long, value_name = "NAME", value_parser = name::<Activation>())]
-    #[arg(default_value_t = Activation::Relu, add = LAYERS)]
+    #[arg(default_value_t = Activation::Relu, add = ACTIVATION)]
     pub activation: Activation,
     /// Dropout probability between an mlp's layers
     #[arg(long, value_name = "P", value_parser = number(0.0..=1.0), default_value_t = 0.0)]
-    #[arg(add = MLP)]
+    #[arg(add = DROPOUT)]
     pub dropout: f64,
     /// Channels of a cnn's convolutions, with commas
     ///
     /// Each convolution halves the image
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = whole::<i64>(1..))]
-    #[arg(default_value = "16,32", add = CNN)]
+    #[arg(default_value = "16,32", add = CHANNELS)]
     pub channels: Vec<i64>,
     /// Batch norm of a cnn over all ranks' samples
-    #[arg(long, add = Conflict(needs_ddp), add = CNN)]
+    #[arg(long, add = Conflict(needs_ddp), add = BATCH_NORM)]
     pub sync_batch_norm: bool,
 }
 
-const MLP: OnlyIf =
-    OnlyIf(|config| config.model.kind == ModelKind::Mlp, "is for an mlp; use --model mlp");
-const CNN: OnlyIf =
-    OnlyIf(|config| config.model.kind == ModelKind::Cnn, "is for a cnn; use --model cnn");
-const LAYERS: OnlyIf = OnlyIf(
-    |config| config.model.kind != ModelKind::Linear,
+const MLP: &str = "is for an mlp; use --model mlp";
+const CNN: &str = "is for a cnn; use --model cnn";
+
+const HIDDEN: OnlyIf = OnlyIf(|config| config.model.kind.uses("hidden"), MLP);
+const DROPOUT: OnlyIf = OnlyIf(|config| config.model.kind.uses("dropout"), MLP);
+const CHANNELS: OnlyIf = OnlyIf(|config| config.model.kind.uses("channels"), CNN);
+const BATCH_NORM: OnlyIf = OnlyIf(|config| config.model.kind.uses("sync_batch_norm"), CNN);
+const ACTIVATION: OnlyIf = OnlyIf(
+    |config| config.model.kind.uses("activation"),
     "a linear model has no activation; use --model mlp or cnn",
 );
 
@@ -60,7 +63,7 @@ impl Config {
             kind: *kind,
             in_features: self.data.in_features.unwrap_or(default.in_features),
             out_features: self.data.out_features.unwrap_or(default.out_features),
-            hidden: if *kind == ModelKind::Cnn { channels.clone() } else { hidden.clone() },
+            hidden: if kind.uses("channels") { channels.clone() } else { hidden.clone() },
             activation: *activation,
             dropout: *dropout,
         }

@@ -1,28 +1,36 @@
 //! A small convolutional network for square images.
 
+use std::mem::take;
 use std::rc::Rc;
 
 use tch::nn::{Linear, Module, ModuleT, Path};
 use tch::{TchError, Tensor};
 
 use super::layers::{Conv3x3, linear};
-use super::{Activation, BatchNorm, SyncBatchNorm};
+use super::{Activation, Architecture, BatchNorm, Layers, Model, ModelConfig, SyncBatchNorm};
 use crate::process_group::ProcessGroup;
 
-/// A network with stages of convolution, batch norm, activation and pooling, and a linear head.
-///
-/// In PyTorch, for images of `side` x `side` pixels, two stages and ReLU:
-///
-/// ```python
-/// nn.Sequential(
-///     nn.Unflatten(1, (1, side, side)),
-///     nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-///     nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-///     nn.Flatten(), nn.Linear(32 * (side // 4) ** 2, out_features),
-/// )
-/// ```
+/// A convolutional network for square images.
+pub(super) const CNN: Architecture = Architecture {
+    keys: &["channels", "activation", "sync_batch_norm"],
+    check: |config| check(config.in_features, &config.hidden),
+    num_parameters: |config| {
+        let (mut parameters, mut channels_in) = (0.0, 1.0);
+        for &channels in &config.hidden {
+            // 3 x 3 weights and a bias; a batch norm's weight and bias.
+            parameters += (channels_in * 9.0 + 3.0) * channels as f64;
+            channels_in = channels as f64;
+        }
+        let side = config.in_features.max(0).isqrt() >> config.hidden.len().min(63);
+        let pixels = (side as f64).powi(2);
+        parameters + (channels_in * pixels + 1.0) * config.out_features as f64
+    },
+    build: |root, config, _| Cnn::new(root, config).map(Model::new),
+};
+
+/// The stages and the head of [`ModelKind::Cnn`](super::ModelKind::Cnn).
 #[derive(Debug)]
-pub struct Cnn {
+struct Cnn {
     side: i64,
     stages: Vec<Stage>,
     activation: Activation,
@@ -42,14 +50,9 @@ enum Norm {
 }
 
 impl Cnn {
-    /// Creates the network, for arguments that passed [`check`].
-    pub(super) fn new(
-        root: &Path,
-        in_features: i64,
-        channels: &[i64],
-        out_features: i64,
-        activation: Activation,
-    ) -> Result<Self, TchError> {
+    fn new(root: &Path, config: &ModelConfig) -> Result<Self, TchError> {
+        let ModelConfig { in_features, out_features, hidden: ref channels, activation, .. } =
+            *config;
         let side = in_features.isqrt();
         let mut channels_in = 1;
         let mut stages = Vec::with_capacity(channels.len());
@@ -68,9 +71,10 @@ impl Cnn {
         let head = linear(&(root / (2 + 4 * channels.len())), channels_in * pixels, out_features)?;
         Ok(Self { side, stages, activation, head })
     }
+}
 
-    /// Returns the same network with every batch norm over the ranks of `group`.
-    pub(super) fn convert_sync_batchnorm(mut self, group: &Rc<ProcessGroup>) -> Self {
+impl Layers for Cnn {
+    fn convert_sync_batchnorm(&mut self, group: &Rc<ProcessGroup>) {
         let convert = |stage: Stage| Stage {
             norm: match stage.norm {
                 Norm::Own(norm) => Norm::Sync(SyncBatchNorm::convert(norm, group)),
@@ -78,13 +82,11 @@ impl Cnn {
             },
             ..stage
         };
-        self.stages = self.stages.into_iter().map(convert).collect();
-        self
+        self.stages = take(&mut self.stages).into_iter().map(convert).collect();
     }
 }
 
-/// Checks the arguments of the network. An error is the wrong key of the configuration, and the problem.
-pub(super) fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static str, String)> {
+fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static str, String)> {
     let side = in_features.max(0).isqrt();
     if side < 1 || side * side != in_features {
         let problem = format!(

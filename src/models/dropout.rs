@@ -24,9 +24,9 @@ impl Dropout {
         Self { p, generator: generator.clone() }
     }
 
-    /// Returns the same layer with another generator.
-    pub(super) fn with_generator(self, generator: &Arc<Generator>) -> Self {
-        Self::new(self.p, generator)
+    /// Draws from `generator` from now on.
+    pub(super) fn set_generator(&mut self, generator: &Arc<Generator>) {
+        self.generator = generator.clone();
     }
 }
 

@@ -1,4 +1,4 @@
-//! A multilayer perceptron.
+//! A multilayer perceptron, and a linear model, which is one without hidden layers.
 
 use std::sync::Arc;
 
@@ -6,12 +6,43 @@ use tch::nn::{Linear, Module, ModuleT, Path};
 use tch::{TchError, Tensor};
 
 use super::layers::linear;
-use super::{Activation, Dropout};
+use super::{Activation, Architecture, Dropout, Layers, Model, ModelConfig};
 use crate::ffi::Generator;
 
-/// Dense layers with an activation, and optionally dropout, between them. A single layer is a linear model.
+/// One dense layer.
+pub(super) const LINEAR: Architecture = Architecture {
+    keys: &[],
+    check: |_| Ok(()),
+    num_parameters: |config| num_parameters(&widths(config, &[])),
+    build: |root, config, _| {
+        Mlp::new(root, &widths(config, &[]), config.activation, None).map(Model::new)
+    },
+};
+
+/// Dense layers with an activation between them.
+pub(super) const MLP: Architecture = Architecture {
+    keys: &["hidden", "activation", "dropout"],
+    check: |_| Ok(()),
+    num_parameters: |config| num_parameters(&widths(config, &config.hidden)),
+    build: |root, config, dropout| {
+        let widths = widths(config, &config.hidden);
+        Mlp::new(root, &widths, config.activation, dropout).map(Model::new)
+    },
+};
+
+/// Returns the widths from the inputs to the outputs.
+fn widths(config: &ModelConfig, hidden: &[i64]) -> Vec<i64> {
+    [&[config.in_features][..], hidden, &[config.out_features]].concat()
+}
+
+/// Returns the number of weights and biases of dense layers.
+fn num_parameters(widths: &[i64]) -> f64 {
+    widths.windows(2).map(|width| (width[0] as f64 + 1.0) * width[1] as f64).sum()
+}
+
+/// Dense layers with an activation, and optionally dropout, between them.
 #[derive(Debug)]
-pub struct Mlp {
+struct Mlp {
     layers: Vec<Linear>,
     activation: Activation,
     dropout: Option<Dropout>,
@@ -21,7 +52,7 @@ impl Mlp {
     /// Creates the equivalent of `nn.Sequential(nn.Linear, nn.ReLU, nn.Linear, ...)`, with `activation`. With a
     /// `dropout`, an `nn.Dropout` follows each activation. `widths` go from the inputs to the outputs. Two widths make
     /// a single `nn.Linear`.
-    pub(super) fn new(
+    fn new(
         root: &Path,
         widths: &[i64],
         activation: Activation,
@@ -34,11 +65,13 @@ impl Mlp {
         });
         Ok(Self { layers: layers.collect::<Result<_, _>>()?, activation, dropout })
     }
+}
 
-    /// Returns the same model, with dropout from another generator.
-    pub(super) fn with_generator(self, generator: &Arc<Generator>) -> Self {
-        let dropout = self.dropout.map(|dropout| dropout.with_generator(generator));
-        Self { dropout, ..self }
+impl Layers for Mlp {
+    fn set_generator(&mut self, generator: &Arc<Generator>) {
+        if let Some(dropout) = &mut self.dropout {
+            dropout.set_generator(generator);
+        }
     }
 }
 

@@ -13,15 +13,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use serde_with::SerializeDisplay;
-use strum::{Display, EnumString, VariantNames};
+use strum::{Display, EnumString, IntoStaticStr, VariantNames};
 use tch::nn::{self, ModuleT, Path};
 use tch::{Device, TchError, Tensor};
 
 pub use activation::Activation;
 pub use batch_norm::BatchNorm;
-pub use cnn::Cnn;
 pub use dropout::Dropout;
-pub use mlp::Mlp;
 pub use sync_batch_norm::SyncBatchNorm;
 
 use crate::error::{Error, Result};
@@ -30,7 +28,16 @@ use crate::process_group::ProcessGroup;
 
 /// The sort of model: `--model`.
 #[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    Display,
+    EnumString,
+    IntoStaticStr,
+    VariantNames,
+    SerializeDisplay,
 )]
 #[strum(serialize_all = "lowercase")]
 pub enum ModelKind {
@@ -38,19 +45,61 @@ pub enum ModelKind {
     Linear,
     /// Dense layers with an [`Activation`] between them.
     Mlp,
-    /// A convolutional network for square images.
+    /// A convolutional network for square images. It has stages of convolution, batch norm, activation and pooling,
+    /// and a linear head.
+    ///
+    /// In PyTorch, for images of `side` x `side` pixels, two stages and ReLU:
+    ///
+    /// ```python
+    /// nn.Sequential(
+    ///     nn.Unflatten(1, (1, side, side)),
+    ///     nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+    ///     nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+    ///     nn.Flatten(), nn.Linear(32 * (side // 4) ** 2, out_features),
+    /// )
+    /// ```
     Cnn,
 }
 
 impl ModelKind {
-    /// Returns the name on the command line and in reports.
-    pub fn name(self) -> &'static str {
+    fn architecture(self) -> &'static Architecture {
         match self {
-            ModelKind::Linear => "linear",
-            ModelKind::Mlp => "mlp",
-            ModelKind::Cnn => "cnn",
+            ModelKind::Linear => &mlp::LINEAR,
+            ModelKind::Mlp => &mlp::MLP,
+            ModelKind::Cnn => &cnn::CNN,
         }
     }
+
+    /// Returns the name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        self.into()
+    }
+
+    /// Returns whether the option `key` has an effect on this sort of model.
+    pub(crate) fn uses(self, key: &str) -> bool {
+        self.architecture().keys.contains(&key)
+    }
+}
+
+/// What a sort of model declares, each in its own file.
+struct Architecture {
+    /// The keys of the options that have an effect, besides the numbers of inputs and outputs.
+    keys: &'static [&'static str],
+    /// Checks the configuration. An error is the wrong key, and the problem.
+    check: fn(&ModelConfig) -> Result<(), (&'static str, String)>,
+    /// Returns the number of parameters. A float, because the product of large widths overflows integers.
+    num_parameters: fn(&ModelConfig) -> f64,
+    /// Creates the model's layers below the path, for a configuration that passed `check`.
+    build: fn(&Path, &ModelConfig, Option<Dropout>) -> Result<Model, TchError>,
+}
+
+/// The layers of a model.
+trait Layers: ModuleT {
+    /// Replaces every batch norm by a [`SyncBatchNorm`] over the ranks of `group`.
+    fn convert_sync_batchnorm(&mut self, _group: &Rc<ProcessGroup>) {}
+
+    /// Lets dropout draw from `generator`.
+    fn set_generator(&mut self, _generator: &Arc<Generator>) {}
 }
 
 /// The architecture of a model.
@@ -86,53 +135,23 @@ impl Default for ModelConfig {
 
 /// A model built from a [`ModelConfig`].
 #[derive(Debug)]
-pub enum Model {
-    /// Dense layers. A linear model is also of this variant.
-    Mlp(Mlp),
-    /// A convolutional network.
-    Cnn(Cnn),
-}
+pub struct Model(Box<dyn Layers>);
 
 impl ModelConfig {
     /// Checks the configuration. An error is the wrong key for this sort of model, and the problem.
     pub(crate) fn check(&self) -> Result<(), (&'static str, String)> {
-        match self.kind {
-            ModelKind::Cnn => cnn::check(self.in_features, &self.hidden),
-            ModelKind::Linear | ModelKind::Mlp => Ok(()),
-        }
+        (self.kind.architecture().check)(self)
     }
 
     /// Returns the number of parameters. A float, because the product of large widths overflows integers.
     pub(crate) fn num_parameters(&self) -> f64 {
-        let (inputs, outputs) = (self.in_features as f64, self.out_features as f64);
-        let hidden = self.hidden.iter().map(|&width| width as f64);
-        let (mut before, mut parameters) = (inputs, 0.0);
-        match self.kind {
-            ModelKind::Linear => {}
-            ModelKind::Mlp => {
-                for width in hidden {
-                    parameters += (before + 1.0) * width;
-                    before = width;
-                }
-            }
-            ModelKind::Cnn => {
-                let mut channels_in = 1.0;
-                for channels in hidden {
-                    // 3 x 3 weights and a bias; a batch norm's weight and bias.
-                    parameters += (channels_in * 9.0 + 3.0) * channels;
-                    channels_in = channels;
-                }
-                let side = self.in_features.max(0).isqrt() >> self.hidden.len().min(63);
-                before = channels_in * (side as f64).powi(2);
-            }
-        }
-        parameters + (before + 1.0) * outputs
+        (self.kind.architecture().num_parameters)(self)
     }
 
     /// Builds the model in a `VarStore` of its own, on `device`.
     ///
     /// The parameters are bit for bit those of PyTorch after `torch.manual_seed(seed)`, for an `nn.Linear`, an
-    /// `nn.Sequential` with activations, or that of [`Cnn`]. This holds on a GPU too, because they are drawn on the
+    /// `nn.Sequential` with activations, or that of [`ModelKind::Cnn`]. This holds on a GPU too, because they are drawn on the
     /// CPU. Their names are those of `nn.Sequential`: `weight` and `bias` for a single layer, or `0.weight`, `0.bias`,
     /// `2.weight`, ...
     ///
@@ -150,7 +169,8 @@ impl ModelConfig {
         } else {
             None
         };
-        let model = fork_rng(seed, || self.layers(&vs.root(), dropout))?.doing(doing)?;
+        let build = self.kind.architecture().build;
+        let model = fork_rng(seed, || build(&vs.root(), self, dropout))?.doing(doing)?;
         // The layers and the VarStore keep the same tensor objects.
         #[allow(clippy::disallowed_methods)] // the order does not matter
         for mut tensor in vs.variables().into_values() {
@@ -159,50 +179,32 @@ impl ModelConfig {
         }
         Ok((vs, model))
     }
-
-    fn layers(&self, root: &Path, dropout: Option<Dropout>) -> Result<Model, TchError> {
-        let Self { kind, in_features, out_features, ref hidden, activation, .. } = *self;
-        let mlp = |hidden: &[i64]| {
-            let widths = [&[in_features][..], hidden, &[out_features]].concat();
-            Mlp::new(root, &widths, activation, dropout).map(Model::Mlp)
-        };
-        match kind {
-            ModelKind::Linear => mlp(&[]),
-            ModelKind::Mlp => mlp(hidden),
-            ModelKind::Cnn => {
-                Cnn::new(root, in_features, hidden, out_features, activation).map(Model::Cnn)
-            }
-        }
-    }
 }
 
 impl Model {
+    fn new(layers: impl Layers + 'static) -> Self {
+        Self(Box::new(layers))
+    }
+
     /// Returns the same model, with the same parameters and buffers, but with every batch norm replaced by a
     /// [`SyncBatchNorm`] over the ranks of `group`.
     ///
     /// Follows `torch.nn.SyncBatchNorm.convert_sync_batchnorm`.
-    pub fn convert_sync_batchnorm(self, group: &Rc<ProcessGroup>) -> Self {
-        match self {
-            Model::Cnn(cnn) => Model::Cnn(cnn.convert_sync_batchnorm(group)),
-            Model::Mlp(mlp) => Model::Mlp(mlp),
-        }
+    pub fn convert_sync_batchnorm(mut self, group: &Rc<ProcessGroup>) -> Self {
+        self.0.convert_sync_batchnorm(group);
+        self
     }
 
     /// Returns the same model with dropout, if any, from `generator`, the rank's own.
-    pub fn with_generator(self, generator: &Arc<Generator>) -> Self {
-        match self {
-            Model::Mlp(mlp) => Model::Mlp(mlp.with_generator(generator)),
-            Model::Cnn(cnn) => Model::Cnn(cnn),
-        }
+    pub fn with_generator(mut self, generator: &Arc<Generator>) -> Self {
+        self.0.set_generator(generator);
+        self
     }
 }
 
 impl ModuleT for Model {
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
-        match self {
-            Model::Mlp(mlp) => mlp.forward_t(inputs, train),
-            Model::Cnn(cnn) => cnn.forward_t(inputs, train),
-        }
+        self.0.forward_t(inputs, train)
     }
 }
 
@@ -217,16 +219,14 @@ mod tests {
 
     #[test]
     fn parameter_count_matches_the_built_model() {
-        for (kind, in_features, hidden) in [
-            (ModelKind::Linear, 20, vec![7]),
-            (ModelKind::Mlp, 20, vec![7, 5]),
-            (ModelKind::Cnn, 81, vec![3, 5]),
-        ] {
+        for name in ModelKind::VARIANTS {
+            let kind = name.parse().unwrap();
+            let (in_features, hidden) = (81, vec![3, 5]);
             let config =
                 ModelConfig { kind, in_features, out_features: 4, hidden, ..Default::default() };
             let (vs, _) = config.build(Device::Cpu, 0).unwrap();
             let built: usize = vs.trainable_variables().iter().map(Tensor::numel).sum();
-            assert_eq!(config.num_parameters(), built as f64, "{kind:?}");
+            assert_eq!(config.num_parameters(), built as f64, "{name}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The run_info about a run that `--explain` needs before it begins.
+//! The facts about a run that `--explain` needs before it begins.
 
 use super::Session;
 use crate::config::CommHookKind;

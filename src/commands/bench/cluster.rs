@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use strum::{Display, EnumString, IntoStaticStr};
+
 use crate::error::{Error, Result};
 
 /// The link from one rank to another.
@@ -15,7 +17,8 @@ pub(super) struct Link {
 }
 
 /// The library whose collectives are modelled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, EnumString)]
+#[strum(serialize_all = "lowercase")]
 pub(super) enum Library {
     /// NCCL.
     Nccl,
@@ -24,7 +27,8 @@ pub(super) enum Library {
 }
 
 /// The algorithm of an all-reduce.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, EnumString, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub(super) enum Algorithm {
     /// From rank to rank, in slices, and once more around with the sums.
     Ring,
@@ -96,19 +100,14 @@ impl FromStr for SimulatedCluster {
         let value =
             |key: &str| given.iter().find(|(known, _)| *known == key).map(|(_, value)| *value);
         let library = match value("backend") {
-            None | Some("nccl") => Library::Nccl,
-            Some("gloo") => Library::Gloo,
-            Some(other) => return Err(wrong("backend", other, "use nccl or gloo")),
+            None => Library::Nccl,
+            Some(name) => name.parse().map_err(|_| wrong("backend", name, "use nccl or gloo"))?,
         };
-        let algorithm = match value("algorithm") {
-            None | Some("auto") => None,
-            Some("ring") => Some(Algorithm::Ring),
-            Some("tree") => Some(Algorithm::Tree),
-            Some("hierarchical") => Some(Algorithm::Hierarchical),
-            Some(other) => {
-                return Err(wrong("algorithm", other, "use ring, tree, hierarchical or auto"));
-            }
-        };
+        let chosen = value("algorithm").filter(|name| *name != "auto").map(|name| {
+            let problem = |_| wrong("algorithm", name, "use ring, tree, hierarchical or auto");
+            name.parse::<Algorithm>().map_err(problem)
+        });
+        let algorithm = chosen.transpose()?;
         if let (Library::Gloo, Some(chosen)) = (library, algorithm) {
             let only =
                 "backend=gloo chooses the algorithm by the number of processes; leave it out";
@@ -168,7 +167,7 @@ impl SimulatedCluster {
         let value = |key| match key {
             "nodes" => self.nodes.to_string(),
             "gpus" => self.gpus.to_string(),
-            "backend" => (if is_nccl { "nccl" } else { "gloo" }).to_string(),
+            "backend" => self.library.to_string(),
             "algorithm" => self.algorithm.map_or("auto", Algorithm::name).to_string(),
             "latency" => show(self.between.latency, &TIMES),
             "bandwidth" => show(self.between.bandwidth, &RATES[..4]),
@@ -183,11 +182,7 @@ impl SimulatedCluster {
 
 impl Algorithm {
     pub(super) fn name(self) -> &'static str {
-        match self {
-            Algorithm::Ring => "ring",
-            Algorithm::Tree => "tree",
-            Algorithm::Hierarchical => "hierarchical",
-        }
+        self.into()
     }
 }
 

@@ -14,7 +14,6 @@ use crate::error::{Error, Result};
 use crate::ffi::TorchResult;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{BackendChoice, Nproc, Placement, Rank, Spawn};
-use crate::models::ModelKind;
 use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
 use crate::session::{StartPoint, Training, open_data, place_ranks};
@@ -207,11 +206,12 @@ fn check_comparable(config: &Config) -> Result<()> {
              out of the file",
         );
     }
-    if config.model.kind == ModelKind::Cnn && !config.model.sync_batch_norm {
-        return refuse(
-            "--model cnn: each rank normalizes its own batch, so N ranks are not one rank with the N-fold batch; use \
+    if config.model.kind.uses("sync_batch_norm") && !config.model.sync_batch_norm {
+        return refuse(&format!(
+            "--model {}: each rank normalizes its own batch, so N ranks are not one rank with the N-fold batch; use \
              --sync-batch-norm",
-        );
+            config.model.kind
+        ));
     }
     let drops = [
         ("--drop-last", config.data.drop_last),
