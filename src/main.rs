@@ -12,7 +12,7 @@ use ddp_mp::launch::{exit_code, install_panic_hook};
 use ddp_mp::os;
 use ddp_mp::telemetry::{LogFormat, Printer};
 
-use cli::{BenchCommand, BenchFlags, Command, ScalingFlags, StepFlags, TrainFlags, VerifyFlags};
+use cli::{Bench, BenchCommand, Command, ScalingFlags, StepFlags, TrainFlags, VerifyFlags};
 
 /// Limits spinning. Runs before `main` and before libtorch's constructors.
 #[used]
@@ -72,24 +72,20 @@ fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Train(flags) => train(&flags).map(drop),
         Command::Comm(flags) => {
-            let printer = Arc::new(Printer::new(flags.log_format()));
-            commands::comm(flags.request(), &cuda::load(), &printer)
+            let printer = Arc::new(Printer::new(flags.log_format));
+            commands::comm(flags, &cuda::load(), &printer)
         }
         Command::Env(flags) => env(&flags),
-        Command::Bench(BenchFlags { step: Some(BenchCommand::Step(flags)), .. }) => {
-            bench_step(&flags)
-        }
-        Command::Bench(BenchFlags { step: Some(BenchCommand::Scaling(flags)), .. }) => {
+        Command::Bench(Bench { step: Some(BenchCommand::Step(flags)), .. }) => bench_step(&flags),
+        Command::Bench(Bench { step: Some(BenchCommand::Scaling(flags)), .. }) => {
             bench_scaling(&flags)
         }
-        Command::Bench(flags) => {
-            let printer = Arc::new(Printer::new(flags.log_format()));
-            commands::bench(flags.request(), &cuda::load(), &printer)
+        Command::Bench(Bench { collective: flags, .. }) => {
+            let printer = Arc::new(Printer::new(flags.log_format));
+            commands::bench(flags, &cuda::load(), &printer)
         }
         Command::Verify(flags) => verify(&flags),
-        Command::Sampler(flags) => {
-            commands::sampler(&flags.request(), &Printer::new(flags.log_format()))
-        }
+        Command::Sampler(flags) => commands::sampler(&flags, &Printer::new(flags.log_format)),
     }
 }
 

@@ -7,10 +7,10 @@ mod train;
 use std::ffi::OsString;
 
 use clap::{Arg, CommandFactory, FromArgMatches, Parser, Subcommand};
+use ddp_mp::commands::{CommFlags, SamplerFlags};
 use ddp_mp::config::InShortHelp;
 
-pub(crate) use tools::{BenchCommand, BenchFlags, ScalingFlags, StepFlags, VerifyFlags};
-use tools::{CommFlags, SamplerFlags};
+pub(crate) use tools::{Bench, BenchCommand, ScalingFlags, StepFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
 /// Data-parallel training: one rank per visible GPU, each a thread of this process.
@@ -34,7 +34,7 @@ pub(crate) enum Command {
     /// Samples of each rank
     Sampler(SamplerFlags),
     /// Time of a collective or a training step; scaling
-    Bench(BenchFlags),
+    Bench(Bench),
     /// Difference between N ranks and one with the N-fold batch
     Verify(VerifyFlags),
     /// This machine, and the run that these options give

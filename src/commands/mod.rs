@@ -3,14 +3,16 @@
 mod bench;
 mod comm;
 mod env;
+mod ranks_flags;
 mod sampler;
 mod train;
 mod verify;
 
-pub use bench::{BenchOp, BenchRequest, SimulatedCluster, bench, bench_scaling, bench_step};
-pub use comm::{CommOp, CommRequest, comm};
+pub use bench::{BenchFlags, BenchOp, SimulatedCluster, bench, bench_scaling, bench_step};
+pub use comm::{CommFlags, CommOp, comm};
 pub use env::env;
-pub use sampler::{SamplerRequest, sampler};
+pub use ranks_flags::RanksFlags;
+pub use sampler::{SamplerFlags, sampler};
 pub use train::train;
 pub use verify::verify;
 

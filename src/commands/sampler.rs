@@ -2,36 +2,49 @@
 
 use std::io::Write;
 
+use clap::Args;
 use serde::Serialize;
 
+use crate::config::{name, whole};
 use crate::data::DistributedSampler;
 use crate::error::Error;
-use crate::telemetry::{Printer, total_memory};
+use crate::telemetry::{LogFormat, Printer, total_memory};
 
-/// The samples to show.
-#[derive(Debug, Clone)]
-pub struct SamplerRequest {
-    /// The number of samples.
+/// The most ranks. Each has at least one line.
+const MOST_RANKS: usize = 1 << 20;
+
+/// The flags of `sampler`.
+#[derive(Debug, Clone, Args)]
+pub struct SamplerFlags {
+    /// Number of samples
+    #[arg(long, value_name = "N", value_parser = whole::<usize>(1..=u64::MAX))]
     pub len: usize,
-    /// The number of ranks.
+    /// Number of ranks
+    #[arg(long, value_name = "W", value_parser = whole::<usize>(1..=MOST_RANKS as u64))]
     pub world_size: usize,
-    /// The rank to show. `None` for all, one after the other.
+    /// Only rank to show
+    #[arg(long, value_name = "R", value_parser = whole::<usize>(0..=u64::MAX))]
     pub rank: Option<usize>,
-    /// The epoch, from 0.
+    /// Epoch, from 0
+    #[arg(long, value_name = "E", value_parser = whole::<u64>(0..=u64::MAX), default_value_t = 0)]
     pub epoch: u64,
-    /// The seed of the shuffle.
+    /// Random seed of the shuffle
+    #[arg(long, value_name = "S", value_parser = whole::<u64>(0..=u64::MAX), default_value_t = 0)]
     pub seed: u64,
-    /// Drop the samples that cannot be divided equally among the ranks.
+    /// No padding: samples that cannot be divided equally are dropped
+    #[arg(long)]
     pub drop_last: bool,
-    /// Deal every sample once, unless some are dropped. Ranks may differ by one sample.
+    /// Samples dealt once each, as training with --exact-mean does
+    #[arg(long)]
     pub exact_mean: bool,
-    /// Don't shuffle.
+    /// No shuffling of the samples
+    #[arg(long)]
     pub no_shuffle: bool,
-}
-
-impl SamplerRequest {
-    /// The most ranks. Each has at least one line.
-    pub const MOST_RANKS: usize = 1 << 20;
+    /// Format of the output
+    ///
+    /// text: one sample per line, with its rank unless --rank is given. json: one object per rank
+    #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]
+    pub log_format: LogFormat,
 }
 
 #[derive(Serialize)]
@@ -46,16 +59,16 @@ struct Shard<'a> {
 ///
 /// # Errors
 /// [`Error::InvalidInput`] when the samples can't be dealt, and an error when stdout can't be written.
-pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()> {
-    let world_size = request.world_size;
-    if !(1..=SamplerRequest::MOST_RANKS).contains(&world_size) {
+pub fn sampler(flags: &SamplerFlags, printer: &Printer) -> anyhow::Result<()> {
+    let world_size = flags.world_size;
+    if !(1..=MOST_RANKS).contains(&world_size) {
         return Err(Error::InvalidInput(format!(
             "--world-size: {world_size} ranks cannot be listed; use 1 to {}",
-            SamplerRequest::MOST_RANKS
+            MOST_RANKS
         ))
         .into());
     }
-    let ranks = match request.rank {
+    let ranks = match flags.rank {
         Some(rank) if rank >= world_size => {
             return Err(Error::InvalidInput(format!(
                 "--rank: there is no rank {rank} among {world_size} ranks; use 0 to {}",
@@ -66,39 +79,39 @@ pub fn sampler(request: &SamplerRequest, printer: &Printer) -> anyhow::Result<()
         Some(rank) => rank..rank + 1,
         None => 0..world_size,
     };
-    let bytes = (request.len as u64).saturating_mul(size_of::<usize>() as u64);
+    let bytes = (flags.len as u64).saturating_mul(size_of::<usize>() as u64);
     if total_memory().is_some_and(|total| bytes > total) {
         return Err(Error::InvalidInput(format!(
             "--len: the order of {} samples does not fit into this machine's memory; use fewer samples",
-            request.len
+            flags.len
         ))
         .into());
     }
-    let sampler = DistributedSampler::new(request.len, world_size, 0)?
-        .shuffle(!request.no_shuffle)
-        .seed(request.seed)
-        .drop_last(request.drop_last)?;
-    let sampler = match request.exact_mean && !request.drop_last {
+    let sampler = DistributedSampler::new(flags.len, world_size, 0)?
+        .shuffle(!flags.no_shuffle)
+        .seed(flags.seed)
+        .drop_last(flags.drop_last)?;
+    let sampler = match flags.exact_mean && !flags.drop_last {
         true => sampler.without_padding(),
         false => sampler,
     };
-    let order = sampler.order(request.epoch)?;
+    let order = sampler.order(flags.epoch)?;
     for rank in ranks {
         let sampler = sampler.for_rank(rank);
         let indices = sampler.deal(order.as_deref(), 0)?;
         // Samples from this number on repeat the first ones.
         let padding = sampler.without_padding().num_samples();
         let write = |out: &mut dyn Write| {
-            if rank == 0 && request.rank.is_none() {
+            if rank == 0 && flags.rank.is_none() {
                 writeln!(out, "rank  sample")?;
             }
-            indices.iter().enumerate().try_for_each(|(number, index)| match request.rank {
+            indices.iter().enumerate().try_for_each(|(number, index)| match flags.rank {
                 Some(_) => writeln!(out, "{index}"),
                 None if number >= padding => writeln!(out, "{rank:>4}  {index}  (padding)"),
                 None => writeln!(out, "{rank:>4}  {index}"),
             })
         };
-        printer.result(&Shard { rank, epoch: request.epoch, indices: &indices }, write)?;
+        printer.result(&Shard { rank, epoch: flags.epoch, indices: &indices }, write)?;
     }
     Ok(())
 }

@@ -187,6 +187,6 @@ impl Config {
         let named = |Invalid { key, problem }| {
             Error::InvalidInput(format!("{}: {problem} ({name})", flag_name(&key)))
         };
-        self.validate().map_err(named)
+        self.validate(&self.changed(&Self::command())?).map_err(named)
     }
 }

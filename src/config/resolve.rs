@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use clap::Arg;
+use clap::{Arg, Command};
 use toml::Table;
 
 use super::file::{message, option, read, to_arg};
@@ -16,8 +16,10 @@ impl Config {
     /// # Errors
     /// [`Error::InvalidInput`], naming the file or flag, the value and the remedy.
     pub fn resolve(file: Option<&Path>, flags: &Table) -> Result<Self> {
+        let command = Self::command();
+        let flags = &with_underscores(&command, flags).map_err(Error::InvalidInput)?;
         let from_file = file.map(|file| read(file, flags)).transpose()?.unwrap_or_default();
-        let (mut merged, command) = (from_file.clone(), Self::command());
+        let mut merged = from_file.clone();
         merged.extend(flags.clone());
         let args = merged.iter().filter_map(|(key, value)| {
             option(&command, key).and_then(|arg| to_arg(arg, value)).transpose()
@@ -28,34 +30,55 @@ impl Config {
         let named = |Invalid { key, problem }| {
             Error::InvalidInput(format!("{}: {problem}", origin.name(&key)))
         };
-        config.validate().map_err(named)?;
-        let no_effect = |key: &str, arg: &Arg| {
+        let changed = config.changed(&command)?;
+        config.validate(&changed).map_err(named)?;
+        let no_effect = |arg: &Arg| {
             let OnlyIf(has_effect, problem) = arg.get::<OnlyIf>()?;
-            let is_idle = origin.flags.contains_key(key) && !has_effect(&config);
+            let is_idle = flags.contains_key(arg.get_id().as_str()) && !has_effect(&config);
             is_idle.then(|| (*problem).to_owned())
         };
-        config.refuse(no_effect).map_err(named)?;
+        refuse(&changed, no_effect).map_err(named)?;
         config.check_files(file, 1).map_err(named)?;
         Ok(config)
     }
 
-    /// Checks the values with each other, and for this machine's memory.
-    pub(super) fn validate(&self) -> Result<(), Invalid> {
-        self.refuse(|_, arg| arg.get::<Conflict>().and_then(|Conflict(check)| check(self)))?;
-        self.validate_model()
+    /// Returns the options of `command` that have another value than their default.
+    ///
+    /// # Errors
+    /// As [`Config::options`].
+    pub(super) fn changed<'a>(&self, command: &'a Command) -> Result<Vec<&'a Arg>> {
+        let (mine, default) = (self.values()?, Self::default().values()?);
+        let is_changed = |arg: &&Arg| {
+            let key = arg.get_id().as_str();
+            mine.get(key) != default.get(key)
+        };
+        Ok(command.get_arguments().filter(is_changed).collect())
     }
 
-    /// Refuses the first option that has a `problem`, of those with another value than their default.
-    fn refuse(&self, problem: impl Fn(&str, &Arg) -> Option<String>) -> Result<(), Invalid> {
-        let values = |config: &Self| config.values().unwrap_or_default();
-        let (mine, default) = (values(self), values(&Self::default()));
-        let found = Self::command().get_arguments().find_map(|arg| {
-            let key = arg.get_id().as_str();
-            let problem = problem(key, arg).filter(|_| mine.get(key) != default.get(key))?;
-            Some(Invalid { key: key.to_owned(), problem })
-        });
-        found.map_or(Ok(()), Err)
+    /// Checks the options `changed` with the other values, and the model for this machine's memory.
+    pub(super) fn validate(&self, changed: &[&Arg]) -> Result<(), Invalid> {
+        refuse(changed, |arg| arg.get::<Conflict>().and_then(|Conflict(check)| check(self)))?;
+        self.validate_model()
     }
+}
+
+/// Returns `flags` with `_` in their keys.
+fn with_underscores(command: &Command, flags: &Table) -> Result<Table, String> {
+    let mut options = Table::new();
+    for (key, value) in flags {
+        let key = option(command, key)?.get_id().to_string();
+        if options.insert(key.clone(), value.clone()).is_some() {
+            return Err(format!("{key} is there twice"));
+        }
+    }
+    Ok(options)
+}
+
+/// Refuses the first of `options` that has a `problem`.
+fn refuse(options: &[&Arg], problem: impl Fn(&Arg) -> Option<String>) -> Result<(), Invalid> {
+    let invalid =
+        |arg: &&Arg| Some(Invalid { key: arg.get_id().to_string(), problem: problem(arg)? });
+    options.iter().find_map(invalid).map_or(Ok(()), Err)
 }
 
 /// The source of each value, for error messages.
@@ -98,6 +121,19 @@ mod tests {
         (expected.training.max_epochs, expected.training.batch_size) = (3, 8);
         expected.launch.timeout = Duration::from_secs(90);
         assert_eq!(config, expected);
+    }
+
+    #[test]
+    fn keys_of_flags_may_have_dashes() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("run.toml");
+        fs::write(&file, "max_epochs = 3\nbatch_size = 16\n").unwrap();
+        let config = Config::resolve(Some(&file), &flags("batch-size = 8")).unwrap();
+        assert_eq!((config.training.max_epochs, config.training.batch_size), (3, 8));
+        let error = |toml| Config::resolve(None, &flags(toml)).unwrap_err().to_string();
+        assert_eq!(error("batch-size = 8\nbatch_size = 8"), "batch_size is there twice");
+        // A flag without effect is refused, whichever way its key is written.
+        assert_eq!(error("prefetch-factor = 3"), error("prefetch_factor = 3"));
     }
 
     #[test]

@@ -1,15 +1,17 @@
 //! One operation on tensors of one size, to measure it and to check its results.
 
+use strum::{EnumString, IntoStaticStr, VariantNames};
 use tch::{Kind, Tensor};
 
-use super::BenchRequest;
+use super::BenchFlags;
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::operation::Operation;
 use crate::process_group::{P2POp, ProcessGroup, ReduceOp, num_bytes};
 
 /// The operations that can be measured. The root is rank 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 #[allow(missing_docs)] // the names are the documentation
 pub enum BenchOp {
     AllReduce,
@@ -24,32 +26,9 @@ pub enum BenchOp {
 }
 
 impl BenchOp {
-    /// All operations.
-    pub const ALL: [BenchOp; 9] = [
-        BenchOp::AllReduce,
-        BenchOp::Reduce,
-        BenchOp::Broadcast,
-        BenchOp::AllGather,
-        BenchOp::ReduceScatter,
-        BenchOp::Gather,
-        BenchOp::Scatter,
-        BenchOp::AllToAll,
-        BenchOp::SendRecv,
-    ];
-
     /// Returns its name, such as `all_reduce`.
     pub fn name(self) -> &'static str {
-        match self {
-            BenchOp::AllReduce => "all_reduce",
-            BenchOp::Reduce => "reduce",
-            BenchOp::Broadcast => "broadcast",
-            BenchOp::AllGather => "all_gather",
-            BenchOp::ReduceScatter => "reduce_scatter",
-            BenchOp::Gather => "gather",
-            BenchOp::Scatter => "scatter",
-            BenchOp::AllToAll => "all_to_all",
-            BenchOp::SendRecv => "send_recv",
-        }
+        self.into()
     }
 
     /// Returns whether the operation combines elements.
@@ -128,8 +107,8 @@ type Pattern = [f64; 3];
 const CHUNK: i64 = 3 << 15;
 
 impl BenchCase {
-    pub(super) fn new(request: &BenchRequest, count: u64, group: &ProcessGroup) -> Result<Self> {
-        let (op, world_size) = (request.op, group.world_size());
+    pub(super) fn new(flags: &BenchFlags, count: u64, group: &ProcessGroup) -> Result<Self> {
+        let (op, world_size) = (flags.op, group.world_size());
         let count = count as i64;
         let whole = count * world_size as i64;
         let (has_input_parts, has_output_parts) = match op {
@@ -142,7 +121,7 @@ impl BenchCase {
         let tensor = |has_parts| {
             let len = if has_parts { whole } else { count };
             // Ones, so that the memory is really allocated.
-            Tensor::f_ones([len], (request.dtype, group.device())).doing(doing)
+            Tensor::f_ones([len], (flags.dtype, group.device())).doing(doing)
         };
         let parts = |tensor: &Tensor, has_parts| -> Result<Vec<Tensor>> {
             let starts = (0..if has_parts { world_size as i64 } else { 0 }).map(|i| i * count);
@@ -153,7 +132,7 @@ impl BenchCase {
         let output = if in_place { input.shallow_clone() } else { tensor(has_output_parts)? };
         Ok(Self {
             op,
-            reduce_op: request.reduce_op,
+            reduce_op: flags.reduce_op,
             rank: group.rank(),
             world_size,
             count,

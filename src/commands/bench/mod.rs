@@ -18,13 +18,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use clap::Args;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
+use super::ranks_flags::{RanksFlags, operation};
+use crate::config::{name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
-use crate::process_group::{ProcessGroup, ReduceOp, dtype_name};
+use crate::launch::{Backend, Rank, Spawn};
+use crate::process_group::{ProcessGroup, ReduceOp, dtype_name, parse_dtype};
 use crate::session::place_ranks;
 use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 use bench_case::BenchCase;
@@ -36,31 +39,52 @@ use sorted::Sorted;
 pub use step::bench_step;
 use table::{Column, numbers};
 
-/// The measurement to make.
-#[derive(Debug, Clone)]
-pub struct BenchRequest {
-    /// The operation.
+/// The most iterations of one size.
+const MOST_ITERS: u64 = 1_000_000;
+
+/// The flags of `bench OP`.
+#[derive(Debug, Clone, Args)]
+pub struct BenchFlags {
+    /// Collective
+    // With a subcommand the operation may be left out, and its default counts.
+    #[arg(value_name = "OP", value_parser = operation::<BenchOp>("-"), required = true)]
+    #[arg(default_value = "all-reduce", hide_default_value = true)]
     pub op: BenchOp,
-    /// The dtype of the tensors.
-    pub dtype: Kind,
-    /// The reduction, for operations that reduce.
-    pub reduce_op: ReduceOp,
-    /// The smallest size in bytes, as nccl-tests counts it: of the larger side of the operation.
+    /// Smallest size, as 4, 16K or 128M
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4")]
     pub min_bytes: u64,
-    /// The largest size in bytes.
+    /// Largest size
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "128M")]
     pub max_bytes: u64,
-    /// The factor from one size to the next.
+    /// Factor from one size to the next
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(2..), default_value_t = 2)]
     pub step_factor: u64,
-    /// Iterations of each size. `None` for as many as fit in a quarter of a second.
+    /// Measurements of each size [default: for a quarter of a second]
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(1..=MOST_ITERS))]
     pub iters: Option<u64>,
-    /// Warm-up iterations of each size.
+    /// Warm-up iterations before them
+    #[arg(long, value_name = "N", value_parser = whole::<u64>(0..=MOST_ITERS), default_value_t = 5)]
     pub warmup: u64,
-    /// The number of ranks.
-    pub nproc_per_node: Nproc,
-    /// The communication backend.
-    pub backend: BackendChoice,
-    /// The longest time that a rank waits for the others.
-    pub timeout: Duration,
+    /// Data type of the elements
+    #[arg(long, value_name = "DTYPE", value_parser = parse_dtype, default_value = "float32")]
+    pub dtype: Kind,
+    /// Reduction: sum, avg, product, min, max, band, bor, bxor
+    #[arg(long, value_name = "OP", default_value = "sum")]
+    pub reduce_op: ReduceOp,
+    /// The ranks.
+    #[command(flatten)]
+    pub ranks: RanksFlags,
+    /// Format of the output
+    ///
+    /// text: a table. json: one object per size
+    #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]
+    pub log_format: LogFormat,
+}
+
+/// Parses a size in bytes, as nccl-tests reads it: K is 1024.
+fn size(text: &str) -> Result<u64, &'static str> {
+    let size = parse_size::Config::new().with_binary().parse_size(text);
+    size.map_err(|_| "expected a size in bytes, as 4, 16K or 128M")
 }
 
 /// One size: a row of the table.
@@ -92,28 +116,25 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 /// Measures all sizes and prints the table.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when the request can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and
-/// an error for wrong results.
-pub fn bench(request: BenchRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
+/// [`Error::InvalidInput`] when this operation can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
+/// error for wrong results.
+pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    let placement = place_ranks(flags.ranks.nproc_per_node, flags.ranks.backend, cuda)?;
     let world_size = placement.devices.len();
-    request.check(world_size)?;
+    flags.check(world_size)?;
     if placement.devices[0] == Device::Cpu {
-        request.check_memory(world_size, total_memory())?;
+        flags.check_memory(world_size, total_memory())?;
     }
     if let Some(note) = &placement.note {
         printer.info(note);
     }
-    let spawn = Spawn::at(&placement).timeout(request.timeout);
+    let spawn = Spawn::at(&placement).timeout(flags.ranks.timeout);
     let (backend, printer) = (placement.backend, printer.clone());
-    spawn.run(move |rank| bench_on(rank, backend, &request, &printer))?;
+    spawn.run(move |rank| bench_on(rank, backend, &flags, &printer))?;
     Ok(())
 }
 
-impl BenchRequest {
-    /// The most iterations of one size.
-    pub const MOST_ITERS: u64 = 1_000_000;
-
+impl BenchFlags {
     fn check(&self, world_size: usize) -> Result<()> {
         let refuse = |why: String| Err(Error::InvalidInput(why));
         if self.op.reduces() {
@@ -174,7 +195,7 @@ impl BenchRequest {
 fn bench_on(
     rank: &Rank,
     backend: Backend,
-    request: &BenchRequest,
+    flags: &BenchFlags,
     printer: &Printer,
 ) -> anyhow::Result<()> {
     let group = rank.init_process_group(backend)?;
@@ -182,24 +203,24 @@ fn bench_on(
     let mut total = (0, 0.0, 0);
     let mut spreads = Vec::new();
     if leads && printer.format() == LogFormat::Text {
-        printer.lines(|out| write_head(out, request, &group)).context("writing to stdout")?;
+        printer.lines(|out| write_head(out, flags, &group)).context("writing to stdout")?;
     }
-    for count in request.sizes(rank.world_size()) {
-        let mut case = BenchCase::new(request, count, &group)?;
-        let Measurement { time, limit, spread } = measure(request, &mut case, &group)?;
+    for count in flags.sizes(rank.world_size()) {
+        let mut case = BenchCase::new(flags, count, &group)?;
+        let Measurement { time, limit, spread } = measure(flags, &mut case, &group)?;
         spreads.push(spread);
         let wrong = sum_over_ranks(&group, case.check(&group)?)?;
         let bytes = case.bytes();
         let algbw = bytes as f64 / time / 1e9;
         let row = Row {
-            op: request.op.name(),
+            op: flags.op.name(),
             bytes,
             count,
-            dtype: dtype_name(request.dtype),
-            reduce_op: request.op.reduces().then(|| request.reduce_op.to_string()),
+            dtype: dtype_name(flags.dtype),
+            reduce_op: flags.op.reduces().then(|| flags.reduce_op.to_string()),
             time_us: time * 1e6,
             algbw,
-            busbw: algbw * request.op.bus_factor(rank.world_size()),
+            busbw: algbw * flags.op.bus_factor(rank.world_size()),
             limit_us: limit.map(|limit| limit * 1e6),
             wrong,
         };
@@ -254,19 +275,15 @@ fn busy(what: &str, spread: f64) -> Option<String> {
 }
 
 /// Measures the operation and the limit in turns, for several rounds.
-fn measure(
-    request: &BenchRequest,
-    case: &mut BenchCase,
-    group: &ProcessGroup,
-) -> Result<Measurement> {
-    let warm_up = round(group, case, request.warmup.max(1))?;
+fn measure(flags: &BenchFlags, case: &mut BenchCase, group: &ProcessGroup) -> Result<Measurement> {
+    let warm_up = round(group, case, flags.warmup.max(1))?;
     let enough = MIN_MEASURED.as_secs_f64() / warm_up.max(1e-9);
-    let iters = request.iters.unwrap_or((enough as u64).clamp(1, BenchRequest::MOST_ITERS));
+    let iters = flags.iters.unwrap_or((enough as u64).clamp(1, MOST_ITERS));
     let rounds = ROUNDS.min(iters);
     let iters = iters.div_ceil(rounds);
     let leads = group.rank() == 0;
     let mut limit = (leads && group.device() == Device::Cpu)
-        .then(|| MemoryRoofline::new(request.op, group.world_size(), case.bytes()));
+        .then(|| MemoryRoofline::new(flags.op, group.world_size(), case.bytes()));
     let (mut times, mut limits) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
         times.push(round(group, case, iters)?);
@@ -304,12 +321,12 @@ fn sum_over_ranks(group: &ProcessGroup, value: i64) -> Result<i64> {
 
 fn write_head(
     out: &mut dyn std::io::Write,
-    request: &BenchRequest,
+    flags: &BenchFlags,
     group: &ProcessGroup,
 ) -> std::io::Result<()> {
     let ranks = if group.world_size() == 1 { "rank" } else { "ranks" };
     let place = if group.device() == Device::Cpu { "CPU" } else { "GPU" };
-    let (op, backend, n) = (request.op.name(), group.backend(), group.world_size());
+    let (op, backend, n) = (flags.op.name(), group.backend(), group.world_size());
     writeln!(out, "# {op}: {n} {ranks} on the {place}, backend {backend}")?;
     if group.device() == Device::Cpu {
         writeln!(

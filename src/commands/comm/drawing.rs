@@ -120,6 +120,8 @@ fn letters(rank: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use strum::IntoEnumIterator;
+
     use super::*;
 
     #[test]
@@ -132,7 +134,7 @@ mod tests {
     fn drawing_of_every_op_fits_78_columns() {
         let ops = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, ReduceOp::Bxor];
         for world_size in (1..=20).chain([128]) {
-            for (op, reduce_op) in CommOp::ALL.into_iter().flat_map(|op| ops.map(|r| (op, r))) {
+            for (op, reduce_op) in CommOp::iter().flat_map(|op| ops.map(|r| (op, r))) {
                 let texts = [draw(op, world_size, reduce_op), op.about(world_size, reduce_op)];
                 let calls = op.calls().map(|call| format!("PyTorch  {call}"));
                 for line in texts.iter().flatten().chain(&calls) {

@@ -9,49 +9,66 @@ mod values;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
 
 use anyhow::Context;
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::{Deserialize, Serialize};
+use strum::IntoEnumIterator;
 use tch::{Device, Kind};
 
+use super::ranks_flags::{RanksFlags, operation};
+use crate::config::{name, whole};
 use crate::error::{Error, Result};
 use crate::ffi::cuda::Cuda;
-use crate::launch::{Backend, BackendChoice, Nproc, Rank, Spawn};
-use crate::process_group::{ReduceOp, check_reduction, dtype_name, num_bytes};
+use crate::launch::{Backend, Rank, Spawn};
+use crate::process_group::{DTYPES, ReduceOp, check_reduction, dtype_name, num_bytes, parse_dtype};
 use crate::session::place_ranks;
 use crate::telemetry::{LogFormat, Printer, gigabytes, total_memory};
 
 pub use operations::CommOp;
 use values::{Data, Plain, Value};
 
-/// The operations to show, and their data.
-#[derive(Debug, Clone)]
-pub struct CommRequest {
-    /// The operation. `None` for all, one after the other.
+/// The most elements of a tensor, which people are to read.
+const MOST_NUMEL: u64 = 1_000_000;
+
+/// The flags of `comm`.
+#[derive(Debug, Clone, Args)]
+pub struct CommFlags {
+    /// Operation; all of them without one
+    #[arg(value_name = "OP", value_parser = operation::<CommOp>("_"))]
     pub op: Option<CommOp>,
-    /// The number of elements of each tensor.
+    /// Elements of each tensor
+    #[arg(long, value_name = "N", value_parser = whole::<i64>(0..=MOST_NUMEL), default_value_t = 2)]
     pub numel: i64,
-    /// The dtype of the tensors.
+    /// Data type of the elements
+    #[arg(long, value_name = "DTYPE", value_parser = dtype(), default_value = "float32")]
     pub dtype: Kind,
-    /// The reduction, for operations that reduce.
+    /// Reduction of the elements
+    #[arg(long, value_name = "OP", value_parser = reduce_op(), default_value = "sum")]
     pub reduce_op: ReduceOp,
-    /// The number of ranks.
-    pub nproc_per_node: Nproc,
-    /// The communication backend.
-    pub backend: BackendChoice,
-    /// The longest time that a rank waits for the others.
-    pub timeout: Duration,
+    /// The ranks.
+    #[command(flatten)]
+    pub ranks: RanksFlags,
+    /// Format of the output
+    ///
+    /// text: for people. json: one object per operation and rank
+    #[arg(long, value_name = "FORMAT", value_parser = name::<LogFormat>(), default_value = "text")]
+    pub log_format: LogFormat,
 }
 
-impl CommRequest {
-    /// The most elements of a tensor, which people are to read.
-    pub const MOST_NUMEL: u64 = 1_000_000;
+fn dtype() -> impl TypedValueParser<Value = Kind> {
+    PossibleValuesParser::new(DTYPES.map(dtype_name)).try_map(|name| parse_dtype(&name))
+}
+
+fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {
+    let names = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"];
+    PossibleValuesParser::new(names).try_map(|name| name.parse::<ReduceOp>())
 }
 
 /// The state that all ranks share.
 struct Job {
-    request: CommRequest,
+    flags: CommFlags,
     ops: Vec<CommOp>,
     backend: Backend,
     printer: Arc<Printer>,
@@ -82,21 +99,21 @@ struct Line<'a> {
 /// Runs the operations, and prints the result of each.
 ///
 /// # Errors
-/// [`Error::InvalidInput`] when the request can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
-pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let placement = place_ranks(request.nproc_per_node, request.backend, cuda)?;
-    let ops = request.op.map_or_else(|| CommOp::ALL.to_vec(), |op| vec![op]);
+/// [`Error::InvalidInput`] when these operations can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
+pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    let placement = place_ranks(flags.ranks.nproc_per_node, flags.ranks.backend, cuda)?;
+    let ops = flags.op.map_or_else(|| CommOp::iter().collect(), |op| vec![op]);
     let world_size = placement.devices.len();
-    check(&request, &ops, placement.backend, world_size)?;
+    check(&flags, &ops, placement.backend, world_size)?;
     if placement.devices[0] == Device::Cpu {
-        check_memory(&request, &ops, world_size, total_memory())?;
+        check_memory(&flags, &ops, world_size, total_memory())?;
     }
     if let Some(note) = &placement.note {
         printer.info(note);
     }
-    let spawn = Spawn::at(&placement).timeout(request.timeout);
+    let spawn = Spawn::at(&placement).timeout(flags.ranks.timeout);
     let job = Job {
-        request,
+        flags,
         ops,
         backend: placement.backend,
         printer: printer.clone(),
@@ -107,8 +124,8 @@ pub fn comm(request: CommRequest, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow
 }
 
 /// Refuses arguments that an operation would refuse, before anything is printed.
-fn check(request: &CommRequest, ops: &[CommOp], backend: Backend, world_size: usize) -> Result<()> {
-    let CommRequest { numel, dtype, reduce_op, .. } = *request;
+fn check(flags: &CommFlags, ops: &[CommOp], backend: Backend, world_size: usize) -> Result<()> {
+    let CommFlags { numel, dtype, reduce_op, .. } = *flags;
     if numel.checked_mul(world_size as i64).is_none() {
         return Err(Error::InvalidInput(format!(
             "--numel {numel}: {world_size} tensors of so many elements are too large; use fewer"
@@ -133,14 +150,13 @@ const TENSOR_OVERHEAD_BYTES: f64 = 600.0;
 /// # Errors
 /// [`Error::InvalidInput`] that names how many ranks would fit.
 fn check_memory(
-    request: &CommRequest,
+    flags: &CommFlags,
     ops: &[CommOp],
     world_size: usize,
     total: Option<u64>,
 ) -> Result<()> {
     let Some(total) = total.map(|total| total as f64) else { return Ok(()) };
-    let tensor_bytes =
-        TENSOR_OVERHEAD_BYTES + num_bytes(request.dtype, request.numel as usize) as f64;
+    let tensor_bytes = TENSOR_OVERHEAD_BYTES + num_bytes(flags.dtype, flags.numel as usize) as f64;
     let op_bytes = |ranks| ops.iter().map(move |op| (op.tensors(ranks) * tensor_bytes, op.name()));
     let needs = |ranks| op_bytes(ranks).max_by(|a, b| a.0.total_cmp(&b.0));
     let Some((bytes, op)) = needs(world_size).filter(|(bytes, _)| *bytes > total) else {
@@ -155,7 +171,7 @@ fn check_memory(
     Err(Error::InvalidInput(format!(
         "--numel {}: the tensors of {op} on {world_size} ranks take {}, and this machine has {}; use fewer elements, \
          another operation, or up to {most} ranks with --nproc-per-node",
-        request.numel,
+        flags.numel,
         gigabytes(bytes),
         gigabytes(total)
     )))
@@ -164,7 +180,7 @@ fn check_memory(
 /// Runs every operation on one rank, and sends its row to rank 0, which prints.
 fn show_on(rank: &Rank, job: &Job) -> anyhow::Result<()> {
     let group = rank.init_process_group(job.backend)?;
-    let CommRequest { numel, dtype, reduce_op, .. } = job.request;
+    let CommFlags { numel, dtype, reduce_op, .. } = job.flags;
     let data = Data { group: &group, numel, dtype };
     for &op in &job.ops {
         let earlier = group.traffic();
@@ -199,7 +215,7 @@ impl Job {
     }
 
     fn write_text(&self, op: CommOp, rows: &[Row], out: &mut dyn Write) -> std::io::Result<()> {
-        let (world_size, reduce_op) = (rows.len(), self.request.reduce_op);
+        let (world_size, reduce_op) = (rows.len(), self.flags.reduce_op);
         let [pytorch, rust] = op.calls();
         writeln!(out, "\n{}", op.name())?;
         let mut paragraph = |lines: &[String]| {
@@ -220,20 +236,20 @@ impl Job {
 
 #[cfg(test)]
 mod tests {
+    use clap::{Command, FromArgMatches};
+
     use super::*;
+
+    fn flags(numel: i64) -> CommFlags {
+        let command = CommFlags::augment_args(Command::new("comm"));
+        let matches = command.get_matches_from(["comm", &format!("--numel={numel}")]);
+        CommFlags::from_arg_matches(&matches).unwrap()
+    }
 
     #[test]
     fn oversized_tensors_are_refused_before_allocation() {
-        let request = CommRequest {
-            op: None,
-            numel: 1_000_000,
-            dtype: Kind::Float,
-            reduce_op: ReduceOp::Sum,
-            nproc_per_node: Nproc::Count(100),
-            backend: BackendChoice::Auto,
-            timeout: Duration::from_secs(1),
-        };
-        let check = |ops: &[CommOp], total| check_memory(&request, ops, 100, Some(total));
+        let (flags, all) = (flags(1_000_000), CommOp::iter().collect::<Vec<_>>());
+        let check = |ops: &[CommOp], total| check_memory(&flags, ops, 100, Some(total));
         let error = check(&[CommOp::AllGather], 40_000_000_000).unwrap_err().to_string();
         assert_eq!(
             error,
@@ -242,27 +258,19 @@ mod tests {
         );
         assert!(check(&[CommOp::AllGather], 41_000_000_000).is_ok());
         assert!(check(&[CommOp::AllReduce, CommOp::Gather], 801_000_000).is_ok());
-        let error = check(&CommOp::ALL, 41_000_000_000).unwrap_err().to_string();
+        let error = check(&all, 41_000_000_000).unwrap_err().to_string();
         assert!(error.contains("the tensors of all_to_all on 100 ranks take 80.0 GB"), "{error}");
     }
 
     #[test]
     fn oversized_tensor_lists_are_refused_with_the_rank_limit() {
-        let request = CommRequest {
-            op: None,
-            numel: 2,
-            dtype: Kind::Float,
-            reduce_op: ReduceOp::Sum,
-            nproc_per_node: Nproc::Auto,
-            backend: BackendChoice::Auto,
-            timeout: Duration::from_secs(1),
-        };
+        let (flags, all) = (flags(2), CommOp::iter().collect::<Vec<_>>());
         let total = Some(24_000_000_000);
-        let check = |ops: &[CommOp], ranks| check_memory(&request, ops, ranks, total);
-        let error = check(&CommOp::ALL, 8192).unwrap_err().to_string();
+        let check = |ops: &[CommOp], ranks| check_memory(&flags, ops, ranks, total);
+        let error = check(&all, 8192).unwrap_err().to_string();
         assert!(error.contains("the tensors of all_to_all on 8192 ranks take 81.6 GB"), "{error}");
         assert!(error.ends_with("or up to 4442 ranks with --nproc-per-node"), "{error}");
-        assert!(check(&CommOp::ALL, 4442).is_ok() && check(&CommOp::ALL, 4443).is_err());
+        assert!(check(&all, 4442).is_ok() && check(&all, 4443).is_err());
         assert!(check(&[CommOp::Barrier, CommOp::AllReduce], 8192).is_ok());
     }
 }

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use strum::{EnumIter, EnumString, IntoStaticStr, VariantNames};
 use tch::Tensor;
 
 use super::values::{Data, Numbers, Value};
@@ -9,8 +10,9 @@ use crate::error::Result;
 use crate::operation::Operation;
 use crate::process_group::{P2POp, ReduceOp};
 
-/// The operations that `ddp-mp comm` can show.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The operations that `ddp-mp comm` can show: first the simple ones, which others are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumIter, EnumString, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 #[allow(missing_docs)] // the names are the documentation
 pub enum CommOp {
     SendRecv,
@@ -27,36 +29,9 @@ pub enum CommOp {
 }
 
 impl CommOp {
-    /// All operations: first the simple ones, which others are made of.
-    pub const ALL: [CommOp; 11] = [
-        CommOp::SendRecv,
-        CommOp::IsendIrecv,
-        CommOp::Broadcast,
-        CommOp::Scatter,
-        CommOp::Gather,
-        CommOp::AllGather,
-        CommOp::Reduce,
-        CommOp::AllReduce,
-        CommOp::ReduceScatter,
-        CommOp::AllToAll,
-        CommOp::Barrier,
-    ];
-
     /// Returns PyTorch's name for the operation.
     pub fn name(self) -> &'static str {
-        match self {
-            CommOp::SendRecv => "send_recv",
-            CommOp::IsendIrecv => "isend_irecv",
-            CommOp::Broadcast => "broadcast",
-            CommOp::Scatter => "scatter",
-            CommOp::Gather => "gather",
-            CommOp::AllGather => "all_gather",
-            CommOp::Reduce => "reduce",
-            CommOp::AllReduce => "all_reduce",
-            CommOp::ReduceScatter => "reduce_scatter",
-            CommOp::AllToAll => "all_to_all",
-            CommOp::Barrier => "barrier",
-        }
+        self.into()
     }
 
     /// Returns the process group's operation. `None` if it takes no reduce op.

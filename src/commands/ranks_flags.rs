@@ -1,0 +1,49 @@
+//! What the flags of commands have in common that start ranks and have no configuration: `comm` and `bench`.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use strum::{ParseError, VariantNames};
+
+use crate::config::positive_duration;
+use crate::launch::{BackendChoice, Nproc};
+
+/// The ranks to start.
+#[derive(Debug, Clone, Args)]
+pub struct RanksFlags {
+    /// Ranks to start: auto, gpu, cpu or N
+    ///
+    /// auto: one per visible GPU, else one per CPU core
+    #[arg(long, value_name = "auto|gpu|cpu|N", default_value = "auto")]
+    pub nproc_per_node: Nproc,
+    /// Communication backend
+    ///
+    /// auto: nccl on GPUs, else threaded
+    #[arg(long, value_name = "NAME", value_parser = backend(), default_value = "auto")]
+    pub backend: BackendChoice,
+    /// Longest wait for other ranks, as 500ms, 30s, 10m
+    ///
+    /// A plain number is seconds
+    #[arg(long, value_name = "TIME", value_parser = positive_duration, default_value = "10m")]
+    pub timeout: Duration,
+}
+
+fn backend() -> impl TypedValueParser<Value = BackendChoice> {
+    let names = PossibleValuesParser::new(["auto", "nccl", "threaded"]);
+    names.try_map(|name| name.parse::<BackendChoice>())
+}
+
+/// Parses an operation by its name, with `_` or `-`. The help shows the name with `separator`.
+pub(super) fn operation<T>(separator: &str) -> impl TypedValueParser<Value = T>
+where
+    T: VariantNames + FromStr<Err = ParseError> + Clone + Send + Sync + 'static,
+{
+    let named = |name: &&'static str| {
+        let spellings = [name.to_string(), name.replace('_', "-")];
+        PossibleValue::new(name.replace('_', separator)).aliases(spellings)
+    };
+    PossibleValuesParser::new(T::VARIANTS.iter().map(named))
+        .try_map(|name: String| name.replace('-', "_").parse::<T>())
+}
